@@ -1,0 +1,1 @@
+"""What the tasks share: config, launch, batch arithmetic, model, optimiser, schedule, hooks, checkpoint."""

@@ -1,0 +1,125 @@
+"""One image file in; one RGB JPEG that every decoder reads alike out, or the reason why not."""
+
+import io
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import simplejpeg
+from PIL import ExifTags, Image, ImageOps
+
+MAX_PIXELS = 100_000_000  # 300 MB when decoded; beyond it, a header that lies is likelier than a photograph
+FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")
+_JPEG_MAGIC = b"\xff\xd8\xff"
+_BASELINE_OR_PROGRESSIVE = (0xC0, 0xC1, 0xC2)  # start-of-frame markers; the others are lossless or arithmetic coding
+
+
+class BadImageError(ValueError):
+    """An image that must not reach training; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Jpeg:
+    """An RGB JPEG, upright, and whether it differs from the file it came from."""
+
+    data: bytes
+    height: int
+    width: int
+    converted: bool
+
+
+def convert_image(data: bytes, quality: int = 95, short_side: int | None = None) -> Jpeg:
+    """Decode an image file strictly and return it as an RGB JPEG.
+
+    A baseline or progressive YCbCr JPEG that is upright and not too large is returned byte for byte. All else is
+    encoded anew at `quality` without chroma subsampling: other formats and colour spaces (alpha is dropped, of several
+    frames the first is taken, 16 bits become 8), images whose EXIF orientation asks for a rotation, and images whose
+    shorter side is longer than `short_side` (shrunk by Lanczos). Raises `BadImageError`.
+    """
+    if not data:
+        raise BadImageError("empty file")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow warns of harmless metadata
+            return _convert(data, quality, short_side)
+    except (BadImageError, MemoryError):
+        raise
+    except Image.UnidentifiedImageError as error:
+        raise BadImageError(f"not one of {', '.join(FORMATS)}") from error
+    except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
+        raise BadImageError(f"{error or type(error).__name__}".splitlines()[0]) from error
+
+
+def check_jpeg(data: bytes | memoryview) -> tuple[int, int, str]:
+    """Decode a JPEG strictly and return its height, width and colour space.
+
+    libjpeg mends truncated and damaged data with a warning; here each warning raises `BadImageError`, as do dimensions
+    beyond `MAX_PIXELS`.
+    """
+    if bytes(data[:3]) != _JPEG_MAGIC:
+        raise BadImageError("not a JPEG")
+    try:
+        height, width, color_space, _ = simplejpeg.decode_jpeg_header(data)
+        _check_pixels(height, width)
+        simplejpeg.decode_jpeg(data, "CMYK" if color_space in ("CMYK", "YCCK") else "RGB")
+    except ValueError as error:
+        raise BadImageError(str(error)) from error
+    return height, width, color_space
+
+
+def _convert(data: bytes, quality: int, short_side: int | None) -> Jpeg:
+    is_jpeg = data.startswith(_JPEG_MAGIC)
+    if is_jpeg:
+        height, width, color_space = check_jpeg(data)
+    else:
+        Image.open(io.BytesIO(data), formats=FORMATS).verify()  # checksums that decoding ignores
+    image = Image.open(io.BytesIO(data), formats=FORMATS)
+    _check_pixels(image.height, image.width)
+    upright = _orientation(image) not in range(2, 9)
+    fits = upright and (short_side is None or min(image.size) <= short_side)
+    if is_jpeg and fits and color_space == "YCbCr" and _frame_marker(data) in _BASELINE_OR_PROGRESSIVE:
+        return Jpeg(data, height, width, converted=False)
+    image.load()
+    pixels = np.asarray(_shrink(_to_rgb(image if upright else ImageOps.exif_transpose(image)), short_side))
+    encoded = simplejpeg.encode_jpeg(pixels, quality, "RGB", "444")
+    return Jpeg(encoded, pixels.shape[0], pixels.shape[1], converted=True)
+
+
+def _check_pixels(height: int, width: int) -> None:
+    if height * width > MAX_PIXELS:
+        raise BadImageError(f"{width}x{height} is more than {MAX_PIXELS // 1_000_000} million pixels")
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # a damaged EXIF block says nothing against the pixels
+        return 1
+
+
+def _frame_marker(data: bytes) -> int | None:
+    """Return the start-of-frame marker of a JPEG, which names its coding process (ITU-T T.81, table B.1)."""
+    position = 2
+    while position + 4 <= len(data):
+        marker = data[position + 1]
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            return marker
+        is_fill_byte = marker == 0xFF
+        position += 1 if is_fill_byte else 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+    return None
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))  # Pillow would clip at 255
+    if image.mode in ("I", "F"):
+        raise BadImageError("32-bit pixels, whose range is not known")
+    return image.convert("RGB")
+
+
+def _shrink(image: Image.Image, short_side: int | None) -> Image.Image:
+    shorter = min(image.size)
+    if short_side is None or shorter <= short_side:
+        return image
+    width, height = (round(side * short_side / shorter) for side in image.size)
+    return image.resize((width, height), Image.Resampling.LANCZOS)

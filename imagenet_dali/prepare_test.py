@@ -1,0 +1,283 @@
+"""The preparation tool from images to a data set: its content, its refusals, and a kill in the middle."""
+
+import errno
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tfrecord
+from PIL import Image
+
+from common.errors import UserError
+from imagenet_dali.dataset import open_split
+from imagenet_dali.images_test import encode, gradient, jpeg
+from imagenet_dali.prepare import main, prepare
+from imagenet_dali.writer import Options
+
+PROJECT = Path(__file__).parent.parent
+
+
+def write_images(root: Path, per_class: int, classes: int = 2, **options: object) -> Path:
+    """Fill class folders with pictures that differ."""
+    for label in range(classes):
+        folder = root / f"class_{label}"
+        folder.mkdir(parents=True)
+        for number in range(per_class):
+            (folder / f"{number:04d}.jpg").write_bytes(jpeg(24 + number % 16, 40 + label, seed=number, **options))
+    return root
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def test_every_image_arrives_once_with_its_label(tmp_path):
+    source, dest = write_images(tmp_path / "images", 20, classes=3), tmp_path / "data"
+    prepare(source, dest, Options(shards=4))
+    found = {}
+    for name, count in (("train", 48), ("validation", 12)):
+        split = open_split(dest, name)
+        assert len(split) == count
+        assert split.class_names == ["class_0", "class_1", "class_2"]
+        for index in range(count):
+            image, label = split.read(index)
+            found[bytes(image)] = label
+            size = Image.open(io.BytesIO(image)).size
+            assert size == (split.records[index]["width"], split.records[index]["height"])
+    assert found == {path.read_bytes(): int(path.parent.name[-1]) for path in source.rglob("*.jpg")}
+    assert sorted(os.listdir(dest)) == ["idx_files", "labels.txt", "manifest.json", "records", "train", "validation"]
+
+
+def test_other_tools_read_the_shards_and_make_the_same_index(tmp_path):
+    source, dest = write_images(tmp_path / "images", 10), tmp_path / "data"
+    prepare(source, dest, Options(shards=2))
+    split = open_split(dest, "train")
+    theirs = []
+    for shard in split.shards:
+        index = tmp_path / "theirs.idx"
+        tool = Path(sys.executable).parent / "tfrecord2idx"
+        subprocess.run([sys.executable, tool, shard, index], check=True)
+        assert (dest / "idx_files" / "train" / f"{shard.name}.idx").read_bytes() == index.read_bytes()
+        keys = {"image/encoded": "byte", "image/class/label": "int", "image/filename": "byte"}
+        for record in tfrecord.tfrecord_loader(str(shard), None, keys):
+            image, label, filename = (record[key] for key in keys)
+            theirs.append((image, int(label[0]), filename.decode()))
+    assert len(theirs) == len(split) == 16
+    for index, (image, label, filename) in enumerate(theirs):
+        assert split.read(index) == (image, label)
+        assert (source / filename).read_bytes() == image
+
+
+def test_options_decide_the_content_and_workers_do_not(tmp_path):
+    source = write_images(tmp_path / "images", 10)
+    prepare(source, tmp_path / "one", Options(shards=3))
+    prepare(source, tmp_path / "two", Options(shards=3), workers=2)
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+    prepare(source, tmp_path / "small", Options(short_side=16))
+    rows = open_split(tmp_path / "small", "train").records
+    assert np.minimum(rows["height"], rows["width"]).tolist() == [16] * 16
+    assert json.loads((tmp_path / "small" / "manifest.json").read_text())["made"]["short_side"] == 16
+
+
+def start(source: Path, dest: Path, **options: object) -> subprocess.Popen:
+    command = [sys.executable, "-m", "imagenet_dali.prepare", source, dest, "--workers", "2", "--shards", "40"]
+    return subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.DEVNULL, **options)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_killed_and_restarted_equals_never_stopped(tmp_path):
+    source, dest = tmp_path / "images", tmp_path / "data"
+    for number in range(200):
+        path = source / f"class_{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encode(gradient(300, 300, number), "PNG"))
+    process = start(source, dest)
+    wait_until(lambda: len(list(dest.glob(".partial/train/*.json"))) >= 3)
+    workers = children(process.pid)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    wait_until(lambda: not any(is_running(pid) for pid in workers))
+    done = {path.name: path.stat().st_mtime_ns for path in dest.glob(".partial/train/*.json")}
+    assert 3 <= len(done) < 40
+    assert not (dest / "manifest.json").exists()
+    with pytest.raises(UserError, match="run the same command again to finish it"):
+        open_split(dest, "train")
+    shards = {name: (dest / "train" / name.removesuffix(".json")).stat().st_mtime_ns for name in done}
+    assert start(source, dest).wait() == 0
+    assert {name: (dest / "train" / name.removesuffix(".json")).stat().st_mtime_ns for name in done} == shards
+    prepare(source, tmp_path / "uninterrupted", Options(shards=40))
+    assert tree(dest) == tree(tmp_path / "uninterrupted")
+
+
+def test_the_same_job_again_does_nothing_and_another_one_is_refused(tmp_path, capsys):
+    source, dest = write_images(tmp_path / "images", 5), tmp_path / "data"
+    main([str(source), str(dest), "--workers=1"])
+    before = tree(dest)
+    main([str(source), str(dest), "--workers=1"])
+    assert "complete already" in capsys.readouterr().out
+    with pytest.raises(UserError, match="made with other quality"):
+        main([str(source), str(dest), "--quality=90"])
+    (source / "class_0" / "new.jpg").write_bytes(jpeg())
+    with pytest.raises(UserError, match="made with other files"):
+        main([str(source), str(dest)])
+    assert tree(dest) == before
+
+
+def test_a_second_process_on_the_same_job_is_refused(tmp_path, monkeypatch):
+    source, dest = write_images(tmp_path / "images", 5), tmp_path / "data"
+
+    def write_from_two_processes(task):
+        with pytest.raises(UserError, match="another process is preparing it"):
+            prepare(source, dest)
+        raise InterruptedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("imagenet_dali.prepare.write_shard", write_from_two_processes)
+        with pytest.raises(InterruptedError):
+            prepare(source, dest)
+    prepare(source, dest)
+    assert len(open_split(dest, "train")) == 8
+
+
+def test_an_unfinished_job_is_not_mixed_with_another_one(tmp_path, monkeypatch):
+    source, dest = write_images(tmp_path / "images", 5), tmp_path / "data"
+    monkeypatch.setattr("imagenet_dali.prepare.write_dataset", None)
+    with pytest.raises(TypeError):  # stopped after the shards, before the tables
+        prepare(source, dest)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="made with other seed"):
+        prepare(source, dest, Options(seed=1))
+    prepare(source, dest)
+    assert len(open_split(dest, "train")) == 8
+    assert not (dest / ".partial").exists()
+
+
+def test_few_bad_images_are_left_out_and_listed(tmp_path, capsys):
+    source, dest = write_images(tmp_path / "images", 100), tmp_path / "data"
+    (source / "class_0" / "cut.jpg").write_bytes(jpeg()[:-50])
+    (source / "class_1" / "notes.txt").write_text("not an image")
+    prepare(source, dest)
+    listed = (dest / "refused.txt").read_text().splitlines()
+    assert [line.split("\t")[0] for line in listed] == ["class_0/cut.jpg", "class_1/notes.txt"]
+    assert "Premature end" in listed[0]
+    assert "not one of JPEG" in listed[1]
+    assert "2 refused" in capsys.readouterr().out
+    assert sum(len(open_split(dest, split)) for split in ("train", "validation")) == 200
+    assert json.loads((dest / "manifest.json").read_text())["made"]["refused"] == 2
+
+
+def test_many_bad_images_stop_the_preparation_and_leave_only_the_list(tmp_path):
+    source, dest = write_images(tmp_path / "images", 50), tmp_path / "data"
+    bad = [source / "class_0" / f"bad{number}.jpg" for number in range(2)]
+    for path in bad:
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match=r"refused.txt: 2 images refused, more than 1% of 102"):
+        prepare(source, dest)
+    assert list(tree(dest)) == ["refused.txt"]
+    for path in bad:
+        path.unlink()
+    prepare(source, dest)
+    assert len(open_split(dest, "train")) == 80
+    assert not (dest / "refused.txt").exists()
+
+
+def test_a_class_that_loses_all_images_stops_the_preparation(tmp_path):
+    source, dest = write_images(tmp_path / "images", 200), tmp_path / "data"
+    (source / "class_x").mkdir()
+    (source / "class_x" / "only.jpg").write_bytes(bytes(100))
+    with pytest.raises(UserError, match="all training images of class class_x"):
+        prepare(source, dest)
+    assert list(tree(dest)) == ["refused.txt"]
+
+
+def test_wrong_folders_are_refused_before_anything_is_written(tmp_path):
+    source = write_images(tmp_path / "images", 5)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("important")
+    before = tree(tmp_path)
+    for arguments, message in [
+        ((tmp_path / "nowhere", tmp_path / "data"), "nowhere: no such folder"),
+        ((tmp_path / "mine", tmp_path / "data"), "mine: 0 class folders"),
+        ((source, tmp_path / "mine"), "mine: not empty and not a data set"),
+        ((source, tmp_path / "mine" / "thesis.tex"), "not empty and not a data set"),
+        ((source, source / "data"), "lies inside SOURCE"),
+        ((source, tmp_path / "data", "--quality=0"), "--quality=0: choose 1 to 100"),
+        ((source, tmp_path / "data", "--validation-share=1"), "--validation-share=1.0: choose 0 to"),
+        ((source, tmp_path / "data", "--shards=100"), "--shards=100: more than the 8 training images"),
+        ((source,), "give SOURCE and DEST"),
+        ((), "give SOURCE and DEST"),
+        ((source, tmp_path / "data", "--check", source), "give SOURCE and DEST"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            main([str(argument) for argument in arguments])
+    assert tree(tmp_path) == before
+
+
+def test_what_the_system_refuses_is_one_line(tmp_path):
+    source = write_images(tmp_path / "images", 5)
+    (tmp_path / "file").write_text("")
+    command = [sys.executable, "-m", "imagenet_dali.prepare", source, tmp_path / "file" / "data"]
+    result = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: {tmp_path / 'file'}")
+    assert result.stderr.count("\n") == 1
+    (source / "class_0" / "link.jpg").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"link.jpg: No such file or directory; mend that and run the same command"):
+        main([str(source), str(tmp_path / "data")])
+
+
+def test_a_full_disk_is_named_and_the_restart_goes_on(tmp_path, monkeypatch):
+    source, dest = write_images(tmp_path / "images", 5), tmp_path / "data"
+
+    def fail(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", fail)
+        with pytest.raises(UserError, match=f"{dest}: No space left on device; mend that and run the same command"):
+            main([str(source), str(dest), "--workers=1"])
+    assert tree(tmp_path / "data") == {}
+    prepare(source, dest)
+    assert len(open_split(dest, "train")) == 8
+
+
+def test_ctrl_c_leaves_no_process_and_no_traceback(tmp_path):
+    source, dest = write_images(tmp_path / "images", 500), tmp_path / "data"
+    process = start(source, dest, stderr=subprocess.PIPE, start_new_session=True)
+    wait_until(lambda: any(dest.glob(".partial/train/*.json")))
+    workers = children(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "stopped; the same command goes on from here" in stderr.decode()
+    assert "Traceback" not in stderr.decode()
+    wait_until(lambda: not any(is_running(pid) for pid in workers))
+
+
+def test_workers_do_not_import_torch():
+    command = [sys.executable, "-c", "import imagenet_dali.prepare, sys; sys.exit('torch' in sys.modules)"]
+    assert subprocess.run(command, cwd=PROJECT).returncode == 0

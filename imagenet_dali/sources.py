@@ -1,0 +1,155 @@
+"""List the labelled images of a source folder: class folders, with or without splits, or ImageNet's own layout."""
+
+import csv
+import os
+import random
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import UserError
+
+EVALUATION_FOLDERS = ("val", "validation", "test")
+SYNSET_LABELS = "imagenet_2012_validation_synset_labels.txt"  # TensorFlow: a synset a line, in the order of the files
+KAGGLE_LABELS = "LOC_val_solution.csv"  # Kaggle: ImageId,PredictionString; the first word of the second is the synset
+SYNSET_NAMES = ("LOC_synset_mapping.txt", "imagenet_metadata.txt")  # a synset and its words a line
+
+IMAGES_PER_SHARD = 1250  # 1,024 shards for ImageNet's training images, as is usual
+
+Files = list[tuple[str, int]]  # (path relative to the source, label)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The images of each split, sorted by path, and one name for each label."""
+
+    root: Path
+    class_names: list[str]
+    splits: dict[str, Files]
+
+
+def list_source(root: Path, validation_share: float | None = None, seed: int = 0) -> Source:
+    """Find every image below `root`; raise `UserError` when the folder has none of the layouts.
+
+    Layouts: ``<class>/*``, ``train/<class>/*`` beside ``{val,validation,test}/<class>/*``, and ImageNet's
+    ``train/<synset>/*`` beside a flat ``val/*`` with either file of validation labels. Labels count the sorted class
+    folders from 0, as torchvision's ImageFolder does. Without an evaluation folder `validation_share` of each class,
+    chosen by `seed`, becomes the validation split (default 0.2).
+    """
+    if not root.is_dir():
+        raise UserError(f"{root}: no such folder; SOURCE is a folder of images, SOURCE/<class>/*")
+    has_train = (root / "train").is_dir() and bool(_folders(root / "train"))
+    train = root / "train" if has_train else root
+    classes = _folders(train)
+    if len(classes) < 2:
+        hint = f"; is {train / classes[0]} the folder you mean?" if classes else ""
+        raise UserError(f"{train}: {len(classes)} class folders, at least 2 are needed, as {train}/<class>/*{hint}")
+    splits = {"train": _list_classes(root, train, classes)}
+    if empty := set(range(len(classes))) - {label for _, label in splits["train"]}:
+        raise UserError(f"{train / classes[min(empty)]}: no images; remove the folder or fill it")
+    evaluation = next((root / name for name in EVALUATION_FOLDERS if has_train and (root / name).is_dir()), None)
+    if evaluation is None:
+        splits = _split(splits["train"], 0.2 if validation_share is None else validation_share, seed)
+    elif validation_share is not None:
+        raise UserError(f"--validation-share={validation_share}: {evaluation} is the validation split already; drop it")
+    elif _folders(evaluation):
+        splits["validation"] = _list_classes(root, evaluation, classes)
+    else:
+        splits["validation"] = _list_flat(root, evaluation, classes)
+    return Source(root, _class_names(root, classes), splits)
+
+
+def plan_shards(source: Source, shards: int | None, seed: int) -> dict[str, Files]:
+    """Return the files of each shard, by the shard's name, shuffled over the whole split.
+
+    `shards` is the number for training; other splits get as many images a shard.
+    """
+    train = len(source.splits["train"])
+    shards = shards or max(1, train // IMAGES_PER_SHARD)
+    if shards > train:
+        raise UserError(f"--shards={shards}: more than the {train} training images; choose fewer")
+    plan = {}
+    for split, files in source.splits.items():
+        shuffled = sorted(files)
+        random.Random(f"{seed}/{split}").shuffle(shuffled)
+        number = max(1, round(shards * len(files) / train))
+        bounds = [len(files) * i // number for i in range(number + 1)]
+        for i in range(number):
+            plan[f"{split}/{split}-{i:05d}-of-{number:05d}"] = shuffled[bounds[i] : bounds[i + 1]]
+    return plan
+
+
+def _folders(path: Path) -> list[str]:
+    return sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
+
+
+def _files(path: Path) -> list[Path]:
+    """Return every file below `path` that is not hidden, sorted; what is not an image is refused when it is decoded."""
+    found = []
+    for folder, subfolders, names in os.walk(path, followlinks=True):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(found)
+
+
+def _list_classes(root: Path, folder: Path, classes: list[str]) -> Files:
+    unknown = sorted(set(_folders(folder)) - set(classes))
+    if unknown:
+        raise UserError(f"{folder / unknown[0]}: this class has no training images; remove it or add them")
+    files = []
+    for label, name in enumerate(classes):
+        files += [(path.relative_to(root).as_posix(), label) for path in _files(folder / name)]
+    return files
+
+
+def _list_flat(root: Path, folder: Path, classes: list[str]) -> Files:
+    """Label a folder without class folders by the first of the two label files found near it."""
+    files = _files(folder)
+    if not files:
+        raise UserError(f"{folder}: no images; remove the folder or fill it")
+    if path := _find(root, KAGGLE_LABELS):
+        with open(path, newline="") as file:
+            synsets = {row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(file)}
+    elif path := _find(root, SYNSET_LABELS):
+        lines = path.read_text().split()
+        if len(lines) != len(files):
+            raise UserError(f"{path}: {len(lines)} labels for {len(files)} files in {folder}; complete the download")
+        synsets = dict(zip((file.stem for file in files), lines, strict=True))
+    else:
+        raise UserError(f"{folder}: no class folders; put {SYNSET_LABELS} or {KAGGLE_LABELS} into {root}")
+    labels = {name: label for label, name in enumerate(classes)}
+    listed = []
+    for file in files:
+        synset = synsets.get(file.stem)
+        if synset not in labels:
+            raise UserError(f"{path}: {file.name} has label {synset}, which is no folder of {root / 'train'}")
+        listed.append((file.relative_to(root).as_posix(), labels[synset]))
+    return listed
+
+
+def _find(root: Path, name: str) -> Path | None:
+    # Kaggle's archive keeps its text files three levels above the images: ILSVRC/Data/CLS-LOC.
+    folders = (root, *(root / folder for folder in EVALUATION_FOLDERS), *root.resolve().parents[:3])
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
+def _class_names(root: Path, classes: list[str]) -> list[str]:
+    path = next(filter(None, (_find(root, name) for name in SYNSET_NAMES)), None)
+    if path is None:
+        return classes
+    words = dict(line.split(maxsplit=1) for line in path.read_text().splitlines() if len(line.split()) > 1)
+    return [words.get(name, name).strip() for name in classes]
+
+
+def _split(files: Files, share: float, seed: int) -> dict[str, Files]:
+    """Move `share` of each class to the validation split, leaving every class at least one training image."""
+    by_class = defaultdict(list)
+    for file in files:
+        by_class[file[1]].append(file)
+    splits: dict[str, Files] = {"train": [], "validation": []}
+    for label, members in by_class.items():
+        random.Random(f"{seed}/{label}").shuffle(members)
+        held_out = min(round(share * len(members)), len(members) - 1)
+        splits["validation"] += sorted(members[:held_out])
+        splits["train"] += sorted(members[held_out:])
+    return {name: members for name, members in splits.items() if members}

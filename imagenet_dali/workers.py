@@ -1,0 +1,57 @@
+"""Run one function over many tasks on all cores."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import TypeVar
+
+from common.errors import UserError
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use, which a batch system may have limited."""
+    return len(os.sched_getaffinity(0))
+
+
+def parallel_map(function: Callable[[Task], Result], tasks: Iterable[Task], workers: int) -> Iterator[Result]:
+    """Yield ``function(task)`` for each task as it is done, in any order, from `workers` spawned processes.
+
+    One worker means this process. Workers end with this process, however it ends.
+    """
+    if workers == 1:
+        yield from map(function, tasks)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_follow_parent) as pool:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a worker inherits it while it still imports
+        futures = [pool.submit(function, task) for task in tasks]
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                f"--workers={workers}: a worker process died, perhaps for lack of memory; "
+                "run the same command with fewer workers"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _follow_parent() -> None:
+    """Die quietly of Ctrl-C, and die with the parent even if that is killed: an orphan waits for its queue forever."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+    def wait_for_parent() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait_for_parent, daemon=True).start()

@@ -1,0 +1,143 @@
+"""Write a prepared data set: its shards one by one, then the tables and the manifest that make them one."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from imagenet_dali.dataset import FORMAT, MANIFEST, PARTIAL, index_path, records_path, sha256_of
+from imagenet_dali.images import BadImageError, convert_image
+from imagenet_dali.records import RECORD, build_example, frame, index_text
+from imagenet_dali.sources import Files
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides the content of a data set, besides the images."""
+
+    validation_share: float | None = None  # of each class, where the source has no split (0.2)
+    shards: int | None = None  # for training (one for each 1,250 images)
+    seed: int = 0  # of the split and the order
+    quality: int = 95  # of JPEGs that are encoded anew
+    short_side: int | None = None  # larger images are shrunk to this many pixels
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """What a worker needs to write one shard."""
+
+    source: Path
+    dest: Path
+    name: str
+    files: Files
+    class_names: list[str]
+    options: Options
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One finished shard: its path from the root, its checksum and its rows (column ``shard`` not filled in yet)."""
+
+    name: str
+    sha256: str
+    rows: np.ndarray
+
+
+def write_shard(task: ShardTask) -> dict[str, Any]:
+    """Write one shard and its report, unless an earlier call did; return the report."""
+    report_path = task.dest / PARTIAL / f"{task.name}.json"
+    if report_path.is_file() and (task.dest / task.name).is_file():
+        return json.loads(report_path.read_text())
+    quality, short_side = task.options.quality, task.options.short_side
+    rows, refused, converted, offset = [], [], 0, 0
+    digest = hashlib.sha256()
+    with atomic_file(task.dest / task.name) as shard:
+        for filename, label in task.files:
+            try:
+                image = convert_image((task.source / filename).read_bytes(), quality, short_side)
+            except BadImageError as error:
+                refused.append((filename, str(error)))
+                continue
+            text = task.class_names[label]
+            record = frame(build_example(image.data, label, text, filename, image.height, image.width))
+            start = record.find(image.data)
+            rows.append((0, offset, len(record), start, len(image.data), label, image.height, image.width))
+            shard.write(record)
+            digest.update(record)
+            offset += len(record)
+            converted += image.converted
+    report = {"name": task.name, "sha256": digest.hexdigest(), "rows": rows, "refused": refused, "converted": converted}
+    with atomic_file(report_path) as file:
+        file.write(json.dumps(report).encode())
+    return report
+
+
+def to_shard(report: dict[str, Any]) -> Shard:
+    """Return the shard that a report of `write_shard` describes."""
+    return Shard(report["name"], report["sha256"], np.array([tuple(row) for row in report["rows"]], RECORD))
+
+
+def write_dataset(
+    root: Path, splits: dict[str, list[Shard]], class_names: list[str], label_base: int, made: dict[str, Any]
+) -> None:
+    """Write everything but the shards themselves; the manifest, which makes the folder a data set, comes last.
+
+    `label_base` is what was subtracted from the labels stored in the shards; `made` says how the shards were made.
+    """
+    described = {}
+    for split, shards in splits.items():
+        rows = np.concatenate([shard.rows for shard in shards])
+        rows["shard"] = np.repeat(np.arange(len(shards)), [len(shard.rows) for shard in shards])
+        with atomic_file(records_path(root, split)) as file:
+            np.save(file, rows)
+        described[split] = {
+            "records": len(rows),
+            "records_sha256": sha256_of(records_path(root, split)),
+            "shards": [_write_index(root, split, shard) for shard in shards],
+        }
+    with atomic_file(root / "labels.txt") as file:
+        file.write("".join(f"{name}\n" for name in class_names).encode())
+    manifest = {
+        "format": FORMAT,
+        "num_classes": len(class_names),
+        "label_base": label_base,
+        "splits": described,
+        "made": made,
+    }
+    with atomic_file(root / MANIFEST) as file:
+        file.write(json.dumps(manifest, indent=1).encode())
+
+
+def _write_index(root: Path, split: str, shard: Shard) -> dict[str, Any]:
+    """Write the index of a shard and return its entry in the manifest."""
+    index = index_text(shard.rows).encode()
+    with atomic_file(index_path(root, split, shard.name)) as file:
+        file.write(index)
+    return {
+        "name": shard.name,
+        "bytes": (root / shard.name).stat().st_size,
+        "records": len(shard.rows),
+        "sha256": shard.sha256,
+        "index_sha256": hashlib.sha256(index).hexdigest(),
+    }
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for writing that appears under its name only when it is complete and on disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")  # one name, so that a killed process leaves nothing after a restart
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -5,6 +5,8 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+
 
 class UserError(ValueError):
     """What the user can mend: the message names the key or file, its value and the remedy, in one line."""
@@ -19,8 +21,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def run_command(main: Callable[[list[str]], object], argv: list[str] | None = None) -> None:
     """Run ``main(argv)``; a `UserError` ends the process with one line on stderr and exit code 2.
 
-    ``--debug`` anywhere in the arguments shows the traceback instead. Of many ranks only the first one speaks,
-    because all of them see the same mistake.
+    ``--debug`` anywhere in the arguments shows the traceback instead. Before the processes of a run have joined they
+    all see the same mistake, and only the first speaks; later each speaks for itself.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -28,6 +30,11 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
     except UserError as error:
         if "--debug" in argv:
             raise
-        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))) == "0":
+        if _joined() or next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _joined() -> bool:
+    distributed = sys.modules.get("torch.distributed")  # tools that do not train do not import torch
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()

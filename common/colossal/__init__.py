@@ -1,0 +1,53 @@
+"""The one door to Colossal-AI 0.5.0: its names, mended; nothing else imports `colossalai`.
+
+A repair is a class or function whose docstring says what upstream does wrong, and where.
+"""
+
+from common.colossal.amp import build_mixed_precision
+from common.colossal.context import repair_context, shutdown
+from common.colossal.engine import Engine, initialize
+from common.colossal.repairs import (
+    repair_cpu_accelerator,
+    repair_metrics,
+    repair_old_paths,
+    repair_warmup_schedulers,
+)
+from common.colossal.trainer import Trainer
+from common.colossal.upstream import (
+    AMP_TYPE,
+    BaseHook,
+    CosineAnnealingWarmupLR,
+    LinearWarmupLR,
+    ParallelMode,
+    get_default_parser,
+    gpc,
+    launch,
+    launch_from_openmpi,
+    launch_from_slurm,
+    launch_from_torch,
+)
+
+repair_old_paths()
+repair_cpu_accelerator()
+repair_warmup_schedulers()
+repair_metrics()
+repair_context()
+
+__all__ = [
+    "AMP_TYPE",
+    "BaseHook",
+    "CosineAnnealingWarmupLR",
+    "Engine",
+    "LinearWarmupLR",
+    "ParallelMode",
+    "Trainer",
+    "build_mixed_precision",
+    "get_default_parser",
+    "gpc",
+    "initialize",
+    "launch",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
+    "shutdown",
+]

@@ -1,0 +1,115 @@
+"""The engine: model, loss and optimiser set up for the groups and the precision that the config asks for."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from common.colossal.amp import build_mixed_precision
+from common.colossal.loader import WholeSteps
+from common.colossal.optimizer import StepOptimizer
+from common.colossal.upstream import (
+    GradAccumGradientHandler,
+    ParallelMode,
+    UpstreamEngine,
+    build_gradient_handler,
+    get_accelerator,
+    gpc,
+    sync_model_param,
+)
+from common.errors import UserError
+
+
+class Engine(UpstreamEngine):
+    """Upstream's engine with mixed precision, and gradients that cross ranks once per optimiser step.
+
+    The model runs under autocast to ``dtype``; its output, and so the loss, is float32.
+
+    Upstream (legacy/engine/gradient_accumulation/_gradient_accumulation.py:90) opens DDP's ``no_sync`` for the backward
+    pass only, where it has no effect: gradients are all-reduced in every micro-batch. It must enclose the forward pass.
+    """
+
+    def __init__(
+        self, *args: Any, dtype: torch.dtype | None = None, lr_scheduler: LRScheduler | None = None, **kwargs: Any
+    ):
+        super().__init__(*args, **kwargs)
+        self.dtype, self.lr_scheduler = dtype, lr_scheduler
+        self.device = get_accelerator().get_current_device()
+
+    def __call__(self, *inputs: Any, **named_inputs: Any) -> Tensor:
+        """Return the model's output in float32."""
+        local = isinstance(self.model, DistributedDataParallel) and not self.optimizer.completes_step
+        autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None)
+        with self.model.no_sync() if local else nullcontext(), autocast:
+            output = self.model(*inputs, **named_inputs)
+        return output.float()
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: Optimizer,
+    criterion: Callable[..., Tensor] | None = None,
+    train_dataloader: Any = None,
+    test_dataloader: Any = None,
+    lr_scheduler: LRScheduler | None = None,
+) -> tuple[Engine, WholeSteps | None, WholeSteps | None, LRScheduler | None]:
+    """Return ``(engine, train_dataloader, test_dataloader, lr_scheduler)`` set up as ``gpc.config`` says.
+
+    Reads ``fp16``, ``clip_grad_norm``, ``gradient_accumulation``, ``torch_ddp``, ``gradient_handler``,
+    ``cudnn_benchmark`` and ``cudnn_deterministic``. To be called after the launch. Afterwards random numbers differ
+    between data-parallel ranks.
+
+    Stands for legacy/initialize.py:242. ``lr_scheduler`` counts optimiser steps and comes back as it is; `Trainer`
+    steps it. (Upstream wraps it to count micro-batches; a schedule by epochs then moves every ``accumulation`` epochs.)
+    """
+    config = gpc.config
+    if config.get("zero") is not None:
+        raise UserError("zero is not supported: remove it from the config")
+    torch.backends.cudnn.benchmark = config.get("cudnn_benchmark", False)
+    torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
+    device = get_accelerator().get_current_device()
+    accumulation = config.get("gradient_accumulation") or 1
+    precision = build_mixed_precision(config.get("fp16"), device.type)
+    step_optimizer = StepOptimizer(optimizer, accumulation, precision.scaler)
+    model, handlers = _synchronise(model.to(device), step_optimizer, config)
+    engine = Engine(
+        model,
+        step_optimizer,
+        criterion,
+        gradient_handlers=handlers,
+        clip_grad_norm=config.get("clip_grad_norm") or 0.0,
+        dtype=precision.dtype,
+        lr_scheduler=lr_scheduler,
+    )
+    gpc.separate_data_parallel_seeds()
+    if train_dataloader is not None:
+        train_dataloader = WholeSteps(train_dataloader, accumulation)
+    if test_dataloader is not None:
+        test_dataloader = WholeSteps(test_dataloader)
+    return engine, train_dataloader, test_dataloader, lr_scheduler
+
+
+def _synchronise(
+    model: nn.Module, optimizer: StepOptimizer, config: Mapping[str, Any]
+) -> tuple[nn.Module, list[GradAccumGradientHandler]]:
+    """Make data-parallel ranks start equal and average their gradients: by DDP, else by the config's gradient handlers.
+
+    Upstream (legacy/initialize.py:380,391) passes ``device_ids`` of GPUs on CPUs too.
+    """
+    handlers = config.get("gradient_handler")
+    if handlers is not None:
+        with torch.no_grad():  # a broadcast that autograd sees drops the parameter's hooks (legacy/utils/common.py:55)
+            sync_model_param(model, ParallelMode.DATA)
+        built = [build_gradient_handler(handler, model, optimizer) for handler in handlers]
+        return model, [GradAccumGradientHandler(handler, optimizer.accumulation) for handler in built]
+    if gpc.get_world_size(ParallelMode.DATA) == 1:
+        return model, []
+    options = {"gradient_as_bucket_view": True} | (config.get("torch_ddp") or {})
+    if get_accelerator().name == "cuda":
+        options["device_ids"] = [torch.cuda.current_device()]
+    return DistributedDataParallel(model, process_group=gpc.get_group(ParallelMode.DATA), **options), []

@@ -1,0 +1,73 @@
+"""From the gradients of micro-batches to one update of the weights."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from common.colossal.amp import AgreedGradScaler
+from common.colossal.upstream import OptimizerWrapper
+
+
+class StepOptimizer(OptimizerWrapper):
+    """Accumulate gradients over ``accumulation`` micro-batches; then unscale, measure and clip them, and update once.
+
+    `Engine` calls `zero_grad`, `backward`, `clip_grad_by_norm` and `step` for every micro-batch; all but `backward` act
+    once per optimiser step. Afterwards ``grad_norm`` is the norm of the step's gradient before clipping: a 0-dim tensor
+    on the device, read without waiting for it.
+
+    It stands for three wrappers of upstream's, which
+
+    - multiply every gradient by 0 when no clipping is asked for (interface/optimizer.py:123),
+    - clip the partial sums of each micro-batch (legacy/engine/gradient_accumulation/_gradient_accumulation.py:65
+      defines ``clip_grad_norm``, but the engine calls ``clip_grad_by_norm``), and
+    - clip before unscaling (legacy/amp/torch_amp/torch_amp.py:51, the same slip).
+    """
+
+    def __init__(self, optim: Optimizer, accumulation: int = 1, scaler: AgreedGradScaler | None = None):
+        super().__init__(optim)
+        self.accumulation, self.scaler = accumulation, scaler
+        self.accumulated = 0
+        self.grad_norm: Tensor | None = None
+
+    @property
+    def completes_step(self) -> bool:
+        """Whether the next micro-batch is the last of its step."""
+        return self.accumulated + 1 == self.accumulation
+
+    def zero_grad(self, *args: object, **kwargs: object) -> None:
+        if self.accumulated == 0:
+            self.optim.zero_grad(*args, **kwargs)
+
+    def backward(self, loss: Tensor, **kwargs: object) -> None:
+        loss = loss / self.accumulation
+        super().backward(self.scaler.scale(loss) if self.scaler else loss, **kwargs)
+        self.accumulated += 1
+
+    def clip_grad_by_norm(self, max_norm: float) -> None:
+        """Set ``grad_norm``, and scale the gradient down to ``max_norm`` if that is above 0."""
+        if self.accumulated < self.accumulation:
+            return
+        if self.scaler:
+            self.scaler.unscale_(self.optim)
+        self.grad_norm = global_grad_norm(self.parameters)
+        if max_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, self.grad_norm)
+
+    def step(self, *args: object, **kwargs: object) -> None:
+        if self.accumulated < self.accumulation:
+            return
+        self.accumulated = 0
+        if self.scaler is None:
+            self.optim.step(*args, **kwargs)
+            return
+        self.scaler.step(self.optim, *args, **kwargs)
+        self.scaler.update()
+        # A schedule counts skipped updates too; without this torch warns when the very first one is skipped.
+        self.optim._opt_called = True
+
+
+def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the 2-norm of all gradients together, as a 0-dim tensor on their device."""
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

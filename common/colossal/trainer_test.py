@@ -1,0 +1,140 @@
+"""The training loop: what hooks see and when, how it counts, when it evaluates and stops."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from colossalai.legacy.trainer import Trainer as UpstreamTrainer
+from torch import Tensor, nn
+
+from common.colossal import BaseHook, Trainer, initialize
+from common.testing import launched
+
+BATCH = (torch.ones(2, 3), torch.zeros(2, dtype=torch.long))
+
+
+class Recorder(BaseHook):
+    """Writes down every call, with what ``read`` makes of the trainer."""
+
+    def __init__(self, read: Any = lambda trainer: None, priority: int = 0) -> None:
+        super().__init__(priority)
+        self.read, self.names, self.values = read, [], []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith(("before_", "after_")):
+            return super().__getattribute__(name)
+
+        def record(trainer: Trainer, *result: Any) -> None:
+            self.names.append(name)
+            self.values.append((name, self.read(trainer), *result))
+
+        return record
+
+    def seen(self, name: str) -> list[Any]:
+        return [value for called, value, *_ in self.values if called == name]
+
+
+def fit(
+    hooks: Sequence[BaseHook] = (),
+    *,
+    batches: int = 4,
+    accumulation: int = 1,
+    test_batches: int = 0,
+    epochs: int = 1,
+    trainer_class: type = Trainer,
+    **options: Any,
+) -> Trainer:
+    """Train a linear model; its learning rate is 1 / (optimiser steps so far + 1)."""
+    with launched(gradient_accumulation=accumulation):
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+        train, test = [BATCH] * batches, [BATCH] * test_batches or None
+        engine, train, test, _ = initialize(model, optimizer, nn.CrossEntropyLoss(), train, test, schedule)
+        trainer = trainer_class(engine)
+        trainer.fit(train, epochs, test_dataloader=test, hooks=list(hooks), **options)
+        return trainer
+
+
+def test_hooks_are_called_in_order() -> None:
+    recorder = Recorder()
+    fit([recorder], batches=2, test_batches=1)
+    assert recorder.names == [
+        *("after_hook_is_attached", "before_train", "before_train_epoch"),
+        *("before_train_iter", "after_train_iter") * 2,
+        *("after_train_epoch", "before_test", "before_test_epoch", "before_test_iter", "after_test_iter"),
+        *("after_test_epoch", "after_test", "after_train"),
+    ]
+
+
+def test_hooks_are_called_by_priority() -> None:
+    order: list[str] = []
+    hooks = [Recorder(lambda trainer, n=name: order.append(n), priority) for name, priority in (("b", 5), ("a", 1))]
+    fit(hooks, batches=1)
+    assert order[:4] == ["a", "b", "a", "b"]
+
+
+def test_what_hooks_are_given() -> None:
+    recorder = Recorder(lambda trainer: trainer.engine.model.training)
+    fit([recorder], batches=1, test_batches=1)
+    calls = {name: arguments for name, *arguments in recorder.values}
+    training, output, label, loss = calls["after_train_iter"]
+    assert (training, output, label, loss.shape) == (True, None, None, torch.Size([]))
+    training, output, label, loss = calls["after_test_iter"]
+    assert (training, output.shape, output.requires_grad, loss) == (False, (2, 2), False, None)
+    assert torch.equal(label, BATCH[1])
+
+
+def test_counts_with_accumulation() -> None:
+    recorder = Recorder(lambda trainer: (trainer.step, trainer.update_done, trainer.cur_step, trainer.cur_epoch))
+    trainer = fit([recorder], batches=5, accumulation=2, epochs=2)
+    assert recorder.seen("after_train_iter") == [
+        *((0, False, 0, 0), (1, True, 1, 0), (1, False, 2, 0), (2, True, 3, 0)),
+        *((2, False, 4, 1), (3, True, 5, 1), (3, False, 6, 1), (4, True, 7, 1)),
+    ]
+    assert (trainer.steps_per_epoch, trainer.max_epochs, trainer.cur_epoch) == (2, 2, 2)
+    assert trainer.data_wait > 0
+
+
+def test_the_schedule_moves_once_per_step_after_the_hooks() -> None:
+    recorder = Recorder(lambda trainer: trainer.engine.optimizer.param_groups[0]["lr"], priority=1000)
+    fit([recorder], batches=6, accumulation=2)
+    assert recorder.seen("after_train_iter") == [1, 1, 1 / 2, 1 / 2, 1 / 3, 1 / 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "evaluated_at", "ended_at"),
+    [
+        ({"epochs": 5}, [1, 2, 3, 4, 5], 20),
+        ({"epochs": 5, "test_interval": 2}, [2, 4, 5], 20),
+        ({"epochs": 3, "test_interval": 10}, [3], 12),
+        ({"epochs": 5, "test_interval": 2, "max_steps": 4}, [1], 4),
+        ({"epochs": 5, "test_interval": 2, "max_steps": 6}, [2], 6),
+        ({"epochs": 5, "test_interval": 2, "max_steps": 10}, [2, 3], 10),
+        ({"epochs": 2, "accumulation": 2, "max_steps": 3}, [1, 2], 3),
+    ],
+)
+def test_evaluation_and_end(options: dict, evaluated_at: list[int], ended_at: int) -> None:
+    recorder = Recorder(lambda trainer: trainer.cur_epoch)
+    trainer = fit([recorder], test_batches=1, **options)
+    assert recorder.seen("before_test") == evaluated_at
+    assert trainer.step == ended_at
+
+
+def test_evaluate_alone() -> None:
+    with launched():
+        model = nn.Linear(3, 2)
+        engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        recorder = Recorder()
+        Trainer(engine).evaluate([BATCH] * 2, hooks=[recorder])
+        assert recorder.names.count("after_test_iter") == 2
+        assert isinstance(Trainer(engine).predict(BATCH[0]), Tensor)
+
+
+def test_upstream_leaves_out_the_last_epoch_and_needs_a_logger() -> None:
+    recorder = Recorder(lambda trainer: trainer.cur_epoch)
+    fit([recorder], test_batches=1, epochs=4, test_interval=2, trainer_class=UpstreamTrainer)
+    assert recorder.seen("before_test") == [0, 2]
+    with pytest.raises(AttributeError):
+        fit(max_steps=1, trainer_class=UpstreamTrainer)

@@ -1,0 +1,128 @@
+"""Hooks of the training loop: one that measures and one that saves."""
+
+import resource
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from common.checkpoint import save_checkpoint
+from common.colossal import BaseHook, ParallelMode, Trainer, gpc
+from common.plan import Plan
+from common.writers import Curves, JsonLines, ProgressBar, TensorBoard
+
+
+class MetricsHook(BaseHook):
+    """Read each figure of the run once, and hand it to every writer; only rank 0 writes.
+
+    A ``train`` record covers the optimiser steps since the one before: mean ``loss``; ``lr`` and ``grad_norm`` (before
+    clipping) of the last step; ``samples_per_s`` over all GPUs; ``data_wait``, the share of the time in which this
+    process waited for its loader; ``peak_memory_gb`` of this process. An ``eval`` record counts every sample of the
+    evaluation set once: mean cross-entropy ``loss``, ``top1`` and ``top5`` (fractions of 1), ``samples``.
+
+    The device is synchronised only when a record is made.
+    """
+
+    def __init__(self, plan: Plan, folder: Path, *, every: int, tensorboard: bool, is_main: bool):
+        super().__init__(priority=0)  # before the schedule moves the learning rate
+        self.plan, self.every = plan, every
+        self.progress = ProgressBar(plan.last_step) if is_main else None
+        self.writers: list = []
+        if is_main:
+            self.writers = [JsonLines(folder / "metrics.jsonl"), self.progress, Curves(folder)]
+            self.writers += [TensorBoard(folder / "tensorboard")] if tensorboard else []
+        self.last: dict = {}
+
+    def before_train(self, trainer: Trainer) -> None:
+        self._restart_window(trainer)
+
+    def _restart_window(self, trainer: Trainer) -> None:
+        self.loss = torch.zeros((), dtype=torch.float64, device=trainer.device)
+        self.micro_batches = 0
+        self.started, self.waited = time.perf_counter(), trainer.data_wait
+
+    def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
+        self.loss += loss.detach()
+        self.micro_batches += 1
+        if not trainer.update_done:
+            return
+        if self.progress:
+            self.progress.step()
+        if trainer.step % self.every == 0 or trainer.step == self.plan.last_step:
+            self._write("train", trainer, self._train_figures(trainer))
+            self._restart_window(trainer)
+
+    def _train_figures(self, trainer: Trainer) -> dict:
+        loss = _sum_over_data_parallel(self.loss / self.micro_batches).item() / self.plan.data_parallel
+        elapsed = time.perf_counter() - self.started
+        return {
+            "loss": loss,
+            "lr": trainer.engine.optimizer.param_groups[0]["lr"],
+            "grad_norm": trainer.engine.optimizer.grad_norm.item(),
+            "samples_per_s": self.micro_batches * self.plan.micro_batch * self.plan.data_parallel / elapsed,
+            "data_wait": (trainer.data_wait - self.waited) / elapsed,
+            "peak_memory_gb": _peak_memory_gb(),
+        }
+
+    def before_test(self, trainer: Trainer) -> None:
+        self.paused = time.perf_counter()
+        self.totals = torch.zeros(4, dtype=torch.float64, device=trainer.device)  # loss, top-1, top-5, samples
+
+    def after_test_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: None) -> None:
+        self.totals += count_correct(output, label)
+
+    def after_test(self, trainer: Trainer) -> None:
+        loss, top1, top5, samples = _sum_over_data_parallel(self.totals).tolist()
+        figures = {"loss": loss / samples, "top1": top1 / samples, "top5": top5 / samples, "samples": int(samples)}
+        self._write("eval", trainer, figures)
+        self.started += time.perf_counter() - self.paused
+
+    def _write(self, kind: str, trainer: Trainer, figures: dict) -> None:
+        epoch = round(trainer.step / self.plan.steps_per_epoch, 4)
+        self.last[kind] = {"kind": kind, "step": trainer.step, "epoch": epoch} | figures
+        for writer in self.writers:
+            writer(self.last[kind])
+
+    def after_train(self, trainer: Trainer) -> None:
+        for writer in self.writers:
+            writer.close()
+
+
+class CheckpointHook(BaseHook):
+    """Save a checkpoint after the last step."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, folder: Path, *, is_main: bool):
+        super().__init__(priority=10)
+        self.model, self.optimizer, self.folder, self.is_main = model, optimizer, folder, is_main
+        self.path: Path | None = None
+
+    def after_train(self, trainer: Trainer) -> None:
+        if self.is_main:
+            state = {"step": trainer.step, "epoch": trainer.cur_epoch}
+            self.path = save_checkpoint(self.folder, self.model, self.optimizer, state)
+
+
+def count_correct(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
+    """Return [sum of cross-entropy, correct in 1, correct in 5, samples], float64; labels below 0 do not count."""
+    logits_BC = logits_BC.float()
+    valid_B = labels_B >= 0
+    loss = F.cross_entropy(logits_BC, labels_B, ignore_index=-100, reduction="sum")
+    best_BK = logits_BC.topk(min(5, logits_BC.shape[1])).indices
+    hits_BK = (best_BK == labels_B[:, None]) & valid_B[:, None]
+    return torch.stack([loss.double(), hits_BK[:, 0].sum(), hits_BK.sum(), valid_B.sum()])
+
+
+def _sum_over_data_parallel(value: Tensor) -> Tensor:
+    if gpc.get_world_size(ParallelMode.DATA) > 1:
+        dist.all_reduce(value, group=gpc.get_group(ParallelMode.DATA))
+    return value
+
+
+def _peak_memory_gb() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -1,0 +1,177 @@
+"""LAMB (You et al., arXiv 1904.00962): Adam's direction, scaled for each tensor by |parameter| / |direction|.
+
+Shape suffixes: P parameters, 1 and 2 rows of their squared norms.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from common.errors import UserError, did_you_mean
+
+# What four libraries mean by LAMB: `colossalai/nn/optimizer/lamb.py` (0.5.0), `csrc/multi_tensor_lamb.cu` of NVIDIA's
+# apex, `csrc/lamb/fused_lamb_cuda_kernel.cu` of DeepSpeed (which corrects the moments today; it used to fold the bias
+# correction into the step size), `timm/optim/lamb.py` (1.0.31).
+_VARIANTS = {
+    "colossalai": {
+        "eps": 1e-6,
+        "bias_correction": False,
+        "max_grad_norm": math.inf,
+        "always_adapt": True,
+        "trust_range": (0.0, math.inf),
+    },
+    "apex": {
+        "eps": 1e-6,
+        "bias_correction": True,
+        "max_grad_norm": 1.0,
+        "always_adapt": False,
+        "trust_range": (0.0, math.inf),
+    },
+    "deepspeed": {
+        "eps": 1e-8,
+        "bias_correction": True,
+        "max_grad_norm": math.inf,
+        "always_adapt": True,
+        "trust_range": (0.01, 10.0),
+    },
+}
+_VARIANTS["timm"] = _VARIANTS["apex"]  # timm follows apex; its `trust_clip` is trust_range=(0, 1)
+
+# Makes the squared norms [rows, parameters] of shards those of whole tensors, given the parameters they belong to.
+ReduceNorms = Callable[[Tensor, list[Tensor]], Tensor]
+
+
+class Lamb(Optimizer):
+    """Optimise with LAMB, without ever waiting for the device.
+
+    `variant` ("colossalai", "apex", "deepspeed" or "timm") sets the defaults of these `options`:
+
+    - eps: added to the root of the second moment.
+    - bias_correction: divide the moments by 1 - beta^step, as in the paper's Algorithm 2.
+    - max_grad_norm: clip the gradients' norm over all parameters to this, in place; inf for never.
+    - always_adapt: whether a tensor without weight decay has a trust ratio too.
+    - trust_range: least and greatest trust ratio. It is 1 where the parameter or the direction is zero.
+
+    The state is `exp_avg`, `exp_avg_sq` and `step`, all tensors of the parameter's device. Under tensor parallelism
+    `reduce_norms` sums the squared norms over the shards. Raises UserError for an unknown variant or option, or betas
+    out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        variant: str = "colossalai",
+        reduce_norms: ReduceNorms | None = None,
+        **options: object,
+    ) -> None:
+        if variant not in _VARIANTS:
+            hint = did_you_mean(variant, _VARIANTS)
+            raise UserError(f"OPTIMIZER.variant={variant!r} is none of {', '.join(_VARIANTS)}{hint}")
+        for name in options:
+            if name not in _VARIANTS[variant]:
+                raise UserError(f"OPTIMIZER.{name} is not an option of LAMB{did_you_mean(name, _VARIANTS[variant])}")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise UserError(f"OPTIMIZER.betas={betas} must be two numbers, at least 0 and below 1")
+        # `capturable` has load_state_dict bring `step` to the parameter's device.
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "capturable": True}
+        super().__init__(params, defaults | _VARIANTS[variant] | options)
+        self.reduce_norms = reduce_norms
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Update every parameter that has a gradient; return what `closure`, if given, returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        clip = self._clip_divisor()
+        for group in self.param_groups:
+            for params in self._batches(group["params"]):
+                self._update(params, group, clip)
+        return loss
+
+    def _batches(self, params: list[Tensor]) -> list[list[Tensor]]:
+        """Group the parameters that have a gradient into what is updated together.
+
+        On a CPU that is one tensor, whose direction is then still in the cache when it is applied; elsewhere it is all
+        of them, for few launches, as it is where a reduction is wanted, for few messages.
+        """
+        params = [p for p in params if p.grad is not None]
+        if self.reduce_norms is None and all(p.is_cpu for p in params):
+            return [[p] for p in params]
+        return [params] if params else []
+
+    def _clip_divisor(self) -> Tensor | None:
+        max_norm = self.param_groups[0]["max_grad_norm"]  # one for all groups, as the norm is
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if math.isinf(max_norm) or not params:
+            return None
+        squares_1P = _squared_norms([p.grad for p in params])[None]
+        if self.reduce_norms is not None:
+            squares_1P = self.reduce_norms(squares_1P, params)
+        return (squares_1P.sum().sqrt() / max_norm).clamp(min=1.0).float()  # the type that the fused kernel takes
+
+    def _update(self, params: list[Tensor], group: dict, clip: Tensor | None) -> None:
+        # Before the direction, because it brings the parameters into a CPU's cache for all that follows.
+        param_squares_P = _squared_norms(params)
+        directions = self._directions(params, group, clip)
+        if group["weight_decay"] == 0 and not group["always_adapt"]:
+            torch._foreach_add_(params, directions, alpha=-group["lr"])
+            return
+        squares_2P = torch.stack([param_squares_P, _squared_norms(directions)])
+        if self.reduce_norms is not None:
+            squares_2P = self.reduce_norms(squares_2P, params)
+        param_norms_P, direction_norms_P = squares_2P.sqrt()
+        ratios_P = (param_norms_P / direction_norms_P).clamp(*group["trust_range"])
+        ratios_P = torch.where((param_norms_P > 0) & (direction_norms_P > 0), ratios_P, 1.0)
+        torch._foreach_addcmul_(params, directions, (-group["lr"] * ratios_P).unbind())
+
+    def _directions(self, params: list[Tensor], group: dict, clip: Tensor | None) -> list[Tensor]:
+        """Advance the moments; return moment / (sqrt(second moment) + eps) + weight_decay * parameter."""
+        states = [self._state(p) for p in params]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1)
+        if not group["bias_correction"]:
+            steps = [torch.full_like(steps[0], math.inf)] * len(steps)  # 1 - beta^inf = 1
+        # PyTorch's fused Adam reads and writes everything once; with a learning rate of -1 it adds its direction to
+        # the weight decay's instead of subtracting a step from the parameters.
+        directions = torch._foreach_mul(params, group["weight_decay"])
+        torch._fused_adam_(
+            directions,
+            [p.grad for p in params],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            steps,
+            lr=-1.0,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=0.0,
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=clip,
+        )
+        return directions
+
+    def _state(self, param: Tensor) -> dict[str, Tensor]:
+        state = self.state[param]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+            state["exp_avg"] = torch.zeros_like(param)
+            state["exp_avg_sq"] = torch.zeros_like(param)
+        return state
+
+
+def _squared_norms(tensors: list[Tensor]) -> Tensor:
+    """Return the sum of squares of each tensor, [len(tensors)]."""
+    if tensors[0].is_cpu:  # where a dot product takes half the time of a norm
+        return torch.stack([torch.dot(t.flatten(), t.flatten()) for t in tensors])
+    return torch.stack(torch._foreach_norm(tensors)).square()

@@ -1,0 +1,111 @@
+"""The batch arithmetic of a run, worked out once from the config, the number of GPUs and the data set."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import UserError
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """What the arithmetic needs to know of a data set: sample counts and classes."""
+
+    train_samples: int
+    eval_samples: int
+    num_classes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a global batch is cut up, and how long the run is. One step is one optimiser step.
+
+    ``total_batch = micro_batch * accumulation * data_parallel`` and ``gpus = data_parallel * tensor_parallel``.
+    ``total_steps`` is the length of the schedule, ``last_step`` where the run ends (less with ``MAX_STEPS``).
+    """
+
+    gpus: int
+    tensor_parallel: int
+    data_parallel: int
+    micro_batch: int
+    accumulation: int
+    total_batch: int
+    epochs: int
+    steps_per_epoch: int
+    warmup_steps: int
+    total_steps: int
+    last_step: int
+
+    @property
+    def batch_formula(self) -> str:
+        """The global batch as a product, as "8 GPUs x 256 x 16 = 32,768"."""
+        gpus = f"{self.gpus} GPUs"
+        if self.tensor_parallel > 1:
+            gpus = f"{self.data_parallel} groups of {self.tensor_parallel} GPUs"
+        return f"{gpus} x {self.micro_batch} x {self.accumulation} = {self.total_batch:,}"
+
+
+def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -> Plan:
+    """Work out the plan for ``gpus`` processes; without ``data`` all step counts are 0.
+
+    Raises `UserError` where a batch or the number of GPUs does not divide, naming the nearest that does.
+    """
+    tensor = config["parallel"]["tensor"]["size"]
+    if gpus % tensor:
+        raise UserError(
+            f"parallel.tensor.size={tensor} does not divide the number of processes, {gpus}: "
+            f"start {_nearest_multiples(gpus, tensor)} processes"
+        )
+    data_parallel = gpus // tensor
+    total = config["TOTAL_BATCH_SIZE"]
+    micro, accumulation = _cut(config, total, data_parallel)
+    steps_per_epoch = data.train_samples // total if data else 0
+    if data and not steps_per_epoch:
+        raise UserError(
+            f"TOTAL_BATCH_SIZE={total} is more than the {data.train_samples} training samples: an epoch has no step"
+        )
+    total_steps = config["NUM_EPOCHS"] * steps_per_epoch
+    return Plan(
+        gpus=gpus,
+        tensor_parallel=tensor,
+        data_parallel=data_parallel,
+        micro_batch=micro,
+        accumulation=accumulation,
+        total_batch=total,
+        epochs=config["NUM_EPOCHS"],
+        steps_per_epoch=steps_per_epoch,
+        warmup_steps=round(config["WARMUP_EPOCHS"] * steps_per_epoch),
+        total_steps=total_steps,
+        last_step=min(total_steps, config["MAX_STEPS"] or total_steps),
+    )
+
+
+def _cut(config: Mapping[str, Any], total: int, data_parallel: int) -> tuple[int, int]:
+    """Return (micro-batch, accumulation); the config says either, both, or neither (accumulation 1)."""
+    micro, accumulation = config["MICRO_BATCH_SIZE"], config["gradient_accumulation"]
+    if micro and accumulation and micro * accumulation * data_parallel != total:
+        raise UserError(
+            f"MICRO_BATCH_SIZE={micro} x gradient_accumulation={accumulation} x {data_parallel} data-parallel "
+            f"processes is {micro * accumulation * data_parallel}, not TOTAL_BATCH_SIZE={total}: "
+            "set one of the first two to None, and it is derived"
+        )
+    said = f"MICRO_BATCH_SIZE={micro}" if micro else f"gradient_accumulation={accumulation or 1}"
+    unit = (micro or accumulation or 1) * data_parallel
+    if total % unit:
+        raise UserError(
+            f"TOTAL_BATCH_SIZE={total} does not divide by {said} x {data_parallel} data-parallel processes; "
+            f"nearest that does: {_nearest_multiples(total, unit)}"
+        )
+    micro, accumulation = (micro, total // unit) if micro else (total // unit, accumulation or 1)
+    stated = config["BATCH_SIZE"]
+    if stated is not None and stated != total // accumulation:
+        raise UserError(
+            f"BATCH_SIZE={stated} is not TOTAL_BATCH_SIZE // gradient_accumulation = {total // accumulation}: "
+            f"correct it or leave it out"
+        )
+    return micro, accumulation
+
+
+def _nearest_multiples(value: int, unit: int) -> str:
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)

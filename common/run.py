@@ -1,0 +1,186 @@
+"""From the command line to a started run: config, plan, checks, launch, output folder."""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from common.checkpoint import newest_checkpoint
+from common.colossal import BaseHook, ParallelMode, build_mixed_precision, gpc, shutdown
+from common.config import data_root, load_config
+from common.dry_run import print_dry_run
+from common.errors import UserError
+from common.hooks import CheckpointHook, MetricsHook
+from common.launch import add_launch_arguments, detect_launch, start
+from common.model_arguments import parse_model_arguments
+from common.optimizer import build_optimizer
+from common.plan import DataSummary, Plan, build_plan
+from common.writers import read_metrics
+
+
+@dataclass(frozen=True)
+class Run:
+    """A started run: its plan, its folder, and whether this process is the one that writes and prints."""
+
+    plan: Plan
+    output: Path
+    is_main: bool
+    device: torch.device
+    provenance: dict[str, Any]
+
+    @property
+    def data_parallel(self) -> dict[str, int]:
+        """This process's place among those that see different samples: ``dp_rank`` of ``dp_size``."""
+        return dict(dp_rank=gpc.get_local_rank(ParallelMode.DATA), dp_size=self.plan.data_parallel)
+
+    def build_hooks(self, model: nn.Module, optimizer: Optimizer) -> list[BaseHook]:
+        """Create the run's folder, now that nothing in the config is left to refuse, and return the hooks."""
+        if self.is_main:
+            self._create_folder()
+        log = self.provenance["config"]["LOG"]
+        return [
+            MetricsHook(self.plan, self.output, is_main=self.is_main, **log),
+            CheckpointHook(model, optimizer, self.output / "checkpoints", is_main=self.is_main),
+        ]
+
+    def _create_folder(self) -> None:
+        try:
+            self.output.mkdir(parents=True, exist_ok=True)
+            (self.output / "config.json").write_text(json.dumps(self.provenance, indent=2, default=str) + "\n")
+        except OSError as error:
+            raise UserError(f"--output {self.output}: cannot be written ({error.strerror})") from error
+
+    def finish(self) -> None:
+        """Leave the process group, and say where everything is; the last line is the final top-1."""
+        shutdown()
+        if not self.is_main:
+            return
+        last = [record for record in read_metrics(self.output) if record["kind"] == "eval"][-1]
+        print(f"curves       {self.output}/loss.jpeg {self.output}/acc.jpeg")
+        print(f"checkpoint   {newest_checkpoint(self.output / 'checkpoints')}")
+        print(f"tensorboard  tensorboard --logdir {self.output}/tensorboard")
+        print(f"top1={last['top1']:.4f}", flush=True)
+
+
+def start_run(
+    argv: list[str], description: str, describe_data: Callable[[Mapping[str, Any]], DataSummary]
+) -> Run | None:
+    """Check everything that can be checked, then start the process group; the config is then in ``gpc.config``.
+
+    ``describe_data`` counts the data set that the config's ``DATA`` names. Returns None after ``--dry-run``, which
+    needs neither data nor GPUs.
+    """
+    args = _parse(argv, description)
+    config = load_config(args.config, args.set)
+    launch = detect_launch(args, os.environ)
+    gpus = launch.world_size
+    if args.dry_run and launch.launcher == "single":
+        gpus = args.gpus or config["GPUS"]
+    data = None
+    if not args.dry_run or config["DATA"]["root"] or os.environ.get("DATA"):
+        config["DATA"]["root"] = data_root(config)
+        data = describe_data(config["DATA"])
+        config["MODEL"]["num_classes"] = _check_classes(config["MODEL"]["num_classes"], data)
+    plan = build_plan(config, gpus, data)
+    _check_builds(config)
+    config["gradient_accumulation"] = plan.accumulation
+    if args.dry_run:
+        print_dry_run(config, plan, data)
+        return None
+    output = Path(args.output or Path("outputs") / Path(args.config).stem).resolve()
+    if (output / "config.json").exists():
+        raise UserError(f"--output {output} holds another run: choose another folder, or remove this one")
+    start(launch, config)
+    run = Run(plan, output, launch.rank == 0, _device(), _provenance(config, plan, argv))
+    if run.is_main:
+        _announce(args.config, config, plan, data)
+    return run
+
+
+def _parse(argv: list[str], description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="a config file, or the name of a recipe in configs/")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config")
+    parser.add_argument("--output", help="folder of the run (default: outputs/<name of the config>)")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, then exit")
+    parser.add_argument("--gpus", type=int, help="with --dry-run: plan for this many GPUs")
+    parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
+    add_launch_arguments(parser)
+    args = parser.parse_args(argv)
+    if args.gpus is not None and (not args.dry_run or args.gpus < 1):
+        raise UserError(f"--gpus {args.gpus}: goes with --dry-run and is at least 1; a run counts its processes itself")
+    return args
+
+
+def _check_classes(num_classes: int | None, data: DataSummary) -> int:
+    if num_classes is not None and num_classes < data.num_classes:
+        raise UserError(
+            f"MODEL.num_classes={num_classes}: the data set has labels 0 to {data.num_classes - 1}; "
+            f"--set MODEL.num_classes={data.num_classes} (or None) fits"
+        )
+    return num_classes or data.num_classes
+
+
+def _check_builds(config: Mapping[str, Any]) -> None:
+    """Refuse what the model, the optimiser or mixed precision would refuse, while nothing has been started."""
+    parse_model_arguments({**config["MODEL"], "num_classes": config["MODEL"]["num_classes"] or 1})
+    build_optimizer(nn.Linear(1, 1), weight_decay=config["WEIGHT_DECAY"], **config["OPTIMIZER"])
+    build_mixed_precision(config["fp16"], "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _provenance(config: dict[str, Any], plan: Plan, argv: list[str]) -> dict[str, Any]:
+    """Return what config.json holds: what was run, from which code, on what."""
+    packages = ("torch", "torchvision", "colossalai", "nvidia-dali-cuda130", "timm")
+    return {
+        "config": config,
+        "plan": asdict(plan),
+        "argv": [sys.argv[0], *argv],
+        "commit": _commit(),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
+        "hardware": {
+            "host": platform.node(),
+            "cpus": os.cpu_count(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+    }
+
+
+def _commit() -> str | None:
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except ImportError:
+        return None
+
+
+def _announce(name: str, config: Mapping[str, Any], plan: Plan, data: DataSummary) -> None:
+    print(
+        f"{name}: {data.train_samples:,} training and {data.eval_samples:,} evaluation images, "
+        f"{data.num_classes} classes\n"
+        f"global batch {plan.batch_formula}\n"
+        f"{plan.steps_per_epoch} steps an epoch, {plan.last_step} of {plan.total_steps} steps; "
+        f"{config['OPTIMIZER']['name']}, learning rate {config['LEARNING_RATE']} after {plan.warmup_steps} steps of "
+        f"warm-up, then {config['LR_SCHEDULE']} to 0",
+        flush=True,
+    )

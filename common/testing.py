@@ -1,0 +1,102 @@
+"""What tests share: a launched process, and several ranks in one test."""
+
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from common.colossal import launch, launch_from_torch, shutdown
+
+
+@contextmanager
+def launched(**config: Any) -> Iterator[None]:
+    """Launch with ``config`` inside the context: as a rank of `run_ranks`, or else as a single process."""
+    if "RANK" in os.environ:
+        launch_from_torch(config, backend="gloo", verbose=False)
+    else:
+        launch(config, 0, 1, "", 0, backend="gloo", verbose=False)
+    try:
+        yield
+    finally:
+        shutdown()
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    """Return ``[function(*args) of rank 0, of rank 1, ...]``, each run in a process of its own, without GPUs.
+
+    The processes are forked, so that they need not import torch again, with the environment that torchrun would set.
+    A rank that fails raises RuntimeError here with its traceback; one that takes longer than ``timeout`` seconds,
+    TimeoutError. All are gone on return. The caller must not have used CUDA.
+    """
+    context = multiprocessing.get_context("fork")
+    port = _free_port()
+    processes, pending = [], {}
+    try:
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_run_rank, args=(sender, rank, world_size, port, function, args))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork() with threads around
+                process.start()
+            sender.close()
+            processes.append(process)
+            pending[receiver] = rank
+        return _collect(pending, time.monotonic() + timeout)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+            process.close()
+
+
+def _run_rank(
+    sender: Connection, rank: int, world_size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    os.environ.update({name: str(value) for name, value in names.items()})
+    torch.cuda.is_available = lambda: False
+    torch.cuda.device_count = lambda: 0
+    torch.set_num_threads(1)
+    try:
+        answer = (function(*args), None)
+    except BaseException:
+        answer = (None, traceback.format_exc())
+    sender.send_bytes(pickle.dumps(answer))  # by value: send() would share the tensors' memory with a process that ends
+
+
+def _collect(pending: dict[Connection, int], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while pending:
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"no answer in time from ranks {sorted(pending.values())}")
+        for receiver in ready:
+            rank = pending.pop(receiver)
+            try:
+                results[rank], error = pickle.loads(receiver.recv_bytes())
+            except EOFError:
+                error = "died without an answer"
+            if error:
+                raise RuntimeError(f"rank {rank}: {error}")
+    return [results[rank] for rank in sorted(results)]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

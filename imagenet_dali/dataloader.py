@@ -1,0 +1,98 @@
+"""Build the loaders that a config's ``DATA`` asks for: DALI on a prepared data set, or Pillow on that or on a folder.
+
+Every loader yields ``(images float32 [B, 3, H, W], labels int64 [B])`` on the device, in whole micro-batches.
+Evaluation fills its last batches up with zeros of label -100, which `torch.nn.functional.cross_entropy` ignores.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.loader import BatchReader, Loader
+from common.plan import DataSummary
+from common.sampling import EvalSampler, TrainSampler
+from imagenet_dali.augment import UNIFORMS_PER_SAMPLE, CenterCrop, RandomCrop
+from imagenet_dali.dataset import MANIFEST, Split, open_split
+from imagenet_dali.sources import list_source
+from imagenet_dali.torchvision_dataloader import FolderSplit, TorchvisionReader
+from imagenet_dali.workers import available_cores
+
+
+def describe_data(data: Mapping[str, Any]) -> DataSummary:
+    """Count samples and classes of the data set, without reading an image."""
+    train, validation = open_images(data, "train"), open_images(data, "validation")
+    return DataSummary(len(train), len(validation), train.num_classes)
+
+
+def build_train_loader(
+    data: Mapping[str, Any],
+    total_batch: int,
+    micro_batch: int,
+    *,
+    image_size: int,
+    dp_rank: int,
+    dp_size: int,
+    seed: int,
+    device: torch.device,
+) -> Loader:
+    """Return the loader of random crops: a new permutation of the training split in every epoch."""
+    images = open_images(data, "train")
+    sampler = TrainSampler(
+        len(images),
+        total_batch,
+        micro_batch,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        seed=seed,
+        uniforms=UNIFORMS_PER_SAMPLE,
+    )
+    crop = RandomCrop(data["crop_scale"], data["crop_ratio"], data["flip"])
+    return Loader(sampler, _build_reader(data, images, crop, micro_batch, image_size, dp_size, device))
+
+
+def build_eval_loader(
+    data: Mapping[str, Any], batch: int, *, image_size: int, dp_rank: int, dp_size: int, device: torch.device
+) -> Loader:
+    """Return the loader of centre crops of the validation split, each sample exactly once over all ranks."""
+    images = open_images(data, "validation")
+    sampler = EvalSampler(len(images), batch, dp_rank=dp_rank, dp_size=dp_size)
+    crop = CenterCrop(image_size, short_side=int(image_size / data["eval_crop"]))
+    return Loader(sampler, _build_reader(data, images, crop, batch, image_size, dp_size, device))
+
+
+def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
+    """Open a split of the data set at ``DATA.root``; raise `UserError` saying what is wrong with it.
+
+    An image folder that was not prepared serves torchvision only.
+    """
+    root = Path(data["root"])
+    if data["loader"] == "dali" or (root / MANIFEST).is_file():
+        return open_split(root, split)
+    return FolderSplit(list_source(root), split)
+
+
+def _build_reader(
+    data: Mapping[str, Any],
+    images: Split | FolderSplit,
+    crop: RandomCrop | CenterCrop,
+    batch: int,
+    image_size: int,
+    dp_size: int,
+    device: torch.device,
+) -> BatchReader:
+    options = {"size": image_size, "mean": data["mean"], "std": data["std"], "device": device}
+    workers = _default_workers(dp_size, device) if data["workers"] is None else data["workers"]
+    if data["loader"] == "torchvision":
+        return TorchvisionReader(images, crop, workers=workers, **options)
+    # DALI takes half a second to import
+    from imagenet_dali.imagenet_dali_dataloader import DaliReader
+
+    return DaliReader(images, crop, batch=batch, threads=max(1, workers), **options)
+
+
+def _default_workers(dp_size: int, device: torch.device) -> int:
+    """Share this machine's cores among its processes: one for each GPU, or the data-parallel ones on CPUs."""
+    processes = torch.cuda.device_count() if device.type == "cuda" else dp_size
+    return max(1, available_cores() // processes)

@@ -1,0 +1,116 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from common.errors import UserError
+from common.plan import DataSummary
+from imagenet_dali.dataloader import build_eval_loader, build_train_loader, describe_data, open_images
+from imagenet_dali.prepare import prepare
+
+# Python 3.12 warns of every fork beside threads, which is how torch starts its workers there
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+DATA = {
+    "workers": 1,
+    "crop_scale": (0.08, 1.0),
+    "crop_ratio": (3 / 4, 4 / 3),
+    "flip": True,
+    "eval_crop": 0.875,
+    "mean": (0.5, 0.5, 0.5),
+    "std": (0.25, 0.25, 0.25),
+}
+PLACED = {"image_size": 28, "dp_rank": 0, "dp_size": 1, "device": torch.device("cpu")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("images")
+    random = np.random.default_rng(0)
+    for split, count in (("train", 12), ("val", 5)):
+        for name in ("ape", "bee"):
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                coarse = Image.fromarray(random.integers(0, 256, (4, 4, 3), np.uint8))
+                size = random.integers(30, 60, 2).tolist()
+                coarse.resize(size, Image.Resampling.BICUBIC).save(root / split / name / f"{number}.jpg")
+    return root
+
+
+@pytest.fixture(scope="module")
+def root(folder, tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("prepared") / "data"
+    prepare(folder, root)
+    return root
+
+
+def test_describes_a_folder_and_what_was_prepared_from_it_alike(folder, root):
+    expected = DataSummary(train_samples=24, eval_samples=10, num_classes=2)
+    for place, loader in ((folder, "torchvision"), (root, "torchvision"), (root, "dali")):
+        assert describe_data({"root": str(place), "loader": loader}) == expected
+
+
+def test_both_loaders_show_the_same(root):
+    shown = {}
+    for name in ("dali", "torchvision"):
+        data = {**DATA, "root": str(root), "loader": name}
+        train = build_train_loader(data, 8, 4, seed=1, **PLACED)
+        evaluation = build_eval_loader(data, 4, **PLACED)
+        assert (len(train), len(evaluation)) == (6, 3)
+        shown[name] = [*train, *train, *evaluation]
+        train.close()
+        evaluation.close()
+    for (images, labels), (other_images, other_labels) in zip(*shown.values(), strict=True):
+        assert torch.equal(labels, other_labels)
+        assert (images - other_images).abs().mean() < 0.6 / 255 / 0.25
+
+
+def test_the_config_decides_crops_and_normalisation(root):
+    data = {**DATA, "root": str(root), "loader": "dali"}
+    whole = {"crop_scale": (1.0, 1.0), "crop_ratio": (1e-3, 1e3), "flip": False}
+
+    def first(**changes: object) -> torch.Tensor:
+        loader = build_eval_loader({**data, **changes}, 4, **PLACED)
+        images, _ = next(iter(loader))
+        loader.close()
+        return images
+
+    torch.testing.assert_close(first(mean=(0, 0, 0), std=(1, 1, 1)), first() * 0.25 + 0.5)
+    assert (first() - first(eval_crop=1.0)).abs().mean() > 0.01
+    loader = build_train_loader({**data, **whole}, 8, 8, seed=1, **PLACED)
+    assert loader.reader.crop.scale == (1.0, 1.0)
+    assert loader.reader.crop.flip is False
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [None, 0])
+def test_workers_may_be_left_to_the_machine(root, workers):
+    loader = build_eval_loader({**DATA, "root": str(root), "loader": "dali", "workers": workers}, 4, **PLACED)
+    assert len(list(loader)) == 3
+    loader.close()
+
+
+def test_wrong_places_are_refused(folder, root, tmp_path):
+    cases = [
+        ("dali", folder, "manifest.json: missing; run `python -m imagenet_dali.prepare"),
+        ("torchvision", tmp_path, "0 class folders"),
+        ("torchvision", tmp_path / "nowhere", "no such folder"),
+    ]
+    for loader, place, message in cases:
+        with pytest.raises(UserError, match=message):
+            open_images({"root": str(place), "loader": loader}, "train")
+
+
+def test_a_folder_without_validation_images_is_refused(tmp_path):
+    for name in ("ape", "bee"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (8, 8)).save(tmp_path / name / "only.png")
+    with pytest.raises(UserError, match=f"DATA.root={tmp_path} has no validation split"):
+        open_images({"root": str(tmp_path), "loader": "torchvision"}, "validation")
+
+
+def test_a_batch_larger_than_the_data_is_refused(root):
+    with pytest.raises(UserError, match="TOTAL_BATCH_SIZE=32 is more than the 24 training samples"):
+        build_train_loader({**DATA, "root": str(root), "loader": "torchvision"}, 32, 32, seed=1, **PLACED)

@@ -1,0 +1,207 @@
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import functional as F
+
+from common.errors import UserError
+from common.loader import Loader
+from common.sampling import NO_LABEL, EvalSampler, TrainSampler
+from imagenet_dali.augment import UNIFORMS_PER_SAMPLE, CenterCrop, RandomCrop
+from imagenet_dali.dataset import Split, open_split
+from imagenet_dali.imagenet_dali_dataloader import DaliReader
+from imagenet_dali.prepare import prepare
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SIZE = 24
+
+
+def write_photographs(root: Path, per_class: int, classes: int = 3) -> Path:
+    """Write smooth JPEGs of many shapes, as photographs are, into one folder for each class."""
+    random = np.random.default_rng(0)
+    for label in range(classes):
+        folder = root / f"class{label}"
+        folder.mkdir(parents=True)
+        for number in range(per_class):
+            coarse = Image.fromarray(random.integers(0, 256, (4, 5, 3), np.uint8))
+            width, height = random.integers(20, 90, 2).tolist()
+            coarse.resize((width, height), Image.Resampling.BICUBIC).save(folder / f"{number}.jpg", quality=90)
+    return root
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("dali")
+    prepare(write_photographs(folder / "images", 15), folder / "data")
+    return folder / "data"
+
+
+@pytest.fixture
+def closing():
+    loaders = []
+    yield lambda loader: loaders.append(loader) or loader
+    for loader in loaders:
+        loader.close()
+
+
+def build_reader(split: Split, crop: RandomCrop | CenterCrop, batch: int) -> DaliReader:
+    device = torch.device("cpu")
+    return DaliReader(split, crop, batch=batch, size=SIZE, mean=MEAN, std=STD, threads=2, device=device)
+
+
+def train_loader(split: Split, batch: int = 4, dp_rank: int = 0, dp_size: int = 1) -> Loader:
+    placed = {"dp_rank": dp_rank, "dp_size": dp_size}
+    sampler = TrainSampler(len(split), 8, batch, seed=5, uniforms=UNIFORMS_PER_SAMPLE, **placed)
+    return Loader(sampler, build_reader(split, RandomCrop(), batch))
+
+
+def eval_loader(split: Split, batch: int, dp_rank: int = 0, dp_size: int = 1) -> Loader:
+    sampler = EvalSampler(len(split), batch, dp_rank=dp_rank, dp_size=dp_size)
+    return Loader(sampler, build_reader(split, CenterCrop(SIZE, 28), batch))
+
+
+def pixels(images: torch.Tensor) -> np.ndarray:
+    """Undo the normalisation: [B, 3, H, W] to uint8 values [B, H, W, 3]."""
+    return 255 * (images.permute(0, 2, 3, 1).numpy() * STD + MEAN)
+
+
+def decode(split: Split, index: int) -> Image.Image:
+    return Image.open(io.BytesIO(split.read(index)[0]))
+
+
+def test_training_shows_the_crops_and_labels_of_the_draws(root, closing):
+    split = open_split(root, "train")
+    loader = closing(train_loader(split))
+    for draw, (images, labels) in zip(loader.sampler.draws(0), loader, strict=True):
+        assert images.dtype == torch.float32
+        assert images.is_contiguous()
+        assert labels.tolist() == [split.read(index)[1] for index in draw.indices]
+        records = split.records[draw.indices]
+        crops = RandomCrop()(records["height"], records["width"], draw.uniforms)
+        for row, index in enumerate(draw.indices):
+            window = (*crops.start[row].tolist(), *crops.shape[row].tolist())
+            expected = F.resized_crop(decode(split, index), *window, [SIZE, SIZE])
+            expected = F.hflip(expected) if crops.flip[row] else expected
+            difference = np.abs(pixels(images)[row] - np.asarray(expected, float))
+            assert difference.mean() < 0.6
+            assert np.quantile(difference, 0.99) < 4
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_evaluation_shows_each_image_once_as_torchvision_does(root, closing, dp_size):
+    split = open_split(root, "validation")
+    seen = 0
+    for rank in range(dp_size):
+        loader = closing(eval_loader(split, 4, rank, dp_size))
+        for draw, (images, labels) in zip(loader.sampler.draws(0), loader, strict=True):
+            samples = int((draw.indices >= 0).sum())
+            seen += samples
+            assert images.shape == (4, 3, SIZE, SIZE)
+            assert labels[samples:].tolist() == [NO_LABEL] * (4 - samples)
+            assert not images[samples:].any()
+            for row, index in enumerate(draw.indices[:samples]):
+                expected = F.center_crop(F.resize(decode(split, index), 28), SIZE)
+                assert labels[row] == split.read(index)[1]
+                assert np.abs(pixels(images)[row] - np.asarray(expected, float)).max() < 1.1
+    assert seen == len(split)
+
+
+def test_a_rank_without_samples_gets_a_batch_of_padding(root, closing):
+    loader = closing(eval_loader(open_split(root, "validation"), 8, dp_rank=2, dp_size=3))
+    ((images, labels),) = list(loader)
+    assert images.shape == (8, 3, SIZE, SIZE)
+    assert not images.any()
+    assert labels.tolist() == [NO_LABEL] * 8
+
+
+def test_resumes_in_the_middle_of_an_epoch_bit_for_bit(root, closing):
+    split = open_split(root, "train")
+    loader, resumed = closing(train_loader(split)), closing(train_loader(split))
+    next(iter(loader))  # epoch 0, left early
+    running = iter(loader)
+    for _ in range(3):
+        next(running)
+    resumed.load_state_dict(loader.state_dict())
+    expected = [*running, *loader]
+    got = [*resumed, *resumed]
+    assert len(got) == len(expected) == 2 * len(loader) - 3
+    for (images, labels), (expected_images, expected_labels) in zip(got, expected, strict=True):
+        assert torch.equal(images, expected_images)
+        assert torch.equal(labels, expected_labels)
+
+
+def test_two_processes_see_the_rows_of_one(root, closing):
+    split = open_split(root, "train")
+    one = closing(train_loader(split, batch=8))
+    two = [closing(train_loader(split, batch=4, dp_rank=rank, dp_size=2)) for rank in range(2)]
+    for (images, labels), *halves in zip(one, *two, strict=True):
+        assert torch.equal(images, torch.cat([half for half, _ in halves]))
+        assert torch.equal(labels, torch.cat([half for _, half in halves]))
+
+
+def test_batches_stay_as_they_are_while_others_are_read(root, closing):
+    loader = closing(train_loader(open_split(root, "train")))
+    held = [(images, images.clone()) for images, _ in loader]
+    assert all(torch.equal(images, copy) for images, copy in held)
+
+
+class Damaged:
+    """A split, one of whose images lost its second half after preparation had checked it, checksum and all."""
+
+    def __init__(self, split: Split, index: int) -> None:
+        self.split, self.index = split, index
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.split, name)
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def read(self, index: int) -> tuple[memoryview, int]:
+        jpeg, label = self.split.read(index)
+        return (jpeg[: len(jpeg) // 2] if index == self.index else jpeg), label
+
+
+def test_an_image_that_does_not_decode_is_named(root, closing):
+    split = open_split(root, "train")
+    loader = closing(train_loader(split))
+    order = [draw.indices for draw in loader.sampler.draws(0)]
+    index = int(order[3][2])
+    loader.reader.split = Damaged(split, index)
+    place = f"{split.shards[0]}: record {index} of train at byte {split.records['offset'][index]}: "
+    with pytest.raises(UserError) as raised:
+        list(loader)
+    assert str(raised.value).startswith(place)
+    assert f"python -m imagenet_dali.prepare --check {root}" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_record_that_changed_on_disk_is_named(root, tmp_path, closing):
+    split = open_split(root, "train")
+    content = bytearray(split.shards[0].read_bytes())
+    row = split.records[4]
+    content[row["offset"] + row["image_start"] + 100] ^= 1
+    shard = tmp_path / "shard"
+    shard.write_bytes(content)
+    split.shards[0] = shard
+    with pytest.raises(UserError, match=f"{shard}: record 4 of train at byte {row['offset']}"):
+        list(closing(train_loader(split)))
+
+
+def test_a_process_that_leaves_a_pass_early_ends_quietly(root):
+    program = f"""
+from imagenet_dali.imagenet_dali_dataloader_test import open_split, train_loader
+loader = train_loader(open_split({str(root)!r}, "train"))
+running = iter(loader)
+next(running)
+"""
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[1], check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

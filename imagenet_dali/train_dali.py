@@ -1,0 +1,46 @@
+"""Pre-train a Vision Transformer on TFRecord shards read by DALI, with very large batches.
+
+python train_dali.py --config quickstart
+torchrun --nproc_per_node 8 train_dali.py --config vit-b16.py --set DATA.root=/path/to/imagenet
+"""
+
+from common.colossal import Trainer, gpc, initialize
+from common.errors import run_command
+from common.lr_schedule import build_lr_scheduler
+from common.model import build_model
+from common.optimizer import build_optimizer
+from common.run import start_run
+from imagenet_dali.dataloader import build_eval_loader, build_train_loader, describe_data
+from imagenet_dali.mixup import Mixup, MixupLoss
+
+
+def main(argv: list[str]) -> None:
+    run = start_run(argv, __doc__, describe_data)
+    if run is None:  # --dry-run
+        return
+    config, plan = gpc.config, run.plan
+
+    model = build_model(**config.MODEL)
+    optimizer = build_optimizer(
+        model, learning_rate=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY, **config.OPTIMIZER
+    )
+    lr_scheduler = build_lr_scheduler(optimizer, config.LR_SCHEDULE, plan.total_steps, plan.warmup_steps)
+    loaders = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)
+    train_loader = build_train_loader(config.DATA, plan.total_batch, plan.micro_batch, seed=config.SEED, **loaders)
+    eval_loader = build_eval_loader(config.DATA, plan.micro_batch, **loaders)
+
+    engine, train_loader, eval_loader, lr_scheduler = initialize(
+        model,
+        optimizer,
+        MixupLoss(config.LABEL_SMOOTHING),
+        Mixup(train_loader, config.MIXUP, config.SEED),
+        eval_loader,
+        lr_scheduler,
+    )
+    hooks = run.build_hooks(model, optimizer)
+    Trainer(engine).fit(train_loader, plan.epochs, plan.last_step, eval_loader, config.EVAL_EVERY, hooks)
+    run.finish()
+
+
+if __name__ == "__main__":
+    run_command(main)

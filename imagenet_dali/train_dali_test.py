@@ -1,0 +1,198 @@
+"""The whole road, through the command line: shards, training on two processes, a checkpoint that timm loads."""
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from common.checkpoint import load_model_state, newest_checkpoint
+from common.errors import run_command
+from common.model_arguments import timm_arguments
+from common.writers import read_metrics
+from imagenet_dali import prepare, train_dali
+from imagenet_dali.dataloader import build_eval_loader, open_images
+
+HERE = Path(__file__).parent
+MODEL = dict(image_size=16, patch_size=8, width=32, depth=2, heads=2, mlp_ratio=2.0, num_classes=3)
+CONFIG = f"""
+from colossalai.amp import AMP_TYPE
+TOTAL_BATCH_SIZE = 16
+gradient_accumulation = 2
+NUM_EPOCHS = 4
+WARMUP_EPOCHS = 1
+EVAL_EVERY = 3
+LEARNING_RATE = 1e-2
+WEIGHT_DECAY = 0.1
+LR_SCHEDULE = "linear"
+OPTIMIZER = dict(name="lamb")
+MODEL = dict({", ".join(f"{key}={value}" for key, value in MODEL.items())}, dropout=0.1)
+MIXUP = 0.2
+clip_grad_norm = 1.0
+fp16 = dict(mode=AMP_TYPE.TORCH)
+LOG = dict(every=2)
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """65 images of three colours, prepared as shards."""
+    folder = tmp_path_factory.mktemp("data")
+    noise = np.random.default_rng(0)
+    for number in range(65):
+        label = number % 3
+        pixels = noise.integers(0, 80, (20, 24, 3), np.uint8)
+        pixels[..., label] += 120
+        path = folder / "images" / "rgb"[label] / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path, quality=95)
+    prepare.main([str(folder / "images"), str(folder / "shards"), "--validation-share", "0.2", "--workers", "1"])
+    return folder / "shards"
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    (tmp_path / "tiny.py").write_text(CONFIG)
+    return tmp_path / "tiny.py"
+
+
+def run(command: str, **environ: str) -> subprocess.CompletedProcess:
+    """Run a command line as a user would, in the task's folder."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_"))}
+    python = f"{shlex.quote(sys.executable)} "
+    answer = subprocess.run(
+        ["bash", "-c", command.replace("python ", python)],
+        cwd=HERE,
+        env={**kept, "OMP_NUM_THREADS": "1", **environ},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    return answer
+
+
+def timm_top1(checkpoint: Path, data: Path) -> tuple[int, int]:
+    """Return (correct, samples) of timm's own model on the validation images, loaded strictly."""
+    model = timm.models.vision_transformer.VisionTransformer(**timm_arguments(**MODEL)).eval()
+    model.load_state_dict(load_model_state(checkpoint), strict=True)
+    reading = dict(root=str(data), loader="torchvision", workers=0, eval_crop=0.875)
+    reading |= dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+    loader = build_eval_loader(reading, 7, image_size=16, dp_rank=0, dp_size=1, device=torch.device("cpu"))
+    correct = samples = 0
+    with torch.no_grad():
+        for images, labels in loader:
+            correct += (model(images).argmax(1) == labels).sum().item()
+            samples += (labels >= 0).sum().item()
+    return correct, samples
+
+
+def test_the_small_server_command_trains_on_two_processes(config, data, tmp_path):
+    """Seed 001's command as printed, with two processes on the CPU."""
+    command = f"python -m torch.distributed.launch --nproc_per_node 2 train_dali.py --world_size 2 --config {config}"
+    answer = run(f"{command} --output {tmp_path}/run", DATA=str(data))
+    assert "global batch 2 GPUs x 4 x 2 = 16" in answer.stdout
+    records = read_metrics(tmp_path / "run")
+    train, evaluations = ([r for r in records if r["kind"] == kind] for kind in ("train", "eval"))
+    assert [r["step"] for r in train] == [2, 4, 6, 8, 10, 12]
+    assert [(r["step"], r["epoch"]) for r in evaluations] == [(9, 3), (12, 4)]
+    # linear: 3 steps up, then down to 0 after step 12; the record holds the rate that its step was made with
+    assert [r["lr"] for r in train] == pytest.approx([1e-2 * x for x in (2 / 4, 1, 7 / 9, 5 / 9, 3 / 9, 1 / 9)])
+    assert all(r["grad_norm"] > 0 and r["samples_per_s"] > 0 and 0 <= r["data_wait"] <= 1 for r in train)
+    assert train[-1]["loss"] < train[0]["loss"]
+
+    last = evaluations[-1]
+    checkpoint = newest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert checkpoint.name == "step-00000012"
+    correct, samples = timm_top1(checkpoint, data)
+    assert last["samples"] == samples == len(open_images(dict(root=data, loader="dali"), "validation"))
+    assert last["top1"] == pytest.approx(correct / samples)
+    assert last["top5"] == 1  # of 3 classes
+    assert answer.stdout.splitlines()[-1] == f"top1={last['top1']:.4f}"
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {
+        "config.json", "metrics.jsonl", "tensorboard", "loss.jpeg", "acc.jpeg", "checkpoints"
+    }  # fmt: skip
+    written = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (written["config"]["gradient_accumulation"], written["plan"]["gpus"]) == (2, 2)
+
+
+def test_the_slurm_command_runs_as_printed(config, data, tmp_path):
+    """Seed 000's command, as one task of srun sees it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environ = dict(SLURM_PROCID="0", SLURM_NPROCS="1", SLURM_NTASKS="1", SLURM_LOCALID="0", SLURM_STEP_ID="0")
+    command = (
+        "python train_dali.py --local_rank=$SLURM_PROCID --world_size=$SLURM_NPROCS --host=$HOST "
+        f"--port={port} --config={config}"
+    )
+    answer = run(f"{command} --output {tmp_path}/run --set MAX_STEPS=2", DATA=str(data), HOST="127.0.0.1", **environ)
+    assert answer.stdout.splitlines()[-1].startswith("top1=")
+    assert [r["step"] for r in read_metrics(tmp_path / "run")] == [2, 2]
+
+
+def test_torchvision_reads_the_same_samples_in_the_same_order(config, data, tmp_path):
+    """The first losses agree: same samples, crops, Mixup and weights; only resampling differs."""
+    losses = {}
+    for loader in ("dali", "torchvision"):
+        settings = ["fp16=None", f"DATA.loader={loader}", f"DATA.root={data}", "MAX_STEPS=2", "DATA.workers=0"]
+        arguments = [word for setting in settings for word in ("--set", setting)]
+        train_dali.main(["--config", str(config), "--output", str(tmp_path / loader), *arguments])
+        losses[loader] = read_metrics(tmp_path / loader)[0]["loss"]
+    assert losses["dali"] == pytest.approx(losses["torchvision"], rel=1e-2)
+
+
+def test_dry_run_of_the_flagship_needs_no_data(capsys, monkeypatch):
+    monkeypatch.delenv("DATA", raising=False)
+    train_dali.main(["--config", "vit-b16.py", "--dry-run"])
+    out = capsys.readouterr().out
+    assert "8 GPUs x 256 x 16 = 32,768" in out
+    assert "86.6 M" in out
+    train_dali.main(["--config", "vit-b16_4gpu.py", "--dry-run"])
+    assert "4 GPUs x 256 x 32 = 32,768" in capsys.readouterr().out
+    train_dali.main(["--config", "vit-b16", "--dry-run", "--gpus", "128"])
+    assert "128 GPUs x 256 x 1 = 32,768" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["TOTAL_BATCH=1"], "--set TOTAL_BATCH: unknown key; did you mean 'TOTAL_BATCH_SIZE'?"),
+        (["LEARNING_RATE=fast"], "LEARNING_RATE='fast' is a str, not int or float"),
+        (["TOTAL_BATCH_SIZE=17"], "TOTAL_BATCH_SIZE=17 does not divide by gradient_accumulation=2"),
+        (["TOTAL_BATCH_SIZE=64"], "TOTAL_BATCH_SIZE=64 is more than the 53 training samples"),
+        (["WARMUP_EPOCHS=4"], "WARMUP_EPOCHS=4 leaves no epoch after warm-up"),
+        (["DATA.root=/nonexistent"], "DATA.root=/nonexistent is not a folder"),
+        (["MODEL.num_classes=2"], "MODEL.num_classes=2: the data set has labels 0 to 2"),
+        (["MODEL.width=33"], "MODEL.width=33 is not a multiple of MODEL.heads=2"),
+        (["OPTIMIZER.varient=timm"], "did you mean"),
+        (["TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d"], "parallel.tensor.size=2 does not divide"),
+        (["fp16.mode=AMP_TYPE.FAST"], "AMP_TYPE.FAST: unknown mixed precision"),
+        (["fp16.dtype=int8"], "fp16.dtype="),
+    ],
+)
+def test_a_mistake_is_one_line_and_writes_nothing(config, data, tmp_path, capfd, settings, words):
+    arguments = [word for setting in [f"DATA.root={data}", *settings] for word in ("--set", setting)]
+    with pytest.raises(SystemExit) as exit_:
+        run_command(train_dali.main, ["--config", str(config), "--output", str(tmp_path / "run"), *arguments])
+    assert exit_.value.code == 2
+    error = capfd.readouterr().err
+    assert error.startswith("error: ")
+    assert words in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_holds_another_run_is_refused(config, data, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds another run"):
+        train_dali.main(["--config", str(config), "--output", str(tmp_path / "run"), "--set", f"DATA.root={data}"])

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Set up, prepare scikit-learn's handwritten digits as TFRecord shards, and train a small ViT on them.
+# Arguments go to train_dali.py: bash scripts/quickstart.sh --set NUM_EPOCHS=5 --output /tmp/short
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash scripts/setup.sh
+
+python=.venv/bin/python
+[ -f data/digits/manifest.json ] || {
+    "$python" scripts/write_digits.py data/digits_images
+    "$python" -m imagenet_dali.prepare data/digits_images data/digits --validation-share 0.2
+}
+exec "$python" imagenet_dali/train_dali.py --config quickstart "$@"

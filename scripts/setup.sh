@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Make .venv from requirements.txt and install the project into it, editable. Costs nothing when neither has changed.
+#   PYTHON=python3.12 bash scripts/setup.sh    chooses the interpreter (>= 3.10)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+stamp=.venv/.installed
+wanted=$(cat requirements.txt setup.cfg pyproject.toml scripts/setup.sh | cksum)
+[ "$(cat "$stamp" 2>/dev/null)" = "$wanted $PWD" ] && exit 0
+
+python=${PYTHON:-python3}
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
+    echo "error: $("$python" --version) is too old: the project needs Python >= 3.10 (set PYTHON=python3.12, say)" >&2
+    exit 2
+}
+echo "setting up .venv (a few minutes and 7 GB the first time) ..."
+rm -f "$stamp"
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+# --no-deps: requirements.txt is the whole closure, and colossalai 0.5.0 asks for versions long gone.
+.venv/bin/python -m pip install --quiet --no-deps --requirement requirements.txt
+.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+echo "$wanted $PWD" >"$stamp"

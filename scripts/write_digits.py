@@ -1,0 +1,23 @@
+"""Write scikit-learn's 1,797 handwritten digits as an image folder: ``python scripts/write_digits.py DEST``.
+
+Each 8 x 8 picture is enlarged to 32 x 32 and saved as a JPEG under ``DEST/<digit>/<number>.jpg``.
+"""
+
+import sys
+from pathlib import Path
+
+from PIL import Image
+from sklearn.datasets import load_digits
+
+
+def main(destination: str) -> None:
+    digits = load_digits()
+    for number, (pixels, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
+        path = Path(destination) / str(digit) / f"{number:04d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image = Image.fromarray((pixels * 255 / 16).round().astype("uint8")).convert("RGB")
+        image.resize((32, 32), Image.Resampling.BICUBIC).save(path, quality=95, subsampling=0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -60,10 +60,21 @@ def data_root(config: Mapping[str, Any]) -> str:
     root = config["DATA"]["root"] or os.environ.get("DATA")
     if not root:
         raise UserError("DATA.root is not set: say where the data set is with DATA=/path or --set DATA.root=/path")
-    if not Path(root).is_dir() or not any(Path(root).iterdir()):
+    is_filled = Path(root).is_dir() and any(Path(root).iterdir())
+    if not is_filled and not config["DATA"]["download"]:
         state = "is empty" if Path(root).is_dir() else "is not a folder"
         raise UserError(f"DATA.root={root} {state}: point it at a prepared data set (python -m imagenet_dali.prepare)")
     return str(Path(root).resolve())
+
+
+def refuse_unused(data: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise `UserError` for the first key of ``DATA`` among ``names`` that is not at its default.
+
+    A task names the keys that its loaders do not read, so that none is ignored silently.
+    """
+    for name in names:
+        if data[name] != KEYS["DATA"].keys[name].default:
+            raise UserError(f"DATA.{name}={data[name]!r} has no effect in this task: leave it out")
 
 
 # --- running the file -------------------------------------------------------------------------------------------------

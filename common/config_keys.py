@@ -41,11 +41,14 @@ MODEL["num_classes"] = Key((int, NONE), None, "classes of the head; `None`: as m
 
 DATA = {
     "root": Key((str, NONE), None, "the data set's folder; the environment variable `DATA` stands in for it"),
+    "download": Key((bool,), False, "CIFAR-10: fetch the data set into `root` if it is not there"),
     "loader": Key((str,), "dali", "which loader decodes", choices=("dali", "torchvision")),
     "workers": Key((int, NONE), None, "decoding threads (DALI) or processes per GPU; `None`: cores / GPUs", minimum=0),
     "crop_scale": Key((tuple, list), (0.08, 1.0), "share of the image's area that a training crop takes"),
     "crop_ratio": Key((tuple, list), (3 / 4, 4 / 3), "width / height of a training crop"),
     "flip": Key((bool,), True, "mirror half of the training images"),
+    "crop_padding": Key((int,), 4, "CIFAR-10: black pixels around an image before its training crop", minimum=0),
+    "autoaugment": Key((str, NONE), None, "CIFAR-10: AutoAugment's policy for training", choices=(None, "cifar10")),
     "eval_crop": Key(NUMBER, 0.875, "share of the short side that evaluation's centre crop takes", 0.1, 1),
     "mean": Key((tuple, list), (0.485, 0.456, 0.406), "subtracted from R, G, B (0 to 1)"),
     "std": Key((tuple, list), (0.229, 0.224, 0.225), "then divided by"),

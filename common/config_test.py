@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from common.colossal import AMP_TYPE
-from common.config import FOLDER, data_root, find_config, load_config
+from common.config import FOLDER, data_root, find_config, load_config, refuse_unused
 from common.config_keys import describe_keys
 from common.errors import UserError
 
@@ -142,14 +142,23 @@ def test_a_missing_config_names_the_nearest():
 def test_data_root_comes_from_the_config_else_from_the_environment(tmp_path, monkeypatch):
     monkeypatch.delenv("DATA", raising=False)
     with pytest.raises(UserError, match="DATA.root is not set"):
-        data_root({"DATA": {"root": None}})
+        data_root({"DATA": {"root": None, "download": False}})
     monkeypatch.setenv("DATA", str(tmp_path))
     with pytest.raises(UserError, match="is empty"):
-        data_root({"DATA": {"root": None}})
+        data_root({"DATA": {"root": None, "download": False}})
     (tmp_path / "train").mkdir()
-    assert data_root({"DATA": {"root": None}}) == str(tmp_path)
+    assert data_root({"DATA": {"root": None, "download": False}}) == str(tmp_path)
     with pytest.raises(UserError, match="is not a folder"):
-        data_root({"DATA": {"root": str(tmp_path / "absent")}})
+        data_root({"DATA": {"root": str(tmp_path / "absent"), "download": False}})
+    # the task makes it
+    assert data_root({"DATA": {"root": str(tmp_path / "absent"), "download": True}}) == str(tmp_path / "absent")
+
+
+def test_a_key_that_a_task_does_not_read_is_refused_unless_it_is_left_alone():
+    data = load_config("vit-b16", ["DATA.workers=3"])["DATA"]
+    refuse_unused(data, ["crop_scale", "crop_padding"])
+    with pytest.raises(UserError, match="DATA.workers=3 has no effect in this task: leave it out"):
+        refuse_unused(data, ["crop_scale", "workers"])
 
 
 def test_the_documentation_lists_the_keys_as_they_are():

@@ -22,7 +22,8 @@ class MetricsHook(BaseHook):
     A ``train`` record covers the optimiser steps since the one before: mean ``loss``; ``lr`` and ``grad_norm`` (before
     clipping) of the last step; ``samples_per_s`` over all GPUs; ``data_wait``, the share of the time in which this
     process waited for its loader; ``peak_memory_gb`` of this process. An ``eval`` record counts every sample of the
-    evaluation set once: mean cross-entropy ``loss``, ``top1`` and ``top5`` (fractions of 1), ``samples``.
+    evaluation set once: mean cross-entropy ``loss``, ``top1`` and ``top5`` (fractions of 1), ``samples``. Both have
+    ``step`` (of the optimiser), ``epoch`` (fractional), and ``time`` (Unix, seconds).
 
     The device is synchronised only when a record is made.
     """
@@ -35,7 +36,6 @@ class MetricsHook(BaseHook):
         if is_main:
             self.writers = [JsonLines(folder / "metrics.jsonl"), self.progress, Curves(folder)]
             self.writers += [TensorBoard(folder / "tensorboard")] if tensorboard else []
-        self.last: dict = {}
 
     def before_train(self, trainer: Trainer) -> None:
         self._restart_window(trainer)
@@ -83,9 +83,9 @@ class MetricsHook(BaseHook):
 
     def _write(self, kind: str, trainer: Trainer, figures: dict) -> None:
         epoch = round(trainer.step / self.plan.steps_per_epoch, 4)
-        self.last[kind] = {"kind": kind, "step": trainer.step, "epoch": epoch} | figures
+        record = {"kind": kind, "step": trainer.step, "epoch": epoch, "time": round(time.time(), 2)} | figures
         for writer in self.writers:
-            writer(self.last[kind])
+            writer(record)
 
     def after_train(self, trainer: Trainer) -> None:
         for writer in self.writers:

@@ -3,12 +3,8 @@
 import argparse
 import json
 import os
-import platform
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +22,7 @@ from common.launch import add_launch_arguments, detect_launch, start
 from common.model_arguments import parse_model_arguments
 from common.optimizer import build_optimizer
 from common.plan import DataSummary, Plan, build_plan
+from common.provenance import describe_run
 from common.writers import read_metrics
 
 
@@ -37,7 +34,7 @@ class Run:
     output: Path
     is_main: bool
     device: torch.device
-    provenance: dict[str, Any]
+    about: dict[str, Any]  # what config.json holds
 
     @property
     def data_parallel(self) -> dict[str, int]:
@@ -48,7 +45,7 @@ class Run:
         """Create the run's folder, now that nothing in the config is left to refuse, and return the hooks."""
         if self.is_main:
             self._create_folder()
-        log = self.provenance["config"]["LOG"]
+        log = self.about["config"]["LOG"]
         return [
             MetricsHook(self.plan, self.output, is_main=self.is_main, **log),
             CheckpointHook(model, optimizer, self.output / "checkpoints", is_main=self.is_main),
@@ -57,7 +54,7 @@ class Run:
     def _create_folder(self) -> None:
         try:
             self.output.mkdir(parents=True, exist_ok=True)
-            (self.output / "config.json").write_text(json.dumps(self.provenance, indent=2, default=str) + "\n")
+            (self.output / "config.json").write_text(json.dumps(self.about, indent=2, default=str) + "\n")
         except OSError as error:
             raise UserError(f"--output {self.output}: cannot be written ({error.strerror})") from error
 
@@ -102,7 +99,8 @@ def start_run(
     if (output / "config.json").exists():
         raise UserError(f"--output {output} holds another run: choose another folder, or remove this one")
     start(launch, config)
-    run = Run(plan, output, launch.rank == 0, _device(), _provenance(config, plan, argv))
+    about = {"name": Path(args.config).stem, "config": config, "plan": asdict(plan), **describe_run(argv)}
+    run = Run(plan, output, launch.rank == 0, _device(), about)
     if run.is_main:
         _announce(args.config, config, plan, data)
     return run
@@ -141,37 +139,6 @@ def _check_builds(config: Mapping[str, Any]) -> None:
 
 def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _provenance(config: dict[str, Any], plan: Plan, argv: list[str]) -> dict[str, Any]:
-    """Return what config.json holds: what was run, from which code, on what."""
-    packages = ("torch", "torchvision", "colossalai", "nvidia-dali-cuda130", "timm")
-    return {
-        "config": config,
-        "plan": asdict(plan),
-        "argv": [sys.argv[0], *argv],
-        "commit": _commit(),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
-        "hardware": {
-            "host": platform.node(),
-            "cpus": os.cpu_count(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        },
-    }
-
-
-def _commit() -> str | None:
-    here = Path(__file__).parent
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    return answer.stdout.strip() or None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except ImportError:
-        return None
 
 
 def _announce(name: str, config: Mapping[str, Any], plan: Plan, data: DataSummary) -> None:

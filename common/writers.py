@@ -37,7 +37,7 @@ class TensorBoard:
 
     def __call__(self, record: Record) -> None:
         for name, value in record.items():
-            if name not in ("kind", "step"):
+            if name not in ("kind", "step", "time"):
                 self.writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class ProgressBar:
 
     def __init__(self, total_steps: int):
         interval = 0.5 if sys.stderr.isatty() else 30
-        self.bar = tqdm(total=total_steps, unit="step", mininterval=interval, dynamic_ncols=True)
+        self.bar = tqdm(total=total_steps, unit="step", mininterval=interval, maxinterval=60, dynamic_ncols=True)
         self.shown: dict[str, str] = {}
 
     def step(self) -> None:
@@ -62,7 +62,7 @@ class ProgressBar:
         else:
             self.shown["top1"] = f"{record['top1']:.4f}"
             self.bar.write(
-                f"epoch {record['epoch']}: top1 {record['top1']:.4f}, top5 {record['top5']:.4f}, "
+                f"epoch {record['epoch']:g}: top1 {record['top1']:.4f}, top5 {record['top5']:.4f}, "
                 f"loss {record['loss']:.4f} on {record['samples']:,} images"
             )
 

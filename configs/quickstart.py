@@ -10,10 +10,10 @@ from colossalai.amp import AMP_TYPE
 TOTAL_BATCH_SIZE = 128
 gradient_accumulation = 2
 
-NUM_EPOCHS = 60
+NUM_EPOCHS = 80
 WARMUP_EPOCHS = 10
 LR_SCHEDULE = "linear"
-LEARNING_RATE = 1e-2
+LEARNING_RATE = 2e-2
 WEIGHT_DECAY = 0.1
 OPTIMIZER = dict(name="lamb")
 clip_grad_norm = 1.0
@@ -21,7 +21,7 @@ clip_grad_norm = 1.0
 MODEL = dict(image_size=32, patch_size=8, width=128, depth=4, heads=4, mlp_ratio=2.0, num_classes=10)
 MIXUP = 0.2
 DATA = dict(
-    root="data/digits", loader="dali", crop_scale=(0.7, 1.0), crop_ratio=(0.85, 1.18), flip=False, eval_crop=1.0
+    root="data/digits", loader="dali", crop_scale=(0.5, 1.0), crop_ratio=(0.85, 1.18), flip=False, eval_crop=1.0
 )
 EVAL_EVERY = 10
 

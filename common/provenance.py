@@ -1,0 +1,53 @@
+"""What a result needs beside it to count: the command, the code, the versions and the hardware that made it."""
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "torchvision", "colossalai", "nvidia-dali-cuda130", "timm")
+
+
+def describe_run(argv: list[str]) -> dict[str, Any]:
+    """Return when and how this process was started, from which commit, with what, and on what."""
+    return {
+        "started": round(time.time(), 2),
+        "argv": [sys.argv[0], *argv],
+        "commit": _commit(),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "hardware": {
+            "host": platform.node(),
+            "cpu": _cpu(),
+            "cpus": len(os.sched_getaffinity(0)),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+    }
+
+
+def _commit() -> str | None:
+    """Return the commit of the project, with "-dirty" where files were changed since; None outside a clone."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        answer = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # no git
+        return None
+    return answer.stdout.strip() or None
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import configs
+from common.colossal import resolve_parallel
 from common.config_keys import KEYS, NONE, PREDEFINED, REQUIRED, Key
 from common.errors import UserError, did_you_mean
 
@@ -63,7 +64,10 @@ def data_root(config: Mapping[str, Any]) -> str:
     is_filled = Path(root).is_dir() and any(Path(root).iterdir())
     if not is_filled and not config["DATA"]["download"]:
         state = "is empty" if Path(root).is_dir() else "is not a folder"
-        raise UserError(f"DATA.root={root} {state}: point it at a prepared data set (python -m imagenet_dali.prepare)")
+        raise UserError(
+            f"DATA.root={root} {state}: point it at a data set (python -m imagenet_dali.prepare makes one, "
+            f"--set DATA.download=True fetches CIFAR-10)"
+        )
     return str(Path(root).resolve())
 
 
@@ -73,7 +77,8 @@ def refuse_unused(data: Mapping[str, Any], names: Sequence[str]) -> None:
     A task names the keys that its loaders do not read, so that none is ignored silently.
     """
     for name in names:
-        if data[name] != KEYS["DATA"].keys[name].default:
+        default = KEYS["DATA"].keys[name].default
+        if data.get(name, default) != default:
             raise UserError(f"DATA.{name}={data[name]!r} has no effect in this task: leave it out")
 
 
@@ -231,26 +236,18 @@ def _check_value(name: str, value: Any, key: Key) -> None:
 
 
 def _check_parallel(config: dict[str, Any]) -> None:
-    """Bring ``parallel`` into one form, `dict(pipeline=1, tensor=dict(mode, size, ...))`, and refuse contradictions."""
+    """Make ``parallel`` from ``TENSOR_PARALLEL_SIZE`` and ``_MODE`` if the file does not; refuse contradictions."""
     size, mode = config["TENSOR_PARALLEL_SIZE"], config["TENSOR_PARALLEL_MODE"]
-    parallel = config["parallel"]
-    if parallel is None:
-        parallel = dict(tensor=dict(size=size, mode=mode))
-    tensor, pipeline = parallel.get("tensor", dict(size=1, mode=None)), parallel.get("pipeline", 1)
-    pipeline = pipeline.get("size") if isinstance(pipeline, Mapping) else pipeline
+    parallel = config["parallel"] if config["parallel"] is not None else dict(tensor=dict(size=size, mode=mode))
     if unknown := set(parallel) - {"pipeline", "tensor"}:
         raise UserError(f"parallel has an unknown key {unknown.pop()!r}: known are 'pipeline' and 'tensor'")
-    if pipeline not in (1, None):
-        raise UserError(f"parallel.pipeline={pipeline!r}: only 1 is supported; use tensor or data parallelism")
+    tensor = parallel.get("tensor") or dict(size=1, mode=None)
     if not isinstance(tensor, Mapping) or not isinstance(tensor.get("size"), int) or tensor["size"] < 1:
         raise UserError(f"parallel.tensor={tensor!r}: write it as dict(mode='1d', size=2)")
-    _check_value("parallel.tensor.mode", tensor.get("mode"), KEYS["TENSOR_PARALLEL_MODE"])
-    if tensor["size"] > 1 and tensor.get("mode") is None:
-        raise UserError(f"parallel.tensor.size={tensor['size']} needs a mode: '1d', '2d', '2.5d' or '3d'")
     if size not in (1, tensor["size"]) or mode not in (None, tensor.get("mode")):
         raise UserError(
             f"TENSOR_PARALLEL_SIZE={size}, TENSOR_PARALLEL_MODE={mode!r} contradict parallel.tensor={dict(tensor)!r}"
         )
-    # one GPU that shares a model with nobody is no tensor parallelism, whatever the mode says
-    mode = tensor.get("mode") if tensor["size"] > 1 else None
-    config["parallel"] = dict(pipeline=1, tensor=dict(tensor, mode=mode) if mode else dict(size=1, mode=None))
+    if tensor.get("mode") == "2.5d":
+        tensor = dict(depth=1) | dict(tensor)
+    config["parallel"] = resolve_parallel(dict(parallel, tensor=tensor), world_size=tensor["size"])

@@ -37,6 +37,8 @@ BATCH_SIZE = TOTAL_BATCH_SIZE // gradient_accumulation # actual batch size for d
 clip_grad_norm = 1.0 # clip gradient with norm 1.0
 """
 
+MODES = {"1d": (2, "1d", {}), "2d": (4, "2d", {}), "2p5d": (4, "2.5d", {"depth": 1}), "3d": (8, "3d", {})}
+
 
 @pytest.fixture
 def write(tmp_path):
@@ -91,6 +93,22 @@ def test_every_recipe_loads_and_says_how_to_run_it():
             assert "--config" in path.read_text() or "bash scripts/" in path.read_text(), path
 
 
+@pytest.mark.parametrize("recipe", ["vit_lite", "vit_s16"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_parallel_config_differs_from_vanilla_in_the_parallelism_alone(recipe, mode):
+    vanilla, parallel = load_config(f"{recipe}_vanilla"), load_config(f"{recipe}_{mode}")
+    keys = ("TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE", "parallel")
+    assert {key for key in vanilla if vanilla[key] != parallel[key]} == set(keys)
+    size, name, extra = MODES[mode]
+    tensor = {"mode": name, "size": size, **extra}
+    assert [parallel[key] for key in keys] == [size, name, {"pipeline": 1, "tensor": tensor}]
+
+
+def test_the_two_tensor_parallel_keys_are_enough(write):
+    config = load_config(write(MINIMAL), ["TENSOR_PARALLEL_SIZE=4", "TENSOR_PARALLEL_MODE=2.5d"])
+    assert config["parallel"] == {"pipeline": 1, "tensor": {"size": 4, "mode": "2.5d", "depth": 1}}
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -104,9 +122,10 @@ def test_every_recipe_loads_and_says_how_to_run_it():
         (["LR_SCHEDULE=cosin"], "none of 'linear', 'cosine'; did you mean 'cosine'"),
         (["WARMUP_EPOCHS=10"], "WARMUP_EPOCHS=10 .* less than NUM_EPOCHS=10"),
         (["fp16.mode=AMP_TYPE.FAST"], "unknown mixed precision; known: APEX, TORCH, NAIVE"),
-        (["parallel.pipeline=2"], "pipeline=2: only 1"),
-        (["TENSOR_PARALLEL_SIZE=2"], "size=2 needs a mode"),
+        (["parallel.pipeline=2"], "parallel.pipeline=2: pipeline parallelism is not supported"),
+        (["TENSOR_PARALLEL_SIZE=2"], "size=2 needs parallel.tensor.mode"),
         (["TENSOR_PARALLEL_MODE=4d"], "none of None, '1d'"),
+        (["TENSOR_PARALLEL_SIZE=5", "TENSOR_PARALLEL_MODE=2d"], "size=5 is not a square .* nearest that are: 4 or 9"),
         (["parallel.tensor=4"], "write it as dict"),
     ],
 )

@@ -3,7 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from common.model import parameter_count
+import torch
+
+from common.colossal import describe_tensor_parallel
+from common.model import build_model, parameter_count
 from common.plan import DataSummary, Plan
 
 # float32 state per parameter, in tensors: LAMB and AdamW keep two moments, SGD one
@@ -22,7 +25,8 @@ def print_dry_run(config: Mapping[str, Any], plan: Plan, data: DataSummary | Non
         "global batch": plan.batch_formula,
         "parameters": f"{parameters / 1e6:.1f} M",
         "memory per GPU": f"about {(weights + activations) / 1e9:.1f} GB: {weights / 1e9:.1f} GB of weights, gradients "
-        f"and optimiser state, {activations / 1e9:.1f} GB of activations (estimated)",
+        f"and optimiser state, {activations / 1e9:.1f} GB of activations (estimated"
+        f"{', of a model that is not cut' if plan.tensor_parallel > 1 else ''})",
         "data": f"{data.train_samples:,} training, {data.eval_samples:,} evaluation images, {data.num_classes} classes"
         if data
         else "not named (DATA=... or DATA.root): no steps counted",
@@ -36,6 +40,10 @@ def print_dry_run(config: Mapping[str, Any], plan: Plan, data: DataSummary | Non
     print()
     for name, value in rows.items():
         print(f"{name:<22} {value}")
+    with torch.device("meta"):
+        lines = describe_tensor_parallel(config["parallel"], build_model(**model), plan.micro_batch)
+    for line in lines:
+        print(f"{'':<22} {line}")
 
 
 def estimate_memory(model: Mapping[str, Any], optimizer: str, micro_batch: int, half: bool) -> tuple[float, float]:

@@ -12,6 +12,10 @@ class UserError(ValueError):
     """What the user can mend: the message names the key or file, its value and the remedy, in one line."""
 
 
+class RankError(UserError):
+    """A mistake that the processes of a run do not share: each that sees it says so."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest known name, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
@@ -22,7 +26,7 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
     """Run ``main(argv)``; a `UserError` ends the process with one line on stderr and exit code 2.
 
     ``--debug`` anywhere in the arguments shows the traceback instead. Before the processes of a run have joined they
-    all see the same mistake, and only the first speaks; later each speaks for itself.
+    all see the same mistake, and only the first speaks, unless it is a `RankError`; later each speaks for itself.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -30,7 +34,8 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
     except UserError as error:
         if "--debug" in argv:
             raise
-        if _joined() or next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0":
+        rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
+        if rank == "0" or isinstance(error, RankError) or _joined():
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 

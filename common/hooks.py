@@ -95,15 +95,13 @@ class MetricsHook(BaseHook):
 class CheckpointHook(BaseHook):
     """Save a checkpoint after the last step."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, folder: Path, *, is_main: bool):
+    def __init__(self, model: nn.Module, optimizer: Optimizer, folder: Path):
         super().__init__(priority=10)
-        self.model, self.optimizer, self.folder, self.is_main = model, optimizer, folder, is_main
-        self.path: Path | None = None
+        self.model, self.optimizer, self.folder = model, optimizer, folder
 
     def after_train(self, trainer: Trainer) -> None:
-        if self.is_main:
-            state = {"step": trainer.step, "epoch": trainer.cur_epoch}
-            self.path = save_checkpoint(self.folder, self.model, self.optimizer, state)
+        state = {"step": trainer.step, "epoch": trainer.cur_epoch}
+        save_checkpoint(self.folder, self.model, self.optimizer, state)
 
 
 def count_correct(logits_BC: Tensor, labels_B: Tensor) -> Tensor:

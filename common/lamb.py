@@ -43,6 +43,7 @@ _VARIANTS["timm"] = _VARIANTS["apex"]  # timm follows apex; its `trust_clip` is 
 
 # Makes the squared norms [rows, parameters] of shards those of whole tensors, given the parameters they belong to.
 ReduceNorms = Callable[[Tensor, list[Tensor]], Tensor]
+Batch = tuple[list[Tensor], dict]  # parameters that are updated together, and the options of their group
 
 
 class Lamb(Optimizer):
@@ -57,8 +58,8 @@ class Lamb(Optimizer):
     - trust_range: least and greatest trust ratio. It is 1 where the parameter or the direction is zero.
 
     The state is `exp_avg`, `exp_avg_sq` and `step`, all tensors of the parameter's device. Under tensor parallelism
-    `reduce_norms` sums the squared norms over the shards. Raises UserError for an unknown variant or option, or betas
-    out of range.
+    `reduce_norms` sums the squared norms over the shards, once a step for all trust ratios. Raises UserError for an
+    unknown variant or option, or betas out of range.
     """
 
     def __init__(
@@ -92,9 +93,12 @@ class Lamb(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         clip = self._clip_divisor()
-        for group in self.param_groups:
-            for params in self._batches(group["params"]):
-                self._update(params, group, clip)
+        batches = [(params, group) for group in self.param_groups for params in self._batches(group["params"])]
+        if self.reduce_norms is None:
+            for batch in batches:
+                self._update([batch], clip)
+        elif batches:
+            self._update(batches, clip)
         return loss
 
     def _batches(self, params: list[Tensor]) -> list[list[Tensor]]:
@@ -118,16 +122,25 @@ class Lamb(Optimizer):
             squares_1P = self.reduce_norms(squares_1P, params)
         return (squares_1P.sum().sqrt() / max_norm).clamp(min=1.0).float()  # the type that the fused kernel takes
 
-    def _update(self, params: list[Tensor], group: dict, clip: Tensor | None) -> None:
-        # Before the direction, because it brings the parameters into a CPU's cache for all that follows.
-        param_squares_P = _squared_norms(params)
-        directions = self._directions(params, group, clip)
+    def _update(self, batches: list[Batch], clip: Tensor | None) -> None:
+        """Update batches whose norms are reduced together."""
+        directions, squares = [], []
+        for params, group in batches:
+            # Before the direction, because it brings the parameters into a CPU's cache for all that follows.
+            param_squares_P = _squared_norms(params)
+            directions.append(self._directions(params, group, clip))
+            squares.append(torch.stack([param_squares_P, _squared_norms(directions[-1])]))
+        squares_2P = torch.cat(squares, dim=1)
+        if self.reduce_norms is not None:
+            squares_2P = self.reduce_norms(squares_2P, [p for params, _ in batches for p in params])
+        split_2P = squares_2P.split([len(params) for params, _ in batches], dim=1)
+        for batch, batch_directions, batch_squares_2P in zip(batches, directions, split_2P, strict=True):
+            self._apply(*batch, batch_directions, batch_squares_2P)
+
+    def _apply(self, params: list[Tensor], group: dict, directions: list[Tensor], squares_2P: Tensor) -> None:
         if group["weight_decay"] == 0 and not group["always_adapt"]:
             torch._foreach_add_(params, directions, alpha=-group["lr"])
             return
-        squares_2P = torch.stack([param_squares_P, _squared_norms(directions)])
-        if self.reduce_norms is not None:
-            squares_2P = self.reduce_norms(squares_2P, params)
         param_norms_P, direction_norms_P = squares_2P.sqrt()
         ratios_P = (param_norms_P / direction_norms_P).clamp(*group["trust_range"])
         ratios_P = torch.where((param_norms_P > 0) & (direction_norms_P > 0), ratios_P, 1.0)

@@ -157,6 +157,26 @@ def test_reduce_norms_makes_shards_step_as_the_whole() -> None:
     assert calls == 6 * [[id(p) for p in halves]]  # one for the clipping, one for all trust ratios, a step
 
 
+def test_norms_of_all_groups_are_reduced_at_once() -> None:
+    params = parameters()
+    calls = []
+
+    def reduce_norms(squares: Tensor, params: list[Tensor]) -> Tensor:
+        calls.append(len(params))
+        return squares
+
+    groups = [{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.0}]
+    optimizer = Lamb(groups, lr=0.1, weight_decay=0.1, reduce_norms=reduce_norms)
+    plain_params = [nn.Parameter(p.detach().clone()) for p in params]
+    groups = [{"params": plain_params[:1]}, {"params": plain_params[1:], "weight_decay": 0.0}]
+    plain = Lamb(groups, lr=0.1, weight_decay=0.1)
+    for tensors, optim in ((params, optimizer), (plain_params, plain)):
+        set_gradients(tensors, 0)
+        optim.step()
+    assert calls == [len(params)]
+    assert_same(params, plain_params)
+
+
 def test_state_dict_round_trip(tmp_path: Path) -> None:
     params = parameters()
     optimizer = Lamb(params, lr=1e-2, weight_decay=0.1, variant="apex")

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from common import colossal
-from common.errors import UserError
+from common.errors import RankError, UserError
+from common.meeting_point import agreed_port, given_port
 
 LOOPBACK = "127.0.0.1"
 FLAGS = ("rank", "local_rank", "world_size", "host", "port")
@@ -34,7 +35,10 @@ STARTED_WITH = {"torch": "torchrun", "openmpi": "mpirun", "slurm": "srun"}
 
 @dataclass(frozen=True)
 class Launch:
-    """One process among ``world_size``; rank 0 listens on ``host:port``, which a single process does not need."""
+    """One process among ``world_size``; rank 0 listens on ``host:port``, which a single process does not need.
+
+    Where nobody gave the port, ``run`` names the run to its processes, which look for a free one from ``port`` on.
+    """
 
     launcher: str
     rank: int
@@ -43,6 +47,7 @@ class Launch:
     host: str
     port: int
     backend: str
+    run: str = ""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -87,20 +92,29 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
 
 
 def start(launch: Launch, config: Mapping[str, Any]) -> None:
-    """Join the process group, set the device and the seed (``SEED``), and put ``config`` into ``gpc.config``."""
+    """Join the process group, set the device and the seed (``SEED``), and put ``config`` into ``gpc.config``.
+
+    Raises `UserError` on rank 0 where the port was given and is in use; one that was not given is the next free one.
+    """
     gpus = torch.cuda.device_count()
-    colossal.launch(
-        dict(config),
-        launch.rank,
-        launch.world_size,
-        launch.host,
-        launch.port,
-        launch.backend,
-        # A launcher that binds tasks to GPUs shows each process only its own, as number 0.
-        local_rank=launch.local_rank % gpus if gpus else launch.local_rank,
-        seed=config.get("SEED", 1024),
-        verbose=False,
-    )
+    if launch.run and launch.world_size > 1:
+        meeting = agreed_port(launch.run, launch.rank, launch.host, launch.port)
+    else:
+        meeting = given_port(launch.host, launch.port)
+    with meeting as port:
+        colossal.launch(
+            dict(config),
+            launch.rank,
+            launch.world_size,
+            launch.host,
+            port,
+            launch.backend,
+            # A launcher that binds tasks to GPUs shows each process only its own, as number 0.
+            local_rank=launch.local_rank % gpus if gpus else launch.local_rank,
+            seed=config.get("SEED", 1024),
+            verbose=False,
+            timeout=config.get("TIMEOUT"),
+        )
 
 
 def _find_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
@@ -153,7 +167,8 @@ def _check_flags(
     for field, value in place.items():
         flag = getattr(args, field)
         if flag not in (None, "", value, *(accepted or {}).get(field, ())):
-            raise UserError(f"--{field}={flag} contradicts {sources[field]}: leave the flag out")
+            mistake = RankError if field in ("rank", "local_rank") else UserError
+            raise mistake(f"--{field}={flag} contradicts {sources[field]}: leave the flag out")
 
 
 def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
@@ -169,7 +184,7 @@ def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _meeting_point(launcher: str, args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return where rank 0 listens: as told, else on the step's first node, at a port made from the job's number."""
+    """Return where rank 0 listens: as told, else on the step's first node, from a port on that the job's name gives."""
     if launcher == "slurm":
         one_node = environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES")) == "1"
         job = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
@@ -183,7 +198,8 @@ def _meeting_point(launcher: str, args: argparse.Namespace, environ: Mapping[str
         raise UserError(f"--host missing: over several nodes {STARTED_WITH[launcher]} does not say where rank 0 runs")
     if args.port or environ.get("MASTER_PORT"):
         return {"host": host, "port": args.port or _integer("MASTER_PORT", environ)}
-    return {"host": host, "port": 20_000 + zlib.crc32(job.encode()) % 12_000}  # below the ephemeral ports
+    port = 20_000 + zlib.crc32(job.encode()) % 12_000  # below the ephemeral ports
+    return {"host": host, "port": port, "run": f"{launcher}-{job}"}
 
 
 def _first_node(nodes: str) -> str:

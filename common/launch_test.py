@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import socket
 from collections.abc import Mapping
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from common.colossal import ParallelMode, get_default_parser, gpc, launch_from_torch, shutdown
-from common.errors import UserError
+from common.errors import UserError, run_command
 from common.launch import Launch, add_launch_arguments, detect_launch, start
 from common.testing import run_ranks
 
@@ -79,14 +80,17 @@ def detect(line: str, environ: Mapping[str, str]) -> Launch:
 )
 def test_command_lines(line: str, environ: dict[str, str], expected: tuple) -> None:
     launch = detect(line, environ)
-    port = launch.port if expected[-1] is None else expected[-1]
-    assert launch == Launch(*expected[:-1], port, "nccl" if torch.cuda.is_available() else "gloo")
-    assert port == 0 or port == expected[-1] or 20_000 <= port < 32_768
+    given = expected[-1] is not None
+    port, run = (expected[-1], "") if given else (launch.port, launch.run)
+    assert launch == Launch(*expected[:-1], port, "nccl" if torch.cuda.is_available() else "gloo", run)
+    assert given or (20_000 <= port < 32_768 and run)
 
 
 def test_the_derived_port_is_that_of_the_step() -> None:
-    assert detect("", SRUN).port == detect("", SRUN | {"SLURM_PROCID": "0"}).port
-    assert detect("", SRUN).port != detect("", SRUN | {"SLURM_STEP_ID": "1"}).port
+    step, its_first, another = (detect("", SRUN | more) for more in ({}, {"SLURM_PROCID": "0"}, {"SLURM_STEP_ID": "1"}))
+    assert (step.port, step.run) == (its_first.port, its_first.run)
+    assert step.port != another.port
+    assert step.run != another.run
 
 
 @pytest.mark.parametrize(
@@ -116,6 +120,17 @@ def test_what_is_refused(line: str, environ: dict[str, str], message: str) -> No
         detect(line, environ)
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [("--rank=2", "error: --rank=2 contradicts RANK=3: leave the flag out\n"), ("--world_size=8", "")],
+)
+def test_the_last_process_reports_what_the_first_does_not_see(flag, said, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit):
+        run_command(lambda argv: detect(*argv, TORCHRUN), [flag])
+    assert capsys.readouterr().err == said
 
 
 def test_nccl_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +164,29 @@ def started_sum(start_with: str, host: str) -> float:
 @pytest.mark.parametrize(("start_with", "host"), [("start", "127.0.0.1"), ("launch_from_torch", "localhost")])
 def test_ranks_meet_at_addresses_and_names(start_with: str, host: str) -> None:
     assert run_ranks(2, started_sum, start_with, host) == [3.0, 3.0]
+
+
+def summed_in_slurm(flags: str, job: str) -> float:
+    place = {"SLURM_PROCID": os.environ["RANK"], "SLURM_LOCALID": os.environ["RANK"], "SLURM_NTASKS": "2"}
+    start(detect(flags, SRUN | place | {"SLURM_JOB_ID": job, "SLURM_STEP_NUM_NODES": "1"}), {})
+    total = torch.tensor([gpc.get_global_rank() + 1.0])
+    dist.all_reduce(total, group=gpc.get_group(ParallelMode.DATA))
+    shutdown()
+    return total.item()
+
+
+def test_a_port_in_use_is_passed_over() -> None:
+    job = str(os.getpid())
+    first = detect("", SRUN | {"SLURM_JOB_ID": job}).port
+    with socket.create_server(("127.0.0.1", first)):
+        assert run_ranks(2, summed_in_slurm, "", job) == [3.0, 3.0]
+
+
+def test_a_given_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(RuntimeError, match=f"--port={port} is in use on 127.0.0.1: choose another"):
+            run_ranks(2, summed_in_slurm, f"--port {port}", "77")
 
 
 def test_upstreams_parser_is_there() -> None:

@@ -3,6 +3,7 @@
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from common.colossal import build_norm_reducer
 from common.errors import UserError, did_you_mean
 from common.lamb import Lamb
 
@@ -12,7 +13,7 @@ _OPTIMIZERS = {
     "lamb": (
         Lamb,
         {},
-        ("betas", "variant", "eps", "bias_correction", "max_grad_norm", "always_adapt", "trust_range", "reduce_norms"),
+        ("betas", "variant", "eps", "bias_correction", "max_grad_norm", "always_adapt", "trust_range"),
     ),
     "sgd": (SGD, {"fused": True, "momentum": 0.9}, ("momentum", "dampening", "nesterov")),
 }
@@ -26,7 +27,7 @@ def build_optimizer(
     decay_all: bool = True,
     **options: object,
 ) -> Optimizer:
-    """Build the optimiser `name` ("adamw", "lamb" or "sgd") of the parameters that are trained.
+    """Build the optimiser `name` ("adamw", "lamb" or "sgd") of the parameters that are trained, sharded or not.
 
     Weight decay is on every tensor, unless `decay_all` is false: then not on vectors (biases, norms), `cls_token` and
     `pos_embed`, as in timm. `options` are those of `common.lamb.Lamb`, of `torch.optim.AdamW` (betas, eps) or of
@@ -42,6 +43,8 @@ def build_optimizer(
         if option not in known:
             hint = did_you_mean(option, known)
             raise UserError(f"OPTIMIZER.{option} is not an option of {name!r}, which has {', '.join(known)}{hint}")
+    if name == "lamb":
+        options["reduce_norms"] = build_norm_reducer(model)
     groups = _parameter_groups(model, decay_all)
     try:
         return build(groups, lr=learning_rate, weight_decay=weight_decay, **fixed | options)

@@ -3,6 +3,7 @@
 import argparse
 import csv
 import json
+import re
 import shlex
 import time
 from pathlib import Path
@@ -10,8 +11,10 @@ from pathlib import Path
 from common.errors import UserError, run_command
 from common.writers import read_metrics
 
-COLUMNS = ["date", "config", "hardware", "processes", "global_batch", "epochs", "steps", "first_loss", "last_loss", "top1",
-           "top5", "eval_images", "minutes", "versions", "commit", "command"]  # fmt: skip
+COLUMNS = [
+    *("date", "config", "hardware", "processes", "global_batch", "epochs", "steps", "first_loss", "last_loss"),
+    *("top1", "top5", "eval_images", "minutes", "versions", "commit", "command"),
+]
 
 
 def main(argv: list[str]) -> None:
@@ -55,7 +58,8 @@ def summarise(run: Path) -> dict[str, object]:
         "minutes": f"{(last['time'] - about['started']) / 60:.1f}",
         "versions": " ".join(f"{name}={number}" for name, number in about["versions"].items() if number),
         "commit": about["commit"],
-        "command": shlex.join(Path(word).name if i == 0 else word for i, word in enumerate(about["argv"])),
+        # without its folders, which mean nothing on another machine
+        "command": shlex.join(re.sub("/.*/", "", word) for word in about["argv"]),
     }
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from common.checkpoint import newest_checkpoint
-from common.colossal import BaseHook, ParallelMode, build_mixed_precision, gpc, shutdown
+from common.colossal import BaseHook, ParallelMode, build_mixed_precision, check_tensor_parallel, gpc, shutdown
 from common.config import data_root, load_config
 from common.dry_run import print_dry_run
 from common.errors import UserError
@@ -48,7 +48,7 @@ class Run:
         log = self.about["config"]["LOG"]
         return [
             MetricsHook(self.plan, self.output, is_main=self.is_main, **log),
-            CheckpointHook(model, optimizer, self.output / "checkpoints", is_main=self.is_main),
+            CheckpointHook(model, optimizer, self.output / "checkpoints"),
         ]
 
     def _create_folder(self) -> None:
@@ -90,7 +90,7 @@ def start_run(
         data = describe_data(config["DATA"])
         config["MODEL"]["num_classes"] = _check_classes(config["MODEL"]["num_classes"], data)
     plan = build_plan(config, gpus, data)
-    _check_builds(config)
+    _check_builds(config, plan)
     config["gradient_accumulation"] = plan.accumulation
     if args.dry_run:
         print_dry_run(config, plan, data)
@@ -130,9 +130,11 @@ def _check_classes(num_classes: int | None, data: DataSummary) -> int:
     return num_classes or data.num_classes
 
 
-def _check_builds(config: Mapping[str, Any]) -> None:
-    """Refuse what the model, the optimiser or mixed precision would refuse, while nothing has been started."""
-    parse_model_arguments({**config["MODEL"], "num_classes": config["MODEL"]["num_classes"] or 1})
+def _check_builds(config: Mapping[str, Any], plan: Plan) -> None:
+    """Refuse what the model, its shards, the optimiser or mixed precision would refuse, before anything is started."""
+    model = {**config["MODEL"], "num_classes": config["MODEL"]["num_classes"] or 1}
+    parse_model_arguments(model)
+    check_tensor_parallel(config["parallel"], model, plan.micro_batch, plan.gpus)
     build_optimizer(nn.Linear(1, 1), weight_decay=config["WEIGHT_DECAY"], **config["OPTIMIZER"])
     build_mixed_precision(config["fp16"], "cuda" if torch.cuda.is_available() else "cpu")
 

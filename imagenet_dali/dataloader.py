@@ -10,18 +10,24 @@ from typing import Any
 
 import torch
 
+from common.augment import UNIFORMS_PER_SAMPLE, CenterCrop, RandomCrop
+from common.config import refuse_unused
+from common.errors import UserError
+from common.image_folder import FolderSplit
 from common.loader import BatchReader, Loader
 from common.plan import DataSummary
 from common.sampling import EvalSampler, TrainSampler
-from imagenet_dali.augment import UNIFORMS_PER_SAMPLE, CenterCrop, RandomCrop
+from common.torchvision_dataloader import TorchvisionReader, default_workers
 from imagenet_dali.dataset import MANIFEST, Split, open_split
 from imagenet_dali.sources import list_source
-from imagenet_dali.torchvision_dataloader import FolderSplit, TorchvisionReader
-from imagenet_dali.workers import available_cores
+
+# keys of DATA for small images, which are held in memory
+UNUSED = ("download", "crop_padding", "autoaugment")
 
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
     """Count samples and classes of the data set, without reading an image."""
+    refuse_unused(data, UNUSED)
     train, validation = open_images(data, "train"), open_images(data, "validation")
     return DataSummary(len(train), len(validation), train.num_classes)
 
@@ -70,7 +76,10 @@ def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
     root = Path(data["root"])
     if data["loader"] == "dali" or (root / MANIFEST).is_file():
         return open_split(root, split)
-    return FolderSplit(list_source(root), split)
+    source = list_source(root)
+    if split not in source.splits:
+        raise UserError(f"DATA.root={root} has no {split} split: add {root / split}/<class>/*")
+    return FolderSplit(root, source.class_names, source.splits[split])
 
 
 def _build_reader(
@@ -83,16 +92,10 @@ def _build_reader(
     device: torch.device,
 ) -> BatchReader:
     options = {"size": image_size, "mean": data["mean"], "std": data["std"], "device": device}
-    workers = _default_workers(dp_size, device) if data["workers"] is None else data["workers"]
+    workers = default_workers(dp_size, device) if data["workers"] is None else data["workers"]
     if data["loader"] == "torchvision":
         return TorchvisionReader(images, crop, workers=workers, **options)
     # DALI takes half a second to import
     from imagenet_dali.imagenet_dali_dataloader import DaliReader
 
     return DaliReader(images, crop, batch=batch, threads=max(1, workers), **options)
-
-
-def _default_workers(dp_size: int, device: torch.device) -> int:
-    """Share this machine's cores among its processes: one for each GPU, or the data-parallel ones on CPUs."""
-    processes = torch.cuda.device_count() if device.type == "cuda" else dp_size
-    return max(1, available_cores() // processes)

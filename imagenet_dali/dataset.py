@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ CHECK = "run `python -m imagenet_dali.prepare --check {root}`"
 class Split:
     """One split of a prepared data set, opened by `open_split`."""
 
+    is_upright: ClassVar[bool] = True  # preparation has turned the images
     root: Path
     name: str
     shards: list[Path]
@@ -51,10 +52,15 @@ class Split:
         try:
             unframe(record := read_record(path, row))
         except (BadRecordError, OSError) as error:
-            place = f"{path}: record {index} of {self.name} at byte {row['offset']}"
-            raise UserError(f"{place}: {error}; {CHECK.format(root=self.root)}") from error
+            raise self.fault(index, error) from error
         start, size = int(row["image_start"]), int(row["image_size"])
         return memoryview(record)[start : start + size], int(row["label"])
+
+    def fault(self, index: int, reason: object) -> UserError:
+        """Return the error that names an image's record and what is wrong with it."""
+        row = self.records[index]
+        place = f"{self.shards[row['shard']]}: record {index} of {self.name} at byte {row['offset']}"
+        return UserError(f"{place}: {reason}; {CHECK.format(root=self.root)}")
 
 
 def read_record(path: Path, row: np.void) -> bytes:

@@ -1,13 +1,12 @@
 """List the labelled images of a source folder: class folders, with or without splits, or ImageNet's own layout."""
 
 import csv
-import os
 import random
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UserError
+from common.image_folder import Files, list_files, list_folders, split_by_class
 
 EVALUATION_FOLDERS = ("val", "validation", "test")
 SYNSET_LABELS = "imagenet_2012_validation_synset_labels.txt"  # TensorFlow: a synset a line, in the order of the files
@@ -15,8 +14,6 @@ KAGGLE_LABELS = "LOC_val_solution.csv"  # Kaggle: ImageId,PredictionString; the 
 SYNSET_NAMES = ("LOC_synset_mapping.txt", "imagenet_metadata.txt")  # a synset and its words a line
 
 IMAGES_PER_SHARD = 1250  # 1,024 shards for ImageNet's training images, as is usual
-
-Files = list[tuple[str, int]]  # (path relative to the source, label)
 
 
 @dataclass(frozen=True)
@@ -38,9 +35,9 @@ def list_source(root: Path, validation_share: float | None = None, seed: int = 0
     """
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; SOURCE is a folder of images, SOURCE/<class>/*")
-    has_train = (root / "train").is_dir() and bool(_folders(root / "train"))
+    has_train = (root / "train").is_dir() and bool(list_folders(root / "train"))
     train = root / "train" if has_train else root
-    classes = _folders(train)
+    classes = list_folders(train)
     if len(classes) < 2:
         hint = f"; is {train / classes[0]} the folder you mean?" if classes else ""
         raise UserError(f"{train}: {len(classes)} class folders, at least 2 are needed, as {train}/<class>/*{hint}")
@@ -52,7 +49,7 @@ def list_source(root: Path, validation_share: float | None = None, seed: int = 0
         splits = _split(splits["train"], 0.2 if validation_share is None else validation_share, seed)
     elif validation_share is not None:
         raise UserError(f"--validation-share={validation_share}: {evaluation} is the validation split already; drop it")
-    elif _folders(evaluation):
+    elif list_folders(evaluation):
         splits["validation"] = _list_classes(root, evaluation, classes)
     else:
         splits["validation"] = _list_flat(root, evaluation, classes)
@@ -79,32 +76,19 @@ def plan_shards(source: Source, shards: int | None, seed: int) -> dict[str, File
     return plan
 
 
-def _folders(path: Path) -> list[str]:
-    return sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
-
-
-def _files(path: Path) -> list[Path]:
-    """Return every file below `path` that is not hidden, sorted; what is not an image is refused when it is decoded."""
-    found = []
-    for folder, subfolders, names in os.walk(path, followlinks=True):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted(found)
-
-
 def _list_classes(root: Path, folder: Path, classes: list[str]) -> Files:
-    unknown = sorted(set(_folders(folder)) - set(classes))
+    unknown = sorted(set(list_folders(folder)) - set(classes))
     if unknown:
         raise UserError(f"{folder / unknown[0]}: this class has no training images; remove it or add them")
     files = []
     for label, name in enumerate(classes):
-        files += [(path.relative_to(root).as_posix(), label) for path in _files(folder / name)]
+        files += [(path.relative_to(root).as_posix(), label) for path in list_files(folder / name)]
     return files
 
 
 def _list_flat(root: Path, folder: Path, classes: list[str]) -> Files:
     """Label a folder without class folders by the first of the two label files found near it."""
-    files = _files(folder)
+    files = list_files(folder)
     if not files:
         raise UserError(f"{folder}: no images; remove the folder or fill it")
     if path := _find(root, KAGGLE_LABELS):
@@ -142,14 +126,5 @@ def _class_names(root: Path, classes: list[str]) -> list[str]:
 
 
 def _split(files: Files, share: float, seed: int) -> dict[str, Files]:
-    """Move `share` of each class to the validation split, leaving every class at least one training image."""
-    by_class = defaultdict(list)
-    for file in files:
-        by_class[file[1]].append(file)
-    splits: dict[str, Files] = {"train": [], "validation": []}
-    for label, members in by_class.items():
-        random.Random(f"{seed}/{label}").shuffle(members)
-        held_out = min(round(share * len(members)), len(members) - 1)
-        splits["validation"] += sorted(members[:held_out])
-        splits["train"] += sorted(members[held_out:])
-    return {name: members for name, members in splits.items() if members}
+    train, validation = split_by_class(files, share, seed)
+    return {"train": train} | ({"validation": validation} if validation else {})

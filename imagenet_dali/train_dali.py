@@ -4,7 +4,7 @@ python train_dali.py --config quickstart
 torchrun --nproc_per_node 8 train_dali.py --config vit-b16.py --set DATA.root=/path/to/imagenet
 """
 
-from common.colossal import Trainer, gpc, initialize
+from common.colossal import Trainer, gpc, initialize, shard_model
 from common.errors import run_command
 from common.lr_schedule import build_lr_scheduler
 from common.model import build_model
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> None:
         return
     config, plan = gpc.config, run.plan
 
-    model = build_model(**config.MODEL)
+    model = shard_model(build_model(**config.MODEL))
     optimizer = build_optimizer(
         model, learning_rate=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY, **config.OPTIMIZER
     )

@@ -1,84 +1,30 @@
 """The whole road, through the command line: shards, training on two processes, a checkpoint that timm loads."""
 
 import json
-import os
-import shlex
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
 
 from common.checkpoint import load_model_state, newest_checkpoint
 from common.errors import run_command
 from common.model_arguments import timm_arguments
 from common.writers import read_metrics
-from imagenet_dali import prepare, train_dali
+from imagenet_dali import train_dali
 from imagenet_dali.dataloader import build_eval_loader, open_images
-
-HERE = Path(__file__).parent
-MODEL = dict(image_size=16, patch_size=8, width=32, depth=2, heads=2, mlp_ratio=2.0, num_classes=3)
-CONFIG = f"""
-from colossalai.amp import AMP_TYPE
-TOTAL_BATCH_SIZE = 16
-gradient_accumulation = 2
-NUM_EPOCHS = 4
-WARMUP_EPOCHS = 1
-EVAL_EVERY = 3
-LEARNING_RATE = 1e-2
-WEIGHT_DECAY = 0.1
-LR_SCHEDULE = "linear"
-OPTIMIZER = dict(name="lamb")
-MODEL = dict({", ".join(f"{key}={value}" for key, value in MODEL.items())}, dropout=0.1)
-MIXUP = 0.2
-clip_grad_norm = 1.0
-fp16 = dict(mode=AMP_TYPE.TORCH)
-LOG = dict(every=2)
-"""
+from imagenet_dali.testing import MODEL, prepare_data, run, write_config
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """65 images of three colours, prepared as shards."""
-    folder = tmp_path_factory.mktemp("data")
-    noise = np.random.default_rng(0)
-    for number in range(65):
-        label = number % 3
-        pixels = noise.integers(0, 80, (20, 24, 3), np.uint8)
-        pixels[..., label] += 120
-        path = folder / "images" / "rgb"[label] / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels).save(path, quality=95)
-    prepare.main([str(folder / "images"), str(folder / "shards"), "--validation-share", "0.2", "--workers", "1"])
-    return folder / "shards"
+    return prepare_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture
 def config(tmp_path) -> Path:
-    (tmp_path / "tiny.py").write_text(CONFIG)
-    return tmp_path / "tiny.py"
-
-
-def run(command: str, **environ: str) -> subprocess.CompletedProcess:
-    """Run a command line as a user would, in the task's folder."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_"))}
-    python = f"{shlex.quote(sys.executable)} "
-    answer = subprocess.run(
-        ["bash", "-c", command.replace("python ", python)],
-        cwd=HERE,
-        env={**kept, "OMP_NUM_THREADS": "1", **environ},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stderr
-    return answer
+    return write_config(tmp_path)
 
 
 def timm_top1(checkpoint: Path, data: Path) -> tuple[int, int]:

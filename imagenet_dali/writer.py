@@ -11,10 +11,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from common.image_folder import Files
 from imagenet_dali.dataset import FORMAT, MANIFEST, PARTIAL, index_path, records_path, sha256_of
 from imagenet_dali.images import BadImageError, convert_image
 from imagenet_dali.records import RECORD, build_example, frame, index_text
-from imagenet_dali.sources import Files
 
 
 @dataclass(frozen=True)

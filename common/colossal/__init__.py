@@ -4,13 +4,23 @@ A repair is a class or function whose docstring says what upstream does wrong, a
 """
 
 from common.colossal.amp import build_mixed_precision
-from common.colossal.context import repair_context, shutdown
+from common.colossal.context import launch, repair_context, shutdown
 from common.colossal.engine import Engine, initialize
 from common.colossal.repairs import (
     repair_cpu_accelerator,
     repair_metrics,
     repair_old_paths,
     repair_warmup_schedulers,
+)
+from common.colossal.tensor_parallel.check import check_tensor_parallel, describe_tensor_parallel, resolve_parallel
+from common.colossal.tensor_parallel.gradients import build_norm_reducer
+from common.colossal.tensor_parallel.sharding import (
+    canonical_state,
+    cut_piece,
+    gather_whole,
+    load_canonical_state,
+    shard_model,
+    whole_shape,
 )
 from common.colossal.trainer import Trainer
 from common.colossal.upstream import (
@@ -21,7 +31,6 @@ from common.colossal.upstream import (
     ParallelMode,
     get_default_parser,
     gpc,
-    launch,
     launch_from_openmpi,
     launch_from_slurm,
     launch_from_torch,
@@ -42,6 +51,12 @@ __all__ = [
     "ParallelMode",
     "Trainer",
     "build_mixed_precision",
+    "build_norm_reducer",
+    "canonical_state",
+    "check_tensor_parallel",
+    "cut_piece",
+    "describe_tensor_parallel",
+    "gather_whole",
     "get_default_parser",
     "gpc",
     "initialize",
@@ -49,5 +64,9 @@ __all__ = [
     "launch_from_openmpi",
     "launch_from_slurm",
     "launch_from_torch",
+    "load_canonical_state",
+    "resolve_parallel",
+    "shard_model",
     "shutdown",
+    "whole_shape",
 ]

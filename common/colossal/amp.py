@@ -1,14 +1,14 @@
 """Mixed precision: what the config's ``fp16 = dict(mode=AMP_TYPE.TORCH, ...)`` means here."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.optim import Optimizer
+from torch.nn import functional as F
 
+from common.colossal.grad_scaler import AgreedGradScaler
 from common.colossal.upstream import AMP_TYPE
 from common.errors import UserError, did_you_mean
 
@@ -16,50 +16,109 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 SCALER_OPTIONS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
 
 
-class AgreedGradScaler(torch.amp.GradScaler):
-    """Loss scaler whose ranks skip an update together, also when only one shard of the gradient has overflowed."""
+class Cast(Enum):
+    """What is turned into half precision; the optimiser's parameters stay float32 in all but the last."""
 
-    def _unscale_grads_(self, optimizer: Optimizer, *args: Any) -> dict[torch.device, Tensor]:
-        found_inf_per_device = super()._unscale_grads_(optimizer, *args)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            for found_inf in found_inf_per_device.values():
-                dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
-        return found_inf_per_device
+    OPERATIONS = "operations that are safe in it, by autocast"
+    LAYERS = "all layers, on half-precision copies of the parameters"
+    PARAMETERS = "parameters, gradients and the optimiser's state too"
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """The type that the forward pass computes in (None: as the weights are), and the loss scaler that it needs."""
+    """What is cast to which type (None: nothing), the loss scaler that it needs, and a line to tell the user."""
 
+    cast: Cast | None = None
     dtype: torch.dtype | None = None
     scaler: AgreedGradScaler | None = None
+    note: str | None = None
+
+
+# The levels of NVIDIA's apex.amp (apex/amp/frontend.py): what is cast, and whether the loss is scaled.
+OPT_LEVELS = {"O0": None, "O1": Cast.OPERATIONS, "O2": Cast.LAYERS, "O3": Cast.PARAMETERS}
+CASTS = {AMP_TYPE.TORCH: Cast.OPERATIONS, AMP_TYPE.NAIVE: Cast.LAYERS}
 
 
 def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> MixedPrecision:
     """Return what the config's ``fp16`` asks for on a "cuda" or "cpu" device; without it or its mode, full precision.
 
+    - ``AMP_TYPE.TORCH``: autocast. Replaces legacy/amp/torch_amp, which asserts torch 1.x (_grad_scaler.py:130) and
+      cannot compute on a CPU.
+    - ``AMP_TYPE.NAIVE``: layers in half precision, float32 masters. Replaces legacy/amp/naive_amp, which needs a GPU
+      (_fp16_optimizer.py:82) and clips before it has unscaled.
+    - ``AMP_TYPE.APEX``: ``opt_level`` "O0" (full precision), "O1" (default; as TORCH), "O2" (as NAIVE), or "O3" (no
+      float32 and no loss scaling, fast and fragile). Replaces apex.amp, which NVIDIA has removed.
+
     ``dtype`` is 'float16' or 'bfloat16', by default float16 on GPUs and bfloat16 on CPUs. float16 needs a loss scaler,
     which takes ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval`` and ``enabled`` as torch's
-    does; bfloat16 has the range of float32 and leaves them unused. Replaces legacy/amp/torch_amp, which asserts torch
-    1.x (_grad_scaler.py:130) and cannot compute on a CPU. Raises `UserError` for other modes, types and keys.
+    does; bfloat16 has the range of float32 and leaves them unused. Raises `UserError` for other modes, types and keys.
     """
     options = dict(fp16 or {})
     mode = options.pop("mode", None)
     if mode is None:
         return MixedPrecision()
     _check_mode(mode)
-    dtype = options.pop("dtype", None) or ("float16" if device_type == "cuda" else "bfloat16")
-    dtype = DTYPES.get(dtype, dtype)
-    if dtype not in DTYPES.values():
-        raise UserError(f"fp16.dtype={dtype!r}: write 'float16' or 'bfloat16'")
-    for name in options:
-        if name not in SCALER_OPTIONS:
-            raise UserError(f"fp16.{name} is not an option of AMP_TYPE.TORCH{did_you_mean(name, SCALER_OPTIONS)}")
-    return MixedPrecision(dtype, AgreedGradScaler(device_type, **options) if dtype == torch.float16 else None)
+    opt_level = options.pop("opt_level", "O1") if mode == AMP_TYPE.APEX else None
+    dtype = _parse_dtype(options.pop("dtype", None), device_type)
+    _check_options(mode, opt_level, options)
+    cast = CASTS[mode] if opt_level is None else OPT_LEVELS[opt_level]
+    if cast is None:
+        return MixedPrecision(note=_describe(opt_level, cast, None))
+    if device_type == "cpu":
+        _check_cpu(dtype)
+    scaler = None
+    if dtype == torch.float16 and cast is not Cast.PARAMETERS:
+        scaler = AgreedGradScaler(device_type, **options)
+    precision = MixedPrecision(cast, dtype, scaler)
+    return replace(precision, note=_describe(opt_level, cast, dtype)) if opt_level else precision
 
 
 def _check_mode(mode: object) -> None:
     if isinstance(mode, str):
-        raise UserError(f"fp16.mode={mode!r} is a string: write AMP_TYPE.TORCH (from colossalai.amp import AMP_TYPE)")
-    if mode != AMP_TYPE.TORCH:
-        raise UserError(f"fp16.mode={mode} is not supported: write AMP_TYPE.TORCH")
+        hint = mode.upper() if mode.upper() in AMP_TYPE.__members__ else "TORCH"
+        raise UserError(f"fp16.mode={mode!r} is a string: write AMP_TYPE.{hint} (from colossalai.amp import AMP_TYPE)")
+    if not isinstance(mode, AMP_TYPE):
+        raise UserError(f"fp16.mode={mode!r} is none of AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX")
+
+
+def _parse_dtype(dtype: object, device_type: str) -> torch.dtype:
+    if dtype is None:
+        dtype = "float16" if device_type == "cuda" else "bfloat16"
+    parsed = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if parsed not in DTYPES.values():
+        raise UserError(f"fp16.dtype={dtype!r}: write 'float16' or 'bfloat16'")
+    return parsed
+
+
+def _check_options(mode: AMP_TYPE, opt_level: str | None, options: Mapping[str, Any]) -> None:
+    if opt_level is not None and opt_level not in OPT_LEVELS:
+        raise UserError(f"fp16.opt_level={opt_level!r} is none of {', '.join(OPT_LEVELS)}")
+    known = () if opt_level in ("O0", "O3") else SCALER_OPTIONS
+    level = f" {opt_level}" if opt_level else ""
+    for name in options:
+        if name not in known:
+            also = "".join(f", {option}" for option in known)
+            has = f"opt_level, dtype{also}" if opt_level else f"dtype{also}"
+            raise UserError(
+                f"fp16.{name} means nothing to AMP_TYPE.{mode.name}{level}: leave it out; there are {has}"
+                f"{did_you_mean(name, known)}"
+            )
+
+
+def _check_cpu(dtype: torch.dtype) -> None:
+    """Try what a model needs of this CPU; PyTorch has kernels of every type on those that it is built for today."""
+    try:
+        with torch.random.fork_rng([]):
+            images, queries = torch.ones(1, 3, 2, 2, dtype=dtype), torch.ones(1, 1, 2, 8, dtype=dtype)
+            weight = torch.ones(8, 3, 2, 2, dtype=dtype, requires_grad=True)
+            hidden = F.layer_norm(F.conv2d(images, weight).flatten(1), (8,))
+            F.scaled_dot_product_attention(queries + F.gelu(hidden), queries, queries).sum().backward()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"fp16.dtype={dtype}: this CPU cannot compute in it ({reason}); leave fp16 out") from error
+
+
+def _describe(opt_level: str, cast: Cast | None, dtype: torch.dtype | None) -> str:
+    if cast is None:
+        return f"AMP_TYPE.APEX {opt_level}: full precision"
+    return f"AMP_TYPE.APEX {opt_level}: by PyTorch instead of apex.amp; in {str(dtype)[6:]}: {cast.value}"

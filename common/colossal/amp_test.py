@@ -5,43 +5,74 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.colossal import AMP_TYPE, initialize
-from common.colossal.amp import build_mixed_precision
+from common.colossal import AMP_TYPE, amp, initialize
+from common.colossal.amp import Cast, build_mixed_precision
 from common.errors import UserError
 from common.testing import launched, run_ranks
 
 
 @pytest.mark.parametrize(
-    ("fp16", "device", "dtype", "scale"),
+    ("fp16", "device", "cast", "dtype", "scale"),
     [
-        (None, "cuda", None, None),
-        ({}, "cuda", None, None),
-        ({"mode": None}, "cuda", None, None),
-        ({"mode": AMP_TYPE.TORCH}, "cpu", torch.bfloat16, None),
-        ({"mode": AMP_TYPE.TORCH, "init_scale": 8.0}, "cpu", torch.bfloat16, None),
-        ({"mode": AMP_TYPE.TORCH, "dtype": "float16"}, "cpu", torch.float16, 2.0**16),
-        ({"mode": AMP_TYPE.TORCH, "dtype": torch.float16, "init_scale": 8.0}, "cpu", torch.float16, 8.0),
-        ({"mode": AMP_TYPE.TORCH, "dtype": "bfloat16"}, "cuda", torch.bfloat16, None),
+        (None, "cuda", None, None, None),
+        ({}, "cuda", None, None, None),
+        ({"mode": None}, "cuda", None, None, None),
+        ({"mode": AMP_TYPE.TORCH}, "cpu", Cast.OPERATIONS, torch.bfloat16, None),
+        ({"mode": AMP_TYPE.TORCH, "init_scale": 8.0}, "cpu", Cast.OPERATIONS, torch.bfloat16, None),
+        ({"mode": AMP_TYPE.TORCH, "dtype": "float16"}, "cpu", Cast.OPERATIONS, torch.float16, 2.0**16),
+        ({"mode": AMP_TYPE.TORCH, "dtype": torch.float16, "init_scale": 8.0}, "cpu", Cast.OPERATIONS, torch.float16, 8),
+        ({"mode": AMP_TYPE.TORCH, "dtype": "bfloat16"}, "cuda", Cast.OPERATIONS, torch.bfloat16, None),
+        ({"mode": AMP_TYPE.NAIVE}, "cpu", Cast.LAYERS, torch.bfloat16, None),
+        ({"mode": AMP_TYPE.NAIVE, "dtype": "float16", "init_scale": 8.0}, "cpu", Cast.LAYERS, torch.float16, 8),
+        ({"mode": AMP_TYPE.APEX, "opt_level": "O0"}, "cuda", None, None, None),
+        ({"mode": AMP_TYPE.APEX}, "cpu", Cast.OPERATIONS, torch.bfloat16, None),
+        (
+            {"mode": AMP_TYPE.APEX, "opt_level": "O1", "dtype": "float16"},
+            "cpu",
+            Cast.OPERATIONS,
+            torch.float16,
+            2.0**16,
+        ),
+        ({"mode": AMP_TYPE.APEX, "opt_level": "O2", "dtype": "float16"}, "cpu", Cast.LAYERS, torch.float16, 2.0**16),
+        ({"mode": AMP_TYPE.APEX, "opt_level": "O3"}, "cuda", Cast.PARAMETERS, torch.float16, None),
     ],
 )
-def test_config(fp16: dict | None, device: str, dtype: torch.dtype | None, scale: float | None) -> None:
+def test_config(
+    fp16: dict | None, device: str, cast: Cast | None, dtype: torch.dtype | None, scale: float | None
+) -> None:
     precision = build_mixed_precision(fp16, device)
-    assert precision.dtype == dtype
+    assert (precision.cast, precision.dtype) == (cast, dtype)
     assert (precision.scaler and precision.scaler.get_scale()) == scale
+    assert bool(precision.note) == (bool(fp16) and fp16["mode"] == AMP_TYPE.APEX)
 
 
 @pytest.mark.parametrize(
     ("fp16", "message"),
     [
         ({"mode": "torch"}, r"fp16.mode='torch' is a string: write AMP_TYPE.TORCH"),
-        ({"mode": AMP_TYPE.NAIVE}, "fp16.mode=AMP_TYPE.NAIVE is not supported"),
+        ({"mode": "naive"}, r"fp16.mode='naive' is a string: write AMP_TYPE.NAIVE"),
+        ({"mode": 3}, "fp16.mode=3 is none of AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX"),
         ({"mode": AMP_TYPE.TORCH, "dtype": "fp8"}, "fp16.dtype='fp8': write"),
-        ({"mode": AMP_TYPE.TORCH, "int_scale": 1}, "fp16.int_scale is not an option.*did you mean 'init_scale'"),
+        ({"mode": AMP_TYPE.NAIVE, "dtype": torch.float32}, "fp16.dtype=torch.float32: write"),
+        ({"mode": AMP_TYPE.TORCH, "int_scale": 1}, "fp16.int_scale means nothing.*did you mean 'init_scale'"),
+        ({"mode": AMP_TYPE.NAIVE, "opt_level": "O1"}, "fp16.opt_level means nothing to AMP_TYPE.NAIVE: leave it out"),
+        ({"mode": AMP_TYPE.APEX, "opt_level": "O4"}, "fp16.opt_level='O4' is none of O0, O1, O2, O3"),
+        ({"mode": AMP_TYPE.APEX, "keep_batchnorm_fp32": True}, "fp16.keep_batchnorm_fp32 means nothing to.*APEX O1"),
+        ({"mode": AMP_TYPE.APEX, "opt_level": "O3", "init_scale": 8}, "fp16.init_scale means nothing to.*APEX O3"),
     ],
 )
 def test_config_that_is_refused(fp16: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         build_mixed_precision(fp16, "cpu")
+
+
+def test_a_cpu_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def conv2d(*_: Tensor) -> Tensor:
+        raise RuntimeError("\"slow_conv2d_cpu\" not implemented for 'Half'")
+
+    monkeypatch.setattr(amp.F, "conv2d", conv2d)
+    with pytest.raises(UserError, match="fp16.dtype=torch.float16: this CPU cannot.*not implemented for 'Half'"):
+        build_mixed_precision({"mode": AMP_TYPE.NAIVE, "dtype": "float16"}, "cpu")
 
 
 def test_model_computes_in_half_and_loss_in_float32() -> None:
@@ -66,9 +97,61 @@ def test_model_computes_in_half_and_loss_in_float32() -> None:
     assert model.weight.grad.dtype == torch.float32
 
 
-def train_with_overflow(overflowing_rank: int) -> tuple[list[float], list[float], Tensor]:
+def layer_types(fp16: dict) -> dict[str, torch.dtype]:
+    """Return the types that layers compute in, and those of the loss, the weights and the gradients."""
+    seen = {}
+    with launched(fp16=fp16):
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 3))
+        for name, layer in zip(("first", "norm", "activation", "last"), model, strict=True):
+            layer.register_forward_hook(lambda _, inputs, output, name=name: seen.update({name: output.dtype}))
+        engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+        engine.zero_grad()
+        batch = (torch.randn(2, 4), torch.tensor([0, 1]))
+        _, _, loss = engine.execute_schedule(iter([batch]))
+        seen |= {"loss": loss.dtype, "weight": model[0].weight.dtype, "grad": model[0].weight.grad.dtype}
+    return seen
+
+
+def test_naive_computes_every_layer_in_half_on_masters() -> None:
+    layers = dict.fromkeys(("first", "norm", "activation", "last"), torch.float16)
+    masters = dict.fromkeys(("loss", "weight", "grad"), torch.float32)
+    assert layer_types({"mode": AMP_TYPE.NAIVE, "dtype": "float16"}) == layers | masters
+
+
+def test_o3_leaves_nothing_but_the_loss_in_float32(capsys: pytest.CaptureFixture) -> None:
+    types = layer_types({"mode": AMP_TYPE.APEX, "opt_level": "O3", "dtype": "bfloat16"})
+    assert {name for name, dtype in types.items() if dtype != torch.bfloat16} == {"loss"}
+    assert capsys.readouterr().out.startswith("AMP_TYPE.APEX O3: by PyTorch instead of apex.amp; in bfloat16:")
+
+
+def test_a_layer_norm_of_large_values_does_not_overflow() -> None:
+    with launched(fp16={"mode": AMP_TYPE.NAIVE, "dtype": "float16"}):
+        model = nn.LayerNorm(1024)
+        inputs = 3e3 * torch.randn(2, 1024)
+        expected = F.layer_norm(inputs, (1024,))
+        engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        torch.testing.assert_close(engine(inputs), expected, rtol=0, atol=5e-3)
+
+
+def test_a_scale_that_collapses_stops_the_run() -> None:
+    with launched(fp16={"mode": AMP_TYPE.TORCH, "dtype": "float16"}):
+        model = nn.Linear(2, 1)
+        engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def take_steps(number: int) -> None:
+            for _ in range(number):
+                engine.zero_grad()
+                engine.backward(engine(torch.ones(1, 2)).sum() * float("nan"))
+                engine.step()
+
+        take_steps(39)
+        with pytest.raises(UserError, match="loss scale of float16 has collapsed to .*, because every update"):
+            take_steps(1)
+
+
+def train_with_overflow(overflowing_rank: int, mode: AMP_TYPE) -> tuple[list[float], list[float], Tensor]:
     """Three steps of tensor-parallel ranks, the first of which overflows on one rank only."""
-    with launched(parallel={"tensor": {"mode": "1d", "size": 2}}, fp16={"mode": AMP_TYPE.TORCH, "dtype": "float16"}):
+    with launched(parallel={"tensor": {"mode": "1d", "size": 2}}, fp16={"mode": mode, "dtype": "float16"}):
         rank = int(torch.distributed.get_rank())
         model = nn.Linear(2, 1)
         before = model.weight.detach().clone()
@@ -88,8 +171,9 @@ def train_with_overflow(overflowing_rank: int) -> tuple[list[float], list[float]
         return scales, moved, engine.optimizer.grad_norm
 
 
-def test_all_ranks_skip_an_update_that_overflows_on_one() -> None:
-    for scales, moved, grad_norm in run_ranks(2, train_with_overflow, 1):
+@pytest.mark.parametrize("mode", [AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX])
+def test_all_ranks_skip_an_update_that_overflows_on_one(mode: AMP_TYPE) -> None:
+    for scales, moved, grad_norm in run_ranks(2, train_with_overflow, 1, mode):
         assert scales == [2.0**15] * 3
         assert moved[0] == 0.0
         assert moved[1] > 0.0

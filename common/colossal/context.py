@@ -2,12 +2,16 @@
 
 import random
 from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from common.colossal.standins import replaced
+from common.colossal.tensor_parallel.check import resolve_parallel
 from common.colossal.upstream import (
     Config,
     ParallelContext,
@@ -17,14 +21,20 @@ from common.colossal.upstream import (
     gpc,
     random_state,
     tensor_parallel_env,
+    upstream_launch,
 )
-from common.errors import UserError
 
 DATA_PARALLEL_SEED_STRIDE = 2**20  # more than the seeds that one model's tensor and pipeline ranks take
 
 
 class RepairedContext(ParallelContext):
-    """`ParallelContext` (legacy/context/parallel_context.py) that starts, seeds and stops on CPUs and GPUs alike."""
+    """`ParallelContext` (legacy/context/parallel_context.py) that starts, seeds and stops on CPUs and GPUs alike.
+
+    Attributes:
+        timeout: how long a collective may take; None for PyTorch's default.
+    """
+
+    timeout: timedelta | None = None
 
     def init_global_dist(self, rank: int, world_size: int, backend: str, host: str, port: int) -> None:
         """Join the default process group; a single process needs neither host nor port.
@@ -33,24 +43,26 @@ class RepairedContext(ParallelContext):
         IPv6. It also keeps the device it found at the first import, which a forked process may not see.
         """
         auto_set_accelerator()
+        place = {"rank": rank, "world_size": world_size, "timeout": self.timeout}
         if world_size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=dist.HashStore(), **place)
         else:
             address = f"[{host}]" if ":" in host else host
-            dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world_size)
+            dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", **place)
         ranks = list(range(world_size))
-        cpu_group = None if backend == "gloo" else dist.new_group(ranks, backend="gloo")
+        cpu_group = None if backend == "gloo" else dist.new_group(ranks, timeout=self.timeout, backend="gloo")
         self._register_dist(rank, world_size, dist.GroupMember.WORLD, cpu_group, ranks, ParallelMode.GLOBAL)
         self.add_global_rank(ParallelMode.GLOBAL, rank)
 
     def init_parallel_groups(self) -> None:
-        """Make the groups that ``parallel`` asks for.
+        """Make the groups that ``parallel`` asks for, with our ``timeout``, which groups do not inherit.
 
         Upstream (parallel_context.py:450) takes what ``parallel`` leaves out from the process's last launch.
         """
         world_size = self.get_world_size(ParallelMode.GLOBAL)
         self.config.parallel = Config(resolve_parallel(self.config.get("parallel"), world_size))
-        super().init_parallel_groups()
+        with replaced(dist, "new_group", partial(dist.new_group, timeout=self.timeout)):
+            super().init_parallel_groups()
 
     def set_seed(self, seed: int) -> None:
         """Seed every generator, and register the data- and tensor-parallel seeds, on CPUs too.
@@ -90,7 +102,7 @@ class RepairedContext(ParallelContext):
         tensor_parallel_env.load()
         for table in (self._global_ranks, self._local_ranks, self._world_sizes, self._cpu_groups, self._ranks_in_group):
             table.clear()
-        self._config = None
+        self._config = self.timeout = None
 
 
 class DeviceSeedManager(SeedManager):
@@ -104,10 +116,9 @@ class DeviceSeedManager(SeedManager):
 
     def add_seed(self, parallel_mode: ParallelMode, seed: int, overwrite: bool = False) -> None:
         assert overwrite or parallel_mode not in self._seed_states, f"the seed of {parallel_mode} has been added"
-        state = _generator_state()
-        torch.manual_seed(seed)
-        self._seeds[parallel_mode], self._seed_states[parallel_mode] = seed, _generator_state()
-        _set_generator_state(state)
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            torch.manual_seed(seed)
+            self._seeds[parallel_mode], self._seed_states[parallel_mode] = seed, _generator_state()
 
 
 def _generator_state() -> torch.Tensor:
@@ -121,28 +132,25 @@ def _set_generator_state(state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
 
-def resolve_parallel(parallel: Mapping[str, Any] | None, world_size: int) -> dict[str, Any]:
-    """Return ``parallel`` in full; tensor parallelism of size 1 has no mode, whatever it was called.
+def launch(
+    config: Mapping[str, Any],
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    backend: str = "nccl",
+    local_rank: int | None = None,
+    seed: int = 1024,
+    verbose: bool = True,
+    timeout: float | None = None,
+) -> None:
+    """Join the process groups, set the device and the seed, and put ``config`` into ``gpc.config``.
 
-    Upstream crashes in the backward pass of 2d, 2.5d and 3d layers of size 1, and takes a size above 1 without a mode
-    as no parallelism at all. Raises `UserError` for that, for a pipeline, and for a world that is no multiple of it.
+    Colossal-AI's `launch`, and ``timeout``: the seconds after which a rank gives up waiting for the others, by default
+    PyTorch's (30 minutes for gloo).
     """
-    parallel = dict(parallel or {})
-    pipeline, tensor = parallel.get("pipeline", 1), parallel.get("tensor") or {}
-    stages = pipeline["size"] if isinstance(pipeline, Mapping) else pipeline
-    if stages != 1:
-        raise UserError(f"parallel.pipeline={stages}: pipeline parallelism is not supported; set it to 1")
-    tensor = dict(tensor) if isinstance(tensor, Mapping) else {"size": tensor}
-    size, mode = tensor.get("size", 1), tensor.get("mode")
-    if size == 1:
-        return {"pipeline": 1, "tensor": {"size": 1, "mode": None}}
-    if mode is None:
-        raise UserError(f"parallel.tensor.size={size} needs parallel.tensor.mode: one of '1d', '2d', '2.5d', '3d'")
-    if world_size % size:
-        raise UserError(
-            f"parallel.tensor.size={size} does not divide the {world_size} processes: start a multiple of {size}"
-        )
-    return {"pipeline": 1, "tensor": tensor}
+    gpc.timeout = None if timeout is None else timedelta(seconds=timeout)
+    upstream_launch(config, rank, world_size, host, port, backend, local_rank, seed, verbose)
 
 
 def shutdown() -> None:

@@ -12,8 +12,7 @@ from colossalai.legacy.context.random import seed
 from colossalai.legacy.global_variables import tensor_parallel_env
 
 from common.colossal import ParallelMode, gpc, launch, shutdown
-from common.colossal.context import RepairedContext, resolve_parallel
-from common.errors import UserError
+from common.colossal.context import RepairedContext
 from common.testing import launched, run_ranks
 
 
@@ -37,33 +36,6 @@ def test_meeting_address(context: type, host: str, address: str, monkeypatch: py
     with pytest.raises(InterruptedError):
         context.init_global_dist(gpc, 0, 2, "gloo", host, 29500)
     assert met == [address]
-
-
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        None,
-        {},
-        {"pipeline": 1, "tensor": {"mode": None, "size": 1}},
-        {"tensor": {"mode": "2.5d", "size": 1, "depth": 1}},
-        {"tensor": 1, "pipeline": {"size": 1}},
-    ],
-)
-def test_size_1_is_no_tensor_parallelism(parallel: dict | None) -> None:
-    assert resolve_parallel(parallel, 6) == {"pipeline": 1, "tensor": {"size": 1, "mode": None}}
-
-
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        ({"pipeline": 2}, "parallel.pipeline=2"),
-        ({"tensor": {"size": 2, "mode": None}}, "parallel.tensor.size=2 needs parallel.tensor.mode"),
-        ({"tensor": {"size": 4, "mode": "2d"}}, "parallel.tensor.size=4 does not divide the 6 processes"),
-    ],
-)
-def test_parallel_that_is_refused(parallel: dict, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        resolve_parallel(parallel, 6)
 
 
 def groups(config: dict) -> tuple:

@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from common.colossal.amp import build_mixed_precision
+from common.colossal.amp import Cast, MixedPrecision, build_mixed_precision
+from common.colossal.half import compute_in_half
 from common.colossal.loader import WholeSteps
 from common.colossal.optimizer import StepOptimizer
 from common.colossal.upstream import (
@@ -28,23 +29,27 @@ from common.errors import UserError
 class Engine(UpstreamEngine):
     """Upstream's engine with mixed precision, and gradients that cross ranks once per optimiser step.
 
-    The model runs under autocast to ``dtype``; its output, and so the loss, is float32.
+    The model runs under autocast to ``autocast_dtype``, if that is given; its output, and so the loss, is float32.
 
     Upstream (legacy/engine/gradient_accumulation/_gradient_accumulation.py:90) opens DDP's ``no_sync`` for the backward
     pass only, where it has no effect: gradients are all-reduced in every micro-batch. It must enclose the forward pass.
     """
 
     def __init__(
-        self, *args: Any, dtype: torch.dtype | None = None, lr_scheduler: LRScheduler | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        autocast_dtype: torch.dtype | None = None,
+        lr_scheduler: LRScheduler | None = None,
+        **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
-        self.dtype, self.lr_scheduler = dtype, lr_scheduler
+        self.autocast_dtype, self.lr_scheduler = autocast_dtype, lr_scheduler
         self.device = get_accelerator().get_current_device()
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Tensor:
         """Return the model's output in float32."""
         local = isinstance(self.model, DistributedDataParallel) and not self.optimizer.completes_step
-        autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None)
+        autocast = torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
         with self.model.no_sync() if local else nullcontext(), autocast:
             output = self.model(*inputs, **named_inputs)
         return output.float()
@@ -76,14 +81,15 @@ def initialize(
     accumulation = config.get("gradient_accumulation") or 1
     precision = build_mixed_precision(config.get("fp16"), device.type)
     step_optimizer = StepOptimizer(optimizer, accumulation, precision.scaler)
-    model, handlers = _synchronise(model.to(device), step_optimizer, config)
+    _apply_precision(model.to(device), precision)
+    model, handlers = _synchronise(model, step_optimizer, config)
     engine = Engine(
         model,
         step_optimizer,
         criterion,
         gradient_handlers=handlers,
         clip_grad_norm=config.get("clip_grad_norm") or 0.0,
-        dtype=precision.dtype,
+        autocast_dtype=precision.dtype if precision.cast is Cast.OPERATIONS else None,
         lr_scheduler=lr_scheduler,
     )
     gpc.separate_data_parallel_seeds()
@@ -92,6 +98,15 @@ def initialize(
     if test_dataloader is not None:
         test_dataloader = WholeSteps(test_dataloader)
     return engine, train_dataloader, test_dataloader, lr_scheduler
+
+
+def _apply_precision(model: nn.Module, precision: MixedPrecision) -> None:
+    if precision.note and gpc.get_global_rank() == 0:
+        print(precision.note, flush=True)
+    if precision.cast is Cast.PARAMETERS:
+        model.to(precision.dtype)
+    if precision.cast in (Cast.LAYERS, Cast.PARAMETERS):
+        compute_in_half(model, precision.dtype)
 
 
 def _synchronise(

@@ -1,17 +1,18 @@
 """From the gradients of micro-batches to one update of the weights."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from common.colossal.amp import AgreedGradScaler
+from common.colossal.grad_scaler import AgreedGradScaler
+from common.colossal.tensor_parallel.gradients import global_grad_norm, sum_partial_gradients
 from common.colossal.upstream import OptimizerWrapper
 
 
 class StepOptimizer(OptimizerWrapper):
     """Accumulate gradients over ``accumulation`` micro-batches; then unscale, measure and clip them, and update once.
+
+    Of a sharded model, partial gradients are first added up, and measured as the whole model's.
 
     `Engine` calls `zero_grad`, `backward`, `clip_grad_by_norm` and `step` for every micro-batch; all but `backward` act
     once per optimiser step. Afterwards ``grad_norm`` is the norm of the step's gradient before clipping: a 0-dim tensor
@@ -49,6 +50,7 @@ class StepOptimizer(OptimizerWrapper):
         """Set ``grad_norm``, and scale the gradient down to ``max_norm`` if that is above 0."""
         if self.accumulated < self.accumulation:
             return
+        sum_partial_gradients(self.parameters)
         if self.scaler:
             self.scaler.unscale_(self.optim)
         self.grad_norm = global_grad_norm(self.parameters)
@@ -66,8 +68,3 @@ class StepOptimizer(OptimizerWrapper):
         self.scaler.update()
         # A schedule counts skipped updates too; without this torch warns when the very first one is skipped.
         self.optim._opt_called = True
-
-
-def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the 2-norm of all gradients together, as a 0-dim tensor on their device."""
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

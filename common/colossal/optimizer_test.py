@@ -6,7 +6,7 @@ from colossalai.interface import OptimizerWrapper
 from colossalai.legacy.engine.gradient_accumulation import GradAccumOptimizer
 from torch import Tensor, nn
 
-from common.colossal.amp import AgreedGradScaler
+from common.colossal.grad_scaler import AgreedGradScaler
 from common.colossal.optimizer import StepOptimizer
 
 MAX_NORM = 0.2

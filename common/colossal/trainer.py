@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from common.colossal.engine import Engine
+from common.colossal.lost_ranks import naming_lost_ranks
 from common.colossal.upstream import BaseHook, UpstreamTrainer
 
 
@@ -40,6 +41,7 @@ class Trainer(UpstreamTrainer):
         """The device that this process trains on."""
         return self.engine.device
 
+    @naming_lost_ranks()
     def fit(
         self,
         train_dataloader: Any,
@@ -53,7 +55,7 @@ class Trainer(UpstreamTrainer):
 
         Evaluates every ``test_interval`` epochs and after the last one. The loaders are those that `initialize`
         returned. Hooks are called in the order of their ``priority``, in training with ``output`` and ``label`` None,
-        in evaluation with ``loss`` None.
+        in evaluation with ``loss`` None. Raises `UserError` naming the ranks that are gone when a collective fails.
         """
         self._max_epochs, self._max_steps = epochs, max_steps
         self._steps_per_epoch = len(train_dataloader) // self.engine.optimizer.accumulation

@@ -11,13 +11,14 @@ with quiet_import():
     from colossalai.interface import OptimizerWrapper
     from colossalai.legacy import (
         get_default_parser,
-        launch,
         launch_from_openmpi,
         launch_from_slurm,
         launch_from_torch,
     )
+    from colossalai.legacy import launch as upstream_launch
     from colossalai.legacy.amp import AMP_TYPE
     from colossalai.legacy.builder.builder import build_gradient_handler
+    from colossalai.legacy.communication import all_gather, all_reduce
     from colossalai.legacy.context import ParallelMode
     from colossalai.legacy.context.parallel_context import ParallelContext
     from colossalai.legacy.context.random import _helper as random_state
@@ -26,6 +27,11 @@ with quiet_import():
     from colossalai.legacy.engine import Engine as UpstreamEngine
     from colossalai.legacy.engine.gradient_accumulation import GradAccumGradientHandler
     from colossalai.legacy.global_variables import tensor_parallel_env
+    from colossalai.legacy.nn.layer.parallel_1d._utils import gather_forward_split_backward, reduce_grad, reduce_input
+    from colossalai.legacy.nn.layer.parallel_2d._operation import Matmul_AB_2D
+    from colossalai.legacy.nn.layer.parallel_2p5d._operation import Matmul_AB_2p5D
+    from colossalai.legacy.nn.layer.parallel_3d._operation import _Linear3D as Matmul3D
+    from colossalai.legacy.nn.layer.parallel_3d._utils import register_async_grad_hook
     from colossalai.legacy.trainer import Trainer as UpstreamTrainer
     from colossalai.legacy.trainer.hooks import BaseHook
     from colossalai.legacy.trainer.hooks import _metric_hook as metrics
@@ -40,25 +46,34 @@ __all__ = [
     "CpuAccelerator",
     "GradAccumGradientHandler",
     "LinearWarmupLR",
+    "Matmul3D",
+    "Matmul_AB_2D",
+    "Matmul_AB_2p5D",
     "OptimizerWrapper",
     "ParallelContext",
     "ParallelMode",
     "SeedManager",
     "UpstreamEngine",
     "UpstreamTrainer",
+    "all_gather",
+    "all_reduce",
     "auto_set_accelerator",
     "build_gradient_handler",
     "colossalai",
     "delayed",
+    "gather_forward_split_backward",
     "get_accelerator",
     "get_default_parser",
     "gpc",
-    "launch",
     "launch_from_openmpi",
     "launch_from_slurm",
     "launch_from_torch",
     "metrics",
     "random_state",
+    "reduce_grad",
+    "reduce_input",
+    "register_async_grad_hook",
     "sync_model_param",
     "tensor_parallel_env",
+    "upstream_launch",
 ]

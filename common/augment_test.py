@@ -5,8 +5,8 @@ from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as F
 
+from common.augment import UNIFORMS_PER_SAMPLE, CenterCrop, Crops, RandomCrop
 from common.sampling import sample_uniforms
-from imagenet_dali.augment import UNIFORMS_PER_SAMPLE, CenterCrop, Crops, RandomCrop
 
 DRAWS = 4000
 

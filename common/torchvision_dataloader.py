@@ -1,12 +1,12 @@
-"""Decode, crop and normalise with Pillow in worker processes, as torchvision does: an image folder or a prepared set.
+"""Decode, crop and normalise with Pillow in worker processes, as torchvision does.
 
-It sees the same samples, crops and flips as the DALI loader, and the same pixels to within rounding.
+The DALI loader sees the same samples, crops and flips, and the same pixels to within rounding.
 """
 
 import io
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,38 +14,27 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from common.augment import CenterCrop, RandomCrop
 from common.errors import UserError
 from common.sampling import NO_LABEL, PADDING, Draw
-from imagenet_dali.augment import CenterCrop, RandomCrop
-from imagenet_dali.dataset import CHECK, Split
-from imagenet_dali.sources import Source
 
 
-class FolderSplit:
-    """One split of an image folder, with the labels and the splits that preparation would give it."""
+class ImageSplit(Protocol):
+    """What is read: encoded images and their labels, by number."""
 
-    def __init__(self, source: Source, split: str) -> None:
-        if split not in source.splits:
-            raise UserError(f"DATA.root={source.root} has no {split} split: add {source.root / split}/<class>/*")
-        self.root, self.class_names, self.num_classes = source.root, source.class_names, len(source.class_names)
-        # arrays, because workers would copy a million strings page by page as they count references
-        self._paths = np.array([os.fsencode(path) for path, _ in source.splits[split]])
-        self._labels = np.array([label for _, label in source.splits[split]], np.int64)
+    is_upright: bool  # whether the images lie as they should, whatever their EXIF block says
 
-    def __len__(self) -> int:
-        return len(self._labels)
+    def __len__(self) -> int: ...
 
-    def path(self, index: int) -> Path:
-        """Return where an image lies."""
-        return self.root / os.fsdecode(self._paths[index])
+    def read(self, index: int) -> tuple[bytes | memoryview, int]: ...
 
-    def read(self, index: int) -> tuple[bytes, int]:
-        """Return ``(content of the file, label)`` of one image."""
-        path = self.path(index)
-        try:
-            return path.read_bytes(), int(self._labels[index])
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}; the folder changed after it was listed") from error
+    def fault(self, index: int, reason: object) -> UserError: ...
+
+
+def default_workers(dp_size: int, device: torch.device) -> int:
+    """Share this machine's cores among its processes: one for each GPU, or the data-parallel ones on CPUs."""
+    processes = torch.cuda.device_count() if device.type == "cuda" else dp_size
+    return max(1, len(os.sched_getaffinity(0)) // processes)
 
 
 class TorchvisionReader:
@@ -57,7 +46,7 @@ class TorchvisionReader:
 
     def __init__(
         self,
-        split: Split | FolderSplit,
+        split: ImageSplit,
         crop: RandomCrop | CenterCrop,
         *,
         size: int,
@@ -109,7 +98,7 @@ class _Pass:
 class _Batches(Dataset):
     """Makes the batch of a draw: images uint8 [B, size, size, 3], labels int64 [B]."""
 
-    def __init__(self, split: Split | FolderSplit, crop: RandomCrop | CenterCrop, size: int) -> None:
+    def __init__(self, split: ImageSplit, crop: RandomCrop | CenterCrop, size: int) -> None:
         self.split, self.crop, self.size = split, crop, size
 
     def __getitem__(self, draw: Draw) -> tuple[Tensor, Tensor] | UserError:
@@ -127,20 +116,9 @@ class _Batches(Dataset):
     def _load(self, index: int) -> tuple[Image.Image, int]:
         data, label = self.split.read(index)
         try:
-            image = Image.open(io.BytesIO(data))
-            # the images of a prepared set are upright, whatever their EXIF block says
-            image = ImageOps.exif_transpose(image) if isinstance(self.split, FolderSplit) else image
-            return image.convert("RGB"), label
+            return open_image(data, self.split.is_upright), label
         except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
-            raise UserError(self._describe(index, error)) from error
-
-    def _describe(self, index: int, error: Exception) -> str:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(self.split, FolderSplit):
-            return f"{self.split.path(index)}: {reason}; remove or replace this image"
-        row = self.split.records[index]
-        place = f"{self.split.shards[row['shard']]}: record {index} of {self.split.name} at byte {row['offset']}"
-        return f"{place}: {reason}; {CHECK.format(root=self.split.root)}"
+            raise self.split.fault(index, " ".join(str(error).split()) or type(error).__name__) from error
 
     def _view(self, image: Image.Image, uniforms: np.ndarray) -> Image.Image:
         """Return the crop of an image at the size of the network's input."""
@@ -150,3 +128,9 @@ class _Batches(Dataset):
         window = image.crop((left, top, left + width, top + height))
         view = window.resize((self.size, self.size), Image.Resampling.BILINEAR, box)
         return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if crops.flip[0] else view
+
+
+def open_image(data: bytes | memoryview, is_upright: bool = False) -> Image.Image:
+    """Decode an image to RGB, turned as its EXIF block says unless it ``is_upright``; raises what Pillow raises."""
+    image = Image.open(io.BytesIO(data))
+    return (image if is_upright else ImageOps.exif_transpose(image)).convert("RGB")

@@ -1,0 +1,47 @@
+"""Random crops, mirroring and AutoAugment of images in memory, a batch at a time on their device.
+
+Shape suffixes: B batch, C colours, Y X pixel rows and columns, P Q offsets of a crop.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cifar10_benchmark.autoaugment import UNIFORMS_PER_SAMPLE as UNIFORMS_OF_AUTOAUGMENT
+from cifar10_benchmark.autoaugment import auto_augment
+
+# top, left and flip; then AutoAugment's
+UNIFORMS_PER_SAMPLE = 3 + UNIFORMS_OF_AUTOAUGMENT
+
+
+@dataclass(frozen=True)
+class Augment:
+    """Crop images to their own size out of ``padding`` black pixels around them, mirror half of them, AutoAugment them.
+
+    ``autoaugment`` is None or "cifar10", the policy of that name.
+    """
+
+    padding: int = 4
+    flip: bool = True
+    autoaugment: str | None = None
+
+    def __call__(self, images_BCYX: Tensor, uniforms: np.ndarray) -> Tensor:
+        """Return new images, uint8 [B, 3, Y, X], from ``uniforms`` float64 [B, `UNIFORMS_PER_SAMPLE`]."""
+        offsets = np.floor(uniforms[:, :2] * (2 * self.padding + 1)).astype(np.int64)
+        mirrored = np.flatnonzero((uniforms[:, 2] < 0.5) & self.flip)
+        offsets_B2, mirrored_rows = (
+            torch.from_numpy(values).to(images_BCYX.device, non_blocking=True) for values in (offsets, mirrored)
+        )
+        images_BCYX = crop(images_BCYX, *offsets_B2.unbind(1), self.padding)
+        images_BCYX[mirrored_rows] = images_BCYX[mirrored_rows].flip(-1)
+        return auto_augment(images_BCYX, uniforms[:, 3:]) if self.autoaugment else images_BCYX
+
+
+def crop(images_BCYX: Tensor, top_B: Tensor, left_B: Tensor, padding: int) -> Tensor:
+    """Cut each image's own window of the same size out of the padded image; offsets are 0 to ``2 * padding``."""
+    height, width = images_BCYX.shape[-2:]
+    windows_BCPQYX = F.pad(images_BCYX, (padding,) * 4).unfold(2, height, 1).unfold(3, width, 1)
+    return windows_BCPQYX[torch.arange(len(images_BCYX), device=images_BCYX.device), :, top_B, left_B]

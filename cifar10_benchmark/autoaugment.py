@@ -1,0 +1,107 @@
+"""AutoAugment's policy for CIFAR-10 (Cubuk et al., arXiv 1805.09501, table 7), over a batch on any device."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cifar10_benchmark import operations as ops
+
+# which sub-policy; then for either of its operations whether it is applied, and its sign
+UNIFORMS_PER_SAMPLE = 5
+LEVELS = 10
+
+# operation: (function, magnitude at level 0, at level 9, whether half of the time the other way round)
+OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float, float, bool]] = {
+    "ShearY": (ops.shear_y, 0, 0.3, True),
+    "TranslateX": (ops.translate_x, 0, 150 / 331, True),
+    "TranslateY": (ops.translate_y, 0, 150 / 331, True),
+    "Rotate": (ops.rotate, 0, 30, True),
+    "Brightness": (ops.brightness, 0, 0.9, True),
+    "Color": (ops.color, 0, 0.9, True),
+    "Contrast": (ops.contrast, 0, 0.9, True),
+    "Sharpness": (ops.sharpness, 0, 0.9, True),
+    "Posterize": (ops.posterize, 8, 4, False),
+    "Solarize": (ops.solarize, 1, 0, False),
+    "AutoContrast": (ops.autocontrast, 0, 0, False),
+    "Equalize": (ops.equalize, 0, 0, False),
+    "Invert": (ops.invert, 0, 0, False),
+}
+NAMES = list(OPERATIONS)
+NONE = len(NAMES)
+
+# each sub-policy: two times (operation, probability, level)
+POLICY = (
+    (("Invert", 0.1, 0), ("Contrast", 0.2, 6)),
+    (("Rotate", 0.7, 2), ("TranslateX", 0.3, 9)),
+    (("Sharpness", 0.8, 1), ("Sharpness", 0.9, 3)),
+    (("ShearY", 0.5, 8), ("TranslateY", 0.7, 9)),
+    (("AutoContrast", 0.5, 0), ("Equalize", 0.9, 0)),
+    (("ShearY", 0.2, 7), ("Posterize", 0.3, 7)),
+    (("Color", 0.4, 3), ("Brightness", 0.6, 7)),
+    (("Sharpness", 0.3, 9), ("Brightness", 0.7, 9)),
+    (("Equalize", 0.6, 0), ("Equalize", 0.5, 0)),
+    (("Contrast", 0.6, 7), ("Sharpness", 0.6, 5)),
+    (("Color", 0.7, 7), ("TranslateX", 0.5, 8)),
+    (("Equalize", 0.3, 0), ("AutoContrast", 0.4, 0)),
+    (("TranslateY", 0.4, 3), ("Sharpness", 0.2, 6)),
+    (("Brightness", 0.9, 6), ("Color", 0.2, 8)),
+    (("Solarize", 0.5, 2), ("Invert", 0.0, 0)),
+    (("Equalize", 0.2, 0), ("AutoContrast", 0.6, 0)),
+    (("Equalize", 0.2, 0), ("Equalize", 0.6, 0)),
+    (("Color", 0.9, 9), ("Equalize", 0.6, 0)),
+    (("AutoContrast", 0.8, 0), ("Solarize", 0.2, 8)),
+    (("Brightness", 0.1, 3), ("Color", 0.7, 0)),
+    (("Solarize", 0.4, 5), ("AutoContrast", 0.9, 0)),
+    (("TranslateY", 0.9, 9), ("TranslateY", 0.7, 9)),
+    (("AutoContrast", 0.9, 0), ("Solarize", 0.8, 3)),
+    (("Equalize", 0.8, 0), ("Invert", 0.1, 0)),
+    (("TranslateY", 0.7, 9), ("AutoContrast", 0.9, 0)),
+)
+
+
+def auto_augment(images_BCYX: Tensor, uniforms: np.ndarray) -> Tensor:
+    """Augment images uint8 [B, 3, Y, X] as the numbers in [0, 1) say, float64 [B, `UNIFORMS_PER_SAMPLE`]."""
+    sub_policies = (uniforms[:, 0] * len(POLICY)).astype(np.int64)
+    for stage in range(2):
+        applied, sign = uniforms[:, 1 + 2 * stage : 3 + 2 * stage].T
+        operations = np.where(applied < _PROBABILITY[sub_policies, stage], _OPERATION[sub_policies, stage], NONE)
+        magnitudes = _MAGNITUDE[sub_policies, stage] * np.where((sign < 0.5) & _SIGNED[sub_policies, stage], -1, 1)
+        images_BCYX = apply_operations(images_BCYX, operations, magnitudes)
+    return images_BCYX
+
+
+def apply_operations(images_BCYX: Tensor, operations: np.ndarray, magnitudes: np.ndarray) -> Tensor:
+    """Apply to each image its own operation, an index into `NAMES` or `NONE`, with its own magnitude."""
+    # sorted by operation, so that each works on one slice, whose bounds are known without asking the device
+    order = np.argsort(operations, kind="stable")
+    sizes = np.bincount(operations, minlength=NONE + 1).tolist()
+    rows = torch.from_numpy(order).to(images_BCYX.device, non_blocking=True)
+    strengths = torch.from_numpy(magnitudes[order].astype(np.float32)).to(images_BCYX.device, non_blocking=True)
+    ordered_BCYX = images_BCYX[rows]
+    groups = zip(NAMES, ordered_BCYX.split(sizes), strengths.split(sizes), strict=False)  # the last one is `NONE`
+    for name, group_BCYX, group_B in groups:
+        if len(group_BCYX):
+            group_BCYX.copy_(OPERATIONS[name][0](group_BCYX, group_B))
+    augmented_BCYX = torch.empty_like(ordered_BCYX)
+    augmented_BCYX[rows] = ordered_BCYX
+    return augmented_BCYX
+
+
+def magnitude(name: str, level: int) -> float:
+    """Return what an operation's function takes at a level from 0 to 9, before its sign."""
+    _, first, last, _ = OPERATIONS[name]
+    value = first + (last - first) * level / (LEVELS - 1)
+    return round(value) if name == "Posterize" else value
+
+
+def _table(value: Callable[[str, float, int], object]) -> np.ndarray:
+    """Return [sub-policy, stage] of what ``value`` makes of (operation, probability, level)."""
+    return np.array([[value(*operation) for operation in sub_policy] for sub_policy in POLICY])
+
+
+_OPERATION = _table(lambda name, probability, level: NAMES.index(name))
+_PROBABILITY = _table(lambda name, probability, level: probability)
+_MAGNITUDE = _table(lambda name, probability, level: magnitude(name, level))
+_SIGNED = _table(lambda name, probability, level: OPERATIONS[name][3])

@@ -1,0 +1,218 @@
+"""Train one model in every parallel mode on the same data, and compare: losses, memory, bytes sent, time.
+
+DATA=/path/to/cifar10 python -m cifar10_benchmark.compare --steps 20 [--set KEY=VALUE ...] [--output DIR]
+
+Writes DIR/compare.csv and DIR/compare.png, and prints the table. Each mode runs in as many processes as its config's
+model is cut into, from the same weights. Bytes are counted in the second step, and set beside what the papers' formulas
+say for the matrix products; the step time is the median of the steps after it.
+"""
+
+import argparse
+import csv
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cifar10_benchmark.dataloader import build_train_loader, describe_data
+from cifar10_benchmark.formulas import expected_bytes
+from common.colossal import BaseHook, Trainer, gpc, initialize, shard_model
+from common.config import load_config
+from common.errors import UserError, run_command
+from common.lr_schedule import build_lr_scheduler
+from common.model import build_model
+from common.optimizer import build_optimizer
+from common.run import start_run
+from common.traffic import NAMES, Traffic
+
+CONFIGS = ("vit_lite_vanilla", "vit_lite_1d", "vit_lite_2d", "vit_lite_2p5d", "vit_lite_3d")
+CPU_BATCH = 128  # 20 steps of five modes then take minutes on two cores
+COUNTED_STEP = 1  # the first sets up
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20, help="optimiser steps of each mode (default: 20)")
+    parser.add_argument("--configs", nargs="+", default=CONFIGS, help="default: the five vit_lite recipes")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    parser.add_argument("--output", type=Path, default=Path("outputs/compare"), help="default: outputs/compare")
+    parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # one process of one mode: where it writes
+    args = parser.parse_args(argv)
+    if args.steps <= COUNTED_STEP + 1:
+        raise UserError(f"--steps {args.steps}: at least {COUNTED_STEP + 2} are needed, the first two are not timed")
+    if args.measure:
+        measure(args)
+        return
+    args.output.mkdir(parents=True, exist_ok=True)
+    if not torch.cuda.is_available() and not any(setting.startswith("TOTAL_BATCH_SIZE=") for setting in args.set):
+        args.set.append(f"TOTAL_BATCH_SIZE={CPU_BATCH}")
+    results = [run_mode(config, args) for config in args.configs]
+    rows = [summarise(result, results[0]) for result in results]
+    with (args.output / "compare.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    draw(results, args.output / "compare.png")
+    print(format_table(rows))
+    print(f"{args.output}/compare.csv {args.output}/compare.png")
+
+
+# --- all modes --------------------------------------------------------------------------------------------------------
+
+
+def run_mode(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Train ``name`` in as many processes as its model is cut into; return rank 0's figures, sizes of the largest."""
+    settings = [word for setting in args.set for word in ("--set", setting)]
+    processes = load_config(name, args.set)["parallel"]["tensor"]["size"]
+    if torch.cuda.is_available() and torch.cuda.device_count() < processes:
+        raise UserError(f"{name} needs {processes} GPUs, not {torch.cuda.device_count()}: leave it out of --configs")
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    with tempfile.TemporaryDirectory() as folder:
+        itself = ["-m", "cifar10_benchmark.compare", "--measure", folder, "--steps", str(args.steps), "--configs", name]
+        environ = {"OMP_NUM_THREADS": str(threads)} | os.environ
+        if subprocess.run([*torchrun, *itself, *settings], env=environ, check=False).returncode:
+            raise UserError(f"{name} failed in {processes} processes: what they say is above")
+        ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+    figures = ranks[0] | {"config": name, "processes": processes}
+    figures["parameters"], figures["memory"] = (max(rank[key] for rank in ranks) for key in ("parameters", "memory"))
+    figures["sent"] = {key: statistics.mean(rank["sent"].get(key, 0) for rank in ranks) for key in NAMES}
+    return figures
+
+
+def summarise(result: dict[str, Any], vanilla: dict[str, Any]) -> dict[str, Any]:
+    """Return a mode's row of the table; sizes in units of 10^6 bytes, per rank and per step."""
+    pairs = zip(result["losses"], vanilla["losses"], strict=True)
+    seconds = result["seconds"][COUNTED_STEP + 1 :]
+    sent, expected = (
+        sum(result["sent"].values()),
+        expected_bytes(result["parallel"]["tensor"], result["batch"], result["model"]),
+    )
+    return {
+        "config": result["config"],
+        "processes": result["processes"],
+        "batch": result["batch"],
+        "steps": len(result["losses"]),
+        "loss_difference": f"{max(abs(a - b) for a, b in pairs):.1e}",
+        "last_loss": f"{result['losses'][-1]:.4f}",
+        "parameters": result["parameters"],
+        "peak_memory_mb": f"{result['memory'] / 1e6:.0f}",
+        "sent_mb": f"{sent / 1e6:.2f}",
+        "formula_mb": f"{expected / 1e6:.2f}",
+        "step_s": f"{statistics.median(seconds):.3f}",
+        **{f"{name}_mb": f"{result['sent'][name] / 1e6:.2f}" for name in NAMES},
+    }
+
+
+def format_table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a table for the terminal, which is Markdown too."""
+    header, *body = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
+    lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in (header, *body)]
+    lines.insert(1, ["-" * (width - 1) + ":" for width in widths])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    """Draw the loss curves, and what each mode's differs from the first's by."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    curves, differences = figure.subplots(1, 2)
+    for number, result in enumerate(results):
+        # the curves lie on each other: later ones are drawn thinner, so that all are seen
+        curves.plot(result["losses"], label=result["config"], linewidth=2 * (len(results) - number))
+        if number:
+            pairs = zip(result["losses"], results[0]["losses"], strict=True)
+            differences.semilogy([max(abs(a - b), 1e-9) for a, b in pairs], label=result["config"])
+    curves.set(xlabel="optimiser step", ylabel="training loss", title="loss")
+    differences.set(xlabel="optimiser step", title=f"|loss - loss of {results[0]['config']}|")
+    for axes in (curves, differences):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+# --- one process of one mode ------------------------------------------------------------------------------------------
+
+
+class Recorder(BaseHook):
+    """Record loss and seconds of every step, and what one step sends."""
+
+    def __init__(self) -> None:
+        super().__init__(priority=0)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.traffic = Traffic()
+
+    def before_train_iter(self, trainer: Trainer) -> None:
+        if len(self.losses) == COUNTED_STEP:
+            self.traffic.__enter__()
+        self.started = time.perf_counter()
+
+    def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
+        self.losses.append(loss.item())
+        self.seconds.append(time.perf_counter() - self.started)
+        if len(self.losses) == COUNTED_STEP + 1:
+            self.traffic.__exit__(None, None, None)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Train as cifar10_benchmark/train.py does, without evaluation, and write this rank's figures."""
+    settings = [word for setting in [*args.set, f"MAX_STEPS={args.steps}"] for word in ("--set", setting)]
+    run = start_run(["--config", *args.configs, *settings], __doc__, describe_data)
+    config, plan = gpc.config, run.plan
+    if plan.accumulation > 1:
+        raise UserError(f"gradient_accumulation={plan.accumulation}: the comparison takes a step's samples at once")
+    loader = build_train_loader(
+        config.DATA,
+        plan.total_batch,
+        plan.micro_batch,
+        image_size=config.MODEL.image_size,
+        seed=config.SEED,
+        device=run.device,
+        **run.data_parallel,
+    )
+    before = peak_memory()
+    model = shard_model(build_model(**config.MODEL))
+    optimizer = build_optimizer(
+        model, learning_rate=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY, **config.OPTIMIZER
+    )
+    lr_scheduler = build_lr_scheduler(optimizer, config.LR_SCHEDULE, plan.total_steps, plan.warmup_steps)
+    loss = nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)
+    engine, loader, _, lr_scheduler = initialize(model, optimizer, loss, loader, None, lr_scheduler)
+    recorder = Recorder()
+    Trainer(engine).fit(loader, plan.epochs, plan.last_step, hooks=[recorder])
+    figures = {
+        "losses": recorder.losses,
+        "seconds": recorder.seconds,
+        "sent": recorder.traffic.sent,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "memory": peak_memory() - before,
+        "batch": plan.total_batch,
+        "model": config.MODEL,
+        "parallel": config.parallel,
+    }
+    rank = int(os.environ["RANK"])
+    (args.measure / f"{args.configs[0]}.{rank}.json").write_text(json.dumps(figures))
+
+
+def peak_memory() -> int:
+    """Return the most bytes that this process has held so far: on its GPU, else in all."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    run_command(main)

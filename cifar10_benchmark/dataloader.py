@@ -1,0 +1,120 @@
+"""Build the loaders that a config's ``DATA`` asks for, over images that stay in the training device's memory.
+
+Every loader yields ``(images float32 [B, 3, Y, X], labels int64 [B])`` on the device, in whole micro-batches.
+Evaluation fills its last batches up with zeros of label -100, which `torch.nn.functional.cross_entropy` ignores.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cifar10_benchmark.augment import UNIFORMS_PER_SAMPLE, Augment
+from cifar10_benchmark.dataset import Images, open_images
+from common.config import refuse_unused
+from common.errors import UserError
+from common.loader import Loader
+from common.plan import DataSummary
+from common.sampling import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
+
+# keys of DATA for photographs, which are decoded and cropped as they are read
+UNUSED = ("loader", "workers", "crop_scale", "crop_ratio", "eval_crop")
+
+# Of a batch on a GPU, starting the kernels takes longer than running them; so many batches are augmented as one.
+READ_AHEAD = 8
+
+
+def describe_data(data: Mapping[str, Any]) -> DataSummary:
+    """Count samples and classes of the data set, which is downloaded first if it has to be."""
+    refuse_unused(data, UNUSED)
+    images = open_images(data)
+    return DataSummary(images.count("train"), images.count("test"), images.num_classes)
+
+
+def build_train_loader(
+    data: Mapping[str, Any],
+    total_batch: int,
+    micro_batch: int,
+    *,
+    image_size: int,
+    dp_rank: int,
+    dp_size: int,
+    seed: int,
+    device: torch.device,
+) -> Loader:
+    """Return the loader of augmented images: a new permutation of the training split in every epoch."""
+    images = _load(data, "train", image_size)
+    sampler = TrainSampler(
+        len(images.labels),
+        total_batch,
+        micro_batch,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        seed=seed,
+        uniforms=UNIFORMS_PER_SAMPLE,
+    )
+    augment = Augment(data["crop_padding"], data["flip"], data["autoaugment"])
+    return Loader(sampler, MemoryReader(images, augment, mean=data["mean"], std=data["std"], device=device))
+
+
+def build_eval_loader(
+    data: Mapping[str, Any], batch: int, *, image_size: int, dp_rank: int, dp_size: int, device: torch.device
+) -> Loader:
+    """Return the loader of the test split as it is, each sample exactly once over all ranks."""
+    images = _load(data, "test", image_size)
+    sampler = EvalSampler(len(images.labels), batch, dp_rank=dp_rank, dp_size=dp_size)
+    return Loader(sampler, MemoryReader(images, None, mean=data["mean"], std=data["std"], device=device))
+
+
+def _load(data: Mapping[str, Any], split: str, image_size: int) -> Images:
+    images = open_images(data).load(split)
+    side = images.images.shape[-1]
+    if side != image_size:
+        raise UserError(
+            f"MODEL.image_size={image_size}: the {split} images of {Path(data['root'])} have {side} pixels a side, "
+            f"and are not resized; --set MODEL.image_size={side} fits"
+        )
+    return images
+
+
+class MemoryReader:
+    """Read draws of a split as normalised images and labels; the split lies on ``device`` as bytes.
+
+    ``mean`` and ``std`` are of RGB values from 0 to 1. Rows of padding are zeros with label -100.
+    """
+
+    def __init__(
+        self,
+        images: Images,
+        augment: Augment | None,
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        device: torch.device,
+    ) -> None:
+        self._images, self._labels = (torch.from_numpy(array).to(device) for array in images)
+        self._mean, self._std = (torch.tensor(values, device=device)[:, None, None] * 255 for values in (mean, std))
+        self._augment = augment
+
+    def read(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the batch of each draw, in order."""
+        while ahead := list(islice(draws, READ_AHEAD)):
+            indices, uniforms = (np.concatenate(arrays) for arrays in zip(*ahead, strict=True))
+            rows = torch.from_numpy(indices).to(self._images.device, non_blocking=True)
+            images, labels = self._images[rows], self._labels[rows]
+            if self._augment:
+                images = self._augment(images, uniforms)
+            sizes = [len(draw.indices) for draw in ahead]
+            yield from map(self._normalize, images.split(sizes), labels.split(sizes), rows.split(sizes))
+
+    def _normalize(self, images: Tensor, labels: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        normalized = images.float().sub_(self._mean).div_(self._std)
+        is_padding = rows == PADDING
+        return normalized.masked_fill_(is_padding[:, None, None, None], 0), labels.masked_fill(is_padding, NO_LABEL)
+
+    def close(self) -> None:
+        """Nothing is to be ended: this process reads."""

@@ -1,0 +1,114 @@
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+from cifar10_benchmark.dataloader import build_eval_loader, build_train_loader, describe_data
+from common.config import load_config
+from common.errors import UserError
+from common.plan import DataSummary
+
+CPU = torch.device("cpu")
+TRAIN, TEST = 61, 11
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> str:
+    """Three classes of 8 x 8 noise; the red corner of an image holds its number."""
+    folder = tmp_path_factory.mktemp("data")
+    noise = np.random.default_rng(0)
+    for split, count in (("train", TRAIN), ("test", TEST)):
+        for number in range(count):
+            pixels = noise.integers(0, 256, (8, 8, 3), np.uint8)
+            pixels[0, 0] = number
+            path = folder / split / "abc"[number % 3] / f"{number:03d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(path)
+    return str(folder)
+
+
+@pytest.fixture
+def data(root) -> dict:
+    return load_config("vit_lite_vanilla", [f"DATA.root={root}"])["DATA"]
+
+
+def train_loader(data, micro_batch=4, dp_rank=0, dp_size=1):
+    place = dict(image_size=8, dp_rank=dp_rank, dp_size=dp_size, device=CPU)
+    return build_train_loader(data, 16, micro_batch, seed=5, **place)
+
+
+def numbers(images: torch.Tensor, data: dict) -> list[int]:
+    return (images[:, 0, 0, 0] * 255 * data["std"][0] + 255 * data["mean"][0]).round().int().tolist()
+
+
+def test_counts_the_data_set(data):
+    assert describe_data(data) == DataSummary(TRAIN, TEST, 3)
+
+
+def test_evaluation_is_torchvisions(data, root):
+    transform = v2.Compose(
+        [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(data["mean"], data["std"])]
+    )
+    expected = DataLoader(ImageFolder(f"{root}/test", transform), batch_size=TEST)
+    images, labels = next(iter(expected))
+    loader = build_eval_loader(data, 4, image_size=8, dp_rank=0, dp_size=1, device=CPU)
+    batches = list(loader)
+    assert [len(images) for images, _ in batches] == [4, 4, 4]
+    ours = torch.cat([images for images, _ in batches])
+    assert torch.allclose(ours[:TEST], images, atol=1e-5)
+    assert torch.equal(torch.cat([labels for _, labels in batches])[:TEST], labels)
+    assert ours[TEST:].abs().max() == 0
+    assert batches[-1][1][-1] == -100
+
+
+def test_every_test_image_is_seen_once_over_the_ranks(data):
+    seen = []
+    for rank in range(2):
+        loader = build_eval_loader(data, 4, image_size=8, dp_rank=rank, dp_size=2, device=CPU)
+        for images, labels in loader:
+            seen += numbers(images[labels >= 0], data)
+    assert sorted(seen) == list(range(TEST))
+
+
+def test_training_sees_each_image_at_most_once_an_epoch(data):
+    loader = train_loader(data | dict(crop_padding=0, flip=False, autoaugment=None))
+    for _ in range(2):
+        seen = [number for images, _ in loader for number in numbers(images, data)]
+        assert len(seen) == len(set(seen)) == TRAIN // 16 * 16
+    for images, labels in loader:
+        assert labels.tolist() == [number % 3 for number in numbers(images, data)]
+
+
+def test_two_ranks_see_the_batches_of_one(data):
+    one, *two = (
+        [batch for _ in range(2) for batch in loader]
+        for loader in (train_loader(data, 8), train_loader(data, 4, 0, 2), train_loader(data, 4, 1, 2))
+    )
+    assert len(one) == len(two[0]) == len(two[1])
+    for (images, labels), (images_0, labels_0), (images_1, labels_1) in zip(one, *two, strict=True):
+        assert torch.equal(images, torch.cat([images_0, images_1]))
+        assert torch.equal(labels, torch.cat([labels_0, labels_1]))
+
+
+def test_resuming_goes_on_with_the_same_pixels(data):
+    loader, resumed = train_loader(data), train_loader(data)
+    running = iter(loader)
+    for _ in range(5):
+        next(running)
+    resumed.load_state_dict(loader.state_dict())
+    for batch, expected in zip(resumed, running, strict=True):
+        assert torch.equal(batch[0], expected[0])
+        assert torch.equal(batch[1], expected[1])
+
+
+def test_images_of_another_size_are_refused(data):
+    with pytest.raises(UserError, match="MODEL.image_size=32: the train images of .* have 8 pixels a side.*=8 fits"):
+        build_train_loader(data, 16, 4, image_size=32, dp_rank=0, dp_size=1, seed=0, device=CPU)
+
+
+def test_keys_for_photographs_are_refused(data):
+    with pytest.raises(UserError, match="DATA.crop_scale=.* has no effect"):
+        describe_data(data | dict(crop_scale=(0.5, 1.0)))

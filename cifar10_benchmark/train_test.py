@@ -1,0 +1,88 @@
+"""The whole road, through the command line: image folder, training in one process and in two, the configs."""
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cifar10_benchmark import train
+from common.colossal import shutdown
+from common.errors import UserError
+from common.writers import read_metrics
+
+HERE = Path(__file__).parent
+SMALL = ["MODEL.image_size=8", "MODEL.width=32", "MODEL.depth=2", "MODEL.num_classes=None", "TOTAL_BATCH_SIZE=16"]
+SHORT = ["NUM_EPOCHS=3", "WARMUP_EPOCHS=1", "LOG.every=1", "LEARNING_RATE=1e-2"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """Noise of three colours."""
+    folder = tmp_path_factory.mktemp("data")
+    noise = np.random.default_rng(0)
+    for split, count in (("train", 53), ("test", 13)):
+        for number in range(count):
+            pixels = noise.integers(0, 80, (8, 8, 3), np.uint8)
+            pixels[..., number % 3] += 120
+            path = folder / split / "rgb"[number % 3] / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(path)
+    return folder
+
+
+def arguments(root: Path, output: Path, *settings: str) -> list[str]:
+    words = [word for setting in (*SMALL, *SHORT, f"DATA.root={root}", *settings) for word in ("--set", setting)]
+    return ["--config", "vit_lite_vanilla", "--output", str(output), *words]
+
+
+def run(command: str, **environ: str) -> str:
+    """Run a command line as a user would, in the task's folder; return what it printed."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_"))}
+    kept |= dict(PYTHONPATH=str(HERE.parent), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="") | environ
+    words = [os.path.expandvars(word) for word in shlex.split(command)]
+    answer = subprocess.run([sys.executable, *words], cwd=HERE, env=kept, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+def test_two_processes_train_as_one_does(root, tmp_path):
+    """One process learns the colours; two, started with torchrun, take the same losses on the way."""
+    train.main(arguments(root, tmp_path / "one"))
+    launcher = "-m torch.distributed.run --standalone --nproc_per_node 2 train.py"
+    printed = run(f"{launcher} {shlex.join(arguments(root, tmp_path / 'two'))}")
+    one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
+    assert [record["step"] for record in one] == [1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9, 9]
+    assert [record["loss"] for record in one] == pytest.approx([record["loss"] for record in two], rel=1e-4)
+    assert one[-1]["top1"] == two[-1]["top1"] > 0.6
+    assert one[-1]["samples"] == two[-1]["samples"] == 13
+    assert printed.splitlines()[-1] == f"top1={two[-1]['top1']:.4f}"
+
+
+def test_the_command_of_the_benchmark_runs_as_printed(root, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    words = shlex.join(arguments(root, tmp_path / "run", "MAX_STEPS=1")[2:])
+    command = (
+        f"train.py --world_size=1 --rank=0 --local_rank=0 --host=127.0.0.1 --port={port} --config=vit_lite_vanilla"
+    )
+    assert run(f"{command} {words}", DATA=str(root)).splitlines()[-1].startswith("top1=")
+
+
+def test_mixup_is_refused(root, tmp_path):
+    with pytest.raises(UserError, match="MIXUP=0.2 has no effect in this task: leave it out"):
+        train.main(arguments(root, tmp_path / "run", "MIXUP=0.2"))
+    shutdown()
+
+
+def test_dry_run_of_the_recipe_needs_no_data(capsys, monkeypatch):
+    monkeypatch.delenv("DATA", raising=False)
+    train.main(["--config", "vit_lite_vanilla", "--dry-run"])
+    printed = capsys.readouterr().out
+    assert "8 GPUs x 64 x 1 = 512" in printed
+    assert "3.7 M" in printed  # arXiv 2104.05704, table 3

@@ -1,0 +1,95 @@
+"""Twenty steps in every mode of mixed precision, alone and in every parallel mode, stay near those in float32.
+
+The distances are what half precision allows, with room: bfloat16 keeps 8 bits, float16 keeps 11.
+"""
+
+import functools
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.colossal import AMP_TYPE, ParallelMode, canonical_state, gpc
+from common.colossal.tensor_parallel.cases import ACCUMULATION, CASES, build_engine, fit, micro_batches
+from common.testing import launched, run_ranks
+
+STEPS = 20
+MAX_NORM = 0.3
+MODES = {
+    "TORCH bfloat16": {"mode": AMP_TYPE.TORCH, "dtype": "bfloat16"},
+    "TORCH float16": {"mode": AMP_TYPE.TORCH, "dtype": "float16"},
+    "NAIVE bfloat16": {"mode": AMP_TYPE.NAIVE, "dtype": torch.bfloat16},
+    "NAIVE float16": {"mode": AMP_TYPE.NAIVE, "dtype": torch.float16},
+    "APEX O0": {"mode": AMP_TYPE.APEX, "opt_level": "O0"},
+    "APEX O1 float16": {"mode": AMP_TYPE.APEX, "dtype": "float16"},
+    "APEX O2 float16": {"mode": AMP_TYPE.APEX, "opt_level": "O2", "dtype": "float16"},
+    "APEX O3 bfloat16": {"mode": AMP_TYPE.APEX, "opt_level": "O3", "dtype": "bfloat16"},
+    "APEX O3 float16": {"mode": AMP_TYPE.APEX, "opt_level": "O3", "dtype": "float16"},
+}
+PARALLEL = {"dp2": (2, None)} | {case: CASES[case] for case in ("1d-2", "2d-4", "2.5d-4", "3d-8")}
+IN_PARALLEL = ("TORCH bfloat16", "NAIVE float16", "APEX O3 bfloat16")
+Curve = tuple[list[float], dict[str, Tensor]]  # losses, weights
+
+
+def allowed(name: str) -> float:
+    """Return how far the losses, which fall from 2.3 to 2.1, may be from those in float32."""
+    return 0.0 if name == "APEX O0" else 2e-3 if name.endswith(" float16") else 1e-2
+
+
+def train(name: str | None, optimizer_name: str, **arguments: Any) -> Curve:
+    """Train in the mode ``name`` and the launch's parallel mode."""
+    gpc.config["fp16"] = MODES[name] if name else None
+    place = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
+    model, _, engine = build_engine(optimizer_name, **arguments)
+    return fit(engine, list(micro_batches(STEPS, *place))), canonical_state(model)
+
+
+def launched_here(parallel: dict | None = None) -> AbstractContextManager[None]:
+    return launched(parallel=parallel, clip_grad_norm=MAX_NORM, gradient_accumulation=ACCUMULATION)
+
+
+@functools.cache
+def in_float32(optimizer_name: str) -> Curve:
+    with launched_here():
+        return train(None, optimizer_name)
+
+
+def distance(curve: Curve, expected: Curve) -> float:
+    return max(abs(a - b) for a, b in zip(curve[0], expected[0], strict=True))
+
+
+@pytest.mark.parametrize("optimizer_name", ["sgd", "lamb"])
+@pytest.mark.parametrize("name", MODES)
+def test_stays_near_float32(name: str, optimizer_name: str) -> None:
+    if (name, optimizer_name) == ("APEX O3 float16", "lamb"):
+        optimizer_name = "sgd"  # float16 has no room for LAMB's second moments
+    expected = in_float32(optimizer_name)
+    with launched_here():
+        curve = train(name, optimizer_name)
+    assert distance(curve, expected) <= allowed(name)
+    assert (distance(curve, expected) > 0) == (name != "APEX O0")
+    has_masters = {weight.dtype for weight in curve[1].values()} == {torch.float32}
+    assert has_masters == ("O3" not in name)
+
+
+def train_as_rank(parallel: dict | None) -> list[Curve]:
+    with launched_here(parallel):
+        return [train(name, "lamb") for name in IN_PARALLEL]
+
+
+@pytest.mark.parametrize("case", PARALLEL)
+def test_stays_near_float32_in_parallel(case: str) -> None:
+    processes, parallel = PARALLEL[case]
+    by_rank = run_ranks(processes, train_as_rank, parallel, timeout=240)
+    for number, name in enumerate(IN_PARALLEL):
+        assert all(curves[number][0] == by_rank[0][number][0] for curves in by_rank)
+        assert distance(by_rank[0][number], in_float32("lamb")) <= allowed(name), name
+
+
+@pytest.mark.parametrize("name", ["TORCH bfloat16", "NAIVE bfloat16", "APEX O3 bfloat16"])
+def test_checkpointed_activations_change_nothing(name: str) -> None:
+    with launched_here():
+        losses = [train(name, "sgd", activation_checkpoint=checkpointed)[0] for checkpointed in (False, True)]
+    assert losses[0] == losses[1]

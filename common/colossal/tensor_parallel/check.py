@@ -1,0 +1,140 @@
+"""What tensor parallelism demands of sizes and shapes, checked before any process group does work."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from common.colossal.tensor_parallel.layout import LAYOUTS, group_sizes, plan_shards
+from common.errors import UserError, did_you_mean
+from common.model_arguments import parse_model_arguments
+
+
+def resolve_parallel(parallel: Mapping[str, Any] | None, world_size: int) -> dict[str, Any]:
+    """Return ``parallel`` in full; tensor parallelism of size 1 has no mode, whatever it was called.
+
+    Upstream crashes in the backward pass of 2d, 2.5d and 3d layers of size 1, and takes a size above 1 without a mode
+    as no parallelism at all. Raises `UserError` for that, for a pipeline, for a size that the mode cannot have, and for
+    a world that is no multiple of it.
+    """
+    parallel = dict(parallel or {})
+    pipeline, tensor = parallel.get("pipeline", 1), parallel.get("tensor") or {}
+    stages = pipeline["size"] if isinstance(pipeline, Mapping) else pipeline
+    if stages != 1:
+        raise UserError(f"parallel.pipeline={stages}: pipeline parallelism is not supported; set it to 1")
+    tensor = dict(tensor) if isinstance(tensor, Mapping) else {"size": tensor}
+    size, mode = tensor.get("size", 1), tensor.get("mode")
+    if size == 1:
+        return {"pipeline": 1, "tensor": {"size": 1, "mode": None}}
+    _check_size(mode, size, tensor.get("depth"))
+    if world_size % size:
+        nearest = _multiples(world_size, size)
+        raise UserError(
+            f"parallel.tensor.size={size} does not divide the {world_size} processes: start {nearest} of them"
+        )
+    return {"pipeline": 1, "tensor": tensor}
+
+
+def _check_size(mode: str | None, size: int, depth: int | None) -> None:
+    if mode is None:
+        raise UserError(f"parallel.tensor.size={size} needs parallel.tensor.mode: one of '1d', '2d', '2.5d', '3d'")
+    if mode not in LAYOUTS:
+        hint = did_you_mean(str(mode), LAYOUTS)
+        raise UserError(f"parallel.tensor.mode={mode!r} is none of '1d', '2d', '2.5d', '3d'{hint}")
+    if mode != "2.5d" and depth is not None:
+        raise UserError(f"parallel.tensor.depth={depth} goes with mode '2.5d', not with {mode!r}: remove it")
+    if mode == "2.5d" and (not isinstance(depth, int) or depth < 1):
+        raise UserError(
+            f"parallel.tensor.depth={depth}: mode '2.5d' needs the number of squares that make up the size; "
+            f"depth=1 goes with size 4 or 9, depth=2 with size 8 or 18"
+        )
+    shape, power, squares = {
+        "1d": ("a number of ranks", 1, 1),
+        "2d": ("a square", 2, 1),
+        "2.5d": (f"depth {depth} x a square", 2, depth),
+        "3d": ("a cube", 3, 1),
+    }[mode]
+    side = max(2, math.floor((size / squares) ** (1 / power) + 1e-9))
+    if squares * side**power != size:
+        nearest = f"{squares * side**power} or {squares * (side + 1) ** power}"
+        raise UserError(
+            f"parallel.tensor.size={size} is not {shape} of at least 2 a side, as mode {mode!r} needs: "
+            f"the nearest that are: {nearest}"
+        )
+
+
+def check_tensor_parallel(
+    parallel: Mapping[str, Any] | None, model_arguments: Mapping[str, Any], micro_batch: int, world_size: int
+) -> None:
+    """Refuse a size, a model or a micro-batch that cannot be cut evenly over the ranks; needs no process group.
+
+    ``parallel`` is the config's, ``model_arguments`` its MODEL. Raises `UserError` with the rule, the value and the
+    nearest values that fit.
+    """
+    tensor = resolve_parallel(parallel, world_size)["tensor"]
+    mode, size, depth = tensor["mode"], tensor["size"], tensor.get("depth", 1)
+    if mode is None:
+        return
+    model = parse_model_arguments({**model_arguments, "num_classes": model_arguments.get("num_classes") or 1})
+    sizes, layout = group_sizes(mode, size, depth), LAYOUTS[mode]
+    side = size if layout.channels is None else sizes[layout.channels]
+    # A 3d weight is cut along its input channels twice.
+    width_unit = math.lcm(side**2, model.heads) if mode == "3d" else model.heads
+    hidden, hidden_unit = int(model.width * model.mlp_ratio), side**2 if mode == "3d" else side
+    samples = 1 if layout.samples is None else sizes[layout.samples]
+    rules = (
+        ("MODEL.heads", model.heads, side),
+        ("MODEL.width", model.width, width_unit),
+        ("the MLP's width, MODEL.width x MODEL.mlp_ratio", hidden, hidden_unit),
+        ("the micro-batch (MICRO_BATCH_SIZE)", micro_batch, samples),
+    )
+    for name, value, unit in rules:
+        if value % unit:
+            raise UserError(
+                f"{name}={value} is not a multiple of {unit}, as parallel.tensor mode {mode!r} of size {size} needs: "
+                f"the nearest that are: {_multiples(value, unit)}"
+            )
+
+
+def _multiples(value: int, unit: int) -> str:
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
+def describe_tensor_parallel(parallel: Mapping[str, Any], model: nn.Module, micro_batch: int) -> list[str]:
+    """Return a line for each rank of the first tensor-parallel group: what it holds; needs no process group.
+
+    ``parallel`` is resolved; ``model`` is the whole one, which may be on the meta device. Other groups are laid out
+    alike, on the following ranks.
+    """
+    tensor = parallel["tensor"]
+    mode, size, depth = tensor["mode"], tensor["size"], tensor.get("depth", 1)
+    if mode is None:
+        return []
+    layout, sizes = LAYOUTS[mode], group_sizes(mode, size, depth)
+    shards = [shard for _, shard in plan_shards(model, mode)]
+    held, whole = sum(shard.numel(sizes) for shard in shards), sum(math.prod(shard.shape) for shard in shards)
+    lines = []
+    for rank in range(size):
+        samples, channels = _place(mode, rank, sizes[layout.channels] if layout.channels else 1)
+        parts = [
+            _slice("samples", samples, micro_batch, sizes.get(layout.samples, 1)),
+            _slice("channels", channels, model.head.in_features, sizes.get(layout.channels, 1)),
+        ]
+        if mode == "1d":
+            attention = model.blocks[0].attn
+            parts.append(_slice("heads", rank, attention.proj.in_features // attention.head_width, size))
+        lines.append(f"rank {rank}: {', '.join(parts)}, {held:,} of {whole:,} parameters")
+    return lines
+
+
+def _place(mode: str, rank: int, side: int) -> tuple[int, int]:
+    """Return which of the sample slices and which of the channel slices a rank of the group holds between blocks."""
+    if mode == "1d":
+        return 0, 0
+    return (rank % side**2, rank // side**2) if mode == "3d" else (rank // side, rank % side)
+
+
+def _slice(name: str, number: int, total: int, parts: int) -> str:
+    return f"{name} {number * total // parts}-{(number + 1) * total // parts - 1} of {total}"

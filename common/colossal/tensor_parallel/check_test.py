@@ -1,0 +1,97 @@
+"""What is refused before anything starts, and what is said to fit."""
+
+import pytest
+import torch
+
+from common.colossal import check_tensor_parallel, describe_tensor_parallel
+from common.colossal.tensor_parallel.cases import CASES, MODEL, build_tiny_model
+from common.colossal.tensor_parallel.check import resolve_parallel
+from common.errors import UserError
+
+
+def tensor(mode: str | None, size: int, **more: int) -> dict:
+    return {"pipeline": 1, "tensor": {"mode": mode, "size": size, **more}}
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        None,
+        {},
+        {"pipeline": 1, "tensor": {"mode": None, "size": 1}},
+        {"tensor": {"mode": "2.5d", "size": 1, "depth": 1}},
+        {"tensor": 1, "pipeline": {"size": 1}},
+    ],
+)
+def test_size_1_is_no_tensor_parallelism(parallel: dict | None) -> None:
+    assert resolve_parallel(parallel, 6) == {"pipeline": 1, "tensor": {"size": 1, "mode": None}}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"pipeline": 2}, "parallel.pipeline=2: pipeline parallelism is not supported; set it to 1"),
+        (tensor(None, 2), "parallel.tensor.size=2 needs parallel.tensor.mode: one of '1d', '2d', '2.5d', '3d'"),
+        (tensor("2p5d", 4), "parallel.tensor.mode='2p5d' is none of '1d', '2d', '2.5d', '3d'; did you mean '2.5d'?"),
+        (tensor("2d", 6), "size=6 is not a square of at least 2 a side.*: the nearest that are: 4 or 9"),
+        (tensor("2d", 2), "size=2 is not a square of at least 2 a side.*: the nearest that are: 4 or 9"),
+        (tensor("3d", 9), "size=9 is not a cube of at least 2 a side.*: the nearest that are: 8 or 27"),
+        (tensor("2.5d", 12, depth=2), "size=12 is not depth 2 x a square .*: the nearest that are: 8 or 18"),
+        (tensor("2.5d", 2, depth=2), "size=2 is not depth 2 x a square .*: the nearest that are: 8 or 18"),
+        (tensor("2.5d", 4), "parallel.tensor.depth=None: mode '2.5d' needs"),
+        (tensor("2.5d", 4, depth=0), "parallel.tensor.depth=0: mode '2.5d' needs"),
+        (tensor("2d", 4, depth=1), "parallel.tensor.depth=1 goes with mode '2.5d', not with '2d': remove it"),
+        (tensor("2d", 9), "parallel.tensor.size=9 does not divide the 8 processes: start 9 of them"),
+        (tensor("1d", 3), "parallel.tensor.size=3 does not divide the 8 processes: start 6 or 9 of them"),
+    ],
+)
+def test_groups_that_are_refused(parallel: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve_parallel(parallel, 8)
+
+
+@pytest.mark.parametrize("size", [8, 27, 64, 125])
+def test_every_cube_is_a_cube(size: int) -> None:
+    assert resolve_parallel(tensor("3d", size), size)["tensor"]["size"] == size
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_tested_is_allowed(case: str) -> None:
+    processes, parallel = CASES[case]
+    check_tensor_parallel(parallel, MODEL | {"num_classes": None}, 8, processes)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model", "micro_batch", "message"),
+    [
+        (tensor("1d", 2), {"heads": 1}, 4, "MODEL.heads=1 is not a multiple of 2, .*'1d' of size 2 .*: 2"),
+        (tensor("2d", 4), {"heads": 5, "width": 40}, 4, "MODEL.heads=5 is not a multiple of 2, .*: 4 or 6"),
+        (
+            tensor("2d", 4),
+            {"mlp_ratio": 33 / 32},
+            4,
+            "mlp_ratio=33 is not a multiple of 2, .*: 32 or 34",
+        ),
+        (tensor("2d", 4), {}, 3, "micro-batch .MICRO_BATCH_SIZE.=3 is not a multiple of 2, .*: 2 or 4"),
+        (tensor("2.5d", 8, depth=2), {}, 6, "micro-batch .MICRO_BATCH_SIZE.=6 is not a multiple of 4, .*: 4 or 8"),
+        (tensor("3d", 8), {}, 6, "micro-batch .MICRO_BATCH_SIZE.=6 is not a multiple of 4, .*: 4 or 8"),
+        (tensor("3d", 8), {"width": 34, "heads": 2}, 4, "MODEL.width=34 is not a multiple of 4, .*: 32 or 36"),
+        (tensor("3d", 8), {"mlp_ratio": 34 / 32}, 4, "mlp_ratio=34 is not a multiple of 4, .*: 32 or 36"),
+    ],
+)
+def test_shapes_that_are_refused(parallel: dict, model: dict, micro_batch: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_tensor_parallel(parallel, MODEL | model, micro_batch, 8)
+
+
+def test_description_without_process_groups() -> None:
+    with torch.device("meta"):
+        model = build_tiny_model()
+    assert describe_tensor_parallel(tensor(None, 1), model, 8) == []
+    lines = describe_tensor_parallel(tensor("1d", 2), model, 8)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    assert [line.split(", ")[:3] for line in lines] == [
+        ["rank 0: samples 0-7 of 8", "channels 0-31 of 32", "heads 0-1 of 4"],
+        ["rank 1: samples 0-7 of 8", "channels 0-31 of 32", "heads 2-3 of 4"],
+    ]
+    assert lines[0].endswith(f"of {whole:,} parameters")

@@ -1,0 +1,73 @@
+"""Gradients of pieces: completed over the ranks that saw other samples, and their norms over all pieces.
+
+Shape suffixes: R rows of squared norms, P parameters.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from common.colossal.tensor_parallel.layout import TENSOR
+from common.colossal.upstream import gpc
+
+
+def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
+    """Add up, in place, the gradients of pieces whose copies saw different samples: one all-reduce a group of ranks."""
+    grads_by_group = defaultdict(list)
+    for parameter in parameters:
+        if _is_piece(parameter) and parameter.grad is not None and parameter.shard.summed_over is not None:
+            grads_by_group[parameter.shard.summed_over].append(parameter.grad)
+    for group, grads in grads_by_group.items():
+        if gpc.get_world_size(group) == 1:
+            continue
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat, group=gpc.get_group(group))
+        sums = flat.split([grad.numel() for grad in grads])
+        torch._foreach_copy_(grads, [total.view_as(grad) for total, grad in zip(sums, grads, strict=True)])
+
+
+def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the 2-norm of the whole model's gradient, as a 0-dim tensor on its device; sharded, with one all-reduce.
+
+    Upstream takes each rank's own gradient for the whole (legacy/engine/_base_engine.py:161), so that clipping drives
+    the copies of a piece apart.
+    """
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    if not any(map(_is_piece, trained)):
+        return get_total_norm([parameter.grad for parameter in trained])
+    grads_by_copies = defaultdict(list)
+    for parameter in trained:
+        grads_by_copies[_copies(parameter)].append(parameter.grad)
+    square = sum(get_total_norm(grads).square() / copies for copies, grads in grads_by_copies.items())
+    dist.all_reduce(square, group=gpc.get_group(TENSOR))
+    return square.sqrt()
+
+
+def build_norm_reducer(model: nn.Module) -> Callable[[Tensor, list[Tensor]], Tensor] | None:
+    """Return what turns squared norms of pieces into those of whole tensors; None for a model that is not sharded.
+
+    It takes squared norms [R, P] and the P parameters that they are of, or are of tensors cut like, and returns those
+    of the whole tensors [R, P], after one all-reduce.
+    """
+    return _reduce_norms if any(map(_is_piece, model.parameters())) else None
+
+
+def _reduce_norms(squares_RP: Tensor, parameters: list[Tensor]) -> Tensor:
+    shares_P = torch.tensor([1 / _copies(parameter) for parameter in parameters], dtype=squares_RP.dtype)
+    squares_RP = squares_RP * shares_P.to(squares_RP.device, non_blocking=True)
+    dist.all_reduce(squares_RP, group=gpc.get_group(TENSOR))
+    return squares_RP
+
+
+def _is_piece(parameter: Tensor) -> bool:
+    return hasattr(parameter, "shard")
+
+
+def _copies(parameter: Tensor) -> int:
+    """Return how many ranks of the tensor-parallel group hold this piece."""
+    copies = parameter.shard.copies
+    return 1 if copies is None else gpc.get_world_size(copies)

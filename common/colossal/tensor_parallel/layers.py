@@ -1,0 +1,195 @@
+"""Layers that hold a piece of the weights and work on a piece of the activations.
+
+Their names are those of the modes, see `layout`. The matrix products are Colossal-AI's; its layers around them
+(legacy/nn/layer/parallel_*/layers.py) are not used, because they
+
+- all-gather or broadcast every bias and layer norm weight of a 2d or 2.5d model in the forward pass, and reduce its
+  gradient in the backward pass, of every micro-batch; here both are sharded like the activations, and the gradients
+  cross ranks once per optimiser step (`gradients`),
+- take a layer norm's variance as E[x^2] - E[x]^2, in half precision where the input is half, which overflows
+  (parallel_2d/layers.py:337, parallel_2p5d/layers.py:350, parallel_3d/_operation.py:325),
+- split a 3d batch by whichever group the last layer built left behind (parallel_3d/_operation.py:452), and fail in a
+  3d classifier's backward pass on every rank off the cube's diagonal (parallel_3d/_operation.py:135).
+
+Shape suffixes: B samples, N tokens, D channels of this rank; [...] any leading dimensions.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.colossal.tensor_parallel.layout import (
+    COL_2D,
+    COL_2P5D,
+    DEPTH_2P5D,
+    INPUT_3D,
+    OUTPUT_3D,
+    ROW_2D,
+    ROW_2P5D,
+    TENSOR,
+    WEIGHT_3D,
+)
+from common.colossal.upstream import (
+    Matmul3D,
+    Matmul_AB_2D,
+    Matmul_AB_2p5D,
+    ParallelMode,
+    all_gather,
+    all_reduce,
+    gpc,
+    reduce_grad,
+    reduce_input,
+    register_async_grad_hook,
+)
+
+
+class Linear(nn.Module):
+    """A linear layer of which this rank holds ``weight`` [in, out] and ``bias`` [out] in part.
+
+    The product runs in autocast's type with autocast off: by themselves, upstream's products cast to float16 under
+    CUDA's autocast also where bfloat16 is asked for, and fail under the CPU's (``custom_fwd`` in
+    legacy/nn/layer/parallel_2d/_operation.py:61 and the other modes' files).
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        with torch.autocast(device, enabled=False):
+            return self.multiply(x.to(dtype), self.weight.to(dtype)) + self.bias.to(dtype)
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return this rank's piece of the product of the whole ``x`` [..., in] and the whole ``weight`` [in, out]."""
+        raise NotImplementedError
+
+
+class ColumnLinear(Linear):
+    """1d: all input channels, a share of the output channels."""
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        return reduce_grad(x, TENSOR) @ weight
+
+
+class RowLinear(Linear):
+    """A share of the input channels, all output channels: the sum over the ranks of ``group``."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, group: ParallelMode = TENSOR) -> None:
+        super().__init__(weight, bias)
+        self.group = group
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        return reduce_input(x @ weight, self.group)
+
+
+class Linear2D(Linear):
+    """2d: SUMMA."""
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        q = gpc.get_world_size(ROW_2D)
+        place = gpc.get_local_rank(COL_2D), gpc.get_local_rank(ROW_2D), ROW_2D, COL_2D
+        out_shape = (*x.shape[:-1], weight.shape[1])
+        return Matmul_AB_2D.apply(x, weight, q, out_shape, *place, *_model_place())
+
+
+class Linear2p5D(Linear):
+    """2.5d: SUMMA within each of the squares."""
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        q = gpc.get_world_size(ROW_2P5D)
+        place = *(gpc.get_local_rank(group) for group in (COL_2P5D, ROW_2P5D, DEPTH_2P5D)), ROW_2P5D, COL_2P5D
+        out_shape = (*x.shape[:-1], weight.shape[1])
+        return Matmul_AB_2p5D.apply(x, weight, q, out_shape, *place, *_model_place())
+
+
+def _model_place() -> tuple[int, int, int, int]:
+    """Return (data-parallel rank, pipeline stage, stages, tensor-parallel size), by which SUMMA finds global ranks."""
+    return gpc.get_local_rank(ParallelMode.DATA), 0, 1, gpc.get_world_size(TENSOR)
+
+
+class Linear3D(Linear):
+    """3d: reads channels cut over OUTPUT and writes them cut over INPUT, or the other way round."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, *, second: bool = False) -> None:
+        super().__init__(weight, bias)
+        self.groups = (OUTPUT_3D, WEIGHT_3D, INPUT_3D) if second else (INPUT_3D, WEIGHT_3D, OUTPUT_3D)
+        register_async_grad_hook(weight)  # which collects the gradient that the product has left on its way
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        return Matmul3D.apply(x, weight, id(self.weight), *self.groups)
+
+
+class LayerNorm(nn.Module):
+    """Layer norm, in float32, over channels that are cut over ``group``; ``weight`` and ``bias`` are cut alike."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, eps: float, group: ParallelMode) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps, self.group = weight, bias, eps, group
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        return _LayerNorm.apply(x_BND.float(), self.weight, self.bias, self.eps, self.group)
+
+
+class _LayerNorm(torch.autograd.Function):
+    """Layer norm with one collective in each direction."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, group: ParallelMode) -> Tensor:
+        moments = torch.stack(torch.var_mean(x, dim=-1, correction=0, keepdim=True))
+        variances, means = all_gather(moments, 0, group).unflatten(0, (-1, 2)).unbind(1)  # of each rank's channels
+        mean = means.mean(0)
+        variance = (variances + (means - mean).square()).mean(0)
+        reciprocal = (variance + eps).rsqrt()
+        normalised = (x - mean) * reciprocal
+        ctx.save_for_backward(normalised, reciprocal, weight)
+        ctx.group = group
+        return torch.addcmul(bias, normalised, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        normalised, reciprocal, weight = ctx.saved_tensors
+        weight_grad = (grad * normalised).flatten(0, -2).sum(0)
+        bias_grad = grad.flatten(0, -2).sum(0)
+        grad = grad * weight
+        sums = torch.stack([grad.mean(-1, keepdim=True), (grad * normalised).mean(-1, keepdim=True)])
+        means = all_reduce(sums, ctx.group) / gpc.get_world_size(ctx.group)
+        return reciprocal * (grad - means[0] - normalised * means[1]), weight_grad, bias_grad, None, None
+
+
+class OwnRandom(nn.Module):
+    """Run ``layer`` on random numbers that ranks of the same ``number`` share and others do not.
+
+    They follow from the state of the default generator, which agrees within a tensor-parallel group: so checkpointed
+    activations, for which PyTorch restores that state, are recomputed with the same numbers. (The states that
+    Colossal-AI switches between, legacy/context/random/_helper.py:97, are not restored.)
+    """
+
+    def __init__(self, layer: nn.Module, number: int) -> None:
+        super().__init__()
+        self.layer, self.number = layer, number
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return self.layer(x)
+        with _random_stream(x.device, self.number):
+            return self.layer(x)
+
+
+@contextmanager
+def _random_stream(device: torch.device, number: int) -> Iterator[None]:
+    """Seed the device's default generator by its state and ``number``; afterwards it is one step on."""
+    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    state = generator.get_state()
+    digest = hashlib.blake2b(state.numpy().tobytes() + number.to_bytes(8, "big"), digest_size=7).digest()
+    generator.manual_seed(int.from_bytes(digest, "big"))
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+        torch.rand((), device=device)

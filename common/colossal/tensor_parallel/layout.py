@@ -1,0 +1,153 @@
+"""Which rank holds what: the activations and parameters of a Vision Transformer in each tensor-parallel mode.
+
+Between blocks, activations [B, N, D] are cut by samples (B) over one group of ranks and by channels (D) over another;
+tokens (N) never are. A block has two pairs of linear layers, qkv and proj, fc1 and fc2: the first of a pair reads what
+lies between blocks, the second what the first wrote.
+
+- 1d (Megatron-LM, arXiv 1909.08053): every rank holds all samples and all channels between blocks, and a share of the
+  heads and hidden channels within.
+- 2d (Optimus, arXiv 2104.05343): a square of ranks; COL cuts samples, ROW cuts channels.
+- 2.5d (Tesseract, arXiv 2105.14500): ``depth`` such squares, which hold equal weights and different samples (XZ).
+- 3d (arXiv 2105.14450): a cube; INPUT x WEIGHT cuts samples and OUTPUT channels, and within a pair OUTPUT x WEIGHT
+  samples and INPUT channels.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from common.colossal.upstream import ParallelMode, gpc
+
+TENSOR = ParallelMode.TENSOR
+ROW_2D, COL_2D = ParallelMode.PARALLEL_2D_ROW, ParallelMode.PARALLEL_2D_COL
+ROW_2P5D, COL_2P5D = ParallelMode.PARALLEL_2P5D_ROW, ParallelMode.PARALLEL_2P5D_COL
+DEPTH_2P5D, XZ_2P5D = ParallelMode.PARALLEL_2P5D_DEP, ParallelMode.PARALLEL_2P5D_XZ
+INPUT_3D, WEIGHT_3D = ParallelMode.PARALLEL_3D_INPUT, ParallelMode.PARALLEL_3D_WEIGHT
+OUTPUT_3D = ParallelMode.PARALLEL_3D_OUTPUT
+INPUT_X_WEIGHT_3D = ParallelMode.PARALLEL_3D_INPUT_X_WEIGHT
+OUTPUT_X_WEIGHT_3D = ParallelMode.PARALLEL_3D_OUTPUT_X_WEIGHT
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which piece of a parameter this rank holds.
+
+    Attributes:
+        cuts: (dimension, group), in order: the dimension is cut evenly over the group's ranks.
+        copies: the ranks that hold the same piece, if there is more than one.
+        summed_over: those of them that see different samples; the piece's gradient is the sum of theirs.
+        fused: equal matrices stacked along dimension 0, each of which is cut (3 for q, k and v).
+        transposed: whether the piece is kept as [in, out], the way the matrix products read it.
+        shape: of the whole parameter.
+    """
+
+    cuts: tuple[tuple[int, ParallelMode], ...] = ()
+    copies: ParallelMode | None = None
+    summed_over: ParallelMode | None = None
+    fused: int = 1
+    transposed: bool = False
+    shape: tuple[int, ...] = ()
+
+    def piece(self, whole: Tensor) -> Tensor:
+        """Return a copy of this rank's piece of ``whole``."""
+        return self._orient(self._view(whole).flatten(0, 1)).clone(memory_format=torch.contiguous_format)
+
+    def place(self, piece: Tensor, whole: Tensor) -> None:
+        """Write ``piece`` where it belongs in ``whole``."""
+        self._view(whole).copy_(self._orient(piece).unflatten(0, (self.fused, -1)))
+
+    def numel(self, sizes: Mapping[ParallelMode, int]) -> int:
+        """Return the number of elements of a piece, given the groups' sizes."""
+        return math.prod(self.shape) // math.prod(sizes[group] for _, group in self.cuts)
+
+    def _view(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of ``whole`` as a view [fused, ...]."""
+        part = whole.unflatten(0, (self.fused, -1))
+        for dim, group in self.cuts:
+            part = part.unflatten(dim + 1, (gpc.get_world_size(group), -1)).select(dim + 1, gpc.get_local_rank(group))
+        return part
+
+    def _orient(self, matrix: Tensor) -> Tensor:
+        return matrix.t() if self.transposed else matrix
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one mode lays out a model: (weight, bias) of the two linear layers of a pair, and what is between blocks.
+
+    Attributes:
+        samples: the group over which the samples between blocks are cut, if they are.
+        channels: the group over which their channels are cut, if they are.
+        first: of qkv and fc1.
+        second: of attn.proj and fc2.
+    """
+
+    samples: ParallelMode | None
+    channels: ParallelMode | None
+    first: tuple[Shard, Shard]
+    second: tuple[Shard, Shard]
+
+
+def _matrix(*cuts: tuple[int, ParallelMode], copies: ParallelMode | None = None) -> Shard:
+    return Shard(cuts, copies, summed_over=copies, transposed=True)
+
+
+def _vector(channels: ParallelMode, samples: ParallelMode) -> Shard:
+    return Shard(((0, channels),), copies=samples, summed_over=samples)
+
+
+_SQUARE = (_matrix((1, COL_2D), (0, ROW_2D)), _vector(ROW_2D, COL_2D))
+_SQUARES = (_matrix((1, COL_2P5D), (0, ROW_2P5D), copies=DEPTH_2P5D), _vector(ROW_2P5D, XZ_2P5D))
+LAYOUTS = {
+    "1d": Layout(
+        samples=None,
+        channels=None,
+        first=(_matrix((0, TENSOR)), Shard(((0, TENSOR),))),
+        second=(_matrix((1, TENSOR)), Shard(copies=TENSOR)),
+    ),
+    "2d": Layout(COL_2D, ROW_2D, first=_SQUARE, second=_SQUARE),
+    "2.5d": Layout(XZ_2P5D, ROW_2P5D, first=_SQUARES, second=_SQUARES),
+    "3d": Layout(
+        INPUT_X_WEIGHT_3D,
+        OUTPUT_3D,
+        first=(_matrix((1, OUTPUT_3D), (0, INPUT_3D), (1, WEIGHT_3D)), _vector(INPUT_3D, OUTPUT_X_WEIGHT_3D)),
+        second=(_matrix((1, INPUT_3D), (0, OUTPUT_3D), (1, WEIGHT_3D)), _vector(OUTPUT_3D, INPUT_X_WEIGHT_3D)),
+    ),
+}
+
+
+def group_sizes(mode: str, size: int, depth: int = 1) -> dict[ParallelMode, int]:
+    """Return how many ranks each group of ``mode`` has; ``size`` ranks share the model."""
+    q, side = math.isqrt(size // depth), round(size ** (1 / 3))
+    by_mode = {
+        "1d": {},
+        "2d": {ROW_2D: q, COL_2D: q},
+        "2.5d": {ROW_2P5D: q, COL_2P5D: q, DEPTH_2P5D: depth, XZ_2P5D: q * depth},
+        "3d": dict.fromkeys((INPUT_3D, WEIGHT_3D, OUTPUT_3D), side)
+        | dict.fromkeys((INPUT_X_WEIGHT_3D, OUTPUT_X_WEIGHT_3D), side * side),
+    }
+    return {TENSOR: size} | by_mode[mode]
+
+
+def plan_shards(model: nn.Module, mode: str) -> Iterator[tuple[str, Shard]]:
+    """Yield (name, shard) for every parameter of the Vision Transformer ``model``."""
+    for name, parameter in model.named_parameters():
+        shard = _shard_of(name, parameter, LAYOUTS[mode])
+        yield name, replace(shard, shape=parameter.shape, fused=3 if ".qkv." in name else 1)
+
+
+def _shard_of(name: str, parameter: Tensor, layout: Layout) -> Shard:
+    layer, _, kind = name.rpartition(".")
+    if layer.endswith((".qkv", ".fc1")):
+        return layout.first[kind == "bias"]
+    if layer.endswith((".attn.proj", ".fc2")):
+        return layout.second[kind == "bias"]
+    if name == "head.bias" or layout.channels is None:
+        return Shard(copies=TENSOR, summed_over=layout.samples)
+    if name == "head.weight":
+        return _matrix((1, layout.channels), copies=layout.samples)
+    dim = 2 if parameter.ndim == 3 else 0  # of the channels: class token and positions are [1, N, D]
+    return Shard(((dim, layout.channels),), copies=layout.samples, summed_over=layout.samples)

@@ -1,0 +1,153 @@
+"""Every tensor-parallel mode, alone and times data parallel, equals a plain loop of PyTorch's in one process.
+
+python -m common.colossal.tensor_parallel.parity_test          # prints the table; --slow adds 16 processes
+
+From the same weights and data, in float32: losses, gradients (clipped, over accumulated micro-batches) and weights
+after 3 optimiser steps of AdamW and LAMB, with Mixup and label smoothing. An error is max|a - b| / max|b|, of the worst
+tensor.
+"""
+
+import functools
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from common.colossal import ParallelMode, gather_whole, gpc
+from common.colossal.tensor_parallel.cases import (
+    ACCUMULATION,
+    CASES,
+    MAX_NORM,
+    OPTIMIZERS,
+    STEPS,
+    blended_loss,
+    build_engine,
+    build_tiny_model,
+    fit,
+    micro_batches,
+)
+from common.optimizer import build_optimizer
+from common.testing import launched, run_ranks
+
+TOLERANCE = 1e-5
+SLOW = [case for case, (processes, _) in CASES.items() if processes == 16]
+FAST = [case for case in CASES if case not in SLOW]
+TRAINED_WITH = ("adamw", "lamb")
+Curve = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]  # losses, gradients, weights
+
+
+@functools.cache
+def plain_training(optimizer_name: str) -> Curve:
+    """Train in one process without anything of this project's but model and optimiser."""
+    model = build_tiny_model()
+    optimizer = build_optimizer(model, optimizer_name, **OPTIMIZERS[optimizer_name])
+    losses = []
+    for number, (images, labels) in enumerate(micro_batches(), start=1):
+        loss = blended_loss(model(images), **labels)
+        losses.append(loss.item())
+        (loss / ACCUMULATION).backward()
+        if number % ACCUMULATION == 0:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            assert norm > MAX_NORM  # so that clipping was needed
+            optimizer.step()
+            if number < STEPS * ACCUMULATION:
+                optimizer.zero_grad()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return losses, gradients, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def sharded_training(case: str) -> dict[str, tuple[Curve, dict[str, tuple]]]:
+    """Return, for each optimiser, a rank's curve (tensors on the first rank of each model only) and its pieces."""
+    answers = {}
+    with launched(parallel=CASES[case][1], clip_grad_norm=MAX_NORM, gradient_accumulation=ACCUMULATION):
+        place = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
+        for name in TRAINED_WITH:
+            model, _, engine = build_engine(name)
+            losses = fit(engine, list(micro_batches(STEPS, *place)))
+            gradients = {name: gather_whole(p, p.grad) for name, p in model.named_parameters()}
+            weights = {name: gather_whole(p) for name, p in model.named_parameters()}
+            pieces = {name: (_coordinates(p), p.detach()) for name, p in model.named_parameters()}
+            answers[name] = (losses, gradients, weights), pieces
+    return answers
+
+
+def _coordinates(parameter: Tensor) -> tuple[int, ...]:
+    """Return what tells the pieces of a parameter apart: ranks with the same coordinates hold the same piece."""
+    cuts = parameter.shard.cuts if hasattr(parameter, "shard") else ()
+    return tuple(gpc.get_local_rank(group) for _, group in cuts)
+
+
+def error(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> float:
+    """Return max|a - b| / max|b| of the worst tensor, leaving the keys' bias out.
+
+    That shifts all scores of a query alike, which softmax ignores: its gradient is nothing but rounding, and AdamW
+    makes steps of full length of it.
+    """
+    errors = []
+    for name, whole in plain.items():
+        difference = (ours[name] - whole).abs()
+        if name.endswith("qkv.bias"):
+            difference[len(whole) // 3 : 2 * len(whole) // 3] = 0
+        errors.append((difference.max() / whole.abs().max()).item())
+    return max(errors)
+
+
+def disagreements(pieces_by_rank: list[dict[str, tuple]]) -> list[str]:
+    """Return the parameters of which two ranks hold the same piece, and not the same bits."""
+    seen: dict[tuple, Tensor] = {}
+    names = set()
+    for pieces in pieces_by_rank:
+        for name, (coordinates, piece) in pieces.items():
+            if not torch.equal(seen.setdefault((name, coordinates), piece), piece):
+                names.add(name)
+    return sorted(names)
+
+
+def measure(case: str) -> dict[str, dict[str, float]]:
+    """Return, for each optimiser, the errors of losses, gradients and weights; assert that copies agree bit for bit."""
+    by_rank = run_ranks(CASES[case][0], sharded_training, case, timeout=240)
+    table = {}
+    for name in TRAINED_WITH:
+        plain_losses, plain_gradients, plain_weights = plain_training(name)
+        losses, gradients, weights = by_rank[0][name][0]
+        assert disagreements([answers[name][1] for answers in by_rank]) == []
+        assert all(answers[name][0][0] == losses for answers in by_rank)
+        table[name] = {
+            "loss": max(abs(a - b) / b for a, b in zip(losses, plain_losses, strict=True)),
+            "gradient": error(gradients, plain_gradients),
+            "weight": error(weights, plain_weights),
+        }
+    return table
+
+
+def check(case: str) -> None:
+    for name, errors in measure(case).items():
+        assert max(errors.values()) < TOLERANCE, (name, errors)
+
+
+@pytest.mark.parametrize("case", FAST)
+def test_equals_one_process(case: str) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW)
+def test_equals_one_process_on_16(case: str) -> None:
+    check(case)
+
+
+def main() -> int:
+    print(f"{'mode':<14} {'processes':>9}  {'optimiser':<9} {'loss':>8} {'gradient':>8} {'weight':>8}")
+    worst = 0.0
+    for case in FAST + (SLOW if "--slow" in sys.argv else []):
+        for name, errors in measure(case).items():
+            worst = max(worst, *errors.values())
+            figures = " ".join(f"{value:8.1e}" for value in errors.values())
+            print(f"{case:<14} {CASES[case][0]:>9}  {name:<9} {figures}", flush=True)
+    print(f"worst: {worst:.1e}, allowed: {TOLERANCE:.0e}; copies agree bit for bit")
+    return int(worst >= TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

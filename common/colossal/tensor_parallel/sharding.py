@@ -1,0 +1,137 @@
+"""Turn a model into this rank's piece of it, and back."""
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.colossal.tensor_parallel.layers import (
+    ColumnLinear,
+    LayerNorm,
+    Linear2D,
+    Linear2p5D,
+    Linear3D,
+    OwnRandom,
+    RowLinear,
+)
+from common.colossal.tensor_parallel.layout import LAYOUTS, TENSOR, Layout, Shard, plan_shards
+from common.colossal.upstream import ParallelMode, gather_forward_split_backward, gpc, tensor_parallel_env
+
+PAIRS = {
+    "1d": (ColumnLinear, RowLinear),
+    "2d": (Linear2D, Linear2D),
+    "2.5d": (Linear2p5D, Linear2p5D),
+    "3d": (Linear3D, partial(Linear3D, second=True)),
+}
+
+
+def shard_model(model: nn.Module) -> nn.Module:
+    """Keep of a Vision Transformer what the launch's tensor-parallel mode gives this rank; return the same module.
+
+    Call it after the launch, with equal weights on the ranks of a tensor-parallel group, and before the optimiser is
+    built. The model still maps the whole images [B, C, Y, X] to the whole logits [B, num_classes], now on every rank of
+    the group, which are all to be given the same images and compute the same loss of the logits. Without tensor
+    parallelism it stays as it is.
+
+    Dropout masks agree where ranks hold the same activations and differ where they hold different ones: in 1d only the
+    hidden channels of the MLP differ; in 2d, 2.5d and 3d all activations do, but the samples that drop_path leaves out
+    are agreed among the ranks that share them.
+    """
+    mode = tensor_parallel_env.mode
+    if mode is None:
+        return model
+    layout = LAYOUTS[mode]
+    for name, shard in list(plan_shards(model, mode)):
+        _cut(model, name, shard)
+    for name, layer in list(model.named_modules()):
+        if (substitute := _substitute(name, layer, mode, layout)) is not None:
+            model.set_submodule(name, substitute)
+    if layout.samples is not None:
+        model.register_forward_pre_hook(partial(_take_samples, group=layout.samples))
+        model.register_forward_hook(partial(_gather_samples, group=layout.samples))
+    return model
+
+
+def _cut(model: nn.Module, name: str, shard: Shard) -> None:
+    """Replace the parameter ``name`` by this rank's piece, which knows its ``shard``."""
+    layer, _, kind = name.rpartition(".")
+    whole = model.get_parameter(name)
+    piece = nn.Parameter(shard.piece(whole.detach()), requires_grad=whole.requires_grad)
+    piece.shard = shard
+    setattr(model.get_submodule(layer), kind, piece)
+
+
+def _substitute(name: str, layer: nn.Module, mode: str, layout: Layout) -> nn.Module | None:
+    """Return what stands for ``layer``, whose parameters have been cut; None if it stays."""
+    first, second = PAIRS[mode]
+    if name.endswith((".qkv", ".fc1")):
+        return first(layer.weight, layer.bias)
+    if name.endswith((".attn.proj", ".fc2")):
+        return second(layer.weight, layer.bias)
+    if name.endswith(".drop1") or (layout.channels and isinstance(layer, nn.Dropout)):
+        return OwnRandom(layer, gpc.get_local_rank(TENSOR)) if layer.p else None
+    if layout.channels is None:
+        return None
+    if name == "head":
+        return RowLinear(layer.weight, layer.bias, layout.channels)
+    if name.endswith(".drop_path"):
+        return OwnRandom(layer, gpc.get_local_rank(layout.samples)) if layer.rate else None
+    if isinstance(layer, nn.LayerNorm):
+        return LayerNorm(layer.weight, layer.bias, layer.eps, layout.channels)
+    return None
+
+
+def _take_samples(model: nn.Module, inputs: tuple[Tensor], group: ParallelMode) -> tuple[Tensor]:
+    return (inputs[0].unflatten(0, (gpc.get_world_size(group), -1))[gpc.get_local_rank(group)],)
+
+
+def _gather_samples(model: nn.Module, inputs: tuple[Tensor], logits: Tensor, group: ParallelMode) -> Tensor:
+    return gather_forward_split_backward(logits, group, 0)
+
+
+def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Return the shape of the parameter of which ``parameter`` is this rank's piece."""
+    shard = getattr(parameter, "shard", None)
+    return parameter.shape if shard is None else shard.shape
+
+
+@torch.no_grad()
+def gather_whole(parameter: nn.Parameter, value: Tensor | None = None) -> Tensor | None:
+    """Return the whole of ``parameter``, or of ``value``, which is cut as it is: a gradient, an optimiser's moment.
+
+    All ranks of the tensor-parallel group must call it; all but the first get None.
+    """
+    value = parameter.detach() if value is None else value
+    shard = getattr(parameter, "shard", None)
+    if shard is None:
+        return value
+    whole = value.new_zeros(shard.shape)
+    if shard.copies is None or gpc.get_local_rank(shard.copies) == 0:
+        shard.place(value, whole)
+    dist.reduce(whole, gpc.get_ranks_in_group(TENSOR)[0], group=gpc.get_group(TENSOR))
+    return whole if gpc.get_local_rank(TENSOR) == 0 else None
+
+
+def cut_piece(parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    """Return this rank's piece of ``whole``, of the shape that `whole_shape` says; the inverse of `gather_whole`."""
+    shard = getattr(parameter, "shard", None)
+    return whole if shard is None else shard.piece(whole)
+
+
+def canonical_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the whole parameters by name, on the CPU, whatever the mode; call it as `gather_whole`, else empty."""
+    state = {}
+    for name, parameter in model.named_parameters():
+        whole = gather_whole(parameter)
+        if whole is not None:
+            state[name] = whole.cpu()
+    return state
+
+
+@torch.no_grad()
+def load_canonical_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy whole parameters, of the names and shapes of the model's, into a model that is sharded or not."""
+    for name, parameter in model.named_parameters():
+        parameter.copy_(cut_piece(parameter, state[name]))

@@ -1,0 +1,73 @@
+"""Labelled images in folders: list them, split them, read one."""
+
+import os
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from common.errors import UserError
+
+Files = list[tuple[str, int]]  # (path relative to the root, label)
+
+
+def list_folders(path: Path) -> list[str]:
+    """Return the names of the folders in ``path`` that are not hidden, sorted."""
+    return sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
+
+
+def list_files(path: Path) -> list[Path]:
+    """Return every file below ``path`` that is not hidden, sorted; what is no image is refused when it is decoded."""
+    found = []
+    for folder, subfolders, names in os.walk(path, followlinks=True):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(found)
+
+
+def split_by_class(files: Files, share: float, seed: int) -> tuple[Files, Files]:
+    """Return what is left and what is held out: ``share`` of each class, chosen by ``seed``, but never all of one."""
+    by_class = defaultdict(list)
+    for file in files:
+        by_class[file[1]].append(file)
+    kept: Files = []
+    held_out: Files = []
+    for label, members in by_class.items():
+        random.Random(f"{seed}/{label}").shuffle(members)
+        number = min(round(share * len(members)), len(members) - 1)
+        held_out += sorted(members[:number])
+        kept += sorted(members[number:])
+    return kept, held_out
+
+
+class FolderSplit:
+    """One split of the images below ``root``."""
+
+    is_upright = False  # an image may say in its EXIF block how it is to be turned
+
+    def __init__(self, root: Path, class_names: Sequence[str], files: Files) -> None:
+        self.root, self.class_names, self.num_classes = root, class_names, len(class_names)
+        # arrays, because workers would copy a million strings page by page as they count references
+        self._paths = np.array([os.fsencode(path) for path, _ in files])
+        self._labels = np.array([label for _, label in files], np.int64)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def path(self, index: int) -> Path:
+        """Return where an image lies."""
+        return self.root / os.fsdecode(self._paths[index])
+
+    def read(self, index: int) -> tuple[bytes, int]:
+        """Return ``(content of the file, label)`` of one image."""
+        path = self.path(index)
+        try:
+            return path.read_bytes(), int(self._labels[index])
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}; the folder changed after it was listed") from error
+
+    def fault(self, index: int, reason: object) -> UserError:
+        """Return the error that names an image and what is wrong with it."""
+        return UserError(f"{self.path(index)}: {reason}; remove or replace this image")

@@ -1,0 +1,105 @@
+"""A free port is agreed on, whatever else listens where it is looked for."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from common import meeting_point
+from common.errors import UserError
+from common.meeting_point import agreed_port
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture(autouse=True)
+def short_patience(monkeypatch):
+    monkeypatch.setattr(meeting_point, "PATIENCE", 0.3)
+
+
+@pytest.fixture
+def first() -> int:
+    """A port that is free now, as are its neighbours most likely."""
+    with socket.create_server((HOST, 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def meet(first: int, runs: dict[str, int]) -> dict[str, list[int]]:
+    """Return the ports that the ranks of each run agree on; all start together, each rank 0 last."""
+    everyone = sum(runs.values())
+    joined = threading.Barrier(everyone)
+
+    def member(run: str, rank: int) -> int:
+        time.sleep(0 if rank else 0.3)
+        with agreed_port(run, rank, HOST, first, timeout=20) as port:
+            joined.wait(20)
+            return port
+
+    with ThreadPoolExecutor(everyone) as pool:
+        ports = {run: [pool.submit(member, run, rank) for rank in range(size)] for run, size in runs.items()}
+        return {run: [port.result() for port in found] for run, found in ports.items()}
+
+
+def serve(server: socket.socket, behave: Callable[[socket.socket], object]) -> None:
+    kept = []
+    while True:
+        try:
+            kept.append(server.accept()[0])
+            behave(kept[-1])
+        except OSError:
+            break
+    for connection in kept:
+        connection.close()
+
+
+def test_all_ranks_agree_and_the_port_is_free(first):
+    ports = set(meet(first, {"7.0": 4})["7.0"])
+    assert len(ports) == 1
+    socket.create_server((HOST, ports.pop())).close()
+
+
+def test_two_runs_with_the_same_first_port_do_not_mix(first):
+    ports = meet(first, {"7.0": 3, "8.0": 3})
+    assert len(set(ports["7.0"])) == len(set(ports["8.0"])) == 1
+    assert set(ports["7.0"]) != set(ports["8.0"])
+
+
+@pytest.mark.parametrize(
+    "behave",
+    [
+        lambda connection: None,
+        lambda connection: connection.close(),
+        lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n"),
+        lambda connection: connection.sendall(connection.recv(100)),
+        lambda connection: connection.sendall(b"x" * 1000),
+    ],
+    ids=["silent", "closes", "greets", "echoes", "floods"],
+)
+def test_another_program_at_the_port_is_passed_over(behave):
+    with socket.create_server((HOST, 0)) as server:
+        taken = server.getsockname()[1]
+        foreign = threading.Thread(target=serve, args=(server, behave))
+        foreign.start()
+        try:
+            ports = set(meet(taken, {"7.0": 2})["7.0"])
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            foreign.join()
+    assert len(ports) == 1
+    assert ports.pop() > taken + 1
+
+
+def test_a_missing_rank_0_is_named(first):
+    with pytest.raises(UserError, match=f"--host={HOST}: rank 0 was not found there at ports {first} to {first + 15}"):
+        agreed_port("7.0", 1, HOST, first, timeout=0.3).__enter__()
+
+
+def test_no_free_port_is_said(monkeypatch):
+    monkeypatch.setattr(meeting_point, "PORTS", 1)
+    with socket.create_server((HOST, 0)) as server:
+        taken = server.getsockname()[1]
+        with pytest.raises(UserError, match=f"ports {taken} to {taken} are all in use"):
+            agreed_port("7.0", 0, HOST, taken).__enter__()

@@ -1,0 +1,13 @@
+"""ViT-Lite-7/4 on CIFAR-10 as in vit_lite_vanilla.py, each model on 2 GPUs: 1D tensor parallel.
+
+    DATA=/path/to/cifar10 torchrun --nproc_per_node 8 train.py --config vit_lite_1d
+
+Source: Colossal-AI's benchmark, without figures of its own for this mode; Megatron-LM (arXiv 1909.08053).
+Expected: the curves of vit_lite_vanilla. Not run by this project at full length.
+"""
+
+from configs.vit_lite_vanilla import *  # noqa: F403
+
+TENSOR_PARALLEL_SIZE = 2
+TENSOR_PARALLEL_MODE = "1d"
+parallel = dict(pipeline=1, tensor=dict(mode=TENSOR_PARALLEL_MODE, size=TENSOR_PARALLEL_SIZE))

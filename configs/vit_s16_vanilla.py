@@ -1,0 +1,36 @@
+"""ViT-S/16 on ImageNet-1k, 300 epochs at batch 4,096: AdamW, label smoothing, FP16, on 8 GPUs, data parallel only.
+
+    DATA=/path/to/imagenet torchrun --nproc_per_node 8 train.py --config vit_s16_vanilla
+    DATA=/path/to/imagenet python train.py --world_size=8 --rank=$RANK --local_rank=$LOCAL_RANK --host=$HOST \
+        --port=29500 --config=vit_s16_vanilla
+
+Source: Colossal-AI's benchmark: about 74.5 % top-1, in about 16.5 hours on 8 A100. Not run by this project at full
+length.
+"""
+
+from colossalai.amp import AMP_TYPE
+
+TOTAL_BATCH_SIZE = 4096
+LEARNING_RATE = 3e-3
+WEIGHT_DECAY = 0.3
+LABEL_SMOOTHING = 0.1
+
+NUM_EPOCHS = 300
+WARMUP_EPOCHS = 32
+
+MODEL = dict(image_size=224, patch_size=16, width=384, depth=12, heads=6, mlp_ratio=4.0, num_classes=1000)
+DATA = dict(loader="dali")
+GPUS = 8
+
+# data parallel only
+TENSOR_PARALLEL_SIZE = 1
+TENSOR_PARALLEL_MODE = None
+
+parallel = dict(pipeline=1, tensor=dict(mode=TENSOR_PARALLEL_MODE, size=TENSOR_PARALLEL_SIZE))
+
+fp16 = dict(mode=AMP_TYPE.TORCH)
+
+gradient_accumulation = 2
+BATCH_SIZE = TOTAL_BATCH_SIZE // gradient_accumulation
+
+clip_grad_norm = 1.0

@@ -1,0 +1,12 @@
+"""Pre-train a Vision Transformer on ImageNet-1k, with data and tensor parallelism.
+
+torchrun --nproc_per_node 8 train.py --config vit_s16_vanilla --set DATA.root=/path/to/imagenet
+
+The benchmark's name for train_dali.py, where the script is: DATA.loader says whether DALI or torchvision reads.
+"""
+
+from common.errors import run_command
+from imagenet_dali.train_dali import main
+
+if __name__ == "__main__":
+    run_command(main)

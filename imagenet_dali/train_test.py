@@ -1,0 +1,12 @@
+import runpy
+import sys
+from pathlib import Path
+
+
+def test_the_benchmarks_script_plans_its_recipe(capsys, monkeypatch):
+    monkeypatch.delenv("DATA", raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config=vit_s16_2p5d", "--dry-run"])
+    runpy.run_path(str(Path(__file__).parent / "train.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "8 GPUs = 2 data parallel x 4 tensor parallel" in printed
+    assert "22.1 M" in printed  # ViT-S/16 in arXiv 2012.12877, table 1

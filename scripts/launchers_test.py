@@ -1,0 +1,258 @@
+"""Every launcher for real: two processes train the same weights to the last bit, whatever started them.
+
+Not among the tests of `scripts/test.sh`, because it needs root and Debian's packages slurm-wlm, munge, openmpi-bin and
+iproute2: ``bash scripts/test.sh scripts/launchers_test.py``. What is missing fails by its name.
+"""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from local_slurm import NODE, local_slurm
+
+from common.checkpoint import newest_checkpoint
+from imagenet_dali.testing import prepare_data, run, write_config
+
+ROOT = Path(__file__).resolve().parent.parent
+TASK = ROOT / "imagenet_dali"
+STEPS = "--set MAX_STEPS=3"
+Outcome = tuple[str, bytes]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return str(prepare_data(tmp_path_factory.mktemp("data")))
+
+
+@pytest.fixture
+def arguments(tmp_path) -> str:
+    return f"--config={write_config(tmp_path)} --output={tmp_path}/run {STEPS}"
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[dict[str, str]]:
+    with local_slurm() as environ:
+        yield environ
+
+
+@pytest.fixture(scope="module")
+def expected(data, tmp_path_factory) -> Outcome:
+    """What two processes of torchrun make of the tiny config."""
+    folder = tmp_path_factory.mktemp("expected")
+    command = f"bash scripts/train_torchrun.sh imagenet_dali/train_dali.py --config={write_config(folder)} {STEPS}"
+    answer = run(f"{command} --output={folder}/run", cwd=ROOT, DATA=data, NPROC_PER_NODE="2")
+    return outcome(answer.stdout, folder / "run")
+
+
+def outcome(stdout: str, folder: Path) -> Outcome:
+    """Return the line of the final top-1 and the weights' file of the run in ``folder``."""
+    lines = [line for line in stdout.splitlines() if line.startswith("top1=")]
+    assert len(lines) == 1, stdout
+    return lines[0], (newest_checkpoint(folder / "checkpoints") / "model.safetensors").read_bytes()
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+def require(program: str, package: str) -> None:
+    if not shutil.which(program):
+        pytest.fail(f"{program} is missing: apt-get install {package}")
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.2)
+
+
+def one_error(answer: subprocess.CompletedProcess) -> str:
+    """Return the only line of ours on stderr that reports an error."""
+    lines = [line for line in answer.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, answer.stderr
+    return lines[0]
+
+
+# --- torchrun ---------------------------------------------------------------------------------------------------------
+
+
+def test_torch_distributed_launch(data, arguments, expected, tmp_path):
+    """Seed 003's command, with two processes on the CPU."""
+    command = "python -m torch.distributed.launch --nproc_per_node 2 --master_addr localhost"
+    answer = run(f"{command} --master_port {free_port()} train_dali.py --world_size 2 {arguments}", DATA=data)
+    assert outcome(answer.stdout, tmp_path / "run") == expected
+
+
+@contextmanager
+def two_hosts() -> Iterator[list[str]]:
+    """Make two network namespaces joined by a cable, 10.77.0.1 and 10.77.0.2 on their eth0, and yield their names."""
+    require("ip", "iproute2")
+    names = [f"launchers{os.getpid()}-{number}" for number in (1, 2)]
+    try:
+        for name in names:
+            run(f"ip netns add {name} && ip -n {name} link set lo up")
+        run(f"ip -n {names[0]} link add eth0 type veth peer name eth0 netns {names[1]}")
+        for number, name in enumerate(names, 1):
+            run(f"ip -n {name} address add 10.77.0.{number}/24 dev eth0 && ip -n {name} link set eth0 up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def test_torchrun_on_two_hosts(data, arguments, expected, tmp_path):
+    environ = dict(NNODES="2", MASTER_ADDR="10.77.0.1", DATA=data, GLOO_SOCKET_IFNAME="eth0", OMP_NUM_THREADS="1")
+    with two_hosts() as hosts:
+        command = f"bash scripts/train_torchrun.sh imagenet_dali/train_dali.py {arguments}"
+        second = subprocess.Popen(
+            ["ip", "netns", "exec", hosts[1], *command.split()],
+            cwd=ROOT,
+            env={**os.environ, **environ, "NODE_RANK": "1"},
+            stdout=subprocess.DEVNULL,
+        )
+        try:
+            answer = run(f"ip netns exec {hosts[0]} {command}", cwd=ROOT, NODE_RANK="0", **environ)
+            assert second.wait(60) == 0
+        finally:
+            second.terminate()
+            second.wait()
+    assert outcome(answer.stdout, tmp_path / "run") == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        (dict(NNODES="2", NODE_RANK="0"), "NNODES=2 needs MASTER_ADDR"),
+        (dict(NNODES="2", MASTER_ADDR="localhost"), "NNODES=2 needs NODE_RANK"),
+        (dict(MASTER_PORT="{taken}"), "MASTER_PORT={taken} is in use on this node: choose another"),
+    ],
+)
+def test_what_the_torchrun_script_refuses(environ, words):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = str(server.getsockname()[1])
+        environ = {name: value.format(taken=taken) for name, value in environ.items()}
+        answer = run("bash scripts/train_torchrun.sh train.py", cwd=ROOT, code=2, **environ)
+    assert words.format(taken=taken) in one_error(answer)
+
+
+# --- mpirun -----------------------------------------------------------------------------------------------------------
+
+
+def mpirun(arguments: str, **more: str | int) -> subprocess.CompletedProcess:
+    require("mpirun", "openmpi-bin")
+    return run(
+        f"mpirun --allow-run-as-root --oversubscribe --bind-to none -n 2 python train_dali.py {arguments}", **more
+    )
+
+
+def test_mpirun(data, arguments, expected, tmp_path):
+    assert outcome(mpirun(arguments, DATA=data).stdout, tmp_path / "run") == expected
+
+
+def test_mpirun_refuses_a_rank_that_it_did_not_give(data, arguments):
+    error = one_error(mpirun(f"{arguments} --rank=0", code=2, DATA=data))
+    assert "--rank=0 contradicts OMPI_COMM_WORLD_RANK=1: leave the flag out" in error
+
+
+def test_mpirun_names_a_given_port_in_use(data, arguments):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        error = one_error(mpirun(f"{arguments} --host=localhost --port={port}", code=2, DATA=data))
+    assert error == f"error: --port={port} is in use on localhost: choose another"
+
+
+# --- Slurm ------------------------------------------------------------------------------------------------------------
+
+
+def test_srun_of_the_training_script(slurm, data, arguments, expected, tmp_path):
+    """Seed 000's command, typed into a shell that has no such variables."""
+    flags = "--local_rank=$SLURM_PROCID --world_size=$SLURM_NPROCS --host=$HOST"
+    answer = run(
+        f"srun -n 2 python train_dali.py {flags} --port={free_port()} {arguments}", DATA=data, HOST=NODE, **slurm
+    )
+    assert outcome(answer.stdout, tmp_path / "run") == expected
+
+
+def test_srun_of_the_slurm_script(slurm, data, expected, tmp_path):
+    """Seed 003's command as printed, from a task's folder that has the scripts in it."""
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    with write_config(tmp_path).open("a") as config:
+        config.write("MAX_STEPS = 3\n")
+    (tmp_path / "train.py").symlink_to(TASK / "train_dali.py")
+    environ = dict(SLURM_NTASKS="2", HOST=NODE, CONFIG="tiny.py", DATA=data)
+    answer = run("srun bash ./scripts/train_slurm.sh", cwd=tmp_path, **environ, **slurm)
+    assert outcome(answer.stdout, tmp_path / "outputs" / "tiny") == expected
+
+
+def test_sbatch(slurm, data, arguments, expected, tmp_path):
+    script = f"{ROOT}/scripts/train_slurm.sh {TASK}/train_dali.py {arguments}"
+    run(f"sbatch --wait --ntasks 2 --output job.out {script}", cwd=tmp_path, DATA=data, **slurm)
+    assert outcome((tmp_path / "job.out").read_text(), tmp_path / "run") == expected
+
+
+def test_srun_passes_over_a_port_in_use(slurm, data, arguments, expected, tmp_path):
+    """The port is made from the numbers of job and step, so that it can be taken before the step starts."""
+    granted = run("salloc --no-shell --ntasks 2", **slurm)
+    job = re.search(r"Granted job allocation (\d+)", granted.stderr)[1]
+    try:
+        with socket.create_server(("", 20_000 + zlib.crc32(f"{job}.0".encode()) % 12_000)):
+            answer = run(f"srun --jobid {job} -n 2 python train_dali.py {arguments}", DATA=data, **slurm)
+    finally:
+        run(f"scancel {job}", **slurm)
+    assert outcome(answer.stdout, tmp_path / "run") == expected
+
+
+def test_srun_refuses_a_world_size_that_it_did_not_give(slurm, data, arguments):
+    answer = run(f"srun -n 2 python train_dali.py {arguments} --world_size=3", code=2, DATA=data, **slurm)
+    assert one_error(answer) == "error: --world_size=3 contradicts SLURM_NTASKS=2: leave the flag out"
+
+
+@pytest.mark.parametrize(
+    "interrupt",
+    ["scancel --batch --signal=USR1 {job}", "srun --partition urgent -n 2 true"],
+    ids=["warned", "preempted"],
+)
+def test_a_job_that_is_interrupted_queues_itself_again(slurm, data, tmp_path, interrupt):
+    """The first is the signal that --signal=B:USR1 has sent before the time is up."""
+    arguments = f"--config={write_config(tmp_path)} --output={tmp_path}/run --set NUM_EPOCHS=9999 --set EVAL_EVERY=999"
+    script = f"{ROOT}/scripts/train_slurm.sh {TASK}/train_dali.py {arguments}"
+    submitted = run(f"sbatch --parsable --ntasks 2 --output job.out {script}", cwd=tmp_path, DATA=data, **slurm)
+    job = submitted.stdout.strip()
+    try:
+        wait_until((tmp_path / "run" / "metrics.jsonl").exists)
+        run(interrupt.format(job=job), **slurm)
+        wait_until(lambda: "Restarts=1" in run(f"scontrol show job {job}", **slurm).stdout)
+    finally:
+        run(f"scancel {job}", **slurm)
+
+
+def test_the_slurm_script_outside_slurm():
+    assert "not in a Slurm job" in one_error(run("bash scripts/train_slurm.sh", cwd=ROOT, code=2))
+
+
+def test_the_local_slurm_leaves_nothing_behind():
+    answer = run("python scripts/local_slurm.py srun -n 2 printenv SLURM_CONF", cwd=ROOT)
+    first, second = map(Path, answer.stdout.split())
+    assert first == second
+    assert not first.parent.exists()
+    wait_until(lambda: not processes_with(f"SLURM_CONF={first}"), seconds=10)
+
+
+def processes_with(variable: str) -> list[Path]:
+    """Return the processes, as /proc/PID/environ, that were started with an environment variable."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended meanwhile
+            if variable.encode() in path.read_bytes().split(b"\0"):
+                found.append(path)
+    return found

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Train under Slurm, with one task for each GPU.
+#
+#   HOST=<node name> srun bash ./scripts/train_slurm.sh [SCRIPT ARGUMENT...]
+#   sbatch --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 scripts/train_slurm.sh [SCRIPT ARGUMENT...]
+#   sbatch ... scripts/train_slurm.sh imagenet_dali/train_dali.py --config vit-b16 --output /shared/vit-b16
+#
+# Without arguments: SCRIPT (default: train.py of this folder, else caltech101_amp/train.py) --config CONFIG (default:
+# config_AMP_torch). HOST, where rank 0 runs, is the first node unless given; PORT, a free port there, is found unless
+# given. With plain srun, add --kill-on-bad-exit so that a task that fails ends the others.
+#
+# As a batch job it warns the training with SIGUSR1 two minutes before its time is up, then queues itself again; it also
+# starts again when it is preempted or a node fails.
+#SBATCH --job-name=train
+#SBATCH --output=slurm-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+set -euo pipefail
+
+[ -n "${SLURM_JOB_ID:-}" ] || {
+    echo "error: train_slurm.sh is not in a Slurm job: start it with srun or sbatch" >&2
+    exit 2
+}
+if [ $# = 0 ]; then
+    here=train.py
+    [ -f "$here" ] || here=caltech101_amp/train.py
+    set -- "${SCRIPT:-$here}" --config "${CONFIG:-config_AMP_torch}"
+fi
+python=$(dirname "$(readlink -f "$1")")/../.venv/bin/python
+[ -x "$python" ] || python=python
+host=${HOST:-$(scontrol show hostnames "${SLURM_STEP_NODELIST:-$SLURM_JOB_NODELIST}" | sed -n 1p)}
+set -- "$python" "$@" --host="$host" --port="${PORT:-}"
+
+# The steps of a job are numbered from 0; the shell of sbatch or salloc has no number, or a reserved one.
+if ((${SLURM_STEP_ID:-0xFFFFFFFF} < 0xFFFFFFF0)); then
+    exec "$@"
+fi
+
+# srun itself no longer takes this over from sbatch (Slurm 22.05).
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+warned=
+srun --kill-on-bad-exit=1 "$@" &
+step=$!
+trap 'warned=yes; kill -USR1 "$step"' USR1 # srun passes it on to the tasks
+status=0
+wait "$step" || status=$?
+if [ "$warned" ]; then # the signal has ended the first wait
+    status=0
+    wait "$step" || status=$?
+    [ "$status" = 0 ] || scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

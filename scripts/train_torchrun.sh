@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Train with torchrun, with one process for each GPU, or a single one where there is none.
+#
+#   bash scripts/train_torchrun.sh imagenet_dali/train_dali.py --config vit-b16      on one node
+#
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 bash scripts/train_torchrun.sh ...        on each of several, here the first
+#   NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 bash scripts/train_torchrun.sh ...
+#
+# MASTER_PORT is a port of MASTER_ADDR: on one node a free one is found unless given, on several it is 29500 unless given.
+# NPROC_PER_NODE says how many processes run on this node, if not one for each GPU.
+set -euo pipefail
+
+fail() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+[ $# -gt 0 ] || fail "train_torchrun.sh needs a training script: bash scripts/train_torchrun.sh SCRIPT ARGUMENT..."
+python=$(dirname "$(readlink -f "$1")")/../.venv/bin/python
+[ -x "$python" ] || python=python
+processes=${NPROC_PER_NODE:-1}
+[ -n "${NPROC_PER_NODE:-}" ] || ! nvidia-smi --list-gpus >/dev/null 2>&1 || processes=gpu
+
+nodes=${NNODES:-1} rank=${NODE_RANK:-0} port=${MASTER_PORT:-29500}
+if [ "$nodes" = 1 ] && [ -z "${MASTER_PORT:-}" ]; then
+    place=(--standalone --local_addr=127.0.0.1)
+else
+    [ "$nodes" = 1 ] || [ -n "${MASTER_ADDR:-}" ] || fail "NNODES=$nodes needs MASTER_ADDR: the first node's name or address"
+    [ "$nodes" = 1 ] || [ -n "${NODE_RANK:-}" ] || fail "NNODES=$nodes needs NODE_RANK: 0 on the first node, 1 on the next"
+    [ "$rank" != 0 ] || ! (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null ||
+        fail "MASTER_PORT=$port is in use on this node: choose another"
+    place=(--nnodes="$nodes" --node_rank="$rank" --master_addr="${MASTER_ADDR:-127.0.0.1}" --master_port="$port")
+fi
+exec "$python" -m torch.distributed.run --nproc_per_node="$processes" "${place[@]}" "$@"

@@ -8,7 +8,6 @@ say for the matrix products; the step time is the median of the steps after it.
 """
 
 import argparse
-import csv
 import json
 import os
 import resource
@@ -32,6 +31,7 @@ from common.lr_schedule import build_lr_scheduler
 from common.model import build_model
 from common.optimizer import build_optimizer
 from common.run import start_run
+from common.table import format_table, write_csv
 from common.traffic import NAMES, Traffic
 
 CONFIGS = ("vit_lite_vanilla", "vit_lite_1d", "vit_lite_2d", "vit_lite_2p5d", "vit_lite_3d")
@@ -58,10 +58,7 @@ def main(argv: list[str]) -> None:
         args.set.append(f"TOTAL_BATCH_SIZE={CPU_BATCH}")
     results = [run_mode(config, args) for config in args.configs]
     rows = [summarise(result, results[0]) for result in results]
-    with (args.output / "compare.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(rows, args.output / "compare.csv")
     draw(results, args.output / "compare.png")
     print(format_table(rows))
     print(f"{args.output}/compare.csv {args.output}/compare.png")
@@ -112,15 +109,6 @@ def summarise(result: dict[str, Any], vanilla: dict[str, Any]) -> dict[str, Any]
         "step_s": f"{statistics.median(seconds):.3f}",
         **{f"{name}_mb": f"{result['sent'][name] / 1e6:.2f}" for name in NAMES},
     }
-
-
-def format_table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as a table for the terminal, which is Markdown too."""
-    header, *body = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
-    lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in (header, *body)]
-    lines.insert(1, ["-" * (width - 1) + ":" for width in widths])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:

@@ -1,7 +1,7 @@
 """Every launcher for real: two processes train the same weights to the last bit, whatever started them.
 
-Not among the tests of `scripts/test.sh`, because it needs root and Debian's packages slurm-wlm, munge, openmpi-bin and
-iproute2: ``bash scripts/test.sh scripts/launchers_test.py``. What is missing fails by its name.
+Needs root and Debian's packages slurm-wlm, munge, openmpi-bin and iproute2; what is missing is named. Not among the
+tests that run by default: ``bash scripts/test.sh -m launchers scripts/launchers_test.py``.
 """
 
 import os
@@ -20,6 +20,8 @@ from local_slurm import NODE, local_slurm
 
 from common.checkpoint import newest_checkpoint
 from imagenet_dali.testing import prepare_data, run, write_config
+
+pytestmark = pytest.mark.launchers
 
 ROOT = Path(__file__).resolve().parent.parent
 TASK = ROOT / "imagenet_dali"

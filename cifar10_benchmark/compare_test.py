@@ -1,0 +1,64 @@
+import csv
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cifar10_benchmark import compare
+from cifar10_benchmark.formulas import expected_bytes
+from common.errors import UserError
+
+SMALL = ["MODEL.width=32", "MODEL.depth=2", "TOTAL_BATCH_SIZE=8"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    noise = np.random.default_rng(0)
+    for number in range(48):
+        path = tmp_path / "data" / ("train" if number < 40 else "test") / str(number % 2) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise.integers(0, 256, (32, 32, 3), np.uint8)).save(path)
+    return tmp_path / "data"
+
+
+def test_modes_learn_alike_and_send_what_the_formula_says(folder, tmp_path, capfd):
+    settings = [word for setting in [*SMALL, f"DATA.root={folder}"] for word in ("--set", setting)]
+    configs = ["vit_lite_vanilla", "vit_lite_1d"]
+    compare.main(["--steps", "4", "--configs", *configs, "--output", str(tmp_path / "out"), *settings])
+    rows = list(csv.DictReader((tmp_path / "out" / "compare.csv").read_text().splitlines()))
+    assert [(row["config"], row["processes"], row["steps"]) for row in rows] == [
+        ("vit_lite_vanilla", "1", "4"),
+        ("vit_lite_1d", "2", "4"),
+    ]
+    assert float(rows[1]["loss_difference"]) < 1e-5
+    assert float(rows[0]["sent_mb"]) == 0
+    assert rows[1]["sent_mb"] == rows[1]["formula_mb"] == rows[1]["all_reduce_mb"] != "0.00"
+    assert int(rows[1]["parameters"]) < int(rows[0]["parameters"])
+    with Image.open(tmp_path / "out" / "compare.png") as picture:
+        assert picture.format == "PNG"
+    assert "| vit_lite_vanilla |" in capfd.readouterr().out
+
+
+MODEL = {"image_size": 32, "patch_size": 4, "width": 8, "depth": 1, "mlp_ratio": 2.0, "pool": "cls"}
+ROWS = 2 * 65  # of a batch of two
+A_AND_B = ROWS * 8 * 3 + ROWS * 16 + 8 * 24 + 8 * 8 + 8 * 16 + 16 * 8  # inputs and weights of the four products
+C = ROWS * (24 + 8 + 16 + 8)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "numbers"),
+    [
+        ({"mode": None, "size": 1}, 0),
+        ({"mode": "1d", "size": 2}, 4 * ROWS * 8),  # of a pair, each all-reduce sends its message once
+        ({"mode": "2d", "size": 4}, 3 / 4 * A_AND_B),
+        ({"mode": "2.5d", "size": 4, "depth": 1}, 3 / 4 * A_AND_B),
+        ({"mode": "3d", "size": 8}, 2 / 8 * (A_AND_B + C)),
+    ],
+)
+def test_formulas_by_hand(tensor, numbers):
+    assert expected_bytes(tensor, 2, MODEL) == pytest.approx(4 * numbers)
+
+
+def test_too_few_steps_are_refused():
+    with pytest.raises(UserError, match="--steps 2"):
+        compare.main(["--steps", "2"])

@@ -1,0 +1,25 @@
+"""Tables of results: rows are dicts with the same keys."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """Return the rows as a table for the terminal, which is Markdown too."""
+    header, *body = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
+    lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in (header, *body)]
+    lines.insert(1, ["-" * (width - 1) + ":" for width in widths])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """Write the rows under a header."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

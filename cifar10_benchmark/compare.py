@@ -54,6 +54,8 @@ def main(argv: list[str]) -> None:
         measure(args)
         return
     args.output.mkdir(parents=True, exist_ok=True)
+    # in a warm-up of epochs the first steps change so little that modes could not differ
+    args.set.insert(0, "WARMUP_EPOCHS=0")
     if not torch.cuda.is_available() and not any(setting.startswith("TOTAL_BATCH_SIZE=") for setting in args.set):
         args.set.append(f"TOTAL_BATCH_SIZE={CPU_BATCH}")
     results = [run_mode(config, args) for config in args.configs]
@@ -158,7 +160,8 @@ class Recorder(BaseHook):
 def measure(args: argparse.Namespace) -> None:
     """Train as cifar10_benchmark/train.py does, without evaluation, and write this rank's figures."""
     settings = [word for setting in [*args.set, f"MAX_STEPS={args.steps}"] for word in ("--set", setting)]
-    run = start_run(["--config", *args.configs, *settings], __doc__, describe_data)
+    unused = ["--output", str(args.measure / "run")]  # no hook that would write there
+    run = start_run(["--config", *args.configs, *unused, *settings], __doc__, describe_data)
     config, plan = gpc.config, run.plan
     if plan.accumulation > 1:
         raise UserError(f"gradient_accumulation={plan.accumulation}: the comparison takes a step's samples at once")

@@ -66,7 +66,7 @@ def data_root(config: Mapping[str, Any]) -> str:
         state = "is empty" if Path(root).is_dir() else "is not a folder"
         raise UserError(
             f"DATA.root={root} {state}: point it at a data set (python -m imagenet_dali.prepare makes one, "
-            f"--set DATA.download=True fetches CIFAR-10)"
+            f"--set DATA.download=True fetches CIFAR-10 or Caltech-101)"
         )
     return str(Path(root).resolve())
 

@@ -1,9 +1,11 @@
 import hashlib
 import io
 import multiprocessing
+import stat
 import tarfile
 import threading
 import time
+import zipfile
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -218,6 +220,44 @@ def test_an_archive_that_reaches_out_of_its_folder_is_refused(tmp_path, member, 
         extract(archive, "data", folder)
     assert list(folder.iterdir()) == []
     assert [path.name for path in tmp_path.iterdir() if "evil" in path.name] == []
+
+
+def write_zip(path: Path, *members: tuple[str, bytes], link: str | None = None) -> Path:
+    with zipfile.ZipFile(path, "w") as container:
+        for name, content in members:
+            container.writestr(name, content)
+        if link:
+            info = zipfile.ZipInfo(link)
+            info.external_attr = (stat.S_IFLNK | 0o777) << 16
+            container.writestr(info, "/etc/passwd")
+    return path
+
+
+def test_extract_a_zip_archive(tmp_path):
+    archive = write_zip(tmp_path / "archive.zip", ("data/one", b"1"), ("data/sub/two", b"2"), ("other", b""))
+    extract(archive, "data", tmp_path)
+    assert (tmp_path / "data" / "sub" / "two").read_bytes() == b"2"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["archive.zip", "data"]
+
+
+@pytest.mark.parametrize("evil", ["../evil", "data/../../evil", "/evil", "link"])
+def test_a_zip_archive_that_reaches_out_of_its_folder_is_refused(tmp_path, evil):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    members, link = ([], "data/evil") if evil == "link" else ([(evil, b"")], None)
+    archive = write_zip(tmp_path / "archive.zip", ("data/one", b"1"), *members, link=link)
+    with pytest.raises(UserError, match="archive.zip: '.*evil' leads out of the archive's folder; remove it"):
+        extract(archive, "data", folder)
+    assert list(folder.iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["archive.zip", "folder"]
+
+
+def test_a_damaged_zip_archive_leaves_nothing(tmp_path):
+    archive = write_zip(tmp_path / "archive.zip", ("data/one", CONTENT))
+    archive.write_bytes(archive.read_bytes().replace(CONTENT[:100], bytes(100)))
+    with pytest.raises(UserError, match="Bad CRC-32 for file 'data/one'; remove it and fetch it again"):
+        extract(archive, "data", tmp_path)
+    assert list(tmp_path.iterdir()) == [archive]
 
 
 @pytest.mark.parametrize("content", [b"no archive", CONTENT[:0]])

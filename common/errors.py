@@ -34,10 +34,14 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
     except UserError as error:
         if "--debug" in argv:
             raise
-        rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
-        if rank == "0" or isinstance(error, RankError) or _joined():
+        if is_first_process() or isinstance(error, RankError) or _joined():
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def is_first_process() -> bool:
+    """Return whether this process is the first of those that its launcher started, as far as the environment says."""
+    return next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0"
 
 
 def _joined() -> bool:

@@ -1,0 +1,172 @@
+"""Train in full precision and in every mode of mixed precision, and compare memory and time.
+
+DATA=/path/to/caltech101 python -m caltech101_amp.compare --steps 10 [--rounds 3] [--set KEY=VALUE ...] [--output DIR]
+
+Writes DIR/compare.csv and DIR/compare.png, and prints the table. On a GPU: ViT-B/16 at batch 128, as the configs say.
+On a CPU, unless --set says otherwise: a model of width 192 and depth 4, 96 pixels, batch 32, which ends in minutes. The
+modes take turns, a round of steps each; figures are medians over the rounds, and those relative to fp32 are medians of
+the ratios to it in the same round. Shares are of the time of a step: waiting for data, forward pass with loss, backward
+pass, optimiser. Memory is the process's peak, without what it held before there was a model.
+"""
+
+import argparse
+import multiprocessing
+import shlex
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from caltech101_amp.measure import PHASES, Figures, serve_rounds
+from common.errors import UserError, run_command
+from common.provenance import describe_run
+from common.table import format_table, write_csv
+
+CONFIGS = {
+    "fp32": "config_fp32",
+    "AMP_TYPE.TORCH": "config_AMP_torch",
+    "AMP_TYPE.NAIVE": "config_AMP_naive",
+    "AMP_TYPE.APEX O1": "config_AMP_apex",
+}
+CPU_SETTINGS = ("MODEL.image_size=96", "MODEL.width=192", "MODEL.heads=3", "MODEL.depth=4", "TOTAL_BATCH_SIZE=32")
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10, help="optimiser steps of each round (default: 10)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each mode (default: 3)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    parser.add_argument("--output", type=Path, default=Path("outputs/compare_amp"), help="default: outputs/compare_amp")
+    parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
+    args = parser.parse_args(argv)
+    for name in ("steps", "rounds"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name} {getattr(args, name)}: at least 1")
+    settings = args.set if torch.cuda.is_available() else with_defaults(args.set, CPU_SETTINGS)
+    figures = compare(settings, args.output, args.steps, args.rounds)
+    rows = [summarise(mode, figures) for mode in figures]
+    args.output.mkdir(parents=True, exist_ok=True)
+    write_csv([row | provenance(args, argv, settings) for row in rows], args.output / "compare.csv")
+    draw(figures, args.output / "compare.png")
+    print(format_table(rows))
+    print(f"{args.output}/compare.csv {args.output}/compare.png")
+
+
+def with_defaults(settings: Sequence[str], defaults: Sequence[str]) -> list[str]:
+    """Return the settings, and those of the defaults whose key they do not set."""
+    said = {setting.partition("=")[0] for setting in settings}
+    return [*settings, *(setting for setting in defaults if setting.partition("=")[0] not in said)]
+
+
+def compare(settings: list[str], output: Path, steps: int, rounds: int) -> dict[str, list[Figures]]:
+    """Return each mode's figures, a dict a round."""
+    figures: dict[str, list[Figures]] = {mode: [] for mode in CONFIGS}
+    with serving(settings, output, steps) as connections:
+        for mode, connection in connections.items():  # all are set up before the first is measured
+            receive(mode, connection)
+        for _ in range(rounds):
+            for mode, connection in connections.items():
+                connection.send(True)
+                figures[mode].append(receive(mode, connection))
+    return figures
+
+
+@contextmanager
+def serving(settings: list[str], output: Path, steps: int) -> Iterator[dict[str, Connection]]:
+    """Keep a process for each mode within the context; yield what they are asked through."""
+    context = multiprocessing.get_context("spawn")  # a process that is forked cannot use a GPU
+    processes, connections = [], {}
+    try:
+        for mode, config in CONFIGS.items():
+            connections[mode], theirs = context.Pipe()
+            process = context.Process(target=serve_rounds, args=(theirs, config, settings, output / config, steps))
+            process.start()
+            theirs.close()
+            processes.append(process)
+        yield connections
+    finally:
+        for connection in connections.values():
+            with suppress(OSError):  # it has ended already
+                connection.send(False)
+            connection.close()
+        for process in processes:
+            process.join()
+
+
+def receive(mode: str, connection: Connection) -> Figures:
+    """Return what a mode's process answers; raise what it raised."""
+    try:
+        answer = connection.recv()
+    except (EOFError, ConnectionError) as error:
+        raise UserError(f"{mode} failed: what its process says is above") from error
+    if isinstance(answer, UserError):
+        raise answer
+    return answer
+
+
+def summarise(mode: str, figures: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:
+    """Return a mode's row of the table."""
+
+    def median(key: str) -> float:
+        return statistics.median(figure[key] for figure in figures[mode])
+
+    pairs = list(zip(figures[mode], figures["fp32"], strict=True))
+    step = median("step")
+    return {
+        "mode": mode,
+        "memory_gb": f"{median('memory') / 1e9:.2f}",
+        "x_fp32_memory": f"{statistics.median(ours['memory'] / fp32['memory'] for ours, fp32 in pairs):.2f}",
+        "iterations_per_s": f"{1 / step:.2f}",
+        "samples_per_s": f"{figures[mode][0]['batch'] / step:.1f}",
+        "x_fp32_speed": f"{statistics.median(fp32['step'] / ours['step'] for ours, fp32 in pairs):.2f}",
+        **{phase: f"{median(phase) / step:.1%}" for phase in PHASES},
+    }
+
+
+def provenance(args: argparse.Namespace, argv: list[str], settings: Sequence[str]) -> dict[str, Any]:
+    """Return what the figures need beside them to count."""
+    about = describe_run(argv)
+    hardware = about["hardware"]
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime(about["started"])),
+        "steps": args.steps,
+        "rounds": args.rounds,
+        "settings": " ".join(setting for setting in settings if not setting.startswith("DATA.")),
+        "hardware": hardware["gpu"] or f"{hardware['cpus']} cores of {hardware['cpu']}",
+        "versions": " ".join(f"{name}={number}" for name, number in about["versions"].items() if number),
+        "commit": about["commit"],
+        "command": shlex.join(["python", "-m", "caltech101_amp.compare", *argv]),
+    }
+
+
+def draw(figures: Mapping[str, Sequence[Figures]], path: Path) -> None:
+    """Draw bars of memory, samples per second, and the phases of a step."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    memory, speed, phases = figure.subplots(1, 3)
+    for mode, rounds in figures.items():
+        label = mode.removeprefix("AMP_TYPE.")
+        medians = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+        bars = [memory.bar(label, medians["memory"] / 1e9, color="tab:blue")]
+        bars.append(speed.bar(label, medians["batch"] / medians["step"], color="tab:blue"))
+        for axes, bar in zip((memory, speed), bars, strict=True):
+            axes.bar_label(bar, fmt="%.3g")
+        bottom = 0.0
+        for number, phase in enumerate(PHASES):
+            phases.bar(label, medians[phase] * 1e3, bottom=bottom * 1e3, color=f"C{number}")
+            bottom += medians[phase]
+    memory.set(title="peak memory (GB)")
+    speed.set(title="samples/s")
+    phases.set(title="time of a step (ms)")
+    phases.legend(PHASES)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,71 @@
+"""The comparison of all modes, on a miniature of the data set; and its arithmetic."""
+
+import csv
+import multiprocessing
+
+import pytest
+import torch
+
+from caltech101_amp import compare
+from caltech101_amp.measure import PHASES
+from caltech101_amp.testing import expect_miniature, write_categories
+from common.errors import UserError
+
+# Python 3.12 warns of every fork beside threads
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+TINY = ["MODEL.image_size=16", "MODEL.patch_size=8", "MODEL.width=32", "MODEL.depth=1", "MODEL.heads=2",
+        "MODEL.num_classes=None", "TOTAL_BATCH_SIZE=8", "DATA.workers=0"]  # fmt: skip
+
+
+@pytest.fixture
+def arguments(tmp_path, monkeypatch) -> list[str]:
+    expect_miniature(monkeypatch)
+    write_categories(tmp_path / "data")
+    fork = multiprocessing.get_context("fork")  # processes that see the miniature's size
+    monkeypatch.setattr(compare.multiprocessing, "get_context", lambda _: fork)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    settings = [word for setting in (*TINY, f"DATA.root={tmp_path}/data") for word in ("--set", setting)]
+    return ["--steps", "2", "--rounds", "2", "--output", str(tmp_path / "out"), *settings]
+
+
+def test_writes_table_and_chart(arguments, tmp_path, capfd):
+    compare.main(arguments)
+    with (tmp_path / "out" / "compare.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["mode"] for row in rows] == list(compare.CONFIGS)
+    for row in rows:
+        assert float(row["samples_per_s"]) > 0
+        assert sum(float(row[phase].rstrip("%")) for phase in PHASES) == pytest.approx(100, abs=10)
+        assert row["settings"].startswith("MODEL.image_size=16 ")
+    printed = capfd.readouterr().out
+    assert "| AMP_TYPE.APEX O1 |" in printed
+    assert (tmp_path / "out" / "compare.png").stat().st_size > 1000
+
+
+def test_a_mistake_is_the_users(arguments, capfd):
+    with pytest.raises(UserError, match="MODEL.width=33 is not a multiple of MODEL.heads=2"):
+        compare.main([*arguments, "--set", "MODEL.width=33"])
+
+
+def test_figures_are_medians_and_ratios_of_the_same_round():
+    phases = {"data": 0.1, "forward": 0.2, "backward": 0.3, "optimizer": 0.4}
+    figures = {
+        "fp32": [{"step": step, "memory": 4e9, "batch": 8, **phases} for step in (1.0, 3.0, 100.0)],
+        "half": [{"step": step, "memory": 3e9, "batch": 8, **phases} for step in (0.5, 1.0, 200.0)],
+    }
+    row = compare.summarise("half", figures)
+    assert row["memory_gb"] == "3.00"
+    assert (row["iterations_per_s"], row["samples_per_s"]) == ("1.00", "8.0")
+    assert (row["x_fp32_speed"], row["x_fp32_memory"]) == ("2.00", "0.75")
+    assert [row[phase] for phase in PHASES] == ["10.0%", "20.0%", "30.0%", "40.0%"]
+
+
+def test_settings_of_the_users_come_first():
+    assert compare.with_defaults(["A=1"], ["A=2", "B=3"]) == ["A=1", "B=3"]
+
+
+@pytest.mark.parametrize("name", ["steps", "rounds"])
+def test_nothing_to_measure_is_refused(name):
+    with pytest.raises(UserError, match=f"--{name} 0: at least 1"):
+        compare.main([f"--{name}", "0"])

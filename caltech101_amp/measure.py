@@ -1,0 +1,133 @@
+"""Train one mode for a few steps at a time, and measure what they take."""
+
+import resource
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from caltech101_amp.dataloader import build_train_loader, describe_data
+from common.colossal import gpc, initialize, shard_model
+from common.errors import UserError
+from common.loader import Loader
+from common.model import build_model
+from common.optimizer import build_optimizer
+from common.run import start_run
+from common.torchvision_dataloader import default_workers
+
+PHASES = ("data", "forward", "backward", "optimizer")
+WARM_UP = 2  # steps before each round's
+Figures = dict[str, Any]
+
+
+def serve_rounds(parent: Connection, config: str, settings: list[str], output: Path, steps: int) -> None:
+    """Answer ``parent`` once when ready, then each True with the figures of a round, until False.
+
+    A process of its own for each mode keeps their peaks of memory apart; between rounds it only holds its weights and
+    the optimiser's state. Instead of figures it sends a `UserError` that it meets, and ends.
+    """
+    try:
+        trainer = Measured(config, settings, output)
+        parent.send({})  # ready
+        while parent.recv():
+            parent.send(trainer.run_round(steps))
+    except UserError as error:
+        parent.send(error)
+    except EOFError:  # the parent is gone
+        pass
+
+
+class Measured:
+    """A mode's engine and data, set up as caltech101_amp/train.py does, but for the schedule and evaluation."""
+
+    def __init__(self, name: str, settings: list[str], output: Path) -> None:
+        words = [word for setting in settings for word in ("--set", setting)]
+        run = start_run(["--config", name, "--output", str(output), *words], __doc__, describe_data)
+        config, plan = gpc.config, run.plan
+        if plan.accumulation > 1:
+            raise UserError(f"gradient_accumulation={plan.accumulation}: the comparison takes a step's samples at once")
+        self.device, self.batch = run.device, plan.total_batch
+        before = peak_memory(self.device)
+        model = shard_model(build_model(**config.MODEL))
+        optimizer = build_optimizer(
+            model, learning_rate=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY, **config.OPTIMIZER
+        )
+        loader = build_train_loader(
+            config.DATA,
+            plan.total_batch,
+            plan.micro_batch,
+            image_size=config.MODEL.image_size,
+            seed=config.SEED,
+            device=run.device,
+            **run.data_parallel,
+        )
+        loss = nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)
+        self.engine, *_ = initialize(model, optimizer, loss)
+        self.engine.train()
+        self.batches = _repeat(loader)
+        workers = config.DATA.workers
+        self.read_ahead = 2 * (default_workers(1, run.device) if workers is None else workers)
+        self.memory_before = before
+
+    def run_round(self, steps: int) -> Figures:
+        """Return seconds of each phase and in all, per step, and the peak of memory in bytes."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(self.read_ahead):  # which the loader has had ready since the last round
+            next(self.batches)
+        for _ in range(WARM_UP):
+            self._step()
+        marks = [_now(self.device)]
+        for _ in range(steps):
+            marks += self._step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = [_between(first, second) for first, second in pairwise(marks)]
+        figures = {phase: sum(seconds[number :: len(PHASES)]) / steps for number, phase in enumerate(PHASES)}
+        figures |= {"step": sum(seconds) / steps, "batch": self.batch}
+        figures["memory"] = peak_memory(self.device) - self.memory_before
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # for the other modes
+        return figures
+
+    def _step(self) -> list[Any]:
+        """Take an optimiser step; return the time at the end of each phase."""
+        images, labels = next(self.batches)
+        marks = [_now(self.device)]
+        loss = self.engine.criterion(self.engine(images), labels)
+        marks.append(_now(self.device))
+        self.engine.backward(loss)
+        marks.append(_now(self.device))
+        self.engine.step()
+        self.engine.zero_grad()
+        return [*marks, _now(self.device)]
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that this process has held so far: on its GPU, else in all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _repeat(loader: Loader) -> Iterator[tuple[Tensor, Tensor]]:
+    while True:
+        yield from loader
+
+
+def _now(device: torch.device) -> torch.cuda.Event | float:
+    """Return a mark in the device's own time: a GPU reaches it later, and is not waited for."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(first: Any, second: Any) -> float:
+    return second - first if isinstance(first, float) else first.elapsed_time(second) / 1e3

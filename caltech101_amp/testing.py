@@ -1,0 +1,31 @@
+"""What the tests share: a miniature of the data set, of three categories."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from caltech101_amp import dataset
+
+NAMES = ("accordion", "bass", "cup")
+PER_CATEGORY = 20
+
+
+def write_categories(folder: Path) -> Path:
+    """Write pictures of one colour for each category, and the background, which is none."""
+    noise = np.random.default_rng(0)
+    for label, name in enumerate((*NAMES, dataset.BACKGROUND)):
+        (folder / name).mkdir(parents=True)
+        for number in range(PER_CATEGORY):
+            pixels = noise.integers(0, 80, (*noise.integers(20, 40, 2), 3), np.uint8)
+            pixels[..., label % 3] += 120
+            Image.fromarray(pixels).save(folder / name / f"image_{number:04d}.jpg")
+    return folder
+
+
+def expect_miniature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `dataset` take the miniature for whole."""
+    monkeypatch.setattr(dataset, "CATEGORIES", len(NAMES))
+    monkeypatch.setattr(dataset, "IMAGES", len(NAMES) * PER_CATEGORY)
+    dataset._open.cache_clear()

@@ -1,0 +1,49 @@
+"""Train a Vision Transformer on Caltech-101 in any mode of mixed precision.
+
+python train.py --config config_AMP_torch --set DATA.root=/path/to/caltech101 --set DATA.download=True
+DATA=/path/to/caltech101 torchrun --nproc_per_node 4 train.py --config config/config_AMP_naive.py
+"""
+
+from torch import nn
+
+from caltech101_amp.dataloader import build_eval_loader, build_train_loader, describe_data
+from common.colossal import Trainer, gpc, initialize, shard_model
+from common.errors import UserError, run_command
+from common.lr_schedule import build_lr_scheduler
+from common.model import build_model
+from common.optimizer import build_optimizer
+from common.run import start_run
+
+
+def main(argv: list[str]) -> None:
+    run = start_run(argv, __doc__, describe_data)
+    if run is None:  # --dry-run
+        return
+    config, plan = gpc.config, run.plan
+    if config.MIXUP:
+        raise UserError(f"MIXUP={config.MIXUP} has no effect in this task: leave it out")
+
+    model = shard_model(build_model(**config.MODEL))
+    optimizer = build_optimizer(
+        model, learning_rate=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY, **config.OPTIMIZER
+    )
+    lr_scheduler = build_lr_scheduler(optimizer, config.LR_SCHEDULE, plan.total_steps, plan.warmup_steps)
+    loaders = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)
+    train_loader = build_train_loader(config.DATA, plan.total_batch, plan.micro_batch, seed=config.SEED, **loaders)
+    eval_loader = build_eval_loader(config.DATA, plan.micro_batch, **loaders)
+
+    engine, train_loader, eval_loader, lr_scheduler = initialize(
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING),
+        train_loader,
+        eval_loader,
+        lr_scheduler,
+    )
+    hooks = run.build_hooks(model, optimizer)
+    Trainer(engine).fit(train_loader, plan.epochs, plan.last_step, eval_loader, config.EVAL_EVERY, hooks)
+    run.finish()
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -6,8 +6,8 @@ Writes DIR/compare.csv and DIR/compare.png, and prints the table. Each mode runs
 model is cut into, from the same weights. Bytes are counted in the second step, and set beside what the papers' formulas
 say for the matrix products; the step time is the median of the steps after it.
 
-The learning rate is the recipe's: small, in its warm-up. Without warm-up AdamW blows rounding up within 50 steps, so that one
-process on one thread and on two differ as much as the modes do.
+The learning rate is the recipe's: small, in its warm-up. Without warm-up AdamW blows rounding up within 50 steps, so
+that one process on one thread and on two differ as much as the modes do.
 """
 
 import argparse

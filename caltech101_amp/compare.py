@@ -11,7 +11,6 @@ pass, optimiser. Memory is the process's peak, without what it held before there
 
 import argparse
 import multiprocessing
-import shlex
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ import torch
 
 from caltech101_amp.measure import PHASES, Figures, serve_rounds
 from common.errors import UserError, run_command
-from common.provenance import describe_run
+from common.provenance import describe_run, format_command
 from common.table import format_table, write_csv
 
 CONFIGS = {
@@ -140,7 +139,7 @@ def provenance(args: argparse.Namespace, argv: list[str], settings: Sequence[str
         "hardware": hardware["gpu"] or f"{hardware['cpus']} cores of {hardware['cpu']}",
         "versions": " ".join(f"{name}={number}" for name, number in about["versions"].items() if number),
         "commit": about["commit"],
-        "command": shlex.join(["python", "-m", "caltech101_amp.compare", *argv]),
+        "command": format_command(["python", "-m", "caltech101_amp.compare", *argv]),
     }
 
 

@@ -2,9 +2,12 @@
 
 import os
 import platform
+import re
+import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,11 @@ def describe_run(argv: list[str]) -> dict[str, Any]:
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
     }
+
+
+def format_command(words: Iterable[str]) -> str:
+    """Return a command line without the folders in it, which mean nothing on another machine."""
+    return shlex.join(re.sub("/.*/", "", word) for word in words)
 
 
 def _commit() -> str | None:

@@ -3,12 +3,11 @@
 import argparse
 import csv
 import json
-import re
-import shlex
 import time
 from pathlib import Path
 
 from common.errors import UserError, run_command
+from common.provenance import format_command
 from common.writers import read_metrics
 
 COLUMNS = [
@@ -58,8 +57,7 @@ def summarise(run: Path) -> dict[str, object]:
         "minutes": f"{(last['time'] - about['started']) / 60:.1f}",
         "versions": " ".join(f"{name}={number}" for name, number in about["versions"].items() if number),
         "commit": about["commit"],
-        # without its folders, which mean nothing on another machine
-        "command": shlex.join(re.sub("/.*/", "", word) for word in about["argv"]),
+        "command": format_command(about["argv"]),
     }
 
 

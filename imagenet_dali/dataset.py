@@ -98,16 +98,6 @@ def open_split(root: Path | str, split: str) -> Split:
     )
 
 
-def check_labels(split: Split, num_classes: int) -> None:
-    """Raise `UserError` unless every label of the split is below `num_classes`."""
-    largest = int(split.records["label"].max())
-    if largest >= num_classes:
-        raise UserError(
-            f"{split.root}: {split.name} has label {largest}, out of range for num_classes={num_classes}; "
-            f"the data set has {split.num_classes} classes"
-        )
-
-
 def read_manifest(root: Path) -> dict[str, Any]:
     """Return the manifest of a prepared data set; raise `UserError` saying what to do when `root` is none."""
     path = root / MANIFEST

@@ -10,7 +10,8 @@
 # given. With plain srun, add --kill-on-bad-exit so that a task that fails ends the others.
 #
 # As a batch job it warns the training with SIGUSR1 two minutes before its time is up, then queues itself again; it also
-# starts again when it is preempted or a node fails.
+# starts again when it is preempted or a node fails. Training itself does not go on from a checkpoint yet: it ends at the
+# warning, and a second start wants another --output.
 #SBATCH --job-name=train
 #SBATCH --output=slurm-%j.out
 #SBATCH --open-mode=append

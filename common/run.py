@@ -21,8 +21,9 @@ from common.hooks import CheckpointHook, MetricsHook
 from common.launch import add_launch_arguments, detect_launch, start
 from common.model_arguments import parse_model_arguments
 from common.optimizer import build_optimizer
-from common.plan import DataSummary, Plan, build_plan
+from common.plan import DataSummary, Plan, build_plan, shrink_micro_batch
 from common.provenance import describe_run
+from common.scaling import add_cluster_arguments, parse_cluster
 from common.writers import read_metrics
 
 
@@ -89,11 +90,13 @@ def start_run(
         config["DATA"]["root"] = data_root(config)
         data = describe_data(config["DATA"])
         config["MODEL"]["num_classes"] = _check_classes(config["MODEL"]["num_classes"], data)
+    if args.dry_run:
+        config = shrink_micro_batch(config, gpus)
     plan = build_plan(config, gpus, data)
     _check_builds(config, plan)
     config["gradient_accumulation"] = plan.accumulation
     if args.dry_run:
-        print_dry_run(config, plan, data)
+        print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None)
         return None
     output = Path(args.output or Path("outputs") / Path(args.config).stem).resolve()
     if (output / "config.json").exists():
@@ -112,8 +115,9 @@ def _parse(argv: list[str], description: str) -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config")
     parser.add_argument("--output", help="folder of the run (default: outputs/<name of the config>)")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, then exit")
-    parser.add_argument("--gpus", type=int, help="with --dry-run: plan for this many GPUs")
+    parser.add_argument("--gpus", type=int, help="with --dry-run: plan for this many, and compare the modes")
     parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
+    add_cluster_arguments(parser)
     add_launch_arguments(parser)
     args = parser.parse_args(argv)
     if args.gpus is not None and (not args.dry_run or args.gpus < 1):

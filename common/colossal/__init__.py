@@ -6,6 +6,7 @@ A repair is a class or function whose docstring says what upstream does wrong, a
 from common.colossal.amp import build_mixed_precision
 from common.colossal.context import launch, repair_context, shutdown
 from common.colossal.engine import Engine, initialize
+from common.colossal.rehearsal import reduce_without_waiting, rehearsed_launch
 from common.colossal.repairs import (
     repair_cpu_accelerator,
     repair_metrics,
@@ -65,6 +66,8 @@ __all__ = [
     "launch_from_slurm",
     "launch_from_torch",
     "load_canonical_state",
+    "reduce_without_waiting",
+    "rehearsed_launch",
     "resolve_parallel",
     "shard_model",
     "shutdown",

@@ -20,7 +20,8 @@ class MetricsHook(BaseHook):
     """Read each figure of the run once, and hand it to every writer; only rank 0 writes.
 
     A ``train`` record covers the optimiser steps since the one before: mean ``loss``; ``lr`` and ``grad_norm`` (before
-    clipping) of the last step; ``samples_per_s`` over all GPUs; ``data_wait``, the share of the time in which this
+    clipping) of the last step; ``samples_per_s`` over all GPUs; ``mfu``, the share of ``peak_samples_per_s``, which is all that
+    the GPUs' arithmetic could do (see `flops`); ``data_wait``, the share of the time in which this
     process waited for its loader; ``peak_memory_gb`` of this process. An ``eval`` record counts every sample of the
     evaluation set once: mean cross-entropy ``loss``, ``top1`` and ``top5`` (fractions of 1), ``samples``. Both have
     ``step`` (of the optimiser), ``epoch`` (fractional), and ``time`` (Unix, seconds).
@@ -28,9 +29,9 @@ class MetricsHook(BaseHook):
     The device is synchronised only when a record is made.
     """
 
-    def __init__(self, plan: Plan, folder: Path, *, every: int, tensorboard: bool, is_main: bool):
+    def __init__(self, plan: Plan, folder: Path, *, every: int, tensorboard: bool, is_main: bool, peak_samples_per_s: float):
         super().__init__(priority=0)  # before the schedule moves the learning rate
-        self.plan, self.every = plan, every
+        self.plan, self.every, self.peak_samples_per_s = plan, every, peak_samples_per_s
         self.progress = ProgressBar(plan.last_step) if is_main else None
         self.writers: list = []
         if is_main:
@@ -59,11 +60,13 @@ class MetricsHook(BaseHook):
     def _train_figures(self, trainer: Trainer) -> dict:
         loss = _sum_over_data_parallel(self.loss / self.micro_batches).item() / self.plan.data_parallel
         elapsed = time.perf_counter() - self.started
+        samples_per_s = self.micro_batches * self.plan.micro_batch * self.plan.data_parallel / elapsed
         return {
             "loss": loss,
             "lr": trainer.engine.optimizer.param_groups[0]["lr"],
             "grad_norm": trainer.engine.optimizer.grad_norm.item(),
-            "samples_per_s": self.micro_batches * self.plan.micro_batch * self.plan.data_parallel / elapsed,
+            "samples_per_s": samples_per_s,
+            "mfu": samples_per_s / self.peak_samples_per_s,
             "data_wait": (trainer.data_wait - self.waited) / elapsed,
             "peak_memory_gb": _peak_memory_gb(),
         }

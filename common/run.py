@@ -17,6 +17,7 @@ from common.colossal import BaseHook, ParallelMode, build_mixed_precision, check
 from common.config import data_root, load_config
 from common.dry_run import print_dry_run
 from common.errors import UserError
+from common.flops import flops_per_image, peak_flops
 from common.hooks import CheckpointHook, MetricsHook
 from common.launch import add_launch_arguments, detect_launch, start
 from common.model_arguments import parse_model_arguments
@@ -48,9 +49,15 @@ class Run:
             self._create_folder()
         log = self.about["config"]["LOG"]
         return [
-            MetricsHook(self.plan, self.output, is_main=self.is_main, **log),
+            MetricsHook(self.plan, self.output, is_main=self.is_main, peak_samples_per_s=self._peak_rate(), **log),
             CheckpointHook(model, optimizer, self.output / "checkpoints"),
         ]
+
+    def _peak_rate(self) -> float:
+        """Return the samples/s of all GPUs at the peak of their arithmetic in the run's precision."""
+        config = self.about["config"]
+        dtype = build_mixed_precision(config["fp16"], self.device.type).dtype or torch.float32
+        return self.plan.gpus * peak_flops(self.device, dtype) / flops_per_image(config["MODEL"])
 
     def _create_folder(self) -> None:
         try:

@@ -15,7 +15,7 @@ from typing import Any
 
 import configs
 from common.colossal import resolve_parallel
-from common.config_keys import KEYS, NONE, PREDEFINED, REQUIRED, Key
+from common.config_keys import KEYS, NONE, NUMBER, PREDEFINED, REQUIRED, Key
 from common.errors import UserError, did_you_mean
 
 FOLDER = Path(configs.__path__[0])
@@ -229,7 +229,7 @@ def _check_value(name: str, value: Any, key: Key) -> None:
     if key.choices and value not in key.choices:
         nearest = did_you_mean(str(value), [str(choice) for choice in key.choices])
         raise UserError(f"{name}={value!r} is none of {', '.join(map(repr, key.choices))}{nearest}")
-    if key.minimum is not None and value is not None and value < key.minimum:
+    if key.minimum is not None and isinstance(value, NUMBER) and value < key.minimum:
         raise UserError(f"{name}={value!r} is less than {key.minimum}")
     if key.maximum is not None and value is not None and value > key.maximum:
         raise UserError(f"{name}={value!r} is more than {key.maximum}")

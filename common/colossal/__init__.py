@@ -6,6 +6,7 @@ A repair is a class or function whose docstring says what upstream does wrong, a
 from common.colossal.amp import build_mixed_precision
 from common.colossal.context import launch, repair_context, shutdown
 from common.colossal.engine import Engine, initialize
+from common.colossal.generators import generator_states, set_generator_states
 from common.colossal.repairs import (
     repair_cpu_accelerator,
     repair_metrics,
@@ -57,6 +58,7 @@ __all__ = [
     "cut_piece",
     "describe_tensor_parallel",
     "gather_whole",
+    "generator_states",
     "get_default_parser",
     "gpc",
     "initialize",
@@ -66,6 +68,7 @@ __all__ = [
     "launch_from_torch",
     "load_canonical_state",
     "resolve_parallel",
+    "set_generator_states",
     "shard_model",
     "shutdown",
     "whole_shape",

@@ -83,7 +83,8 @@ def test_options_decide_the_content_and_workers_do_not(tmp_path):
     prepare(source, tmp_path / "small", Options(short_side=16))
     rows = open_split(tmp_path / "small", "train").records
     assert np.minimum(rows["height"], rows["width"]).tolist() == [16] * 16
-    assert json.loads((tmp_path / "small" / "manifest.json").read_text())["made"]["short_side"] == 16
+    made = json.loads((tmp_path / "small" / "manifest.json").read_text())["made"]
+    assert (made["short_side"], made["resampling"], made["quality"]) == (16, "lanczos", 95)
 
 
 def start(source: Path, dest: Path, **options: object) -> subprocess.Popen:
@@ -151,12 +152,12 @@ def test_a_second_process_on_the_same_job_is_refused(tmp_path, monkeypatch):
     source, dest = write_images(tmp_path / "images", 5), tmp_path / "data"
 
     def write_from_two_processes(task):
-        with pytest.raises(UserError, match="another process is preparing it"):
+        with pytest.raises(UserError, match="another process is writing it"):
             prepare(source, dest)
         raise InterruptedError
 
     with monkeypatch.context() as patch:
-        patch.setattr("imagenet_dali.prepare.write_shard", write_from_two_processes)
+        patch.setattr("imagenet_dali.preparation.write_shard", write_from_two_processes)
         with pytest.raises(InterruptedError):
             prepare(source, dest)
     prepare(source, dest)
@@ -165,7 +166,7 @@ def test_a_second_process_on_the_same_job_is_refused(tmp_path, monkeypatch):
 
 def test_an_unfinished_job_is_not_mixed_with_another_one(tmp_path, monkeypatch):
     source, dest = write_images(tmp_path / "images", 5), tmp_path / "data"
-    monkeypatch.setattr("imagenet_dali.prepare.write_dataset", None)
+    monkeypatch.setattr("imagenet_dali.preparation.write_dataset", None)
     with pytest.raises(TypeError):  # stopped after the shards, before the tables
         prepare(source, dest)
     monkeypatch.undo()
@@ -230,7 +231,9 @@ def test_wrong_folders_are_refused_before_anything_is_written(tmp_path):
         ((source, tmp_path / "data", "--shards=100"), "--shards=100: more than the 8 training images"),
         ((source,), "give SOURCE and DEST"),
         ((), "give SOURCE and DEST"),
-        ((source, tmp_path / "data", "--check", source), "give SOURCE and DEST"),
+        ((source, tmp_path / "data", "--check"), "give SOURCE and DEST"),
+        ((source, "--check", "--adopt"), "give SOURCE and DEST"),
+        ((source, tmp_path / "data", "--repair"), "--repair goes with --check"),
     ]:
         with pytest.raises(UserError, match=message):
             main([str(argument) for argument in arguments])

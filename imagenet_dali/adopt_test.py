@@ -10,10 +10,10 @@ import tfrecord
 from common.errors import UserError
 from imagenet_dali.adopt import adopt
 from imagenet_dali.dataset import open_split
-from imagenet_dali.images_test import encode, gradient, jpeg, with_dimensions
 from imagenet_dali.prepare import main, prepare
 from imagenet_dali.prepare_test import tree, write_images
 from imagenet_dali.records import frame
+from imagenet_dali.testing import encode, gradient, jpeg, with_dimensions
 from imagenet_dali.verify import check
 from imagenet_dali.writer import Options
 

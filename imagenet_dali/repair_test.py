@@ -11,14 +11,13 @@ import pytest
 from common.errors import UserError
 from imagenet_dali.dataloader import describe_data
 from imagenet_dali.dataset import open_split
-from imagenet_dali.images_test import jpeg
 from imagenet_dali.manifest import index_path, records_path
 from imagenet_dali.prepare import main, prepare
 from imagenet_dali.prepare_test import PROJECT, tree, write_images
 from imagenet_dali.records import build_example, frame
 from imagenet_dali.repair import repair
+from imagenet_dali.testing import jpeg, spoil_record
 from imagenet_dali.verify import check
-from imagenet_dali.verify_test import flip
 from imagenet_dali.writer import Options
 
 
@@ -33,13 +32,6 @@ def prepared(tmp_path_factory) -> Path:
 @pytest.fixture
 def data(prepared, tmp_path) -> Path:
     return shutil.copytree(prepared, tmp_path / "data")
-
-
-def spoil(root: Path, split: str, index: int) -> None:
-    """Flip a bit in the middle of an image."""
-    opened = open_split(root, split)
-    row = opened.records[index]
-    flip(opened.shards[row["shard"]], int(row["offset"] + row["image_start"] + row["image_size"] // 2))
 
 
 def images_of(root: Path, split: str) -> list[tuple[bytes, int]]:
@@ -60,7 +52,7 @@ def test_bad_records_are_left_out_and_nothing_else(data, capsys):
     before, original = describe(data), open_split(data, "train")
     offsets = original.records["offset"][[0, 100]].tolist()
     for split, index in (("train", 0), ("train", 100), ("validation", 59)):
-        spoil(data, split, index)
+        spoil_record(data, split, index)
     shards = shards_of(data)
     main(["--check", "--repair", str(data), "--workers=2"])
     *lines, _, _ = capsys.readouterr().out.splitlines()
@@ -90,7 +82,7 @@ def test_repairing_what_is_good_changes_nothing(data, capsys):
     main(["--check", "--repair", str(data), "--workers=1"])
     assert "every record left is verified" in capsys.readouterr().out
     assert tree(data) == before
-    spoil(data, "train", 5)
+    spoil_record(data, "train", 5)
     assert len(repair(data, 1)) == 1
     repaired = tree(data)
     assert repair(data, 1) == []
@@ -100,12 +92,12 @@ def test_repairing_what_is_good_changes_nothing(data, capsys):
 def test_each_repair_is_remembered_and_all_count_against_the_limit(data):
     fingerprints = [describe(data).fingerprint]
     for _ in range(3):
-        spoil(data, "train", 5)
+        spoil_record(data, "train", 5)
         repair(data, 1)
         fingerprints.append(describe(data).fingerprint)
         assert describe(data).earlier == tuple(fingerprints[:-1])
     assert len(set(fingerprints)) == 4
-    spoil(data, "train", 5)
+    spoil_record(data, "train", 5)
     before = tree(data)
     with pytest.raises(UserError, match=r"4 of 300 records are bad, more than 1%: .* record .*; nothing was changed"):
         repair(data, 1)
@@ -152,7 +144,7 @@ def test_a_class_that_would_lose_all_its_training_images_stops_the_repair(tmp_pa
     (source / "class_x" / "only.jpg").write_bytes(jpeg())
     prepare(source.parent, tmp_path / "data")
     index = open_split(tmp_path / "data", "train").records["label"].tolist().index(2)
-    spoil(tmp_path / "data", "train", index)
+    spoil_record(tmp_path / "data", "train", index)
     before = tree(tmp_path)
     with pytest.raises(UserError, match="class 2 would lose all its train images; nothing was changed"):
         repair(tmp_path / "data", 1)
@@ -166,7 +158,7 @@ def test_adopted_shards_keep_their_labels(tmp_path):
         (tmp_path / split / "shard").write_bytes(b"".join(records))
     main(["--adopt", str(tmp_path), "--workers=1"])
     labels = open_split(tmp_path, "train").records["label"].tolist()
-    spoil(tmp_path, "train", 17)
+    spoil_record(tmp_path, "train", 17)
     assert len(repair(tmp_path, 1)) == 1
     assert open_split(tmp_path, "train").records["label"].tolist() == labels[:17] + labels[18:]
     records_path(tmp_path, "train").unlink()  # now from the shard, whose labels count from 1
@@ -194,7 +186,7 @@ repair.repair(Path(sys.argv[1]), 1)
 def test_killed_anywhere_it_is_the_old_or_after_another_call_the_new(data, tmp_path):
     old = describe(data)
     for split, index in (("train", 7), ("validation", 3)):
-        spoil(data, split, index)
+        spoil_record(data, split, index)
     bad = shutil.copytree(data, tmp_path / "bad")
     repair(data, 1)
     left_old = []

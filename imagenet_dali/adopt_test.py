@@ -12,8 +12,8 @@ from imagenet_dali.adopt import adopt
 from imagenet_dali.dataset import open_split
 from imagenet_dali.prepare import main, prepare
 from imagenet_dali.prepare_test import tree, write_images
-from imagenet_dali.records import frame
-from imagenet_dali.testing import encode, gradient, jpeg, with_dimensions
+from imagenet_dali.records import build_example, frame
+from imagenet_dali.testing import encode, gradient, jpeg, with_dimensions, with_flipped_bit
 from imagenet_dali.verify import check
 from imagenet_dali.writer import Options
 
@@ -117,7 +117,7 @@ def test_a_bad_image_is_listed_and_nothing_is_written(tmp_path, capsys, record, 
     write_foreign(path, [(jpeg(), 1)], **{"image/encoded": record})
     path.write_bytes(good + path.read_bytes() + good)
     before = tree(tmp_path)
-    with pytest.raises(UserError, match="faults found: 1; mend the files"):
+    with pytest.raises(UserError, match="faults found: 1; --adopt --repair goes on without"):
         main(["--adopt", str(tmp_path), "--workers=1"])
     assert f"{path}: record 2 at byte {len(good)}: " in (listed := capsys.readouterr().out)
     assert reason in listed
@@ -134,6 +134,36 @@ def test_every_bad_record_is_counted_and_the_first_twenty_listed(tmp_path, capsy
     assert len(lines) == 21
     assert lines[-1] == "... and 11 more"
     assert adopt(tmp_path, None, workers=1)[-1] == f"{tmp_path}/train/c: record 0 at byte 0: truncated"
+
+
+def test_few_bad_records_may_be_left_out(tmp_path, capsys):
+    records = [frame(build_example(jpeg(20, 30, number), number % 2, "", "", 20, 30)) for number in range(300)]
+    records[7] = with_flipped_bit(records[7], len(records[7]) // 2)
+    records[40] = frame(build_example(encode(gradient(), "PNG"), 0, "", "", 24, 40))
+    shard = tmp_path / "train" / "shard"
+    shard.parent.mkdir()
+    shard.write_bytes(b"".join(records) + records[0][:-1])
+    main(["--adopt", "--repair", str(tmp_path), "--workers=1"])
+    offsets = [sum(map(len, records[:number])) for number in (7, 40, 300)]
+    reasons = ("checksum of the data does not match", "not a JPEG", "truncated")
+    lines = capsys.readouterr().out.splitlines()[:3]
+    places = [f"{shard}: record {number} at byte {at}: " for number, at in zip((7, 40, 300), offsets, strict=True)]
+    assert lines == [place + reason for place, reason in zip(places, reasons, strict=True)]
+    split = open_split(tmp_path, "train")
+    assert split.records["label"].tolist() == [number % 2 for number in range(300) if number not in (7, 40)]
+    assert check(tmp_path, 1) == []
+    dropped = json.loads((tmp_path / "manifest.json").read_text())["made"]["dropped"]
+    assert [f"{tmp_path}/{line}" for line in dropped] == lines
+
+
+def test_more_bad_records_than_allowed_are_not_left_out(tmp_path):
+    write_foreign(tmp_path / "train" / "shard", [(image, label) for image, label in SAMPLES if label != 2])
+    content = (tmp_path / "train" / "shard").read_bytes()
+    (tmp_path / "train" / "shard").write_bytes(content[:-1])
+    before = tree(tmp_path)
+    with pytest.raises(UserError, match="bytes are in bad records, more than 1%; mend the files"):
+        adopt(tmp_path, None, workers=1, leave_out=True)
+    assert tree(tmp_path) == before
 
 
 def test_labels_beyond_the_names_are_listed(tmp_path):

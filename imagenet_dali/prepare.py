@@ -1,9 +1,8 @@
 """Turn a folder of images into the TFRecord data set that the loaders read; verify, repair or adopt one.
 
 python -m imagenet_dali.prepare SOURCE DEST
-python -m imagenet_dali.prepare --check DIR
-python -m imagenet_dali.prepare --check --repair DIR
-python -m imagenet_dali.prepare --adopt DIR
+python -m imagenet_dali.prepare --check [--repair] DIR
+python -m imagenet_dali.prepare --adopt [--repair] DIR
 """
 
 import argparse
@@ -37,10 +36,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("dest", nargs="?", type=Path, metavar="DEST", help="a new folder for the data set")
     parser.add_argument("--check", action="store_true", help="verify every byte of the prepared data set DIR")
     parser.add_argument(
-        "--repair", action="store_true", help="with --check: leave out records that went bad, up to 1 %%"
+        "--adopt", action="store_true", help="verify TFRecord shards in DIR, made elsewhere; index them"
     )
     parser.add_argument(
-        "--adopt", action="store_true", help="verify TFRecord shards in DIR, made elsewhere; index them"
+        "--repair", action="store_true", help="with --check, --adopt: leave out bad records, up to 1 %%"
     )
     parser.add_argument("--labels", type=Path, metavar="FILE", help="with --adopt: the class names, one a line")
     parser.add_argument(
@@ -69,14 +68,16 @@ def main(argv: list[str]) -> None:
     """Run the command line; raise `UserError` when the data or the arguments are not right."""
     args = build_parser().parse_args(argv)
     _check_arguments(args)
+    remedy = "--repair goes on without bad records, up to 1 %; or mend the files, or prepare the images again"
     try:
-        if args.repair:
+        if args.repair and args.adopt:
+            _report_dropped(args.source, adopt(args.source, args.labels, args.workers, leave_out=True))
+        elif args.repair:
             _report_dropped(args.source, repair(args.source, args.workers))
         elif args.check:
-            remedy = "--check --repair goes on without bad records; or mend the files, or prepare the images again"
-            _report_faults(args.source, check(args.source, args.workers), remedy)
+            _report_faults(args.source, check(args.source, args.workers), f"--check {remedy}")
         elif args.adopt:
-            _report_faults(args.source, adopt(args.source, args.labels, args.workers), "mend the files")
+            _report_faults(args.source, adopt(args.source, args.labels, args.workers), f"--adopt {remedy}")
         else:
             options = Options(**{field.name: getattr(args, field.name) for field in fields(Options)})
             prepare(args.source, args.dest, options, args.workers)
@@ -91,8 +92,8 @@ def main(argv: list[str]) -> None:
 def _check_arguments(args: argparse.Namespace) -> None:
     if args.source is None or args.check + args.adopt + (args.dest is not None) != 1:
         raise UserError("give SOURCE and DEST, or --check DIR, or --adopt DIR; see --help")
-    if args.repair and not args.check:
-        raise UserError("--repair goes with --check: give --check --repair DIR")
+    if args.repair and args.dest is not None:
+        raise UserError("--repair goes with --check DIR or --adopt DIR")
     for name, low, high in (
         ("validation_share", 0, 0.99),
         ("quality", 1, 100),

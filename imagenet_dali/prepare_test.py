@@ -305,7 +305,7 @@ def test_wrong_folders_are_refused_before_anything_is_written(tmp_path):
         ((), "give SOURCE and DEST"),
         ((source, tmp_path / "data", "--check"), "give SOURCE and DEST"),
         ((source, "--check", "--adopt"), "give SOURCE and DEST"),
-        ((source, tmp_path / "data", "--repair"), "--repair goes with --check"),
+        ((source, tmp_path / "data", "--repair"), "--repair goes with --check DIR"),
     ]:
         with pytest.raises(UserError, match=message):
             main([str(argument) for argument in arguments])

@@ -19,7 +19,7 @@ from imagenet_dali.manifest import (
     sha256_of,
 )
 from imagenet_dali.verify import Verified, list_shards, read_table, verify_shards
-from imagenet_dali.writer import atomic_file, build_tables, lock, manifest_text
+from imagenet_dali.writer import atomic_file, build_tables, lock, manifest_text, relative_to_root
 
 
 def repair(root: Path, workers: int) -> list[str]:
@@ -101,7 +101,7 @@ def _describe_repair(
     this = {
         "fingerprint": data_fingerprint(manifest),
         "records": records[0] - records[1],
-        "dropped": [fault.removeprefix(f"{root}/") for fault in _list_faults(manifest, verified)],
+        "dropped": relative_to_root(root, _list_faults(manifest, verified)),
     }
     return {**repaired, "repairs": [*manifest.get("repairs", ()), this]}
 

@@ -119,6 +119,11 @@ def write_dataset(
             file.write(content)
 
 
+def relative_to_root(root: Path, faults: list[str]) -> list[str]:
+    """Return lines that name files below `root` as the manifest holds them: it does not depend on the place."""
+    return [fault.removeprefix(f"{root}/") for fault in faults]
+
+
 def manifest_text(manifest: dict[str, Any]) -> bytes:
     """Return the content of a manifest's file."""
     return json.dumps(manifest, indent=1).encode()

@@ -84,15 +84,15 @@ class FolderSplit:
         """A checksum over paths, labels and sizes; where the folder lies does not matter."""
         return fingerprint_of(self._describe())
 
-    def _describe(self) -> Iterator[object]:
+    def _describe(self) -> Iterator[str]:
         yield from self.class_names
-        for index in np.argsort(self._paths).tolist():
-            path = self.path(index)
+        root = os.fspath(self.root)
+        for path, label in sorted(zip(map(os.fsdecode, self._paths), self._labels.tolist(), strict=True)):
             try:
-                size = path.stat().st_size
+                size = os.stat(f"{root}/{path}").st_size  # a Path takes twice the time, of a million images
             except OSError as error:
-                raise UserError(f"{path}: {error.strerror}; mend this image or remove it") from error
-            yield from (os.fsdecode(self._paths[index]), self._labels[index], size)
+                raise UserError(f"{root}/{path}: {error.strerror}; mend this image or remove it") from error
+            yield f"{label} {size} {path}"
 
 
 def check_pixels(height: int, width: int) -> None:

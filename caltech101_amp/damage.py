@@ -21,8 +21,7 @@ def find_damaged(folder: Path, paths: Sequence[str]) -> dict[str, str]:
     The answer is kept beside the folder, if that can be written, until an image changes in size or date. Of several
     processes one decodes, and the others wait for it.
     """
-    states = [(folder / path).stat() for path in paths]
-    digest = fingerprint_of([*paths, *((state.st_size, state.st_mtime_ns) for state in states)])
+    digest = fingerprint_of([*paths, *(_state(folder / path) for path in paths)])
     record = folder.with_name(f".{folder.name}.checked.json")
     is_writable = os.access(folder.parent, os.W_OK)
     with _locked(record.with_suffix(".lock"), is_writable):
@@ -65,6 +64,14 @@ def _read(record: Path) -> dict:
         return json.loads(record.read_text())
     except (OSError, ValueError):
         return {}
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:  # a link to nowhere: it will not decode either
+        return None
+    return status.st_size, status.st_mtime_ns
 
 
 def _why_damaged(path: Path) -> str | None:

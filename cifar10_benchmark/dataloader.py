@@ -32,7 +32,7 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     """Count samples and classes of the data set, which is downloaded first if it has to be."""
     refuse_unused(data, UNUSED)
     images = open_images(data)
-    return DataSummary(images.count("train"), images.count("test"), images.num_classes)
+    return DataSummary(images.count("train"), images.count("test"), images.num_classes, images.fingerprint)
 
 
 def build_train_loader(

@@ -42,6 +42,7 @@ MODEL["num_classes"] = Key((int, NONE), None, "classes of the head; `None`: as m
 DATA = {
     "root": Key((str, NONE), None, "the data set's folder; the environment variable `DATA` stands in for it"),
     "download": Key((bool,), False, "CIFAR-10, Caltech-101: fetch the data set into `root` if it is not there"),
+    "allow_change": Key((bool,), False, "go on from a checkpoint that was trained on another data set"),
     "loader": Key((str,), "dali", "which loader decodes", choices=("dali", "torchvision")),
     "workers": Key((int, NONE), None, "decoding threads (DALI) or processes per GPU; `None`: cores / GPUs", minimum=0),
     "crop_scale": Key((tuple, list), (0.08, 1.0), "share of the image's area that a training crop takes"),

@@ -9,11 +9,16 @@ from common.errors import UserError
 
 @dataclass(frozen=True)
 class DataSummary:
-    """What the arithmetic needs to know of a data set: sample counts and classes."""
+    """A data set's sample counts and classes, and which one it is.
+
+    ``fingerprint`` is a checksum over its content, wherever it lies; ``earlier`` are those it had before repairs.
+    """
 
     train_samples: int
     eval_samples: int
     num_classes: int
+    fingerprint: str
+    earlier: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

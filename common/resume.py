@@ -17,6 +17,7 @@ from common.checkpoint import (
 )
 from common.colossal import ParallelMode, gpc
 from common.errors import UserError
+from common.plan import DataSummary
 
 NEVER, AUTO = "never", "auto"
 # What the position in the data and the optimiser's state depend on; all else may change between two starts.
@@ -84,6 +85,20 @@ def _newest_intact(folder: Path) -> Path | None:
             f"{folder}: none of the {len(checkpoints)} checkpoints is intact; start again in another folder"
         )
     return None
+
+
+def check_data(path: Path, data: DataSummary, allow_change: bool) -> None:
+    """Raise `UserError` if the checkpoint ``path`` is of another data set than ``data`` is, or was before repairs."""
+    then = json.loads((path / CONFIG).read_text())["data"]
+    if then["fingerprint"] in (data.fingerprint, *data.earlier):
+        return
+    counts = f"{then['train_samples']:,} training images then, {data.train_samples:,} now"
+    if not allow_change:
+        raise UserError(
+            f"DATA.root is another data set than the one of {path} ({counts}): name that one, or go on with this by "
+            "--set DATA.allow_change=True"
+        )
+    print(f"DATA.root is another data set from here on ({counts})")
 
 
 def compare_configs(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -26,7 +26,7 @@ from common.model_arguments import parse_model_arguments
 from common.optimizer import build_optimizer
 from common.plan import DataSummary, Plan, build_plan
 from common.provenance import describe_run
-from common.resume import AUTO, NEVER, ask_first_rank, choose_checkpoint, compare_configs
+from common.resume import AUTO, NEVER, ask_first_rank, check_data, choose_checkpoint, compare_configs
 from common.stop_signals import exit_code, signal_name, stop_signals
 from common.writers import read_metrics
 
@@ -129,20 +129,22 @@ def start_run(
     start(launch, config)
     ask_first_rank(lambda: lock_folder(output))
     start_from = ask_first_rank(lambda: choose_checkpoint(args.resume, output))
-    about = {"name": Path(args.config).stem, "config": config, "plan": asdict(plan), **describe_run(argv)}
-    about["starts"] = ask_first_rank(lambda: _note_start(about, start_from))
+    about = {"name": Path(args.config).stem, "config": config, "plan": asdict(plan), "data": asdict(data)}
+    about |= describe_run(argv)
+    about["starts"] = ask_first_rank(lambda: _note_start(about, data, start_from))
     run = Run(plan, output, launch.rank == 0, _device(), about, start_from)
     if run.is_main:
         _announce(args.config, config, plan, data)
     return run
 
 
-def _note_start(about: Mapping[str, Any], start_from: Path | None) -> list[dict[str, Any]]:
+def _note_start(about: Mapping[str, Any], data: DataSummary, start_from: Path | None) -> list[dict[str, Any]]:
     """Return when, how and from which step the run was started, each time; say what has changed since the last one."""
     now = {"step": 0} | {key: about[key] for key in ("started", "argv", "commit")} | {"gpus": about["plan"]["gpus"]}
     if start_from is None:
         return [now]
     now["step"] = load_trainer_state(start_from)["trainer"]["step"]
+    check_data(start_from, data, about["config"]["DATA"]["allow_change"])
     print(f"going on from {start_from}")
     for key, (then, value) in compare_configs(start_from, about["config"]).items():
         print(f"{key}={value!r} from here on; it was {then!r}")

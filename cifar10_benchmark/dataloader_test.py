@@ -45,7 +45,7 @@ def numbers(images: torch.Tensor, data: dict) -> list[int]:
 
 
 def test_counts_the_data_set(data):
-    assert describe_data(data) == DataSummary(TRAIN, TEST, 3)
+    assert describe_data(data) == DataSummary(TRAIN, TEST, 3, ["a", "b", "c"])
 
 
 def test_evaluation_is_torchvisions(data, root):

@@ -1,6 +1,6 @@
 """The batch arithmetic of a run, worked out once from the config, the number of GPUs and the data set."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +9,12 @@ from common.errors import UserError
 
 @dataclass(frozen=True)
 class DataSummary:
-    """What the arithmetic needs to know of a data set: sample counts and classes."""
+    """What the arithmetic needs to know of a data set: sample counts and classes; and what the labels stand for."""
 
     train_samples: int
     eval_samples: int
     num_classes: int
+    class_names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

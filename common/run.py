@@ -75,7 +75,8 @@ def start_run(
 ) -> Run | None:
     """Check everything that can be checked, then start the process group; the config is then in ``gpc.config``.
 
-    ``describe_data`` counts the data set that the config's ``DATA`` names. Returns None after ``--dry-run``, which
+    ``describe_data`` counts the data set that the config's ``DATA`` names; config.json holds the name of its module, so
+    that what comes after the run finds the loaders of a task it does not know. Returns None after ``--dry-run``, which
     needs neither data nor GPUs.
     """
     args = _parse(argv, description)
@@ -100,6 +101,7 @@ def start_run(
         raise UserError(f"--output {output} holds another run: choose another folder, or remove this one")
     start(launch, config)
     about = {"name": Path(args.config).stem, "config": config, "plan": asdict(plan), **describe_run(argv)}
+    about["data"] = {"loaders": describe_data.__module__, **asdict(data)}
     run = Run(plan, output, launch.rank == 0, _device(), about)
     if run.is_main:
         _announce(args.config, config, plan, data)

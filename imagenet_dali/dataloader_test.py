@@ -47,7 +47,7 @@ def root(folder, tmp_path_factory) -> Path:
 
 
 def test_describes_a_folder_and_what_was_prepared_from_it_alike(folder, root):
-    expected = DataSummary(train_samples=24, eval_samples=10, num_classes=2)
+    expected = DataSummary(train_samples=24, eval_samples=10, num_classes=2, class_names=["ape", "bee"])
     for place, loader in ((folder, "torchvision"), (root, "torchvision"), (root, "dali")):
         assert describe_data({"root": str(place), "loader": loader}) == expected
 

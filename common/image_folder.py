@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from common.errors import UserError
 
@@ -40,6 +41,15 @@ def split_by_class(files: Files, share: float, seed: int) -> tuple[Files, Files]
         held_out += sorted(members[:number])
         kept += sorted(members[number:])
     return kept, held_out
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Return an image in RGB: alpha is dropped, 16 bits become 8; raise ValueError where the range is not known."""
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))  # Pillow would clip at 255
+    if image.mode in ("I", "F"):
+        raise ValueError("32-bit pixels, whose range is not known")
+    return image.convert("RGB")
 
 
 class FolderSplit:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from common.augment import CenterCrop, RandomCrop
 from common.errors import UserError
+from common.image_folder import to_rgb
 from common.sampling import NO_LABEL, PADDING, Draw
 
 
@@ -56,7 +57,7 @@ class TorchvisionReader:
         device: torch.device,
     ) -> None:
         self.device = device
-        self._mean, self._std = (torch.tensor(values, device=device)[:, None, None] * 255 for values in (mean, std))
+        self._mean, self._std = (per_channel(values, device) for values in (mean, std))
         self._pass = _Pass()
         self._batches = DataLoader(
             _Batches(split, crop, size),
@@ -76,8 +77,7 @@ class TorchvisionReader:
                 raise batch
             images_BHWC, labels = batch
             samples = int((labels != NO_LABEL).sum())
-            images = images_BHWC.to(self.device, non_blocking=True).permute(0, 3, 1, 2).contiguous().float()
-            images.sub_(self._mean).div_(self._std)
+            images = normalize(images_BHWC.to(self.device, non_blocking=True), self._mean, self._std)
             images[samples:] = 0
             yield images, labels.to(self.device, non_blocking=True)
 
@@ -108,7 +108,7 @@ class _Batches(Dataset):
         try:
             for row in np.flatnonzero(indices != PADDING):
                 image, labels[row] = self._load(int(indices[row]))
-                images[row] = self._view(image, uniforms[row : row + 1])
+                images[row] = crop_image(image, self.crop, self.size, uniforms[row : row + 1])
         except UserError as error:
             return error  # raised here, it would reach the user as the worker's traceback
         return torch.from_numpy(images), torch.from_numpy(labels)
@@ -120,17 +120,30 @@ class _Batches(Dataset):
         except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
             raise self.split.fault(index, " ".join(str(error).split()) or type(error).__name__) from error
 
-    def _view(self, image: Image.Image, uniforms: np.ndarray) -> Image.Image:
-        """Return the crop of an image at the size of the network's input."""
-        crops = self.crop(np.array([image.height]), np.array([image.width]), uniforms)
-        top, left, height, width = *crops.start[0].tolist(), *crops.shape[0].tolist()
-        box = *crops.region_start[0, ::-1].tolist(), *crops.region_end[0, ::-1].tolist()
-        window = image.crop((left, top, left + width, top + height))
-        view = window.resize((self.size, self.size), Image.Resampling.BILINEAR, box)
-        return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if crops.flip[0] else view
+
+def crop_image(
+    image: Image.Image, crop: RandomCrop | CenterCrop, size: int, uniforms: np.ndarray | None = None
+) -> Image.Image:
+    """Return the crop of an image at ``size`` x ``size`` pixels, the network's input; ``uniforms`` is [1, K]."""
+    crops = crop(np.array([image.height]), np.array([image.width]), uniforms)
+    top, left, height, width = *crops.start[0].tolist(), *crops.shape[0].tolist()
+    box = *crops.region_start[0, ::-1].tolist(), *crops.region_end[0, ::-1].tolist()
+    window = image.crop((left, top, left + width, top + height))
+    view = window.resize((size, size), Image.Resampling.BILINEAR, box)
+    return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if crops.flip[0] else view
+
+
+def per_channel(values: Sequence[float], device: torch.device) -> Tensor:
+    """Return a value for each of R, G and B (0 to 1) as a tensor [3, 1, 1] of their scale in images (0 to 255)."""
+    return torch.tensor(values, device=device)[:, None, None] * 255
+
+
+def normalize(images_BHWC: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Return images, uint8 [B, Y, X, 3], as the network's input, float32 [B, 3, Y, X]; see `per_channel`."""
+    return images_BHWC.permute(0, 3, 1, 2).contiguous().float().sub_(mean).div_(std)
 
 
 def open_image(data: bytes | memoryview, is_upright: bool = False) -> Image.Image:
     """Decode an image to RGB, turned as its EXIF block says unless it ``is_upright``; raises what Pillow raises."""
     image = Image.open(io.BytesIO(data))
-    return (image if is_upright else ImageOps.exif_transpose(image)).convert("RGB")
+    return to_rgb(image if is_upright else ImageOps.exif_transpose(image))

@@ -6,6 +6,7 @@ A repair is a class or function whose docstring says what upstream does wrong, a
 from common.colossal.amp import build_mixed_precision
 from common.colossal.context import launch, repair_context, shutdown
 from common.colossal.engine import Engine, initialize
+from common.colossal.inference import Predictor
 from common.colossal.repairs import (
     repair_cpu_accelerator,
     repair_metrics,
@@ -49,6 +50,7 @@ __all__ = [
     "Engine",
     "LinearWarmupLR",
     "ParallelMode",
+    "Predictor",
     "Trainer",
     "build_mixed_precision",
     "build_norm_reducer",

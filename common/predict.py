@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
             print(json.dumps(answer), flush=True)
         elif "classes" in answer:
             named = (f"{found['class']} {100 * found['probability']:.1f} %" for found in answer["classes"])
-            print(f"{answer['image']}: {', '.join(named)}", flush=True)
+            print(f"{answer['image']}: {'; '.join(named)}", flush=True)
     if not is_complete:
         sys.exit(1)
 

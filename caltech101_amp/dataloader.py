@@ -27,7 +27,7 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     refuse_unused(data, UNUSED)
     train, test = open_split(data, "train"), open_split(data, "test")
     fingerprint = fingerprint_of([train.fingerprint, test.fingerprint])
-    return DataSummary(len(train), len(test), train.num_classes, fingerprint)
+    return DataSummary(len(train), len(test), train.num_classes, fingerprint, class_names=train.class_names)
 
 
 def build_train_loader(
@@ -62,8 +62,13 @@ def build_eval_loader(
     """Return the loader of centre crops of the test split, each sample exactly once over all ranks."""
     images = open_split(data, "test")
     sampler = EvalSampler(len(images), batch, dp_rank=dp_rank, dp_size=dp_size)
-    crop = CenterCrop(image_size, short_side=int(image_size / data["eval_crop"]))
+    crop = build_eval_crop(data, image_size)
     return Loader(sampler, TorchvisionReader(images, crop, **_reader_options(data, image_size, dp_size, device)))
+
+
+def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
+    """Return what evaluation looks at in an image: the centre, ``DATA.eval_crop`` of the short side."""
+    return CenterCrop(image_size, short_side=int(image_size / data["eval_crop"]))
 
 
 def _reader_options(data: Mapping[str, Any], image_size: int, dp_size: int, device: torch.device) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class CifarBatches:
     """The files that torchvision keeps: a pickled dict of 10,000 images each, as Python 2 wrote them."""
 
     num_classes = 10
+    class_names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

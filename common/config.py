@@ -43,6 +43,26 @@ def load_config(name: str, settings: Sequence[str] = ()) -> dict[str, Any]:
     return config
 
 
+def restore_config(values: Mapping[str, Any], settings: Sequence[str], where: str) -> dict[str, Any]:
+    """Return a config that was read back from JSON, checked, with ``settings`` (``KEY=VALUE``) applied.
+
+    Raises `UserError` for unknown keys and wrong values, naming the file ``where`` it comes from.
+    """
+    # JSON has lists for tuples, and "AMP_TYPE.TORCH"
+    values = {name: _with_tuples(value) if isinstance(value, dict) else value for name, value in values.items()}
+    if fp16 := values.get("fp16"):
+        values["fp16"] = fp16 | {"mode": _parse_value(str(fp16.get("mode")), None)}
+    for key, override in _parse_settings(settings).items():
+        values[key] = _override(override, values.get(key))
+    return _checked(values, KEYS, prefix="", where=where)
+
+
+def _with_tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_tuples(inner) for name, inner in value.items()}
+    return tuple(value) if isinstance(value, list) else value
+
+
 def find_config(name: str) -> Path:
     """Return the path that ``name`` stands for: itself, else a recipe, with or without ``configs/`` and ``.py``."""
     if Path(name).is_file():

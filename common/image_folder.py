@@ -49,6 +49,17 @@ def split_by_class(files: Files, share: float, seed: int) -> tuple[Files, Files]
     return kept, held_out
 
 
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Return an image in RGB: alpha is dropped, 16 bits become 8; raise ValueError where the range is not known."""
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))  # Pillow would clip at 255
+    if image.mode == "I" and image.format == "PPM":  # 16 bits too, which Pillow scales to its own range
+        image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError("32-bit pixels, whose range is not known")
+    return image.convert("RGB")
+
+
 class FolderSplit:
     """One split of the images below ``root``."""
 
@@ -104,8 +115,8 @@ def check_pixels(height: int, width: int) -> None:
 def open_image(data: bytes | memoryview, is_upright: bool = False) -> Image.Image:
     """Decode an image to RGB, turned as its EXIF block says unless it ``is_upright``.
 
-    Raises `ValueError` beyond `MAX_PIXELS`, and what Pillow raises.
+    Raises `ValueError` beyond `MAX_PIXELS`, what `to_rgb` raises, and what Pillow does.
     """
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     check_pixels(image.height, image.width)
-    return (image if is_upright else ImageOps.exif_transpose(image)).convert("RGB")
+    return to_rgb(image if is_upright else ImageOps.exif_transpose(image))

@@ -1,6 +1,6 @@
 """The batch arithmetic of a run, worked out once from the config, the number of GPUs and the data set."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from common.errors import UserError
 
 @dataclass(frozen=True)
 class DataSummary:
-    """A data set's sample counts and classes, and which one it is.
+    """A data set's sample counts, its classes, and which one it is.
 
     ``fingerprint`` is a checksum over its content, wherever it lies; ``earlier`` are those it had before repairs.
     """
@@ -19,6 +19,7 @@ class DataSummary:
     num_classes: int
     fingerprint: str
     earlier: tuple[str, ...] = ()
+    class_names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,8 @@ def start_run(
 ) -> Run | None:
     """Check everything that can be checked, then start the process group; the config is then in ``gpc.config``.
 
-    ``describe_data`` counts the data set that the config's ``DATA`` names. Returns None after ``--dry-run``, which
+    ``describe_data`` counts the data set that the config's ``DATA`` names; config.json holds the name of its module, so
+    that what comes after the run finds the loaders of a task it does not know. Returns None after ``--dry-run``, which
     needs neither data nor GPUs.
     """
     args = _parse(argv, description)
@@ -129,8 +130,8 @@ def start_run(
     start(launch, config)
     ask_first_rank(lambda: lock_folder(output))
     start_from = ask_first_rank(lambda: choose_checkpoint(args.resume, output))
-    about = {"name": Path(args.config).stem, "config": config, "plan": asdict(plan), "data": asdict(data)}
-    about |= describe_run(argv)
+    about = {"name": Path(args.config).stem, "config": config, "plan": asdict(plan), **describe_run(argv)}
+    about["data"] = {"loaders": describe_data.__module__, **asdict(data)}
     about["starts"] = ask_first_rank(lambda: _note_start(about, data, start_from))
     run = Run(plan, output, launch.rank == 0, _device(), about, start_from)
     if run.is_main:

@@ -61,7 +61,7 @@ class TorchvisionReader:
     ) -> None:
         self.device = device
         self._bad = BadImages(len(split) / dp_size)
-        self._mean, self._std = (torch.tensor(values, device=device)[:, None, None] * 255 for values in (mean, std))
+        self._mean, self._std = (per_channel(values, device) for values in (mean, std))
         self._pass = _Pass()
         self._batches = DataLoader(
             _Batches(split, crop, size),
@@ -79,9 +79,8 @@ class TorchvisionReader:
         self._bad.start_pass()
         for images_BHWC, labels, bad in self._batches:
             self._bad.add(bad)
-            images = images_BHWC.to(self.device, non_blocking=True).permute(0, 3, 1, 2).contiguous().float()
+            images = normalize(images_BHWC.to(self.device, non_blocking=True), self._mean, self._std)
             labels = labels.to(self.device, non_blocking=True)
-            images.sub_(self._mean).div_(self._std)
             images.masked_fill_((labels == NO_LABEL)[:, None, None, None], 0)
             yield images, labels
 
@@ -116,7 +115,8 @@ class _Batches(Dataset):
             except UserError as error:
                 bad.append(str(error))
             else:
-                images[row], labels[row] = self._view(image, uniforms[row : row + 1]), label
+                images[row] = crop_image(image, self.crop, self.size, uniforms[row : row + 1])
+                labels[row] = label
         return torch.from_numpy(images), torch.from_numpy(labels), bad
 
     def _load(self, index: int) -> tuple[Image.Image, int]:
@@ -126,11 +126,24 @@ class _Batches(Dataset):
         except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
             raise self.split.fault(index, reason_of(error)) from error
 
-    def _view(self, image: Image.Image, uniforms: np.ndarray) -> Image.Image:
-        """Return the crop of an image at the size of the network's input."""
-        crops = self.crop(np.array([image.height]), np.array([image.width]), uniforms)
-        top, left, height, width = *crops.start[0].tolist(), *crops.shape[0].tolist()
-        box = *crops.region_start[0, ::-1].tolist(), *crops.region_end[0, ::-1].tolist()
-        window = image.crop((left, top, left + width, top + height))
-        view = window.resize((self.size, self.size), Image.Resampling.BILINEAR, box)
-        return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if crops.flip[0] else view
+
+def crop_image(
+    image: Image.Image, crop: RandomCrop | CenterCrop, size: int, uniforms: np.ndarray | None = None
+) -> Image.Image:
+    """Return the crop of an image at ``size`` x ``size`` pixels, the network's input; ``uniforms`` is [1, K]."""
+    crops = crop(np.array([image.height]), np.array([image.width]), uniforms)
+    top, left, height, width = *crops.start[0].tolist(), *crops.shape[0].tolist()
+    box = *crops.region_start[0, ::-1].tolist(), *crops.region_end[0, ::-1].tolist()
+    window = image.crop((left, top, left + width, top + height))
+    view = window.resize((size, size), Image.Resampling.BILINEAR, box)
+    return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if crops.flip[0] else view
+
+
+def per_channel(values: Sequence[float], device: torch.device) -> Tensor:
+    """Return a value for each of R, G and B (0 to 1) as a tensor [3, 1, 1] of their scale in images (0 to 255)."""
+    return torch.tensor(values, device=device)[:, None, None] * 255
+
+
+def normalize(images_BHWC: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Return images, uint8 [B, Y, X, 3], as the network's input, float32 [B, 3, Y, X]; see `per_channel`."""
+    return images_BHWC.permute(0, 3, 1, 2).contiguous().float().sub_(mean).div_(std)

@@ -36,7 +36,7 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
         fingerprint, earlier = data_fingerprint(manifest), earlier_fingerprints(manifest)
     else:
         fingerprint, earlier = fingerprint_of([train.fingerprint, validation.fingerprint]), ()
-    return DataSummary(len(train), len(validation), train.num_classes, fingerprint, earlier)
+    return DataSummary(len(train), len(validation), train.num_classes, fingerprint, earlier, train.class_names)
 
 
 def build_train_loader(
@@ -71,8 +71,13 @@ def build_eval_loader(
     """Return the loader of centre crops of the validation split, each sample exactly once over all ranks."""
     images = open_images(data, "validation")
     sampler = EvalSampler(len(images), batch, dp_rank=dp_rank, dp_size=dp_size)
-    crop = CenterCrop(image_size, short_side=int(image_size / data["eval_crop"]))
+    crop = build_eval_crop(data, image_size)
     return Loader(sampler, _build_reader(data, images, crop, batch, image_size, dp_size, device))
+
+
+def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
+    """Return what evaluation looks at in an image: the centre, ``DATA.eval_crop`` of the short side."""
+    return CenterCrop(image_size, short_side=int(image_size / data["eval_crop"]))
 
 
 def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:

@@ -52,6 +52,7 @@ def test_describes_a_folder_and_what_was_prepared_from_it(folder, root):
         for place, loader in ((folder, "torchvision"), (root, "torchvision"), (root, "dali"))
     ]
     assert {(data.train_samples, data.eval_samples, data.num_classes) for data in found} == {(24, 10, 2)}
+    assert [data.class_names for data in found] == [["ape", "bee"]] * 3
     assert found[0].fingerprint != found[1].fingerprint
     assert found[1] == found[2]
     assert found[1].fingerprint == data_fingerprint(read_manifest(root))

@@ -8,7 +8,7 @@ import numpy as np
 import simplejpeg
 from PIL import ExifTags, Image, ImageOps
 
-from common.image_folder import FORMATS, check_pixels
+from common.image_folder import FORMATS, check_pixels, to_rgb
 
 RESAMPLING = Image.Resampling.LANCZOS
 _JPEG_MAGIC = b"\xff\xd8\xff"
@@ -81,7 +81,7 @@ def _convert(data: bytes, quality: int, short_side: int | None) -> Jpeg:
     if is_jpeg and fits and color_space == "YCbCr" and _frame_marker(data) in _BASELINE_OR_PROGRESSIVE:
         return Jpeg(data, height, width, converted=False)
     image.load()
-    pixels = np.asarray(_shrink(_to_rgb(image if upright else ImageOps.exif_transpose(image)), short_side))
+    pixels = np.asarray(_shrink(to_rgb(image if upright else ImageOps.exif_transpose(image)), short_side))
     encoded = simplejpeg.encode_jpeg(pixels, quality, "RGB", "444")
     return Jpeg(encoded, pixels.shape[0], pixels.shape[1], converted=True)
 
@@ -103,16 +103,6 @@ def _frame_marker(data: bytes) -> int | None:
         is_fill_byte = marker == 0xFF
         position += 1 if is_fill_byte else 2 + int.from_bytes(data[position + 2 : position + 4], "big")
     return None
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))  # Pillow would clip at 255
-    if image.mode == "I" and image.format == "PPM":  # 16 bits too, which Pillow scales to its own range
-        image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise BadImageError("32-bit pixels, whose range is not known")
-    return image.convert("RGB")
 
 
 def _shrink(image: Image.Image, short_side: int | None) -> Image.Image:

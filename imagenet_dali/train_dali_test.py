@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 
+from common import evaluate
 from common.checkpoint import load_model_state, newest_checkpoint
 from common.errors import run_command
 from common.model_arguments import timm_arguments
@@ -69,6 +70,10 @@ def test_the_small_server_command_trains_on_two_processes(config, data, tmp_path
     }  # fmt: skip
     written = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (written["config"]["gradient_accumulation"], written["plan"]["gpus"]) == (2, 2)
+
+    evaluate.main([str(tmp_path / "run")])  # one process instead of two
+    found = json.loads((tmp_path / "run" / "evaluation" / checkpoint.name / "evaluation.json").read_text())
+    assert (found["top1"], found["top5"], found["samples"]) == (last["top1"], last["top5"], last["samples"])
 
 
 def test_the_slurm_command_runs_as_printed(config, data, tmp_path):

@@ -7,6 +7,7 @@ from common.colossal.amp import build_mixed_precision
 from common.colossal.context import launch, repair_context, shutdown
 from common.colossal.engine import Engine, initialize
 from common.colossal.generators import generator_states, set_generator_states
+from common.colossal.inference import Predictor
 from common.colossal.repairs import (
     repair_cpu_accelerator,
     repair_metrics,
@@ -50,6 +51,7 @@ __all__ = [
     "Engine",
     "LinearWarmupLR",
     "ParallelMode",
+    "Predictor",
     "Trainer",
     "build_mixed_precision",
     "build_norm_reducer",

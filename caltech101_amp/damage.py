@@ -1,6 +1,5 @@
 """Find the images of a folder that do not decode, once."""
 
-import hashlib
 import json
 import os
 import sys
@@ -9,12 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from common.damage import MAX_BAD_SHARE, join_some, reason_of
 from common.download import file_lock
 from common.errors import UserError, is_first_process
-from common.torchvision_dataloader import open_image
-
-MAX_BAD_SHARE = 0.01
-SHOWN = 5  # images that are named
+from common.fingerprint import fingerprint_of
+from common.image_folder import open_image
 
 
 def find_damaged(folder: Path, paths: Sequence[str]) -> dict[str, str]:
@@ -23,22 +21,19 @@ def find_damaged(folder: Path, paths: Sequence[str]) -> dict[str, str]:
     The answer is kept beside the folder, if that can be written, until an image changes in size or date. Of several
     processes one decodes, and the others wait for it.
     """
-    digest = hashlib.sha256()
-    for path in paths:
-        status = (folder / path).stat()
-        digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    digest = fingerprint_of([*paths, *(_state(folder / path) for path in paths)])
     record = folder.with_name(f".{folder.name}.checked.json")
     is_writable = os.access(folder.parent, os.W_OK)
     with _locked(record.with_suffix(".lock"), is_writable):
         known = _read(record)
-        if known.get("digest") == digest.hexdigest():
+        if known.get("digest") == digest:
             return known["damaged"]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             reasons = pool.map(lambda path: _why_damaged(folder / path), paths)
             damaged = {path: reason for path, reason in zip(paths, reasons, strict=True) if reason}
         if is_writable:
             partial = record.with_suffix(".partial")
-            partial.write_text(json.dumps({"digest": digest.hexdigest(), "damaged": damaged}))
+            partial.write_text(json.dumps({"digest": digest, "damaged": damaged}))
             partial.replace(record)
     return damaged
 
@@ -47,13 +42,12 @@ def report_damaged(folder: Path, damaged: Mapping[str, str], total: int) -> None
     """Name damaged images on stderr, once for all processes; raise `UserError` for more than `MAX_BAD_SHARE`."""
     if not damaged:
         return
-    named = ", ".join(f"{path} ({reason})" for path, reason in [*damaged.items()][:SHOWN])
-    more = f" and {len(damaged) - SHOWN:,} more" if len(damaged) > SHOWN else ""
+    named = join_some([f"{path} ({reason})" for path, reason in damaged.items()])
     count = f"{folder}: {len(damaged):,} of {total:,} images do not decode"
     if len(damaged) > MAX_BAD_SHARE * total:
-        raise UserError(f"{count}, more than {MAX_BAD_SHARE:.0%}: {named}{more}; unpack the data set again")
+        raise UserError(f"{count}, more than {MAX_BAD_SHARE:.0%}: {named}; unpack the data set again")
     if is_first_process():
-        print(f"{count} and are left out: {named}{more}", file=sys.stderr)
+        print(f"{count} and are left out: {named}", file=sys.stderr)
 
 
 @contextmanager
@@ -72,10 +66,17 @@ def _read(record: Path) -> dict:
         return {}
 
 
+def _state(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:  # a link to nowhere: it will not decode either
+        return None
+    return status.st_size, status.st_mtime_ns
+
+
 def _why_damaged(path: Path) -> str | None:
     try:
         open_image(path.read_bytes())
     except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
-        # the rest of some messages is the address of a buffer
-        return " ".join(str(error).split()).partition(" <")[0] or type(error).__name__
+        return reason_of(error)
     return None

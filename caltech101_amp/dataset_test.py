@@ -156,6 +156,14 @@ def test_a_damaged_image_is_named_and_left_out(copy, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_link_to_nowhere_is_a_damaged_image(copy, monkeypatch, capsys):
+    (copy / "bass" / "image_0000.jpg").unlink()
+    (copy / "bass" / "image_0000.jpg").symlink_to("nowhere")
+    monkeypatch.setattr("caltech101_amp.damage.MAX_BAD_SHARE", 0.02)
+    assert sum(len(open_split(data(copy.parent), split)) for split in ("train", "test")) == 59
+    assert "left out: bass/image_0000.jpg ([Errno 2] No such file" in capsys.readouterr().err
+
+
 def test_more_than_a_hundredth_is_refused(copy):
     damage(copy, 7)
     words = "7 of 60 images do not decode, more than 1%: bass/image_0000.jpg .* and 2 more; unpack the data set again"

@@ -1,11 +1,13 @@
 """The whole road, through the command line: the data set, training in one process and in two, the configs."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from caltech101_amp import train
 from caltech101_amp.testing import expect_miniature, write_categories
+from common import evaluate
 from common.colossal import shutdown
 from common.config import load_config
 from common.errors import UserError
@@ -34,6 +36,12 @@ def losses(root: Path, config: str) -> list[float]:
     return [record["loss"] for record in read_metrics(root.parent / config) if record["kind"] == "train"]
 
 
+def evaluate_again(run: Path) -> dict:
+    evaluate.main([str(run)])
+    (figures,) = run.glob("evaluation/*/evaluation.json")
+    return json.loads(figures.read_text())
+
+
 def test_every_mode_learns_the_colours_in_two_processes_as_in_one(root):
     train.main(["--output", str(root.parent / "one"), *arguments("fp32", root)[:2], *arguments("fp32", root)[4:]])
     expected = losses(root, "one")
@@ -44,6 +52,8 @@ def test_every_mode_learns_the_colours_in_two_processes_as_in_one(root):
         evaluation = read_metrics(root.parent / mode)[-1]
         assert evaluation["samples"] == 12
         assert evaluation["top1"] > 0.6
+        found = evaluate_again(root.parent / mode)
+        assert (found["top1"], found["samples"]) == (evaluation["top1"], evaluation["samples"])
 
 
 def test_the_configs_say_only_what_differs():

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cifar10_benchmark.augment import UNIFORMS_PER_SAMPLE, Augment
 from cifar10_benchmark.dataset import Images, open_images
+from common.augment import CenterCrop
 from common.config import refuse_unused
 from common.errors import UserError
 from common.loader import Loader
@@ -32,7 +33,8 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     """Count samples and classes of the data set, which is downloaded first if it has to be."""
     refuse_unused(data, UNUSED)
     images = open_images(data)
-    return DataSummary(images.count("train"), images.count("test"), images.num_classes)
+    counts = images.count("train"), images.count("test"), images.num_classes
+    return DataSummary(*counts, images.fingerprint, class_names=images.class_names)
 
 
 def build_train_loader(
@@ -68,6 +70,12 @@ def build_eval_loader(
     images = _load(data, "test", image_size)
     sampler = EvalSampler(len(images.labels), batch, dp_rank=dp_rank, dp_size=dp_size)
     return Loader(sampler, MemoryReader(images, None, mean=data["mean"], std=data["std"], device=device))
+
+
+def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
+    """Return how an image of any size becomes one of the data set's; one of that size stays as it is."""
+    del data
+    return CenterCrop(image_size, short_side=image_size)
 
 
 def _load(data: Mapping[str, Any], split: str, image_size: int) -> Images:

@@ -7,6 +7,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from cifar10_benchmark.dataloader import build_eval_loader, build_train_loader, describe_data
+from cifar10_benchmark.dataset import open_images
 from common.config import load_config
 from common.errors import UserError
 from common.plan import DataSummary
@@ -45,7 +46,8 @@ def numbers(images: torch.Tensor, data: dict) -> list[int]:
 
 
 def test_counts_the_data_set(data):
-    assert describe_data(data) == DataSummary(TRAIN, TEST, 3)
+    expected = DataSummary(TRAIN, TEST, 3, open_images(data).fingerprint, class_names=["a", "b", "c"])
+    assert describe_data(data) == expected
 
 
 def test_evaluation_is_torchvisions(data, root):

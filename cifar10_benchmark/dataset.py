@@ -1,6 +1,6 @@
 """CIFAR-10 in memory, from torchvision's files, its archive, the network, or a folder of images."""
 
-import io
+import hashlib
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import simplejpeg
-from PIL import Image
 
+from common.damage import reason_of
 from common.download import check_md5, download, extract, file_lock
 from common.errors import UserError
+from common.fingerprint import fingerprint_of
+from common.image_folder import check_pixels, open_image
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 MD5 = "c58f30108f718f92721af3b95e74349a"
@@ -32,6 +34,7 @@ class CifarBatches:
     """The files that torchvision keeps: a pickled dict of 10,000 images each, as Python 2 wrote them."""
 
     num_classes = 10
+    class_names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -39,6 +42,11 @@ class CifarBatches:
     def count(self, split: str) -> int:
         """Return how many images the split has."""
         return len(self.load(split).labels)
+
+    @property
+    def fingerprint(self) -> str:
+        """A checksum over the images and labels."""
+        return fingerprint_of(hashlib.sha256(array).hexdigest() for split in BATCH_FILES for array in self.load(split))
 
     def load(self, split: str) -> Images:
         """Read the split; raise `UserError` naming a file that is missing, damaged or something else."""
@@ -86,6 +94,12 @@ class ImageFolder:
     def count(self, split: str) -> int:
         """Return how many images the split has."""
         return len(self._files[split])
+
+    @property
+    def fingerprint(self) -> str:
+        """A checksum over paths and sizes; where the folder lies does not matter."""
+        files = [path for split in self._files.values() for path, _ in split]
+        return fingerprint_of(part for path in files for part in (path.relative_to(self.root), path.stat().st_size))
 
     def load(self, split: str) -> Images:
         """Decode the split; raise `UserError` naming an image that does not decode or is of another size."""
@@ -161,8 +175,8 @@ def _decode(path: Path) -> np.ndarray:
     try:
         content = path.read_bytes()
         if content.startswith(JPEG):
+            check_pixels(*simplejpeg.decode_jpeg_header(content)[:2])
             return simplejpeg.decode_jpeg(content)  # five times as fast as Pillow
-        with Image.open(io.BytesIO(content)) as image:
-            return np.asarray(image.convert("RGB"))
+        return np.asarray(open_image(content, is_upright=True))
     except Exception as error:  # decoders answer damaged files with a dozen unrelated types
-        raise UserError(f"{path}: {' '.join(str(error).split())}; remove or replace this image") from error
+        raise UserError(f"{path}: {reason_of(error)}; remove or replace this image") from error

@@ -3,6 +3,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import shutil
 import tarfile
 import threading
 from functools import partial
@@ -86,6 +87,15 @@ def check(images) -> None:
 
 def test_reads_torchvisions_files(root):
     check(open_at(root))
+
+
+def test_a_fingerprint_follows_the_content_of_the_batches(root, tmp_path):
+    original = open_at(root).fingerprint
+    shutil.copytree(root, tmp_path / "copy")
+    assert open_at(tmp_path / "copy").fingerprint == original
+    content = {b"labels": LABELS["test_batch"], b"data": PIXELS["test_batch"] ^ 1}
+    write_batch(tmp_path / "copy" / BATCHES / "test_batch", content)
+    assert open_at(tmp_path / "copy").fingerprint != original
 
 
 def test_unpacks_the_archive(archive, tmp_path):
@@ -230,6 +240,23 @@ def test_a_wrong_image_or_class_is_named(folder, path, content, words):
     (folder / path).write_bytes(content)
     with pytest.raises(UserError, match=words):
         open_at(folder).load("train")
+
+
+def test_a_bomb_is_not_decoded(folder):
+    lying = bytearray((folder / "train" / "dog" / "photo.jpg").read_bytes())
+    size = lying.index(b"\xff\xc0") + 5
+    lying[size : size + 4] = b"\xff\x00" * 2
+    (folder / "train" / "dog" / "photo.jpg").write_bytes(lying)
+    with pytest.raises(UserError, match="photo.jpg: 65280x65280 is more than 100 million pixels; remove or replace"):
+        open_at(folder).load("train")
+
+
+def test_a_fingerprint_follows_paths_and_sizes(folder, tmp_path_factory):
+    original = open_at(folder).fingerprint
+    copy = shutil.copytree(folder, tmp_path_factory.mktemp("other") / "copy")
+    assert open_at(copy).fingerprint == original
+    (copy / "test" / "cat" / "0.png").rename(copy / "test" / "cat" / "6.png")
+    assert open_at(copy).fingerprint != original
 
 
 def test_an_empty_class_is_named(folder):

@@ -1,5 +1,6 @@
 """The whole road, through the command line: image folder, training in one process and in two, the configs."""
 
+import json
 import os
 import shlex
 import socket
@@ -12,6 +13,7 @@ import pytest
 from PIL import Image
 
 from cifar10_benchmark import train
+from common import evaluate, predict
 from common.colossal import shutdown
 from common.errors import UserError
 from common.writers import read_metrics
@@ -62,6 +64,23 @@ def test_two_processes_train_as_one_does(root, tmp_path):
     assert one[-1]["top1"] == two[-1]["top1"] > 0.6
     assert one[-1]["samples"] == two[-1]["samples"] == 13
     assert printed.splitlines()[-1] == f"top1={two[-1]['top1']:.4f}"
+
+    evaluate.main([str(tmp_path / "one")])
+    (found,) = (tmp_path / "one").glob("evaluation/*/evaluation.json")
+    assert json.loads(found.read_text()).items() >= {name: one[-1][name] for name in ("loss", "top1", "top5")}.items()
+
+
+def test_an_image_of_any_size_is_brought_to_that_of_the_data_set(root, tmp_path, capsys):
+    train.main(arguments(root, tmp_path / "run", "MAX_STEPS=1"))
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "small.png")
+    wide = Image.new("RGB", (60, 24), "blue")
+    wide.paste("red", (12, 0, 48, 24))
+    wide.save(tmp_path / "wide.png")
+    capsys.readouterr()
+    predict.main([str(tmp_path / "run"), str(tmp_path / "small.png"), str(tmp_path / "wide.png"), "--json"])
+    small, centre_of_wide = (json.loads(line)["classes"] for line in capsys.readouterr().out.splitlines())
+    assert small == centre_of_wide
+    assert {found["class"] for found in small} == {"r", "g", "b"}
 
 
 def test_the_command_of_the_benchmark_runs_as_printed(root, tmp_path):

@@ -1,137 +1,135 @@
-"""Checkpoints: the whole model under timm's names, the optimiser's state, and where the run stood.
+"""Checkpoints on disk: whole or not there at all, checked when they are read, the old ones cleared away.
 
 checkpoints/step-00001234/
-    model.safetensors       parameters
+    model.safetensors       parameters under timm's names
     optimizer.safetensors   `<state>/<parameter>`, e.g. `exp_avg/head.weight`
-    trainer.json            step, epoch, and the optimiser's options
-    COMPLETE                written last: a folder without it is no checkpoint
+    random.safetensors      `<rank>/<generator>`: states of every rank's random number generators
+    trainer.json            where the run stood
+    config.json             the run's own
+    metrics.jsonl           the run's own, so far
+    COMPLETE                written last: SHA-256 of the others, for `sha256sum -c COMPLETE` too
+checkpoints/best            symbolic link to the checkpoint of the best evaluation
+
+Nothing in it is code: reading a checkpoint runs none.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from common.colossal import canonical_state, cut_piece, gather_whole, load_canonical_state, whole_shape
 from common.errors import UserError
+from common.files import sha256_of, sync
+from common.model_state import MODEL, OPTIMIZER, Tensors
 
+RANDOM, TRAINER, CONFIG, METRICS = "random.safetensors", "trainer.json", "config.json", "metrics.jsonl"
 MARKER = "COMPLETE"
-SHOWN = 10  # parameters that an error lists
+BEST = "best"
 
 
-def save_checkpoint(folder: Path, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> Path:
-    """Write the checkpoint ``folder/step-<step>``, the same whatever the parallel mode; ``state`` holds ``step``.
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return where the checkpoint after ``step`` optimiser steps lies in ``folder``."""
+    return folder / f"step-{step:08d}"
 
-    Every rank must call it, because a sharded model is gathered; rank 0 writes. It writes under a temporary name, makes
-    it durable, and renames it.
+
+def write_checkpoint(path: Path, content: Mapping[str, Tensors | bytes]) -> None:
+    """Write the files of ``content`` as the checkpoint folder ``path``, in place of one that is there.
+
+    At any moment ``path`` is whole, as it was before, or not there. On OSError nothing of the new one is left.
     """
-    path = folder / f"step-{state['step']:08d}"
-    weights = canonical_state(model)
-    moments, options = _flatten(model, optimizer)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        _write(path, weights, moments, {**state, "optimizer": options})
-    return path
+    partial, old = (path.with_name(f".{path.name}.{kind}") for kind in ("partial", "old"))
+    try:
+        put_back_old(path.parent)
+        for left in (partial, old):
+            shutil.rmtree(left, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for name, value in content.items():
+            _write(partial / name, value)
+        _write(partial / MARKER, "".join(f"{sha256_of(partial / name)}  {name}\n" for name in content).encode())
+        sync(partial)
+        if path.exists():
+            path.rename(old)
+        partial.rename(path)
+        sync(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        put_back_old(path.parent)
+        raise
 
 
-def _write(path: Path, weights: dict[str, Tensor], moments: dict[str, Tensor], state: dict[str, Any]) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(_contiguous(weights), partial / "model.safetensors")
-    save_file(_contiguous(moments), partial / "optimizer.safetensors")
-    (partial / "trainer.json").write_text(json.dumps(state, indent=2) + "\n")
-    for file in partial.iterdir():
-        _sync(file)
-    (partial / MARKER).touch()
-    _sync(partial)
-    shutil.rmtree(path, ignore_errors=True)
-    partial.rename(path)
-    _sync(path.parent)
+def _write(file: Path, value: Tensors | bytes) -> None:
+    if isinstance(value, bytes):
+        file.write_bytes(value)
+    else:
+        save_file(value, file)
+    sync(file)
+
+
+def put_back_old(folder: Path) -> None:
+    """Put checkpoints back whose replacement was interrupted."""
+    for old in folder.glob(".step-*.old"):
+        path = folder / old.name.removeprefix(".").removesuffix(".old")
+        if not path.exists():
+            old.rename(path)
+
+
+def find_fault(path: Path) -> str | None:
+    """Return what is wrong with the checkpoint folder ``path``, every byte of it checked; None if nothing is."""
+    try:
+        lines = (path / MARKER).read_text().splitlines()
+        sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+        for name in (MODEL, OPTIMIZER, TRAINER, *sums):
+            if name not in sums:
+                return f"{MARKER} does not list {name}"
+            if sha256_of(path / name) != sums[name]:
+                return f"{name} has changed since it was written"
+    except FileNotFoundError as error:
+        return f"it has no {Path(error.filename).name}"
+    except (OSError, UnicodeDecodeError) as error:
+        return str(error)
+    return None
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in ``folder``, the newest first; their content is not checked."""
+    return sorted((path.parent for path in folder.glob(f"step-*/{MARKER}")), reverse=True)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the complete checkpoint of the highest step in ``folder``, or None."""
-    return max((path.parent for path in folder.glob(f"step-*/{MARKER}")), default=None)
+    """Return the complete checkpoint of the highest step in ``folder``, or None; its content is not checked."""
+    return next(iter(list_checkpoints(folder)), None)
+
+
+def mark_best(path: Path) -> None:
+    """Let the link ``best`` beside ``path`` point to it."""
+    link = path.with_name(f".{BEST}.partial")
+    link.unlink(missing_ok=True)
+    link.symlink_to(path.name)
+    link.replace(path.with_name(BEST))
+
+
+def clear_old(folder: Path, keep: int) -> None:
+    """Remove all but the newest ``keep`` checkpoints and the best, and what interrupted writing has left."""
+    best = (folder / BEST).resolve()
+    old = [path for path in list_checkpoints(folder)[keep:] if path.resolve() != best]
+    for path in [*old, *folder.glob(".*.partial"), *folder.glob(".*.old")]:
+        # without its marker it no longer counts, should removing it be interrupted
+        (path / MARKER).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def load_model_state(path: Path) -> dict[str, Tensor]:
     """Return the parameters in the checkpoint folder ``path``; they load strictly into timm's model of that shape."""
     if not (path / MARKER).exists():
         raise UserError(f"{path} is not a complete checkpoint: it has no {MARKER}")
-    return load_file(path / "model.safetensors")
+    return load_file(path / MODEL)
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Load the checkpoint folder ``path``, saved in whatever parallel mode, into a model that is sharded or not.
-
-    Returns the ``state`` it was saved with, and the optimiser's options then, under ``optimizer``; ``optimizer`` keeps
-    its own, the learning rate among them. Raises UserError for the checkpoint of another architecture.
-    """
-    weights = load_model_state(path)
-    _check_architecture(path, weights, model)
-    load_canonical_state(model, weights)
-    _load_moments(load_file(path / "optimizer.safetensors"), model, optimizer)
-    return json.loads((path / "trainer.json").read_text())
-
-
-def _check_architecture(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -> None:
-    saved = {name: list(tensor.shape) for name, tensor in weights.items()}
-    wanted = {name: list(whole_shape(parameter)) for name, parameter in model.named_parameters()}
-    names = [name for name in wanted | saved if saved.get(name) != wanted.get(name)]
-    if names:
-        shown = [f"{name} {saved.get(name, 'missing')} (model: {wanted.get(name, 'none')})" for name in names[:SHOWN]]
-        more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        raise UserError(
-            f"{path} is of another architecture: {', '.join(shown)}{more}; load it with the MODEL it was trained with"
-        )
-
-
-def _load_moments(moments: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
-    """Give every parameter its pieces of ``moments``, whose names are ``<state>/<parameter>``."""
-    parameters = dict(model.named_parameters())
-    state: dict[Tensor, dict[str, Tensor]] = {}
-    for path, whole in moments.items():
-        key, _, name = path.partition("/")
-        parameter = parameters[name]
-        is_moment = whole.shape == whole_shape(parameter)
-        state.setdefault(parameter, {})[key] = cut_piece(parameter, whole) if is_moment else whole
-    # torch's own loading brings every state to the device and the type that the optimiser keeps it in
-    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbered = {number: state[parameter] for number, parameter in enumerate(ordered) if parameter in state}
-    optimizer.load_state_dict({"state": numbered, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _flatten(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Return the optimiser's whole state by parameter name, and its groups' options with their parameters' names."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    moments = {}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if value is None:
-                continue
-            value = torch.as_tensor(value)
-            whole = gather_whole(parameter, value) if value.shape == parameter.shape else value
-            if whole is not None:
-                moments[f"{key}/{names[parameter]}"] = whole.cpu()
-    options = [group | {"params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-    return moments, options
-
-
-def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def load_trainer_state(path: Path) -> dict[str, Any]:
+    """Return what ``trainer.json`` of the checkpoint folder ``path`` says."""
+    return json.loads((path / TRAINER).read_text())

@@ -15,7 +15,7 @@ from typing import Any
 
 import configs
 from common.colossal import resolve_parallel
-from common.config_keys import KEYS, NONE, PREDEFINED, REQUIRED, Key
+from common.config_keys import KEYS, NONE, NUMBER, PREDEFINED, REQUIRED, Key
 from common.errors import UserError, did_you_mean
 
 FOLDER = Path(configs.__path__[0])
@@ -41,6 +41,26 @@ def load_config(name: str, settings: Sequence[str] = ()) -> dict[str, Any]:
             f"NUM_EPOCHS={config['NUM_EPOCHS']}"
         )
     return config
+
+
+def restore_config(values: Mapping[str, Any], settings: Sequence[str], where: str) -> dict[str, Any]:
+    """Return a config that was read back from JSON, checked, with ``settings`` (``KEY=VALUE``) applied.
+
+    Raises `UserError` for unknown keys and wrong values, naming the file ``where`` it comes from.
+    """
+    # JSON has lists for tuples, and "AMP_TYPE.TORCH"
+    values = {name: _with_tuples(value) if isinstance(value, dict) else value for name, value in values.items()}
+    if fp16 := values.get("fp16"):
+        values["fp16"] = fp16 | {"mode": _parse_value(str(fp16.get("mode")), None)}
+    for key, override in _parse_settings(settings).items():
+        values[key] = _override(override, values.get(key))
+    return _checked(values, KEYS, prefix="", where=where)
+
+
+def _with_tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_tuples(inner) for name, inner in value.items()}
+    return tuple(value) if isinstance(value, list) else value
 
 
 def find_config(name: str) -> Path:
@@ -229,7 +249,7 @@ def _check_value(name: str, value: Any, key: Key) -> None:
     if key.choices and value not in key.choices:
         nearest = did_you_mean(str(value), [str(choice) for choice in key.choices])
         raise UserError(f"{name}={value!r} is none of {', '.join(map(repr, key.choices))}{nearest}")
-    if key.minimum is not None and value is not None and value < key.minimum:
+    if key.minimum is not None and isinstance(value, NUMBER) and value < key.minimum:
         raise UserError(f"{name}={value!r} is less than {key.minimum}")
     if key.maximum is not None and value is not None and value > key.maximum:
         raise UserError(f"{name}={value!r} is more than {key.maximum}")

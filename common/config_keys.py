@@ -42,6 +42,7 @@ MODEL["num_classes"] = Key((int, NONE), None, "classes of the head; `None`: as m
 DATA = {
     "root": Key((str, NONE), None, "the data set's folder; the environment variable `DATA` stands in for it"),
     "download": Key((bool,), False, "CIFAR-10, Caltech-101: fetch the data set into `root` if it is not there"),
+    "allow_change": Key((bool,), False, "go on from a checkpoint that was trained on another data set"),
     "loader": Key((str,), "dali", "which loader decodes", choices=("dali", "torchvision")),
     "workers": Key((int, NONE), None, "decoding threads (DALI) or processes per GPU; `None`: cores / GPUs", minimum=0),
     "crop_scale": Key((tuple, list), (0.08, 1.0), "share of the image's area that a training crop takes"),
@@ -72,6 +73,8 @@ KEYS: dict[str, Key] = {
     "WARMUP_EPOCHS": Key(NUMBER, 0, "epochs of linear warm-up; less than `NUM_EPOCHS`", minimum=0),
     "MAX_STEPS": Key((int, NONE), None, "end early, after this many optimiser steps (the schedule stays)", minimum=1),
     "EVAL_EVERY": Key((int,), 1, "epochs between evaluations; the last epoch is always evaluated", minimum=1),
+    "CHECKPOINT_EVERY": Key((int, str), "10 min", "optimiser steps (500) or minutes ('10 min') between checkpoints", 1),
+    "KEEP": Key((int,), 2, "newest checkpoints that are kept, beside the best", minimum=1),
     "LEARNING_RATE": Key(NUMBER, REQUIRED, "peak, at the end of warm-up", minimum=0),
     "WEIGHT_DECAY": Key(NUMBER, 0.0, "decoupled for AdamW and LAMB", minimum=0),
     "LR_SCHEDULE": Key((str,), "cosine", "decay after warm-up, to 0", choices=("linear", "cosine")),

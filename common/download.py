@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from gzip import BadGzipFile
 from http.client import HTTPException
+from lzma import LZMAError
 from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -26,6 +27,8 @@ TIMEOUT = 30.0  # seconds without a byte
 ATTEMPTS = 5  # in a row that bring nothing
 PAUSE = 2.0  # seconds before another attempt
 
+# RuntimeError: a zip archive that asks for a password, or for a compression that Python does not know
+DAMAGED = (tarfile.TarError, zipfile.BadZipFile, EOFError, BadGzipFile, zlib.error, LZMAError, RuntimeError)
 NETWORK_ERRORS = (URLError, HTTPException, ConnectionError, TimeoutError, ssl.SSLError)
 RANGE_NOT_SATISFIABLE = 416
 
@@ -127,7 +130,7 @@ def extract(archive: Path, name: str, folder: Path) -> None:
     try:
         _unpack(archive, unpacked)
         (unpacked / name).rename(folder / name)
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, BadGzipFile, zlib.error) as error:
+    except DAMAGED as error:
         raise UserError(f"{archive}: {' '.join(str(error).split())}; remove it and fetch it again") from error
     except OSError as error:
         raise UserError(f"{archive}: {name} cannot be unpacked into {folder} ({error.strerror})") from error

@@ -252,6 +252,39 @@ def test_a_zip_archive_that_reaches_out_of_its_folder_is_refused(tmp_path, evil)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["archive.zip", "folder"]
 
 
+@pytest.mark.parametrize(("field", "value", "words"), [(6, 1, "password required"), (8, 99, "not supported")])
+def test_a_zip_archive_that_python_cannot_unpack_is_named(tmp_path, field, value, words):
+    archive = write_zip(tmp_path / "archive.zip", ("data/one", b"1"))
+    content = bytearray(archive.read_bytes())
+    for signature, skipped in ((b"PK\x03\x04", 0), (b"PK\x01\x02", 2)):  # the member's header, and the directory's
+        content[content.index(signature) + skipped + field] = value
+    archive.write_bytes(content)
+    with pytest.raises(UserError, match=f"archive.zip: .*{words}.*; remove it and fetch it again"):
+        extract(archive, "data", tmp_path)
+    assert list(tmp_path.iterdir()) == [archive]
+
+
+def test_members_get_no_rights_over_the_machine(tmp_path):
+    program = tarfile.TarInfo("data/program")
+    program.mode = 0o6777
+    extract(write_tar(tmp_path / "archive.tar.gz", data__one=b"1", program=program), "data", tmp_path)
+    mode = (tmp_path / "data" / "program").stat().st_mode
+    assert not mode & (stat.S_ISUID | stat.S_ISGID | stat.S_IWGRP | stat.S_IWOTH)
+
+
+def test_a_link_to_a_folder_is_not_written_through(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    member = tarfile.TarInfo("data/link/evil")
+    archive = write_tar(
+        tmp_path / "archive.tar.gz", data__one=b"1", link=_link("data/link", str(outside), tarfile.SYMTYPE), evil=member
+    )
+    with pytest.raises(UserError, match="absolute path"):
+        extract(archive, "data", tmp_path)
+    assert list(outside.iterdir()) == []
+    assert not (tmp_path / "data").exists()
+
+
 def test_a_damaged_zip_archive_leaves_nothing(tmp_path):
     archive = write_zip(tmp_path / "archive.zip", ("data/one", CONTENT))
     archive.write_bytes(archive.read_bytes().replace(CONTENT[:100], bytes(100)))

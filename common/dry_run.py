@@ -16,8 +16,8 @@ from common.scaling import (
     USABLE,
     Cluster,
     Prediction,
-    predict_modes,
     assumed_flops,
+    predict_modes,
     whole_model_flops,
 )
 from common.table import format_table

@@ -37,6 +37,9 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
         if is_first_process() or isinstance(error, RankError) or _joined():
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    finally:
+        if signals := sys.modules.get("common.stop_signals"):
+            signals.stop_signals.restore()
 
 
 def is_first_process() -> bool:

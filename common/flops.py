@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from common.colossal import build_mixed_precision
 from common.model_arguments import parse_model_arguments
 
 # Dense 10^12 FLOP/s in 16 bits, TF32 and float32, of NVIDIA's data sheets (SXM, if not PCIe), by what the device's name
@@ -36,6 +37,17 @@ def flops_per_image(model: Mapping[str, Any]) -> int:
     layers = tokens * a.width * (3 * a.width + a.width + 2 * hidden)
     attention = 2 * tokens**2 * a.width
     return 3 * 2 * (embedding + a.depth * (layers + attention) + a.width * a.num_classes)
+
+
+def peak_images_per_s(
+    model: Mapping[str, Any], fp16: Mapping[str, Any] | None, gpus: int, device: torch.device
+) -> float:
+    """Return the images/s at which ``gpus`` such devices would train at their peak, in the precision of ``fp16``.
+
+    Model FLOPs utilisation is the rate that is reached over this one. ``model`` and ``fp16`` are the config's.
+    """
+    dtype = build_mixed_precision(fp16, device.type).dtype or torch.float32
+    return gpus * peak_flops(device, dtype) / flops_per_image(model)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

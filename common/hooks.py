@@ -1,16 +1,16 @@
-"""Hooks of the training loop: one that measures and one that saves."""
+"""The hook of the training loop that measures."""
 
 import resource
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from common.checkpoint import save_checkpoint
 from common.colossal import BaseHook, ParallelMode, Trainer, gpc
 from common.plan import Plan
 from common.writers import Curves, JsonLines, ProgressBar, TensorBoard
@@ -20,31 +20,58 @@ class MetricsHook(BaseHook):
     """Read each figure of the run once, and hand it to every writer; only rank 0 writes.
 
     A ``train`` record covers the optimiser steps since the one before: mean ``loss``; ``lr`` and ``grad_norm`` (before
-    clipping) of the last step; ``samples_per_s`` over all GPUs; ``mfu``, the share of ``peak_samples_per_s``, which is all that
-    the GPUs' arithmetic could do (see `flops`); ``data_wait``, the share of the time in which this
-    process waited for its loader; ``peak_memory_gb`` of this process. An ``eval`` record counts every sample of the
+    clipping) of the last step; ``samples_per_s`` over all GPUs; ``mfu``, its share of ``peak_samples_per_s``,
+    which is what the GPUs' arithmetic could do; ``data_wait``, the share of the time in which this process waited for
+    its loader; ``peak_memory_gb`` of this process. An ``eval`` record counts every sample of the
     evaluation set once: mean cross-entropy ``loss``, ``top1`` and ``top5`` (fractions of 1), ``samples``. Both have
-    ``step`` (of the optimiser), ``epoch`` (fractional), and ``time`` (Unix, seconds).
+    ``step`` (of the optimiser), ``epoch`` (fractional), and ``time`` (Unix, seconds). The last evaluation's figures are
+    in the trainer's ``states["eval"]`` too, on every rank.
 
     The device is synchronised only when a record is made.
     """
 
-    def __init__(self, plan: Plan, folder: Path, *, every: int, tensorboard: bool, is_main: bool, peak_samples_per_s: float):
-        super().__init__(priority=0)  # before the schedule moves the learning rate
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        *,
+        every: int,
+        tensorboard: bool,
+        is_main: bool,
+        peak_samples_per_s: float,
+        start: int = 0,
+    ):
+        """``start``: optimiser steps that were done before."""
+        super().__init__(priority=0)
         self.plan, self.every, self.peak_samples_per_s = plan, every, peak_samples_per_s
-        self.progress = ProgressBar(plan.last_step) if is_main else None
+        self.progress = ProgressBar(plan.last_step, start) if is_main else None
         self.writers: list = []
         if is_main:
             self.writers = [JsonLines(folder / "metrics.jsonl"), self.progress, Curves(folder)]
-            self.writers += [TensorBoard(folder / "tensorboard")] if tensorboard else []
+            self.writers += [TensorBoard(folder / "tensorboard", start)] if tensorboard else []
 
     def before_train(self, trainer: Trainer) -> None:
         self._restart_window(trainer)
 
     def _restart_window(self, trainer: Trainer) -> None:
         self.loss = torch.zeros((), dtype=torch.float64, device=trainer.device)
-        self.micro_batches = 0
+        self.micro_batches = self.untimed = 0
         self.started, self.waited = time.perf_counter(), trainer.data_wait
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what the next train record has seen so far, on this rank."""
+        steps = self.micro_batches // self.plan.accumulation
+        return {"steps": steps, "micro_batches": self.micro_batches, "loss": self.loss.item()}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, float]], rank: int | None) -> None:
+        """Go on from the states of all ranks: with that of ``rank``, or with their mean if ranks have changed."""
+        steps, micro_batches, loss = states[rank or 0].values()
+        if rank is None and steps:
+            mean = fmean(state["loss"] / state["micro_batches"] for state in states)
+            micro_batches = steps * self.plan.accumulation
+            loss = mean * micro_batches
+        self.micro_batches = self.untimed = micro_batches
+        self.loss.fill_(loss)
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
         self.loss += loss.detach()
@@ -60,10 +87,11 @@ class MetricsHook(BaseHook):
     def _train_figures(self, trainer: Trainer) -> dict:
         loss = _sum_over_data_parallel(self.loss / self.micro_batches).item() / self.plan.data_parallel
         elapsed = time.perf_counter() - self.started
-        samples_per_s = self.micro_batches * self.plan.micro_batch * self.plan.data_parallel / elapsed
+        timed = self.micro_batches - self.untimed
+        samples_per_s = timed * self.plan.micro_batch * self.plan.data_parallel / elapsed
         return {
             "loss": loss,
-            "lr": trainer.engine.optimizer.param_groups[0]["lr"],
+            "lr": trainer.learning_rate,
             "grad_norm": trainer.engine.optimizer.grad_norm.item(),
             "samples_per_s": samples_per_s,
             "mfu": samples_per_s / self.peak_samples_per_s,
@@ -81,6 +109,7 @@ class MetricsHook(BaseHook):
     def after_test(self, trainer: Trainer) -> None:
         loss, top1, top5, samples = _sum_over_data_parallel(self.totals).tolist()
         figures = {"loss": loss / samples, "top1": top1 / samples, "top5": top5 / samples, "samples": int(samples)}
+        trainer.states["eval"] = figures
         self._write("eval", trainer, figures)
         self.started += time.perf_counter() - self.paused
 
@@ -93,18 +122,6 @@ class MetricsHook(BaseHook):
     def after_train(self, trainer: Trainer) -> None:
         for writer in self.writers:
             writer.close()
-
-
-class CheckpointHook(BaseHook):
-    """Save a checkpoint after the last step."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, folder: Path):
-        super().__init__(priority=10)
-        self.model, self.optimizer, self.folder = model, optimizer, folder
-
-    def after_train(self, trainer: Trainer) -> None:
-        state = {"step": trainer.step, "epoch": trainer.cur_epoch}
-        save_checkpoint(self.folder, self.model, self.optimizer, state)
 
 
 def count_correct(logits_BC: Tensor, labels_B: Tensor) -> Tensor:

@@ -1,14 +1,21 @@
-"""Labelled images in folders: list them, split them, read one."""
+"""Labelled images in folders: list them, split them, read and decode one."""
 
+import io
 import os
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from PIL import Image, ImageOps
 
 from common.errors import UserError
+from common.fingerprint import fingerprint_of
+
+# what Pillow may try to read: others of its formats run programs, or are no photographs
+FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")
+MAX_PIXELS = 100_000_000  # 300 MB when decoded; beyond it, a header that lies is likelier than a photograph
 
 Files = list[tuple[str, int]]  # (path relative to the root, label)
 
@@ -42,6 +49,17 @@ def split_by_class(files: Files, share: float, seed: int) -> tuple[Files, Files]
     return kept, held_out
 
 
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Return an image in RGB: alpha is dropped, 16 bits become 8; raise ValueError where the range is not known."""
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))  # Pillow would clip at 255
+    if image.mode == "I" and image.format == "PPM":  # 16 bits too, which Pillow scales to its own range
+        image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError("32-bit pixels, whose range is not known")
+    return image.convert("RGB")
+
+
 class FolderSplit:
     """One split of the images below ``root``."""
 
@@ -71,3 +89,34 @@ class FolderSplit:
     def fault(self, index: int, reason: object) -> UserError:
         """Return the error that names an image and what is wrong with it."""
         return UserError(f"{self.path(index)}: {reason}; remove or replace this image")
+
+    @property
+    def fingerprint(self) -> str:
+        """A checksum over paths, labels and sizes; where the folder lies does not matter."""
+        return fingerprint_of(self._describe())
+
+    def _describe(self) -> Iterator[str]:
+        yield from self.class_names
+        root = os.fspath(self.root)
+        for path, label in sorted(zip(map(os.fsdecode, self._paths), self._labels.tolist(), strict=True)):
+            try:
+                size = os.stat(f"{root}/{path}").st_size  # a Path takes twice the time, of a million images
+            except OSError as error:
+                raise UserError(f"{root}/{path}: {error.strerror}; mend this image or remove it") from error
+            yield f"{label} {size} {path}"
+
+
+def check_pixels(height: int, width: int) -> None:
+    """Raise `ValueError` for an image that is too large to be decoded."""
+    if height * width > MAX_PIXELS:
+        raise ValueError(f"{width}x{height} is more than {MAX_PIXELS // 1_000_000} million pixels")
+
+
+def open_image(data: bytes | memoryview, is_upright: bool = False) -> Image.Image:
+    """Decode an image to RGB, turned as its EXIF block says unless it ``is_upright``.
+
+    Raises `ValueError` beyond `MAX_PIXELS`, what `to_rgb` raises, and what Pillow does.
+    """
+    image = Image.open(io.BytesIO(data), formats=FORMATS)
+    check_pixels(image.height, image.width)
+    return to_rgb(image if is_upright else ImageOps.exif_transpose(image))

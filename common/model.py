@@ -59,7 +59,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BND: Tensor) -> Tensor:
         qkv_BN3HE = self.qkv(x_BND).unflatten(-1, (3, -1, self.head_width))
-        q_BHNE, k_BHNE, v_BHNE = qkv_BN3HE.permute(2, 0, 3, 1, 4)
+        q_BHNE, k_BHNE, v_BHNE = qkv_BN3HE.permute(2, 0, 3, 1, 4).unbind()
         x_BHNE = attend(q_BHNE, k_BHNE, v_BHNE)
         return self.dropout(self.proj(x_BHNE.transpose(1, 2).flatten(2)))
 

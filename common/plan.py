@@ -1,6 +1,6 @@
 """The batch arithmetic of a run, worked out once from the config, the number of GPUs and the data set."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +9,17 @@ from common.errors import UserError
 
 @dataclass(frozen=True)
 class DataSummary:
-    """What the arithmetic needs to know of a data set: sample counts and classes."""
+    """A data set's sample counts, its classes, and which one it is.
+
+    ``fingerprint`` is a checksum over its content, wherever it lies; ``earlier`` are those it had before repairs.
+    """
 
     train_samples: int
     eval_samples: int
     num_classes: int
+    fingerprint: str
+    earlier: tuple[str, ...] = ()
+    class_names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ import pytest
 from common.errors import UserError
 from common.plan import DataSummary, build_plan
 
-IMAGENET = DataSummary(train_samples=1_281_167, eval_samples=50_000, num_classes=1000)
+IMAGENET = DataSummary(train_samples=1_281_167, eval_samples=50_000, num_classes=1000, fingerprint="")
 
 
 def config(**keys):

@@ -46,7 +46,9 @@ def train(config: dict[str, Any], micro_batch: int, accumulation: int, steps: in
 
 
 def launch_config(config: dict[str, Any], accumulation: int) -> dict[str, Any]:
-    return {key: config[key] for key in ("parallel", "fp16", "clip_grad_norm")} | {"gradient_accumulation": accumulation}
+    return {key: config[key] for key in ("parallel", "fp16", "clip_grad_norm")} | {
+        "gradient_accumulation": accumulation
+    }
 
 
 def count_traffic(config: dict[str, Any], micro_batch: int, accumulation: int) -> Counter:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,23 +13,27 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from common.checkpoint import newest_checkpoint
+from common.checkpoint import CONFIG, METRICS, load_trainer_state, newest_checkpoint
+from common.checkpoint_hook import CheckpointHook, parse_minutes
 from common.colossal import BaseHook, ParallelMode, build_mixed_precision, check_tensor_parallel, gpc, shutdown
 from common.config import data_root, load_config
 from common.dry_run import print_dry_run
 from common.errors import UserError
-from common.flops import flops_per_image, peak_flops
-from common.hooks import CheckpointHook, MetricsHook
+from common.files import lock_folder, unlock_folder
+from common.flops import peak_images_per_s
+from common.hooks import MetricsHook
 from common.launch import add_launch_arguments, detect_launch, start
 from common.model_arguments import parse_model_arguments
 from common.optimizer import build_optimizer
 from common.plan import DataSummary, Plan, build_plan, shrink_micro_batch
 from common.provenance import describe_run
+from common.resume import AUTO, NEVER, ask_first_rank, check_data, choose_checkpoint, compare_configs
 from common.scaling import add_cluster_arguments, parse_cluster
+from common.stop_signals import exit_code, signal_name, stop_signals
 from common.writers import read_metrics
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """A started run: its plan, its folder, and whether this process is the one that writes and prints."""
 
@@ -37,6 +42,7 @@ class Run:
     is_main: bool
     device: torch.device
     about: dict[str, Any]  # what config.json holds
+    start_from: Path | None  # the checkpoint to go on from
 
     @property
     def data_parallel(self) -> dict[str, int]:
@@ -45,35 +51,55 @@ class Run:
 
     def build_hooks(self, model: nn.Module, optimizer: Optimizer) -> list[BaseHook]:
         """Create the run's folder, now that nothing in the config is left to refuse, and return the hooks."""
+        config = self.about["config"]
         if self.is_main:
             self._create_folder()
-        log = self.about["config"]["LOG"]
-        return [
-            MetricsHook(self.plan, self.output, is_main=self.is_main, peak_samples_per_s=self._peak_rate(), **log),
-            CheckpointHook(model, optimizer, self.output / "checkpoints"),
-        ]
-
-    def _peak_rate(self) -> float:
-        """Return the samples/s of all GPUs at the peak of their arithmetic in the run's precision."""
-        config = self.about["config"]
-        dtype = build_mixed_precision(config["fp16"], self.device.type).dtype or torch.float32
-        return self.plan.gpus * peak_flops(self.device, dtype) / flops_per_image(config["MODEL"])
+        start = self.about["starts"][-1]["step"]
+        peak = peak_images_per_s(config["MODEL"], config["fp16"], self.plan.gpus, self.device)
+        metrics = MetricsHook(
+            self.plan, self.output, is_main=self.is_main, peak_samples_per_s=peak, start=start, **config["LOG"]
+        )
+        checkpoints = CheckpointHook(
+            self.output / "checkpoints",
+            model,
+            optimizer,
+            metrics,
+            about=self.about,
+            every=config["CHECKPOINT_EVERY"],
+            keep=config["KEEP"],
+            start_from=self.start_from,
+        )
+        return [metrics, checkpoints]
 
     def _create_folder(self) -> None:
+        """Write config.json, and the figures up to the checkpoint."""
         try:
             self.output.mkdir(parents=True, exist_ok=True)
             (self.output / "config.json").write_text(json.dumps(self.about, indent=2, default=str) + "\n")
+            figures = b"" if self.start_from is None else (self.start_from / METRICS).read_bytes()
+            (self.output / METRICS).write_bytes(figures)
         except OSError as error:
             raise UserError(f"--output {self.output}: cannot be written ({error.strerror})") from error
 
     def finish(self) -> None:
-        """Leave the process group, and say where everything is; the last line is the final top-1."""
+        """Leave the process group and say where everything is; the last line is the final top-1.
+
+        After a signal, exits as `exit_code` says.
+        """
         shutdown()
+        unlock_folder(self.output)
+        checkpoint = newest_checkpoint(self.output / "checkpoints")
+        stopped = stop_signals.agreed
+        stop_signals.restore()
+        if stopped:
+            if self.is_main:
+                print(f"{signal_name(stopped)}: stopped; the same command goes on from {checkpoint}", flush=True)
+            sys.exit(exit_code(stopped))
         if not self.is_main:
             return
         last = [record for record in read_metrics(self.output) if record["kind"] == "eval"][-1]
         print(f"curves       {self.output}/loss.jpeg {self.output}/acc.jpeg")
-        print(f"checkpoint   {newest_checkpoint(self.output / 'checkpoints')}")
+        print(f"checkpoint   {checkpoint}")
         print(f"tensorboard  tensorboard --logdir {self.output}/tensorboard")
         print(f"top1={last['top1']:.4f}", flush=True)
 
@@ -83,7 +109,8 @@ def start_run(
 ) -> Run | None:
     """Check everything that can be checked, then start the process group; the config is then in ``gpc.config``.
 
-    ``describe_data`` counts the data set that the config's ``DATA`` names. Returns None after ``--dry-run``, which
+    ``describe_data`` counts the data set that the config's ``DATA`` names; config.json holds the name of its module, so
+    that what comes after the run finds the loaders of a task it does not know. Returns None after ``--dry-run``, which
     needs neither data nor GPUs.
     """
     args = _parse(argv, description)
@@ -105,15 +132,31 @@ def start_run(
     if args.dry_run:
         print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None)
         return None
+    stop_signals.install(follow_parent=launch.launcher == "torch")
     output = Path(args.output or Path("outputs") / Path(args.config).stem).resolve()
-    if (output / "config.json").exists():
-        raise UserError(f"--output {output} holds another run: choose another folder, or remove this one")
     start(launch, config)
+    ask_first_rank(lambda: lock_folder(output))
+    start_from = ask_first_rank(lambda: choose_checkpoint(args.resume, output))
     about = {"name": Path(args.config).stem, "config": config, "plan": asdict(plan), **describe_run(argv)}
-    run = Run(plan, output, launch.rank == 0, _device(), about)
+    about["data"] = {"loaders": describe_data.__module__, **asdict(data)}
+    about["starts"] = ask_first_rank(lambda: _note_start(about, data, start_from))
+    run = Run(plan, output, launch.rank == 0, _device(), about, start_from)
     if run.is_main:
         _announce(args.config, config, plan, data)
     return run
+
+
+def _note_start(about: Mapping[str, Any], data: DataSummary, start_from: Path | None) -> list[dict[str, Any]]:
+    """Return when, how and from which step the run was started, each time; say what has changed since the last one."""
+    now = {"step": 0} | {key: about[key] for key in ("started", "argv", "commit")} | {"gpus": about["plan"]["gpus"]}
+    if start_from is None:
+        return [now]
+    now["step"] = load_trainer_state(start_from)["trainer"]["step"]
+    check_data(start_from, data, about["config"]["DATA"]["allow_change"])
+    print(f"going on from {start_from}")
+    for key, (then, value) in compare_configs(start_from, about["config"]).items():
+        print(f"{key}={value!r} from here on; it was {then!r}")
+    return [*json.loads((start_from / CONFIG).read_text())["starts"], now]
 
 
 def _parse(argv: list[str], description: str) -> argparse.Namespace:
@@ -121,6 +164,13 @@ def _parse(argv: list[str], description: str) -> argparse.Namespace:
     parser.add_argument("--config", required=True, help="a config file, or the name of a recipe in configs/")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config")
     parser.add_argument("--output", help="folder of the run (default: outputs/<name of the config>)")
+    parser.add_argument(
+        "--resume",
+        default=AUTO,
+        metavar="never|PATH",
+        help=f"default: go on from the newest checkpoint in the output folder; {NEVER}: refuse a folder that holds a "
+        "run; PATH: go on from that checkpoint, or from the newest of that run",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, then exit")
     parser.add_argument("--gpus", type=int, help="with --dry-run: plan for this many, and compare the modes")
     parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
@@ -145,6 +195,8 @@ def _check_builds(config: Mapping[str, Any], plan: Plan) -> None:
     """Refuse what the model, its shards, the optimiser or mixed precision would refuse, before anything is started."""
     model = {**config["MODEL"], "num_classes": config["MODEL"]["num_classes"] or 1}
     parse_model_arguments(model)
+    if isinstance(config["CHECKPOINT_EVERY"], str):
+        parse_minutes(config["CHECKPOINT_EVERY"])
     check_tensor_parallel(config["parallel"], model, plan.micro_batch, plan.gpus)
     build_optimizer(nn.Linear(1, 1), weight_decay=config["WEIGHT_DECAY"], **config["OPTIMIZER"])
     build_mixed_precision(config["fp16"], "cuda" if torch.cuda.is_available() else "cpu")

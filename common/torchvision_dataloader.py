@@ -3,19 +3,20 @@
 The DALI loader sees the same samples, crops and flips, and the same pixels to within rounding.
 """
 
-import io
 import os
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from common.augment import CenterCrop, RandomCrop
+from common.damage import BadImages, reason_of
 from common.errors import UserError
+from common.image_folder import open_image
 from common.sampling import NO_LABEL, PADDING, Draw
 
 
@@ -40,8 +41,10 @@ def default_workers(dp_size: int, device: torch.device) -> int:
 class TorchvisionReader:
     """Read draws of a split as normalised images, float32 [B, 3, size, size], and labels, int64 [B], on ``device``.
 
-    ``mean`` and ``std`` are of RGB values from 0 to 1. Rows of padding are zeros with label -100. Whole batches are
-    made by ``workers`` processes, or in this one if 0. An image that does not decode raises `UserError` naming it.
+    ``mean`` and ``std`` are of RGB values from 0 to 1. Whole batches are made by ``workers`` processes, or in this one
+    if 0. Rows of padding are zeros with label -100. So are images that cannot be read: in training the others make up
+    the micro-batch, in evaluation the others are the samples. They are named on stderr; more than `MAX_BAD_SHARE` of
+    what one of ``dp_size`` processes reads in a pass raises `UserError`.
     """
 
     def __init__(
@@ -54,9 +57,11 @@ class TorchvisionReader:
         std: Sequence[float],
         workers: int,
         device: torch.device,
+        dp_size: int = 1,
     ) -> None:
         self.device = device
-        self._mean, self._std = (torch.tensor(values, device=device)[:, None, None] * 255 for values in (mean, std))
+        self._bad = BadImages(len(split) / dp_size)
+        self._mean, self._std = (per_channel(values, device) for values in (mean, std))
         self._pass = _Pass()
         self._batches = DataLoader(
             _Batches(split, crop, size),
@@ -71,15 +76,13 @@ class TorchvisionReader:
     def read(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batch of each draw, in order."""
         self._pass.draws = draws
-        for batch in self._batches:
-            if isinstance(batch, UserError):
-                raise batch
-            images_BHWC, labels = batch
-            samples = int((labels != NO_LABEL).sum())
-            images = images_BHWC.to(self.device, non_blocking=True).permute(0, 3, 1, 2).contiguous().float()
-            images.sub_(self._mean).div_(self._std)
-            images[samples:] = 0
-            yield images, labels.to(self.device, non_blocking=True)
+        self._bad.start_pass()
+        for images_BHWC, labels, bad in self._batches:
+            self._bad.add(bad)
+            images = normalize(images_BHWC.to(self.device, non_blocking=True), self._mean, self._std)
+            labels = labels.to(self.device, non_blocking=True)
+            images.masked_fill_((labels == NO_LABEL)[:, None, None, None], 0)
+            yield images, labels
 
     def close(self) -> None:
         """End the worker processes."""
@@ -96,41 +99,51 @@ class _Pass:
 
 
 class _Batches(Dataset):
-    """Makes the batch of a draw: images uint8 [B, size, size, 3], labels int64 [B]."""
+    """Makes the batch of a draw: images uint8 [B, size, size, 3], labels int64 [B], and what is wrong with some."""
 
     def __init__(self, split: ImageSplit, crop: RandomCrop | CenterCrop, size: int) -> None:
         self.split, self.crop, self.size = split, crop, size
 
-    def __getitem__(self, draw: Draw) -> tuple[Tensor, Tensor] | UserError:
+    def __getitem__(self, draw: Draw) -> tuple[Tensor, Tensor, list[str]]:
         indices, uniforms = draw
         images = np.zeros((len(indices), self.size, self.size, 3), np.uint8)
         labels = np.full(len(indices), NO_LABEL)
-        try:
-            for row in np.flatnonzero(indices != PADDING):
-                image, labels[row] = self._load(int(indices[row]))
-                images[row] = self._view(image, uniforms[row : row + 1])
-        except UserError as error:
-            return error  # raised here, it would reach the user as the worker's traceback
-        return torch.from_numpy(images), torch.from_numpy(labels)
+        bad = []
+        for row in np.flatnonzero(indices != PADDING):
+            try:
+                image, label = self._load(int(indices[row]))
+            except UserError as error:
+                bad.append(str(error))
+            else:
+                images[row] = crop_image(image, self.crop, self.size, uniforms[row : row + 1])
+                labels[row] = label
+        return torch.from_numpy(images), torch.from_numpy(labels), bad
 
     def _load(self, index: int) -> tuple[Image.Image, int]:
         data, label = self.split.read(index)
         try:
             return open_image(data, self.split.is_upright), label
         except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
-            raise self.split.fault(index, " ".join(str(error).split()) or type(error).__name__) from error
-
-    def _view(self, image: Image.Image, uniforms: np.ndarray) -> Image.Image:
-        """Return the crop of an image at the size of the network's input."""
-        crops = self.crop(np.array([image.height]), np.array([image.width]), uniforms)
-        top, left, height, width = *crops.start[0].tolist(), *crops.shape[0].tolist()
-        box = *crops.region_start[0, ::-1].tolist(), *crops.region_end[0, ::-1].tolist()
-        window = image.crop((left, top, left + width, top + height))
-        view = window.resize((self.size, self.size), Image.Resampling.BILINEAR, box)
-        return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if crops.flip[0] else view
+            raise self.split.fault(index, reason_of(error)) from error
 
 
-def open_image(data: bytes | memoryview, is_upright: bool = False) -> Image.Image:
-    """Decode an image to RGB, turned as its EXIF block says unless it ``is_upright``; raises what Pillow raises."""
-    image = Image.open(io.BytesIO(data))
-    return (image if is_upright else ImageOps.exif_transpose(image)).convert("RGB")
+def crop_image(
+    image: Image.Image, crop: RandomCrop | CenterCrop, size: int, uniforms: np.ndarray | None = None
+) -> Image.Image:
+    """Return the crop of an image at ``size`` x ``size`` pixels, the network's input; ``uniforms`` is [1, K]."""
+    crops = crop(np.array([image.height]), np.array([image.width]), uniforms)
+    top, left, height, width = *crops.start[0].tolist(), *crops.shape[0].tolist()
+    box = *crops.region_start[0, ::-1].tolist(), *crops.region_end[0, ::-1].tolist()
+    window = image.crop((left, top, left + width, top + height))
+    view = window.resize((size, size), Image.Resampling.BILINEAR, box)
+    return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if crops.flip[0] else view
+
+
+def per_channel(values: Sequence[float], device: torch.device) -> Tensor:
+    """Return a value for each of R, G and B (0 to 1) as a tensor [3, 1, 1] of their scale in images (0 to 255)."""
+    return torch.tensor(values, device=device)[:, None, None] * 255
+
+
+def normalize(images_BHWC: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Return images, uint8 [B, Y, X, 3], as the network's input, float32 [B, 3, Y, X]; see `per_channel`."""
+    return images_BHWC.permute(0, 3, 1, 2).contiguous().float().sub_(mean).div_(std)

@@ -1,4 +1,6 @@
+import io
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -145,22 +147,104 @@ def test_reading_leaves_the_models_random_numbers_alone(folder, closing):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def eps() -> bytes:
+    """A picture that is a PostScript program, which Pillow would have another program run."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "EPS")
+    return buffer.getvalue()
+
+
+def bomb() -> bytes:
+    """A small PNG that decodes to 144 million pixels."""
+    buffer = io.BytesIO()
+    Image.new("1", (12_000, 12_000)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def damaged(folder, tmp_path) -> Path:
+    """The folder with two training images of 20 gone bad, numbers 7 and 12."""
+    root = shutil.copytree(folder, tmp_path / "images")
+    split = open_folder(root, "train")
+    split.path(7).write_bytes(b"no image")
+    split.path(12).write_bytes(split.path(12).read_bytes()[:-100])
+    return root
+
+
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("content", [b"", b"no image", None])
-def test_a_bad_image_is_named_in_one_line(folder, closing, monkeypatch, workers, content):
-    split = open_folder(folder, "train")
-    index = 7
-    whole = split.path(index).read_bytes()
-    data = whole[: len(whole) // 2] if content is None else content
-    monkeypatch.setattr(FolderSplit, "read", lambda self, i: (data if i == index else self.path(i).read_bytes(), 0))
+def test_bad_images_are_left_out_of_evaluation_and_named_once(folder, damaged, closing, monkeypatch, capsys, workers):
+    monkeypatch.setattr("common.damage.MAX_BAD_SHARE", 0.1)
+    split = open_folder(damaged, "train")
+    loader = closing(Loader(EvalSampler(20, 8), reader(split, CenterCrop(SIZE, 28), workers)))
+    whole = closing(Loader(EvalSampler(20, 8), reader(open_folder(folder, "train"), CenterCrop(SIZE, 28))))
+    for _ in range(2):
+        images, labels = (torch.cat(parts) for parts in zip(*loader, strict=True))
+        expected_images, expected_labels = (torch.cat(parts) for parts in zip(*whole, strict=True))
+        expected_images[[7, 12]], expected_labels[[7, 12]] = 0, NO_LABEL
+        assert torch.equal(images, expected_images)
+        assert torch.equal(labels, expected_labels)
+        assert int((labels >= 0).sum()) == 18
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in lines] == [str(split.path(7)), str(split.path(12))]
+    assert all(line.startswith("left out: ") and line.endswith("remove or replace this image") for line in lines)
+
+
+def test_training_goes_on_with_the_other_images_of_the_micro_batch(folder, damaged, closing, monkeypatch):
+    monkeypatch.setattr("common.damage.MAX_BAD_SHARE", 0.1)
+    split = open_folder(damaged, "train")
+    loader, whole = closing(train_loader(split)), closing(train_loader(open_folder(folder, "train")))
+    left_out = 0
+    for epoch in range(2):
+        for draw, (images, labels), expected in zip(loader.sampler.draws(epoch), loader, whole, strict=True):
+            bad = torch.from_numpy(np.isin(draw.indices, (7, 12)))
+            left_out += int(bad.sum())
+            assert torch.equal(images, expected[0].masked_fill(bad[:, None, None, None], 0))
+            assert torch.equal(labels, expected[1].masked_fill(bad, NO_LABEL))
+    assert left_out > 0
+
+
+def test_more_bad_images_than_allowed_stop_the_pass(damaged, closing, monkeypatch):
+    split = open_folder(damaged, "train")
     with pytest.raises(UserError) as raised:
-        list(closing(Loader(EvalSampler(len(split), 4), reader(split, CenterCrop(SIZE, 28), workers))))
-    assert str(raised.value).startswith(f"{split.path(index)}: ")
+        list(closing(eval_loader(split)))
+    assert str(raised.value).startswith(f"{split.path(7)}: ")
+    assert str(raised.value).endswith("1 of the 20 images that this process reads in a pass are bad, more than 1%")
     assert "\n" not in str(raised.value)
+    monkeypatch.setattr("common.damage.MAX_BAD_SHARE", 0.1)
+    half = TorchvisionReader(
+        split, CenterCrop(SIZE, 28), size=SIZE, mean=MEAN, std=STD, workers=0, device=torch.device("cpu"), dp_size=2
+    )
+    with pytest.raises(UserError, match="2 of the 10 images"):
+        list(half.read(EvalSampler(20, 4).draws(0)))
 
 
-def test_a_file_that_vanished_is_named(folder, closing):
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"", "cannot identify"), (eps(), "cannot identify"), (bomb(), "12000x12000 is more than 100 million pixels")],
+)
+@pytest.mark.filterwarnings("ignore:Image size:PIL.Image.DecompressionBombWarning")
+def test_what_must_not_be_decoded_is_named(damaged, closing, content, reason):
+    split = open_folder(damaged, "train")
+    split.path(0).write_bytes(content)
+    with pytest.raises(UserError, match=f"{split.path(0)}: {reason}"):
+        list(closing(eval_loader(split)))
+
+
+def test_a_folder_that_vanished_is_named(folder, closing):
     split = open_folder(folder, "train")
     split.root = folder / "elsewhere"
     with pytest.raises(UserError, match="0.jpg: No such file or directory; the folder changed"):
         list(closing(eval_loader(split)))
+
+
+def test_a_fingerprint_follows_paths_and_sizes_and_not_the_place(folder, damaged):
+    original = open_folder(folder, "train").fingerprint
+    assert open_folder(folder, "train").fingerprint == original
+    assert open_folder(damaged, "train").fingerprint != original
+    assert open_folder(folder, "validation").fingerprint != original
+    copy = open_folder(shutil.copytree(folder, damaged.parent / "copy"), "train")
+    assert copy.fingerprint == original
+    copy.path(3).rename(copy.path(3).with_name("other"))
+    with pytest.raises(UserError, match=f"{copy.path(3)}: No such file"):
+        _ = copy.fingerprint
+    assert open_folder(copy.root, "train").fingerprint != original

@@ -30,10 +30,11 @@ class JsonLines:
 class TensorBoard:
     """Write each figure as a scalar ``<kind>/<name>`` over optimiser steps."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, start: int = 0):
+        """``start``: optimiser steps that were done before; figures of later ones, from a run that died, are hidden."""
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-        self.writer = SummaryWriter(str(folder))
+        self.writer = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
 
     def __call__(self, record: Record) -> None:
         for name, value in record.items():
@@ -47,9 +48,11 @@ class TensorBoard:
 class ProgressBar:
     """Show steps done, time left, images per second and the last loss; rarely, where the output is not a terminal."""
 
-    def __init__(self, total_steps: int):
+    def __init__(self, total_steps: int, start: int = 0):
         interval = 0.5 if sys.stderr.isatty() else 30
-        self.bar = tqdm(total=total_steps, unit="step", mininterval=interval, maxinterval=60, dynamic_ncols=True)
+        self.bar = tqdm(
+            total=total_steps, initial=start, unit="step", mininterval=interval, maxinterval=60, dynamic_ncols=True
+        )
         self.shown: dict[str, str] = {}
 
     def step(self) -> None:

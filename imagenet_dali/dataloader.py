@@ -13,12 +13,14 @@ import torch
 from common.augment import UNIFORMS_PER_SAMPLE, CenterCrop, RandomCrop
 from common.config import refuse_unused
 from common.errors import UserError
+from common.fingerprint import fingerprint_of
 from common.image_folder import FolderSplit
 from common.loader import BatchReader, Loader
 from common.plan import DataSummary
 from common.sampling import EvalSampler, TrainSampler
 from common.torchvision_dataloader import TorchvisionReader, default_workers
-from imagenet_dali.dataset import MANIFEST, Split, open_split
+from imagenet_dali.dataset import Split, open_split
+from imagenet_dali.manifest import MANIFEST, data_fingerprint, earlier_fingerprints, read_manifest
 from imagenet_dali.sources import list_source
 
 # keys of DATA for small images, which are held in memory
@@ -29,7 +31,12 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     """Count samples and classes of the data set, without reading an image."""
     refuse_unused(data, UNUSED)
     train, validation = open_images(data, "train"), open_images(data, "validation")
-    return DataSummary(len(train), len(validation), train.num_classes)
+    if isinstance(train, Split):
+        manifest = read_manifest(train.root)
+        fingerprint, earlier = data_fingerprint(manifest), earlier_fingerprints(manifest)
+    else:
+        fingerprint, earlier = fingerprint_of([train.fingerprint, validation.fingerprint]), ()
+    return DataSummary(len(train), len(validation), train.num_classes, fingerprint, earlier, train.class_names)
 
 
 def build_train_loader(
@@ -64,8 +71,13 @@ def build_eval_loader(
     """Return the loader of centre crops of the validation split, each sample exactly once over all ranks."""
     images = open_images(data, "validation")
     sampler = EvalSampler(len(images), batch, dp_rank=dp_rank, dp_size=dp_size)
-    crop = CenterCrop(image_size, short_side=int(image_size / data["eval_crop"]))
+    crop = build_eval_crop(data, image_size)
     return Loader(sampler, _build_reader(data, images, crop, batch, image_size, dp_size, device))
+
+
+def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
+    """Return what evaluation looks at in an image: the centre, ``DATA.eval_crop`` of the short side."""
+    return CenterCrop(image_size, short_side=int(image_size / data["eval_crop"]))
 
 
 def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
@@ -94,7 +106,7 @@ def _build_reader(
     options = {"size": image_size, "mean": data["mean"], "std": data["std"], "device": device}
     workers = default_workers(dp_size, device) if data["workers"] is None else data["workers"]
     if data["loader"] == "torchvision":
-        return TorchvisionReader(images, crop, workers=workers, **options)
+        return TorchvisionReader(images, crop, workers=workers, dp_size=dp_size, **options)
     # DALI takes half a second to import
     from imagenet_dali.imagenet_dali_dataloader import DaliReader
 

@@ -6,8 +6,8 @@ import torch
 from PIL import Image
 
 from common.errors import UserError
-from common.plan import DataSummary
 from imagenet_dali.dataloader import build_eval_loader, build_train_loader, describe_data, open_images
+from imagenet_dali.manifest import data_fingerprint, read_manifest
 from imagenet_dali.prepare import prepare
 
 # Python 3.12 warns of every fork beside threads, which is how torch starts its workers there
@@ -46,10 +46,16 @@ def root(folder, tmp_path_factory) -> Path:
     return root
 
 
-def test_describes_a_folder_and_what_was_prepared_from_it_alike(folder, root):
-    expected = DataSummary(train_samples=24, eval_samples=10, num_classes=2)
-    for place, loader in ((folder, "torchvision"), (root, "torchvision"), (root, "dali")):
-        assert describe_data({"root": str(place), "loader": loader}) == expected
+def test_describes_a_folder_and_what_was_prepared_from_it(folder, root):
+    found = [
+        describe_data({"root": str(place), "loader": loader})
+        for place, loader in ((folder, "torchvision"), (root, "torchvision"), (root, "dali"))
+    ]
+    assert {(data.train_samples, data.eval_samples, data.num_classes) for data in found} == {(24, 10, 2)}
+    assert [data.class_names for data in found] == [["ape", "bee"]] * 3
+    assert found[0].fingerprint != found[1].fingerprint
+    assert found[1] == found[2]
+    assert found[1].fingerprint == data_fingerprint(read_manifest(root))
 
 
 def test_both_loaders_show_the_same(root):

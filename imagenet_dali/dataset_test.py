@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,8 @@ from common.errors import UserError
 from imagenet_dali.dataset import open_split
 from imagenet_dali.prepare import prepare
 from imagenet_dali.prepare_test import tree, write_images
+from imagenet_dali.repair import repair
+from imagenet_dali.verify import check
 from imagenet_dali.writer import Options
 
 FIRST = "train-00000-of-00002"
@@ -82,8 +85,45 @@ def test_files_that_do_not_fit_the_manifest_are_refused(data, name):
     damage(data)
     with pytest.raises(UserError, match=message) as caught:
         open_split(data, "train")
-    assert f"prepare --check {data}" in str(caught.value)
+    copy_back = "missing shard" in name or "labels" in name
+    assert ("copy it from where" if copy_back else f"prepare --check --repair {data}") in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+class Evil:
+    """Unpickled, it would make a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mknod, (str(self.path),)
+
+
+@pytest.mark.parametrize("kind", ["numbers", "pickled objects"])
+def test_a_table_of_something_else_is_refused_and_not_run(data, tmp_path, kind):
+    table = np.zeros(16) if kind == "numbers" else np.array([Evil(tmp_path / "made")], object)
+    edit_table(data, lambda rows: table)
+    with pytest.raises(UserError, match="train.npy: not a table of records; run"):
+        open_split(data, "train")
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("name", ["../evil", "/tmp/evil", "train/../../evil"])
+@pytest.mark.parametrize("of", ["split", "shard"])
+def test_a_manifest_that_leads_out_of_its_folder_is_refused(data, name, of):
+    def lead_out(manifest):
+        if of == "split":
+            manifest["splits"][name] = manifest["splits"]["validation"]
+        else:
+            manifest["splits"]["train"]["shards"][0]["name"] = name
+
+    edit_manifest(data, lead_out)
+    before = tree(data.parent)
+    for call in (lambda: open_split(data, "train"), lambda: repair(data, 1), lambda: check(data, 1)):
+        with pytest.raises(UserError, match="manifest.json: not a manifest"):
+            call()
+    assert tree(data.parent) == before
 
 
 def test_labels_out_of_range_are_refused(data):

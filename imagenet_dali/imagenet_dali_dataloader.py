@@ -16,9 +16,8 @@ from nvidia.dali.data_node import DataNode
 from torch import Tensor
 
 from common.augment import CenterCrop, Crops, RandomCrop
-from common.errors import UserError
 from common.sampling import NO_LABEL, PADDING, Draw
-from imagenet_dali.dataset import CHECK, Split
+from imagenet_dali.dataset import Split
 
 # more threads than cores, because they wait for the disk; large parts, because from memory more threads only take turns
 READING_THREADS = 8
@@ -174,10 +173,7 @@ class DaliReader:
                 pipeline.run()
             except RuntimeError:
                 index = sample.indices[0]
-                row = self.split.records[index]
-                shard = self.split.shards[row["shard"]]
-                place = f"{shard}: record {index} of {self.split.name} at byte {row['offset']}"
-                return UserError(f"{place}: DALI cannot decode the image; {CHECK.format(root=self.split.root)}")
+                return self.split.fault(index, "DALI cannot decode the image")
         return error
 
 

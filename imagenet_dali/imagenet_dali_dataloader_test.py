@@ -177,7 +177,7 @@ def test_an_image_that_does_not_decode_is_named(root, closing):
     with pytest.raises(UserError) as raised:
         list(loader)
     assert str(raised.value).startswith(place)
-    assert f"python -m imagenet_dali.prepare --check {root}" in str(raised.value)
+    assert f"python -m imagenet_dali.prepare --check --repair {root}" in str(raised.value)
     assert "\n" not in str(raised.value)
 
 

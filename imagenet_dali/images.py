@@ -8,8 +8,9 @@ import numpy as np
 import simplejpeg
 from PIL import ExifTags, Image, ImageOps
 
-MAX_PIXELS = 100_000_000  # 300 MB when decoded; beyond it, a header that lies is likelier than a photograph
-FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")
+from common.image_folder import FORMATS, check_pixels, to_rgb
+
+RESAMPLING = Image.Resampling.LANCZOS
 _JPEG_MAGIC = b"\xff\xd8\xff"
 _BASELINE_OR_PROGRESSIVE = (0xC0, 0xC1, 0xC2)  # start-of-frame markers; the others are lossless or arithmetic coding
 
@@ -60,7 +61,7 @@ def check_jpeg(data: bytes | memoryview) -> tuple[int, int, str]:
         raise BadImageError("not a JPEG")
     try:
         height, width, color_space, _ = simplejpeg.decode_jpeg_header(data)
-        _check_pixels(height, width)
+        check_pixels(height, width)
         simplejpeg.decode_jpeg(data, "CMYK" if color_space in ("CMYK", "YCCK") else "RGB")
     except ValueError as error:
         raise BadImageError(str(error)) from error
@@ -74,20 +75,15 @@ def _convert(data: bytes, quality: int, short_side: int | None) -> Jpeg:
     else:
         Image.open(io.BytesIO(data), formats=FORMATS).verify()  # checksums that decoding ignores
     image = Image.open(io.BytesIO(data), formats=FORMATS)
-    _check_pixels(image.height, image.width)
+    check_pixels(image.height, image.width)
     upright = _orientation(image) not in range(2, 9)
     fits = upright and (short_side is None or min(image.size) <= short_side)
     if is_jpeg and fits and color_space == "YCbCr" and _frame_marker(data) in _BASELINE_OR_PROGRESSIVE:
         return Jpeg(data, height, width, converted=False)
     image.load()
-    pixels = np.asarray(_shrink(_to_rgb(image if upright else ImageOps.exif_transpose(image)), short_side))
+    pixels = np.asarray(_shrink(to_rgb(image if upright else ImageOps.exif_transpose(image)), short_side))
     encoded = simplejpeg.encode_jpeg(pixels, quality, "RGB", "444")
     return Jpeg(encoded, pixels.shape[0], pixels.shape[1], converted=True)
-
-
-def _check_pixels(height: int, width: int) -> None:
-    if height * width > MAX_PIXELS:
-        raise BadImageError(f"{width}x{height} is more than {MAX_PIXELS // 1_000_000} million pixels")
 
 
 def _orientation(image: Image.Image) -> int:
@@ -109,17 +105,9 @@ def _frame_marker(data: bytes) -> int | None:
     return None
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))  # Pillow would clip at 255
-    if image.mode in ("I", "F"):
-        raise BadImageError("32-bit pixels, whose range is not known")
-    return image.convert("RGB")
-
-
 def _shrink(image: Image.Image, short_side: int | None) -> Image.Image:
     shorter = min(image.size)
     if short_side is None or shorter <= short_side:
         return image
     width, height = (round(side * short_side / shorter) for side in image.size)
-    return image.resize((width, height), Image.Resampling.LANCZOS)
+    return image.resize((width, height), RESAMPLING)

@@ -1,7 +1,6 @@
 """Every kind of good, odd and bad image file, against Pillow's view of the pixels."""
 
 import io
-import struct
 
 import numpy as np
 import pytest
@@ -9,31 +8,9 @@ import simplejpeg
 from PIL import Image
 
 from imagenet_dali.images import BadImageError, check_jpeg, convert_image
+from imagenet_dali.testing import BAD_IMAGES, encode, gradient, jpeg
 
 EXIF_ROTATED = 6  # the camera was turned: the picture must be rotated by 90 degrees clockwise
-
-
-def gradient(height: int = 24, width: int = 40, seed: int = 0) -> Image.Image:
-    """A smooth colour picture, so that JPEG hardly changes it and any wrong rotation or channel shows."""
-    y, x = np.mgrid[0:height, 0:width]
-    pixels = np.stack([x * 255 / width, y * 255 / height, np.full_like(x, (40 + 83 * seed) % 256)], -1)
-    return Image.fromarray(pixels.astype(np.uint8))
-
-
-def encode(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def jpeg(height: int = 24, width: int = 40, seed: int = 0, **options: object) -> bytes:
-    return encode(gradient(height, width, seed), **options)
-
-
-def with_dimensions(data: bytes, height: int, width: int) -> bytes:
-    """Overwrite the dimensions in the start-of-frame segment of a baseline JPEG."""
-    start = data.index(b"\xff\xc0") + 5
-    return data[:start] + struct.pack(">HH", height, width) + data[start + 4 :]
 
 
 def mean_difference(data: bytes, expected: Image.Image) -> float:
@@ -84,6 +61,16 @@ ODD = {
         encode(gradient(), "TIFF", tiffinfo={274: EXIF_ROTATED}),
         gradient().transpose(Image.Transpose.ROTATE_270),
     ),
+    "PNG of several frames": (
+        encode(gradient(), "PNG", save_all=True, append_images=[gradient(seed=1)]),
+        gradient(),
+    ),
+    "WebP of several frames": (
+        encode(gradient(), "WEBP", lossless=True, save_all=True, append_images=[gradient(seed=1)]),
+        gradient(),
+    ),
+    "CMYK TIFF": (encode(gradient().convert("CMYK"), "TIFF"), gradient()),
+    "PNG of gray and alpha": (encode(gradient().convert("LA"), "PNG"), gradient().convert("L")),
     "1x1 PNG": (encode(gradient(1, 1), "PNG"), gradient(1, 1)),
 }
 
@@ -100,11 +87,21 @@ def test_odd_image_becomes_an_upright_rgb_jpeg(name):
     assert mean_difference(image.data, expected) < limit
 
 
-def test_16_bit_gray_is_scaled_and_not_clipped():
-    values = np.linspace(0, 65535, 40).astype(np.uint16)[None].repeat(24, 0)
-    image = convert_image(encode(Image.fromarray(values), "PNG"))
-    expected = Image.fromarray((values / 257).astype(np.uint8))
-    assert mean_difference(image.data, expected) < 2
+WORDS = np.linspace(0, 65535, 40).astype(np.uint16)[None].repeat(24, 0)
+SIXTEEN_BITS = {
+    "PNG": encode(Image.fromarray(WORDS), "PNG"),
+    "TIFF": encode(Image.fromarray(WORDS), "TIFF"),
+    "TIFF, big end first": encode(Image.fromarray(WORDS.astype(">u2")), "TIFF"),
+    "PGM": b"P5 40 24 65535\n" + WORDS.astype(">u2").tobytes(),
+    "PPM": b"P6 40 24 65535\n" + WORDS.astype(">u2")[..., None].repeat(3, -1).tobytes(),
+}
+
+
+@pytest.mark.parametrize("kind", SIXTEEN_BITS)
+def test_16_bits_are_scaled_and_not_clipped(kind):
+    image = convert_image(SIXTEEN_BITS[kind])
+    assert (image.height, image.width, image.converted) == (24, 40, True)
+    assert mean_difference(image.data, Image.fromarray((WORDS / 257).astype(np.uint8))) < 2
 
 
 def test_short_side_shrinks_only_larger_images():
@@ -114,49 +111,14 @@ def test_short_side_shrinks_only_larger_images():
     assert mean_difference(image.data, gradient(60, 101).resize((50, 30), Image.Resampling.BOX)) < 3
 
 
-def broken_png() -> bytes:
-    data = bytearray(encode(gradient(), "PNG"))
-    data[data.index(b"IDAT") + 30] ^= 1
-    return bytes(data)
-
-
-def shifted_scan(data: bytes) -> bytes:
-    middle = data.index(b"\xff\xda") + 40
-    return data[:middle] + data[middle + 25 :]
-
-
-BAD = {
-    "empty": (b"", "empty file"),
-    "zeros": (bytes(1000), "not one of JPEG"),
-    "text": (b"<html>not found</html>", "not one of JPEG"),
-    "GIF": (encode(gradient(), "GIF"), "not one of JPEG"),
-    "only a magic number": (b"\xff\xd8\xff", "JPEG"),
-    "cut in the header": (jpeg()[:100], "JPEG"),
-    "cut in half": (jpeg(200, 200)[:-200], "Premature end of JPEG file"),
-    "without its last byte": (jpeg()[:-1], "Premature end of JPEG file"),
-    "bytes lost within": (shifted_scan(jpeg(200, 200)), "Corrupt JPEG data"),
-    "header lies: larger": (with_dimensions(jpeg(), 240, 400), "premature end of data"),
-    "header lies: smaller": (with_dimensions(jpeg(), 8, 8), "extraneous bytes"),
-    "header lies: 20000x20000": (with_dimensions(jpeg(), 20000, 20000), "more than 100 million pixels"),
-    "PNG cut": (encode(gradient(), "PNG")[:-40], "Truncated"),
-    "PNG with a flipped bit": (broken_png(), "checksum"),
-    "PNG decompression bomb": (encode(Image.new("1", (12_000, 12_000)), "PNG"), "more than 100 million pixels"),
-    "PNG bomb that Pillow refuses itself": (encode(Image.new("1", (20_000, 20_000)), "PNG"), "bomb"),
-    "BMP cut": (encode(gradient(), "BMP")[:-40], "truncated"),
-    "TIFF cut": (encode(gradient(), "TIFF")[:-400], "truncated"),
-    "WebP cut": (encode(gradient(), "WEBP")[:-40], "decoder"),
-    "float TIFF": (encode(Image.new("F", (4, 4)), "TIFF"), "32-bit pixels"),
-    "too wide for JPEG": (encode(Image.new("RGB", (70_000, 1)), "PNG"), "65500"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_image_is_refused_with_a_reason(name):
-    data, reason = BAD[name]
-    with pytest.raises(BadImageError, match=reason) as caught:
-        convert_image(data)
-    assert str(caught.value)
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("kind", BAD_IMAGES)
+def test_bad_image_is_refused_with_a_reason(kind):
+    build, reason = BAD_IMAGES[kind]
+    for seed in range(3):
+        with pytest.raises(BadImageError, match=reason) as caught:
+            convert_image(build(seed))
+        assert str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_every_truncation_of_a_jpeg_is_refused():

@@ -17,8 +17,9 @@ from PIL import Image
 
 from common.errors import UserError
 from imagenet_dali.dataset import open_split
-from imagenet_dali.images_test import encode, gradient, jpeg
 from imagenet_dali.prepare import main, prepare
+from imagenet_dali.testing import BAD_IMAGES, encode, gradient, jpeg, write_bad_images
+from imagenet_dali.verify import check
 from imagenet_dali.writer import Options
 
 PROJECT = Path(__file__).parent.parent
@@ -83,7 +84,8 @@ def test_options_decide_the_content_and_workers_do_not(tmp_path):
     prepare(source, tmp_path / "small", Options(short_side=16))
     rows = open_split(tmp_path / "small", "train").records
     assert np.minimum(rows["height"], rows["width"]).tolist() == [16] * 16
-    assert json.loads((tmp_path / "small" / "manifest.json").read_text())["made"]["short_side"] == 16
+    made = json.loads((tmp_path / "small" / "manifest.json").read_text())["made"]
+    assert (made["short_side"], made["resampling"], made["quality"]) == (16, "lanczos", 95)
 
 
 def start(source: Path, dest: Path, **options: object) -> subprocess.Popen:
@@ -151,12 +153,12 @@ def test_a_second_process_on_the_same_job_is_refused(tmp_path, monkeypatch):
     source, dest = write_images(tmp_path / "images", 5), tmp_path / "data"
 
     def write_from_two_processes(task):
-        with pytest.raises(UserError, match="another process is preparing it"):
+        with pytest.raises(UserError, match="another process is writing it"):
             prepare(source, dest)
         raise InterruptedError
 
     with monkeypatch.context() as patch:
-        patch.setattr("imagenet_dali.prepare.write_shard", write_from_two_processes)
+        patch.setattr("imagenet_dali.preparation.write_shard", write_from_two_processes)
         with pytest.raises(InterruptedError):
             prepare(source, dest)
     prepare(source, dest)
@@ -165,7 +167,7 @@ def test_a_second_process_on_the_same_job_is_refused(tmp_path, monkeypatch):
 
 def test_an_unfinished_job_is_not_mixed_with_another_one(tmp_path, monkeypatch):
     source, dest = write_images(tmp_path / "images", 5), tmp_path / "data"
-    monkeypatch.setattr("imagenet_dali.prepare.write_dataset", None)
+    monkeypatch.setattr("imagenet_dali.preparation.write_dataset", None)
     with pytest.raises(TypeError):  # stopped after the shards, before the tables
         prepare(source, dest)
     monkeypatch.undo()
@@ -188,6 +190,77 @@ def test_few_bad_images_are_left_out_and_listed(tmp_path, capsys):
     assert "2 refused" in capsys.readouterr().out
     assert sum(len(open_split(dest, split)) for split in ("train", "validation")) == 200
     assert json.loads((dest / "manifest.json").read_text())["made"]["refused"] == 2
+
+
+REPORT_MEMORY = """
+import sys
+from pathlib import Path
+from common.errors import run_command
+from imagenet_dali.prepare import main
+try:
+    run_command(main)
+finally:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    print(status["VmHWM"].split()[0])
+"""
+
+
+@pytest.fixture(scope="module")
+def thousand(tmp_path_factory) -> tuple[Path, dict[str, str]]:
+    """A folder with 1,000 bad images among 60 good ones, and the kind of each bad one."""
+    source = write_images(tmp_path_factory.mktemp("thousand") / "images", 30)
+    written = write_bad_images(source / "class_0" / "found", 500) | write_bad_images(source / "class_1", 500)
+    return source, {path.relative_to(source).as_posix(): kind for path, kind in written.items()}
+
+
+def check_refused(dest: Path, kinds: dict[str, str]) -> None:
+    listed = [line.split("\t") for line in (dest / "refused.txt").read_text().splitlines()]
+    assert sorted(filename for filename, _ in listed) == sorted(kinds)
+    for filename, reason in listed:
+        assert BAD_IMAGES[kinds[filename]][1] in reason
+
+
+def test_a_thousand_bad_images_are_all_listed_and_none_decompresses(thousand, tmp_path):
+    source, kinds = thousand
+    command = [sys.executable, "-c", REPORT_MEMORY, source, tmp_path / "data", "--workers=1"]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "refused.txt: 1000 images refused, more than 1% of 1060; mend or remove them and run again" in done.stderr
+    assert list(tree(tmp_path / "data")) == ["refused.txt"]
+    check_refused(tmp_path / "data", kinds)
+    assert int(done.stdout.splitlines()[-1]) < 150_000  # kB; the smallest of the bombs would add 144,000 to 47,000
+
+
+def test_of_a_thousand_bad_images_none_reaches_the_shards(thousand, tmp_path, monkeypatch):
+    source, kinds = thousand
+    monkeypatch.setattr("imagenet_dali.preparation.MAX_BAD_SHARE", 1.0)
+    prepare(source, tmp_path / "data", Options(shards=4), workers=2)
+    check_refused(tmp_path / "data", kinds)
+    good = {path.read_bytes() for path in source.rglob("*") if path.is_file() and "bad" not in path.name}
+    splits = [open_split(tmp_path / "data", name) for name in ("train", "validation")]
+    assert sorted(bytes(split.read(index)[0]) for split in splits for index in range(len(split))) == sorted(good)
+    assert check(tmp_path / "data", 1) == []
+
+
+def test_nothing_but_bad_images_makes_no_data_set(tmp_path):
+    for label in range(2):
+        write_bad_images(tmp_path / "images" / f"class_{label}", 50)
+    with pytest.raises(UserError, match="100 images refused, all training images of class class_0"):
+        prepare(tmp_path / "images", tmp_path / "data")
+    assert list(tree(tmp_path / "data")) == ["refused.txt"]
+
+
+def test_pipes_and_files_too_large_for_an_image_are_refused_unread(tmp_path):
+    source, dest = write_images(tmp_path / "images", 100), tmp_path / "data"
+    os.mkfifo(source / "class_0" / "pipe.jpg")
+    with open(source / "class_1" / "large.jpg", "wb") as file:
+        file.write(jpeg())
+        file.truncate(1 << 40)  # takes no room on the disk
+    prepare(source, dest)
+    assert (dest / "refused.txt").read_text().splitlines() == [
+        "class_0/pipe.jpg\tnot a regular file",
+        "class_1/large.jpg\t1,099,511,627,776 bytes are more than 401,048,576",
+    ]
 
 
 def test_many_bad_images_stop_the_preparation_and_leave_only_the_list(tmp_path):
@@ -230,7 +303,9 @@ def test_wrong_folders_are_refused_before_anything_is_written(tmp_path):
         ((source, tmp_path / "data", "--shards=100"), "--shards=100: more than the 8 training images"),
         ((source,), "give SOURCE and DEST"),
         ((), "give SOURCE and DEST"),
-        ((source, tmp_path / "data", "--check", source), "give SOURCE and DEST"),
+        ((source, tmp_path / "data", "--check"), "give SOURCE and DEST"),
+        ((source, "--check", "--adopt"), "give SOURCE and DEST"),
+        ((source, tmp_path / "data", "--repair"), "--repair goes with --check DIR"),
     ]:
         with pytest.raises(UserError, match=message):
             main([str(argument) for argument in arguments])

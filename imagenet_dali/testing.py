@@ -1,15 +1,21 @@
-"""What the tests of whole runs share: a tiny data set, a tiny config, and a command line."""
+"""What tests share: a tiny data set, a tiny config, a command line, and faults to put into the data."""
 
+import functools
+import io
 import os
 import shlex
+import struct
 import subprocess
 import sys
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from imagenet_dali import prepare
+from imagenet_dali.dataset import open_split
 
 HERE = Path(__file__).parent
 LAUNCHERS = ("SLURM_", "OMPI_", "PMIX_")
@@ -71,3 +77,105 @@ def run(command: str, cwd: Path = HERE, code: int = 0, **environ: str) -> subpro
     )
     assert answer.returncode == code, f"{command}: {answer.returncode}\n{answer.stdout}\n{answer.stderr}"
     return answer
+
+
+def gradient(height: int = 24, width: int = 40, seed: int = 0) -> Image.Image:
+    """Return a smooth colour picture, so that JPEG hardly changes it and any wrong rotation or channel shows."""
+    y, x = np.mgrid[0:height, 0:width]
+    pixels = np.stack([x * 255 / width, y * 255 / height, np.full_like(x, (40 + 83 * seed) % 256)], -1)
+    return Image.fromarray(pixels.astype(np.uint8))
+
+
+def encode(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
+    """Return the content of an image's file."""
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def jpeg(height: int = 24, width: int = 40, seed: int = 0, **options: object) -> bytes:
+    """Return the content of a good JPEG."""
+    return encode(gradient(height, width, seed), **options)
+
+
+def with_dimensions(data: bytes, height: int, width: int) -> bytes:
+    """Overwrite the dimensions in the start-of-frame segment of a baseline JPEG."""
+    start = data.index(b"\xff\xc0") + 5
+    return data[:start] + struct.pack(">HH", height, width) + data[start + 4 :]
+
+
+def without(data: bytes, start: int, count: int) -> bytes:
+    """Leave out some bytes."""
+    return data[:start] + data[start + count :]
+
+
+def with_flipped_bit(data: bytes, position: int) -> bytes:
+    """Flip one bit of a byte."""
+    return data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
+
+
+@functools.cache
+def png_bomb(side: int, bytes_that_are_there: int) -> bytes:
+    """Return a PNG of ``side`` x ``side`` black and white pixels, whose data may end before the picture does."""
+    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(bytes(bytes_that_are_there))), (b"IEND", b""))
+    framed = (struct.pack(">I", len(data)) + kind + data + _crc(kind + data) for kind, data in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(framed)
+
+
+def _crc(data: bytes) -> bytes:
+    return struct.pack(">I", zlib.crc32(data))
+
+
+# By the fault's name: a function from a number, which varies the picture, to the content of a file, and a part of the
+# reason for which preparation refuses it.
+BAD_IMAGES: dict[str, tuple[Callable[[int], bytes], str]] = {
+    "empty": (lambda seed: b"", "empty file"),
+    "zeros": (lambda seed: bytes(1000 + seed), "not one of JPEG"),
+    "noise": (lambda seed: np.random.default_rng(seed).bytes(1000), "not one of JPEG"),
+    "a page that says that the image is gone": (lambda seed: b"<html>404, %d</html>" % seed, "not one of JPEG"),
+    "GIF": (lambda seed: encode(gradient(seed=seed), "GIF"), "not one of JPEG"),
+    "a PostScript program": (lambda seed: encode(gradient(seed=seed), "EPS"), "not one of JPEG"),
+    "a magic number alone": (lambda seed: b"\xff\xd8\xff", "JPEG"),
+    "JPEG cut in its header": (lambda seed: jpeg(seed=seed)[:100], "JPEG"),
+    "JPEG cut in its data": (lambda seed: jpeg(200, 200, seed)[:-200], "Premature end of JPEG file"),
+    "JPEG without its last byte": (lambda seed: jpeg(seed=seed)[:-1], "Premature end of JPEG file"),
+    "JPEG that lost bytes": (lambda seed: without(jpeg(200, 200, seed), -600, 25), "Corrupt JPEG data"),
+    "JPEG that says it is larger": (lambda seed: with_dimensions(jpeg(seed=seed), 240, 400), "premature end of data"),
+    "JPEG that says it is smaller": (lambda seed: with_dimensions(jpeg(seed=seed), 8, 8), "extraneous bytes"),
+    "JPEG that says it has 20000x20000 pixels": (
+        lambda seed: with_dimensions(jpeg(seed=seed), 20_000, 20_000),
+        "more than 100 million pixels",
+    ),
+    "PNG cut": (lambda seed: encode(gradient(seed=seed), "PNG")[:-40], "Truncated"),
+    "PNG with a flipped bit": (lambda seed: with_flipped_bit(encode(gradient(seed=seed), "PNG"), 80), "checksum"),
+    "PNG that decodes to 144 million pixels": (lambda seed: png_bomb(12_000, 18_012_000), "100 million pixels"),
+    "PNG that says it has 2 billion pixels": (lambda seed: png_bomb(45_000, 1000), "bomb"),
+    "BMP cut": (lambda seed: encode(gradient(seed=seed), "BMP")[:-40], "truncated"),
+    "TIFF cut": (lambda seed: encode(gradient(seed=seed), "TIFF")[:-400], "truncated"),
+    "WebP cut": (lambda seed: encode(gradient(seed=seed), "WEBP")[:-40], "decoder"),
+    "TIFF of floats": (lambda seed: encode(Image.new("F", (4, 4), seed), "TIFF"), "32-bit pixels"),
+    "too wide for JPEG": (lambda seed: encode(Image.new("RGB", (70_000, 1)), "PNG"), "65500"),
+}
+
+
+def write_bad_images(folder: Path, count: int) -> dict[Path, str]:
+    """Write ``count`` images that must not reach training, of all kinds in turn; return the kind of each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kinds, written = list(BAD_IMAGES), {}
+    for number in range(count):
+        kind = kinds[number % len(kinds)]
+        path = folder / f"bad{number:05d}.jpg"
+        path.write_bytes(BAD_IMAGES[kind][0](number))
+        written[path] = kind
+    return written
+
+
+def spoil_record(root: Path, split: str, index: int) -> Path:
+    """Flip a bit in the middle of an image of a prepared data set, and return the shard that it is in."""
+    opened = open_split(root, split)
+    row = opened.records[index]
+    shard = opened.shards[row["shard"]]
+    position = int(row["offset"] + row["image_start"] + row["image_size"] // 2)
+    shard.write_bytes(with_flipped_bit(shard.read_bytes(), position))
+    return shard

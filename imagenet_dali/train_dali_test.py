@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 
+from common import evaluate
 from common.checkpoint import load_model_state, newest_checkpoint
 from common.errors import run_command
 from common.model_arguments import timm_arguments
@@ -65,10 +66,14 @@ def test_the_small_server_command_trains_on_two_processes(config, data, tmp_path
     assert last["top5"] == 1  # of 3 classes
     assert answer.stdout.splitlines()[-1] == f"top1={last['top1']:.4f}"
     assert {p.name for p in (tmp_path / "run").iterdir()} == {
-        "config.json", "metrics.jsonl", "tensorboard", "loss.jpeg", "acc.jpeg", "checkpoints"
+        "config.json", "metrics.jsonl", "tensorboard", "loss.jpeg", ".lock", "acc.jpeg", "checkpoints"
     }  # fmt: skip
     written = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (written["config"]["gradient_accumulation"], written["plan"]["gpus"]) == (2, 2)
+
+    evaluate.main([str(tmp_path / "run")])  # one process instead of two
+    found = json.loads((tmp_path / "run" / "evaluation" / checkpoint.name / "evaluation.json").read_text())
+    assert (found["top1"], found["top5"], found["samples"]) == (last["top1"], last["top5"], last["samples"])
 
 
 def test_the_slurm_command_runs_as_printed(config, data, tmp_path):
@@ -137,8 +142,9 @@ def test_a_mistake_is_one_line_and_writes_nothing(config, data, tmp_path, capfd,
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_that_holds_another_run_is_refused(config, data, tmp_path):
+def test_a_run_is_not_overwritten_where_that_is_asked_for(config, data, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
+    arguments = ["--config", str(config), "--output", str(tmp_path / "run"), "--set", f"DATA.root={data}"]
     with pytest.raises(ValueError, match="holds another run"):
-        train_dali.main(["--config", str(config), "--output", str(tmp_path / "run"), "--set", f"DATA.root={data}"])
+        train_dali.main([*arguments, "--resume", "never"])

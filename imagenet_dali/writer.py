@@ -1,9 +1,12 @@
 """Write a prepared data set: its shards one by one, then the tables and the manifest that make them one."""
 
 import contextlib
+import fcntl
 import hashlib
+import io
 import json
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +14,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from common.image_folder import Files
-from imagenet_dali.dataset import FORMAT, MANIFEST, PARTIAL, index_path, records_path, sha256_of
+from common.errors import UserError
+from common.image_folder import MAX_PIXELS, Files
 from imagenet_dali.images import BadImageError, convert_image
+from imagenet_dali.manifest import FORMAT, MANIFEST, PARTIAL, index_path, records_path
 from imagenet_dali.records import RECORD, build_example, frame, index_text
+
+MAX_BYTES = 4 * MAX_PIXELS + (1 << 20)  # four channels without compression, and metadata
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ def write_shard(task: ShardTask) -> dict[str, Any]:
     with atomic_file(task.dest / task.name) as shard:
         for filename, label in task.files:
             try:
-                image = convert_image((task.source / filename).read_bytes(), quality, short_side)
+                image = convert_image(_read_image(task.source / filename), quality, short_side)
             except BadImageError as error:
                 refused.append((filename, str(error)))
                 continue
@@ -78,6 +84,15 @@ def write_shard(task: ShardTask) -> dict[str, Any]:
     return report
 
 
+def _read_image(path: Path) -> bytes:
+    state = path.stat()
+    if not stat.S_ISREG(state.st_mode):
+        raise BadImageError("not a regular file")  # reading a pipe would wait for ever
+    if state.st_size > MAX_BYTES:
+        raise BadImageError(f"{state.st_size:,} bytes are more than {MAX_BYTES:,}")
+    return path.read_bytes()
+
+
 def to_shard(report: dict[str, Any]) -> Shard:
     """Return the shard that a report of `write_shard` describes."""
     return Shard(report["name"], report["sha256"], np.array([tuple(row) for row in report["rows"]], RECORD))
@@ -90,19 +105,8 @@ def write_dataset(
 
     `label_base` is what was subtracted from the labels stored in the shards; `made` says how the shards were made.
     """
-    described = {}
-    for split, shards in splits.items():
-        rows = np.concatenate([shard.rows for shard in shards])
-        rows["shard"] = np.repeat(np.arange(len(shards)), [len(shard.rows) for shard in shards])
-        with atomic_file(records_path(root, split)) as file:
-            np.save(file, rows)
-        described[split] = {
-            "records": len(rows),
-            "records_sha256": sha256_of(records_path(root, split)),
-            "shards": [_write_index(root, split, shard) for shard in shards],
-        }
-    with atomic_file(root / "labels.txt") as file:
-        file.write("".join(f"{name}\n" for name in class_names).encode())
+    described, tables = build_tables(root, splits)
+    labels = "".join(f"{name}\n" for name in class_names).encode()
     manifest = {
         "format": FORMAT,
         "num_classes": len(class_names),
@@ -110,22 +114,46 @@ def write_dataset(
         "splits": described,
         "made": made,
     }
-    with atomic_file(root / MANIFEST) as file:
-        file.write(json.dumps(manifest, indent=1).encode())
+    for path, content in (tables | {root / "labels.txt": labels, root / MANIFEST: manifest_text(manifest)}).items():
+        with atomic_file(path) as file:
+            file.write(content)
 
 
-def _write_index(root: Path, split: str, shard: Shard) -> dict[str, Any]:
-    """Write the index of a shard and return its entry in the manifest."""
-    index = index_text(shard.rows).encode()
-    with atomic_file(index_path(root, split, shard.name)) as file:
-        file.write(index)
-    return {
-        "name": shard.name,
-        "bytes": (root / shard.name).stat().st_size,
-        "records": len(shard.rows),
-        "sha256": shard.sha256,
-        "index_sha256": hashlib.sha256(index).hexdigest(),
-    }
+def relative_to_root(root: Path, faults: list[str]) -> list[str]:
+    """Return lines that name files below `root` as the manifest holds them: it does not depend on the place."""
+    return [fault.removeprefix(f"{root}/") for fault in faults]
+
+
+def manifest_text(manifest: dict[str, Any]) -> bytes:
+    """Return the content of a manifest's file."""
+    return json.dumps(manifest, indent=1).encode()
+
+
+def build_tables(root: Path, splits: dict[str, list[Shard]]) -> tuple[dict[str, Any], dict[Path, bytes]]:
+    """Return what the manifest says of the splits, and the content of each index and table by its path."""
+    described, tables = {}, {}
+    for split, shards in splits.items():
+        rows = np.concatenate([shard.rows for shard in shards])
+        rows["shard"] = np.repeat(np.arange(len(shards)), [len(shard.rows) for shard in shards])
+        buffer = io.BytesIO()
+        np.save(buffer, rows)
+        tables[records_path(root, split)] = buffer.getvalue()
+        tables |= {index_path(root, split, shard.name): index_text(shard.rows).encode() for shard in shards}
+        described[split] = {
+            "records": len(rows),
+            "records_sha256": hashlib.sha256(buffer.getvalue()).hexdigest(),
+            "shards": [
+                {
+                    "name": shard.name,
+                    "bytes": (root / shard.name).stat().st_size,
+                    "records": len(shard.rows),
+                    "sha256": shard.sha256,
+                    "index_sha256": hashlib.sha256(tables[index_path(root, split, shard.name)]).hexdigest(),
+                }
+                for shard in shards
+            ],
+        }
+    return described, tables
 
 
 @contextlib.contextmanager
@@ -141,3 +169,20 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def lock(root: Path) -> Iterator[None]:
+    """Hold a data set's folder against a second process that would write it."""
+    descriptor = os.open(root, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise UserError(f"{root}: another process is writing it; wait for it or stop it") from error
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)

@@ -6,6 +6,8 @@ A repair is a class or function whose docstring says what upstream does wrong, a
 from common.colossal.amp import build_mixed_precision
 from common.colossal.context import launch, repair_context, shutdown
 from common.colossal.engine import Engine, initialize
+from common.colossal.generators import generator_states, set_generator_states
+from common.colossal.inference import Predictor
 from common.colossal.rehearsal import reduce_without_waiting, rehearsed_launch
 from common.colossal.repairs import (
     repair_cpu_accelerator,
@@ -50,6 +52,7 @@ __all__ = [
     "Engine",
     "LinearWarmupLR",
     "ParallelMode",
+    "Predictor",
     "Trainer",
     "build_mixed_precision",
     "build_norm_reducer",
@@ -58,6 +61,7 @@ __all__ = [
     "cut_piece",
     "describe_tensor_parallel",
     "gather_whole",
+    "generator_states",
     "get_default_parser",
     "gpc",
     "initialize",
@@ -69,6 +73,7 @@ __all__ = [
     "reduce_without_waiting",
     "rehearsed_launch",
     "resolve_parallel",
+    "set_generator_states",
     "shard_model",
     "shutdown",
     "whole_shape",

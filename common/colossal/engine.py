@@ -80,8 +80,10 @@ def initialize(
     device = get_accelerator().get_current_device()
     accumulation = config.get("gradient_accumulation") or 1
     precision = build_mixed_precision(config.get("fp16"), device.type)
+    if precision.note and gpc.get_global_rank() == 0:
+        print(precision.note, flush=True)
     step_optimizer = StepOptimizer(optimizer, accumulation, precision.scaler)
-    _apply_precision(model.to(device), precision)
+    apply_precision(model.to(device), precision)
     model, handlers = _synchronise(model, step_optimizer, config)
     engine = Engine(
         model,
@@ -100,9 +102,8 @@ def initialize(
     return engine, train_dataloader, test_dataloader, lr_scheduler
 
 
-def _apply_precision(model: nn.Module, precision: MixedPrecision) -> None:
-    if precision.note and gpc.get_global_rank() == 0:
-        print(precision.note, flush=True)
+def apply_precision(model: nn.Module, precision: MixedPrecision) -> None:
+    """Bring the model's parameters or layers to the type that ``precision`` says, where autocast does not."""
     if precision.cast is Cast.PARAMETERS:
         model.to(precision.dtype)
     if precision.cast in (Cast.LAYERS, Cast.PARAMETERS):

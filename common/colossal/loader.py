@@ -1,6 +1,6 @@
 """Passes over a data loader that end with a whole optimiser step."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -28,3 +28,11 @@ class WholeSteps:
             self.loader.reset()
         self._used = True
         return islice(batches, len(self))
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the loader's position."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Let the next pass be what is left of an epoch."""
+        self.loader.load_state_dict(state)

@@ -1,5 +1,8 @@
 """From the gradients of micro-batches to one update of the weights."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -68,3 +71,12 @@ class StepOptimizer(OptimizerWrapper):
         self.scaler.update()
         # A schedule counts skipped updates too; without this torch warns when the very first one is skipped.
         self.optim._opt_called = True
+
+    def step_state(self) -> dict[str, Any]:
+        """Return the loss scaler's state; the optimiser's own is not in it."""
+        return {"scaler": self.scaler.state_dict() if self.scaler else None}
+
+    def load_step_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with the scale of a run of the same mixed precision; another keeps its own."""
+        if self.scaler and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])

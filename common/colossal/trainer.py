@@ -1,10 +1,11 @@
 """The training loop."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from common.colossal.engine import Engine
 from common.colossal.lost_ranks import naming_lost_ranks
@@ -12,34 +13,59 @@ from common.colossal.upstream import BaseHook, UpstreamTrainer
 
 
 class Trainer(UpstreamTrainer):
-    """Upstream's trainer (legacy/trainer/_trainer.py), counting optimiser steps.
+    """Upstream's trainer (legacy/trainer/_trainer.py), counting optimiser steps, which can go on where another stopped.
 
     It differs from upstream's in that
 
     - ``max_steps`` counts optimiser steps, not micro-batches, and needs no logger (:340);
     - the last epoch is always evaluated (``epoch % test_interval``, :328, leaves it out for most intervals);
     - evaluation computes no loss;
-    - the engine's schedule moves once per optimiser step, after the hooks have seen its learning rate;
-    - progress is for a hook to draw.
+    - the engine's schedule moves once per optimiser step, before the hooks see that the step is done;
+    - progress is for a hook to draw;
+    - it starts from `load_state_dict`, also in the middle of an epoch or before an evaluation that was not done.
 
     Attributes, for hooks:
         step: optimiser steps completed; in ``after_train_iter`` it counts the one that just ended.
-        update_done: whether the last micro-batch ended an optimiser step.
-        data_wait: seconds spent waiting for the training loader so far.
+        cur_epoch: epochs completed; ``epoch_step``: optimiser steps completed in the epoch after those.
         cur_step: micro-batches completed before this one, as upstream counts.
         steps_per_epoch: optimiser steps in an epoch.
+        evaluated_step: the step after which the last evaluation was done.
+        update_done: whether the last micro-batch ended an optimiser step.
+        learning_rate: what the last optimiser step was made with.
+        data_wait: seconds spent waiting for the training loader so far.
+        train_dataloader: what `fit` trains on.
+        states: what hooks leave for each other.
+        stopping: set by a hook at the end of an optimiser step or in an evaluation, ends the training there.
     """
 
     def __init__(self, engine: Engine):
         super().__init__(engine)
-        self.step = 0
-        self.update_done = False
-        self.data_wait = 0.0
+        self.step = self.epoch_step = self.evaluated_step = 0
+        self.update_done = self.stopping = False
+        self.learning_rate = self.data_wait = 0.0
+        self.train_dataloader: Any = None
 
     @property
     def device(self) -> torch.device:
         """The device that this process trains on."""
         return self.engine.device
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where the training stands between two optimiser steps."""
+        return {
+            "step": self.step,
+            "epoch": self._cur_epoch,
+            "epoch_step": self.epoch_step,
+            "evaluated_step": self.evaluated_step,
+        }
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from there, with the engine's schedule; the loader's position is the loader's to restore."""
+        self.step, self._cur_epoch = state["step"], state["epoch"]
+        self.epoch_step, self.evaluated_step = state["epoch_step"], state["evaluated_step"]
+        self._cur_step = self.step * self.engine.optimizer.accumulation
+        if self.engine.lr_scheduler is not None:
+            move_schedule(self.engine.lr_scheduler, self.step)
 
     @naming_lost_ranks()
     def fit(
@@ -51,44 +77,54 @@ class Trainer(UpstreamTrainer):
         test_interval: int = 1,
         hooks: Sequence[BaseHook] = (),
     ) -> None:
-        """Train for ``epochs`` epochs or ``max_steps`` optimiser steps, whichever ends first.
+        """Train until ``epochs`` epochs or ``max_steps`` optimiser steps are done, whichever comes first.
 
-        Evaluates every ``test_interval`` epochs and after the last one. The loaders are those that `initialize`
-        returned. Hooks are called in the order of their ``priority``, in training with ``output`` and ``label`` None,
-        in evaluation with ``loss`` None. Raises `UserError` naming the ranks that are gone when a collective fails.
+        Evaluates every ``test_interval`` epochs and at the end. The loaders are those that `initialize` returned. Hooks
+        are called in the order of their ``priority``, in training with ``output`` and ``label`` None, in evaluation
+        with ``loss`` None; one of them may load a state in ``before_train``. Raises `UserError` naming the ranks that
+        are gone when a collective fails.
         """
         self._max_epochs, self._max_steps = epochs, max_steps
         self._steps_per_epoch = len(train_dataloader) // self.engine.optimizer.accumulation
+        self.train_dataloader = train_dataloader
         self._reset_states()
         self.hooks = sorted(hooks, key=lambda hook: hook.priority)
         self._call_hooks("after_hook_is_attached")
         self._call_hooks("before_train")
-        while self._cur_epoch < epochs and not self._exceed_max_step():
-            self._train_epoch(train_dataloader)
-            self._cur_epoch += 1
-            is_last = self._cur_epoch == epochs or self._exceed_max_step()
-            if test_dataloader is not None and (is_last or self._cur_epoch % test_interval == 0):
+        while not self.stopping:
+            if test_dataloader is not None and self._is_evaluation_due(test_interval):
                 self._eval(test_dataloader)
+            elif self._has_ended():
+                break
+            else:
+                self._train_epoch(train_dataloader)
         self._call_hooks("after_train")
 
     def _train_epoch(self, train_dataloader: Any) -> None:
+        """Train for what is left of an epoch."""
         self.engine.train()
-        batches = self._timed(train_dataloader)
+        batches, epoch = self._timed(train_dataloader), self._cur_epoch
         self._call_hooks("before_train_epoch")
-        for _ in range(len(train_dataloader)):
+        while self._cur_epoch == epoch and not (self.stopping or self._has_ended()):
             self._call_hooks("before_train_iter")
             self.engine.zero_grad()
             result = self.engine.execute_schedule(batches, return_output_label=False)
             self.engine.step()
             self.update_done = self.engine.optimizer.accumulated == 0
-            self.step += self.update_done
+            if self.update_done:
+                self._count_step()
             self._call_hooks("after_train_iter", result)
             self._cur_step += 1
-            if self.update_done and self.engine.lr_scheduler is not None:
-                self.engine.lr_scheduler.step()
-            if self._exceed_max_step():
-                break
         self._call_hooks("after_train_epoch")
+
+    def _count_step(self) -> None:
+        self.step += 1
+        self.epoch_step += 1
+        if self.epoch_step >= self._steps_per_epoch:  # more: the data set has shrunk since the state was saved
+            self._cur_epoch, self.epoch_step = self._cur_epoch + 1, 0
+        self.learning_rate = self.engine.optimizer.param_groups[0]["lr"]
+        if self.engine.lr_scheduler is not None:
+            self.engine.lr_scheduler.step()
 
     def _timed(self, dataloader: Any) -> Iterator[Any]:
         batches, end = iter(dataloader), object()
@@ -109,8 +145,22 @@ class Trainer(UpstreamTrainer):
             self._call_hooks("before_test_iter")
             result = self.engine.execute_schedule(batches, forward_only=True, return_loss=False)
             self._call_hooks("after_test_iter", result)
+            if self.stopping:  # this evaluation is still to be done
+                return
+        self.evaluated_step = self.step
         self._call_hooks("after_test_epoch")
         self._call_hooks("after_test")
 
-    def _exceed_max_step(self) -> bool:
-        return self._max_steps is not None and self.step >= self._max_steps
+    def _is_evaluation_due(self, interval: int) -> bool:
+        ends_epoch = self.epoch_step == 0 and self._cur_epoch % interval == 0
+        return self.step > self.evaluated_step and (ends_epoch or self._has_ended())
+
+    def _has_ended(self) -> bool:
+        return self._cur_epoch >= self._max_epochs or (self._max_steps is not None and self.step >= self._max_steps)
+
+
+def move_schedule(schedule: LRScheduler, step: int) -> None:
+    """Set the learning rates to those that ``schedule``, a pure function of the step, gives after ``step`` steps."""
+    schedule.optimizer._opt_called = True  # by the run that is gone on with; else torch warns
+    schedule.last_epoch = step - 1
+    schedule.step()

@@ -90,36 +90,75 @@ def test_counts_with_accumulation() -> None:
     recorder = Recorder(lambda trainer: (trainer.step, trainer.update_done, trainer.cur_step, trainer.cur_epoch))
     trainer = fit([recorder], batches=5, accumulation=2, epochs=2)
     assert recorder.seen("after_train_iter") == [
-        *((0, False, 0, 0), (1, True, 1, 0), (1, False, 2, 0), (2, True, 3, 0)),
-        *((2, False, 4, 1), (3, True, 5, 1), (3, False, 6, 1), (4, True, 7, 1)),
+        *((0, False, 0, 0), (1, True, 1, 0), (1, False, 2, 0), (2, True, 3, 1)),
+        *((2, False, 4, 1), (3, True, 5, 1), (3, False, 6, 1), (4, True, 7, 2)),
     ]
     assert (trainer.steps_per_epoch, trainer.max_epochs, trainer.cur_epoch) == (2, 2, 2)
     assert trainer.data_wait > 0
 
 
-def test_the_schedule_moves_once_per_step_after_the_hooks() -> None:
-    recorder = Recorder(lambda trainer: trainer.engine.optimizer.param_groups[0]["lr"], priority=1000)
+def test_the_schedule_moves_once_per_step() -> None:
+    recorder = Recorder(lambda trainer: (trainer.learning_rate, trainer.engine.optimizer.param_groups[0]["lr"]))
     fit([recorder], batches=6, accumulation=2)
-    assert recorder.seen("after_train_iter") == [1, 1, 1 / 2, 1 / 2, 1 / 3, 1 / 3]
+    used_and_next = [(0, 1), (1, 1 / 2), (1, 1 / 2), (1 / 2, 1 / 3), (1 / 2, 1 / 3), (1 / 3, 1 / 4)]
+    assert recorder.seen("after_train_iter") == used_and_next
 
 
 @pytest.mark.parametrize(
     ("options", "evaluated_at", "ended_at"),
     [
-        ({"epochs": 5}, [1, 2, 3, 4, 5], 20),
-        ({"epochs": 5, "test_interval": 2}, [2, 4, 5], 20),
-        ({"epochs": 3, "test_interval": 10}, [3], 12),
-        ({"epochs": 5, "test_interval": 2, "max_steps": 4}, [1], 4),
-        ({"epochs": 5, "test_interval": 2, "max_steps": 6}, [2], 6),
-        ({"epochs": 5, "test_interval": 2, "max_steps": 10}, [2, 3], 10),
-        ({"epochs": 2, "accumulation": 2, "max_steps": 3}, [1, 2], 3),
+        ({"epochs": 5}, [4, 8, 12, 16, 20], 20),
+        ({"epochs": 5, "test_interval": 2}, [8, 16, 20], 20),
+        ({"epochs": 3, "test_interval": 10}, [12], 12),
+        ({"epochs": 5, "test_interval": 2, "max_steps": 4}, [4], 4),
+        ({"epochs": 5, "test_interval": 2, "max_steps": 6}, [6], 6),
+        ({"epochs": 5, "test_interval": 2, "max_steps": 10}, [8, 10], 10),
+        ({"epochs": 2, "accumulation": 2, "max_steps": 3}, [2, 3], 3),
     ],
 )
 def test_evaluation_and_end(options: dict, evaluated_at: list[int], ended_at: int) -> None:
-    recorder = Recorder(lambda trainer: trainer.cur_epoch)
+    recorder = Recorder(lambda trainer: trainer.step)
     trainer = fit([recorder], test_batches=1, **options)
     assert recorder.seen("before_test") == evaluated_at
     assert trainer.step == ended_at
+
+
+class StopAt(BaseHook):
+    """Stops after ``step``, or in the evaluation after it; goes on from ``state``."""
+
+    def __init__(self, step: int = -1, *, evaluating: bool = False, state: dict | None = None) -> None:
+        super().__init__(1)
+        self.step, self.evaluating, self.state = step, evaluating, state
+
+    def before_train(self, trainer: Trainer) -> None:
+        if self.state:
+            trainer.load_state_dict(self.state)
+
+    def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
+        trainer.stopping = trainer.update_done and trainer.step == self.step and not self.evaluating
+
+    def after_test_iter(self, trainer: Trainer, *_: Any) -> None:
+        trainer.stopping = trainer.step == self.step and self.evaluating
+
+
+@pytest.mark.parametrize(
+    ("stop", "evaluating"), [*((step, False) for step in range(1, 7)), (2, True), (4, True), (6, True)]
+)
+def test_goes_on_where_another_stopped(stop: int, evaluating: bool) -> None:
+    def read(trainer: Trainer) -> tuple:
+        return trainer.step, trainer.cur_epoch, trainer.cur_step, trainer.engine.optimizer.param_groups[0]["lr"]
+
+    def seen(*recorders: Recorder) -> list[tuple]:
+        return [value for r in recorders for value in r.values if value[0] in ("before_train_iter", "after_test")]
+
+    options = dict(batches=4, accumulation=2, epochs=3, test_batches=2)
+    whole, first, second = (Recorder(read) for _ in range(3))
+    fit([whole], **options)
+    state = fit([first, StopAt(stop, evaluating=evaluating)], **options).state_dict()
+    assert state["step"] == stop
+    end = fit([second, StopAt(state=state)], **options).state_dict()
+    assert end == {"step": 6, "epoch": 3, "epoch_step": 0, "evaluated_step": 6}
+    assert seen(first, second) == seen(whole)
 
 
 def test_evaluate_alone() -> None:

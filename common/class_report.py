@@ -1,0 +1,68 @@
+"""How well each class is recognised, and what it is mistaken for."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from common.table import Row, format_table
+
+SHOWN = 5  # classes at either end of the table for the terminal
+NAMED = 50  # classes up to which the picture names them
+COUNTED = 20  # classes up to which the picture writes its counts
+
+
+def describe_classes(names: Sequence[str], confusion: np.ndarray, top5: np.ndarray) -> list[Row]:
+    """Return a row for each class that has samples.
+
+    ``confusion`` is [label, answer] and ``top5`` [label], in samples. ``top1``, ``top5`` and ``precision`` (correct
+    answers of all such answers; empty where there is none) are fractions of 1.
+    """
+    rows = []
+    for label in np.flatnonzero(confusion.sum(axis=1)):
+        samples, correct, answers = confusion[label].sum(), confusion[label, label], confusion[:, label].sum()
+        wrong = confusion[label].copy()
+        wrong[label] = 0
+        rows.append(
+            {
+                "label": int(label),
+                "class": names[label],
+                "samples": int(samples),
+                "top1": round(float(correct / samples), 4),
+                "top5": round(float(top5[label] / samples), 4),
+                "precision": round(float(correct / answers), 4) if answers else "",
+                "mistaken for": f"{names[wrong.argmax()]} ({wrong.max()})" if wrong.any() else "",
+            }
+        )
+    return rows
+
+
+def print_extremes(rows: Sequence[Row]) -> None:
+    """Print the classes by top-1, the worst first; of many only the first and the last."""
+    ordered = sorted(rows, key=lambda row: (row["top1"], row["class"]))
+    if len(ordered) <= 2 * SHOWN:
+        print(format_table(ordered))
+        return
+    print(f"the {SHOWN} worst of {len(ordered)} classes\n{format_table(ordered[:SHOWN])}\n")
+    print(f"the {SHOWN} best\n{format_table(ordered[-SHOWN:])}\n")
+
+
+def draw_confusion(names: Sequence[str], confusion: np.ndarray, path: Path) -> None:
+    """Draw ``confusion`` [label, answer] as shares of each label's samples."""
+    from matplotlib.figure import Figure  # takes half a second to import
+
+    count = len(names)
+    side = max(5.0, min(14.0, 0.35 * count))
+    figure = Figure(figsize=(side + 1.5, side), layout="constrained")
+    axes = figure.subplots()
+    shares = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
+    figure.colorbar(axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the class's images")
+    axes.set(xlabel="answer", ylabel="class")
+    if count <= NAMED:
+        axes.set_xticks(range(count), names, rotation=90)
+        axes.set_yticks(range(count), names)
+    if count <= COUNTED:
+        for label, answer in zip(*np.nonzero(confusion), strict=True):
+            shade = "white" if shares[label, answer] > 0.5 else "black"
+            axes.text(answer, label, str(confusion[label, answer]), ha="center", va="center", color=shade, fontsize=8)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,41 @@
+"""The state of a process's random number generators, as tensors."""
+
+import random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.colossal.upstream import ParallelMode, random_state
+
+
+def generator_states() -> dict[str, Tensor]:
+    """Return the states of torch's generators, of Colossal-AI's for each parallel mode, of Python's and of numpy's."""
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    manager = random_state._SEED_MANAGER
+    # the current mode's state is the device's generator, saved above
+    modes = {mode: state for mode, state in manager.seed_states.items() if mode != manager.current_mode}
+    states |= {f"mode.{mode.name}": state for mode, state in modes.items()}
+    _, words, gauss = random.getstate()
+    states["python"] = torch.tensor(words)
+    states["python.gauss"] = torch.tensor([] if gauss is None else [gauss], dtype=torch.float64)
+    _, keys, position, has_gauss, gauss = np.random.get_state()
+    states["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss])
+    states["numpy.gauss"] = torch.tensor([gauss], dtype=torch.float64)
+    return states
+
+
+def set_generator_states(states: dict[str, Tensor]) -> None:
+    """Set every generator to what `generator_states` returned in the same parallel mode."""
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    for name, state in states.items():
+        if name.startswith("mode."):
+            random_state._SEED_MANAGER.set_state(ParallelMode[name.removeprefix("mode.")], state)
+    gauss = states["python.gauss"].tolist()
+    random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
+    *keys, position, has_gauss = states["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, states["numpy.gauss"].item()))

@@ -1,0 +1,56 @@
+"""Images that cannot be used: how many a data set may have, and how they are named."""
+
+import sys
+from collections.abc import Iterable, Sequence
+
+from common.errors import UserError
+
+MAX_BAD_SHARE = 0.01
+NAMED = 20  # of a list that may have a million
+
+
+def reason_of(error: Exception) -> str:
+    """Return what a decoder says, in one line, without the address of the buffer that some name."""
+    return " ".join(str(error).split()).partition(" <")[0] or type(error).__name__
+
+
+def print_some(lines: Sequence[str], most: int = NAMED) -> None:
+    """Print the first lines, and how many more there are."""
+    print(*lines[:most], sep="\n", end="\n" if lines else "")
+    if len(lines) > most:
+        print(f"... and {len(lines) - most:,} more")
+
+
+def join_some(lines: Sequence[str], most: int = 5) -> str:
+    """Return the first lines in one, and how many more there are."""
+    more = f" and {len(lines) - most:,} more" if len(lines) > most else ""
+    return ", ".join(lines[:most]) + more
+
+
+class BadImages:
+    """Count the images that a loader leaves out, and name each once on stderr.
+
+    ``samples`` is how many this process reads in a pass; more than `MAX_BAD_SHARE` of them raises `UserError`.
+    """
+
+    def __init__(self, samples: float) -> None:
+        self.samples, self.count = samples, 0
+        self._named: set[str] = set()
+
+    def start_pass(self) -> None:
+        """Count from 0 again; what was named stays named."""
+        self.count = 0
+
+    def add(self, messages: Iterable[str]) -> None:
+        """Take in what is wrong with each image of a batch that was left out."""
+        for message in messages:
+            self.count += 1
+            if self.count > MAX_BAD_SHARE * self.samples:
+                raise UserError(
+                    f"{message}; with it {self.count:,} of the {self.samples:,.0f} images that this process reads "
+                    f"in a pass are bad, more than {MAX_BAD_SHARE:.0%}"
+                )
+            if message not in self._named and len(self._named) < NAMED:
+                self._named.add(message)
+                last = "; more will not be named" if len(self._named) == NAMED else ""
+                print(f"left out: {message}{last}", file=sys.stderr, flush=True)

@@ -1,0 +1,60 @@
+"""Files that are whole and stay so: checksums, what is safely on disk, and a lock that its holder's death releases."""
+
+import fcntl
+import hashlib
+import os
+import platform
+from pathlib import Path
+from typing import TextIO
+
+from common.errors import UserError
+
+
+def sha256_of(path: Path) -> str:
+    """Return the checksum of a file's content, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of files, is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+_held: dict[Path, TextIO] = {}
+
+
+def lock_folder(folder: Path) -> None:
+    """Create ``folder`` and hold its lock until `unlock_folder`, or until this process ends, however it ends.
+
+    Forked processes do not hold it. Raises `UserError` if another one does, and if the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("a+")
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror})") from error
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise UserError(f"{folder} is being written by {holder}: choose another folder, or wait for its end") from error
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}\n")
+    file.flush()
+    _held[folder] = file
+
+
+def unlock_folder(folder: Path) -> None:
+    """Let go of the lock of ``folder``, if this process holds it."""
+    if folder in _held:
+        _held.pop(folder).close()

@@ -1,0 +1,54 @@
+"""Checksums, and the lock of a folder between processes."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from common.files import lock_folder, sha256_of, unlock_folder
+
+HOLD = "import sys; from pathlib import Path; from common.files import lock_folder; lock_folder(Path(sys.argv[1]))"
+
+
+def test_sha256(tmp_path: Path) -> None:
+    content = os.urandom(3_000_000)
+    (tmp_path / "file").write_bytes(content)
+    assert sha256_of(tmp_path / "file") == hashlib.sha256(content).hexdigest()
+
+
+def test_a_folder_is_locked_until_its_holder_ends(tmp_path: Path) -> None:
+    program = f"{HOLD}; print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", program, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        holder.stdout.readline()
+        with pytest.raises(UserError, match=rf"is being written by process {holder.pid} on .*: choose another folder"):
+            lock_folder(tmp_path / "run")
+        holder.kill()
+    lock_folder(tmp_path / "run")
+    assert subprocess.run([sys.executable, "-c", HOLD, str(tmp_path / "run")], capture_output=True).returncode == 1
+    unlock_folder(tmp_path / "run")
+    assert subprocess.run([sys.executable, "-c", HOLD, str(tmp_path / "run")]).returncode == 0
+
+
+def test_a_forked_process_does_not_hold_the_lock(tmp_path: Path) -> None:
+    """As a loader's workers, which may outlive a killed run by a moment."""
+    program = f"{HOLD}; import os, time; print(os.fork(), flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+        child = max(int(holder.stdout.readline()) for _ in range(2))
+        holder.kill()
+        holder.wait()
+        try:
+            lock_folder(tmp_path)
+        finally:
+            os.kill(child, 9)
+            unlock_folder(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file/run: cannot be written"):
+        lock_folder(tmp_path / "file" / "run")

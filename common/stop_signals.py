@@ -1,0 +1,110 @@
+"""Stop a run in good order: SIGTERM, SIGUSR1 (Slurm's warning), Ctrl-C and a terminal that is closed (SIGHUP)."""
+
+import ctypes
+import os
+import signal
+import threading
+import time
+
+from common.errors import is_first_process
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+SAME_PRESS = 1.0  # seconds within which a second SIGINT is the first one, passed on by a launcher too
+PR_SET_PDEATHSIG = 1
+
+
+class StopSignals:
+    """What to do when a signal comes: end at once, or while a run is `deferring`, note it for the training loop.
+
+    A thread reads the signals, so that they count too while the main thread waits in C++ for another process. Worker
+    processes, forked while this is installed, leave the signals to their parent, and die with it.
+
+    Attributes:
+        received: the signal that came while deferring, or 0.
+        agreed: the signal that the ranks have agreed to stop for, or 0.
+    """
+
+    def __init__(self) -> None:
+        self.received = self.agreed = 0
+        self.deferring = False
+        self._received_at = 0.0
+        self._previous: dict[int, object] = {}
+
+    def install(self, follow_parent: bool = False) -> None:
+        """Take over the signals; to be called from the main thread.
+
+        ``follow_parent``: get SIGTERM when the process that started this one dies.
+        """
+        if self._previous:
+            return
+        self.received = self.agreed = 0
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        self._pipe = reader, writer
+        # Python's own handler has nothing to do, but without it nothing is written to the pipe
+        for number in SIGNALS:
+            if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):  # nohup
+                self._previous[number] = signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(reader,), daemon=True, name="stop-signals").start()
+        if follow_parent:
+            _PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    def restore(self) -> None:
+        """Give the signals back."""
+        if not self._previous:
+            return
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous, self.deferring = {}, False
+        os.write(self._pipe[1], b"\0")  # ends the thread
+
+    def _watch(self, reader: int) -> None:
+        while (number := os.read(reader, 1)[0]) != 0:
+            if number in SIGNALS:
+                self._receive(number)
+        os.close(reader)
+        os.close(self._pipe[1])
+
+    def _receive(self, number: int) -> None:
+        if not self.deferring:
+            _leave(number, exit_code(number))
+        if not self.received:
+            self.received, self._received_at = number, time.monotonic()
+            if is_first_process():
+                _say(f"{signal_name(number)}: stopping after this step")
+        elif number == signal.SIGINT == self.received and time.monotonic() - self._received_at > SAME_PRESS:
+            _leave(number, 128 + number)
+
+    def shield_child(self) -> None:
+        """Keep the signals from a process that was just forked, and let it die with its parent."""
+        if self._previous:
+            signal.set_wakeup_fd(-1)
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            _PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def exit_code(number: int) -> int:
+    """Return what a run that a signal stopped exits with: 0 after Ctrl-C, else 143, as after SIGTERM."""
+    return 0 if number == signal.SIGINT else 128 + signal.SIGTERM
+
+
+def signal_name(number: int) -> str:
+    """Return what users call a signal."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def _leave(number: int, code: int) -> None:
+    if is_first_process():
+        _say(f"{signal_name(number)}: ended at once")
+    os._exit(code)
+
+
+def _say(line: str) -> None:
+    os.write(2, f"{line}\n".encode())  # not print: the main thread may be in the middle of one
+
+
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", lambda *_: None)  # Linux alone has it
+stop_signals = StopSignals()
+os.register_at_fork(after_in_child=stop_signals.shield_child)

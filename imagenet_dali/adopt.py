@@ -1,0 +1,102 @@
+"""Make TFRecord shards that were written elsewhere a data set of ours."""
+
+import functools
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from common.damage import MAX_BAD_SHARE
+from common.errors import UserError
+from imagenet_dali.manifest import MANIFEST
+from imagenet_dali.verify import find_bad_labels, inspect_shard
+from imagenet_dali.workers import parallel_map
+from imagenet_dali.writer import Shard, relative_to_root, write_dataset
+
+SPLITS = ("train", "validation")
+
+
+def adopt(root: Path, labels: Path | None, workers: int, leave_out: bool = False) -> list[str]:
+    """Make the shards below `root` a data set, or return a line for each bad record and write nothing.
+
+    Shards are the files of ``train/`` and ``validation/``, or ``train-*`` and ``validation-*`` in `root` itself. Their
+    labels may count from 0 or 1. `labels` is a file with the class names, one a line; without it the names are the
+    numbers from 0. With `leave_out` the data set is made without the bad records, if they and what follows one whose
+    length is lost are at most `MAX_BAD_SHARE` of all bytes. Raises `UserError` when there are no shards, when their
+    labels leave open from where they count, and when too much is bad.
+    """
+    if not root.is_dir():
+        raise UserError(f"{root}: no such folder; name the one that holds train/ and validation/")
+    if (root / MANIFEST).exists():
+        raise UserError(f"{root / MANIFEST}: exists, the data set is prepared already; use --check to verify it")
+    names = {split: found for split in SPLITS if (found := _find_shards(root, split))}
+    if "train" not in names:
+        raise UserError(f"{root}: no shards; they are the files of train/, or files named train-*")
+    class_names = labels.read_text().splitlines() if labels else None
+    if class_names == []:
+        raise UserError(f"{labels}: empty; write one class name a line")
+    splits, faults = _inspect(root, names, workers)
+    if faults and not leave_out:
+        return faults
+    _check_losses(root, splits)
+    rows = np.concatenate([shard.rows for shards in splits.values() for shard in shards])
+    base = _find_label_base(root, np.unique(rows["label"]), class_names)
+    class_names = class_names or [str(label) for label in range(rows["label"].max() + 1 - base)]
+    for shards in splits.values():
+        for number, shard in enumerate(shards):
+            shard.rows["label"] -= base
+            is_bad, more = find_bad_labels(root / shard.name, shard.rows, base, len(class_names))
+            faults += more
+            shards[number] = replace(shard, rows=shard.rows[~is_bad])
+    if faults and not leave_out:
+        return faults
+    _check_losses(root, splits)
+    write_dataset(root, splits, class_names, base, made={"adopted": True, "dropped": relative_to_root(root, faults)})
+    return faults
+
+
+def _inspect(root: Path, names: dict[str, list[str]], workers: int) -> tuple[dict[str, list[Shard]], list[str]]:
+    listed = list(itertools.chain(*names.values()))
+    results = parallel_map(functools.partial(inspect_shard, root), listed, workers)
+    inspected = {
+        shard.name: (shard, bad) for shard, bad in tqdm(results, total=len(listed), unit="shard", disable=None)
+    }
+    splits = {split: [inspected[name][0] for name in found] for split, found in names.items()}
+    return splits, [fault for name in listed for fault in inspected[name][1]]
+
+
+def _check_losses(root: Path, splits: dict[str, list[Shard]]) -> None:
+    shards = list(itertools.chain(*splits.values()))
+    total = sum((root / shard.name).stat().st_size for shard in shards)
+    lost = total - sum(int(shard.rows["size"].sum()) for shard in shards)
+    if lost > MAX_BAD_SHARE * total:
+        raise UserError(
+            f"{root}: {lost:,} of {total:,} bytes are in bad records, more than {MAX_BAD_SHARE:.0%}; mend the files"
+        )
+    for split, members in splits.items():
+        if not any(len(shard.rows) for shard in members):
+            raise UserError(f"{root}: the {split} shards hold no records; remove them")
+
+
+def _find_shards(root: Path, split: str) -> list[str]:
+    folder = root / split
+    paths = folder.iterdir() if folder.is_dir() else root.glob(f"{split}-*")
+    is_shard = (p for p in paths if p.is_file() and p.suffix != ".idx" and not p.name.startswith("."))
+    return sorted(path.relative_to(root).as_posix() for path in is_shard)
+
+
+def _find_label_base(root: Path, present: np.ndarray, class_names: list[str] | None) -> int:
+    """Return 0 or 1, the label of the first class; `present` are the different labels, sorted."""
+    low, high = int(present[0]), int(present[-1])
+    if class_names:
+        if 0 in present or len(class_names) in present:
+            return 0 if 0 in present else 1
+        raise UserError(
+            f"{root}: labels {low} to {high} fit {len(class_names)} names counted from 0 and from 1; complete them"
+        )
+    if low not in (0, 1) or len(present) != high - low + 1:
+        gap = next(label for label in itertools.count(min(low, 1)) if label not in present)
+        raise UserError(f"{root}: labels run from {low} to {high} without {gap}; name every class with --labels FILE")
+    return low

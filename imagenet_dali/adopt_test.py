@@ -1,0 +1,196 @@
+"""`--adopt` takes good shards of others as they are and refuses all else."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tfrecord
+
+from common.errors import UserError
+from imagenet_dali.adopt import adopt
+from imagenet_dali.dataset import open_split
+from imagenet_dali.prepare import main, prepare
+from imagenet_dali.prepare_test import tree, write_images
+from imagenet_dali.records import build_example, frame
+from imagenet_dali.testing import encode, gradient, jpeg, with_dimensions, with_flipped_bit
+from imagenet_dali.verify import check
+from imagenet_dali.writer import Options
+
+
+def write_foreign(path: Path, samples: list[tuple[bytes, int]], **more: tuple[object, str]) -> None:
+    """Write a shard with the `tfrecord` package, as another project would."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = tfrecord.TFRecordWriter(str(path))
+    for image, label in samples:
+        writer.write({"image/encoded": (image, "byte"), "image/class/label": (label, "int"), **more})
+    writer.close()
+
+
+SAMPLES = [(jpeg(20 + number, 40, seed=number), number % 3 + 1) for number in range(9)]
+
+
+@pytest.mark.parametrize("base", [0, 1])
+@pytest.mark.parametrize("names", ["{split}/{split}-0000{n}-of-00002", "{split}-0000{n}-of-00002", "{split}/part{n}"])
+def test_foreign_shards_are_adopted_with_labels_from_0(tmp_path, base, names):
+    samples = [(image, label - 1 + base) for image, label in SAMPLES]
+    for split in ("train", "validation"):
+        for n in range(2):
+            if "/" in names or n == 0:
+                write_foreign(tmp_path / names.format(split=split, n=n), samples[5 * n : 5 * n + 5])
+    shards = tree(tmp_path)
+    assert adopt(tmp_path, None, workers=1) == []
+    assert {name: content for name, content in tree(tmp_path).items() if name in shards} == shards
+    for name in ("train", "validation"):
+        split = open_split(tmp_path, name)
+        count = 9 if "/" in names else 5
+        assert [split.read(index) for index in range(len(split))] == [(i, y - 1) for i, y in SAMPLES[:count]]
+        assert split.records["height"].tolist() == list(range(20, 20 + count))
+        assert split.class_names == ["0", "1", "2"]
+        for shard in split.shards:
+            tfrecord.tools.tfrecord2idx.create_index(str(shard), str(tmp_path / "theirs"))
+            ours = tmp_path / "idx_files" / name / f"{shard.name}.idx"
+            assert ours.read_text() == (tmp_path / "theirs").read_text()
+    assert json.loads((tmp_path / "manifest.json").read_text())["label_base"] == base
+    assert check(tmp_path, 1) == []
+    with pytest.raises(UserError, match="prepared already"):
+        adopt(tmp_path, None, workers=1)
+
+
+def test_adopting_what_preparation_wrote_gives_the_same_tables(tmp_path):
+    data = tmp_path / "data"
+    prepare(write_images(tmp_path / "images", 10), data, Options(shards=2))
+    shutil.copytree(data / "train", tmp_path / "copy" / "train")
+    shutil.copytree(data / "validation", tmp_path / "copy" / "validation")
+    main(["--adopt", str(tmp_path / "copy"), "--labels", str(data / "labels.txt"), "--workers=2"])
+    ours, theirs = tree(data), tree(tmp_path / "copy")
+    assert {name for name in ours if ours[name] != theirs[name]} == {"manifest.json"}
+    assert open_split(data, "train").fingerprint == open_split(tmp_path / "copy", "train").fingerprint
+
+
+def test_names_decide_how_many_classes_there_are(tmp_path):
+    (tmp_path / "names").write_text("a\nb\nc\nd\n")
+    for samples, expected in ([0, 2, 3], 0), ([1, 2, 4], 1):
+        root = tmp_path / f"base{expected}"
+        write_foreign(root / "train" / "shard", [(jpeg(), label) for label in samples])
+        assert adopt(root, tmp_path / "names", workers=1) == []
+        split = open_split(root, "train")
+        assert split.class_names == ["a", "b", "c", "d"]
+        assert split.records["label"].tolist() == [label - expected for label in samples]
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "message"),
+    [
+        ([0, 1, 3], None, "labels run from 0 to 3 without 2"),
+        ([2, 3], None, "labels run from 2 to 3 without 1"),
+        ([1, 2], "a\nb\nc\n", "labels 1 to 2 fit 3 names counted from 0 and from 1"),
+    ],
+)
+def test_labels_whose_base_is_open_are_refused(tmp_path, labels, names, message):
+    write_foreign(tmp_path / "data" / "train" / "shard", [(jpeg(), label) for label in labels])
+    path = None
+    if names:
+        path = tmp_path / "names"
+        path.write_text(names)
+    before = tree(tmp_path)
+    with pytest.raises(UserError, match=message):
+        adopt(tmp_path / "data", path, workers=1)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ((encode(gradient(), "PNG"), "byte"), "not a JPEG"),
+        ((b"", "byte"), "not a JPEG"),
+        ((jpeg()[:-20], "byte"), "Premature end"),
+        ((with_dimensions(jpeg(), 20000, 20000), "byte"), "more than 100 million pixels"),
+        ((encode(gradient().convert("CMYK")), "byte"), "JPEG, which decoders turn into different colours"),
+        ((7, "int"), "image/encoded is int64_list"),
+    ],
+)
+def test_a_bad_image_is_listed_and_nothing_is_written(tmp_path, capsys, record, reason):
+    path = tmp_path / "train" / "shard"
+    write_foreign(path, SAMPLES[:2])
+    good = path.read_bytes()
+    write_foreign(path, [(jpeg(), 1)], **{"image/encoded": record})
+    path.write_bytes(good + path.read_bytes() + good)
+    before = tree(tmp_path)
+    with pytest.raises(UserError, match="faults found: 1; --adopt --repair goes on without"):
+        main(["--adopt", str(tmp_path), "--workers=1"])
+    assert f"{path}: record 2 at byte {len(good)}: " in (listed := capsys.readouterr().out)
+    assert reason in listed
+    assert tree(tmp_path) == before
+
+
+def test_every_bad_record_is_counted_and_the_first_twenty_listed(tmp_path, capsys):
+    write_foreign(tmp_path / "train" / "a", [(b"not an image", 0)] * 15)
+    (tmp_path / "train" / "b").write_bytes(frame(b"\xff" * 10) * 15)
+    (tmp_path / "train" / "c").write_bytes(frame(b"x" * 10)[:-1])
+    with pytest.raises(UserError, match="faults found: 31"):
+        main(["--adopt", str(tmp_path), "--workers=1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 21
+    assert lines[-1] == "... and 11 more"
+    assert adopt(tmp_path, None, workers=1)[-1] == f"{tmp_path}/train/c: record 0 at byte 0: truncated"
+
+
+def test_few_bad_records_may_be_left_out(tmp_path, capsys):
+    records = [frame(build_example(jpeg(20, 30, number), number % 2, "", "", 20, 30)) for number in range(300)]
+    records[7] = with_flipped_bit(records[7], len(records[7]) // 2)
+    records[40] = frame(build_example(encode(gradient(), "PNG"), 0, "", "", 24, 40))
+    shard = tmp_path / "train" / "shard"
+    shard.parent.mkdir()
+    shard.write_bytes(b"".join(records) + records[0][:-1])
+    main(["--adopt", "--repair", str(tmp_path), "--workers=1"])
+    offsets = [sum(map(len, records[:number])) for number in (7, 40, 300)]
+    reasons = ("checksum of the data does not match", "not a JPEG", "truncated")
+    lines = capsys.readouterr().out.splitlines()[:3]
+    places = [f"{shard}: record {number} at byte {at}: " for number, at in zip((7, 40, 300), offsets, strict=True)]
+    assert lines == [place + reason for place, reason in zip(places, reasons, strict=True)]
+    split = open_split(tmp_path, "train")
+    assert split.records["label"].tolist() == [number % 2 for number in range(300) if number not in (7, 40)]
+    assert check(tmp_path, 1) == []
+    dropped = json.loads((tmp_path / "manifest.json").read_text())["made"]["dropped"]
+    assert [f"{tmp_path}/{line}" for line in dropped] == lines
+
+
+def test_more_bad_records_than_allowed_are_not_left_out(tmp_path):
+    write_foreign(tmp_path / "train" / "shard", [(image, label) for image, label in SAMPLES if label != 2])
+    content = (tmp_path / "train" / "shard").read_bytes()
+    (tmp_path / "train" / "shard").write_bytes(content[:-1])
+    before = tree(tmp_path)
+    with pytest.raises(UserError, match="bytes are in bad records, more than 1%; mend the files"):
+        adopt(tmp_path, None, workers=1, leave_out=True)
+    assert tree(tmp_path) == before
+
+
+def test_labels_beyond_the_names_are_listed(tmp_path):
+    (tmp_path / "names").write_text("a\nb\n")
+    write_foreign(tmp_path / "data" / "train" / "shard", [(jpeg(), label) for label in (0, 1, 99999)])
+    [fault] = adopt(tmp_path / "data", tmp_path / "names", workers=1)
+    assert "shard: record 2 at byte" in fault
+    assert fault.endswith("label 99999, out of range for 2 classes from 0")
+    assert not (tmp_path / "data" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("label", [-1, 2**31])
+def test_labels_that_are_no_class_number_are_listed(tmp_path, label):
+    write_foreign(tmp_path / "train" / "shard", [(jpeg(), label)])
+    [fault] = adopt(tmp_path, None, workers=1)
+    assert fault.endswith(f"label {label} is no class number")
+
+
+def test_folders_without_shards_are_refused(tmp_path):
+    with pytest.raises(UserError, match="nowhere: no such folder"):
+        adopt(tmp_path / "nowhere", None, workers=1)
+    (tmp_path / "names").write_text("")
+    with pytest.raises(UserError, match="no shards"):
+        adopt(tmp_path, None, workers=1)
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "shard").write_bytes(b"")
+    with pytest.raises(UserError, match="names: empty"):
+        adopt(tmp_path, tmp_path / "names", workers=1)
+    with pytest.raises(UserError, match="the train shards hold no records"):
+        adopt(tmp_path, None, workers=1)

@@ -1,0 +1,109 @@
+"""From a folder of images to a data set: every image decoded once, strictly, and going on where it was stopped."""
+
+import itertools
+import json
+import shutil
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from common.damage import MAX_BAD_SHARE, print_some
+from common.errors import UserError
+from common.fingerprint import fingerprint_of
+from imagenet_dali.images import RESAMPLING
+from imagenet_dali.manifest import MANIFEST, PARTIAL
+from imagenet_dali.sources import Source, list_source, plan_shards
+from imagenet_dali.workers import parallel_map
+from imagenet_dali.writer import Options, ShardTask, atomic_file, lock, to_shard, write_dataset, write_shard
+
+REFUSED = "refused.txt"
+
+
+def prepare(source: Path, dest: Path, options: Options | None = None, workers: int = 1) -> None:
+    """Write the images of `source` as a data set into `dest`, going on where an interrupted call stopped.
+
+    The result depends on the images and the options alone, not on `workers` nor on interruptions. Images that do not
+    decode are left out and listed in ``refused.txt``; more than `MAX_BAD_SHARE` of them, or a class that loses all its
+    training images, raises `UserError` and leaves nothing but that list.
+    """
+    options = options or Options()
+    if dest.resolve().is_relative_to(source.resolve()):
+        raise UserError(f"{dest}: lies inside SOURCE; choose a folder outside {source}")
+    listed = list_source(source, options.validation_share, options.seed)
+    job = {"source": str(source.resolve()), "files": _fingerprint(listed), **asdict(options)}
+    plan = plan_shards(listed, options.shards, options.seed)
+    if _is_complete(dest, job):
+        print(f"{dest}: complete already")
+        return
+    reports = {}
+    tasks = [ShardTask(source, dest, name, files, listed.class_names, options) for name, files in plan.items()]
+    total = sum(len(files) for files in plan.values())
+    with lock(dest), tqdm(total=total, unit="image", disable=None) as progress:
+        for report in parallel_map(write_shard, tasks, workers):
+            reports[report["name"]] = report
+            progress.update(len(report["rows"]) + len(report["refused"]))
+    refused = sorted(tuple(entry) for report in reports.values() for entry in report["refused"])
+    _report_refused(dest, listed, refused)
+    shards = {
+        split: [to_shard(reports[name]) for name in plan if name.startswith(f"{split}/")] for split in listed.splits
+    }
+    counts = {"refused": len(refused), "converted": sum(report["converted"] for report in reports.values())}
+    resampling = {"resampling": RESAMPLING.name.lower()} if options.short_side else {}
+    write_dataset(dest, shards, listed.class_names, 0, {**job, **resampling, **counts})
+    shutil.rmtree(dest / PARTIAL)
+    for split, written in shards.items():
+        print(f"{dest}: {sum(len(shard.rows) for shard in written)} {split} images in {len(written)} shards")
+    print(f"{dest}: {len(listed.class_names)} classes; {counts['converted']} images converted, {len(refused)} refused")
+
+
+def _fingerprint(source: Source) -> str:
+    """Return a checksum over the names, labels, sizes and times of the images, without reading them."""
+    files = sorted(itertools.chain(*source.splits.values()))
+    states = ((source.root / filename).stat() for filename, _ in files)
+    described = ((*file, state.st_size, state.st_mtime_ns) for file, state in zip(files, states, strict=True))
+    return fingerprint_of([*source.class_names, *itertools.chain.from_iterable(described)])
+
+
+def _is_complete(dest: Path, job: dict[str, Any]) -> bool:
+    """Return whether the job is done, or else claim `dest` for it; raise `UserError` when another job did."""
+    job_path = dest / PARTIAL / "job.json"
+    if (dest / MANIFEST).is_file():
+        earlier = json.loads((dest / MANIFEST).read_text())["made"]
+    elif job_path.is_file():
+        earlier = json.loads(job_path.read_text())
+    elif dest.exists() and (not dest.is_dir() or {path.name for path in dest.iterdir()} - {REFUSED, PARTIAL}):
+        raise UserError(f"{dest}: not empty and not a data set; choose an empty folder for DEST")
+    else:
+        with atomic_file(job_path) as file:
+            file.write(json.dumps(job).encode())
+        return False
+    if changed := [key for key, value in job.items() if earlier.get(key) != value]:
+        raise UserError(
+            f"{dest}: holds a data set made with other {', '.join(changed)}; choose another DEST or delete it"
+        )
+    if is_complete := (dest / MANIFEST).is_file():
+        shutil.rmtree(dest / PARTIAL, ignore_errors=True)  # left by a run that was stopped after its last step
+    return is_complete
+
+
+def _report_refused(dest: Path, source: Source, refused: list[tuple[str, str]]) -> None:
+    """List the refused images; when they are too many, remove all else from `dest` and raise `UserError`."""
+    if not refused:
+        (dest / REFUSED).unlink(missing_ok=True)
+        return
+    lines = [f"{filename}\t{reason}" for filename, reason in refused]
+    with atomic_file(dest / REFUSED) as file:
+        file.write("".join(f"{line}\n" for line in lines).encode(errors="surrogateescape"))
+    names = {filename for filename, _ in refused}
+    total = sum(len(files) for files in source.splits.values())
+    left = Counter(label for filename, label in source.splits["train"] if filename not in names)
+    lost = [name for label, name in enumerate(source.class_names) if not left[label]]
+    print_some(lines)
+    if len(refused) > MAX_BAD_SHARE * total or lost:
+        for folder in (PARTIAL, *source.splits):
+            shutil.rmtree(dest / folder, ignore_errors=True)
+        what = f"all training images of class {lost[0]}" if lost else f"more than {MAX_BAD_SHARE:.0%} of {total}"
+        raise UserError(f"{dest / REFUSED}: {len(refused)} images refused, {what}; mend or remove them and run again")

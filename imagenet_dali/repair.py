@@ -1,0 +1,110 @@
+"""Go on with what is left of a prepared data set after some of its records went bad."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.damage import MAX_BAD_SHARE, join_some
+from common.errors import UserError
+from imagenet_dali.manifest import (
+    COPY_BACK,
+    MANIFEST,
+    data_fingerprint,
+    find_missing,
+    index_path,
+    read_manifest,
+    records_path,
+    sha256_of,
+)
+from imagenet_dali.verify import Verified, list_shards, read_table, verify_shards
+from imagenet_dali.writer import atomic_file, build_tables, lock, manifest_text, relative_to_root
+
+
+def repair(root: Path, workers: int) -> list[str]:
+    """Leave the records that do not verify out of a data set; return a line for each, or for a shard that broke off.
+
+    Shards stay as they are: index, table and manifest are written anew, the manifest with the fingerprint from before.
+    The first and second do not come into force before the third; a call that was killed is finished by the next one.
+    Raises `UserError`, before anything is written, for a missing file, for more than `MAX_BAD_SHARE` of all records,
+    counting earlier repairs, and for a class that would lose all its training images.
+    """
+    manifest = read_manifest(root)
+    with lock(root):
+        _settle(root, manifest)
+        for split in manifest["splits"]:
+            for missing in find_missing(root, manifest, split):
+                raise UserError(f"{missing}; {COPY_BACK}")
+        verified = verify_shards(root, manifest, workers)
+        _check_losses(root, manifest, verified)
+        splits = {
+            split: [verified[shard["name"]][0] for shard in described["shards"]]
+            for split, described in manifest["splits"].items()
+        }
+        described, tables = build_tables(root, splits)
+        repaired = _describe_repair(root, manifest, {**manifest, "splits": described}, verified)
+        for path, content in tables.items():
+            if not path.is_file() or path.read_bytes() != content:
+                with atomic_file(_staged(path)) as file:
+                    file.write(content)
+        if repaired != manifest:
+            with atomic_file(root / MANIFEST) as file:
+                file.write(manifest_text(repaired))
+        _settle(root, repaired)
+    return _list_faults(manifest, verified)
+
+
+def _settle(root: Path, manifest: Mapping[str, Any]) -> None:
+    """Move the files that a repair wrote for this manifest to their place; remove those for one that never came."""
+    files = {}
+    for split, described in manifest["splits"].items():
+        files[records_path(root, split)] = described["records_sha256"]
+        files |= {index_path(root, split, shard["name"]): shard["index_sha256"] for shard in described["shards"]}
+    for path, sha256 in files.items():
+        staged = _staged(path)
+        if staged.is_file() and sha256_of(staged) == sha256:
+            staged.replace(path)
+        staged.unlink(missing_ok=True)
+
+
+def _staged(path: Path) -> Path:
+    return path.with_name(f"{path.name}.repaired")
+
+
+def _check_losses(root: Path, manifest: Mapping[str, Any], verified: Mapping[str, Verified]) -> None:
+    before = sum(shard["records"] for shard in list_shards(manifest))
+    lost = before - sum(len(shard.rows) for shard, _ in verified.values())
+    lost_earlier = sum(repair["records"] for repair in manifest.get("repairs", ()))
+    if lost > 0 and lost + lost_earlier > MAX_BAD_SHARE * (before + lost_earlier):
+        raise UserError(
+            f"{root}: {lost + lost_earlier:,} of {before + lost_earlier:,} records are bad, more than "
+            f"{MAX_BAD_SHARE:.0%}: {join_some(_list_faults(manifest, verified))}; nothing was changed: copy the shards "
+            "from where the data set came from, or prepare the images again"
+        )
+    for split, described in manifest["splits"].items():
+        left = np.concatenate([verified[shard["name"]][0].rows["label"] for shard in described["shards"]])
+        table = read_table(root, manifest, split)
+        gone = set(table["label"].tolist() if table is not None else ()) - set(left.tolist())
+        if not len(left) or (gone and split == "train"):
+            what = f"class {min(gone)}" if len(left) else "all classes"
+            raise UserError(f"{root}: {what} would lose all its {split} images; nothing was changed: {COPY_BACK}")
+
+
+def _describe_repair(
+    root: Path, manifest: Mapping[str, Any], repaired: dict[str, Any], verified: Mapping[str, Verified]
+) -> dict[str, Any]:
+    """Add what this repair did to the manifest, unless all is as it was."""
+    if repaired == manifest:
+        return repaired
+    records = [sum(shard["records"] for shard in list_shards(version)) for version in (manifest, repaired)]
+    this = {
+        "fingerprint": data_fingerprint(manifest),
+        "records": records[0] - records[1],
+        "dropped": relative_to_root(root, _list_faults(manifest, verified)),
+    }
+    return {**repaired, "repairs": [*manifest.get("repairs", ()), this]}
+
+
+def _list_faults(manifest: Mapping[str, Any], verified: Mapping[str, Verified]) -> list[str]:
+    return [fault for shard in list_shards(manifest) for fault in verified[shard["name"]][1]]

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from common.cluster import LATENCY, Cluster
 from common.colossal import describe_tensor_parallel
 from common.flops import flops_per_image
 from common.model import build_model, parameter_count
@@ -12,9 +13,7 @@ from common.plan import DataSummary, Plan
 from common.rehearsal import Rehearsal, rehearse
 from common.scaling import (
     ASSUMED_MFU,
-    LATENCY,
     USABLE,
-    Cluster,
     Prediction,
     assumed_flops,
     predict_modes,
@@ -91,7 +90,7 @@ def _print_modes(config: Mapping[str, Any], plan: Plan, cluster: Cluster) -> Non
 
 def _row(prediction: Prediction, plan: Plan, cluster: Cluster, ideal: float) -> dict[str, str]:
     rehearsal = prediction.rehearsal
-    inside, between = cluster.sent(rehearsal)
+    inside, between = cluster.sent(rehearsal.nbytes)
     return {
         "mode": prediction.mode,
         "batch": f"{prediction.data_parallel} x {prediction.micro_batch} x {prediction.accumulation}",

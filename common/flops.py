@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation: what the model's arithmetic takes of what the device can do."""
+"""FLOPs: those that a model needs, those that are done, and those that a device could do."""
 
 import math
 import time
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from common.colossal import build_mixed_precision
 from common.model_arguments import parse_model_arguments
@@ -69,3 +71,21 @@ def _measure_peak(device: torch.device, dtype: torch.dtype) -> float:
         (matrix @ matrix)[0, 0].item()  # which waits for the device
         fastest = min(fastest, time.perf_counter() - started)
     return 2 * size**3 / fastest
+
+
+class FlopCount(TorchDispatchMode):
+    """Within the context, add up in ``total`` the FLOPs of matrix products, convolutions and attention.
+
+    By the formulas of `torch.utils.flop_counter.FlopCounterMode`, which also follows modules, and so keeps activations
+    from being freed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        outcome = function(*args, **(kwargs or {}))
+        if formula := flop_registry.get(function._overloadpacket):
+            self.total += formula(*args, **(kwargs or {}), out_val=outcome)
+        return outcome

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from common.colossal import (
     Engine,
@@ -24,6 +22,7 @@ from common.colossal import (
     rehearsed_launch,
     shard_model,
 )
+from common.flops import FlopCount
 from common.memory import TensorMemory
 from common.model import build_model
 from common.optimizer import build_optimizer
@@ -168,9 +167,9 @@ class _Step:
         self._count(self.engine.step)
 
     def _count(self, part: Callable[[], None], times: int = 1) -> None:
-        with Traffic() as traffic, _Arithmetic() as arithmetic:
+        with Traffic() as traffic, FlopCount() as arithmetic:
             part()
-        self.flops += times * arithmetic.flops
+        self.flops += times * arithmetic.total
         for total, counted in ((self.calls, traffic.calls), (self.nbytes, traffic.nbytes)):
             total.update({route: times * count for route, count in counted.items()})
 
@@ -179,26 +178,6 @@ class _Step:
         images = torch.empty(self.micro_batch, 3, self.image_size, self.image_size)
         labels = torch.zeros(self.micro_batch, dtype=torch.long)
         self.engine.backward(self.engine.criterion(self.engine(images), labels))
-
-
-class _Arithmetic(TorchDispatchMode):
-    """Add up the FLOPs of matrix products, convolutions and attention, by PyTorch's formulas; and read fake numbers.
-
-    (`FlopCounterMode`, whose formulas they are, follows modules too, and keeps activations from being freed.) A number
-    that is read is 0: a loss scaler asks whether anything has overflowed.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if function is torch.ops.aten._local_scalar_dense.default:
-            return 0.0
-        outcome = function(*args, **(kwargs or {}))
-        if formula := flop_registry.get(function._overloadpacket):
-            self.flops += formula(*args, **(kwargs or {}), out_val=outcome)
-        return outcome
 
 
 def _take_ways_of(device: str, stack: ExitStack) -> None:

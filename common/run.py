@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from common.checkpoint import CONFIG, METRICS, load_trainer_state, newest_checkpoint
 from common.checkpoint_hook import CheckpointHook, parse_minutes
+from common.cluster import add_cluster_arguments, parse_cluster
 from common.colossal import BaseHook, ParallelMode, build_mixed_precision, check_tensor_parallel, gpc, shutdown
 from common.config import data_root, load_config
 from common.dry_run import print_dry_run
@@ -28,7 +29,6 @@ from common.optimizer import build_optimizer
 from common.plan import DataSummary, Plan, build_plan, shrink_micro_batch
 from common.provenance import describe_run
 from common.resume import AUTO, NEVER, ask_first_rank, check_data, choose_checkpoint, compare_configs
-from common.scaling import add_cluster_arguments, parse_cluster
 from common.stop_signals import exit_code, signal_name, stop_signals
 from common.writers import read_metrics
 

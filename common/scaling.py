@@ -1,84 +1,21 @@
 """Predict memory, traffic and step time of every parallel mode on N GPUs, from rehearsals and stated assumptions."""
 
-import argparse
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from common.cluster import Cluster
 from common.colossal import check_tensor_parallel
 from common.errors import UserError
 from common.flops import PEAKS
 from common.plan import Plan
 from common.rehearsal import Rehearsal, rehearse
-from common.traffic import sent_share
 
 ASSUMED_MFU = 0.23  # of an H100's peak: 2,100 images/s of ViT-B/16 at 224 pixels, a good end-to-end run's
-LATENCY = 20e-6  # seconds that a collective takes at least, an assumption too
 USABLE = 0.9  # of a GPU's memory; CUDA's context, NCCL's buffers and fragmentation have the rest
 BACKWARD_SHARE = 2 / 3  # of the time of both passes
 WHOLE = {"mode": None, "size": 1}
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """What the GPUs are: bytes of memory, GPUs of a node, bytes/s that a GPU sends within and between nodes.
-
-    ``images_per_s`` is a measured rate of one GPU that trains the whole model, without communication.
-    """
-
-    memory: float = 80e9
-    node: int = 8
-    inside: float = 450e9
-    between: float = 50e9
-    images_per_s: float | None = None
-
-    def seconds(self, name: str, ranks: tuple[int, ...], calls: int, nbytes: int) -> float:
-        """Return how long collectives take: a ring sends their bytes over its slowest link.
-
-        Of a group over several nodes, each member has a network link of its own.
-        """
-        members = self._members(ranks)
-        bandwidth = self.inside if members == len(ranks) else min(self.inside, members * self.between)
-        return 0.0 if len(ranks) == 1 else calls * LATENCY + sent_share(name, len(ranks)) * nbytes / bandwidth
-
-    def sent(self, rehearsal: Rehearsal) -> tuple[float, float]:
-        """Return the bytes that a GPU sends in a step through groups within a node, and through larger ones."""
-        sent = {True: 0.0, False: 0.0}
-        for (name, ranks), nbytes in rehearsal.nbytes.items():
-            sent[self._members(ranks) == len(ranks)] += sent_share(name, len(ranks)) * nbytes
-        return sent[True], sent[False]
-
-    def _members(self, ranks: tuple[int, ...]) -> int:
-        """Return how many of ``ranks`` are on the node that has most of them."""
-        return max(Counter(rank // self.node for rank in ranks).values())
-
-
-def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `parse_cluster` reads."""
-    group = parser.add_argument_group("prediction", "with --dry-run --gpus N; defaults: DGX H100 nodes")
-    group.add_argument("--gpu-memory", type=float, default=80, help="GB of a GPU (default: 80)")
-    group.add_argument("--gpus-per-node", type=int, default=8, help="default: 8")
-    group.add_argument(
-        "--links",
-        type=float,
-        nargs=2,
-        default=(450, 50),
-        metavar="GB/S",
-        help="what a GPU sends within a node, and beyond (default: 450 50: NVLink 4, and a 400 Gb/s link each)",
-    )
-    group.add_argument("--images-per-s", type=float, help="measured, of one GPU training the whole model")
-
-
-def parse_cluster(args: argparse.Namespace) -> Cluster:
-    """Return the cluster that the flags describe; raise `UserError` for what is not above 0."""
-    for name in ("gpu_memory", "gpus_per_node", "images_per_s", "links"):
-        value = getattr(args, name)
-        if value is not None and min(value if name == "links" else [value]) <= 0:
-            raise UserError(f"--{name.replace('_', '-')} {value}: must be above 0")
-    inside, between = (1e9 * value for value in args.links)
-    return Cluster(1e9 * args.gpu_memory, args.gpus_per_node, inside, between, args.images_per_s)
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,10 @@ def rehearsed_launch(config: Mapping[str, Any], world_size: int) -> Iterator[Non
         (dist, "new_group", new_fake_group),
         # it gathers the hosts' names
         (RepairedContext, "detect_num_processes_on_current_node", lambda context: None),
-        # they read numbers: of a random state, and of a module's conversion, which swaps tensors that fake ones cannot
+        # they read numbers: a random state, and whether a loss scaler has seen an overflow
         (layers, "_random_stream", lambda device, number: nullcontext()),
+        (Tensor, "item", lambda tensor: 0.0),
+        # it swaps tensors, which fake ones cannot
         (nn.Module, "to", _convert_in_place),
     )
     with ExitStack() as stack:

@@ -2,6 +2,7 @@
 
 import resource
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from common.checkpoint import save_checkpoint
 from common.colossal import BaseHook, ParallelMode, Trainer, gpc
 from common.plan import Plan
-from common.writers import Curves, JsonLines, ProgressBar, TensorBoard
+from common.writers import open_writers
 
 
 class MetricsHook(BaseHook):
@@ -28,14 +29,15 @@ class MetricsHook(BaseHook):
     The device is synchronised only when a record is made.
     """
 
-    def __init__(self, plan: Plan, folder: Path, *, every: int, tensorboard: bool, is_main: bool):
+    def __init__(
+        self, plan: Plan, folder: Path, *, every: int, tensorboard: bool, trackers: Sequence[str], is_main: bool
+    ):
         super().__init__(priority=0)  # before the schedule moves the learning rate
         self.plan, self.every = plan, every
-        self.progress = ProgressBar(plan.last_step) if is_main else None
-        self.writers: list = []
+        self.writers = []
         if is_main:
-            self.writers = [JsonLines(folder / "metrics.jsonl"), self.progress, Curves(folder)]
-            self.writers += [TensorBoard(folder / "tensorboard")] if tensorboard else []
+            self.writers = open_writers(folder, plan.last_step, tensorboard=tensorboard, trackers=trackers)
+        self.progress = self.writers[0] if is_main else None
 
     def before_train(self, trainer: Trainer) -> None:
         self._restart_window(trainer)

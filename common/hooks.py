@@ -37,7 +37,7 @@ class MetricsHook(BaseHook):
         self.writers = []
         if is_main:
             self.writers = open_writers(folder, plan.last_step, tensorboard=tensorboard, trackers=trackers)
-        self.progress = self.writers[0] if is_main else None
+        self.progress = self.writers[-1] if is_main else None
 
     def before_train(self, trainer: Trainer) -> None:
         self._restart_window(trainer)

@@ -15,14 +15,13 @@ from common.errors import UserError
 from common.figures import Record, select_figures
 from common.trackers import TRACKERS
 
-DRAWING_SHARE = 0.005  # of a run's time, at most, goes into redrawing its curves
+DRAWING_SHARE = 0.003  # of a run's time, at most, goes into redrawing its curves
 FIRST_DRAWING = 0.5  # seconds: most of it imports matplotlib
 
 
 def open_writers(folder: Path, total_steps: int, *, tensorboard: bool, trackers: Iterable[str]) -> list["Guarded"]:
-    """Return the writers of a run, its progress bar first; ``folder`` holds config.json."""
+    """Return the writers of a run, whose ``folder`` holds config.json; the last is the progress bar."""
     writers = [
-        Guarded("progress bar", lambda: ProgressBar(total_steps)),
         Guarded("metrics.jsonl", lambda: JsonLines(folder / "metrics.jsonl")),
         Guarded("curves", lambda: Curves(folder)),
     ]
@@ -30,7 +29,8 @@ def open_writers(folder: Path, total_steps: int, *, tensorboard: bool, trackers:
         writers.append(Guarded("TensorBoard", lambda: TensorBoard(folder / "tensorboard")))
     for name in trackers:
         writers.append(Guarded(name, lambda name=name: TRACKERS[name](folder)))
-    return writers
+    # last, because it starts its clock, and a tracker takes seconds to open
+    return [*writers, Guarded("progress bar", lambda: ProgressBar(total_steps))]
 
 
 class Guarded:

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,6 +34,7 @@ from common.errors import UserError
 from common.hooks import MetricsHook
 from common.model_state import Tensors, copy_state, load_state
 from common.stop_signals import stop_signals
+from common.writers import warn
 
 
 class CheckpointHook(BaseHook):
@@ -162,7 +162,7 @@ class CheckpointHook(BaseHook):
         try:
             self.wait()
         except UserError as error:
-            print(f"warning: {error}; training goes on", file=sys.stderr, flush=True)
+            warn(f"{error}; training goes on")
 
     def wait(self) -> None:
         """Wait for the last write; raise `UserError` if it failed."""

@@ -62,6 +62,7 @@ OPTIMIZER = {
 LOG = {
     "every": Key((int,), 10, "optimiser steps between two lines of metrics.jsonl", minimum=1),
     "tensorboard": Key((bool,), True, "write TensorBoard event files too"),
+    "trackers": Key((list, tuple), [], 'write, offline, to the run\'s folder for `"wandb"`, `"mlflow"` too'),
 }
 
 KEYS: dict[str, Key] = {

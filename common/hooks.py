@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.colossal import BaseHook, ParallelMode, Trainer, gpc
 from common.plan import Plan
-from common.writers import Curves, JsonLines, ProgressBar, TensorBoard
+from common.writers import open_writers
 
 
 class MetricsHook(BaseHook):
@@ -29,15 +29,24 @@ class MetricsHook(BaseHook):
     The device is synchronised only when a record is made.
     """
 
-    def __init__(self, plan: Plan, folder: Path, *, every: int, tensorboard: bool, is_main: bool, start: int = 0):
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        *,
+        every: int,
+        tensorboard: bool,
+        trackers: Sequence[str],
+        is_main: bool,
+        start: int = 0,
+    ):
         """``start``: optimiser steps that were done before."""
         super().__init__(priority=0)
         self.plan, self.every = plan, every
-        self.progress = ProgressBar(plan.last_step, start) if is_main else None
-        self.writers: list = []
+        self.writers = []
         if is_main:
-            self.writers = [JsonLines(folder / "metrics.jsonl"), self.progress, Curves(folder)]
-            self.writers += [TensorBoard(folder / "tensorboard", start)] if tensorboard else []
+            self.writers = open_writers(folder, plan.last_step, start, tensorboard=tensorboard, trackers=trackers)
+        self.progress = self.writers[-1] if is_main else None
 
     def before_train(self, trainer: Trainer) -> None:
         self._restart_window(trainer)

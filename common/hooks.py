@@ -20,8 +20,9 @@ class MetricsHook(BaseHook):
     """Read each figure of the run once, and hand it to every writer; only rank 0 writes.
 
     A ``train`` record covers the optimiser steps since the one before: mean ``loss``; ``lr`` and ``grad_norm`` (before
-    clipping) of the last step; ``samples_per_s`` over all GPUs; ``data_wait``, the share of the time in which this
-    process waited for its loader; ``peak_memory_gb`` of this process. An ``eval`` record counts every sample of the
+    clipping) of the last step; ``skipped``, the updates skipped so far because of numbers that are not finite;
+    ``samples_per_s`` over all GPUs; ``data_wait``, the share of the time in which this process waited for its loader;
+    ``peak_memory_gb`` of this process. An ``eval`` record counts every sample of the
     evaluation set once: mean cross-entropy ``loss``, ``top1`` and ``top5`` (fractions of 1), ``samples``. Both have
     ``step`` (of the optimiser), ``epoch`` (fractional), and ``time`` (Unix, seconds).
 
@@ -63,6 +64,7 @@ class MetricsHook(BaseHook):
             "loss": loss,
             "lr": trainer.engine.optimizer.param_groups[0]["lr"],
             "grad_norm": trainer.engine.optimizer.grad_norm.item(),
+            "skipped": trainer.engine.optimizer.skipped,
             "samples_per_s": self.micro_batches * self.plan.micro_batch * self.plan.data_parallel / elapsed,
             "data_wait": (trainer.data_wait - self.waited) / elapsed,
             "peak_memory_gb": _peak_memory_gb(),

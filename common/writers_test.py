@@ -2,9 +2,9 @@ import json
 
 from PIL import Image
 
-from common.writers import JsonLines, draw_curves, read_metrics
+from common.writers import JsonLines, ProgressBar, draw_curves, read_metrics
 
-TRAIN = {"kind": "train", "step": 2, "epoch": 0.5, "loss": 2.0, "samples_per_s": 10.0}
+TRAIN = {"kind": "train", "step": 2, "epoch": 0.5, "loss": 2.0, "samples_per_s": 10.0, "skipped": 0}
 EVAL = {"kind": "eval", "step": 4, "epoch": 1.0, "loss": 1.5, "top1": 0.25, "top5": 0.5, "samples": 8}
 
 
@@ -35,3 +35,12 @@ def test_curves_are_pictures_also_with_a_gap(tmp_path):
         with Image.open(tmp_path / name) as picture:
             assert picture.format == "JPEG"
             assert len(picture.getcolors(2**24)) > 50  # lines, not an empty page
+
+
+def test_the_progress_bar_shows_updates_that_were_skipped():
+    progress = ProgressBar(4)
+    progress(TRAIN)
+    assert "skipped" not in str(progress.bar)
+    progress(TRAIN | {"skipped": 3})
+    assert "skipped=3" in str(progress.bar)
+    progress.close()

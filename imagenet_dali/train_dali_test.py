@@ -54,6 +54,7 @@ def test_the_small_server_command_trains_on_two_processes(config, data, tmp_path
     # linear: 3 steps up, then down to 0 after step 12; the record holds the rate that its step was made with
     assert [r["lr"] for r in train] == pytest.approx([1e-2 * x for x in (2 / 4, 1, 7 / 9, 5 / 9, 3 / 9, 1 / 9)])
     assert all(r["grad_norm"] > 0 and r["samples_per_s"] > 0 and 0 <= r["data_wait"] <= 1 for r in train)
+    assert all(r["skipped"] == 0 for r in train)
     assert train[-1]["loss"] < train[0]["loss"]
 
     last = evaluations[-1]

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from common.colossal.amp import Cast, MixedPrecision, build_mixed_precision
 from common.colossal.half import compute_in_half
 from common.colossal.loader import WholeSteps
-from common.colossal.optimizer import StepOptimizer
+from common.colossal.optimizer import MAX_SKIPPED, StepOptimizer
 from common.colossal.upstream import (
     GradAccumGradientHandler,
     ParallelMode,
@@ -66,8 +66,8 @@ def initialize(
     """Return ``(engine, train_dataloader, test_dataloader, lr_scheduler)`` set up as ``gpc.config`` says.
 
     Reads ``fp16``, ``clip_grad_norm``, ``gradient_accumulation``, ``torch_ddp``, ``gradient_handler``,
-    ``cudnn_benchmark`` and ``cudnn_deterministic``. To be called after the launch. Afterwards random numbers differ
-    between data-parallel ranks.
+    ``MAX_SKIPPED``, ``cudnn_benchmark`` and ``cudnn_deterministic``. To be called after the launch. Afterwards random
+    numbers differ between data-parallel ranks.
 
     Stands for legacy/initialize.py:242. ``lr_scheduler`` counts optimiser steps and comes back as it is; `Trainer`
     steps it. (Upstream wraps it to count micro-batches; a schedule by epochs then moves every ``accumulation`` epochs.)
@@ -80,8 +80,9 @@ def initialize(
     device = get_accelerator().get_current_device()
     accumulation = config.get("gradient_accumulation") or 1
     precision = build_mixed_precision(config.get("fp16"), device.type)
-    step_optimizer = StepOptimizer(optimizer, accumulation, precision.scaler)
     _apply_precision(model.to(device), precision)
+    max_skipped = config.get("MAX_SKIPPED", MAX_SKIPPED)
+    step_optimizer = StepOptimizer(optimizer, accumulation, precision.scaler, max_skipped)
     model, handlers = _synchronise(model, step_optimizer, config)
     engine = Engine(
         model,

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from common.colossal.amp import Cast, MixedPrecision, build_mixed_precision
 from common.colossal.half import compute_in_half
 from common.colossal.loader import WholeSteps
+from common.colossal.lost_ranks import naming_lost_ranks
 from common.colossal.optimizer import MAX_SKIPPED, StepOptimizer
 from common.colossal.upstream import (
     GradAccumGradientHandler,
@@ -55,6 +56,7 @@ class Engine(UpstreamEngine):
         return output.float()
 
 
+@naming_lost_ranks()
 def initialize(
     model: nn.Module,
     optimizer: Optimizer,

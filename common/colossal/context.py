@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from common.colossal.standins import replaced
-from common.colossal.store import open_store
+from common.colossal.store import DEFAULT_TIMEOUT, open_store
 from common.colossal.tensor_parallel.check import resolve_parallel
 from common.colossal.upstream import (
     Config,
@@ -47,7 +47,8 @@ class RepairedContext(ParallelContext):
         IPv6. It also keeps the device it found at the first import, which a forked process may not see.
         """
         auto_set_accelerator()
-        store = open_store(rank, world_size, host, port, self.timeout) if world_size > 1 else None
+        patience = self.watch.timeout if self.watch else DEFAULT_TIMEOUT
+        store = open_store(rank, world_size, host, port, patience) if world_size > 1 else None
         if self.watch is not None:
             self.watch.start(store, host)
         place = {"rank": rank, "world_size": world_size, "timeout": self.timeout}

@@ -11,33 +11,31 @@ import torch.distributed as dist
 from common.errors import RankError, UserError
 from common.meeting_point import is_loopback, listen
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)  # PyTorch's own, for gloo
+DEFAULT_TIMEOUT = 1800.0  # seconds; PyTorch's own, for gloo
 POLL = 0.05  # seconds; PyTorch's own waiting takes up to twice its timeout, and prints the stack of its C++ code
 
 
-def open_store(rank: int, world_size: int, host: str, port: int, timeout: timedelta | None) -> dist.Store:
+def open_store(rank: int, world_size: int, host: str, port: int, timeout: float) -> dist.Store:
     """Return the launch's store, once all ranks are there.
 
     Rank 0 serves it, except under torchrun, whose agent does. PyTorch's server listens on all interfaces; this one on
     the address that ``host`` stands for. Where that is the loopback, gloo and NCCL are told to listen there too; else
     they listen on the interface of the node's name.
 
-    Raises `UserError` naming the ranks that do not come within ``timeout``; where that is rank 0, `RankError`.
+    Raises `UserError` naming the ranks that do not come within ``timeout`` seconds; where that is rank 0, `RankError`.
     """
-    timeout = timeout or DEFAULT_TIMEOUT
     if is_loopback(host):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, "lo")
     serves = rank == 0 and not _agent_serves(host, port)
     if not serves:
-        _await_server(host, port, timeout.total_seconds())
+        _await_server(host, port, timeout)
     listener = listen(host, port).detach() if serves else None
-    store = dist.TCPStore(
-        host, port, is_master=serves, timeout=timeout, wait_for_workers=False, master_listen_fd=listener
-    )
+    options = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False, "master_listen_fd": listener}
+    store = dist.TCPStore(host, port, is_master=serves, **options)
     # an agent may serve several attempts of the same run, one after the other
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    _await_ranks(store, rank, world_size, timeout.total_seconds())
+    _await_ranks(store, rank, world_size, timeout)
     return store
 
 

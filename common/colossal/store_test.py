@@ -13,7 +13,7 @@ from common.colossal.store import open_store
 from common.errors import RankError, UserError
 from common.testing import free_port, run_ranks
 
-TIMEOUT = timedelta(seconds=1)
+TIMEOUT = 1.0
 
 
 def meet(world_size: int, absent: int) -> tuple[str, float]:
@@ -41,9 +41,9 @@ def test_rank_0_that_does_not_come_is_named() -> None:
 
 def test_nothing_is_printed_while_waiting(capfd: pytest.CaptureFixture) -> None:
     with pytest.raises(RankError):
-        open_store(1, 2, "127.0.0.1", free_port(), timedelta(seconds=0.3))
+        open_store(1, 2, "127.0.0.1", free_port(), 0.3)
     with pytest.raises(UserError):
-        open_store(0, 2, "127.0.0.1", free_port(), timedelta(seconds=0.3))
+        open_store(0, 2, "127.0.0.1", free_port(), 0.3)
     assert capfd.readouterr().err == ""
 
 
@@ -68,7 +68,7 @@ def listening_addresses(own_store: bool) -> set[str]:
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     place = {"rank": rank, "world_size": 2, "timeout": timedelta(seconds=30)}
     if own_store:
-        dist.init_process_group("gloo", store=open_store(rank, 2, "127.0.0.1", port, place["timeout"]), **place)
+        dist.init_process_group("gloo", store=open_store(rank, 2, "127.0.0.1", port, 30.0), **place)
     else:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", **place)
     dist.barrier()
@@ -97,7 +97,7 @@ def test_an_agent_of_torchrun_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in (environment | {"TORCHELASTIC_RESTART_COUNT": str(number)}).items():
             monkeypatch.setenv(name, value)
         with pytest.raises(UserError, match="rank 1 of 2 processes did not start"):
-            open_store(0, 2, "127.0.0.1", port, timedelta(seconds=0.2))
+            open_store(0, 2, "127.0.0.1", port, 0.2)
         agent.set(f"attempt {number}/here/1", "")
         agent.delete_key(f"attempt {number}/absent")
-        assert open_store(0, 2, "127.0.0.1", port, timedelta(seconds=5)).check(["here/0"])
+        assert open_store(0, 2, "127.0.0.1", port, 5).check(["here/0"])

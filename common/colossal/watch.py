@@ -102,7 +102,11 @@ class Watch:
             if self.socket is None:
                 self.closing.wait(self.beat)
                 continue
-            self._exchange(time.monotonic() + self.beat)
+            began = time.monotonic()
+            self._exchange(began + self.beat)
+            stood_still = time.monotonic() - began - self.beat
+            if stood_still > self.beat:  # this process itself: nobody was silent for so long
+                self.heard = {rank: (when + stood_still, *words) for rank, (when, *words) in self.heard.items()}
             if self.verdict is None and not self.closing.is_set():
                 self.verdict = self._judge(time.monotonic())
             if self.verdict is not None:
@@ -147,13 +151,10 @@ class Watch:
         limit = SILENT * self.beat if self.noticed_at <= now else self.patience
         silent = {rank: words for rank, words in running.items() if now - words[0] > limit}
         if silent:
-            return self._name(silent, "is gone; its last words")
+            return "; ".join(f"rank {rank} is gone; its last words: {what}" for rank, (_, what, _) in silent.items())
         if self.rank == 0 and now - self.noticed_at > HANGING * self.beat:
-            return self._name(running, "hangs; it says")
+            return "; ".join(f"rank {rank} hangs; it says: {what}" for rank, (_, what, _) in running.items())
         return None
-
-    def _name(self, lost: dict[int, tuple[float, str, str]], how: str) -> str:
-        return "; ".join(f"rank {rank} {how}: {what}" for rank, (_, what, _) in lost.items())
 
     def _end(self) -> None:
         """Hand the verdict to the process that waits for it, and to the others; end the process if it does not wait."""

@@ -1,5 +1,6 @@
 """What a process says that it does; its stacks where it makes no progress; who is heard."""
 
+import faulthandler
 import json
 import socket
 import subprocess
@@ -87,6 +88,25 @@ watch.close()
     assert answer.stderr.count("Timeout (0:00:01)!") == 1
     assert "in stuck" in answer.stderr
     assert "in busy" not in answer.stderr
+
+
+def test_who_stood_still_itself_does_not_blame_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank1, exchanges = Watch(1, 2, timeout=4.0), []
+
+    def exchange(until: float) -> None:
+        exchanges.append(until)
+        clock.now = until if len(exchanges) > 1 else until + 100  # suspended for 100 s in the first beat
+        if len(exchanges) == 5:
+            rank1.closing.set()
+
+    clock = type("Clock", (), {"now": 0.0, "monotonic": lambda self: self.now})()
+    monkeypatch.setattr(watch, "time", clock)
+    monkeypatch.setattr(rank1, "_exchange", exchange)
+    rank1.socket, rank1.heard = socket.socket(), {0: (0.0, "step 1", "running")}
+    rank1._run()
+    faulthandler.cancel_dump_traceback_later()
+    assert len(exchanges) == 5
+    assert rank1.verdict is None
 
 
 def test_strangers_are_not_heard() -> None:

@@ -13,19 +13,20 @@ from torch import Tensor
 
 from common.colossal import BaseHook, ParallelMode, Trainer, gpc
 from common.plan import Plan
-from common.writers import Curves, JsonLines, ProgressBar, TensorBoard
+from common.writers import open_writers
 
 
 class MetricsHook(BaseHook):
     """Read each figure of the run once, and hand it to every writer; only rank 0 writes.
 
     A ``train`` record covers the optimiser steps since the one before: mean ``loss``; ``lr`` and ``grad_norm`` (before
-    clipping) of the last step; ``samples_per_s`` over all GPUs; ``mfu``, its share of ``peak_samples_per_s``,
-    which is what the GPUs' arithmetic could do; ``data_wait``, the share of the time in which this process waited for
-    its loader; ``peak_memory_gb`` of this process. An ``eval`` record counts every sample of the
-    evaluation set once: mean cross-entropy ``loss``, ``top1`` and ``top5`` (fractions of 1), ``samples``. Both have
-    ``step`` (of the optimiser), ``epoch`` (fractional), and ``time`` (Unix, seconds). The last evaluation's figures are
-    in the trainer's ``states["eval"]`` too, on every rank.
+    clipping) of the last step; ``skipped``, the updates skipped so far because of numbers that are not finite;
+    ``samples_per_s`` over all GPUs; ``mfu``, its share of ``peak_samples_per_s``, which is what the GPUs' arithmetic
+    could do; ``data_wait``, the share of the time in which this process waited for its loader; ``peak_memory_gb`` of
+    this process. An ``eval`` record counts every sample of the evaluation set once: mean cross-entropy ``loss``,
+    ``top1`` and ``top5`` (fractions of 1), ``samples``. Both have ``step`` (of the optimiser), ``epoch`` (fractional),
+    and ``time`` (Unix, seconds). The last evaluation's figures are in the trainer's ``states["eval"]`` too, on every
+    rank.
 
     The device is synchronised only when a record is made.
     """
@@ -37,6 +38,7 @@ class MetricsHook(BaseHook):
         *,
         every: int,
         tensorboard: bool,
+        trackers: Sequence[str],
         is_main: bool,
         peak_samples_per_s: float,
         start: int = 0,
@@ -44,11 +46,10 @@ class MetricsHook(BaseHook):
         """``start``: optimiser steps that were done before."""
         super().__init__(priority=0)
         self.plan, self.every, self.peak_samples_per_s = plan, every, peak_samples_per_s
-        self.progress = ProgressBar(plan.last_step, start) if is_main else None
-        self.writers: list = []
+        self.writers = []
         if is_main:
-            self.writers = [JsonLines(folder / "metrics.jsonl"), self.progress, Curves(folder)]
-            self.writers += [TensorBoard(folder / "tensorboard", start)] if tensorboard else []
+            self.writers = open_writers(folder, plan.last_step, start, tensorboard=tensorboard, trackers=trackers)
+        self.progress = self.writers[-1] if is_main else None
 
     def before_train(self, trainer: Trainer) -> None:
         self._restart_window(trainer)
@@ -86,13 +87,13 @@ class MetricsHook(BaseHook):
 
     def _train_figures(self, trainer: Trainer) -> dict:
         loss = _sum_over_data_parallel(self.loss / self.micro_batches).item() / self.plan.data_parallel
-        elapsed = time.perf_counter() - self.started
-        timed = self.micro_batches - self.untimed
+        elapsed, timed = time.perf_counter() - self.started, self.micro_batches - self.untimed
         samples_per_s = timed * self.plan.micro_batch * self.plan.data_parallel / elapsed
         return {
             "loss": loss,
             "lr": trainer.learning_rate,
             "grad_norm": trainer.engine.optimizer.grad_norm.item(),
+            "skipped": trainer.engine.optimizer.skipped,
             "samples_per_s": samples_per_s,
             "mfu": samples_per_s / self.peak_samples_per_s,
             "data_wait": (trainer.data_wait - self.waited) / elapsed,

@@ -16,7 +16,15 @@ from torch.optim import Optimizer
 from common.checkpoint import CONFIG, METRICS, load_trainer_state, newest_checkpoint
 from common.checkpoint_hook import CheckpointHook, parse_minutes
 from common.cluster import add_cluster_arguments, parse_cluster
-from common.colossal import BaseHook, ParallelMode, build_mixed_precision, check_tensor_parallel, gpc, shutdown
+from common.colossal import (
+    BaseHook,
+    ParallelMode,
+    WatchHook,
+    build_mixed_precision,
+    check_tensor_parallel,
+    gpc,
+    shutdown,
+)
 from common.config import data_root, load_config
 from common.dry_run import print_dry_run
 from common.errors import UserError
@@ -30,6 +38,7 @@ from common.plan import DataSummary, Plan, build_plan, shrink_micro_batch
 from common.provenance import describe_run
 from common.resume import AUTO, NEVER, ask_first_rank, check_data, choose_checkpoint, compare_configs
 from common.stop_signals import exit_code, signal_name, stop_signals
+from common.trackers import check_trackers
 from common.writers import read_metrics
 
 
@@ -69,7 +78,7 @@ class Run:
             keep=config["KEEP"],
             start_from=self.start_from,
         )
-        return [metrics, checkpoints]
+        return [WatchHook(), metrics, checkpoints]
 
     def _create_folder(self) -> None:
         """Write config.json, and the figures up to the checkpoint."""
@@ -192,7 +201,7 @@ def _check_classes(num_classes: int | None, data: DataSummary) -> int:
 
 
 def _check_builds(config: Mapping[str, Any], plan: Plan) -> None:
-    """Refuse what the model, its shards, the optimiser or mixed precision would refuse, before anything is started."""
+    """Refuse what the model, its shards, the optimiser, mixed precision or a tracker would, before anything starts."""
     model = {**config["MODEL"], "num_classes": config["MODEL"]["num_classes"] or 1}
     parse_model_arguments(model)
     if isinstance(config["CHECKPOINT_EVERY"], str):
@@ -200,6 +209,7 @@ def _check_builds(config: Mapping[str, Any], plan: Plan) -> None:
     check_tensor_parallel(config["parallel"], model, plan.micro_batch, plan.gpus)
     build_optimizer(nn.Linear(1, 1), weight_decay=config["WEIGHT_DECAY"], **config["OPTIMIZER"])
     build_mixed_precision(config["fp16"], "cuda" if torch.cuda.is_available() else "cpu")
+    check_trackers(config["LOG"]["trackers"])
 
 
 def _device() -> torch.device:

@@ -1,0 +1,16 @@
+"""What a record of metrics.jsonl holds besides when it was made."""
+
+from collections.abc import Mapping
+from typing import Any
+
+Record = Mapping[str, Any]
+WHEN = ("kind", "step", "epoch", "time")
+
+
+def select_figures(record: Record) -> dict[str, float]:
+    """Return every number of the record that was measured, as ``<kind>/<name>``."""
+    return {
+        f"{record['kind']}/{name}": value
+        for name, value in record.items()
+        if name not in WHEN and isinstance(value, (int, float))
+    }

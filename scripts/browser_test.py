@@ -1,0 +1,213 @@
+"""Reports and TensorBoard as a browser shows them.
+
+Needs Debian's package chromium. Not among the tests that run by default: ``bash scripts/test.sh -m browser
+scripts/browser_test.py``.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import Page, open_browser
+
+from common import report
+from common.writers import read_metrics
+from imagenet_dali.testing import prepare_data, run, write_config
+
+pytestmark = pytest.mark.browser
+
+FIGURES = ["loss", "top1", "top5", "lr", "grad_norm", "samples_per_s", "data_wait", "peak_memory_gb"]
+EVIL = "<img src=x onerror=alert(1)>&amp;</script>"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """The folder of a real run of 12 steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    data = str(prepare_data(folder))
+    run(f"python train_dali.py --config={write_config(folder)} --output={folder}/run", DATA=data)
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    if not shutil.which("chromium"):
+        pytest.fail("chromium is missing: apt-get install chromium")
+    with open_browser() as page:
+        yield page
+
+
+def write_run(folder: Path, losses: list[float | None]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"config": {"LOSSES": losses, "A.long_key_of": "x" * 300}}))
+    records = [{"kind": "train", "step": 10 * n, "epoch": n, "loss": loss} for n, loss in enumerate(losses, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def open_report(page: Page, *folders: Path, **window) -> None:
+    output = folders[0].parent / "report.html"
+    report.main([*map(str, folders), "--output", str(output)])
+    page.open(output.as_uri(), **window)
+    assert page.problems == []
+    assert page.requests == [output.as_uri()]
+
+
+def points(page: Page, figure: str) -> list[list[tuple[float, float]]]:
+    """Return the curves of a chart in its own units, by its tick labels: of each the points."""
+    drawn = page.evaluate(f"""(() => {{
+        const svg = document.querySelector("[data-figure={figure}] svg");
+        const texts = [...svg.querySelectorAll("text")].map(text =>
+            [text.getAttribute("text-anchor"), +text.getAttribute("x"), +text.getAttribute("y"), text.textContent]);
+        return {{texts, paths: [...svg.querySelectorAll("path")].map(path => path.getAttribute("d"))}};
+    }})()""")
+    ticks = [
+        (anchor, x, y, float(text.replace(",", "")))
+        for anchor, x, y, text in drawn["texts"]
+        if text != "optimiser step"
+    ]
+    along = [(x, value) for anchor, x, _, value in ticks if anchor == "middle"]
+    up = [(y - 4, value) for anchor, _, y, value in ticks if anchor == "end"]  # text sits 4 pixels below its line
+
+    def convert(pixel: float, axis: list[tuple[float, float]]) -> float:
+        (start, low), (end, high) = axis[0], axis[-1]
+        return low + (pixel - start) / (end - start) * (high - low)
+
+    pairs = [re.findall(r"([\d.]+) ([\d.]+)", path) for path in drawn["paths"]]
+    return [[(convert(float(x), along), convert(float(y), up)) for x, y in path] for path in pairs]
+
+
+def tooltip(page: Page) -> dict[str, str]:
+    rows = page.evaluate("""[...document.querySelectorAll(".tip div")].map(row =>
+        [row.querySelector("span")?.textContent ?? "", row.querySelector("b")?.textContent ?? row.textContent])""")
+    return dict(rows)
+
+
+def middle_of_chart(page: Page) -> list[float]:
+    """Scroll to the first chart, and return the place in the window of the middle of its x axis, halfway up."""
+    return page.evaluate("""(() => {
+        const svg = document.querySelector("svg");
+        svg.scrollIntoView({block: "center"});
+        const box = svg.getBoundingClientRect();
+        const ticks = [...svg.querySelectorAll("text[text-anchor=middle]")].map(text => text.getBoundingClientRect());
+        const end = svg.querySelector("path").getBoundingClientRect().right;
+        return [(ticks[0].x + ticks[0].width / 2 + end) / 2, box.y + box.height / 2];
+    })()""")
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [375, 1280])
+def test_a_real_run(width, dark, page, trained):
+    open_report(page, trained, width=width, dark=dark)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate("[...document.querySelectorAll('figure')].map(figure => figure.dataset.figure)") == FIGURES
+    records = read_metrics(trained)
+    for name in FIGURES:
+        scale = 100 if name in ("top1", "top5", "data_wait") else 1
+        kinds = [kind for kind in ("train", "eval") if any(name in r for r in records if r["kind"] == kind)]
+        curves = points(page, name)
+        assert len(curves) == len(kinds)
+        for kind, curve in zip(kinds, curves, strict=True):
+            recorded = [(r["step"], scale * r[name]) for r in records if r["kind"] == kind]
+            spread = max(abs(value) for _, value in recorded)
+            assert [x for x, _ in curve] == pytest.approx([x for x, _ in recorded], abs=0.1)
+            assert [y for _, y in curve] == pytest.approx([y for _, y in recorded], abs=0.01 * spread)
+    top1 = next(record["top1"] for record in reversed(records) if record["kind"] == "eval")
+    assert page.evaluate("document.querySelector('tbody td').textContent") == f"{top1:.2%}"
+
+
+def test_pointing_shows_the_values(page, trained):
+    open_report(page, trained)
+    page.hover(*middle_of_chart(page))
+    shown = tooltip(page)
+    (train,) = [r for r in read_metrics(trained) if r["kind"] == "train" and r["step"] == 6]  # of 12
+    assert shown[""] == "step 6"
+    assert float(shown["training"]) == pytest.approx(train["loss"], rel=1e-3)
+    page.hover(1, 1)
+    assert tooltip(page) == {}
+
+
+def test_a_tap_shows_the_values(page, tmp_path):
+    open_report(page, write_run(tmp_path / "run", [3.0, 2.0, 1.5, 1.25]), width=375)
+    page.do("Emulation.setTouchEmulationEnabled", enabled=True)
+    x, y = middle_of_chart(page)
+    page.do("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+    page.do("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    page.do("Emulation.setTouchEmulationEnabled", enabled=False)
+    assert tooltip(page) == {"": "step 20", "training": "2"}
+
+
+def test_three_runs_have_three_colours_and_a_legend(page, tmp_path):
+    folders = [write_run(tmp_path / name, [3.0, loss, None, 1.0]) for name, loss in zip("abc", (1, 2, 3), strict=True)]
+    open_report(page, *folders, width=375)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 375
+    assert page.evaluate("document.getElementById('legend').innerText").split() == ["a", "b", "c"]
+    colours = page.evaluate("[...document.querySelectorAll('path')].map(path => getComputedStyle(path).stroke)")
+    keys = page.evaluate(
+        "[...document.querySelectorAll('#legend .key')].map(key => getComputedStyle(key).backgroundColor)"
+    )
+    assert colours == keys
+    assert len(set(colours)) == 3
+    lines = page.evaluate("[...document.querySelectorAll('path')].map(path => path.getAttribute('d'))")
+    assert [line.count("M") for line in lines] == [2, 2, 2]  # the pen is lifted over the gap
+    page.hover(*middle_of_chart(page))
+    assert tooltip(page) == {"": "step 20", "a": "1", "b": "2", "c": "3"}
+
+
+def test_names_are_text(page, tmp_path):
+    run = write_run(tmp_path / "run", [1.0, 2.0])
+    (run / "metrics.jsonl").write_text(json.dumps({"kind": EVIL, "step": 1, "epoch": 1, EVIL: 0.5}) + "\n")
+    html = report.render([report.load_run(run, EVIL)] * 2)
+    (tmp_path / "evil.html").write_text(html)
+    page.open((tmp_path / "evil.html").as_uri())
+    assert page.problems == []
+    assert page.requests == [(tmp_path / "evil.html").as_uri()]
+    assert page.evaluate("document.images.length") == 0
+    assert page.evaluate("document.querySelector('h3').textContent") == EVIL
+    assert page.evaluate("document.querySelector('#legend span').textContent") == EVIL
+    page.hover(*middle_of_chart(page))
+    assert EVIL in tooltip(page)
+
+
+@pytest.mark.parametrize("values", [[], [None], [0.0], [1.0, 1.0], [1e-7, 2e-7], [1e9, -3e9]])
+def test_few_or_extreme_values(values, page, tmp_path):
+    open_report(page, write_run(tmp_path / "run", values))
+    figures = page.evaluate("document.querySelectorAll('figure').length")
+    assert figures == (len(values) > 0 and None not in values)
+    assert "NaN" not in page.evaluate("document.getElementById('charts').innerHTML")
+
+
+def test_tensorboard_shows_the_run(page, trained):
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(trained / "tensorboard")]
+    command += ["--host", "127.0.0.1", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            address = next(found[0] for line in server.stderr if (found := re.search(r"http://127.0.0.1:\d+/", line)))
+            assert read_tags(address) == {
+                f"{record['kind']}/{name}"
+                for record in read_metrics(trained)
+                for name in record.keys() - {"kind", "step", "epoch", "time"}
+            }
+            page.open(address)
+            assert page.evaluate("document.title") == "TensorBoard"
+            assert all(request.startswith((address, "data:", "blob:")) for request in page.requests)
+        finally:
+            server.kill()  # at times it outlives a terminate(); its data server ends with it
+
+
+def read_tags(address: str) -> set[str]:
+    """Return the scalar tags that TensorBoard serves, as soon as it has read them."""
+    deadline = time.monotonic() + 60
+    while True:
+        with urllib.request.urlopen(f"{address}data/plugin/scalars/tags") as answer:
+            runs = json.load(answer)
+        if runs or time.monotonic() > deadline:
+            return {tag for tags in runs.values() for tag in tags}
+        time.sleep(0.2)

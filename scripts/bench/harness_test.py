@@ -1,17 +1,28 @@
 """The table, and every benchmark at its smallest."""
 
+import contextlib
 import csv
+import io
 import multiprocessing
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import harness
 import lamb
+import loader
+import loaders
 import pytest
+import start
+import start_traced
 import step
 import torch
+from loaders import Work
 
 from common import interleave
+from common.errors import UserError
+from imagenet_dali.testing import prepare_data, write_config
 
 # Python 3.12 warns of every fork beside threads
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -70,21 +81,21 @@ def test_step(run_tiny, monkeypatch) -> None:
     assert variants == {"training": list(step.LOOPS), "evaluation": list(step.EVALUATIONS)}
     for row in rows:
         if row["variant"] in step.PEERS:
-            assert row["cpu_ms"] == "not installed"
+            assert row["wall_ms"] == "not installed"
         else:
-            assert float(row["cpu_ms"]) > 0
-    (share,) = [float(row["x_cpu"]) for row in rows if row["variant"] == "our hooks in it"]
+            assert float(row["wall_ms"]) > 0
+    (share,) = [float(row["x_wall"]) for row in rows if row["variant"] == "our hooks in it"]
     assert 0 < share < 1
 
 
 def test_share_of_hooks() -> None:
-    """Ten seconds of training with one in hooks; evaluation: a batch of 2 s, 0.5 in hooks, and 3 s of curves."""
+    """Ten seconds of training with one in hooks; evaluation: 2 s a batch, 0.5 in hooks; 3 s of curves."""
     job = step.Job(("TOTAL_BATCH_SIZE=50000",), steps=1, rounds=1, data=None)
-    train = {"cpu": 10.0, "wall": 12.0, "after_train_iter": 1.0}
-    test = {"cpu": 5.0, "wall": 6.0, "after_test_iter": 0.5, "after_test": 3.0}
+    train = {"wall": 10.0, "after_train_iter": 1.0}
+    test = {"wall": 2.0, "after_test_iter": 0.5, "after_test": 3.0}
     shares = step.share_of_hooks([train], [test], job)
-    assert shares["our hooks in it"][0]["cpu"] == pytest.approx(1 + 0.5 * 0.2 + 3)
-    assert shares["an epoch"][0] == pytest.approx({"cpu": 10 + 2 * 0.2 + 3, "wall": 12 + 3 * 0.2 + 3})
+    assert shares["our hooks in it"][0] == pytest.approx({"wall": 1 + 0.5 * 0.2 + 3})
+    assert shares["an epoch"][0] == pytest.approx({"wall": 10 + 2 * 0.2 + 3})
 
 
 def test_lamb(run_tiny) -> None:
@@ -93,7 +104,7 @@ def test_lamb(run_tiny) -> None:
         rows = run_tiny(lamb.main, "--threads", "1")
     finally:
         torch.set_num_threads(threads)
-    assert [row["variant"] for row in rows] == list(lamb.OPTIMIZERS)
+    assert [row["variant"] for row in rows] == 2 * list(lamb.OPTIMIZERS)
     assert all(float(row["wall_ms"]) > 0 for row in rows)
 
 
@@ -104,3 +115,44 @@ def test_all_step_the_same_parameters() -> None:
     for build in lamb.OPTIMIZERS.values():
         build(params, lr=1e-6, weight_decay=0.1).step()
     assert all((param != old).any() for param, old in zip(params, before, strict=True) if old.any())
+
+
+def test_start(run_tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+    """A real process, once: its stages are there; the table is made of them and of given times."""
+    config, shards = write_config(tmp_path), prepare_data(tmp_path)
+    stages = start.trace(["--config", str(config), "--set", f"DATA.root={shards}", "--set", "MAX_STEPS=1"])
+    assert set(start_traced.STAGES.values()) < set(stages)
+    assert all(stage["wall"] >= 0 for stage in stages.values())
+    assert stages["all"]["wall"] > stages["importing torch"]["wall"] > 0
+    monkeypatch.setattr(start, "trace", lambda settings: stages)
+    monkeypatch.setattr(start, "first_step", lambda settings, bytecode: {"wall": 2.0 if bytecode else 5.0})
+    rows = run_tiny(start.main)
+    assert [(row["variant"], row["x_wall"]) for row in rows[:2]] == [("warm", "1.0000"), ("without bytecode", "2.5000")]
+    assert [row["variant"] for row in rows[2:]] == list(stages)
+
+
+def test_start_tells_what_failed() -> None:
+    with pytest.raises(UserError, match="failed: out of disk"):
+        start.run([sys.executable, "-c", "raise SystemExit('out of disk')"], os.environ)
+
+
+def test_loader(run_tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "find_spec", lambda name: None)
+    rows = run_tiny(loader.main)
+    assert [row["variant"] for row in rows] == [*loader.LOADERS, "a training step", "its data"]
+    for row in rows:
+        assert row["cpu_ms"] == "not installed" if row["variant"] == "webdataset" else float(row["wall_ms"]) > 0
+
+
+def test_shards_and_folder_hold_the_images(tmp_path: Path) -> None:
+    """Ours, from shards and from the folder: what was written is read, every image once."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        loader.write_images(tmp_path, 8, 64, 48)
+    work = Work(tmp_path, batch=8, count=1)
+    read = {}
+    for name, root in (("torchvision", "images"), ("dali", "shards")):
+        data = loaders._ours(work, root, name)
+        read[name], labels = next(iter(data))
+        assert sorted(labels.tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
+        data.close()
+    assert all(images.shape == (8, 3, 224, 224) and images.dtype == torch.float32 for images in read.values())

@@ -4,7 +4,8 @@ python scripts/bench/lamb.py [--rounds 9] [--threads 1 2]
 
 All optimisers step the same tensors in one process, each with its own state, and take turns of one step; on a GPU of 20
 steps, timed by its own events, where `cpu` is what starting the kernels takes. LAMB as timm means it clips the norm of
-all gradients and corrects the moments: `ours, as timm` does too.
+all gradients and corrects the moments: `ours, as timm` does too. On a CPU it makes a difference whether freed memory is
+kept, as our trainer does (common/cpu_memory.py): both are measured.
 """
 
 import os
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from common.colossal.upstream import colossalai
+from common.cpu_memory import keep_freed_memory
 from common.errors import run_command
 from common.interleave import Figures, take_turns, timed
 from common.lamb import Lamb
@@ -43,10 +45,13 @@ def main(argv: list[str]) -> None:
     args = harness.parse_options(argv, __doc__, rounds=9, threads=threads)
     rounds, model = (2, TINY) if args.tiny else (args.rounds, VIT_B16)
     params = random_parameters(model, torch.device("cpu"))
-    for count in args.threads:
-        torch.set_num_threads(count)
-        figures = compare(params, rounds, timed)
-        harness.report("lamb", f"CPU, threads: {count}", harness.summarise(figures, "ours"), args.csv)
+    for kept in (False, True):
+        if kept:
+            keep_freed_memory()
+        for count in args.threads:
+            torch.set_num_threads(count)
+            part = f"CPU, threads: {count}, memory {'' if kept else 'not '}kept"
+            harness.report("lamb", part, harness.summarise(compare(params, rounds, timed), "ours"), args.csv)
     if torch.cuda.is_available():
         figures = compare(random_parameters(model, torch.device("cuda")), rounds, timed_on_gpu)
         harness.report("lamb", "GPU", harness.summarise(figures, "ours", units=STEPS_ON_GPU), args.csv)

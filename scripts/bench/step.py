@@ -4,7 +4,7 @@ python scripts/bench/step.py [--rounds 9] [--steps 4] [--set KEY=VALUE ...] [--d
 
 ViT-Lite-7/4 as in configs/vit_lite_vanilla.py, in bfloat16, at batch 64 unless --set says otherwise, over batches in
 memory, on one thread. Each loop has a process of its own, and they take turns of some steps. `hooks` are our metrics,
-progress bar, TensorBoard and curves, in CPU time, where they are called. `loop alone` is the same with a model so small
+progress bar, TensorBoard and curves, timed where they are called. `loop alone` is the same with a model so small
 (as many tensors, of width 8, and one image) that the loop is most of it. All keep freed memory as our trainer does
 (common/cpu_memory.py), but for one. Libraries of requirements-bench.txt that are not installed are left out.
 """
@@ -69,19 +69,14 @@ def compare(loops: Mapping[str, Callable[[Job, Turns], None]], job: Job) -> dict
 
 
 def share_of_hooks(training: list[Figures], evaluation: list[Figures], job: Job) -> dict[str, list[Figures]]:
-    """Return what an epoch takes by these figures, evaluated at its end, and what the hooks take of it."""
-    epochs, hooks = [], []
+    """Return the time of an epoch by these figures, with an evaluation at its end, and what the hooks take of it."""
     batch = job.config["TOTAL_BATCH_SIZE"]
     trained, evaluated = TRAINED / batch / job.steps, EVALUATED / batch / job.steps  # turns in an epoch
+    epochs, hooks = [], []
     for train, test in zip(training, evaluation, strict=True):
+        epochs.append({"wall": trained * train["wall"] + evaluated * test["wall"] + test["after_test"]})
         in_batches = trained * train["after_train_iter"] + evaluated * test["after_test_iter"]
-        hooks.append(dict.fromkeys(("cpu", "wall"), in_batches + test["after_test"]))
-        epochs.append(
-            {
-                clock: trained * train[clock] + evaluated * (test[clock] - test["after_test"]) + test["after_test"]
-                for clock in ("cpu", "wall")
-            }
-        )
+        hooks.append({"wall": in_batches + test["after_test"]})
     return {"an epoch": epochs, "our hooks in it": hooks}
 
 

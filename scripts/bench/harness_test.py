@@ -144,11 +144,16 @@ def test_loader(run_tiny, monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["cpu_ms"] == "not installed" if row["variant"] == "webdataset" else float(row["wall_ms"]) > 0
 
 
+def test_part_of_a_batch_is_refused() -> None:
+    with pytest.raises(UserError, match="--images 100: not a multiple of --batch 64"):
+        loader.main(["--images", "100"])
+
+
 def test_shards_and_folder_hold_the_images(tmp_path: Path) -> None:
     """Ours, from shards and from the folder: what was written is read, every image once."""
     with contextlib.redirect_stdout(io.StringIO()):
         loader.write_images(tmp_path, 8, 64, 48)
-    work = Work(tmp_path, batch=8, count=1)
+    work = Work(tmp_path, batch=8, images=8)
     read = {}
     for name, root in (("torchvision", "images"), ("dali", "shards")):
         data = loaders._ours(work, root, name)

@@ -1,6 +1,6 @@
 """Compare our loaders with torchvision's, timm's and webdataset's, and with decoding alone; and CIFAR-10's with a step.
 
-python scripts/bench/loader.py [--rounds 4] [--size 500x400] [--batch 64] [--images 512]
+python scripts/bench/loader.py [--rounds 4] [--size 500x400] [--batch 64] [--images 1024]
 
 The images are JPEGs that this writes: noise that is smooth over some pixels and a little that is not, which makes 0.3
 bytes a pixel. Times are those of an image. All use every core; `decoding alone` is one thread with libjpeg-turbo of the
@@ -45,6 +45,7 @@ LOADERS: dict[str, Callable[[Work, Turns], None]] = {
     "decoding alone": loaders.decoding_alone,
 }
 CLASSES = 4
+DIFFERENT = 64  # images; more are copies
 
 
 def main(argv: list[str]) -> None:
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> None:
         rounds=4,
         size=dict(default="500x400", help="width and height of the images (default: 500x400)"),
         batch=dict(type=int, default=64, help="images of a batch (default: 64)"),
-        images=dict(type=int, default=512, help="images of the data set, at least a batch (default: 512)"),
+        images=dict(type=int, default=1024, help="images that a turn reads, whole batches (default: 1024)"),
     )
     size, batch, images = ("64x48", 4, 16) if args.tiny else (args.size, args.batch, args.images)
     rounds = 1 if args.tiny else args.rounds
@@ -62,13 +63,13 @@ def main(argv: list[str]) -> None:
         width, height = map(int, size.split("x"))
     except ValueError:
         raise UserError(f"--size {size}: say it as 500x400") from None
-    if images < batch:
-        raise UserError(f"--images {images}: at least --batch {batch}")
+    if images < batch or images % batch:
+        raise UserError(f"--images {images}: not a multiple of --batch {batch}")
     with TemporaryDirectory() as folder:
         write_images(Path(folder), images, width, height)
-        work = Work(Path(folder), batch, 1 if args.tiny else max(1, 256 // batch))
+        work = Work(Path(folder), batch, images)
         figures = compare(work, rounds)
-    rows = harness.summarise(figures, "torchvision", units=work.batch * work.count)
+    rows = harness.summarise(figures, "torchvision", units=images)
     part = f"{size}, batch {batch}, {loaders.WORKERS} workers"
     harness.report("loader", part, rows, args.csv, ["webdataset", "simplejpeg"])
     figures = compare_cifar(8 if args.tiny else 512, rounds)
@@ -127,12 +128,13 @@ def cifar_batches(job: Job) -> Iterator[Batch]:
 def write_images(folder: Path, count: int, width: int, height: int) -> None:
     """Write JPEGs as an image folder, as TFRecord shards, and as tar files."""
     random = np.random.default_rng(0)
+    files = [encode(random, width, height) for _ in range(min(count, DIFFERENT))]
     for number in range(count):
         splits = ("train", "val") if number < CLASSES else ("train",)  # our shards have to have both
         for split in splits:
             path = folder / "images" / split / str(number % CLASSES) / f"{number}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(encode(random, width, height))
+            path.write_bytes(files[number % len(files)])
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         prepare([str(folder / "images"), str(folder / "shards")])
     (folder / "tars").mkdir()

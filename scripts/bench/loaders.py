@@ -24,24 +24,22 @@ IN_QUEUES = 2 * WORKERS  # batches that PyTorch's workers have ready when a turn
 
 @dataclass(frozen=True)
 class Work:
-    """What a turn reads: ``count`` batches of ``batch`` of the images in ``folder``.
+    """What a turn reads: ``images`` images, one pass, in batches of ``batch``.
 
     The folder has ``images/train/<class>/*.jpg``, the same prepared in ``shards``, and ``tars/*.tar`` for webdataset.
     """
 
     folder: Path
     batch: int
-    count: int
+    images: int
 
 
-def read(loader: Iterable[Any], work: Work, turns: Turns) -> None:
-    """Read batches in turns; those that were ready before a turn are not counted."""
-    batches = repeat(loader)
+def read_passes(loader: Iterable[Any], turns: Turns) -> None:
+    """Read a pass a turn: nothing is ready when it begins, and nothing is left when it ends."""
     torch.set_num_threads(1)
-    for turn in turns:
-        for _ in islice(batches, IN_QUEUES):
+    for _ in turns:
+        for _batch in loader:
             pass
-        turn |= timed(lambda: [None for _ in islice(batches, work.count)])
 
 
 def repeat(loader: Iterable[Any]) -> Iterator[Any]:
@@ -57,11 +55,11 @@ def _ours(work: Work, root: str, loader: str) -> Iterable[Any]:
 
 
 def dali(work: Work, turns: Turns) -> None:
-    read(_ours(work, "shards", "dali"), work, turns)
+    read_passes(_ours(work, "shards", "dali"), turns)
 
 
 def our_torchvision(work: Work, turns: Turns) -> None:
-    read(_ours(work, "images", "torchvision"), work, turns)
+    read_passes(_ours(work, "images", "torchvision"), turns)
 
 
 def _transform() -> Callable[[Any], torch.Tensor]:
@@ -85,7 +83,7 @@ def torchvision(work: Work, turns: Turns) -> None:
 
     images = ImageFolder(work.folder / "images" / "train", _transform())
     options = dict(shuffle=True, drop_last=True, num_workers=WORKERS, persistent_workers=True)
-    read(DataLoader(images, work.batch, **options), work, turns)
+    read_passes(DataLoader(images, work.batch, **options), turns)
 
 
 def timm(work: Work, turns: Turns) -> None:
@@ -95,7 +93,7 @@ def timm(work: Work, turns: Turns) -> None:
     images = create_dataset("", root=str(work.folder / "images" / "train"), is_training=True)
     options = dict(color_jitter=0.0, interpolation="bilinear", num_workers=WORKERS, use_prefetcher=False)
     loader = create_loader(images, (3, SIDE, SIDE), work.batch, is_training=True, **options)
-    read(loader, work, turns)
+    read_passes(loader, turns)
 
 
 def webdataset(work: Work, turns: Turns) -> None:
@@ -104,7 +102,12 @@ def webdataset(work: Work, turns: Turns) -> None:
     shards = [str(path) for path in sorted((work.folder / "tars").glob("*.tar"))]
     images = wds.WebDataset(shards, resampled=True, shardshuffle=False).shuffle(100)
     images = images.decode("pil").to_tuple("jpg", "cls").map_tuple(_transform()).batched(work.batch)
-    read(wds.WebLoader(images, batch_size=None, num_workers=WORKERS, persistent_workers=True), work, turns)
+    batches = iter(wds.WebLoader(images, batch_size=None, num_workers=WORKERS))
+    torch.set_num_threads(1)
+    for turn in turns:
+        for _ in islice(batches, IN_QUEUES):  # it has no passes, and reads on between the turns
+            pass
+        turn |= timed(lambda: [None for _ in islice(batches, work.images // work.batch)])
 
 
 def decoding_alone(work: Work, turns: Turns) -> None:
@@ -113,5 +116,5 @@ def decoding_alone(work: Work, turns: Turns) -> None:
 
     files = repeat([path.read_bytes() for path in sorted((work.folder / "images" / "train").rglob("*.jpg"))])
     for _ in turns:
-        for file in islice(files, work.batch * work.count):
+        for file in islice(files, work.images):
             simplejpeg.decode_jpeg(file)

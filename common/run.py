@@ -83,8 +83,9 @@ class Run:
     def _create_folder(self) -> None:
         """Write config.json, and the figures up to the checkpoint."""
         try:
-            self.output.mkdir(parents=True, exist_ok=True)
-            (self.output / "config.json").write_text(json.dumps(self.about, indent=2, default=str) + "\n")
+            partial = self.output / ".config.partial"
+            partial.write_text(json.dumps(self.about, indent=2, default=str) + "\n")
+            partial.replace(self.output / CONFIG)
             figures = b"" if self.start_from is None else (self.start_from / METRICS).read_bytes()
             (self.output / METRICS).write_bytes(figures)
         except OSError as error:
@@ -106,11 +107,12 @@ class Run:
             sys.exit(exit_code(stopped))
         if not self.is_main:
             return
-        last = [record for record in read_metrics(self.output) if record["kind"] == "eval"][-1]
         print(f"curves       {self.output}/loss.jpeg {self.output}/acc.jpeg")
         print(f"checkpoint   {checkpoint}")
         print(f"tensorboard  tensorboard --logdir {self.output}/tensorboard")
-        print(f"top1={last['top1']:.4f}", flush=True)
+        evaluations = [record for record in read_metrics(self.output) if record["kind"] == "eval"]
+        if evaluations:  # else the disk was full, and stderr says so
+            print(f"top1={evaluations[-1]['top1']:.4f}", flush=True)
 
 
 def start_run(

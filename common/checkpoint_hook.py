@@ -29,7 +29,7 @@ from common.checkpoint import (
     newest_checkpoint,
     write_checkpoint,
 )
-from common.colossal import BaseHook, ParallelMode, Trainer, generator_states, gpc, set_generator_states
+from common.colossal import BaseHook, ParallelMode, Trainer, doing, generator_states, gpc, set_generator_states
 from common.errors import UserError
 from common.hooks import MetricsHook
 from common.model_state import Tensors, copy_state, load_state
@@ -75,8 +75,9 @@ class CheckpointHook(BaseHook):
 
     def before_train(self, trainer: Trainer) -> None:
         if self.start_from is not None:
+            doing("loading the checkpoint")
             self._load(self.start_from, trainer)
-            self.saved = trainer.state_dict()
+            self.saved, trainer.states["checkpoint"] = trainer.state_dict(), self.start_from
         stop_signals.deferring = True
 
     def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
@@ -98,6 +99,7 @@ class CheckpointHook(BaseHook):
     def after_train(self, trainer: Trainer) -> None:
         if self.saved != trainer.state_dict():
             self._save(trainer)
+        doing("writing the last checkpoint")
         self.wait()
         stop_signals.deferring = False
 
@@ -117,6 +119,7 @@ class CheckpointHook(BaseHook):
 
     def _save(self, trainer: Trainer, is_best: bool = False) -> None:
         """Copy the state, which takes all ranks, and let rank 0 write it; waits for the write before this one."""
+        doing("saving a checkpoint")
         self._join_writer()
         content: dict[str, Tensors | bytes] = dict(copy_state(self.model, self.optimizer))
         ranks = _gather({"random": generator_states(), "metrics": self.metrics.state_dict()})
@@ -136,7 +139,7 @@ class CheckpointHook(BaseHook):
         content[CONFIG] = json.dumps(self.about, indent=2, default=str).encode()
         metrics = self.folder.parent / METRICS
         content[METRICS] = metrics.read_bytes() if metrics.exists() else b""
-        path = checkpoint_path(self.folder, trainer.step)
+        path = trainer.states["checkpoint"] = checkpoint_path(self.folder, trainer.step)
         self.writing = self.writer.submit(self._write, path, content, is_best)
 
     def _write(self, path: Path, content: dict[str, Tensors | bytes], is_best: bool) -> None:

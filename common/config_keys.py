@@ -85,7 +85,10 @@ KEYS: dict[str, Key] = {
     "LABEL_SMOOTHING": Key(NUMBER, 0.0, "share of the target spread over all classes", minimum=0, maximum=1),
     "DATA": Key((dict,), {}, "where the images are and how they are read", keys=DATA),
     "LOG": Key((dict,), {}, "what is written while training", keys=LOG),
-    "TIMEOUT": Key(NUMBER, 600, "seconds that processes wait for one another before they give up", minimum=1),
+    "MAX_SKIPPED": Key((int,), 20, "updates in a row that may be skipped for numbers that are not finite", minimum=0),
+    "TIMEOUT": Key(
+        NUMBER, 600, "seconds after which the processes have named one that is lost or hangs, and ended", minimum=1
+    ),
     "SEED": Key((int,), 1024, "of weights, order, crops, Mixup and dropout", minimum=0),
     "TENSOR_PARALLEL_SIZE": Key((int,), 1, "GPUs that share one model; `parallel` is made from it", minimum=1),
     "TENSOR_PARALLEL_MODE": Key((str, NONE), None, "how they share it", choices=(None, "1d", "2d", "2.5d", "3d")),

@@ -16,6 +16,10 @@ class RankError(UserError):
     """A mistake that the processes of a run do not share: each that sees it says so."""
 
 
+class AgreedError(UserError):
+    """What all processes of a run raise together: the first one says so."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest known name, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
@@ -26,7 +30,8 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
     """Run ``main(argv)``; a `UserError` ends the process with one line on stderr and exit code 2.
 
     ``--debug`` anywhere in the arguments shows the traceback instead. Before the processes of a run have joined they
-    all see the same mistake, and only the first speaks, unless it is a `RankError`; later each speaks for itself.
+    all see the same mistake, and only the first speaks, unless it is a `RankError`; later each speaks for itself,
+    unless it is an `AgreedError`.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -34,7 +39,7 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
     except UserError as error:
         if "--debug" in argv:
             raise
-        if is_first_process() or isinstance(error, RankError) or _joined():
+        if is_first_process() or isinstance(error, RankError) or (_joined() and not isinstance(error, AgreedError)):
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     finally:

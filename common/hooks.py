@@ -20,11 +20,12 @@ class MetricsHook(BaseHook):
     """Read each figure of the run once, and hand it to every writer; only rank 0 writes.
 
     A ``train`` record covers the optimiser steps since the one before: mean ``loss``; ``lr`` and ``grad_norm`` (before
-    clipping) of the last step; ``samples_per_s`` over all GPUs; ``data_wait``, the share of the time in which this
-    process waited for its loader; ``peak_memory_gb`` of this process. An ``eval`` record counts every sample of the
-    evaluation set once: mean cross-entropy ``loss``, ``top1`` and ``top5`` (fractions of 1), ``samples``. Both have
-    ``step`` (of the optimiser), ``epoch`` (fractional), and ``time`` (Unix, seconds). The last evaluation's figures are
-    in the trainer's ``states["eval"]`` too, on every rank.
+    clipping) of the last step; ``skipped``, the updates skipped so far because of numbers that are not finite;
+    ``samples_per_s`` over all GPUs; ``data_wait``, the share of the time in which this process waited for its loader;
+    ``peak_memory_gb`` of this process. An ``eval`` record counts every sample of the evaluation set once: mean
+    cross-entropy ``loss``, ``top1`` and ``top5`` (fractions of 1), ``samples``. Both have ``step`` (of the optimiser),
+    ``epoch`` (fractional), and ``time`` (Unix, seconds). The last evaluation's figures are in the trainer's
+    ``states["eval"]`` too, on every rank.
 
     The device is synchronised only when a record is made.
     """
@@ -84,15 +85,13 @@ class MetricsHook(BaseHook):
 
     def _train_figures(self, trainer: Trainer) -> dict:
         loss = _sum_over_data_parallel(self.loss / self.micro_batches).item() / self.plan.data_parallel
-        elapsed = time.perf_counter() - self.started
+        elapsed, timed = time.perf_counter() - self.started, self.micro_batches - self.untimed
         return {
             "loss": loss,
             "lr": trainer.learning_rate,
             "grad_norm": trainer.engine.optimizer.grad_norm.item(),
-            "samples_per_s": (self.micro_batches - self.untimed)
-            * self.plan.micro_batch
-            * self.plan.data_parallel
-            / elapsed,
+            "skipped": trainer.engine.optimizer.skipped,
+            "samples_per_s": timed * self.plan.micro_batch * self.plan.data_parallel / elapsed,
             "data_wait": (trainer.data_wait - self.waited) / elapsed,
             "peak_memory_gb": _peak_memory_gb(),
         }

@@ -57,9 +57,10 @@ class Lamb(Optimizer):
     - always_adapt: whether a tensor without weight decay has a trust ratio too.
     - trust_range: least and greatest trust ratio. It is 1 where the parameter or the direction is zero.
 
-    The state is `exp_avg`, `exp_avg_sq` and `step`, all tensors of the parameter's device. Under tensor parallelism
-    `reduce_norms` sums the squared norms over the shards, once a step for all trust ratios. Raises UserError for an
-    unknown variant or option, or betas out of range.
+    The state is `exp_avg`, `exp_avg_sq` and `step`, all tensors of the parameter's device. As with torch's fused
+    optimisers, an attribute `found_inf`, a 0-dim float32 tensor there, makes `step` change nothing where it is 1. Under
+    tensor parallelism `reduce_norms` sums the squared norms over the shards, once a step for all trust ratios. Raises
+    UserError for an unknown variant or option, or betas out of range.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Lamb(Optimizer):
         # `capturable` has load_state_dict bring `step` to the parameter's device.
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "capturable": True}
         super().__init__(params, defaults | _VARIANTS[variant] | options)
+        self._step_supports_amp_scaling = True  # what torch calls taking `found_inf`
         self.reduce_norms = reduce_norms
 
     @torch.no_grad()
@@ -144,6 +146,8 @@ class Lamb(Optimizer):
         param_norms_P, direction_norms_P = squares_2P.sqrt()
         ratios_P = (param_norms_P / direction_norms_P).clamp(*group["trust_range"])
         ratios_P = torch.where((param_norms_P > 0) & (direction_norms_P > 0), ratios_P, 1.0)
+        if self._found_inf is not None:  # then a direction is the weight decay's alone
+            ratios_P = ratios_P * (1 - self._found_inf)
         torch._foreach_addcmul_(params, directions, (-group["lr"] * ratios_P).unbind())
 
     def _directions(self, params: list[Tensor], group: dict, clip: Tensor | None) -> list[Tensor]:
@@ -151,6 +155,8 @@ class Lamb(Optimizer):
         states = [self._state(p) for p in params]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
+        if self._found_inf is not None:
+            torch._foreach_sub_(steps, [self._found_inf] * len(steps))  # a list: one tensor would be read by the host
         if not group["bias_correction"]:
             steps = [torch.full_like(steps[0], math.inf)] * len(steps)  # 1 - beta^inf = 1
         # PyTorch's fused Adam reads and writes everything once; with a learning rate of -1 it adds its direction to
@@ -171,8 +177,13 @@ class Lamb(Optimizer):
             amsgrad=False,
             maximize=False,
             grad_scale=clip,
+            found_inf=self._found_inf,
         )
         return directions
+
+    @property
+    def _found_inf(self) -> Tensor | None:
+        return getattr(self, "found_inf", None)
 
     def _state(self, param: Tensor) -> dict[str, Tensor]:
         state = self.state[param]

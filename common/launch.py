@@ -14,6 +14,7 @@ from common.errors import RankError, UserError
 from common.meeting_point import agreed_port, given_port
 
 LOOPBACK = "127.0.0.1"
+DEFAULT_TIMEOUT = 600.0  # seconds
 FLAGS = ("rank", "local_rank", "world_size", "host", "port")
 VARIABLES = {
     "torch": {
@@ -98,7 +99,8 @@ def start(launch: Launch, config: Mapping[str, Any]) -> None:
     """
     gpus = torch.cuda.device_count()
     if launch.run and launch.world_size > 1:
-        meeting = agreed_port(launch.run, launch.rank, launch.host, launch.port)
+        timeout = config.get("TIMEOUT", DEFAULT_TIMEOUT)
+        meeting = agreed_port(launch.run, launch.rank, launch.host, launch.port, timeout)
     else:
         meeting = given_port(launch.host, launch.port)
     with meeting as port:

@@ -1,12 +1,12 @@
-"""The port at which the processes of a run meet: the one that was given, or a free one that they agree on."""
+"""Where the processes of a run meet: at the port that was given, or at a free one that they agree on."""
 
+import errno
+import ipaddress
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-
-import torch.distributed as dist
 
 from common.errors import RankError, UserError
 
@@ -20,14 +20,14 @@ def given_port(host: str, port: int) -> Iterator[int]:
     """Yield ``port``; raise `UserError` when rank 0, inside the context, finds it in use."""
     try:
         yield port
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
             raise
         raise UserError(f"--port={port} is in use on {host}: choose another") from error
 
 
 @contextmanager
-def agreed_port(run: str, rank: int, host: str, first: int, timeout: float = 300) -> Iterator[int]:
+def agreed_port(run: str, rank: int, host: str, first: int, timeout: float) -> Iterator[int]:
     """Yield the port that rank 0 is to listen on, the same in every process of ``run`` and free when it was chosen.
 
     Inside the context, which is to last until all have joined, rank 0 tells it to whoever names ``run``, at the first
@@ -37,9 +37,9 @@ def agreed_port(run: str, rank: int, host: str, first: int, timeout: float = 300
     if rank:
         yield _ask(run, host, range(first, first + PORTS), timeout)
         return
-    with _listen(range(first, first + PORTS)) as listener:
-        port = listener.getsockname()[1] + 1
-        with _listen(range(port, port + PORTS)) as free:
+    with _listen(host, range(first, first + PORTS)) as listener:
+        port = listener.getsockname()[1] + PORTS  # of two runs that look at the same time, each finds another
+        with _listen(host, range(port, port + PORTS)) as free:
             port = free.getsockname()[1]
         teller = threading.Thread(target=_tell, args=(listener, run, port), daemon=True)
         teller.start()
@@ -50,10 +50,46 @@ def agreed_port(run: str, rank: int, host: str, first: int, timeout: float = 300
             teller.join()
 
 
-def _listen(ports: range) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at ``port`` of the address that ``host`` stands for, and of no other."""
+    family, address = address_to_bind(host)
+    return socket.create_server((address, port), family=family)
+
+
+def address_to_bind(host: str) -> tuple[socket.AddressFamily, str]:
+    """Return the address of this machine at which the others find ``host``, to listen on no other of its addresses.
+
+    It is empty, for all of them, where ``host`` stands for an address that this machine does not have (behind NAT), or
+    for one that only this machine sees (a name that /etc/hosts maps to the loopback).
+    """
+    try:
+        family, *_, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise UserError(f"--host={host} cannot be resolved: {error.strerror}") from error
+    if ipaddress.ip_address(address).is_loopback and not is_loopback(host):
+        return socket.AF_INET, ""
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return socket.AF_INET, ""
+    return family, address
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether ``host`` says by itself that all processes run on this machine."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def _listen(host: str, ports: range) -> socket.socket:
     for port in ports:
-        with suppress(OSError):
-            return socket.create_server(("", port))
+        try:
+            return listen(host, port)
+        except OSError:
+            continue
     raise UserError(f"ports {ports[0]} to {ports[-1]} are all in use: choose another with --port")
 
 

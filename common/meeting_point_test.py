@@ -102,4 +102,25 @@ def test_no_free_port_is_said(monkeypatch):
     with socket.create_server((HOST, 0)) as server:
         taken = server.getsockname()[1]
         with pytest.raises(UserError, match=f"ports {taken} to {taken} are all in use"):
-            agreed_port("7.0", 0, HOST, taken).__enter__()
+            agreed_port("7.0", 0, HOST, taken, timeout=1).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("host", "resolved", "expected"),
+    [
+        ("127.0.0.1", None, "127.0.0.1"),
+        ("localhost", "127.0.0.1", "127.0.0.1"),
+        ("node0", "127.0.1.1", ""),  # as Debian's /etc/hosts has it: the other nodes see another address
+        ("node0", "192.0.2.1", ""),  # of no machine at all: as behind NAT
+    ],
+)
+def test_no_more_addresses_than_needed_are_bound(host, resolved, expected, monkeypatch):
+    if resolved:
+        answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (resolved, 0))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
+    assert meeting_point.address_to_bind(host) == (socket.AF_INET, expected)
+
+
+def test_a_host_without_an_address_is_named():
+    with pytest.raises(UserError, match="--host=node0.invalid cannot be resolved"):
+        meeting_point.address_to_bind("node0.invalid")

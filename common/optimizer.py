@@ -1,11 +1,36 @@
-"""The optimisers: LAMB, and AdamW and SGD from PyTorch."""
+"""The optimisers: LAMB, and AdamW and SGD from PyTorch, all of which skip an update on the device (`found_inf`)."""
 
-from torch import nn
+from collections.abc import Callable
+
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from common.colossal import build_norm_reducer
 from common.errors import UserError, did_you_mean
 from common.lamb import Lamb
+
+
+class FusedSGD(SGD):
+    """torch's fused SGD, whose momentum starts at 0 where the very first update is skipped.
+
+    torch leaves there what was in the memory before: it takes an empty tensor, which only a kernel that is not skipped
+    fills, and from the next update on counts it as momentum (torch/optim/sgd.py, `_fused_sgd`).
+    """
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, fused=True, **options)
+
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        starting = [p for p in trained if self.state.get(p, {}).get("momentum_buffer") is None]
+        loss = super().step(closure)
+        found_inf = getattr(self, "found_inf", None)
+        for p in starting:
+            momentum = self.state.get(p, {}).get("momentum_buffer")
+            if momentum is not None and found_inf is not None:
+                momentum.masked_fill_(found_inf.bool(), 0)
+        return loss
+
 
 # What is built, what we set, and what the config's OPTIMIZER may say beside its name.
 _OPTIMIZERS = {
@@ -15,7 +40,7 @@ _OPTIMIZERS = {
         {},
         ("betas", "variant", "eps", "bias_correction", "max_grad_norm", "always_adapt", "trust_range"),
     ),
-    "sgd": (SGD, {"fused": True, "momentum": 0.9}, ("momentum", "dampening", "nesterov")),
+    "sgd": (FusedSGD, {"momentum": 0.9}, ("momentum", "dampening", "nesterov")),
 }
 
 

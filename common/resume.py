@@ -16,7 +16,7 @@ from common.checkpoint import (
     put_back_old,
 )
 from common.colossal import ParallelMode, gpc
-from common.errors import UserError
+from common.errors import AgreedError, UserError
 from common.plan import DataSummary
 
 NEVER, AUTO = "never", "auto"
@@ -26,20 +26,18 @@ Answer = TypeVar("Answer")
 
 
 def ask_first_rank(question: Callable[[], Answer]) -> Answer:
-    """Return rank 0's answer to ``question()`` on all ranks; if it raises `UserError`, all end, and rank 0 says why."""
+    """Return rank 0's answer to ``question()`` on all ranks; if that raises `UserError`, all raise `AgreedError`."""
     answer: list[Any] = [None, None]
     if gpc.get_global_rank() == 0:
         try:
             answer[0] = question()
         except UserError as error:
-            answer[1] = error
+            answer[1] = str(error)
     if gpc.get_world_size(ParallelMode.GLOBAL) > 1:
         dist.broadcast_object_list(answer, src=0, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
-    if answer[1] is None:
-        return answer[0]
-    if gpc.get_global_rank() == 0:
-        raise answer[1]
-    sys.exit(2)
+    if answer[1] is not None:
+        raise AgreedError(answer[1])
+    return answer[0]
 
 
 def choose_checkpoint(resume: str, output: Path) -> Path | None:

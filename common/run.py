@@ -15,7 +15,15 @@ from torch.optim import Optimizer
 
 from common.checkpoint import CONFIG, METRICS, load_trainer_state, newest_checkpoint
 from common.checkpoint_hook import CheckpointHook, parse_minutes
-from common.colossal import BaseHook, ParallelMode, build_mixed_precision, check_tensor_parallel, gpc, shutdown
+from common.colossal import (
+    BaseHook,
+    ParallelMode,
+    WatchHook,
+    build_mixed_precision,
+    check_tensor_parallel,
+    gpc,
+    shutdown,
+)
 from common.config import data_root, load_config
 from common.dry_run import print_dry_run
 from common.errors import UserError
@@ -65,7 +73,7 @@ class Run:
             keep=config["KEEP"],
             start_from=self.start_from,
         )
-        return [metrics, checkpoints]
+        return [WatchHook(), metrics, checkpoints]
 
     def _create_folder(self) -> None:
         """Write config.json, and the figures up to the checkpoint."""

@@ -38,7 +38,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     TimeoutError. All are gone on return. The caller must not have used CUDA.
     """
     context = multiprocessing.get_context("fork")
-    port = _free_port()
+    port = free_port()
     processes, pending = [], {}
     try:
         for rank in range(world_size):
@@ -96,7 +96,8 @@ def _collect(pending: dict[Connection, int], deadline: float) -> list[Any]:
     return [results[rank] for rank in sorted(results)]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of the loopback that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -125,7 +125,7 @@ class TensorBoard:
 
 
 class ProgressBar:
-    """Show steps done, time left, images per second and the last loss; rarely, where the output is not a terminal."""
+    """Show steps done, time left, images per second, the last loss, skipped updates; rarely, if not on a terminal."""
 
     def __init__(self, total_steps: int, start: int = 0):
         interval = 0.5 if sys.stderr.isatty() else 30
@@ -140,6 +140,8 @@ class ProgressBar:
     def __call__(self, record: Record) -> None:
         if record["kind"] == "train":
             self.shown |= {"loss": f"{record['loss']:.4f}", "img/s": f"{record['samples_per_s']:,.0f}"}
+            if record["skipped"]:
+                self.shown["skipped"] = f"{record['skipped']}"
             self.bar.set_postfix(self.shown, refresh=False)
         else:
             self.shown["top1"] = f"{record['top1']:.4f}"

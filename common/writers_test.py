@@ -9,9 +9,9 @@ from PIL import Image
 
 from common import writers
 from common.errors import UserError
-from common.writers import Curves, Guarded, JsonLines, draw_curves, read_metrics
+from common.writers import Curves, Guarded, JsonLines, ProgressBar, draw_curves, read_metrics
 
-TRAIN = {"kind": "train", "step": 2, "epoch": 0.5, "loss": 2.0, "samples_per_s": 10.0}
+TRAIN = {"kind": "train", "step": 2, "epoch": 0.5, "loss": 2.0, "samples_per_s": 10.0, "skipped": 0}
 EVAL = {"kind": "eval", "step": 4, "epoch": 1.0, "loss": 1.5, "top1": 0.25, "top5": 0.5, "samples": 8}
 
 # The file size limit stands in for a disk: what is over it is refused by the kernel, in the middle of a line too.
@@ -31,7 +31,7 @@ folder = Path(sys.argv[1])
 writers = open_writers(folder, 50, tensorboard=True, trackers=[])
 def write(step):
     for writer in writers:
-        writer({"kind": "train", "step": step, "epoch": 0.1, "loss": 1 / 3, "samples_per_s": 1.0})
+        writer({"kind": "train", "step": step, "epoch": 0.1, "loss": 1 / 3, "samples_per_s": 1.0, "skipped": 0})
 write(0)
 writers[2].writer.writer.flush()  # TensorBoard's thread writes when it likes
 limit(1000)
@@ -170,3 +170,12 @@ def test_curves_are_pictures_also_with_a_gap(tmp_path):
         with Image.open(tmp_path / name) as picture:
             assert picture.format == "JPEG"
             assert len(picture.getcolors(2**24)) > 50  # lines, not an empty page
+
+
+def test_the_progress_bar_shows_updates_that_were_skipped():
+    progress = ProgressBar(4)
+    progress(TRAIN)
+    assert "skipped" not in str(progress.bar)
+    progress(TRAIN | {"skipped": 3})
+    assert "skipped=3" in str(progress.bar)
+    progress.close()

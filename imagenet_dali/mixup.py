@@ -70,9 +70,10 @@ class MixupLoss(nn.Module):
     def forward(
         self, logits: Tensor, target: Tensor, other: Tensor | None = None, share: Tensor | None = None
     ) -> Tensor:
-        """Return the mean loss of `logits` [B, num_classes]; labels of -100 count for nothing."""
+        """Return the mean loss of `logits` [B, num_classes]; labels of -100 count for nothing, and their mean is 0."""
         loss = self._cross_entropy(logits, target)
         return loss if other is None else torch.lerp(self._cross_entropy(logits, other), loss, share)
 
     def _cross_entropy(self, logits: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(logits.float(), target, label_smoothing=self.label_smoothing)
+        options = dict(label_smoothing=self.label_smoothing, reduction="sum")
+        return F.cross_entropy(logits.float(), target, **options) / (target >= 0).sum().clamp(min=1)

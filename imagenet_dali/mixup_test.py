@@ -113,6 +113,15 @@ def test_loss_is_fp32_and_leaves_out_padding() -> None:
     assert torch.equal(loss, F.cross_entropy(logits[::2].float(), torch.tensor([1, 3])))
 
 
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_a_batch_of_nothing_but_padding_has_neither_loss_nor_gradient(label_smoothing: float) -> None:
+    logits, padding = torch.randn(4, 5, requires_grad=True), torch.full((4,), -100)
+    loss = MixupLoss(label_smoothing)(logits, padding, other=padding, share=torch.tensor(0.3))
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.equal(logits.grad, torch.zeros(4, 5))
+
+
 def test_bad_values() -> None:
     with pytest.raises(UserError, match="MIXUP=-0.1 must be at least 0"):
         build_mixup(alpha=-0.1)

@@ -55,6 +55,7 @@ def test_the_small_server_command_trains_on_two_processes(config, data, tmp_path
     # linear: 3 steps up, then down to 0 after step 12; the record holds the rate that its step was made with
     assert [r["lr"] for r in train] == pytest.approx([1e-2 * x for x in (2 / 4, 1, 7 / 9, 5 / 9, 3 / 9, 1 / 9)])
     assert all(r["grad_norm"] > 0 and r["samples_per_s"] > 0 and 0 <= r["data_wait"] <= 1 for r in train)
+    assert all(r["skipped"] == 0 for r in train)
     assert train[-1]["loss"] < train[0]["loss"]
 
     last = evaluations[-1]
@@ -71,7 +72,7 @@ def test_the_small_server_command_trains_on_two_processes(config, data, tmp_path
     written = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (written["config"]["gradient_accumulation"], written["plan"]["gpus"]) == (2, 2)
 
-    evaluate.main([str(tmp_path / "run")])  # one process instead of two
+    evaluate.main([str(checkpoint)])  # one process instead of two
     found = json.loads((tmp_path / "run" / "evaluation" / checkpoint.name / "evaluation.json").read_text())
     assert (found["top1"], found["top5"], found["samples"]) == (last["top1"], last["top5"], last["samples"])
 
@@ -145,6 +146,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(config, data, tmp_path, capfd,
 def test_a_run_is_not_overwritten_where_that_is_asked_for(config, data, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
-    arguments = ["--config", str(config), "--output", str(tmp_path / "run"), "--set", f"DATA.root={data}"]
-    with pytest.raises(ValueError, match="holds another run"):
-        train_dali.main([*arguments, "--resume", "never"])
+    command = f"python train_dali.py --config {config} --output {tmp_path}/run --resume never"
+    answer = run(command, code=2, DATA=str(data))
+    assert answer.stderr.startswith(f"error: --output {tmp_path}/run holds another run")
+    assert answer.stderr.count("\n") == 1

@@ -37,6 +37,8 @@ from common.colossal.upstream import (
     launch_from_slurm,
     launch_from_torch,
 )
+from common.colossal.watch import doing
+from common.colossal.watch_hook import WatchHook
 
 repair_old_paths()
 repair_cpu_accelerator()
@@ -53,12 +55,14 @@ __all__ = [
     "ParallelMode",
     "Predictor",
     "Trainer",
+    "WatchHook",
     "build_mixed_precision",
     "build_norm_reducer",
     "canonical_state",
     "check_tensor_parallel",
     "cut_piece",
     "describe_tensor_parallel",
+    "doing",
     "gather_whole",
     "generator_states",
     "get_default_parser",

@@ -6,9 +6,9 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch.amp import GradScaler
 from torch.nn import functional as F
 
-from common.colossal.grad_scaler import AgreedGradScaler
 from common.colossal.upstream import AMP_TYPE
 from common.errors import UserError, did_you_mean
 
@@ -30,7 +30,7 @@ class MixedPrecision:
 
     cast: Cast | None = None
     dtype: torch.dtype | None = None
-    scaler: AgreedGradScaler | None = None
+    scaler: GradScaler | None = None
     note: str | None = None
 
 
@@ -67,8 +67,8 @@ def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> M
     if device_type == "cpu":
         _check_cpu(dtype)
     scaler = None
-    if dtype == torch.float16 and cast is not Cast.PARAMETERS:
-        scaler = AgreedGradScaler(device_type, **options)
+    if dtype == torch.float16 and cast is not Cast.PARAMETERS and options.pop("enabled", True):
+        scaler = GradScaler(device_type, **options)
     precision = MixedPrecision(cast, dtype, scaler)
     return replace(precision, note=_describe(opt_level, cast, dtype)) if opt_level else precision
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from common.colossal.standins import replaced
+from common.colossal.store import DEFAULT_TIMEOUT, open_store
 from common.colossal.tensor_parallel.check import resolve_parallel
 from common.colossal.upstream import (
     Config,
@@ -23,6 +24,7 @@ from common.colossal.upstream import (
     tensor_parallel_env,
     upstream_launch,
 )
+from common.colossal.watch import Watch, patience_of
 
 DATA_PARALLEL_SEED_STRIDE = 2**20  # more than the seeds that one model's tensor and pipeline ranks take
 
@@ -32,9 +34,11 @@ class RepairedContext(ParallelContext):
 
     Attributes:
         timeout: how long a collective may take; None for PyTorch's default.
+        watch: tells the other ranks what this one does, and finds out who is lost; None without a timeout.
     """
 
     timeout: timedelta | None = None
+    watch: Watch | None = None
 
     def init_global_dist(self, rank: int, world_size: int, backend: str, host: str, port: int) -> None:
         """Join the default process group; a single process needs neither host nor port.
@@ -43,12 +47,12 @@ class RepairedContext(ParallelContext):
         IPv6. It also keeps the device it found at the first import, which a forked process may not see.
         """
         auto_set_accelerator()
+        patience = self.watch.timeout if self.watch else DEFAULT_TIMEOUT
+        store = open_store(rank, world_size, host, port, patience) if world_size > 1 else None
+        if self.watch is not None:
+            self.watch.start(store, host)
         place = {"rank": rank, "world_size": world_size, "timeout": self.timeout}
-        if world_size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), **place)
-        else:
-            address = f"[{host}]" if ":" in host else host
-            dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", **place)
+        dist.init_process_group(backend, store=store or dist.HashStore(), **place)
         ranks = list(range(world_size))
         cpu_group = None if backend == "gloo" else dist.new_group(ranks, timeout=self.timeout, backend="gloo")
         self._register_dist(rank, world_size, dist.GroupMember.WORLD, cpu_group, ranks, ParallelMode.GLOBAL)
@@ -97,12 +101,14 @@ class RepairedContext(ParallelContext):
         Upstream (parallel_context.py:514) keeps seeds, ranks and the layers' settings; the next launch asserts that its
         seeds are new.
         """
+        if self.watch is not None:
+            self.watch.close()
         super().destroy()
         random_state.reset_seeds()
         tensor_parallel_env.load()
         for table in (self._global_ranks, self._local_ranks, self._world_sizes, self._cpu_groups, self._ranks_in_group):
             table.clear()
-        self._config = self.timeout = None
+        self._config = self.timeout = self.watch = None
 
 
 class DeviceSeedManager(SeedManager):
@@ -146,10 +152,11 @@ def launch(
 ) -> None:
     """Join the process groups, set the device and the seed, and put ``config`` into ``gpc.config``.
 
-    Colossal-AI's `launch`, and ``timeout``: the seconds after which a rank gives up waiting for the others, by default
-    PyTorch's (30 minutes for gloo).
+    Colossal-AI's `launch`, and ``timeout``: the seconds after which a rank gives up waiting for the others and names
+    those that are lost; by default PyTorch's (30 minutes for gloo), and none is named.
     """
-    gpc.timeout = None if timeout is None else timedelta(seconds=timeout)
+    gpc.timeout = None if timeout is None else timedelta(seconds=patience_of(timeout))
+    gpc.watch = None if timeout is None else Watch(rank, world_size, timeout)
     upstream_launch(config, rank, world_size, host, port, backend, local_rank, seed, verbose)
 
 

@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from common.colossal.amp import Cast, MixedPrecision, build_mixed_precision
 from common.colossal.half import compute_in_half
 from common.colossal.loader import WholeSteps
-from common.colossal.optimizer import StepOptimizer
+from common.colossal.lost_ranks import naming_lost_ranks
+from common.colossal.optimizer import MAX_SKIPPED, StepOptimizer
 from common.colossal.upstream import (
     GradAccumGradientHandler,
     ParallelMode,
@@ -55,6 +56,7 @@ class Engine(UpstreamEngine):
         return output.float()
 
 
+@naming_lost_ranks()
 def initialize(
     model: nn.Module,
     optimizer: Optimizer,
@@ -66,8 +68,8 @@ def initialize(
     """Return ``(engine, train_dataloader, test_dataloader, lr_scheduler)`` set up as ``gpc.config`` says.
 
     Reads ``fp16``, ``clip_grad_norm``, ``gradient_accumulation``, ``torch_ddp``, ``gradient_handler``,
-    ``cudnn_benchmark`` and ``cudnn_deterministic``. To be called after the launch. Afterwards random numbers differ
-    between data-parallel ranks.
+    ``MAX_SKIPPED``, ``cudnn_benchmark`` and ``cudnn_deterministic``. To be called after the launch. Afterwards random
+    numbers differ between data-parallel ranks.
 
     Stands for legacy/initialize.py:242. ``lr_scheduler`` counts optimiser steps and comes back as it is; `Trainer`
     steps it. (Upstream wraps it to count micro-batches; a schedule by epochs then moves every ``accumulation`` epochs.)
@@ -82,8 +84,9 @@ def initialize(
     precision = build_mixed_precision(config.get("fp16"), device.type)
     if precision.note and gpc.get_global_rank() == 0:
         print(precision.note, flush=True)
-    step_optimizer = StepOptimizer(optimizer, accumulation, precision.scaler)
     apply_precision(model.to(device), precision)
+    max_skipped = config.get("MAX_SKIPPED", MAX_SKIPPED)
+    step_optimizer = StepOptimizer(optimizer, accumulation, precision.scaler, max_skipped)
     model, handlers = _synchronise(model, step_optimizer, config)
     engine = Engine(
         model,

@@ -1,15 +1,19 @@
-"""From the gradients of micro-batches to one update of the weights."""
+"""From the gradients of micro-batches to one update of the weights, or none where they are not finite."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from common.colossal.grad_scaler import AgreedGradScaler
+from common.colossal.skipped import SkipCounter
 from common.colossal.tensor_parallel.gradients import global_grad_norm, sum_partial_gradients
 from common.colossal.upstream import OptimizerWrapper
+from common.errors import AgreedError
+
+MAX_SKIPPED = 20  # updates in a row
 
 
 class StepOptimizer(OptimizerWrapper):
@@ -21,6 +25,11 @@ class StepOptimizer(OptimizerWrapper):
     once per optimiser step. Afterwards ``grad_norm`` is the norm of the step's gradient before clipping: a 0-dim tensor
     on the device, read without waiting for it.
 
+    Where a loss or a gradient of any rank is not finite, no rank updates: weights and the optimiser's state stay as
+    they are. Ranks agree on it without a message more: such a loss spoils the gradient, and such a gradient its norm,
+    which is the same on all. Nor does the host wait for the device, with an optimiser that looks at ``found_inf`` there
+    (LAMB, and torch's fused ones). More than ``max_skipped`` of these in a row raise `AgreedError`.
+
     It stands for three wrappers of upstream's, which
 
     - multiply every gradient by 0 when no clipping is asked for (interface/optimizer.py:123),
@@ -29,25 +38,45 @@ class StepOptimizer(OptimizerWrapper):
     - clip before unscaling (legacy/amp/torch_amp/torch_amp.py:51, the same slip).
     """
 
-    def __init__(self, optim: Optimizer, accumulation: int = 1, scaler: AgreedGradScaler | None = None):
+    def __init__(
+        self,
+        optim: Optimizer,
+        accumulation: int = 1,
+        scaler: GradScaler | None = None,
+        max_skipped: int = MAX_SKIPPED,
+    ):
         super().__init__(optim)
-        self.accumulation, self.scaler = accumulation, scaler
+        self.accumulation, self.scaler, self.max_skipped = accumulation, scaler, max_skipped
         self.accumulated = 0
         self.grad_norm: Tensor | None = None
+        self.counter = SkipCounter(self.parameters[0].device)
 
     @property
     def completes_step(self) -> bool:
         """Whether the next micro-batch is the last of its step."""
         return self.accumulated + 1 == self.accumulation
 
+    @property
+    def skipped(self) -> int:
+        """How many updates were skipped so far; reading it waits for the device."""
+        return self.counter.all.item()
+
     def zero_grad(self, *args: object, **kwargs: object) -> None:
         if self.accumulated == 0:
             self.optim.zero_grad(*args, **kwargs)
 
     def backward(self, loss: Tensor, **kwargs: object) -> None:
-        loss = loss / self.accumulation
+        loss = loss / self.accumulation + self._poison(loss)
         super().backward(self.scaler.scale(loss) if self.scaler else loss, **kwargs)
         self.accumulated += 1
+
+    def _poison(self, loss: Tensor) -> Tensor:
+        """Return 0, whose gradient is 0 too, or NaN if ``loss`` is not finite: then so is one number of the gradient.
+
+        The loss itself does not always do that: cross-entropy without a label is NaN, and its gradient 0.
+        """
+        factor = torch.where(loss.detach().isfinite(), 0.0, torch.nan)
+        return factor * min(self.parameters, key=Tensor.numel).flatten()[0]
 
     def clip_grad_by_norm(self, max_norm: float) -> None:
         """Set ``grad_norm``, and scale the gradient down to ``max_norm`` if that is above 0."""
@@ -64,19 +93,42 @@ class StepOptimizer(OptimizerWrapper):
         if self.accumulated < self.accumulation:
             return
         self.accumulated = 0
-        if self.scaler is None:
+        found_inf = (~self.grad_norm.isfinite()).float()
+        self._update(found_inf, *args, **kwargs)
+        if self.scaler:
+            # What unscaling found is this rank's own; the scale has to follow what all ranks do.
+            for found in self.scaler._found_inf_per_device(self.optim).values():
+                found.copy_(found_inf)
+            self.scaler.update()
+        self.counter.count(found_inf)
+        if self.counter.exceeds(self.max_skipped):
+            raise AgreedError(self._describe_skips())
+
+    def _update(self, found_inf: Tensor, *args: object, **kwargs: object) -> None:
+        if getattr(self.optim, "_step_supports_amp_scaling", False):
+            self.optim.found_inf = found_inf
             self.optim.step(*args, **kwargs)
-            return
-        self.scaler.step(self.optim, *args, **kwargs)
-        self.scaler.update()
-        # A schedule counts skipped updates too; without this torch warns when the very first one is skipped.
-        self.optim._opt_called = True
+            del self.optim.found_inf
+        elif not found_inf.item():
+            self.optim.step(*args, **kwargs)
+        else:  # a schedule counts skipped updates too; without this torch warns when the very first one is skipped
+            self.optim._opt_called = True
+
+    def _describe_skips(self) -> str:
+        scale = f"; the loss scale of float16 is down to {self.scaler.get_scale():.1e}" if self.scaler else ""
+        instead = ", or use fp16.dtype='bfloat16'" if self.scaler else ""
+        return (
+            f"by step {self.counter.updates}, {self.counter.longest.item()} updates in a row were skipped, because the "
+            f"loss or a gradient was not finite (MAX_SKIPPED={self.max_skipped}){scale}: lower LEARNING_RATE, raise "
+            f"WARMUP_EPOCHS or set clip_grad_norm{instead}"
+        )
 
     def step_state(self) -> dict[str, Any]:
-        """Return the loss scaler's state; the optimiser's own is not in it."""
-        return {"scaler": self.scaler.state_dict() if self.scaler else None}
+        """Return what a checkpoint needs beside the optimiser's own state, for JSON; waits for the device."""
+        return self.counter.state_dict() | {"scaler": self.scaler.state_dict() if self.scaler else None}
 
     def load_step_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with the scale of a run of the same mixed precision; another keeps its own."""
+        """Go on from what `step_state` returned; a scale of the loss is taken over if both runs have one."""
+        self.counter.load_state_dict(state)
         if self.scaler and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])

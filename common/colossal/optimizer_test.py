@@ -5,8 +5,8 @@ import torch
 from colossalai.interface import OptimizerWrapper
 from colossalai.legacy.engine.gradient_accumulation import GradAccumOptimizer
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
-from common.colossal.grad_scaler import AgreedGradScaler
 from common.colossal.optimizer import StepOptimizer
 
 MAX_NORM = 0.2
@@ -41,8 +41,8 @@ def torch_step(max_norm: float) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("max_norm", [0.0, MAX_NORM, 1e3])
-@pytest.mark.parametrize("scaler", [None, AgreedGradScaler("cpu", init_scale=2.0**10)])
-def test_one_step_of_two_micro_batches(max_norm: float, scaler: AgreedGradScaler | None) -> None:
+@pytest.mark.parametrize("scaler", [None, GradScaler("cpu", init_scale=2.0**10)])
+def test_one_step_of_two_micro_batches(max_norm: float, scaler: GradScaler | None) -> None:
     expected, norm = torch_step(max_norm)
     model, optimizer, batches = build()
     step_optimizer = StepOptimizer(optimizer, 2, scaler)

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from common.colossal.engine import Engine
 from common.colossal.lost_ranks import naming_lost_ranks
 from common.colossal.upstream import BaseHook, UpstreamTrainer
+from common.errors import AgreedError
 
 
 class Trainer(UpstreamTrainer):
@@ -82,7 +83,8 @@ class Trainer(UpstreamTrainer):
         Evaluates every ``test_interval`` epochs and at the end. The loaders are those that `initialize` returned. Hooks
         are called in the order of their ``priority``, in training with ``output`` and ``label`` None, in evaluation
         with ``loss`` None; one of them may load a state in ``before_train``. Raises `UserError` naming the ranks that
-        are gone when a collective fails.
+        are gone when a collective fails, and `AgreedError`, with what hooks left as ``states["checkpoint"]``, when too
+        many updates had to be skipped.
         """
         self._max_epochs, self._max_steps = epochs, max_steps
         self._steps_per_epoch = len(train_dataloader) // self.engine.optimizer.accumulation
@@ -91,6 +93,14 @@ class Trainer(UpstreamTrainer):
         self.hooks = sorted(hooks, key=lambda hook: hook.priority)
         self._call_hooks("after_hook_is_attached")
         self._call_hooks("before_train")
+        try:
+            self._run(train_dataloader, test_dataloader, test_interval)
+        except AgreedError as error:
+            last = self.states.get("checkpoint")
+            raise AgreedError(f"{error}; the last checkpoint is {last or 'none'}") from error
+        self._call_hooks("after_train")
+
+    def _run(self, train_dataloader: Any, test_dataloader: Any, test_interval: int) -> None:
         while not self.stopping:
             if test_dataloader is not None and self._is_evaluation_due(test_interval):
                 self._eval(test_dataloader)
@@ -98,7 +108,6 @@ class Trainer(UpstreamTrainer):
                 break
             else:
                 self._train_epoch(train_dataloader)
-        self._call_hooks("after_train")
 
     def _train_epoch(self, train_dataloader: Any) -> None:
         """Train for what is left of an epoch."""

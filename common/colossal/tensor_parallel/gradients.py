@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
 from common.colossal.tensor_parallel.layout import TENSOR
 from common.colossal.upstream import gpc
@@ -38,13 +37,18 @@ def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     if not any(map(_is_piece, trained)):
-        return get_total_norm([parameter.grad for parameter in trained])
+        return _norm([parameter.grad for parameter in trained])
     grads_by_copies = defaultdict(list)
     for parameter in trained:
         grads_by_copies[_copies(parameter)].append(parameter.grad)
-    square = sum(get_total_norm(grads).square() / copies for copies, grads in grads_by_copies.items())
+    square = sum(_norm(grads).square() / copies for copies, grads in grads_by_copies.items())
     dist.all_reduce(square, group=gpc.get_group(TENSOR))
     return square.sqrt()
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    """Return the 2-norm of all tensors together, float32 also for half-precision tensors: float16 ends at 65,504."""
+    return torch.stack(torch._foreach_norm(tensors, 2, torch.float32)).norm()
 
 
 def build_norm_reducer(model: nn.Module) -> Callable[[Tensor, list[Tensor]], Tensor] | None:

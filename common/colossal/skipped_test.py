@@ -1,0 +1,248 @@
+"""Updates whose loss or gradient is not finite are skipped by all ranks, leave no trace, and are counted."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.colossal import AMP_TYPE, Engine, ParallelMode, gpc, initialize
+from common.colossal.precision_test import MODES
+from common.colossal.skipped import CHECK_EVERY
+from common.colossal.tensor_parallel.cases import CASES, OPTIMIZERS, blended_loss, build_engine, micro_batches
+from common.errors import AgreedError, UserError
+from common.optimizer import build_optimizer
+from common.testing import launched, run_ranks
+
+ACCUMULATION = 2
+FP16 = {"mode": AMP_TYPE.TORCH, "dtype": "float16", "init_scale": 1024.0}
+
+
+class FaultyLoss:
+    """`blended_loss` that is ``fault(loss)`` in the micro-batches numbered in ``at``, from 0."""
+
+    def __init__(self, at: Sequence[int], fault: Callable[[Tensor], Tensor] = lambda loss: loss * torch.nan) -> None:
+        self.at, self.fault, self.calls = at, fault, 0
+
+    def __call__(self, *args: Tensor, **named: Tensor) -> Tensor:
+        loss = blended_loss(*args, **named)
+        self.calls += 1
+        return self.fault(loss) if self.calls - 1 in self.at else loss
+
+
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
+    """Return weights, moments and step counts, bit by bit."""
+    tensors = [p for p in model.parameters() if p.requires_grad]
+    tensors += [value for p in tensors for value in optimizer.state.get(p, {}).values()]
+    return [tensor.detach().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+
+def take_step(engine: Engine, batches: Any) -> None:
+    for _ in range(engine.optimizer.accumulation):
+        engine.zero_grad()
+        engine.execute_schedule(batches)
+        engine.step()
+
+
+def skip_one(optimizer_name: str, criterion: FaultyLoss, bad_step: int = 1, steps: int = 3) -> list[bool]:
+    """Train for a few steps; return in which of them something moved."""
+    place = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
+    model, optimizer, engine = build_engine(optimizer_name, criterion)
+    batches, moved = iter(list(micro_batches(steps, *place))), []
+    for step in range(steps):
+        before = state_bytes(model, optimizer)
+        take_step(engine, batches)
+        moved.append(state_bytes(model, optimizer) != before)
+        assert engine.optimizer.grad_norm.isfinite().item() == (step != bad_step)
+    assert engine.optimizer.skipped == 1
+    return moved
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("mode", [None, *MODES])
+def test_a_skipped_update_leaves_no_trace(mode: str | None, optimizer_name: str) -> None:
+    scaled = mode and mode.endswith("float16") and "O3" not in mode
+    fp16 = MODES[mode] | ({"init_scale": 1024.0} if scaled else {}) if mode else None
+    with launched(gradient_accumulation=ACCUMULATION, clip_grad_norm=0.3, fp16=fp16):
+        assert skip_one(optimizer_name, FaultyLoss([2])) == [True, False, True]
+
+
+FAULTS = {
+    "infinite loss": lambda loss: loss * torch.inf,
+    "loss without labels, whose gradient is 0": lambda loss: nn.functional.cross_entropy(
+        loss.expand(1, 8), torch.tensor([-100])
+    ),
+    "infinite gradient of a finite loss": lambda loss: (loss - loss.detach()).abs().sqrt(),
+}
+
+
+@pytest.mark.parametrize("micro_batch", [2, 3])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_any_fault_in_any_micro_batch_counts(fault: str, micro_batch: int) -> None:
+    with launched(gradient_accumulation=ACCUMULATION):
+        assert skip_one("adamw", FaultyLoss([micro_batch], FAULTS[fault])) == [True, False, True]
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"momentum": 0.0}])
+def test_sgd_goes_on_as_if_a_first_update_had_not_been(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, **_: torch.full_like(tensor, 1e9))  # memory used before
+
+    def train(*gradients: float) -> Tensor:
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(model.weight)
+        engine, *_ = initialize(model, build_optimizer(model, "sgd", learning_rate=0.1, **options))
+        for gradient in gradients:
+            engine.zero_grad()
+            engine.backward(gradient * model.weight.sum())
+            engine.step()
+        return model.weight.detach()
+
+    with launched():
+        assert torch.equal(train(torch.nan, 1.0, 2.0), train(1.0, 2.0))
+        assert torch.equal(train(1.0, torch.nan, 2.0), train(1.0, 2.0))
+
+
+@pytest.mark.parametrize("variant", ["colossalai", "apex", "deepspeed"])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_lamb_goes_on_as_if_an_update_had_not_been(variant: str, weight_decay: float) -> None:
+    def train(*gradients: float) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = build_optimizer(model, "lamb", 0.1, weight_decay, decay_all=False, variant=variant)
+        engine, *_ = initialize(model, optimizer)
+        for gradient in gradients:
+            engine.zero_grad()
+            engine.backward(gradient * engine(torch.ones(1, 3)).square().sum())
+            engine.step()
+        return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    with launched():
+        assert torch.equal(train(torch.nan, 1.0, torch.inf, 2.0, 3.0), train(1.0, 2.0, 3.0))
+
+
+def skip_together(config: dict, faulty: int) -> list[list[bool]]:
+    """Skip an update because of one rank only, with each optimiser; return what moved."""
+    with launched(gradient_accumulation=ACCUMULATION, clip_grad_norm=0.3, **config):
+        at = [3] if gpc.get_global_rank() == faulty else []
+        return [skip_one(optimizer_name, FaultyLoss(at)) for optimizer_name in OPTIMIZERS]
+
+
+HANDLER = {"gradient_handler": [{"type": "DataParallelGradientHandler"}]}
+
+
+@pytest.mark.parametrize(
+    ("processes", "config"),
+    [
+        (2, {}),
+        (2, HANDLER),
+        (2, {"fp16": FP16}),
+        *((CASES[case][0], {"parallel": CASES[case][1]}) for case in ("1d-2", "2d-4", "2.5d-4", "dp2 x 1d-2", "3d-8")),
+        (2, {"parallel": CASES["1d-2"][1], "fp16": {"mode": AMP_TYPE.NAIVE, "dtype": "float16", "init_scale": 1024.0}}),
+        (2, {"parallel": CASES["1d-2"][1], "fp16": {"mode": AMP_TYPE.APEX, "opt_level": "O3"}}),
+    ],
+)
+def test_all_ranks_skip_what_is_not_finite_on_one(processes: int, config: dict) -> None:
+    for moved in run_ranks(processes, skip_together, config, processes - 1, timeout=120):
+        assert moved == [[True, False, True]] * 3
+
+
+def fail_always(config: dict) -> tuple[str, int]:
+    with launched(MAX_SKIPPED=2, **config):
+        model = nn.Linear(2, 1)
+        engine, *_ = initialize(model, build_optimizer(model, "adamw"))
+        for step, gradient in enumerate([1.0, torch.nan, torch.nan, 1.0, *[torch.nan] * 3], start=1):
+            engine.zero_grad()
+            try:
+                engine.backward(gradient * engine(torch.ones(1, 2)).sum())
+                engine.step()
+            except AgreedError as error:
+                return str(error), step
+    return "", 0
+
+
+def test_too_many_in_a_row_stop_the_run() -> None:
+    message, step = fail_always({})
+    assert step == 7
+    assert message.startswith("by step 7, 3 updates in a row were skipped, because the loss or a gradient was not")
+    assert "MAX_SKIPPED=2" in message
+    assert "LEARNING_RATE" in message
+    assert "float16" not in message
+    message, step = fail_always({"fp16": FP16})
+    assert step == 7
+    assert "the loss scale of float16 is down to 3.2e+01: lower" in message
+
+
+def test_counters_and_scale_survive_a_checkpoint() -> None:
+    def build(fp16: dict | None) -> Engine:
+        gpc.config["fp16"] = fp16
+        model = nn.Linear(2, 1)
+        return initialize(model, build_optimizer(model, "sgd"))[0]
+
+    def step(engine: Engine, gradient: float) -> None:
+        engine.zero_grad()
+        engine.backward(gradient * engine(torch.ones(1, 2)).sum())
+        engine.step()
+
+    with launched(MAX_SKIPPED=3):
+        engine = build(FP16)
+        for gradient in (1.0, torch.nan, 1.0, torch.nan, torch.nan):
+            step(engine, gradient)
+        state = engine.optimizer.step_state()
+        assert {key: state[key] for key in ("updates", "skipped", "skipped_in_a_row")} == {
+            "updates": 5,
+            "skipped": 3,
+            "skipped_in_a_row": 2,
+        }
+        resumed = build(FP16)
+        resumed.optimizer.load_step_state(state)
+        assert resumed.optimizer.step_state() == state
+        for each in (engine, resumed):
+            step(each, torch.nan)
+            assert each.optimizer.skipped == 4
+            assert each.optimizer.scaler.get_scale() == 2.0**6
+            with pytest.raises(UserError, match="by step 7, 4 updates in a row"):
+                step(each, torch.nan)
+        without_scale = build(None)
+        without_scale.optimizer.load_step_state(state)
+        assert without_scale.optimizer.step_state() == state | {"scaler": None}
+
+
+class Waits(TorchDispatchMode):
+    """Count in ``number`` what would make the host wait for a GPU: a number of a tensor that it reads."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.number += function._opname == "_local_scalar_dense"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fp16", [None, FP16])
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+def test_the_host_reads_nothing_between_checks(fp16: dict | None, optimizer_name: str) -> None:
+    with launched(gradient_accumulation=ACCUMULATION, clip_grad_norm=0.3, fp16=fp16):
+        _, _, engine = build_engine(optimizer_name)
+        engine.optimizer.counter.every = CHECK_EVERY  # as on a GPU
+        engine.optimizer.counter.updates = CHECK_EVERY - 3
+        batches = iter(list(micro_batches(3)))
+        with Waits() as waits:
+            for _ in range(2):
+                take_step(engine, batches)
+            assert waits.number == 0
+            take_step(engine, batches)
+        assert waits.number == 1
+
+
+def test_an_optimizer_that_is_not_fused_skips_too() -> None:
+    with launched():
+        model = nn.Linear(2, 1)
+        before = model.weight.detach().clone()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        engine, *_ = initialize(model, optimizer)
+        engine.backward(engine(torch.ones(1, 2)).sum() * torch.nan)
+        engine.step()
+        schedule.step()  # no warning about the skipped first update
+        assert torch.equal(model.weight, before)

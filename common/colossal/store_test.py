@@ -1,0 +1,103 @@
+"""Where the launch's store listens, and what the ranks that are there say of those that do not come."""
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from common.colossal import store
+from common.colossal.store import open_store
+from common.errors import RankError, UserError
+from common.testing import free_port, run_ranks
+
+TIMEOUT = 1.0
+
+
+def meet(world_size: int, absent: int) -> tuple[str, float]:
+    """Return what this rank says, and how many seconds it took."""
+    rank, started = int(os.environ["RANK"]), time.monotonic()
+    if rank == absent:
+        return "", 0.0
+    with pytest.raises(UserError) as caught:
+        open_store(rank, world_size, "127.0.0.1", int(os.environ["MASTER_PORT"]), TIMEOUT)
+    return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - started
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    for message, seconds in run_ranks(3, meet, 4, 1)[::2]:
+        assert message.startswith("UserError: rank 1, 3 of 4 processes did not start within 1 s (TIMEOUT)")
+        assert seconds < 3
+
+
+def test_rank_0_that_does_not_come_is_named() -> None:
+    message, seconds = run_ranks(2, meet, 2, 0)[1]
+    port = message.partition("--port=")[2].partition(":")[0]
+    assert message.startswith(f"RankError: --host=127.0.0.1 --port={port}: rank 0 was not found there within 1 s")
+    assert seconds < 2
+
+
+def test_nothing_is_printed_while_waiting(capfd: pytest.CaptureFixture) -> None:
+    with pytest.raises(RankError):
+        open_store(1, 2, "127.0.0.1", free_port(), 0.3)
+    with pytest.raises(UserError):
+        open_store(0, 2, "127.0.0.1", free_port(), 0.3)
+    assert capfd.readouterr().err == ""
+
+
+def addresses_listened_on() -> set[str]:
+    """Return the addresses of this machine on which this process listens for connections, from /proc/net/tcp{,6}."""
+    sockets = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            sockets.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except OSError:
+            continue
+    found = set()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        for row in Path(table).read_text().splitlines()[1:]:
+            _, local, _, state, *rest = row.split()
+            if state == "0A" and f"socket:[{rest[5]}]" in sockets:  # LISTEN
+                found.add(local.partition(":")[0])
+    return found
+
+
+def listening_addresses(own_store: bool) -> set[str]:
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    place = {"rank": rank, "world_size": 2, "timeout": timedelta(seconds=30)}
+    if own_store:
+        dist.init_process_group("gloo", store=open_store(rank, 2, "127.0.0.1", port, 30.0), **place)
+    else:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", **place)
+    dist.barrier()
+    try:
+        return addresses_listened_on()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_on_one_machine_everything_listens_on_the_loopback() -> None:
+    for addresses in run_ranks(2, listening_addresses, True):
+        assert addresses == {"0100007F"}  # 127.0.0.1
+
+
+def test_pytorchs_own_store_listens_on_all_interfaces() -> None:
+    rank0, _ = run_ranks(2, listening_addresses, False)
+    assert rank0 & {"00000000", "00000000000000000000000000000000"}
+
+
+def test_an_agent_of_torchrun_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(store, "listen", None)
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for number in range(2):  # the second attempt does not take the ranks of the first for its own
+        for name, value in (environment | {"TORCHELASTIC_RESTART_COUNT": str(number)}).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match="rank 1 of 2 processes did not start"):
+            open_store(0, 2, "127.0.0.1", port, 0.2)
+        agent.set(f"attempt {number}/here/1", "")
+        agent.delete_key(f"attempt {number}/absent")
+        assert open_store(0, 2, "127.0.0.1", port, 5).check(["here/0"])

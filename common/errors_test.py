@@ -1,0 +1,31 @@
+"""Who of a run's processes says what went wrong."""
+
+import pytest
+import torch
+
+from common.errors import AgreedError, RankError, UserError, run_command
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "joined", "speaks"),
+    [
+        (UserError, "0", False, True),
+        (UserError, "1", False, False),
+        (UserError, "1", True, True),
+        (RankError, "1", False, True),
+        (AgreedError, "0", True, True),
+        (AgreedError, "1", True, False),
+    ],
+)
+def test_who_speaks(
+    error: type, rank: str, joined: bool, speaks: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def main(argv: list[str]) -> None:
+        raise error("KEY=1: choose 2")
+
+    monkeypatch.setenv("SLURM_PROCID", rank)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: joined)
+    with pytest.raises(SystemExit) as ended:
+        run_command(main, [])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == ("error: KEY=1: choose 2\n" if speaks else "")

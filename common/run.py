@@ -101,11 +101,17 @@ class Run:
             sys.exit(exit_code(stopped))
         if not self.is_main:
             return
-        last = [record for record in read_metrics(self.output) if record["kind"] == "eval"][-1]
         print(f"curves       {self.output}/loss.jpeg {self.output}/acc.jpeg")
         print(f"checkpoint   {checkpoint}")
         print(f"tensorboard  tensorboard --logdir {self.output}/tensorboard")
-        print(f"top1={last['top1']:.4f}", flush=True)
+        print(f"top1={self._last_top1()}", flush=True)
+
+    def _last_top1(self) -> str:
+        try:
+            last = [record for record in read_metrics(self.output) if record["kind"] == "eval"][-1]
+        except (OSError, IndexError):  # the disk was full, or the folder is gone: the writers have warned of it
+            return "?"
+        return f"{last['top1']:.4f}"
 
 
 def start_run(

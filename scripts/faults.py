@@ -20,9 +20,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from injection.bad_data import data_faults
 from injection.bench import Bench, Fault, Recovery
+from injection.disks import disk_faults
+from injection.elastic import elastic_faults
 from injection.kills import kill_faults
+from injection.numerics import numeric_faults
 from injection.processes import RunLostError
+from injection.ranks import rank_faults
+from injection.stops import stop_faults
 
 from common.provenance import describe_run, format_command
 from common.table import format_table
@@ -61,7 +67,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def all_faults(kills: int) -> list[Fault]:
     """Return the rows of the table, in order."""
-    return [*kill_faults(kills)]
+    more = (stop_faults, rank_faults, numeric_faults, disk_faults, data_faults, elastic_faults)
+    return [*kill_faults(kills), *(fault for faults in more for fault in faults())]
 
 
 def inject(fault: Fault, bench: Bench, args: argparse.Namespace) -> dict[str, Any] | None:

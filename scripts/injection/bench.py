@@ -1,7 +1,6 @@
 """The runs that faults are injected into: modes, their uninterrupted results, and how two results are compared."""
 
 import functools
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +44,7 @@ def _parallel(name: str) -> Mode:
     return Mode(name, size, f"parallel = {parallel!r}")
 
 
-ONE, TWO = Mode("1 process"), Mode("dp2", 2)
+ONE, TWO, FOUR = Mode("1 process"), Mode("dp2", 2), Mode("dp4", 4)
 TENSOR_PARALLEL = [_parallel(name) for name in ("1d-2", "2d-4", "2.5d-4", "2.5d-8", "3d-8", "dp2 x 1d-2")]
 WORKERS = Mode("dp2, torchvision workers", 2, 'DATA = dict(loader="torchvision", workers=2)')
 SCALE = "init_scale=2.0**18, growth_interval=3"  # overflows at first, and grows again
@@ -59,7 +58,7 @@ PRECISION = [
     Mode("APEX O2", 0, 'fp16 = dict(mode=AMP_TYPE.APEX, opt_level="O2")'),
     Mode("APEX O3", 0, 'fp16 = dict(mode=AMP_TYPE.APEX, opt_level="O3")\nOPTIMIZER = dict(name="adamw")'),
 ]
-MODES = [ONE, TWO, *TENSOR_PARALLEL, WORKERS, *PRECISION]
+MODES = [ONE, TWO, FOUR, *TENSOR_PARALLEL, WORKERS, *PRECISION]
 NO_DROPOUT = 'MODEL["dropout"] = 0.0\nfp16 = None'
 
 
@@ -80,24 +79,19 @@ class Bench:
         self.count += 1
         return self.folder / f"try{self.count:04d}"
 
-    def start(
-        self,
-        mode: Mode,
-        output: Path,
-        fault: Callable[[int], None] | None = None,
-        settings: Sequence[str] = (),
-        data: Path | None = None,
-    ) -> Ranks:
-        """Start ``train_dali.py`` in ``mode`` into ``output``."""
-        output.parent.mkdir(exist_ok=True, parents=True)
-        folder = output.with_name(f"{output.name} {self.count}")
-        self.count += 1
+    def arguments(self, mode: Mode, output: Path, settings: Sequence[str] = (), data: Path | None = None) -> list[str]:
+        """Return the arguments of ``train_dali.py`` for a run in ``mode`` into ``output``."""
+        folder = self.new_folder()
         folder.mkdir()
         config = write_config(folder)
         config.write_text(config.read_text() + COMMON + mode.lines + "\n")
-        argv = ["--config", str(config), "--output", str(output), "--set", f"DATA.root={data or self.data}"]
-        argv += [word for setting in settings for word in ("--set", setting)]
-        return Ranks(mode.size, lambda: run_command(train_dali.main, argv), folder, fault)
+        settings = [f"DATA.root={data or self.data}", *settings]
+        return ["--config", str(config), "--output", str(output), *(w for s in settings for w in ("--set", s))]
+
+    def start(self, mode: Mode, output: Path, fault: Callable[[int], None] | None = None, **options: Any) -> Ranks:
+        """Start a run; ``options`` are those of `arguments`."""
+        arguments = self.arguments(mode, output, **options)
+        return Ranks(mode.size, lambda: run_command(train_dali.main, arguments), self.new_folder(), fault)
 
     def run(self, mode: Mode, output: Path, fault: Callable[[int], None] | None = None, **options: Any) -> Ended:
         """Run to the end; a fault on any rank ends the others."""
@@ -154,11 +148,6 @@ def result(output: Path) -> dict[str, Any]:
 def losses(output: Path) -> list[tuple[str, int, float]]:
     """Return kind, step and loss of a run's records."""
     return [(record["kind"], record["step"], record["loss"]) for record in read_metrics(output)]
-
-
-def starts(output: Path) -> list[int]:
-    """Return the steps that a run was started from."""
-    return [start["step"] for start in json.loads((output / "config.json").read_text())["starts"]]
 
 
 def choose_rank(choice: random.Random, mode: Mode) -> int:

@@ -33,7 +33,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
         yield folder
     finally:
         if os.path.ismount(folder):
-            subprocess.run(["umount", "--lazy", folder], check=True)
+            subprocess.run(["umount", "--recursive", "--lazy", folder], check=True)
 
 
 def await_checkpoint(output: Path) -> None:
@@ -59,12 +59,15 @@ def make_room(output: Path) -> None:
 
 
 def turn_read_only(output: Path) -> None:
+    """Show the folder of checkpoints read-only: a whole disk turns so only where no file is open for writing."""
     await_checkpoint(output)
-    subprocess.run(["mount", "-o", "remount,ro", output.parent], check=True)
+    folder = output / "checkpoints"
+    subprocess.run(["mount", "--bind", folder, folder], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
 
 
 def turn_writable(output: Path) -> None:
-    subprocess.run(["mount", "-o", f"remount,rw,{DISK}", output.parent], check=True)
+    subprocess.run(["umount", output / "checkpoints"], check=True)
 
 
 Change = Callable[[Path], None]
@@ -160,7 +163,9 @@ def writers_fail(bench: Bench, choice: random.Random) -> Recovery:
 
 def disk_faults() -> list[Fault]:
     """Return the rows."""
-    full = functools.partial(disk_fails, fill, make_room, "No space left on device" if os.geteuid() == 0 else "too large")
+    full = functools.partial(
+        disk_fails, fill, make_room, "No space left on device" if os.geteuid() == 0 else "too large"
+    )
     rows = [
         Fault("disk full", full, 2),
         Fault("disk full for a while", disk_fails_for_a_while, 2, 0),

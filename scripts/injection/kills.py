@@ -11,7 +11,7 @@ from pathlib import Path
 
 from injection.bench import MODES, ONE, TWO, Bench, Fault, Mode, Recovery, choose_rank
 from injection.processes import expect
-from injection.victims import SAVING, SAVING_CALLS, Place, at, before_call, choose_place, kill, on
+from injection.victims import SAVING, SAVING_CALLS, Place, at, before_call, choose_place, kill, on, stop
 
 from common.checkpoint import MARKER, list_checkpoints, newest_checkpoint
 from common.resume import choose_checkpoint
@@ -87,10 +87,6 @@ def damaged(damage: Callable[[Path, random.Random], None], bench: Bench, choice:
         expect(f"warning: {newest} is damaged" in ended.said, f"no warning: {ended.said}")
     expect(f"going on from {before}" in ended.said, ended.said)
     return Recovery(bench.is_equal(mode, output), stopped.seconds + ended.seconds - seconds)
-
-
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def all_damaged(bench: Bench, choice: random.Random) -> Recovery:

@@ -36,7 +36,7 @@ class Ended:
     codes: list[int]
     outputs: list[str]
     seconds: float
-    ends: list[float]  # when each ended, in seconds
+    ends: list[float]  # when each ended, by time.monotonic()
     left: list[int]  # their worker processes that did not end
 
     @property
@@ -72,13 +72,13 @@ class Ranks:
     def _fork(self, rank: int, size: int, port: int, command: Callable, fault: Callable | None) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
-        if pid:
+        output = os.open(self.files[rank], os.O_WRONLY | os.O_CREAT)
+        if pid := os.fork():
+            os.close(output)
             return pid
         code = 1
         try:
             os.setsid()
-            output = os.open(self.files[rank], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
             os.dup2(output, 2)
             become_rank(rank, size, port)
@@ -101,12 +101,18 @@ class Ranks:
             if self.codes[rank] is None:
                 (os.killpg if group else os.kill)(self.pids[rank], number)
 
-    def wait(self, *, launcher: bool = True, timeout: float = 120) -> Ended:
-        """Wait for the end of all; a ``launcher`` ends the others where one has failed."""
+    def wait(self, lost: int | None = None, timeout: float = 120) -> Ended:
+        """Wait for the end of all. As a launcher, end the others where one fails.
+
+        With a rank that is ``lost``, there is no launcher, and that rank is killed after the end of all others.
+        """
         deadline, killing_at = self.started + timeout, float("inf")
         while not self._reap():
             now = time.monotonic()
-            if launcher and killing_at == float("inf") and any(self.codes):
+            if lost is not None:
+                if None not in self.codes[:lost] + self.codes[lost + 1 :]:
+                    self.send(signal.SIGKILL, [lost])
+            elif killing_at == float("inf") and any(self.codes):
                 self.send(signal.SIGTERM)
                 killing_at = now + GRACE
             if now > min(deadline, killing_at):
@@ -124,7 +130,7 @@ class Ranks:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     self.codes[rank] = os.waitstatus_to_exitcode(status)
-                    self.ends[rank] = time.monotonic() - self.started
+                    self.ends[rank] = time.monotonic()
         return None not in self.codes
 
     def _remove_left(self) -> list[int]:

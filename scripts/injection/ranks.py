@@ -11,12 +11,22 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from injection.bench import NO_DROPOUT, ONE, TENSOR_PARALLEL, TWO, Bench, Fault, Mode, Recovery, choose_rank
-from injection.bench import losses, result
+from injection.bench import (
+    NO_DROPOUT,
+    ONE,
+    TENSOR_PARALLEL,
+    TWO,
+    Bench,
+    Fault,
+    Mode,
+    Recovery,
+    choose_rank,
+    losses,
+    result,
+)
 from injection.processes import expect
-from injection.victims import at, choose_place, kill, on
+from injection.victims import Place, at, choose_place, kill, on
 
-from common.colossal import gpc
 from common.loader import Batch, Loader
 from common.sampling import TrainSampler
 
@@ -25,26 +35,25 @@ FLOAT_ERROR = 1e-4  # of a loss in fp32, after 12 steps in other modes; another 
 BY_NAME = {mode.name: mode for mode in TENSOR_PARALLEL}
 
 
-def lost(action_name: str, bench: Bench, choice: random.Random, mode: Mode) -> Recovery:
-    """Kill or stop a rank: without a launcher that ends them, the others end within TIMEOUT and name it."""
+def lost(what: str, number: int, bench: Bench, choice: random.Random, mode: Mode) -> Recovery:
+    """Let a rank die or stand still: the others, which no launcher ends, end within TIMEOUT and name it."""
     mode = mode.but(f"TIMEOUT = {TIMEOUT}")
     seconds, _ = bench.reference(mode)
     output, clock = bench.new_folder(), bench.new_folder()
     rank, place = choose_rank(choice, mode), choose_place(choice, "step", "accumulation", "evaluation")
-    number = signal.SIGKILL if action_name == "dies" else signal.SIGSTOP
-    print(f"    {mode.name}: rank {rank} {action_name} at {place}", flush=True)
+    print(f"    {mode.name}: rank {rank} {what} at {place}", flush=True)
 
     def fail() -> None:
         clock.write_text(str(time.monotonic()))
         os.kill(os.getpid(), number)
 
-    ended = bench.start(mode, output, on(rank, lambda: at(place, fail))).wait(launcher=False, hung=rank)
+    ended = bench.start(mode, output, on(rank, lambda: at(place, fail))).wait(lost=rank)
     others = [other for other in range(mode.size) if other != rank]
     expect(ended.codes[rank] == -signal.SIGKILL, f"{ended.codes}: {ended.said}")
     expect(all(ended.codes[other] == 2 for other in others), f"{ended.codes}: {ended.said}")
     for other in others:
         expect(f"rank {rank} is gone" in ended.outputs[other], f"rank {other} says: {ended.outputs[other]}")
-    waited = max(ended.ends[other] for other in others) + ended.started - float(clock.read_text())
+    waited = max(ended.ends[other] for other in others) - float(clock.read_text())
     expect(waited < TIMEOUT, f"it took {waited:.1f} s: {ended.said}")
     ended_again = bench.run(mode, output).expect(0)
     return Recovery(bench.is_equal(mode, output), ended.seconds + ended_again.seconds - seconds)
@@ -83,9 +92,10 @@ def other_ranks(modes: list[Mode], bench: Bench, choice: random.Random) -> Recov
     modes = [mode.but(NO_DROPOUT) for mode in modes]
     whole, pieces = bench.new_folder(), bench.new_folder()
     seen_whole, seen_pieces = bench.new_folder(), bench.new_folder()
-    seen_whole.mkdir(), seen_pieces.mkdir()
+    for folder in (seen_whole, seen_pieces):
+        folder.mkdir()
     seconds = bench.run(modes[0], whole, lambda rank: record_batches(seen_whole / str(rank))).expect(0).seconds
-    lost = -seconds
+    seconds_lost = -seconds
     for number, mode in enumerate(modes):
         rank, place = choose_rank(choice, mode), choose_place(choice, "step", after=3 * number)
 
@@ -94,27 +104,25 @@ def other_ranks(modes: list[Mode], bench: Bench, choice: random.Random) -> Recov
             if own == rank and number < len(modes) - 1:
                 at(place, kill)
 
-        lost += bench.run(mode, pieces, fault).seconds
+        seconds_lost += bench.run(mode, pieces, fault).seconds
     batches, same = read_batches(seen_whole), read_batches(seen_pieces)
     expect(batches == same, f"{len(set(batches.items()) ^ set(same.items()))} images at another place")
     for one, other in zip(losses(whole), losses(pieces), strict=True):
         close = one[:2] == other[:2] and abs(one[2] - other[2]) <= FLOAT_ERROR * abs(one[2])
         expect(close, f"{other} instead of {one}")
     result(pieces)
-    return Recovery(None, lost)
+    return Recovery(None, seconds_lost)
 
 
 def rank_faults() -> list[Fault]:
     """Return the rows."""
-    modes = [[ONE, TWO, BY_NAME["2d-4"]], [BY_NAME["1d-2"], ONE, BY_NAME["3d-8"]], [BY_NAME["2.5d-4"], TWO]]
-    return [
-        *(
-            Fault(f"a rank {what}: the others name it within TIMEOUT ({mode.name})", functools.partial(lost, what, mode=mode), 2, int(mode == TWO))
-            for what in ("dies", "hangs")
-            for mode in (TWO, BY_NAME["dp2 x 1d-2"])
-        ),
-        *(
-            Fault(f"killed, then in another mode: {', then '.join(m.name for m in chain)}", functools.partial(other_ranks, chain), 1, int(number == 2))
-            for number, chain in enumerate(modes)
-        ),
-    ]
+    rows = []
+    for what, number in (("dies", signal.SIGKILL), ("hangs", signal.SIGSTOP)):
+        for mode in (TWO, BY_NAME["dp2 x 1d-2"]):
+            name = f"a rank {what}, the others name it within TIMEOUT: {mode.name}"
+            rows.append(Fault(name, functools.partial(lost, what, number, mode=mode), 2, int(mode == TWO)))
+    chains = [[ONE, TWO, BY_NAME["2d-4"]], [BY_NAME["1d-2"], ONE, BY_NAME["3d-8"]], [BY_NAME["2.5d-4"], TWO]]
+    for number, modes in enumerate(chains):
+        name = f"killed, goes on in another mode: {', '.join(mode.name for mode in modes)}"
+        rows.append(Fault(name, functools.partial(other_ranks, modes), 1, int(number == 2)))
+    return rows

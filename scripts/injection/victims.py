@@ -117,6 +117,11 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def stop() -> None:
+    """Ask this process to stop."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def on(rank: int | None, arrange: Callable[[], None]) -> Callable[[int], None]:
     """Return a fault that ``arrange`` installs on ``rank`` only, or on all."""
     return lambda own: arrange() if rank in (None, own) else None

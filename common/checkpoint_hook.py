@@ -101,7 +101,7 @@ class CheckpointHook(BaseHook):
             self._save(trainer)
         doing("writing the last checkpoint")
         self.wait()
-        stop_signals.deferring = False
+        stop_signals.deferring = stop_signals.agreed != 0  # a run that stops leaves in good order
 
     def _agree(self, step: int | None = None) -> tuple[bool, bool]:
         """Return, equal on all ranks, whether to stop, and whether a checkpoint is due after ``step``."""

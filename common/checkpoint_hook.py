@@ -30,9 +30,10 @@ from common.checkpoint import (
     write_checkpoint,
 )
 from common.colossal import BaseHook, ParallelMode, Trainer, doing, generator_states, gpc, set_generator_states
-from common.errors import UserError
+from common.errors import RankError, UserError
 from common.hooks import MetricsHook
 from common.model_state import Tensors, copy_state, load_state
+from common.resume import ask_first_rank
 from common.stop_signals import stop_signals
 from common.writers import warn
 
@@ -100,7 +101,9 @@ class CheckpointHook(BaseHook):
         if self.saved != trainer.state_dict():
             self._save(trainer)
         doing("writing the last checkpoint")
-        self.wait()
+        ask_first_rank(
+            self.wait
+        )  # a launcher ends rank 0 too where another leaves with an exit code, as after a signal
         stop_signals.deferring = False
 
     def _agree(self, step: int | None = None) -> tuple[bool, bool]:
@@ -174,6 +177,8 @@ class CheckpointHook(BaseHook):
             writing.result()
 
     def _load(self, path: Path, trainer: Trainer) -> None:
+        if not path.exists():
+            raise RankError(f"{path} is not there on this node: --output must be on a file system that all nodes share")
         state = load_trainer_state(path)
         load_state(path, self.model, self.optimizer)
         trainer.load_state_dict(state["trainer"])

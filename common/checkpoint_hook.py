@@ -101,9 +101,8 @@ class CheckpointHook(BaseHook):
         if self.saved != trainer.state_dict():
             self._save(trainer)
         doing("writing the last checkpoint")
-        ask_first_rank(
-            self.wait
-        )  # a launcher ends rank 0 too where another leaves with an exit code, as after a signal
+        # or a launcher would end rank 0 because another has left with an exit code, as after a signal
+        ask_first_rank(self.wait)
         stop_signals.deferring = False
 
     def _agree(self, step: int | None = None) -> tuple[bool, bool]:

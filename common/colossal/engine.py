@@ -25,6 +25,7 @@ from common.colossal.upstream import (
     gpc,
     sync_model_param,
 )
+from common.cpu_memory import keep_freed_memory
 from common.errors import UserError
 
 
@@ -82,6 +83,8 @@ def initialize(
     torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
     allow_tf32(config.get("TF32", False))
     device = get_accelerator().get_current_device()
+    if device.type == "cpu":
+        keep_freed_memory()
     accumulation = config.get("gradient_accumulation") or 1
     precision = build_mixed_precision(config.get("fp16"), device.type)
     if precision.note and gpc.get_global_rank() == 0:

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-# Their outcome, or its shape, is a number that the host needs; `lift_fresh` is how `torch.tensor` brings one along.
+# Their outcome, or its shape, is a number that the host needs.
 WAITING = {
     aten._local_scalar_dense,
     aten.equal,
@@ -16,7 +16,6 @@ WAITING = {
     aten.masked_select,
     aten.bincount,
     aten._unique2,
-    aten.lift_fresh,
 }
 
 
@@ -24,7 +23,8 @@ WAITING = {
 def forbid_waiting(device: torch.device) -> Iterator[None]:
     """Raise RuntimeError within the context where the host waits for ``device``: on a CPU, where it would for a GPU.
 
-    A CPU's tensors count as a GPU's: what is on the host by intent must not be touched.
+    A CPU's tensors count as a GPU's: what is on the host by intent must not be touched. That a copy to the GPU is
+    waited for shows only there.
     """
     if device.type != "cuda":
         with _NoWaiting():

@@ -31,7 +31,6 @@ VALUES = torch.arange(4.0)
         lambda: VALUES[VALUES > 1],
         lambda: VALUES.nonzero(),
         lambda: torch.equal(VALUES, VALUES),
-        lambda: torch.tensor([1.0]),
     ],
 )
 def test_sees_what_waits(work: Callable[[], object]) -> None:

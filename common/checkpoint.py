@@ -50,6 +50,8 @@ def write_checkpoint(path: Path, content: Mapping[str, Tensors | bytes]) -> None
         for name, value in content.items():
             _write(partial / name, value)
         _write(partial / MARKER, "".join(f"{sha256_of(partial / name)}  {name}\n" for name in content).encode())
+        for name in content:  # save_file lets nobody else read
+            shutil.copymode(partial / MARKER, partial / name)
         sync(partial)
         if path.exists():
             path.rename(old)

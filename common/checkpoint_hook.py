@@ -30,7 +30,7 @@ from common.checkpoint import (
     write_checkpoint,
 )
 from common.colossal import BaseHook, ParallelMode, Trainer, doing, generator_states, gpc, set_generator_states
-from common.errors import UserError
+from common.errors import RankError, UserError
 from common.hooks import MetricsHook
 from common.model_state import Tensors, copy_state, load_state
 from common.stop_signals import stop_signals
@@ -174,6 +174,8 @@ class CheckpointHook(BaseHook):
             writing.result()
 
     def _load(self, path: Path, trainer: Trainer) -> None:
+        if not path.exists():
+            raise RankError(f"{path} is not there on this node: --output must be on a file system that all nodes share")
         state = load_trainer_state(path)
         load_state(path, self.model, self.optimizer)
         trainer.load_state_dict(state["trainer"])

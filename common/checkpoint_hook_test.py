@@ -94,7 +94,9 @@ def train(
         loaders = [Loader(sampler, NoiseReader()) for sampler in samplers]
         engine, train_loader, eval_loader, _ = initialize(model, optimizer, nn.CrossEntropyLoss(), *loaders, schedule)
         start_from = choose_checkpoint("auto", output)
-        metrics = MetricsHook(plan, output, every=3, tensorboard=False, trackers=(), is_main=rank == 0)
+        metrics = MetricsHook(
+            plan, output, every=3, tensorboard=False, trackers=(), is_main=rank == 0, peak_samples_per_s=1.0
+        )
         about = {"plan": {"gpus": gpus}, "config": {"parallel": config["parallel"]}}
         saver = CheckpointHook(
             output / "checkpoints", model, optimizer, metrics, about=about, every=every, keep=20, start_from=start_from

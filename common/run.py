@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from common.checkpoint import CONFIG, METRICS, load_trainer_state, newest_checkpoint
 from common.checkpoint_hook import CheckpointHook, parse_minutes
+from common.cluster import add_cluster_arguments, parse_cluster
 from common.colossal import (
     BaseHook,
     ParallelMode,
@@ -28,11 +29,12 @@ from common.config import data_root, load_config
 from common.dry_run import print_dry_run
 from common.errors import UserError
 from common.files import lock_folder, unlock_folder
+from common.flops import peak_images_per_s
 from common.hooks import MetricsHook
 from common.launch import add_launch_arguments, detect_launch, start
 from common.model_arguments import parse_model_arguments
 from common.optimizer import build_optimizer
-from common.plan import DataSummary, Plan, build_plan
+from common.plan import DataSummary, Plan, build_plan, shrink_micro_batch
 from common.provenance import describe_run
 from common.resume import AUTO, NEVER, ask_first_rank, check_data, choose_checkpoint, compare_configs
 from common.stop_signals import exit_code, signal_name, stop_signals
@@ -62,7 +64,10 @@ class Run:
         if self.is_main:
             self._create_folder()
         start = self.about["starts"][-1]["step"]
-        metrics = MetricsHook(self.plan, self.output, is_main=self.is_main, start=start, **config["LOG"])
+        peak = peak_images_per_s(config["MODEL"], config["fp16"], self.plan.gpus, self.device)
+        metrics = MetricsHook(
+            self.plan, self.output, is_main=self.is_main, peak_samples_per_s=peak, start=start, **config["LOG"]
+        )
         checkpoints = CheckpointHook(
             self.output / "checkpoints",
             model,
@@ -78,8 +83,9 @@ class Run:
     def _create_folder(self) -> None:
         """Write config.json, and the figures up to the checkpoint."""
         try:
-            self.output.mkdir(parents=True, exist_ok=True)
-            (self.output / "config.json").write_text(json.dumps(self.about, indent=2, default=str) + "\n")
+            partial = self.output / ".config.partial"
+            partial.write_text(json.dumps(self.about, indent=2, default=str) + "\n")
+            partial.replace(self.output / CONFIG)
             figures = b"" if self.start_from is None else (self.start_from / METRICS).read_bytes()
             (self.output / METRICS).write_bytes(figures)
         except OSError as error:
@@ -101,11 +107,12 @@ class Run:
             sys.exit(exit_code(stopped))
         if not self.is_main:
             return
-        last = [record for record in read_metrics(self.output) if record["kind"] == "eval"][-1]
         print(f"curves       {self.output}/loss.jpeg {self.output}/acc.jpeg")
         print(f"checkpoint   {checkpoint}")
         print(f"tensorboard  tensorboard --logdir {self.output}/tensorboard")
-        print(f"top1={last['top1']:.4f}", flush=True)
+        evaluations = [record for record in read_metrics(self.output) if record["kind"] == "eval"]
+        if evaluations:  # else the disk was full, and stderr says so
+            print(f"top1={evaluations[-1]['top1']:.4f}", flush=True)
 
 
 def start_run(
@@ -128,11 +135,13 @@ def start_run(
         config["DATA"]["root"] = data_root(config)
         data = describe_data(config["DATA"])
         config["MODEL"]["num_classes"] = _check_classes(config["MODEL"]["num_classes"], data)
+    if args.dry_run:
+        config = shrink_micro_batch(config, gpus)
     plan = build_plan(config, gpus, data)
     _check_builds(config, plan)
     config["gradient_accumulation"] = plan.accumulation
     if args.dry_run:
-        print_dry_run(config, plan, data)
+        print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None)
         return None
     stop_signals.install(follow_parent=launch.launcher == "torch")
     output = Path(args.output or Path("outputs") / Path(args.config).stem).resolve()
@@ -174,8 +183,9 @@ def _parse(argv: list[str], description: str) -> argparse.Namespace:
         "run; PATH: go on from that checkpoint, or from the newest of that run",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, then exit")
-    parser.add_argument("--gpus", type=int, help="with --dry-run: plan for this many GPUs")
+    parser.add_argument("--gpus", type=int, help="with --dry-run: plan for this many, and compare the modes")
     parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
+    add_cluster_arguments(parser)
     add_launch_arguments(parser)
     args = parser.parse_args(argv)
     if args.gpus is not None and (not args.dry_run or args.gpus < 1):

@@ -24,6 +24,7 @@ from common.colossal.upstream import (
     gpc,
     sync_model_param,
 )
+from common.cpu_memory import keep_freed_memory
 from common.errors import UserError
 
 
@@ -80,6 +81,8 @@ def initialize(
     torch.backends.cudnn.benchmark = config.get("cudnn_benchmark", False)
     torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
     device = get_accelerator().get_current_device()
+    if device.type == "cpu":
+        keep_freed_memory()
     accumulation = config.get("gradient_accumulation") or 1
     precision = build_mixed_precision(config.get("fp16"), device.type)
     if precision.note and gpc.get_global_rank() == 0:

@@ -27,6 +27,7 @@ from common.colossal import (
 )
 from common.config import data_root, load_config
 from common.dry_run import print_dry_run
+from common.ema import EmaHook
 from common.errors import UserError
 from common.files import lock_folder, unlock_folder
 from common.flops import peak_images_per_s
@@ -35,6 +36,7 @@ from common.launch import add_launch_arguments, detect_launch, start
 from common.model_arguments import parse_model_arguments
 from common.optimizer import build_optimizer
 from common.plan import DataSummary, Plan, build_plan, shrink_micro_batch
+from common.pretrained import load_pretrained
 from common.provenance import describe_run
 from common.resume import AUTO, NEVER, ask_first_rank, check_data, choose_checkpoint, compare_configs
 from common.stop_signals import exit_code, signal_name, stop_signals
@@ -58,6 +60,17 @@ class Run:
         """This process's place among those that see different samples: ``dp_rank`` of ``dp_size``."""
         return dict(dp_rank=gpc.get_local_rank(ParallelMode.DATA), dp_size=self.plan.data_parallel)
 
+    def load_init(self, model: nn.Module) -> None:
+        """Give ``model``, before it is sharded, the weights that ``INIT`` names, unless the run goes on."""
+        source = self.about["config"]["INIT"]
+        if not source or self.start_from is not None:
+            return
+        done = ask_first_rank(lambda: load_pretrained(model, source))
+        if not self.is_main:
+            load_pretrained(model, source)
+        else:
+            print(done, flush=True)
+
     def build_hooks(self, model: nn.Module, optimizer: Optimizer) -> list[BaseHook]:
         """Create the run's folder, now that nothing in the config is left to refuse, and return the hooks."""
         config = self.about["config"]
@@ -68,6 +81,7 @@ class Run:
         metrics = MetricsHook(
             self.plan, self.output, is_main=self.is_main, peak_samples_per_s=peak, start=start, **config["LOG"]
         )
+        ema = [EmaHook(model, config["EMA"])] if config["EMA"] else []
         checkpoints = CheckpointHook(
             self.output / "checkpoints",
             model,
@@ -77,8 +91,9 @@ class Run:
             every=config["CHECKPOINT_EVERY"],
             keep=config["KEEP"],
             start_from=self.start_from,
+            averages=ema[0].averages if ema else None,
         )
-        return [WatchHook(), metrics, checkpoints]
+        return [WatchHook(), metrics, *ema, checkpoints]
 
     def _create_folder(self) -> None:
         """Write config.json, and the figures up to the checkpoint."""
@@ -125,7 +140,8 @@ def start_run(
     needs neither data nor GPUs.
     """
     args = _parse(argv, description)
-    config = load_config(args.config, args.set)
+    config = load_config(args.config, [*args.set, *([f"INIT={args.init}"] if args.init else [])])
+    config["INIT"] = config["INIT"] and str(Path(config["INIT"]).resolve())
     launch = detect_launch(args, os.environ)
     gpus = launch.world_size
     if args.dry_run and launch.launcher == "single":
@@ -148,6 +164,8 @@ def start_run(
     start(launch, config)
     ask_first_rank(lambda: lock_folder(output))
     start_from = ask_first_rank(lambda: choose_checkpoint(args.resume, output))
+    if start_from is not None:  # its weights take the place of those that it once started from, which stay on record
+        config["INIT"] = json.loads((start_from / CONFIG).read_text())["config"].get("INIT")
     about = {"name": Path(args.config).stem, "config": config, "plan": asdict(plan), **describe_run(argv)}
     about["data"] = {"loaders": describe_data.__module__, **asdict(data)}
     about["starts"] = ask_first_rank(lambda: _note_start(about, data, start_from))
@@ -182,6 +200,7 @@ def _parse(argv: list[str], description: str) -> argparse.Namespace:
         help=f"default: go on from the newest checkpoint in the output folder; {NEVER}: refuse a folder that holds a "
         "run; PATH: go on from that checkpoint, or from the newest of that run",
     )
+    parser.add_argument("--init", metavar="PATH", help="start from the weights of a run or a file: --set INIT=PATH")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, then exit")
     parser.add_argument("--gpus", type=int, help="with --dry-run: plan for this many, and compare the modes")
     parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")

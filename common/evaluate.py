@@ -31,7 +31,7 @@ ONE_PROCESS = dict(pipeline=1, tensor=dict(size=1, mode=None))  # a model that i
 def main(argv: list[str]) -> None:
     args = _parse(argv)
     launch = detect_launch(args, os.environ)
-    run = open_run(args.run, [*args.set, *([f"DATA.root={args.data}"] if args.data else [])])
+    run = open_run(args.run, [*args.set, *([f"DATA.root={args.data}"] if args.data else [])], raw=args.raw)
     data = run.config["DATA"]
     data["root"] = data_root(run.config)
     loaders = run.import_loaders()

@@ -58,7 +58,9 @@ def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -
     words = [word for setting in (f"DATA.root={root}", *settings) for word in ("--set", setting)]
     run = start_run(["--config", str(config), "--output", str(output), *words, *flags], __doc__, describe_data)
     config, plan = gpc.config, run.plan
-    model = shard_model(build_model(**config.MODEL))
+    model = build_model(**config.MODEL)
+    run.load_init(model)
+    model = shard_model(model)
     optimizer = build_optimizer(model, learning_rate=config.LEARNING_RATE, weight_decay=0.0, **config.OPTIMIZER)
     lr_scheduler = build_lr_scheduler(optimizer, config.LR_SCHEDULE, plan.total_steps, plan.warmup_steps)
     place = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)

@@ -4,7 +4,7 @@ Every loader yields ``(images float32 [B, 3, Y, X], labels int64 [B])`` on the d
 Evaluation fills its last batches up with zeros of label -100, which `torch.nn.functional.cross_entropy` ignores.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from common.errors import UserError
 from common.loader import Loader
 from common.plan import DataSummary
 from common.sampling import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
+from common.side_stream import on_side_stream
 
 # keys of DATA for photographs, which are decoded and cropped as they are read
 UNUSED = ("loader", "workers", "crop_scale", "crop_ratio", "randaugment", "eval_crop")
@@ -107,6 +108,9 @@ class MemoryReader:
 
     def read(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batch of each draw, in order."""
+        return on_side_stream(self._read(draws), self._images.device)
+
+    def _read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:
         while ahead := list(islice(draws, READ_AHEAD)):
             indices, uniforms = (np.concatenate(arrays) for arrays in zip(*ahead, strict=True))
             rows = torch.from_numpy(indices).to(self._images.device, non_blocking=True)

@@ -33,6 +33,7 @@ from common.colossal import BaseHook, ParallelMode, Trainer, doing, generator_st
 from common.errors import RankError, UserError
 from common.hooks import MetricsHook
 from common.model_state import Tensors, copy_state, load_state
+from common.resume import ask_first_rank
 from common.stop_signals import stop_signals
 from common.writers import warn
 
@@ -102,8 +103,9 @@ class CheckpointHook(BaseHook):
         if self.saved != trainer.state_dict():
             self._save(trainer)
         doing("writing the last checkpoint")
-        self.wait()
-        stop_signals.deferring = False
+        # or a launcher would end rank 0 because another has left with an exit code, as after a signal
+        ask_first_rank(self.wait)
+        stop_signals.deferring = stop_signals.agreed != 0  # a run that stops leaves in good order
 
     def _agree(self, step: int | None = None) -> tuple[bool, bool]:
         """Return, equal on all ranks, whether to stop, and whether a checkpoint is due after ``step``."""

@@ -1,6 +1,7 @@
 """Training goes on bit for bit where it stopped, in every mode; when checkpoints are saved, and which stay."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from common.checkpoint import list_checkpoints, load_trainer_state
+from common.checkpoint import list_checkpoints, load_trainer_state, newest_checkpoint, write_checkpoint
 from common.checkpoint_hook import CheckpointHook, parse_minutes
 from common.colossal import AMP_TYPE, BaseHook, Trainer, initialize, resolve_parallel, shard_model
 from common.colossal.tensor_parallel.cases import CASES, MODEL, OPTIMIZERS, build_tiny_model
@@ -113,7 +114,7 @@ def train(
         )
         hooks = [metrics, *ema, saver] + ([StopAfter(*stop)] if stop else [])
         Trainer(engine).fit(train_loader, plan.epochs, plan.last_step, eval_loader, 1, hooks)
-    assert not stop_signals.deferring
+    assert stop_signals.deferring == bool(stop_signals.agreed)  # until the process ends
     return read_metrics(output) if rank == 0 else []
 
 
@@ -239,6 +240,20 @@ def test_if_the_last_write_fails_the_run_fails(tmp_path: Path, monkeypatch) -> N
     with pytest.raises(UserError, match=r"step-00000008 could not be written \(Read-only file system\)"):
         train(tmp_path, 1, {"parallel": None}, every=3)
     stop_signals.deferring = False
+
+
+def last_checkpoint_of_a_stopped_run(output: Path) -> str:
+    train(output, 2, {}, stop=(2, False))
+    return newest_checkpoint(output / "checkpoints").name
+
+
+def test_no_rank_leaves_before_the_last_checkpoint_is_written(tmp_path: Path, monkeypatch) -> None:
+    def write_slowly(*args: Any) -> None:
+        time.sleep(1)
+        write_checkpoint(*args)
+
+    monkeypatch.setattr("common.checkpoint_hook.write_checkpoint", write_slowly)
+    assert run_ranks(2, last_checkpoint_of_a_stopped_run, tmp_path / "run") == ["step-00000002"] * 2
 
 
 def test_the_copy_is_of_its_step(tmp_path: Path, monkeypatch) -> None:

@@ -99,6 +99,8 @@ KEYS: dict[str, Key] = {
     "TENSOR_PARALLEL_MODE": Key((str, NONE), None, "how they share it", choices=(None, "1d", "2d", "2.5d", "3d")),
     "parallel": Key((dict, NONE), None, "`dict(pipeline=1, tensor=dict(mode=..., size=...))`"),
     "fp16": Key((dict, NONE), None, "`dict(mode=AMP_TYPE.TORCH, ...)`: mixed precision; `None`: fp32"),
+    "TF32": Key((bool,), False, "let float32 products round their inputs to TF32 on GPUs that have it"),
+    "COMPILE": Key((bool,), False, "torch.compile the transformer's blocks; not with tensor parallelism"),
     "gradient_accumulation": Key((int, NONE), None, "micro-batches per optimiser step", minimum=1),
     "clip_grad_norm": Key(NUMBER, 0.0, "largest norm of the gradient of all weights; 0: no clipping", minimum=0),
     "torch_ddp": Key((dict,), {}, "options of torch's DistributedDataParallel"),

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,19 @@ from common.files import lock_folder, unlock_folder
 from common.flops import peak_images_per_s
 from common.hooks import MetricsHook
 from common.launch import add_launch_arguments, detect_launch, start
+from common.lr_finder import STEPS, LearningRateFinder
 from common.model_arguments import parse_model_arguments
 from common.optimizer import build_optimizer
 from common.plan import DataSummary, Plan, build_plan, shrink_micro_batch
 from common.pretrained import load_pretrained
+from common.profiling import ProfilerHook
 from common.provenance import describe_run
 from common.resume import AUTO, NEVER, ask_first_rank, check_data, choose_checkpoint, compare_configs
 from common.stop_signals import exit_code, signal_name, stop_signals
 from common.trackers import check_trackers
 from common.writers import read_metrics
+
+Measurement = LearningRateFinder | ProfilerHook
 
 
 @dataclass
@@ -54,6 +58,7 @@ class Run:
     device: torch.device
     about: dict[str, Any]  # what config.json holds
     start_from: Path | None  # the checkpoint to go on from
+    measurement: Measurement | None  # what this run is for, instead of training
 
     @property
     def data_parallel(self) -> dict[str, int]:
@@ -73,6 +78,8 @@ class Run:
 
     def build_hooks(self, model: nn.Module, optimizer: Optimizer) -> list[BaseHook]:
         """Create the run's folder, now that nothing in the config is left to refuse, and return the hooks."""
+        if self.measurement:
+            return [WatchHook(), self.measurement]
         config = self.about["config"]
         if self.is_main:
             self._create_folder()
@@ -120,14 +127,19 @@ class Run:
             if self.is_main:
                 print(f"{signal_name(stopped)}: stopped; the same command goes on from {checkpoint}", flush=True)
             sys.exit(exit_code(stopped))
-        if not self.is_main:
+        if self.measurement or not self.is_main:
             return
         print(f"curves       {self.output}/loss.jpeg {self.output}/acc.jpeg")
         print(f"checkpoint   {checkpoint}")
         print(f"tensorboard  tensorboard --logdir {self.output}/tensorboard")
-        evaluations = [record for record in read_metrics(self.output) if record["kind"] == "eval"]
-        if evaluations:  # else the disk was full, and stderr says so
-            print(f"top1={evaluations[-1]['top1']:.4f}", flush=True)
+        print(f"top1={self._last_top1()}", flush=True)
+
+    def _last_top1(self) -> str:
+        try:
+            last = [record for record in read_metrics(self.output) if record["kind"] == "eval"][-1]
+        except (OSError, IndexError):  # the disk was full, or the folder is gone: the writers have warned of it
+            return "?"
+        return f"{last['top1']:.4f}"
 
 
 def start_run(
@@ -163,13 +175,16 @@ def start_run(
     output = Path(args.output or Path("outputs") / Path(args.config).stem).resolve()
     start(launch, config)
     ask_first_rank(lambda: lock_folder(output))
-    start_from = ask_first_rank(lambda: choose_checkpoint(args.resume, output))
+    measurement = _build_measurement(args, output, launch.rank == 0)
+    if measurement:  # from the first step on, and in as many epochs as it takes
+        plan = replace(plan, epochs=measurement.total_steps, last_step=measurement.total_steps)
+    start_from = None if measurement else ask_first_rank(lambda: choose_checkpoint(args.resume, output))
     if start_from is not None:  # its weights take the place of those that it once started from, which stay on record
         config["INIT"] = json.loads((start_from / CONFIG).read_text())["config"].get("INIT")
     about = {"name": Path(args.config).stem, "config": config, "plan": asdict(plan), **describe_run(argv)}
     about["data"] = {"loaders": describe_data.__module__, **asdict(data)}
     about["starts"] = ask_first_rank(lambda: _note_start(about, data, start_from))
-    run = Run(plan, output, launch.rank == 0, _device(), about, start_from)
+    run = Run(plan, output, launch.rank == 0, _device(), about, start_from, measurement)
     if run.is_main:
         _announce(args.config, config, plan, data)
     return run
@@ -203,6 +218,18 @@ def _parse(argv: list[str], description: str) -> argparse.Namespace:
     parser.add_argument("--init", metavar="PATH", help="start from the weights of a run or a file: --set INIT=PATH")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, then exit")
     parser.add_argument("--gpus", type=int, help="with --dry-run: plan for this many, and compare the modes")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--find-lr",
+        type=_positive,
+        nargs="?",
+        const=STEPS,
+        metavar="STEPS",
+        help=f"instead of training, try learning rates in a row and suggest one (default: in {STEPS} steps)",
+    )
+    instead.add_argument(
+        "--profile", type=_positive, metavar="STEPS", help="instead of training, record some steps with torch.profiler"
+    )
     parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
     add_cluster_arguments(parser)
     add_launch_arguments(parser)
@@ -210,6 +237,18 @@ def _parse(argv: list[str], description: str) -> argparse.Namespace:
     if args.gpus is not None and (not args.dry_run or args.gpus < 1):
         raise UserError(f"--gpus {args.gpus}: goes with --dry-run and is at least 1; a run counts its processes itself")
     return args
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps: at least 1")
+    return int(text)
+
+
+def _build_measurement(args: argparse.Namespace, output: Path, is_main: bool) -> Measurement | None:
+    if args.find_lr:
+        return LearningRateFinder(output, args.find_lr, is_main)
+    return ProfilerHook(output, args.profile, is_main) if args.profile else None
 
 
 def _check_classes(num_classes: int | None, data: DataSummary) -> int:

@@ -1,6 +1,6 @@
 """A task as small as one can be, for the tests of what comes after a run: images of seven colours in folders."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,12 @@ def write_images(folder: Path) -> Path:
     return folder
 
 
-def train(root: Path, output: Path, *settings: str) -> Path:
+def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -> Path:
     """Train for ten steps on what `write_images` wrote to ``root``; return the run's folder, ``output``."""
     config = output.parent / "tiny.py"
     config.write_text(CONFIG)
     words = [word for setting in (f"DATA.root={root}", *settings) for word in ("--set", setting)]
-    run = start_run(["--config", str(config), "--output", str(output), *words], __doc__, describe_data)
+    run = start_run(["--config", str(config), "--output", str(output), *words, *flags], __doc__, describe_data)
     config, plan = gpc.config, run.plan
     model = build_model(**config.MODEL)
     run.load_init(model)

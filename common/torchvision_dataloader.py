@@ -4,7 +4,7 @@ The DALI loader sees the same samples, crops and flips, and the same pixels to w
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from common.damage import BadImages, reason_of
 from common.errors import UserError
 from common.image_folder import open_image
 from common.sampling import NO_LABEL, PADDING, Draw
+from common.side_stream import on_side_stream
 
 
 class ImageSplit(Protocol):
@@ -87,6 +88,9 @@ class TorchvisionReader:
         """Yield the batch of each draw, in order."""
         self._pass.draws = draws
         self._bad.start_pass()
+        return on_side_stream(self._read(), self.device)
+
+    def _read(self) -> Generator[tuple[Tensor, Tensor], None, None]:
         for images_BHWC, labels, bad in self._batches:
             self._bad.add(bad)
             images = normalize(images_BHWC.to(self.device, non_blocking=True), self._mean, self._std)

@@ -105,7 +105,12 @@ def _report(run: SavedRun, tally: Tally, output: Path, argv: list[str]) -> None:
     loss, top1, top5, samples = tally.totals.tolist()
     figures = {"loss": loss / samples, "top1": top1 / samples, "top5": top5 / samples, "samples": int(samples)}
     rows = describe_classes(run.class_names, tally.confusion_CC.cpu().numpy(), tally.top5_C.cpu().numpy())
-    about = {"checkpoint": str(run.checkpoint), "data": run.config["DATA"]["root"], **describe_run(argv)}
+    about = {
+        "checkpoint": str(run.checkpoint),
+        "weights": run.weights,
+        "data": run.config["DATA"]["root"],
+        **describe_run(argv),
+    }
     try:
         output.mkdir(parents=True, exist_ok=True)
         (output / "evaluation.json").write_text(json.dumps(figures | about, indent=2) + "\n")

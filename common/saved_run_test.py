@@ -59,6 +59,7 @@ def test_the_averages_are_used_unless_the_weights_themselves_are_asked_for(train
     measured, last = json.loads(file.read_text()), read_metrics(run)[-1]
     assert measured.items() >= {name: last[name] for name in ("top1", "top5", "samples")}.items()
     assert measured["loss"] == pytest.approx(last["loss"], rel=1e-6)
+    assert measured["weights"] == "ema.safetensors"
     evaluate.main([str(run), "--raw"])
     assert json.loads(file.read_text())["loss"] != pytest.approx(last["loss"], rel=1e-4)
 

@@ -16,5 +16,5 @@ def test_a_run_ends_well_without_its_figures(tmp_path: Path, lines: str | None, 
     if lines is not None:
         (tmp_path / "metrics.jsonl").write_text(lines)
     launch({}, 0, 1, "", 0, backend="gloo", verbose=False)
-    Run(None, tmp_path, True, torch.device("cpu"), {}, None).finish()
+    Run(None, tmp_path, True, torch.device("cpu"), {}, None, None).finish()
     assert words in capsys.readouterr().out.splitlines()[-1]

@@ -103,7 +103,7 @@ class CheckpointHook(BaseHook):
         doing("writing the last checkpoint")
         # or a launcher would end rank 0 because another has left with an exit code, as after a signal
         ask_first_rank(self.wait)
-        stop_signals.deferring = False
+        stop_signals.deferring = stop_signals.agreed != 0  # a run that stops leaves in good order
 
     def _agree(self, step: int | None = None) -> tuple[bool, bool]:
         """Return, equal on all ranks, whether to stop, and whether a checkpoint is due after ``step``."""

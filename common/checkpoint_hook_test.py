@@ -104,7 +104,7 @@ def train(
         )
         hooks = [metrics, saver] + ([StopAfter(*stop)] if stop else [])
         Trainer(engine).fit(train_loader, plan.epochs, plan.last_step, eval_loader, 1, hooks)
-    assert not stop_signals.deferring
+    assert stop_signals.deferring == bool(stop_signals.agreed)  # until the process ends
     return read_metrics(output) if rank == 0 else []
 
 

@@ -117,9 +117,14 @@ class Run:
         print(f"curves       {self.output}/loss.jpeg {self.output}/acc.jpeg")
         print(f"checkpoint   {checkpoint}")
         print(f"tensorboard  tensorboard --logdir {self.output}/tensorboard")
-        evaluations = [record for record in read_metrics(self.output) if record["kind"] == "eval"]
-        if evaluations:  # else the disk was full, and stderr says so
-            print(f"top1={evaluations[-1]['top1']:.4f}", flush=True)
+        print(f"top1={self._last_top1()}", flush=True)
+
+    def _last_top1(self) -> str:
+        try:
+            last = [record for record in read_metrics(self.output) if record["kind"] == "eval"][-1]
+        except (OSError, IndexError):  # the disk was full, or the folder is gone: the writers have warned of it
+            return "?"
+        return f"{last['top1']:.4f}"
 
 
 def start_run(

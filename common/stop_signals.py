@@ -51,12 +51,15 @@ class StopSignals:
             _PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def restore(self) -> None:
-        """Give the signals back."""
+        """Give the signals back; ignore them after a stop that was agreed, when the process is about to end.
+
+        The first of the ranks to end lets the launcher send SIGTERM to the others: it must not change how they end.
+        """
         if not self._previous:
             return
         signal.set_wakeup_fd(-1)
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self.agreed else handler)
         self._previous, self.deferring = {}, False
         os.write(self._pipe[1], b"\0")  # ends the thread
 

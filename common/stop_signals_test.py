@@ -126,3 +126,14 @@ def is_running(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_worker_process_does_not_keep_its_parent_from_ending():
+    program = """
+import multiprocessing, time
+from common.stop_signals import stop_signals
+stop_signals.install()
+multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True).start()
+stop_signals.restore()
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "when-it-fails.md"
+TASKS = ("imagenet_dali", "caltech101_amp", "cifar10_benchmark")
 ERRORS = {"UserError", "RankError", "AgreedError"}
-REMARK = " -- "  # what the page says beyond the message follows it
 
 
 def raised(sources: Iterable[str]) -> set[str]:
@@ -80,6 +80,12 @@ def printed_by_scripts() -> set[str]:
     return {re.sub(r"\$\([^)]*\)|\$\w+", "…", text) for text in found if text != "$1"}
 
 
+def read(package: str) -> list[str]:
+    """Return the code of a folder's files."""
+    paths = sorted(path for path in (ROOT / package).rglob("*.py") if not path.name.endswith("_test.py"))
+    return [path.read_text() for path in paths]
+
+
 def listed() -> list[str]:
     """Return the messages that the page lists."""
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("- ``")]
@@ -87,13 +93,8 @@ def listed() -> list[str]:
 
 
 def test_the_page_lists_every_message_once_and_no_other():
-    sources = [
-        path.read_text()
-        for folder in ("common", "imagenet_dali", "caltech101_amp", "cifar10_benchmark", "scripts")
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        if not path.name.endswith("_test.py")
-    ]
-    expected, found = raised(sources) | printed_by_scripts(), listed()
+    packages = [source for name in ("common", *TASKS) for source in read(name)]
+    expected, found = raised(packages) | raised(read("scripts")) | printed_by_scripts(), listed()
     assert len(expected) > 150
     missing, gone = sorted(expected - set(found)), sorted(set(found) - expected)
     assert not missing, "add to docs/when-it-fails.md:\n" + "\n".join(f"- ``{message}``" for message in missing)

@@ -256,6 +256,21 @@ def test_a_job_that_is_interrupted_queues_itself_again_and_goes_on(slurm, data, 
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+def test_a_job_that_is_stopped_saves_and_ends(slurm, data, tmp_path):
+    arguments = f"--config={write_config(tmp_path)} --output={tmp_path}/run --set NUM_EPOCHS=9999 --set EVAL_EVERY=9999"
+    script = f"{ROOT}/scripts/train_slurm.sh {TASK}/train_dali.py {arguments}"
+    submitted = run(f"sbatch --parsable --ntasks 2 --output job.out {script}", cwd=tmp_path, DATA=data, **slurm)
+    job = submitted.stdout.strip()
+    try:
+        wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and read_metrics(tmp_path / "run"))
+        run(f"scancel --signal=TERM {job}", **slurm)
+        wait_until(lambda: "JobState=FAILED" in run(f"scontrol show job {job}", **slurm).stdout)
+    finally:
+        run(f"scancel {job}", **slurm)
+    assert "Restarts=0" in run(f"scontrol show job {job}", **slurm).stdout
+    assert newest_checkpoint(tmp_path / "run" / "checkpoints") is not None
+
+
 def test_the_slurm_script_outside_slurm():
     assert "not in a Slurm job" in one_error(run("bash scripts/train_slurm.sh", cwd=ROOT, code=2))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from injection.processes import Ended, Ranks, expect
+from injection.processes import IMPATIENT, Ended, Ranks, expect
 from safetensors.torch import load_file
 
 from common.checkpoint import MODEL, OPTIMIZER, RANDOM, load_trainer_state, newest_checkpoint
@@ -95,9 +95,16 @@ class Bench:
         arguments = self.arguments(mode, output, **options)
         return Ranks(mode.size, lambda: run_command(train_dali.main, arguments), self.new_folder(), fault)
 
-    def run(self, mode: Mode, output: Path, fault: Callable[[int], None] | None = None, **options: Any) -> Ended:
-        """Run to the end; a fault on any rank ends the others."""
-        return self.start(mode, output, fault, **options).wait()
+    def run(
+        self,
+        mode: Mode,
+        output: Path,
+        fault: Callable[[int], None] | None = None,
+        grace: float = IMPATIENT,
+        **options: Any,
+    ) -> Ended:
+        """Run to the end; where a rank fails, the others have ``grace`` seconds."""
+        return self.start(mode, output, fault, **options).wait(grace=grace)
 
     def reference(self, mode: Mode) -> tuple[float, dict[str, Any]]:
         """Return the seconds and the result of an uninterrupted run."""

@@ -10,20 +10,18 @@ pass, optimiser. Memory is the process's peak, without what it held before there
 """
 
 import argparse
-import multiprocessing
 import statistics
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from caltech101_amp.measure import PHASES, Figures, serve_rounds
+from caltech101_amp.measure import PHASES, serve_rounds
 from common.errors import UserError, run_command
-from common.provenance import describe_run, format_command
+from common.interleave import Figures, in_processes, take_turns
+from common.provenance import describe_columns, format_command
 from common.table import format_table, write_csv
 
 CONFIGS = {
@@ -64,48 +62,9 @@ def with_defaults(settings: Sequence[str], defaults: Sequence[str]) -> list[str]
 
 def compare(settings: list[str], output: Path, steps: int, rounds: int) -> dict[str, list[Figures]]:
     """Return each mode's figures, a dict a round."""
-    figures: dict[str, list[Figures]] = {mode: [] for mode in CONFIGS}
-    with serving(settings, output, steps) as connections:
-        for mode, connection in connections.items():  # all are set up before the first is measured
-            receive(mode, connection)
-        for _ in range(rounds):
-            for mode, connection in connections.items():
-                connection.send(True)
-                figures[mode].append(receive(mode, connection))
-    return figures
-
-
-@contextmanager
-def serving(settings: list[str], output: Path, steps: int) -> Iterator[dict[str, Connection]]:
-    """Keep a process for each mode within the context; yield what they are asked through."""
-    context = multiprocessing.get_context("spawn")  # a process that is forked cannot use a GPU
-    processes, connections = [], {}
-    try:
-        for mode, config in CONFIGS.items():
-            connections[mode], theirs = context.Pipe()
-            process = context.Process(target=serve_rounds, args=(theirs, config, settings, output / config, steps))
-            process.start()
-            theirs.close()
-            processes.append(process)
-        yield connections
-    finally:
-        for connection in connections.values():
-            with suppress(OSError):  # it has ended already
-                connection.send(False)
-            connection.close()
-        for process in processes:
-            process.join()
-
-
-def receive(mode: str, connection: Connection) -> Figures:
-    """Return what a mode's process answers; raise what it raised."""
-    try:
-        answer = connection.recv()
-    except (EOFError, ConnectionError) as error:
-        raise UserError(f"{mode} failed: what its process says is above") from error
-    if isinstance(answer, UserError):
-        raise answer
-    return answer
+    modes = {mode: partial(serve_rounds, config, settings, output / config, steps) for mode, config in CONFIGS.items()}
+    with in_processes(modes) as variants:
+        return take_turns(variants, rounds)
 
 
 def summarise(mode: str, figures: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:
@@ -129,16 +88,11 @@ def summarise(mode: str, figures: Mapping[str, Sequence[Figures]]) -> dict[str, 
 
 def provenance(args: argparse.Namespace, argv: list[str], settings: Sequence[str]) -> dict[str, Any]:
     """Return what the figures need beside them to count."""
-    about = describe_run(argv)
-    hardware = about["hardware"]
     return {
-        "date": time.strftime("%Y-%m-%d", time.gmtime(about["started"])),
         "steps": args.steps,
         "rounds": args.rounds,
         "settings": " ".join(setting for setting in settings if not setting.startswith("DATA.")),
-        "hardware": hardware["gpu"] or f"{hardware['cpus']} cores of {hardware['cpu']}",
-        "versions": " ".join(f"{name}={number}" for name, number in about["versions"].items() if number),
-        "commit": about["commit"],
+        **describe_columns(),
         "command": format_command(["python", "-m", "caltech101_amp.compare", *argv]),
     }
 

@@ -9,6 +9,7 @@ import torch
 from caltech101_amp import compare
 from caltech101_amp.measure import PHASES
 from caltech101_amp.testing import expect_miniature, write_categories
+from common import interleave
 from common.errors import UserError
 
 # Python 3.12 warns of every fork beside threads
@@ -23,7 +24,7 @@ def arguments(tmp_path, monkeypatch) -> list[str]:
     expect_miniature(monkeypatch)
     write_categories(tmp_path / "data")
     fork = multiprocessing.get_context("fork")  # processes that see the miniature's size
-    monkeypatch.setattr(compare.multiprocessing, "get_context", lambda _: fork)
+    monkeypatch.setattr(interleave.multiprocessing, "get_context", lambda _: fork)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     settings = [word for setting in (*TINY, f"DATA.root={tmp_path}/data") for word in ("--set", setting)]
     return ["--steps", "2", "--rounds", "2", "--output", str(tmp_path / "out"), *settings]

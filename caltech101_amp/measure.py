@@ -4,7 +4,6 @@ import resource
 import time
 from collections.abc import Iterator
 from itertools import pairwise
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from caltech101_amp.dataloader import build_train_loader, describe_data
 from common.colossal import gpc, initialize, shard_model
 from common.errors import UserError
+from common.interleave import Figures, Turns
 from common.loader import Loader
 from common.model import build_model
 from common.optimizer import build_optimizer
@@ -22,24 +22,17 @@ from common.torchvision_dataloader import default_workers
 
 PHASES = ("data", "forward", "backward", "optimizer")
 WARM_UP = 2  # steps before each round's
-Figures = dict[str, Any]
 
 
-def serve_rounds(parent: Connection, config: str, settings: list[str], output: Path, steps: int) -> None:
-    """Answer ``parent`` once when ready, then each True with the figures of a round, until False.
+def serve_rounds(config: str, settings: list[str], output: Path, steps: int, turns: Turns) -> None:
+    """Train one mode for ``steps`` steps a turn, and add the figures of `Measured.run_round` to it.
 
-    A process of its own for each mode keeps their peaks of memory apart; between rounds it only holds its weights and
-    the optimiser's state. Instead of figures it sends a `UserError` that it meets, and ends.
+    A process of its own for each mode keeps their peaks of memory apart; between its turns it only holds its weights
+    and the optimiser's state.
     """
-    try:
-        trainer = Measured(config, settings, output)
-        parent.send({})  # ready
-        while parent.recv():
-            parent.send(trainer.run_round(steps))
-    except UserError as error:
-        parent.send(error)
-    except EOFError:  # the parent is gone
-        pass
+    trainer = Measured(config, settings, output)
+    for turn in turns:
+        turn |= trainer.run_round(steps)
 
 
 class Measured:

@@ -11,6 +11,7 @@ from cifar10_benchmark.dataset import open_images
 from common.config import load_config
 from common.errors import UserError
 from common.plan import DataSummary
+from common.waiting import forbid_waiting
 
 CPU = torch.device("cpu")
 TRAIN, TEST = 61, 11
@@ -114,3 +115,9 @@ def test_images_of_another_size_are_refused(data):
 def test_keys_for_photographs_are_refused(data):
     with pytest.raises(UserError, match="DATA.crop_scale=.* has no effect"):
         describe_data(data | dict(crop_scale=(0.5, 1.0)))
+
+
+def test_making_batches_does_not_wait_for_the_device(data):
+    loader = train_loader({**data, "autoaugment": "cifar10"})
+    with forbid_waiting(CPU):
+        assert len(list(loader)) == len(loader)

@@ -2,6 +2,7 @@
 
 checkpoints/step-00001234/
     model.safetensors       parameters under timm's names
+    ema.safetensors         their moving averages, with EMA
     optimizer.safetensors   `<state>/<parameter>`, e.g. `exp_avg/head.weight`
     random.safetensors      `<rank>/<generator>`: states of every rank's random number generators
     trainer.json            where the run stood
@@ -51,6 +52,8 @@ def write_checkpoint(path: Path, content: Mapping[str, Tensors | bytes]) -> None
         for name, value in content.items():
             _write(partial / name, value)
         _write(partial / MARKER, "".join(f"{sha256_of(partial / name)}  {name}\n" for name in content).encode())
+        for name in content:  # save_file lets nobody else read
+            shutil.copymode(partial / MARKER, partial / name)
         sync(partial)
         if path.exists():
             path.rename(old)
@@ -142,11 +145,14 @@ def clear_old(folder: Path, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def load_model_state(path: Path) -> dict[str, Tensor]:
-    """Return the parameters in the checkpoint folder ``path``; they load strictly into timm's model of that shape."""
+def load_model_state(path: Path, file: str = MODEL) -> dict[str, Tensor]:
+    """Return the parameters in the checkpoint folder ``path``, of ``file``, `MODEL` or `EMA`.
+
+    They load strictly into timm's model of that shape.
+    """
     if not (path / MARKER).exists():
         raise UserError(f"{path} is not a complete checkpoint: it has no {MARKER}")
-    return load_file(path / MODEL)
+    return load_file(path / file)
 
 
 def load_trainer_state(path: Path) -> dict[str, Any]:

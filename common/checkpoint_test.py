@@ -158,6 +158,12 @@ def test_the_sums_are_those_of_sha256sum(tmp_path: Path) -> None:
     subprocess.run(["sha256sum", "--check", "--strict", "COMPLETE"], cwd=path, check=True, capture_output=True)
 
 
+def test_who_may_read_is_as_for_any_new_file(tmp_path: Path) -> None:
+    path = write_small(tmp_path / "step-00000001")
+    (tmp_path / "new").touch()
+    assert {file.stat().st_mode for file in path.iterdir()} == {(tmp_path / "new").stat().st_mode}
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
 def test_a_foreign_file_with_a_checksum_to_match_is_found(tmp_path: Path, name: str) -> None:
     tensors = {"weight": torch.zeros(1000)}

@@ -1,32 +1,41 @@
-"""What ``--dry-run`` prints: the resolved config, the batch arithmetic, parameters and memory per GPU."""
+"""What ``--dry-run`` prints: the resolved config, the batch arithmetic, memory, and how the modes scale."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from common.cluster import LATENCY, Cluster
 from common.colossal import describe_tensor_parallel
+from common.flops import flops_per_image
 from common.model import build_model, parameter_count
 from common.plan import DataSummary, Plan
+from common.rehearsal import Rehearsal, rehearse
+from common.scaling import (
+    ASSUMED_MFU,
+    USABLE,
+    Prediction,
+    assumed_flops,
+    predict_modes,
+    whole_model_flops,
+)
+from common.table import format_table
 
-# float32 state per parameter, in tensors: LAMB and AdamW keep two moments, SGD one
-MOMENTS = {"lamb": 2, "adamw": 2, "sgd": 1}
 
+def print_dry_run(config: Mapping[str, Any], plan: Plan, data: DataSummary | None, cluster: Cluster | None) -> None:
+    """Print the config, a key a line, then the plan, then the table of all modes on ``cluster``, if there is one.
 
-def print_dry_run(config: Mapping[str, Any], plan: Plan, data: DataSummary | None) -> None:
-    """Print the config, a key a line, then the plan; ``data`` is None where no data set was named."""
+    ``data`` is None where no data set was named.
+    """
     for name, value in config.items():
         print(f"{name:<22} {_inline(value)}")
     model = {**config["MODEL"], "num_classes": config["MODEL"]["num_classes"] or 1000}
-    parameters = parameter_count(**model)
-    weights, activations = estimate_memory(model, config["OPTIMIZER"]["name"], plan.micro_batch, bool(config["fp16"]))
     rows = {
         "processes": f"{plan.gpus} GPUs = {plan.data_parallel} data parallel x {plan.tensor_parallel} tensor parallel",
         "global batch": plan.batch_formula,
-        "parameters": f"{parameters / 1e6:.1f} M",
-        "memory per GPU": f"about {(weights + activations) / 1e9:.1f} GB: {weights / 1e9:.1f} GB of weights, gradients "
-        f"and optimiser state, {activations / 1e9:.1f} GB of activations (estimated"
-        f"{', of a model that is not cut' if plan.tensor_parallel > 1 else ''})",
+        "parameters": f"{parameter_count(**model) / 1e6:.1f} M",
+        "arithmetic": f"{flops_per_image(model) / 1e9:.1f} GFLOP an image, forward and backward",
+        "memory per GPU": _describe_memory(rehearse(config, plan.gpus, plan.micro_batch, plan.accumulation)),
         "data": f"{data.train_samples:,} training, {data.eval_samples:,} evaluation images, {data.num_classes} classes"
         if data
         else "not named (DATA=... or DATA.root): no steps counted",
@@ -44,25 +53,57 @@ def print_dry_run(config: Mapping[str, Any], plan: Plan, data: DataSummary | Non
         lines = describe_tensor_parallel(config["parallel"], build_model(**model), plan.micro_batch)
     for line in lines:
         print(f"{'':<22} {line}")
+    if cluster:
+        _print_modes(config, plan, cluster)
 
 
-def estimate_memory(model: Mapping[str, Any], optimizer: str, micro_batch: int, half: bool) -> tuple[float, float]:
-    """Return (bytes of weights, gradients and optimiser state; bytes of activations kept for backward) of one GPU.
+def _describe_memory(rehearsal: Rehearsal) -> str:
+    return (
+        f"{rehearsal.peak / 1e9:.2f} GB of tensors at the peak: {rehearsal.weights / 1e9:.2f} weights, "
+        f"{rehearsal.gradients / 1e9:.2f} gradients, {rehearsal.optimizer / 1e9:.2f} optimiser state, "
+        f"{rehearsal.activations / 1e9:.2f} activations and temporaries"
+    )
 
-    Counts what a block keeps for backward with fused attention. In mixed precision (``half``) matrix products keep
-    2 bytes a number and the residual stream, which layer norms read, 4; autocast also keeps a half copy of the weights.
-    """
-    parameters = parameter_count(**model)
-    state = parameters * (4 * (2 + MOMENTS[optimizer]) + (2 if half else 0))
-    tokens = (model["image_size"] // model["patch_size"]) ** 2 + 1
-    width, hidden = model["width"], model["width"] * model["mlp_ratio"]
-    number = 2 if half else 4
-    norm_inputs = 2 * width * 4
-    products = (2 * width + 3 * width + width + 2 * hidden) * number  # norms out, q k v, attention out, MLP in and out
-    masks = (2 * width + hidden) if model["dropout"] else 0
-    block = tokens * (norm_inputs + products + masks)
-    kept = tokens * width * 4 * model["depth"] + block if model["activation_checkpoint"] else block * model["depth"]
-    return state, micro_batch * kept
+
+def _print_modes(config: Mapping[str, Any], plan: Plan, cluster: Cluster) -> None:
+    """Print the table of all modes, what it assumes, and the fastest that fits."""
+    flops = whole_model_flops(config)
+    rate = cluster.images_per_s * flops if cluster.images_per_s else assumed_flops(config)
+    predictions = predict_modes(config, plan, cluster, rate)
+    ideal = plan.total_batch / plan.gpus * flops / rate
+    source = "measured" if cluster.images_per_s else f"assumed, {ASSUMED_MFU:.0%} of an H100's peak: --images-per-s"
+    print(
+        f"\nOne GPU trains {rate / flops:,.0f} images/s ({source}), a cut model at the same share of the peak; "
+        f"nodes of {cluster.node}.\nA GPU sends {cluster.inside / 1e9:.0f} GB/s within its node and "
+        f"{cluster.between / 1e9:.0f} GB/s beyond, a collective takes {1e6 * LATENCY:.0f} us at least, and DDP's "
+        f"overlap with the last\nmicro-batch's backward pass (all assumed). Memory, up to {USABLE:.0%} of "
+        f"{cluster.memory / 1e9:.0f} GB, and bytes are counted.\n"
+    )
+    print(format_table([_row(prediction, plan, cluster, ideal) for prediction in predictions]))
+    fitting = [prediction for prediction in predictions if prediction.fits]
+    if not fitting:
+        print(f"\nnone fits into {cluster.memory / 1e9:.0f} GB")
+        return
+    best = min(fitting, key=lambda prediction: prediction.step)
+    print(f"\nfastest that fits: {best.mode}, {plan.total_batch / best.step:,.0f} images/s")
+
+
+def _row(prediction: Prediction, plan: Plan, cluster: Cluster, ideal: float) -> dict[str, str]:
+    rehearsal = prediction.rehearsal
+    inside, between = cluster.sent(rehearsal.nbytes)
+    return {
+        "mode": prediction.mode,
+        "batch": f"{prediction.data_parallel} x {prediction.micro_batch} x {prediction.accumulation}",
+        "parameters": f"{rehearsal.parameters / 1e6:.1f} M",
+        "state, GB": f"{(rehearsal.weights + rehearsal.gradients + rehearsal.optimizer) / 1e9:.2f}",
+        "activations, GB": f"{rehearsal.activations / 1e9:.2f}",
+        "fits": "yes" if prediction.fits else "no",
+        "sent in node, MB": f"{inside / 1e6:,.1f}",
+        "beyond, MB": f"{between / 1e6:,.1f}",
+        "step, ms": f"{1e3 * prediction.step:,.1f}",
+        "images/s": f"{plan.total_batch / prediction.step:,.0f}",
+        "efficiency": f"{ideal / prediction.step:.0%}",
+    }
 
 
 def _inline(value: Any) -> str:

@@ -21,11 +21,12 @@ class MetricsHook(BaseHook):
 
     A ``train`` record covers the optimiser steps since the one before: mean ``loss``; ``lr`` and ``grad_norm`` (before
     clipping) of the last step; ``skipped``, the updates skipped so far because of numbers that are not finite;
-    ``samples_per_s`` over all GPUs; ``data_wait``, the share of the time in which this process waited for its loader;
-    ``peak_memory_gb`` of this process. An ``eval`` record counts every sample of the evaluation set once: mean
-    cross-entropy ``loss``, ``top1`` and ``top5`` (fractions of 1), ``samples``. Both have ``step`` (of the optimiser),
-    ``epoch`` (fractional), and ``time`` (Unix, seconds). The last evaluation's figures are in the trainer's
-    ``states["eval"]`` too, on every rank.
+    ``samples_per_s`` over all GPUs; ``mfu``, its share of ``peak_samples_per_s``, which is what the GPUs' arithmetic
+    could do; ``data_wait``, the share of the time in which this process waited for its loader; ``peak_memory_gb`` of
+    this process. An ``eval`` record counts every sample of the evaluation set once: mean cross-entropy ``loss``,
+    ``top1`` and ``top5`` (fractions of 1), ``samples``. Both have ``step`` (of the optimiser), ``epoch`` (fractional),
+    and ``time`` (Unix, seconds). The last evaluation's figures are in the trainer's ``states["eval"]`` too, on every
+    rank.
 
     The device is synchronised only when a record is made.
     """
@@ -39,11 +40,12 @@ class MetricsHook(BaseHook):
         tensorboard: bool,
         trackers: Sequence[str],
         is_main: bool,
+        peak_samples_per_s: float,
         start: int = 0,
     ):
         """``start``: optimiser steps that were done before."""
         super().__init__(priority=0)
-        self.plan, self.every = plan, every
+        self.plan, self.every, self.peak_samples_per_s = plan, every, peak_samples_per_s
         self.writers = []
         if is_main:
             self.writers = open_writers(folder, plan.last_step, start, tensorboard=tensorboard, trackers=trackers)
@@ -86,12 +88,14 @@ class MetricsHook(BaseHook):
     def _train_figures(self, trainer: Trainer) -> dict:
         loss = _sum_over_data_parallel(self.loss / self.micro_batches).item() / self.plan.data_parallel
         elapsed, timed = time.perf_counter() - self.started, self.micro_batches - self.untimed
+        samples_per_s = timed * self.plan.micro_batch * self.plan.data_parallel / elapsed
         return {
             "loss": loss,
             "lr": trainer.learning_rate,
             "grad_norm": trainer.engine.optimizer.grad_norm.item(),
             "skipped": trainer.engine.optimizer.skipped,
-            "samples_per_s": timed * self.plan.micro_batch * self.plan.data_parallel / elapsed,
+            "samples_per_s": samples_per_s,
+            "mfu": samples_per_s / self.peak_samples_per_s,
             "data_wait": (trainer.data_wait - self.waited) / elapsed,
             "peak_memory_gb": _peak_memory_gb(),
         }

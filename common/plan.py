@@ -86,6 +86,13 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
     )
 
 
+def shrink_micro_batch(config: Mapping[str, Any], gpus: int) -> dict[str, Any]:
+    """Return ``config`` with no larger micro-batch than ``gpus`` processes have samples of the global batch."""
+    samples = config["TOTAL_BATCH_SIZE"] // max(1, gpus // config["parallel"]["tensor"]["size"])
+    micro = config["MICRO_BATCH_SIZE"]
+    return {**config, "MICRO_BATCH_SIZE": min(micro, max(samples, 1)) if micro else None}
+
+
 def _cut(config: Mapping[str, Any], total: int, data_parallel: int) -> tuple[int, int]:
     """Return (micro-batch, accumulation); the config says either, both, or neither (accumulation 1)."""
     micro, accumulation = config["MICRO_BATCH_SIZE"], config["gradient_accumulation"]

@@ -33,6 +33,19 @@ def describe_run(argv: list[str]) -> dict[str, Any]:
     }
 
 
+def describe_columns(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
+    """Return date, hardware, versions and commit as columns of a table of results."""
+    about = describe_run([])
+    hardware, versions = about["hardware"], {"python": platform.python_version()}
+    versions |= {name: _version(name) for name in packages}
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime(about["started"])),
+        "hardware": hardware["gpu"] or f"{hardware['cpus']} cores of {hardware['cpu']}",
+        "versions": " ".join(f"{name}={number}" for name, number in versions.items() if number),
+        "commit": about["commit"],
+    }
+
+
 def format_command(words: Iterable[str]) -> str:
     """Return a command line without the folders in it, which mean nothing on another machine."""
     return shlex.join(re.sub("/.*/", "", word) for word in words)

@@ -4,41 +4,59 @@ from collections import Counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# PyTorch's operation: its usual name, which of its arguments holds the message, and how many times its bytes a process
-# of a group of n sends, on average over the group, by ring algorithms (optimal: Patarasuk and Yuan, 2009)
+# PyTorch's operation: its usual name, and which of its arguments holds the message
 COLLECTIVES = {
-    "allreduce_": ("all_reduce", 0, lambda n: 2 * (n - 1) / n),
-    "allreduce_coalesced_": ("all_reduce", 0, lambda n: 2 * (n - 1) / n),
-    "allgather_": ("all_gather", 0, lambda n: (n - 1) / n),
-    "_allgather_base_": ("all_gather", 0, lambda n: (n - 1) / n),
-    "reduce_scatter_": ("reduce_scatter", 1, lambda n: (n - 1) / n),
-    "_reduce_scatter_base_": ("reduce_scatter", 1, lambda n: (n - 1) / n),
-    "broadcast_": ("broadcast", 0, lambda n: (n - 1) / n),
-    "reduce_": ("reduce", 0, lambda n: (n - 1) / n),
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "allgather_": ("all_gather", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
 }
-NAMES = tuple(sorted({name for name, _, _ in COLLECTIVES.values()}))
+NAMES = tuple(sorted({name for name, _ in COLLECTIVES.values()}))
+Route = tuple[str, tuple[int, ...]]  # a collective's name, and the global ranks that it joins
 
 
 class Traffic(TorchDispatchMode):
-    """Within the context, add up in ``sent`` the bytes that this process sends, by collective.
+    """Within the context, count this process's collectives: ``calls`` and ``nbytes`` of their messages, by `Route`.
 
-    A message counts as a ring algorithm sends it, whatever the backend does. Forward and backward passes, DDP's own
-    reductions and the optimiser's are counted alike. Raises KeyError for a collective that is not in `COLLECTIVES`.
+    Forward and backward passes, DDP's own reductions and the optimiser's are counted alike. Raises KeyError for a
+    collective that is not in `COLLECTIVES`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.sent: Counter[str] = Counter()
+        self.calls: Counter[Route] = Counter()
+        self.nbytes: Counter[Route] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function.namespace == "c10d" and function._opname not in ("barrier", "monitored_barrier_"):
-            name, message, share = COLLECTIVES[function._opname]
+            name, message = COLLECTIVES[function._opname]
             group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
-            size = torch.distributed.ProcessGroup.unbox(group).size()
-            nbytes = sum(leaf.nbytes for leaf in tree_leaves(args[message]) if isinstance(leaf, Tensor))
-            self.sent[name] += share(size) * nbytes
+            route = name, tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
+            self.calls[route] += 1
+            self.nbytes[route] += sum(leaf.nbytes for leaf in tree_leaves(args[message]) if isinstance(leaf, Tensor))
         return function(*args, **(kwargs or {}))
+
+    @property
+    def sent(self) -> dict[str, float]:
+        """The bytes that this process sends, by collective, as ring algorithms send them, whatever the backend does."""
+        sent: Counter[str] = Counter()
+        for (name, ranks), nbytes in self.nbytes.items():
+            sent[name] += sent_share(name, len(ranks)) * nbytes
+        return dict(sent)
+
+
+def sent_share(name: str, size: int) -> float:
+    """Return how often a process of a group of ``size`` sends a message's bytes, on average over the group.
+
+    By ring algorithms, which are optimal: Patarasuk and Yuan, 2009.
+    """
+    return (2 if name == "all_reduce" else 1) * (size - 1) / size

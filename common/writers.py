@@ -114,7 +114,7 @@ class TensorBoard:
         """``start``: optimiser steps that were done before; figures of later ones, from a run that died, are hidden."""
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-        self.writer = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
+        self.writer = SummaryWriter(str(folder), purge_step=start + 1)
 
     def __call__(self, record: Record) -> None:
         for name, value in select_figures(record).items():

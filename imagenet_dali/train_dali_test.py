@@ -56,6 +56,7 @@ def test_the_small_server_command_trains_on_two_processes(config, data, tmp_path
     assert [r["lr"] for r in train] == pytest.approx([1e-2 * x for x in (2 / 4, 1, 7 / 9, 5 / 9, 3 / 9, 1 / 9)])
     assert all(r["grad_norm"] > 0 and r["samples_per_s"] > 0 and 0 <= r["data_wait"] <= 1 for r in train)
     assert all(r["skipped"] == 0 for r in train)
+    assert all(0 < r["mfu"] < 1 for r in train)
     assert train[-1]["loss"] < train[0]["loss"]
 
     last = evaluations[-1]
@@ -110,8 +111,16 @@ def test_dry_run_of_the_flagship_needs_no_data(capsys, monkeypatch):
     assert "86.6 M" in out
     train_dali.main(["--config", "vit-b16_4gpu.py", "--dry-run"])
     assert "4 GPUs x 256 x 32 = 32,768" in capsys.readouterr().out
-    train_dali.main(["--config", "vit-b16", "--dry-run", "--gpus", "128"])
-    assert "128 GPUs x 256 x 1 = 32,768" in capsys.readouterr().out
+
+
+def test_dry_run_compares_the_modes_on_more_gpus_than_the_recipe_has_micro_batches(capsys, monkeypatch):
+    monkeypatch.delenv("DATA", raising=False)
+    train_dali.main(["--config", "vit-b16", "--dry-run", "--gpus", "512"])
+    out = capsys.readouterr().out
+    assert "512 GPUs x 64 x 1 = 32,768" in out
+    for mode in ("data parallel", "1d 4", "2d 2 x 2", "2.5d 2 x 2 x 2", "3d 2 x 2 x 2"):
+        assert f" {mode}" in out
+    assert "fastest that fits: data parallel, " in out
 
 
 @pytest.mark.parametrize(

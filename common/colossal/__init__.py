@@ -8,6 +8,7 @@ from common.colossal.context import launch, repair_context, shutdown
 from common.colossal.engine import Engine, initialize
 from common.colossal.generators import generator_states, set_generator_states
 from common.colossal.inference import Predictor
+from common.colossal.rehearsal import reduce_without_waiting, rehearsed_launch
 from common.colossal.repairs import (
     repair_cpu_accelerator,
     repair_metrics,
@@ -73,6 +74,8 @@ __all__ = [
     "launch_from_slurm",
     "launch_from_torch",
     "load_canonical_state",
+    "reduce_without_waiting",
+    "rehearsed_launch",
     "resolve_parallel",
     "set_generator_states",
     "shard_model",

@@ -41,20 +41,21 @@ class RepairedContext(ParallelContext):
     watch: Watch | None = None
 
     def init_global_dist(self, rank: int, world_size: int, backend: str, host: str, port: int) -> None:
-        """Join the default process group; a single process needs neither host nor port.
+        """Join the default process group; a single process, and a rehearsal, need neither host nor port.
 
         Upstream (parallel_context.py:382) puts every host in brackets, which Python >= 3.11.4 refuses for anything but
         IPv6. It also keeps the device it found at the first import, which a forked process may not see.
         """
         auto_set_accelerator()
         patience = self.watch.timeout if self.watch else DEFAULT_TIMEOUT
-        store = open_store(rank, world_size, host, port, patience) if world_size > 1 else None
+        alone = world_size == 1 or backend == "fake"
+        store = None if alone else open_store(rank, world_size, host, port, patience)
         if self.watch is not None:
             self.watch.start(store, host)
         place = {"rank": rank, "world_size": world_size, "timeout": self.timeout}
         dist.init_process_group(backend, store=store or dist.HashStore(), **place)
         ranks = list(range(world_size))
-        cpu_group = None if backend == "gloo" else dist.new_group(ranks, timeout=self.timeout, backend="gloo")
+        cpu_group = None if backend in ("gloo", "fake") else dist.new_group(ranks, timeout=self.timeout, backend="gloo")
         self._register_dist(rank, world_size, dist.GroupMember.WORLD, cpu_group, ranks, ParallelMode.GLOBAL)
         self.add_global_rank(ParallelMode.GLOBAL, rank)
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from common.colossal.amp import Cast, MixedPrecision, build_mixed_precision
+from common.colossal.compiled import compile_blocks
 from common.colossal.half import compute_in_half
 from common.colossal.loader import WholeSteps
 from common.colossal.lost_ranks import naming_lost_ranks
@@ -24,6 +25,7 @@ from common.colossal.upstream import (
     gpc,
     sync_model_param,
 )
+from common.cpu_memory import keep_freed_memory
 from common.errors import UserError
 
 
@@ -68,8 +70,8 @@ def initialize(
     """Return ``(engine, train_dataloader, test_dataloader, lr_scheduler)`` set up as ``gpc.config`` says.
 
     Reads ``fp16``, ``clip_grad_norm``, ``gradient_accumulation``, ``torch_ddp``, ``gradient_handler``,
-    ``MAX_SKIPPED``, ``cudnn_benchmark`` and ``cudnn_deterministic``. To be called after the launch. Afterwards random
-    numbers differ between data-parallel ranks.
+    ``MAX_SKIPPED``, ``COMPILE``, ``TF32``, ``cudnn_benchmark`` and ``cudnn_deterministic``. To be called after the
+    launch. Afterwards random numbers differ between data-parallel ranks.
 
     Stands for legacy/initialize.py:242. ``lr_scheduler`` counts optimiser steps and comes back as it is; `Trainer`
     steps it. (Upstream wraps it to count micro-batches; a schedule by epochs then moves every ``accumulation`` epochs.)
@@ -79,12 +81,17 @@ def initialize(
         raise UserError("zero is not supported: remove it from the config")
     torch.backends.cudnn.benchmark = config.get("cudnn_benchmark", False)
     torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
+    allow_tf32(config.get("TF32", False))
     device = get_accelerator().get_current_device()
+    if device.type == "cpu":
+        keep_freed_memory()
     accumulation = config.get("gradient_accumulation") or 1
     precision = build_mixed_precision(config.get("fp16"), device.type)
     if precision.note and gpc.get_global_rank() == 0:
         print(precision.note, flush=True)
     apply_precision(model.to(device), precision)
+    if config.get("COMPILE"):
+        compile_blocks(model)
     max_skipped = config.get("MAX_SKIPPED", MAX_SKIPPED)
     step_optimizer = StepOptimizer(optimizer, accumulation, precision.scaler, max_skipped)
     model, handlers = _synchronise(model, step_optimizer, config)
@@ -103,6 +110,16 @@ def initialize(
     if test_dataloader is not None:
         test_dataloader = WholeSteps(test_dataloader)
     return engine, train_dataloader, test_dataloader, lr_scheduler
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Say whether float32 matrix products and convolutions may round their inputs to TF32, on GPUs that have it.
+
+    PyTorch by itself allows it to convolutions only.
+    """
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    for kind in (torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
+        kind.fp32_precision = "tf32" if allowed else "ieee"
 
 
 def apply_precision(model: nn.Module, precision: MixedPrecision) -> None:

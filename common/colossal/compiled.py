@@ -1,0 +1,32 @@
+"""torch.compile of a model's blocks."""
+
+import os
+import shutil
+
+import torch
+from torch import nn
+
+from common.colossal.upstream import ParallelMode, gpc
+from common.errors import UserError
+
+GRAPHS_PER_BLOCK = 4  # training and evaluation, with and without gradients
+
+
+def compile_blocks(model: nn.Module, backend: str = "inductor") -> None:
+    """Compile each of ``model.blocks`` in place; names of parameters and modules stay.
+
+    Blocks of the same code and shape share one compilation. Raises `UserError` where the blocks are cut over ranks
+    (their matrix products are autograd functions of Colossal-AI's, which call collectives), or without a C++ compiler.
+    """
+    if gpc.get_world_size(ParallelMode.TENSOR) > 1:
+        raise UserError("COMPILE=True: compiles no model that is cut over GPUs; leave out COMPILE or the tensor mode")
+    compiler = os.environ.get("CXX", "g++")
+    if backend == "inductor" and shutil.which(compiler) is None:
+        raise UserError(f"COMPILE=True: there is no C++ compiler {compiler}; install it or leave out COMPILE")
+    # AMP_TYPE.NAIVE and rates of drop_path make every block code of its own; beyond the limit none is compiled
+    limit = GRAPHS_PER_BLOCK * len(model.blocks)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
+    # it would cut graphs where DDP's buckets end; the gradients of a block are ready together, and that is soon enough
+    torch._dynamo.config.optimize_ddp = False
+    for block in model.blocks:
+        block.compile(backend=backend)

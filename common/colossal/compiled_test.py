@@ -1,0 +1,102 @@
+"""Compiled blocks: the same training, the same names, and refused where they cannot be."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from common.colossal import AMP_TYPE, initialize, shard_model
+from common.colossal import engine as engine_module
+from common.colossal.compiled import compile_blocks
+from common.errors import UserError
+from common.model import build_model
+from common.optimizer import build_optimizer
+from common.testing import launched, run_ranks
+
+# Dynamo looks at the gradient of a parameter's copy
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+MODEL = dict(image_size=16, patch_size=8, width=16, depth=3, heads=2, num_classes=3)
+STEPS, ACCUMULATION = 3, 2
+
+
+def train(config: dict[str, Any], model_arguments: dict[str, Any]) -> tuple[list[float], list[str]]:
+    """Return the losses of a few steps, on the same samples on all ranks, and the names of the state."""
+    with launched(gradient_accumulation=ACCUMULATION, clip_grad_norm=1.0, **config):
+        torch.manual_seed(0)
+        model = build_model(**MODEL | model_arguments)
+        images, labels = torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 0])
+        engine, *_ = initialize(model, build_optimizer(model, learning_rate=1e-2), nn.CrossEntropyLoss())
+        engine.train()
+        losses = []
+        for _ in range(STEPS * ACCUMULATION):
+            engine.zero_grad()
+            losses.append(engine.criterion(engine(images), labels))
+            engine.backward(losses[-1])
+            engine.step()
+        return [loss.item() for loss in losses], list(model.state_dict())
+
+
+def train_compiled(config: dict[str, Any], model_arguments: dict[str, Any]) -> tuple[list[float], list[str], int, int]:
+    """Return that of compiled blocks too, how many graphs they are, and how many times one was broken.
+
+    Traced and differentiated ahead of time as in earnest, but without generating code. The limit of recompilations is
+    as low as it can be, so that only what is asked for on top of it lets every block be compiled.
+    """
+    engine_module.compile_blocks = partial(compile_blocks, backend="aot_eager")
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        losses, names = train(config | {"COMPILE": True}, model_arguments)
+    counters = torch._dynamo.utils.counters
+    return losses, names, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fp16", "model_arguments", "tolerance"),
+    [
+        (2, None, {}, 1e-5),
+        (1, None, {"activation_checkpoint": True}, 1e-5),
+        (1, {"mode": AMP_TYPE.NAIVE, "dtype": "bfloat16"}, {}, 1e-2),
+        # compiled code may draw its random numbers in another order
+        (1, {"mode": AMP_TYPE.TORCH, "dtype": "bfloat16"}, {"drop_path": 0.2}, 0.2),
+    ],
+)
+def test_compiled_training_is_the_same(ranks, fp16, model_arguments, tolerance) -> None:
+    # in processes of their own: one that has used torch.compile cannot fork any more that train
+    eager, names = train({"fp16": fp16}, model_arguments)
+    for outcome in run_ranks(ranks, train_compiled, {"fp16": fp16}, model_arguments):
+        losses, same_names, graphs, breaks = outcome
+        assert losses == pytest.approx(eager, rel=tolerance)
+        assert names == same_names
+        assert graphs > 0
+        assert breaks == 0
+
+
+def compile_sharded() -> str:
+    with launched(parallel={"tensor": {"mode": "1d", "size": 2}}, COMPILE=True):
+        model = shard_model(build_model(**MODEL))
+        with pytest.raises(UserError) as error:
+            initialize(model, build_optimizer(model))
+        return str(error.value)
+
+
+def test_refuses_a_model_that_is_cut_over_ranks() -> None:
+    assert all("leave out COMPILE or the tensor mode" in message for message in run_ranks(2, compile_sharded))
+
+
+def test_says_that_the_compiler_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    model = build_model(**MODEL)
+    with launched(COMPILE=True), pytest.raises(UserError, match=r"no C\+\+ compiler no-such-compiler"):
+        initialize(model, build_optimizer(model))
+
+
+def test_tf32_is_off_unless_asked_for() -> None:
+    precisions = []
+    for config in ({}, {"TF32": True}, {}):
+        with launched(**config):
+            model = nn.Linear(2, 2)
+            initialize(model, build_optimizer(model))
+            precisions.append((torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision))
+    assert precisions == [("ieee", "ieee"), ("tf32", "tf32"), ("ieee", "ieee")]

@@ -1,0 +1,81 @@
+"""A launch of processes that are not there."""
+
+import io
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake", whose collectives do nothing
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common.colossal.context import RepairedContext, launch, shutdown
+from common.colossal.engine import Engine
+from common.colossal.tensor_parallel import layers
+
+
+@contextmanager
+def rehearsed_launch(config: Mapping[str, Any], world_size: int) -> Iterator[None]:
+    """Launch as rank 0 of ``world_size`` processes of which there is only this one, and on a CPU whatever there is.
+
+    For fake tensors (`torch._subclasses.FakeTensorMode`), which have a shape and a type but no numbers: collectives
+    return at once and leave their messages as they are. Must not be called within a launch.
+    """
+    new_group = dist.new_group
+
+    def new_fake_group(ranks: list[int], *_: Any, **__: Any) -> Any:
+        return new_group(ranks, backend="fake") if 0 in ranks else dist.GroupMember.NON_GROUP_MEMBER
+
+    replacements = (
+        (torch.cuda, "is_available", lambda: False),
+        (torch.cuda, "device_count", lambda: 0),
+        (dist, "new_group", new_fake_group),
+        # it gathers the hosts' names
+        (RepairedContext, "detect_num_processes_on_current_node", lambda context: None),
+        # they read numbers: a random state, and whether a loss scaler has seen an overflow
+        (layers, "_random_stream", lambda device, number: nullcontext()),
+        (Tensor, "item", lambda tensor: 0.0),
+        # it swaps tensors, which fake ones cannot
+        (nn.Module, "to", _convert_in_place),
+        # to which each launch adds a prefix
+        (sys, "excepthook", sys.excepthook),
+    )
+    with ExitStack() as stack:
+        for owner, name, value in replacements:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(redirect_stdout(io.StringIO()))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # what matters, the run itself will say
+        try:
+            launch(config, 0, world_size, "", 0, backend="fake", verbose=False)
+            yield
+        finally:
+            shutdown()
+
+
+def _convert_in_place(model: nn.Module, target: Any) -> nn.Module:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(target)
+    return model
+
+
+def reduce_without_waiting(engine: Engine) -> None:
+    """Let DDP, if the engine's model is one, reduce its buckets by a hook that does not wait for a fake collective.
+
+    Its own code takes the outcome from the collective's future, which is empty.
+    """
+    if isinstance(engine.model, DistributedDataParallel):
+        engine.model.register_comm_hook(engine.model.process_group, _reduce_bucket)
+
+
+def _reduce_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    buffer = bucket.buffer().div_(group.size())
+    dist.all_reduce(buffer, group=group)
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future

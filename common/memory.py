@@ -1,0 +1,45 @@
+"""Count the bytes that tensors take."""
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class TensorMemory(TorchDispatchMode):
+    """Within the context, follow the storages that operations make: ``live`` bytes now, and their ``peak``.
+
+    What autograd keeps counts for as long as it does. Fake tensors count as the real ones would; what a kernel takes
+    for itself while it runs, and what an allocator adds, does not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        outcome = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(outcome):
+            if isinstance(leaf, Tensor):
+                self._follow(leaf)
+        return outcome
+
+    def _follow(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._sizes:
+            return
+        self._sizes[address] = storage.nbytes()
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, address).atexit = False
+
+    def _forget(self, address: int) -> None:
+        self.live -= self._sizes.pop(address)
+
+    def restart_peak(self) -> None:
+        """Forget the peak so far."""
+        self.peak = self.live

@@ -1,0 +1,34 @@
+"""Queue the making of batches beside the training, where that is a GPU."""
+
+from collections.abc import Generator, Iterator
+from contextlib import closing
+
+import torch
+from torch import Tensor
+
+Batch = tuple[Tensor, Tensor]
+
+
+def on_side_stream(batches: Generator[Batch, None, None], device: torch.device) -> Iterator[Batch]:
+    """Yield the batches unchanged; on a GPU, what ``batches`` queues there runs on a stream of its own.
+
+    Nothing is asked for early. But the host is ahead of the GPU, so that copies and kernels of the next batch run
+    beside those of the last step instead of behind them.
+    """
+    with closing(batches):
+        yield from batches if device.type == "cpu" else _on_side_stream(batches, device)
+
+
+def _on_side_stream(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))  # which has made what the batches are made from
+    while True:
+        with torch.cuda.stream(side):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        training = torch.cuda.current_stream(device)
+        training.wait_stream(side)
+        for tensor in batch:
+            tensor.record_stream(training)  # else its memory would be taken for a later batch too early
+        yield batch

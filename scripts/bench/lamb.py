@@ -1,0 +1,92 @@
+"""Compare a step of our LAMB with Colossal-AI's, timm's, and PyTorch's AdamW, on the 152 tensors of ViT-B/16 in fp32.
+
+python scripts/bench/lamb.py [--rounds 9] [--threads 1 2]
+
+All optimisers step the same tensors in one process, each with its own state, and take turns of one step; on a GPU of 20
+steps, timed by its own events, where `cpu` is what starting the kernels takes. LAMB as timm means it clips the norm of
+all gradients and corrects the moments: `ours, as timm` does too. On a CPU it makes a difference whether freed memory is
+kept, as our trainer does (common/cpu_memory.py): both are measured.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+
+import harness
+import torch
+from timm.optim import Lamb as TimmLamb
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+
+from common.colossal.upstream import colossalai
+from common.cpu_memory import keep_freed_memory
+from common.errors import run_command
+from common.interleave import Figures, take_turns, timed
+from common.lamb import Lamb
+from common.model import build_model
+
+VIT_B16 = dict(image_size=224, patch_size=16, width=768, depth=12, heads=12, num_classes=1000)
+TINY = VIT_B16 | dict(width=16, heads=2, num_classes=10)
+OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
+    "ours": Lamb,
+    "ours, as timm": lambda params, **options: Lamb(params, variant="timm", **options),
+    "colossalai": colossalai.nn.optimizer.Lamb,
+    "timm": TimmLamb,
+    "AdamW, one by one": lambda params, **options: AdamW(params, foreach=False, fused=False, **options),
+    "AdamW, foreach": lambda params, **options: AdamW(params, foreach=True, **options),
+    "AdamW, fused": lambda params, **options: AdamW(params, fused=True, **options),
+}
+STEPS_ON_GPU = 20
+
+
+def main(argv: list[str]) -> None:
+    cores = len(os.sched_getaffinity(0))
+    threads = dict(type=int, nargs="+", default=sorted({1, min(2, cores)}), help="CPU threads (default: 1, then 2)")
+    args = harness.parse_options(argv, __doc__, rounds=9, threads=threads)
+    rounds, model = (2, TINY) if args.tiny else (args.rounds, VIT_B16)
+    params = random_parameters(model, torch.device("cpu"))
+    for kept in (False, True):
+        if kept:
+            keep_freed_memory()
+        for count in args.threads:
+            torch.set_num_threads(count)
+            part = f"CPU, threads: {count}, memory {'' if kept else 'not '}kept"
+            harness.report("lamb", part, harness.summarise(compare(params, rounds, timed), "ours"), args.csv)
+    if torch.cuda.is_available():
+        figures = compare(random_parameters(model, torch.device("cuda")), rounds, timed_on_gpu)
+        harness.report("lamb", "GPU", harness.summarise(figures, "ours", units=STEPS_ON_GPU), args.csv)
+
+
+def random_parameters(model: Mapping[str, int], device: torch.device) -> list[Tensor]:
+    """Return the parameters of a ViT, with gradients of about the size that they have in training."""
+    params = list(build_model(**model).to(device).parameters())
+    for param in params:
+        param.grad = 1e-3 * torch.randn_like(param)
+    return params
+
+
+def compare(
+    params: list[Tensor], rounds: int, measure: Callable[[Callable[[], object]], Figures]
+) -> dict[str, list[Figures]]:
+    """Return every optimiser's figures, but for those of its first step, which makes its state."""
+    optimizers = {name: build(params, lr=1e-6, weight_decay=0.1) for name, build in OPTIMIZERS.items()}
+    variants = {name: lambda step=optimizer.step: measure(step) for name, optimizer in optimizers.items()}
+    return {name: figures[1:] for name, figures in take_turns(variants, rounds + 1).items()}
+
+
+def timed_on_gpu(step: Callable[[], object]) -> Figures:
+    """Take steps; return the GPU's seconds as ``wall``, and what this process took to ask for them as ``cpu``."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    used = time.process_time()
+    start.record()
+    for _ in range(STEPS_ON_GPU):
+        step()
+    end.record()
+    used = time.process_time() - used
+    torch.cuda.synchronize()
+    return {"wall": start.elapsed_time(end) / 1e3, "cpu": used}
+
+
+if __name__ == "__main__":
+    run_command(main)

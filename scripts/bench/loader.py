@@ -1,0 +1,166 @@
+"""Compare our loaders with torchvision's, timm's and webdataset's, and with decoding alone; and CIFAR-10's with a step.
+
+python scripts/bench/loader.py [--rounds 4] [--size 500x400] [--batch 64] [--images 1024]
+
+The images are JPEGs that this writes: noise that is smooth over some pixels and a little that is not, which makes 0.3
+bytes a pixel. Times are those of an image. All use every core; `decoding alone` is one thread with libjpeg-turbo of the
+whole image: the limit for whoever does not shrink or cut it while decoding. A batch of CIFAR-10 is compared with a
+training step with its 512 images. Libraries of requirements-bench.txt that are not installed are left out.
+"""
+
+import io
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import harness
+import loaders
+import numpy as np
+import torch
+from loaders import Work
+from loops import BFLOAT16, Batch, Job, build_ours
+from PIL import Image
+
+from cifar10_benchmark.augment import UNIFORMS_PER_SAMPLE, Augment
+from cifar10_benchmark.dataloader import READ_AHEAD, MemoryReader
+from cifar10_benchmark.dataset import Images
+from common.cpu_memory import keep_freed_memory
+from common.errors import UserError, run_command
+from common.interleave import Figures, Turns, in_processes, take_turns, timed
+from common.loader import Loader
+from common.sampling import TrainSampler
+from imagenet_dali.prepare import main as prepare
+
+LOADERS: dict[str, Callable[[Work, Turns], None]] = {
+    "torchvision": loaders.torchvision,
+    "ours, DALI": loaders.dali,
+    "ours, torchvision": loaders.our_torchvision,
+    "timm": loaders.timm,
+    "webdataset": loaders.webdataset,
+    "decoding alone": loaders.decoding_alone,
+}
+CLASSES = 4
+DIFFERENT = 64  # images; more are copies
+
+
+def main(argv: list[str]) -> None:
+    args = harness.parse_options(
+        argv,
+        __doc__,
+        rounds=4,
+        size=dict(default="500x400", help="width and height of the images (default: 500x400)"),
+        batch=dict(type=int, default=64, help="images of a batch (default: 64)"),
+        images=dict(type=int, default=1024, help="images that a turn reads, whole batches (default: 1024)"),
+    )
+    size, batch, images = ("64x48", 4, 16) if args.tiny else (args.size, args.batch, args.images)
+    rounds = 1 if args.tiny else args.rounds
+    try:
+        width, height = map(int, size.split("x"))
+    except ValueError:
+        raise UserError(f"--size {size}: say it as 500x400") from None
+    if images < batch or images % batch:
+        raise UserError(f"--images {images}: not a multiple of --batch {batch}")
+    with TemporaryDirectory() as folder:
+        write_images(Path(folder), images, width, height)
+        work = Work(Path(folder), batch, images)
+        figures = compare(work, rounds)
+    rows = harness.summarise(figures, "torchvision", units=images)
+    part = f"{size}, batch {batch}, {loaders.WORKERS} workers"
+    harness.report("loader", part, rows, args.csv, ["webdataset", "simplejpeg"])
+    figures = compare_cifar(8 if args.tiny else 512, rounds)
+    rows = harness.summarise(figures, "a training step", units=READ_AHEAD)
+    harness.report("loader", "CIFAR-10 in memory, a batch", rows, args.csv)
+
+
+def compare(work: Work, rounds: int) -> dict[str, list[Figures] | None]:
+    """Return each loader's figures but for its first turn; None for what is not installed."""
+    present = {name: loader for name, loader in LOADERS.items() if name != "webdataset" or find_spec(name)}
+    with in_processes({name: partial(loader, work) for name, loader in present.items()}) as variants:
+        figures = take_turns(variants, rounds + 1)
+    return {name: figures[name][1:] if name in figures else None for name in LOADERS}
+
+
+def compare_cifar(batch: int, rounds: int) -> dict[str, list[Figures]]:
+    """Return the figures of as many steps of ViT-Lite-7/4 in bfloat16, and augmented batches, as are made together."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as our trainer does
+    job = Job((f"TOTAL_BATCH_SIZE={batch}",), steps=1, rounds=1, data=None)
+    batches = cifar_batches(job)
+    model, optimizer, criterion, _ = build_ours(job)
+    images, labels = next(batches)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with BFLOAT16("cpu"):
+            output = model(images)
+        criterion(output.float(), labels).backward()
+        optimizer.step()
+
+    def train() -> Figures:
+        figures = timed(step)
+        return {clock: READ_AHEAD * seconds for clock, seconds in figures.items()}
+
+    for _ in islice(batches, READ_AHEAD - 1):  # the rest of what was made with the first
+        pass
+    variants = {"a training step": train, "its data": lambda: timed(lambda: list(islice(batches, READ_AHEAD)))}
+    figures = take_turns(variants, rounds + 1)
+    torch.set_num_threads(threads)
+    return {name: turns[1:] for name, turns in figures.items()}
+
+
+def cifar_batches(job: Job) -> Iterator[Batch]:
+    """Yield batches of 10,000 random images of CIFAR-10's size, augmented as the recipe says."""
+    config, random = job.config, np.random.default_rng(0)
+    data, batch = config["DATA"], config["TOTAL_BATCH_SIZE"]
+    images = Images(random.integers(0, 256, (10_000, 3, 32, 32), np.uint8), random.integers(0, 10, 10_000))
+    sampler = TrainSampler(10_000, batch, batch, dp_rank=0, dp_size=1, seed=0, uniforms=UNIFORMS_PER_SAMPLE)
+    augment = Augment(data["crop_padding"], data["flip"], data["autoaugment"])
+    reader = MemoryReader(images, augment, mean=data["mean"], std=data["std"], device=torch.device("cpu"))
+    return loaders.repeat(Loader(sampler, reader))
+
+
+def write_images(folder: Path, count: int, width: int, height: int) -> None:
+    """Write JPEGs as an image folder, as TFRecord shards, and as tar files."""
+    random = np.random.default_rng(0)
+    files = [encode(random, width, height) for _ in range(min(count, DIFFERENT))]
+    for number in range(count):
+        splits = ("train", "val") if number < CLASSES else ("train",)  # our shards have to have both
+        for split in splits:
+            path = folder / "images" / split / str(number % CLASSES) / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(files[number % len(files)])
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        prepare([str(folder / "images"), str(folder / "shards")])
+    (folder / "tars").mkdir()
+    paths = sorted((folder / "images" / "train").rglob("*.jpg"))
+    for worker in range(loaders.WORKERS):
+        with tarfile.open(folder / "tars" / f"{worker}.tar", "w") as tar:
+            for path in paths[worker :: loaders.WORKERS]:
+                add(tar, path.name, path.read_bytes())
+                add(tar, f"{path.stem}.cls", path.parent.name.encode())
+
+
+def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size = len(content)
+    tar.addfile(entry, io.BytesIO(content))
+
+
+def encode(random: np.random.Generator, width: int, height: int) -> bytes:
+    """Return a JPEG of noise that is smooth over 16 pixels, with a little that is not."""
+    coarse = random.integers(0, 256, (height // 16 + 1, width // 16 + 1, 3), np.uint8)
+    smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), np.float32)
+    pixels = smooth + random.normal(0, 6, (height, width, 1))
+    file = io.BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=85)
+    return file.getvalue()
+
+
+if __name__ == "__main__":
+    run_command(main)

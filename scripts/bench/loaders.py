@@ -1,0 +1,120 @@
+"""Data loaders to compare: random crops of 224 x 224, mirrored by chance, as normalised float32 batches.
+
+Each is called with a `Work` and its `Turns`, and reads as the library's documentation says, with one process or thread
+for each core.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.config import load_config
+from common.interleave import Turns, timed
+from imagenet_dali.dataloader import build_train_loader
+
+SIDE = 224
+WORKERS = len(os.sched_getaffinity(0))
+IN_QUEUES = 2 * WORKERS  # batches that PyTorch's workers have ready when a turn begins
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a turn reads: ``images`` images, one pass, in batches of ``batch``.
+
+    The folder has ``images/train/<class>/*.jpg``, the same prepared in ``shards``, and ``tars/*.tar`` for webdataset.
+    """
+
+    folder: Path
+    batch: int
+    images: int
+
+
+def read_passes(loader: Iterable[Any], turns: Turns) -> None:
+    """Read a pass a turn: nothing is ready when it begins, and nothing is left when it ends."""
+    torch.set_num_threads(1)
+    for _ in turns:
+        for _batch in loader:
+            pass
+
+
+def repeat(loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield pass after pass."""
+    while True:
+        yield from loader
+
+
+def _ours(work: Work, root: str, loader: str) -> Iterable[Any]:
+    data = load_config("vit-b16", [])["DATA"] | {"root": str(work.folder / root), "loader": loader}
+    place = dict(image_size=SIDE, dp_rank=0, dp_size=1, seed=0, device=torch.device("cpu"))
+    return build_train_loader(data, work.batch, work.batch, **place)
+
+
+def dali(work: Work, turns: Turns) -> None:
+    read_passes(_ours(work, "shards", "dali"), turns)
+
+
+def our_torchvision(work: Work, turns: Turns) -> None:
+    read_passes(_ours(work, "images", "torchvision"), turns)
+
+
+def _transform() -> Callable[[Any], torch.Tensor]:
+    from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+    from torchvision import transforms
+
+    return transforms.Compose(
+        [
+            transforms.RandomResizedCrop(SIDE),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD),
+        ]
+    )
+
+
+def torchvision(work: Work, turns: Turns) -> None:
+    """Read as torchvision's ImageNet example does."""
+    from torch.utils.data import DataLoader
+    from torchvision.datasets import ImageFolder
+
+    images = ImageFolder(work.folder / "images" / "train", _transform())
+    options = dict(shuffle=True, drop_last=True, num_workers=WORKERS, persistent_workers=True)
+    read_passes(DataLoader(images, work.batch, **options), turns)
+
+
+def timm(work: Work, turns: Turns) -> None:
+    """Read as timm's train.py does, without colour jitter; its prefetcher is for GPUs."""
+    from timm.data import create_dataset, create_loader
+
+    images = create_dataset("", root=str(work.folder / "images" / "train"), is_training=True)
+    options = dict(color_jitter=0.0, interpolation="bilinear", num_workers=WORKERS, use_prefetcher=False)
+    loader = create_loader(images, (3, SIDE, SIDE), work.batch, is_training=True, **options)
+    read_passes(loader, turns)
+
+
+def webdataset(work: Work, turns: Turns) -> None:
+    import webdataset as wds
+
+    shards = [str(path) for path in sorted((work.folder / "tars").glob("*.tar"))]
+    images = wds.WebDataset(shards, resampled=True, shardshuffle=False).shuffle(100)
+    images = images.decode("pil").to_tuple("jpg", "cls").map_tuple(_transform()).batched(work.batch)
+    batches = iter(wds.WebLoader(images, batch_size=None, num_workers=WORKERS))
+    torch.set_num_threads(1)
+    for turn in turns:
+        for _ in islice(batches, IN_QUEUES):  # it has no passes, and reads on between the turns
+            pass
+        turn |= timed(lambda: [None for _ in islice(batches, work.images // work.batch)])
+
+
+def decoding_alone(work: Work, turns: Turns) -> None:
+    """Decode the whole images in one thread with libjpeg-turbo, and throw them away."""
+    import simplejpeg
+
+    files = repeat([path.read_bytes() for path in sorted((work.folder / "images" / "train").rglob("*.jpg"))])
+    for _ in turns:
+        for file in islice(files, work.images):
+            simplejpeg.decode_jpeg(file)

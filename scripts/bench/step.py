@@ -1,0 +1,84 @@
+"""Compare our training loop with a bare one, timm's, Lightning's and accelerate's, and evaluation with forward alone.
+
+python scripts/bench/step.py [--rounds 9] [--steps 4] [--set KEY=VALUE ...] [--data CIFAR10]
+
+ViT-Lite-7/4 as in configs/vit_lite_vanilla.py, in bfloat16, at batch 64 unless --set says otherwise, over batches in
+memory, on one thread. Each loop has a process of its own, and they take turns of some steps. `hooks` are our metrics,
+progress bar, TensorBoard and curves, timed where they are called. `loop alone` is the same with a model so small
+(as many tensors, of width 8, and one image) that the loop is most of it. All keep freed memory as our trainer does
+(common/cpu_memory.py), but for one. Libraries of requirements-bench.txt that are not installed are left out.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.util import find_spec
+
+import harness
+import loops
+from loops import EVALUATED, Job, train_quietly
+
+from common.errors import run_command
+from common.interleave import Figures, Turns, in_processes, take_turns
+
+PEERS = {"Lightning": "lightning", "accelerate": "accelerate"}
+LOOPS: dict[str, Callable[[Job, Turns], None]] = {
+    "bare": loops.bare,
+    "bare, memory not kept": loops.bare_as_is,
+    "ours": loops.ours,
+    "timm": loops.timm,
+    "timm's loop, our model": loops.timm_around_ours,
+    "Lightning": loops.lightning,
+    "accelerate": loops.accelerate,
+}
+EVALUATIONS = {"forward alone": loops.forward_alone, "ours": loops.our_evaluation}
+NO_WORK = ("MODEL.image_size=8", "MODEL.width=8", "MODEL.heads=2", "TOTAL_BATCH_SIZE=1")
+TRAINED = 50_000  # images of CIFAR-10
+
+
+def main(argv: list[str]) -> None:
+    args = harness.parse_options(
+        argv,
+        __doc__,
+        rounds=9,
+        steps=dict(type=int, default=4, help="optimiser steps of a turn (default: 4)"),
+        set=dict(action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe"),
+        data=dict(default=os.environ.get("DATA"), help="CIFAR-10's folder (default: $DATA, else random images)"),
+    )
+    rounds, steps, data = (2, 2, None) if args.tiny else (args.rounds, args.steps, args.data)
+    settings = ("TOTAL_BATCH_SIZE=64", *args.set, *(NO_WORK if args.tiny else ()))
+    job = Job(settings, steps, rounds + 1, data)
+    small = Job((*settings, *NO_WORK), steps if args.tiny else 50 * steps, rounds + 1, None)
+
+    def save(part: str, rows: list[dict[str, str]]) -> None:
+        harness.report("step", part, rows, args.csv, PEERS.values())
+
+    training, evaluation = compare(LOOPS, job), compare(EVALUATIONS, job)
+    save("training", harness.summarise(training, "bare", units=steps))
+    save("evaluation", harness.summarise(evaluation, "forward alone", units=steps))
+    save("hooks", harness.summarise(share_of_hooks(training["ours"], evaluation["ours"], job), "an epoch"))
+    save("loop alone", harness.summarise(compare(LOOPS, small), "bare", units=small.steps))
+
+
+def compare(loops: Mapping[str, Callable[[Job, Turns], None]], job: Job) -> dict[str, list[Figures] | None]:
+    """Return each loop's figures but for its first turn; None for what is not installed."""
+    present = {name: loop for name, loop in loops.items() if name not in PEERS or find_spec(PEERS[name])}
+    with in_processes({name: partial(train_quietly, loop, job) for name, loop in present.items()}) as variants:
+        figures = take_turns(variants, job.rounds)
+    return {name: figures[name][1:] if name in figures else None for name in loops}
+
+
+def share_of_hooks(training: list[Figures], evaluation: list[Figures], job: Job) -> dict[str, list[Figures]]:
+    """Return the time of an epoch by these figures, with an evaluation at its end, and what the hooks take of it."""
+    batch = job.config["TOTAL_BATCH_SIZE"]
+    trained, evaluated = TRAINED / batch / job.steps, EVALUATED / batch / job.steps  # turns in an epoch
+    epochs, hooks = [], []
+    for train, test in zip(training, evaluation, strict=True):
+        epochs.append({"wall": trained * train["wall"] + evaluated * test["wall"] + test["after_test"]})
+        in_batches = trained * train["after_train_iter"] + evaluated * test["after_test_iter"]
+        hooks.append({"wall": in_batches + test["after_test"]})
+    return {"an epoch": epochs, "our hooks in it": hooks}
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,14 @@ def main(argv: Sequence[str]) -> int:
     faults = [fault for fault in all_faults(args.kills) if args.only in fault.name]
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     bench, started = Bench(folder), time.monotonic()
-    rows = [row for fault in faults if (row := inject(fault, bench, args))]
+    tries = {fault.name: fault.quick if args.quick else fault.tries for fault in faults}
+    rows = [inject(fault, bench, args.seed, tries[fault.name]) for fault in faults if tries[fault.name]]
+    if not rows:
+        print(f"error: --only {args.only!r}: no row has such a name", file=sys.stderr)
+        return 2
     table = format_table(rows)
     print(table)
-    survived = all(row["survived"] == row["tries"] and row["equal"] in ("", row["tries"]) for row in rows)
+    survived = all(map(has_survived, rows))
     if survived:
         shutil.rmtree(folder)
     if not (args.only or args.quick):
@@ -71,24 +75,24 @@ def all_faults(kills: int) -> list[Fault]:
     return [*kill_faults(kills), *(fault for faults in more for fault in faults())]
 
 
-def inject(fault: Fault, bench: Bench, args: argparse.Namespace) -> dict[str, Any] | None:
-    """Return a row of the table; None if no try is to be made."""
-    tries = fault.quick if args.quick else fault.tries
-    recoveries = [attempt(fault, bench, f"{args.seed}/{fault.name}/{number}") for number in range(tries)]
+def inject(fault: Fault, bench: Bench, seed: int, tries: int) -> dict[str, Any]:
+    """Return a row of the table."""
+    recoveries = [attempt(fault, bench, f"{seed}/{fault.name}/{number}") for number in range(tries)]
     survived = [recovery for recovery in recoveries if recovery is not None]
     compared = [recovery.equal for recovery in survived if recovery.equal is not None]
     lost = [recovery.seconds_lost for recovery in survived if recovery.seconds_lost is not None]
-    return (
-        {
-            "fault": fault.name,
-            "tries": tries,
-            "survived": len(survived),
-            "equal": sum(compared) if compared else "",
-            "seconds lost": f"{statistics.median(lost):.1f}" if lost else "",
-        }
-        if tries
-        else None
-    )
+    return {
+        "fault": fault.name,
+        "tries": tries,
+        "survived": len(survived),
+        "equal": sum(compared) if compared else "",
+        "seconds lost": f"{statistics.median(lost):.1f}" if lost else "",
+    }
+
+
+def has_survived(row: Mapping[str, Any]) -> bool:
+    """Return whether every try of a row survived, and came out equal where that can be."""
+    return row["survived"] == row["tries"] and row["equal"] in ("", row["tries"])
 
 
 def attempt(fault: Fault, bench: Bench, seed: str) -> Recovery | None:

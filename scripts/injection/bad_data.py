@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from injection.bench import ONE, TWO, Bench, Fault, Recovery, result
-from injection.processes import expect
+from injection.processes import PATIENT, expect
 from injection.victims import Place, at, on, stop
 from PIL import Image
 
@@ -90,7 +90,7 @@ def image_is_skipped(bench: Bench, choice: random.Random) -> Recovery:
 def another_data_set(bench: Bench, choice: random.Random) -> Recovery:
     """Go on with another data set: refused, unless it is allowed."""
     data, output = prepare_more(bench), bench.new_folder()
-    bench.run(TWO, output, on(None, lambda: at(Place("step", 10), stop))).expect(143)
+    bench.run(TWO, output, on(None, lambda: at(Place("step", 10), stop)), PATIENT).expect(143)
     refused = bench.run(TWO, output, data=data).expect(2)
     expect("DATA.root is another data set" in refused.said and "DATA.allow_change=True" in refused.said, refused.said)
     bench.run(TWO, output, data=data, settings=[*SETTINGS, "DATA.allow_change=True"]).expect(0)
@@ -140,7 +140,7 @@ def malicious_checkpoint(bench: Bench, choice: random.Random) -> Recovery:
     That checkpoint is refused, and the one before gone on from.
     """
     output = bench.new_folder()
-    bench.run(ONE, output, on(None, lambda: at(Place("step", 10), stop))).expect(143)
+    bench.run(ONE, output, on(None, lambda: at(Place("step", 10), stop)), PATIENT).expect(143)
     evidence, equal = bench.folder / "executed", True
     for name in (MODEL, OPTIMIZER, RANDOM, TRAINER):
         copy = bench.new_folder()

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from injection.processes import Ended, Ranks, expect
+from injection.processes import IMPATIENT, Ended, Ranks, expect
 from safetensors.torch import load_file
 
-from common.checkpoint import MODEL, OPTIMIZER, RANDOM, load_trainer_state, newest_checkpoint
+from common.checkpoint import RANDOM, load_trainer_state, newest_checkpoint
 from common.colossal.tensor_parallel.cases import CASES
 from common.errors import run_command
 from common.writers import read_metrics
@@ -20,6 +20,9 @@ from imagenet_dali.testing import prepare_data, write_config
 STEPS = 12
 COMMON = """
 CHECKPOINT_EVERY = 3
+EMA = 0.9
+CUTMIX = 0.5
+ERASING = 0.25
 DATA = dict(workers=1)
 LOG = dict(every=2, tensorboard=False)
 """
@@ -61,7 +64,9 @@ PRECISION = [
     Mode("APEX O3", 0, 'fp16 = dict(mode=AMP_TYPE.APEX, opt_level="O3")\nOPTIMIZER = dict(name="adamw")'),
 ]
 MODES = [ONE, TWO, FOUR, *TENSOR_PARALLEL, WORKERS, *PRECISION]
-NO_CHANCE = 'MODEL["dropout"] = 0.0\nMIXUP = 0.0\nfp16 = None'  # other ranks draw other masks and pairs
+NO_CHANCE = (
+    'MODEL["dropout"] = 0.0\nMIXUP = CUTMIX = ERASING = 0.0\nfp16 = None'  # other ranks draw other masks and pairs
+)
 
 
 @dataclass
@@ -95,9 +100,16 @@ class Bench:
         arguments = self.arguments(mode, output, **options)
         return Ranks(mode.size, lambda: run_command(train_dali.main, arguments), self.new_folder(), fault)
 
-    def run(self, mode: Mode, output: Path, fault: Callable[[int], None] | None = None, **options: Any) -> Ended:
-        """Run to the end; a fault on any rank ends the others."""
-        return self.start(mode, output, fault, **options).wait()
+    def run(
+        self,
+        mode: Mode,
+        output: Path,
+        fault: Callable[[int], None] | None = None,
+        grace: float = IMPATIENT,
+        **options: Any,
+    ) -> Ended:
+        """Run to the end; where a rank fails, the others have ``grace`` seconds."""
+        return self.start(mode, output, fault, **options).wait(grace=grace)
 
     def reference(self, mode: Mode) -> tuple[float, dict[str, Any]]:
         """Return the seconds and the result of an uninterrupted run."""
@@ -143,7 +155,7 @@ def result(output: Path) -> dict[str, Any]:
     # a library that is imported late draws from Python's generator, once in a process
     random_states = {n: t.tolist() for n, t in load_file(last / RANDOM).items() if not n.endswith("/python")}
     figures = [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(output)]
-    files = {name: (last / name).read_bytes() for name in (MODEL, OPTIMIZER)}
+    files = {file.name: file.read_bytes() for file in last.glob("*.safetensors") if file.name != RANDOM}
     return files | {"trainer.json": state, "random numbers": random_states, "metrics.jsonl": figures}
 
 

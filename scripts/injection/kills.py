@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from injection.bench import MODES, ONE, TWO, Bench, Fault, Mode, Recovery, choose_rank
-from injection.processes import expect
+from injection.processes import PATIENT, expect
 from injection.victims import SAVING, SAVING_CALLS, Place, at, before_call, choose_place, kill, on, stop
 
 from common.checkpoint import MARKER, list_checkpoints, newest_checkpoint
@@ -79,7 +79,7 @@ def damaged(damage: Callable[[Path, random.Random], None], bench: Bench, choice:
     mode = choice.choice((ONE, TWO))
     seconds, _ = bench.reference(mode)
     output = bench.new_folder()
-    stopped = bench.run(mode, output, on(None, lambda: at(Place("step", 10), stop))).expect(143)
+    stopped = bench.run(mode, output, on(None, lambda: at(Place("step", 10), stop)), PATIENT).expect(143)
     newest, before = list_checkpoints(output / "checkpoints")
     damage(newest, choice)
     ended = bench.run(mode, output).expect(0)
@@ -92,7 +92,7 @@ def damaged(damage: Callable[[Path, random.Random], None], bench: Bench, choice:
 def all_damaged(bench: Bench, choice: random.Random) -> Recovery:
     """Damage every checkpoint: the run does not start again from nothing on top of them."""
     output = bench.new_folder()
-    bench.run(ONE, output, on(None, lambda: at(Place("step", 10), stop))).expect(143)
+    bench.run(ONE, output, on(None, lambda: at(Place("step", 10), stop)), PATIENT).expect(143)
     for path in list_checkpoints(output / "checkpoints"):
         truncate(path, choice)
     ended = bench.run(ONE, output).expect(2)

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 SAME_TIME = 0.01  # seconds between two looks at the processes
-GRACE = 0.5  # seconds between the SIGTERM and the SIGKILL of the launcher; those of torchrun and srun are 30
-LEAVING = 10.0  # seconds that a worker process may take to notice that its parent is gone
+PATIENT = 30.0  # seconds between the SIGTERM and the SIGKILL of a launcher, as of torchrun and srun
+IMPATIENT = 0.5  # where it does not matter how the others end
+LEAVING = 5.0  # seconds that a worker process may take to notice that its parent is gone
 
 
 class RunLostError(Exception):
@@ -79,8 +80,10 @@ class Ranks:
         code = 1
         try:
             os.setsid()
-            os.dup2(output, 1)
-            os.dup2(output, 2)
+            for stream, number in (("stdout", 1), ("stderr", 2)):
+                os.dup2(output, number)
+                setattr(sys, stream, os.fdopen(number, "w", buffering=1, closefd=False))  # pytest has put others there
+            sys.__stderr__ = sys.stderr
             become_rank(rank, size, port)
             if fault is not None:
                 fault(rank)
@@ -101,8 +104,8 @@ class Ranks:
             if self.codes[rank] is None:
                 (os.killpg if group else os.kill)(self.pids[rank], number)
 
-    def wait(self, lost: int | None = None, timeout: float = 120) -> Ended:
-        """Wait for the end of all. As a launcher, end the others where one fails.
+    def wait(self, lost: int | None = None, grace: float = IMPATIENT, timeout: float = 120) -> Ended:
+        """Wait for the end of all. As a launcher, end the others where one fails, by force after ``grace`` seconds.
 
         With a rank that is ``lost``, there is no launcher, and that rank is killed after the end of all others.
         """
@@ -114,7 +117,7 @@ class Ranks:
                     self.send(signal.SIGKILL, [lost])
             elif killing_at == float("inf") and any(self.codes):
                 self.send(signal.SIGTERM)
-                killing_at = now + GRACE
+                killing_at = now + grace
             if now > min(deadline, killing_at):
                 self.send(signal.SIGKILL)
             time.sleep(SAME_TIME)

@@ -124,8 +124,13 @@ def rank_faults() -> list[Fault]:
         for mode in (TWO, BY_NAME["dp2 x 1d-2"]):
             name = f"a rank {what}, the others name it within TIMEOUT: {mode.name}"
             rows.append(Fault(name, functools.partial(lost, what, number, mode=mode), 2, int(mode == TWO)))
-    chains = [[ONE, TWO, BY_NAME["2d-4"]], [BY_NAME["1d-2"], ONE, BY_NAME["3d-8"]], [BY_NAME["2.5d-4"], TWO]]
+    chains = [
+        [ONE, TWO, BY_NAME["2d-4"]],
+        [BY_NAME["1d-2"], ONE, BY_NAME["3d-8"]],
+        [BY_NAME["2.5d-4"], TWO],
+        [TWO, ONE],
+    ]
     for number, modes in enumerate(chains):
         name = f"killed, goes on in another mode: {', '.join(mode.name for mode in modes)}"
-        rows.append(Fault(name, functools.partial(other_ranks, modes), 1, int(number == 2)))
+        rows.append(Fault(name, functools.partial(other_ranks, modes), 1, int(number == 3)))
     return rows

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from injection.bench import ONE, TENSOR_PARALLEL, TWO, WORKERS, Bench, Fault, Mode, Recovery, choose_rank
-from injection.processes import Ended, expect
+from injection.processes import PATIENT, Ended, expect
 from injection.victims import Place, at, choose_place, on
 
 from common.stop_signals import exit_code, signal_name
@@ -27,7 +27,7 @@ def signalled(number: int, scope: str, bench: Bench, choice: random.Random, mode
         place = Place("start-up", max(1, place.number))
     rank = choose_rank(choice, mode) if scope == "one rank" else None
     print(f"    {mode.name}: {scope} at {place}", flush=True)
-    stopped = bench.run(mode, output, on(rank, lambda: at(place, lambda: send_to_itself(number, scope))))
+    stopped = bench.run(mode, output, on(rank, lambda: at(place, lambda: send_to_itself(number, scope))), PATIENT)
     stopped.expect(exit_code(number))
     check_message(stopped, number, place)
     lost = stopped.seconds + bench.run(mode, output).expect(0).seconds - seconds
@@ -58,7 +58,7 @@ def signalled_any_time(bench: Bench, choice: random.Random) -> Recovery:
         time.sleep(0.01)
     time.sleep(delay)
     ranks.send(number)
-    stopped = ranks.wait()
+    stopped = ranks.wait(grace=PATIENT)
     expect(set(stopped.codes) <= {exit_code(number), 0}, f"{stopped.codes}: {stopped.said}")  # 0: it was over
     lost = stopped.expect(stopped.codes).seconds + bench.run(mode, output).expect(0).seconds - seconds
     return Recovery(bench.is_equal(mode, output), lost)

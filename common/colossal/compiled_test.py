@@ -98,5 +98,5 @@ def test_tf32_is_off_unless_asked_for() -> None:
         with launched(**config):
             model = nn.Linear(2, 2)
             initialize(model, build_optimizer(model))
-            precisions.append((torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision))
-    assert precisions == [("ieee", "ieee"), ("tf32", "tf32"), ("ieee", "ieee")]
+            precisions.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+    assert precisions == [("highest", False), ("high", True), ("highest", False)]

@@ -118,8 +118,7 @@ def allow_tf32(allowed: bool) -> None:
     PyTorch by itself allows it to convolutions only.
     """
     torch.set_float32_matmul_precision("high" if allowed else "highest")
-    for kind in (torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
-        kind.fp32_precision = "tf32" if allowed else "ieee"
+    torch.backends.cudnn.allow_tf32 = allowed  # not by cudnn.conv.fp32_precision, after which torch.export fails
 
 
 def apply_precision(model: nn.Module, precision: MixedPrecision) -> None:

@@ -26,7 +26,9 @@ FIGURES = {
     "top5": Figure("Top-5 accuracy, %", 100),
     "lr": Figure("Learning rate", from_zero=True),
     "grad_norm": Figure("Gradient norm before clipping", from_zero=True),
+    "skipped": Figure("Updates skipped so far", from_zero=True),
     "samples_per_s": Figure("Images per second, all GPUs", from_zero=True),
+    "mfu": Figure("Model FLOPs utilisation, %", 100, from_zero=True),
     "data_wait": Figure("Time waiting for data, %", 100, from_zero=True),
     "peak_memory_gb": Figure("Peak memory of a process, GB", from_zero=True),
 }

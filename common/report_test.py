@@ -174,9 +174,9 @@ def test_a_foreign_or_broken_folder_is_one_line(files, message, tmp_path, capsys
 
 
 def test_charts_hold_every_number_and_know_their_runs():
-    first = [train(1, loss=2.0, mfu=0.4, data_wait=0.25, note="x"), evaluation(2, 0.5) | {"samples": 9}]
+    first = [train(1, loss=2.0, new_figure=0.4, mfu=0.5, data_wait=0.25, note="x"), evaluation(2, 0.5) | {"samples": 9}]
     charts = {chart["name"]: chart["lines"] for chart in collect_charts([first, [train(1, loss=3.0)]])}
-    assert list(charts) == ["loss", "top1", "data_wait", "mfu"]
+    assert list(charts) == ["loss", "top1", "mfu", "data_wait", "new_figure"]
     assert charts["loss"] == [
         {"run": 0, "kind": "train", "x": [1], "y": [2.0]},
         {"run": 0, "kind": "eval", "x": [2], "y": [1.0]},

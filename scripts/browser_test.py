@@ -23,7 +23,7 @@ from imagenet_dali.testing import prepare_data, run, write_config
 
 pytestmark = pytest.mark.browser
 
-FIGURES = ["loss", "top1", "top5", "lr", "grad_norm", "samples_per_s", "data_wait", "peak_memory_gb"]
+FIGURES = ["loss", "top1", "top5", "lr", "grad_norm", "skipped", "samples_per_s", "mfu", "data_wait", "peak_memory_gb"]
 EVIL = "<img src=x onerror=alert(1)>&amp;</script>"
 
 
@@ -110,7 +110,7 @@ def test_a_real_run(width, dark, page, trained):
     assert page.evaluate("[...document.querySelectorAll('figure')].map(figure => figure.dataset.figure)") == FIGURES
     records = read_metrics(trained)
     for name in FIGURES:
-        scale = 100 if name in ("top1", "top5", "data_wait") else 1
+        scale = 100 if name in ("top1", "top5", "mfu", "data_wait") else 1
         kinds = [kind for kind in ("train", "eval") if any(name in r for r in records if r["kind"] == kind)]
         curves = points(page, name)
         assert len(curves) == len(kinds)

@@ -55,7 +55,9 @@ def test_a_trainers_steps_do_not_wait_between_records(tmp_path: Path, optimizer:
         schedule = build_lr_scheduler(step, "cosine", 100, 10)
         engine, batches, _, schedule = initialize(model, step, nn.CrossEntropyLoss(), batches, None, schedule)
         engine.optimizer.counter.every = CHECK_EVERY  # as on a GPU
-        metrics = MetricsHook(PLAN, tmp_path, every=1000, tensorboard=False, trackers=[], is_main=True)
+        metrics = MetricsHook(
+            PLAN, tmp_path, every=1000, tensorboard=False, trackers=[], is_main=True, peak_samples_per_s=1.0
+        )
         trainer = Trainer(engine)
         with forbid_waiting(CPU):
             trainer.fit(batches, 1, hooks=[metrics])

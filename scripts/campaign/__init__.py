@@ -1,0 +1,1 @@
+"""The pieces of scripts/gpu_campaign.py."""

@@ -4,12 +4,12 @@ python train.py --config config_AMP_torch --set DATA.root=/path/to/caltech101 --
 DATA=/path/to/caltech101 torchrun --nproc_per_node 4 train.py --config config/config_AMP_naive.py
 """
 
-from torch import nn
-
 from caltech101_amp.dataloader import build_eval_loader, build_train_loader, describe_data
+from common.batch_augment import BatchAugment
 from common.colossal import Trainer, gpc, initialize, shard_model
-from common.errors import UserError, run_command
+from common.errors import run_command
 from common.lr_schedule import build_lr_scheduler
+from common.mixup import MixupLoss
 from common.model import build_model
 from common.optimizer import build_optimizer
 from common.run import start_run
@@ -20,22 +20,24 @@ def main(argv: list[str]) -> None:
     if run is None:  # --dry-run
         return
     config, plan = gpc.config, run.plan
-    if config.MIXUP:
-        raise UserError(f"MIXUP={config.MIXUP} has no effect in this task: leave it out")
 
-    model = shard_model(build_model(**config.MODEL))
+    model = build_model(**config.MODEL)
+    run.load_init(model)
+    model = shard_model(model)
     optimizer = build_optimizer(
         model, learning_rate=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY, **config.OPTIMIZER
     )
     lr_scheduler = build_lr_scheduler(optimizer, config.LR_SCHEDULE, plan.total_steps, plan.warmup_steps)
     loaders = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)
     train_loader = build_train_loader(config.DATA, plan.total_batch, plan.micro_batch, seed=config.SEED, **loaders)
+    blends = dict(mixup=config.MIXUP, cutmix=config.CUTMIX, erasing=config.ERASING)
+    train_loader = BatchAugment(train_loader, **blends, seed=config.SEED)
     eval_loader = build_eval_loader(config.DATA, plan.micro_batch, **loaders)
 
     engine, train_loader, eval_loader, lr_scheduler = initialize(
         model,
         optimizer,
-        nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING),
+        MixupLoss(config.LABEL_SMOOTHING),
         train_loader,
         eval_loader,
         lr_scheduler,

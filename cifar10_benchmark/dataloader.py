@@ -24,7 +24,7 @@ from common.sampling import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
 from common.side_stream import on_side_stream
 
 # keys of DATA for photographs, which are decoded and cropped as they are read
-UNUSED = ("loader", "workers", "crop_scale", "crop_ratio", "eval_crop")
+UNUSED = ("loader", "workers", "crop_scale", "crop_ratio", "randaugment", "eval_crop")
 
 # Of a batch on a GPU, starting the kernels takes longer than running them; so many batches are augmented as one.
 READ_AHEAD = 8
@@ -44,32 +44,29 @@ def build_train_loader(
     micro_batch: int,
     *,
     image_size: int,
-    dp_rank: int,
-    dp_size: int,
-    seed: int,
     device: torch.device,
+    **ranks_and_seed: int,
 ) -> Loader:
-    """Return the loader of augmented images: a new permutation of the training split in every epoch."""
+    """Return the loader of augmented images: a new permutation of the training split in every epoch.
+
+    ``ranks_and_seed`` are ``dp_rank``, ``dp_size`` and ``seed`` of `TrainSampler`.
+    """
     images = _load(data, "train", image_size)
-    sampler = TrainSampler(
-        len(images.labels),
-        total_batch,
-        micro_batch,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        seed=seed,
-        uniforms=UNIFORMS_PER_SAMPLE,
-    )
+    samples = len(images.labels)
+    sampler = TrainSampler(samples, total_batch, micro_batch, uniforms=UNIFORMS_PER_SAMPLE, **ranks_and_seed)
     augment = Augment(data["crop_padding"], data["flip"], data["autoaugment"])
     return Loader(sampler, MemoryReader(images, augment, mean=data["mean"], std=data["std"], device=device))
 
 
 def build_eval_loader(
-    data: Mapping[str, Any], batch: int, *, image_size: int, dp_rank: int, dp_size: int, device: torch.device
+    data: Mapping[str, Any], batch: int, *, image_size: int, device: torch.device, **ranks: int
 ) -> Loader:
-    """Return the loader of the test split as it is, each sample exactly once over all ranks."""
+    """Return the loader of the test split as it is, each sample exactly once over all ranks.
+
+    ``ranks`` are ``dp_rank`` and ``dp_size`` of `EvalSampler`.
+    """
     images = _load(data, "test", image_size)
-    sampler = EvalSampler(len(images.labels), batch, dp_rank=dp_rank, dp_size=dp_size)
+    sampler = EvalSampler(len(images.labels), batch, **ranks)
     return Loader(sampler, MemoryReader(images, None, mean=data["mean"], std=data["std"], device=device))
 
 

@@ -41,13 +41,13 @@ class RandomCrop:
     flip: bool = True
 
     def __call__(self, heights: np.ndarray, widths: np.ndarray, uniforms: np.ndarray) -> Crops:
-        """Return the crops of images of those sizes, int [B], from ``uniforms`` [B, `UNIFORMS_PER_SAMPLE`]."""
+        """Return the crops of images of those sizes, int [B], from the first `UNIFORMS_PER_SAMPLE` of ``uniforms``."""
         heights, widths = np.asarray(heights, np.int64), np.asarray(widths, np.int64)
         height, width = self._sizes(heights, widths, uniforms[:, :TRIES], uniforms[:, TRIES : 2 * TRIES])
         accepted = height > 0
         central_height, central_width = self._central(heights, widths)
         height, width = np.where(accepted, height, central_height), np.where(accepted, width, central_width)
-        top_uniform, left_uniform, flip_uniform = uniforms[:, 2 * TRIES :].T
+        top_uniform, left_uniform, flip_uniform = uniforms[:, 2 * TRIES : UNIFORMS_PER_SAMPLE].T
         top = np.where(accepted, np.floor(top_uniform * (heights - height + 1)), (heights - height) // 2)
         left = np.where(accepted, np.floor(left_uniform * (widths - width + 1)), (widths - width) // 2)
         start, shape = np.stack([top, left], axis=1), np.stack([height, width], axis=1)

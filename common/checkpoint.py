@@ -2,6 +2,7 @@
 
 checkpoints/step-00001234/
     model.safetensors       parameters under timm's names
+    ema.safetensors         their moving averages, with EMA
     optimizer.safetensors   `<state>/<parameter>`, e.g. `exp_avg/head.weight`
     random.safetensors      `<rank>/<generator>`: states of every rank's random number generators
     trainer.json            where the run stood
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -81,7 +83,10 @@ def put_back_old(folder: Path) -> None:
 
 
 def find_fault(path: Path) -> str | None:
-    """Return what is wrong with the checkpoint folder ``path``, every byte of it checked; None if nothing is."""
+    """Return what is wrong with the checkpoint folder ``path``, every byte of it checked; None if nothing is.
+
+    No code in it is run: who can write a file with a checksum to match can put anything there.
+    """
     try:
         lines = (path / MARKER).read_text().splitlines()
         sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
@@ -90,9 +95,24 @@ def find_fault(path: Path) -> str | None:
                 return f"{MARKER} does not list {name}"
             if sha256_of(path / name) != sums[name]:
                 return f"{name} has changed since it was written"
+            if fault := _find_format_fault(path / name):
+                return f"{name} cannot be read: {fault}"
     except FileNotFoundError as error:
         return f"it has no {Path(error.filename).name}"
     except (OSError, UnicodeDecodeError) as error:
+        return str(error)
+    return None
+
+
+def _find_format_fault(file: Path) -> str | None:
+    """Return why a file whose checksum is right is still none of ours: written by another program, or a pickle."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt"):  # reads and checks the header
+                pass
+        elif file.suffix == ".json":
+            json.loads(file.read_text())
+    except (SafetensorError, ValueError) as error:
         return str(error)
     return None
 
@@ -125,11 +145,14 @@ def clear_old(folder: Path, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def load_model_state(path: Path) -> dict[str, Tensor]:
-    """Return the parameters in the checkpoint folder ``path``; they load strictly into timm's model of that shape."""
+def load_model_state(path: Path, file: str = MODEL) -> dict[str, Tensor]:
+    """Return the parameters in the checkpoint folder ``path``, of ``file``, `MODEL` or `EMA`.
+
+    They load strictly into timm's model of that shape.
+    """
     if not (path / MARKER).exists():
         raise UserError(f"{path} is not a complete checkpoint: it has no {MARKER}")
-    return load_file(path / MODEL)
+    return load_file(path / file)
 
 
 def load_trainer_state(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.checkpoint import (
@@ -33,6 +33,7 @@ from common.colossal import BaseHook, ParallelMode, Trainer, doing, generator_st
 from common.errors import RankError, UserError
 from common.hooks import MetricsHook
 from common.model_state import Tensors, copy_state, load_state
+from common.resume import ask_first_rank
 from common.stop_signals import stop_signals
 from common.writers import warn
 
@@ -45,7 +46,7 @@ class CheckpointHook(BaseHook):
     ``keep`` checkpoints stay, and the best. A signal that any rank has received ends the training of all ranks after
     the same step.
 
-    ``start_from`` is the checkpoint to go on from; ``about`` what config.json holds.
+    ``start_from`` is the checkpoint to go on from; ``about`` what config.json holds; ``averages`` those of `EmaHook`.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class CheckpointHook(BaseHook):
         every: int | str,
         keep: int,
         start_from: Path | None = None,
+        averages: Mapping[str, Tensor] | None = None,
     ):
         super().__init__(priority=10)  # after the figures of the step are written
+        self.averages = averages
         self.folder, self.model, self.optimizer, self.metrics = folder, model, optimizer, metrics
         self.about, self.keep, self.start_from = about, keep, start_from
         # the same ranks do the same work and draw the same random numbers
@@ -100,8 +103,9 @@ class CheckpointHook(BaseHook):
         if self.saved != trainer.state_dict():
             self._save(trainer)
         doing("writing the last checkpoint")
-        self.wait()
-        stop_signals.deferring = False
+        # or a launcher would end rank 0 because another has left with an exit code, as after a signal
+        ask_first_rank(self.wait)
+        stop_signals.deferring = stop_signals.agreed != 0  # a run that stops leaves in good order
 
     def _agree(self, step: int | None = None) -> tuple[bool, bool]:
         """Return, equal on all ranks, whether to stop, and whether a checkpoint is due after ``step``."""
@@ -121,7 +125,7 @@ class CheckpointHook(BaseHook):
         """Copy the state, which takes all ranks, and let rank 0 write it; waits for the write before this one."""
         doing("saving a checkpoint")
         self._join_writer()
-        content: dict[str, Tensors | bytes] = dict(copy_state(self.model, self.optimizer))
+        content: dict[str, Tensors | bytes] = dict(copy_state(self.model, self.optimizer, self.averages))
         ranks = _gather({"random": generator_states(), "metrics": self.metrics.state_dict()})
         self.saved, self.saved_at = trainer.state_dict(), time.monotonic()
         if ranks is None:  # not rank 0
@@ -177,7 +181,7 @@ class CheckpointHook(BaseHook):
         if not path.exists():
             raise RankError(f"{path} is not there on this node: --output must be on a file system that all nodes share")
         state = load_trainer_state(path)
-        load_state(path, self.model, self.optimizer)
+        load_state(path, self.model, self.optimizer, self.averages)
         trainer.load_state_dict(state["trainer"])
         trainer.train_dataloader.load_state_dict(state["loader"])
         trainer.engine.optimizer.load_step_state(state["optimizer"])

@@ -1,6 +1,7 @@
 """Training goes on bit for bit where it stopped, in every mode; when checkpoints are saved, and which stay."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from common.checkpoint import list_checkpoints, load_trainer_state
+from common.checkpoint import list_checkpoints, load_trainer_state, newest_checkpoint, write_checkpoint
 from common.checkpoint_hook import CheckpointHook, parse_minutes
 from common.colossal import AMP_TYPE, BaseHook, Trainer, initialize, resolve_parallel, shard_model
 from common.colossal.tensor_parallel.cases import CASES, MODEL, OPTIMIZERS, build_tiny_model
 from common.config import load_config
+from common.ema import EmaHook
 from common.errors import UserError
 from common.hooks import MetricsHook
 from common.loader import Loader
@@ -98,12 +100,21 @@ def train(
             plan, output, every=3, tensorboard=False, trackers=(), is_main=rank == 0, peak_samples_per_s=1.0
         )
         about = {"plan": {"gpus": gpus}, "config": {"parallel": config["parallel"]}}
+        ema = [EmaHook(model, config["EMA"])] if config["EMA"] else []
         saver = CheckpointHook(
-            output / "checkpoints", model, optimizer, metrics, about=about, every=every, keep=20, start_from=start_from
+            output / "checkpoints",
+            model,
+            optimizer,
+            metrics,
+            about=about,
+            every=every,
+            keep=20,
+            start_from=start_from,
+            averages=ema[0].averages if ema else None,
         )
-        hooks = [metrics, saver] + ([StopAfter(*stop)] if stop else [])
+        hooks = [metrics, *ema, saver] + ([StopAfter(*stop)] if stop else [])
         Trainer(engine).fit(train_loader, plan.epochs, plan.last_step, eval_loader, 1, hooks)
-    assert not stop_signals.deferring
+    assert stop_signals.deferring == bool(stop_signals.agreed)  # until the process ends
     return read_metrics(output) if rank == 0 else []
 
 
@@ -115,7 +126,8 @@ def figures(folder: Path) -> list[dict]:
 def content(run: Path) -> dict[str, bytes | dict]:
     """Return what the last checkpoint of a run holds."""
     last = list_checkpoints(run / "checkpoints")[0]
-    files = {name: (last / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
+    names = ("model.safetensors", "optimizer.safetensors", "ema.safetensors")
+    files = {name: (last / name).read_bytes() for name in names if (last / name).exists()}
     random = load_file(last / "random.safetensors")
     # a library that is imported late draws from Python's generator, once in a process
     states = {name: state.tolist() for name, state in random.items() if not name.endswith("/python")}
@@ -137,9 +149,10 @@ EVERYWHERE = [(step, False) for step in range(1, STEPS + 1)] + [(4, True), (8, T
 )
 def test_goes_on_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]], tmp_path: Path) -> None:
     gpus, parallel = CASES.get(mode, (2, None))
-    settings = {"parallel": parallel, "fp16": AMP[amp]}
+    settings = {"parallel": parallel, "fp16": AMP[amp], "EMA": 0.0 if amp == "TORCH" else 0.9}
     run_ranks(gpus, train, tmp_path / "whole", gpus, settings)
     whole = content(tmp_path / "whole")
+    assert ("ema.safetensors" in whole) == (amp != "TORCH")
     assert whole["trainer"]["trainer"] == {"step": STEPS, "epoch": 2, "epoch_step": 0, "evaluated_step": STEPS}
     for number, stop in enumerate(stops):
         pieces = tmp_path / f"pieces {number}"
@@ -161,6 +174,16 @@ def test_goes_on_with_the_same_batches_in_another_mode(tmp_path: Path) -> None:
     for one, other in zip(whole, pieces, strict=True):
         # the masks of dropout differ between ranks
         assert one["loss"] == pytest.approx(other["loss"], rel=0.1)
+
+
+def test_averages_begin_at_the_weights_of_a_checkpoint_that_has_none(tmp_path: Path) -> None:
+    train(tmp_path, 1, {"parallel": None}, (3, False))
+    weights = load_file(tmp_path / "checkpoints" / "step-00000003" / "model.safetensors")
+    train(tmp_path, 1, {"parallel": None, "EMA": 0.9}, (4, True), every=1)
+    last = tmp_path / "checkpoints" / "step-00000004"
+    trained, averages = load_file(last / "model.safetensors"), load_file(last / "ema.safetensors")
+    for name, average in averages.items():
+        torch.testing.assert_close(average, weights[name].lerp(trained[name], 1 - 5 / 14))
 
 
 def test_saves_when_due_and_marks_the_best(tmp_path: Path) -> None:
@@ -217,6 +240,20 @@ def test_if_the_last_write_fails_the_run_fails(tmp_path: Path, monkeypatch) -> N
     with pytest.raises(UserError, match=r"step-00000008 could not be written \(Read-only file system\)"):
         train(tmp_path, 1, {"parallel": None}, every=3)
     stop_signals.deferring = False
+
+
+def last_checkpoint_of_a_stopped_run(output: Path) -> str:
+    train(output, 2, {}, stop=(2, False))
+    return newest_checkpoint(output / "checkpoints").name
+
+
+def test_no_rank_leaves_before_the_last_checkpoint_is_written(tmp_path: Path, monkeypatch) -> None:
+    def write_slowly(*args: Any) -> None:
+        time.sleep(1)
+        write_checkpoint(*args)
+
+    monkeypatch.setattr("common.checkpoint_hook.write_checkpoint", write_slowly)
+    assert run_ranks(2, last_checkpoint_of_a_stopped_run, tmp_path / "run") == ["step-00000002"] * 2
 
 
 def test_the_copy_is_of_its_step(tmp_path: Path, monkeypatch) -> None:

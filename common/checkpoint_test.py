@@ -165,6 +165,15 @@ def test_who_may_read_is_as_for_any_new_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
+def test_a_foreign_file_with_a_checksum_to_match_is_found(tmp_path: Path, name: str) -> None:
+    tensors = {"weight": torch.zeros(1000)}
+    files = {"model.safetensors": tensors, "optimizer.safetensors": tensors, "trainer.json": b"{}"}
+    path = tmp_path / "step-00000001"
+    write_checkpoint(path, files | {name: pickle.dumps({"weight": 0.0})})
+    assert find_fault(path).startswith(f"{name} cannot be read: ")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
 def test_damage_is_found(tmp_path: Path, name: str) -> None:
     path = write_small(tmp_path / "step-00000001")
     file = path / name

@@ -31,7 +31,7 @@ ONE_PROCESS = dict(pipeline=1, tensor=dict(size=1, mode=None))  # a model that i
 def main(argv: list[str]) -> None:
     args = _parse(argv)
     launch = detect_launch(args, os.environ)
-    run = open_run(args.run, [*args.set, *([f"DATA.root={args.data}"] if args.data else [])])
+    run = open_run(args.run, [*args.set, *([f"DATA.root={args.data}"] if args.data else [])], raw=args.raw)
     data = run.config["DATA"]
     data["root"] = data_root(run.config)
     loaders = run.import_loaders()
@@ -105,7 +105,12 @@ def _report(run: SavedRun, tally: Tally, output: Path, argv: list[str]) -> None:
     loss, top1, top5, samples = tally.totals.tolist()
     figures = {"loss": loss / samples, "top1": top1 / samples, "top5": top5 / samples, "samples": int(samples)}
     rows = describe_classes(run.class_names, tally.confusion_CC.cpu().numpy(), tally.top5_C.cpu().numpy())
-    about = {"checkpoint": str(run.checkpoint), "data": run.config["DATA"]["root"], **describe_run(argv)}
+    about = {
+        "checkpoint": str(run.checkpoint),
+        "weights": run.weights,
+        "data": run.config["DATA"]["root"],
+        **describe_run(argv),
+    }
     try:
         output.mkdir(parents=True, exist_ok=True)
         (output / "evaluation.json").write_text(json.dumps(figures | about, indent=2) + "\n")

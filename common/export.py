@@ -39,7 +39,7 @@ Forward = Callable[[Tensor], Tensor]
 
 def main(argv: list[str]) -> None:
     args = _parse(argv)
-    run = open_run(args.run)
+    run = open_run(args.run, raw=args.raw)
     output = Path(args.output or run.folder / "export" / run.checkpoint.name / args.to)
     difference = export(run, args.to, output)
     print(f"checkpoint {run.checkpoint} ({run.chosen})")

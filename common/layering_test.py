@@ -51,9 +51,9 @@ def test_imports(path: Path) -> None:
     [
         ("configs", "a.py", "common.errors"),
         ("configs", "a.py", "colossalai.nn"),
-        ("common", "a.py", "imagenet_dali.mixup"),
+        ("common", "a.py", "imagenet_dali.records"),
         ("common", "hooks.py", "colossalai.legacy"),
-        ("caltech101_amp", "train.py", "imagenet_dali.mixup"),
+        ("caltech101_amp", "train.py", "imagenet_dali.records"),
         ("imagenet_dali", "train.py", "colossalai.legacy"),
         ("imagenet_dali", "prepare.py", "nvidia.dali.fn"),
     ],

@@ -149,16 +149,18 @@ def _build_position(arguments: ModelArguments) -> nn.Parameter:
     side, width, class_token = arguments.image_size // arguments.patch_size, arguments.width, arguments.pool == "cls"
     if arguments.position == "learned":
         return nn.Parameter(nn.init.trunc_normal_(torch.empty(1, side * side + class_token, width), std=0.02))
-    table_ND = F.pad(_sincos2d(side, width), (0, 0, int(class_token), 0))  # the class token has no position
-    return nn.Parameter(table_ND[None], requires_grad=False)  # a parameter, so that it's in the state_dict as timm's is
+    # a parameter, so that it's in the state_dict as timm's is
+    return nn.Parameter(build_sincos2d(side, width, int(class_token)), requires_grad=False)
 
 
-def _sincos2d(side: int, width: int) -> Tensor:
-    """Return the fixed position table [side * side, width]: sin x, cos x, sin y, cos y, a quarter of the width each.
+def build_sincos2d(side: int, width: int, class_tokens: int) -> Tensor:
+    """Return the fixed position embedding [1, class_tokens + side * side, width]; a class token has no position, 0.
 
-    Frequencies fall geometrically from 1 to 1/10000; formula of arXiv 2205.01580 (big_vision, `posemb_sincos_2d`).
+    A patch has sin x, cos x, sin y, cos y, a quarter of the width each. Frequencies fall geometrically from 1 to
+    1/10000; formula of arXiv 2205.01580 (big_vision, `posemb_sincos_2d`).
     """
     frequencies = 10_000.0 ** -torch.linspace(0, 1, width // 4)
     angles = torch.outer(torch.arange(side, dtype=torch.float32), frequencies)
     rows, columns = angles.repeat_interleave(side, dim=0), angles.repeat(side, 1)
-    return torch.cat([columns.sin(), columns.cos(), rows.sin(), rows.cos()], dim=1)
+    table_ND = torch.cat([columns.sin(), columns.cos(), rows.sin(), rows.cos()], dim=1)
+    return F.pad(table_ND, (0, 0, class_tokens, 0))[None]

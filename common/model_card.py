@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from common.model import parameter_count
+from common.model_state import EMA
 from common.provenance import format_command
 from common.saved_run import SavedRun
 
@@ -177,7 +178,7 @@ def _provenance(run: SavedRun) -> dict[str, Any]:
     versions = (f"{name} {version}" for name, version in about["versions"].items() if version)
     return {
         "checkpoint": f"`{run.checkpoint.name}`: {run.step:,} of {plan['total_steps']:,} optimiser steps of "
-        f"{plan['total_batch']:,} images",
+        f"{plan['total_batch']:,} images{'; moving average of the weights' if run.weights == EMA else ''}",
         "command": f"`{format_command(about['argv'])}`",
         "commit": f"`{about['commit']}`",
         "processes": f"{plan['gpus']} ({hardware['gpu'] or hardware['cpu']})",

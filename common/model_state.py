@@ -11,26 +11,32 @@ from torch.optim import Optimizer
 from common.colossal import canonical_state, cut_piece, gather_whole, load_canonical_state, whole_shape
 from common.errors import UserError
 
-MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+MODEL, OPTIMIZER, EMA = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
 SHOWN = 10  # parameters that an error lists
 
 Tensors = dict[str, Tensor]
 
 
-def copy_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensors]:
-    """Return copies on the CPU of the parameters and of the optimiser's state, by the name of their file.
+def copy_state(
+    model: nn.Module, optimizer: Optimizer, averages: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensors]:
+    """Return copies on the CPU of the parameters, their averages and the optimiser's state, by the name of their file.
 
     The optimiser's are named ``<state>/<parameter>``, e.g. ``exp_avg/head.weight``. Every rank must call it, because a
     sharded model is gathered; what ranks other than 0 get is not whole.
     """
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    names = {parameter: name for name, parameter in parameters.items()}
     moments = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, Tensor):
                 whole = gather_whole(parameter, value) if value.shape == parameter.shape else value
                 moments[f"{key}/{names[parameter]}"] = whole
-    return {MODEL: _copied(canonical_state(model)), OPTIMIZER: _copied(moments)}
+    files = {MODEL: _copied(canonical_state(model)), OPTIMIZER: _copied(moments)}
+    if averages is not None:
+        files[EMA] = _copied({name: gather_whole(parameters[name], value) for name, value in averages.items()})
+    return files
 
 
 def _copied(tensors: Mapping[str, Tensor | None]) -> Tensors:
@@ -39,15 +45,22 @@ def _copied(tensors: Mapping[str, Tensor | None]) -> Tensors:
     return {name: tensor.contiguous() for name, tensor in copies.items()}
 
 
-def load_state(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+def load_state(
+    path: Path, model: nn.Module, optimizer: Optimizer, averages: Mapping[str, Tensor] | None = None
+) -> None:
     """Load the checkpoint folder ``path``, saved in whatever parallel mode, into a model that is sharded or not.
 
-    ``optimizer`` keeps its own options. Raises UserError for the checkpoint of another architecture.
+    ``optimizer`` keeps its own options. Where the checkpoint has no ``averages``, they begin at its weights. Raises
+    UserError for the checkpoint of another architecture.
     """
     weights = load_file(path / MODEL)
     check_architecture(path, weights, model)
     load_canonical_state(model, weights)
     _load_moments(path, load_file(path / OPTIMIZER), model, optimizer)
+    if averages is not None:
+        whole = load_file(path / EMA) if (path / EMA).exists() else weights
+        for name, parameter in model.named_parameters():
+            averages[name].copy_(cut_piece(parameter, whole[name]))
 
 
 def check_architecture(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -> None:

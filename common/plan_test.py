@@ -1,7 +1,7 @@
 import pytest
 
 from common.errors import UserError
-from common.plan import DataSummary, build_plan
+from common.plan import DataSummary, build_plan, shrink_micro_batch
 
 IMAGENET = DataSummary(train_samples=1_281_167, eval_samples=50_000, num_classes=1000, fingerprint="")
 
@@ -61,3 +61,9 @@ def test_max_steps_ends_the_run_and_leaves_the_schedule():
 def test_what_does_not_divide_is_refused_with_the_nearest_that_does(keys, gpus, words):
     with pytest.raises(UserError, match=words):
         build_plan(config(**keys), gpus, IMAGENET)
+
+
+def test_a_micro_batch_shrinks_to_what_a_process_has_of_the_global_batch():
+    config = dict(TOTAL_BATCH_SIZE=1024, MICRO_BATCH_SIZE=256, parallel=dict(tensor=dict(size=2)))
+    assert [shrink_micro_batch(config, gpus)["MICRO_BATCH_SIZE"] for gpus in (2, 8, 16, 4096)] == [256, 256, 128, 1]
+    assert shrink_micro_batch(config | dict(MICRO_BATCH_SIZE=None), 16)["MICRO_BATCH_SIZE"] is None

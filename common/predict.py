@@ -35,7 +35,7 @@ Answer = dict[str, Any]
 def main(argv: list[str]) -> None:
     args = _parse(argv)
     images = list_images(args.images)
-    run = open_run(args.run)
+    run = open_run(args.run, raw=args.raw)
     if not args.json:
         print(f"checkpoint {run.checkpoint} ({run.chosen})", flush=True)
     is_complete = True

@@ -1,11 +1,13 @@
 """Rehearsals against real runs: bytes that several processes send, and memory that PyTorch's profiler sees."""
 
+import gc
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.profiler import profile
+from torch.profiler import profile, record_function
 
 from common.colossal import AMP_TYPE, initialize, resolve_parallel, shard_model
 from common.colossal.tensor_parallel.cases import CASES
@@ -36,8 +38,8 @@ def train(config: dict[str, Any], micro_batch: int, accumulation: int, steps: in
     engine.train()
     images = torch.randn(micro_batch, 3, config["MODEL"]["image_size"], config["MODEL"]["image_size"])
     labels = torch.zeros(micro_batch, dtype=torch.long)
-    for _ in range(steps):
-        with Traffic() as traffic:
+    for step in range(steps):
+        with Traffic() as traffic, record_function(f"step {step}"):
             for _ in range(accumulation):
                 engine.zero_grad()
                 engine.backward(engine.criterion(engine(images), labels))
@@ -77,24 +79,24 @@ def test_bytes_are_those_of_real_processes(case):
 
 
 def measure_peak(config: dict[str, Any], micro_batch: int, accumulation: int) -> int:
-    """Return the most bytes that PyTorch's allocator has given out at any one time."""
+    """Return the most bytes that PyTorch's allocator has given out at any one time of the last step."""
+    gc.collect()  # an earlier test's model would be given back in this one
     with launched(**launch_config(config, accumulation)), profile(profile_memory=True) as profiler:
-        train(config, micro_batch, accumulation, steps=2)
+        train(config, micro_batch, accumulation, STEPS)
+    events = list(_flatten(profiler.profiler.kineto_results.experimental_event_tree()))
+    (start,) = (event.start_time_ns for event in events if event.name == f"step {STEPS - 1}")
+    allocations = [event for event in events if event.tag == torch._C._profiler._EventType.Allocation]
     live = peak = 0
-    for _, nbytes in sorted(_allocations(profiler.profiler.kineto_results.experimental_event_tree())):
-        live += nbytes
-        peak = max(peak, live)
+    for event in sorted(allocations, key=lambda event: event.start_time_ns):
+        live += event.extra_fields.alloc_size  # negative where it is given back
+        peak = max(peak, live) if event.start_time_ns >= start else 0
     return peak
 
 
-def _allocations(events: list[Any]) -> list[tuple[int, int]]:
-    """Return (time, bytes, negative where they are freed)."""
-    found = []
+def _flatten(events: list[Any]) -> Iterator[Any]:
     for event in events:
-        if event.tag == torch._C._profiler._EventType.Allocation:
-            found.append((event.start_time_ns, event.extra_fields.alloc_size))
-        found += _allocations(event.children)
-    return found
+        yield event
+        yield from _flatten(event.children)
 
 
 VIT_TI = {"image_size": 96, "width": 192, "depth": 12, "heads": 3, "num_classes": 100}

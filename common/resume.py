@@ -13,6 +13,7 @@ from common.checkpoint import (
     TRAINER,
     find_fault,
     list_checkpoints,
+    load_trainer_state,
     put_back_old,
 )
 from common.colossal import ParallelMode, gpc
@@ -83,6 +84,19 @@ def _newest_intact(folder: Path) -> Path | None:
             f"{folder}: none of the {len(checkpoints)} checkpoints is intact; start again in another folder"
         )
     return None
+
+
+def note_start(about: Mapping[str, Any], data: DataSummary, start_from: Path | None) -> list[dict[str, Any]]:
+    """Return when, how and from which step the run was started, each time; say what has changed since the last one."""
+    now = {"step": 0} | {key: about[key] for key in ("started", "argv", "commit")} | {"gpus": about["plan"]["gpus"]}
+    if start_from is None:
+        return [now]
+    now["step"] = load_trainer_state(start_from)["trainer"]["step"]
+    check_data(start_from, data, about["config"]["DATA"]["allow_change"])
+    print(f"going on from {start_from}")
+    for key, (then, value) in compare_configs(start_from, about["config"]).items():
+        print(f"{key}={value!r} from here on; it was {then!r}")
+    return [*json.loads((start_from / CONFIG).read_text())["starts"], now]
 
 
 def check_data(path: Path, data: DataSummary, allow_change: bool) -> None:

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +13,36 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from common.checkpoint import CONFIG, METRICS, load_trainer_state, newest_checkpoint
-from common.checkpoint_hook import CheckpointHook, parse_minutes
-from common.cluster import add_cluster_arguments, parse_cluster
+from common.checkpoint import CONFIG, METRICS, newest_checkpoint
+from common.checkpoint_hook import CheckpointHook
+from common.cluster import parse_cluster
 from common.colossal import (
     BaseHook,
     ParallelMode,
     WatchHook,
-    build_mixed_precision,
-    check_tensor_parallel,
     gpc,
     shutdown,
 )
 from common.config import data_root, load_config
 from common.dry_run import print_dry_run
+from common.ema import EmaHook
 from common.errors import UserError
 from common.files import lock_folder, unlock_folder
 from common.flops import peak_images_per_s
 from common.hooks import MetricsHook
-from common.launch import add_launch_arguments, detect_launch, start
-from common.model_arguments import parse_model_arguments
-from common.optimizer import build_optimizer
+from common.launch import detect_launch, start
+from common.lr_finder import LearningRateFinder
 from common.plan import DataSummary, Plan, build_plan, shrink_micro_batch
+from common.pretrained import load_pretrained
+from common.profiling import ProfilerHook
 from common.provenance import describe_run
-from common.resume import AUTO, NEVER, ask_first_rank, check_data, choose_checkpoint, compare_configs
+from common.resume import ask_first_rank, choose_checkpoint, note_start
+from common.run_arguments import parse_arguments
+from common.run_checks import check_builds, check_classes
 from common.stop_signals import exit_code, signal_name, stop_signals
-from common.trackers import check_trackers
 from common.writers import read_metrics
+
+Measurement = LearningRateFinder | ProfilerHook
 
 
 @dataclass
@@ -52,14 +55,28 @@ class Run:
     device: torch.device
     about: dict[str, Any]  # what config.json holds
     start_from: Path | None  # the checkpoint to go on from
+    measurement: Measurement | None  # what this run is for, instead of training
 
     @property
     def data_parallel(self) -> dict[str, int]:
         """This process's place among those that see different samples: ``dp_rank`` of ``dp_size``."""
         return dict(dp_rank=gpc.get_local_rank(ParallelMode.DATA), dp_size=self.plan.data_parallel)
 
+    def load_init(self, model: nn.Module) -> None:
+        """Give ``model``, before it is sharded, the weights that ``INIT`` names, unless the run goes on."""
+        source = self.about["config"]["INIT"]
+        if not source or self.start_from is not None:
+            return
+        done = ask_first_rank(lambda: load_pretrained(model, source))
+        if not self.is_main:
+            load_pretrained(model, source)
+        else:
+            print(done, flush=True)
+
     def build_hooks(self, model: nn.Module, optimizer: Optimizer) -> list[BaseHook]:
         """Create the run's folder, now that nothing in the config is left to refuse, and return the hooks."""
+        if self.measurement:
+            return [WatchHook(), self.measurement]
         config = self.about["config"]
         if self.is_main:
             self._create_folder()
@@ -68,6 +85,7 @@ class Run:
         metrics = MetricsHook(
             self.plan, self.output, is_main=self.is_main, peak_samples_per_s=peak, start=start, **config["LOG"]
         )
+        ema = [EmaHook(model, config["EMA"])] if config["EMA"] else []
         checkpoints = CheckpointHook(
             self.output / "checkpoints",
             model,
@@ -77,8 +95,9 @@ class Run:
             every=config["CHECKPOINT_EVERY"],
             keep=config["KEEP"],
             start_from=self.start_from,
+            averages=ema[0].averages if ema else None,
         )
-        return [WatchHook(), metrics, checkpoints]
+        return [WatchHook(), metrics, *ema, checkpoints]
 
     def _create_folder(self) -> None:
         """Write config.json, and the figures up to the checkpoint."""
@@ -105,14 +124,19 @@ class Run:
             if self.is_main:
                 print(f"{signal_name(stopped)}: stopped; the same command goes on from {checkpoint}", flush=True)
             sys.exit(exit_code(stopped))
-        if not self.is_main:
+        if self.measurement or not self.is_main:
             return
         print(f"curves       {self.output}/loss.jpeg {self.output}/acc.jpeg")
         print(f"checkpoint   {checkpoint}")
         print(f"tensorboard  tensorboard --logdir {self.output}/tensorboard")
-        evaluations = [record for record in read_metrics(self.output) if record["kind"] == "eval"]
-        if evaluations:  # else the disk was full, and stderr says so
-            print(f"top1={evaluations[-1]['top1']:.4f}", flush=True)
+        print(f"top1={self._last_top1()}", flush=True)
+
+    def _last_top1(self) -> str:
+        try:
+            last = [record for record in read_metrics(self.output) if record["kind"] == "eval"][-1]
+        except (OSError, IndexError):  # the disk was full, or the folder is gone: the writers have warned of it
+            return "?"
+        return f"{last['top1']:.4f}"
 
 
 def start_run(
@@ -124,8 +148,9 @@ def start_run(
     that what comes after the run finds the loaders of a task it does not know. Returns None after ``--dry-run``, which
     needs neither data nor GPUs.
     """
-    args = _parse(argv, description)
-    config = load_config(args.config, args.set)
+    args = parse_arguments(argv, description)
+    config = load_config(args.config, [*args.set, *([f"INIT={args.init}"] if args.init else [])])
+    config["INIT"] = config["INIT"] and str(Path(config["INIT"]).resolve())
     launch = detect_launch(args, os.environ)
     gpus = launch.world_size
     if args.dry_run and launch.launcher == "single":
@@ -134,11 +159,11 @@ def start_run(
     if not args.dry_run or config["DATA"]["root"] or os.environ.get("DATA"):
         config["DATA"]["root"] = data_root(config)
         data = describe_data(config["DATA"])
-        config["MODEL"]["num_classes"] = _check_classes(config["MODEL"]["num_classes"], data)
+        config["MODEL"]["num_classes"] = check_classes(config["MODEL"]["num_classes"], data)
     if args.dry_run:
         config = shrink_micro_batch(config, gpus)
     plan = build_plan(config, gpus, data)
-    _check_builds(config, plan)
+    check_builds(config, plan)
     config["gradient_accumulation"] = plan.accumulation
     if args.dry_run:
         print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None)
@@ -147,71 +172,26 @@ def start_run(
     output = Path(args.output or Path("outputs") / Path(args.config).stem).resolve()
     start(launch, config)
     ask_first_rank(lambda: lock_folder(output))
-    start_from = ask_first_rank(lambda: choose_checkpoint(args.resume, output))
+    measurement = _build_measurement(args, output, launch.rank == 0)
+    if measurement:  # from the first step on, and in as many epochs as it takes
+        steps = measurement.total_steps
+        plan = replace(plan, epochs=steps, last_step=steps, total_steps=max(steps, plan.total_steps))
+    start_from = None if measurement else ask_first_rank(lambda: choose_checkpoint(args.resume, output))
+    if start_from is not None:  # its weights take the place of those that it once started from, which stay on record
+        config["INIT"] = json.loads((start_from / CONFIG).read_text())["config"].get("INIT")
     about = {"name": Path(args.config).stem, "config": config, "plan": asdict(plan), **describe_run(argv)}
     about["data"] = {"loaders": describe_data.__module__, **asdict(data)}
-    about["starts"] = ask_first_rank(lambda: _note_start(about, data, start_from))
-    run = Run(plan, output, launch.rank == 0, _device(), about, start_from)
+    about["starts"] = ask_first_rank(lambda: note_start(about, data, start_from))
+    run = Run(plan, output, launch.rank == 0, _device(), about, start_from, measurement)
     if run.is_main:
         _announce(args.config, config, plan, data)
     return run
 
 
-def _note_start(about: Mapping[str, Any], data: DataSummary, start_from: Path | None) -> list[dict[str, Any]]:
-    """Return when, how and from which step the run was started, each time; say what has changed since the last one."""
-    now = {"step": 0} | {key: about[key] for key in ("started", "argv", "commit")} | {"gpus": about["plan"]["gpus"]}
-    if start_from is None:
-        return [now]
-    now["step"] = load_trainer_state(start_from)["trainer"]["step"]
-    check_data(start_from, data, about["config"]["DATA"]["allow_change"])
-    print(f"going on from {start_from}")
-    for key, (then, value) in compare_configs(start_from, about["config"]).items():
-        print(f"{key}={value!r} from here on; it was {then!r}")
-    return [*json.loads((start_from / CONFIG).read_text())["starts"], now]
-
-
-def _parse(argv: list[str], description: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="a config file, or the name of a recipe in configs/")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config")
-    parser.add_argument("--output", help="folder of the run (default: outputs/<name of the config>)")
-    parser.add_argument(
-        "--resume",
-        default=AUTO,
-        metavar="never|PATH",
-        help=f"default: go on from the newest checkpoint in the output folder; {NEVER}: refuse a folder that holds a "
-        "run; PATH: go on from that checkpoint, or from the newest of that run",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, then exit")
-    parser.add_argument("--gpus", type=int, help="with --dry-run: plan for this many, and compare the modes")
-    parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
-    add_cluster_arguments(parser)
-    add_launch_arguments(parser)
-    args = parser.parse_args(argv)
-    if args.gpus is not None and (not args.dry_run or args.gpus < 1):
-        raise UserError(f"--gpus {args.gpus}: goes with --dry-run and is at least 1; a run counts its processes itself")
-    return args
-
-
-def _check_classes(num_classes: int | None, data: DataSummary) -> int:
-    if num_classes is not None and num_classes < data.num_classes:
-        raise UserError(
-            f"MODEL.num_classes={num_classes}: the data set has labels 0 to {data.num_classes - 1}; "
-            f"--set MODEL.num_classes={data.num_classes} (or None) fits"
-        )
-    return num_classes or data.num_classes
-
-
-def _check_builds(config: Mapping[str, Any], plan: Plan) -> None:
-    """Refuse what the model, its shards, the optimiser, mixed precision or a tracker would, before anything starts."""
-    model = {**config["MODEL"], "num_classes": config["MODEL"]["num_classes"] or 1}
-    parse_model_arguments(model)
-    if isinstance(config["CHECKPOINT_EVERY"], str):
-        parse_minutes(config["CHECKPOINT_EVERY"])
-    check_tensor_parallel(config["parallel"], model, plan.micro_batch, plan.gpus)
-    build_optimizer(nn.Linear(1, 1), weight_decay=config["WEIGHT_DECAY"], **config["OPTIMIZER"])
-    build_mixed_precision(config["fp16"], "cuda" if torch.cuda.is_available() else "cpu")
-    check_trackers(config["LOG"]["trackers"])
+def _build_measurement(args: argparse.Namespace, output: Path, is_main: bool) -> Measurement | None:
+    if args.find_lr:
+        return LearningRateFinder(output, args.find_lr, is_main)
+    return ProfilerHook(output, args.profile, is_main) if args.profile else None
 
 
 def _device() -> torch.device:

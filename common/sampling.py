@@ -11,8 +11,8 @@ import numpy as np
 
 from common.errors import UserError
 
-# the second word of Philox's key keeps the two kinds of draws apart
-ORDER, AUGMENTATION = 0, 1
+# the second word of Philox's key keeps the kinds of draws apart
+ORDER, AUGMENTATION, ERASING = 0, 1, 2
 WORDS_PER_BLOCK = 4
 # an index that stands for no sample, and its label: cross_entropy ignores that one
 PADDING, NO_LABEL = -1, -100
@@ -65,13 +65,17 @@ class TrainSampler:
         """Yield the epoch's micro-batches from number ``start`` on."""
         order = epoch_order(self.samples, self.seed, epoch)
         for number in range(start, len(self)):
-            step, micro_step = divmod(number, self.accumulation)
-            row = (micro_step * self.dp_size + self.dp_rank) * self.micro_batch
+            step, row = self.place(number)
             first = step * self.global_batch + row
             yield Draw(
                 order[first : first + self.micro_batch],
                 sample_uniforms(self.seed, epoch, step, row, self.micro_batch, self.uniforms),
             )
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Return the step of an epoch's micro-batch ``number``, and the row of its first sample in the global batch."""
+        step, micro_step = divmod(number, self.accumulation)
+        return step, (micro_step * self.dp_size + self.dp_rank) * self.micro_batch
 
 
 class EvalSampler:
@@ -105,13 +109,16 @@ def epoch_order(samples: int, seed: int, epoch: int) -> np.ndarray:
     return np.argsort(_philox(seed, ORDER, epoch, 0, 0).random_raw(samples), kind="stable")
 
 
-def sample_uniforms(seed: int, epoch: int, step: int, row: int, rows: int, count: int) -> np.ndarray:
+def sample_uniforms(
+    seed: int, epoch: int, step: int, row: int, rows: int, count: int, kind: int = AUGMENTATION
+) -> np.ndarray:
     """Return ``count`` numbers in [0, 1) for each of ``rows`` samples from ``row`` of the global batch on, float64.
 
+    ``kind`` is what they are for, `AUGMENTATION` or `ERASING`.
     Each sample owns whole blocks of Philox's counter, so that any row is reached at once, without drawing those before.
     """
     blocks = -(-count // WORDS_PER_BLOCK)
-    words = _philox(seed, AUGMENTATION, epoch, step, row * blocks).random_raw(rows * blocks * WORDS_PER_BLOCK)
+    words = _philox(seed, kind, epoch, step, row * blocks).random_raw(rows * blocks * WORDS_PER_BLOCK)
     # a float64 holds 53 bits
     return (words >> np.uint64(11)).reshape(rows, -1)[:, :count] * 2.0**-53
 

@@ -10,12 +10,13 @@ from types import ModuleType
 from typing import Any
 
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from common.checkpoint import BEST, CONFIG, MARKER, load_model_state, load_trainer_state, newest_checkpoint
 from common.config import restore_config
 from common.errors import UserError
 from common.model import build_model
+from common.model_state import EMA, MODEL
 from common.writers import Record, read_metrics
 
 
@@ -24,7 +25,8 @@ class SavedRun:
     """A checkpoint and the run it is of.
 
     ``folder`` is the run's, or of a checkpoint that was copied elsewhere the one that holds it. ``chosen`` says why
-    this checkpoint. ``config`` is resolved; ``about`` is the whole of config.json.
+    this checkpoint. ``weights`` is the file that is used: their moving average's, where there is one. ``config`` is
+    resolved; ``about`` is the whole of config.json.
     """
 
     folder: Path
@@ -32,6 +34,7 @@ class SavedRun:
     chosen: str
     config: dict[str, Any]
     about: dict[str, Any]
+    weights: str = MODEL
 
     @property
     def batch(self) -> int:
@@ -51,7 +54,9 @@ class SavedRun:
 
     @property
     def evaluation(self) -> Record | None:
-        """What training measured on the evaluation set at this checkpoint, if it did."""
+        """What training measured on the evaluation set with these weights, if it did."""
+        if self.weights == MODEL and (self.checkpoint / EMA).is_file():
+            return None
         records = read_metrics(self.checkpoint)
         return next((record for record in records if record["kind"] == "eval" and record["step"] == self.step), None)
 
@@ -59,11 +64,21 @@ class SavedRun:
         """Return the model, whole whatever the parallel mode it was trained in, with the checkpoint's weights."""
         model = build_model(**self.config["MODEL"])
         try:
-            model.load_state_dict(load_model_state(self.checkpoint))
-        except (RuntimeError, SafetensorError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"{self.checkpoint}: damaged, or not of its config.json's model: {reason}") from error
+            model.load_state_dict(self.load_weights())
+        except RuntimeError as error:
+            raise self._damage(error) from error
         return model.eval()
+
+    def load_weights(self) -> dict[str, Tensor]:
+        """Return the parameters of `load_model` by name."""
+        try:
+            return load_model_state(self.checkpoint, self.weights)
+        except SafetensorError as error:
+            raise self._damage(error) from error
+
+    def _damage(self, error: Exception) -> UserError:
+        reason = str(error).splitlines()[0]
+        return UserError(f"{self.checkpoint}: damaged, or not of its config.json's model: {reason}")
 
     def import_loaders(self) -> ModuleType:
         """Return the task's module of loaders, of which config.json holds the name.
@@ -84,19 +99,21 @@ def build_parser(program: str, description: str) -> argparse.ArgumentParser:
         program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", metavar="RUN_OR_CHECKPOINT", help="a run's folder, or one in its checkpoints/")
+    parser.add_argument("--raw", action="store_true", help="use the weights themselves where EMA averaged them")
     parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
     return parser
 
 
-def open_run(name: str, settings: Sequence[str] = ()) -> SavedRun:
+def open_run(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> SavedRun:
     """Open a run's folder or one checkpoint's, with ``settings`` (``KEY=VALUE``) applied to its config.
 
-    Of a run it takes ``checkpoints/best`` where there is one, else the newest complete checkpoint. Raises `UserError`
+    Of a run it takes ``checkpoints/best`` where there is one, else the newest complete checkpoint. ``raw`` asks for the
+    weights themselves, where the checkpoint has their moving average too. Raises `UserError`
     for anything else.
     """
     path = Path(name).resolve()  # checkpoints/best is a link
     if (path / MARKER).is_file():
-        return _open_checkpoint(path, "named", settings)
+        return _open_checkpoint(path, "named", settings, raw)
     if not (path / CONFIG).is_file():
         raise UserError(
             f"{name}: neither a run (it has no config.json) nor a checkpoint (no {MARKER}): name outputs/<run>, or a "
@@ -104,14 +121,14 @@ def open_run(name: str, settings: Sequence[str] = ()) -> SavedRun:
         )
     folder = path / "checkpoints"
     if (folder / BEST / MARKER).is_file():
-        return _open_checkpoint((folder / BEST).resolve(), "the best", settings)
+        return _open_checkpoint((folder / BEST).resolve(), "the best", settings, raw)
     newest = newest_checkpoint(folder)
     if newest is None:
         raise UserError(f"{name}: no complete checkpoint in {folder}: wait until the run has saved one")
-    return _open_checkpoint(newest, "the newest", settings)
+    return _open_checkpoint(newest, "the newest", settings, raw)
 
 
-def _open_checkpoint(checkpoint: Path, chosen: str, settings: Sequence[str]) -> SavedRun:
+def _open_checkpoint(checkpoint: Path, chosen: str, settings: Sequence[str], raw: bool) -> SavedRun:
     run, file = checkpoint.parent.parent, checkpoint / CONFIG
     try:
         about = json.loads(file.read_text())
@@ -121,4 +138,6 @@ def _open_checkpoint(checkpoint: Path, chosen: str, settings: Sequence[str]) -> 
             raise
         raise UserError(f"{file}: not what a run writes ({type(error).__name__}: {error}): restore it") from error
     folder = run if (run / CONFIG).is_file() else checkpoint.parent
-    return SavedRun(folder, checkpoint, chosen, config, about)
+    if raw or not (checkpoint / EMA).is_file():
+        return SavedRun(folder, checkpoint, chosen, config, about)
+    return SavedRun(folder, checkpoint, f"{chosen}; moving average of the weights", config, about, EMA)

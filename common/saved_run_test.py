@@ -43,6 +43,27 @@ def test_a_run_is_its_newest_checkpoint_unless_there_is_a_best(run):
     assert open_run(str(run)).chosen == "the best"
 
 
+def test_the_averages_are_used_unless_the_weights_themselves_are_asked_for(trained, tmp_path):
+    root = open_run(str(trained)).config["DATA"]["root"]
+    run = train(root, tmp_path / "run", "EMA=0.9")
+    averaged, raw = open_run(str(run)), open_run(str(run), raw=True)
+    assert averaged.chosen == "the best; moving average of the weights"
+    for opened, file in ((averaged, "ema.safetensors"), (raw, "model.safetensors")):
+        expected = load_file(opened.checkpoint / file)
+        assert all(torch.equal(p, expected[name]) for name, p in opened.load_model().named_parameters())
+    assert not torch.equal(averaged.load_weights()["head.weight"], raw.load_weights()["head.weight"])
+    assert averaged.evaluation == read_metrics(run)[-1]
+    assert raw.evaluation is None
+    evaluate.main([str(run)])
+    (file,) = run.glob("evaluation/*/evaluation.json")
+    measured, last = json.loads(file.read_text()), read_metrics(run)[-1]
+    assert measured.items() >= {name: last[name] for name in ("top1", "top5", "samples")}.items()
+    assert measured["loss"] == pytest.approx(last["loss"], rel=1e-6)
+    assert measured["weights"] == "ema.safetensors"
+    evaluate.main([str(run), "--raw"])
+    assert json.loads(file.read_text())["loss"] != pytest.approx(last["loss"], rel=1e-4)
+
+
 def test_the_config_comes_back_as_it_was(trained):
     opened = open_run(str(trained), ["MICRO_BATCH_SIZE=5", "DATA.eval_crop=1.0"])
     assert opened.config["fp16"] == {"mode": AMP_TYPE.TORCH}

@@ -1,6 +1,9 @@
 """Stop a run in good order: SIGTERM, SIGUSR1 (Slurm's warning), Ctrl-C and a terminal that is closed (SIGHUP)."""
 
+import atexit
 import ctypes
+import multiprocessing
+import multiprocessing.util  # whose own function must be registered at exit before ours, to run after it
 import os
 import signal
 import threading
@@ -47,16 +50,20 @@ class StopSignals:
                 self._previous[number] = signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(reader,), daemon=True, name="stop-signals").start()
+        atexit.register(_kill_children)
         if follow_parent:
             _PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def restore(self) -> None:
-        """Give the signals back."""
+        """Give the signals back; ignore them after a stop that was agreed, when the process is about to end.
+
+        The first of the ranks to end lets the launcher send SIGTERM to the others: it must not change how they end.
+        """
         if not self._previous:
             return
         signal.set_wakeup_fd(-1)
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self.agreed else handler)
         self._previous, self.deferring = {}, False
         os.write(self._pipe[1], b"\0")  # ends the thread
 
@@ -83,6 +90,12 @@ class StopSignals:
             signal.set_wakeup_fd(-1)
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             _PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _kill_children() -> None:
+    """End the worker processes; multiprocessing would send them SIGTERM at exit, which they do not get, and wait."""
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 def exit_code(number: int) -> int:

@@ -88,6 +88,21 @@ def test_a_second_ctrl_c_ends_at_once(start) -> None:
     assert process.end() == (130, "Ctrl-C: stopping after this step\nCtrl-C: ended at once\n")
 
 
+def test_after_an_agreed_stop_the_launchers_signal_changes_nothing() -> None:
+    """torchrun sends SIGTERM to the ranks that are still on their way out after the first."""
+    program = """
+import os, signal
+from common.stop_signals import exit_code, stop_signals
+stop_signals.install()
+stop_signals.deferring = True
+stop_signals.agreed = signal.SIGINT
+stop_signals.restore()
+os.kill(os.getpid(), signal.SIGTERM)
+os._exit(exit_code(stop_signals.agreed))
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=30).returncode == 0
+
+
 def test_a_worker_leaves_signals_to_its_parent_and_dies_with_it(start) -> None:
     process = start("deferring", "fork")
     child = int(process.first_line)
@@ -111,3 +126,14 @@ def is_running(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_worker_process_does_not_keep_its_parent_from_ending():
+    program = """
+import multiprocessing, time
+from common.stop_signals import stop_signals
+stop_signals.install()
+multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True).start()
+stop_signals.restore()
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

@@ -1,25 +1,26 @@
 """A task as small as one can be, for the tests of what comes after a run: images of seven colours in folders."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 from torch import nn
 
-from common.augment import UNIFORMS_PER_SAMPLE, CenterCrop, RandomCrop
+from common import photographs
 from common.colossal import Trainer, gpc, initialize, shard_model
 from common.image_folder import FolderSplit, list_files
 from common.loader import Loader
 from common.lr_schedule import build_lr_scheduler
 from common.model import build_model
 from common.optimizer import build_optimizer
+from common.photographs import build_eval_crop
 from common.plan import DataSummary
 from common.run import start_run
-from common.sampling import EvalSampler, TrainSampler
-from common.torchvision_dataloader import TorchvisionReader
+
+__all__ = ["build_eval_crop", "build_eval_loader", "describe_data", "train", "write_images"]
 
 NAMES = ("blue", "cyan", "green", "magenta", "red", "white", "yellow")
 CHANNELS = ((2,), (1, 2), (1,), (0, 2), (0,), (0, 1, 2), (0, 1))
@@ -51,14 +52,18 @@ def write_images(folder: Path) -> Path:
     return folder
 
 
-def train(root: Path, output: Path, *settings: str) -> Path:
+def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -> Path:
     """Train for ten steps on what `write_images` wrote to ``root``; return the run's folder, ``output``."""
     config = output.parent / "tiny.py"
-    config.write_text(CONFIG)
+    partial = config.with_suffix(f".{os.getpid()}")  # every rank writes it
+    partial.write_text(CONFIG)
+    partial.replace(config)
     words = [word for setting in (f"DATA.root={root}", *settings) for word in ("--set", setting)]
-    run = start_run(["--config", str(config), "--output", str(output), *words], __doc__, describe_data)
+    run = start_run(["--config", str(config), "--output", str(output), *words, *flags], __doc__, describe_data)
     config, plan = gpc.config, run.plan
-    model = shard_model(build_model(**config.MODEL))
+    model = build_model(**config.MODEL)
+    run.load_init(model)
+    model = shard_model(model)
     optimizer = build_optimizer(model, learning_rate=config.LEARNING_RATE, weight_decay=0.0, **config.OPTIMIZER)
     lr_scheduler = build_lr_scheduler(optimizer, config.LR_SCHEDULE, plan.total_steps, plan.warmup_steps)
     place = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)
@@ -66,7 +71,9 @@ def train(root: Path, output: Path, *settings: str) -> Path:
         model,
         optimizer,
         nn.CrossEntropyLoss(),
-        _build_train_loader(config.DATA, plan.total_batch, plan.micro_batch, **place),
+        photographs.build_train_loader(
+            _open(config.DATA, "train"), config.DATA, plan.total_batch, plan.micro_batch, seed=config.SEED, **place
+        ),
         build_eval_loader(config.DATA, plan.micro_batch, **place),
         lr_scheduler,
     )
@@ -82,34 +89,9 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     return DataSummary(len(train), len(test), train.num_classes, train.fingerprint, class_names=train.class_names)
 
 
-def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
-    """Return the centre crop of evaluation."""
-    return CenterCrop(image_size, short_side=int(image_size / data["eval_crop"]))
-
-
-def build_eval_loader(
-    data: Mapping[str, Any], batch: int, *, image_size: int, dp_rank: int, dp_size: int, device: torch.device
-) -> Loader:
+def build_eval_loader(data: Mapping[str, Any], batch: int, **place: Any) -> Loader:
     """Return the loader of the test split."""
-    images = _open(data, "test")
-    sampler = EvalSampler(len(images), batch, dp_rank=dp_rank, dp_size=dp_size)
-    return Loader(sampler, _read(data, images, build_eval_crop(data, image_size), image_size, device))
-
-
-def _build_train_loader(
-    data: Mapping[str, Any],
-    total_batch: int,
-    micro_batch: int,
-    *,
-    image_size: int,
-    dp_rank: int,
-    dp_size: int,
-    device: torch.device,
-) -> Loader:
-    images = _open(data, "train")
-    place = dict(dp_rank=dp_rank, dp_size=dp_size, uniforms=UNIFORMS_PER_SAMPLE)
-    sampler = TrainSampler(len(images), total_batch, micro_batch, **place)
-    return Loader(sampler, _read(data, images, RandomCrop(), image_size, device))
+    return photographs.build_eval_loader(_open(data, "test"), data, batch, **place)
 
 
 def _open(data: Mapping[str, Any], split: str) -> FolderSplit:
@@ -117,9 +99,3 @@ def _open(data: Mapping[str, Any], split: str) -> FolderSplit:
     names = sorted(path.name for path in root.iterdir())
     files = [(path.relative_to(root).as_posix(), names.index(path.parent.name)) for path in list_files(root)]
     return FolderSplit(root, names, files)
-
-
-def _read(
-    data: Mapping[str, Any], images: FolderSplit, crop: RandomCrop | CenterCrop, size: int, device: torch.device
-) -> TorchvisionReader:
-    return TorchvisionReader(images, crop, size=size, mean=data["mean"], std=data["std"], workers=0, device=device)

@@ -33,6 +33,14 @@ class ImageSplit(Protocol):
     def fault(self, index: int, reason: object) -> UserError: ...
 
 
+class Augment(Protocol):
+    """Changes the crop of an image, for training, as its numbers in [0, 1) say."""
+
+    uniforms: int  # how many an image takes
+
+    def __call__(self, image: Image.Image, uniforms: np.ndarray) -> Image.Image: ...
+
+
 def default_workers(dp_size: int, device: torch.device) -> int:
     """Share this machine's cores among its processes: one for each GPU, or the data-parallel ones on CPUs."""
     processes = torch.cuda.device_count() if device.type == "cuda" else dp_size
@@ -42,10 +50,11 @@ def default_workers(dp_size: int, device: torch.device) -> int:
 class TorchvisionReader:
     """Read draws of a split as normalised images, float32 [B, 3, size, size], and labels, int64 [B], on ``device``.
 
-    ``mean`` and ``std`` are of RGB values from 0 to 1. Whole batches are made by ``workers`` processes, or in this one
-    if 0. Rows of padding are zeros with label -100. So are images that cannot be read: in training the others make up
-    the micro-batch, in evaluation the others are the samples. They are named on stderr; more than `MAX_BAD_SHARE` of
-    what one of ``dp_size`` processes reads in a pass raises `UserError`.
+    ``mean`` and ``std`` are of RGB values from 0 to 1. ``crop`` takes the first numbers of a draw, ``augment`` the
+    last. Whole batches are made by ``workers`` processes, or in this one if 0. Rows of padding are zeros with label
+    -100. So are images that cannot be read: in training the others make up the micro-batch, in evaluation the others
+    are the samples. They are named on stderr; more than `MAX_BAD_SHARE` of what one of ``dp_size`` processes reads in a
+    pass raises `UserError`.
     """
 
     def __init__(
@@ -59,13 +68,14 @@ class TorchvisionReader:
         workers: int,
         device: torch.device,
         dp_size: int = 1,
+        augment: Augment | None = None,
     ) -> None:
         self.device = device
         self._bad = BadImages(len(split) / dp_size)
         self._mean, self._std = (per_channel(values, device) for values in (mean, std))
         self._pass = _Pass()
         self._batches = DataLoader(
-            _Batches(split, crop, size),
+            _Batches(split, crop, size, augment),
             batch_size=None,
             sampler=self._pass,
             num_workers=workers,
@@ -105,8 +115,8 @@ class _Pass:
 class _Batches(Dataset):
     """Makes the batch of a draw: images uint8 [B, size, size, 3], labels int64 [B], and what is wrong with some."""
 
-    def __init__(self, split: ImageSplit, crop: RandomCrop | CenterCrop, size: int) -> None:
-        self.split, self.crop, self.size = split, crop, size
+    def __init__(self, split: ImageSplit, crop: RandomCrop | CenterCrop, size: int, augment: Augment | None) -> None:
+        self.split, self.crop, self.size, self.augment = split, crop, size, augment
 
     def __getitem__(self, draw: Draw) -> tuple[Tensor, Tensor, list[str]]:
         indices, uniforms = draw
@@ -119,7 +129,8 @@ class _Batches(Dataset):
             except UserError as error:
                 bad.append(str(error))
             else:
-                images[row] = crop_image(image, self.crop, self.size, uniforms[row : row + 1])
+                view = crop_image(image, self.crop, self.size, uniforms[row : row + 1])
+                images[row] = self.augment(view, uniforms[row, -self.augment.uniforms :]) if self.augment else view
                 labels[row] = label
         return torch.from_numpy(images), torch.from_numpy(labels), bad
 

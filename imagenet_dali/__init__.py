@@ -1,1 +1,1 @@
-"""ViT-B/16 on ImageNet-1k at batch 32K: DALI, TFRecord preparation, Mixup."""
+"""ViT-B/16 on ImageNet-1k at batch 32K: DALI and TFRecord preparation."""

@@ -1,35 +1,32 @@
-"""Build the loaders that a config's ``DATA`` asks for: DALI on a prepared data set, or Pillow on that or on a folder.
-
-Every loader yields ``(images float32 [B, 3, H, W], labels int64 [B])`` on the device, in whole micro-batches.
-Evaluation fills its last batches up with zeros of label -100, which `torch.nn.functional.cross_entropy` ignores.
-"""
+"""A prepared data set as `common.photographs` reads it, with DALI or Pillow; or an image folder, with Pillow."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from common.augment import UNIFORMS_PER_SAMPLE, CenterCrop, RandomCrop
-from common.config import refuse_unused
+from common import photographs
+from common.augment import CenterCrop, RandomCrop
 from common.errors import UserError
 from common.fingerprint import fingerprint_of
 from common.image_folder import FolderSplit
 from common.loader import BatchReader, Loader
+from common.photographs import build_eval_crop
 from common.plan import DataSummary
-from common.sampling import EvalSampler, TrainSampler
-from common.torchvision_dataloader import TorchvisionReader, default_workers
 from imagenet_dali.dataset import Split, open_split
 from imagenet_dali.manifest import MANIFEST, data_fingerprint, earlier_fingerprints, read_manifest
 from imagenet_dali.sources import list_source
 
-# keys of DATA for small images, which are held in memory
-UNUSED = ("download", "crop_padding", "autoaugment")
+__all__ = ["build_eval_crop", "build_eval_loader", "build_train_loader", "describe_data", "open_images"]
 
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
     """Count samples and classes of the data set, without reading an image."""
-    refuse_unused(data, UNUSED)
+    photographs.check_keys(data, unused=("download",))
+    if data.get("randaugment") and data["loader"] == "dali":
+        raise UserError(
+            f"DATA.randaugment={data['randaugment']} needs DATA.loader='torchvision': DALI's draws numbers of its own, "
+            "with which a run could not go on where it stopped"
+        )
     train, validation = open_images(data, "train"), open_images(data, "validation")
     if isinstance(train, Split):
         manifest = read_manifest(train.root)
@@ -39,45 +36,16 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     return DataSummary(len(train), len(validation), train.num_classes, fingerprint, earlier, train.class_names)
 
 
-def build_train_loader(
-    data: Mapping[str, Any],
-    total_batch: int,
-    micro_batch: int,
-    *,
-    image_size: int,
-    dp_rank: int,
-    dp_size: int,
-    seed: int,
-    device: torch.device,
-) -> Loader:
-    """Return the loader of random crops: a new permutation of the training split in every epoch."""
+def build_train_loader(data: Mapping[str, Any], total_batch: int, micro_batch: int, **place: Any) -> Loader:
+    """Return the loader of the training split; ``place`` is as in `photographs.build_train_loader`."""
     images = open_images(data, "train")
-    sampler = TrainSampler(
-        len(images),
-        total_batch,
-        micro_batch,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        seed=seed,
-        uniforms=UNIFORMS_PER_SAMPLE,
-    )
-    crop = RandomCrop(data["crop_scale"], data["crop_ratio"], data["flip"])
-    return Loader(sampler, _build_reader(data, images, crop, micro_batch, image_size, dp_size, device))
+    return photographs.build_train_loader(images, data, total_batch, micro_batch, **place, **_reader(data))
 
 
-def build_eval_loader(
-    data: Mapping[str, Any], batch: int, *, image_size: int, dp_rank: int, dp_size: int, device: torch.device
-) -> Loader:
-    """Return the loader of centre crops of the validation split, each sample exactly once over all ranks."""
+def build_eval_loader(data: Mapping[str, Any], batch: int, **place: Any) -> Loader:
+    """Return the loader of the validation split; ``place`` is as in `photographs.build_eval_loader`."""
     images = open_images(data, "validation")
-    sampler = EvalSampler(len(images), batch, dp_rank=dp_rank, dp_size=dp_size)
-    crop = build_eval_crop(data, image_size)
-    return Loader(sampler, _build_reader(data, images, crop, batch, image_size, dp_size, device))
-
-
-def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
-    """Return what evaluation looks at in an image: the centre, ``DATA.eval_crop`` of the short side."""
-    return CenterCrop(image_size, short_side=int(image_size / data["eval_crop"]))
+    return photographs.build_eval_loader(images, data, batch, **place, **_reader(data))
 
 
 def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
@@ -94,20 +62,14 @@ def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
     return FolderSplit(root, source.class_names, source.splits[split])
 
 
-def _build_reader(
-    data: Mapping[str, Any],
-    images: Split | FolderSplit,
-    crop: RandomCrop | CenterCrop,
-    batch: int,
-    image_size: int,
-    dp_size: int,
-    device: torch.device,
+def _reader(data: Mapping[str, Any]) -> dict[str, photographs.BuildReader]:
+    return {"build_reader": _read_with_dali} if data["loader"] == "dali" else {}
+
+
+def _read_with_dali(
+    images: Split, crop: RandomCrop | CenterCrop, *, augment: None, workers: int, dp_size: int, **options: Any
 ) -> BatchReader:
-    options = {"size": image_size, "mean": data["mean"], "std": data["std"], "device": device}
-    workers = default_workers(dp_size, device) if data["workers"] is None else data["workers"]
-    if data["loader"] == "torchvision":
-        return TorchvisionReader(images, crop, workers=workers, dp_size=dp_size, **options)
     # DALI takes half a second to import
     from imagenet_dali.imagenet_dali_dataloader import DaliReader
 
-    return DaliReader(images, crop, batch=batch, threads=max(1, workers), **options)
+    return DaliReader(images, crop, threads=max(1, workers), **options)

@@ -18,6 +18,7 @@ DATA = {
     "crop_scale": (0.08, 1.0),
     "crop_ratio": (3 / 4, 4 / 3),
     "flip": True,
+    "randaugment": None,
     "eval_crop": 0.875,
     "mean": (0.5, 0.5, 0.5),
     "std": (0.25, 0.25, 0.25),
@@ -107,6 +108,34 @@ def test_wrong_places_are_refused(folder, root, tmp_path):
     for loader, place, message in cases:
         with pytest.raises(UserError, match=message):
             open_images({"root": str(place), "loader": loader}, "train")
+
+
+def test_randaugment_is_refused_where_dali_reads(root):
+    data = {**DATA, "root": str(root), "loader": "dali"}
+    with pytest.raises(UserError, match=r"DATA.randaugment=\(2, 10\) needs DATA.loader='torchvision'"):
+        describe_data(data | {"randaugment": (2, 10)})
+
+
+@pytest.mark.parametrize("wrong", [(2,), (0, 10), (2, 11), (2.5, 3), ("2", 10), ()])
+def test_a_wrong_randaugment_is_refused(root, wrong):
+    with pytest.raises(UserError, match="DATA.randaugment=.*write \\(operations, magnitude\\)"):
+        describe_data({"root": str(root), "loader": "torchvision", "randaugment": wrong})
+
+
+def test_randaugment_follows_the_crop_and_differs_between_samples_and_epochs(root):
+    data = {**DATA, "root": str(root), "loader": "torchvision", "flip": False, "workers": 0}
+    data |= {"crop_scale": (1.0, 1.0), "crop_ratio": (1e-3, 1e3), "mean": (0, 0, 0), "std": (1 / 255,) * 3}
+    plain, augmented = (
+        build_train_loader(data | {"randaugment": asked}, 8, 4, seed=1, **PLACED) for asked in (None, (2, 10))
+    )
+    reader = augmented.reader._batches.dataset
+    for epoch in range(2):
+        for draw, (images, _), (others, _) in zip(augmented.sampler.draws(epoch), plain, augmented, strict=True):
+            for row, (image, other) in enumerate(zip(images, others, strict=True)):
+                expected = reader.augment(
+                    Image.fromarray(image.permute(1, 2, 0).round().byte().numpy()), draw.uniforms[row, -4:]
+                )
+                assert torch.equal(torch.from_numpy(np.array(expected)).permute(2, 0, 1), other.round().byte())
 
 
 def test_a_folder_without_validation_images_is_refused(tmp_path):

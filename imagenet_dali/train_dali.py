@@ -4,14 +4,15 @@ python train_dali.py --config quickstart
 torchrun --nproc_per_node 8 train_dali.py --config vit-b16.py --set DATA.root=/path/to/imagenet
 """
 
+from common.batch_augment import BatchAugment
 from common.colossal import Trainer, gpc, initialize, shard_model
 from common.errors import run_command
 from common.lr_schedule import build_lr_scheduler
+from common.mixup import MixupLoss
 from common.model import build_model
 from common.optimizer import build_optimizer
 from common.run import start_run
 from imagenet_dali.dataloader import build_eval_loader, build_train_loader, describe_data
-from imagenet_dali.mixup import Mixup, MixupLoss
 
 
 def main(argv: list[str]) -> None:
@@ -20,20 +21,24 @@ def main(argv: list[str]) -> None:
         return
     config, plan = gpc.config, run.plan
 
-    model = shard_model(build_model(**config.MODEL))
+    model = build_model(**config.MODEL)
+    run.load_init(model)
+    model = shard_model(model)
     optimizer = build_optimizer(
         model, learning_rate=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY, **config.OPTIMIZER
     )
     lr_scheduler = build_lr_scheduler(optimizer, config.LR_SCHEDULE, plan.total_steps, plan.warmup_steps)
     loaders = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)
     train_loader = build_train_loader(config.DATA, plan.total_batch, plan.micro_batch, seed=config.SEED, **loaders)
+    blends = dict(mixup=config.MIXUP, cutmix=config.CUTMIX, erasing=config.ERASING)
+    train_loader = BatchAugment(train_loader, **blends, seed=config.SEED)
     eval_loader = build_eval_loader(config.DATA, plan.micro_batch, **loaders)
 
     engine, train_loader, eval_loader, lr_scheduler = initialize(
         model,
         optimizer,
         MixupLoss(config.LABEL_SMOOTHING),
-        Mixup(train_loader, config.MIXUP, config.SEED),
+        train_loader,
         eval_loader,
         lr_scheduler,
     )

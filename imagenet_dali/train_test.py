@@ -2,6 +2,9 @@ import runpy
 import sys
 from pathlib import Path
 
+from common.config import load_config
+from common.plan import DataSummary, build_plan
+
 
 def test_the_benchmarks_script_plans_its_recipe(capsys, monkeypatch):
     monkeypatch.delenv("DATA", raising=False)
@@ -10,3 +13,9 @@ def test_the_benchmarks_script_plans_its_recipe(capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "8 GPUs = 2 data parallel x 4 tensor parallel" in printed
     assert "22.1 M" in printed  # ViT-S/16 in arXiv 2012.12877, table 1
+
+
+def test_the_plain_recipe_is_planned_as_its_source():
+    imagenet = DataSummary(1_281_167, 50_000, 1000, fingerprint="")
+    plan = build_plan(load_config("vit_s16_plain"), 8, imagenet)
+    assert (plan.total_batch, plan.warmup_steps, plan.total_steps) == (1024, 10_000, 90 * 1251)

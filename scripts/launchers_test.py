@@ -19,6 +19,7 @@ import pytest
 from local_slurm import NODE, local_slurm
 
 from common.checkpoint import newest_checkpoint
+from common.writers import read_metrics
 from imagenet_dali.testing import prepare_data, run, write_config
 
 pytestmark = pytest.mark.launchers
@@ -224,18 +225,50 @@ def test_srun_refuses_a_world_size_that_it_did_not_give(slurm, data, arguments):
     ["scancel --batch --signal=USR1 {job}", "srun --partition urgent -n 2 true"],
     ids=["warned", "preempted"],
 )
-def test_a_job_that_is_interrupted_queues_itself_again(slurm, data, tmp_path, interrupt):
-    """The first is the signal that --signal=B:USR1 has sent before the time is up."""
-    arguments = f"--config={write_config(tmp_path)} --output={tmp_path}/run --set NUM_EPOCHS=9999 --set EVAL_EVERY=999"
+def test_a_job_that_is_interrupted_queues_itself_again_and_goes_on(slurm, data, tmp_path, interrupt):
+    """The first is the signal that --signal=B:USR1 has sent before the time is up. No step and no weight shows it."""
+    settings = "--set NUM_EPOCHS=60 --set EVAL_EVERY=60 --set CHECKPOINT_EVERY=20 --set LOG.every=1"
+    arguments = f"--config={write_config(tmp_path)} {settings}"
+    script = f"{ROOT}/scripts/train_slurm.sh {TASK}/train_dali.py {arguments} --output={tmp_path}/run"
+    submitted = run(f"sbatch --parsable --ntasks 2 --output job.out {script}", cwd=tmp_path, DATA=data, **slurm)
+    job = submitted.stdout.strip()
+    try:
+        wait_until(lambda: list((tmp_path / "run").glob("checkpoints/step-*/COMPLETE")))
+        run(interrupt.format(job=job), **slurm)
+        wait_until(lambda: "Restarts=1" in run(f"scontrol show job {job}", **slurm).stdout)
+        run(f"scontrol update jobid={job} starttime=now", **slurm)  # Slurm has it wait for two minutes
+        wait_until(lambda: "JobState=COMPLETED" in run(f"scontrol show job {job}", **slurm).stdout)
+    finally:
+        run(f"scancel {job}", **slurm)
+    out = (tmp_path / "job.out").read_text()
+    assert len(re.findall(r"^going on from .*/step-\d+$", out, re.MULTILINE)) == 1
+    steps = [record["step"] for record in read_metrics(tmp_path / "run") if record["kind"] == "train"]
+    assert steps == list(range(1, 181))
+    run(
+        f"bash scripts/train_torchrun.sh {TASK}/train_dali.py {arguments} --output={tmp_path}/undisturbed",
+        cwd=ROOT,
+        DATA=data,
+        NPROC_PER_NODE="2",
+    )
+    weights = [
+        newest_checkpoint(tmp_path / name / "checkpoints") / "model.safetensors" for name in ("run", "undisturbed")
+    ]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_a_job_that_is_stopped_saves_and_ends(slurm, data, tmp_path):
+    arguments = f"--config={write_config(tmp_path)} --output={tmp_path}/run --set NUM_EPOCHS=9999 --set EVAL_EVERY=9999"
     script = f"{ROOT}/scripts/train_slurm.sh {TASK}/train_dali.py {arguments}"
     submitted = run(f"sbatch --parsable --ntasks 2 --output job.out {script}", cwd=tmp_path, DATA=data, **slurm)
     job = submitted.stdout.strip()
     try:
-        wait_until((tmp_path / "run" / "metrics.jsonl").exists)
-        run(interrupt.format(job=job), **slurm)
-        wait_until(lambda: "Restarts=1" in run(f"scontrol show job {job}", **slurm).stdout)
+        wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and read_metrics(tmp_path / "run"))
+        run(f"scancel --signal=TERM {job}", **slurm)
+        wait_until(lambda: "JobState=FAILED" in run(f"scontrol show job {job}", **slurm).stdout)
     finally:
         run(f"scancel {job}", **slurm)
+    assert "Restarts=0" in run(f"scontrol show job {job}", **slurm).stdout
+    assert newest_checkpoint(tmp_path / "run" / "checkpoints") is not None
 
 
 def test_the_slurm_script_outside_slurm():

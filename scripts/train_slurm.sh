@@ -9,9 +9,9 @@
 # config_AMP_torch). HOST, where rank 0 runs, is the first node unless given; PORT, a free port there, is found unless
 # given. With plain srun, add --kill-on-bad-exit so that a task that fails ends the others.
 #
-# As a batch job it warns the training with SIGUSR1 two minutes before its time is up, then queues itself again; it also
-# starts again when it is preempted or a node fails. Training itself does not go on from a checkpoint yet: it ends at the
-# warning, and a second start wants another --output.
+# As a batch job it warns the training with SIGUSR1 two minutes before its time is up: training saves a checkpoint and ends,
+# and the job queues itself again, as it also does when it is preempted or a node fails. It then goes on from its newest
+# checkpoint. --signal=B:USR1@SECONDS warns earlier, where two minutes are short for a step and a checkpoint.
 #SBATCH --job-name=train
 #SBATCH --output=slurm-%j.out
 #SBATCH --open-mode=append

@@ -1,6 +1,8 @@
 """A launch of processes that are not there."""
 
 import io
+import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from typing import Any
@@ -40,11 +42,15 @@ def rehearsed_launch(config: Mapping[str, Any], world_size: int) -> Iterator[Non
         (Tensor, "item", lambda tensor: 0.0),
         # it swaps tensors, which fake ones cannot
         (nn.Module, "to", _convert_in_place),
+        # to which each launch adds a prefix
+        (sys, "excepthook", sys.excepthook),
     )
     with ExitStack() as stack:
         for owner, name, value in replacements:
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(redirect_stdout(io.StringIO()))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # what matters, the run itself will say
         try:
             launch(config, 0, world_size, "", 0, backend="fake", verbose=False)
             yield

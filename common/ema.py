@@ -1,0 +1,48 @@
+"""The exponential moving average of the weights (EMA), which evaluation and what comes after the run look at."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.colossal import BaseHook, Trainer
+
+
+class EmaHook(BaseHook):
+    """Average the weights over the optimiser steps, on the device, and evaluate the averages in their place.
+
+    After step t the averages keep ``min(decay, (1 + t) / (10 + t))`` of themselves: the warm-up of TensorFlow's
+    ExponentialMovingAverage, so that short runs do not end near their random start. It depends on the step alone, so a
+    run goes on with the same averages. A skipped update counts as a step, with weights that stayed as they were.
+
+    Attributes:
+        averages: by the parameters' names, float32; of a sharded model this rank's pieces.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        super().__init__(priority=5)  # before a checkpoint is saved, which holds the weights themselves too
+        self.decay = decay
+        self.parameters = dict(model.named_parameters())
+        self.averages = {name: p.detach().float().clone() for name, p in self.parameters.items()}
+        self._weights: list[Tensor] = []  # while the averages take their place
+
+    def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.update_done:
+            decay = min(self.decay, (1 + trainer.step) / (10 + trainer.step))
+            weights = [p.detach().float() for p in self.parameters.values()]
+            torch._foreach_lerp_(list(self.averages.values()), weights, 1 - decay)
+
+    def before_test(self, trainer: Trainer) -> None:
+        self._weights = [p.detach().clone() for p in self.parameters.values()]
+        self._set(list(self.averages.values()))
+
+    def after_test(self, trainer: Trainer) -> None:
+        self._set(self._weights)
+        self._weights = []
+
+    def after_train(self, trainer: Trainer) -> None:
+        if self._weights:  # stopped in the middle of an evaluation
+            self.after_test(trainer)
+
+    def _set(self, values: list[Tensor]) -> None:
+        torch._foreach_copy_([p.detach() for p in self.parameters.values()], values)

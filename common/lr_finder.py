@@ -1,0 +1,96 @@
+"""The learning-rate range test of L. N. Smith (arXiv 1506.01186): the rate grows step by step until it is too high."""
+
+import math
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.colossal import BaseHook, ParallelMode, Trainer, gpc
+from common.table import write_csv
+
+LOWEST, HIGHEST = 1e-5, 10.0
+STEPS = 120  # 20 for each factor of ten
+SMOOTHING = 0.9  # a step's own loss counts for a tenth
+DIVERGED = 4.0  # times the least smoothed loss
+MARGIN = 10.0
+
+
+class LearningRateFinder(BaseHook):
+    """Take ``steps`` optimiser steps at rates from `LOWEST` to `HIGHEST`, evenly spaced on a logarithmic scale.
+
+    Ends the training then, or as soon as the smoothed loss is `DIVERGED` times its least value or not finite, without
+    evaluating. Rank 0 writes find_lr.csv and find_lr.png to ``folder`` and prints the suggested rate.
+    """
+
+    def __init__(self, folder: Path, steps: int, is_main: bool):
+        super().__init__(priority=0)
+        self.folder, self.total_steps, self.is_main = folder, steps, is_main
+        self.rows: list[dict[str, float]] = []
+
+    def before_train(self, trainer: Trainer) -> None:
+        trainer.engine.lr_scheduler = None
+        self.loss = torch.zeros((), dtype=torch.float64, device=trainer.device)
+        self.average = 0.0
+        self._set_rate(trainer)
+
+    def _set_rate(self, trainer: Trainer) -> None:
+        share = len(self.rows) / max(self.total_steps - 1, 1)
+        for group in trainer.engine.optimizer.param_groups:
+            group["lr"] = LOWEST * (HIGHEST / LOWEST) ** share
+
+    def after_train_iter(self, trainer: Trainer, output: None, label: None, loss: Tensor) -> None:
+        self.loss += loss.detach() / trainer.engine.optimizer.accumulation
+        if not trainer.update_done:
+            return
+        loss_of_step = _mean_over_ranks(self.loss)
+        self.loss.zero_()
+        self.average = SMOOTHING * self.average + (1 - SMOOTHING) * loss_of_step
+        smoothed = self.average / (1 - SMOOTHING ** (len(self.rows) + 1))
+        self.rows.append({"learning_rate": trainer.learning_rate, "loss": loss_of_step, "smoothed": smoothed})
+        least = min(row["smoothed"] for row in self.rows)
+        trainer.stopping = len(self.rows) == self.total_steps or not smoothed < DIVERGED * least
+        trainer.evaluated_step = trainer.step  # none is due where an epoch ends
+        self._set_rate(trainer)
+
+    def after_train(self, trainer: Trainer) -> None:
+        if not self.is_main:
+            return
+        best = suggest_rate(self.rows)
+        write_csv(self.rows, self.folder / "find_lr.csv")
+        _draw(self.rows, best, self.folder / "find_lr.png")
+        print(f"curve        {self.folder}/find_lr.png {self.folder}/find_lr.csv")
+        print(f"suggested    a tenth of {best * MARGIN:.1e}, where the smoothed loss is least")
+        print(f"LEARNING_RATE={best:.1e}", flush=True)
+
+
+def suggest_rate(rows: list[dict[str, float]]) -> float:
+    """Return a `MARGIN`-th of the rate at which the smoothed loss is least."""
+    finite = [row for row in rows if math.isfinite(row["smoothed"])]
+    return min(finite or rows, key=lambda row: row["smoothed"])["learning_rate"] / MARGIN
+
+
+def _mean_over_ranks(loss: Tensor) -> float:
+    """Return the same number on all ranks, so that all stop together; ranks that share a model have the same loss."""
+    world_size = gpc.get_world_size(ParallelMode.GLOBAL)
+    if world_size > 1:
+        loss = loss.clone()
+        dist.all_reduce(loss, group=gpc.get_group(ParallelMode.GLOBAL))
+    return loss.item() / world_size
+
+
+def _draw(rows: list[dict[str, float]], best: float, path: Path) -> None:
+    from matplotlib.figure import Figure  # takes half a second to import
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    rates = [row["learning_rate"] for row in rows]
+    axes.plot(rates, [row["loss"] for row in rows], ".", color="0.7", label="loss of a step")
+    axes.plot(rates, [row["smoothed"] for row in rows], label="smoothed")
+    axes.axvline(best, color="tab:red", linestyle="--", label=f"suggested: {best:.1e}")
+    bottom, top = min(row["smoothed"] for row in rows), rows[0]["smoothed"]
+    axes.set_ylim(bottom - 0.5 * (top - bottom), top + 0.5 * (top - bottom))  # without the heights of divergence
+    axes.set(xscale="log", xlabel="learning rate", ylabel="training loss")
+    axes.legend()
+    figure.savefig(path, dpi=100)

@@ -1,0 +1,70 @@
+"""Mixup (Zhang et al., arXiv 1710.09412), CutMix (Yun et al., arXiv 1905.04899), and the loss that goes with both."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from common.errors import UserError
+
+
+def mix(images: Tensor, labels: Tensor, share: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Blend `images` [B, 3, H, W] in place, `share` of each and the rest of its mirror image in the batch's order.
+
+    The labels become the arguments of `MixupLoss` beside the logits.
+    """
+    images.lerp_(images.flip(0), 1 - share)
+    return images, _two_labels(labels, share)
+
+
+def cut_and_paste(
+    images: Tensor, labels: Tensor, share: float, center: tuple[float, float]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Paste one rectangle of its mirror image in the batch's order into each of `images` [B, 3, H, W], in place.
+
+    The rectangle has the shape of the image and ``1 - share`` of its area, `center` (y, x as shares of the image) is
+    where its middle lies, and what reaches beyond the image is cut off. The share that the labels get is of the area.
+    """
+    height, width = images.shape[-2:]
+    top, bottom = _span(height, share, center[0])
+    left, right = _span(width, share, center[1])
+    images[..., top:bottom, left:right] = images[..., top:bottom, left:right].flip(0)
+    return images, _two_labels(labels, 1 - (bottom - top) * (right - left) / (height * width))
+
+
+def _span(size: int, share: float, center: float) -> tuple[int, int]:
+    length = int(size * math.sqrt(1 - share))
+    start = int(size * center) - length // 2
+    return max(start, 0), min(start + length, size)
+
+
+def _two_labels(labels: Tensor, share: float) -> dict[str, Tensor]:
+    # filled on the device: a number from the host would be one more transfer
+    share_on_device = torch.full((), share, dtype=torch.float32, device=labels.device)
+    return {"target": labels, "other": labels.flip(0), "share": share_on_device}
+
+
+class MixupLoss(nn.Module):
+    """Cross-entropy against the two labels of a blended image, each with its share, in fp32.
+
+    It equals cross-entropy against the blend of the two one-hot labels. Without a second label it is plain
+    cross-entropy.
+    """
+
+    def __init__(self, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        if not 0 <= label_smoothing < 1:
+            raise UserError(f"LABEL_SMOOTHING={label_smoothing} must be at least 0 and below 1")
+        self.label_smoothing = label_smoothing
+
+    def forward(
+        self, logits: Tensor, target: Tensor, other: Tensor | None = None, share: Tensor | None = None
+    ) -> Tensor:
+        """Return the mean loss of `logits` [B, num_classes]; labels of -100 count for nothing, and their mean is 0."""
+        loss = self._cross_entropy(logits, target)
+        return loss if other is None else torch.lerp(self._cross_entropy(logits, other), loss, share)
+
+    def _cross_entropy(self, logits: Tensor, target: Tensor) -> Tensor:
+        options = dict(label_smoothing=self.label_smoothing, reduction="sum")
+        return F.cross_entropy(logits.float(), target, **options) / (target >= 0).sum().clamp(min=1)

@@ -1,0 +1,169 @@
+"""The runs that faults are injected into: modes, their uninterrupted results, and how two results are compared."""
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from injection.processes import IMPATIENT, Ended, Ranks, expect
+from safetensors.torch import load_file
+
+from common.checkpoint import RANDOM, load_trainer_state, newest_checkpoint
+from common.colossal.tensor_parallel.cases import CASES
+from common.errors import run_command
+from common.writers import read_metrics
+from imagenet_dali import train_dali
+from imagenet_dali.testing import prepare_data, write_config
+
+STEPS = 12
+COMMON = """
+CHECKPOINT_EVERY = 3
+EMA = 0.9
+CUTMIX = 0.5
+ERASING = 0.25
+DATA = dict(workers=1)
+LOG = dict(every=2, tensorboard=False)
+"""
+MEASURED = ("time", "samples_per_s", "data_wait", "peak_memory_gb", "mfu")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a run is made: its processes (0: one, without a launcher), and lines for its config."""
+
+    name: str
+    size: int = 0
+    lines: str = ""
+
+    def but(self, lines: str) -> "Mode":
+        """Return this mode with more lines."""
+        return Mode(f"{self.name}, {lines}", self.size, f"{self.lines}\n{lines}")
+
+
+def _parallel(name: str) -> Mode:
+    size, parallel = CASES[name]
+    return Mode(name, size, f"parallel = {parallel!r}")
+
+
+ONE, TWO = Mode("1 process"), Mode("dp2", 2)
+# with 3 ranks or more, the order in which DDP adds up depends on its buckets, which it makes anew after a start
+FOUR = Mode("dp4, find_unused_parameters", 4, "torch_ddp = dict(find_unused_parameters=True)")
+TENSOR_PARALLEL = [_parallel(name) for name in ("1d-2", "2d-4", "2.5d-4", "2.5d-8", "3d-8", "dp2 x 1d-2")]
+WORKERS = Mode("dp2, torchvision workers", 2, 'DATA = dict(loader="torchvision", workers=2)')
+SCALE = "init_scale=2.0**18, growth_interval=3"  # overflows at first, and grows again
+PRECISION = [
+    Mode("dp2, fp32", 2, "fp16 = None"),
+    Mode(
+        "TORCH float16", 0, 'fp16 = dict(mode=AMP_TYPE.TORCH, dtype="float16", init_scale=2.0**18, growth_interval=3)'
+    ),
+    Mode("NAIVE", 0, "fp16 = dict(mode=AMP_TYPE.NAIVE)"),
+    Mode("dp2, APEX O1", 2, 'fp16 = dict(mode=AMP_TYPE.APEX, opt_level="O1")'),
+    Mode("APEX O2", 0, 'fp16 = dict(mode=AMP_TYPE.APEX, opt_level="O2")'),
+    Mode("APEX O3", 0, 'fp16 = dict(mode=AMP_TYPE.APEX, opt_level="O3")\nOPTIMIZER = dict(name="adamw")'),
+]
+MODES = [ONE, TWO, FOUR, *TENSOR_PARALLEL, WORKERS, *PRECISION]
+NO_CHANCE = (
+    'MODEL["dropout"] = 0.0\nMIXUP = CUTMIX = ERASING = 0.0\nfp16 = None'  # other ranks draw other masks and pairs
+)
+
+
+@dataclass
+class Bench:
+    """A folder with the data set, and the uninterrupted runs, made when they are asked for."""
+
+    folder: Path
+    references: dict[Mode, tuple[float, dict[str, Any]]] = field(default_factory=dict)
+    count: int = 0
+
+    @functools.cached_property
+    def data(self) -> Path:
+        return prepare_data(self.folder / "data")
+
+    def new_folder(self) -> Path:
+        """Return a folder that does not exist yet."""
+        self.count += 1
+        return self.folder / f"try{self.count:04d}"
+
+    def arguments(self, mode: Mode, output: Path, settings: Sequence[str] = (), data: Path | None = None) -> list[str]:
+        """Return the arguments of ``train_dali.py`` for a run in ``mode`` into ``output``."""
+        folder = self.new_folder()
+        folder.mkdir()
+        config = write_config(folder)
+        config.write_text(config.read_text() + COMMON + mode.lines + "\n")
+        settings = [f"DATA.root={data or self.data}", *settings]
+        return ["--config", str(config), "--output", str(output), *(w for s in settings for w in ("--set", s))]
+
+    def start(self, mode: Mode, output: Path, fault: Callable[[int], None] | None = None, **options: Any) -> Ranks:
+        """Start a run; ``options`` are those of `arguments`."""
+        arguments = self.arguments(mode, output, **options)
+        return Ranks(mode.size, lambda: run_command(train_dali.main, arguments), self.new_folder(), fault)
+
+    def run(
+        self,
+        mode: Mode,
+        output: Path,
+        fault: Callable[[int], None] | None = None,
+        grace: float = IMPATIENT,
+        **options: Any,
+    ) -> Ended:
+        """Run to the end; where a rank fails, the others have ``grace`` seconds."""
+        return self.start(mode, output, fault, **options).wait(grace=grace)
+
+    def reference(self, mode: Mode) -> tuple[float, dict[str, Any]]:
+        """Return the seconds and the result of an uninterrupted run."""
+        if mode not in self.references:
+            output = self.new_folder()
+            seconds = self.run(mode, output).expect(0).seconds
+            self.references[mode] = seconds, result(output)
+        return self.references[mode]
+
+    def is_equal(self, mode: Mode, output: Path) -> bool:
+        """Return whether a run came to the same end as an uninterrupted one; say in what not."""
+        expected, found = self.reference(mode)[1], result(output)
+        different = [name for name in expected if found.get(name) != expected[name]]
+        print(*(f"    {output}: {name} is not equal" for name in different), sep="\n", end="\n" if different else "")
+        return not different
+
+
+class Recovery(NamedTuple):
+    """How a try that survived went: whether the weights, and all else, came out equal, and how many seconds it took.
+
+    The latter is what the runs took beyond the uninterrupted one; None where there is no such comparison.
+    """
+
+    equal: bool | None = None
+    seconds_lost: float | None = None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A row of the table: ``inject`` raises `RunLostError`; so many ``tries``, and how many in a quick round."""
+
+    name: str
+    inject: Callable[[Bench, random.Random], Recovery]
+    tries: int = 1
+    quick: int = 1
+
+
+def result(output: Path) -> dict[str, Any]:
+    """Return what a run ended with, without figures that are measured."""
+    last = newest_checkpoint(output / "checkpoints")
+    expect(last is not None and last.name == f"step-{STEPS:08d}", f"{output}: the last checkpoint is {last}")
+    state = load_trainer_state(last)
+    # a library that is imported late draws from Python's generator, once in a process
+    random_states = {n: t.tolist() for n, t in load_file(last / RANDOM).items() if not n.endswith("/python")}
+    figures = [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(output)]
+    files = {file.name: file.read_bytes() for file in last.glob("*.safetensors") if file.name != RANDOM}
+    return files | {"trainer.json": state, "random numbers": random_states, "metrics.jsonl": figures}
+
+
+def losses(output: Path) -> list[tuple[str, int, float]]:
+    """Return kind, step and loss of a run's records."""
+    return [(record["kind"], record["step"], record["loss"]) for record in read_metrics(output)]
+
+
+def choose_rank(choice: random.Random, mode: Mode) -> int:
+    """Return a rank of the mode."""
+    return choice.randrange(max(1, mode.size))

@@ -1,0 +1,127 @@
+"""What a process does to itself, at a chosen place of its run; to be called in it before the run begins."""
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import common.run
+from common import checkpoint, checkpoint_hook
+from common.colossal import BaseHook, Trainer
+from common.run import Run
+from imagenet_dali import train_dali
+
+Action = Callable[[], None]
+START_UP = [
+    (train_dali, "start_run"),
+    (common.run, "start"),
+    (common.run, "ask_first_rank"),
+    (train_dali, "build_model"),
+    (train_dali, "build_eval_loader"),
+    (train_dali, "initialize"),
+    (train_dali, "Trainer"),
+]
+SAVING = [
+    (checkpoint, "save_file"),
+    (checkpoint, "sync"),
+    (checkpoint, "sha256_of"),
+    (checkpoint_hook, "mark_best"),
+    (checkpoint_hook, "clear_old"),
+    (Path, "rename"),
+]
+SAVING_CALLS = 60  # in a run of 12 steps, after its first checkpoint
+EVENTS = {"step": range(1, 13), "accumulation": range(12), "evaluation": (9, 12), "start-up": range(len(START_UP))}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A moment of a run: ``event`` of `EVENTS`, after how many steps or calls, and before or after the other hooks."""
+
+    event: str
+    number: int
+    priority: int = 5
+
+    def __str__(self) -> str:
+        when = {-1: "before", 5: "among", 20: "after"}[self.priority]
+        return f"{self.event} {self.number}" + ("" if self.event == "start-up" else f", {when} the hooks")
+
+
+def choose_place(choice: random.Random, *events: str, after: int = 0) -> Place:
+    """Return a place of one of ``events``, by default of all, that a run comes to that goes on ``after`` a step."""
+    event = choice.choice(events or list(EVENTS))
+    first = {"step": after + 1, "accumulation": after, "evaluation": after + 1, "start-up": 0}[event]
+    numbers = [number for number in EVENTS[event] if number >= first]
+    return Place(event, choice.choice(numbers), choice.choice((-1, 5, 20))) if numbers else Place("start-up", 0)
+
+
+class AtPlace(BaseHook):
+    """Call ``action`` once, at ``place`` of the training."""
+
+    def __init__(self, place: Place, action: Action) -> None:
+        super().__init__(place.priority)
+        self.place, self.action = place, action
+
+    def _come_to(self, event: str, number: int) -> None:
+        if (event, number) == (self.place.event, self.place.number):
+            self.place = Place("", 0)
+            self.action()
+
+    def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
+        self._come_to("step" if trainer.update_done else "accumulation", trainer.step)
+
+    def after_test_iter(self, trainer: Trainer, *_: Any) -> None:
+        self._come_to("evaluation", trainer.step)
+
+
+def at(place: Place, action: Action) -> None:
+    """Arrange that this process calls ``action`` when it comes to ``place``."""
+    if place.event == "start-up":
+        before_call([START_UP[place.number]], 0, action)
+    else:
+        add_hook(AtPlace(place, action))
+
+
+def add_hook(hook: BaseHook) -> None:
+    """Add a hook to the run's."""
+    build = Run.build_hooks
+    Run.build_hooks = lambda self, *arguments: [*build(self, *arguments), hook]
+
+
+def before_call(functions: list[tuple[Any, str]], number: int, action: Action, counts: Action | None = None) -> None:
+    """Arrange that ``action`` is called before the call ``number``, from 0 on, of any of ``functions``.
+
+    A call counts only where ``counts()`` is true.
+    """
+    calls = 0
+
+    def wrap(function: Callable) -> Callable:
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            if counts is None or counts():
+                calls += 1
+                if calls == number + 1:
+                    action()
+            return function(*arguments, **options)
+
+        return wrapped
+
+    for owner, name in functions:
+        setattr(owner, name, wrap(getattr(owner, name)))
+
+
+def kill() -> None:
+    """End this process as a crash does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    """Ask this process to stop."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def on(rank: int | None, arrange: Callable[[], None]) -> Callable[[int], None]:
+    """Return a fault that ``arrange`` installs on ``rank`` only, or on all."""
+    return lambda own: arrange() if rank in (None, own) else None

@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from campaign.job import Job, Row
 from torch import Tensor, nn
 
-from common.colossal import AMP_TYPE, Engine, initialize
+from campaign.job import Job, Row
+from common.colossal import AMP_TYPE, Engine, initialize, launch, shutdown
 from common.flops import peak_images_per_s
 from common.model import build_model
 from common.optimizer import build_optimizer
-from common.testing import launched
 
 ROUNDS = 5
+WEIGHT_DECAY = 0.1
 VIT_S16 = dict(image_size=224, patch_size=16, width=384, depth=12, heads=6, num_classes=1000)
 VIT_B16 = dict(image_size=224, patch_size=16, width=768, depth=12, heads=12, num_classes=1000)
 TINY = dict(image_size=32, patch_size=16, width=32, depth=2, heads=2, num_classes=10)
@@ -42,17 +42,21 @@ def open_engine(
     model: Mapping[str, Any], config: Mapping[str, Any], optimizer: str = "adamw", learning_rate: float = 1e-3
 ) -> Iterator[Engine]:
     """Yield an engine for training; nothing of it is left on the device afterwards."""
-    with launched(clip_grad_norm=1.0, **config):
+    on_gpu = torch.cuda.is_available()
+    launch({"clip_grad_norm": 1.0, **config}, 0, 1, "", 0, backend="nccl" if on_gpu else "gloo", verbose=False)
+    try:
         torch.manual_seed(0)
         network = build_model(**model)
-        step = build_optimizer(network, optimizer, learning_rate=learning_rate, weight_decay=0.1)
+        step = build_optimizer(network, optimizer, learning_rate=learning_rate, weight_decay=WEIGHT_DECAY)
         engine, *_ = initialize(network, step, nn.CrossEntropyLoss())
         engine.train()
         yield engine
         del network, step, engine
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    finally:
+        shutdown()
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
 
 
 def random_batch(job: Job, model: Mapping[str, Any], batch: int) -> tuple[Tensor, Tensor]:
@@ -62,18 +66,20 @@ def random_batch(job: Job, model: Mapping[str, Any], batch: int) -> tuple[Tensor
     return images.to(job.device), torch.randint(model["num_classes"], (batch,), generator=random).to(job.device)
 
 
-def train_step(engine: Engine, batch: tuple[Tensor, Tensor]) -> None:
-    """Take an optimiser step, every micro-batch of it with the same samples."""
+def train_step(engine: Engine, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Take an optimiser step, every micro-batch of it with the same samples; return the loss, on the device."""
     images, labels = batch
     for _ in range(engine.optimizer.accumulation):
         engine.zero_grad()
-        engine.backward(engine.criterion(engine(images), labels))
+        loss = engine.criterion(engine(images), labels)
+        engine.backward(loss)
         engine.step()
+    return loss.detach()
 
 
 def measure_steps(job: Job, model: Mapping[str, Any], config: Mapping[str, Any], batch: int, accumulation: int) -> Row:
     """Return images/s (median and quartiles of rounds), MFU, peak memory and the seconds of the first step."""
-    if job.device.type == "cuda":
+    if job.on_gpu:
         torch.cuda.reset_peak_memory_stats()
     with open_engine(model, {**config, "gradient_accumulation": accumulation}) as engine:
         samples = random_batch(job, model, batch)
@@ -111,7 +117,7 @@ def time_rounds(job: Job, work: Callable[[], object], rounds: int, at_least: flo
 
 def peak_memory(job: Job) -> Row:
     """Return the most GB that the process has had on the GPU since the peak was reset; nothing on a CPU."""
-    if job.device.type != "cuda":
+    if not job.on_gpu:
         return {}
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return {"memory_gb": allocated / 1e9, "reserved_gb": reserved / 1e9}

@@ -18,9 +18,9 @@ def amp_caltech101(job: Job) -> Iterator[Row]:
     if data is None or job.tiny:
         names = ["accordion", *(f"category {number}" for number in range(1, CATEGORIES))]
         size = (20, 16) if job.tiny else SIZE
-        data, images = write_folders(job.folder / "images", names, -(-IMAGES // CATEGORIES), *size), f"made, {size}"
+        data, images = write_folders(job.new_folder("images"), names, -(-IMAGES // CATEGORIES), *size), f"made, {size}"
     settings = [*(TINY if job.tiny else ()), f"DATA.root={data}"]
     steps, rounds, configs = (1, 1, dict(list(CONFIGS.items())[:2])) if job.tiny else (20, 3, CONFIGS)
-    figures = compare(settings, job.folder / "runs", steps, rounds, configs)
+    figures = compare(settings, job.new_folder("runs"), steps, rounds, configs)
     for mode in figures:
         yield {"images": images} | summarise(mode, figures) | {"steps": steps, "rounds": rounds}

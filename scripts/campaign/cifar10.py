@@ -14,7 +14,7 @@ from cifar10_benchmark.train import main as train
 from common.writers import read_metrics
 
 CONFIG = "vit_lite_vanilla"
-SETTINGS = ("fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bfloat16'", "EVAL_EVERY=10", "CHECKPOINT_EVERY=5")
+SETTINGS = ("fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bfloat16'", "EVAL_EVERY=10", "CHECKPOINT_EVERY='1 min'")
 TINY = ("NUM_EPOCHS=2", "WARMUP_EPOCHS=1", "TOTAL_BATCH_SIZE=16", "MODEL.width=32", "MODEL.depth=1", "LOG.every=1")
 TO_STOP = 30  # seconds that a run may take to save and end
 
@@ -39,7 +39,7 @@ def cifar10(job: Job) -> Iterator[Row]:
 
 
 def _write_tiny(folder: Path) -> Path:
-    if not folder.exists():
+    if not (folder / "test").exists():
         for split, images in (("train", 40), ("test", 8)):
             write_folders(folder / split, ("cat", "dog"), images, 32, 32)
     return folder

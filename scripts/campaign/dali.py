@@ -44,11 +44,12 @@ def dali(job: Job) -> Iterator[Row]:
 
 def _prepare(job: Job, images: int, size: tuple[int, int]) -> Path:
     names = map(str, range(CLASSES))
-    folder = write_folders(job.folder / "images", names, images // CLASSES, *size)
+    folder = write_folders(job.new_folder("images"), names, images // CLASSES, *size)
+    shards = job.new_folder("shards")
     workers = "1" if job.tiny else str(len(os.sched_getaffinity(0)))
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
-        prepare([str(folder), str(job.folder / "shards"), "--validation-share", "0.125", "--workers", workers])
-    return job.folder / "shards"
+        prepare([str(folder), str(shards), "--validation-share", "0.125", "--workers", workers])
+    return shards
 
 
 def _options(root: Path, device: torch.device, workers: int) -> tuple[dict, dict]:

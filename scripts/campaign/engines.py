@@ -29,7 +29,11 @@ def amp(mode: str, dtype: str, **options: Any) -> dict[str, Any]:
 
 
 PRECISIONS = {"fp32": {}, "tf32": {"TF32": True}, "bf16": amp("TORCH", "bfloat16"), "fp16": amp("TORCH", "float16")}
-MODES = PRECISIONS | {
+MODES = {
+    "fp32": PRECISIONS["fp32"],
+    "tf32": PRECISIONS["tf32"],
+    "TORCH bf16": PRECISIONS["bf16"],
+    "TORCH fp16": PRECISIONS["fp16"],
     "NAIVE bf16": amp("NAIVE", "bfloat16"),
     "NAIVE fp16": amp("NAIVE", "float16"),
     "APEX O1 fp16": amp("APEX", "float16", opt_level="O1"),
@@ -41,8 +45,11 @@ MODES = PRECISIONS | {
 def open_engine(
     model: Mapping[str, Any], config: Mapping[str, Any], optimizer: str = "adamw", learning_rate: float = 1e-3
 ) -> Iterator[Engine]:
-    """Yield an engine for training; nothing of it is left on the device afterwards."""
+    """Yield an engine for training; nothing of an earlier one is left on the device."""
     on_gpu = torch.cuda.is_available()
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
     launch({"clip_grad_norm": 1.0, **config}, 0, 1, "", 0, backend="nccl" if on_gpu else "gloo", verbose=False)
     try:
         torch.manual_seed(0)
@@ -51,12 +58,8 @@ def open_engine(
         engine, *_ = initialize(network, step, nn.CrossEntropyLoss())
         engine.train()
         yield engine
-        del network, step, engine
     finally:
         shutdown()
-        gc.collect()
-        if on_gpu:
-            torch.cuda.empty_cache()
 
 
 def random_batch(job: Job, model: Mapping[str, Any], batch: int) -> tuple[Tensor, Tensor]:
@@ -79,9 +82,9 @@ def train_step(engine: Engine, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def measure_steps(job: Job, model: Mapping[str, Any], config: Mapping[str, Any], batch: int, accumulation: int) -> Row:
     """Return images/s (median and quartiles of rounds), MFU, peak memory and the seconds of the first step."""
-    if job.on_gpu:
-        torch.cuda.reset_peak_memory_stats()
     with open_engine(model, {**config, "gradient_accumulation": accumulation}) as engine:
+        if job.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         samples = random_batch(job, model, batch)
         first = time_rounds(job, lambda: train_step(engine, samples), rounds=1, at_least=0)[0]
         seconds = time_rounds(job, lambda: train_step(engine, samples), ROUNDS, at_least=0 if job.tiny else 0.5)

@@ -1,5 +1,6 @@
 """What every piece of the campaign is given, and how it says that it did not come to its end."""
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ class Job:
 
     Attributes:
         tiny: with so little to do that it shows only that everything runs.
-        folder: the piece's own, there until it is complete.
+        folder: the piece's own; what it holds when the process is killed is there when the piece runs again.
         seconds: its limit.
         data: folders of data sets, by name.
     """
@@ -52,6 +53,12 @@ class Job:
     @property
     def seconds_left(self) -> float:
         return self.seconds - (time.monotonic() - self.started)
+
+    def new_folder(self, name: str) -> Path:
+        """Return the folder's ``name``, empty."""
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        (self.folder / name).mkdir(parents=True)
+        return self.folder / name
 
     def synchronize(self) -> None:
         """Wait for the device."""

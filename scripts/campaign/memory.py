@@ -17,15 +17,15 @@ TOLERANCE = 0.1
 CASES = (  # model, batch, mode, optimiser, accumulation
     (VIT_S16, 256, "fp32", "adamw", 1),
     (VIT_B16, 128, "fp32", "adamw", 1),
-    (VIT_B16, 128, "fp16", "adamw", 1),
-    (VIT_B16, 128, "bf16", "lamb", 2),
+    (VIT_B16, 128, "TORCH fp16", "adamw", 1),
+    (VIT_B16, 128, "TORCH bf16", "lamb", 2),
     (VIT_B16, 128, "NAIVE fp16", "adamw", 1),
     (VIT_B16, 128, "APEX O1 fp16", "adamw", 1),
-    (VIT_B16 | {"activation_checkpoint": True}, 256, "bf16", "lamb", 1),
+    (VIT_B16 | {"activation_checkpoint": True}, 256, "TORCH bf16", "lamb", 1),
 )
 TINY_CASES = (
     (TINY | {"image_size": 96, "width": 96}, 16, "fp32", "adamw", 1),
-    (TINY | {"image_size": 96, "width": 96}, 16, "bf16", "lamb", 2),
+    (TINY | {"image_size": 96, "width": 96}, 16, "TORCH bf16", "lamb", 2),
 )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import Tensor
 
 from campaign.job import Job, Row, WrongError
 from common.checkpoint import newest_checkpoint
@@ -22,23 +23,22 @@ MODES = {
     "bf16": ("fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bfloat16'"),
     "fp16": ("fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='float16'"),
 }
-TOLERANCE = 1e-3  # of what kernels that add up in another order each time make of the weights in a few steps
+TOLERANCE = 1e-3  # on a GPU, whose kernels may add up in another order each time; another dropout makes 6e-3
 
 
 def resume(job: Job) -> Iterator[Row]:
     """Train six steps, the same again, and three that are saved and gone on with; compare weights and AdamW's state."""
-    data = write_images(job.folder / "data")
+    data = write_images(job.new_folder("data"))
     wrong = []
     for mode, settings in list(MODES.items())[:: 2 if job.tiny else 1]:
-        runs = {name: job.folder / mode / name for name in ("once", "again", "resumed")}
+        folder = job.new_folder(mode)
+        runs = {name: folder / name for name in ("once", "again", "resumed")}
         for output, *ends in ((runs["once"], STEPS), (runs["again"], STEPS), (runs["resumed"], SAVED, STEPS)):
             for end in ends:
-                output.parent.mkdir(exist_ok=True)
                 _train(data, output, "MODEL.dropout=0.1", f"MAX_STEPS={end}", *settings)
         row = {"mode": mode, "steps": STEPS, "saved_after": SAVED}
         row |= {name: _difference(runs["once"], runs[name]) for name in ("again", "resumed")}
-        # equal where the device repeats itself
-        if not row["resumed"] <= (TOLERANCE if row["again"] else 0):
+        if not row["resumed"] <= 3 * row["again"] + (TOLERANCE if job.on_gpu else 0):
             wrong.append(mode)
         yield row
     if wrong:
@@ -51,14 +51,17 @@ def _train(data: Path, output: Path, *settings: str) -> None:
 
 
 def _difference(one: Path, other: Path) -> float:
-    """Return the largest difference of a tensor of the last checkpoints, relative to the tensor's largest number."""
-    largest = 0.0
-    for file in (MODEL, OPTIMIZER):
-        tensors, others = (load_file(newest_checkpoint(run / "checkpoints") / file) for run in (one, other))
-        for name, tensor in tensors.items():
-            scale = tensor.abs().max().clamp(min=1e-12)
-            largest = max(largest, ((tensor - others[name]).abs().max() / scale).item())
-    return largest
+    """Return by how much the last checkpoints differ: the norm of the difference over that of the numbers."""
+    return max(_relative(*(_numbers(run, file) for run in (one, other))) for file in (MODEL, OPTIMIZER))
+
+
+def _numbers(run: Path, file: str) -> Tensor:
+    tensors = load_file(newest_checkpoint(run / "checkpoints") / file)
+    return torch.cat([tensors[name].double().flatten() for name in sorted(tensors)])
+
+
+def _relative(numbers: Tensor, others: Tensor) -> float:
+    return ((others - numbers).norm() / numbers.norm()).item()
 
 
 def collectives(job: Job) -> Iterator[Row]:

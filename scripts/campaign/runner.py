@@ -91,9 +91,12 @@ def run_piece(module: str, name: str, job: Job, path: Path, about: Record) -> Re
         record |= {"status": NOT_RUN, "why": "no GPU", "seconds": 0.0}
         write_record(path, record)
         return record
+    running = path.with_suffix(".running")
+    left = read_record(running) or read_record(path)
+    if not (left and left["code"] == about["code"] and left["status"] in (RUNNING, UNFINISHED)):
+        shutil.rmtree(job.folder, ignore_errors=True)
     job = replace(job, started=time.monotonic())
     job.folder.mkdir(parents=True, exist_ok=True)
-    running = path.with_suffix(".running")
     write_record(running, record)
     # importing anew takes seconds, but a forked process cannot use a GPU
     context = multiprocessing.get_context("spawn" if job.on_gpu else "fork")
@@ -110,7 +113,7 @@ def run_piece(module: str, name: str, job: Job, path: Path, about: Record) -> Re
         process.kill()
         process.join()
     record = _read_end(running, process.exitcode, f"killed after its limit of {job.seconds:.0f} s" if is_over else None)
-    record["seconds"] = round(time.monotonic() - job.started, 1)
+    record["seconds"] = round(time.monotonic() - job.started, 3)
     write_record(path, record)
     running.unlink()
     if record["status"] != UNFINISHED:

@@ -41,7 +41,7 @@ PIECES = {  # by name: the module of scripts/campaign that has it
     "vit_b16_compiled": "speed",
     "attention": "parts",
     "patch_embedding": "parts",
-    "side_stream": "parts",
+    "side_stream": "side_stream",
     "lamb": "optimizers",
     "dali": "dali",
     "cifar10": "cifar10",

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from caltech101_amp.compare import CONFIGS, compare, summarise
 from caltech101_amp.dataset import CATEGORIES, IMAGES
-from campaign.data import write_folders
 from campaign.job import Job, Row
+from campaign.made_images import write_folders
 
 SIZE = 300, 200  # about Caltech-101's
 TINY = ("MODEL.image_size=16", "MODEL.patch_size=8", "MODEL.width=32", "MODEL.depth=1", "MODEL.heads=2",

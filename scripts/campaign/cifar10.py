@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from campaign.data import write_folders
 from campaign.job import Job, NotRunError, Row, UnfinishedError, WrongError
+from campaign.made_images import write_folders
 from cifar10_benchmark.train import main as train
 from common.writers import read_metrics
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from campaign.data import write_folders
 from campaign.engines import time_rounds
 from campaign.job import Job, Row, WrongError
+from campaign.made_images import write_folders
 from common.config import load_config
 from common.loader import Loader
 from imagenet_dali.dataloader import build_eval_loader, build_train_loader

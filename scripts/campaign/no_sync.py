@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from campaign.data import cifar_loader
 from campaign.engines import PRECISIONS, TINY, open_engine, random_batch
 from campaign.job import ROOT, Job, Row, WrongError
+from campaign.side_stream import cifar_loader
 from common.colossal import BaseHook, Trainer
 from common.colossal.skipped import CHECK_EVERY
 from common.config import load_config

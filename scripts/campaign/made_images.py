@@ -2,36 +2,13 @@
 
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
-from cifar10_benchmark.augment import UNIFORMS_PER_SAMPLE, Augment
-from cifar10_benchmark.dataloader import MemoryReader
-from cifar10_benchmark.dataset import Images
-from common.loader import Loader
-from common.sampling import TrainSampler
-
 DIFFERENT = 64  # JPEGs; more are links to them
-
-
-def cifar_loader(data: Mapping[str, Any], batch: int, side: int, device: torch.device) -> Loader:
-    """Return the loader of CIFAR-10's recipe over 10,000 random images on the device."""
-    random = np.random.default_rng(0)
-    images = Images(random.integers(0, 256, (10_000, 3, side, side), np.uint8), random.integers(0, 10, 10_000))
-    sampler = TrainSampler(10_000, batch, batch, dp_rank=0, dp_size=1, seed=0, uniforms=UNIFORMS_PER_SAMPLE)
-    augment = Augment(data["crop_padding"], data["flip"], data["autoaugment"])
-    return Loader(sampler, MemoryReader(images, augment, mean=data["mean"], std=data["std"], device=device))
-
-
-def repeat(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield pass after pass."""
-    while True:
-        yield from batches
 
 
 def write_folders(folder: Path, names: Iterable[str], per_class: int, width: int, height: int) -> Path:

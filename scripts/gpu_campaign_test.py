@@ -17,11 +17,15 @@ import gpu_campaign
 import psutil
 import pytest
 import torch
-from campaign import cifar10, runner
+from campaign import cifar10, memory, runner
 from campaign.job import Job, NotRunError, Row, UnfinishedError, WrongError
 from campaign.tables import format_records
+from torch import Tensor
 
+from common import checkpoint_hook
+from common.colossal import Trainer
 from common.errors import UserError
+from common.hooks import MetricsHook
 
 SCRIPT = Path(__file__).with_name("gpu_campaign.py")
 
@@ -228,6 +232,50 @@ def test_every_piece(tmp_path: Path) -> None:
     assert all(record["status"] == "complete" and record["rows"] for record in records.values())
     assert second.returncode == 0
     assert second.stdout.count(": done before") == len(records)
+
+
+def spoil_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", lambda *_: None)
+
+
+def spoil_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = MetricsHook.after_train_iter
+
+    def wait(hook: MetricsHook, trainer: Trainer, output: None, label: None, loss: Tensor) -> None:
+        loss.item()
+        measure(hook, trainer, output, label, loss)
+
+    monkeypatch.setattr(MetricsHook, "after_train_iter", wait)
+
+
+def spoil_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    rehearse = memory.rehearse
+    monkeypatch.setattr(memory, "rehearse", lambda *args: SimpleNamespace(peak=1.2 * rehearse(*args).peak))
+
+
+def spoil_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_hook, "set_generator_states", lambda *_: None)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("module", "spoil", "why"),
+    [
+        ("numerics", spoil_clipping, ", sgd fp32, sgd tf32, sgd TORCH bf16, sgd TORCH fp16, "),
+        ("no_sync", spoil_metrics, "the host waits for the device in 9 cases"),
+        ("memory", spoil_prediction, "not within 10% of what was measured: width 96 fp32; width 96 TORCH bf16"),
+        ("resume", spoil_checkpoint, "a run that was gone on with is another one: fp32, fp16"),
+    ],
+)
+def test_what_is_wrong_is_seen(module, spoil, why, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    spoil(monkeypatch)
+    job = Job(True, tmp_path / "work", 100)
+    record = runner.run_piece(module, module, job, tmp_path / "record.json", runner.describe([]))
+    assert record["status"] == "failed"
+    assert why in record["why"]
+    if module == "no_sync":
+        assert all(row["waits"].startswith("gpu_campaign_test.py:") for row in record["rows"])
 
 
 @pytest.mark.campaign

@@ -12,12 +12,12 @@ import torch
 from campaign.engines import PRECISIONS, TINY, open_engine, random_batch
 from campaign.job import ROOT, Job, Row, WrongError
 from campaign.side_stream import cifar_loader
+from common import waiting
 from common.colossal import BaseHook, Trainer
 from common.colossal.skipped import CHECK_EVERY
 from common.config import load_config
 from common.hooks import MetricsHook
 from common.plan import Plan
-from common.waiting import forbid_waiting
 
 STEPS = CHECK_EVERY - 1  # it looks at the counters of skipped updates only then
 BATCH, CLASSES = 8, 10
@@ -29,14 +29,14 @@ def no_sync(job: Job) -> Iterator[Row]:
     batches = [random_batch(job, model, BATCH)] * STEPS
     loader = cifar_loader(load_config("vit_lite_vanilla")["DATA"], BATCH, model["image_size"], job.device)
     cases = [("on the device", optimizer, mode, batches) for optimizer, mode in product(("adamw", "lamb"), PRECISIONS)]
-    waiting = 0
+    waits = 0
     for data, optimizer, mode, source in [*cases, ("CIFAR-10's, augmented", "adamw", "bf16", loader)]:
         hook = ForbidWaiting(job.device)
         where = _train(job, model, PRECISIONS[mode], optimizer, source, hook)
-        waiting += where is not None
+        waits += where is not None
         yield {"batches": data, "optimizer": optimizer, "mode": mode, "steps": hook.steps, "waits": where or "no"}
-    if waiting:
-        raise WrongError(f"the host waits for the device in {waiting} cases")
+    if waits:
+        raise WrongError(f"the host waits for the device in {waits} cases")
 
 
 class ForbidWaiting(BaseHook):
@@ -48,7 +48,7 @@ class ForbidWaiting(BaseHook):
 
     def before_train_iter(self, trainer: Trainer) -> None:
         if trainer.step >= 2:
-            self.stack.enter_context(forbid_waiting(self.device))
+            self.stack.enter_context(waiting.forbid_waiting(self.device))
 
     def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
         self.stack.close()
@@ -74,6 +74,6 @@ def _train(
             Trainer(engine).fit(batches, 1, STEPS, hooks=[metrics, hook])
         except RuntimeError as error:
             frames = traceback.extract_tb(error.__traceback__)
-            ours = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT)]
+            ours = [f for f in frames if Path(f.filename).is_relative_to(ROOT) and f.filename != waiting.__file__]
             return f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {str(error).splitlines()[0]}"
     return None

@@ -15,6 +15,7 @@ from common.optimizer import build_optimizer
 
 MODEL = dict(image_size=64, patch_size=16, width=192, depth=4, heads=3, num_classes=10)
 STEPS, LEARNING_RATE = 5, 1e-3
+OPTIMIZERS = ("adamw", "lamb", "sgd")  # SGD, because the others hardly see a wrong scale
 # The most by which a loss may be off; and, relatively, the last gradient's norm and what the steps have changed of the
 # weights (the difference's norm over the change's). By the mode's coarsest number format; some five times what a CPU
 # shows, TF32's as float16's, which has as many digits.
@@ -32,11 +33,11 @@ class Expected(NamedTuple):
 
 
 def numerics(job: Job) -> Iterator[Row]:
-    """Take steps of AdamW and LAMB in every precision; compare losses and weights with float64 on a CPU."""
+    """Take steps of AdamW, LAMB and SGD in every precision; compare losses and weights with float64 on a CPU."""
     model = TINY if job.tiny else MODEL
     batches = _batches(model, 8 if job.tiny else 32)
     wrong = []
-    for optimizer, (mode, config) in product(("adamw", "lamb"), MODES.items()):
+    for optimizer, (mode, config) in product(OPTIMIZERS, MODES.items()):
         expected = _reference(model, optimizer, batches)
         row = {"optimizer": optimizer, "mode": mode} | _compare(job, model, optimizer, config, batches, expected)
         loss_limit, relative_limit = TOLERANCES[mode.split()[-1]]

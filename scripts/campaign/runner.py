@@ -71,7 +71,7 @@ def read_record(path: Path) -> Record | None:
 
 
 def write_record(path: Path, record: Record) -> None:
-    """Write the record whole or not at all; one without figures never takes the place of one with some."""
+    """Write the record whole or not at all; that of a piece that was not run never takes the place of figures."""
     before = read_record(path)
     if before and before["rows"] and not record["rows"] and record["status"] == NOT_RUN:
         return

@@ -60,9 +60,11 @@ def with_defaults(settings: Sequence[str], defaults: Sequence[str]) -> list[str]
     return [*settings, *(setting for setting in defaults if setting.partition("=")[0] not in said)]
 
 
-def compare(settings: list[str], output: Path, steps: int, rounds: int) -> dict[str, list[Figures]]:
+def compare(
+    settings: list[str], output: Path, steps: int, rounds: int, configs: Mapping[str, str] = CONFIGS
+) -> dict[str, list[Figures]]:
     """Return each mode's figures, a dict a round."""
-    modes = {mode: partial(serve_rounds, config, settings, output / config, steps) for mode, config in CONFIGS.items()}
+    modes = {mode: partial(serve_rounds, config, settings, output / config, steps) for mode, config in configs.items()}
     with in_processes(modes) as variants:
         return take_turns(variants, rounds)
 

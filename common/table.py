@@ -11,7 +11,7 @@ Row = Mapping[str, Any]
 def format_table(rows: Sequence[Row]) -> str:
     """Return the rows as a table for the terminal, which is Markdown too."""
     header, *body = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
+    widths = [max(2, *map(len, column)) for column in zip(header, *body, strict=True)]  # Markdown needs a dash
     lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in (header, *body)]
     lines.insert(1, ["-" * (width - 1) + ":" for width in widths])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

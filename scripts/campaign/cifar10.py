@@ -1,0 +1,82 @@
+"""Pieces: CIFAR-10 from the first step to the last."""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from campaign.job import Job, NotRunError, Row, UnfinishedError, WrongError
+from campaign.made_images import write_folders
+from cifar10_benchmark.train import main as train
+from common.writers import read_metrics
+
+CONFIG = "vit_lite_vanilla"
+SETTINGS = ("fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bfloat16'", "EVAL_EVERY=10", "CHECKPOINT_EVERY='1 min'")
+TINY = ("NUM_EPOCHS=2", "WARMUP_EPOCHS=1", "TOTAL_BATCH_SIZE=16", "MODEL.width=32", "MODEL.depth=1", "LOG.every=1")
+TO_STOP = 30  # seconds that a run may take to save and end
+
+
+def cifar10(job: Job) -> Iterator[Row]:
+    """Train ViT-Lite-7/4 on CIFAR-10 for the recipe's 200 epochs in bfloat16, with stops if a limit asks for them."""
+    if job.tiny:
+        data = _write_tiny(job.folder / "data")
+    elif (data := job.data.get("cifar")) is None:
+        raise NotRunError("no data: --cifar names CIFAR-10's folder")
+    output = job.folder / "run"
+    settings = [*SETTINGS, *(TINY if job.tiny else ()), f"DATA.root={data}"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    code = _train_until(["--config", CONFIG, "--output", str(output), *words], job.seconds_left - TO_STOP)
+    row = summarise(json.loads((output / "config.json").read_text()), list(read_metrics(output)))
+    if code == 0:
+        yield row
+    elif code == 128 + signal.SIGTERM:
+        raise UnfinishedError(f"step {row['step']} of {row['of']}; the next call goes on")
+    else:
+        raise WrongError(f"training ended with exit code {code}")
+
+
+def _write_tiny(folder: Path) -> Path:
+    if not (folder / "test").exists():
+        for split, images in (("train", 40), ("test", 8)):
+            write_folders(folder / split, ("cat", "dog"), images, 32, 32)
+    return folder
+
+
+def _train_until(arguments: list[str], seconds: float) -> int:
+    """Train as the command does, but ask it to stop after ``seconds``; return its exit code."""
+    timer = threading.Timer(max(0.0, seconds), os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    try:
+        train(arguments)
+    except SystemExit as end:
+        return end.code
+    finally:
+        timer.cancel()
+    return 0
+
+
+def summarise(about: dict[str, Any], records: list[dict[str, Any]]) -> Row:
+    """Return what a run came to, from its config.json and its metrics; seconds are those of all its starts."""
+    seconds, ends = 0.0, [start["step"] for start in about["starts"][1:]] + [records[-1]["step"]]
+    for start, end in zip(about["starts"], ends, strict=True):
+        times = [record["time"] for record in records if start["step"] < record["step"] <= end]
+        seconds += max(times, default=start["started"]) - start["started"]
+    top1 = [record["top1"] for record in records if record["kind"] == "eval"]
+    trained = [record for record in records if record["kind"] == "train"]
+    return {
+        "epochs": records[-1]["epoch"],
+        "step": records[-1]["step"],
+        "of": about["plan"]["last_step"],
+        "top1": top1[-1] if top1 else None,
+        "best_top1": max(top1, default=None),
+        "seconds": seconds,
+        "starts": len(about["starts"]),
+        "images_per_s": trained[-1]["samples_per_s"],
+        "mfu": trained[-1]["mfu"],
+        "memory_gb": trained[-1]["peak_memory_gb"],
+        "precision": "bfloat16, autocast",
+        "evaluations": len(top1),
+    }

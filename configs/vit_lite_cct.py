@@ -2,9 +2,9 @@
 
     python train.py --config vit_lite_cct --set DATA.root=/path/to/cifar10 --set DATA.download=True
 
-Source: "Escaping the Big Data Paradigm with Compact Transformers" (https://arxiv.org/abs/2104.05704) and its repository,
-SHI-Labs/Compact-Transformers: cct_7-3x1_cifar10_300epochs.yml there, for a larger model. For this one it gives 91.38 %
-top-1 after 200 epochs with less augmentation. Not run by this project.
+Source: "Escaping the Big Data Paradigm with Compact Transformers" (https://arxiv.org/abs/2104.05704) and its repository
+SHI-Labs/Compact-Transformers, whose cct_7-3x1_cifar10_300epochs.yml is for a larger model; this one has 91.38 % top-1
+there, after 200 epochs with less augmentation. Not run by this project.
 
 Other than the source: AutoAugment's policy for CIFAR-10 in place of timm's RandAugment with noise in its magnitudes, a
 padded crop in place of one of 80 to 100 % of the area, no dropout in attention, and blending until the end, where the

@@ -45,16 +45,18 @@ class Cluster:
         return max(Counter(rank // self.node for rank in ranks).values())
 
 
+FLAGS = ("gpu_memory", "gpus_per_node", "links", "images_per_s")
+
+
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `parse_cluster` reads."""
     group = parser.add_argument_group("prediction", "with --dry-run --gpus N; defaults: DGX H100 nodes")
-    group.add_argument("--gpu-memory", type=float, default=80, help="GB of a GPU (default: 80)")
-    group.add_argument("--gpus-per-node", type=int, default=8, help="default: 8")
+    group.add_argument("--gpu-memory", type=float, help="GB of a GPU (default: 80)")
+    group.add_argument("--gpus-per-node", type=int, help="default: 8")
     group.add_argument(
         "--links",
         type=float,
         nargs=2,
-        default=(450, 50),
         metavar="GB/S",
         help="what a GPU sends within a node, and beyond (default: 450 50: NVLink 4, and a 400 Gb/s link each)",
     )
@@ -63,9 +65,11 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 
 def parse_cluster(args: argparse.Namespace) -> Cluster:
     """Return the cluster that the flags describe; raise `UserError` for what is not above 0."""
-    for name in ("gpu_memory", "gpus_per_node", "images_per_s", "links"):
+    for name in FLAGS:
         value = getattr(args, name)
         if value is not None and min(value if name == "links" else [value]) <= 0:
             raise UserError(f"--{name.replace('_', '-')} {value}: must be above 0")
-    inside, between = (1e9 * value for value in args.links)
-    return Cluster(1e9 * args.gpu_memory, args.gpus_per_node, inside, between, args.images_per_s)
+    given = dict(memory=args.gpu_memory and 1e9 * args.gpu_memory, node=args.gpus_per_node)
+    given["inside"], given["between"] = (1e9 * value for value in args.links) if args.links else (None, None)
+    given["images_per_s"] = args.images_per_s
+    return Cluster(**{name: value for name, value in given.items() if value is not None})

@@ -4,6 +4,7 @@ import pytest
 
 from common.cluster import LATENCY, Cluster, add_cluster_arguments, parse_cluster
 from common.errors import UserError
+from common.run_arguments import parse_arguments
 
 CLUSTER = Cluster(memory=80e9, node=8, inside=400e9, between=50e9)
 
@@ -32,3 +33,9 @@ def test_flags_describe_the_cluster():
     assert parse_cluster(parser.parse_args([])) == Cluster()
     with pytest.raises(UserError, match="--links"):
         parse_cluster(parser.parse_args(["--links", "300", "0"]))
+
+
+@pytest.mark.parametrize("flag", ["--gpu-memory 40", "--links 300 25"])
+def test_flags_that_nothing_would_read_are_refused(flag):
+    with pytest.raises(UserError, match=flag.split()[0] + ": goes with --dry-run --gpus N"):
+        parse_arguments(["--config", "quickstart", "--dry-run", *flag.split()], "")

@@ -22,6 +22,7 @@ from common.colossal import (
     rehearsed_launch,
     shard_model,
 )
+from common.ema import EmaHook
 from common.flops import FlopCount
 from common.memory import TensorMemory
 from common.model import build_model
@@ -35,7 +36,7 @@ class Rehearsal:
 
     Attributes:
         parameters: numbers in this process's piece of the model.
-        weights, optimizer: bytes of the parameters and of the optimiser's state.
+        weights, optimizer: bytes of the parameters, with their moving average, and of the optimiser's state.
         gradients: bytes of the gradients when all are there.
         training_peak, update_peak: most bytes at any one time, in forward and backward passes and in the update.
         flops: of matrix products, recomputed ones too (`torch.utils.flop_counter`), in a step.
@@ -109,13 +110,14 @@ def _rehearse(
         memory = stack.enter_context(TensorMemory())
         _take_ways_of(device, stack)
         model, optimizer, engine = _build(model, config)
+        averages = EmaHook(model, config["EMA"]).averages if config["EMA"] else {}
         step = _Step(engine, memory, micro_batch, config["MODEL"]["image_size"])
         step.run(accumulation)
         parameters = list(model.parameters())
         state = _nbytes(value for state in optimizer.state.values() for value in state.values())
         return Rehearsal(
             parameters=sum(parameter.numel() for parameter in parameters),
-            weights=_nbytes(parameters),
+            weights=_nbytes([*parameters, *averages.values()]),
             optimizer=state,
             gradients=step.gradients,
             training_peak=step.training_peak + state,  # which the update has made only then

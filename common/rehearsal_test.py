@@ -151,6 +151,12 @@ def test_a_deep_model_is_extended_from_shallow_ones_exactly():
         assert high - middle == middle - low > 0, name
 
 
+def test_a_moving_average_holds_every_weight_once_more():
+    config = build_config(1, None, TINY)
+    without, averaged = (rehearse(config | {"EMA": decay}, 1, 8) for decay in (0.0, 0.999))
+    assert averaged.peak - without.peak == averaged.weights - without.weights == 4 * without.parameters
+
+
 def test_a_rehearsal_leaves_nothing_behind():
     config = build_config(1, None, TINY)
     rehearse(config, 512, 8)

@@ -2,7 +2,7 @@
 
 import argparse
 
-from common.cluster import add_cluster_arguments
+from common.cluster import FLAGS, add_cluster_arguments
 from common.errors import UserError
 from common.launch import add_launch_arguments
 from common.lr_finder import STEPS
@@ -43,6 +43,9 @@ def parse_arguments(argv: list[str], description: str) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.gpus is not None and (not args.dry_run or args.gpus < 1):
         raise UserError(f"--gpus {args.gpus}: goes with --dry-run and is at least 1; a run counts its processes itself")
+    for name in FLAGS:
+        if args.gpus is None and getattr(args, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')}: goes with --dry-run --gpus N")
     return args
 
 

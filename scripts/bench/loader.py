@@ -4,8 +4,9 @@ python scripts/bench/loader.py [--rounds 4] [--size 500x400] [--batch 64] [--ima
 
 The images are JPEGs that this writes: noise that is smooth over some pixels and a little that is not, which makes 0.3
 bytes a pixel. Times are those of an image. All use every core; `decoding alone` is one thread with libjpeg-turbo of the
-whole image: the limit for whoever does not shrink or cut it while decoding. A batch of CIFAR-10 is compared with a
-training step with its 512 images. Libraries of requirements-bench.txt that are not installed are left out.
+whole image: the limit for whoever does not shrink or cut it while decoding. `shrunk to 320` reads what
+`prepare --short-side 320` makes. A batch of CIFAR-10 is compared with a training step with its 512 images. Libraries of
+requirements-bench.txt that are not installed are left out.
 """
 
 import io
@@ -39,6 +40,8 @@ from imagenet_dali.prepare import main as prepare
 LOADERS: dict[str, Callable[[Work, Turns], None]] = {
     "torchvision": loaders.torchvision,
     "ours, DALI": loaders.dali,
+    "ours, DALI, shrunk to 320": partial(loaders.dali, shards="shards320"),
+    "ours, DALI, shrunk to 256": partial(loaders.dali, shards="shards256"),
     "ours, torchvision": loaders.our_torchvision,
     "timm": loaders.timm,
     "webdataset": loaders.webdataset,
@@ -136,7 +139,8 @@ def write_images(folder: Path, count: int, width: int, height: int) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(files[number % len(files)])
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        prepare([str(folder / "images"), str(folder / "shards")])
+        for side in ("", "320", "256"):
+            prepare([str(folder / "images"), str(folder / f"shards{side}"), *(["--short-side", side] if side else [])])
     (folder / "tars").mkdir()
     paths = sorted((folder / "images" / "train").rglob("*.jpg"))
     for worker in range(loaders.WORKERS):

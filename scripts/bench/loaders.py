@@ -26,7 +26,8 @@ IN_QUEUES = 2 * WORKERS  # batches that PyTorch's workers have ready when a turn
 class Work:
     """What a turn reads: ``images`` images, one pass, in batches of ``batch``.
 
-    The folder has ``images/train/<class>/*.jpg``, the same prepared in ``shards``, and ``tars/*.tar`` for webdataset.
+    The folder has ``images/train/<class>/*.jpg``, the same prepared in ``shards``, with a shorter side of at most 320
+    and 256 pixels in ``shards320`` and ``shards256``, and ``tars/*.tar`` for webdataset.
     """
 
     folder: Path
@@ -54,8 +55,8 @@ def _ours(work: Work, root: str, loader: str) -> Iterable[Any]:
     return build_train_loader(data, work.batch, work.batch, **place)
 
 
-def dali(work: Work, turns: Turns) -> None:
-    read_passes(_ours(work, "shards", "dali"), turns)
+def dali(work: Work, turns: Turns, shards: str = "shards") -> None:
+    read_passes(_ours(work, shards, "dali"), turns)
 
 
 def our_torchvision(work: Work, turns: Turns) -> None:

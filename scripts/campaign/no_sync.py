@@ -74,6 +74,11 @@ def _train(
             Trainer(engine).fit(batches, 1, STEPS, hooks=[metrics, hook])
         except RuntimeError as error:
             frames = traceback.extract_tb(error.__traceback__)
-            ours = [f for f in frames if Path(f.filename).is_relative_to(ROOT) and f.filename != waiting.__file__]
+            ours = [frame for frame in frames if _is_ours(Path(frame.filename))]
             return f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {str(error).splitlines()[0]}"
     return None
+
+
+def _is_ours(file: Path) -> bool:
+    installed = "site-packages" in file.parts  # of a .venv in the project's folder
+    return file.is_relative_to(ROOT) and not installed and file != Path(waiting.__file__)

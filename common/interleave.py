@@ -109,7 +109,8 @@ def _serve(connection: Connection, variant: Callable[[Turns], None]) -> None:
     try:
         variant(Turns(connection))
     except UserError as error:
-        connection.send(error)
+        with suppress(OSError):  # the parent is gone, with another variant's
+            connection.send(error)
     except (EOFError, ConnectionError):  # the parent is gone
         pass
 

@@ -76,3 +76,9 @@ def die(turns: Turns) -> None:
 def test_a_variant_that_ends_is_told(variant, message: str) -> None:
     with pytest.raises(UserError, match=message), in_processes({"a": answer_with_pid, "b": variant}):
         pytest.fail("b was never ready")
+
+
+def test_a_mistake_that_another_variant_has_told_before_is_left_alone() -> None:
+    parents, theirs = multiprocessing.Pipe()
+    parents.close()
+    interleave._serve(theirs, refuse)

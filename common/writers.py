@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -128,6 +129,8 @@ class ProgressBar:
     """Show steps done, time left, images per second, the last loss, skipped updates; rarely, if not on a terminal."""
 
     def __init__(self, total_steps: int, start: int = 0):
+        # tqdm's own lock is a semaphore of all processes that are forked from one: killed, they may never give it back.
+        tqdm.set_lock(threading.RLock())
         interval = 0.5 if sys.stderr.isatty() else 30
         self.bar = tqdm(
             total=total_steps, initial=start, unit="step", mininterval=interval, maxinterval=60, dynamic_ncols=True

@@ -2,10 +2,12 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from tqdm.std import TqdmDefaultWriteLock
 
 from common import writers
 from common.errors import UserError
@@ -179,3 +181,12 @@ def test_the_progress_bar_shows_updates_that_were_skipped():
     progress(TRAIN | {"skipped": 3})
     assert "skipped=3" in str(progress.bar)
     progress.close()
+
+
+def test_the_bar_needs_no_lock_that_a_killed_process_may_hold() -> None:
+    TqdmDefaultWriteLock()  # makes it
+    with TqdmDefaultWriteLock.mp_lock:
+        thread = threading.Thread(target=lambda: ProgressBar(3).close(), daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()

@@ -76,7 +76,8 @@ def test_the_card_is_one_that_the_hub_reads(run, exported):
     results = {result.metric_name: result.metric_value for result in card.data.eval_results}
     assert results == {"top-1": round(last["top1"], 4), "top-5": round(last["top5"], 4)}
     assert card.data.pipeline_tag == "image-classification"
-    assert card.data.library_name == {"onnx": "onnx", "torchscript": "pytorch"}.get(target, "timm")
+    tags = card.data.to_dict()
+    assert tags["library_name"] == {"onnx": "onnx", "torchscript": "pytorch"}.get(target, "timm")
     assert "10 of 10 optimiser steps of 14 images" in card.text
     assert "70 images for training and 45 for evaluation, in 7 classes" in card.text
     assert f"{sum(p.numel() for p in build_model(**MODEL, num_classes=7).parameters()):,} parameters" in card.text

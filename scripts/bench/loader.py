@@ -11,7 +11,7 @@ requirements-bench.txt that are not installed are left out.
 
 import io
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from importlib.util import find_spec
@@ -24,17 +24,13 @@ import loaders
 import numpy as np
 import torch
 from loaders import Work
-from loops import BFLOAT16, Batch, Job, build_ours
+from loops import BFLOAT16, Job, build_ours
 from PIL import Image
 
-from cifar10_benchmark.augment import UNIFORMS_PER_SAMPLE, Augment
-from cifar10_benchmark.dataloader import READ_AHEAD, MemoryReader
-from cifar10_benchmark.dataset import Images
+from cifar10_benchmark.dataloader import READ_AHEAD
 from common.cpu_memory import keep_freed_memory
 from common.errors import UserError, run_command
 from common.interleave import Figures, Turns, in_processes, take_turns, timed
-from common.loader import Loader
-from common.sampling import TrainSampler
 from imagenet_dali.prepare import main as prepare
 
 LOADERS: dict[str, Callable[[Work, Turns], None]] = {
@@ -94,7 +90,7 @@ def compare_cifar(batch: int, rounds: int) -> dict[str, list[Figures]]:
     torch.set_num_threads(1)
     keep_freed_memory()  # as our trainer does
     job = Job((f"TOTAL_BATCH_SIZE={batch}",), steps=1, rounds=1, data=None)
-    batches = cifar_batches(job)
+    batches = loaders.repeat(loaders.cifar(job.config["DATA"], batch, 32, torch.device("cpu")))
     model, optimizer, criterion, _ = build_ours(job)
     images, labels = next(batches)
 
@@ -115,17 +111,6 @@ def compare_cifar(batch: int, rounds: int) -> dict[str, list[Figures]]:
     figures = take_turns(variants, rounds + 1)
     torch.set_num_threads(threads)
     return {name: turns[1:] for name, turns in figures.items()}
-
-
-def cifar_batches(job: Job) -> Iterator[Batch]:
-    """Yield batches of 10,000 random images of CIFAR-10's size, augmented as the recipe says."""
-    config, random = job.config, np.random.default_rng(0)
-    data, batch = config["DATA"], config["TOTAL_BATCH_SIZE"]
-    images = Images(random.integers(0, 256, (10_000, 3, 32, 32), np.uint8), random.integers(0, 10, 10_000))
-    sampler = TrainSampler(10_000, batch, batch, dp_rank=0, dp_size=1, seed=0, uniforms=UNIFORMS_PER_SAMPLE)
-    augment = Augment(data["crop_padding"], data["flip"], data["autoaugment"])
-    reader = MemoryReader(images, augment, mean=data["mean"], std=data["std"], device=torch.device("cpu"))
-    return loaders.repeat(Loader(sampler, reader))
 
 
 def write_images(folder: Path, count: int, width: int, height: int) -> None:

@@ -5,16 +5,22 @@ for each core.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from cifar10_benchmark.augment import UNIFORMS_PER_SAMPLE, Augment
+from cifar10_benchmark.dataloader import MemoryReader
+from cifar10_benchmark.dataset import Images
 from common.config import load_config
 from common.interleave import Turns, timed
+from common.loader import Loader
+from common.sampling import TrainSampler
 from imagenet_dali.dataloader import build_train_loader
 
 SIDE = 224
@@ -119,3 +125,12 @@ def decoding_alone(work: Work, turns: Turns) -> None:
     for _ in turns:
         for file in islice(files, work.images):
             simplejpeg.decode_jpeg(file)
+
+
+def cifar(data: Mapping[str, Any], batch: int, side: int, device: torch.device) -> Loader:
+    """Return the loader of CIFAR-10's recipe, whose DATA is ``data``, over 10,000 random images on the device."""
+    random = np.random.default_rng(0)
+    images = Images(random.integers(0, 256, (10_000, 3, side, side), np.uint8), random.integers(0, 10, 10_000))
+    sampler = TrainSampler(10_000, batch, batch, dp_rank=0, dp_size=1, seed=0, uniforms=UNIFORMS_PER_SAMPLE)
+    augment = Augment(data["crop_padding"], data["flip"], data["autoaugment"])
+    return Loader(sampler, MemoryReader(images, augment, mean=data["mean"], std=data["std"], device=device))

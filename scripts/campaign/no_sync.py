@@ -7,11 +7,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import loaders
 import torch
 
 from campaign.engines import PRECISIONS, TINY, open_engine, random_batch
 from campaign.job import ROOT, Job, Row, WrongError
-from campaign.side_stream import cifar_loader
 from common import waiting
 from common.colossal import BaseHook, Trainer
 from common.colossal.skipped import CHECK_EVERY
@@ -27,7 +27,7 @@ def no_sync(job: Job) -> Iterator[Row]:
     """Train with the Trainer and its metrics, and forbid the host to wait for the device in steps without a record."""
     model = TINY | {"dropout": 0.1, "drop_path": 0.1, "num_classes": CLASSES}
     batches = [random_batch(job, model, BATCH)] * STEPS
-    loader = cifar_loader(load_config("vit_lite_vanilla")["DATA"], BATCH, model["image_size"], job.device)
+    loader = loaders.cifar(load_config("vit_lite_vanilla")["DATA"], BATCH, model["image_size"], job.device)
     cases = [("on the device", optimizer, mode, batches) for optimizer, mode in product(("adamw", "lamb"), PRECISIONS)]
     waits = 0
     for data, optimizer, mode, source in [*cases, ("CIFAR-10's, augmented", "adamw", "bf16", loader)]:

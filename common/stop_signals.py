@@ -31,6 +31,7 @@ class StopSignals:
         self.received = self.agreed = 0
         self.deferring = False
         self._received_at = 0.0
+        self._forking = threading.local()
         self._previous: dict[int, object] = {}
 
     def install(self, follow_parent: bool = False) -> None:
@@ -84,12 +85,24 @@ class StopSignals:
         elif number == signal.SIGINT == self.received and time.monotonic() - self._received_at > SAME_PRESS:
             _leave(number, 128 + number)
 
-    def shield_child(self) -> None:
-        """Keep the signals from a process that was just forked, and let it die with its parent."""
+    def before_fork(self) -> None:
+        """Block the signals: the child would write those that come in its first moments into its parent's pipe."""
+        self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        self._forking.parent = os.getpid()
+
+    def after_fork_in_parent(self) -> None:
+        """Let the signals through again."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
+
+    def after_fork_in_child(self) -> None:
+        """Keep the signals from the child, and let it die with its parent."""
         if self._previous:
             signal.set_wakeup_fd(-1)
-            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             _PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != self._forking.parent:  # it has died already
+                os._exit(1)
+        else:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
 
 
 def _kill_children() -> None:
@@ -120,4 +133,8 @@ def _say(line: str) -> None:
 
 _PRCTL = getattr(ctypes.CDLL(None), "prctl", lambda *_: None)  # Linux alone has it
 stop_signals = StopSignals()
-os.register_at_fork(after_in_child=stop_signals.shield_child)
+os.register_at_fork(
+    before=stop_signals.before_fork,
+    after_in_parent=stop_signals.after_fork_in_parent,
+    after_in_child=stop_signals.after_fork_in_child,
+)

@@ -11,6 +11,7 @@ import pytest
 
 PROGRAM = """
 import os, sys, threading, time
+os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # signals come before the child is shielded
 from common.stop_signals import stop_signals
 stop_signals.install()
 stop_signals.deferring = sys.argv[1] == "deferring"

@@ -77,16 +77,16 @@ def apply_operations(images_BCYX: Tensor, operations: np.ndarray, magnitudes: np
     # sorted by operation, so that each works on one slice, whose bounds are known without asking the device
     order = np.argsort(operations, kind="stable")
     sizes = np.bincount(operations, minlength=NONE + 1).tolist()
-    rows = torch.from_numpy(order).to(images_BCYX.device, non_blocking=True)
-    strengths = torch.from_numpy(magnitudes[order].astype(np.float32)).to(images_BCYX.device, non_blocking=True)
-    ordered_BCYX = images_BCYX[rows]
+    rows, places, strengths = (
+        torch.from_numpy(values).to(images_BCYX.device, non_blocking=True)
+        for values in (order, np.argsort(order), magnitudes[order].astype(np.float32))
+    )
+    ordered_BCYX = images_BCYX.index_select(0, rows)  # copies whole images, where indexing goes byte by byte on a CPU
     groups = zip(NAMES, ordered_BCYX.split(sizes), strengths.split(sizes), strict=False)  # the last one is `NONE`
     for name, group_BCYX, group_B in groups:
         if len(group_BCYX):
             group_BCYX.copy_(OPERATIONS[name][0](group_BCYX, group_B))
-    augmented_BCYX = torch.empty_like(ordered_BCYX)
-    augmented_BCYX[rows] = ordered_BCYX
-    return augmented_BCYX
+    return ordered_BCYX.index_select(0, places)
 
 
 def magnitude(name: str, level: int) -> float:

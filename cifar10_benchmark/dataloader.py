@@ -113,17 +113,23 @@ class MemoryReader:
     def _read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:
         while ahead := list(islice(draws, READ_AHEAD)):
             indices, uniforms = (np.concatenate(arrays) for arrays in zip(*ahead, strict=True))
-            rows = torch.from_numpy(indices).to(self._images.device, non_blocking=True)
-            images, labels = self._images[rows], self._labels[rows]
+            rows = self._on_device(np.where(indices == PADDING, 0, indices))
+            images, labels = self._images.index_select(0, rows), self._labels.index_select(0, rows)
             if self._augment:
                 images = self._augment(images, uniforms)
-            sizes = [len(draw.indices) for draw in ahead]
-            yield from map(self._normalize, images.split(sizes), labels.split(sizes), rows.split(sizes))
+            batches = [draw.indices for draw in ahead]
+            sizes = [len(batch) for batch in batches]
+            yield from map(self._normalize, images.split(sizes), labels.split(sizes), batches)
 
-    def _normalize(self, images: Tensor, labels: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        normalized = images.float().sub_(self._mean).div_(self._std)
-        is_padding = rows == PADDING
+    def _normalize(self, images: Tensor, labels: Tensor, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        normalized = torch.sub(images, self._mean).div_(self._std)
+        if not (indices == PADDING).any():
+            return normalized, labels
+        is_padding = self._on_device(indices == PADDING)
         return normalized.masked_fill_(is_padding[:, None, None, None], 0), labels.masked_fill(is_padding, NO_LABEL)
+
+    def _on_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._images.device, non_blocking=True)
 
     def close(self) -> None:
         """Nothing is to be ended: this process reads."""

@@ -3,4 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
-exec .venv/bin/python -m pytest "$@"
+# Below nohup, or in the background of a script, the tests' own programs would ignore the signals that they are sent.
+exec env --default-signal=INT,HUP .venv/bin/python -m pytest "$@"

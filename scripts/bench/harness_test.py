@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import harness
@@ -89,13 +90,13 @@ def test_step(run_tiny, monkeypatch) -> None:
 
 
 def test_share_of_hooks() -> None:
-    """Ten seconds of training with one in hooks; evaluation: 2 s a batch, 0.5 in hooks; 3 s of curves."""
+    """Ten seconds of training with one in hooks; evaluation: 2 s in two batches, 0.5 in hooks; 3 s of curves."""
     job = step.Job(("TOTAL_BATCH_SIZE=50000",), steps=1, rounds=1, data=None)
     train = {"wall": 10.0, "after_train_iter": 1.0}
     test = {"wall": 2.0, "after_test_iter": 0.5, "after_test": 3.0}
-    shares = step.share_of_hooks([train], [test], job)
-    assert shares["our hooks in it"][0] == pytest.approx({"wall": 1 + 0.5 * 0.2 + 3})
-    assert shares["an epoch"][0] == pytest.approx({"wall": 10 + 2 * 0.2 + 3})
+    shares = step.share_of_hooks([train], [test], job, replace(job, steps=2))
+    assert shares["our hooks in it"][0] == pytest.approx({"wall": 1 + 0.5 * 0.1 + 3})
+    assert shares["an epoch"][0] == pytest.approx({"wall": 10 + 2 * 0.1 + 3})
 
 
 def test_lamb(run_tiny) -> None:

@@ -23,8 +23,9 @@ import harness
 import loaders
 import numpy as np
 import torch
+from job import Job, build_ours
 from loaders import Work
-from loops import BFLOAT16, Job, build_ours
+from loops import BFLOAT16
 from PIL import Image
 
 from cifar10_benchmark.dataloader import READ_AHEAD

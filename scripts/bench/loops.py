@@ -1,101 +1,26 @@
-"""Training loops to compare: ours as train.py runs it, and others around the same model, data, precision and optimiser.
+"""Training loops to compare with ours, as each library's documentation says, around the same model, data and precision.
 
-Each is called with a `Job` and its `Turns`, and trains as the library's documentation says. ``batches`` make a turn of
-every ``job.steps`` steps.
+Each is called with a `Job` and its `Turns`.
 """
 
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from job import Batch, Job, TurnBatches, build_ours
 from torch import Tensor, nn
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
 
-from cifar10_benchmark.dataloader import build_train_loader
-from common.colossal import BaseHook, Trainer, initialize, shard_model
-from common.config import load_config
 from common.cpu_memory import keep_freed_memory
 from common.interleave import Turns
-from common.lr_schedule import build_lr_scheduler
 from common.model import build_model
-from common.optimizer import build_optimizer
-from common.plan import DataSummary
-from common.run import Run, start_run
 
-CONFIG = "vit_lite_vanilla"
-IN_MEMORY = 4  # different batches, used over and over
-EVALUATED = 10_000  # images of CIFAR-10's test split
 BFLOAT16 = partial(torch.autocast, dtype=torch.bfloat16)
-Batch = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Job:
-    """What all loops do: ``rounds`` times ``steps`` steps of what the recipe and ``settings`` say."""
-
-    settings: tuple[str, ...]
-    steps: int
-    rounds: int
-    data: str | None  # folder of CIFAR-10; None for random images
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return load_config(CONFIG, self.settings)
-
-    @property
-    def total_steps(self) -> int:
-        """The steps of all turns, and one more: a loop that counts its batches ends after its last turn has."""
-        return self.rounds * self.steps + 1
-
-    def batches(self) -> list[Batch]:
-        """Return a few batches of normalised images and labels."""
-        config = self.config
-        batch, side = config["TOTAL_BATCH_SIZE"], config["MODEL"]["image_size"]
-        if self.data:
-            place = dict(image_size=side, dp_rank=0, dp_size=1, seed=0, device=torch.device("cpu"))
-            loader = build_train_loader(config["DATA"] | {"root": self.data}, batch, batch, **place)
-            return list(islice(loader, IN_MEMORY))
-        random = torch.Generator().manual_seed(0)
-        images = torch.randn(IN_MEMORY, batch, 3, side, side, generator=random)
-        return list(zip(images, torch.randint(10, (IN_MEMORY, batch), generator=random), strict=True))
-
-
-class TurnBatches:
-    """A data loader that hands out each turn's batches, and waits between the turns."""
-
-    def __init__(self, job: Job, turns: Turns, figures: Callable[[], dict[str, float]] = dict) -> None:
-        self.job, self.turns, self.figures = job, turns, figures
-
-    def __len__(self) -> int:
-        return self.job.total_steps
-
-    def __iter__(self) -> Iterator[Batch]:
-        batches = cycle(self.job.batches())
-        for turn in self.turns:
-            yield from islice(batches, self.job.steps)
-            turn |= self.figures()
-        yield next(batches)
-
-    def state_dict(self) -> dict[str, int]:
-        """Return a position, for the checkpoint at the end: nothing goes on from it."""
-        return {}
-
-
-class Batches(list):
-    """A list of batches that is asked for a position, as `TurnBatches` is."""
-
-    def state_dict(self) -> dict[str, int]:
-        return {}
 
 
 def train_quietly(loop: Callable[[Job, Turns], None], job: Job, turns: Turns) -> None:
@@ -108,18 +33,6 @@ def train_quietly(loop: Callable[[Job, Turns], None], job: Job, turns: Turns) ->
         keep_freed_memory()
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
         loop(job, turns)
-
-
-def build_ours(job: Job) -> tuple[nn.Module, AdamW, nn.Module, LambdaLR]:
-    """Return model, optimiser, loss and schedule, the same for every loop but timm's own."""
-    config = job.config
-    model = build_model(**config["MODEL"])
-    optimizer = build_optimizer(model, learning_rate=config["LEARNING_RATE"], weight_decay=config["WEIGHT_DECAY"])
-    loss = nn.CrossEntropyLoss(label_smoothing=config["LABEL_SMOOTHING"])
-    return model, optimizer, loss, build_lr_scheduler(optimizer, "cosine", job.total_steps, warmup_steps=1)
-
-
-# --- the loops --------------------------------------------------------------------------------------------------------
 
 
 def bare(job: Job, turns: Turns) -> None:
@@ -138,20 +51,6 @@ def bare(job: Job, turns: Turns) -> None:
 def bare_as_is(job: Job, turns: Turns) -> None:
     """Train like `bare`, with memory as the C library handles it by default."""
     bare(job, turns)
-
-
-def ours(job: Job, turns: Turns) -> None:
-    """Train as cifar10_benchmark/train.py does, with all its hooks."""
-    with TemporaryDirectory() as folder:
-        run = _start(job, Path(folder))
-        model, optimizer, criterion, schedule = build_ours(job)
-        model = shard_model(model)
-        hooks = run.build_hooks(model, optimizer)
-        spent = Spent(hooks)
-        engine, loader, _, schedule = initialize(
-            model, optimizer, criterion, TurnBatches(job, turns, spent.take), None, schedule
-        )
-        Trainer(engine).fit(loader, 1, job.total_steps, hooks=hooks)
 
 
 def timm_loop(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, turns: Turns) -> None:
@@ -258,9 +157,6 @@ def lightning(job: Job, turns: Turns) -> None:
     trainer.fit(Module(), TurnBatches(job, turns))
 
 
-# --- evaluation -------------------------------------------------------------------------------------------------------
-
-
 def forward_alone(job: Job, turns: Turns) -> None:
     """Compute the logits of ``job.steps`` batches a turn."""
     model, batches = build_model(**job.config["MODEL"]), cycle(job.batches())
@@ -269,76 +165,3 @@ def forward_alone(job: Job, turns: Turns) -> None:
         for images, _labels in islice(batches, job.steps):
             with torch.no_grad(), BFLOAT16("cpu"):
                 model(images).float()
-
-
-def our_evaluation(job: Job, turns: Turns) -> None:
-    """Evaluate ``job.steps`` batches a turn as our trainer does."""
-    with TemporaryDirectory() as folder:
-        run = _start(job, Path(folder))
-        model, optimizer, criterion, schedule = build_ours(job)
-        hooks = run.build_hooks(model, optimizer)
-        spent = Spent(hooks)
-        batches = job.batches()
-        images, labels = batches[0]
-        engine, train, test, schedule = initialize(
-            model,
-            optimizer,
-            criterion,
-            Batches([(images[:1], labels[:1])]),
-            list(islice(cycle(batches), job.steps)),
-            schedule,
-        )
-        Trainer(engine).fit(train, job.rounds, None, test, hooks=[*hooks, _EvaluationTurns(turns, spent)])
-
-
-class _EvaluationTurns(BaseHook):
-    """Make each evaluation a turn; between them, one step with one image makes an epoch.
-
-    A turn ends before its figures are written, which is the hooks' time: it hands in what that took the last time.
-    """
-
-    def __init__(self, turns: Turns, spent: "Spent") -> None:
-        super().__init__(priority=-1)  # before the metrics
-        self.turns, self.spent = turns, spent
-
-    def before_test(self, trainer: Trainer) -> None:
-        self.turns.start()
-
-    def after_test(self, trainer: Trainer) -> None:
-        self.turns.stop(self.spent.take())
-
-
-class Spent:
-    """The seconds that hooks' methods take: those of a training step, of an evaluated batch, and at its end.
-
-    By the wall clock: reading the CPU clock takes a system call, which is longer than what it would measure.
-    """
-
-    POINTS = ("after_train_iter", "after_test_iter", "after_test")
-
-    def __init__(self, hooks: Iterable[BaseHook]) -> None:
-        self.seconds = dict.fromkeys(self.POINTS, 0.0)
-        for hook in hooks:
-            for point in self.POINTS:
-                setattr(hook, point, partial(self._call, point, getattr(hook, point)))
-
-    def _call(self, point: str, method: Callable[..., None], *args: Any) -> None:
-        started = time.perf_counter()
-        method(*args)
-        self.seconds[point] += time.perf_counter() - started
-
-    def take(self) -> dict[str, float]:
-        """Return the seconds spent since the last call."""
-        spent, self.seconds = self.seconds, dict.fromkeys(self.POINTS, 0.0)
-        return spent
-
-
-def _start(job: Job, folder: Path) -> Run:
-    """Start a run of one process over a data set that is as large as the job needs it."""
-    (folder / "data").mkdir()
-    (folder / "data" / "unread").touch()
-    settings = [*job.settings, "fp16.mode=AMP_TYPE.TORCH", f"DATA.root={folder}/data", f"MAX_STEPS={job.total_steps}"]
-    arguments = ["--config", CONFIG, "--output", str(folder / "run")]
-    samples = job.config["TOTAL_BATCH_SIZE"] * job.total_steps
-    words = [word for setting in settings for word in ("--set", setting)]
-    return start_run([*arguments, *words], __doc__, lambda _: DataSummary(samples, EVALUATED, 10, fingerprint="none"))

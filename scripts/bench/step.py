@@ -3,7 +3,8 @@
 python scripts/bench/step.py [--rounds 9] [--steps 4] [--set KEY=VALUE ...] [--data CIFAR10]
 
 ViT-Lite-7/4 as in configs/vit_lite_vanilla.py, in bfloat16, at batch 64 unless --set says otherwise, over batches in
-memory, on one thread. Each loop has a process of its own, and they take turns of some steps. `hooks` are our metrics,
+memory, on one thread. Each loop has a process of its own, and they take turns of some steps, or of an evaluation of ten
+times as many batches, since what is done once in an evaluation is part of it. `hooks` are our metrics,
 progress bar, TensorBoard and curves, timed where they are called. `loop alone` is the same with a model so small
 (as many tensors, of width 8, and one image) that the loop is most of it. All keep freed memory as our trainer does
 (common/cpu_memory.py), but for one. Libraries of requirements-bench.txt that are not installed are left out.
@@ -11,12 +12,16 @@ progress bar, TensorBoard and curves, timed where they are called. `loop alone` 
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
 import harness
 import loops
-from loops import EVALUATED, Job, train_quietly
+import our_loop
+from job import Job
+from loops import train_quietly
+from our_loop import EVALUATED
 
 from common.errors import run_command
 from common.interleave import Figures, Turns, in_processes, take_turns
@@ -25,14 +30,15 @@ PEERS = {"Lightning": "lightning", "accelerate": "accelerate"}
 LOOPS: dict[str, Callable[[Job, Turns], None]] = {
     "bare": loops.bare,
     "bare, memory not kept": loops.bare_as_is,
-    "ours": loops.ours,
+    "ours": our_loop.ours,
     "timm": loops.timm,
     "timm's loop, our model": loops.timm_around_ours,
     "Lightning": loops.lightning,
     "accelerate": loops.accelerate,
 }
-EVALUATIONS = {"forward alone": loops.forward_alone, "ours": loops.our_evaluation}
+EVALUATIONS = {"forward alone": loops.forward_alone, "ours": our_loop.our_evaluation}
 NO_WORK = ("MODEL.image_size=8", "MODEL.width=8", "MODEL.heads=2", "TOTAL_BATCH_SIZE=1")
+BATCHES_PER_STEP = 10  # of an evaluation, for each training step of a turn
 TRAINED = 50_000  # images of CIFAR-10
 
 
@@ -48,15 +54,16 @@ def main(argv: list[str]) -> None:
     rounds, steps, data = (2, 2, None) if args.tiny else (args.rounds, args.steps, args.data)
     settings = ("TOTAL_BATCH_SIZE=64", *args.set, *(NO_WORK if args.tiny else ()))
     job = Job(settings, steps, rounds + 1, data)
+    test = replace(job, steps=BATCHES_PER_STEP * steps)
     small = Job((*settings, *NO_WORK), steps if args.tiny else 50 * steps, rounds + 1, None)
 
     def save(part: str, rows: list[dict[str, str]]) -> None:
         harness.report("step", part, rows, args.csv, PEERS.values())
 
-    training, evaluation = compare(LOOPS, job), compare(EVALUATIONS, job)
+    training, evaluation = compare(LOOPS, job), compare(EVALUATIONS, test)
     save("training", harness.summarise(training, "bare", units=steps))
-    save("evaluation", harness.summarise(evaluation, "forward alone", units=steps))
-    save("hooks", harness.summarise(share_of_hooks(training["ours"], evaluation["ours"], job), "an epoch"))
+    save("evaluation", harness.summarise(evaluation, "forward alone", units=test.steps))
+    save("hooks", harness.summarise(share_of_hooks(training["ours"], evaluation["ours"], job, test), "an epoch"))
     save("loop alone", harness.summarise(compare(LOOPS, small), "bare", units=small.steps))
 
 
@@ -68,10 +75,12 @@ def compare(loops: Mapping[str, Callable[[Job, Turns], None]], job: Job) -> dict
     return {name: figures[name][1:] if name in figures else None for name in loops}
 
 
-def share_of_hooks(training: list[Figures], evaluation: list[Figures], job: Job) -> dict[str, list[Figures]]:
+def share_of_hooks(
+    training: list[Figures], evaluation: list[Figures], train_job: Job, test_job: Job
+) -> dict[str, list[Figures]]:
     """Return the time of an epoch by these figures, with an evaluation at its end, and what the hooks take of it."""
-    batch = job.config["TOTAL_BATCH_SIZE"]
-    trained, evaluated = TRAINED / batch / job.steps, EVALUATED / batch / job.steps  # turns in an epoch
+    batch = train_job.config["TOTAL_BATCH_SIZE"]
+    trained, evaluated = TRAINED / batch / train_job.steps, EVALUATED / batch / test_job.steps  # turns in an epoch
     epochs, hooks = [], []
     for train, test in zip(training, evaluation, strict=True):
         epochs.append({"wall": trained * train["wall"] + evaluated * test["wall"] + test["after_test"]})

@@ -30,6 +30,7 @@ from common.errors import UserError
 from common.files import lock_folder, unlock_folder
 from common.flops import peak_images_per_s
 from common.hooks import MetricsHook
+from common.huge_pages import HugePagesHook
 from common.launch import detect_launch, start
 from common.lr_finder import LearningRateFinder
 from common.plan import DataSummary, Plan, build_plan, shrink_micro_batch
@@ -97,7 +98,8 @@ class Run:
             start_from=self.start_from,
             averages=ema[0].averages if ema else None,
         )
-        return [WatchHook(), metrics, *ema, checkpoints]
+        huge_pages = [HugePagesHook()] if self.device.type == "cpu" else []
+        return [WatchHook(), metrics, *ema, checkpoints, *huge_pages]
 
     def _create_folder(self) -> None:
         """Write config.json, and the figures up to the checkpoint."""

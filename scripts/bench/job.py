@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from cifar10_benchmark.dataloader import build_train_loader
 from common.config import load_config
+from common.huge_pages import use_huge_pages
 from common.interleave import Turns
 from common.lr_schedule import build_lr_scheduler
 from common.model import build_model
@@ -30,6 +31,7 @@ class Job:
     steps: int
     rounds: int
     data: str | None  # folder of CIFAR-10; None for random images
+    memory: bool = True  # freed memory is kept, and in huge pages, as in our training
 
     @property
     def config(self) -> dict[str, Any]:
@@ -64,9 +66,11 @@ class TurnBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         batches = cycle(self.job.batches())
-        for turn in self.turns:
+        for number, turn in enumerate(self.turns):
             yield from islice(batches, self.job.steps)
             turn |= self.figures()
+            if number == 0 and self.job.memory:
+                use_huge_pages()
         yield next(batches)
 
     def state_dict(self) -> dict[str, int]:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
@@ -17,6 +18,7 @@ from job import Batch, Job, TurnBatches, build_ours
 from torch import Tensor, nn
 
 from common.cpu_memory import keep_freed_memory
+from common.huge_pages import use_huge_pages
 from common.interleave import Turns
 from common.model import build_model
 
@@ -26,10 +28,12 @@ BFLOAT16 = partial(torch.autocast, dtype=torch.bfloat16)
 def train_quietly(loop: Callable[[Job, Turns], None], job: Job, turns: Turns) -> None:
     """Run the loop on one thread, with what it prints thrown away: its progress bar too, which is still drawn.
 
-    Memory is kept between steps as our trainer does: page faults vary from process to process by more than loops do.
+    But for one loop, memory is handled as in our training: page faults and misses of the address cache vary from
+    process to process by more than loops do.
     """
     torch.set_num_threads(1)
-    if loop is not bare_as_is:
+    job = replace(job, memory=loop is not bare_as_is)
+    if job.memory:
         keep_freed_memory()
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
         loop(job, turns)
@@ -161,7 +165,9 @@ def forward_alone(job: Job, turns: Turns) -> None:
     """Compute the logits of ``job.steps`` batches a turn."""
     model, batches = build_model(**job.config["MODEL"]), cycle(job.batches())
     model.eval()
-    for _ in turns:
+    for number, _ in enumerate(turns):
         for images, _labels in islice(batches, job.steps):
             with torch.no_grad(), BFLOAT16("cpu"):
                 model(images).float()
+        if number == 0:
+            use_huge_pages()

@@ -11,6 +11,7 @@ from typing import Any
 from job import CONFIG, Job, TurnBatches, build_ours
 
 from common.colossal import BaseHook, Trainer, initialize, shard_model
+from common.huge_pages import use_huge_pages
 from common.interleave import Turns
 from common.plan import DataSummary
 from common.run import Run, start_run
@@ -66,6 +67,8 @@ class _EvaluationTurns(BaseHook):
         self.turns.start()
 
     def after_test(self, trainer: Trainer) -> None:
+        if trainer.step == 1:
+            use_huge_pages()
         self.turns.stop(self.spent.take())
 
 

@@ -1,13 +1,15 @@
 """Compare our training loop with a bare one, timm's, Lightning's and accelerate's, and evaluation with forward alone.
 
-python scripts/bench/step.py [--rounds 9] [--steps 4] [--set KEY=VALUE ...] [--data CIFAR10]
+python scripts/bench/step.py [--rounds 5] [--steps 4] [--set KEY=VALUE ...] [--data CIFAR10]
 
 ViT-Lite-7/4 as in configs/vit_lite_vanilla.py, in bfloat16, at batch 64 unless --set says otherwise, over batches in
-memory, on one thread. Each loop has a process of its own, and they take turns of some steps, or of an evaluation of ten
-times as many batches, since what is done once in an evaluation is part of it. `hooks` are our metrics,
-progress bar, TensorBoard and curves, timed where they are called. `loop alone` is the same with a model so small
-(as many tensors, of width 8, and one image) that the loop is most of it. All keep freed memory as our trainer does
-(common/cpu_memory.py), but for one. Libraries of requirements-bench.txt that are not installed are left out.
+memory, on one thread. Each loop has a process of its own, and they take turns of some steps, or of an evaluation of
+five times as many batches, since what is done once in an evaluation is part of it. Because processes that do the same
+differ more than the loops do, all are started anew for each round, and warmed up by a turn that is not counted. `hooks`
+are our metrics, progress bar, TensorBoard and curves, timed where they are called. `loop alone` is the same with a
+model so small (as many tensors, of width 8, and one image) that the loop is most of it, in processes that stay. All but
+one have memory handled as in our training (common/cpu_memory.py, common/huge_pages.py). Libraries of
+requirements-bench.txt that are not installed are left out.
 """
 
 import os
@@ -29,7 +31,7 @@ from common.interleave import Figures, Turns, in_processes, take_turns
 PEERS = {"Lightning": "lightning", "accelerate": "accelerate"}
 LOOPS: dict[str, Callable[[Job, Turns], None]] = {
     "bare": loops.bare,
-    "bare, memory not kept": loops.bare_as_is,
+    "bare, memory as it is": loops.bare_as_is,
     "ours": our_loop.ours,
     "timm": loops.timm,
     "timm's loop, our model": loops.timm_around_ours,
@@ -38,7 +40,7 @@ LOOPS: dict[str, Callable[[Job, Turns], None]] = {
 }
 EVALUATIONS = {"forward alone": loops.forward_alone, "ours": our_loop.our_evaluation}
 NO_WORK = ("MODEL.image_size=8", "MODEL.width=8", "MODEL.heads=2", "TOTAL_BATCH_SIZE=1")
-BATCHES_PER_STEP = 10  # of an evaluation, for each training step of a turn
+BATCHES_PER_STEP = 5  # of an evaluation, for each training step of a turn
 TRAINED = 50_000  # images of CIFAR-10
 
 
@@ -46,33 +48,39 @@ def main(argv: list[str]) -> None:
     args = harness.parse_options(
         argv,
         __doc__,
-        rounds=9,
+        rounds=5,
         steps=dict(type=int, default=4, help="optimiser steps of a turn (default: 4)"),
         set=dict(action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe"),
         data=dict(default=os.environ.get("DATA"), help="CIFAR-10's folder (default: $DATA, else random images)"),
     )
     rounds, steps, data = (2, 2, None) if args.tiny else (args.rounds, args.steps, args.data)
     settings = ("TOTAL_BATCH_SIZE=64", *args.set, *(NO_WORK if args.tiny else ()))
-    job = Job(settings, steps, rounds + 1, data)
+    job = Job(settings, steps, rounds=2, data=data)
     test = replace(job, steps=BATCHES_PER_STEP * steps)
-    small = Job((*settings, *NO_WORK), steps if args.tiny else 50 * steps, rounds + 1, None)
+    small = Job((*settings, *NO_WORK), steps if args.tiny else 25 * steps, rounds + 1, None)
 
     def save(part: str, rows: list[dict[str, str]]) -> None:
         harness.report("step", part, rows, args.csv, PEERS.values())
 
-    training, evaluation = compare(LOOPS, job), compare(EVALUATIONS, test)
+    training, evaluation = compare(LOOPS, job, rounds), compare(EVALUATIONS, test, rounds)
     save("training", harness.summarise(training, "bare", units=steps))
     save("evaluation", harness.summarise(evaluation, "forward alone", units=test.steps))
     save("hooks", harness.summarise(share_of_hooks(training["ours"], evaluation["ours"], job, test), "an epoch"))
     save("loop alone", harness.summarise(compare(LOOPS, small), "bare", units=small.steps))
 
 
-def compare(loops: Mapping[str, Callable[[Job, Turns], None]], job: Job) -> dict[str, list[Figures] | None]:
-    """Return each loop's figures but for its first turn; None for what is not installed."""
-    present = {name: loop for name, loop in loops.items() if name not in PEERS or find_spec(PEERS[name])}
-    with in_processes({name: partial(train_quietly, loop, job) for name, loop in present.items()}) as variants:
-        figures = take_turns(variants, job.rounds)
-    return {name: figures[name][1:] if name in figures else None for name in loops}
+def compare(
+    loops: Mapping[str, Callable[[Job, Turns], None]], job: Job, starts: int = 1
+) -> dict[str, list[Figures] | None]:
+    """Return each loop's figures but for the first turn after each start; None for what is not installed."""
+    present = [name for name in loops if name not in PEERS or find_spec(PEERS[name])]
+    compared: dict[str, list[Figures] | None] = {name: [] if name in present else None for name in loops}
+    for _ in range(starts):
+        with in_processes({name: partial(train_quietly, loops[name], job) for name in present}) as variants:
+            for name, figures in take_turns(variants, job.rounds).items():
+                compared[name] += figures[1:]
+        present = present[1:] + present[:1]  # each is the first one once
+    return compared
 
 
 def share_of_hooks(

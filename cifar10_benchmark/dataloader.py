@@ -26,7 +26,8 @@ from common.side_stream import on_side_stream
 # keys of DATA for photographs, which are decoded and cropped as they are read
 UNUSED = ("loader", "workers", "crop_scale", "crop_ratio", "randaugment", "eval_crop")
 
-# Of a batch on a GPU, starting the kernels takes longer than running them; so many batches are augmented as one.
+# Of a batch on a GPU, starting the kernels takes longer than running them; so many batches are augmented as one. On a
+# CPU each is by itself, and stays in the cache.
 READ_AHEAD = 8
 
 
@@ -105,13 +106,14 @@ class MemoryReader:
         self._images, self._labels = (torch.from_numpy(array).to(device) for array in images)
         self._mean, self._std = (torch.tensor(values, device=device)[:, None, None] * 255 for values in (mean, std))
         self._augment = augment
+        self.together = 1 if device.type == "cpu" else READ_AHEAD
 
     def read(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batch of each draw, in order."""
         return on_side_stream(self._read(draws), self._images.device)
 
     def _read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:
-        while ahead := list(islice(draws, READ_AHEAD)):
+        while ahead := list(islice(draws, self.together)):
             indices, uniforms = (np.concatenate(arrays) for arrays in zip(*ahead, strict=True))
             rows = self._on_device(np.where(indices == PADDING, 0, indices))
             images, labels = self._images.index_select(0, rows), self._labels.index_select(0, rows)

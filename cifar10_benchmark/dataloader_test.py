@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from cifar10_benchmark.dataloader import build_eval_loader, build_train_loader, describe_data
+from cifar10_benchmark.dataloader import READ_AHEAD, build_eval_loader, build_train_loader, describe_data
 from cifar10_benchmark.dataset import open_images
 from common.config import load_config
 from common.errors import UserError
@@ -107,6 +107,17 @@ def test_resuming_goes_on_with_the_same_pixels(data):
         assert torch.equal(batch[1], expected[1])
 
 
+@pytest.mark.parametrize("build", [train_loader, lambda data: build_eval_loader(data, 4, image_size=8, device=CPU)])
+def test_batches_that_are_made_together_are_those_made_one_by_one(data, build):
+    """As they are on a GPU: twelve batches, and three."""
+    loaders = build(data | {"autoaugment": "cifar10"}), build(data | {"autoaugment": "cifar10"})
+    assert [loader.reader.together for loader in loaders] == [1, 1]
+    loaders[1].reader.together = 8
+    for batch, expected in zip(*loaders, strict=True):
+        assert torch.equal(batch[0], expected[0])
+        assert torch.equal(batch[1], expected[1])
+
+
 def test_images_of_another_size_are_refused(data):
     with pytest.raises(UserError, match="MODEL.image_size=32: the train images of .* have 8 pixels a side.*=8 fits"):
         build_train_loader(data, 16, 4, image_size=32, dp_rank=0, dp_size=1, seed=0, device=CPU)
@@ -117,7 +128,9 @@ def test_keys_for_photographs_are_refused(data):
         describe_data(data | dict(crop_scale=(0.5, 1.0)))
 
 
-def test_making_batches_does_not_wait_for_the_device(data):
+@pytest.mark.parametrize("together", [1, READ_AHEAD])
+def test_making_batches_does_not_wait_for_the_device(data, together):
     loader = train_loader({**data, "autoaugment": "cifar10"})
+    loader.reader.together = together
     with forbid_waiting(CPU):
         assert len(list(loader)) == len(loader)

@@ -1,6 +1,6 @@
 """Compare our training loop with a bare one, timm's, Lightning's and accelerate's, and evaluation with forward alone.
 
-python scripts/bench/step.py [--rounds 5] [--steps 4] [--set KEY=VALUE ...] [--data CIFAR10]
+python scripts/bench/step.py [--rounds 4] [--steps 4] [--set KEY=VALUE ...] [--data CIFAR10]
 
 ViT-Lite-7/4 as in configs/vit_lite_vanilla.py, in bfloat16, at batch 64 unless --set says otherwise, over batches in
 memory, on one thread. Each loop has a process of its own, and they take turns of some steps, or of an evaluation of
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
     args = harness.parse_options(
         argv,
         __doc__,
-        rounds=5,
+        rounds=4,
         steps=dict(type=int, default=4, help="optimiser steps of a turn (default: 4)"),
         set=dict(action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe"),
         data=dict(default=os.environ.get("DATA"), help="CIFAR-10's folder (default: $DATA, else random images)"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def format_command(words: Iterable[str]) -> str:
     return shlex.join(re.sub("/.*/", "", word) for word in words)
 
 
+@cache  # results that a process writes into the clone do not change the code that it runs
 def _commit() -> str | None:
     """Return the commit of the project, with "-dirty" where files were changed since; None outside a clone."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]

@@ -92,6 +92,7 @@ class MemoryReader:
     """Read draws of a split as normalised images and labels; the split lies on ``device`` as bytes.
 
     ``mean`` and ``std`` are of RGB values from 0 to 1. Rows of padding are zeros with label -100.
+    ``together`` says how many batches are made as one, which changes nothing about them.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class MemoryReader:
 
     def _normalize(self, images: Tensor, labels: Tensor, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         normalized = torch.sub(images, self._mean).div_(self._std)
-        if not (indices == PADDING).any():
+        if PADDING not in indices:
             return normalized, labels
         is_padding = self._on_device(indices == PADDING)
         return normalized.masked_fill_(is_padding[:, None, None, None], 0), labels.masked_fill(is_padding, NO_LABEL)

@@ -44,13 +44,14 @@ class StopSignals:
         self.received = self.agreed = 0
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        self._pipe = reader, writer
         # Python's own handler has nothing to do, but without it nothing is written to the pipe
         for number in SIGNALS:
             if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):  # nohup
                 self._previous[number] = signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, args=(reader,), daemon=True, name="stop-signals").start()
+        self._pipe = reader, writer
+        self._watcher = threading.Thread(target=self._watch, args=(reader,), daemon=True, name="stop-signals")
+        self._watcher.start()
         atexit.register(_kill_children)
         if follow_parent:
             _PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -65,15 +66,16 @@ class StopSignals:
         signal.set_wakeup_fd(-1)
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_IGN if self.agreed else handler)
+        os.write(self._pipe[1], b"\0")  # ends the watcher, after the signals that came before
+        self._watcher.join()
+        for end in self._pipe:
+            os.close(end)
         self._previous, self.deferring = {}, False
-        os.write(self._pipe[1], b"\0")  # ends the thread
 
     def _watch(self, reader: int) -> None:
         while (number := os.read(reader, 1)[0]) != 0:
             if number in SIGNALS:
                 self._receive(number)
-        os.close(reader)
-        os.close(self._pipe[1])
 
     def _receive(self, number: int) -> None:
         if not self.deferring:

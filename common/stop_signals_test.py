@@ -97,9 +97,25 @@ from common.stop_signals import exit_code, stop_signals
 stop_signals.install()
 stop_signals.deferring = True
 stop_signals.agreed = signal.SIGINT
+os.kill(os.getpid(), signal.SIGTERM)
 stop_signals.restore()
 os.kill(os.getpid(), signal.SIGTERM)
 os._exit(exit_code(stop_signals.agreed))
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=30).returncode == 0
+
+
+def test_can_be_installed_again_and_leaves_nothing_behind() -> None:
+    """The thread of one run must have ended before the next: it would read, or close, a pipe that is not its own."""
+    program = """
+import os, threading
+from common.stop_signals import stop_signals
+opened = os.listdir("/proc/self/fd")
+for _ in range(100):
+    stop_signals.install()
+    stop_signals.restore()
+    assert os.listdir("/proc/self/fd") == opened
+    assert threading.active_count() == 1
 """
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=30).returncode == 0
 

@@ -72,7 +72,7 @@ def test_bytes_are_those_of_real_processes(case):
     optimizer = {"name": "lamb", "max_grad_norm": 1.0}
     # float16, because its loss scaler sends too
     config = build_config(processes, parallel, TINY | {"drop_path": 0.1}, fp16=FLOAT16, OPTIMIZER=optimizer)
-    counted = run_ranks(processes, count_traffic, config, 8, 3, timeout=240)
+    counted = run_ranks(processes, count_traffic, config, 8, 3)
     rehearsed = rehearse(config, processes, 8, 3, "cpu")
     assert rehearsed.nbytes == counted[0]
     assert sum(rehearsed.nbytes.values()) > 0
@@ -128,7 +128,7 @@ CHECKPOINT = {"activation_checkpoint": True}
 )
 def test_memory_is_within_a_tenth_of_the_measured(model, fp16, optimizer, micro_batch, accumulation):
     config = build_config(1, None, model, fp16=fp16, OPTIMIZER={"name": optimizer})
-    (measured,) = run_ranks(1, measure_peak, config, micro_batch, accumulation, timeout=240)
+    (measured,) = run_ranks(1, measure_peak, config, micro_batch, accumulation)
     assert rehearse(config, 1, micro_batch, accumulation, "cpu").peak == pytest.approx(measured, rel=0.1)
 
 
@@ -138,7 +138,7 @@ def test_memory_of_a_cut_model_is_within_a_tenth_of_the_measured(case):
     model = {"image_size": 64, "width": 192, "depth": 6, "heads": 4, "num_classes": 100}
     config = build_config(processes, parallel, model, OPTIMIZER={"name": "lamb"}, fp16=TORCH)
     micro_batch = 64  # takes more than the whole model, which a rank builds first, in what is a GPU's host memory
-    measured = run_ranks(processes, measure_peak, config, micro_batch, 1, timeout=240)
+    measured = run_ranks(processes, measure_peak, config, micro_batch, 1)
     assert rehearse(config, processes, micro_batch, 1, "cpu").peak == pytest.approx(max(measured), rel=0.1)
 
 

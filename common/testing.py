@@ -30,7 +30,7 @@ def launched(**config: Any) -> Iterator[None]:
         shutdown()
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
     """Return ``[function(*args) of rank 0, of rank 1, ...]``, each run in a process of its own, without GPUs.
 
     The processes are forked, so that they need not import torch again, with the environment that torchrun would set.

@@ -125,9 +125,9 @@ def test_the_others_name_the_rank_and_end_in_time(
             if rank != lost:
                 process.join(60)
                 assert process.exitcode == 2, Path(f"errors{rank}").read_text()
-        seconds = time.time() - float(Path("began").read_text())
-        assert seconds < TIMEOUT + 1  # one more second to leave the interpreter
+        began = float(Path("began").read_text())
         for rank in set(range(SIZE)) - {lost}:
+            assert os.path.getmtime(f"errors{rank}") < began + TIMEOUT + 3  # on a busy machine
             (line,) = error_lines(rank)
             assert line.startswith(f"error: of 3 processes, rank {lost} {HOW[fault]};")
             if others is wait_for_the_others:
@@ -157,8 +157,8 @@ def end(seconds: float) -> float:
 
 
 def test_nobody_is_missed_who_ends_well() -> None:
-    assert max(run_ranks(2, end, 0.0)) < 1
-    assert run_ranks(2, end, 1.5)[1] < 1
+    assert max(run_ranks(2, end, 0.0)) < 5  # a rank that is missed is waited for 10 s
+    assert run_ranks(2, end, 1.5)[1] < 5
 
 
 def group_that_outlives_its_patience() -> str:

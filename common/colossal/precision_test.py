@@ -82,7 +82,7 @@ def train_as_rank(parallel: dict | None) -> list[Curve]:
 @pytest.mark.parametrize("case", PARALLEL)
 def test_stays_near_float32_in_parallel(case: str) -> None:
     processes, parallel = PARALLEL[case]
-    by_rank = run_ranks(processes, train_as_rank, parallel, timeout=240)
+    by_rank = run_ranks(processes, train_as_rank, parallel)
     for number, name in enumerate(IN_PARALLEL):
         assert all(curves[number][0] == by_rank[0][number][0] for curves in by_rank)
         assert distance(by_rank[0][number], in_float32("lamb")) <= allowed(name), name

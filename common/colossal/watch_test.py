@@ -110,7 +110,7 @@ def test_who_stood_still_itself_does_not_blame_the_others(monkeypatch: pytest.Mo
 
 
 def test_strangers_are_not_heard() -> None:
-    store, rank0 = dist.HashStore(), Watch(0, 2, timeout=4.0)
+    store, rank0 = dist.HashStore(), Watch(0, 2, timeout=600.0)
     rank0.start(store, "127.0.0.1")
     try:
         place = json.loads(store.get("watch"))
@@ -137,4 +137,4 @@ def test_strangers_are_not_heard() -> None:
     finally:
         started = time.monotonic()
         rank0.close()
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < 5  # a rank that is missed is waited for 10 s

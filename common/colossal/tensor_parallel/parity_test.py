@@ -106,7 +106,7 @@ def disagreements(pieces_by_rank: list[dict[str, tuple]]) -> list[str]:
 
 def measure(case: str) -> dict[str, dict[str, float]]:
     """Return, for each optimiser, the errors of losses, gradients and weights; assert that copies agree bit for bit."""
-    by_rank = run_ranks(CASES[case][0], sharded_training, case, timeout=240)
+    by_rank = run_ranks(CASES[case][0], sharded_training, case)
     table = {}
     for name in TRAINED_WITH:
         plain_losses, plain_gradients, plain_weights = plain_training(name)

@@ -32,7 +32,7 @@ PADDED = 5  # of the last evaluation batch's samples
 @functools.cache
 def on_ranks(case: str) -> list[dict[str, Any]]:
     """Return what every rank of ``case`` finds."""
-    return run_ranks(CASES[case][0], look_around, case, timeout=120)
+    return run_ranks(CASES[case][0], look_around, case)
 
 
 def look_around(case: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import psutil
 from common.errors import UserError
 
 Figures = dict[str, Any]
+LEAVING = 30.0  # seconds in which a variant may clean up after its last turn
 
 
 def take_turns(variants: Mapping[str, Callable[[], Figures]], rounds: int) -> dict[str, list[Figures]]:
@@ -102,6 +103,8 @@ def in_processes(variants: Mapping[str, Callable[[Turns], None]]) -> Iterator[di
                 connection.send(False)
             connection.close()
         for process in processes:
+            process.join(LEAVING)
+            process.kill()
             process.join()
 
 

@@ -1,5 +1,6 @@
 import multiprocessing
 import os
+import time
 
 import pytest
 
@@ -62,6 +63,18 @@ def test_processes_answer_in_turn() -> None:
     assert len(pids) == 2
     assert os.getpid() not in pids
     assert all(turn["wall"] >= 0 and turn["cpu"] >= 0 for turn in figures["a"])
+
+
+def never_end(turns: Turns) -> None:
+    answer_with_pid(turns)
+    time.sleep(600)
+
+
+def test_a_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interleave, "LEAVING", 0.1)
+    with in_processes({"a": never_end}) as variants:
+        figures = take_turns(variants, 1)
+    assert not os.path.exists(f"/proc/{figures['a'][0]['pid']}")
 
 
 def refuse(turns: Turns) -> None:

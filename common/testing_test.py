@@ -1,7 +1,9 @@
 """The fork harness itself."""
 
+import gc
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,3 +40,25 @@ def test_a_rank_that_dies_or_hangs() -> None:
         run_ranks(1, os._exit, 3)
     with pytest.raises(TimeoutError, match=r"no answer in time from ranks \[0, 1\]"):
         run_ranks(2, time.sleep, 60, timeout=0.5)
+
+
+class Left:
+    """Garbage once dropped: it refers to itself."""
+
+    def __init__(self, log: Path) -> None:
+        self.log, self.itself = log, self
+
+    def __del__(self) -> None:
+        with self.log.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+def test_a_rank_does_not_collect_what_tests_left(tmp_path: Path) -> None:
+    gc.disable()
+    try:
+        Left(tmp_path / "log")
+        run_ranks(1, gc.collect)
+        gc.collect()
+    finally:
+        gc.enable()
+    assert (tmp_path / "log").read_text() == f"{os.getpid()}\n"

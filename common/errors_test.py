@@ -1,5 +1,9 @@
 """Who of a run's processes says what went wrong."""
 
+import socket
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -29,3 +33,15 @@ def test_who_speaks(
         run_command(main, [])
     assert ended.value.code == 2
     assert capsys.readouterr().err == ("error: KEY=1: choose 2\n" if speaks else "")
+
+
+def test_a_line_is_one_write_where_python_does_not_buffer() -> None:
+    program = """
+from common.errors import UserError, run_command
+def main(argv): raise UserError("KEY=1: choose 2")
+run_command(main, [])
+"""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # keeps writes apart
+    with ours, theirs:
+        subprocess.run([sys.executable, "-u", "-c", program], stderr=theirs, check=False)
+        assert ours.recv(4096) == b"error: KEY=1: choose 2\n"

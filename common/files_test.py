@@ -36,7 +36,8 @@ def test_a_folder_is_locked_until_its_holder_ends(tmp_path: Path) -> None:
 
 def test_a_forked_process_does_not_hold_the_lock(tmp_path: Path) -> None:
     """As a loader's workers, which may outlive a killed run by a moment."""
-    program = f"{HOLD}; import os, time; print(os.fork(), flush=True); time.sleep(600)"
+    # each line in one write, because print makes two of it where Python does not buffer
+    program = f"{HOLD}; import os, time; os.write(1, b'%d\\n' % os.fork()); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
         child = max(int(holder.stdout.readline()) for _ in range(2))
         holder.kill()

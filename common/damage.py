@@ -53,4 +53,4 @@ class BadImages:
             if message not in self._named and len(self._named) < NAMED:
                 self._named.add(message)
                 last = "; more will not be named" if len(self._named) == NAMED else ""
-                print(f"left out: {message}{last}", file=sys.stderr, flush=True)
+                sys.stderr.write(f"left out: {message}{last}\n")  # whole, unlike print: other ranks may speak too

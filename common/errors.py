@@ -40,7 +40,7 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
         if "--debug" in argv:
             raise
         if is_first_process() or isinstance(error, RankError) or (_joined() and not isinstance(error, AgreedError)):
-            sys.stderr.write(f"error: {error}\n")  # in one piece, unlike print: other ranks may speak too
+            sys.stderr.write(f"error: {error}\n")  # whole, unlike print: other ranks may speak too
         sys.exit(2)
     finally:
         if signals := sys.modules.get("common.stop_signals"):

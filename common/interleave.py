@@ -83,7 +83,7 @@ def in_processes(variants: Mapping[str, Callable[[Turns], None]]) -> Iterator[di
     """Start each variant in a process of its own; yield what gives one its turn, for `take_turns`.
 
     All have set themselves up, and wait for their first turn, before the first is measured. A `UserError` of a variant
-    is raised here.
+    is raised here. On exit, one that has not ended after `LEAVING` seconds is killed.
     """
     context = multiprocessing.get_context("spawn")  # a process that is forked cannot use a GPU
     processes, connections = [], {}

@@ -20,9 +20,9 @@ import torch
 
 from caltech101_amp.measure import PHASES, serve_rounds
 from common.errors import UserError, run_command
-from common.interleave import Figures, in_processes, take_turns
-from common.provenance import describe_columns, format_command
+from common.metrics.provenance import describe_columns, format_command
 from common.table import format_table, write_csv
+from common.tools.interleave import Figures, in_processes, take_turns
 
 CONFIGS = {
     "fp32": "config_fp32",

@@ -9,8 +9,8 @@ import torch
 from caltech101_amp import compare
 from caltech101_amp.measure import PHASES
 from caltech101_amp.testing import expect_miniature, write_categories
-from common import interleave
 from common.errors import UserError
+from common.tools import interleave
 
 # Python 3.12 warns of every fork beside threads
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

@@ -1,14 +1,14 @@
-"""Caltech-101 as `common.photographs` reads it, decoding with Pillow in worker processes."""
+"""Caltech-101 as `common.data.photographs` reads it, decoding with Pillow in worker processes."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from caltech101_amp.dataset import open_split
-from common import photographs
-from common.fingerprint import fingerprint_of
-from common.loader import Loader
-from common.photographs import build_eval_crop
-from common.plan import DataSummary
+from common.config.batch_plan import DataSummary
+from common.data import photographs
+from common.data.fingerprint import fingerprint_of
+from common.data.loader import Loader
+from common.data.photographs import build_eval_crop
 
 __all__ = ["build_eval_crop", "build_eval_loader", "build_train_loader", "describe_data"]
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from caltech101_amp.damage import find_damaged, report_damaged
-from common.download import check_md5, download, extract, file_lock
+from caltech101_amp.corrupt_images import find_damaged, report_damaged
+from common.data.download import check_md5, download, extract, file_lock
+from common.data.image_folder import Files, FolderSplit, list_files, list_folders, split_by_class
 from common.errors import UserError
-from common.image_folder import Files, FolderSplit, list_files, list_folders, split_by_class
 
 URL = "https://data.caltech.edu/records/mzrjq-6wc02/files/caltech-101.zip"
 MD5 = "3138e1922a9193bfa496528edbbc45d0"

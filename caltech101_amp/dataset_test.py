@@ -16,8 +16,8 @@ import pytest
 from caltech101_amp import dataset
 from caltech101_amp.dataset import open_split
 from caltech101_amp.testing import NAMES, PER_CATEGORY, expect_miniature, write_categories
+from common.data.image_folder import FolderSplit
 from common.errors import UserError
-from common.image_folder import FolderSplit
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +142,7 @@ def damage(folder: Path, count: int) -> None:
 def test_a_damaged_image_is_named_and_left_out(copy, monkeypatch, capsys):
     expected = [path for split in ("train", "test") for path in paths(open_split(data(copy.parent), split))]
     damage(copy, 1)
-    monkeypatch.setattr("caltech101_amp.damage.MAX_BAD_SHARE", 0.02)
+    monkeypatch.setattr("caltech101_amp.corrupt_images.MAX_BAD_SHARE", 0.02)
     for _ in range(2):  # found, and then remembered
         dataset._open.cache_clear()
         found = [path for split in ("train", "test") for path in paths(open_split(data(copy.parent), split))]
@@ -159,7 +159,7 @@ def test_a_damaged_image_is_named_and_left_out(copy, monkeypatch, capsys):
 def test_a_link_to_nowhere_is_a_damaged_image(copy, monkeypatch, capsys):
     (copy / "bass" / "image_0000.jpg").unlink()
     (copy / "bass" / "image_0000.jpg").symlink_to("nowhere")
-    monkeypatch.setattr("caltech101_amp.damage.MAX_BAD_SHARE", 0.02)
+    monkeypatch.setattr("caltech101_amp.corrupt_images.MAX_BAD_SHARE", 0.02)
     assert sum(len(open_split(data(copy.parent), split)) for split in ("train", "test")) == 59
     assert "left out: bass/image_0000.jpg ([Errno 2] No such file" in capsys.readouterr().err
 
@@ -174,10 +174,10 @@ def test_more_than_a_hundredth_is_refused(copy):
 def test_images_are_decoded_once(copy, monkeypatch):
     open_split(data(copy.parent), "train")
     dataset._open.cache_clear()
-    monkeypatch.setattr("caltech101_amp.damage.open_image", pytest.fail)
+    monkeypatch.setattr("caltech101_amp.corrupt_images.open_image", pytest.fail)
     open_split(data(copy.parent), "train")
     os.utime(copy / "cup" / "image_0000.jpg", (0, 0))
     dataset._open.cache_clear()
-    monkeypatch.setattr("caltech101_amp.damage.open_image", lambda _: 1 / 0)
+    monkeypatch.setattr("caltech101_amp.corrupt_images.open_image", lambda _: 1 / 0)
     with pytest.raises(UserError, match="60 of 60 images do not decode"):
         open_split(data(copy.parent), "train")

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from caltech101_amp.dataloader import build_train_loader, describe_data
 from common.colossal import gpc, initialize, shard_model
+from common.data.loader import Loader
+from common.data.torchvision_dataloader import default_workers
 from common.errors import UserError
-from common.interleave import Figures, Turns
-from common.loader import Loader
-from common.model import build_model
-from common.optimizer import build_optimizer
-from common.run import start_run
-from common.torchvision_dataloader import default_workers
+from common.model.vit import build_model
+from common.optim.build import build_optimizer
+from common.run.start import start_run
+from common.tools.interleave import Figures, Turns
 
 PHASES = ("data", "forward", "backward", "optimizer")
 WARM_UP = 2  # steps before each round's

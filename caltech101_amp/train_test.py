@@ -7,11 +7,11 @@ import pytest
 
 from caltech101_amp import train
 from caltech101_amp.testing import expect_miniature, write_categories
-from common import evaluate
-from common.config import load_config
+from common.config.load import load_config
 from common.errors import UserError
-from common.testing import run_ranks
-from common.writers import read_metrics
+from common.metrics.writers import read_metrics
+from common.testing.ranks import run_ranks
+from common.tools import evaluate
 
 MODES = ("fp32", "AMP_torch", "AMP_naive", "AMP_apex")
 SMALL = ["MODEL.image_size=16", "MODEL.patch_size=8", "MODEL.width=32", "MODEL.depth=2", "MODEL.heads=2",

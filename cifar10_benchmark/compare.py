@@ -28,14 +28,14 @@ from torch import Tensor, nn
 from cifar10_benchmark.dataloader import build_train_loader, describe_data
 from cifar10_benchmark.formulas import expected_bytes
 from common.colossal import BaseHook, Trainer, gpc, initialize, shard_model
-from common.config import load_config
+from common.config.load import load_config
 from common.errors import UserError, run_command
-from common.lr_schedule import build_lr_scheduler
-from common.model import build_model
-from common.optimizer import build_optimizer
-from common.run import start_run
+from common.estimate.traffic import NAMES, Traffic
+from common.model.vit import build_model
+from common.optim.build import build_optimizer
+from common.optim.lr_schedule import build_lr_scheduler
+from common.run.start import start_run
 from common.table import format_table, write_csv
-from common.traffic import NAMES, Traffic
 
 CONFIGS = ("vit_lite_vanilla", "vit_lite_1d", "vit_lite_2d", "vit_lite_2p5d", "vit_lite_3d")
 CPU_BATCH = 128  # 20 steps of five modes then take minutes on two cores

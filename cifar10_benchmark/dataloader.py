@@ -15,13 +15,13 @@ from torch import Tensor
 
 from cifar10_benchmark.augment import UNIFORMS_PER_SAMPLE, Augment
 from cifar10_benchmark.dataset import Images, open_images
-from common.augment import CenterCrop
-from common.config import refuse_unused
+from common.config.batch_plan import DataSummary
+from common.config.load import refuse_unused
+from common.data.crops import CenterCrop
+from common.data.cuda_prefetch import on_side_stream
+from common.data.loader import Loader
+from common.data.sampling import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
 from common.errors import UserError
-from common.loader import Loader
-from common.plan import DataSummary
-from common.sampling import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
-from common.side_stream import on_side_stream
 
 # keys of DATA for photographs, which are decoded and cropped as they are read
 UNUSED = ("loader", "workers", "crop_scale", "crop_ratio", "randaugment", "eval_crop")

@@ -8,10 +8,10 @@ from torchvision.transforms import v2
 
 from cifar10_benchmark.dataloader import READ_AHEAD, build_eval_loader, build_train_loader, describe_data
 from cifar10_benchmark.dataset import open_images
-from common.config import load_config
+from common.config.batch_plan import DataSummary
+from common.config.load import load_config
 from common.errors import UserError
-from common.plan import DataSummary
-from common.waiting import forbid_waiting
+from common.testing.host_sync import forbid_waiting
 
 CPU = torch.device("cpu")
 TRAIN, TEST = 61, 11

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import simplejpeg
 
-from common.damage import reason_of
-from common.download import check_md5, download, extract, file_lock
+from common.data.corrupt_images import reason_of
+from common.data.download import check_md5, download, extract, file_lock
+from common.data.fingerprint import fingerprint_of
+from common.data.image_folder import check_pixels, open_image
 from common.errors import UserError
-from common.fingerprint import fingerprint_of
-from common.image_folder import check_pixels, open_image
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 MD5 = "c58f30108f718f92721af3b95e74349a"

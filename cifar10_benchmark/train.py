@@ -5,14 +5,14 @@ DATA=/path/to/cifar10 torchrun --nproc_per_node 4 train.py --config vit_lite_2d
 """
 
 from cifar10_benchmark.dataloader import build_eval_loader, build_train_loader, describe_data
-from common.batch_augment import BatchAugment
 from common.colossal import Trainer, gpc, initialize, shard_model
+from common.data.batch_augment import BatchAugment
+from common.data.mixup import MixupLoss
 from common.errors import run_command
-from common.lr_schedule import build_lr_scheduler
-from common.mixup import MixupLoss
-from common.model import build_model
-from common.optimizer import build_optimizer
-from common.run import start_run
+from common.model.vit import build_model
+from common.optim.build import build_optimizer
+from common.optim.lr_schedule import build_lr_scheduler
+from common.run.start import start_run
 
 
 def main(argv: list[str]) -> None:

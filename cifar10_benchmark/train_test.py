@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from cifar10_benchmark import train
-from common import evaluate, predict
-from common.writers import read_metrics
+from common.metrics.writers import read_metrics
+from common.tools import evaluate, predict
 
 HERE = Path(__file__).parent
 SMALL = ["MODEL.image_size=8", "MODEL.width=32", "MODEL.depth=2", "MODEL.num_classes=None", "TOTAL_BATCH_SIZE=16"]

@@ -43,7 +43,7 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
             sys.stderr.write(f"error: {error}\n")  # whole, unlike print: other ranks may speak too
         sys.exit(2)
     finally:
-        if signals := sys.modules.get("common.stop_signals"):
+        if signals := sys.modules.get("common.launch.stop_signals"):
             signals.stop_signals.restore()
 
 

@@ -1,4 +1,4 @@
-"""Who may import whom."""
+"""Who may import whom: tasks and rooms, arrows downwards only."""
 
 import ast
 from pathlib import Path
@@ -9,6 +9,21 @@ ROOT = Path(__file__).resolve().parent.parent
 TASKS = {"imagenet_dali", "caltech101_amp", "cifar10_benchmark"}
 OURS = TASKS | {"common", "configs"}
 FILES = sorted(path for package in OURS for path in (ROOT / package).rglob("*.py"))
+# Each room of common/ and those that its modules may import, beside their own and the three files of common/ itself.
+BASE = {"errors", "files", "table"}
+ROOMS = {
+    "colossal": set(),
+    "config": {"colossal"},
+    "launch": {"colossal"},
+    "data": {"config"},
+    "model": {"config", "colossal"},
+    "optim": {"config", "colossal"},
+    "metrics": {"config", "colossal"},
+    "checkpoint": {"metrics", "launch", "model", "config", "colossal"},
+    "estimate": {"model", "optim", "config", "colossal"},
+    "tools": {"checkpoint", "metrics", "data", "model", "optim", "launch", "config", "colossal"},
+    "run": {"estimate", "checkpoint", "metrics", "data", "model", "optim", "launch", "config", "colossal"},
+}
 
 
 def imports(path: Path) -> set[str]:
@@ -23,6 +38,11 @@ def imports(path: Path) -> set[str]:
     return names
 
 
+def room_of(file: str) -> str:
+    """Return the room of a file of ``common/``, named relative to it; "" for the files of ``common/`` itself."""
+    return file.partition("/")[0] if "/" in file else ""
+
+
 def forbidden(package: str, file: str, module: str) -> str | None:
     """Return the rule that ``package/file`` breaks by importing ``module``, or None."""
     top = module.partition(".")[0]
@@ -30,12 +50,25 @@ def forbidden(package: str, file: str, module: str) -> str | None:
         return None if top == "configs" or top not in OURS | {"colossalai"} else "configs import nothing but configs"
     if package == "common" and top in TASKS:
         return "common never imports a task"
+    if package == "common" and not file.endswith("_test.py") and (rule := forbidden_room(room_of(file), module)):
+        return rule
     if package in TASKS and top in TASKS - {package}:
         return "tasks never import each other"
     if top == "colossalai" and package != "configs" and not (package == "common" and file.startswith("colossal/")):
         return "only common/colossal imports colossalai"
     if module.startswith("nvidia.dali") and (package, file) != ("imagenet_dali", "imagenet_dali_dataloader.py"):
         return "only imagenet_dali/imagenet_dali_dataloader.py imports nvidia.dali"
+    return None
+
+
+def forbidden_room(room: str, module: str) -> str | None:
+    """Return the rule that a module of ``room`` breaks by importing ``module``, or None; tests may import all."""
+    top, _, rest = module.partition(".")
+    imported = rest.partition(".")[0]
+    if top != "common" or room == "testing" or imported in BASE | {room}:
+        return None
+    if imported not in ROOMS.get(room, set()):
+        return f"common/{room} may import {', '.join(sorted(BASE | ROOMS.get(room, set())))}, not {imported}"
     return None
 
 
@@ -52,7 +85,11 @@ def test_imports(path: Path) -> None:
         ("configs", "a.py", "common.errors"),
         ("configs", "a.py", "colossalai.nn"),
         ("common", "a.py", "imagenet_dali.records"),
-        ("common", "hooks.py", "colossalai.legacy"),
+        ("common", "metrics/hook.py", "colossalai.legacy"),
+        ("common", "colossal/engine.py", "common.config.load"),
+        ("common", "data/loader.py", "common.testing.ranks"),
+        ("common", "tools/evaluate.py", "common.run.start"),
+        ("common", "errors.py", "common.data.loader"),
         ("caltech101_amp", "train.py", "imagenet_dali.records"),
         ("imagenet_dali", "train.py", "colossalai.legacy"),
         ("imagenet_dali", "prepare.py", "nvidia.dali.fn"),
@@ -60,3 +97,18 @@ def test_imports(path: Path) -> None:
 )
 def test_the_rules_forbid(package: str, file: str, module: str) -> None:
     assert forbidden(package, file, module)
+
+
+def test_the_rooms_have_no_cycle() -> None:
+    left = dict(ROOMS)
+    while left:
+        lowest = [room for room, below in left.items() if not below & left.keys()]
+        assert lowest, f"cycle among {sorted(left)}"
+        print(", ".join(f"{room} -> {', '.join(sorted(ROOMS[room])) or '-'}" for room in lowest))
+        for room in lowest:
+            del left[room]
+
+
+def test_every_folder_is_a_room() -> None:
+    folders = {path.parent.relative_to(ROOT / "common").parts[0] for path in (ROOT / "common").glob("*/*.py")}
+    assert folders == set(ROOMS) | {"testing"}

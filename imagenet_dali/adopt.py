@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from common.damage import MAX_BAD_SHARE
+from common.data.corrupt_images import MAX_BAD_SHARE
 from common.errors import UserError
 from imagenet_dali.manifest import MANIFEST
 from imagenet_dali.verify import find_bad_labels, inspect_shard

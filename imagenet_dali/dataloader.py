@@ -1,17 +1,17 @@
-"""A prepared data set as `common.photographs` reads it, with DALI or Pillow; or an image folder, with Pillow."""
+"""A prepared data set as `common.data.photographs` reads it, with DALI or Pillow; or an image folder, with Pillow."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common import photographs
-from common.augment import CenterCrop, RandomCrop
+from common.config.batch_plan import DataSummary
+from common.data import photographs
+from common.data.crops import CenterCrop, RandomCrop
+from common.data.fingerprint import fingerprint_of
+from common.data.image_folder import FolderSplit
+from common.data.loader import BatchReader, Loader
+from common.data.photographs import build_eval_crop
 from common.errors import UserError
-from common.fingerprint import fingerprint_of
-from common.image_folder import FolderSplit
-from common.loader import BatchReader, Loader
-from common.photographs import build_eval_crop
-from common.plan import DataSummary
 from imagenet_dali.dataset import Split, open_split
 from imagenet_dali.manifest import MANIFEST, data_fingerprint, earlier_fingerprints, read_manifest
 from imagenet_dali.sources import list_source

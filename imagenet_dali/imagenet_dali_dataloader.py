@@ -15,8 +15,8 @@ from nvidia.dali import Pipeline, fn, pipeline_def, types
 from nvidia.dali.data_node import DataNode
 from torch import Tensor
 
-from common.augment import CenterCrop, Crops, RandomCrop
-from common.sampling import NO_LABEL, PADDING, Draw
+from common.data.crops import CenterCrop, Crops, RandomCrop
+from common.data.sampling import NO_LABEL, PADDING, Draw
 from imagenet_dali.dataset import Split
 
 # more threads than cores, because they wait for the disk; large parts, because from memory more threads only take turns

@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 from torchvision.transforms import functional as F
 
-from common.augment import UNIFORMS_PER_SAMPLE, CenterCrop, RandomCrop
+from common.data.crops import UNIFORMS_PER_SAMPLE, CenterCrop, RandomCrop
+from common.data.loader import Loader
+from common.data.sampling import NO_LABEL, EvalSampler, TrainSampler
 from common.errors import UserError
-from common.loader import Loader
-from common.sampling import NO_LABEL, EvalSampler, TrainSampler
 from imagenet_dali.dataset import Split, open_split
 from imagenet_dali.imagenet_dali_dataloader import DaliReader
 from imagenet_dali.prepare import prepare

@@ -8,7 +8,7 @@ import numpy as np
 import simplejpeg
 from PIL import ExifTags, Image, ImageOps
 
-from common.image_folder import FORMATS, check_pixels, to_rgb
+from common.data.image_folder import FORMATS, check_pixels, to_rgb
 
 RESAMPLING = Image.Resampling.LANCZOS
 _JPEG_MAGIC = b"\xff\xd8\xff"

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from common.data.fingerprint import fingerprint_of
 from common.errors import UserError
-from common.fingerprint import fingerprint_of
 from imagenet_dali.records import RECORD
 
 FORMAT = 1

@@ -10,9 +10,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from common.damage import MAX_BAD_SHARE, print_some
+from common.data.corrupt_images import MAX_BAD_SHARE, print_some
+from common.data.fingerprint import fingerprint_of
 from common.errors import UserError
-from common.fingerprint import fingerprint_of
 from imagenet_dali.images import RESAMPLING
 from imagenet_dali.manifest import MANIFEST, PARTIAL
 from imagenet_dali.sources import Source, list_source, plan_shards

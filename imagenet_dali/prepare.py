@@ -10,7 +10,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from common.damage import print_some
+from common.data.corrupt_images import print_some
 from common.errors import UserError, run_command
 from imagenet_dali.adopt import adopt
 from imagenet_dali.preparation import prepare

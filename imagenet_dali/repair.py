@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from common.damage import MAX_BAD_SHARE, join_some
+from common.data.corrupt_images import MAX_BAD_SHARE, join_some
 from common.errors import UserError
 from imagenet_dali.manifest import (
     COPY_BACK,

@@ -5,8 +5,8 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.data.image_folder import Files, list_files, list_folders, split_by_class
 from common.errors import UserError
-from common.image_folder import Files, list_files, list_folders, split_by_class
 
 EVALUATION_FOLDERS = ("val", "validation", "test")
 SYNSET_LABELS = "imagenet_2012_validation_synset_labels.txt"  # TensorFlow: a synset a line, in the order of the files

@@ -7,10 +7,10 @@ import torch
 from PIL import Image
 from torchvision.transforms import functional as F
 
-from common.augment import CenterCrop
-from common.loader import Loader
-from common.sampling import NO_LABEL, EvalSampler
-from common.torchvision_dataloader import TorchvisionReader
+from common.data.crops import CenterCrop
+from common.data.loader import Loader
+from common.data.sampling import NO_LABEL, EvalSampler
+from common.data.torchvision_dataloader import TorchvisionReader
 from imagenet_dali.dataset import open_split
 from imagenet_dali.prepare import prepare
 from imagenet_dali.repair import repair

@@ -4,14 +4,14 @@ python train_dali.py --config quickstart
 torchrun --nproc_per_node 8 train_dali.py --config vit-b16.py --set DATA.root=/path/to/imagenet
 """
 
-from common.batch_augment import BatchAugment
 from common.colossal import Trainer, gpc, initialize, shard_model
+from common.data.batch_augment import BatchAugment
+from common.data.mixup import MixupLoss
 from common.errors import run_command
-from common.lr_schedule import build_lr_scheduler
-from common.mixup import MixupLoss
-from common.model import build_model
-from common.optimizer import build_optimizer
-from common.run import start_run
+from common.model.vit import build_model
+from common.optim.build import build_optimizer
+from common.optim.lr_schedule import build_lr_scheduler
+from common.run.start import start_run
 from imagenet_dali.dataloader import build_eval_loader, build_train_loader, describe_data
 
 

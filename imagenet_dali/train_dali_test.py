@@ -8,11 +8,11 @@ import pytest
 import timm
 import torch
 
-from common import evaluate
-from common.checkpoint import load_model_state, newest_checkpoint
+from common.checkpoint.save import load_model_state, newest_checkpoint
+from common.config.model_arguments import timm_arguments
 from common.errors import run_command
-from common.model_arguments import timm_arguments
-from common.writers import read_metrics
+from common.metrics.writers import read_metrics
+from common.tools import evaluate
 from imagenet_dali import train_dali
 from imagenet_dali.dataloader import build_eval_loader, open_images
 from imagenet_dali.testing import MODEL, prepare_data, run, write_config

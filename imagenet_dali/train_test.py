@@ -2,8 +2,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from common.config import load_config
-from common.plan import DataSummary, build_plan
+from common.config.batch_plan import DataSummary, build_plan
+from common.config.load import load_config
 
 
 def test_the_benchmarks_script_plans_its_recipe(capsys, monkeypatch):

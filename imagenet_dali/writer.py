@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from common.data.image_folder import MAX_PIXELS, Files
 from common.errors import UserError
-from common.image_folder import MAX_PIXELS, Files
 from imagenet_dali.images import BadImageError, convert_image
 from imagenet_dali.manifest import FORMAT, MANIFEST, PARTIAL, index_path, records_path
 from imagenet_dali.records import RECORD, build_example, frame, index_text

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from browser import Page, open_browser
 
-from common import report
-from common.writers import read_metrics
+from common.metrics.writers import read_metrics
+from common.tools import report
 from imagenet_dali.testing import prepare_data, run, write_config
 
 pytestmark = pytest.mark.browser

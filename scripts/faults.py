@@ -30,7 +30,7 @@ from injection.processes import RunLostError
 from injection.ranks import rank_faults
 from injection.stops import stop_faults
 
-from common.provenance import describe_run, format_command
+from common.metrics.provenance import describe_run, format_command
 from common.table import format_table
 
 # imported here once: every process that is forked has it

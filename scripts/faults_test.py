@@ -11,7 +11,7 @@ from faults import all_faults, has_survived, inject
 from injection.bench import ONE, Bench, Fault, Recovery
 from injection.processes import Ranks, RunLostError
 
-from common.checkpoint import newest_checkpoint
+from common.checkpoint.save import newest_checkpoint
 
 pytestmark = pytest.mark.faults
 

@@ -22,10 +22,10 @@ from campaign.job import Job, NotRunError, Row, UnfinishedError, WrongError
 from campaign.tables import format_records
 from torch import Tensor
 
-from common import checkpoint_hook
+from common.checkpoint import hook as checkpoint_hook
 from common.colossal import Trainer
 from common.errors import UserError
-from common.hooks import MetricsHook
+from common.metrics.hook import MetricsHook
 
 SCRIPT = Path(__file__).with_name("gpu_campaign.py")
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from local_slurm import NODE, local_slurm
 
-from common.checkpoint import newest_checkpoint
-from common.writers import read_metrics
+from common.checkpoint.save import newest_checkpoint
+from common.metrics.writers import read_metrics
 from imagenet_dali.testing import prepare_data, run, write_config
 
 pytestmark = pytest.mark.launchers

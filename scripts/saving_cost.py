@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from common.checkpoint import write_checkpoint
-from common.model import build_model
-from common.model_state import copy_state
-from common.optimizer import build_optimizer
+from common.checkpoint.model_state import copy_state
+from common.checkpoint.save import write_checkpoint
+from common.model.vit import build_model
+from common.optim.build import build_optimizer
 
 SAVES = 5
 

@@ -6,9 +6,11 @@ A repair is a class or function whose docstring says what upstream does wrong, a
 from common.colossal.amp import build_mixed_precision
 from common.colossal.context import launch, repair_context, shutdown
 from common.colossal.engine import Engine, initialize
+from common.colossal.fake_launch import reduce_without_waiting, rehearsed_launch
 from common.colossal.generators import generator_states, set_generator_states
+from common.colossal.heartbeat import doing
+from common.colossal.heartbeat_hook import WatchHook
 from common.colossal.inference import Predictor
-from common.colossal.rehearsal import reduce_without_waiting, rehearsed_launch
 from common.colossal.repairs import (
     repair_cpu_accelerator,
     repair_metrics,
@@ -38,8 +40,6 @@ from common.colossal.upstream import (
     launch_from_slurm,
     launch_from_torch,
 )
-from common.colossal.watch import doing
-from common.colossal.watch_hook import WatchHook
 
 repair_old_paths()
 repair_cpu_accelerator()

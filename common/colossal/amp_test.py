@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from common.colossal import AMP_TYPE, amp, initialize
 from common.colossal.amp import Cast, build_mixed_precision
-from common.colossal.tensor_parallel.cases import build_engine, micro_batches
 from common.errors import UserError
-from common.testing import launched, run_ranks
+from common.testing.parity_cases import build_engine, micro_batches
+from common.testing.ranks import launched, run_ranks
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from common.colossal import AMP_TYPE, initialize, shard_model
 from common.colossal import engine as engine_module
 from common.colossal.compiled import compile_blocks
 from common.errors import UserError
-from common.model import build_model
-from common.optimizer import build_optimizer
-from common.testing import launched, run_ranks
+from common.model.vit import build_model
+from common.optim.build import build_optimizer
+from common.testing.ranks import launched, run_ranks
 
 # Dynamo looks at the gradient of a parameter's copy
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

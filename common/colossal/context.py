@@ -10,7 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common.colossal.standins import replaced
+from common.colossal.heartbeat import Watch, patience_of
+from common.colossal.import_stubs import replaced
 from common.colossal.store import DEFAULT_TIMEOUT, open_store
 from common.colossal.tensor_parallel.check import resolve_parallel
 from common.colossal.upstream import (
@@ -24,7 +25,6 @@ from common.colossal.upstream import (
     tensor_parallel_env,
     upstream_launch,
 )
-from common.colossal.watch import Watch, patience_of
 
 DATA_PARALLEL_SEED_STRIDE = 2**20  # more than the seeds that one model's tensor and pipeline ranks take
 

@@ -13,7 +13,7 @@ from colossalai.legacy.global_variables import tensor_parallel_env
 
 from common.colossal import ParallelMode, gpc, launch, shutdown
 from common.colossal.context import RepairedContext
-from common.testing import launched, run_ranks
+from common.testing.ranks import launched, run_ranks
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from common.colossal.amp import Cast, MixedPrecision, build_mixed_precision
 from common.colossal.compiled import compile_blocks
 from common.colossal.half import compute_in_half
-from common.colossal.loader import WholeSteps
 from common.colossal.lost_ranks import naming_lost_ranks
-from common.colossal.optimizer import MAX_SKIPPED, StepOptimizer
+from common.colossal.step_optimizer import MAX_SKIPPED, StepOptimizer
 from common.colossal.upstream import (
     GradAccumGradientHandler,
     ParallelMode,
@@ -25,7 +24,7 @@ from common.colossal.upstream import (
     gpc,
     sync_model_param,
 )
-from common.cpu_memory import keep_freed_memory
+from common.colossal.whole_steps import WholeSteps
 from common.errors import UserError
 
 
@@ -83,8 +82,6 @@ def initialize(
     torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
     allow_tf32(config.get("TF32", False))
     device = get_accelerator().get_current_device()
-    if device.type == "cpu":
-        keep_freed_memory()
     accumulation = config.get("gradient_accumulation") or 1
     precision = build_mixed_precision(config.get("fp16"), device.type)
     if precision.note and gpc.get_global_rank() == 0:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.colossal import AMP_TYPE, ParallelMode, gpc, initialize
 from common.errors import UserError
-from common.testing import launched, run_ranks
+from common.testing.ranks import launched, run_ranks
 
 STEPS, MICRO_BATCH, ACCUMULATION, RANKS = 3, 2, 2, 2
 GLOBAL_BATCH = MICRO_BATCH * ACCUMULATION * RANKS

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from common.colossal.heartbeat import describe
 from common.colossal.upstream import gpc
-from common.colossal.watch import describe
 from common.errors import UserError
 
 

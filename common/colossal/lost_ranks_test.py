@@ -19,7 +19,7 @@ import torch.distributed as dist
 from common.colossal import ParallelMode, doing, gpc, launch, shutdown
 from common.colossal.lost_ranks import naming_lost_ranks
 from common.errors import run_command
-from common.testing import free_port, run_ranks
+from common.testing.ranks import free_port, run_ranks
 
 TIMEOUT = 6.0
 SIZE = 3

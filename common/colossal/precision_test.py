@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from common.colossal import AMP_TYPE, ParallelMode, canonical_state, gpc
-from common.colossal.tensor_parallel.cases import ACCUMULATION, CASES, build_engine, fit, micro_batches
-from common.testing import launched, run_ranks
+from common.testing.parity_cases import ACCUMULATION, CASES, build_engine, fit, micro_batches
+from common.testing.ranks import launched, run_ranks
 
 STEPS = 20
 MAX_NORM = 0.3

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from common.colossal.standins import replaced
+from common.colossal.import_stubs import replaced
 from common.colossal.upstream import AMP_TYPE, CpuAccelerator, colossalai, delayed, metrics
 
 

@@ -9,7 +9,7 @@ from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR, FlatAnnealingLR,
 from colossalai.nn.lr_scheduler.delayed import WarmupScheduler
 from colossalai.utils import MultiTimer
 
-from common.testing import launched, run_ranks
+from common.testing.ranks import launched, run_ranks
 
 TOTAL, WARMUP, BASE = 10, 3, 0.1
 

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.colossal import AMP_TYPE, Engine, ParallelMode, gpc, initialize
 from common.colossal.precision_test import MODES
 from common.colossal.skipped import CHECK_EVERY
-from common.colossal.tensor_parallel.cases import CASES, OPTIMIZERS, blended_loss, build_engine, micro_batches
 from common.errors import AgreedError, UserError
-from common.optimizer import build_optimizer
-from common.testing import launched, run_ranks
+from common.optim.build import build_optimizer
+from common.testing.parity_cases import CASES, OPTIMIZERS, blended_loss, build_engine, micro_batches
+from common.testing.ranks import launched, run_ranks
 
 ACCUMULATION = 2
 FP16 = {"mode": AMP_TYPE.TORCH, "dtype": "float16", "init_scale": 1024.0}

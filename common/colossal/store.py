@@ -8,8 +8,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from common.colossal.rendezvous import is_loopback, listen
 from common.errors import RankError, UserError
-from common.meeting_point import is_loopback, listen
 
 DEFAULT_TIMEOUT = 1800.0  # seconds; PyTorch's own, for gloo
 POLL = 0.05  # seconds; PyTorch's own waiting takes up to twice its timeout, and prints the stack of its C++ code

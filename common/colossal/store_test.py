@@ -11,7 +11,7 @@ import torch.distributed as dist
 from common.colossal import store
 from common.colossal.store import open_store
 from common.errors import RankError, UserError
-from common.testing import free_port, run_ranks
+from common.testing.ranks import free_port, run_ranks
 
 TIMEOUT = 1.0
 

@@ -9,7 +9,7 @@ from colossalai.legacy.trainer import Trainer as UpstreamTrainer
 from torch import Tensor, nn
 
 from common.colossal import BaseHook, Trainer, initialize
-from common.testing import launched
+from common.testing.ranks import launched
 
 BATCH = (torch.ones(2, 3), torch.zeros(2, dtype=torch.long))
 

@@ -1,6 +1,6 @@
 """Everything of Colossal-AI that the door uses, imported in one place."""
 
-from common.colossal.standins import check_version, quiet_import
+from common.colossal.import_stubs import check_version, quiet_import
 
 check_version()
 with quiet_import():

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.interleave import Figures
-from common.provenance import PACKAGES, describe_columns, format_command
+from common.metrics.provenance import PACKAGES, describe_columns, format_command
 from common.table import format_table
+from common.tools.interleave import Figures
 
 NOT_INSTALLED = "not installed"
 

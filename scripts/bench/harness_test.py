@@ -21,8 +21,8 @@ import step
 import torch
 from loaders import Work
 
-from common import interleave
 from common.errors import UserError
+from common.tools import interleave
 from imagenet_dali.testing import prepare_data, write_config
 
 # Python 3.12 warns of every fork beside threads

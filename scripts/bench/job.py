@@ -11,12 +11,11 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from cifar10_benchmark.dataloader import build_train_loader
-from common.config import load_config
-from common.huge_pages import use_huge_pages
-from common.interleave import Turns
-from common.lr_schedule import build_lr_scheduler
-from common.model import build_model
-from common.optimizer import build_optimizer
+from common.config.load import load_config
+from common.model.vit import build_model
+from common.optim.build import build_optimizer
+from common.optim.lr_schedule import build_lr_scheduler
+from common.tools.interleave import Turns
 
 CONFIG = "vit_lite_vanilla"
 IN_MEMORY = 4  # different batches, used over and over
@@ -31,7 +30,6 @@ class Job:
     steps: int
     rounds: int
     data: str | None  # folder of CIFAR-10; None for random images
-    memory: bool = True  # freed memory is kept, and in huge pages, as in our training
 
     @property
     def config(self) -> dict[str, Any]:
@@ -66,11 +64,9 @@ class TurnBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         batches = cycle(self.job.batches())
-        for number, turn in enumerate(self.turns):
+        for turn in self.turns:
             yield from islice(batches, self.job.steps)
             turn |= self.figures()
-            if number == 0 and self.job.memory:
-                use_huge_pages()
         yield next(batches)
 
     def state_dict(self) -> dict[str, int]:

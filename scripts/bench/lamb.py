@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from common.colossal.upstream import colossalai
-from common.cpu_memory import keep_freed_memory
 from common.errors import run_command
-from common.interleave import Figures, take_turns, timed
-from common.lamb import Lamb
-from common.model import build_model
+from common.model.vit import build_model
+from common.optim.lamb import Lamb
+from common.tools.interleave import Figures, take_turns, timed
 
 VIT_B16 = dict(image_size=224, patch_size=16, width=768, depth=12, heads=12, num_classes=1000)
 TINY = VIT_B16 | dict(width=16, heads=2, num_classes=10)
@@ -45,13 +44,10 @@ def main(argv: list[str]) -> None:
     args = harness.parse_options(argv, __doc__, rounds=9, threads=threads)
     rounds, model = (2, TINY) if args.tiny else (args.rounds, VIT_B16)
     params = random_parameters(model, torch.device("cpu"))
-    for kept in (False, True):
-        if kept:
-            keep_freed_memory()
-        for count in args.threads:
-            torch.set_num_threads(count)
-            part = f"CPU, threads: {count}, memory {'' if kept else 'not '}kept"
-            harness.report("lamb", part, harness.summarise(compare(params, rounds, timed), "ours"), args.csv)
+    for count in args.threads:
+        torch.set_num_threads(count)
+        figures = compare(params, rounds, timed)
+        harness.report("lamb", f"CPU, threads: {count}", harness.summarise(figures, "ours"), args.csv)
     if torch.cuda.is_available():
         figures = compare(random_parameters(model, torch.device("cuda")), rounds, timed_on_gpu)
         harness.report("lamb", "GPU", harness.summarise(figures, "ours", units=STEPS_ON_GPU), args.csv)

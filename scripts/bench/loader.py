@@ -29,9 +29,8 @@ from loops import BFLOAT16
 from PIL import Image
 
 from cifar10_benchmark.dataloader import READ_AHEAD
-from common.cpu_memory import keep_freed_memory
 from common.errors import UserError, run_command
-from common.interleave import Figures, Turns, in_processes, take_turns, timed
+from common.tools.interleave import Figures, Turns, in_processes, take_turns, timed
 from imagenet_dali.prepare import main as prepare
 
 LOADERS: dict[str, Callable[[Work, Turns], None]] = {
@@ -89,7 +88,6 @@ def compare_cifar(batch: int, rounds: int) -> dict[str, list[Figures]]:
     """Return the figures of as many steps of ViT-Lite-7/4 in bfloat16, and augmented batches, as are made together."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    keep_freed_memory()  # as our trainer does
     job = Job((f"TOTAL_BATCH_SIZE={batch}",), steps=1, rounds=1, data=None)
     batches = loaders.repeat(loaders.cifar(job.config["DATA"], batch, 32, torch.device("cpu")))
     model, optimizer, criterion, _ = build_ours(job)

@@ -17,10 +17,10 @@ import torch
 from cifar10_benchmark.augment import UNIFORMS_PER_SAMPLE, Augment
 from cifar10_benchmark.dataloader import MemoryReader
 from cifar10_benchmark.dataset import Images
-from common.config import load_config
-from common.interleave import Turns, timed
-from common.loader import Loader
-from common.sampling import TrainSampler
+from common.config.load import load_config
+from common.data.loader import Loader
+from common.data.sampling import TrainSampler
+from common.tools.interleave import Turns, timed
 from imagenet_dali.dataloader import build_train_loader
 
 SIDE = 224

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
@@ -17,24 +16,15 @@ import torch
 from job import Batch, Job, TurnBatches, build_ours
 from torch import Tensor, nn
 
-from common.cpu_memory import keep_freed_memory
-from common.huge_pages import use_huge_pages
-from common.interleave import Turns
-from common.model import build_model
+from common.model.vit import build_model
+from common.tools.interleave import Turns
 
 BFLOAT16 = partial(torch.autocast, dtype=torch.bfloat16)
 
 
 def train_quietly(loop: Callable[[Job, Turns], None], job: Job, turns: Turns) -> None:
-    """Run the loop on one thread, with what it prints thrown away: its progress bar too, which is still drawn.
-
-    But for one loop, memory is handled as in our training: page faults and misses of the address cache vary from
-    process to process by more than loops do.
-    """
+    """Run the loop on one thread, with what it prints thrown away: its progress bar too, which is still drawn."""
     torch.set_num_threads(1)
-    job = replace(job, memory=loop is not bare_as_is)
-    if job.memory:
-        keep_freed_memory()
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
         loop(job, turns)
 
@@ -50,11 +40,6 @@ def bare(job: Job, turns: Turns) -> None:
         criterion(output.float(), labels).backward()
         optimizer.step()
         schedule.step()
-
-
-def bare_as_is(job: Job, turns: Turns) -> None:
-    """Train like `bare`, with memory as the C library handles it by default."""
-    bare(job, turns)
 
 
 def timm_loop(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, turns: Turns) -> None:
@@ -165,9 +150,7 @@ def forward_alone(job: Job, turns: Turns) -> None:
     """Compute the logits of ``job.steps`` batches a turn."""
     model, batches = build_model(**job.config["MODEL"]), cycle(job.batches())
     model.eval()
-    for number, _ in enumerate(turns):
+    for _ in turns:
         for images, _labels in islice(batches, job.steps):
             with torch.no_grad(), BFLOAT16("cpu"):
                 model(images).float()
-        if number == 0:
-            use_huge_pages()

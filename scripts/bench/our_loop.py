@@ -11,10 +11,9 @@ from typing import Any
 from job import CONFIG, Job, TurnBatches, build_ours
 
 from common.colossal import BaseHook, Trainer, initialize, shard_model
-from common.huge_pages import use_huge_pages
-from common.interleave import Turns
-from common.plan import DataSummary
-from common.run import Run, start_run
+from common.config.batch_plan import DataSummary
+from common.run.start import Run, start_run
+from common.tools.interleave import Turns
 
 EVALUATED = 10_000  # images of CIFAR-10's test split
 
@@ -67,8 +66,6 @@ class _EvaluationTurns(BaseHook):
         self.turns.start()
 
     def after_test(self, trainer: Trainer) -> None:
-        if trainer.step == 1:
-            use_huge_pages()
         self.turns.stop(self.spent.take())
 
 

@@ -22,8 +22,8 @@ from tempfile import TemporaryDirectory
 import harness
 
 from common.errors import UserError, run_command
-from common.interleave import Figures, take_turns
-from common.writers import read_metrics
+from common.metrics.writers import read_metrics
+from common.tools.interleave import Figures, take_turns
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TRAIN, TRACED = ROOT / "imagenet_dali" / "train_dali.py", Path(__file__).with_name("start_traced.py")

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
     import common.colossal  # noqa: F401
 
     end("importing Colossal-AI")
-    from common.hooks import MetricsHook
+    from common.metrics.hook import MetricsHook
     from imagenet_dali import train_dali
 
     end("importing the rest")

@@ -26,12 +26,11 @@ from loops import train_quietly
 from our_loop import EVALUATED
 
 from common.errors import run_command
-from common.interleave import Figures, Turns, in_processes, take_turns
+from common.tools.interleave import Figures, Turns, in_processes, take_turns
 
 PEERS = {"Lightning": "lightning", "accelerate": "accelerate"}
 LOOPS: dict[str, Callable[[Job, Turns], None]] = {
     "bare": loops.bare,
-    "bare, memory as it is": loops.bare_as_is,
     "ours": our_loop.ours,
     "timm": loops.timm,
     "timm's loop, our model": loops.timm_around_ours,

@@ -11,7 +11,7 @@ from typing import Any
 from campaign.job import Job, NotRunError, Row, UnfinishedError, WrongError
 from campaign.made_images import write_folders
 from cifar10_benchmark.train import main as train
-from common.writers import read_metrics
+from common.metrics.writers import read_metrics
 
 CONFIG = "vit_lite_vanilla"
 SETTINGS = ("fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bfloat16'", "EVAL_EVERY=10", "CHECKPOINT_EVERY='1 min'")

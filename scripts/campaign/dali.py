@@ -12,8 +12,8 @@ from torch import Tensor
 from campaign.engines import time_rounds
 from campaign.job import Job, Row, WrongError
 from campaign.made_images import write_folders
-from common.config import load_config
-from common.loader import Loader
+from common.config.load import load_config
+from common.data.loader import Loader
 from imagenet_dali.dataloader import build_eval_loader, build_train_loader
 from imagenet_dali.prepare import main as prepare
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from campaign.job import Job, Row
 from common.colossal import AMP_TYPE, Engine, initialize, launch, shutdown
-from common.flops import peak_images_per_s
-from common.model import build_model
-from common.optimizer import build_optimizer
+from common.model.flops import peak_images_per_s
+from common.model.vit import build_model
+from common.optim.build import build_optimizer
 
 ROUNDS = 5
 WEIGHT_DECAY = 0.1

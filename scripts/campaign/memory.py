@@ -9,9 +9,9 @@ import torch
 from campaign.engines import MODES, TINY, VIT_B16, VIT_S16, open_engine, peak_memory, random_batch, train_step
 from campaign.job import Job, Row, WrongError
 from common.colossal import resolve_parallel
-from common.config import load_config
-from common.memory import TensorMemory
-from common.rehearsal import rehearse
+from common.config.load import load_config
+from common.estimate.memory import TensorMemory
+from common.estimate.step_estimate import rehearse
 
 TOLERANCE = 0.1
 CASES = (  # model, batch, mode, optimiser, accumulation

@@ -12,12 +12,12 @@ import torch
 
 from campaign.engines import PRECISIONS, TINY, open_engine, random_batch
 from campaign.job import ROOT, Job, Row, WrongError
-from common import waiting
 from common.colossal import BaseHook, Trainer
 from common.colossal.skipped import CHECK_EVERY
-from common.config import load_config
-from common.hooks import MetricsHook
-from common.plan import Plan
+from common.config.batch_plan import Plan
+from common.config.load import load_config
+from common.metrics.hook import MetricsHook
+from common.testing import host_sync as waiting
 
 STEPS = CHECK_EVERY - 1  # it looks at the counters of skipped updates only then
 BATCH, CLASSES = 8, 10

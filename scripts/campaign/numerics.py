@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from campaign.engines import MODES, TINY, WEIGHT_DECAY, open_engine, train_step
 from campaign.job import Job, Row, WrongError
-from common.model import build_model
-from common.optimizer import build_optimizer
+from common.model.vit import build_model
+from common.optim.build import build_optimizer
 
 MODEL = dict(image_size=64, patch_size=16, width=192, depth=4, heads=3, num_classes=10)
 STEPS, LEARNING_RATE = 5, 1e-3

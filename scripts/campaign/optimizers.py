@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from campaign.engines import VIT_B16
 from campaign.job import Job, Row
-from common.interleave import timed
+from common.tools.interleave import timed
 
 
 def lamb(job: Job) -> Iterator[Row]:

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from campaign.engines import time_rounds
 from campaign.job import Job, Row
-from common.model import PatchEmbed
+from common.model.vit import PatchEmbed
 
 KERNELS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 

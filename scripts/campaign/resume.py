@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from campaign.job import Job, Row, WrongError
-from common.checkpoint import newest_checkpoint
+from common.checkpoint.model_state import MODEL, OPTIMIZER
+from common.checkpoint.save import newest_checkpoint
 from common.colossal import launch, shutdown
-from common.model_state import MODEL, OPTIMIZER
-from common.testing_task import train, write_images
+from common.testing.tiny_task import train, write_images
 
 STEPS, SAVED = 6, 3
 MODES = {

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from campaign.job import ROOT, Job, NotRunError, Row, UnfinishedError
-from common.provenance import describe_run
+from common.metrics.provenance import describe_run
 
 OURS = {"caltech101_amp", "campaign", "cifar10_benchmark", "common", "configs", "imagenet_dali"}
 # How a piece ends; the record's "why" says more of all but the first.

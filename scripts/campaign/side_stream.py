@@ -8,7 +8,7 @@ from campaign.engines import PRECISIONS, TINY, open_engine, train_step
 from campaign.job import Job, Row
 from campaign.parts import milliseconds
 from cifar10_benchmark.dataloader import READ_AHEAD
-from common.config import load_config
+from common.config.load import load_config
 
 
 def side_stream(job: Job) -> Iterator[Row]:

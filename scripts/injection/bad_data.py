@@ -16,12 +16,12 @@ from injection.processes import PATIENT, expect
 from injection.victims import Place, at, on, stop
 from PIL import Image
 
-from common.checkpoint import MARKER, MODEL, OPTIMIZER, RANDOM, TRAINER, newest_checkpoint
-from common.download import extract
+from common.checkpoint.save import MARKER, MODEL, OPTIMIZER, RANDOM, TRAINER, newest_checkpoint
+from common.data.download import extract
+from common.data.sampling import epoch_order
 from common.errors import UserError
 from common.files import sha256_of
-from common.sampling import epoch_order
-from common.writers import read_metrics
+from common.metrics.writers import read_metrics
 from imagenet_dali import preparation, prepare
 from imagenet_dali.dataset import open_split
 from imagenet_dali.testing import BAD_IMAGES, encode, spoil_record, write_bad_images

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from injection.processes import IMPATIENT, Ended, Ranks, expect
 from safetensors.torch import load_file
 
-from common.checkpoint import RANDOM, load_trainer_state, newest_checkpoint
-from common.colossal.tensor_parallel.cases import CASES
+from common.checkpoint.save import RANDOM, load_trainer_state, newest_checkpoint
 from common.errors import run_command
-from common.writers import read_metrics
+from common.metrics.writers import read_metrics
+from common.testing.parity_cases import CASES
 from imagenet_dali import train_dali
 from imagenet_dali.testing import prepare_data, write_config
 

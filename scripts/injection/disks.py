@@ -14,8 +14,8 @@ from injection.bench import ONE, TWO, Bench, Fault, Recovery
 from injection.processes import expect
 from injection.victims import Place, at, on
 
-from common import writers
-from common.checkpoint import find_fault, list_checkpoints
+from common.checkpoint.save import find_fault, list_checkpoints
+from common.metrics import writers
 
 DISK = "size=8m"
 LARGEST = 32_768  # bytes: more than the logs of a run, less than its tensors

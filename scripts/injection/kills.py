@@ -13,9 +13,9 @@ from injection.bench import MODES, ONE, TWO, Bench, Fault, Mode, Recovery, choos
 from injection.processes import PATIENT, expect
 from injection.victims import SAVING, SAVING_CALLS, Place, at, before_call, choose_place, kill, on, stop
 
-from common.checkpoint import MARKER, list_checkpoints, newest_checkpoint
-from common.resume import choose_checkpoint
-from common.testing import launched
+from common.checkpoint.resume import choose_checkpoint
+from common.checkpoint.save import MARKER, list_checkpoints, newest_checkpoint
+from common.testing.ranks import launched
 
 
 def killed(bench: Bench, choice: random.Random, mode: Mode, times: int = 1) -> Recovery:

@@ -9,9 +9,9 @@ from injection.processes import expect
 from injection.victims import Place, add_hook, at, kill, on
 from torch import Tensor
 
-from common.checkpoint import find_fault, load_model_state, newest_checkpoint
+from common.checkpoint.save import find_fault, load_model_state, newest_checkpoint
 from common.colossal import BaseHook, Trainer
-from common.writers import read_metrics
+from common.metrics.writers import read_metrics
 
 LIMIT = 3
 

@@ -27,8 +27,8 @@ from injection.bench import (
 from injection.processes import expect
 from injection.victims import Place, at, choose_place, kill, on
 
-from common.loader import Batch, Loader
-from common.sampling import TrainSampler
+from common.data.loader import Batch, Loader
+from common.data.sampling import TrainSampler
 
 TIMEOUT = 20
 FLOAT_ERROR = 1e-6  # of a loss in fp32 after 12 steps in other modes; another batch differs by 1e-2

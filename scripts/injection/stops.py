@@ -12,7 +12,7 @@ from injection.bench import ONE, TENSOR_PARALLEL, TWO, WORKERS, Bench, Fault, Mo
 from injection.processes import PATIENT, Ended, expect
 from injection.victims import Place, at, choose_place, on
 
-from common.stop_signals import exit_code, signal_name
+from common.launch.stop_signals import exit_code, signal_name
 
 AT_ONCE = 5.0  # seconds after a second Ctrl-C; the process sleeps longer
 

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import common.run
-from common import checkpoint, checkpoint_hook
+import common.run.start
+from common.checkpoint import hook as checkpoint_hook
+from common.checkpoint import save as checkpoint
 from common.colossal import BaseHook, Trainer
-from common.run import Run
+from common.run.start import Run
 from imagenet_dali import train_dali
 
 Action = Callable[[], None]
 START_UP = [
     (train_dali, "start_run"),
-    (common.run, "start"),
-    (common.run, "ask_first_rank"),
+    (common.run.start, "start"),
+    (common.run.start, "ask_first_rank"),
     (train_dali, "build_model"),
     (train_dali, "build_eval_loader"),
     (train_dali, "initialize"),

@@ -8,7 +8,6 @@ from torch import nn
 
 from common.colossal.tensor_parallel.layout import LAYOUTS, group_sizes, plan_shards
 from common.errors import UserError, did_you_mean
-from common.model_arguments import parse_model_arguments
 
 
 def resolve_parallel(parallel: Mapping[str, Any] | None, world_size: int) -> dict[str, Any]:
@@ -65,27 +64,27 @@ def _check_size(mode: str | None, size: int, depth: int | None) -> None:
 
 
 def check_tensor_parallel(
-    parallel: Mapping[str, Any] | None, model_arguments: Mapping[str, Any], micro_batch: int, world_size: int
+    parallel: Mapping[str, Any] | None, model: Mapping[str, Any], micro_batch: int, world_size: int
 ) -> None:
     """Refuse a size, a model or a micro-batch that cannot be cut evenly over the ranks; needs no process group.
 
-    ``parallel`` is the config's, ``model_arguments`` its MODEL. Raises `UserError` with the rule, the value and the
-    nearest values that fit.
+    ``parallel`` is the config's; ``model`` its MODEL, of which ``heads``, ``width`` and ``mlp_ratio`` count. Raises
+    `UserError` with the rule, the value and the nearest values that fit.
     """
     tensor = resolve_parallel(parallel, world_size)["tensor"]
     mode, size, depth = tensor["mode"], tensor["size"], tensor.get("depth", 1)
     if mode is None:
         return
-    model = parse_model_arguments({**model_arguments, "num_classes": model_arguments.get("num_classes") or 1})
+    heads, width, mlp_ratio = model["heads"], model["width"], model["mlp_ratio"]
     sizes, layout = group_sizes(mode, size, depth), LAYOUTS[mode]
     side = size if layout.channels is None else sizes[layout.channels]
     # A 3d weight is cut along its input channels twice.
-    width_unit = math.lcm(side**2, model.heads) if mode == "3d" else model.heads
-    hidden, hidden_unit = int(model.width * model.mlp_ratio), side**2 if mode == "3d" else side
+    width_unit = math.lcm(side**2, heads) if mode == "3d" else heads
+    hidden, hidden_unit = int(width * mlp_ratio), side**2 if mode == "3d" else side
     samples = 1 if layout.samples is None else sizes[layout.samples]
     rules = (
-        ("MODEL.heads", model.heads, side),
-        ("MODEL.width", model.width, width_unit),
+        ("MODEL.heads", heads, side),
+        ("MODEL.width", width, width_unit),
         ("the MLP's width, MODEL.width x MODEL.mlp_ratio", hidden, hidden_unit),
         ("the micro-batch (MICRO_BATCH_SIZE)", micro_batch, samples),
     )

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from common.colossal import check_tensor_parallel, describe_tensor_parallel
-from common.colossal.tensor_parallel.cases import CASES, MODEL, build_tiny_model
 from common.colossal.tensor_parallel.check import resolve_parallel
 from common.errors import UserError
+from common.testing.parity_cases import CASES, MODEL, build_tiny_model
 
 
 def tensor(mode: str | None, size: int, **more: int) -> dict:

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from common.colossal import build_norm_reducer, gather_whole, shard_model
-from common.colossal.tensor_parallel.cases import CASES, blended_loss, build_tiny_model, micro_batches
 from common.colossal.tensor_parallel.gradients import global_grad_norm, sum_partial_gradients
-from common.testing import launched, run_ranks
+from common.testing.parity_cases import CASES, blended_loss, build_tiny_model, micro_batches
+from common.testing.ranks import launched, run_ranks
 
 CASES_HERE = ["1d-2", "2d-4", "2.5d-8", "3d-8"]
 

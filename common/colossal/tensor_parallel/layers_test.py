@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from common.colossal import ParallelMode, gpc
-from common.colossal.tensor_parallel.cases import CASES
 from common.colossal.tensor_parallel.layers import LayerNorm, Linear2D, OwnRandom
 from common.colossal.tensor_parallel.layout import ROW_2D
-from common.testing import launched, run_ranks
+from common.testing.parity_cases import CASES
+from common.testing.ranks import launched, run_ranks
 
 WIDTH = 8
 GLOO_2D = {"parallel": CASES["2d-4"][1]}

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from common.colossal import ParallelMode, gather_whole, gpc
-from common.colossal.tensor_parallel.cases import (
+from common.optim.build import build_optimizer
+from common.testing.parity_cases import (
     ACCUMULATION,
     CASES,
     MAX_NORM,
@@ -27,8 +28,7 @@ from common.colossal.tensor_parallel.cases import (
     fit,
     micro_batches,
 )
-from common.optimizer import build_optimizer
-from common.testing import launched, run_ranks
+from common.testing.ranks import launched, run_ranks
 
 TOLERANCE = 1e-5
 SLOW = [case for case, (processes, _) in CASES.items() if processes == 16]

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from common.colossal import AMP_TYPE, ParallelMode, describe_tensor_parallel, gather_whole, gpc, shard_model
-from common.colossal.tensor_parallel.cases import (
+from common.colossal.tensor_parallel.layers import OwnRandom
+from common.colossal.tensor_parallel.layout import LAYOUTS, group_sizes
+from common.metrics.hook import count_correct
+from common.testing.parity_cases import (
     ACCUMULATION,
     CASES,
     MICRO_BATCH,
@@ -19,10 +22,7 @@ from common.colossal.tensor_parallel.cases import (
     fit,
     micro_batches,
 )
-from common.colossal.tensor_parallel.layers import OwnRandom
-from common.colossal.tensor_parallel.layout import LAYOUTS, group_sizes
-from common.hooks import count_correct
-from common.testing import launched, run_ranks
+from common.testing.ranks import launched, run_ranks
 
 MODES = ["1d-2", "2d-4", "2.5d-8", "3d-8"]
 MANY_CLASSES = 2100

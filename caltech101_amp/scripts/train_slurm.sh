@@ -1,0 +1,1 @@
+../../scripts/train_slurm.sh

@@ -1,0 +1,1 @@
+"""Save, resume, load a saved run, start from pretrained weights."""

@@ -1,0 +1,212 @@
+"""The hook that saves checkpoints while training goes on, stops a run in good order, and goes on where one stopped."""
+
+import json
+import math
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from common.checkpoint.model_state import Tensors, copy_state, load_state
+from common.checkpoint.resume import ask_first_rank
+from common.checkpoint.save import (
+    CONFIG,
+    METRICS,
+    RANDOM,
+    TRAINER,
+    checkpoint_path,
+    clear_old,
+    load_trainer_state,
+    mark_best,
+    newest_checkpoint,
+    write_checkpoint,
+)
+from common.colossal import BaseHook, ParallelMode, Trainer, doing, generator_states, gpc, set_generator_states
+from common.errors import RankError, UserError
+from common.launch.stop_signals import stop_signals
+from common.metrics.hook import MetricsHook
+from common.metrics.writers import warn
+
+
+class CheckpointHook(BaseHook):
+    """Save every ``every`` optimiser steps (an int) or minutes ("10 min"), after a better evaluation, and at the end.
+
+    The training loop waits for a copy of the weights and the optimiser's state; a thread of rank 0 writes it. A write
+    that fails is reported, and training goes on; if it is the last one, the run ends with `UserError`. The newest
+    ``keep`` checkpoints stay, and the best. A signal that any rank has received ends the training of all ranks after
+    the same step.
+
+    ``start_from`` is the checkpoint to go on from; ``about`` what config.json holds; ``averages`` those of `EmaHook`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: Optimizer,
+        metrics: MetricsHook,
+        *,
+        about: Mapping[str, Any],
+        every: int | str,
+        keep: int,
+        start_from: Path | None = None,
+        averages: Mapping[str, Tensor] | None = None,
+    ):
+        super().__init__(priority=10)  # after the figures of the step are written
+        self.averages = averages
+        self.folder, self.model, self.optimizer, self.metrics = folder, model, optimizer, metrics
+        self.about, self.keep, self.start_from = about, keep, start_from
+        # the same ranks do the same work and draw the same random numbers
+        self.ranks = {"gpus": about["plan"]["gpus"], "parallel": about["config"]["parallel"]}
+        self.every_steps = every if isinstance(every, int) else None
+        self.every_seconds = None if isinstance(every, int) else parse_minutes(every) * 60
+        self.best = -1.0  # top-1
+        self.saved: dict[str, int] = {}  # where the trainer stood
+        self.saved_at = time.monotonic()
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
+        self.writing: Future[None] | None = None
+
+    def before_train(self, trainer: Trainer) -> None:
+        if self.start_from is not None:
+            doing("loading the checkpoint")
+            self._load(self.start_from, trainer)
+            self.saved, trainer.states["checkpoint"] = trainer.state_dict(), self.start_from
+        stop_signals.deferring = True
+
+    def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
+        if not trainer.update_done:
+            return
+        trainer.stopping, is_due = self._agree(trainer.step)
+        if is_due and not trainer.stopping:
+            self._save(trainer)
+
+    def after_test_iter(self, trainer: Trainer, *_: Any) -> None:
+        trainer.stopping, _ = self._agree()
+
+    def after_test(self, trainer: Trainer) -> None:
+        figures = trainer.states["eval"]
+        if figures["top1"] > self.best and math.isfinite(figures["loss"]):
+            self.best = figures["top1"]
+            self._save(trainer, is_best=True)
+
+    def after_train(self, trainer: Trainer) -> None:
+        if self.saved != trainer.state_dict():
+            self._save(trainer)
+        doing("writing the last checkpoint")
+        # or a launcher would end rank 0 because another has left with an exit code, as after a signal
+        ask_first_rank(self.wait)
+        stop_signals.deferring = stop_signals.agreed != 0  # a run that stops leaves in good order
+
+    def _agree(self, step: int | None = None) -> tuple[bool, bool]:
+        """Return, equal on all ranks, whether to stop, and whether a checkpoint is due after ``step``."""
+        seconds = time.monotonic() - self.saved_at
+        is_due = self.every_seconds is not None and seconds >= self.every_seconds
+        flags = torch.tensor([stop_signals.received, is_due])
+        if gpc.get_world_size(ParallelMode.GLOBAL) > 1:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
+        stop_signals.agreed = int(flags[0])
+        if self.every_steps is not None:
+            is_due = step is not None and step % self.every_steps == 0
+        else:
+            is_due = step is not None and bool(flags[1])
+        return stop_signals.agreed != 0, is_due
+
+    def _save(self, trainer: Trainer, is_best: bool = False) -> None:
+        """Copy the state, which takes all ranks, and let rank 0 write it; waits for the write before this one."""
+        doing("saving a checkpoint")
+        self._join_writer()
+        content: dict[str, Tensors | bytes] = dict(copy_state(self.model, self.optimizer, self.averages))
+        ranks = _gather({"random": generator_states(), "metrics": self.metrics.state_dict()})
+        self.saved, self.saved_at = trainer.state_dict(), time.monotonic()
+        if ranks is None:  # not rank 0
+            return
+        state = {
+            "trainer": self.saved,
+            "loader": trainer.train_dataloader.state_dict(),
+            "optimizer": trainer.engine.optimizer.step_state(),
+            "metrics": [rank["metrics"] for rank in ranks],
+            "best_top1": self.best,
+            "ranks": self.ranks,
+        }
+        content[RANDOM] = {f"{n}/{name}": t for n, rank in enumerate(ranks) for name, t in rank["random"].items()}
+        content[TRAINER] = json.dumps(state, indent=2).encode()
+        content[CONFIG] = json.dumps(self.about, indent=2, default=str).encode()
+        metrics = self.folder.parent / METRICS
+        content[METRICS] = metrics.read_bytes() if metrics.exists() else b""
+        path = trainer.states["checkpoint"] = checkpoint_path(self.folder, trainer.step)
+        self.writing = self.writer.submit(self._write, path, content, is_best)
+
+    def _write(self, path: Path, content: dict[str, Tensors | bytes], is_best: bool) -> None:
+        try:
+            write_checkpoint(path, content)
+            if is_best:
+                mark_best(path)
+            clear_old(self.folder, self.keep)
+        except (OSError, SafetensorError) as error:  # the latter stands for the former where tensors are written
+            raise UserError(self._explain(path, content, error)) from error
+
+    def _explain(self, path: Path, content: Mapping[str, Tensors | bytes], error: Exception) -> str:
+        size = sum(len(v) if isinstance(v, bytes) else sum(t.nbytes for t in v.values()) for v in content.values())
+        free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
+        reason = getattr(error, "strerror", None) or error
+        return (
+            f"{path} could not be written ({reason}): it takes {size / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free; "
+            f"the newest checkpoint is {newest_checkpoint(self.folder) or 'none'}"
+        )
+
+    def _join_writer(self) -> None:
+        """Wait for the last write; if it failed, say so."""
+        try:
+            self.wait()
+        except UserError as error:
+            warn(f"{error}; training goes on")
+
+    def wait(self) -> None:
+        """Wait for the last write; raise `UserError` if it failed."""
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            writing.result()
+
+    def _load(self, path: Path, trainer: Trainer) -> None:
+        if not path.exists():
+            raise RankError(f"{path} is not there on this node: --output must be on a file system that all nodes share")
+        state = load_trainer_state(path)
+        load_state(path, self.model, self.optimizer, self.averages)
+        trainer.load_state_dict(state["trainer"])
+        trainer.train_dataloader.load_state_dict(state["loader"])
+        trainer.engine.optimizer.load_step_state(state["optimizer"])
+        self.best = state["best_top1"]
+        is_same = state["ranks"] == self.ranks
+        rank = gpc.get_global_rank()
+        self.metrics.load_state_dict(state["metrics"], rank if is_same else None)
+        if is_same:  # other ranks draw other random numbers: dropout's masks then differ, nothing else
+            states, prefix = load_file(path / RANDOM), f"{rank}/"
+            set_generator_states({k.removeprefix(prefix): v for k, v in states.items() if k.startswith(prefix)})
+
+
+def parse_minutes(text: str) -> float:
+    """Return the minutes in "10 min"; raise `UserError` for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?min(?:utes?)?", text)
+    if not found:
+        raise UserError(f"CHECKPOINT_EVERY={text!r}: write optimiser steps, as in 500, or minutes, as in '10 min'")
+    return float(found[1])
+
+
+def _gather(value: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return every rank's ``value`` on rank 0, None on the others."""
+    world_size, rank = gpc.get_world_size(ParallelMode.GLOBAL), gpc.get_global_rank()
+    if world_size == 1:
+        return [value]
+    values: list[Any] | None = [None] * world_size if rank == 0 else None
+    dist.gather_object(value, values, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
+    return values

@@ -1,0 +1,278 @@
+"""Training goes on bit for bit where it stopped, in every mode; when checkpoints are saved, and which stay."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from common.checkpoint.hook import CheckpointHook, parse_minutes
+from common.checkpoint.resume import choose_checkpoint
+from common.checkpoint.save import list_checkpoints, load_trainer_state, newest_checkpoint, write_checkpoint
+from common.colossal import AMP_TYPE, BaseHook, Trainer, initialize, resolve_parallel, shard_model
+from common.config.batch_plan import DataSummary, build_plan
+from common.config.load import load_config
+from common.data.loader import Loader
+from common.data.sampling import Draw, EvalSampler, TrainSampler
+from common.errors import UserError
+from common.launch.stop_signals import stop_signals
+from common.metrics.hook import MetricsHook
+from common.metrics.writers import read_metrics
+from common.model.ema import EmaHook
+from common.optim.build import build_optimizer
+from common.optim.lr_schedule import build_lr_scheduler
+from common.testing.parity_cases import CASES, MODEL, OPTIMIZERS, build_tiny_model
+from common.testing.ranks import launched, run_ranks
+
+TRAIN, EVAL, BATCH = 70, 21, 16
+STEPS = 8  # two epochs
+AMP = {
+    "fp32": None,
+    "TORCH": dict(mode=AMP_TYPE.TORCH),
+    "TORCH float16": dict(mode=AMP_TYPE.TORCH, dtype="float16", init_scale=2.0**18, growth_interval=3),
+    "NAIVE": dict(mode=AMP_TYPE.NAIVE),
+    "O1": dict(mode=AMP_TYPE.APEX, opt_level="O1"),
+    "O2": dict(mode=AMP_TYPE.APEX, opt_level="O2"),
+    "O3": dict(mode=AMP_TYPE.APEX, opt_level="O3"),
+}
+
+
+class NoiseReader:
+    """Images that are a function of their index and their uniforms."""
+
+    def read(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, Tensor]]:
+        for draw in draws:
+            generator = torch.Generator()
+            images = torch.stack(
+                [torch.randn(3, 16, 16, generator=generator.manual_seed(int(i) + 1)) for i in draw.indices]
+            )
+            images += torch.from_numpy(draw.uniforms).float().mean(1)[:, None, None, None] if draw.uniforms.size else 0
+            labels = torch.from_numpy(draw.indices) % MODEL["num_classes"]
+            yield images, labels.masked_fill(torch.from_numpy(draw.indices) < 0, -100)
+
+    def close(self) -> None:
+        pass
+
+
+class StopAfter(BaseHook):
+    """Receives a signal during step ``step``, or in the evaluation after it."""
+
+    def __init__(self, step: int, evaluating: bool) -> None:
+        super().__init__(priority=5)
+        self.step, self.evaluating = step, evaluating
+
+    def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.step == self.step and not self.evaluating:
+            stop_signals.received = 15
+
+    def after_test_iter(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.step == self.step:
+            stop_signals.received = 15
+
+
+def train(
+    output: Path, gpus: int, settings: dict[str, Any], stop: tuple[int, bool] | None = None, every: int | str = 3
+) -> list[dict]:
+    """Train into ``output``, on from what is there; return the records so far."""
+    output.mkdir(exist_ok=True, parents=True)
+    stop_signals.received = stop_signals.agreed = 0
+    config = load_config("quickstart", ["NUM_EPOCHS=2", "WARMUP_EPOCHS=1", f"TOTAL_BATCH_SIZE={BATCH}", "EVAL_EVERY=1"])
+    config |= settings | {"LOG": {"every": 3, "tensorboard": False}}
+    config["parallel"] = resolve_parallel(config["parallel"], gpus)
+    plan = build_plan(config, gpus, DataSummary(TRAIN, EVAL, MODEL["num_classes"], fingerprint=""))
+    with launched(**config):
+        torch.manual_seed(0)
+        model = shard_model(build_tiny_model(dropout=0.1))
+        optimizer = build_optimizer(model, "adamw", **OPTIMIZERS["adamw"])
+        schedule = build_lr_scheduler(optimizer, "linear", plan.total_steps, plan.warmup_steps)
+        rank = torch.distributed.get_rank()
+        place = dict(dp_rank=rank // plan.tensor_parallel, dp_size=plan.data_parallel)
+        samplers = TrainSampler(TRAIN, BATCH, plan.micro_batch, uniforms=4, **place), EvalSampler(EVAL, 8, **place)
+        loaders = [Loader(sampler, NoiseReader()) for sampler in samplers]
+        engine, train_loader, eval_loader, _ = initialize(model, optimizer, nn.CrossEntropyLoss(), *loaders, schedule)
+        start_from = choose_checkpoint("auto", output)
+        metrics = MetricsHook(
+            plan, output, every=3, tensorboard=False, trackers=(), is_main=rank == 0, peak_samples_per_s=1.0
+        )
+        about = {"plan": {"gpus": gpus}, "config": {"parallel": config["parallel"]}}
+        ema = [EmaHook(model, config["EMA"])] if config["EMA"] else []
+        saver = CheckpointHook(
+            output / "checkpoints",
+            model,
+            optimizer,
+            metrics,
+            about=about,
+            every=every,
+            keep=20,
+            start_from=start_from,
+            averages=ema[0].averages if ema else None,
+        )
+        hooks = [metrics, *ema, saver] + ([StopAfter(*stop)] if stop else [])
+        Trainer(engine).fit(train_loader, plan.epochs, plan.last_step, eval_loader, 1, hooks)
+    assert stop_signals.deferring == bool(stop_signals.agreed)  # until the process ends
+    return read_metrics(output) if rank == 0 else []
+
+
+def figures(folder: Path) -> list[dict]:
+    measured = ("time", "samples_per_s", "data_wait", "peak_memory_gb", "mfu")
+    return [{key: value for key, value in r.items() if key not in measured} for r in read_metrics(folder)]
+
+
+def content(run: Path) -> dict[str, bytes | dict]:
+    """Return what the last checkpoint of a run holds."""
+    last = list_checkpoints(run / "checkpoints")[0]
+    names = ("model.safetensors", "optimizer.safetensors", "ema.safetensors")
+    files = {name: (last / name).read_bytes() for name in names if (last / name).exists()}
+    random = load_file(last / "random.safetensors")
+    # a library that is imported late draws from Python's generator, once in a process
+    states = {name: state.tolist() for name, state in random.items() if not name.endswith("/python")}
+    return files | states | {"trainer": load_trainer_state(last)}
+
+
+EVERYWHERE = [(step, False) for step in range(1, STEPS + 1)] + [(4, True), (8, True)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "amp", "stops"),
+    [
+        ("none", "fp32", EVERYWHERE),
+        *(("none", amp, [(3, False)]) for amp in AMP if amp != "fp32"),
+        ("dp2", "fp32", [(3, False), (4, True)]),
+        ("dp2", "TORCH float16", [(3, False)]),
+        *((mode, "fp32", [(3, False)]) for mode in ("1d-2", "2d-4", "2.5d-4", "2.5d-8", "3d-8", "dp2 x 1d-2")),
+    ],
+)
+def test_goes_on_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]], tmp_path: Path) -> None:
+    gpus, parallel = CASES.get(mode, (2, None))
+    settings = {"parallel": parallel, "fp16": AMP[amp], "EMA": 0.0 if amp == "TORCH" else 0.9}
+    run_ranks(gpus, train, tmp_path / "whole", gpus, settings)
+    whole = content(tmp_path / "whole")
+    assert ("ema.safetensors" in whole) == (amp != "TORCH")
+    assert whole["trainer"]["trainer"] == {"step": STEPS, "epoch": 2, "epoch_step": 0, "evaluated_step": STEPS}
+    for number, stop in enumerate(stops):
+        pieces = tmp_path / f"pieces {number}"
+        run_ranks(gpus, train, pieces, gpus, settings, stop)
+        run_ranks(gpus, train, pieces, gpus, settings)
+        assert [f for f in whole if content(pieces)[f] != whole[f]] == []
+        assert figures(pieces) == figures(tmp_path / "whole")
+
+
+def test_goes_on_with_the_same_batches_in_another_mode(tmp_path: Path) -> None:
+    """One process, then two of data parallelism, then four of 2d; without dropout the losses stay the same."""
+    no_dropout = {"MODEL": {}}
+    run_ranks(1, train, tmp_path / "whole", 1, no_dropout)
+    run_ranks(1, train, tmp_path / "run", 1, no_dropout, (2, False))
+    run_ranks(2, train, tmp_path / "run", 2, no_dropout, (5, False))
+    run_ranks(4, train, tmp_path / "run", 4, {"parallel": CASES["2d-4"][1]})
+    whole, pieces = figures(tmp_path / "whole"), figures(tmp_path / "run")
+    assert [(r["kind"], r["step"]) for r in pieces] == [(r["kind"], r["step"]) for r in whole]
+    for one, other in zip(whole, pieces, strict=True):
+        # the masks of dropout differ between ranks
+        assert one["loss"] == pytest.approx(other["loss"], rel=0.1)
+
+
+def test_averages_begin_at_the_weights_of_a_checkpoint_that_has_none(tmp_path: Path) -> None:
+    train(tmp_path, 1, {"parallel": None}, (3, False))
+    weights = load_file(tmp_path / "checkpoints" / "step-00000003" / "model.safetensors")
+    train(tmp_path, 1, {"parallel": None, "EMA": 0.9}, (4, True), every=1)
+    last = tmp_path / "checkpoints" / "step-00000004"
+    trained, averages = load_file(last / "model.safetensors"), load_file(last / "ema.safetensors")
+    for name, average in averages.items():
+        torch.testing.assert_close(average, weights[name].lerp(trained[name], 1 - 5 / 14))
+
+
+def test_saves_when_due_and_marks_the_best(tmp_path: Path) -> None:
+    settings = {"parallel": None, "fp16": None}
+    records = train(tmp_path, 1, settings, every=3)
+    top1 = {r["step"]: r["top1"] for r in records if r["kind"] == "eval"}
+    steps = [load_trainer_state(path)["trainer"]["step"] for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert steps == [8, 6, 4, 3]
+    best = load_trainer_state(tmp_path / "checkpoints" / "best")
+    assert best["best_top1"] == max(top1.values()) == top1[best["trainer"]["step"]]
+
+
+def test_saves_after_minutes(tmp_path: Path) -> None:
+    train(tmp_path, 1, {"parallel": None}, every="0.00001 min")
+    steps = [load_trainer_state(path)["trainer"]["step"] for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert steps == [8, 7, 6, 5, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize(("text", "minutes"), [("10 min", 10), ("1.5min", 1.5), ("90 minutes", 90), ("1 minute", 1)])
+def test_minutes(text: str, minutes: float) -> None:
+    assert parse_minutes(text) == minutes
+
+
+@pytest.mark.parametrize("text", ["10", "10 s", "", "min", "-1 min", "1e3 min"])
+def test_other_times_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="CHECKPOINT_EVERY="):
+        parse_minutes(text)
+
+
+def test_a_write_that_fails_is_said_and_training_goes_on(tmp_path: Path, monkeypatch, capsys) -> None:
+    writes = []
+
+    def fail_once(path: Path, content: dict) -> None:
+        writes.append(path.name)
+        if len(writes) == 1:
+            raise OSError(28, "No space left on device", str(path))
+        write(path, content)
+
+    write = __import__("common.checkpoint.save", fromlist=["write_checkpoint"]).write_checkpoint
+    monkeypatch.setattr("common.checkpoint.hook.write_checkpoint", fail_once)
+    train(tmp_path, 1, {"parallel": None}, every=3)
+    error = capsys.readouterr().err
+    assert "warning: " in error
+    assert "step-00000003 could not be written (No space left on device): it takes 0." in error
+    assert "MB are free; the newest checkpoint is none; training goes on" in error
+    assert list_checkpoints(tmp_path / "checkpoints")[0].name == "step-00000008"
+
+
+def test_if_the_last_write_fails_the_run_fails(tmp_path: Path, monkeypatch) -> None:
+    def fail(path: Path, content: dict) -> None:
+        raise OSError(30, "Read-only file system", str(path))
+
+    monkeypatch.setattr("common.checkpoint.hook.write_checkpoint", fail)
+    with pytest.raises(UserError, match=r"step-00000008 could not be written \(Read-only file system\)"):
+        train(tmp_path, 1, {"parallel": None}, every=3)
+    stop_signals.deferring = False
+
+
+def last_checkpoint_of_a_stopped_run(output: Path) -> str:
+    train(output, 2, {}, stop=(2, False))
+    return newest_checkpoint(output / "checkpoints").name
+
+
+def test_no_rank_leaves_before_the_last_checkpoint_is_written(tmp_path: Path, monkeypatch) -> None:
+    def write_slowly(*args: Any) -> None:
+        time.sleep(1)
+        write_checkpoint(*args)
+
+    monkeypatch.setattr("common.checkpoint.hook.write_checkpoint", write_slowly)
+    assert run_ranks(2, last_checkpoint_of_a_stopped_run, tmp_path / "run") == ["step-00000002"] * 2
+
+
+def test_the_copy_is_of_its_step(tmp_path: Path, monkeypatch) -> None:
+    """What is written after later steps is what was copied: the checkpoint of a slow disk equals that of a fast one."""
+    import time
+
+    from common.checkpoint import hook as checkpoint_hook
+    from common.checkpoint import save as checkpoint
+
+    train(tmp_path / "fast", 1, {"parallel": None}, every=3)
+
+    def write_slowly(path: Path, content: dict) -> None:
+        time.sleep(0.3)
+        checkpoint.write_checkpoint(path, content)
+
+    monkeypatch.setattr(checkpoint_hook, "write_checkpoint", write_slowly)
+    train(tmp_path / "slow", 1, {"parallel": None}, every=3)
+    for step in (3, 6, 8):
+        fast, slow = (tmp_path / name / "checkpoints" / f"step-{step:08d}" for name in ("fast", "slow"))
+        for file in ("model.safetensors", "optimizer.safetensors", "random.safetensors"):
+            assert (fast / file).read_bytes() == (slow / file).read_bytes()
+        assert json.loads((fast / "trainer.json").read_text()) == json.loads((slow / "trainer.json").read_text())

@@ -1,0 +1,188 @@
+"""What a run starts from: ours and timm's weights, other classes and image sizes, in every parallel mode."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from timm.layers import resample_abs_pos_embed
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from torch import Tensor, nn
+
+from common.checkpoint.pretrained import load_pretrained, read_weights, resample_position
+from common.checkpoint.save import newest_checkpoint
+from common.config.model_arguments import timm_arguments
+from common.errors import UserError
+from common.metrics.writers import read_metrics
+from common.model.vit import build_model
+from common.testing.ranks import run_ranks
+from common.testing.tiny_task import MODEL, train, write_images
+from common.tools import export
+
+OTHER = MODEL | {"num_classes": 7}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_images(tmp_path_factory.mktemp("task") / "data")
+
+
+@pytest.fixture(scope="module")
+def trained(data) -> Path:
+    return train(data, data.parent / "run", "EMA=0.9")
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    """A file with the weights of a model like `OTHER`, of 9 classes."""
+    path = tmp_path / "weights.safetensors"
+    torch.manual_seed(1)
+    save_file(build_model(**OTHER | {"num_classes": 9}).state_dict(), path)
+    return path
+
+
+def images(size: int) -> Tensor:
+    return torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(0))
+
+
+def timms(weights: dict[str, Tensor], ours: nn.Module, **arguments: object) -> nn.Module:
+    """Return timm's model with ``weights`` as timm fits them, and the head of ours."""
+    model = VisionTransformer(**timm_arguments(**arguments))
+    fitted = checkpoint_filter_fn(dict(weights), model) | {f"head.{n}": p for n, p in ours.head.state_dict().items()}
+    model.load_state_dict(fitted, strict=True)
+    return model.eval()
+
+
+@pytest.mark.parametrize("prefix", [0, 1])
+@pytest.mark.parametrize(("old", "new"), [(14, 24), (8, 4), (7, 16), (5, 5)])
+def test_positions_are_resampled_as_by_timm(old: int, new: int, prefix: int) -> None:
+    table = torch.randn(1, prefix + old**2, 12)
+    expected = resample_abs_pos_embed(table, [new, new], [old, old], num_prefix_tokens=prefix)
+    torch.testing.assert_close(resample_position(table, new, prefix), expected)
+
+
+@pytest.mark.parametrize("size", [16, 32, 56])
+@pytest.mark.parametrize("pool", ["cls", "avg"])
+@pytest.mark.parametrize("position", ["learned", "sincos2d"])
+def test_other_classes_and_another_size_are_timms(pool: str, position: str, size: int, tmp_path: Path) -> None:
+    arguments = OTHER | {"pool": pool, "position": position, "image_size": 32}
+    theirs = VisionTransformer(**timm_arguments(**arguments | {"num_classes": 9}))
+    source = build_model(**arguments | {"num_classes": 9})
+    theirs.load_state_dict(theirs.state_dict() | {"pos_embed": source.state_dict()["pos_embed"]})
+    torch.save(theirs.state_dict(), tmp_path / "timm.pth")
+    ours = build_model(**arguments | {"image_size": size})
+    own_head, own_position = ours.head.weight.clone(), ours.pos_embed.clone()
+    done = load_pretrained(ours, str(tmp_path / "timm.pth"))
+    assert torch.equal(ours.head.weight, own_head)
+    reference = timms(theirs.state_dict(), ours, **arguments | {"image_size": size})
+    if position == "sincos2d":  # timm knows of no fixed table, and would resample it
+        assert torch.equal(ours.pos_embed, own_position)
+        reference.pos_embed.data.copy_(own_position)
+    torch.testing.assert_close(ours.eval()(images(size)), reference(images(size)))
+    resampled = size != 32 and position == "learned"
+    expected = f"; position embedding resampled to {size // 8} x {size // 8} patches from 4 x 4" if resampled else ""
+    assert done == f"starting from the weights of {tmp_path}/timm.pth; a new head of 7 classes, not its 9{expected}"
+
+
+def test_all_kinds_of_sources_give_the_same_weights(saved: Path, tmp_path: Path) -> None:
+    weights = load_file(saved)
+    (tmp_path / "folder").mkdir()
+    shutil.copy(saved, tmp_path / "folder" / "model.safetensors")
+    for name, content in (
+        ("plain.pth", weights),
+        ("deit.pth", {"model": weights}),
+        ("timm.pt", {"state_dict": weights}),
+    ):
+        torch.save(content, tmp_path / name)
+    for name in ("weights.safetensors", "folder", "plain.pth", "deit.pth", "timm.pt"):
+        found = read_weights(str(tmp_path / name))
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[key], weights[key]) for key in weights)
+
+
+def test_a_run_a_checkpoint_and_an_export_give_the_averaged_weights(trained: Path, tmp_path: Path, capsys) -> None:
+    checkpoint = newest_checkpoint(trained / "checkpoints")
+    export.main([str(trained), "--to", "timm", "--output", str(tmp_path / "timm")])
+    expected = load_file(checkpoint / "ema.safetensors")
+    for source in (trained, checkpoint, tmp_path / "timm"):
+        model = build_model(**OTHER)
+        assert load_pretrained(model, str(source)) == f"starting from the weights of {source}"
+        assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mode", "size"), [(1, None, 1), (2, None, 1), (2, "1d", 2), (4, "2d", 4), (4, "2.5d", 4)]
+)
+def test_every_mode_starts_from_the_same(trained: Path, data: Path, gpus: int, mode: str, size: int, tmp_path) -> None:
+    """Without learning, the evaluation after a step is that of the weights which were started from."""
+    parallel = [] if mode is None else [f"TENSOR_PARALLEL_SIZE={size}", f"TENSOR_PARALLEL_MODE={mode}"]
+    settings = [f"INIT={trained}", "LEARNING_RATE=0", "MAX_STEPS=1", *parallel]
+    run_ranks(gpus, train, data, tmp_path / "run", *settings)
+    found, expected = read_metrics(tmp_path / "run")[-1], read_metrics(trained)[-1]
+    assert found["top1"] == expected["top1"]
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+def test_a_run_that_goes_on_does_not_start_again(saved: Path, data: Path, tmp_path: Path, capsys) -> None:
+    train(data, tmp_path / "run", f"INIT={saved}", "MAX_STEPS=4", "LEARNING_RATE=0")
+    first = newest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert f"starting from the weights of {saved}; a new head of 7 classes, not its 9" in capsys.readouterr().out
+    weights = load_file(first / "model.safetensors")
+    assert torch.equal(weights["blocks.0.attn.qkv.weight"], load_file(saved)["blocks.0.attn.qkv.weight"])
+    saved.unlink()
+    train(data, tmp_path / "run", "MAX_STEPS=5", "LEARNING_RATE=0")
+    assert "starting from the weights" not in capsys.readouterr().out
+    last = newest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert last.name == "step-00000005"
+    assert all(torch.equal(value, weights[name]) for name, value in load_file(last / "model.safetensors").items())
+    assert json.loads((last / "config.json").read_text())["config"]["INIT"] == str(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"patch_size": 4}, "its patches have 8 pixels a side, MODEL.patch_size=4: --set MODEL.patch_size=8"),
+        ({"width": 48}, "is of another architecture: .*load it with the MODEL it was trained with"),
+        ({"depth": 3}, "is of another architecture: blocks.2.norm1.weight missing"),
+        ({"pool": "avg"}, "is of another architecture: .*cls_token"),
+        ({"position": "sincos2d"}, "its position embedding was learned: --set MODEL.position=learned"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(saved: Path, change: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message) as raised:
+        load_pretrained(build_model(**OTHER | change), str(saved))
+    assert "\n" not in str(raised.value)
+
+
+class Code:
+    """Something that is no tensor."""
+
+
+def test_what_holds_no_weights_is_refused(tmp_path: Path) -> None:
+    torch.save({"model": {"a": torch.ones(1)}, "args": Code()}, tmp_path / "code.pth")
+    torch.save([torch.ones(1)], tmp_path / "list.pth")
+    torch.save({"epoch": 3, "weights": {"a": torch.ones(1)}}, tmp_path / "other.pth")
+    (tmp_path / "short.safetensors").write_bytes(b"12345678{")
+    (tmp_path / "text.pth").write_text("nothing")
+    (tmp_path / "empty").mkdir()
+    reads = "holds no weights that can be read"
+    for name, words in (
+        ("code.pth", reads),
+        ("short.safetensors", reads),
+        ("text.pth", reads),
+        ("empty", f"model.safetensors {reads}"),
+        ("missing.safetensors", f"{reads} \\(No such file"),
+        ("list.pth", "is no state_dict"),
+        ("other.pth", "is no state_dict"),
+    ):
+        with pytest.raises(UserError, match=words) as raised:
+            read_weights(str(tmp_path / name))
+        assert str(raised.value).startswith(f"INIT={tmp_path / name}: ")
+        assert "\n" not in str(raised.value)
+
+
+def test_ranks_refuse_together(saved: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="AgreedError: INIT=.*its patches have 8 pixels"):
+        run_ranks(2, train, data, tmp_path / "run", f"INIT={saved}", "MODEL.patch_size=4")

@@ -1,0 +1,160 @@
+"""Checkpoints on disk: whole or not there at all, checked when they are read, the old ones cleared away.
+
+checkpoints/step-00001234/
+    model.safetensors       parameters under timm's names
+    ema.safetensors         their moving averages, with EMA
+    optimizer.safetensors   `<state>/<parameter>`, e.g. `exp_avg/head.weight`
+    random.safetensors      `<rank>/<generator>`: states of every rank's random number generators
+    trainer.json            where the run stood
+    config.json             the run's own
+    metrics.jsonl           the run's own, so far
+    COMPLETE                written last: SHA-256 of the others, for `sha256sum -c COMPLETE` too
+checkpoints/best            symbolic link to the checkpoint of the best evaluation
+
+Nothing in it is code: reading a checkpoint runs none.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from common.checkpoint.model_state import MODEL, OPTIMIZER, Tensors
+from common.errors import UserError
+from common.files import sha256_of, sync
+
+RANDOM, TRAINER, CONFIG, METRICS = "random.safetensors", "trainer.json", "config.json", "metrics.jsonl"
+MARKER = "COMPLETE"
+BEST = "best"
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return where the checkpoint after ``step`` optimiser steps lies in ``folder``."""
+    return folder / f"step-{step:08d}"
+
+
+def write_checkpoint(path: Path, content: Mapping[str, Tensors | bytes]) -> None:
+    """Write the files of ``content`` as the checkpoint folder ``path``, in place of one that is there.
+
+    At any moment ``path`` is whole, as it was before, or not there. On OSError nothing of the new one is left.
+    """
+    partial, old = (path.with_name(f".{path.name}.{kind}") for kind in ("partial", "old"))
+    try:
+        put_back_old(path.parent)
+        for left in (partial, old):
+            shutil.rmtree(left, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for name, value in content.items():
+            _write(partial / name, value)
+        _write(partial / MARKER, "".join(f"{sha256_of(partial / name)}  {name}\n" for name in content).encode())
+        for name in content:  # save_file lets nobody else read
+            shutil.copymode(partial / MARKER, partial / name)
+        sync(partial)
+        if path.exists():
+            path.rename(old)
+        partial.rename(path)
+        sync(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        put_back_old(path.parent)
+        raise
+
+
+def _write(file: Path, value: Tensors | bytes) -> None:
+    if isinstance(value, bytes):
+        file.write_bytes(value)
+    else:
+        save_file(value, file)
+    sync(file)
+
+
+def put_back_old(folder: Path) -> None:
+    """Put checkpoints back whose replacement was interrupted."""
+    for old in folder.glob(".step-*.old"):
+        path = folder / old.name.removeprefix(".").removesuffix(".old")
+        if not path.exists():
+            old.rename(path)
+
+
+def find_fault(path: Path) -> str | None:
+    """Return what is wrong with the checkpoint folder ``path``, every byte of it checked; None if nothing is.
+
+    No code in it is run: who can write a file with a checksum to match can put anything there.
+    """
+    try:
+        lines = (path / MARKER).read_text().splitlines()
+        sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+        for name in (MODEL, OPTIMIZER, TRAINER, *sums):
+            if name not in sums:
+                return f"{MARKER} does not list {name}"
+            if sha256_of(path / name) != sums[name]:
+                return f"{name} has changed since it was written"
+            if fault := _find_format_fault(path / name):
+                return f"{name} cannot be read: {fault}"
+    except FileNotFoundError as error:
+        return f"it has no {Path(error.filename).name}"
+    except (OSError, UnicodeDecodeError) as error:
+        return str(error)
+    return None
+
+
+def _find_format_fault(file: Path) -> str | None:
+    """Return why a file whose checksum is right is still none of ours: written by another program, or a pickle."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt"):  # reads and checks the header
+                pass
+        elif file.suffix == ".json":
+            json.loads(file.read_text())
+    except (SafetensorError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in ``folder``, the newest first; their content is not checked."""
+    return sorted((path.parent for path in folder.glob(f"step-*/{MARKER}")), reverse=True)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the complete checkpoint of the highest step in ``folder``, or None; its content is not checked."""
+    return next(iter(list_checkpoints(folder)), None)
+
+
+def mark_best(path: Path) -> None:
+    """Let the link ``best`` beside ``path`` point to it."""
+    link = path.with_name(f".{BEST}.partial")
+    link.unlink(missing_ok=True)
+    link.symlink_to(path.name)
+    link.replace(path.with_name(BEST))
+
+
+def clear_old(folder: Path, keep: int) -> None:
+    """Remove all but the newest ``keep`` checkpoints and the best, and what interrupted writing has left."""
+    best = (folder / BEST).resolve()
+    old = [path for path in list_checkpoints(folder)[keep:] if path.resolve() != best]
+    for path in [*old, *folder.glob(".*.partial"), *folder.glob(".*.old")]:
+        # without its marker it no longer counts, should removing it be interrupted
+        (path / MARKER).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def load_model_state(path: Path, file: str = MODEL) -> dict[str, Tensor]:
+    """Return the parameters in the checkpoint folder ``path``, of ``file``, `MODEL` or `EMA`.
+
+    They load strictly into timm's model of that shape.
+    """
+    if not (path / MARKER).exists():
+        raise UserError(f"{path} is not a complete checkpoint: it has no {MARKER}")
+    return load_file(path / file)
+
+
+def load_trainer_state(path: Path) -> dict[str, Any]:
+    """Return what ``trainer.json`` of the checkpoint folder ``path`` says."""
+    return json.loads((path / TRAINER).read_text())

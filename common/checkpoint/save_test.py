@@ -1,0 +1,279 @@
+"""Checkpoints: saved in any parallel mode, continued in any other; and what is refused."""
+
+import multiprocessing
+import os
+import pickle
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+import common.checkpoint.save
+from common.checkpoint.model_state import copy_state, load_state
+from common.checkpoint.save import (
+    checkpoint_path,
+    clear_old,
+    find_fault,
+    list_checkpoints,
+    load_model_state,
+    load_trainer_state,
+    mark_best,
+    newest_checkpoint,
+    put_back_old,
+    write_checkpoint,
+)
+from common.errors import UserError
+from common.optim.build import build_optimizer
+from common.testing.parity_cases import (
+    ACCUMULATION,
+    CASES,
+    MAX_NORM,
+    OPTIMIZERS,
+    build_engine,
+    build_tiny_model,
+    fit,
+    micro_batches,
+)
+from common.testing.ranks import launched, run_ranks
+
+MODES = ["none", "1d-2", "2d-4", "2.5d-8", "3d-8"]
+BEFORE, AFTER = 2, 2  # optimiser steps
+BATCHES = list(micro_batches(BEFORE + AFTER))
+CUT = BEFORE * ACCUMULATION
+
+
+def config(case: str) -> dict:
+    return {"parallel": CASES[case][1], "clip_grad_norm": MAX_NORM, "gradient_accumulation": ACCUMULATION}
+
+
+def train_and_save(case: str, folder: Path) -> dict[str, list[float]]:
+    """Save after `BEFORE` steps with each optimiser; return the losses from there on."""
+    losses = {}
+    with launched(**config(case)):
+        for name in OPTIMIZERS:
+            model, optimizer, engine = build_engine(name)
+            fit(engine, BATCHES[:CUT])
+            state = copy_state(model, optimizer)
+            if torch.distributed.get_rank() == 0:
+                write_checkpoint(checkpoint_path(folder / case / name, BEFORE), state)
+            losses[name] = fit(engine, BATCHES[CUT:])
+    return losses
+
+
+def load_and_train(case: str, folder: Path) -> dict[tuple[str, str], list[float]]:
+    """Return the losses after a checkpoint of every mode, by mode and optimiser; the optimisers take turns."""
+    losses = {}
+    with launched(**config(case)):
+        for number, saved_in in enumerate(MODES):
+            name = list(OPTIMIZERS)[(MODES.index(case) + number) % len(OPTIMIZERS)]
+            model, optimizer, engine = build_engine(name)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            load_state(checkpoint_path(folder / saved_in / name, BEFORE), model, optimizer)
+            losses[saved_in, name] = fit(engine, BATCHES[CUT:])
+    return losses
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
+    """Checkpoints of every mode and optimiser, and the losses of the runs without tensor parallelism that went on."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    uninterrupted = {case: run_ranks(CASES[case][0], train_and_save, case, folder)[0] for case in MODES}
+    return folder, uninterrupted["none"]
+
+
+@pytest.mark.parametrize("case", MODES)
+def test_any_mode_goes_on_from_any_other(case: str, saved: tuple[Path, dict[str, list[float]]]) -> None:
+    folder, uninterrupted = saved
+    for losses in run_ranks(CASES[case][0], load_and_train, case, folder):
+        assert len(losses) == len(MODES)
+        for (saved_in, name), values in losses.items():
+            assert values == pytest.approx(uninterrupted[name], rel=1e-5), (saved_in, name)
+
+
+@pytest.mark.parametrize("case", MODES[1:])
+def test_files_are_the_same_in_every_mode(case: str, saved: tuple[Path, dict[str, list[float]]]) -> None:
+    folder, _ = saved
+    for name in OPTIMIZERS:
+        ours, plain = (load_model_state(folder / mode / name / f"step-{BEFORE:08d}") for mode in (case, "none"))
+        assert {key: tensor.shape for key, tensor in ours.items()} == {key: t.shape for key, t in plain.items()}
+        for key, tensor in plain.items():
+            if not key.endswith("qkv.bias"):  # whose keys' part follows from rounding alone
+                torch.testing.assert_close(ours[key], tensor, rtol=1e-4, atol=1e-5)
+
+
+def small_checkpoint(folder: Path, model: nn.Module) -> Path:
+    path = checkpoint_path(folder, 7)
+    write_checkpoint(path, copy_state(model, build_optimizer(model)) | {"trainer.json": b"{}"})
+    return path
+
+
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    path = small_checkpoint(tmp_path, build_tiny_model())
+    model = build_tiny_model(num_classes=9, pool="avg")
+    with pytest.raises(UserError) as caught:
+        load_state(path, model, build_optimizer(model))
+    message = str(caught.value)
+    assert message.startswith(f"{path} is of another architecture: ")
+    assert "cls_token [1, 1, 32] (model: none)" in message
+    assert "head.weight [8, 32] (model: [9, 32])" in message
+    assert "\n" not in message
+
+
+def test_a_long_list_of_differences_is_cut_short(tmp_path: Path) -> None:
+    path = small_checkpoint(tmp_path, build_tiny_model())
+    model = build_tiny_model(width=16)
+    with pytest.raises(UserError, match=r"pos_embed .*, and \d+ more; load it with the MODEL it was trained with"):
+        load_state(path, model, build_optimizer(model))
+
+
+def test_an_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = small_checkpoint(tmp_path, build_tiny_model())
+    assert newest_checkpoint(tmp_path) == path
+    (path / "COMPLETE").unlink()
+    assert newest_checkpoint(tmp_path) is None
+    with pytest.raises(UserError, match="is not a complete checkpoint: it has no COMPLETE"):
+        load_model_state(path)
+
+
+def write_small(path: Path, value: float = 0.0) -> Path:
+    tensors = {"weight": torch.full((1000,), value)}
+    files = {"model.safetensors": tensors, "optimizer.safetensors": tensors, "trainer.json": b"{}"}
+    write_checkpoint(path, files)
+    return path
+
+
+def value_of(path: Path) -> float:
+    assert find_fault(path) is None
+    return load_model_state(path)["weight"][0].item()
+
+
+def test_the_sums_are_those_of_sha256sum(tmp_path: Path) -> None:
+    path = write_small(tmp_path / "step-00000001")
+    subprocess.run(["sha256sum", "--check", "--strict", "COMPLETE"], cwd=path, check=True, capture_output=True)
+
+
+def test_who_may_read_is_as_for_any_new_file(tmp_path: Path) -> None:
+    path = write_small(tmp_path / "step-00000001")
+    (tmp_path / "new").touch()
+    assert {file.stat().st_mode for file in path.iterdir()} == {(tmp_path / "new").stat().st_mode}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
+def test_a_foreign_file_with_a_checksum_to_match_is_found(tmp_path: Path, name: str) -> None:
+    tensors = {"weight": torch.zeros(1000)}
+    files = {"model.safetensors": tensors, "optimizer.safetensors": tensors, "trainer.json": b"{}"}
+    path = tmp_path / "step-00000001"
+    write_checkpoint(path, files | {name: pickle.dumps({"weight": 0.0})})
+    assert find_fault(path).startswith(f"{name} cannot be read: ")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
+def test_damage_is_found(tmp_path: Path, name: str) -> None:
+    path = write_small(tmp_path / "step-00000001")
+    file = path / name
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    assert find_fault(path) == f"{name} has changed since it was written"
+    file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    assert find_fault(path) == f"{name} has changed since it was written"
+    file.unlink()
+    assert find_fault(path) == f"it has no {name}"
+    file.write_bytes(content)
+    assert find_fault(path) is None
+
+
+def test_a_damaged_marker_is_found(tmp_path: Path) -> None:
+    path = write_small(tmp_path / "step-00000001")
+    marker = path / "COMPLETE"
+    for content in (b"", marker.read_bytes()[:80], b"\xff\xfe"):
+        marker.write_bytes(content)
+        assert find_fault(path)
+    marker.unlink()
+    assert find_fault(path) == "it has no COMPLETE"
+
+
+def write_and_die(path: Path, value: float, calls: int) -> bool:
+    """Write in a process that ends at its ``calls``-th call that changes the disk; return whether it did."""
+
+    def counted(function: Callable) -> Callable:
+        def count(*args: object, **options: object) -> object:
+            nonlocal calls
+            calls -= 1
+            return function(*args, **options) if calls else os._exit(9)
+
+        return count
+
+    def write() -> None:
+        for owner, name in [(Path, "mkdir"), (Path, "rename"), (Path, "write_bytes")]:
+            setattr(owner, name, counted(getattr(owner, name)))
+        common.checkpoint.save.sync = counted(common.checkpoint.save.sync)
+        common.checkpoint.save.save_file = counted(common.checkpoint.save.save_file)
+        write_small(path, value)
+
+    process = multiprocessing.get_context("fork").Process(target=write)
+    process.start()
+    process.join()
+    assert process.exitcode in (0, 9)
+    return process.exitcode == 9
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12, with threads around
+def test_killed_anywhere_the_old_or_the_new_checkpoint_is_there(tmp_path: Path) -> None:
+    path, seen, calls = tmp_path / "step-00000001", [], 1
+    write_small(path, 1.0)
+    while write_and_die(path, 2.0, calls):
+        put_back_old(tmp_path)
+        seen.append(value_of(path))
+        write_small(path, 1.0)
+        calls += 1
+    assert value_of(path) == 2.0
+    assert seen == [1.0] * (len(seen) - 1) + [2.0]  # dies before the new one is in its place, but for the last call
+    assert len(seen) > 10
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        path = write_small(checkpoint_path(tmp_path, step))
+        if step == 2:
+            mark_best(path)
+        (tmp_path / ".step-00000099.partial").mkdir()
+        clear_old(tmp_path, keep=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == [f"step-0000000{step}" for step in (6, 5, 2)]
+    assert (tmp_path / "best").resolve() == checkpoint_path(tmp_path, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"best", "step-00000002", "step-00000005", "step-00000006"}
+    mark_best(path)
+    clear_old(tmp_path, keep=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000006"]
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    path = write_small(tmp_path / "step-00000001", 1.0)
+    with pytest.raises(ValueError, match="expected torch.Tensor"):
+        write_checkpoint(path, {"model.safetensors": {"weight": "no tensor"}})
+    assert value_of(path) == 1.0
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
+    """Whatever a checkpoint's files hold, reading them runs none of it."""
+
+    class Attack:
+        def __reduce__(self) -> tuple:
+            return (Path.touch, (tmp_path / "executed",))
+
+    path = write_small(tmp_path / "step-00000001")
+    for name in ("model.safetensors", "optimizer.safetensors", "trainer.json"):
+        (path / name).write_bytes(pickle.dumps({"weight": Attack()}))
+    torch.save({"weight": Attack()}, path / "model.safetensors")
+    assert find_fault(path)
+    with pytest.raises(SafetensorError):
+        load_model_state(path)
+    with pytest.raises(UnicodeDecodeError):
+        load_trainer_state(path)
+    assert not (tmp_path / "executed").exists()

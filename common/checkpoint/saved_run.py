@@ -1,0 +1,143 @@
+"""What a run left, or has left so far: its config, the checkpoint to use, and the model in it."""
+
+import argparse
+import importlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from common.checkpoint.model_state import EMA, MODEL
+from common.checkpoint.save import BEST, CONFIG, MARKER, load_model_state, load_trainer_state, newest_checkpoint
+from common.config.load import restore_config
+from common.errors import UserError
+from common.metrics.writers import Record, read_metrics
+from common.model.vit import build_model
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A checkpoint and the run it is of.
+
+    ``folder`` is the run's, or of a checkpoint that was copied elsewhere the one that holds it. ``chosen`` says why
+    this checkpoint. ``weights`` is the file that is used: their moving average's, where there is one. ``config`` is
+    resolved; ``about`` is the whole of config.json.
+    """
+
+    folder: Path
+    checkpoint: Path
+    chosen: str
+    config: dict[str, Any]
+    about: dict[str, Any]
+    weights: str = MODEL
+
+    @property
+    def batch(self) -> int:
+        """The samples that a process evaluates at once: as many as in training, unless ``MICRO_BATCH_SIZE`` is set."""
+        return self.config["MICRO_BATCH_SIZE"] or self.about["plan"]["micro_batch"]
+
+    @property
+    def class_names(self) -> list[str]:
+        """A name for every output of the model; the number of those that the data set had no name for."""
+        names = self.about["data"]["class_names"]
+        return names + [str(label) for label in range(len(names), self.config["MODEL"]["num_classes"])]
+
+    @property
+    def step(self) -> int:
+        """The optimiser steps after which the checkpoint was saved."""
+        return load_trainer_state(self.checkpoint)["trainer"]["step"]
+
+    @property
+    def evaluation(self) -> Record | None:
+        """What training measured on the evaluation set with these weights, if it did."""
+        if self.weights == MODEL and (self.checkpoint / EMA).is_file():
+            return None
+        records = read_metrics(self.checkpoint)
+        return next((record for record in records if record["kind"] == "eval" and record["step"] == self.step), None)
+
+    def load_model(self) -> nn.Module:
+        """Return the model, whole whatever the parallel mode it was trained in, with the checkpoint's weights."""
+        model = build_model(**self.config["MODEL"])
+        try:
+            model.load_state_dict(self.load_weights())
+        except RuntimeError as error:
+            raise self._damage(error) from error
+        return model.eval()
+
+    def load_weights(self) -> dict[str, Tensor]:
+        """Return the parameters of `load_model` by name."""
+        try:
+            return load_model_state(self.checkpoint, self.weights)
+        except SafetensorError as error:
+            raise self._damage(error) from error
+
+    def _damage(self, error: Exception) -> UserError:
+        reason = str(error).splitlines()[0]
+        return UserError(f"{self.checkpoint}: damaged, or not of its config.json's model: {reason}")
+
+    def import_loaders(self) -> ModuleType:
+        """Return the task's module of loaders, of which config.json holds the name.
+
+        It has ``describe_data``, ``build_eval_loader`` and ``build_eval_crop``. The name, not an import, because the
+        tasks build on ``common``, which knows none of them.
+        """
+        name = self.about["data"]["loaders"]
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            raise UserError(f"{self.folder}: config.json: data.loaders={name!r} does not import: {error}") from error
+
+
+def build_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """Return the parser of a command whose first argument is what `open_run` opens."""
+    parser = argparse.ArgumentParser(
+        program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN_OR_CHECKPOINT", help="a run's folder, or one in its checkpoints/")
+    parser.add_argument("--raw", action="store_true", help="use the weights themselves where EMA averaged them")
+    parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
+    return parser
+
+
+def open_run(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> SavedRun:
+    """Open a run's folder or one checkpoint's, with ``settings`` (``KEY=VALUE``) applied to its config.
+
+    Of a run it takes ``checkpoints/best`` where there is one, else the newest complete checkpoint. ``raw`` asks for the
+    weights themselves, where the checkpoint has their moving average too. Raises `UserError`
+    for anything else.
+    """
+    path = Path(name).resolve()  # checkpoints/best is a link
+    if (path / MARKER).is_file():
+        return _open_checkpoint(path, "named", settings, raw)
+    if not (path / CONFIG).is_file():
+        raise UserError(
+            f"{name}: neither a run (it has no config.json) nor a checkpoint (no {MARKER}): name outputs/<run>, or a "
+            "folder in its checkpoints/"
+        )
+    folder = path / "checkpoints"
+    if (folder / BEST / MARKER).is_file():
+        return _open_checkpoint((folder / BEST).resolve(), "the best", settings, raw)
+    newest = newest_checkpoint(folder)
+    if newest is None:
+        raise UserError(f"{name}: no complete checkpoint in {folder}: wait until the run has saved one")
+    return _open_checkpoint(newest, "the newest", settings, raw)
+
+
+def _open_checkpoint(checkpoint: Path, chosen: str, settings: Sequence[str], raw: bool) -> SavedRun:
+    run, file = checkpoint.parent.parent, checkpoint / CONFIG
+    try:
+        about = json.loads(file.read_text())
+        config = restore_config(about["config"], settings, where=str(file))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{file}: not what a run writes ({type(error).__name__}: {error}): restore it") from error
+    folder = run if (run / CONFIG).is_file() else checkpoint.parent
+    if raw or not (checkpoint / EMA).is_file():
+        return SavedRun(folder, checkpoint, chosen, config, about)
+    return SavedRun(folder, checkpoint, f"{chosen}; moving average of the weights", config, about, EMA)

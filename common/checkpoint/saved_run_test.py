@@ -1,0 +1,143 @@
+"""What a run left: which checkpoint is taken, and what is told of anything else."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from timm.models.vision_transformer import VisionTransformer
+
+from common.checkpoint.saved_run import open_run
+from common.colossal import AMP_TYPE
+from common.config.model_arguments import timm_arguments
+from common.errors import UserError
+from common.metrics.writers import read_metrics
+from common.testing.ranks import run_ranks
+from common.testing.tiny_task import MODEL, NAMES, train, write_images
+from common.tools import evaluate
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("task")
+    return train(write_images(folder / "data"), folder / "run", "fp16.mode=AMP_TYPE.TORCH")
+
+
+@pytest.fixture
+def run(trained, tmp_path) -> Path:
+    return shutil.copytree(trained, tmp_path / "run", symlinks=True)
+
+
+def test_a_run_is_its_newest_checkpoint_unless_there_is_a_best(run):
+    checkpoints = run / "checkpoints"
+    (checkpoints / "best").unlink()
+    shutil.copytree(checkpoints / "step-00000010", checkpoints / "step-00000004")
+    (checkpoints / "step-00000011").mkdir()  # not complete
+    assert (open_run(str(run)).checkpoint, open_run(str(run)).chosen) == (checkpoints / "step-00000010", "the newest")
+    (checkpoints / "best").symlink_to("step-00000004")
+    for name in (run, checkpoints / "best", checkpoints / "step-00000004"):
+        opened = open_run(str(name))
+        assert (opened.checkpoint, opened.folder) == (checkpoints / "step-00000004", run)
+    assert open_run(str(run)).chosen == "the best"
+
+
+def test_the_averages_are_used_unless_the_weights_themselves_are_asked_for(trained, tmp_path):
+    root = open_run(str(trained)).config["DATA"]["root"]
+    run = train(root, tmp_path / "run", "EMA=0.9")
+    averaged, raw = open_run(str(run)), open_run(str(run), raw=True)
+    assert averaged.chosen == "the best; moving average of the weights"
+    for opened, file in ((averaged, "ema.safetensors"), (raw, "model.safetensors")):
+        expected = load_file(opened.checkpoint / file)
+        assert all(torch.equal(p, expected[name]) for name, p in opened.load_model().named_parameters())
+    assert not torch.equal(averaged.load_weights()["head.weight"], raw.load_weights()["head.weight"])
+    assert averaged.evaluation == read_metrics(run)[-1]
+    assert raw.evaluation is None
+    evaluate.main([str(run)])
+    (file,) = run.glob("evaluation/*/evaluation.json")
+    measured, last = json.loads(file.read_text()), read_metrics(run)[-1]
+    assert measured.items() >= {name: last[name] for name in ("top1", "top5", "samples")}.items()
+    assert measured["loss"] == pytest.approx(last["loss"], rel=1e-6)
+    assert measured["weights"] == "ema.safetensors"
+    evaluate.main([str(run), "--raw"])
+    assert json.loads(file.read_text())["loss"] != pytest.approx(last["loss"], rel=1e-4)
+
+
+def test_the_config_comes_back_as_it_was(trained):
+    opened = open_run(str(trained), ["MICRO_BATCH_SIZE=5", "DATA.eval_crop=1.0"])
+    assert opened.config["fp16"] == {"mode": AMP_TYPE.TORCH}
+    assert opened.config["DATA"]["crop_scale"] == (0.08, 1.0)
+    assert (opened.batch, opened.config["DATA"]["eval_crop"]) == (5, 1.0)
+    assert open_run(str(trained)).batch == 14
+    assert opened.class_names == list(NAMES)
+    assert opened.evaluation == read_metrics(trained)[-1]
+
+
+def test_the_model_is_timms_of_the_same_weights(trained):
+    opened = open_run(str(trained))
+    reference = VisionTransformer(**timm_arguments(**MODEL, num_classes=7)).eval()
+    reference.load_state_dict(load_file(opened.checkpoint / "model.safetensors"))
+    images = torch.randn(3, 3, 16, 16)
+    torch.testing.assert_close(opened.load_model()(images), reference(images))
+
+
+def test_a_checkpoint_that_was_copied_elsewhere_is_whole(run, tmp_path):
+    copy = shutil.copytree(run / "checkpoints" / "step-00000010", tmp_path / "elsewhere" / "vit")
+    opened = open_run(str(copy))
+    assert opened.folder == copy.parent
+    assert opened.evaluation == read_metrics(run)[-1]
+
+
+def damage(run: Path, kind: str) -> Path:
+    checkpoint = run / "checkpoints" / "step-00000010"
+    config = checkpoint / "config.json"
+    about = json.loads(config.read_text())
+    if kind == "no run":
+        (run / "config.json").unlink()
+    elif kind == "no checkpoint":
+        (checkpoint / "COMPLETE").unlink()
+    elif kind == "no JSON":
+        config.write_text("{")
+    elif kind == "other JSON":
+        config.write_text("[]")
+    elif kind == "unknown key":
+        config.write_text(json.dumps(about | {"config": about["config"] | {"SPEED": 1}}))
+    elif kind == "other model":
+        about["config"]["MODEL"]["depth"] = 3
+        config.write_text(json.dumps(about))
+    elif kind == "cut short":
+        weights = checkpoint / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("no run", "neither a run (it has no config.json) nor a checkpoint (no COMPLETE)"),
+        ("no checkpoint", "no complete checkpoint in"),
+        ("no JSON", "not what a run writes (JSONDecodeError"),
+        ("other JSON", "not what a run writes (TypeError"),
+        ("unknown key", "unknown key SPEED"),
+        ("other model", "damaged, or not of its config.json's model"),
+        ("cut short", "damaged, or not of its config.json's model"),
+    ],
+)
+def test_anything_else_is_refused_in_one_line(run, kind, words):
+    name = str(damage(run, kind))
+    with pytest.raises(UserError) as error:
+        open_run(name).load_model()
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+    assert str(run) in str(error.value)
+
+
+def test_a_run_in_two_pieces_is_evaluated_in_one(trained, tmp_path):
+    """A model that was cut over two ranks for training is the same whole."""
+    data = open_run(str(trained)).config["DATA"]["root"]
+    run_ranks(2, train, data, tmp_path / "cut", "TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d")
+    evaluate.main([str(tmp_path / "cut")])
+    measured = json.loads((tmp_path / "cut" / "evaluation" / "step-00000010" / "evaluation.json").read_text())
+    last = read_metrics(tmp_path / "cut")[-1]
+    assert (measured["top1"], measured["samples"]) == (last["top1"], last["samples"])

@@ -1,0 +1,141 @@
+"""What a process says that it does; its stacks where it makes no progress; who is heard."""
+
+import faulthandler
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from common.colossal import BaseHook, Trainer, WatchHook, initialize
+from common.colossal import heartbeat as watch
+from common.colossal.heartbeat import Watch, beat_of, doing, patience_of
+from common.testing.ranks import launched
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Listener(BaseHook):
+    """Writes down what the process says that it does when a hook is called."""
+
+    def __init__(self) -> None:
+        super().__init__(priority=1)
+        self.heard: list[str] = []
+
+    def __getattribute__(self, name: str) -> object:
+        if name.startswith(("before_", "after_")):
+            return lambda *_: self.heard.append(watch._doing)
+        return super().__getattribute__(name)
+
+
+def test_the_hook_says_where_training_is() -> None:
+    batch = torch.ones(2, 3), torch.zeros(2, dtype=torch.long)
+    listener = Listener()
+    doing("starting")
+    with launched():
+        model = nn.Linear(3, 2)
+        model.register_forward_hook(lambda *_: listener.heard.append(watch._doing))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, train, test, _ = initialize(model, optimizer, nn.CrossEntropyLoss(), [batch] * 2, [batch])
+        Trainer(engine).fit(train, 1, test_dataloader=test, hooks=[WatchHook(), listener])
+    steps = [
+        f"step {n}: {what}" for n in (1, 2) for what in ("waiting for data", "forward and backward", "hooks after it")
+    ]
+    assert list(dict.fromkeys(listener.heard)) == [
+        "starting",
+        *steps,
+        *(f"evaluating after step 2: {what}" for what in ("waiting for data", "forward", "adding up")),
+        "ending",
+    ]
+
+
+@pytest.mark.parametrize("timeout", [1, 20, 600, 1e5])
+def test_a_loss_is_named_within_the_timeout(timeout: float) -> None:
+    beats = watch.HANGING + watch.LEAVING
+    assert 0.8 * timeout <= patience_of(timeout) < timeout - beats * beat_of(timeout)
+    assert patience_of(1e5) > 0.99e5
+
+
+def test_a_process_without_progress_prints_its_stacks() -> None:
+    code = """
+import time
+from common.colossal.heartbeat import Watch, doing
+watch = Watch(0, 1, timeout=1.0)
+watch.start(None, "")
+def busy():
+    for _ in range(20):
+        doing("something")
+        time.sleep(0.1)
+def stuck():
+    time.sleep(1.5)
+busy()
+stuck()
+watch.close()
+"""
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    assert answer.stderr.count("Timeout (0:00:01)!") == 1
+    assert "in stuck" in answer.stderr
+    assert "in busy" not in answer.stderr
+
+
+def test_who_stood_still_itself_does_not_blame_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank1, exchanges = Watch(1, 2, timeout=4.0), []
+
+    def exchange(until: float) -> None:
+        exchanges.append(until)
+        clock.now = until if len(exchanges) > 1 else until + 100  # suspended for 100 s in the first beat
+        if len(exchanges) == 5:
+            rank1.closing.set()
+
+    clock = type("Clock", (), {"now": 0.0, "monotonic": lambda self: self.now})()
+    monkeypatch.setattr(watch, "time", clock)
+    monkeypatch.setattr(rank1, "_exchange", exchange)
+    rank1.socket, rank1.heard = socket.socket(), {0: (0.0, "step 1", "running")}
+    rank1._run()
+    faulthandler.cancel_dump_traceback_later()
+    assert len(exchanges) == 5
+    assert rank1.verdict is None
+
+
+def test_strangers_are_not_heard() -> None:
+    store, rank0 = dist.HashStore(), Watch(0, 2, timeout=600.0)
+    rank0.start(store, "127.0.0.1")
+    try:
+        place = json.loads(store.get("watch"))
+        words = {"token": place["token"], "rank": 1, "doing": "mine", "state": "running", "verdict": None}
+        strange = [
+            b"",
+            b"\xff",
+            b"{}",
+            b"[]",
+            b"7",
+            json.dumps(words | {"token": "guessed", "doing": "theirs"}).encode(),
+        ]
+        strange += [json.dumps(words | {"rank": rank, "doing": "theirs"}).encode() for rank in (2, -1, "x", [])]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
+            peer.settimeout(5)
+            peer.connect(("127.0.0.1", place["port"]))
+            for message in strange:
+                peer.send(message)
+            peer.send(json.dumps(words).encode())
+            assert json.loads(peer.recv(4096))["rank"] == 0
+            assert rank0.heard[1][1:] == ("mine", "running")
+            peer.send(json.dumps(words | {"state": "ended"}).encode())
+            peer.recv(4096)
+    finally:
+        started = time.monotonic()
+        rank0.close()
+    assert time.monotonic() - started < 5  # a rank that is missed is waited for 10 s

@@ -1,0 +1,77 @@
+"""Accumulating, clipping and updating, against torch's own functions; and the faults of the wrappers replaced."""
+
+import pytest
+import torch
+from colossalai.interface import OptimizerWrapper
+from colossalai.legacy.engine.gradient_accumulation import GradAccumOptimizer
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from common.colossal.step_optimizer import StepOptimizer
+
+MAX_NORM = 0.2
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer, list[Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    return model, torch.optim.SGD(model.parameters(), lr=0.5), [torch.randn(6, 4), torch.randn(6, 4)]
+
+
+def drive(wrapper: OptimizerWrapper, model: nn.Module, batches: list[Tensor], max_norm: float) -> None:
+    """Call what upstream's engine calls for every micro-batch."""
+    for batch in batches:
+        wrapper.zero_grad()
+        wrapper.backward(model(batch).square().mean())
+        wrapper.clip_grad_by_norm(max_norm)
+        wrapper.step()
+
+
+def weights(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def torch_step(max_norm: float) -> tuple[Tensor, Tensor]:
+    """Return the weights and the norm after one plain step of torch's on both batches together."""
+    model, optimizer, batches = build()
+    model(torch.cat(batches)).square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+    optimizer.step()
+    return weights(model), norm
+
+
+@pytest.mark.parametrize("max_norm", [0.0, MAX_NORM, 1e3])
+@pytest.mark.parametrize("scaler", [None, GradScaler("cpu", init_scale=2.0**10)])
+def test_one_step_of_two_micro_batches(max_norm: float, scaler: GradScaler | None) -> None:
+    expected, norm = torch_step(max_norm)
+    model, optimizer, batches = build()
+    step_optimizer = StepOptimizer(optimizer, 2, scaler)
+    drive(step_optimizer, model, batches, max_norm)
+    torch.testing.assert_close(weights(model), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(step_optimizer.grad_norm, norm, rtol=1e-6, atol=0)
+    assert norm > MAX_NORM  # so that clipping was needed
+    assert step_optimizer.accumulated == 0
+
+
+def test_nothing_moves_before_the_last_micro_batch() -> None:
+    model, optimizer, batches = build()
+    before = weights(model)
+    step_optimizer = StepOptimizer(optimizer, 3)
+    drive(step_optimizer, model, batches, MAX_NORM)
+    assert torch.equal(weights(model), before)
+    assert step_optimizer.completes_step
+    assert step_optimizer.grad_norm is None
+
+
+def test_upstream_does_not_train_without_clipping() -> None:
+    model, optimizer, batches = build()
+    before = weights(model)
+    drive(OptimizerWrapper(optimizer), model, batches, 0.0)
+    assert torch.equal(weights(model), before)
+
+
+def test_upstream_clips_partial_sums() -> None:
+    expected, _ = torch_step(MAX_NORM)
+    model, optimizer, batches = build()
+    drive(GradAccumOptimizer(OptimizerWrapper(optimizer), 2, model), model, batches, MAX_NORM)
+    assert (weights(model) - expected).abs().max() > 1e-3

@@ -1,0 +1,61 @@
+"""Passes of whole optimiser steps, over loaders of every kind."""
+
+from collections.abc import Iterator
+
+import pytest
+from colossalai.legacy.engine.gradient_accumulation import GradAccumDataloader
+
+from common.colossal.whole_steps import WholeSteps
+
+
+class OneShot:
+    """An iterator that has to be reset before another pass, as DALI's."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches, self.position, self.handed_out = batches, 0, 0
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self.position == self.batches:
+            raise StopIteration
+        self.position += 1
+        self.handed_out += 1
+        return self.position
+
+    def reset(self) -> None:
+        self.position = 0
+
+
+class Endless(OneShot):
+    def __next__(self) -> int:
+        assert self.handed_out < 100, "read far beyond the pass"
+        self.position += 1
+        self.handed_out += 1
+        return self.position
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("loader", [list(range(1, 9)), OneShot(8), Endless(8)])
+def test_every_pass_is_whole(loader: list | OneShot, accumulation: int) -> None:
+    steps = WholeSteps(loader, accumulation)
+    expected = list(range(1, 9 if accumulation == 1 else 7))
+    assert len(steps) == len(expected)
+    if isinstance(loader, OneShot):
+        loader.reset()
+    assert [list(steps), list(steps)] == [expected, expected]
+
+
+def test_nothing_is_read_in_vain() -> None:
+    loader = OneShot(8)
+    list(WholeSteps(loader, 3))
+    assert loader.handed_out == 6
+
+
+def test_upstream_reads_on_for_ever() -> None:
+    with pytest.raises(AssertionError, match="read far beyond"):
+        list(GradAccumDataloader(Endless(8), 3))

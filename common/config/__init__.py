@@ -1,0 +1,1 @@
+"""Config files: loading, the schema, the batch plan."""

@@ -1,0 +1,1 @@
+"""Samplers, crops, augmentation and loaders that the tasks share."""

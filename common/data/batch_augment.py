@@ -1,0 +1,93 @@
+"""What is done to whole training batches on their device: random erasing, then Mixup or CutMix."""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.data.crops import UNIFORMS_PER_SAMPLE as UNIFORMS_PER_CROP
+from common.data.crops import RandomCrop
+from common.data.loader import Loader
+from common.data.mixup import cut_and_paste, mix
+from common.data.sampling import ERASING, sample_uniforms
+from common.errors import UserError
+
+# share of the area and width / height of what is erased, as torchvision's and timm's
+ERASED = RandomCrop(scale=(0.02, 1 / 3), ratio=(0.3, 3.3), flip=False)
+UNIFORMS_PER_SAMPLE = UNIFORMS_PER_CROP + 1
+
+
+class BatchAugment:
+    """Erase from the images of a training loader, then blend them with one another, in place.
+
+    ``erasing`` is the probability that a rectangle of an image is set to 0, the mean colour (arXiv 1708.04896).
+    ``mixup`` and ``cutmix`` are the alphas of the Beta distributions that the share of the first image is drawn from,
+    once a micro-batch; if both are above 0, each is for half of the micro-batches, as in timm. The labels of images
+    that were blended become the arguments of `MixupLoss` beside the logits. With 0 throughout all stays as it is.
+
+    All of it is a pure function of ``seed`` and the loader's position, blending of the rank too: a resumed run draws
+    what the uninterrupted one would have.
+    """
+
+    def __init__(self, loader: Loader, *, mixup: float, cutmix: float, erasing: float, seed: int) -> None:
+        for name, value in (("MIXUP", mixup), ("CUTMIX", cutmix)):
+            if not value >= 0:
+                raise UserError(f"{name}={value} must be at least 0, which turns it off")
+        if not 0 <= erasing <= 1:
+            raise UserError(f"ERASING={erasing} is a probability: it must be from 0 to 1")
+        self.loader, self.mixup, self.cutmix, self.erasing, self.seed = loader, mixup, cutmix, erasing, seed
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor | dict[str, Tensor]]]:
+        batches = iter(self.loader)
+        start = self.loader.state_dict()
+        first = start["samples"] // self.loader.sampler.stride
+        for number, (images, labels) in enumerate(batches, first):
+            if self.erasing:
+                self._erase(images, start["epoch"], number)
+            yield self._blend(images, labels, start["epoch"], number)
+
+    def state_dict(self) -> dict[str, int]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.loader.load_state_dict(state)
+
+    def close(self) -> None:
+        self.loader.close()
+
+    def _erase(self, images: Tensor, epoch: int, number: int) -> None:
+        step, row = self.loader.sampler.place(number)
+        uniforms = sample_uniforms(self.seed, epoch, step, row, len(images), UNIFORMS_PER_SAMPLE, ERASING)
+        erase(images, uniforms, self.erasing)
+
+    def _blend(
+        self, images: Tensor, labels: Tensor, epoch: int, number: int
+    ) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
+        if not (self.mixup or self.cutmix):
+            return images, labels
+        random = np.random.default_rng([self.seed, epoch, number, self.loader.sampler.dp_rank])
+        choice, *center = random.random(3)
+        cuts = choice < 0.5 if self.mixup and self.cutmix else bool(self.cutmix)
+        if cuts:
+            return cut_and_paste(images, labels, random.beta(self.cutmix, self.cutmix), tuple(center))
+        return mix(images, labels, random.beta(self.mixup, self.mixup))
+
+
+def erase(images: Tensor, uniforms: np.ndarray, probability: float) -> None:
+    """Set a rectangle of some of `images` [B, 3, Y, X] to 0, as ``uniforms`` [B, `UNIFORMS_PER_SAMPLE`] say."""
+    batch, _, height, width = images.shape
+    crops = ERASED(np.full(batch, height), np.full(batch, width), uniforms)
+    erased = uniforms[:, UNIFORMS_PER_CROP] < probability
+    start_B2, stop_B2 = (
+        torch.from_numpy(corner).to(images.device, non_blocking=True)
+        for corner in (crops.start, np.where(erased[:, None], crops.start + crops.shape, 0))
+    )
+    rows_BY, columns_BX = (
+        (start_B2[:, [dim]] <= place) & (place < stop_B2[:, [dim]])
+        for dim, place in enumerate(torch.arange(size, device=images.device) for size in (height, width))
+    )
+    images.masked_fill_((rows_BY[:, :, None] & columns_BX[:, None])[:, None], 0)

@@ -1,0 +1,40 @@
+import pytest
+
+from common.data.corrupt_images import NAMED, BadImages, join_some, reason_of
+from common.errors import UserError
+
+
+def test_each_image_is_named_once_and_not_more_than_twenty(capsys):
+    bad = BadImages(10_000)
+    bad.add(["a", "b", "a"])
+    assert capsys.readouterr().err == "left out: a\nleft out: b\n"
+    bad.start_pass()
+    bad.add(["b", *(str(number) for number in range(30))])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == NAMED - 2
+    assert lines[0] == "left out: 0"
+    assert lines[-1] == "left out: 17; more will not be named"
+    assert bad.count == 31
+
+
+def test_the_share_is_that_of_one_pass():
+    bad = BadImages(200)
+    for _ in range(3):
+        bad.start_pass()
+        bad.add(["a", "b"])
+    with pytest.raises(UserError, match="c; with it 3 of the 200 images .* are bad, more than 1%"):
+        bad.add(["c"])
+
+
+def test_a_reason_is_one_line_and_the_same_each_time():
+    assert (
+        reason_of(ValueError("cannot identify image file <_io.BytesIO object at 0x7f>")) == "cannot identify image file"
+    )
+    assert reason_of(OSError("broken\n  data")) == "broken data"
+    assert reason_of(KeyError()) == "KeyError"
+
+
+def test_join_some():
+    assert join_some([]) == ""
+    assert join_some(["a", "b"]) == "a, b"
+    assert join_some([str(number) for number in range(1007)], 2) == "0, 1 and 1,005 more"

@@ -1,0 +1,97 @@
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms import functional as F
+
+from common.data.crops import UNIFORMS_PER_SAMPLE, CenterCrop, Crops, RandomCrop
+from common.data.sampling import sample_uniforms
+
+DRAWS = 4000
+
+
+def random_crops(height: int, width: int, crop: RandomCrop | None = None, draws: int = DRAWS) -> Crops:
+    uniforms = sample_uniforms(seed=0, epoch=0, step=0, row=0, rows=draws, count=UNIFORMS_PER_SAMPLE)
+    return (crop or RandomCrop())(np.full(draws, height), np.full(draws, width), uniforms)
+
+
+# the last two fall back to the central crop often and always
+@pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 334), (100, 300), (40, 900)])
+def test_crops_are_distributed_as_those_of_torchvision(height, width):
+    crops = random_crops(height, width)
+    (top, left), (h, w) = crops.start.T.astype(float), crops.shape.T.astype(float)
+    torch.manual_seed(0)
+    image = torch.empty(1, height, width)
+    params = [RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3)) for _ in range(DRAWS)]
+    their_top, their_left, their_h, their_w = np.array(params, float).T
+    levels = np.linspace(0.05, 0.95, 19)
+    for ours, theirs, span in [
+        (h * w, their_h * their_w, height * width),
+        (np.log(w / h), np.log(their_w / their_h), 1),
+        (top, their_top, height),
+        (left, their_left, width),
+        (top + h, their_top + their_h, height),
+    ]:
+        difference = np.quantile(ours, levels) - np.quantile(theirs, levels)
+        assert np.abs(difference).max() < 0.035 * span
+
+
+def test_crops_lie_within_the_image_and_half_are_mirrored():
+    for height, width in [(1, 1), (1, 50), (70, 1), (3, 2), (333, 500)]:
+        crops = random_crops(height, width)
+        assert (crops.start >= 0).all()
+        assert (crops.shape >= 1).all()
+        assert (crops.start + crops.shape <= [height, width]).all()
+        np.testing.assert_array_equal(crops.region_start, 0)
+        np.testing.assert_array_equal(crops.region_end, crops.shape)
+        assert abs(crops.flip.mean() - 0.5) < 0.03
+        if height * width < 10:  # every place is reached
+            assert {*crops.start[crops.shape[:, 0] == 1, 0].tolist()} == {*range(height)}
+    assert not random_crops(9, 9, RandomCrop(flip=False)).flip.any()
+
+
+@pytest.mark.parametrize(("height", "width"), [(50, 2000), (2000, 50)])
+def test_an_extreme_shape_gets_the_central_crop_of_torchvision(height, width):
+    crops = random_crops(height, width, RandomCrop(scale=(0.9, 1.0)), draws=10)
+    params = RandomResizedCrop.get_params(torch.empty(1, height, width), (0.9, 1.0), (3 / 4, 4 / 3))
+    np.testing.assert_array_equal(np.concatenate([crops.start, crops.shape], axis=1), [params] * 10)
+
+
+def test_whole_image_at_its_own_shape():
+    crops = random_crops(60, 80, RandomCrop(scale=(1.0, 1.0), ratio=(4 / 3, 4 / 3)), draws=5)
+    np.testing.assert_array_equal(crops.shape, [[60, 80]] * 5)
+
+
+@pytest.mark.parametrize(
+    ("size", "short_side"),
+    [(224, 256), (32, 36), (28, 28), (17, 20)],
+)
+def test_centre_crop_shows_what_torchvision_shows(size, short_side):
+    random = np.random.default_rng(0)
+    shapes = [
+        (375, 500),
+        (500, 333),
+        (31, 47),
+        (64, 64),
+        (9, 13),
+        (300, 41),
+        *random.integers(20, 400, (20, 2)).tolist(),
+    ]
+    for height, width in shapes:
+        image = Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8))
+        crops = CenterCrop(size, short_side)(np.array([height]), np.array([width]))
+        (top, left), (h, w) = crops.start[0].tolist(), crops.shape[0].tolist()
+        window = image.crop((left, top, left + w, top + h))
+        box = (*crops.region_start[0, ::-1].tolist(), *crops.region_end[0, ::-1].tolist())
+        shown = window.resize((size, size), Image.Resampling.BILINEAR, box)
+        expected = F.center_crop(F.resize(image, short_side), size)
+        assert np.abs(np.asarray(shown, int) - np.asarray(expected, int)).max() <= 1, (height, width)
+
+
+def test_centre_crop_decodes_no_more_than_it_needs():
+    crops = CenterCrop(224, 256)(np.array([375, 400, 1]), np.array([1000, 300, 9000]))
+    assert (crops.start >= 0).all()
+    assert (crops.start + crops.shape <= [[375, 1000], [400, 300], [1, 9000]]).all()
+    assert crops.shape[0].max() <= 375 * 224 / 256 + 8
+    assert not crops.flip.any()

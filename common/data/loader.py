@@ -1,0 +1,72 @@
+"""Passes over a data set: which batch comes next, and how to go on from there after a restart."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from typing import Protocol
+
+from torch import Tensor
+
+from common.data.sampling import Draw, EvalSampler, TrainSampler
+
+Batch = tuple[Tensor, Tensor]
+
+
+class BatchReader(Protocol):
+    """Turns draws into batches, in order; may read as far ahead as it likes."""
+
+    def read(self, draws: Iterator[Draw]) -> Iterator[Batch]: ...
+
+    def close(self) -> None: ...
+
+
+class Loader:
+    """Yield ``(images, labels)``; each ``iter()`` is a fresh pass over the next epoch.
+
+    After `load_state_dict` the first pass is what was left of that epoch. The state is the position behind the last
+    batch handed out, in samples over all ranks: it holds for any number of processes. A pass that is left early is
+    closed by the next one, or by `close`.
+    """
+
+    def __init__(self, sampler: TrainSampler | EvalSampler, reader: BatchReader) -> None:
+        self.sampler, self.reader = sampler, reader
+        self._pass: Iterator[Batch] | None = None
+        self._next_pass = self._position = (0, 0)
+
+    def __len__(self) -> int:
+        """Return the batches of a whole pass."""
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._end_pass()
+        epoch, start = self._position = self._next_pass
+        self._next_pass = (epoch + 1, 0)
+        self._pass = self._batches(epoch, start)
+        return self._pass
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the epoch and how many of its samples were handed out over all ranks."""
+        epoch, done = self._position
+        return {"epoch": epoch, "samples": done * self.sampler.stride}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a position; between optimiser steps it may come from a run with another number of processes."""
+        self._end_pass()
+        done, rest = divmod(state["samples"], self.sampler.stride)
+        assert rest == 0, "a state is taken between optimiser steps, or the processes are as many as before"
+        self._next_pass = self._position = (state["epoch"], done)
+
+    def close(self) -> None:
+        """End the pass and the reader's threads and processes."""
+        self._end_pass()
+        self.reader.close()
+
+    def _end_pass(self) -> None:
+        if self._pass is not None:
+            self._pass.close()
+            self._pass = None
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        with closing(self.reader.read(self.sampler.draws(epoch, start))) as batches:
+            for done, batch in enumerate(batches, start + 1):
+                self._position = (epoch, done) if done < len(self) else (epoch + 1, 0)
+                yield batch

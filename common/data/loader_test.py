@@ -1,0 +1,105 @@
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+import torch
+
+from common.data.loader import Loader
+from common.data.sampling import Draw, EvalSampler, TrainSampler
+
+
+class ReadsAhead:
+    """Hands out each draw's indices as the batch, three draws behind what it took."""
+
+    def __init__(self) -> None:
+        self.open_passes = 0
+        self.closed = False
+
+    def read(self, draws: Iterator[Draw]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        self.open_passes += 1
+        ahead = []
+        try:
+            for draw in draws:
+                ahead.append(torch.from_numpy(draw.indices))
+                if len(ahead) > 3:
+                    yield ahead.pop(0), torch.zeros(1)
+            for images in ahead:
+                yield images, torch.zeros(1)
+        finally:
+            self.open_passes -= 1
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def build(micro_batch: int = 2, dp_rank: int = 0, dp_size: int = 1) -> Loader:
+    return Loader(TrainSampler(35, 8, micro_batch, dp_rank=dp_rank, dp_size=dp_size, seed=3), ReadsAhead())
+
+
+def batches(passes: Iterator) -> list[list[int]]:
+    return [images.tolist() for images, _ in passes]
+
+
+def test_each_pass_is_the_next_epoch():
+    loader = build()
+    epochs = [batches(loader) for _ in range(3)]
+    assert [len(epoch) for epoch in epochs] == [len(loader)] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert epochs == [[draw.indices.tolist() for draw in loader.sampler.draws(epoch)] for epoch in range(3)]
+
+
+def test_a_pass_left_early_does_not_leak_into_the_next():
+    loader = build()
+    first = iter(loader)
+    next(first)
+    assert batches(loader) == [draw.indices.tolist() for draw in loader.sampler.draws(1)]
+    assert list(first) == []
+    assert loader.reader.open_passes == 0
+
+
+def test_taking_exactly_the_batches_of_an_epoch_ends_it():
+    loader = build()
+    assert len(list(islice(iter(loader), len(loader)))) == len(loader)
+    assert loader.state_dict() == {"epoch": 1, "samples": 0}
+    assert batches(loader) == [draw.indices.tolist() for draw in loader.sampler.draws(1)]
+
+
+def test_goes_on_behind_the_last_batch_handed_out():
+    for taken in range(len(build()) + 1):
+        loader, resumed = build(), build()
+        batches(loader)
+        running = iter(loader)
+        for _ in range(taken):
+            next(running)
+        resumed.load_state_dict(loader.state_dict())
+        assert resumed.state_dict() == loader.state_dict()
+        rest = batches(running)
+        if taken == len(loader):
+            rest = batches(loader)
+        assert batches(resumed) == rest
+        assert batches(resumed) == batches(loader)
+
+
+def test_a_state_holds_for_another_number_of_processes():
+    loader = build(micro_batch=2)
+    list(islice(iter(loader), 4))  # one optimiser step
+    ranks = [build(micro_batch=1, dp_rank=rank, dp_size=2) for rank in range(2)]
+    for rank in ranks:
+        rank.load_state_dict(loader.state_dict())
+    seen = np.concatenate([np.concatenate(batches(rank)) for rank in ranks])
+    rest = np.concatenate([draw.indices for draw in islice(loader.sampler.draws(0), 4, None)])
+    assert sorted(seen) == sorted(rest)
+
+
+def test_evaluation_is_the_same_in_every_pass():
+    loader = Loader(EvalSampler(10, 4), ReadsAhead())
+    assert len(loader) == 3
+    assert batches(loader) == batches(loader)
+
+
+def test_closing_ends_the_pass_and_the_reader():
+    loader = build()
+    next(iter(loader))
+    loader.close()
+    assert loader.reader.open_passes == 0
+    assert loader.reader.closed

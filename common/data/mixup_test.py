@@ -1,0 +1,74 @@
+import numpy as np
+import pytest
+import torch
+from timm.data.mixup import cutmix_bbox_and_lam
+from torch.nn import functional as F
+
+from common.data.mixup import MixupLoss, cut_and_paste, mix
+from common.errors import UserError
+
+
+def test_blends_with_the_mirrored_sample() -> None:
+    images = torch.arange(5.0)[:, None, None, None].expand(5, 3, 2, 2).clone()
+    labels = torch.arange(5)
+    blended, arguments = mix(images, labels, 0.75)
+    assert blended is images
+    expected = 0.75 * labels + 0.25 * labels.flip(0)
+    assert torch.equal(blended, expected[:, None, None, None].expand(5, 3, 2, 2))
+    assert torch.equal(arguments["target"], labels)
+    assert arguments["other"].tolist() == [4, 3, 2, 1, 0]
+    assert arguments["share"].item() == 0.75
+    assert arguments["share"].shape == ()
+
+
+@pytest.mark.parametrize("center", [(0.5, 0.5), (0.0, 0.99), (0.31, 0.07)])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.71, 1.0])
+def test_cuts_and_pastes_the_rectangle_that_timm_does(share: float, center: tuple[float, float], monkeypatch) -> None:
+    images, labels = torch.rand(5, 3, 9, 12), torch.arange(5)
+    places = iter(center)
+    monkeypatch.setattr(np.random, "randint", lambda low, high, size: int(next(places) * high))
+    (top, bottom, left, right), area_share = cutmix_bbox_and_lam(images.shape, share)
+    expected = images.clone()
+    expected[:, :, top:bottom, left:right] = images.flip(0)[:, :, top:bottom, left:right]
+    pasted, arguments = cut_and_paste(images, labels, share, center)
+    assert pasted is images
+    assert torch.equal(pasted, expected)
+    assert arguments["share"].item() == pytest.approx(area_share)
+    assert torch.equal(arguments["target"], labels)
+    assert arguments["other"].tolist() == [4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_loss_equals_cross_entropy_of_blended_targets(label_smoothing: float) -> None:
+    torch.manual_seed(0)
+    logits, target, other = torch.randn(8, 5), torch.randint(5, (8,)), torch.randint(5, (8,))
+    soft = 0.3 * F.one_hot(target, 5) + 0.7 * F.one_hot(other, 5)
+    expected = F.cross_entropy(logits, soft, label_smoothing=label_smoothing)
+    criterion = MixupLoss(label_smoothing)
+    assert criterion(logits, target=target, other=other, share=torch.tensor(0.3)).item() == pytest.approx(
+        expected.item(), rel=1e-6
+    )
+    plain = F.cross_entropy(logits, target, label_smoothing=label_smoothing)
+    assert torch.equal(criterion(logits, target), plain)
+
+
+def test_loss_is_fp32_and_leaves_out_padding() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(4, 5, dtype=torch.bfloat16)
+    loss = MixupLoss()(logits, torch.tensor([1, -100, 3, -100]))
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, F.cross_entropy(logits[::2].float(), torch.tensor([1, 3])))
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_a_batch_of_nothing_but_padding_has_neither_loss_nor_gradient(label_smoothing: float) -> None:
+    logits, padding = torch.randn(4, 5, requires_grad=True), torch.full((4,), -100)
+    loss = MixupLoss(label_smoothing)(logits, padding, other=padding, share=torch.tensor(0.3))
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.equal(logits.grad, torch.zeros(4, 5))
+
+
+def test_bad_label_smoothing() -> None:
+    with pytest.raises(UserError, match="LABEL_SMOOTHING=1.0 must be"):
+        MixupLoss(1.0)

@@ -1,0 +1,105 @@
+"""The loaders of tasks on photographs, which are decoded, cropped and augmented as they are read.
+
+Every loader yields ``(images float32 [B, 3, H, W], labels int64 [B])`` on the device, in whole micro-batches.
+Evaluation fills its last batches up with zeros of label -100, which `torch.nn.functional.cross_entropy` ignores.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from common.config.load import refuse_unused
+from common.data.crops import UNIFORMS_PER_SAMPLE, CenterCrop, RandomCrop
+from common.data.loader import BatchReader, Loader
+from common.data.sampling import EvalSampler, TrainSampler
+from common.data.torchvision_dataloader import Augment, ImageSplit, TorchvisionReader, default_workers
+from common.errors import UserError
+
+# keys of DATA for small images, which are held in memory
+UNUSED = ("crop_padding", "autoaugment")
+
+
+class BuildReader(Protocol):
+    """Builds what reads ``images``; of the keywords those of `TorchvisionReader`, and ``batch``, its largest draw."""
+
+    def __call__(
+        self, images: Any, crop: RandomCrop | CenterCrop, *, augment: Augment | None, batch: int, **options: Any
+    ) -> BatchReader: ...
+
+
+def _read_with_torchvision(images: ImageSplit, crop: RandomCrop | CenterCrop, *, batch: int, **options: Any):
+    del batch
+    return TorchvisionReader(images, crop, **options)
+
+
+def check_keys(data: Mapping[str, Any], unused: tuple[str, ...]) -> None:
+    """Raise `UserError` for a key of ``DATA`` that has no effect, those of ``unused`` among them, or a wrong one."""
+    refuse_unused(data, (*UNUSED, *unused))
+    match asked := data.get("randaugment"):
+        case None:
+            return
+        case int(operations), int() | float() as magnitude if operations >= 1 and 0 <= magnitude <= 10:
+            return
+    raise UserError(f"DATA.randaugment={asked!r}: write (operations, magnitude), as in (2, 10), the largest magnitude")
+
+
+def build_train_loader(
+    images: ImageSplit,
+    data: Mapping[str, Any],
+    total_batch: int,
+    micro_batch: int,
+    *,
+    image_size: int,
+    dp_rank: int,
+    dp_size: int,
+    seed: int,
+    device: torch.device,
+    build_reader: BuildReader = _read_with_torchvision,
+) -> Loader:
+    """Return the loader of random crops: a new permutation of ``images`` in every epoch."""
+    augment = _build_rand_augment(data)
+    uniforms = UNIFORMS_PER_SAMPLE + (augment.uniforms if augment else 0)
+    ranks = dict(dp_rank=dp_rank, dp_size=dp_size)
+    sampler = TrainSampler(len(images), total_batch, micro_batch, **ranks, seed=seed, uniforms=uniforms)
+    crop = RandomCrop(data["crop_scale"], data["crop_ratio"], data["flip"])
+    options = _reader_options(data, image_size, dp_size, device)
+    return Loader(sampler, build_reader(images, crop, augment=augment, batch=micro_batch, **options))
+
+
+def build_eval_loader(
+    images: ImageSplit,
+    data: Mapping[str, Any],
+    batch: int,
+    *,
+    image_size: int,
+    dp_rank: int,
+    dp_size: int,
+    device: torch.device,
+    build_reader: BuildReader = _read_with_torchvision,
+) -> Loader:
+    """Return the loader of centre crops of ``images``, each sample exactly once over all ranks."""
+    sampler = EvalSampler(len(images), batch, dp_rank=dp_rank, dp_size=dp_size)
+    options = _reader_options(data, image_size, dp_size, device)
+    return Loader(
+        sampler, build_reader(images, build_eval_crop(data, image_size), augment=None, batch=batch, **options)
+    )
+
+
+def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
+    """Return what evaluation looks at in an image: the centre, ``DATA.eval_crop`` of the short side."""
+    return CenterCrop(image_size, short_side=int(image_size / data["eval_crop"]))
+
+
+def _build_rand_augment(data: Mapping[str, Any]) -> Augment | None:
+    if data["randaugment"] is None:
+        return None
+    # torchvision takes a second to import
+    from common.data.rand_augment import RandAugment
+
+    return RandAugment(*data["randaugment"])
+
+
+def _reader_options(data: Mapping[str, Any], image_size: int, dp_size: int, device: torch.device) -> dict[str, Any]:
+    workers = default_workers(dp_size, device) if data["workers"] is None else data["workers"]
+    return dict(size=image_size, mean=data["mean"], std=data["std"], workers=workers, device=device, dp_size=dp_size)

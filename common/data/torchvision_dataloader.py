@@ -1,0 +1,164 @@
+"""Decode, crop and normalise with Pillow in worker processes, as torchvision does.
+
+The DALI loader sees the same samples, crops and flips, and the same pixels to within rounding.
+"""
+
+import os
+from collections.abc import Generator, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from common.data.corrupt_images import BadImages, reason_of
+from common.data.crops import CenterCrop, RandomCrop
+from common.data.cuda_prefetch import on_side_stream
+from common.data.image_folder import open_image
+from common.data.sampling import NO_LABEL, PADDING, Draw
+from common.errors import UserError
+
+
+class ImageSplit(Protocol):
+    """What is read: encoded images and their labels, by number."""
+
+    is_upright: bool  # whether the images lie as they should, whatever their EXIF block says
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> tuple[bytes | memoryview, int]: ...
+
+    def fault(self, index: int, reason: object) -> UserError: ...
+
+
+class Augment(Protocol):
+    """Changes the crop of an image, for training, as its numbers in [0, 1) say."""
+
+    uniforms: int  # how many an image takes
+
+    def __call__(self, image: Image.Image, uniforms: np.ndarray) -> Image.Image: ...
+
+
+def default_workers(dp_size: int, device: torch.device) -> int:
+    """Share this machine's cores among its processes: one for each GPU, or the data-parallel ones on CPUs."""
+    processes = torch.cuda.device_count() if device.type == "cuda" else dp_size
+    return max(1, len(os.sched_getaffinity(0)) // processes)
+
+
+class TorchvisionReader:
+    """Read draws of a split as normalised images, float32 [B, 3, size, size], and labels, int64 [B], on ``device``.
+
+    ``mean`` and ``std`` are of RGB values from 0 to 1. ``crop`` takes the first numbers of a draw, ``augment`` the
+    last. Whole batches are made by ``workers`` processes, or in this one if 0. Rows of padding are zeros with label
+    -100. So are images that cannot be read: in training the others make up the micro-batch, in evaluation the others
+    are the samples. They are named on stderr; more than `MAX_BAD_SHARE` of what one of ``dp_size`` processes reads in a
+    pass raises `UserError`.
+    """
+
+    def __init__(
+        self,
+        split: ImageSplit,
+        crop: RandomCrop | CenterCrop,
+        *,
+        size: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        workers: int,
+        device: torch.device,
+        dp_size: int = 1,
+        augment: Augment | None = None,
+    ) -> None:
+        self.device = device
+        self._bad = BadImages(len(split) / dp_size)
+        self._mean, self._std = (per_channel(values, device) for values in (mean, std))
+        self._pass = _Pass()
+        self._batches = DataLoader(
+            _Batches(split, crop, size, augment),
+            batch_size=None,
+            sampler=self._pass,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator(),  # the workers' seeds, unused, would be drawn from the model's random numbers
+        )
+
+    def read(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the batch of each draw, in order."""
+        self._pass.draws = draws
+        self._bad.start_pass()
+        return on_side_stream(self._read(), self.device)
+
+    def _read(self) -> Generator[tuple[Tensor, Tensor], None, None]:
+        for images_BHWC, labels, bad in self._batches:
+            self._bad.add(bad)
+            images = normalize(images_BHWC.to(self.device, non_blocking=True), self._mean, self._std)
+            labels = labels.to(self.device, non_blocking=True)
+            images.masked_fill_((labels == NO_LABEL)[:, None, None, None], 0)
+            yield images, labels
+
+    def close(self) -> None:
+        """End the worker processes."""
+        del self._batches
+
+
+class _Pass:
+    """The draws that the next pass over the DataLoader follows."""
+
+    draws: Iterator[Draw]
+
+    def __iter__(self) -> Iterator[Draw]:
+        return self.draws
+
+
+class _Batches(Dataset):
+    """Makes the batch of a draw: images uint8 [B, size, size, 3], labels int64 [B], and what is wrong with some."""
+
+    def __init__(self, split: ImageSplit, crop: RandomCrop | CenterCrop, size: int, augment: Augment | None) -> None:
+        self.split, self.crop, self.size, self.augment = split, crop, size, augment
+
+    def __getitem__(self, draw: Draw) -> tuple[Tensor, Tensor, list[str]]:
+        indices, uniforms = draw
+        images = np.zeros((len(indices), self.size, self.size, 3), np.uint8)
+        labels = np.full(len(indices), NO_LABEL)
+        bad = []
+        for row in np.flatnonzero(indices != PADDING):
+            try:
+                image, label = self._load(int(indices[row]))
+            except UserError as error:
+                bad.append(str(error))
+            else:
+                view = crop_image(image, self.crop, self.size, uniforms[row : row + 1])
+                images[row] = self.augment(view, uniforms[row, -self.augment.uniforms :]) if self.augment else view
+                labels[row] = label
+        return torch.from_numpy(images), torch.from_numpy(labels), bad
+
+    def _load(self, index: int) -> tuple[Image.Image, int]:
+        data, label = self.split.read(index)
+        try:
+            return open_image(data, self.split.is_upright), label
+        except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
+            raise self.split.fault(index, reason_of(error)) from error
+
+
+def crop_image(
+    image: Image.Image, crop: RandomCrop | CenterCrop, size: int, uniforms: np.ndarray | None = None
+) -> Image.Image:
+    """Return the crop of an image at ``size`` x ``size`` pixels, the network's input; ``uniforms`` is [1, K]."""
+    crops = crop(np.array([image.height]), np.array([image.width]), uniforms)
+    top, left, height, width = *crops.start[0].tolist(), *crops.shape[0].tolist()
+    box = *crops.region_start[0, ::-1].tolist(), *crops.region_end[0, ::-1].tolist()
+    window = image.crop((left, top, left + width, top + height))
+    view = window.resize((size, size), Image.Resampling.BILINEAR, box)
+    return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if crops.flip[0] else view
+
+
+def per_channel(values: Sequence[float], device: torch.device) -> Tensor:
+    """Return a value for each of R, G and B (0 to 1) as a tensor [3, 1, 1] of their scale in images (0 to 255)."""
+    return torch.tensor(values, device=device)[:, None, None] * 255
+
+
+def normalize(images_BHWC: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Return images, uint8 [B, Y, X, 3], as the network's input, float32 [B, 3, Y, X]; see `per_channel`."""
+    return images_BHWC.permute(0, 3, 1, 2).contiguous().float().sub_(mean).div_(std)

@@ -1,0 +1,250 @@
+import io
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+from torchvision.transforms import functional as F
+
+from common.data.crops import UNIFORMS_PER_SAMPLE, CenterCrop, RandomCrop
+from common.data.image_folder import FolderSplit, list_files
+from common.data.loader import Loader
+from common.data.sampling import NO_LABEL, EvalSampler, TrainSampler
+from common.data.torchvision_dataloader import TorchvisionReader
+from common.errors import UserError
+
+# Python 3.12 warns of every fork beside threads, which is how torch starts its workers there
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SIZE = 24
+ORIENTATION = 0x0112
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Two classes of images of many kinds, two splits; every third one has to be turned."""
+    root = tmp_path_factory.mktemp("images")
+    random = np.random.default_rng(0)
+    for split, count in (("train", 10), ("val", 5)):
+        for name in ("ape", "bee"):
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                height, width = random.integers(25, 60, 2).tolist()
+                image = Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8))
+                kind, mode = [("jpg", "RGB"), ("png", "RGBA"), ("png", "P"), ("jpg", "L")][number % 4]
+                exif = Image.Exif()
+                exif[ORIENTATION] = 6 if number % 3 == 0 else 1
+                image.convert(mode).save(root / split / name / f"{number}.{kind}", exif=exif)
+    return root
+
+
+@pytest.fixture
+def closing():
+    loaders = []
+    yield lambda loader: loaders.append(loader) or loader
+    for loader in loaders:
+        loader.close()
+
+
+def open_folder(root: Path, split: str) -> FolderSplit:
+    class_names, folder = ["ape", "bee"], root / ("val" if split == "validation" else split)
+    files = [(path.relative_to(root).as_posix(), class_names.index(path.parent.name)) for path in list_files(folder)]
+    return FolderSplit(root, class_names, files)
+
+
+def reader(split, crop, workers: int = 0) -> TorchvisionReader:
+    return TorchvisionReader(split, crop, size=SIZE, mean=MEAN, std=STD, workers=workers, device=torch.device("cpu"))
+
+
+def train_loader(split, workers: int = 0) -> Loader:
+    sampler = TrainSampler(len(split), 8, 4, seed=5, uniforms=UNIFORMS_PER_SAMPLE)
+    return Loader(sampler, reader(split, RandomCrop(), workers))
+
+
+def eval_loader(split, batch: int = 4) -> Loader:
+    return Loader(EvalSampler(len(split), batch), reader(split, CenterCrop(SIZE, 28)))
+
+
+def normalise(image: Image.Image) -> torch.Tensor:
+    return F.normalize(F.to_tensor(image), MEAN, STD)
+
+
+def open_upright(split: FolderSplit, index: int) -> Image.Image:
+    with Image.open(split.path(index)) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def test_training_shows_what_torchvision_shows(folder, closing):
+    split = open_folder(folder, "train")
+    loader = closing(train_loader(split))
+    flips = 0
+    for draw, (images, labels) in zip(loader.sampler.draws(0), loader, strict=True):
+        assert images.dtype == torch.float32
+        assert images.is_contiguous()
+        for row, index in enumerate(draw.indices):
+            image = open_upright(split, index)
+            crops = RandomCrop()(np.array([image.height]), np.array([image.width]), draw.uniforms[[row]])
+            expected = F.resized_crop(image, *crops.start[0].tolist(), *crops.shape[0].tolist(), [SIZE, SIZE])
+            expected = F.hflip(expected) if crops.flip[0] else expected
+            flips += crops.flip[0]
+            torch.testing.assert_close(images[row], normalise(expected))
+            assert ["ape", "bee"][labels[row]] == split.path(index).parent.name
+    assert 0 < flips < 16
+
+
+def test_evaluation_shows_what_torchvision_shows_once_each(folder, closing):
+    split = open_folder(folder, "validation")
+    images, labels = (torch.cat(parts) for parts in zip(*closing(eval_loader(split)), strict=True))
+    assert labels.tolist() == [0] * 5 + [1] * 5 + [NO_LABEL] * 2
+    assert not images[10:].any()
+    for index in range(10):
+        expected = F.center_crop(F.resize(open_upright(split, index), 28), SIZE)
+        # a value of 255 rounded the other way
+        torch.testing.assert_close(images[index], normalise(expected), rtol=0, atol=1.01 / 255 / min(STD))
+
+
+def test_workers_change_nothing_and_leave_with_the_loader(folder, closing):
+    split = open_folder(folder, "train")
+    before = set(children())
+    here, workers = closing(train_loader(split)), train_loader(split, workers=2)
+    for loader in (here, workers):
+        next(iter(loader))  # epoch 0, left early
+    for _ in range(2):
+        for (images, labels), (expected_images, expected_labels) in zip(workers, here, strict=True):
+            assert torch.equal(images, expected_images)
+            assert torch.equal(labels, expected_labels)
+    assert len(set(children()) - before) >= 2
+    workers.close()
+    assert set(children()) <= before
+
+
+def children() -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_resumes_in_the_middle_of_an_epoch_bit_for_bit(folder, closing, workers):
+    split = open_folder(folder, "train")
+    loader, resumed = closing(train_loader(split)), closing(train_loader(split, workers))
+    running = iter(loader)
+    next(running)
+    resumed.load_state_dict(loader.state_dict())
+    for (images, labels), (expected_images, expected_labels) in zip(
+        [*resumed, *resumed], [*running, *loader], strict=True
+    ):
+        assert torch.equal(images, expected_images)
+        assert torch.equal(labels, expected_labels)
+
+
+def test_reading_leaves_the_models_random_numbers_alone(folder, closing):
+    loader = closing(train_loader(open_folder(folder, "train")))
+    before = torch.get_rng_state()
+    list(loader)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def eps() -> bytes:
+    """A picture that is a PostScript program, which Pillow would have another program run."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "EPS")
+    return buffer.getvalue()
+
+
+def bomb() -> bytes:
+    """A small PNG that decodes to 144 million pixels."""
+    buffer = io.BytesIO()
+    Image.new("1", (12_000, 12_000)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def damaged(folder, tmp_path) -> Path:
+    """The folder with two training images of 20 gone bad, numbers 7 and 12."""
+    root = shutil.copytree(folder, tmp_path / "images")
+    split = open_folder(root, "train")
+    split.path(7).write_bytes(b"no image")
+    split.path(12).write_bytes(split.path(12).read_bytes()[:-100])
+    return root
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_images_are_left_out_of_evaluation_and_named_once(folder, damaged, closing, monkeypatch, capsys, workers):
+    monkeypatch.setattr("common.data.corrupt_images.MAX_BAD_SHARE", 0.1)
+    split = open_folder(damaged, "train")
+    loader = closing(Loader(EvalSampler(20, 8), reader(split, CenterCrop(SIZE, 28), workers)))
+    whole = closing(Loader(EvalSampler(20, 8), reader(open_folder(folder, "train"), CenterCrop(SIZE, 28))))
+    for _ in range(2):
+        images, labels = (torch.cat(parts) for parts in zip(*loader, strict=True))
+        expected_images, expected_labels = (torch.cat(parts) for parts in zip(*whole, strict=True))
+        expected_images[[7, 12]], expected_labels[[7, 12]] = 0, NO_LABEL
+        assert torch.equal(images, expected_images)
+        assert torch.equal(labels, expected_labels)
+        assert int((labels >= 0).sum()) == 18
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in lines] == [str(split.path(7)), str(split.path(12))]
+    assert all(line.startswith("left out: ") and line.endswith("remove or replace this image") for line in lines)
+
+
+def test_training_goes_on_with_the_other_images_of_the_micro_batch(folder, damaged, closing, monkeypatch):
+    monkeypatch.setattr("common.data.corrupt_images.MAX_BAD_SHARE", 0.1)
+    split = open_folder(damaged, "train")
+    loader, whole = closing(train_loader(split)), closing(train_loader(open_folder(folder, "train")))
+    left_out = 0
+    for epoch in range(2):
+        for draw, (images, labels), expected in zip(loader.sampler.draws(epoch), loader, whole, strict=True):
+            bad = torch.from_numpy(np.isin(draw.indices, (7, 12)))
+            left_out += int(bad.sum())
+            assert torch.equal(images, expected[0].masked_fill(bad[:, None, None, None], 0))
+            assert torch.equal(labels, expected[1].masked_fill(bad, NO_LABEL))
+    assert left_out > 0
+
+
+def test_more_bad_images_than_allowed_stop_the_pass(damaged, closing, monkeypatch):
+    split = open_folder(damaged, "train")
+    with pytest.raises(UserError) as raised:
+        list(closing(eval_loader(split)))
+    assert str(raised.value).startswith(f"{split.path(7)}: ")
+    assert str(raised.value).endswith("1 of the 20 images that this process reads in a pass are bad, more than 1%")
+    assert "\n" not in str(raised.value)
+    monkeypatch.setattr("common.data.corrupt_images.MAX_BAD_SHARE", 0.1)
+    half = TorchvisionReader(
+        split, CenterCrop(SIZE, 28), size=SIZE, mean=MEAN, std=STD, workers=0, device=torch.device("cpu"), dp_size=2
+    )
+    with pytest.raises(UserError, match="2 of the 10 images"):
+        list(half.read(EvalSampler(20, 4).draws(0)))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"", "cannot identify"), (eps(), "cannot identify"), (bomb(), "12000x12000 is more than 100 million pixels")],
+)
+@pytest.mark.filterwarnings("ignore:Image size:PIL.Image.DecompressionBombWarning")
+def test_what_must_not_be_decoded_is_named(damaged, closing, content, reason):
+    split = open_folder(damaged, "train")
+    split.path(0).write_bytes(content)
+    with pytest.raises(UserError, match=f"{split.path(0)}: {reason}"):
+        list(closing(eval_loader(split)))
+
+
+def test_a_folder_that_vanished_is_named(folder, closing):
+    split = open_folder(folder, "train")
+    split.root = folder / "elsewhere"
+    with pytest.raises(UserError, match="0.jpg: No such file or directory; the folder changed"):
+        list(closing(eval_loader(split)))
+
+
+def test_a_fingerprint_follows_paths_and_sizes_and_not_the_place(folder, damaged):
+    original = open_folder(folder, "train").fingerprint
+    assert open_folder(folder, "train").fingerprint == original
+    assert open_folder(damaged, "train").fingerprint != original
+    assert open_folder(folder, "validation").fingerprint != original
+    copy = open_folder(shutil.copytree(folder, damaged.parent / "copy"), "train")
+    assert copy.fingerprint == original
+    copy.path(3).rename(copy.path(3).with_name("other"))
+    with pytest.raises(UserError, match=f"{copy.path(3)}: No such file"):
+        _ = copy.fingerprint
+    assert open_folder(copy.root, "train").fingerprint != original

@@ -1,0 +1,1 @@
+"""``--dry-run``: memory, traffic and time of a run, without running it."""

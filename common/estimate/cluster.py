@@ -1,0 +1,75 @@
+"""GPUs and the links between them: how long collectives take."""
+
+import argparse
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from common.errors import UserError
+from common.estimate.traffic import Route, sent_share
+
+LATENCY = 20e-6  # seconds that a collective takes at least; an assumption
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the GPUs are: bytes of memory, GPUs of a node, bytes/s that a GPU sends within and between nodes.
+
+    ``images_per_s`` is a measured rate of one GPU that trains the whole model, without communication.
+    """
+
+    memory: float = 80e9
+    node: int = 8
+    inside: float = 450e9
+    between: float = 50e9
+    images_per_s: float | None = None
+
+    def seconds(self, name: str, ranks: tuple[int, ...], calls: int, nbytes: int) -> float:
+        """Return how long collectives take: a ring sends their bytes over its slowest link.
+
+        Of a group over several nodes, each member has a network link of its own.
+        """
+        members = self._members(ranks)
+        bandwidth = self.inside if members == len(ranks) else min(self.inside, members * self.between)
+        return 0.0 if len(ranks) == 1 else calls * LATENCY + sent_share(name, len(ranks)) * nbytes / bandwidth
+
+    def sent(self, nbytes_by_route: Mapping[Route, int]) -> tuple[float, float]:
+        """Return the bytes that a GPU sends through groups within a node, and through larger ones."""
+        sent = {True: 0.0, False: 0.0}
+        for (name, ranks), nbytes in nbytes_by_route.items():
+            sent[self._members(ranks) == len(ranks)] += sent_share(name, len(ranks)) * nbytes
+        return sent[True], sent[False]
+
+    def _members(self, ranks: tuple[int, ...]) -> int:
+        """Return how many of ``ranks`` are on the node that has most of them."""
+        return max(Counter(rank // self.node for rank in ranks).values())
+
+
+FLAGS = ("gpu_memory", "gpus_per_node", "links", "images_per_s")
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that `parse_cluster` reads."""
+    group = parser.add_argument_group("prediction", "with --dry-run --gpus N; defaults: DGX H100 nodes")
+    group.add_argument("--gpu-memory", type=float, help="GB of a GPU (default: 80)")
+    group.add_argument("--gpus-per-node", type=int, help="default: 8")
+    group.add_argument(
+        "--links",
+        type=float,
+        nargs=2,
+        metavar="GB/S",
+        help="what a GPU sends within a node, and beyond (default: 450 50: NVLink 4, and a 400 Gb/s link each)",
+    )
+    group.add_argument("--images-per-s", type=float, help="measured, of one GPU training the whole model")
+
+
+def parse_cluster(args: argparse.Namespace) -> Cluster:
+    """Return the cluster that the flags describe; raise `UserError` for what is not above 0."""
+    for name in FLAGS:
+        value = getattr(args, name)
+        if value is not None and min(value if name == "links" else [value]) <= 0:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be above 0")
+    given = dict(memory=args.gpu_memory and 1e9 * args.gpu_memory, node=args.gpus_per_node)
+    given["inside"], given["between"] = (1e9 * value for value in args.links) if args.links else (None, None)
+    given["images_per_s"] = args.images_per_s
+    return Cluster(**{name: value for name, value in given.items() if value is not None})

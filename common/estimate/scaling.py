@@ -1,0 +1,142 @@
+"""Predict memory, traffic and step time of every parallel mode on N GPUs, from rehearsals and stated assumptions."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.colossal import check_tensor_parallel
+from common.config.batch_plan import Plan
+from common.errors import UserError
+from common.estimate.cluster import Cluster
+from common.estimate.step_estimate import Rehearsal, rehearse
+from common.model.flops import PEAKS
+
+ASSUMED_MFU = 0.23  # of an H100's peak: 2,100 images/s of ViT-B/16 at 224 pixels, a good end-to-end run's
+USABLE = 0.9  # of a GPU's memory; CUDA's context, NCCL's buffers and fragmentation have the rest
+BACKWARD_SHARE = 2 / 3  # of the time of both passes
+WHOLE = {"mode": None, "size": 1}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One way to train on N GPUs: how batch and model are cut, what a GPU does in a step, and for how many seconds.
+
+    ``communication`` leaves out what DDP reduces while the last micro-batch's backward pass goes on.
+    """
+
+    tensor: Mapping[str, Any]
+    data_parallel: int
+    micro_batch: int
+    accumulation: int
+    rehearsal: Rehearsal
+    fits: bool
+    compute: float
+    communication: float
+
+    @property
+    def mode(self) -> str:
+        """Short name, as "2.5d 2 x 2 x 1"."""
+        mode, size, depth = self.tensor["mode"], self.tensor["size"], self.tensor.get("depth", 1)
+        if mode is None:
+            return "data parallel"
+        if mode == "1d":
+            return f"1d {size}"
+        side = round(size ** (1 / 3)) if mode == "3d" else math.isqrt(size // depth)
+        return f"{mode} {side} x {side}" + {"2d": " (2.5d x 1)", "2.5d": f" x {depth}", "3d": f" x {side}"}[mode]
+
+    @property
+    def step(self) -> float:
+        return self.compute + self.communication
+
+
+def predict_modes(config: Mapping[str, Any], plan: Plan, cluster: Cluster, rate: float) -> list[Prediction]:
+    """Return a prediction for each way of cutting the model that the plan's GPUs and global batch allow.
+
+    A GPU sustains ``rate`` FLOP/s. Each way takes as many samples a GPU at a time as the plan, or as many fewer as fit
+    into the memory.
+    """
+    ways = [_predict(config, tensor, plan, cluster, rate) for tensor in _ways(plan.gpus)]
+    return [prediction for prediction in ways if prediction]
+
+
+def whole_model_flops(config: Mapping[str, Any]) -> int:
+    """Return the FLOPs of an image, what is recomputed included, on a GPU that trains the whole model alone."""
+    return rehearse({**config, "parallel": _parallel(WHOLE)}, 1, 1).flops
+
+
+def assumed_flops(config: Mapping[str, Any]) -> float:
+    """Return the FLOP/s that a GPU sustains where no measured images/s say otherwise."""
+    half, tf32, _ = PEAKS["H100"]
+    return ASSUMED_MFU * (half if config["fp16"] else tf32) * 1e12
+
+
+def _ways(gpus: int) -> Iterator[dict[str, Any]]:
+    """Yield how the model can be cut over up to 64 GPUs.
+
+    2.5d of one square is 2d, and has no more squares than a square has sides, as in its paper.
+    """
+    tensors = [WHOLE, *({"mode": "1d", "size": size} for size in range(2, 65))]
+    tensors += [{"mode": "2d", "size": side**2} for side in range(2, 9)]
+    tensors += [{"mode": "2.5d", "size": n * side**2, "depth": n} for side in range(2, 9) for n in range(2, side + 1)]
+    tensors += [{"mode": "3d", "size": side**3} for side in range(2, 5)]
+    yield from (tensor for tensor in tensors if gpus % tensor["size"] == 0 and tensor["size"] <= 64)
+
+
+def _parallel(tensor: Mapping[str, Any]) -> dict[str, Any]:
+    return {"pipeline": 1, "tensor": tensor}
+
+
+def _predict(
+    config: Mapping[str, Any], tensor: Mapping[str, Any], plan: Plan, cluster: Cluster, rate: float
+) -> Prediction | None:
+    """Return the prediction with the largest micro-batch that fits; None if this model cannot be cut that way."""
+    data_parallel, usable = plan.gpus // tensor["size"], USABLE * cluster.memory
+    samples, rest = divmod(plan.total_batch, data_parallel)
+    largest = plan.micro_batch * tensor["size"] / plan.tensor_parallel
+    if rest or not samples:
+        return None
+    prediction = None
+    for accumulation in (n for n in range(1, samples + 1) if samples % n == 0 and samples / n <= largest):
+        micro_batch = samples // accumulation
+        if not _can_cut(config, tensor, micro_batch, plan.gpus):
+            continue
+        if prediction and _scaled_memory(prediction.rehearsal, micro_batch / prediction.micro_batch) > usable:
+            continue
+        rehearsal = rehearse({**config, "parallel": _parallel(tensor)}, plan.gpus, micro_batch, accumulation)
+        compute = rehearsal.flops / rate
+        hidden = 0.0 if config["gradient_handler"] else BACKWARD_SHARE * compute / accumulation
+        prediction = Prediction(
+            tensor,
+            data_parallel,
+            micro_batch,
+            accumulation,
+            rehearsal,
+            fits=rehearsal.peak <= usable,
+            compute=compute,
+            communication=_communication(rehearsal, cluster, hidden),
+        )
+        if prediction.fits:
+            break
+    return prediction
+
+
+def _can_cut(config: Mapping[str, Any], tensor: Mapping[str, Any], micro_batch: int, gpus: int) -> bool:
+    try:
+        check_tensor_parallel(_parallel(tensor), config["MODEL"], micro_batch, gpus)
+    except UserError:
+        return False
+    return True
+
+
+def _scaled_memory(rehearsal: Rehearsal, share: float) -> float:
+    """Return what to expect of the peak with ``share`` of the micro-batch."""
+    return rehearsal.peak - (1 - share) * rehearsal.activations
+
+
+def _communication(rehearsal: Rehearsal, cluster: Cluster, hidden: float) -> float:
+    """Return the seconds of a step's collectives, without ``hidden`` seconds of the data-parallel ones."""
+    seconds = {True: 0.0, False: 0.0}
+    for (name, ranks), nbytes in rehearsal.nbytes.items():
+        seconds[ranks == rehearsal.data_ranks] += cluster.seconds(name, ranks, rehearsal.calls[name, ranks], nbytes)
+    return seconds[False] + max(0.0, seconds[True] - hidden)

@@ -1,0 +1,67 @@
+import pytest
+
+from common.colossal import resolve_parallel
+from common.config.batch_plan import build_plan
+from common.config.load import load_config
+from common.estimate.cluster import LATENCY, Cluster
+from common.estimate.scaling import predict_modes, whole_model_flops
+from common.estimate.step_estimate import rehearse
+
+CLUSTER = Cluster(memory=80e9, node=8, inside=400e9, between=50e9)
+RATE = 1e14
+WHOLE_ONLY = {"heads": 1}  # an odd number that no mode can cut
+
+
+def predict(gpus: int, cluster: Cluster = CLUSTER, **model: object) -> dict:
+    config = load_config("vit_s16_vanilla")
+    config["MODEL"] = config["MODEL"] | {"depth": 2} | model
+    return {prediction.mode: prediction for prediction in predict_modes(config, plan(config, gpus), cluster, RATE)}
+
+
+def plan(config: dict, gpus: int):
+    return build_plan(config | {"BATCH_SIZE": None}, gpus, None)
+
+
+def test_every_mode_that_the_model_and_the_gpus_allow_is_there():
+    assert set(predict(8)) == {"data parallel", "1d 2", "2d 2 x 2 (2.5d x 1)", "2.5d 2 x 2 x 2", "3d 2 x 2 x 2"}
+    assert set(predict(8, **WHOLE_ONLY)) == {"data parallel"}
+
+
+def test_one_gpu_needs_its_arithmetic_and_nothing_else():
+    (alone,) = predict(1).values()
+    config = load_config("vit_s16_vanilla")
+    config["MODEL"]["depth"] = 2
+    assert alone.communication == 0
+    assert alone.step == pytest.approx(4096 * whole_model_flops(config) / RATE)
+
+
+def test_data_parallel_reduces_while_it_computes():
+    slow = Cluster(between=1e6)
+    assert predict(16, **WHOLE_ONLY)["data parallel"].communication == 0
+    exposed = predict(16, slow, **WHOLE_ONLY)["data parallel"]
+    gradients = exposed.rehearsal.gradients
+    seconds = 2 * 15 / 16 * gradients / (8 * 1e6)
+    hidden = 2 / 3 * exposed.compute / exposed.accumulation
+    calls = sum(exposed.rehearsal.calls.values())
+    assert exposed.communication == pytest.approx(seconds + calls * LATENCY - hidden)
+
+
+def test_the_micro_batch_shrinks_until_it_fits():
+    roomy, tight = (predict(8, cluster, **WHOLE_ONLY)["data parallel"] for cluster in (CLUSTER, Cluster(memory=1e9)))
+    assert (roomy.micro_batch, roomy.accumulation) == (256, 2)
+    assert roomy.rehearsal.peak > 0.9e9 >= tight.rehearsal.peak
+    assert tight.fits
+    assert tight.micro_batch * tight.accumulation == 512
+    config = load_config("vit_s16_vanilla")
+    config["MODEL"] = config["MODEL"] | {"depth": 2} | WHOLE_ONLY
+    assert rehearse(config, 8, 2 * tight.micro_batch, tight.accumulation // 2).peak > 0.9e9
+    assert not predict(8, Cluster(memory=1e6), **WHOLE_ONLY)["data parallel"].fits
+
+
+def test_a_prediction_is_the_rehearsal_of_its_mode():
+    config = load_config("vit_s16_vanilla")
+    config["MODEL"]["depth"] = 2
+    cut = predict(8)["1d 2"]
+    config["parallel"] = resolve_parallel({"tensor": {"mode": "1d", "size": 2}}, 8)
+    assert cut.rehearsal == rehearse(config, 8, cut.micro_batch, cut.accumulation)
+    assert cut.data_parallel * cut.micro_batch * cut.accumulation == 4096

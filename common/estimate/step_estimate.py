@@ -1,0 +1,200 @@
+"""Rehearse an optimiser step on fake tensors: what one of N GPUs holds, sends and computes, without any of them."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from common.colossal import (
+    Engine,
+    ParallelMode,
+    gpc,
+    initialize,
+    reduce_without_waiting,
+    rehearsed_launch,
+    shard_model,
+)
+from common.estimate.memory import TensorMemory
+from common.estimate.traffic import Traffic
+from common.model.ema import EmaHook
+from common.model.flops import FlopCount
+from common.model.vit import build_model
+from common.optim.build import build_optimizer
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One process's optimiser step: counts that are exact, and bytes of the tensors that it holds.
+
+    Attributes:
+        parameters: numbers in this process's piece of the model.
+        weights, optimizer: bytes of the parameters, with their moving average, and of the optimiser's state.
+        gradients: bytes of the gradients when all are there.
+        training_peak, update_peak: most bytes at any one time, in forward and backward passes and in the update.
+        flops: of matrix products, recomputed ones too (`torch.utils.flop_counter`), in a step.
+        calls, nbytes: of the step's collectives, by collective and ranks, see `Traffic`.
+        data_ranks: the ranks that hold what this process holds and see other samples.
+    """
+
+    parameters: int
+    weights: int
+    optimizer: int
+    gradients: int
+    training_peak: int
+    update_peak: int
+    flops: int
+    calls: Counter
+    nbytes: Counter
+    data_ranks: tuple[int, ...]
+
+    @property
+    def peak(self) -> int:
+        return max(self.training_peak, self.update_peak)
+
+    @property
+    def activations(self) -> int:
+        """Bytes at the peak that are neither weights, gradients nor optimiser state."""
+        return max(0, self.peak - self.weights - self.gradients - self.optimizer)
+
+
+def rehearse(
+    config: Mapping[str, Any], processes: int, micro_batch: int, accumulation: int = 1, device: str = "cuda"
+) -> Rehearsal:
+    """Return what rank 0 of ``processes`` does in a step of ``accumulation`` micro-batches on a "cuda" or "cpu" device.
+
+    ``config`` is a whole one, with ``parallel`` resolved. Takes seconds at most, whatever the model and the batch.
+    Must not be called within a launch.
+    """
+    depth = config["MODEL"]["depth"]
+    shallow = 2 if config["MODEL"]["drop_path"] else 1  # blocks; the first one drops no paths, all others do the same
+    if depth <= shallow + 1:
+        return _rehearse(config, depth, processes, micro_batch, accumulation, device)
+    first, second = (
+        _rehearse(config, blocks, processes, micro_batch, accumulation, device) for blocks in (shallow, shallow + 1)
+    )
+    return _extend(first, second, depth - shallow)
+
+
+def _extend(first: Rehearsal, second: Rehearsal, blocks: int) -> Rehearsal:
+    """Return ``first`` and ``blocks`` times its difference from ``second``."""
+
+    def extended(name: str) -> Any:
+        low, high = getattr(first, name), getattr(second, name)
+        if isinstance(low, Counter):
+            return Counter({key: low[key] + blocks * (high[key] - low[key]) for key in high})
+        return low + blocks * (high - low) if isinstance(low, int) else low
+
+    return Rehearsal(**{name: extended(name) for name in Rehearsal.__dataclass_fields__})
+
+
+def _rehearse(
+    config: Mapping[str, Any], depth: int, processes: int, micro_batch: int, accumulation: int, device: str
+) -> Rehearsal:
+    launch_config = {**config, "gradient_accumulation": min(accumulation, 2), "fp16": _precision(config, device)}
+    launch_config["torch_ddp"] = {**(config.get("torch_ddp") or {}), "init_sync": False}
+    # Fake tensors pretend that there is a GPU. If autograd starts its threads then, this process cannot fork any more.
+    torch.ones((), requires_grad=True).backward()
+    with torch.device("meta"):  # where initial weights are nothing to be drawn
+        model = build_model(**config["MODEL"] | {"depth": depth, "num_classes": config["MODEL"]["num_classes"] or 1000})
+    with ExitStack() as stack:
+        stack.enter_context(rehearsed_launch(launch_config, processes))
+        stack.enter_context(FakeTensorMode())
+        memory = stack.enter_context(TensorMemory())
+        _take_ways_of(device, stack)
+        model, optimizer, engine = _build(model, config)
+        averages = EmaHook(model, config["EMA"]).averages if config["EMA"] else {}
+        step = _Step(engine, memory, micro_batch, config["MODEL"]["image_size"])
+        step.run(accumulation)
+        parameters = list(model.parameters())
+        state = _nbytes(value for state in optimizer.state.values() for value in state.values())
+        return Rehearsal(
+            parameters=sum(parameter.numel() for parameter in parameters),
+            weights=_nbytes([*parameters, *averages.values()]),
+            optimizer=state,
+            gradients=step.gradients,
+            training_peak=step.training_peak + state,  # which the update has made only then
+            update_peak=memory.peak,
+            flops=step.flops,
+            calls=step.calls,
+            nbytes=step.nbytes,
+            data_ranks=tuple(gpc.get_ranks_in_group(ParallelMode.DATA)),
+        )
+
+
+def _precision(config: Mapping[str, Any], device: str) -> dict[str, Any] | None:
+    """Say the type of mixed precision that is the device's default, which is not that of the CPU that rehearses."""
+    fp16 = config["fp16"]
+    if not fp16 or fp16.get("mode") is None or device == "cpu":
+        return fp16
+    return {"dtype": "float16", **fp16}
+
+
+def _build(model: nn.Module, config: Mapping[str, Any]) -> tuple[nn.Module, Optimizer, Engine]:
+    """Build optimiser and engine of the model as a task does."""
+    for layer in model.modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            setattr(layer, name, nn.Parameter(torch.empty(parameter.shape), parameter.requires_grad))
+    model = shard_model(model)
+    optimizer = build_optimizer(model, weight_decay=config["WEIGHT_DECAY"], **config["OPTIMIZER"])
+    engine, *_ = initialize(model, optimizer, nn.CrossEntropyLoss(label_smoothing=config["LABEL_SMOOTHING"]))
+    reduce_without_waiting(engine)
+    engine.train()
+    return model, optimizer, engine
+
+
+class _Step:
+    """An optimiser step of an engine, with its counts."""
+
+    def __init__(self, engine: Engine, memory: TensorMemory, micro_batch: int, image_size: int) -> None:
+        self.engine, self.memory, self.micro_batch, self.image_size = engine, memory, micro_batch, image_size
+        self.flops, self.calls, self.nbytes = 0, Counter(), Counter()
+
+    def run(self, accumulation: int) -> None:
+        """Count the step; all micro-batches but the last do the same, so that no more than two are run."""
+        self.memory.restart_peak()
+        if accumulation > 1:
+            self._count(self._micro_batch, times=accumulation - 1)
+        self._count(self._micro_batch)
+        self.training_peak = self.memory.peak
+        self.gradients = _nbytes(p.grad for p in self.engine.model.parameters() if p.grad is not None)
+        self.memory.restart_peak()
+        self._count(self.engine.step)
+
+    def _count(self, part: Callable[[], None], times: int = 1) -> None:
+        with Traffic() as traffic, FlopCount() as arithmetic:
+            part()
+        self.flops += times * arithmetic.total
+        for total, counted in ((self.calls, traffic.calls), (self.nbytes, traffic.nbytes)):
+            total.update({route: times * count for route, count in counted.items()})
+
+    def _micro_batch(self) -> None:
+        self.engine.zero_grad()
+        images = torch.empty(self.micro_batch, 3, self.image_size, self.image_size)
+        labels = torch.zeros(self.micro_batch, dtype=torch.long)
+        self.engine.backward(self.engine.criterion(self.engine(images), labels))
+
+
+def _take_ways_of(device: str, stack: ExitStack) -> None:
+    """Choose as on a "cuda" device where code asks: attention and LAMB, by ``is_cpu``; dropout, whose mask is bytes.
+
+    The tensors themselves cannot be a GPU's: autograd asks the driver for it, also where they are fake.
+    """
+    if device == "cuda":
+        stack.enter_context(mock.patch.object(Tensor, "is_cpu", False))
+        stack.enter_context(mock.patch.object(F, "dropout", _dropout_by_mask))
+
+
+def _dropout_by_mask(x: Tensor, p: float, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(x, p, training)[0] if training and p else x
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -1,0 +1,167 @@
+"""Rehearsals against real runs: bytes that several processes send, and memory that PyTorch's profiler sees."""
+
+import ctypes
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import profile, record_function
+
+from common.colossal import AMP_TYPE, initialize, resolve_parallel, shard_model
+from common.config.load import load_config
+from common.estimate.step_estimate import rehearse
+from common.estimate.traffic import Traffic
+from common.model.vit import build_model
+from common.optim.build import build_optimizer
+from common.testing.parity_cases import CASES
+from common.testing.ranks import launched, run_ranks
+
+TRAFFIC_CASES = {"dp2": (2, None)} | {name: CASES[name] for name in ("dp2 x 1d-2", "dp2 x 2d-4", "2.5d-8", "3d-8")}
+TINY = {"image_size": 16, "patch_size": 4, "width": 32, "depth": 4, "heads": 4, "mlp_ratio": 2.0, "num_classes": 8}
+STEPS = 3  # DDP settles in the second
+
+
+def build_config(processes: int, parallel: dict | None, model: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    config = load_config("vit_s16_vanilla") | keys
+    config["MODEL"] = config["MODEL"] | model
+    config["parallel"] = resolve_parallel(parallel, processes)
+    return config
+
+
+def train(config: dict[str, Any], micro_batch: int, accumulation: int, steps: int) -> Traffic:
+    """Train as a task does; return the traffic of the last step."""
+    model = shard_model(build_model(**config["MODEL"]))
+    optimizer = build_optimizer(model, **config["OPTIMIZER"])
+    engine, *_ = initialize(model, optimizer, torch.nn.CrossEntropyLoss())
+    engine.train()
+    images = torch.randn(micro_batch, 3, config["MODEL"]["image_size"], config["MODEL"]["image_size"])
+    labels = torch.zeros(micro_batch, dtype=torch.long)
+    for step in range(steps):
+        with Traffic() as traffic, record_function(f"step {step}"):
+            for _ in range(accumulation):
+                engine.zero_grad()
+                engine.backward(engine.criterion(engine(images), labels))
+                engine.step()
+    return traffic
+
+
+def launch_config(config: dict[str, Any], accumulation: int) -> dict[str, Any]:
+    return {key: config[key] for key in ("parallel", "fp16", "clip_grad_norm")} | {
+        "gradient_accumulation": accumulation
+    }
+
+
+def count_traffic(config: dict[str, Any], micro_batch: int, accumulation: int) -> Counter:
+    with launched(**launch_config(config, accumulation)):
+        return train(config, micro_batch, accumulation, STEPS).nbytes
+
+
+def by_group_size(nbytes: Counter) -> Counter:
+    sizes: Counter = Counter()
+    for (name, ranks), count in nbytes.items():
+        sizes[name, len(ranks)] += count
+    return sizes
+
+
+@pytest.mark.parametrize("case", TRAFFIC_CASES)
+def test_bytes_are_those_of_real_processes(case):
+    processes, parallel = TRAFFIC_CASES[case]
+    optimizer = {"name": "lamb", "max_grad_norm": 1.0}
+    # float16, because its loss scaler sends too
+    config = build_config(processes, parallel, TINY | {"drop_path": 0.1}, fp16=FLOAT16, OPTIMIZER=optimizer)
+    counted = run_ranks(processes, count_traffic, config, 8, 3)
+    rehearsed = rehearse(config, processes, 8, 3, "cpu")
+    assert rehearsed.nbytes == counted[0]
+    assert sum(rehearsed.nbytes.values()) > 0
+    assert all(by_group_size(nbytes) == by_group_size(rehearsed.nbytes) for nbytes in counted)
+
+
+def measure_peak(config: dict[str, Any], micro_batch: int, accumulation: int) -> int:
+    """Return the most bytes that PyTorch's allocator has given out at any one time of the last step.
+
+    To be called in a process of its own. There the allocator counts what all threads give back: by itself the profiler
+    misses what Gloo's threads do.
+    """
+    libc10 = ctypes.CDLL(Path(torch.__file__).parent / "lib" / "libc10.so")
+    ctypes.c_bool.in_dll(libc10, "FLAGS_caffe2_report_cpu_memory_usage").value = True
+    with launched(**launch_config(config, accumulation)), profile(profile_memory=True) as profiler:
+        train(config, micro_batch, accumulation, STEPS)
+    events = list(_flatten(profiler.profiler.kineto_results.experimental_event_tree()))
+    (start,) = (event.start_time_ns for event in events if event.name == f"step {STEPS - 1}")
+    allocations = [event for event in events if event.tag == torch._C._profiler._EventType.Allocation]
+    return max(event.extra_fields.total_allocated for event in allocations if event.start_time_ns >= start)
+
+
+def _flatten(events: list[Any]) -> Iterator[Any]:
+    for event in events:
+        yield event
+        yield from _flatten(event.children)
+
+
+VIT_TI = {"image_size": 96, "width": 192, "depth": 12, "heads": 3, "num_classes": 100}
+VIT_S = {"image_size": 64, "width": 384, "depth": 12, "heads": 6, "num_classes": 100}
+TORCH, NAIVE = ({"mode": mode, "dtype": "bfloat16"} for mode in (AMP_TYPE.TORCH, AMP_TYPE.NAIVE))
+# Slow on CPUs, where bfloat16 in turn keeps 12 MB by itself at this width, whatever depth and batch.
+FLOAT16, NAIVE_FLOAT16 = (mode | {"dtype": "float16"} for mode in (TORCH, NAIVE))
+CHECKPOINT = {"activation_checkpoint": True}
+
+
+@pytest.mark.parametrize(
+    ("model", "fp16", "optimizer", "micro_batch", "accumulation"),
+    [
+        (VIT_TI, None, "adamw", 4, 1),
+        (VIT_TI, FLOAT16, "adamw", 4, 2),
+        (VIT_TI, None, "lamb", 24, 2),
+        (VIT_TI, TORCH, "adamw", 24, 1),
+        (VIT_TI, NAIVE, "adamw", 24, 2),
+        (VIT_TI | CHECKPOINT, None, "adamw", 24, 1),
+        (VIT_TI | CHECKPOINT, TORCH, "lamb", 24, 2),
+        (VIT_TI | CHECKPOINT, NAIVE_FLOAT16, "adamw", 4, 1),
+        (VIT_TI | {"dropout": 0.1, "drop_path": 0.1}, TORCH, "adamw", 16, 1),
+        (VIT_S, None, "adamw", 16, 1),
+        (VIT_S, TORCH, "sgd", 16, 2),
+        (VIT_S | CHECKPOINT, NAIVE, "adamw", 16, 1),
+    ],
+)
+def test_memory_is_within_a_tenth_of_the_measured(model, fp16, optimizer, micro_batch, accumulation):
+    config = build_config(1, None, model, fp16=fp16, OPTIMIZER={"name": optimizer})
+    (measured,) = run_ranks(1, measure_peak, config, micro_batch, accumulation)
+    assert rehearse(config, 1, micro_batch, accumulation, "cpu").peak == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("case", ["dp2", "1d-2", "2d-4", "3d-8"])
+def test_memory_of_a_cut_model_is_within_a_tenth_of_the_measured(case):
+    processes, parallel = (TRAFFIC_CASES | CASES)[case]
+    model = {"image_size": 64, "width": 192, "depth": 6, "heads": 4, "num_classes": 100}
+    config = build_config(processes, parallel, model, OPTIMIZER={"name": "lamb"}, fp16=TORCH)
+    micro_batch = 64  # takes more than the whole model, which a rank builds first, in what is a GPU's host memory
+    measured = run_ranks(processes, measure_peak, config, micro_batch, 1)
+    assert rehearse(config, processes, micro_batch, 1, "cpu").peak == pytest.approx(max(measured), rel=0.1)
+
+
+def test_a_deep_model_is_extended_from_shallow_ones_exactly():
+    config = build_config(2, {"tensor": {"mode": "1d", "size": 2}}, TINY | {"drop_path": 0.1})
+    by_depth = {}
+    for depth in (3, 4, 5):
+        config["MODEL"]["depth"] = depth
+        by_depth[depth] = rehearse(config, 2, 8)
+    for name in ("parameters", "weights", "optimizer", "gradients", "update_peak", "flops"):
+        low, middle, high = (getattr(by_depth[depth], name) for depth in (3, 4, 5))
+        assert high - middle == middle - low > 0, name
+
+
+def test_a_moving_average_holds_every_weight_once_more():
+    config = build_config(1, None, TINY)
+    without, averaged = (rehearse(config | {"EMA": decay}, 1, 8) for decay in (0.0, 0.999))
+    assert averaged.peak - without.peak == averaged.weights - without.weights == 4 * without.parameters
+
+
+def test_a_rehearsal_leaves_nothing_behind():
+    config = build_config(1, None, TINY)
+    rehearse(config, 512, 8)
+    with launched(parallel=config["parallel"]):
+        assert torch.distributed.get_world_size() == 1
+        assert torch.empty(2).is_cpu

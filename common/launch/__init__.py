@@ -1,0 +1,1 @@
+"""How a process was started, and how it is stopped."""

@@ -1,0 +1,215 @@
+"""How this process was started, and joining the others: torchrun, srun, mpirun, explicit flags, or alone."""
+
+import argparse
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from common import colossal
+from common.colossal.rendezvous import agreed_port, given_port
+from common.errors import RankError, UserError
+
+LOOPBACK = "127.0.0.1"
+DEFAULT_TIMEOUT = 600.0  # seconds
+FLAGS = ("rank", "local_rank", "world_size", "host", "port")
+VARIABLES = {
+    "torch": {
+        "rank": "RANK",
+        "local_rank": "LOCAL_RANK",
+        "world_size": "WORLD_SIZE",
+        "host": "MASTER_ADDR",
+        "port": "MASTER_PORT",
+    },
+    "openmpi": {
+        "rank": "OMPI_COMM_WORLD_RANK",
+        "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
+        "world_size": "OMPI_COMM_WORLD_SIZE",
+    },
+    "slurm": {"rank": "SLURM_PROCID", "local_rank": "SLURM_LOCALID", "world_size": "SLURM_NTASKS"},
+}
+STARTED_WITH = {"torch": "torchrun", "openmpi": "mpirun", "slurm": "srun"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One process among ``world_size``; rank 0 listens on ``host:port``, which a single process does not need.
+
+    Where nobody gave the port, ``run`` names the run to its processes, which look for a free one from ``port`` on.
+    """
+
+    launcher: str
+    rank: int
+    local_rank: int
+    world_size: int
+    host: str
+    port: int
+    backend: str
+    run: str = ""
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise UserError(f"--world_size={self.world_size}: a run has at least 1 process")
+        if not 0 <= self.rank < self.world_size:
+            raise UserError(f"--rank={self.rank} is not within the {self.world_size} processes: 0 is the first")
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of every launcher; an empty value, as an unset shell variable leaves it, counts as not given."""
+    group = parser.add_argument_group("launch", "needed only where no launcher says it; must agree where one does")
+    group.add_argument("--rank", type=_optional_int, help="this process, counted over all nodes")
+    group.add_argument("--local_rank", "--local-rank", type=_optional_int, help="this process on its node: its GPU")
+    group.add_argument("--world_size", "--world-size", type=_optional_int, help="number of processes")
+    group.add_argument("--host", help="where rank 0 runs")
+    group.add_argument("--port", type=_optional_int, help="a free port there")
+    group.add_argument("--backend", choices=("nccl", "gloo"), help="default: nccl with GPUs, gloo without")
+    group.add_argument("--launcher", choices=("single", "args", *VARIABLES), help="default: found out")
+
+
+def _optional_int(text: str) -> int | None:
+    return int(text) if text else None
+
+
+def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launch:
+    """Return how this process was started, from its flags and environment; nothing is changed or contacted.
+
+    Without ``--launcher``, the innermost launcher counts: torchrun, then mpirun, then srun (not the shell of an sbatch
+    or salloc), then explicit flags, else a single process. Raises `UserError` for a flag that contradicts its launcher,
+    and for one that is missing.
+    """
+    launcher = args.launcher or _find_launcher(args, environ)
+    if launcher in VARIABLES:
+        place = _from_environment(launcher, args, environ)
+    elif launcher == "args":
+        place = _from_flags(args)
+    else:
+        place = {"rank": 0, "local_rank": 0, "world_size": 1}
+        _check_flags(args, place, dict.fromkeys(place, "a single process without a launcher"))
+        place |= {"host": LOOPBACK, "port": 0}
+    return Launch(launcher, **place, backend=_backend(args.backend))
+
+
+def start(launch: Launch, config: Mapping[str, Any]) -> None:
+    """Join the process group, set the device and the seed (``SEED``), and put ``config`` into ``gpc.config``.
+
+    Raises `UserError` on rank 0 where the port was given and is in use; one that was not given is the next free one.
+    """
+    gpus = torch.cuda.device_count()
+    if launch.run and launch.world_size > 1:
+        timeout = config.get("TIMEOUT", DEFAULT_TIMEOUT)
+        meeting = agreed_port(launch.run, launch.rank, launch.host, launch.port, timeout)
+    else:
+        meeting = given_port(launch.host, launch.port)
+    with meeting as port:
+        colossal.launch(
+            dict(config),
+            launch.rank,
+            launch.world_size,
+            launch.host,
+            port,
+            launch.backend,
+            # A launcher that binds tasks to GPUs shows each process only its own, as number 0.
+            local_rank=launch.local_rank % gpus if gpus else launch.local_rank,
+            seed=config.get("SEED", 1024),
+            verbose=False,
+            timeout=config.get("TIMEOUT"),
+        )
+
+
+def _find_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return "torch"
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        return "openmpi"
+    if _is_slurm_task(environ):
+        return "slurm"
+    if args.world_size == 1 or all(getattr(args, flag) in (None, "") for flag in FLAGS):
+        return "single"
+    return "args"
+
+
+def _is_slurm_task(environ: Mapping[str, str]) -> bool:
+    """Tell a task of srun from the shell of sbatch or salloc, whose steps have no number or a reserved one."""
+    step = environ.get("SLURM_STEP_ID", "")
+    return "SLURM_PROCID" in environ and step.isdigit() and int(step) < 0xFFFFFFF0
+
+
+def _from_environment(launcher: str, args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
+    names = VARIABLES[launcher]
+    missing = [name for name in names.values() if not environ.get(name)]
+    if missing:
+        raise UserError(f"{', '.join(missing)} not set: start with {STARTED_WITH[launcher]}, or leave out --launcher")
+    place = {field: environ[name] if field == "host" else _integer(name, environ) for field, name in names.items()}
+    accepted = {}
+    if launcher == "slurm":
+        # Scripts pass --local_rank=$SLURM_PROCID, which is the task's rank, or 0 if the sbatch shell expanded it.
+        accepted["local_rank"] = (place["rank"], 0)
+    _check_flags(args, place, {field: f"{name}={environ[name]}" for field, name in names.items()}, accepted)
+    if launcher != "torch":
+        place |= _meeting_point(launcher, args, environ)
+    return place
+
+
+def _integer(name: str, environ: Mapping[str, str]) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise UserError(f"the environment variable {name}={environ[name]!r} is not a number") from None
+
+
+def _check_flags(
+    args: argparse.Namespace,
+    place: Mapping[str, Any],
+    sources: Mapping[str, str],
+    accepted: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
+    for field, value in place.items():
+        flag = getattr(args, field)
+        if flag not in (None, "", value, *(accepted or {}).get(field, ())):
+            mistake = RankError if field in ("rank", "local_rank") else UserError
+            raise mistake(f"--{field}={flag} contradicts {sources[field]}: leave the flag out")
+
+
+def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
+    place = {flag: getattr(args, flag) for flag in FLAGS}
+    if place["local_rank"] is None:
+        place["local_rank"] = place["rank"]
+    missing = [f"--{flag}" for flag, value in place.items() if value in (None, "") and flag != "local_rank"]
+    if missing:
+        raise UserError(
+            f"{', '.join(missing)} missing: without a launcher give --rank, --world_size, --host and --port"
+        )
+    return place
+
+
+def _meeting_point(launcher: str, args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return where rank 0 listens: as told, else on the step's first node, from a port on that the job's name gives."""
+    if launcher == "slurm":
+        one_node = environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES")) == "1"
+        job = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+        nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", ""))
+    else:
+        one_node = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == environ["OMPI_COMM_WORLD_SIZE"]
+        job = environ.get("PMIX_NAMESPACE", "")
+        nodes = ""
+    host = args.host or environ.get("MASTER_ADDR") or (LOOPBACK if one_node else _first_node(nodes))
+    if not host:
+        raise UserError(f"--host missing: over several nodes {STARTED_WITH[launcher]} does not say where rank 0 runs")
+    if args.port or environ.get("MASTER_PORT"):
+        return {"host": host, "port": args.port or _integer("MASTER_PORT", environ)}
+    port = 20_000 + zlib.crc32(job.encode()) % 12_000  # below the ephemeral ports
+    return {"host": host, "port": port, "run": f"{launcher}-{job}"}
+
+
+def _first_node(nodes: str) -> str:
+    """Return the first host of Slurm's short form: ``gpu[003-007,9],login`` starts with ``gpu003``."""
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes).partition(",")[0]
+
+
+def _backend(name: str | None) -> str:
+    if name == "nccl" and not torch.cuda.is_available():
+        raise UserError("--backend nccl needs a GPU, and torch finds none: use gloo")
+    return name or ("nccl" if torch.cuda.is_available() else "gloo")

@@ -1,0 +1,194 @@
+"""Launch detection: every way that the documents of Colossal-AI's examples start a training script."""
+
+import argparse
+import os
+import socket
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from common.colossal import ParallelMode, get_default_parser, gpc, launch_from_torch, shutdown
+from common.errors import UserError, run_command
+from common.launch.launcher import Launch, add_launch_arguments, detect_launch, start
+from common.testing.ranks import run_ranks
+
+TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "3231121409",
+}
+SRUN = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_NPROCS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[003-004],login",
+}
+SBATCH_SHELL = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
+
+
+def detect(line: str, environ: Mapping[str, str]) -> Launch:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config")
+    add_launch_arguments(parser)
+    return detect_launch(parser.parse_args(line.split()), environ)
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "expected"),
+    [
+        # srun python train_dali.py --local_rank=$SLURM_PROCID --world_size=$SLURM_NPROCS --host=$HOST --port=29500
+        (
+            "--local_rank=3 --world_size=4 --host=h --port=29500 --config=vit-b16.py",
+            SRUN,
+            ("slurm", 3, 1, 4, "h", 29500),
+        ),
+        # the same, expanded by the shell of sbatch, and by one that has none of the variables
+        ("--local_rank=0 --world_size=4 --host=h --port=29500", SRUN, ("slurm", 3, 1, 4, "h", 29500)),
+        ("--local_rank= --world_size= --host=h --port=29500", SRUN, ("slurm", 3, 1, 4, "h", 29500)),
+        ("--local_rank=1 --rank 3", SRUN, ("slurm", 3, 1, 4, "gpu003", None)),
+        ("", SRUN | {"SLURM_STEP_NUM_NODES": "1"}, ("slurm", 3, 1, 4, "127.0.0.1", None)),
+        ("", SRUN | {"MASTER_ADDR": "m", "MASTER_PORT": "5"}, ("slurm", 3, 1, 4, "m", 5)),
+        # python -m torch.distributed.launch --nproc_per_node 4 train_dali.py --world_size 4
+        ("--local-rank=1 --world_size 4 --config c", TORCHRUN, ("torch", 3, 1, 4, "node0", 29500)),
+        # torchrun ... train.py --config=CONFIG_FILE, also inside a Slurm step
+        ("--config=c", TORCHRUN, ("torch", 3, 1, 4, "node0", 29500)),
+        ("--config=c", SRUN | TORCHRUN, ("torch", 3, 1, 4, "node0", 29500)),
+        # python train.py --world_size=4 --rank=3 --local_rank=1 --host=node0 --port=29500 --config=c
+        ("--world_size=4 --rank=3 --local_rank=1 --host=h --port=9 --config=c", {}, ("args", 3, 1, 4, "h", 9)),
+        ("--world_size=4 --rank=3 --local_rank=1 --host=h --port=9", SBATCH_SHELL, ("args", 3, 1, 4, "h", 9)),
+        # mpirun, also inside a Slurm step
+        ("--host h --port 9", MPIRUN, ("openmpi", 3, 1, 4, "h", 9)),
+        ("", SRUN | MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, ("openmpi", 3, 1, 4, "127.0.0.1", None)),
+        ("--host h", MPIRUN, ("openmpi", 3, 1, 4, "h", None)),
+        # python train_dali.py, also in the shell of sbatch, and of salloc (a step with a reserved number)
+        ("--config=c", {}, ("single", 0, 0, 1, "127.0.0.1", 0)),
+        ("--config=c", SBATCH_SHELL, ("single", 0, 0, 1, "127.0.0.1", 0)),
+        ("--config=c", SBATCH_SHELL | {"SLURM_STEP_ID": "4294967290"}, ("single", 0, 0, 1, "127.0.0.1", 0)),
+        ("--world_size 1", {}, ("single", 0, 0, 1, "127.0.0.1", 0)),
+        ("--launcher single", TORCHRUN, ("single", 0, 0, 1, "127.0.0.1", 0)),
+        ("--launcher slurm --host h --port 9", SRUN | TORCHRUN, ("slurm", 3, 1, 4, "h", 9)),
+    ],
+)
+def test_command_lines(line: str, environ: dict[str, str], expected: tuple) -> None:
+    launch = detect(line, environ)
+    given = expected[-1] is not None
+    port, run = (expected[-1], "") if given else (launch.port, launch.run)
+    assert launch == Launch(*expected[:-1], port, "nccl" if torch.cuda.is_available() else "gloo", run)
+    assert given or (20_000 <= port < 32_768 and run)
+
+
+def test_the_derived_port_is_that_of_the_step() -> None:
+    step, its_first, another = (detect("", SRUN | more) for more in ({}, {"SLURM_PROCID": "0"}, {"SLURM_STEP_ID": "1"}))
+    assert (step.port, step.run) == (its_first.port, its_first.run)
+    assert step.port != another.port
+    assert step.run != another.run
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "message"),
+    [
+        ("--world_size 8", TORCHRUN, "--world_size=8 contradicts WORLD_SIZE=4"),
+        ("--rank 2", TORCHRUN, "--rank=2 contradicts RANK=3"),
+        ("--local-rank 0", TORCHRUN, "--local_rank=0 contradicts LOCAL_RANK=1"),
+        ("--host other", TORCHRUN, "--host=other contradicts MASTER_ADDR=node0"),
+        ("--port 1", TORCHRUN, "--port=1 contradicts MASTER_PORT=29500"),
+        ("--local_rank=2", SRUN, "--local_rank=2 contradicts SLURM_LOCALID=1"),
+        ("--world_size=5", SRUN, "--world_size=5 contradicts SLURM_NTASKS=4"),
+        ("--rank 0", MPIRUN, "--rank=0 contradicts OMPI_COMM_WORLD_RANK=3"),
+        ("--launcher single --world_size 2", {}, "--world_size=2 contradicts a single process"),
+        ("--world_size 4 --rank 1", {}, "--host, --port missing"),
+        ("--launcher args", {}, "--rank, --world_size, --host, --port missing"),
+        ("--launcher torch", {}, "RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set: start with torchrun"),
+        ("", {k: v for k, v in TORCHRUN.items() if k != "LOCAL_RANK"}, "LOCAL_RANK not set"),
+        ("", TORCHRUN | {"RANK": "x"}, "RANK='x' is not a number"),
+        ("", MPIRUN, "--host missing"),
+        ("--world_size 2 --rank 2 --host h --port 1", {}, "--rank=2 is not within the 2 processes"),
+        ("--world_size 0 --rank 0 --host h --port 1", {}, "--world_size=0"),
+    ],
+)
+def test_what_is_refused(line: str, environ: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        detect(line, environ)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [("--rank=2", "error: --rank=2 contradicts RANK=3: leave the flag out\n"), ("--world_size=8", "")],
+)
+def test_the_last_process_reports_what_the_first_does_not_see(flag, said, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit):
+        run_command(lambda argv: detect(*argv, TORCHRUN), [flag])
+    assert capsys.readouterr().err == said
+
+
+def test_nccl_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="--backend nccl needs a GPU"):
+        detect("--backend nccl", {})
+
+
+def test_a_single_process_needs_no_port() -> None:
+    start(detect("", {}), {"SEED": 5, "KEY": {"a": 1}})
+    try:
+        assert gpc.config.KEY.a == 1
+        assert torch.initial_seed() == 5
+        assert gpc.get_world_size(ParallelMode.DATA) == 1
+    finally:
+        shutdown()
+
+
+def started_sum(start_with: str, host: str) -> float:
+    os.environ["MASTER_ADDR"] = host
+    if start_with == "launch_from_torch":
+        launch_from_torch({}, backend="gloo", verbose=False)
+    else:
+        start(detect("", os.environ), {})
+    total = torch.tensor([gpc.get_global_rank() + 1.0])
+    dist.all_reduce(total, group=gpc.get_group(ParallelMode.DATA))
+    shutdown()
+    return total.item()
+
+
+@pytest.mark.parametrize(("start_with", "host"), [("start", "127.0.0.1"), ("launch_from_torch", "localhost")])
+def test_ranks_meet_at_addresses_and_names(start_with: str, host: str) -> None:
+    assert run_ranks(2, started_sum, start_with, host) == [3.0, 3.0]
+
+
+def summed_in_slurm(flags: str, job: str) -> float:
+    place = {"SLURM_PROCID": os.environ["RANK"], "SLURM_LOCALID": os.environ["RANK"], "SLURM_NTASKS": "2"}
+    start(detect(flags, SRUN | place | {"SLURM_JOB_ID": job, "SLURM_STEP_NUM_NODES": "1"}), {})
+    total = torch.tensor([gpc.get_global_rank() + 1.0])
+    dist.all_reduce(total, group=gpc.get_group(ParallelMode.DATA))
+    shutdown()
+    return total.item()
+
+
+def test_a_port_in_use_is_passed_over() -> None:
+    job = str(os.getpid())
+    first = detect("", SRUN | {"SLURM_JOB_ID": job}).port
+    with socket.create_server(("127.0.0.1", first)):
+        assert run_ranks(2, summed_in_slurm, "", job) == [3.0, 3.0]
+
+
+def test_a_given_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(RuntimeError, match=f"--port={port} is in use on 127.0.0.1: choose another"):
+            run_ranks(2, summed_in_slurm, f"--port {port}", "77")
+
+
+def test_upstreams_parser_is_there() -> None:
+    args = get_default_parser().parse_args(["--config", "c.py", "--host", "h", "--port", "1"])
+    assert (args.config, args.host, args.port) == ("c.py", "h", 1)

@@ -1,0 +1,156 @@
+"""Signals, sent for real to a process: at once, or noted while it is deferring."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+PROGRAM = """
+import os, sys, threading, time
+os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # signals come before the child is shielded
+from common.launch.stop_signals import stop_signals
+stop_signals.install()
+stop_signals.deferring = sys.argv[1] == "deferring"
+if sys.argv[2:] == ["fork"] and (child := os.fork()) == 0:
+    time.sleep(60)
+    os._exit(1)
+print(child if sys.argv[2:] == ["fork"] else "ready", flush=True)
+while not stop_signals.received:
+    # as a wait in C++ does, this keeps Python's own handlers from running
+    threading.Lock().acquire(timeout=0.05)
+print(stop_signals.received, flush=True)
+time.sleep(60)
+"""
+
+
+class Process:
+    """A process of `PROGRAM` in a process group of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.first_line = self.process.stdout.readline().strip()
+
+    def end(self) -> tuple[int, str]:
+        _, error = self.process.communicate(timeout=30)
+        return self.process.returncode, error
+
+
+@pytest.fixture
+def start() -> Iterator:
+    started = []
+
+    def start_process(*arguments: str) -> Process:
+        started.append(Process(*arguments))
+        return started[-1]
+
+    yield start_process
+    for process in started:
+        process.process.kill()
+        process.process.communicate()
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGTERM", 143), ("SIGUSR1", 143), ("SIGINT", 0), ("SIGHUP", 143)])
+def test_before_training_a_signal_ends_the_process(start, number: str, code: int) -> None:
+    process = start("starting")
+    process.process.send_signal(signal.Signals[number])
+    name = "Ctrl-C" if number == "SIGINT" else number
+    assert process.end() == (code, f"{name}: ended at once\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_while_training_it_is_noted(start, number: signal.Signals) -> None:
+    process = start("deferring")
+    process.process.send_signal(number)
+    assert process.process.stdout.readline() == f"{number.value}\n"
+    process.process.send_signal(number)  # as a launcher does that passes on what the terminal has sent already
+    assert process.process.poll() is None
+    time.sleep(1.2)
+    process.process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.process.wait(0.3)
+
+
+def test_a_second_ctrl_c_ends_at_once(start) -> None:
+    process = start("deferring")
+    process.process.send_signal(signal.SIGINT)
+    process.process.stdout.readline()
+    time.sleep(1.2)
+    process.process.send_signal(signal.SIGINT)
+    assert process.end() == (130, "Ctrl-C: stopping after this step\nCtrl-C: ended at once\n")
+
+
+def test_after_an_agreed_stop_the_launchers_signal_changes_nothing() -> None:
+    """torchrun sends SIGTERM to the ranks that are still on their way out after the first."""
+    program = """
+import os, signal
+from common.launch.stop_signals import exit_code, stop_signals
+stop_signals.install()
+stop_signals.deferring = True
+stop_signals.agreed = signal.SIGINT
+os.kill(os.getpid(), signal.SIGTERM)
+stop_signals.restore()
+os.kill(os.getpid(), signal.SIGTERM)
+os._exit(exit_code(stop_signals.agreed))
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=30).returncode == 0
+
+
+def test_can_be_installed_again_and_leaves_nothing_behind() -> None:
+    """The thread of one run must have ended before the next: it would read, or close, a pipe that is not its own."""
+    program = """
+import os, threading
+from common.launch.stop_signals import stop_signals
+opened = os.listdir("/proc/self/fd")
+for _ in range(100):
+    stop_signals.install()
+    stop_signals.restore()
+    assert os.listdir("/proc/self/fd") == opened
+    assert threading.active_count() == 1
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=30).returncode == 0
+
+
+def test_a_worker_leaves_signals_to_its_parent_and_dies_with_it(start) -> None:
+    process = start("deferring", "fork")
+    child = int(process.first_line)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        os.kill(child, number)
+    os.killpg(process.process.pid, signal.SIGTERM)
+    assert process.process.stdout.readline() == f"{signal.SIGTERM.value}\n"
+    assert os.path.exists(f"/proc/{child}")
+    process.process.kill()
+    process.process.wait()
+    deadline = time.monotonic() + 10
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(child)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process has not ended; one that nobody has waited for yet has."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_worker_process_does_not_keep_its_parent_from_ending():
+    program = """
+import multiprocessing, time
+from common.launch.stop_signals import stop_signals
+stop_signals.install()
+multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True).start()
+stop_signals.restore()
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

@@ -1,0 +1,1 @@
+"""What a run records: the metrics hook, its writers, the profiler, provenance."""

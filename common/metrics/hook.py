@@ -1,0 +1,147 @@
+"""The hook of the training loop that measures."""
+
+import resource
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.colossal import BaseHook, ParallelMode, Trainer, gpc
+from common.config.batch_plan import Plan
+from common.metrics.writers import open_writers
+
+
+class MetricsHook(BaseHook):
+    """Read each figure of the run once, and hand it to every writer; only rank 0 writes.
+
+    A ``train`` record covers the optimiser steps since the one before: mean ``loss``; ``lr`` and ``grad_norm`` (before
+    clipping) of the last step; ``skipped``, the updates skipped so far because of numbers that are not finite;
+    ``samples_per_s`` over all GPUs; ``mfu``, its share of ``peak_samples_per_s``, which is what the GPUs' arithmetic
+    could do; ``data_wait``, the share of the time in which this process waited for its loader; ``peak_memory_gb`` of
+    this process. An ``eval`` record counts every sample of the evaluation set once: mean cross-entropy ``loss``,
+    ``top1`` and ``top5`` (fractions of 1), ``samples``. Both have ``step`` (of the optimiser), ``epoch`` (fractional),
+    and ``time`` (Unix, seconds). The last evaluation's figures are in the trainer's ``states["eval"]`` too, on every
+    rank.
+
+    The device is synchronised only when a record is made.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        *,
+        every: int,
+        tensorboard: bool,
+        trackers: Sequence[str],
+        is_main: bool,
+        peak_samples_per_s: float,
+        start: int = 0,
+    ):
+        """``start``: optimiser steps that were done before."""
+        super().__init__(priority=0)
+        self.plan, self.every, self.peak_samples_per_s = plan, every, peak_samples_per_s
+        self.writers = []
+        if is_main:
+            self.writers = open_writers(folder, plan.last_step, start, tensorboard=tensorboard, trackers=trackers)
+        self.progress = self.writers[-1] if is_main else None
+
+    def before_train(self, trainer: Trainer) -> None:
+        self._restart_window(trainer)
+
+    def _restart_window(self, trainer: Trainer) -> None:
+        self.loss = torch.zeros((), dtype=torch.float64, device=trainer.device)
+        self.micro_batches = self.untimed = 0
+        self.started, self.waited = time.perf_counter(), trainer.data_wait
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what the next train record has seen so far, on this rank."""
+        steps = self.micro_batches // self.plan.accumulation
+        return {"steps": steps, "micro_batches": self.micro_batches, "loss": self.loss.item()}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, float]], rank: int | None) -> None:
+        """Go on from the states of all ranks: with that of ``rank``, or with their mean if ranks have changed."""
+        steps, micro_batches, loss = states[rank or 0].values()
+        if rank is None and steps:
+            mean = fmean(state["loss"] / state["micro_batches"] for state in states)
+            micro_batches = steps * self.plan.accumulation
+            loss = mean * micro_batches
+        self.micro_batches = self.untimed = micro_batches
+        self.loss.fill_(loss)
+
+    def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
+        self.loss += loss.detach()
+        self.micro_batches += 1
+        if not trainer.update_done:
+            return
+        if self.progress:
+            self.progress.step()
+        if trainer.step % self.every == 0 or trainer.step == self.plan.last_step:
+            self._write("train", trainer, self._train_figures(trainer))
+            self._restart_window(trainer)
+
+    def _train_figures(self, trainer: Trainer) -> dict:
+        loss = _sum_over_data_parallel(self.loss / self.micro_batches).item() / self.plan.data_parallel
+        elapsed, timed = time.perf_counter() - self.started, self.micro_batches - self.untimed
+        samples_per_s = timed * self.plan.micro_batch * self.plan.data_parallel / elapsed
+        return {
+            "loss": loss,
+            "lr": trainer.learning_rate,
+            "grad_norm": trainer.engine.optimizer.grad_norm.item(),
+            "skipped": trainer.engine.optimizer.skipped,
+            "samples_per_s": samples_per_s,
+            "mfu": samples_per_s / self.peak_samples_per_s,
+            "data_wait": (trainer.data_wait - self.waited) / elapsed,
+            "peak_memory_gb": _peak_memory_gb(),
+        }
+
+    def before_test(self, trainer: Trainer) -> None:
+        self.paused = time.perf_counter()
+        self.totals = torch.zeros(4, dtype=torch.float64, device=trainer.device)  # loss, top-1, top-5, samples
+
+    def after_test_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: None) -> None:
+        self.totals += count_correct(output, label)
+
+    def after_test(self, trainer: Trainer) -> None:
+        loss, top1, top5, samples = _sum_over_data_parallel(self.totals).tolist()
+        figures = {"loss": loss / samples, "top1": top1 / samples, "top5": top5 / samples, "samples": int(samples)}
+        trainer.states["eval"] = figures
+        self._write("eval", trainer, figures)
+        self.started += time.perf_counter() - self.paused
+
+    def _write(self, kind: str, trainer: Trainer, figures: dict) -> None:
+        epoch = round(trainer.step / self.plan.steps_per_epoch, 4)
+        record = {"kind": kind, "step": trainer.step, "epoch": epoch, "time": round(time.time(), 2)} | figures
+        for writer in self.writers:
+            writer(record)
+
+    def after_train(self, trainer: Trainer) -> None:
+        for writer in self.writers:
+            writer.close()
+
+
+def count_correct(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
+    """Return [sum of cross-entropy, correct in 1, correct in 5, samples], float64; labels below 0 do not count."""
+    logits_BC = logits_BC.float()
+    valid_B = labels_B >= 0
+    loss = F.cross_entropy(logits_BC, labels_B, ignore_index=-100, reduction="sum")
+    best_BK = logits_BC.topk(min(5, logits_BC.shape[1])).indices
+    hits_BK = (best_BK == labels_B[:, None]) & valid_B[:, None]
+    return torch.stack([loss.double(), hits_BK[:, 0].sum(), hits_BK.sum(), valid_B.sum()])
+
+
+def _sum_over_data_parallel(value: Tensor) -> Tensor:
+    if gpc.get_world_size(ParallelMode.DATA) > 1:
+        dist.all_reduce(value, group=gpc.get_group(ParallelMode.DATA))
+    return value
+
+
+def _peak_memory_gb() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

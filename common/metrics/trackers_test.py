@@ -1,0 +1,105 @@
+"""The real packages, in processes of their own: ``bash scripts/test.sh -m trackers``; the first tests need none."""
+
+import json
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+from common.errors import UserError
+from common.metrics import trackers
+from common.metrics.trackers import check_trackers
+
+CONFIG = {"TOTAL_BATCH_SIZE": 16, "MODEL": {"depth": 2}, "LOG": {"trackers": ["wandb", "mlflow"]}}
+WRITE = """
+import sys
+from pathlib import Path
+from common.metrics.writers import open_writers
+
+folder, start = Path(sys.argv[1]), int(sys.argv[2])
+writers = open_writers(folder, 4, tensorboard=False, trackers=["wandb", "mlflow"])
+for step in range(start, start + 2):
+    for writer in writers:
+        figures = {"loss": 1 / step, "skipped": 0, "samples_per_s": 1.0, "mfu": None}
+        writer({"kind": "train", "step": step, "epoch": 0.1, **figures})
+for writer in writers:
+    writer.close()
+"""
+# A .wandb file is LevelDB's log: 7 bytes, then records, each after 4 bytes of checksum, 2 of length and 1 of type.
+READ_WANDB = """
+import json
+import sys
+from wandb.proto.wandb_internal_pb2 import Record
+
+data = open(sys.argv[1], "rb").read()
+start, rows, config = 7, [], {}
+while start < len(data):
+    length = int.from_bytes(data[start + 4 : start + 6], "little")
+    record = Record.FromString(data[start + 7 : start + 7 + length])
+    start += 7 + length
+    for item in record.run.config.update:
+        config[item.key] = json.loads(item.value_json)
+    row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+    if row:
+        rows.append([row["_step"], row["train/loss"]])
+print(json.dumps({"rows": rows, "depth": config["MODEL"]["depth"]}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "installed", "message"),
+    [
+        (["wandb"], (), "LOG.trackers=['wandb']: wandb is not installed; pip install wandb"),
+        (
+            ["mlflow"],
+            ("mlflow", "sqlalchemy"),
+            "LOG.trackers=['mlflow']: alembic is not installed; pip install mlflow-skinny sqlalchemy alembic",
+        ),
+        (["wanb"], ("wandb",), "LOG.trackers=['wanb']: 'wanb' is none of ['wandb', 'mlflow']; did you mean 'wandb'?"),
+        ([1], (), "LOG.trackers=[1]: 1 is none of ['wandb', 'mlflow']"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(names, installed, message, monkeypatch):
+    monkeypatch.setattr(trackers, "find_spec", lambda module: module if module in installed else None)
+    with pytest.raises(UserError) as error:
+        check_trackers(names)
+    assert str(error.value) == message
+
+
+def python(code: str, *arguments: object) -> str:
+    child = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert child.returncode == 0, child.stderr
+    assert "warning" not in child.stderr
+    return child.stdout
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """The folder of a run that was started twice: steps 1 and 2, then 3 and 4."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "config.json").write_text(json.dumps({"config": CONFIG}))
+    for start in (1, 3):
+        python(WRITE, folder, start)
+    return folder
+
+
+@pytest.mark.trackers
+def test_mlflow_goes_on_with_its_run(resumed):
+    with sqlite3.connect(resumed / "mlflow.db") as database:
+        runs = database.execute("SELECT name, status FROM runs").fetchall()
+        metrics = database.execute("SELECT step, value FROM metrics WHERE key = 'train/loss' ORDER BY step").fetchall()
+        params = dict(database.execute("SELECT key, value FROM params"))
+    assert runs == [(resumed.name, "FINISHED")]
+    assert metrics == [(step, 1 / step) for step in (1, 2, 3, 4)]
+    assert {key: json.loads(value) for key, value in params.items()} == CONFIG
+
+
+@pytest.mark.trackers
+def test_wandb_goes_on_under_the_same_id(resumed):
+    first, second = sorted(resumed.glob("wandb/offline-run-*/run-*.wandb"))
+    assert first.name == second.name  # it holds the id
+    for path, steps in ((first, (1, 2)), (second, (3, 4))):
+        assert json.loads(python(READ_WANDB, path)) == {"rows": [[step, 1 / step] for step in steps], "depth": 2}

@@ -1,0 +1,225 @@
+"""Where the figures of a run go: a writer is called with each record (a dict), and closed at the end."""
+
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from common.errors import UserError
+from common.metrics.record import Record, select_figures
+from common.metrics.trackers import TRACKERS
+
+DRAWING_SHARE = 0.003  # of a run's time, at most, goes into redrawing its curves
+FIRST_DRAWING = 0.5  # seconds: most of it imports matplotlib
+
+
+def open_writers(
+    folder: Path, total_steps: int, start: int = 0, *, tensorboard: bool, trackers: Iterable[str]
+) -> list["Guarded"]:
+    """Return the writers of a run, whose ``folder`` holds config.json; the last is the progress bar.
+
+    ``start``: optimiser steps that were done before.
+    """
+    writers = [
+        Guarded("metrics.jsonl", lambda: JsonLines(folder / "metrics.jsonl")),
+        Guarded("curves", lambda: Curves(folder)),
+    ]
+    if tensorboard:
+        writers.append(Guarded("TensorBoard", lambda: TensorBoard(folder / "tensorboard", start)))
+    for name in trackers:
+        writers.append(Guarded(name, lambda name=name: TRACKERS[name](folder)))
+    # last, because it starts its clock, and a tracker takes seconds to open
+    return [*writers, Guarded("progress bar", lambda: ProgressBar(total_steps, start))]
+
+
+class Guarded:
+    """A writer that may fail: what it raises is told once on stderr, and training goes on without it."""
+
+    def __init__(self, name: str, build: Callable[[], Any]):
+        self.name, self.writer = name, None
+        self.writer = self._attempt(build)
+
+    def __call__(self, record: Record) -> None:
+        if self.writer:
+            self._attempt(self.writer, record)
+
+    def step(self) -> None:
+        if self.writer:
+            self._attempt(self.writer.step)
+
+    def close(self) -> None:
+        if self.writer:
+            self._attempt(self.writer.close)
+
+    def _attempt(self, action: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return action(*args)
+        except Exception as error:  # whatever a tracker raises, it is not worth a run
+            self.writer = None
+            warn(f"{self.name}: {type(error).__name__}: {error}; training goes on without it")
+            return None
+
+
+def warn(text: str) -> None:
+    """Print one line on stderr, above a progress bar; where stderr is gone, print nothing."""
+    with suppress(OSError):
+        tqdm.write(f"warning: {' '.join(text.split())}", file=sys.stderr)
+
+
+class JsonLines:
+    """Append each record as one line of JSON; figures that are not finite become null.
+
+    Lines that cannot be written, on a full disk say, are kept and written as soon as they can be.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.file = path.open("ab", buffering=0)  # so that we know how much of a line was written
+        self.pending = b""
+        self.warned = False
+
+    def __call__(self, record: Record) -> None:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self.pending += json.dumps(finite).encode() + b"\n"
+        try:
+            self._write_pending()
+        except OSError as error:
+            if not self.warned:
+                warn(f"{self.path}: {error.strerror}; its lines are kept in memory until they can be written")
+            self.warned = True
+
+    def _write_pending(self) -> None:
+        while self.pending:
+            self.pending = self.pending[self.file.write(self.pending) :]
+
+    def close(self) -> None:
+        try:
+            self._write_pending()
+        except OSError as error:
+            lost = self.pending.count(b"\n")
+            warn(f"{self.path}: {error.strerror}; its last {lost} lines are lost")
+        self.file.close()
+
+
+class TensorBoard:
+    """Write each figure as a scalar ``<kind>/<name>`` over optimiser steps."""
+
+    def __init__(self, folder: Path, start: int = 0):
+        """``start``: optimiser steps that were done before; figures of later ones, from a run that died, are hidden."""
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+        self.writer = SummaryWriter(str(folder), purge_step=start + 1)
+
+    def __call__(self, record: Record) -> None:
+        for name, value in select_figures(record).items():
+            self.writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class ProgressBar:
+    """Show steps done, time left, images per second, the last loss, skipped updates; rarely, if not on a terminal."""
+
+    def __init__(self, total_steps: int, start: int = 0):
+        # tqdm's own lock is a semaphore of all processes that are forked from one: killed, they may never give it back.
+        tqdm.set_lock(threading.RLock())
+        interval = 0.5 if sys.stderr.isatty() else 30
+        self.bar = tqdm(
+            total=total_steps, initial=start, unit="step", mininterval=interval, maxinterval=60, dynamic_ncols=True
+        )
+        self.shown: dict[str, str] = {}
+
+    def step(self) -> None:
+        self.bar.update()
+
+    def __call__(self, record: Record) -> None:
+        if record["kind"] == "train":
+            self.shown |= {"loss": f"{record['loss']:.4f}", "img/s": f"{record['samples_per_s']:,.0f}"}
+            if record["skipped"]:
+                self.shown["skipped"] = f"{record['skipped']}"
+            self.bar.set_postfix(self.shown, refresh=False)
+        else:
+            self.shown["top1"] = f"{record['top1']:.4f}"
+            self.bar.write(
+                f"epoch {record['epoch']:g}: top1 {record['top1']:.4f}, top5 {record['top5']:.4f}, "
+                f"loss {record['loss']:.4f} on {record['samples']:,} images"
+            )
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+class Curves:
+    """Redraw loss.jpeg and acc.jpeg at the end, and before it at evaluations, as often as `DRAWING_SHARE` allows."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.started = time.perf_counter()
+        self.spent, self.last = 0.0, FIRST_DRAWING
+        self.stale = False
+
+    def __call__(self, record: Record) -> None:
+        self.stale = True
+        share = (self.spent + self.last) / (time.perf_counter() - self.started)
+        if record["kind"] == "eval" and share <= DRAWING_SHARE:
+            self._draw()
+
+    def _draw(self) -> None:
+        started = time.perf_counter()
+        draw_curves(self.folder)
+        self.last = time.perf_counter() - started
+        self.spent += self.last
+        self.stale = False
+
+    def close(self) -> None:
+        if self.stale:
+            self._draw()
+
+
+def read_metrics(folder: Path) -> list[Record]:
+    """Return the records of a run's metrics.jsonl; a last line that a crash cut short is left out."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise UserError(f"{path} line {number}: no JSON; remove that line") from error
+    return records
+
+
+def draw_curves(folder: Path) -> None:
+    """Draw a run's training and evaluation loss (loss.jpeg), and its top-1 and top-5 accuracy (acc.jpeg)."""
+    from matplotlib.figure import Figure
+
+    records = read_metrics(folder)
+
+    def curve(kind: str, name: str) -> tuple[list[int], list[float]]:
+        points = [(r["step"], r[name]) for r in records if r["kind"] == kind and r.get(name) is not None]
+        return [step for step, _ in points], [value for _, value in points]
+
+    pictures = {
+        "loss.jpeg": ("loss", [("train", "loss", 1.0, "training"), ("eval", "loss", 1.0, "evaluation")]),
+        "acc.jpeg": ("accuracy (%)", [("eval", "top1", 100.0, "top-1"), ("eval", "top5", 100.0, "top-5")]),
+    }
+    for name, (label, lines) in pictures.items():
+        figure = Figure(figsize=(6.4, 4))  # fixed margins: a "constrained" layout draws everything twice
+        axes = figure.subplots(gridspec_kw=dict(left=0.12, right=0.97, top=0.92, bottom=0.13))
+        for kind, key, scale, title in lines:
+            steps, values = curve(kind, key)
+            marker = "o" if kind == "eval" else None
+            axes.plot(steps, [scale * value for value in values], label=title, marker=marker, markersize=3)
+        axes.set(xlabel="optimiser step", ylabel=label, title=folder.name)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(folder / name, dpi=120)

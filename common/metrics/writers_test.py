@@ -1,0 +1,192 @@
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from tqdm.std import TqdmDefaultWriteLock
+
+from common.errors import UserError
+from common.metrics import writers
+from common.metrics.writers import Curves, Guarded, JsonLines, ProgressBar, draw_curves, read_metrics
+
+TRAIN = {"kind": "train", "step": 2, "epoch": 0.5, "loss": 2.0, "samples_per_s": 10.0, "skipped": 0}
+EVAL = {"kind": "eval", "step": 4, "epoch": 1.0, "loss": 1.5, "top1": 0.25, "top5": 0.5, "samples": 8}
+
+# The file size limit stands in for a disk: what is over it is refused by the kernel, in the middle of a line too.
+FULL_DISK = """
+import resource
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from common.metrics.writers import open_writers, read_metrics
+
+threading.excepthook = lambda args: None  # TensorBoard's thread prints a traceback of its own in between
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+folder = Path(sys.argv[1])
+writers = open_writers(folder, 50, tensorboard=True, trackers=[])
+def write(step):
+    for writer in writers:
+        writer({"kind": "train", "step": step, "epoch": 0.1, "loss": 1 / 3, "samples_per_s": 1.0, "skipped": 0})
+write(0)
+writers[2].writer.writer.flush()  # TensorBoard's thread writes when it likes
+limit(1000)
+for step in range(1, 49):
+    write(step)
+    if writers[2].writer:
+        with suppress(OSError):
+            writers[2].writer.writer.flush()
+size = (folder / "metrics.jsonl").stat().st_size
+limit(resource.RLIM_INFINITY)
+write(49)
+for writer in writers:
+    writer.close()
+print(size, [record["step"] for record in read_metrics(folder)] == list(range(50)), (folder / "loss.jpeg").exists())
+"""
+
+
+def write(folder, *records) -> None:
+    writer = JsonLines(folder / "metrics.jsonl")
+    for record in records:
+        writer(record)
+    writer.close()
+
+
+def test_a_line_is_strict_json_also_where_a_figure_is_not_finite(tmp_path):
+    write(tmp_path, TRAIN | {"loss": float("nan")})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line, parse_constant=None)["loss"] is None
+
+
+def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path):
+    write(tmp_path, TRAIN, EVAL)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tra')
+    assert read_metrics(tmp_path) == [TRAIN, EVAL]
+
+
+def test_a_broken_line_before_the_last_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(TRAIN)}\n{{\n{json.dumps(EVAL)}\n")
+    with pytest.raises(UserError, match="metrics.jsonl line 2"):
+        read_metrics(tmp_path)
+
+
+def test_a_full_disk_neither_stops_the_training_nor_loses_a_line(tmp_path):
+    child = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert child.stdout == "1000 True True\n", child.stderr
+    warnings = [line.partition("warning: ")[2] for line in child.stderr.splitlines() if "warning: " in line]
+    assert sorted(warnings) == [
+        f"{tmp_path}/metrics.jsonl: File too large; its lines are kept in memory until they can be written",
+        "TensorBoard: OSError: [Errno 27] File too large; training goes on without it",
+    ]
+
+
+def test_lines_that_are_lost_are_counted(capsys):
+    writer = JsonLines(Path("/dev/full"))
+    writer(TRAIN)
+    writer(EVAL)
+    writer.close()
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("warning: /dev/full: No space left on device; its lines are kept in memory")
+    assert last == "warning: /dev/full: No space left on device; its last 2 lines are lost"
+
+
+def test_a_writer_that_fails_is_dropped_and_told_of_once(capsys):
+    calls = []
+
+    def fail(record):
+        calls.append(record)
+        raise RuntimeError("several\nlines")
+
+    writer = Guarded("tracker", lambda: fail)
+    writer(TRAIN)
+    writer(EVAL)
+    writer.step()
+    writer.close()
+    assert calls == [TRAIN]
+    assert capsys.readouterr().err == "warning: tracker: RuntimeError: several lines; training goes on without it\n"
+
+
+def test_a_writer_that_cannot_be_opened_is_dropped(tmp_path, capsys):
+    writer = Guarded("lines", lambda: JsonLines(tmp_path / "nowhere" / "metrics.jsonl"))
+    writer(TRAIN)
+    writer.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: lines: FileNotFoundError: ")
+
+
+def test_a_folder_that_vanished_costs_the_curves_only(tmp_path, capsys):
+    write(tmp_path, TRAIN, EVAL)
+    curves = Guarded("curves", lambda: Curves(tmp_path))
+    shutil.rmtree(tmp_path)
+    curves(EVAL)
+    curves.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: curves: FileNotFoundError: ")
+
+
+def test_an_interrupt_is_no_failure_of_a_writer():
+    def interrupt(record):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Guarded("tracker", lambda: interrupt)(TRAIN)
+
+
+def test_curves_are_drawn_as_often_as_their_share_of_the_time_allows(tmp_path, monkeypatch):
+    now, drawn = [0.0], []
+
+    def draw(folder):
+        drawn.append(now[0])
+        now[0] += 0.25  # seconds that a drawing takes
+
+    monkeypatch.setattr(writers, "draw_curves", draw)
+    monkeypatch.setattr(writers.time, "perf_counter", lambda: now[0])
+    curves = Curves(tmp_path)
+    for _ in range(1000):
+        now[0] += 1
+        curves(TRAIN)
+        curves(EVAL)
+    assert drawn[0] == 167  # 0.3 % of it is what a first drawing may take
+    assert 0.25 * len(drawn) / now[0] == pytest.approx(0.003, rel=0.1)
+    before = len(drawn)
+    curves(TRAIN)
+    curves.close()
+    assert len(drawn) == before + 1  # the end is always drawn
+    curves.close()
+    assert len(drawn) == before + 1  # once
+
+
+def test_curves_are_pictures_also_with_a_gap(tmp_path):
+    write(tmp_path, TRAIN, TRAIN | {"loss": float("inf"), "step": 3}, EVAL)
+    draw_curves(tmp_path)
+    for name in ("loss.jpeg", "acc.jpeg"):
+        with Image.open(tmp_path / name) as picture:
+            assert picture.format == "JPEG"
+            assert len(picture.getcolors(2**24)) > 50  # lines, not an empty page
+
+
+def test_the_progress_bar_shows_updates_that_were_skipped():
+    progress = ProgressBar(4)
+    progress(TRAIN)
+    assert "skipped" not in str(progress.bar)
+    progress(TRAIN | {"skipped": 3})
+    assert "skipped=3" in str(progress.bar)
+    progress.close()
+
+
+def test_the_bar_needs_no_lock_that_a_killed_process_may_hold() -> None:
+    TqdmDefaultWriteLock()  # makes it
+    with TqdmDefaultWriteLock.mp_lock:
+        thread = threading.Thread(target=lambda: ProgressBar(3).close(), daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()

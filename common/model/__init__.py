@@ -1,0 +1,1 @@
+"""The Vision Transformer, its moving average and its FLOPs."""

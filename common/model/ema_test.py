@@ -1,0 +1,90 @@
+"""The moving average of the weights: torch's own, evaluated in their place, whole in files whatever the mode."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from common.checkpoint.model_state import EMA, copy_state
+from common.colossal import resolve_parallel, shard_model
+from common.model.ema import EmaHook
+from common.testing.parity_cases import CASES, build_tiny_model
+from common.testing.ranks import launched, run_ranks
+
+
+def trainer_at(step: int, update_done: bool = True) -> SimpleNamespace:
+    return SimpleNamespace(step=step, update_done=update_done)
+
+
+def warmed_up(decay: float):
+    """Return torch's update with the decay of each step."""
+    return lambda averages, weights, step: get_ema_multi_avg_fn(min(decay, (1 + step.item()) / (10 + step.item())))(
+        averages, weights, step
+    )
+
+
+def change(model: nn.Module, step: int) -> None:
+    """Stand for an optimiser step, elementwise, so that pieces change as the whole does."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + 0.1 * (-1) ** step).sub_(0.01 * p.sign())
+
+
+@pytest.mark.parametrize("decay", [0.3, 0.9999])
+def test_averages_are_torchs(decay: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    hook, reference = EmaHook(model, decay), AveragedModel(model, multi_avg_fn=warmed_up(decay))
+    reference.update_parameters(model)  # the first one copies
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(1, 30):
+        optimizer.zero_grad()
+        model(torch.randn(8, 5)).square().mean().backward()
+        hook.after_train_iter(trainer_at(step, update_done=False))  # a micro-batch that ends no step
+        optimizer.step()
+        hook.after_train_iter(trainer_at(step))
+        reference.update_parameters(model)
+    expected = dict(reference.module.named_parameters())
+    assert hook.averages.keys() == expected.keys()
+    for name, average in hook.averages.items():
+        torch.testing.assert_close(average, expected[name].detach(), rtol=1e-6, atol=1e-7)
+        assert not torch.allclose(average, dict(model.named_parameters())[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ends_with", ["after_test", "after_train"])
+def test_evaluation_sees_the_averages_and_training_the_weights(dtype: torch.dtype, ends_with: str) -> None:
+    model = nn.Linear(3, 2).to(dtype)
+    hook = EmaHook(model, 0.9)
+    change(model, 1)
+    hook.after_train_iter(trainer_at(1))
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    hook.before_test(trainer_at(1))
+    for name, p in model.named_parameters():
+        assert torch.equal(p, hook.averages[name].to(dtype))
+        assert not torch.equal(p, weights[name])
+    getattr(hook, ends_with)(trainer_at(1))
+    hook.after_train(trainer_at(1))
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    assert {average.dtype for average in hook.averages.values()} == {torch.float32}
+
+
+def average(gpus: int, parallel: dict | None) -> dict[str, Tensor]:
+    with launched(parallel=resolve_parallel(parallel, gpus)):
+        torch.manual_seed(0)
+        model = shard_model(build_tiny_model())
+        hook = EmaHook(model, 0.9)
+        for step in range(1, 4):
+            change(model, step)
+            hook.after_train_iter(trainer_at(step))
+        return copy_state(model, torch.optim.SGD(model.parameters(), lr=0.1), hook.averages)[EMA]
+
+
+@pytest.mark.parametrize("mode", ["1d-2", "2d-4", "2.5d-4", "3d-8"])
+def test_a_file_has_them_whole_whatever_the_mode(mode: str) -> None:
+    (expected,) = run_ranks(1, average, 1, None)
+    found = run_ranks(CASES[mode][0], average, *CASES[mode])[0]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

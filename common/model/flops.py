@@ -1,0 +1,91 @@
+"""FLOPs: those that a model needs, those that are done, and those that a device could do."""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from common.colossal import build_mixed_precision
+from common.config.model_arguments import parse_model_arguments
+
+# Dense 10^12 FLOP/s in 16 bits, TF32 and float32, of NVIDIA's data sheets (SXM, if not PCIe), by what the device's name
+# holds; the first that fits.
+PEAKS = {
+    "H200": (989.4, 494.7, 66.9),
+    "H100 PCIe": (756.0, 378.0, 51.2),
+    "H100": (989.4, 494.7, 66.9),
+    "A100": (312.0, 156.0, 19.5),
+    "L40S": (362.0, 183.2, 91.6),
+    "V100": (125.0, 15.7, 15.7),  # in float16; it has neither TF32 nor bfloat16
+}
+MEASURING = 0.15  # seconds
+
+
+def flops_per_image(model: Mapping[str, Any]) -> int:
+    """Return the FLOPs that forward and backward pass of ``model`` (the config's MODEL) need for an image.
+
+    Two for each multiplication and addition of the matrix products, attention's included, in the forward pass, times 3
+    for both passes; what is recomputed to save memory does not count. That is the convention of PaLM (arXiv 2204.02311,
+    appendix B) and of torchtitan.
+    """
+    a = parse_model_arguments(dict(model))
+    patches = (a.image_size // a.patch_size) ** 2
+    tokens, hidden = patches + (a.pool == "cls"), int(a.width * a.mlp_ratio)
+    embedding = patches * 3 * a.patch_size**2 * a.width
+    layers = tokens * a.width * (3 * a.width + a.width + 2 * hidden)
+    attention = 2 * tokens**2 * a.width
+    return 3 * 2 * (embedding + a.depth * (layers + attention) + a.width * a.num_classes)
+
+
+def peak_images_per_s(
+    model: Mapping[str, Any], fp16: Mapping[str, Any] | None, gpus: int, device: torch.device
+) -> float:
+    """Return the images/s at which ``gpus`` such devices would train at their peak, in the precision of ``fp16``.
+
+    Model FLOPs utilisation is the rate that is reached over this one. ``model`` and ``fp16`` are the config's.
+    """
+    dtype = build_mixed_precision(fp16, device.type).dtype or torch.float32
+    return gpus * peak_flops(device, dtype) / flops_per_image(model)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the most FLOP/s of matrix products of ``dtype``: by `PEAKS`, else measured, in 0.3 seconds at most."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    for part, (half, tf32, single) in PEAKS.items():
+        if part in name:
+            fast = torch.get_float32_matmul_precision() != "highest"
+            return 1e12 * (half if dtype != torch.float32 else tf32 if fast else single)
+    return _measure_peak(device, dtype)
+
+
+def _measure_peak(device: torch.device, dtype: torch.dtype) -> float:
+    size = 8192 if device.type == "cuda" else 1024
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    fastest, end = math.inf, time.perf_counter() + MEASURING
+    while time.perf_counter() < end or fastest == math.inf:
+        started = time.perf_counter()
+        (matrix @ matrix)[0, 0].item()  # which waits for the device
+        fastest = min(fastest, time.perf_counter() - started)
+    return 2 * size**3 / fastest
+
+
+class FlopCount(TorchDispatchMode):
+    """Within the context, add up in ``total`` the FLOPs of matrix products, convolutions and attention.
+
+    By the formulas of `torch.utils.flop_counter.FlopCounterMode`, which also follows modules, and so keeps activations
+    from being freed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        outcome = function(*args, **(kwargs or {}))
+        if formula := flop_registry.get(function._overloadpacket):
+            self.total += formula(*args, **(kwargs or {}), out_val=outcome)
+        return outcome

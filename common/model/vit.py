@@ -1,0 +1,166 @@
+"""The Vision Transformer (Dosovitskiy et al., arXiv 2010.11929), equal to timm's `VisionTransformer`.
+
+Parameter names, mathematics and initialisation are timm's, so a `state_dict` loads strictly either way.
+
+Shape suffixes: B batch, C image channels, Y X pixel rows and columns, N tokens, D width, H heads, E width of a head.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from common.config.model_arguments import ModelArguments, parse_model_arguments
+
+
+def build_model(**arguments: object) -> nn.Module:
+    """Build the ViT of `ModelArguments`, initialised from torch's global random state.
+
+    It maps float images [B, 3, image_size, image_size] to logits [B, num_classes].
+
+    Raises UserError for an unknown name or a value that does not fit.
+    """
+    return VisionTransformer(parse_model_arguments(arguments))
+
+
+def parameter_count(**arguments: object) -> int:
+    """Count the parameters of `build_model(**arguments)` without allocating them."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in build_model(**arguments).parameters())
+
+
+def build_linear(in_features: int, out_features: int) -> nn.Linear:
+    layer = nn.Linear(in_features, out_features)
+    nn.init.trunc_normal_(layer.weight, std=0.02)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def build_norm(width: int) -> nn.LayerNorm:
+    return nn.LayerNorm(width, eps=1e-6)
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self, patch_size: int, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, width, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, images_BCYX: Tensor) -> Tensor:
+        return self.proj(images_BCYX).flatten(2).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.qkv = build_linear(width, 3 * width)
+        self.proj = build_linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        qkv_BN3HE = self.qkv(x_BND).unflatten(-1, (3, -1, self.head_width))
+        q_BHNE, k_BHNE, v_BHNE = qkv_BN3HE.permute(2, 0, 3, 1, 4).unbind()
+        x_BHNE = attend(q_BHNE, k_BHNE, v_BHNE)
+        return self.dropout(self.proj(x_BHNE.transpose(1, 2).flatten(2)))
+
+
+def attend(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor) -> Tensor:
+    """Return softmax(q k^T / sqrt(E)) v for each head [B, H, N, E]."""
+    if q_BHNE.is_cpu and q_BHNE.dtype == torch.bfloat16 and q_BHNE.requires_grad:
+        # PyTorch's fused kernel takes 2 to 6 times as long for this, nearly all of it in its backward pass.
+        scores_BHNN = (q_BHNE * q_BHNE.shape[-1] ** -0.5) @ k_BHNE.transpose(-2, -1)
+        return scores_BHNN.softmax(dim=-1) @ v_BHNE
+    return F.scaled_dot_product_attention(q_BHNE, k_BHNE, v_BHNE)
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, hidden_width: int, dropout: float) -> None:
+        super().__init__()
+        self.fc1 = build_linear(width, hidden_width)
+        self.drop1 = nn.Dropout(dropout)
+        self.fc2 = build_linear(hidden_width, width)
+        self.drop2 = nn.Dropout(dropout)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        return self.drop2(self.fc2(self.drop1(F.gelu(self.fc1(x_BND)))))
+
+
+class DropPath(nn.Module):
+    """Leave a residual branch out for a random share of the samples (stochastic depth, arXiv 1603.09382)."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, branch_BND: Tensor) -> Tensor:
+        if self.rate == 0 or not self.training:
+            return branch_BND
+        keep = 1 - self.rate
+        mask_B11 = branch_BND.new_empty(branch_BND.shape[0], 1, 1).bernoulli_(keep)
+        return branch_BND * (mask_B11 / keep)
+
+
+class Block(nn.Module):
+    def __init__(self, arguments: ModelArguments, drop_path: float) -> None:
+        super().__init__()
+        width = arguments.width
+        self.norm1 = build_norm(width)
+        self.attn = Attention(width, arguments.heads, arguments.dropout)
+        self.norm2 = build_norm(width)
+        self.mlp = Mlp(width, int(width * arguments.mlp_ratio), arguments.dropout)
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        x_BND = x_BND + self.drop_path(self.attn(self.norm1(x_BND)))
+        return x_BND + self.drop_path(self.mlp(self.norm2(x_BND)))
+
+
+class VisionTransformer(nn.Module):
+    def __init__(self, arguments: ModelArguments) -> None:
+        super().__init__()
+        width, depth, pool = arguments.width, arguments.depth, arguments.pool
+        self.activation_checkpoint = arguments.activation_checkpoint
+        self.cls_token = nn.Parameter(torch.empty(1, 1, width).normal_(std=1e-6)) if pool == "cls" else None
+        self.pos_embed = _build_position(arguments)
+        self.patch_embed = PatchEmbed(arguments.patch_size, width)
+        self.dropout = nn.Dropout(arguments.dropout)
+        self.blocks = nn.ModuleList(Block(arguments, arguments.drop_path * i / max(depth - 1, 1)) for i in range(depth))
+        # timm's place for the last norm: before the class token is picked, but after the mean is taken.
+        self.norm = build_norm(width) if pool == "cls" else nn.Identity()
+        self.fc_norm = build_norm(width) if pool == "avg" else nn.Identity()
+        self.head = build_linear(width, arguments.num_classes)
+
+    def forward(self, images_BCYX: Tensor) -> Tensor:
+        x_BND = self.patch_embed(images_BCYX)
+        if self.cls_token is not None:
+            x_BND = torch.cat([self.cls_token.expand(x_BND.shape[0], -1, -1), x_BND], dim=1)
+        x_BND = self.dropout(x_BND + self.pos_embed)
+        for block in self.blocks:
+            if self.activation_checkpoint and self.training:
+                x_BND = checkpoint(block, x_BND, use_reentrant=False)
+            else:
+                x_BND = block(x_BND)
+        x_BND = self.norm(x_BND)
+        pooled_BD = x_BND.mean(dim=1) if self.cls_token is None else x_BND[:, 0]
+        return self.head(self.fc_norm(pooled_BD))
+
+
+def _build_position(arguments: ModelArguments) -> nn.Parameter:
+    side, width, class_token = arguments.image_size // arguments.patch_size, arguments.width, arguments.pool == "cls"
+    if arguments.position == "learned":
+        return nn.Parameter(nn.init.trunc_normal_(torch.empty(1, side * side + class_token, width), std=0.02))
+    # a parameter, so that it's in the state_dict as timm's is
+    return nn.Parameter(build_sincos2d(side, width, int(class_token)), requires_grad=False)
+
+
+def build_sincos2d(side: int, width: int, class_tokens: int) -> Tensor:
+    """Return the fixed position embedding [1, class_tokens + side * side, width]; a class token has no position, 0.
+
+    A patch has sin x, cos x, sin y, cos y, a quarter of the width each. Frequencies fall geometrically from 1 to
+    1/10000; formula of arXiv 2205.01580 (big_vision, `posemb_sincos_2d`).
+    """
+    frequencies = 10_000.0 ** -torch.linspace(0, 1, width // 4)
+    angles = torch.outer(torch.arange(side, dtype=torch.float32), frequencies)
+    rows, columns = angles.repeat_interleave(side, dim=0), angles.repeat(side, 1)
+    table_ND = torch.cat([columns.sin(), columns.cos(), rows.sin(), rows.cos()], dim=1)
+    return F.pad(table_ND, (0, 0, class_tokens, 0))[None]

@@ -1,0 +1,162 @@
+import math
+
+import pytest
+import timm
+import torch
+from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
+from torch import nn
+from torch.nn import functional as F
+
+from common.config.model_arguments import timm_arguments, timm_name
+from common.errors import UserError
+from common.model.vit import build_model, parameter_count
+
+B16 = {"width": 768, "heads": 12}
+S16 = {}
+VIT_LITE = {"image_size": 32, "patch_size": 4, "width": 256, "depth": 7, "heads": 4, "mlp_ratio": 2, "num_classes": 10}
+TINY = {"image_size": 16, "patch_size": 4, "width": 24, "depth": 3, "heads": 3, "num_classes": 5}
+
+
+def build_pair(**arguments: object) -> tuple[nn.Module, nn.Module]:
+    """Return our model and timm's with the same weights, loaded strictly; biases are random, to be seen."""
+    torch.manual_seed(0)
+    ours = build_model(**arguments)
+    with torch.device("meta"):  # its own initialisation would only cost time
+        theirs = TimmVisionTransformer(**timm_arguments(**arguments))
+    with torch.no_grad():
+        for name, p in ours.named_parameters():
+            if p.ndim == 1 or name == "cls_token":
+                p.add_(0.1 * torch.randn_like(p))
+    theirs.load_state_dict(ours.state_dict(), strict=True, assign=True)
+    return ours, theirs
+
+
+def logits_and_gradients(model: nn.Module, images: torch.Tensor, seed: int = 0) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    logits = model(images)
+    F.cross_entropy(logits, torch.arange(len(images))).backward()
+    return {"logits": logits.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal_to_timm(batch: int = 2, **arguments: object) -> None:
+    ours, theirs = build_pair(**arguments)
+    side = arguments.get("image_size", 224)
+    images = torch.randn(batch, 3, side, side)
+    mine, reference = logits_and_gradients(ours, images), logits_and_gradients(theirs, images)
+    if arguments.get("position") == "sincos2d":
+        del reference["pos_embed"]  # ours is fixed
+    assert mine.keys() == reference.keys()
+    for name, value in mine.items():
+        assert (value - reference[name]).abs().max() <= 1e-5, name
+
+
+@pytest.mark.parametrize("shape", [B16, S16, VIT_LITE], ids=["B/16", "S/16", "ViT-Lite-7/4"])
+def test_logits_and_gradients_equal_timm(shape: dict) -> None:
+    assert_equal_to_timm(**shape, batch=1)
+
+
+@pytest.mark.parametrize("position", ["learned", "sincos2d"])
+@pytest.mark.parametrize("pool", ["cls", "avg"])
+def test_options_equal_timm(pool: str, position: str) -> None:
+    assert_equal_to_timm(**TINY | {"pool": pool, "position": position})
+
+
+def test_dropout_and_drop_path_equal_timm() -> None:
+    """From one seed both draw the same masks, so even a training pass gives the same numbers."""
+    assert_equal_to_timm(**TINY, dropout=0.1)
+    assert_equal_to_timm(**TINY, drop_path=0.5)
+    assert_equal_to_timm(**TINY, dropout=0.1, drop_path=0.5)
+
+
+def test_evaluation_is_free_of_dropout() -> None:
+    model = build_model(**TINY, dropout=0.5, drop_path=0.5).eval()
+    images = torch.randn(2, 3, 16, 16)
+    assert torch.equal(model(images), model(images))
+
+
+def test_activation_checkpoint_changes_nothing() -> None:
+    torch.manual_seed(0)
+    plain = build_model(**TINY, dropout=0.2, drop_path=0.2)
+    saving = build_model(**TINY, dropout=0.2, drop_path=0.2, activation_checkpoint=True)
+    saving.load_state_dict(plain.state_dict())
+    passes = []
+    saving.blocks[0].register_forward_pre_hook(lambda *_: passes.append(1))
+    images = torch.randn(4, 3, 16, 16)
+    mine, reference = logits_and_gradients(saving, images), logits_and_gradients(plain, images)
+    assert len(passes) == 2  # the second one recomputes
+    assert all(torch.equal(mine[name], reference[name]) for name in reference)
+
+
+def test_initialization_is_distributed_as_timms() -> None:
+    """Means and standard deviations agree within five standard errors, parameter by parameter."""
+    torch.manual_seed(0)
+    ours = build_model(**VIT_LITE).state_dict()
+    theirs = TimmVisionTransformer(**timm_arguments(**VIT_LITE)).state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, reference in theirs.items():
+        mine, std = ours[name], reference.std().item()
+        assert mine.std().item() == pytest.approx(std, rel=5 / math.sqrt(reference.numel())), name
+        assert mine.mean().item() == pytest.approx(reference.mean().item(), abs=8 * std / math.sqrt(mine.numel())), name
+
+
+def test_sincos2d_is_the_papers_formula() -> None:
+    model = build_model(image_size=24, patch_size=4, width=32, heads=2, depth=1, position="sincos2d")
+    table = model.pos_embed[0]
+    assert not model.pos_embed.requires_grad
+    assert torch.equal(table[0], torch.zeros(32))  # the class token
+    for row, column, i in [(0, 0, 0), (2, 5, 3), (5, 1, 7), (4, 4, 1)]:
+        frequency = 1 / 10_000 ** (i / 7)
+        x, y = column * frequency, row * frequency
+        entry = table[1 + row * 6 + column, i::8].tolist()
+        assert entry == pytest.approx([math.sin(x), math.cos(x), math.sin(y), math.cos(y)], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "millions"), [(B16, 86.6), (S16, 22.1), (VIT_LITE, 3.7), ({"width": 192, "heads": 3}, 5.7)]
+)
+def test_parameter_count(shape: dict, millions: float) -> None:
+    assert round(parameter_count(**shape) / 1e6, 1) == millions
+
+
+@pytest.mark.parametrize("patch_size", [16, 32])
+@pytest.mark.parametrize("image_size", [224, 384])
+@pytest.mark.parametrize(("width", "depth", "heads"), [(192, 12, 3), (384, 12, 6), (768, 12, 12), (1024, 24, 16)])
+def test_timm_name_creates_the_same_shapes(
+    width: int, depth: int, heads: int, image_size: int, patch_size: int
+) -> None:
+    arguments = locals()
+    name = timm_name(**arguments)
+    if name is None:
+        assert (width, patch_size) == (192, 32)  # timm has no such model
+        return
+    with torch.device("meta"):
+        ours = build_model(**arguments).state_dict()
+        theirs = timm.create_model(name, num_classes=1000).state_dict()
+    assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
+
+
+def test_any_shape_goes_through_create_model() -> None:
+    assert timm_name(**TINY) is None
+    theirs = timm.create_model("vit_base_patch16_224", **timm_arguments(**TINY, pool="avg"))
+    theirs.load_state_dict(build_model(**TINY, pool="avg").state_dict(), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"image_size": 225}, "MODEL.image_size=225 is not a multiple of MODEL.patch_size=16; the nearest.*: 224$"),
+        ({"width": 400}, "MODEL.width=400 is not a multiple of MODEL.heads=6; the nearest that is: 402$"),
+        ({"width": 390, "position": "sincos2d"}, r"MODEL.width=390 is not a multiple of 12 \(.*nearest that is: 396$"),
+        ({"pool": "mean"}, "MODEL.pool='mean' is none of cls, avg$"),
+        ({"position": "sincos"}, "MODEL.position='sincos' is none of learned, sincos2d; did you mean 'sincos2d'"),
+        ({"dept": 3}, "MODEL.dept is not an argument of the model; did you mean 'depth'"),
+        ({"depth": 0}, "MODEL.depth=0 must be above 0"),
+        ({"depth": "12"}, "MODEL.depth='12' must be of type int"),
+        ({"heads": True}, "MODEL.heads=True must be of type int"),
+        ({"dropout": 1.0}, "MODEL.dropout=1.0 must be at least 0 and below 1"),
+        ({"drop_path": math.nan}, "MODEL.drop_path=nan must be at least 0 and below 1"),
+    ],
+)
+def test_bad_arguments(arguments: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build_model(**arguments)

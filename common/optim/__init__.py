@@ -1,0 +1,1 @@
+"""LAMB, the other optimizers, and the learning-rate schedules."""

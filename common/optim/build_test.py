@@ -1,0 +1,90 @@
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from common.errors import UserError
+from common.model.vit import build_model
+from common.optim.build import build_optimizer
+from common.optim.lamb import Lamb
+
+TINY = {"image_size": 8, "patch_size": 4, "width": 16, "depth": 1, "heads": 2, "num_classes": 3}
+
+
+def train(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def build_copies() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model, copy = build_model(**TINY), build_model(**TINY)
+    copy.load_state_dict(model.state_dict())
+    return model, copy
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reference"),
+    [
+        ("adamw", {}, lambda p: AdamW(p, lr=1e-2, weight_decay=0.3)),
+        ("adamw", {"betas": (0.8, 0.9)}, lambda p: AdamW(p, lr=1e-2, weight_decay=0.3, betas=(0.8, 0.9))),
+        ("sgd", {}, lambda p: SGD(p, lr=1e-2, weight_decay=0.3, momentum=0.9)),
+        ("sgd", {"momentum": 0}, lambda p: SGD(p, lr=1e-2, weight_decay=0.3)),
+        ("lamb", {"variant": "apex"}, lambda p: Lamb(p, lr=1e-2, weight_decay=0.3, variant="apex")),
+    ],
+)
+def test_trains_as_the_optimizer_it_names(name: str, options: dict, reference: object) -> None:
+    model, copy = build_copies()
+    mine = train(model, build_optimizer(model, name, learning_rate=1e-2, weight_decay=0.3, **options))
+    expected = train(copy, reference(copy.parameters()))
+    for a, b in zip(mine, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_decays_all_unless_told() -> None:
+    model = build_model(**TINY)
+    (group,) = build_optimizer(model, weight_decay=0.1).param_groups
+    assert len(group["params"]) == len(list(model.parameters()))
+    assert group["weight_decay"] == 0.1
+
+    wrapped = nn.ModuleDict({"module": model})  # as wrappers rename parameters
+    decayed, plain = build_optimizer(wrapped, weight_decay=0.1, decay_all=False).param_groups
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert decayed["weight_decay"] == 0.1
+    assert plain["weight_decay"] == 0
+    assert {names[id(p)] for p in decayed["params"]} == {
+        "patch_embed.proj.weight",
+        "blocks.0.attn.qkv.weight",
+        "blocks.0.attn.proj.weight",
+        "blocks.0.mlp.fc1.weight",
+        "blocks.0.mlp.fc2.weight",
+        "head.weight",
+    }
+    assert len(decayed["params"]) + len(plain["params"]) == len(names)
+
+
+def test_leaves_out_frozen_parameters() -> None:
+    model = build_model(**TINY, position="sincos2d")
+    for decay_all in (True, False):
+        groups = build_optimizer(model, decay_all=decay_all).param_groups
+        assert all(p is not model.pos_embed for group in groups for p in group["params"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "adam"}, "OPTIMIZER.name='adam' is none of adamw, lamb, sgd; did you mean 'adamw'"),
+        ({"name": "sgd", "betas": (0.9, 0.99)}, "OPTIMIZER.betas is not an option of 'sgd', which has momentum, "),
+        ({"name": "lamb", "varient": "apex"}, "OPTIMIZER.varient is not .* did you mean 'variant'"),
+        ({"name": "lamb", "variant": "nvidia"}, "OPTIMIZER.variant='nvidia' is none of"),
+        ({"name": "adamw", "betas": (1.5, 0.9)}, "OPTIMIZER: 'adamw' refuses its arguments: Invalid beta"),
+        ({"name": "sgd", "nesterov": True, "momentum": 0}, "OPTIMIZER: 'sgd' refuses its arguments: Nesterov"),
+    ],
+)
+def test_bad_arguments(arguments: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build_optimizer(build_model(**TINY), **arguments)

@@ -1,0 +1,218 @@
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from timm.optim.lamb import Lamb as TimmLamb
+from torch import Tensor, nn
+
+from common.errors import UserError
+from common.optim.lamb import Lamb
+
+SHAPES = [(64, 48), (48,), (3, 5, 7), (9,), (33, 70)]
+
+
+def colossalai_lamb() -> type:
+    """Load Colossal-AI's LAMB from its file, which needs nothing but torch; the package as a whole needs far more."""
+    package = importlib.util.find_spec("colossalai")
+    path = Path(package.submodule_search_locations[0]) / "nn/optimizer/lamb.py"
+    spec = importlib.util.spec_from_file_location("colossalai_lamb", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Lamb
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(0.1 * torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+    params[1].data.zero_()  # a zero tensor has no trust ratio
+    return params
+
+
+def set_gradients(params: list[nn.Parameter], step: int, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in params:
+        p.grad = scale * torch.randn(p.shape, generator=generator).to(p.dtype)
+    if step == 0:
+        params[3].grad.zero_()  # nor has a tensor with a zero direction
+
+
+def assert_same(ours: list[Tensor], theirs: list[Tensor], tolerance: float = 1e-6) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+def run_both(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer, scale: float = 1.0) -> None:
+    """Step both ten times on the same gradients; the parameters have to agree after every step."""
+    for step in range(10):
+        for optimizer in (ours, theirs):
+            set_gradients([p for group in optimizer.param_groups for p in group["params"]], step, scale)
+            optimizer.step()
+        for a, b in zip(ours.param_groups, theirs.param_groups, strict=True):
+            assert_same(a["params"], b["params"])
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_default_is_colossalai(weight_decay: float) -> None:
+    theirs = colossalai_lamb()(parameters(), lr=1.8e-2, weight_decay=weight_decay)
+    run_both(Lamb(parameters(), lr=1.8e-2, weight_decay=weight_decay), theirs)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0])  # below and above the clipping threshold
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_timm_variant(weight_decay: float, scale: float) -> None:
+    theirs = TimmLamb(parameters(), lr=1.8e-2, weight_decay=weight_decay)
+    run_both(Lamb(parameters(), lr=1.8e-2, weight_decay=weight_decay, variant="timm"), theirs, scale)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"always_adapt": True}, {"always_adapt": True}),
+        ({"trust_range": (0.0, 1.0)}, {"trust_clip": True}),
+        ({"bias_correction": False}, {"bias_correction": False}),
+        ({"max_grad_norm": math.inf}, {"max_grad_norm": None}),
+    ],
+)
+def test_timm_options(ours: dict, theirs: dict) -> None:
+    groups = [{"params": parameters()[:3]}, {"params": parameters()[3:], "weight_decay": 0.0}]
+    copies = [{"params": parameters()[:3]}, {"params": parameters()[3:], "weight_decay": 0.0}]
+    common = {"lr": 1e-2, "weight_decay": 0.1}
+    mine, reference = Lamb(groups, variant="timm", **common, **ours), TimmLamb(copies, **common, **theirs)
+    for step in range(10):
+        for optimizer in (mine, reference):
+            for group in optimizer.param_groups:
+                for i, p in enumerate(group["params"]):
+                    p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i))
+            optimizer.step()
+    for a, b in zip(groups, copies, strict=True):
+        assert_same(a["params"], b["params"])
+
+
+def scalar_lamb(params: list[list[float]], gradients: list[list[list[float]]], variant: str, lr: float, decay: float):
+    """Step lists of numbers as apex's FusedLAMB and DeepSpeed's FusedLamb say, one number at a time."""
+    eps = {"apex": 1e-6, "deepspeed": 1e-8}[variant]
+    moments = [[[0.0, 0.0] for _ in tensor] for tensor in params]
+    for t, step_gradients in enumerate(gradients, start=1):
+        norm = math.sqrt(sum(g * g for tensor in step_gradients for g in tensor))
+        divisor = max(norm, 1.0) if variant == "apex" else 1.0
+        for tensor, tensor_gradients, tensor_moments in zip(params, step_gradients, moments, strict=True):
+            update = []
+            for p, g, mv in zip(tensor, tensor_gradients, tensor_moments, strict=True):
+                g /= divisor
+                mv[0] = 0.9 * mv[0] + 0.1 * g
+                mv[1] = 0.999 * mv[1] + 0.001 * g * g
+                direction = mv[0] / (1 - 0.9**t) / (math.sqrt(mv[1] / (1 - 0.999**t)) + eps)
+                update.append(direction + decay * p)
+            ratio = math.dist(tensor, [0] * len(tensor)) / math.dist(update, [0] * len(update))
+            if variant == "deepspeed":
+                ratio = min(max(ratio, 0.01), 10.0)
+            elif decay == 0:
+                ratio = 1.0
+            tensor[:] = [p - lr * ratio * u for p, u in zip(tensor, update, strict=True)]
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("variant", ["apex", "deepspeed"])
+def test_variants_of_fused_kernels(variant: str, weight_decay: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    # Norms far apart, so that DeepSpeed's bounds of the trust ratio are met at either end.
+    starts = [s * torch.randn(6, generator=generator, dtype=torch.float64) for s in (1e-4, 0.3, 1e3)]
+    gradients = [[torch.randn(6, generator=generator, dtype=torch.float64) for _ in starts] for _ in range(10)]
+    params = [nn.Parameter(p.clone()) for p in starts]
+    optimizer = Lamb(params, lr=1e-2, weight_decay=weight_decay, variant=variant)
+    for step_gradients in gradients:
+        for p, g in zip(params, step_gradients, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    expected = [p.tolist() for p in starts]
+    scalar_lamb(expected, [[g.tolist() for g in gs] for gs in gradients], variant, 1e-2, weight_decay)
+    # The clipping divisor is a float32, also for float64 parameters.
+    assert_same(params, [torch.tensor(p, dtype=torch.float64) for p in expected], 1e-6)
+
+
+def test_reduce_norms_makes_shards_step_as_the_whole() -> None:
+    """Two halves of a tensor, their squared norms summed, move as the tensor does; a clipped gradient does too."""
+    torch.manual_seed(0)
+    whole = nn.Parameter(torch.randn(8, 6))
+    halves = [nn.Parameter(half.clone()) for half in whole.detach().chunk(2)]
+    calls = []
+
+    def reduce_norms(squares: Tensor, params: list[Tensor]) -> Tensor:
+        calls.append([id(p) for p in params])
+        both = squares.sum(dim=1, keepdim=True)
+        # The two shards lie in one list here, so their clipping norm would be counted twice.
+        return both.expand_as(squares) if len(squares) == 2 else squares
+
+    plain = Lamb([whole], lr=0.1, weight_decay=0.1, variant="apex")
+    sharded = Lamb(halves, lr=0.1, weight_decay=0.1, variant="apex", reduce_norms=reduce_norms)
+    for _ in range(3):
+        whole.grad = torch.randn(8, 6)
+        for half, grad in zip(halves, whole.grad.chunk(2), strict=True):
+            half.grad = grad.clone()
+        plain.step()
+        sharded.step()
+    assert_same([torch.cat(halves)], [whole])
+    assert calls == 6 * [[id(p) for p in halves]]  # one for the clipping, one for all trust ratios, a step
+
+
+def test_norms_of_all_groups_are_reduced_at_once() -> None:
+    params = parameters()
+    calls = []
+
+    def reduce_norms(squares: Tensor, params: list[Tensor]) -> Tensor:
+        calls.append(len(params))
+        return squares
+
+    groups = [{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.0}]
+    optimizer = Lamb(groups, lr=0.1, weight_decay=0.1, reduce_norms=reduce_norms)
+    plain_params = [nn.Parameter(p.detach().clone()) for p in params]
+    groups = [{"params": plain_params[:1]}, {"params": plain_params[1:], "weight_decay": 0.0}]
+    plain = Lamb(groups, lr=0.1, weight_decay=0.1)
+    for tensors, optim in ((params, optimizer), (plain_params, plain)):
+        set_gradients(tensors, 0)
+        optim.step()
+    assert calls == [len(params)]
+    assert_same(params, plain_params)
+
+
+def test_state_dict_round_trip(tmp_path: Path) -> None:
+    params = parameters()
+    optimizer = Lamb(params, lr=1e-2, weight_decay=0.1, variant="apex")
+    for step in range(3):
+        set_gradients(params, step)
+        optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    assert set(optimizer.state[params[0]]) == {"step", "exp_avg", "exp_avg_sq"}
+    copies = [nn.Parameter(p.detach().clone()) for p in params]
+    resumed = Lamb(copies)
+    resumed.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+    assert resumed.state[copies[0]]["step"].item() == 3
+    for step in range(3, 6):
+        for tensors, optim in ((params, optimizer), (copies, resumed)):
+            set_gradients(tensors, step)
+            optim.step()
+    for p, copy in zip(params, copies, strict=True):
+        assert torch.equal(p, copy)
+
+
+def test_parameters_without_gradient_stay() -> None:
+    params = parameters()
+    params[0].grad = torch.ones_like(params[0])
+    before = [p.detach().clone() for p in params]
+    optimizer = Lamb(params, lr=0.1, variant="apex")
+    loss = optimizer.step(lambda: params[0].square().sum())
+    assert loss.requires_grad
+    assert not torch.equal(params[0], before[0])
+    assert all(torch.equal(p, b) for p, b in zip(params[1:], before[1:], strict=True))
+    assert list(optimizer.state) == [params[0]]
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(UserError, match=r"OPTIMIZER.variant='colosalai'.*did you mean 'colossalai'"):
+        Lamb(parameters(), variant="colosalai")
+    with pytest.raises(UserError, match=r"OPTIMIZER.trust_rang .*did you mean 'trust_range'"):
+        Lamb(parameters(), trust_rang=(0, 1))
+    with pytest.raises(UserError, match=r"OPTIMIZER.betas=\(1.0, 0.9\) must be two numbers"):
+        Lamb(parameters(), betas=(1.0, 0.9))

@@ -1,0 +1,94 @@
+"""What the tests of tensor parallelism share: the modes, a tiny model, its data, and training it in any of them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from common.colossal import BaseHook, Engine, ParallelMode, Trainer, gpc, initialize, shard_model
+from common.model.vit import build_model
+from common.optim.build import build_optimizer
+
+# name: (processes, the config's `parallel`)
+CASES = {
+    "none": (1, None),
+    "1d-2": (2, {"tensor": {"mode": "1d", "size": 2}}),
+    "1d-4": (4, {"tensor": {"mode": "1d", "size": 4}}),
+    "2d-4": (4, {"tensor": {"mode": "2d", "size": 4}}),
+    "2.5d-4": (4, {"tensor": {"mode": "2.5d", "size": 4, "depth": 1}}),
+    "2.5d-8": (8, {"tensor": {"mode": "2.5d", "size": 8, "depth": 2}}),
+    "3d-8": (8, {"tensor": {"mode": "3d", "size": 8}}),
+    "dp2 x 1d-2": (4, {"tensor": {"mode": "1d", "size": 2}}),
+    "dp2 x 2d-4": (8, {"tensor": {"mode": "2d", "size": 4}}),
+    "dp2 x 2.5d-4": (8, {"tensor": {"mode": "2.5d", "size": 4, "depth": 1}}),
+    "dp2 x 2.5d-8": (16, {"tensor": {"mode": "2.5d", "size": 8, "depth": 2}}),
+    "dp2 x 3d-8": (16, {"tensor": {"mode": "3d", "size": 8}}),
+}
+MODEL = {"image_size": 16, "patch_size": 4, "width": 32, "depth": 2, "heads": 4, "mlp_ratio": 2.0, "num_classes": 8}
+MICRO_BATCH, ACCUMULATION, STEPS = 16, 2, 3  # of all data-parallel ranks together
+MAX_NORM = 0.3
+OPTIMIZERS = {
+    "adamw": {"learning_rate": 2e-3, "weight_decay": 0.1},
+    "lamb": {"learning_rate": 1e-2, "weight_decay": 0.1, "decay_all": False},
+    "sgd": {"learning_rate": 0.5, "weight_decay": 0.01},
+}
+Batch = tuple[Tensor, dict[str, Tensor]]
+
+
+def build_tiny_model(**arguments: Any) -> nn.Module:
+    """Build the model with weights that leave nothing at 0 or 1."""
+    torch.manual_seed(0)
+    model = build_model(**MODEL | arguments)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def blended_loss(logits: Tensor, target: Tensor, other: Tensor, share: Tensor) -> Tensor:
+    """The loss of Mixup with label smoothing."""
+    losses = (F.cross_entropy(logits, labels, label_smoothing=0.1) for labels in (other, target))
+    return torch.lerp(*losses, share)
+
+
+def micro_batches(steps: int = STEPS, dp_rank: int = 0, dp_size: int = 1) -> Iterator[Batch]:
+    """Yield a data-parallel rank's micro-batches: images, and the arguments of `blended_loss`."""
+    generator = torch.Generator().manual_seed(1)
+    own = slice(dp_rank * MICRO_BATCH // dp_size, (dp_rank + 1) * MICRO_BATCH // dp_size)
+    for _ in range(steps * ACCUMULATION):
+        images = torch.randn(MICRO_BATCH, 3, 16, 16, generator=generator)
+        target, other = torch.randint(MODEL["num_classes"], (2, MICRO_BATCH), generator=generator)[:, own]
+        share = torch.rand((), generator=generator)
+        yield images[own], {"target": target, "other": other, "share": share}
+
+
+class Losses(BaseHook):
+    """Write down the loss of every micro-batch, over all data-parallel ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(priority=0)
+        self.values: list[float] = []
+
+    def after_train_iter(self, trainer: Trainer, output: Tensor, label: Any, loss: Tensor) -> None:
+        mean = loss.detach().clone()
+        torch.distributed.all_reduce(mean, group=gpc.get_group(ParallelMode.DATA))
+        self.values.append(mean.item() / gpc.get_world_size(ParallelMode.DATA))
+
+
+def build_engine(
+    optimizer_name: str, criterion: Callable[..., Tensor] = blended_loss, **arguments: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, Engine]:
+    """Build model, optimiser and engine in the mode of the launch."""
+    model = shard_model(build_tiny_model(**arguments))
+    optimizer = build_optimizer(model, optimizer_name, **OPTIMIZERS[optimizer_name])
+    return model, optimizer, initialize(model, optimizer, criterion)[0]
+
+
+def fit(engine: Engine, batches: list[Batch]) -> list[float]:
+    """Train on ``batches`` through the trainer; return their losses."""
+    losses = Losses()
+    Trainer(engine).fit(batches, 1, hooks=[losses])
+    return losses.values

@@ -1,0 +1,101 @@
+"""A task as small as one can be, for the tests of what comes after a run: images of seven colours in folders."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import nn
+
+from common.colossal import Trainer, gpc, initialize, shard_model
+from common.config.batch_plan import DataSummary
+from common.data import photographs
+from common.data.image_folder import FolderSplit, list_files
+from common.data.loader import Loader
+from common.data.photographs import build_eval_crop
+from common.model.vit import build_model
+from common.optim.build import build_optimizer
+from common.optim.lr_schedule import build_lr_scheduler
+from common.run.start import start_run
+
+__all__ = ["build_eval_crop", "build_eval_loader", "describe_data", "train", "write_images"]
+
+NAMES = ("blue", "cyan", "green", "magenta", "red", "white", "yellow")
+CHANNELS = ((2,), (1, 2), (1,), (0, 2), (0,), (0, 1, 2), (0, 1))
+SAMPLES = {"train": 70, "test": 45}
+MODEL = dict(image_size=16, patch_size=8, width=32, depth=2, heads=2, mlp_ratio=2.0)
+CONFIG = f"""
+from colossalai.amp import AMP_TYPE
+TOTAL_BATCH_SIZE = 14
+NUM_EPOCHS = 2
+EVAL_EVERY = 2
+LEARNING_RATE = 2e-3
+MODEL = dict({", ".join(f"{key}={value}" for key, value in MODEL.items())})
+DATA = dict(workers=0, eval_crop=0.8)
+LOG = dict(tensorboard=False)
+"""
+
+
+def write_images(folder: Path) -> Path:
+    """Write noisy images of the colours, 24 x 20 pixels, as ``folder/<split>/<colour>/<number>.png``."""
+    noise = np.random.default_rng(0)
+    for split, samples in SAMPLES.items():
+        for number in range(samples):
+            label = number % len(NAMES)
+            pixels = noise.integers(0, 150, (20, 24, 3), np.uint8)
+            pixels[..., CHANNELS[label]] += 60
+            path = folder / split / NAMES[label] / f"{number:02d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(path)
+    return folder
+
+
+def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -> Path:
+    """Train for ten steps on what `write_images` wrote to ``root``; return the run's folder, ``output``."""
+    config = output.parent / "tiny.py"
+    partial = config.with_suffix(f".{os.getpid()}")  # every rank writes it
+    partial.write_text(CONFIG)
+    partial.replace(config)
+    words = [word for setting in (f"DATA.root={root}", *settings) for word in ("--set", setting)]
+    run = start_run(["--config", str(config), "--output", str(output), *words, *flags], __doc__, describe_data)
+    config, plan = gpc.config, run.plan
+    model = build_model(**config.MODEL)
+    run.load_init(model)
+    model = shard_model(model)
+    optimizer = build_optimizer(model, learning_rate=config.LEARNING_RATE, weight_decay=0.0, **config.OPTIMIZER)
+    lr_scheduler = build_lr_scheduler(optimizer, config.LR_SCHEDULE, plan.total_steps, plan.warmup_steps)
+    place = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)
+    engine, train_loader, eval_loader, lr_scheduler = initialize(
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        photographs.build_train_loader(
+            _open(config.DATA, "train"), config.DATA, plan.total_batch, plan.micro_batch, seed=config.SEED, **place
+        ),
+        build_eval_loader(config.DATA, plan.micro_batch, **place),
+        lr_scheduler,
+    )
+    hooks = run.build_hooks(model, optimizer)
+    Trainer(engine).fit(train_loader, plan.epochs, plan.last_step, eval_loader, config.EVAL_EVERY, hooks)
+    run.finish()
+    return output
+
+
+def describe_data(data: Mapping[str, Any]) -> DataSummary:
+    """Count samples and classes."""
+    train, test = _open(data, "train"), _open(data, "test")
+    return DataSummary(len(train), len(test), train.num_classes, train.fingerprint, class_names=train.class_names)
+
+
+def build_eval_loader(data: Mapping[str, Any], batch: int, **place: Any) -> Loader:
+    """Return the loader of the test split."""
+    return photographs.build_eval_loader(_open(data, "test"), data, batch, **place)
+
+
+def _open(data: Mapping[str, Any], split: str) -> FolderSplit:
+    root = Path(data["root"], split)
+    names = sorted(path.name for path in root.iterdir())
+    files = [(path.relative_to(root).as_posix(), names.index(path.parent.name)) for path in list_files(root)]
+    return FolderSplit(root, names, files)

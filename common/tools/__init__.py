@@ -1,0 +1,1 @@
+"""What a user runs after training: evaluate, predict, export, report."""

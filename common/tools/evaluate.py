@@ -1,0 +1,124 @@
+"""Evaluate a saved model: top-1, top-5, loss, a table of all classes, and a picture of what is mistaken for what.
+
+python scripts/evaluate.py outputs/vit-b16
+torchrun --nproc_per_node 8 scripts/evaluate.py outputs/vit-b16/checkpoints/step-00011700 --data /data/imagenet
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from common.checkpoint.saved_run import SavedRun, build_parser, open_run
+from common.colossal import Predictor, shutdown
+from common.config.batch_plan import DataSummary
+from common.config.load import data_root
+from common.errors import UserError
+from common.launch.launcher import add_launch_arguments, detect_launch, start
+from common.metrics.hook import count_correct
+from common.metrics.provenance import describe_run
+from common.table import write_csv
+from common.tools.class_report import describe_classes, draw_confusion, print_extremes
+
+ONE_PROCESS = dict(pipeline=1, tensor=dict(size=1, mode=None))  # a model that is not cut
+
+
+def main(argv: list[str]) -> None:
+    args = _parse(argv)
+    launch = detect_launch(args, os.environ)
+    run = open_run(args.run, [*args.set, *([f"DATA.root={args.data}"] if args.data else [])], raw=args.raw)
+    data = run.config["DATA"]
+    data["root"] = data_root(run.config)
+    loaders = run.import_loaders()
+    _check_labels(run, loaders.describe_data(data))
+    start(launch, run.config | {"parallel": ONE_PROCESS})
+    if launch.rank == 0:
+        print(f"checkpoint {run.checkpoint} ({run.chosen})", flush=True)
+    predict = Predictor(run.load_model(), run.config["fp16"])
+    place = dict(dp_rank=launch.rank, dp_size=launch.world_size, device=predict.device)
+    loader = loaders.build_eval_loader(data, run.batch, image_size=run.config["MODEL"]["image_size"], **place)
+    tally = Tally(len(run.class_names), predict.device)
+    for images, labels in tqdm(loader, unit="batch", leave=False, disable=None if launch.rank == 0 else True):
+        tally.add(predict(images), labels)
+    loader.close()
+    tally.sum_over_ranks()
+    shutdown()
+    if launch.rank == 0:
+        _report(run, tally, Path(args.output or run.folder / "evaluation" / run.checkpoint.name), argv)
+
+
+class Tally:
+    """Counts over the evaluation set: [loss, top-1, top-5, samples], who was taken for whom, and top-5 by class."""
+
+    def __init__(self, num_classes: int, device: torch.device) -> None:
+        self.totals = torch.zeros(4, dtype=torch.float64, device=device)
+        self.confusion_CC = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=device)  # [label, answer]
+        self.top5_C = torch.zeros(num_classes, dtype=torch.int64, device=device)
+
+    def add(self, logits_BC: Tensor, labels_B: Tensor) -> None:
+        """Count a batch; labels below 0 do not count."""
+        self.totals += count_correct(logits_BC, labels_B)
+        valid_B = labels_B >= 0
+        logits_BC, labels_B = logits_BC[valid_B], labels_B[valid_B]
+        best_BK = logits_BC.topk(min(5, logits_BC.shape[1])).indices
+        pairs_B = labels_B * len(self.top5_C) + best_BK[:, 0]
+        self.confusion_CC.view(-1).scatter_add_(0, pairs_B, torch.ones_like(pairs_B))
+        self.top5_C.scatter_add_(0, labels_B, (best_BK == labels_B[:, None]).any(1).long())
+
+    def sum_over_ranks(self) -> None:
+        """Add up what every process has counted."""
+        if dist.get_world_size() > 1:
+            for counts in (self.totals, self.confusion_CC, self.top5_C):
+                dist.all_reduce(counts)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = build_parser("python scripts/evaluate.py", __doc__)
+    parser.add_argument("--data", metavar="DIR", help="the data set (default: the run's)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config")
+    parser.add_argument("--output", metavar="DIR", help="default: evaluation/<checkpoint> in the run's folder")
+    add_launch_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def _check_labels(run: SavedRun, data: DataSummary) -> None:
+    """Refuse a data set in which a label stands for another class than the model has learned."""
+    root, outputs = run.config["DATA"]["root"], run.config["MODEL"]["num_classes"]
+    if data.num_classes > outputs:
+        raise UserError(
+            f"{root} has {data.num_classes} classes, the model {outputs}: name its own data set with --data"
+        )
+    known = run.about.get("data", {}).get("class_names", ())
+    for label, (ours, theirs) in enumerate(zip(known, data.class_names, strict=False)):
+        if ours != theirs:
+            raise UserError(
+                f"{root}: label {label} is {theirs!r}, the model learned {ours!r}: name its own data set with --data"
+            )
+
+
+def _report(run: SavedRun, tally: Tally, output: Path, argv: list[str]) -> None:
+    loss, top1, top5, samples = tally.totals.tolist()
+    figures = {"loss": loss / samples, "top1": top1 / samples, "top5": top5 / samples, "samples": int(samples)}
+    rows = describe_classes(run.class_names, tally.confusion_CC.cpu().numpy(), tally.top5_C.cpu().numpy())
+    about = {
+        "checkpoint": str(run.checkpoint),
+        "weights": run.weights,
+        "data": run.config["DATA"]["root"],
+        **describe_run(argv),
+    }
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "evaluation.json").write_text(json.dumps(figures | about, indent=2) + "\n")
+        write_csv(rows, output / "classes.csv")
+        draw_confusion(run.class_names, tally.confusion_CC.cpu().numpy(), output / "confusion.png")
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be written ({error.strerror})") from error
+    print_extremes(rows)
+    print(f"classes    {output}/classes.csv {output}/confusion.png")
+    print(f"figures    {output}/evaluation.json")
+    print("top1={top1:.4f} top5={top5:.4f} loss={loss:.4f} samples={samples}".format(**figures), flush=True)

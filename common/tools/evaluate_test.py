@@ -1,0 +1,132 @@
+"""Evaluation of a saved model: equal to the one in training, and to scikit-learn's counts of timm's answers."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from sklearn.metrics import confusion_matrix, precision_score, recall_score, top_k_accuracy_score
+from timm.models.vision_transformer import VisionTransformer
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+from common.colossal import shutdown
+from common.config.model_arguments import timm_arguments
+from common.errors import UserError
+from common.metrics.writers import read_metrics
+from common.testing.ranks import run_ranks
+from common.testing.tiny_task import MODEL, NAMES, SAMPLES, train, write_images
+from common.tools import class_report, evaluate
+from common.tools.evaluate import Tally
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_images(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory) -> Path:
+    return train(data, tmp_path_factory.mktemp("task") / "run")
+
+
+def read(run: Path) -> dict:
+    return json.loads((run / "evaluation" / "step-00000010" / "evaluation.json").read_text())
+
+
+def figures(record: dict) -> dict:
+    return {name: record[name] for name in ("loss", "top1", "top5", "samples")}
+
+
+@pytest.mark.parametrize("mode", ["TORCH", "NAIVE", "APEX"])
+def test_equals_the_evaluation_in_training_in_every_precision(data, tmp_path, capfd, mode):
+    level = ["fp16.opt_level=O3"] if mode == "APEX" else []
+    run = train(data, tmp_path / "run", f"fp16.mode=AMP_TYPE.{mode}", "LEARNING_RATE=5e-4", *level)
+    evaluate.main([str(run)])
+    assert figures(read(run)) == figures(read_metrics(run)[-1])
+    assert 1 / 7 < read(run)["top1"] < 1
+    evaluate.main([str(run), "--set", "fp16=None"])
+    assert read(run)["loss"] != read_metrics(run)[-1]["loss"]
+    assert "checkpoints/step-00000010 (the best)" in capfd.readouterr().out
+
+
+def test_equals_it_in_two_processes(run, tmp_path):
+    run_ranks(2, evaluate.main, [str(run), "--output", str(tmp_path), "--set", "MICRO_BATCH_SIZE=4"])
+    found, expected = json.loads((tmp_path / "evaluation.json").read_text()), read_metrics(run)[-1]
+    assert (found["top1"], found["top5"], found["samples"]) == (expected["top1"], expected["top5"], SAMPLES["test"])
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
+    transform = v2.Compose(
+        [v2.Resize(20), v2.CenterCrop(16), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    )
+    samples = [*ImageFolder(data / "test", transform)]
+    images, labels = torch.stack([image for image, _ in samples]), [label for _, label in samples]
+    model = VisionTransformer(**timm_arguments(**MODEL, num_classes=7)).eval()
+    model.load_state_dict(load_file(run / "checkpoints" / "step-00000010" / "model.safetensors"))
+    with torch.no_grad():
+        logits = model(images)
+    answers = logits.argmax(1)
+
+    evaluate.main([str(run)])
+    rows = list(csv.DictReader((run / "evaluation" / "step-00000010" / "classes.csv").read_text().splitlines()))
+    assert [row["class"] for row in rows] == list(NAMES)
+    assert [float(row["top1"]) for row in rows] == pytest.approx(recall_score(labels, answers, average=None), abs=1e-4)
+    answered = {str(label) for label in answers.tolist()}
+    precision = precision_score(labels, answers, average=None, zero_division=np.nan)
+    for row, expected in zip(rows, precision, strict=True):
+        assert row["label"] not in answered or float(row["precision"]) == pytest.approx(expected, abs=1e-4)
+        assert row["label"] in answered or row["precision"] == ""
+    assert read(run)["top5"] == pytest.approx(top_k_accuracy_score(labels, logits, k=5))
+    mistakes = confusion_matrix(labels, answers)
+    np.fill_diagonal(mistakes, 0)
+    for row, wrong in zip(rows, mistakes, strict=True):
+        assert row["mistaken for"] == (f"{NAMES[wrong.argmax()]} ({wrong.max()})" if wrong.any() else "")
+    worst_first = [line.split("|")[2].strip() for line in capsys.readouterr().out.splitlines() if "|" in line][2:]
+    assert worst_first == [row["class"] for row in sorted(rows, key=lambda row: (float(row["top1"]), row["class"]))]
+    with Image.open(run / "evaluation" / "step-00000010" / "confusion.png") as picture:
+        assert min(picture.size) > 400
+
+
+def test_a_tally_leaves_out_what_has_no_label():
+    tally = Tally(3, torch.device("cpu"))
+    logits = torch.tensor([[3.0, 1, 0], [0, 1, 2], [9, 0, 0], [0, 1, 0]])
+    tally.add(logits, torch.tensor([0, 1, -100, 1]))
+    assert tally.confusion_CC.tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 0]]
+    assert tally.top5_C.tolist() == [1, 2, 0]
+    assert tally.totals[1:].tolist() == [2, 3, 3]
+
+
+def test_of_many_classes_the_ends_are_shown(capsys, tmp_path):
+    names = [f"class {label}" for label in range(60)]
+    confusion = np.diag(np.arange(60)) + 1  # class n: n + 1 of n + 60 correct
+    class_report.print_extremes(class_report.describe_classes(names, confusion, confusion.sum(1)))
+    shown = [line.split("|")[2].strip() for line in capsys.readouterr().out.splitlines() if "| class " in line]
+    assert shown == names[:5] + names[-5:]
+    class_report.draw_confusion(names, confusion, tmp_path / "confusion.png")
+    assert (tmp_path / "confusion.png").stat().st_size > 1000
+
+
+def test_other_data_is_refused_unless_its_labels_mean_the_same(run, data, tmp_path):
+    evaluate.main([str(run), "--data", str(data), "--output", str(tmp_path / "same")])
+    other = write_images(tmp_path / "other")
+    for split in ("train", "test"):
+        (other / split / "red").rename(other / split / "orange")
+    with pytest.raises(
+        UserError, match="label 4 is 'orange', the model learned 'red': name its own data set with --data"
+    ):
+        evaluate.main([str(run), "--data", str(other)])
+    for split in ("train", "test"):
+        (other / split / "black").mkdir()
+    with pytest.raises(UserError, match="other has 8 classes, the model 7: name its own data set with --data"):
+        evaluate.main([str(run), "--data", str(other)])
+    with pytest.raises(UserError, match="DATA.root=/nonexistent is not a folder"):
+        evaluate.main([str(run), "--data", "/nonexistent"])
+    shutdown()

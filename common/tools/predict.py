@@ -1,0 +1,112 @@
+"""Say what a saved model sees in images: the five best classes of each, with their probabilities.
+
+python scripts/predict.py outputs/quickstart digit.png folder_of_images
+curl -s https://example.org/cat.jpg | python scripts/predict.py outputs/vit-b16 - --json
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import UnidentifiedImageError
+
+from common.checkpoint.saved_run import SavedRun, build_parser, open_run
+from common.colossal import Predictor
+from common.data.crops import CenterCrop
+from common.data.image_folder import list_files, open_image
+from common.data.torchvision_dataloader import crop_image, normalize, per_channel
+from common.errors import UserError
+
+STDIN = "-"
+BATCH = 64
+BEST = 5
+
+Answer = dict[str, Any]
+
+
+def main(argv: list[str]) -> None:
+    args = _parse(argv)
+    images = list_images(args.images)
+    run = open_run(args.run, raw=args.raw)
+    if not args.json:
+        print(f"checkpoint {run.checkpoint} ({run.chosen})", flush=True)
+    is_complete = True
+    for answer in predict(run, images):
+        is_complete &= "error" not in answer
+        if "error" in answer:
+            print(f"error: {answer['image']}: {answer['error']}", file=sys.stderr)
+        if args.json:
+            print(json.dumps(answer), flush=True)
+        elif "classes" in answer:
+            named = (f"{found['class']} {100 * found['probability']:.1f} %" for found in answer["classes"])
+            print(f"{answer['image']}: {'; '.join(named)}", flush=True)
+    if not is_complete:
+        sys.exit(1)
+
+
+def list_images(names: Sequence[str]) -> list[str]:
+    """Return the images that the command line names: files as they are, every file in a folder, "-" for stdin."""
+    images: list[str] = []
+    for name in names:
+        found = [str(path) for path in list_files(Path(name))] if Path(name).is_dir() else [name]
+        if not found:
+            raise UserError(f"{name}: the folder has no files: name one with images")
+        images += found
+    return images
+
+
+def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
+    """Yield for each image, in order, ``image`` and its best ``classes``, or ``image`` and the ``error`` in it.
+
+    A class has ``class`` (its name), ``label`` and ``probability``. Images are prepared as for the run's evaluation.
+    """
+    size, data = run.config["MODEL"]["image_size"], run.config["DATA"]
+    read = partial(_read, crop=run.import_loaders().build_eval_crop(data, size), size=size)
+    predictor = Predictor(run.load_model(), run.config["fp16"])
+    mean, std = (per_channel(data[name], predictor.device) for name in ("mean", "std"))
+    names, remaining = run.class_names, iter(images)
+    with ThreadPoolExecutor() as pool:
+        while batch := list(islice(remaining, BATCH)):
+            views = list(pool.map(read, batch))
+            decoded = [view for view in views if isinstance(view, np.ndarray)]
+            probabilities = iter(())
+            if decoded:
+                pixels = torch.from_numpy(np.stack(decoded)).to(predictor.device)
+                probabilities = iter(predictor(normalize(pixels, mean, std)).softmax(1).cpu())
+            for image, view in zip(batch, views, strict=True):
+                is_read = isinstance(view, np.ndarray)
+                yield {"image": image} | (_best(next(probabilities), names) if is_read else {"error": view})
+
+
+def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
+    """Return the network's view of an image, uint8 [size, size, 3], or what is wrong with it."""
+    try:
+        data = sys.stdin.buffer.read() if image == STDIN else Path(image).read_bytes()
+        return np.asarray(crop_image(open_image(data), crop, size))
+    except UnidentifiedImageError:
+        return "not an image of a kind that Pillow reads"
+    except OSError as error:
+        return error.strerror or " ".join(str(error).split())
+    except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
+        return " ".join(str(error).split()) or type(error).__name__
+
+
+def _best(probabilities_C: torch.Tensor, names: Sequence[str]) -> Answer:
+    values, labels = probabilities_C.topk(min(BEST, len(names)))
+    found = zip(values.tolist(), labels.tolist(), strict=True)
+    return {"classes": [{"class": names[label], "label": label, "probability": value} for value, label in found]}
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = build_parser("python scripts/predict.py", __doc__)
+    parser.add_argument("images", nargs="+", metavar="IMAGE", help="a file, a folder with images, or - for stdin")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line, for each image")
+    return parser.parse_args(argv)

@@ -1,0 +1,127 @@
+"""Predictions for single images: equal to timm's on torchvision's preprocessing, whatever the image's kind."""
+
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from timm.models.vision_transformer import VisionTransformer
+from torchvision.transforms import v2
+
+from common.config.model_arguments import timm_arguments
+from common.errors import UserError
+from common.testing.tiny_task import MODEL, NAMES, train, write_images
+from common.tools import predict
+
+ORIENTATION = 0x0112
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("task")
+    return train(write_images(folder / "data"), folder / "run")
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    """The same picture in many kinds of files; two have to be turned."""
+    folder = tmp_path_factory.mktemp("pictures")
+    coarse = Image.fromarray(np.random.default_rng(1).integers(0, 256, (5, 6, 3), np.uint8))
+    picture = coarse.resize((60, 44), Image.Resampling.BICUBIC)
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    picture.save(folder / "a.png")
+    picture.convert("RGBA").save(folder / "b.webp", lossless=True)
+    picture.save(folder / "c.bmp")
+    picture.save(folder / "d.tiff")
+    picture.transpose(Image.Transpose.ROTATE_90).save(folder / "e.png", exif=exif)
+    (folder / "f.jpg").write_bytes((folder / "a.png").read_bytes())  # the name is wrong
+    return folder
+
+
+def ask(capsys, *words: object) -> list[dict]:
+    predict.main([*map(str, words), "--json"])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def expected(run: Path, picture: Image.Image) -> torch.Tensor:
+    transform = v2.Compose([v2.Resize(20), v2.CenterCrop(16), v2.ToImage(), v2.ToDtype(torch.float32, scale=True),
+                            v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])  # fmt: skip
+    model = VisionTransformer(**timm_arguments(**MODEL, num_classes=7)).eval()
+    model.load_state_dict(load_file(run / "checkpoints" / "step-00000010" / "model.safetensors"))
+    with torch.no_grad():
+        return model(transform(picture)[None]).softmax(1)[0]
+
+
+def test_every_kind_of_image_gets_timms_answer(run, pictures, capsys):
+    with Image.open(pictures / "a.png") as picture:
+        values, labels = expected(run, picture.convert("RGB")).topk(5)
+    answers = ask(capsys, run, pictures)
+    assert [Path(answer["image"]).name for answer in answers] == [
+        "a.png",
+        "b.webp",
+        "c.bmp",
+        "d.tiff",
+        "e.png",
+        "f.jpg",
+    ]
+    for answer in answers:
+        assert [found["label"] for found in answer["classes"]] == labels.tolist()
+        assert [found["class"] for found in answer["classes"]] == [NAMES[label] for label in labels]
+        assert [found["probability"] for found in answer["classes"]] == pytest.approx(values.tolist(), abs=2e-3)
+
+
+def test_gray_of_8_and_16_bits_is_the_same(run, tmp_path, capsys):
+    values = np.random.default_rng(2).integers(0, 256, (30, 40))
+    Image.fromarray(values.astype(np.uint8)).save(tmp_path / "8.png")
+    Image.fromarray((values * 257).astype(np.uint16)).save(tmp_path / "16.png")
+    eight, sixteen = ask(capsys, run, tmp_path / "8.png", tmp_path / "16.png")
+    assert eight["classes"] == sixteen["classes"]
+
+
+def test_standard_input(run, pictures, capsys, monkeypatch):
+    from_file = ask(capsys, run, pictures / "a.png")
+    content = io.BytesIO((pictures / "a.png").read_bytes())
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=content))
+    assert ask(capsys, run, "-") == [from_file[0] | {"image": "-"}]
+
+
+def test_what_is_no_image_is_named_and_the_others_are_answered(run, pictures, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(predict, "BATCH", 2)
+    (tmp_path / "text.jpg").write_text("no image")
+    (tmp_path / "short.png").write_bytes((pictures / "a.png").read_bytes()[:2000])
+    shutil.copy(pictures / "a.png", tmp_path / "z.png")
+    names = [
+        tmp_path / "text.jpg",
+        tmp_path / "short.png",
+        tmp_path / "gone.png",
+        pictures / "a.png",
+        tmp_path / "z.png",
+    ]
+    with pytest.raises(SystemExit) as exit_:
+        predict.main([str(run), *map(str, names)])
+    assert exit_.value.code == 1
+    out, err = capsys.readouterr()
+    assert [line.partition(": ")[0] for line in out.splitlines()[1:]] == [str(names[3]), str(names[4])]
+    assert out.splitlines()[1].count(" %") == 5
+    errors = err.splitlines()
+    assert errors[0] == f"error: {names[0]}: not an image of a kind that Pillow reads"
+    assert errors[1].startswith(f"error: {names[1]}: ")
+    assert errors[2] == f"error: {names[2]}: No such file or directory"
+    assert len(errors) == 3
+    with pytest.raises(SystemExit):
+        predict.main([str(run), *map(str, names), "--json"])
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert ["error" in answer for answer in answers] == [True, True, True, False, False]
+
+
+def test_an_empty_folder_is_refused(run, tmp_path):
+    with pytest.raises(UserError, match="the folder has no files"):
+        predict.main([str(run), str(tmp_path)])

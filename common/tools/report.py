@@ -1,0 +1,190 @@
+"""Write one self-contained HTML page about a run or several: ``python scripts/report.py RUN [RUN...]``.
+
+It holds the curves of every figure in metrics.jsonl, a summary, what differs between the configs, and the environment.
+"""
+
+import argparse
+import json
+import re
+import shlex
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from common.metrics.record import Record
+from common.metrics.writers import read_metrics
+from common.tools.report_curves import collect_charts
+
+ABSENT = "-"
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What a run left, or has left so far: ``about`` is config.json."""
+
+    name: str
+    about: Mapping[str, Any]
+    records: Sequence[Record]
+
+    def of_kind(self, kind: str) -> list[Record]:
+        return [record for record in self.records if record["kind"] == kind]
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run; several are compared")
+    parser.add_argument("--output", type=Path, default=Path("report.html"), help="default: report.html")
+    parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
+    args = parser.parse_args(argv)
+    names = [folder.resolve().name for folder in args.runs]
+    names = names if len(set(names)) == len(names) else [str(folder) for folder in args.runs]
+    runs = [load_run(folder, name) for folder, name in zip(args.runs, names, strict=True)]
+    try:
+        args.output.write_text(render(runs), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--output {args.output}: cannot be written ({error.strerror})") from error
+    print(args.output)
+
+
+def load_run(folder: Path, name: str) -> FinishedRun:
+    """Read a run's config.json and metrics.jsonl; the run may still go on."""
+    try:
+        about = json.loads((folder / "config.json").read_text())
+        records = read_metrics(folder)
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}; RUN is a folder that train*.py made") from error
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{folder}: config.json or metrics.jsonl is no JSON ({error})") from error
+    if not isinstance(about, dict) or not isinstance(about.get("config"), dict):
+        raise UserError(f"{folder / 'config.json'}: no config in it; RUN is a folder that train*.py made")
+    for number, record in enumerate(records, 1):
+        if not isinstance(record, dict) or "kind" not in record or not isinstance(record.get("step"), int):
+            raise UserError(f"{folder / 'metrics.jsonl'} line {number}: no 'kind' and 'step'; remove that line")
+    return FinishedRun(name, about, records)
+
+
+def render(runs: Sequence[FinishedRun]) -> str:
+    """Return the page."""
+    page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    charts = json.dumps(
+        {"runs": [run.name for run in runs], "charts": collect_charts([run.records for run in runs])},
+        separators=(",", ":"),
+    )
+    differences = _differences(runs)
+    parts = {
+        "title": escape(", ".join(run.name for run in runs)),
+        "summary": _table(runs, _summary(runs)),
+        "differences": _table(runs, differences) if differences else "<p>None.</p>",
+        "comparison": "" if len(runs) > 1 else "hidden",
+        "environment": _table(runs, _environment(runs)),
+        "commands": "".join(map(_command, runs)),
+        "charts": charts.replace("<", "\\u003c"),
+    }
+    return re.sub("@([a-z]+)@", lambda place: parts[place[1]], page)
+
+
+def _table(runs: Sequence[FinishedRun], rows: Mapping[str, Sequence[str]]) -> str:
+    """Return a table with a column for each run."""
+    header = "".join(f'<th scope="col"><i class="key run{n}"></i>{escape(run.name)}</th>' for n, run in enumerate(runs))
+    body = "".join(
+        f'<tr><th scope="row">{_breakable(title)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>\n'
+        for title, cells in rows.items()
+    )
+    return f'<div class="wide"><table><thead><tr><td></td>{header}</tr></thead><tbody>\n{body}</tbody></table></div>'
+
+
+def _breakable(key: str) -> str:
+    """Return a config key as HTML that may be broken after a dot or an underscore."""
+    return re.sub("([._])", r"\1<wbr>", escape(key))
+
+
+def _summary(runs: Sequence[FinishedRun]) -> dict[str, list[str]]:
+    rows: dict[str, Callable[[FinishedRun], str]] = {
+        "Top-1, last evaluation": lambda run: _percent([record.get("top1") for record in run.of_kind("eval")][-1:]),
+        "Top-1, best evaluation": _best_top1,
+        "Steps": _steps,
+        "Wall time": _wall_time,
+        "Images per second, median": _median_speed,
+        "Hardware": _hardware,
+    }
+    return {title: [cell(run) for run in runs] for title, cell in rows.items()}
+
+
+def _percent(values: Sequence[float | None]) -> str:
+    return f"{values[0]:.2%}" if values and values[0] is not None else ABSENT
+
+
+def _best_top1(run: FinishedRun) -> str:
+    evaluations = [record for record in run.of_kind("eval") if record.get("top1") is not None]
+    if not evaluations:
+        return ABSENT
+    best = max(evaluations, key=lambda record: record["top1"])
+    return f"{best['top1']:.2%} at step {best['step']:,}"
+
+
+def _steps(run: FinishedRun) -> str:
+    done = max((record["step"] for record in run.records), default=0)
+    planned = run.about.get("plan", {}).get("last_step", done)
+    return f"{done:,}" if done == planned else f"{done:,} of {planned:,} (unfinished)"
+
+
+def _wall_time(run: FinishedRun) -> str:
+    times = [record["time"] for record in run.records if record.get("time")]
+    if not times or not run.about.get("started"):
+        return ABSENT
+    minutes, seconds = divmod(round(max(times) - min(run.about["started"], *times)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s"
+
+
+def _median_speed(run: FinishedRun) -> str:
+    speeds = [record["samples_per_s"] for record in run.of_kind("train") if record.get("samples_per_s") is not None]
+    return f"{statistics.median(speeds):,.0f}" if speeds else ABSENT
+
+
+def _hardware(run: FinishedRun) -> str:
+    hardware = run.about.get("hardware", {})
+    processes = run.about.get("plan", {}).get("gpus", 1)
+    if hardware.get("gpu"):
+        return f"{processes} x {hardware['gpu']}"
+    return f"{hardware.get('cpus', '?')} CPU cores ({hardware.get('cpu', 'unknown')}), processes: {processes}"
+
+
+def _differences(runs: Sequence[FinishedRun]) -> dict[str, list[str]]:
+    """Return the dotted config keys whose values are not the same in all runs."""
+    flat = [_flatten(run.about["config"]) for run in runs]
+    rows = {key: [config.get(key, ABSENT) for config in flat] for config in flat for key in config}
+    return {key: cells for key, cells in rows.items() if len(set(cells)) > 1}
+
+
+def _environment(runs: Sequence[FinishedRun]) -> dict[str, list[str]]:
+    flat = []
+    for run in runs:
+        about = {key: value for key, value in run.about.items() if key not in ("name", "config", "plan", "argv")}
+        if "started" in about:
+            about["started"] = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(about["started"]))
+        flat.append(_flatten(about))
+    return {key: [about.get(key, ABSENT) for about in flat] for about in flat for key in about}
+
+
+def _command(run: FinishedRun) -> str:
+    command = shlex.join(["python", *map(str, run.about.get("argv", []))])
+    return f"<h3>{escape(run.name)}</h3><pre>{escape(command)}</pre>"
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return ``{"a.b": "text"}`` for ``{"a": {"b": value}}``."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, str) else repr(value)
+    return flat

@@ -1,0 +1,203 @@
+import json
+import math
+import random
+import re
+from html import unescape
+from html.parser import HTMLParser
+
+import pytest
+
+from common.errors import run_command
+from common.tools import report
+from common.tools.report_curves import collect_charts, thin_out
+
+EVIL = "a<script>alert(1)</script>&@charts@"
+
+
+class Tables(HTMLParser):
+    """The text of every cell: ``rows[n][heading]`` is the rest of the row in the n-th table."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.rows: list[dict[str, list[str]]] = []
+        self.cell: list[str] | None = None
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        if tag == "table":
+            self.rows.append({})
+        elif tag == "tr":
+            self.row: list[str] = []
+        elif tag in ("td", "th"):
+            self.cell = []
+
+    def handle_data(self, data):
+        if self.cell is not None:
+            self.cell.append(data)
+
+    def handle_endtag(self, tag):
+        if tag in ("td", "th"):
+            self.row.append("".join(self.cell))
+            self.cell = None
+        elif tag == "tr":
+            self.rows[-1][self.row[0]] = self.row[1:]
+
+
+def train(step: int, **figures) -> dict:
+    return {"kind": "train", "step": step, "epoch": step / 10, "time": 1000.0 + 60 * step} | figures
+
+
+def evaluation(step: int, top1: float | None) -> dict:
+    return {"kind": "eval", "step": step, "epoch": step / 10, "time": 1001.0 + 60 * step, "loss": 1.0, "top1": top1}
+
+
+def write_run(folder, records=(), config=None, **about):
+    folder.mkdir()
+    about = {"config": config or {"A": 1}, "plan": {"last_step": 4, "gpus": 8}, "started": 940.0, **about}
+    (folder / "config.json").write_text(json.dumps(about))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def make(*folders) -> str:
+    output = folders[0].parent / "report.html"
+    report.main([*map(str, folders), "--output", str(output)])
+    return output.read_text()
+
+
+def charts_of(page: str) -> list[dict]:
+    return json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["charts"]
+
+
+def test_the_last_line_is_the_file(tmp_path, capsys):
+    make(write_run(tmp_path / "run"))
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "report.html")
+
+
+def test_summary(tmp_path):
+    speeds = [10.0, 1000.0, 30.0, 20.0, 1240.0]
+    records = [train(step, samples_per_s=speed) for step, speed in enumerate(speeds)]
+    records += [evaluation(2, 0.75), evaluation(4, 0.5)]
+    gpu = {"gpu": "H100", "cpus": 16}
+    summary = Tables(make(write_run(tmp_path / "run", records, hardware=gpu))).rows[0]
+    assert summary == {
+        "": ["run"],
+        "Top-1, last evaluation": ["50.00%"],
+        "Top-1, best evaluation": ["75.00% at step 2"],
+        "Steps": ["4"],
+        "Wall time": ["5 min 01 s"],
+        "Images per second, median": ["30"],
+        "Hardware": ["8 x H100"],
+    }
+
+
+def test_a_run_that_goes_on_or_was_killed_in_the_middle_of_a_line(tmp_path):
+    run = write_run(tmp_path / "run", [train(1, loss=2.0), train(2, loss=None)])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    page = make(run)
+    summary = Tables(page).rows[0]
+    assert summary["Steps"] == ["2 of 4 (unfinished)"]
+    assert summary["Top-1, last evaluation"] == summary["Top-1, best evaluation"] == ["-"]
+    assert [(chart["name"], chart["lines"][0]["y"]) for chart in charts_of(page)] == [("loss", [2.0, None])]
+
+
+def test_a_run_without_any_figures(tmp_path):
+    page = make(write_run(tmp_path / "run"))
+    assert charts_of(page) == []
+    assert Tables(page).rows[0]["Steps"] == ["0 of 4 (unfinished)"]
+
+
+def test_evaluations_without_figures_are_not_the_best(tmp_path):
+    summary = Tables(make(write_run(tmp_path / "run", [evaluation(2, 0.5), evaluation(4, None)]))).rows[0]
+    assert summary["Top-1, last evaluation"] == ["-"]
+    assert summary["Top-1, best evaluation"] == ["50.00% at step 2"]
+
+
+def test_configs_that_differ(tmp_path):
+    first = write_run(tmp_path / "a", config={"A": 1, "B": {"c": [1, 2], "d": None}, "E": True})
+    second = write_run(tmp_path / "b", config={"A": 1, "B": {"c": [1, 3], "d": None}, "F": "x"})
+    assert Tables(make(first, second)).rows[1] == {
+        "": ["a", "b"],
+        "B.c": ["[1, 2]", "[1, 3]"],
+        "E": ["True", "-"],
+        "F": ["-", "x"],
+    }
+
+
+def test_equal_folder_names_are_told_apart(tmp_path):
+    for parent in ("x", "y"):
+        (tmp_path / parent).mkdir()
+    folders = [write_run(tmp_path / parent / "run") for parent in ("x", "y")]
+    assert Tables(make(*folders)).rows[0][""] == [str(folder) for folder in folders]
+
+
+def test_names_are_text(tmp_path):
+    run = write_run(
+        tmp_path / "run", [train(1, **{EVIL: 1.0})], config={EVIL: EVIL}, argv=[EVIL], versions={EVIL: EVIL}
+    )
+    named = report.load_run(run, EVIL)
+    page = report.render([named, report.load_run(write_run(tmp_path / "other"), "other")])
+    assert "<script>alert" not in page
+    tables = Tables(page).rows
+    assert tables[0][""] == [EVIL, "other"]
+    assert tables[1][EVIL] == [EVIL, "-"]
+    assert tables[2][f"versions.{EVIL}"] == [EVIL, "-"]
+    assert EVIL in unescape(re.search("<pre>(.*?)</pre>", page)[1])
+    assert charts_of(page)[0]["name"] == EVIL
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "{run}/config.json: No such file or directory; RUN is a folder that train*.py made"),
+        ({"config.json": '{"config": {}}'}, "{run}/metrics.jsonl: No such file or directory; RUN is a folder"),
+        ({"config.json": "{"}, "{run}: config.json or metrics.jsonl is no JSON (Expecting property name"),
+        ({"config.json": "[]", "metrics.jsonl": ""}, "{run}/config.json: no config in it; RUN is"),
+        ({"config.json": '{"config": {}}', "metrics.jsonl": "1\n"}, "{run}/metrics.jsonl line 1: no 'kind' and 'step'"),
+        ({"config.json": '{"config": {}}', "metrics.jsonl": "x\n{}\n"}, "{run}/metrics.jsonl line 1: no JSON; remove"),
+        (
+            {"config.json": '{"config": {}}', "metrics.jsonl": b"\xff\n"},
+            "{run}: config.json or metrics.jsonl is no JSON",
+        ),
+    ],
+)
+def test_a_foreign_or_broken_folder_is_one_line(files, message, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    for name, text in files.items():
+        (run / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(SystemExit):
+        run_command(report.main, [str(run), "--output", str(tmp_path / "report.html")])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: " + message.format(run=run))
+
+
+def test_charts_hold_every_number_and_know_their_runs():
+    first = [train(1, loss=2.0, new_figure=0.4, mfu=0.5, data_wait=0.25, note="x"), evaluation(2, 0.5) | {"samples": 9}]
+    charts = {chart["name"]: chart["lines"] for chart in collect_charts([first, [train(1, loss=3.0)]])}
+    assert list(charts) == ["loss", "top1", "mfu", "data_wait", "new_figure"]
+    assert charts["loss"] == [
+        {"run": 0, "kind": "train", "x": [1], "y": [2.0]},
+        {"run": 0, "kind": "eval", "x": [2], "y": [1.0]},
+        {"run": 1, "kind": "train", "x": [1], "y": [3.0]},
+    ]
+    assert charts["top1"][0]["y"] == [50.0]
+    assert charts["data_wait"][0]["y"] == [25.0]
+
+
+def test_thinned_out_curves_keep_extremes_ends_and_gaps():
+    noise = random.Random(0)
+    points = [(step, noise.random()) for step in range(10_000)]
+    points[4321], points[8765], points[5555] = (4321, 9.0), (8765, -9.0), (5555, None)
+    kept = thin_out(points, 100)
+    assert len(kept) < 310
+    assert {points[0], points[4321], points[5555], points[8765], points[-1]} <= set(kept) <= set(points)
+    assert [step for step, _ in kept] == sorted(step for step, _ in kept)
+    assert thin_out(points[:300], 100) == points[:300]
+
+
+def test_a_long_run_makes_a_small_file(tmp_path):
+    names = ("loss", "lr", "grad_norm", "samples_per_s", "data_wait", "peak_memory_gb")
+    records = [train(n, **{name: math.sin(n) + 2 for name in names}) for n in range(20_000)]
+    assert len(make(write_run(tmp_path / "run", records))) < 150_000

@@ -1,0 +1,61 @@
+"""Add a finished run to a task's table of results: ``python scripts/record.py RUN TASK/results.csv``."""
+
+import argparse
+import csv
+import json
+import time
+from pathlib import Path
+
+from common.errors import UserError
+from common.metrics.provenance import format_command
+from common.metrics.writers import read_metrics
+
+COLUMNS = [
+    *("date", "config", "hardware", "processes", "global_batch", "epochs", "steps", "first_loss", "last_loss"),
+    *("top1", "top5", "eval_images", "minutes", "versions", "commit", "command"),
+]
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("table", type=Path, help="CSV file; made if it is not there")
+    parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
+    args = parser.parse_args(argv)
+    row = summarise(args.run)
+    new = not args.table.exists()
+    with args.table.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+    print(", ".join(f"{name}={row[name]}" for name in COLUMNS[:-3]))
+
+
+def summarise(run: Path) -> dict[str, object]:
+    """Return the row of a run, a value for each of `COLUMNS`; losses are those of the first and last train record."""
+    if not (run / "metrics.jsonl").is_file():
+        raise UserError(f"{run} is not the folder of a run: it has no metrics.jsonl")
+    about, records = json.loads((run / "config.json").read_text()), read_metrics(run)
+    train, evaluations = ([r for r in records if r["kind"] == kind] for kind in ("train", "eval"))
+    if not evaluations:
+        raise UserError(f"{run} has no evaluation yet: there is no result to record")
+    last, hardware = evaluations[-1], about["hardware"]
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime(last["time"])),
+        "config": about["name"],
+        "hardware": hardware["gpu"] or f"{hardware['cpus']} cores of {hardware['cpu']}",
+        "processes": about["plan"]["gpus"],
+        "global_batch": about["plan"]["total_batch"],
+        "epochs": f"{last['epoch']:g}",
+        "steps": last["step"],
+        "first_loss": f"{train[0]['loss']:.4f}",
+        "last_loss": f"{train[-1]['loss']:.4f}",
+        "top1": f"{last['top1']:.4f}",
+        "top5": f"{last['top5']:.4f}",
+        "eval_images": last["samples"],
+        "minutes": f"{(last['time'] - about['started']) / 60:.1f}",
+        "versions": " ".join(f"{name}={number}" for name, number in about["versions"].items() if number),
+        "commit": about["commit"],
+        "command": format_command(about["argv"]),
+    }

@@ -1,0 +1,49 @@
+import csv
+import json
+
+import pytest
+
+from common.errors import UserError
+from common.tools import results_table as record
+
+ABOUT = {
+    "name": "tiny",
+    "started": 1_700_000_000.0,
+    "argv": ["/home/someone/imagenet_dali/train_dali.py", "--config", "tiny", "--set", "DATA.root=/data/some where/x"],
+    "commit": "0123456789ab",
+    "versions": {"torch": "2.15.0", "timm": None},
+    "hardware": {"host": "h", "cpu": "A CPU", "cpus": 2, "gpu": None},
+    "plan": {"gpus": 2, "total_batch": 16},
+}
+RECORDS = [
+    {"kind": "train", "step": 2, "epoch": 0.5, "time": 1_700_000_010.0, "loss": 2.0},
+    {"kind": "train", "step": 4, "epoch": 1.0, "time": 1_700_000_080.0, "loss": 1.0},
+    {"kind": "eval", "step": 4, "epoch": 1.0, "time": 1_700_000_090.0, "loss": 1.5, "top1": 0.25, "top5": 1.0,
+     "samples": 8},
+]  # fmt: skip
+
+
+def write(folder, records) -> None:
+    (folder / "config.json").write_text(json.dumps(ABOUT))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+def test_a_run_becomes_a_row_and_a_second_run_another(tmp_path):
+    write(tmp_path, RECORDS)
+    for _ in range(2):
+        record.main([str(tmp_path), str(tmp_path / "results.csv")])
+    rows = list(csv.DictReader((tmp_path / "results.csv").read_text().splitlines()))
+    assert len(rows) == 2
+    row = rows[1]
+    assert (row["top1"], row["first_loss"], row["last_loss"], row["minutes"]) == ("0.2500", "2.0000", "1.0000", "1.5")
+    assert (row["hardware"], row["versions"], row["commit"]) == ("2 cores of A CPU", "torch=2.15.0", "0123456789ab")
+    assert row["command"] == "train_dali.py --config tiny --set DATA.root=x"
+
+
+@pytest.mark.parametrize(("records", "words"), [(None, "has no metrics.jsonl"), (RECORDS[:2], "has no evaluation yet")])
+def test_what_is_no_finished_run_is_refused(tmp_path, records, words):
+    if records:
+        write(tmp_path, records)
+    with pytest.raises(UserError, match=words):
+        record.main([str(tmp_path), str(tmp_path / "results.csv")])
+    assert not (tmp_path / "results.csv").exists()

@@ -6,14 +6,12 @@ python scripts/export.py outputs/vit-b16 --to onnx --output /tmp/vit
 timm            model.safetensors, for timm.create_model; the folder is laid out as the Hugging Face Hub expects
 safetensors     model.safetensors alone, with everything that config.json says in its header
 onnx            model.onnx, for batches of any size
-torchscript     model.pt, for batches of any size
 
 Beside it lie README.md, the model card, and config.json: architecture, preprocessing and class names, as timm has them.
 """
 
 import argparse
 import json
-import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -117,20 +115,10 @@ def _write_onnx(model: nn.Module, size: int, output: Path) -> Forward:
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
 
 
-def _write_torchscript(model: nn.Module, size: int, output: Path) -> Forward:
-    path = output / "model.pt"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # TorchScript as a whole is deprecated; who asks for it knows
-        with torch.no_grad():
-            torch.jit.trace(model, torch.zeros(2, 3, size, size)).save(path)
-        return torch.jit.load(path)
-
-
 WRITERS: dict[str, Callable[[nn.Module, int, Path], Forward]] = {
     "timm": _write_timm,
     "safetensors": _write_safetensors,
     "onnx": _write_onnx,
-    "torchscript": _write_torchscript,
 }
 
 

@@ -25,7 +25,7 @@ from common.testing.tiny_task import MODEL, NAMES, train, write_images
 from common.tools import export, predict
 from common.tools.timm_format import crop_share
 
-TARGETS = ("timm", "safetensors", "onnx", "torchscript")
+TARGETS = ("timm", "safetensors", "onnx")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,6 @@ def run_card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     return logits.detach().numpy() if isinstance(logits, torch.Tensor) else logits
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.load. is deprecated:FutureWarning")
 def test_the_cards_own_lines_give_timms_logits(run, exported, monkeypatch, capsys):
     _, folder = exported
     logits = run_card(folder, monkeypatch)
@@ -77,7 +76,7 @@ def test_the_card_is_one_that_the_hub_reads(run, exported):
     assert results == {"top-1": round(last["top1"], 4), "top-5": round(last["top5"], 4)}
     assert card.data.pipeline_tag == "image-classification"
     tags = card.data.to_dict()
-    assert tags["library_name"] == {"onnx": "onnx", "torchscript": "pytorch"}.get(target, "timm")
+    assert tags["library_name"] == {"onnx": "onnx"}.get(target, "timm")
     assert "10 of 10 optimiser steps of 14 images" in card.text
     assert "70 images for training and 45 for evaluation, in 7 classes" in card.text
     assert f"{sum(p.numel() for p in build_model(**MODEL, num_classes=7).parameters()):,} parameters" in card.text

@@ -56,7 +56,7 @@ with Image.open("image.jpg") as image:
     images = transform(image.convert("RGB"))[None]"""
 
 # the library that a target is for, by the Hub's name
-LIBRARIES = {"timm": "timm", "safetensors": "timm", "onnx": "onnx", "torchscript": "pytorch"}
+LIBRARIES = {"timm": "timm", "safetensors": "timm", "onnx": "onnx"}
 
 USAGE = {
     "timm": """\
@@ -96,18 +96,6 @@ config = json.loads(Path("config.json").read_text())
 {TRANSFORM}
 session = onnxruntime.InferenceSession("model.onnx", providers=["CPUExecutionProvider"])
 (logits,) = session.run(["logits"], {{"images": images.numpy()}})""",
-    "torchscript": f"""\
-import json
-from pathlib import Path
-
-import torch
-from PIL import Image
-from timm.data import create_transform, resolve_data_config
-
-config = json.loads(Path("config.json").read_text())
-{TRANSFORM}
-model = torch.jit.load("model.pt")
-logits = model(images)""",
 }
 
 

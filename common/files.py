@@ -40,7 +40,7 @@ def lock_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("a+")
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror})") from error
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another") from error
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -65,7 +65,7 @@ def address_to_bind(host: str) -> tuple[socket.AddressFamily, str]:
     try:
         family, *_, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise UserError(f"--host={host} cannot be resolved: {error.strerror}") from error
+        raise UserError(f"--host={host} cannot be resolved ({error.strerror}): give its address") from error
     if ipaddress.ip_address(address).is_loopback and not is_loopback(host):
         return socket.AF_INET, ""
     with socket.socket(family) as probe:

@@ -179,7 +179,7 @@ def _parse_settings(settings: Sequence[str]) -> dict[str, Any]:
         for part in path[:-1]:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
-                raise UserError(f"--set {setting}: {part} has been set as a whole already")
+                raise UserError(f"--set {setting}: {part} has been set as a whole already: put the key into that dict")
         node[path[-1]] = (_parse_value(text, key),)
     return overrides
 

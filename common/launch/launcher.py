@@ -157,7 +157,9 @@ def _integer(name: str, environ: Mapping[str, str]) -> int:
     try:
         return int(environ[name])
     except ValueError:
-        raise UserError(f"the environment variable {name}={environ[name]!r} is not a number") from None
+        raise UserError(
+            f"the environment variable {name}={environ[name]!r} is not a number: correct or unset it"
+        ) from None
 
 
 def _check_flags(

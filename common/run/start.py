@@ -108,7 +108,7 @@ class Run:
             figures = b"" if self.start_from is None else (self.start_from / METRICS).read_bytes()
             (self.output / METRICS).write_bytes(figures)
         except OSError as error:
-            raise UserError(f"--output {self.output}: cannot be written ({error.strerror})") from error
+            raise UserError(f"--output {self.output}: cannot be written ({error.strerror}); choose another") from error
 
     def finish(self) -> None:
         """Leave the process group and say where everything is; the last line is the final top-1.

@@ -117,7 +117,7 @@ def _report(run: SavedRun, tally: Tally, output: Path, argv: list[str]) -> None:
         write_csv(rows, output / "classes.csv")
         draw_confusion(run.class_names, tally.confusion_CC.cpu().numpy(), output / "confusion.png")
     except OSError as error:
-        raise UserError(f"--output {output}: cannot be written ({error.strerror})") from error
+        raise UserError(f"--output {output}: cannot be written ({error.strerror}); choose another") from error
     print_extremes(rows)
     print(f"classes    {output}/classes.csv {output}/confusion.png")
     print(f"figures    {output}/evaluation.json")

@@ -63,7 +63,7 @@ def export(run: SavedRun, target: str, output: Path) -> float:
         exported = WRITERS[target](model, size, output)
         write_model_card(run, target, output)
     except OSError as error:
-        raise UserError(f"--output {output}: cannot be written ({error.strerror})") from error
+        raise UserError(f"--output {output}: cannot be written ({error.strerror}); choose another") from error
     difference = _compare(model, exported, size)
     if not difference < TOLERANCE:
         raise UserError(

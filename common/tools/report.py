@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     try:
         args.output.write_text(render(runs), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--output {args.output}: cannot be written ({error.strerror})") from error
+        raise UserError(f"--output {args.output}: cannot be written ({error.strerror}); choose another") from error
     print(args.output)
 
 

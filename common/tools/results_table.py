@@ -39,7 +39,9 @@ def summarise(run: Path) -> dict[str, object]:
     about, records = json.loads((run / "config.json").read_text()), read_metrics(run)
     train, evaluations = ([r for r in records if r["kind"] == kind] for kind in ("train", "eval"))
     if not evaluations:
-        raise UserError(f"{run} has no evaluation yet: there is no result to record")
+        raise UserError(
+            f"{run} has no evaluation yet, so no result to record: train it for longer, or lower EVAL_EVERY"
+        )
     last, hardware = evaluations[-1], about["hardware"]
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime(last["time"])),

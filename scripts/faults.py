@@ -30,7 +30,7 @@ from injection.processes import RunLostError
 from injection.ranks import rank_faults
 from injection.stops import stop_faults
 
-from common.metrics.provenance import describe_run, format_command
+from common.metrics.provenance import describe_run, format_command, name_hardware
 from common.table import format_table
 
 # imported here once: every process that is forked has it
@@ -112,7 +112,7 @@ def describe(argv: Sequence[str], seconds: float) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
     return (
         f"`{format_command(['python', 'scripts/faults.py', *argv])}`, {time.strftime('%Y-%m-%d')}, commit "
-        f"{about['commit']}, {about['hardware']['cpu']}, {about['hardware']['cpus']} cores, {versions}; "
+        f"{about['commit']}, {name_hardware(about['hardware'])}, {versions}; "
         f"{seconds / 60:.0f} minutes."
     )
 

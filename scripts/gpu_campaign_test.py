@@ -137,7 +137,7 @@ def test_a_record_holds_what_makes_it_count(call) -> None:
     assert record["code"] == runner.code_checksum()
     assert record["versions"]["torch"] == torch.__version__.partition("+")[0]
     assert {"cuda", "colossalai", "timm", "nvidia-dali-cuda130", "python"} <= set(record["versions"])
-    assert {"gpu", "driver", "cpu"} <= set(record["hardware"])
+    assert {"gpu", "driver", "cpu", "instruction_set"} <= set(record["hardware"])
     assert record["seconds"] > 0
 
 

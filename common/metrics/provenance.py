@@ -7,13 +7,15 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from common.hardware import instruction_set
 
 PACKAGES = ("torch", "torchvision", "colossalai", "nvidia-dali-cuda130", "timm")
 
@@ -28,6 +30,7 @@ def describe_run(argv: list[str]) -> dict[str, Any]:
         "hardware": {
             "host": platform.node(),
             "cpu": _cpu(),
+            "instruction_set": instruction_set(),
             "cpus": len(os.sched_getaffinity(0)),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
@@ -41,10 +44,18 @@ def describe_columns(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
     versions |= {name: _version(name) for name in packages}
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime(about["started"])),
-        "hardware": hardware["gpu"] or f"{hardware['cpus']} cores of {hardware['cpu']}",
+        "hardware": name_hardware(hardware),
         "versions": " ".join(f"{name}={number}" for name, number in versions.items() if number),
         "commit": about["commit"],
     }
+
+
+def name_hardware(hardware: Mapping[str, Any]) -> str:
+    """Return the GPU's name, or as "2 cores of AMD EPYC, AVX2": on clouds, the model name alone tells little."""
+    if hardware["gpu"]:
+        return hardware["gpu"]
+    instructions = f", {hardware['instruction_set']}" if "instruction_set" in hardware else ""  # not in older records
+    return f"{hardware['cpus']} cores of {hardware['cpu']}{instructions}"
 
 
 def format_command(words: Iterable[str]) -> str:

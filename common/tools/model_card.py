@@ -10,7 +10,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from common.checkpoint.model_state import EMA
 from common.checkpoint.saved_run import SavedRun
-from common.metrics.provenance import format_command
+from common.metrics.provenance import format_command, name_hardware
 from common.model.vit import parameter_count
 
 CARD = Template("""\
@@ -162,13 +162,13 @@ def _data(run: SavedRun) -> str:
 
 def _provenance(run: SavedRun) -> dict[str, Any]:
     about: Mapping[str, Any] = run.about
-    plan, hardware = about["plan"], about["hardware"]
+    plan = about["plan"]
     versions = (f"{name} {version}" for name, version in about["versions"].items() if version)
     return {
         "checkpoint": f"`{run.checkpoint.name}`: {run.step:,} of {plan['total_steps']:,} optimiser steps of "
         f"{plan['total_batch']:,} images{'; moving average of the weights' if run.weights == EMA else ''}",
         "command": f"`{format_command(about['argv'])}`",
         "commit": f"`{about['commit']}`",
-        "processes": f"{plan['gpus']} ({hardware['gpu'] or hardware['cpu']})",
+        "processes": f"{plan['gpus']} ({name_hardware(about['hardware'])})",
         "versions": ", ".join(versions),
     }

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.metrics.provenance import name_hardware
 from common.metrics.record import Record
 from common.metrics.writers import read_metrics
 from common.tools.report_curves import collect_charts
@@ -152,9 +153,10 @@ def _median_speed(run: FinishedRun) -> str:
 def _hardware(run: FinishedRun) -> str:
     hardware = run.about.get("hardware", {})
     processes = run.about.get("plan", {}).get("gpus", 1)
-    if hardware.get("gpu"):
-        return f"{processes} x {hardware['gpu']}"
-    return f"{hardware.get('cpus', '?')} CPU cores ({hardware.get('cpu', 'unknown')}), processes: {processes}"
+    if not hardware:
+        return ABSENT
+    name = name_hardware(hardware)
+    return f"{processes} x {name}" if hardware["gpu"] else f"{name}, processes: {processes}"
 
 
 def _differences(runs: Sequence[FinishedRun]) -> dict[str, list[str]]:

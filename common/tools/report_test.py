@@ -89,6 +89,9 @@ def test_summary(tmp_path):
         "Images per second, median": ["30"],
         "Hardware": ["8 x H100"],
     }
+    cpu = {"gpu": None, "cpus": 2, "cpu": "AMD EPYC", "instruction_set": "AVX2"}
+    summary = Tables(make(write_run(tmp_path / "on_cpu", records, hardware=cpu))).rows[0]
+    assert summary["Hardware"] == ["2 cores of AMD EPYC, AVX2, processes: 8"]
 
 
 def test_a_run_that_goes_on_or_was_killed_in_the_middle_of_a_line(tmp_path):

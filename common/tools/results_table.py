@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from common.errors import UserError
-from common.metrics.provenance import format_command
+from common.metrics.provenance import format_command, name_hardware
 from common.metrics.writers import read_metrics
 
 COLUMNS = [
@@ -42,11 +42,11 @@ def summarise(run: Path) -> dict[str, object]:
         raise UserError(
             f"{run} has no evaluation yet, so no result to record: train it for longer, or lower EVAL_EVERY"
         )
-    last, hardware = evaluations[-1], about["hardware"]
+    last = evaluations[-1]
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime(last["time"])),
         "config": about["name"],
-        "hardware": hardware["gpu"] or f"{hardware['cpus']} cores of {hardware['cpu']}",
+        "hardware": name_hardware(about["hardware"]),
         "processes": about["plan"]["gpus"],
         "global_batch": about["plan"]["total_batch"],
         "epochs": f"{last['epoch']:g}",

@@ -12,7 +12,7 @@ ABOUT = {
     "argv": ["/home/someone/imagenet_dali/train_dali.py", "--config", "tiny", "--set", "DATA.root=/data/some where/x"],
     "commit": "0123456789ab",
     "versions": {"torch": "2.15.0", "timm": None},
-    "hardware": {"host": "h", "cpu": "A CPU", "cpus": 2, "gpu": None},
+    "hardware": {"host": "h", "cpu": "A CPU", "instruction_set": "AVX2", "cpus": 2, "gpu": None},
     "plan": {"gpus": 2, "total_batch": 16},
 }
 RECORDS = [
@@ -36,7 +36,8 @@ def test_a_run_becomes_a_row_and_a_second_run_another(tmp_path):
     assert len(rows) == 2
     row = rows[1]
     assert (row["top1"], row["first_loss"], row["last_loss"], row["minutes"]) == ("0.2500", "2.0000", "1.0000", "1.5")
-    assert (row["hardware"], row["versions"], row["commit"]) == ("2 cores of A CPU", "torch=2.15.0", "0123456789ab")
+    assert row["hardware"] == "2 cores of A CPU, AVX2"
+    assert (row["versions"], row["commit"]) == ("torch=2.15.0", "0123456789ab")
     assert row["command"] == "train_dali.py --config tiny --set DATA.root=x"
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from campaign.runner import COMPLETE, Record
+from common.metrics.provenance import name_hardware
 from common.table import format_table
 
 
@@ -37,6 +38,6 @@ def _provenance(record: Record) -> str:
     machine = f"{hardware['gpu']}, driver {hardware['driver']}, " if hardware["gpu"] else ""
     numbers = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
     return (
-        f"{'Tiny. ' if record['tiny'] else ''}{machine}{hardware['cpus']} cores of {hardware['cpu']}; {numbers}; "
+        f"{'Tiny. ' if record['tiny'] else ''}{machine}{name_hardware(hardware | {'gpu': None})}; {numbers}; "
         f"commit {record['commit']}, code {record['code']}; {record['seconds']:.0f} s."
     )

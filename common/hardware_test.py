@@ -1,0 +1,76 @@
+"""The instruction set's name, and which types are computed fast, under oneDNN's and ATen's limits."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from common import hardware
+
+NARROW = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+REPORT = """
+import json, torch
+from common.hardware import instruction_set, is_fast
+print(json.dumps([instruction_set(), is_fast("bfloat16"), torch.ops.mkldnn._is_mkldnn_bf16_supported()]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("has", "limit", "aten", "name", "fast"),
+    [
+        (("amx_tile", "avx512_bf16", "avx512", "avx2"), "", "AVX512", "AMX", True),
+        (("amx_tile", "avx512_bf16", "avx512", "avx2"), "AVX512_CORE_BF16", "AVX512", "AVX512_BF16", True),
+        (("amx_tile", "avx512_bf16", "avx512", "avx2"), "avx512_core_vnni", "AVX512", "AVX-512", False),
+        (("amx_tile", "avx512_bf16", "avx512", "avx2"), "", "AVX2", "AVX2", True),
+        (("avx512_bf16", "avx512", "avx2"), "AVX512_CORE_AMX", "AVX512", "AVX512_BF16", True),
+        (("avx512", "avx2"), "ALL", "AVX512", "AVX-512", False),
+        (("avx2",), "AVX512_CORE", "AVX2", "AVX2", False),
+        (("avx2",), "SSE41", "AVX2", "SSE4.1", False),
+        ((), "", "DEFAULT", "SSE4.1", False),
+    ],
+)
+def test_instruction_sets(monkeypatch: pytest.MonkeyPatch, has, limit, aten, name, fast) -> None:
+    hardware._onednn_set.cache_clear()
+    for flag in ("amx_tile", "avx512_bf16", "avx512", "avx2"):
+        monkeypatch.setattr(torch.cpu, f"_is_{flag}_supported", lambda flag=flag: flag in has)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: aten)
+    monkeypatch.setattr(hardware.platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    # torch's own answer, true from AVX-512 on, which is too much
+    supported = "avx512" in has and hardware.ONEDNN.get(limit.upper()) not in ("SSE4.1", "AVX", "AVX2")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported, raising=False)
+    try:
+        assert (hardware.instruction_set(), hardware.is_fast("bfloat16")) == (name, fast)
+    finally:
+        hardware._onednn_set.cache_clear()
+
+
+def test_the_limits_of_the_environment_are_followed() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", REPORT], env=os.environ | NARROW, capture_output=True, text=True
+    )
+    assert json.loads(ran.stdout) == ["AVX2", False, False], ran.stderr
+
+
+def test_what_is_called_fast_is_fast() -> None:
+    def seconds(dtype: torch.dtype) -> float:
+        matrix, times = torch.ones(192, 192, dtype=dtype), []
+        for _ in range(5):
+            started = time.thread_time()
+            matrix @ matrix
+            times.append(time.thread_time() - started)
+        return min(times)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        ratios = {name: seconds(getattr(torch, name)) / seconds(torch.float32) for name in ("bfloat16", "float16")}
+    finally:
+        torch.set_num_threads(threads)
+    print(hardware.instruction_set(), ratios)
+    for name, ratio in ratios.items():  # without instructions: 1.5 (bfloat16 in AVX-512), 8 (float16) to 100
+        assert ratio < 2.5 if hardware.is_fast(name) else ratio > 1.1, name

@@ -4,9 +4,9 @@ DATA=/path/to/caltech101 python -m caltech101_amp.compare --steps 10 [--rounds 3
 
 Writes DIR/compare.csv and DIR/compare.png, and prints the table. On a GPU: ViT-B/16 at batch 128, as the configs say.
 On a CPU, unless --set says otherwise: a model of width 192 and depth 4, 96 pixels, batch 32, which ends in minutes. The
-modes take turns, a round of steps each; figures are medians over the rounds, and those relative to fp32 are medians of
-the ratios to it in the same round. Shares are of the time of a step: waiting for data, forward pass with loss, backward
-pass, optimiser. Memory is the process's peak, without what it held before there was a model.
+modes are interleaved, a round of steps each; figures are medians over the rounds, and those relative to fp32 are
+medians of the ratios to it in the same round. Shares are of the time of a step: waiting for data, forward pass with
+loss, backward pass, optimiser. Memory is the process's peak, without what it held before there was a model.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from caltech101_amp.measure import PHASES, serve_rounds
 from common.errors import UserError, run_command
 from common.metrics.provenance import describe_columns, format_command
 from common.table import format_table, write_csv
-from common.tools.interleave import Figures, in_processes, take_turns
+from common.tools.harness import Figures, in_processes, interleave
 
 CONFIGS = {
     "fp32": "config_fp32",
@@ -66,7 +66,7 @@ def compare(
     """Return each mode's figures, a dict a round."""
     modes = {mode: partial(serve_rounds, config, settings, output / config, steps) for mode, config in configs.items()}
     with in_processes(modes) as variants:
-        return take_turns(variants, rounds)
+        return interleave(variants, rounds)
 
 
 def summarise(mode: str, figures: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:

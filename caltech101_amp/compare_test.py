@@ -1,7 +1,6 @@
 """The comparison of all modes, on a miniature of the data set; and its arithmetic."""
 
 import csv
-import multiprocessing
 
 import pytest
 import torch
@@ -10,10 +9,6 @@ from caltech101_amp import compare
 from caltech101_amp.measure import PHASES
 from caltech101_amp.testing import expect_miniature, write_categories
 from common.errors import UserError
-from common.tools import interleave
-
-# Python 3.12 warns of every fork beside threads
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 TINY = ["MODEL.image_size=16", "MODEL.patch_size=8", "MODEL.width=32", "MODEL.depth=1", "MODEL.heads=2",
         "MODEL.num_classes=None", "TOTAL_BATCH_SIZE=8", "DATA.workers=0"]  # fmt: skip
@@ -23,9 +18,7 @@ TINY = ["MODEL.image_size=16", "MODEL.patch_size=8", "MODEL.width=32", "MODEL.de
 def arguments(tmp_path, monkeypatch) -> list[str]:
     expect_miniature(monkeypatch)
     write_categories(tmp_path / "data")
-    fork = multiprocessing.get_context("fork")  # processes that see the miniature's size
-    monkeypatch.setattr(interleave.multiprocessing, "get_context", lambda _: fork)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # so that processes are forked
     settings = [word for setting in (*TINY, f"DATA.root={tmp_path}/data") for word in ("--set", setting)]
     return ["--steps", "2", "--rounds", "2", "--output", str(tmp_path / "out"), *settings]
 

@@ -18,21 +18,21 @@ from common.errors import UserError
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
 from common.run.start import start_run
-from common.tools.interleave import Figures, Turns
+from common.tools.harness import Figures, Rounds
 
 PHASES = ("data", "forward", "backward", "optimizer")
 WARM_UP = 2  # steps before each round's
 
 
-def serve_rounds(config: str, settings: list[str], output: Path, steps: int, turns: Turns) -> None:
-    """Train one mode for ``steps`` steps a turn, and add the figures of `Measured.run_round` to it.
+def serve_rounds(config: str, settings: list[str], output: Path, steps: int, rounds: Rounds) -> None:
+    """Train one mode for ``steps`` steps a round, and add the figures of `Measured.run_round` to it.
 
-    A process of its own for each mode keeps their peaks of memory apart; between its turns it only holds its weights
+    A process of its own for each mode keeps their peaks of memory apart; between its rounds it only holds its weights
     and the optimiser's state.
     """
     trainer = Measured(config, settings, output)
-    for turn in turns:
-        turn |= trainer.run_round(steps)
+    for figures in rounds:
+        figures |= trainer.run_round(steps)
 
 
 class Measured:

@@ -61,10 +61,10 @@ ELSEWHERE = {
     r"python -m common.colossal.tensor_parallel.parity_test": (
         "common/colossal/tensor_parallel/parity_test.py::test_equals_one_process"
     ),
-    r"\.venv/bin/python scripts/bench/step.py": "scripts/bench/harness_test.py::test_step",
-    r"\.venv/bin/python scripts/bench/lamb.py": "scripts/bench/harness_test.py::test_lamb",
-    r"\.venv/bin/python scripts/bench/loader.py": "scripts/bench/harness_test.py::test_loader",
-    r"\.venv/bin/python scripts/bench/start.py": "scripts/bench/harness_test.py::test_start",
+    r"\.venv/bin/python scripts/bench/step.py": "scripts/bench/bench_test.py::test_step",
+    r"\.venv/bin/python scripts/bench/lamb.py": "scripts/bench/bench_test.py::test_lamb",
+    r"\.venv/bin/python scripts/bench/loader.py": "scripts/bench/bench_test.py::test_loader",
+    r"\.venv/bin/python scripts/bench/start.py": "scripts/bench/bench_test.py::test_start",
     r"python scripts/gpu_campaign.py ": "scripts/gpu_campaign_test.py::test_every_piece",
     r"bash scripts/test.sh": ".ci/run",
     r"(\.venv/bin/)?python -m pip install ": "scripts/setup.sh",  # the same installer, from requirements.txt

@@ -7,9 +7,9 @@ import random
 from pathlib import Path
 
 import pytest
-from faults import all_faults, has_survived, inject
-from injection.bench import ONE, Bench, Fault, Recovery
-from injection.processes import Ranks, RunLostError
+from faults.command import has_survived, inject
+from faults.lab import FAULTS, ONE, Fault, Lab, Recovery, Trial
+from faults.processes import Ranks, RunLostError
 
 from common.checkpoint.save import newest_checkpoint
 
@@ -17,38 +17,42 @@ pytestmark = pytest.mark.faults
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("faults"))
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(tmp_path_factory.mktemp("faults"))
 
 
-@pytest.mark.parametrize("fault", [fault for fault in all_faults(50) if fault.quick], ids=lambda fault: fault.name)
-def test_a_run_survives(bench: Bench, fault: Fault) -> None:
-    row = inject(fault, bench, 0, fault.quick)
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.quick], ids=lambda fault: fault.name)
+def test_a_run_survives(lab: Lab, fault: Fault) -> None:
+    row = inject(fault, lab, 0, fault.quick)
     assert has_survived(row), row
 
 
-def test_a_difference_is_seen(bench: Bench) -> None:
-    output = bench.new_folder()
-    bench.run(ONE, output).expect(0)
-    assert bench.is_equal(ONE, output)
+def test_a_difference_is_seen(lab: Lab) -> None:
+    trial = Trial(lab, ONE)
+    trial.run().expect(0)
+    assert trial.is_equal()
     for name in ("model.safetensors", "optimizer.safetensors"):
-        file = newest_checkpoint(output / "checkpoints") / name
+        file = newest_checkpoint(trial.checkpoints) / name
         content = file.read_bytes()
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        assert not bench.is_equal(ONE, output)
+        assert not trial.is_equal()
         file.write_bytes(content)
 
 
-def test_what_does_not_survive_is_counted(bench: Bench) -> None:
-    def lost(bench: Bench, choice: random.Random) -> Recovery:
+def test_what_does_not_survive_is_counted(lab: Lab) -> None:
+    def lost(lab: Lab, choice: random.Random) -> Recovery:
         raise RunLostError("the reason")
 
+    def crashing(lab: Lab, choice: random.Random) -> Recovery:
+        raise SystemExit(1)
+
     outcomes = iter((Recovery(True, 2.0), Recovery(False, 4.0)))
-    row = inject(Fault("unequal", lambda *_: next(outcomes)), bench, 0, 2)
+    row = inject(Fault("unequal", lambda *_: next(outcomes)), lab, 0, 2)
     assert list(row.values()) == ["unequal", 2, 2, 1, "3.0"]
     assert not has_survived(row)
-    assert not has_survived(inject(Fault("lost", lost), bench, 0, 1))
-    assert has_survived(inject(Fault("nothing to compare", lambda *_: Recovery()), bench, 0, 1))
+    assert not has_survived(inject(Fault("lost", lost), lab, 0, 1))
+    assert not has_survived(inject(Fault("crashing", crashing), lab, 0, 1))
+    assert has_survived(inject(Fault("nothing to compare", lambda *_: Recovery()), lab, 0, 1))
 
 
 def test_processes_that_are_left_are_seen(tmp_path: Path) -> None:
@@ -61,3 +65,8 @@ def test_processes_that_are_left_are_seen(tmp_path: Path) -> None:
 
     with pytest.raises(RunLostError, match="processes left behind"):
         Ranks(2, leave_one, tmp_path).wait().expect(0)
+
+
+def test_every_fault_is_there() -> None:
+    names = [fault.name for fault in FAULTS]
+    assert len(set(names)) == len(names) >= 58  # one more as root

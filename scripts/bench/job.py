@@ -1,4 +1,4 @@
-"""What the training loops that are compared all do: the recipe, its batches in turns, our model and optimiser."""
+"""What the training loops that are compared all do: the recipe, its batches in rounds, our model and optimiser."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from common.config.load import load_config
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
 from common.optim.lr_schedule import build_lr_scheduler
-from common.tools.interleave import Turns
+from common.tools.harness import Rounds
 
 CONFIG = "vit_lite_vanilla"
 IN_MEMORY = 4  # different batches, used over and over
@@ -37,7 +37,7 @@ class Job:
 
     @property
     def total_steps(self) -> int:
-        """The steps of all turns, and one more: a loop that counts its batches ends after its last turn has."""
+        """The steps of all rounds, and one more: a loop that counts its batches ends after its last turn has."""
         return self.rounds * self.steps + 1
 
     def batches(self) -> list[Batch]:
@@ -54,17 +54,17 @@ class Job:
 
 
 class TurnBatches:
-    """A data loader that hands out each turn's batches, and waits between the turns."""
+    """A data loader that hands out each turn's batches, and waits between the rounds."""
 
-    def __init__(self, job: Job, turns: Turns, figures: Callable[[], dict[str, float]] = dict) -> None:
-        self.job, self.turns, self.figures = job, turns, figures
+    def __init__(self, job: Job, rounds: Rounds, figures: Callable[[], dict[str, float]] = dict) -> None:
+        self.job, self.rounds, self.figures = job, rounds, figures
 
     def __len__(self) -> int:
         return self.job.total_steps
 
     def __iter__(self) -> Iterator[Batch]:
         batches = cycle(self.job.batches())
-        for turn in self.turns:
+        for turn in self.rounds:
             yield from islice(batches, self.job.steps)
             turn |= self.figures()
         yield next(batches)

@@ -2,7 +2,7 @@
 
 python scripts/bench/lamb.py [--rounds 9] [--threads 1 2]
 
-All optimisers step the same tensors in one process, each with its own state, and take turns of one step; on a GPU of 20
+All optimisers step the same tensors in one process, each with its own state, one step a round; on a GPU 20
 steps, timed by its own events, where `cpu` is what starting the kernels takes. LAMB as timm means it clips the norm of
 all gradients and corrects the moments: `ours, as timm` does too. On a CPU it makes a difference whether freed memory is
 kept, as our trainer does (common/cpu_memory.py): both are measured.
@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 
-import harness
+import table
 import torch
 from timm.optim import Lamb as TimmLamb
 from torch import Tensor
@@ -22,7 +22,7 @@ from common.colossal.upstream import colossalai
 from common.errors import run_command
 from common.model.vit import build_model
 from common.optim.lamb import Lamb
-from common.tools.interleave import Figures, take_turns, timed
+from common.tools.harness import Figures, interleave, timed
 
 VIT_B16 = dict(image_size=224, patch_size=16, width=768, depth=12, heads=12, num_classes=1000)
 TINY = VIT_B16 | dict(width=16, heads=2, num_classes=10)
@@ -41,16 +41,16 @@ STEPS_ON_GPU = 20
 def main(argv: list[str]) -> None:
     cores = len(os.sched_getaffinity(0))
     threads = dict(type=int, nargs="+", default=sorted({1, min(2, cores)}), help="CPU threads (default: 1, then 2)")
-    args = harness.parse_options(argv, __doc__, rounds=9, threads=threads)
+    args = table.parse_options(argv, __doc__, rounds=9, threads=threads)
     rounds, model = (2, TINY) if args.tiny else (args.rounds, VIT_B16)
     params = random_parameters(model, torch.device("cpu"))
     for count in args.threads:
         torch.set_num_threads(count)
         figures = compare(params, rounds, timed)
-        harness.report("lamb", f"CPU, threads: {count}", harness.summarise(figures, "ours"), args.csv)
+        table.report("lamb", f"CPU, threads: {count}", table.summarise(figures, "ours"), args.csv)
     if torch.cuda.is_available():
         figures = compare(random_parameters(model, torch.device("cuda")), rounds, timed_on_gpu)
-        harness.report("lamb", "GPU", harness.summarise(figures, "ours", units=STEPS_ON_GPU), args.csv)
+        table.report("lamb", "GPU", table.summarise(figures, "ours", units=STEPS_ON_GPU), args.csv)
 
 
 def random_parameters(model: Mapping[str, int], device: torch.device) -> list[Tensor]:
@@ -67,7 +67,7 @@ def compare(
     """Return every optimiser's figures, but for those of its first step, which makes its state."""
     optimizers = {name: build(params, lr=1e-6, weight_decay=0.1) for name, build in OPTIMIZERS.items()}
     variants = {name: lambda step=optimizer.step: measure(step) for name, optimizer in optimizers.items()}
-    return {name: figures[1:] for name, figures in take_turns(variants, rounds + 1).items()}
+    return {name: figures[1:] for name, figures in interleave(variants, rounds + 1).items()}
 
 
 def timed_on_gpu(step: Callable[[], object]) -> Figures:

@@ -19,9 +19,9 @@ from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import harness
 import loaders
 import numpy as np
+import table
 import torch
 from job import Job, build_ours
 from loaders import Work
@@ -30,10 +30,10 @@ from PIL import Image
 
 from cifar10_benchmark.dataloader import READ_AHEAD
 from common.errors import UserError, run_command
-from common.tools.interleave import Figures, Turns, in_processes, take_turns, timed
+from common.tools.harness import Figures, Rounds, in_processes, interleave, timed
 from imagenet_dali.prepare import main as prepare
 
-LOADERS: dict[str, Callable[[Work, Turns], None]] = {
+LOADERS: dict[str, Callable[[Work, Rounds], None]] = {
     "torchvision": loaders.torchvision,
     "ours, DALI": loaders.dali,
     "ours, DALI, shrunk to 320": partial(loaders.dali, shards="shards320"),
@@ -48,7 +48,7 @@ DIFFERENT = 64  # images; more are copies
 
 
 def main(argv: list[str]) -> None:
-    args = harness.parse_options(
+    args = table.parse_options(
         argv,
         __doc__,
         rounds=4,
@@ -68,19 +68,19 @@ def main(argv: list[str]) -> None:
         write_images(Path(folder), images, width, height)
         work = Work(Path(folder), batch, images)
         figures = compare(work, rounds)
-    rows = harness.summarise(figures, "torchvision", units=images)
+    rows = table.summarise(figures, "torchvision", units=images)
     part = f"{size}, batch {batch}, {loaders.WORKERS} workers"
-    harness.report("loader", part, rows, args.csv, ["webdataset", "simplejpeg"])
+    table.report("loader", part, rows, args.csv, ["webdataset", "simplejpeg"])
     figures = compare_cifar(8 if args.tiny else 512, rounds)
-    rows = harness.summarise(figures, "a training step", units=READ_AHEAD)
-    harness.report("loader", "CIFAR-10 in memory, a batch", rows, args.csv)
+    rows = table.summarise(figures, "a training step", units=READ_AHEAD)
+    table.report("loader", "CIFAR-10 in memory, a batch", rows, args.csv)
 
 
 def compare(work: Work, rounds: int) -> dict[str, list[Figures] | None]:
     """Return each loader's figures but for its first turn; None for what is not installed."""
     present = {name: loader for name, loader in LOADERS.items() if name != "webdataset" or find_spec(name)}
     with in_processes({name: partial(loader, work) for name, loader in present.items()}) as variants:
-        figures = take_turns(variants, rounds + 1)
+        figures = interleave(variants, rounds + 1)
     return {name: figures[name][1:] if name in figures else None for name in LOADERS}
 
 
@@ -107,9 +107,9 @@ def compare_cifar(batch: int, rounds: int) -> dict[str, list[Figures]]:
     for _ in islice(batches, READ_AHEAD - 1):  # the rest of what was made with the first
         pass
     variants = {"a training step": train, "its data": lambda: timed(lambda: list(islice(batches, READ_AHEAD)))}
-    figures = take_turns(variants, rounds + 1)
+    figures = interleave(variants, rounds + 1)
     torch.set_num_threads(threads)
-    return {name: turns[1:] for name, turns in figures.items()}
+    return {name: rounds[1:] for name, rounds in figures.items()}
 
 
 def write_images(folder: Path, count: int, width: int, height: int) -> None:

@@ -1,6 +1,6 @@
 """Data loaders to compare: random crops of 224 x 224, mirrored by chance, as normalised float32 batches.
 
-Each is called with a `Work` and its `Turns`, and reads as the library's documentation says, with one process or thread
+Each is called with a `Work` and its `Rounds`, and reads as the library's documentation says, with one process or thread
 for each core.
 """
 
@@ -20,7 +20,7 @@ from cifar10_benchmark.dataset import Images
 from common.config.load import load_config
 from common.data.loader import Loader
 from common.data.sampling import TrainSampler
-from common.tools.interleave import Turns, timed
+from common.tools.harness import Rounds, timed
 from imagenet_dali.dataloader import build_train_loader
 
 SIDE = 224
@@ -41,10 +41,10 @@ class Work:
     images: int
 
 
-def read_passes(loader: Iterable[Any], turns: Turns) -> None:
+def read_passes(loader: Iterable[Any], rounds: Rounds) -> None:
     """Read a pass a turn: nothing is ready when it begins, and nothing is left when it ends."""
     torch.set_num_threads(1)
-    for _ in turns:
+    for _ in rounds:
         for _batch in loader:
             pass
 
@@ -61,12 +61,12 @@ def _ours(work: Work, root: str, loader: str) -> Iterable[Any]:
     return build_train_loader(data, work.batch, work.batch, **place)
 
 
-def dali(work: Work, turns: Turns, shards: str = "shards") -> None:
-    read_passes(_ours(work, shards, "dali"), turns)
+def dali(work: Work, rounds: Rounds, shards: str = "shards") -> None:
+    read_passes(_ours(work, shards, "dali"), rounds)
 
 
-def our_torchvision(work: Work, turns: Turns) -> None:
-    read_passes(_ours(work, "images", "torchvision"), turns)
+def our_torchvision(work: Work, rounds: Rounds) -> None:
+    read_passes(_ours(work, "images", "torchvision"), rounds)
 
 
 def _transform() -> Callable[[Any], torch.Tensor]:
@@ -83,27 +83,27 @@ def _transform() -> Callable[[Any], torch.Tensor]:
     )
 
 
-def torchvision(work: Work, turns: Turns) -> None:
+def torchvision(work: Work, rounds: Rounds) -> None:
     """Read as torchvision's ImageNet example does."""
     from torch.utils.data import DataLoader
     from torchvision.datasets import ImageFolder
 
     images = ImageFolder(work.folder / "images" / "train", _transform())
     options = dict(shuffle=True, drop_last=True, num_workers=WORKERS, persistent_workers=True)
-    read_passes(DataLoader(images, work.batch, **options), turns)
+    read_passes(DataLoader(images, work.batch, **options), rounds)
 
 
-def timm(work: Work, turns: Turns) -> None:
+def timm(work: Work, rounds: Rounds) -> None:
     """Read as timm's train.py does, without colour jitter; its prefetcher is for GPUs."""
     from timm.data import create_dataset, create_loader
 
     images = create_dataset("", root=str(work.folder / "images" / "train"), is_training=True)
     options = dict(color_jitter=0.0, interpolation="bilinear", num_workers=WORKERS, use_prefetcher=False)
     loader = create_loader(images, (3, SIDE, SIDE), work.batch, is_training=True, **options)
-    read_passes(loader, turns)
+    read_passes(loader, rounds)
 
 
-def webdataset(work: Work, turns: Turns) -> None:
+def webdataset(work: Work, rounds: Rounds) -> None:
     import webdataset as wds
 
     shards = [str(path) for path in sorted((work.folder / "tars").glob("*.tar"))]
@@ -111,18 +111,18 @@ def webdataset(work: Work, turns: Turns) -> None:
     images = images.decode("pil").to_tuple("jpg", "cls").map_tuple(_transform()).batched(work.batch)
     batches = iter(wds.WebLoader(images, batch_size=None, num_workers=WORKERS))
     torch.set_num_threads(1)
-    for turn in turns:
-        for _ in islice(batches, IN_QUEUES):  # it has no passes, and reads on between the turns
+    for turn in rounds:
+        for _ in islice(batches, IN_QUEUES):  # it has no passes, and reads on between the rounds
             pass
         turn |= timed(lambda: [None for _ in islice(batches, work.images // work.batch)])
 
 
-def decoding_alone(work: Work, turns: Turns) -> None:
+def decoding_alone(work: Work, rounds: Rounds) -> None:
     """Decode the whole images in one thread with libjpeg-turbo, and throw them away."""
     import simplejpeg
 
     files = repeat([path.read_bytes() for path in sorted((work.folder / "images" / "train").rglob("*.jpg"))])
-    for _ in turns:
+    for _ in rounds:
         for file in islice(files, work.images):
             simplejpeg.decode_jpeg(file)
 

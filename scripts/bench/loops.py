@@ -1,6 +1,6 @@
 """Training loops to compare with ours, as each library's documentation says, around the same model, data and precision.
 
-Each is called with a `Job` and its `Turns`.
+Each is called with a `Job` and its `Rounds`.
 """
 
 import logging
@@ -17,23 +17,23 @@ from job import Batch, Job, TurnBatches, build_ours
 from torch import Tensor, nn
 
 from common.model.vit import build_model
-from common.tools.interleave import Turns
+from common.tools.harness import Rounds
 
 BFLOAT16 = partial(torch.autocast, dtype=torch.bfloat16)
 
 
-def train_quietly(loop: Callable[[Job, Turns], None], job: Job, turns: Turns) -> None:
+def train_quietly(loop: Callable[[Job, Rounds], None], job: Job, rounds: Rounds) -> None:
     """Run the loop on one thread, with what it prints thrown away: its progress bar too, which is still drawn."""
     torch.set_num_threads(1)
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
-        loop(job, turns)
+        loop(job, rounds)
 
 
-def bare(job: Job, turns: Turns) -> None:
+def bare(job: Job, rounds: Rounds) -> None:
     """Train with what PyTorch's tutorial has, and nothing else."""
     model, optimizer, criterion, schedule = build_ours(job)
     model.train()
-    for images, labels in TurnBatches(job, turns):
+    for images, labels in TurnBatches(job, rounds):
         optimizer.zero_grad()
         with BFLOAT16("cpu"):
             output = model(images)
@@ -42,7 +42,7 @@ def bare(job: Job, turns: Turns) -> None:
         schedule.step()
 
 
-def timm_loop(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, turns: Turns) -> None:
+def timm_loop(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, rounds: Rounds) -> None:
     """Train as timm's train.py does, which its wheel leaves out: its meters, schedule and loss, a log line every 50."""
     from timm.loss import LabelSmoothingCrossEntropy
     from timm.scheduler import create_scheduler_v2
@@ -56,7 +56,7 @@ def timm_loop(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, turn
     data_time, step_time, losses = AverageMeter(), AverageMeter(), AverageMeter()
     model.train()
     ended = time.time()
-    for number, (images, labels) in enumerate(TurnBatches(job, turns)):
+    for number, (images, labels) in enumerate(TurnBatches(job, rounds)):
         data_time.update(time.time() - ended)
         with BFLOAT16("cpu"):
             loss = criterion(model(images), labels)
@@ -74,7 +74,7 @@ def timm_loop(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, turn
         ended = time.time()
 
 
-def timm(job: Job, turns: Turns) -> None:
+def timm(job: Job, rounds: Rounds) -> None:
     """Train timm's own model with its own optimiser, as `train.py --opt adamw --amp --amp-dtype bfloat16` does."""
     from timm import create_model
     from timm.optim import create_optimizer_v2
@@ -92,16 +92,16 @@ def timm(job: Job, turns: Turns) -> None:
         num_classes=shape["num_classes"],
     )
     optimizer = create_optimizer_v2(model, opt="adamw", lr=config["LEARNING_RATE"], weight_decay=config["WEIGHT_DECAY"])
-    timm_loop(model, optimizer, job, turns)
+    timm_loop(model, optimizer, job, rounds)
 
 
-def timm_around_ours(job: Job, turns: Turns) -> None:
+def timm_around_ours(job: Job, rounds: Rounds) -> None:
     """Train our model and optimiser in timm's loop."""
     model, optimizer, *_ = build_ours(job)
-    timm_loop(model, optimizer, job, turns)
+    timm_loop(model, optimizer, job, rounds)
 
 
-def accelerate(job: Job, turns: Turns) -> None:
+def accelerate(job: Job, rounds: Rounds) -> None:
     from accelerate import Accelerator
     from tqdm import tqdm
 
@@ -109,7 +109,7 @@ def accelerate(job: Job, turns: Turns) -> None:
     model, optimizer, criterion, schedule = build_ours(job)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     model.train()
-    for images, labels in tqdm(TurnBatches(job, turns)):
+    for images, labels in tqdm(TurnBatches(job, rounds)):
         optimizer.zero_grad()
         with accelerator.autocast():
             output = model(images)
@@ -118,7 +118,7 @@ def accelerate(job: Job, turns: Turns) -> None:
         schedule.step()
 
 
-def lightning(job: Job, turns: Turns) -> None:
+def lightning(job: Job, rounds: Rounds) -> None:
     """Train a LightningModule that logs its loss, with Lightning's progress bar, without its logger and checkpoints."""
     from lightning import LightningModule
     from lightning import Trainer as LightningTrainer
@@ -143,14 +143,14 @@ def lightning(job: Job, turns: Turns) -> None:
     trainer = LightningTrainer(
         accelerator="cpu", precision="bf16-mixed", max_epochs=1, logger=False, enable_checkpointing=False
     )
-    trainer.fit(Module(), TurnBatches(job, turns))
+    trainer.fit(Module(), TurnBatches(job, rounds))
 
 
-def forward_alone(job: Job, turns: Turns) -> None:
+def forward_alone(job: Job, rounds: Rounds) -> None:
     """Compute the logits of ``job.steps`` batches a turn."""
     model, batches = build_model(**job.config["MODEL"]), cycle(job.batches())
     model.eval()
-    for _ in turns:
+    for _ in rounds:
         for images, _labels in islice(batches, job.steps):
             with torch.no_grad(), BFLOAT16("cpu"):
                 model(images).float()

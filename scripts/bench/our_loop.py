@@ -13,12 +13,12 @@ from job import CONFIG, Job, TurnBatches, build_ours
 from common.colossal import BaseHook, Trainer, initialize, shard_model
 from common.config.batch_plan import DataSummary
 from common.run.start import Run, start_run
-from common.tools.interleave import Turns
+from common.tools.harness import Rounds
 
 EVALUATED = 10_000  # images of CIFAR-10's test split
 
 
-def ours(job: Job, turns: Turns) -> None:
+def ours(job: Job, rounds: Rounds) -> None:
     """Train as cifar10_benchmark/train.py does, with all its hooks."""
     with TemporaryDirectory() as folder:
         run = _start(job, Path(folder))
@@ -27,12 +27,12 @@ def ours(job: Job, turns: Turns) -> None:
         hooks = run.build_hooks(model, optimizer)
         spent = Spent(hooks)
         engine, loader, _, schedule = initialize(
-            model, optimizer, criterion, TurnBatches(job, turns, spent.take), None, schedule
+            model, optimizer, criterion, TurnBatches(job, rounds, spent.take), None, schedule
         )
         Trainer(engine).fit(loader, 1, job.total_steps, hooks=hooks)
 
 
-def our_evaluation(job: Job, turns: Turns) -> None:
+def our_evaluation(job: Job, rounds: Rounds) -> None:
     """Evaluate ``job.steps`` batches a turn as our trainer does."""
     with TemporaryDirectory() as folder:
         run = _start(job, Path(folder))
@@ -49,7 +49,7 @@ def our_evaluation(job: Job, turns: Turns) -> None:
             list(islice(cycle(batches), job.steps)),
             schedule,
         )
-        Trainer(engine).fit(train, job.rounds, None, test, hooks=[*hooks, _EvaluationTurns(turns, spent)])
+        Trainer(engine).fit(train, job.rounds, None, test, hooks=[*hooks, _EvaluationTurns(rounds, spent)])
 
 
 class _EvaluationTurns(BaseHook):
@@ -58,15 +58,15 @@ class _EvaluationTurns(BaseHook):
     A turn ends before its figures are written, which is the hooks' time: it hands in what that took the last time.
     """
 
-    def __init__(self, turns: Turns, spent: "Spent") -> None:
+    def __init__(self, rounds: Rounds, spent: "Spent") -> None:
         super().__init__(priority=-1)  # before the metrics
-        self.turns, self.spent = turns, spent
+        self.rounds, self.spent = rounds, spent
 
     def before_test(self, trainer: Trainer) -> None:
-        self.turns.start()
+        self.rounds.start()
 
     def after_test(self, trainer: Trainer) -> None:
-        self.turns.stop(self.spent.take())
+        self.rounds.stop(self.spent.take())
 
 
 class Spent:

@@ -19,18 +19,18 @@ from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import harness
+import table
 
 from common.errors import UserError, run_command
 from common.metrics.writers import read_metrics
-from common.tools.interleave import Figures, take_turns
+from common.tools.harness import Figures, interleave
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TRAIN, TRACED = ROOT / "imagenet_dali" / "train_dali.py", Path(__file__).with_name("start_traced.py")
 
 
 def main(argv: list[str]) -> None:
-    args = harness.parse_options(
+    args = table.parse_options(
         argv,
         __doc__,
         rounds=5,
@@ -43,11 +43,11 @@ def main(argv: list[str]) -> None:
         "without bytecode": partial(first_step, settings, bytecode=False),
         "stages": partial(trace, settings),
     }
-    figures = take_turns(variants, 1 if args.tiny else args.rounds)
+    figures = interleave(variants, 1 if args.tiny else args.rounds)
     stages = figures.pop("stages")
-    harness.report("start", "to the first step", harness.summarise(figures, "warm"), args.csv)
+    table.report("start", "to the first step", table.summarise(figures, "warm"), args.csv)
     rows = {stage: [figure[stage] for figure in stages] for stage in stages[0]}
-    harness.report("start", "stages", harness.summarise(rows, "all"), args.csv)
+    table.report("start", "stages", table.summarise(rows, "all"), args.csv)
 
 
 def first_step(settings: list[str], bytecode: bool) -> Figures:

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from campaign.engines import VIT_B16
 from campaign.job import Job, Row
-from common.tools.interleave import timed
+from common.tools.harness import timed
 
 
 def lamb(job: Job) -> Iterator[Row]:
@@ -20,12 +20,12 @@ def lamb(job: Job) -> Iterator[Row]:
     params = benchmark.random_parameters(benchmark.TINY if job.tiny else VIT_B16, job.device)
     steps, rounds = (benchmark.STEPS_ON_GPU, 9) if job.on_gpu else (1, 3)
     figures = benchmark.compare(params, rounds, benchmark.timed_on_gpu if job.on_gpu else timed)
-    for name, turns in figures.items():
-        ratios = [turn["wall"] / ours["wall"] for turn, ours in zip(turns, figures["ours"], strict=True)]
+    for name, rounds in figures.items():
+        ratios = [turn["wall"] / ours["wall"] for turn, ours in zip(rounds, figures["ours"], strict=True)]
         yield {
             "optimizer": name,
-            "ms": 1e3 * statistics.median(turn["wall"] for turn in turns) / steps,
-            "host_ms": 1e3 * statistics.median(turn["cpu"] for turn in turns) / steps,
+            "ms": 1e3 * statistics.median(turn["wall"] for turn in rounds) / steps,
+            "host_ms": 1e3 * statistics.median(turn["cpu"] for turn in rounds) / steps,
             "x_ours": statistics.median(ratios),
             "kernels": _count_kernels(params, benchmark.OPTIMIZERS[name]) if job.on_gpu else "",
             "n": rounds,

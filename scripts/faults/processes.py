@@ -3,7 +3,6 @@
 import faulthandler
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -14,10 +13,14 @@ from pathlib import Path
 
 import torch
 
-SAME_TIME = 0.01  # seconds between two looks at the processes
+from common.testing.ranks import free_port
+
+INTERVAL = 0.01  # seconds between two looks at the processes
 PATIENT = 30.0  # seconds between the SIGTERM and the SIGKILL of a launcher, as of torchrun and srun
 IMPATIENT = 0.5  # where it does not matter how the others end
-LEAVING = 5.0  # seconds that a worker process may take to notice that its parent is gone
+LEAVING = 5.0  # seconds that a worker process may take to notice that its parent has ended
+LIMIT = 120.0  # seconds that a run may take
+Inject = Callable[[int], None]  # called in each process with its rank, before the run
 
 
 class RunLostError(Exception):
@@ -32,7 +35,7 @@ def expect(condition: object, message: object) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that is over: of each rank its exit status, or minus the signal that killed it, and all that it said."""
+    """A run that is over: of each rank its exit status, or minus the signal that killed it, and all that it printed."""
 
     codes: list[int]
     outputs: list[str]
@@ -41,52 +44,57 @@ class Ended:
     left: list[int]  # their worker processes that did not end
 
     @property
-    def said(self) -> str:
+    def printed(self) -> str:
         return "\n".join(self.outputs)
 
-    def expect(self, codes: Sequence[int] | int) -> "Ended":
-        """Raise `RunLostError` unless all ranks ended with ``codes``, and no process is left; return this."""
-        wanted = [codes] * len(self.codes) if isinstance(codes, int) else list(codes)
-        expect(self.codes == wanted, f"exit statuses {self.codes} instead of {wanted}: {self.said[-2000:]}")
+    def expect(self, codes: Sequence[int] | int, *words: str) -> "Ended":
+        """Raise `RunLostError` unless all ranks ended with ``codes``, printed ``words`` and left no process."""
+        expected = [codes] * len(self.codes) if isinstance(codes, int) else list(codes)
+        expect(self.codes == expected, f"exit statuses {self.codes} instead of {expected}: {self.printed[-2000:]}")
         expect(not self.left, f"processes left behind: {self.left}")
+        return self.expect_words(*words)
+
+    def expect_words(self, *words: str) -> "Ended":
+        for word in words:
+            expect(word in self.printed, f"{word!r} is not printed: {self.printed[-3000:]}")
+        return self
+
+    def expect_killed(self, rank: int) -> "Ended":
+        expect(self.codes[rank] == -signal.SIGKILL, f"rank {rank} was not killed: {self.codes}: {self.printed}")
         return self
 
 
 class Ranks:
     """``size`` processes that call ``command``, each the leader of a session, as torchrun starts them.
 
-    ``fault`` is called with the rank in each process first. Their output goes into files in ``folder``. A size of 0
-    is a single process without a launcher.
+    Their output goes into files in ``folder``. A size of 0 is a single process without a launcher.
     """
 
-    def __init__(
-        self, size: int, command: Callable[[], object], folder: Path, fault: Callable[[int], None] | None = None
-    ):
+    def __init__(self, size: int, command: Callable[[], object], folder: Path, inject: Inject | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.started = time.monotonic()
         port = free_port()
         self.files = [folder / f"rank{rank}.txt" for rank in range(max(1, size))]
-        self.pids = [self._fork(rank, size, port, command, fault) for rank in range(max(1, size))]
+        self.pids = [self._fork(rank, size, port, command, inject) for rank in range(max(1, size))]
         self.codes: list[int | None] = [None] * len(self.pids)
         self.ends = [0.0] * len(self.pids)
 
-    def _fork(self, rank: int, size: int, port: int, command: Callable, fault: Callable | None) -> int:
+    def _fork(self, rank: int, size: int, port: int, command: Callable[[], object], inject: Inject | None) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
-        output = os.open(self.files[rank], os.O_WRONLY | os.O_CREAT)
         if pid := os.fork():
-            os.close(output)
             return pid
         code = 1
         try:
             os.setsid()
+            output = os.open(self.files[rank], os.O_WRONLY | os.O_CREAT)
             for stream, number in (("stdout", 1), ("stderr", 2)):
                 os.dup2(output, number)
                 setattr(sys, stream, os.fdopen(number, "w", buffering=1, closefd=False))  # pytest has put others there
             sys.__stderr__ = sys.stderr
             become_rank(rank, size, port)
-            if fault is not None:
-                fault(rank)
+            if inject is not None:
+                inject(rank)
             command()
             code = 0
         except SystemExit as end:
@@ -98,18 +106,18 @@ class Ranks:
             sys.stderr.flush()
             os._exit(code)
 
-    def send(self, number: int, ranks: Sequence[int] | None = None, group: bool = False) -> None:
-        """Send a signal to ranks, by default to all, or to their process groups."""
+    def send(self, number: int, ranks: Sequence[int] | None = None) -> None:
+        """Send a signal to ranks, by default to all."""
         for rank in range(len(self.pids)) if ranks is None else ranks:
             if self.codes[rank] is None:
-                (os.killpg if group else os.kill)(self.pids[rank], number)
+                os.kill(self.pids[rank], number)
 
-    def wait(self, lost: int | None = None, grace: float = IMPATIENT, timeout: float = 120) -> Ended:
+    def wait(self, lost: int | None = None, grace: float = IMPATIENT) -> Ended:
         """Wait for the end of all. As a launcher, end the others where one fails, by force after ``grace`` seconds.
 
         With a rank that is ``lost``, there is no launcher, and that rank is killed after the end of all others.
         """
-        deadline, killing_at = self.started + timeout, float("inf")
+        deadline, killing_at = self.started + LIMIT, float("inf")
         while not self._reap():
             now = time.monotonic()
             if lost is not None:
@@ -120,11 +128,11 @@ class Ranks:
                 killing_at = now + grace
             if now > min(deadline, killing_at):
                 self.send(signal.SIGKILL)
-            time.sleep(SAME_TIME)
+            time.sleep(INTERVAL)
         seconds = time.monotonic() - self.started
         left = self._remove_left()
-        outputs = [file.read_text(errors="replace") for file in self.files]
-        expect(seconds <= timeout, f"the run did not end within {timeout:g} s: {outputs}")
+        outputs = [file.read_text(errors="replace") if file.exists() else "" for file in self.files]
+        expect(seconds <= LIMIT, f"the run did not end within {LIMIT:g} s: {outputs}")
         return Ended([code or 0 for code in self.codes], outputs, seconds, self.ends, left)
 
     def _reap(self) -> bool:
@@ -139,7 +147,7 @@ class Ranks:
     def _remove_left(self) -> list[int]:
         deadline = time.monotonic() + LEAVING
         while (left := processes_of(self.pids)) and time.monotonic() < deadline:
-            time.sleep(SAME_TIME)
+            time.sleep(INTERVAL)
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -167,10 +175,3 @@ def processes_of(sessions: Sequence[int]) -> list[int]:
             if state != "Z" and int(session) in sessions:
                 found.append(int(path.parent.name))
     return found
-
-
-def free_port() -> int:
-    """Return a port of the loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -3,14 +3,12 @@
 import contextlib
 import csv
 import io
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import harness
 import lamb
 import loader
 import loaders
@@ -18,15 +16,12 @@ import pytest
 import start
 import start_traced
 import step
+import table
 import torch
 from loaders import Work
 
 from common.errors import UserError
-from common.tools import interleave
 from imagenet_dali.testing import prepare_data, write_config
-
-# Python 3.12 warns of every fork beside threads
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 Rows = list[dict[str, str]]
 
@@ -34,8 +29,6 @@ Rows = list[dict[str, str]]
 @pytest.fixture
 def run_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rows]:
     """Return what runs a benchmark's main and returns the rows that it adds to its table."""
-    fork = multiprocessing.get_context("fork")  # importing anew takes seconds
-    monkeypatch.setattr(interleave.multiprocessing, "get_context", lambda _: fork)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def run(main: Callable[[list[str]], None], *arguments: str) -> Rows:
@@ -54,7 +47,7 @@ def test_ratios_are_of_the_same_round() -> None:
         "c": None,
         "d": [{"wall": 3.0}, {"wall": 4.0}, {"wall": 5.0}],
     }
-    a, b, c, d = harness.summarise(figures, "a", units=10)
+    a, b, c, d = table.summarise(figures, "a", units=10)
     assert (a["cpu_ms"], a["x_cpu"], a["wall_ms"]) == ("200.0", "1.0000", "400.0")
     assert (b["cpu_ms"], b["cpu_quartiles"]) == ("300.0", "250.0 to 1950.")
     assert (b["x_cpu"], b["x_cpu_quartiles"], b["x_wall"]) == ("2.0000", "1.7500 to 3.0000", "1.0000")
@@ -65,7 +58,7 @@ def test_ratios_are_of_the_same_round() -> None:
 def test_results_are_added_with_what_makes_them_count(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     rows = [{"variant": "a", "cpu_ms": "1"}]
     for part in ("first", "second"):
-        harness.report("step", part, rows, tmp_path / "results.csv")
+        table.report("step", part, rows, tmp_path / "results.csv")
     with (tmp_path / "results.csv").open(newline="") as file:
         read = list(csv.DictReader(file))
     assert [(row["part"], row["cpu_ms"]) for row in read] == [("first", "1"), ("second", "1")]

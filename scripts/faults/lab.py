@@ -1,19 +1,23 @@
 """The runs that faults are injected into: modes, their uninterrupted results, and how two results are compared."""
 
-import functools
+import hashlib
+import json
 import random
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from injection.processes import IMPATIENT, Ended, Ranks, expect
 from safetensors.torch import load_file
 
 from common.checkpoint.save import RANDOM, load_trainer_state, newest_checkpoint
 from common.errors import run_command
 from common.metrics.writers import read_metrics
 from common.testing.parity_cases import CASES
+from faults.places import Place, at, stop
+from faults.processes import IMPATIENT, PATIENT, Ended, Inject, Ranks, expect
 from imagenet_dali import train_dali
 from imagenet_dali.testing import prepare_data, write_config
 
@@ -41,6 +45,9 @@ class Mode:
         """Return this mode with more lines."""
         return Mode(f"{self.name}, {lines}", self.size, f"{self.lines}\n{lines}")
 
+    def choose_rank(self, choice: random.Random) -> int:
+        return choice.randrange(max(1, self.size))
+
 
 def _parallel(name: str) -> Mode:
     size, parallel = CASES[name]
@@ -50,81 +57,20 @@ def _parallel(name: str) -> Mode:
 ONE, TWO = Mode("1 process"), Mode("dp2", 2)
 # with 3 ranks or more, the order in which DDP adds up depends on its buckets, which it makes anew after a start
 FOUR = Mode("dp4, find_unused_parameters", 4, "torch_ddp = dict(find_unused_parameters=True)")
-TENSOR_PARALLEL = [_parallel(name) for name in ("1d-2", "2d-4", "2.5d-4", "2.5d-8", "3d-8", "dp2 x 1d-2")]
+TENSOR_PARALLEL = {name: _parallel(name) for name in ("1d-2", "2d-4", "2.5d-4", "2.5d-8", "3d-8", "dp2 x 1d-2")}
 WORKERS = Mode("dp2, torchvision workers", 2, 'DATA = dict(loader="torchvision", workers=2)')
 SCALE = "init_scale=2.0**18, growth_interval=3"  # overflows at first, and grows again
 PRECISION = [
     Mode("dp2, fp32", 2, "fp16 = None"),
-    Mode(
-        "TORCH float16", 0, 'fp16 = dict(mode=AMP_TYPE.TORCH, dtype="float16", init_scale=2.0**18, growth_interval=3)'
-    ),
+    Mode("TORCH float16", 0, f'fp16 = dict(mode=AMP_TYPE.TORCH, dtype="float16", {SCALE})'),
     Mode("NAIVE", 0, "fp16 = dict(mode=AMP_TYPE.NAIVE)"),
     Mode("dp2, APEX O1", 2, 'fp16 = dict(mode=AMP_TYPE.APEX, opt_level="O1")'),
     Mode("APEX O2", 0, 'fp16 = dict(mode=AMP_TYPE.APEX, opt_level="O2")'),
     Mode("APEX O3", 0, 'fp16 = dict(mode=AMP_TYPE.APEX, opt_level="O3")\nOPTIMIZER = dict(name="adamw")'),
 ]
-MODES = [ONE, TWO, FOUR, *TENSOR_PARALLEL, WORKERS, *PRECISION]
-NO_CHANCE = (
-    'MODEL["dropout"] = 0.0\nMIXUP = CUTMIX = ERASING = 0.0\nfp16 = None'  # other ranks draw other masks and pairs
-)
-
-
-@dataclass
-class Bench:
-    """A folder with the data set, and the uninterrupted runs, made when they are asked for."""
-
-    folder: Path
-    references: dict[Mode, tuple[float, dict[str, Any]]] = field(default_factory=dict)
-    count: int = 0
-
-    @functools.cached_property
-    def data(self) -> Path:
-        return prepare_data(self.folder / "data")
-
-    def new_folder(self) -> Path:
-        """Return a folder that does not exist yet."""
-        self.count += 1
-        return self.folder / f"try{self.count:04d}"
-
-    def arguments(self, mode: Mode, output: Path, settings: Sequence[str] = (), data: Path | None = None) -> list[str]:
-        """Return the arguments of ``train_dali.py`` for a run in ``mode`` into ``output``."""
-        folder = self.new_folder()
-        folder.mkdir()
-        config = write_config(folder)
-        config.write_text(config.read_text() + COMMON + mode.lines + "\n")
-        settings = [f"DATA.root={data or self.data}", *settings]
-        return ["--config", str(config), "--output", str(output), *(w for s in settings for w in ("--set", s))]
-
-    def start(self, mode: Mode, output: Path, fault: Callable[[int], None] | None = None, **options: Any) -> Ranks:
-        """Start a run; ``options`` are those of `arguments`."""
-        arguments = self.arguments(mode, output, **options)
-        return Ranks(mode.size, lambda: run_command(train_dali.main, arguments), self.new_folder(), fault)
-
-    def run(
-        self,
-        mode: Mode,
-        output: Path,
-        fault: Callable[[int], None] | None = None,
-        grace: float = IMPATIENT,
-        **options: Any,
-    ) -> Ended:
-        """Run to the end; where a rank fails, the others have ``grace`` seconds."""
-        return self.start(mode, output, fault, **options).wait(grace=grace)
-
-    def reference(self, mode: Mode) -> tuple[float, dict[str, Any]]:
-        """Return the seconds and the result of an uninterrupted run."""
-        if mode not in self.references:
-            output = self.new_folder()
-            seconds = self.run(mode, output).expect(0).seconds
-            self.references[mode] = seconds, result(output)
-        return self.references[mode]
-
-    def is_equal(self, mode: Mode, output: Path) -> bool:
-        """Return whether a run came to the same end as an uninterrupted one; say in what not."""
-        expected, found = self.reference(mode)[1], result(output)
-        different = [name for name in expected if found.get(name) != expected[name]]
-        print(*(f"    {output}: {name} is not equal" for name in different), sep="\n", end="\n" if different else "")
-        return not different
+MODES = [ONE, TWO, FOUR, *TENSOR_PARALLEL.values(), WORKERS, *PRECISION]
+# other ranks draw other masks and pairs
+NO_CHANCE = 'MODEL["dropout"] = 0.0\nMIXUP = CUTMIX = ERASING = 0.0\nfp16 = None'
 
 
 class Recovery(NamedTuple):
@@ -137,14 +83,102 @@ class Recovery(NamedTuple):
     seconds_lost: float | None = None
 
 
+class Lab:
+    """A folder with the data set and the uninterrupted runs, which are made when they are needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.data = prepare_data(folder / "data")
+
+    def new_folder(self) -> Path:
+        """Return a folder that does not exist yet."""
+        return Path(tempfile.mkdtemp(dir=self.folder)) / "run"
+
+    def arguments(self, mode: Mode, output: Path, settings: Sequence[str] = (), data: Path | None = None) -> list[str]:
+        """Return the arguments of ``train_dali.py`` for a run in ``mode`` into ``output``."""
+        config = write_config(Path(tempfile.mkdtemp(dir=self.folder)))
+        config.write_text(config.read_text() + COMMON + mode.lines + "\n")
+        settings = [f"DATA.root={data or self.data}", *settings]
+        return ["--config", str(config), "--output", str(output), *(w for s in settings for w in ("--set", s))]
+
+    def start(self, mode: Mode, output: Path, inject: Inject | None = None, **options: Any) -> Ranks:
+        """Start a run; ``options`` are those of `arguments`."""
+        arguments = self.arguments(mode, output, **options)
+        return Ranks(mode.size, partial(run_command, train_dali.main, arguments), self.new_folder(), inject)
+
+    def run(
+        self, mode: Mode, output: Path, inject: Inject | None = None, grace: float = IMPATIENT, **options: Any
+    ) -> Ended:
+        """Run to the end; where a rank fails, the others have ``grace`` seconds."""
+        return self.start(mode, output, inject, **options).wait(grace=grace)
+
+    def reference(self, mode: Mode) -> tuple[float, dict[str, Any]]:
+        """Return the seconds and the result of an uninterrupted run."""
+        folder = self.folder / "references" / hashlib.sha256(mode.name.encode()).hexdigest()[:12]
+        if not (folder / "seconds").exists():
+            seconds = self.run(mode, folder / "run").expect(0).seconds
+            (folder / "seconds").write_text(json.dumps(seconds))
+        return json.loads((folder / "seconds").read_text()), result(folder / "run")
+
+
+class Trial:
+    """The runs of one try, in one mode and into one folder; ``seconds`` is what all of them took."""
+
+    def __init__(self, lab: Lab, mode: Mode, output: Path | None = None) -> None:
+        self.lab, self.mode, self.seconds = lab, mode, 0.0
+        lab.reference(mode)  # before what is injected, which may slow down the machine
+        self.output = output or lab.new_folder()
+        self.checkpoints = self.output / "checkpoints"
+
+    def run(self, inject: Inject | None = None, grace: float = IMPATIENT, **options: Any) -> Ended:
+        """Run to the end, as `Lab.run` does."""
+        ended = self.lab.run(self.mode, self.output, inject, grace, **options)
+        self.seconds += ended.seconds
+        return ended
+
+    def stop_at_step_10(self) -> "Trial":
+        self.run(at(Place("step", 10), stop), PATIENT).expect(143)
+        return self
+
+    def resume(self, *words: str) -> Recovery:
+        """Rerun the command, which has to end well and to print ``words``; return what it came to."""
+        self.run().expect(0, *words)
+        return Recovery(self.is_equal(), self.seconds_lost)
+
+    @property
+    def seconds_lost(self) -> float:
+        return self.seconds - self.lab.reference(self.mode)[0]
+
+    def is_equal(self) -> bool:
+        """Return whether the run came to the same end as an uninterrupted one; print in what not."""
+        expected, found = self.lab.reference(self.mode)[1], result(self.output)
+        different = [name for name in expected if found.get(name) != expected[name]]
+        for name in different:
+            print(f"    {self.output}: {name} is not equal", flush=True)
+        return not different
+
+
 @dataclass(frozen=True)
 class Fault:
     """A row of the table: ``inject`` raises `RunLostError`; so many ``tries``, and how many in a quick round."""
 
     name: str
-    inject: Callable[[Bench, random.Random], Recovery]
+    inject: Callable[[Lab, random.Random], Recovery]
     tries: int = 1
     quick: int = 1
+
+
+FAULTS: list[Fault] = []
+
+
+def fault(name: str, tries: int = 1, quick: int = 1, **options: Any) -> Callable[[Callable], Callable]:
+    """Add a row to the table: the function that is decorated, called with ``options``."""
+
+    def register(inject: Callable) -> Callable:
+        FAULTS.append(Fault(name, partial(inject, **options), tries, quick))
+        return inject
+
+    return register
 
 
 def result(output: Path) -> dict[str, Any]:
@@ -157,13 +191,3 @@ def result(output: Path) -> dict[str, Any]:
     figures = [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(output)]
     files = {file.name: file.read_bytes() for file in last.glob("*.safetensors") if file.name != RANDOM}
     return files | {"trainer.json": state, "random numbers": random_states, "metrics.jsonl": figures}
-
-
-def losses(output: Path) -> list[tuple[str, int, float]]:
-    """Return kind, step and loss of a run's records."""
-    return [(record["kind"], record["step"], record["loss"]) for record in read_metrics(output)]
-
-
-def choose_rank(choice: random.Random, mode: Mode) -> int:
-    """Return a rank of the mode."""
-    return choice.randrange(max(1, mode.size))

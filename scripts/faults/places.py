@@ -1,18 +1,19 @@
-"""What a process does to itself, at a chosen place of its run; to be called in it before the run begins."""
+"""What a process does to itself, at a chosen place of its run.
+
+The functions that return an `Inject` are for `Ranks`, which calls it in each process with its rank before the run.
+"""
 
 import os
 import random
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import common.run.start
-from common.checkpoint import hook as checkpoint_hook
-from common.checkpoint import save as checkpoint
 from common.colossal import BaseHook, Trainer
 from common.run.start import Run
+from faults.processes import Inject
 from imagenet_dali import train_dali
 
 Action = Callable[[], None]
@@ -25,15 +26,6 @@ START_UP = [
     (train_dali, "initialize"),
     (train_dali, "Trainer"),
 ]
-SAVING = [
-    (checkpoint, "save_file"),
-    (checkpoint, "sync"),
-    (checkpoint, "sha256_of"),
-    (checkpoint_hook, "mark_best"),
-    (checkpoint_hook, "clear_old"),
-    (Path, "rename"),
-]
-SAVING_CALLS = 60  # in a run of 12 steps, after its first checkpoint
 EVENTS = {"step": range(1, 13), "accumulation": range(12), "evaluation": (9, 12), "start-up": range(len(START_UP))}
 
 
@@ -51,14 +43,26 @@ class Place:
 
 
 def choose_place(choice: random.Random, *events: str, after: int = 0) -> Place:
-    """Return a place of one of ``events``, by default of all, that a run comes to that goes on ``after`` a step."""
+    """Return a place of one of ``events``, by default of all, that a run resumed ``after`` a step comes to."""
     event = choice.choice(events or list(EVENTS))
     first = {"step": after + 1, "accumulation": after, "evaluation": after + 1, "start-up": 0}[event]
     numbers = [number for number in EVENTS[event] if number >= first]
     return Place(event, choice.choice(numbers), choice.choice((-1, 5, 20))) if numbers else Place("start-up", 0)
 
 
-class AtPlace(BaseHook):
+def on(rank: int | None, arrange: Action) -> Inject:
+    """Arrange it on ``rank`` only, or on all (None)."""
+    return lambda own: arrange() if rank in (None, own) else None
+
+
+def at(place: Place, action: Action, rank: int | None = None) -> Inject:
+    """Have ``rank``, or all, call ``action`` at ``place``."""
+    if place.event == "start-up":
+        return on(rank, lambda: before_call([START_UP[place.number]], 0, action))
+    return on(rank, lambda: add_hook(_AtPlace(place, action)))
+
+
+class _AtPlace(BaseHook):
     """Call ``action`` once, at ``place`` of the training."""
 
     def __init__(self, place: Place, action: Action) -> None:
@@ -77,31 +81,25 @@ class AtPlace(BaseHook):
         self._come_to("evaluation", trainer.step)
 
 
-def at(place: Place, action: Action) -> None:
-    """Arrange that this process calls ``action`` when it comes to ``place``."""
-    if place.event == "start-up":
-        before_call([START_UP[place.number]], 0, action)
-    else:
-        add_hook(AtPlace(place, action))
-
-
 def add_hook(hook: BaseHook) -> None:
     """Add a hook to the run's."""
     build = Run.build_hooks
     Run.build_hooks = lambda self, *arguments: [*build(self, *arguments), hook]
 
 
-def before_call(functions: list[tuple[Any, str]], number: int, action: Action, counts: Action | None = None) -> None:
+def before_call(
+    functions: list[tuple[Any, str]], number: int, action: Action, counts: Callable[[], object] = lambda: True
+) -> None:
     """Arrange that ``action`` is called before the call ``number``, from 0 on, of any of ``functions``.
 
     A call counts only where ``counts()`` is true.
     """
     calls = 0
 
-    def wrap(function: Callable) -> Callable:
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any, **options: Any) -> Any:
             nonlocal calls
-            if counts is None or counts():
+            if counts():
                 calls += 1
                 if calls == number + 1:
                     action()
@@ -121,8 +119,3 @@ def kill() -> None:
 def stop() -> None:
     """Ask this process to stop."""
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def on(rank: int | None, arrange: Callable[[], None]) -> Callable[[int], None]:
-    """Return a fault that ``arrange`` installs on ``rank`` only, or on all."""
-    return lambda own: arrange() if rank in (None, own) else None

@@ -10,7 +10,7 @@ from typing import Any
 
 from common.metrics.provenance import PACKAGES, describe_columns, format_command
 from common.table import format_table
-from common.tools.interleave import Figures
+from common.tools.harness import Figures
 
 NOT_INSTALLED = "not installed"
 
@@ -18,7 +18,7 @@ NOT_INSTALLED = "not installed"
 def parse_options(argv: Sequence[str], doc: str, rounds: int, **more: dict[str, Any]) -> argparse.Namespace:
     """Parse ``--rounds``, ``--tiny``, ``--csv`` and the options of ``more`` (name: arguments of `add_argument`)."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"turns of each variant (default: {rounds})")
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"rounds of each variant (default: {rounds})")
     parser.add_argument("--tiny", action="store_true", help="so small that it shows only that everything runs")
     parser.add_argument("--csv", type=Path, help="table to add the results to (default: scripts/bench/<name>.csv)")
     parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")

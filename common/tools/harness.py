@@ -1,0 +1,244 @@
+"""Run functions in processes of their own: pieces with a time limit, and variants in interleaved rounds.
+
+A piece is a generator function that yields rows; each is handed on as soon as it is there. A variant works round by
+round, so that whatever else the machine does affects all variants alike. `common.tools.result_rows` keeps the rows.
+"""
+
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from common.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+Row = dict[str, Any]
+Figures = dict[str, Any]
+COMPLETE, NOT_RUN, UNFINISHED, FAILED = "complete", "not run", "unfinished", "failed"
+LEAVING = 30.0  # seconds in which a variant may clean up after its last round
+LIMIT = 1800.0  # seconds that a variant may take for its set-up, or a round
+_parent_ends: set[Connection] = set()
+
+
+class NotRunError(Exception):
+    """What a piece needs is not here."""
+
+
+class UnfinishedError(Exception):
+    """A piece was stopped by its time limit; the next call resumes it."""
+
+
+class WrongError(Exception):
+    """A piece ran to its end and shows that something is wrong."""
+
+
+class Child:
+    """A process that calls ``function(connection, *args)``, forked where there is no GPU, else a new interpreter."""
+
+    def __init__(self, function: Callable[..., None], *args: Any) -> None:
+        # importing anew takes seconds, but a forked process cannot use a GPU
+        context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+        self.connection, theirs = context.Pipe()
+        _parent_ends.add(self.connection)
+        self._process = context.Process(target=_call, args=(function, theirs, args))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork() with threads around
+            self._process.start()
+        theirs.close()
+
+    def receive(self, seconds: float) -> Any:
+        """Return what it sends next; raise EOFError once it has ended, TimeoutError after ``seconds``."""
+        until = time.monotonic() + seconds
+        # processes that it started may hold the pipe open after its end
+        while not self.connection.poll(min(1.0, max(0.0, until - time.monotonic()))):
+            if not self._process.is_alive() and not self.connection.poll():
+                raise EOFError
+            if time.monotonic() > until:
+                raise TimeoutError
+        with suppress(ConnectionError):
+            return self.connection.recv()
+        raise EOFError
+
+    def end(self, grace: float = 0.0) -> int:
+        """Wait ``grace`` seconds for its end, then kill it and all that it started; return its exit code."""
+        _parent_ends.discard(self.connection)
+        self.connection.close()
+        self._process.join(grace)
+        with suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self._process.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        with suppress(ProcessLookupError, PermissionError):  # nothing is left of its group, or it has made none yet
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+        return self._process.exitcode
+
+
+def _call(function: Callable[..., None], connection: Connection, args: tuple[Any, ...]) -> None:
+    for parent_end in _parent_ends:  # a copy held here would hide the parent's end from its other children
+        parent_end.close()
+    os.setsid()
+    function(connection, *args)
+
+
+def run_piece(
+    piece: Callable[..., Iterator[Row]], *args: Any, seconds: float, save: Callable[[Row], None]
+) -> tuple[str, str | None]:
+    """Call ``piece(*args)`` in a process of its own, and ``save`` with each row; return its status, and why.
+
+    The process and those that it started are killed after ``seconds``, and when this one is interrupted.
+    """
+    until = time.monotonic() + seconds
+    child = Child(_send_rows, piece, args)
+    try:
+        while isinstance(message := child.receive(until - time.monotonic()), dict):
+            save(message)
+        return message
+    except TimeoutError:
+        return FAILED, f"killed after its limit of {seconds:.0f} s"
+    except EOFError:
+        return FAILED, f"its process ended with exit code {child.end(1.0)}"
+    finally:
+        child.end()
+
+
+def _send_rows(connection: Connection, piece: Callable[..., Iterator[Row]], args: tuple[Any, ...]) -> None:
+    end: tuple[str, str | None] = COMPLETE, None
+    try:
+        for row in piece(*args):
+            connection.send(row)
+    except NotRunError as reason:
+        end = NOT_RUN, str(reason)
+    except UnfinishedError as reason:
+        end = UNFINISHED, str(reason)
+    except Exception as error:
+        missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        is_ours = any((folder / missing).exists() for folder in (ROOT, ROOT / "scripts"))
+        end = (FAILED, traceback.format_exc()) if is_ours else (NOT_RUN, f"{missing} is not installed")
+    connection.send(end)
+    sys.stdout.flush()
+    os._exit(0)  # not by way of what a broken CUDA context leaves to be cleaned up
+
+
+class Rounds:
+    """A variant's rounds, in a process of its own: a round's work is the body of ``for figures in rounds``.
+
+    Between its rounds it waits. What it puts into ``figures``, a dict, is added to those of `timed`. Where the loop is
+    somebody else's, `start` and `stop` enclose a round's work instead.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._started: float | None = None
+
+    def start(self) -> bool:
+        """Wait for the next round; return whether there is one."""
+        if self._started is None:
+            self._connection.send({})  # ready
+        if self._connection.recv():
+            self._started, self._used = time.perf_counter(), cpu_seconds()
+            return True
+        return False
+
+    def stop(self, figures: Figures) -> None:
+        """Hand in the figures of this round."""
+        times = {"wall": time.perf_counter() - self._started, "cpu": cpu_seconds() - self._used}
+        self._connection.send(times | figures)
+
+    def __iter__(self) -> Iterator[Figures]:
+        while self.start():
+            figures: Figures = {}
+            yield figures
+            self.stop(figures)
+
+
+@contextmanager
+def in_processes(variants: Mapping[str, Callable[[Rounds], None]]) -> Iterator[dict[str, Callable[[], Figures]]]:
+    """Start each variant in a process of its own; yield what lets each do a round, for `interleave`.
+
+    All have set themselves up, and wait for their first round, before the first is measured. A `UserError` of a variant
+    is raised here. On exit, one that has not ended after `LEAVING` seconds is killed.
+    """
+    children: dict[str, Child] = {}
+    try:
+        for name, variant in variants.items():
+            children[name] = Child(_run_variant, variant)
+        for name, child in children.items():
+            _answer(name, child)
+        yield {name: partial(_do_round, name, child) for name, child in children.items()}
+    finally:
+        for child in children.values():
+            with suppress(OSError):  # it has ended already
+                child.connection.send(False)
+        for child in children.values():
+            child.end(LEAVING)
+
+
+def _run_variant(connection: Connection, variant: Callable[[Rounds], None]) -> None:
+    try:
+        variant(Rounds(connection))
+    except UserError as error:
+        with suppress(OSError):  # the parent ended with another variant's
+            connection.send(error)
+    except (EOFError, ConnectionError):  # the parent has ended
+        pass
+
+
+def _do_round(name: str, child: Child) -> Figures:
+    child.connection.send(True)
+    return _answer(name, child)
+
+
+def _answer(name: str, child: Child) -> Figures:
+    try:
+        answer = child.receive(LIMIT)
+    except EOFError as error:
+        raise UserError(f"{name} failed: its own message is above") from error
+    except TimeoutError as error:
+        raise UserError(f"{name} failed: no answer within {LIMIT:.0f} s") from error
+    if isinstance(answer, UserError):
+        raise answer
+    return answer
+
+
+def interleave(variants: Mapping[str, Callable[[], Figures]], rounds: int) -> dict[str, list[Figures]]:
+    """Call every variant once a round, in an order that rotates; return each one's figures."""
+    names = list(variants)
+    figures: dict[str, list[Figures]] = {name: [] for name in names}
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            figures[name].append(variants[name]())
+    return figures
+
+
+def timed(work: Callable[[], Any]) -> Figures:
+    """Do the work; return its ``wall`` and ``cpu`` seconds."""
+    started, used = time.perf_counter(), cpu_seconds()
+    work()
+    return {"wall": time.perf_counter() - started, "cpu": cpu_seconds() - used}
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of those that it started, whether they have ended or not."""
+    total = time.process_time()
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total += ended.ru_utime + ended.ru_stime
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            total += sum(child.cpu_times()[:2])
+    return total

@@ -1,0 +1,119 @@
+"""Inject every fault that a run should survive into real runs of several processes, and print what came of it.
+
+python scripts/faults.py                          all of it, into docs/reliability.md too
+python scripts/faults.py --quick                  a try or two of the cheap ones
+python scripts/faults.py --only NAME --seed 7     the rows whose name contains NAME, with other random choices
+python scripts/faults.py --list                   the rows
+
+Each try is a function of the seed, the row's name and the number of the try; each row has a process of its own, with a
+time limit. Needs Linux; as root, the disks that fill up are real file systems. Exit status 1 if a row does not survive.
+"""
+
+import argparse
+import importlib
+import random
+import shutil
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from common.metrics.provenance import describe_run
+from common.tools.harness import Row, run_piece
+from common.tools.result_rows import add_line, format_provenance, format_rows
+from faults.lab import FAULTS, Fault, Lab
+from faults.processes import RunLostError
+
+# imported here once: every process that is forked has it
+from imagenet_dali import imagenet_dali_dataloader  # noqa: F401
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, RESULTS = ROOT / "docs" / "reliability.md", ROOT / "outputs" / "faults.jsonl"
+HEADING = "## Injected faults\n"
+for module in ("kills", "stops", "ranks", "numerics", "disks", "bad_data", "elastic"):  # the order of the table
+    importlib.import_module(f"faults.{module}")
+SECONDS = 180.0  # that a try may take
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse(argv)
+    faults = [fault for fault in FAULTS if args.only in fault.name and (fault.quick or not args.quick)]
+    if not faults:
+        raise UserError(f"--only {args.only!r}: no row has such a name; --list prints them")
+    if args.list:
+        print("\n".join(fault.name for fault in faults))
+        return 0
+    folder, run = Path(tempfile.mkdtemp(prefix="faults-")), describe_run(list(argv))
+    lab, rows = Lab(folder), []
+    for fault in faults:
+        rows.append(inject(fault, lab, args.seed, args.tries or (fault.quick if args.quick else fault.tries)))
+        add_line(RESULTS, "faults", run, row=rows[-1])
+    table = format_rows(rows)
+    print(table)
+    survived = all(map(has_survived, rows))
+    if survived:
+        shutil.rmtree(folder)
+    if not (args.only or args.quick or args.tries):
+        minutes = (time.time() - run["started"]) / 60
+        write_page(table, f"{format_provenance(run)}; {minutes:.0f} minutes.")
+    return int(not survived)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a try or two of the cheap rows, and no page")
+    parser.add_argument("--only", default="", metavar="NAME", help="the rows whose name contains this")
+    parser.add_argument("--tries", type=int, metavar="N", help="tries of each row (default: each row's own)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random choices (default: 0)")
+    parser.add_argument("--list", action="store_true", help="print the rows' names")
+    parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
+    return parser.parse_args(argv)
+
+
+def inject(fault: Fault, lab: Lab, seed: int, tries: int) -> Row:
+    """Return a row of the table."""
+    recoveries: list[Row] = []
+    seeds = [f"{seed}/{fault.name}/{number}" for number in range(tries)]
+    status, why = run_piece(attempt, fault, lab, seeds, seconds=SECONDS * tries, save=recoveries.append)
+    if why:
+        print(f"    NOT SURVIVED: {fault.name}: {status}: {why}", flush=True)
+    survived = [recovery for recovery in recoveries if recovery["survived"]]
+    compared = [recovery["equal"] for recovery in survived if recovery["equal"] is not None]
+    lost = [recovery["seconds_lost"] for recovery in survived if recovery["seconds_lost"] is not None]
+    return {
+        "fault": fault.name,
+        "tries": tries,
+        "survived": len(survived),
+        "equal": sum(compared) if compared else "",
+        "seconds lost": f"{statistics.median(lost):.1f}" if lost else "",
+    }
+
+
+def attempt(fault: Fault, lab: Lab, seeds: Sequence[str]) -> Iterator[Row]:
+    """Yield how each try went; the reason for one that did not survive is printed."""
+    for seed in seeds:
+        print(f"{fault.name} [{seed}]", flush=True)
+        recovery: dict[str, Any] = {"survived": False}
+        try:
+            recovery = {"survived": True} | fault.inject(lab, random.Random(seed))._asdict()
+        except RunLostError as reason:
+            print(f"    NOT SURVIVED: {reason}", flush=True)
+        except Exception:
+            print(f"    NOT SURVIVED: {traceback.format_exc()}", flush=True)
+        yield recovery
+
+
+def has_survived(row: Mapping[str, Any]) -> bool:
+    """Return whether every try of a row survived, and came out equal where that can be."""
+    return row["survived"] == row["tries"] and row["equal"] in ("", row["tries"])
+
+
+def write_page(table: str, provenance: str) -> None:
+    """Replace what follows `HEADING` in the page."""
+    before, heading, _ = PAGE.read_text().partition(HEADING)
+    assert heading, f"{PAGE} has no {HEADING!r}"
+    PAGE.write_text(f"{before}{HEADING}\n{provenance}\n\n{table}\n")

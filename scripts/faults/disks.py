@@ -1,0 +1,154 @@
+"""Disks that fill up, turn read-only or vanish under a run, two runs into one folder, and writers that fail."""
+
+import os
+import random
+import resource
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from common.checkpoint.save import find_fault, list_checkpoints
+from common.metrics import writers
+from faults.lab import ONE, TWO, Lab, Recovery, Trial, fault
+from faults.places import Place, at, on
+from faults.processes import expect
+
+DISK = "size=8m"
+LARGEST = 32_768  # bytes: more than the logs of a run, less than its tensors
+SAVED = Place("step", 5)  # the checkpoint of step 3 is there by then, or soon
+LATER = Place("step", 8)
+IS_ROOT = os.geteuid() == 0
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """Mount a file system of 8 MB for a while; without the right to, yield a plain folder."""
+    folder.mkdir()
+    if IS_ROOT:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", DISK, "tmpfs", folder], check=True)
+    try:
+        yield folder
+    finally:
+        if os.path.ismount(folder):
+            subprocess.run(["umount", "--recursive", "--lazy", folder], check=True)
+
+
+def await_checkpoint(output: Path) -> None:
+    """Wait until the run has a checkpoint; its writer is another thread."""
+    while not list_checkpoints(output / "checkpoints"):
+        time.sleep(0.01)
+
+
+def fill(output: Path) -> None:
+    """Leave no room on the disk: for this process, where it is not allowed to mount a disk of its own."""
+    await_checkpoint(output)
+    if not os.path.ismount(output.parent):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST, resource.RLIM_INFINITY))
+        return
+    with suppress(OSError), (output.parent / "ballast").open("wb", buffering=0) as ballast:
+        while True:
+            ballast.write(bytes(4096))
+
+
+def make_room(output: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    (output.parent / "ballast").unlink(missing_ok=True)
+
+
+def turn_read_only(output: Path) -> None:
+    """Show the folder of checkpoints read-only: a whole disk turns so only where no file is open for writing."""
+    await_checkpoint(output)
+    folder = output / "checkpoints"
+    subprocess.run(["mount", "--bind", folder, folder], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+
+
+def turn_writable(output: Path) -> None:
+    subprocess.run(["umount", output / "checkpoints"], check=True)
+
+
+Change = Callable[[Path], None]
+
+
+def disk_fails(lab: Lab, choice: random.Random, fail: Change, mend: Change, reason: str) -> Recovery:
+    """Let the disk fail from step 5 on to the end, mend it, and resume."""
+    with small_disk(lab.new_folder()) as disk:
+        trial = Trial(lab, choice.choice((ONE, TWO)), disk / "run")
+        failed = trial.run(at(SAVED, lambda: fail(trial.output), 0))
+        expect(failed.codes[0] == 2, f"{failed.codes}: {failed.printed}")
+        failed.expect_words(reason, "MB are free; the newest checkpoint is", "training goes on", "error: ")
+        checkpoints = list_checkpoints(trial.checkpoints)
+        expect(checkpoints and not any(map(find_fault, checkpoints)), f"not whole: {checkpoints}")
+        mend(trial.output)
+        return trial.resume()
+
+
+FULL = "No space left on device" if IS_ROOT else "too large"
+fault("disk full", 2, fail=fill, mend=make_room, reason=FULL)(disk_fails)
+if IS_ROOT:
+    fault("disk turns read-only", 2, 0, fail=turn_read_only, mend=turn_writable, reason="Read-only file")(disk_fails)
+
+
+@fault("disk full for a while", 2, 0)
+def disk_full_for_a_while(lab: Lab, choice: random.Random) -> Recovery:
+    """Let the disk be full from step 5 to 8: the run ends as if nothing had been."""
+    with small_disk(lab.new_folder()) as disk:
+        trial = Trial(lab, ONE, disk / "run")
+        changes = at(SAVED, lambda: fill(trial.output)), at(LATER, lambda: make_room(trial.output))
+        trial.run(lambda rank: [change(rank) for change in changes]).expect(0, "training goes on")
+        return Recovery(trial.is_equal(), trial.seconds_lost)
+
+
+@fault("output folder moved away", 1, 0)
+def folder_vanishes(lab: Lab, choice: random.Random) -> Recovery:
+    """Move the run's folder away in the middle: training continues into a new one, and the old one stays as it was."""
+    trial = Trial(lab, ONE)
+    away = trial.output.with_name("away")
+
+    def move() -> None:
+        await_checkpoint(trial.output)
+        trial.output.rename(away)
+
+    trial.run(at(SAVED, move)).expect(0)
+    expect(not any(map(find_fault, list_checkpoints(away / "checkpoints"))), "a checkpoint is not whole")
+    (trial.output / "metrics.jsonl").write_bytes((away / "metrics.jsonl").read_bytes())
+    return Recovery(trial.is_equal(), trial.seconds_lost)
+
+
+@fault("two runs into one folder: the second is refused")
+def two_runs(lab: Lab, choice: random.Random) -> Recovery:
+    """Start a second run into the folder of one that is in the middle: it is refused, and the first is unharmed."""
+    trial = Trial(lab, TWO)
+    paused, resumed = (trial.output.with_name(name) for name in ("paused", "resumed"))
+
+    def pause() -> None:
+        paused.touch()
+        while not resumed.exists():
+            time.sleep(0.01)
+
+    first = lab.start(TWO, trial.output, at(SAVED, pause, 0))
+    while not paused.exists():
+        time.sleep(0.01)
+    second = trial.run()
+    resumed.touch()
+    second.expect(2, f"{trial.output} is being written by process {first.pids[0]}")
+    first.wait().expect(0)
+    return Recovery(trial.is_equal())
+
+
+@fault("TensorBoard and curves fail")
+def writers_fail(lab: Lab, choice: random.Random) -> Recovery:
+    """Let TensorBoard and the curves fail at their first figures."""
+    trial = Trial(lab, ONE)
+
+    def fail(*_: object) -> None:
+        raise OSError("no more")
+
+    def arrange() -> None:
+        writers.TensorBoard.__call__ = writers.Curves.__call__ = fail
+
+    warnings = [f"warning: {name}: OSError: no more; training goes on without it" for name in ("TensorBoard", "curves")]
+    trial.run(on(None, arrange), settings=["LOG.tensorboard=True"]).expect(0, *warnings)
+    return Recovery(trial.is_equal(), trial.seconds_lost)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from common.config.model_arguments import ModelArguments, parse_model_arguments
+from common.model.dropout import Dropout
 
 
 def build_model(**arguments: object) -> nn.Module:
@@ -55,7 +56,7 @@ class Attention(nn.Module):
         self.head_width = width // heads
         self.qkv = build_linear(width, 3 * width)
         self.proj = build_linear(width, width)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x_BND: Tensor) -> Tensor:
         qkv_BN3HE = self.qkv(x_BND).unflatten(-1, (3, -1, self.head_width))
@@ -77,9 +78,9 @@ class Mlp(nn.Module):
     def __init__(self, width: int, hidden_width: int, dropout: float) -> None:
         super().__init__()
         self.fc1 = build_linear(width, hidden_width)
-        self.drop1 = nn.Dropout(dropout)
+        self.drop1 = Dropout(dropout)
         self.fc2 = build_linear(hidden_width, width)
-        self.drop2 = nn.Dropout(dropout)
+        self.drop2 = Dropout(dropout)
 
     def forward(self, x_BND: Tensor) -> Tensor:
         return self.drop2(self.fc2(self.drop1(F.gelu(self.fc1(x_BND)))))
@@ -123,7 +124,7 @@ class VisionTransformer(nn.Module):
         self.cls_token = nn.Parameter(torch.empty(1, 1, width).normal_(std=1e-6)) if pool == "cls" else None
         self.pos_embed = _build_position(arguments)
         self.patch_embed = PatchEmbed(arguments.patch_size, width)
-        self.dropout = nn.Dropout(arguments.dropout)
+        self.dropout = Dropout(arguments.dropout)
         self.blocks = nn.ModuleList(Block(arguments, arguments.drop_path * i / max(depth - 1, 1)) for i in range(depth))
         # timm's place for the last norm: before the class token is picked, but after the mean is taken.
         self.norm = build_norm(width) if pool == "cls" else nn.Identity()

@@ -21,6 +21,7 @@ import torch
 from caltech101_amp.measure import PHASES, serve_rounds
 from common.errors import UserError, run_command
 from common.metrics.provenance import describe_columns, format_command
+from common.plot import build_figure, place_legend, save_figure
 from common.table import format_table, write_csv
 from common.tools.harness import Figures, in_processes, interleave
 
@@ -101,26 +102,24 @@ def provenance(args: argparse.Namespace, argv: list[str], settings: Sequence[str
 
 def draw(figures: Mapping[str, Sequence[Figures]], path: Path) -> None:
     """Draw bars of memory, samples per second, and the phases of a step."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    memory, speed, phases = figure.subplots(1, 3)
-    for mode, rounds in figures.items():
+    figure, (memory, speed, phases) = build_figure(13, 4, columns=3)
+    for number, (mode, rounds) in enumerate(figures.items()):
         label = mode.removeprefix("AMP_TYPE.")
         medians = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
-        bars = [memory.bar(label, medians["memory"] / 1e9, color="tab:blue")]
-        bars.append(speed.bar(label, medians["batch"] / medians["step"], color="tab:blue"))
+        bars = [memory.bar(label, medians["memory"] / 1e9, color=f"C{number}")]
+        bars.append(speed.bar(label, medians["batch"] / medians["step"], color=f"C{number}"))
         for axes, bar in zip((memory, speed), bars, strict=True):
             axes.bar_label(bar, fmt="%.3g")
         bottom = 0.0
-        for number, phase in enumerate(PHASES):
-            phases.bar(label, medians[phase] * 1e3, bottom=bottom * 1e3, color=f"C{number}")
+        for shade, phase in enumerate(PHASES):
+            style = dict(color=f"{0.8 - 0.2 * shade:.1f}", label=None if number else phase)
+            phases.bar(label, medians[phase] * 1e3, bottom=bottom * 1e3, **style)
             bottom += medians[phase]
-    memory.set(title="peak memory (GB)")
-    speed.set(title="samples/s")
-    phases.set(title="time of a step (ms)")
-    phases.legend(PHASES)
-    figure.savefig(path, dpi=120)
+    memory.set_ylabel("peak memory (GB)")
+    speed.set_ylabel("throughput (images/s)")
+    phases.set_ylabel("time of a step (ms)")
+    place_legend(phases)
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

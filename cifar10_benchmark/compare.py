@@ -12,6 +12,7 @@ that one process on one thread and on two differ as much as the modes do.
 
 import argparse
 import json
+import math
 import os
 import resource
 import statistics
@@ -34,6 +35,7 @@ from common.estimate.traffic import NAMES, Traffic
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
 from common.optim.lr_schedule import build_lr_scheduler
+from common.plot import build_figure, place_legend, save_figure
 from common.run.start import start_run
 from common.table import format_table, write_csv
 
@@ -115,23 +117,20 @@ def summarise(result: dict[str, Any], vanilla: dict[str, Any]) -> dict[str, Any]
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Draw the loss curves, and what each mode's differs from the first's by."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    curves, differences = figure.subplots(1, 2)
+    """Draw the loss curves, and the difference of each mode's loss from the first's; steps without one are left out."""
+    figure, (curves, differences) = build_figure(10, 4, columns=2)
     for number, result in enumerate(results):
-        # the curves lie on each other: later ones are drawn thinner, so that all are seen
-        curves.plot(result["losses"], label=result["config"], linewidth=2 * (len(results) - number))
+        # the curves coincide: later ones are drawn thinner, so that all are visible
+        line = dict(label=result["config"], color=f"C{number}", linewidth=2 * (len(results) - number))
+        curves.plot(result["losses"], **line)
         if number:
             pairs = zip(result["losses"], results[0]["losses"], strict=True)
-            differences.semilogy([max(abs(a - b), 1e-9) for a, b in pairs], label=result["config"])
-    curves.set(xlabel="optimiser step", ylabel="training loss", title="loss")
-    differences.set(xlabel="optimiser step", title=f"|loss - loss of {results[0]['config']}|")
-    for axes in (curves, differences):
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path, dpi=120)
+            line["linewidth"] = 1
+            differences.semilogy([abs(a - b) or math.nan for a, b in pairs], ".-", **line)
+    curves.set(xlabel="optimizer step", ylabel="training loss (cross-entropy)")
+    differences.set(xlabel="optimizer step", ylabel=f"|loss - loss of {results[0]['config']}|")
+    place_legend(curves, columns=2)
+    save_figure(figure, path)
 
 
 # --- one process of one mode ------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """The learning-rate range test of L. N. Smith (arXiv 1506.01186): the rate grows step by step until it is too high."""
 
 import math
+import statistics
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -8,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.colossal import BaseHook, ParallelMode, Trainer, gpc
+from common.plot import build_figure, place_legend, save_figure
 from common.table import write_csv
 
 LOWEST, HIGHEST = 1e-5, 10.0
@@ -15,6 +18,7 @@ STEPS = 120  # 20 for each factor of ten
 SMOOTHING = 0.9  # a step's own loss counts for a tenth
 DIVERGED = 4.0  # times the least smoothed loss
 MARGIN = 10.0
+SIGNIFICANT = 3.0  # standard deviations by which the smoothed loss has to fall for a suggestion
 
 
 class LearningRateFinder(BaseHook):
@@ -58,10 +62,17 @@ class LearningRateFinder(BaseHook):
         if not self.is_main:
             return
         best = suggest_rate(self.rows)
+        noise = smoothed_noise(self.rows)
+        if self.rows[0]["smoothed"] - min(row["smoothed"] for row in self.rows) < SIGNIFICANT * noise:
+            best = None
         write_csv(self.rows, self.folder / "find_lr.csv")
         _draw(self.rows, best, self.folder / "find_lr.png")
         print(f"curve        {self.folder}/find_lr.png {self.folder}/find_lr.csv")
-        print(f"suggested    a tenth of {best * MARGIN:.1e}, where the smoothed loss is least")
+        if best is None:
+            print(f"no suggestion: the loss falls by less than {SIGNIFICANT:g} times its noise of {noise:.2g}")
+            print("take more steps (--find-lr 500) or a larger TOTAL_BATCH_SIZE", flush=True)
+            return
+        print(f"suggested    a tenth of {best * MARGIN:.1e}, where the smoothed loss is lowest")
         print(f"LEARNING_RATE={best:.1e}", flush=True)
 
 
@@ -69,6 +80,18 @@ def suggest_rate(rows: list[dict[str, float]]) -> float:
     """Return a `MARGIN`-th of the rate at which the smoothed loss is least."""
     finite = [row for row in rows if math.isfinite(row["smoothed"])]
     return min(finite or rows, key=lambda row: row["smoothed"])["learning_rate"] / MARGIN
+
+
+def smoothed_noise(rows: list[dict[str, float]]) -> float:
+    """Return the standard deviation of the smoothed loss that comes from the batches, not from the learning rate.
+
+    It follows from the differences of successive losses up to the lowest smoothed one, as for independent noise.
+    """
+    lowest = min(range(len(rows)), key=lambda number: rows[number]["smoothed"])
+    steps = [after["loss"] - before["loss"] for before, after in pairwise(rows[: lowest + 1])]
+    if len(steps) < 2:
+        return 0.0
+    return statistics.stdev(steps) * math.sqrt((1 - SMOOTHING) / (1 + SMOOTHING) / 2)
 
 
 def _mean_over_ranks(loss: Tensor) -> float:
@@ -80,17 +103,15 @@ def _mean_over_ranks(loss: Tensor) -> float:
     return loss.item() / world_size
 
 
-def _draw(rows: list[dict[str, float]], best: float, path: Path) -> None:
-    from matplotlib.figure import Figure  # takes half a second to import
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
+def _draw(rows: list[dict[str, float]], best: float | None, path: Path) -> None:
+    figure, axes = build_figure(8, 5)
     rates = [row["learning_rate"] for row in rows]
     axes.plot(rates, [row["loss"] for row in rows], ".", color="0.7", label="loss of a step")
     axes.plot(rates, [row["smoothed"] for row in rows], label="smoothed")
-    axes.axvline(best, color="tab:red", linestyle="--", label=f"suggested: {best:.1e}")
+    if best:
+        axes.axvline(best, color="tab:red", linestyle="--", label=f"suggested: {best:.1e}")
     bottom, top = min(row["smoothed"] for row in rows), rows[0]["smoothed"]
-    axes.set_ylim(bottom - 0.5 * (top - bottom), top + 0.5 * (top - bottom))  # without the heights of divergence
-    axes.set(xscale="log", xlabel="learning rate", ylabel="training loss")
-    axes.legend()
-    figure.savefig(path, dpi=100)
+    axes.set_ylim(bottom - 0.5 * (top - bottom), top + 0.5 * (top - bottom))  # leave out the diverged end
+    axes.set(xscale="log", xlabel="learning rate", ylabel="training loss (cross-entropy)")
+    place_legend(axes)
+    save_figure(figure, path)

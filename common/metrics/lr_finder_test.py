@@ -5,9 +5,10 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
-from common.metrics.lr_finder import suggest_rate
+from common.metrics.lr_finder import LearningRateFinder, smoothed_noise, suggest_rate
 from common.metrics.writers import read_metrics
 from common.testing.ranks import run_ranks
 from common.testing.tiny_task import train, write_images
@@ -34,7 +35,7 @@ def test_rates_grow_evenly_from_the_loss_of_the_run_and_nothing_else_is_left(ima
     least = min(rows, key=lambda row: row["smoothed"])
     assert last_line == f"LEARNING_RATE={least['learning_rate'] / 10:.1e}"
     with Image.open(tmp_path / "found" / "find_lr.png") as picture:
-        assert picture.size == (800, 500)
+        assert picture.size == (1200, 750)
 
 
 def test_ends_where_the_loss_diverges(images, tmp_path):
@@ -63,3 +64,23 @@ def test_goes_by_the_smoothed_loss_and_never_by_one_that_is_not_finite():
     rows = [dict(learning_rate=10.0**k, loss=0.0, smoothed=loss) for k, loss in enumerate(losses)]
     assert suggest_rate(rows) == pytest.approx(1.0)
     assert suggest_rate(rows[3:]) == pytest.approx(100.0)
+
+
+def test_a_curve_within_its_noise_suggests_nothing(tmp_path, capsys):
+    finder = LearningRateFinder(tmp_path, 5, is_main=True)
+    losses = [2.0, 2.2, 1.9, 2.1, 1.98]
+    finder.rows = [dict(learning_rate=1e-3, loss=loss, smoothed=2 - 0.01 * n) for n, loss in enumerate(losses)]
+    finder.after_train(None)
+    assert "no suggestion: the loss falls by less than 3 times its noise of" in capsys.readouterr().out
+
+
+def test_noise_is_that_of_the_exponential_average():
+    random = torch.Generator().manual_seed(0)
+    losses = torch.randn(20_000, generator=random, dtype=torch.float64)
+    average, smoothed = 0.0, []
+    for loss in losses.tolist():
+        average = 0.9 * average + 0.1 * loss
+        smoothed.append(average)
+    rows = [dict(loss=loss, smoothed=0.0) for loss in losses.tolist()]
+    rows[-1]["smoothed"] = -1.0
+    assert smoothed_noise(rows) == pytest.approx(torch.tensor(smoothed[100:]).std().item(), rel=0.05)

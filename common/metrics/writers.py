@@ -15,6 +15,7 @@ from tqdm import tqdm
 from common.errors import UserError
 from common.metrics.record import Record, select_figures
 from common.metrics.trackers import TRACKERS
+from common.plot import build_figure, place_legend, save_figure
 
 DRAWING_SHARE = 0.003  # of a run's time, at most, goes into redrawing its curves
 FIRST_DRAWING = 0.5  # seconds: most of it imports matplotlib
@@ -199,27 +200,24 @@ def read_metrics(folder: Path) -> list[Record]:
 
 
 def draw_curves(folder: Path) -> None:
-    """Draw a run's training and evaluation loss (loss.jpeg), and its top-1 and top-5 accuracy (acc.jpeg)."""
-    from matplotlib.figure import Figure
-
+    """Draw a run's training and evaluation loss, and its top-1 and top-5 accuracy: ``{loss,acc}.{png,jpeg}``."""
     records = read_metrics(folder)
-
-    def curve(kind: str, name: str) -> tuple[list[int], list[float]]:
-        points = [(r["step"], r[name]) for r in records if r["kind"] == kind and r.get(name) is not None]
-        return [step for step, _ in points], [value for _, value in points]
-
     pictures = {
-        "loss.jpeg": ("loss", [("train", "loss", 1.0, "training"), ("eval", "loss", 1.0, "evaluation")]),
-        "acc.jpeg": ("accuracy (%)", [("eval", "top1", 100.0, "top-1"), ("eval", "top5", 100.0, "top-5")]),
+        "loss": (
+            "loss (cross-entropy)",
+            1.0,
+            [("train", "loss", "training", "-"), ("eval", "loss", "evaluation", "o-")],
+        ),
+        "acc": ("accuracy (%)", 100.0, [("eval", "top1", "top-1", "o-"), ("eval", "top5", "top-5", "s--")]),
     }
-    for name, (label, lines) in pictures.items():
-        figure = Figure(figsize=(6.4, 4))  # fixed margins: a "constrained" layout draws everything twice
-        axes = figure.subplots(gridspec_kw=dict(left=0.12, right=0.97, top=0.92, bottom=0.13))
-        for kind, key, scale, title in lines:
-            steps, values = curve(kind, key)
-            marker = "o" if kind == "eval" else None
-            axes.plot(steps, [scale * value for value in values], label=title, marker=marker, markersize=3)
-        axes.set(xlabel="optimiser step", ylabel=label, title=folder.name)
-        axes.grid(alpha=0.3)
-        axes.legend()
-        figure.savefig(folder / name, dpi=120)
+    for name, (label, scale, lines) in pictures.items():
+        figure, axes = build_figure()
+        for kind, key, title, style in lines:
+            points = [(r["step"], scale * r[key]) for r in records if r["kind"] == kind and r.get(key) is not None]
+            shade = 0.45 if kind == "train" else 1.0
+            steps, values = zip(*points, strict=True) if points else ((), ())
+            axes.plot(steps, values, style, color="tab:blue", alpha=shade, label=title, markersize=4)
+        axes.set(xlabel="optimizer step", ylabel=label)
+        axes.set_title(folder.resolve().name, loc="right", fontsize="medium")
+        place_legend(axes)
+        save_figure(figure, folder / f"{name}.png", jpeg=True)

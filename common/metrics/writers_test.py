@@ -168,9 +168,10 @@ def test_curves_are_drawn_as_often_as_their_share_of_the_time_allows(tmp_path, m
 def test_curves_are_pictures_also_with_a_gap(tmp_path):
     write(tmp_path, TRAIN, TRAIN | {"loss": float("inf"), "step": 3}, EVAL)
     draw_curves(tmp_path)
-    for name in ("loss.jpeg", "acc.jpeg"):
+    for name in ("loss.jpeg", "acc.jpeg", "loss.png", "acc.png"):
         with Image.open(tmp_path / name) as picture:
-            assert picture.format == "JPEG"
+            assert picture.format == name.partition(".")[2].upper()
+            assert picture.size == (960, 600)
             assert len(picture.getcolors(2**24)) > 50  # lines, not an empty page
 
 

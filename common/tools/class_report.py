@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from common.plot import build_figure, save_figure
 from common.table import Row, format_table
 
 SHOWN = 5  # classes at either end of the table for the terminal
@@ -48,21 +49,21 @@ def print_extremes(rows: Sequence[Row]) -> None:
 
 
 def draw_confusion(names: Sequence[str], confusion: np.ndarray, path: Path) -> None:
-    """Draw ``confusion`` [label, answer] as shares of each label's samples."""
-    from matplotlib.figure import Figure  # takes half a second to import
-
+    """Draw ``confusion`` [label, prediction] as shares of each class's images."""
     count = len(names)
     side = max(5.0, min(14.0, 0.35 * count))
-    figure = Figure(figsize=(side + 1.5, side), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = build_figure(side + 1.5, side)
+    axes.grid(False)
     shares = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
     figure.colorbar(axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the class's images")
-    axes.set(xlabel="answer", ylabel="class")
+    axes.set(xlabel="predicted", ylabel="true class", title=f"Confusion matrix, {confusion.sum():,} images")
     if count <= NAMED:
         axes.set_xticks(range(count), names, rotation=90)
         axes.set_yticks(range(count), names)
     if count <= COUNTED:
-        for label, answer in zip(*np.nonzero(confusion), strict=True):
-            shade = "white" if shares[label, answer] > 0.5 else "black"
-            axes.text(answer, label, str(confusion[label, answer]), ha="center", va="center", color=shade, fontsize=8)
-    figure.savefig(path, dpi=120)
+        for label, predicted in zip(*np.nonzero(confusion), strict=True):
+            shade = "white" if shares[label, predicted] > 0.5 else "black"
+            axes.text(
+                predicted, label, f"{confusion[label, predicted]}", ha="center", va="center", color=shade, fontsize=8
+            )
+    save_figure(figure, path)

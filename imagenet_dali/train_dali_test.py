@@ -11,6 +11,7 @@ import torch
 from common.checkpoint.save import load_model_state, newest_checkpoint
 from common.config.model_arguments import timm_arguments
 from common.errors import run_command
+from common.hardware import instruction_set
 from common.metrics.writers import read_metrics
 from common.tools import evaluate
 from imagenet_dali import train_dali
@@ -101,6 +102,34 @@ def test_torchvision_reads_the_same_samples_in_the_same_order(config, data, tmp_
         train_dali.main(["--config", str(config), "--output", str(tmp_path / loader), *arguments])
         losses[loader] = read_metrics(tmp_path / loader)[0]["loss"]
     assert losses["dali"] == pytest.approx(losses["torchvision"], rel=1e-2)
+
+
+def test_a_run_resumes_on_a_cpu_with_other_instructions(config, data, tmp_path, capsys, monkeypatch):
+    """The recipe's fp16 names no type: bfloat16 where that is fast, else float32, and what was used is recorded."""
+
+    def train(is_fast: bool, *more: str) -> tuple[str, str]:
+        monkeypatch.setattr("common.colossal.amp.is_fast", lambda _: is_fast)
+        arguments = ["--config", str(config), "--output", str(tmp_path / "run"), *more]
+        train_dali.main([*arguments, "--set", f"DATA.root={data}", "--set", "DATA.workers=0"])
+        return capsys.readouterr()
+
+    dry_run = train(False, "--dry-run").out
+    assert f"precision              float32 on this CPU ({instruction_set()}), float16 on GPUs\n" in dry_run
+    assert "precision              bfloat16 on this CPU" in train(True, "--dry-run").out
+    first = train(False, "--set", "MAX_STEPS=4").out
+    assert first.count(f"fp16: computing in float32, because this CPU ({instruction_set()}) has no bfloat16 ins") == 1
+    assert "float32" not in train(True, "--set", "MAX_STEPS=8").err
+    outputs = train(False), train(True, "--set", "NUM_EPOCHS=5")
+    assert [out.count("from here on; it was") for out, _ in outputs] == [2, 2]  # and MAX_STEPS, NUM_EPOCHS
+    assert "computing in float32 from here on; it was bfloat16\n" in outputs[0][0]
+    assert "computing in bfloat16 from here on; it was float32\n" in outputs[1][0]
+    written = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert written["hardware"]["instruction_set"] == instruction_set()
+    assert written["plan"]["dtype"] == "bfloat16"
+    assert [start["dtype"] for start in written["starts"]] == ["float32", "bfloat16", "float32", "bfloat16"]
+    slow = train(False, "--set", "NUM_EPOCHS=6", "--set", "fp16.dtype='bfloat16'")
+    assert "fp16: " not in slow.out
+    assert slow.err.count("warning: fp16.dtype='bfloat16': this CPU") == 1
 
 
 def test_dry_run_of_the_flagship_needs_no_data(capsys, monkeypatch):

@@ -88,7 +88,9 @@ def _newest_intact(folder: Path) -> Path | None:
 
 def note_start(about: Mapping[str, Any], data: DataSummary, start_from: Path | None) -> list[dict[str, Any]]:
     """Return when, how and from which step the run was started, each time; say what has changed since the last one."""
-    now = {"step": 0} | {key: about[key] for key in ("started", "argv", "commit")} | {"gpus": about["plan"]["gpus"]}
+    plan = about["plan"]
+    now = {"step": 0} | {key: about[key] for key in ("started", "argv", "commit")}
+    now |= {"gpus": plan["gpus"], "dtype": plan["dtype"]}
     if start_from is None:
         return [now]
     now["step"] = load_trainer_state(start_from)["trainer"]["step"]
@@ -96,7 +98,11 @@ def note_start(about: Mapping[str, Any], data: DataSummary, start_from: Path | N
     print(f"going on from {start_from}")
     for key, (then, value) in compare_configs(start_from, about["config"]).items():
         print(f"{key}={value!r} from here on; it was {then!r}")
-    return [*json.loads((start_from / CONFIG).read_text())["starts"], now]
+    starts = json.loads((start_from / CONFIG).read_text())["starts"]
+    before = starts[-1].get("dtype", now["dtype"])  # older runs have not recorded it
+    if before != now["dtype"]:
+        print(f"computing in {now['dtype']} from here on; it was {before}")
+    return [*starts, now]
 
 
 def check_data(path: Path, data: DataSummary, allow_change: bool) -> None:

@@ -3,7 +3,7 @@
 A repair is a class or function whose docstring says what upstream does wrong, and where.
 """
 
-from common.colossal.amp import build_mixed_precision
+from common.colossal.amp import MixedPrecision, build_mixed_precision, compute_dtype, name_dtype
 from common.colossal.context import launch, repair_context, shutdown
 from common.colossal.engine import Engine, initialize
 from common.colossal.fake_launch import reduce_without_waiting, rehearsed_launch
@@ -53,6 +53,7 @@ __all__ = [
     "CosineAnnealingWarmupLR",
     "Engine",
     "LinearWarmupLR",
+    "MixedPrecision",
     "ParallelMode",
     "Predictor",
     "Trainer",
@@ -61,6 +62,7 @@ __all__ = [
     "build_norm_reducer",
     "canonical_state",
     "check_tensor_parallel",
+    "compute_dtype",
     "cut_piece",
     "describe_tensor_parallel",
     "doing",
@@ -74,6 +76,7 @@ __all__ = [
     "launch_from_slurm",
     "launch_from_torch",
     "load_canonical_state",
+    "name_dtype",
     "reduce_without_waiting",
     "rehearsed_launch",
     "resolve_parallel",

@@ -1,7 +1,7 @@
 """Mixed precision: what the config's ``fp16 = dict(mode=AMP_TYPE.TORCH, ...)`` means here."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from common.colossal.upstream import AMP_TYPE
 from common.errors import UserError, did_you_mean
+from common.hardware import instruction_set, is_fast
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 SCALER_OPTIONS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
@@ -26,12 +27,16 @@ class Cast(Enum):
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """What is cast to which type (None: nothing), the loss scaler that it needs, and a line to tell the user."""
+    """What is cast (None: nothing) to which type, the loss scaler that it needs, and lines to tell the user.
+
+    ``dtype`` is the type of matrix products: float32 where nothing is cast.
+    """
 
     cast: Cast | None = None
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype = torch.float32
     scaler: GradScaler | None = None
     note: str | None = None
+    warning: str | None = None
 
 
 # The levels of NVIDIA's apex.amp (apex/amp/frontend.py): what is cast, and whether the loss is scaled.
@@ -49,9 +54,10 @@ def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> M
     - ``AMP_TYPE.APEX``: ``opt_level`` "O0" (full precision), "O1" (default; as TORCH), "O2" (as NAIVE), or "O3" (no
       float32 and no loss scaling, fast and fragile). Replaces apex.amp, which NVIDIA has removed.
 
-    ``dtype`` is 'float16' or 'bfloat16', by default float16 on GPUs and bfloat16 on CPUs. float16 needs a loss scaler,
-    which takes ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval`` and ``enabled`` as torch's
-    does; bfloat16 has the range of float32 and leaves them unused. Raises `UserError` for other modes, types and keys.
+    ``dtype`` is 'float16' or 'bfloat16', by default float16 on GPUs and bfloat16 on CPUs that have instructions for it;
+    on other CPUs nothing is cast then. float16 needs a loss scaler, which takes ``init_scale``, ``growth_factor``,
+    ``backoff_factor``, ``growth_interval`` and ``enabled`` as torch's does; bfloat16 and float32 have no use for one
+    and ignore them. Raises `UserError` for other modes, types and keys.
     """
     options = dict(fp16 or {})
     mode = options.pop("mode", None)
@@ -59,18 +65,38 @@ def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> M
         return MixedPrecision()
     _check_mode(mode)
     opt_level = options.pop("opt_level", "O1") if mode == AMP_TYPE.APEX else None
-    dtype = _parse_dtype(options.pop("dtype", None), device_type)
+    explicit = options.pop("dtype", None)
+    dtype = _parse_dtype(explicit, device_type)
     _check_options(mode, opt_level, options)
     cast = CASTS[mode] if opt_level is None else OPT_LEVELS[opt_level]
     if cast is None:
-        return MixedPrecision(note=_describe(opt_level, cast, None))
+        return MixedPrecision(note=f"AMP_TYPE.APEX {opt_level}: full precision")
+    name = f"AMP_TYPE.APEX {opt_level}: by PyTorch instead of apex.amp; in " if opt_level else ""
+    if dtype == torch.float32:
+        why = f"float32, because this CPU ({instruction_set()}) has no bfloat16 instructions"
+        return MixedPrecision(note=(name or "fp16: computing in ") + why)
+    warning = None
     if device_type == "cpu":
         _check_cpu(dtype)
+        warning = _warn_of_slow(dtype) if explicit is not None else None
     scaler = None
     if dtype == torch.float16 and cast is not Cast.PARAMETERS and options.pop("enabled", True):
         scaler = GradScaler(device_type, **options)
-    precision = MixedPrecision(cast, dtype, scaler)
-    return replace(precision, note=_describe(opt_level, cast, dtype)) if opt_level else precision
+    note = f"{name}{name_dtype(dtype)}: {cast.value}" if opt_level else None
+    return MixedPrecision(cast, dtype, scaler, note, warning)
+
+
+def compute_dtype(fp16: Mapping[str, Any] | None, device_type: str) -> torch.dtype:
+    """Return the type of matrix products under ``fp16`` that `build_mixed_precision` accepts, on "cuda" or "cpu"."""
+    options = fp16 or {}
+    if options.get("mode") is None or options.get("opt_level") == "O0":
+        return torch.float32
+    return _parse_dtype(options.get("dtype"), device_type)
+
+
+def name_dtype(dtype: torch.dtype) -> str:
+    """Return the type's name as in a config: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_mode(mode: object) -> None:
@@ -83,7 +109,9 @@ def _check_mode(mode: object) -> None:
 
 def _parse_dtype(dtype: object, device_type: str) -> torch.dtype:
     if dtype is None:
-        dtype = "float16" if device_type == "cuda" else "bfloat16"
+        if device_type == "cuda":
+            return torch.float16
+        return torch.bfloat16 if is_fast("bfloat16") else torch.float32
     parsed = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if parsed not in DTYPES.values():
         raise UserError(f"fp16.dtype={dtype!r}: write 'float16' or 'bfloat16'")
@@ -118,7 +146,12 @@ def _check_cpu(dtype: torch.dtype) -> None:
         raise UserError(f"fp16.dtype={dtype}: this CPU cannot compute in it ({reason}); leave fp16 out") from error
 
 
-def _describe(opt_level: str, cast: Cast | None, dtype: torch.dtype | None) -> str:
-    if cast is None:
-        return f"AMP_TYPE.APEX {opt_level}: full precision"
-    return f"AMP_TYPE.APEX {opt_level}: by PyTorch instead of apex.amp; in {str(dtype)[6:]}: {cast.value}"
+def _warn_of_slow(dtype: torch.dtype) -> str | None:
+    """Return a warning if this CPU has no instructions for the type, which the config names."""
+    name, default = name_dtype(dtype), name_dtype(_parse_dtype(None, "cpu"))
+    if is_fast(name):
+        return None
+    return (
+        f"warning: fp16.dtype={name!r}: this CPU ({instruction_set()}) has no instructions for it, training can take "
+        f"some hundred times as long as in float32; leave dtype out, and this CPU computes in {default}"
+    )

@@ -6,18 +6,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.colossal import AMP_TYPE, amp, initialize
-from common.colossal.amp import Cast, build_mixed_precision
+from common.colossal.amp import Cast, build_mixed_precision, compute_dtype
 from common.errors import UserError
 from common.testing.parity_cases import build_engine, micro_batches
 from common.testing.ranks import launched, run_ranks
 
 
+@pytest.fixture
+def bfloat16_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a CPU with instructions for bfloat16 and none for float16."""
+    monkeypatch.setattr(amp, "is_fast", lambda name: name == "bfloat16")
+
+
 @pytest.mark.parametrize(
     ("fp16", "device", "cast", "dtype", "scale"),
     [
-        (None, "cuda", None, None, None),
-        ({}, "cuda", None, None, None),
-        ({"mode": None}, "cuda", None, None, None),
+        (None, "cuda", None, torch.float32, None),
+        ({}, "cuda", None, torch.float32, None),
+        ({"mode": None}, "cuda", None, torch.float32, None),
         ({"mode": AMP_TYPE.TORCH}, "cpu", Cast.OPERATIONS, torch.bfloat16, None),
         ({"mode": AMP_TYPE.TORCH, "init_scale": 8.0}, "cpu", Cast.OPERATIONS, torch.bfloat16, None),
         ({"mode": AMP_TYPE.TORCH, "dtype": "float16"}, "cpu", Cast.OPERATIONS, torch.float16, 2.0**16),
@@ -25,7 +31,7 @@ from common.testing.ranks import launched, run_ranks
         ({"mode": AMP_TYPE.TORCH, "dtype": "bfloat16"}, "cuda", Cast.OPERATIONS, torch.bfloat16, None),
         ({"mode": AMP_TYPE.NAIVE}, "cpu", Cast.LAYERS, torch.bfloat16, None),
         ({"mode": AMP_TYPE.NAIVE, "dtype": "float16", "init_scale": 8.0}, "cpu", Cast.LAYERS, torch.float16, 8),
-        ({"mode": AMP_TYPE.APEX, "opt_level": "O0"}, "cuda", None, None, None),
+        ({"mode": AMP_TYPE.APEX, "opt_level": "O0"}, "cuda", None, torch.float32, None),
         ({"mode": AMP_TYPE.APEX}, "cpu", Cast.OPERATIONS, torch.bfloat16, None),
         (
             {"mode": AMP_TYPE.APEX, "opt_level": "O1", "dtype": "float16"},
@@ -39,10 +45,10 @@ from common.testing.ranks import launched, run_ranks
     ],
 )
 def test_config(
-    fp16: dict | None, device: str, cast: Cast | None, dtype: torch.dtype | None, scale: float | None
+    fp16: dict | None, device: str, cast: Cast | None, dtype: torch.dtype, scale: float | None, bfloat16_cpu: None
 ) -> None:
     precision = build_mixed_precision(fp16, device)
-    assert (precision.cast, precision.dtype) == (cast, dtype)
+    assert (precision.cast, precision.dtype, compute_dtype(fp16, device)) == (cast, dtype, dtype)
     assert (precision.scaler and precision.scaler.get_scale()) == scale
     assert bool(precision.note) == (bool(fp16) and fp16["mode"] == AMP_TYPE.APEX)
 
@@ -65,6 +71,38 @@ def test_config(
 def test_config_that_is_refused(fp16: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         build_mixed_precision(fp16, "cpu")
+
+
+@pytest.mark.parametrize("opt_level", [None, "O1", "O2", "O3"])
+@pytest.mark.parametrize("mode", AMP_TYPE)
+def test_without_instructions_the_default_is_float32(
+    mode: AMP_TYPE, opt_level: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(amp, "is_fast", lambda _: False)
+    monkeypatch.setattr(amp, "instruction_set", lambda: "AVX2")
+    fp16 = {"mode": mode} | ({"opt_level": opt_level} if mode == AMP_TYPE.APEX and opt_level else {})
+    if fp16.get("opt_level") != "O3":
+        fp16["init_scale"] = 8.0
+    precision = build_mixed_precision(fp16, "cpu")
+    assert (precision.cast, precision.dtype, precision.scaler) == (None, torch.float32, None)
+    assert precision.warning is None
+    assert precision.note.endswith("in float32, because this CPU (AVX2) has no bfloat16 instructions")
+    assert compute_dtype(fp16, "cpu") == torch.float32
+    assert compute_dtype(fp16, "cuda") == torch.float16  # a GPU's default is its own
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", torch.bfloat16])
+def test_an_explicit_type_is_obeyed_with_a_warning(dtype: str | torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    fp16, name = {"mode": AMP_TYPE.NAIVE, "dtype": dtype}, str(dtype).removeprefix("torch.")
+    monkeypatch.setattr(amp, "instruction_set", lambda: "AVX2")
+    for fast in (True, False):
+        monkeypatch.setattr(amp, "is_fast", lambda _, fast=fast: fast)
+        precision = build_mixed_precision(fp16, "cpu")
+        assert (precision.cast, precision.dtype) == (Cast.LAYERS, getattr(torch, name))
+        assert (precision.warning is None) == fast
+    assert precision.warning.startswith(f"warning: fp16.dtype='{name}': this CPU (AVX2) has no instructions for it")
+    assert precision.warning.endswith("leave dtype out, and this CPU computes in float32")
+    assert "\n" not in precision.warning
 
 
 def test_a_cpu_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +136,12 @@ def test_model_computes_in_half_and_loss_in_float32() -> None:
     assert model.weight.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("mode", AMP_TYPE)
+def test_without_instructions_every_layer_computes_in_float32(mode: AMP_TYPE, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amp, "is_fast", lambda _: False)
+    assert set(layer_types({"mode": mode}).values()) == {torch.float32}
+
+
 def layer_types(fp16: dict) -> dict[str, torch.dtype]:
     """Return the types that layers compute in, and those of the loss, the weights and the gradients."""
     seen = {}
@@ -119,10 +163,12 @@ def test_naive_computes_every_layer_in_half_on_masters() -> None:
     assert layer_types({"mode": AMP_TYPE.NAIVE, "dtype": "float16"}) == layers | masters
 
 
-def test_o3_leaves_nothing_but_the_loss_in_float32(capsys: pytest.CaptureFixture) -> None:
-    types = layer_types({"mode": AMP_TYPE.APEX, "opt_level": "O3", "dtype": "bfloat16"})
+def test_o3_leaves_nothing_but_the_loss_in_float32() -> None:
+    fp16 = {"mode": AMP_TYPE.APEX, "opt_level": "O3", "dtype": "bfloat16"}
+    types = layer_types(fp16)
     assert {name for name, dtype in types.items() if dtype != torch.bfloat16} == {"loss"}
-    assert capsys.readouterr().out.startswith("AMP_TYPE.APEX O3: by PyTorch instead of apex.amp; in bfloat16:")
+    note = build_mixed_precision(fp16, "cpu").note
+    assert note == f"AMP_TYPE.APEX O3: by PyTorch instead of apex.amp; in bfloat16: {Cast.PARAMETERS.value}"
 
 
 def test_a_layer_norm_of_large_values_does_not_overflow() -> None:

@@ -84,8 +84,6 @@ def initialize(
     device = get_accelerator().get_current_device()
     accumulation = config.get("gradient_accumulation") or 1
     precision = build_mixed_precision(config.get("fp16"), device.type)
-    if precision.note and gpc.get_global_rank() == 0:
-        print(precision.note, flush=True)
     apply_precision(model.to(device), precision)
     if config.get("COMPILE"):
         compile_blocks(model)

@@ -1,5 +1,6 @@
 """Run a model as the engine's evaluation does: in the run's precision, without an optimiser."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from common.colossal.amp import Cast, build_mixed_precision
 from common.colossal.engine import apply_precision
 from common.colossal.upstream import get_accelerator
+from common.errors import is_first_process
 
 
 class Predictor:
@@ -18,6 +20,9 @@ class Predictor:
         """Move ``model`` to this process's device and to the precision of the config's ``fp16``, for good."""
         self.device = get_accelerator().get_current_device()
         precision = build_mixed_precision(fp16, self.device.type)
+        if is_first_process():  # on stderr: stdout is the command's result
+            for line in filter(None, (precision.note, precision.warning)):
+                print(line, file=sys.stderr, flush=True)
         self._autocast_dtype = precision.dtype if precision.cast is Cast.OPERATIONS else None
         self._model = model.to(self.device).eval()
         apply_precision(self._model, precision)

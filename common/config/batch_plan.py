@@ -28,6 +28,7 @@ class Plan:
 
     ``total_batch = micro_batch * accumulation * data_parallel`` and ``gpus = data_parallel * tensor_parallel``.
     ``total_steps`` is the length of the schedule, ``last_step`` where the run ends (less with ``MAX_STEPS``).
+    ``dtype`` is what matrix products are computed in.
     """
 
     gpus: int
@@ -41,6 +42,7 @@ class Plan:
     warmup_steps: int
     total_steps: int
     last_step: int
+    dtype: str = "float32"
 
     @property
     def batch_formula(self) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from common.colossal import describe_tensor_parallel
+from common.colossal import compute_dtype, describe_tensor_parallel, name_dtype
 from common.config.batch_plan import DataSummary, Plan
 from common.estimate.cluster import LATENCY, Cluster
 from common.estimate.scaling import (
@@ -17,6 +17,7 @@ from common.estimate.scaling import (
     whole_model_flops,
 )
 from common.estimate.step_estimate import Rehearsal, rehearse
+from common.hardware import instruction_set
 from common.model.flops import flops_per_image
 from common.model.vit import build_model, parameter_count
 from common.table import format_table
@@ -35,6 +36,7 @@ def print_dry_run(config: Mapping[str, Any], plan: Plan, data: DataSummary | Non
         "global batch": plan.batch_formula,
         "parameters": f"{parameter_count(**model) / 1e6:.1f} M",
         "arithmetic": f"{flops_per_image(model) / 1e9:.1f} GFLOP an image, forward and backward",
+        "precision": _describe_precision(config, plan),
         "memory per GPU": _describe_memory(rehearse(config, plan.gpus, plan.micro_batch, plan.accumulation)),
         "data": f"{data.train_samples:,} training, {data.eval_samples:,} evaluation images, {data.num_classes} classes"
         if data
@@ -55,6 +57,14 @@ def print_dry_run(config: Mapping[str, Any], plan: Plan, data: DataSummary | Non
         print(f"{'':<22} {line}")
     if cluster:
         _print_modes(config, plan, cluster)
+
+
+def _describe_precision(config: Mapping[str, Any], plan: Plan) -> str:
+    """Name the type that is computed in; on a CPU also that of the GPUs which the plan may be for."""
+    if torch.cuda.is_available():
+        return plan.dtype
+    on_gpus = name_dtype(compute_dtype(config["fp16"], "cuda"))
+    return f"{plan.dtype} on this CPU ({instruction_set()}), {on_gpus} on GPUs"
 
 
 def _describe_memory(rehearsal: Rehearsal) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from common.colossal import build_mixed_precision
+from common.colossal import compute_dtype
 from common.config.model_arguments import parse_model_arguments
 
 # Dense 10^12 FLOP/s in 16 bits, TF32 and float32, of NVIDIA's data sheets (SXM, if not PCIe), by what the device's name
@@ -48,8 +48,7 @@ def peak_images_per_s(
 
     Model FLOPs utilisation is the rate that is reached over this one. ``model`` and ``fp16`` are the config's.
     """
-    dtype = build_mixed_precision(fp16, device.type).dtype or torch.float32
-    return gpus * peak_flops(device, dtype) / flops_per_image(model)
+    return gpus * peak_flops(device, compute_dtype(fp16, device.type)) / flops_per_image(model)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

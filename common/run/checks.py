@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from common.checkpoint.hook import parse_minutes
-from common.colossal import build_mixed_precision, check_tensor_parallel
+from common.colossal import MixedPrecision, build_mixed_precision, check_tensor_parallel
 from common.config.batch_plan import DataSummary, Plan
 from common.config.model_arguments import parse_model_arguments
 from common.errors import UserError
@@ -25,13 +25,16 @@ def check_classes(num_classes: int | None, data: DataSummary) -> int:
     return num_classes or data.num_classes
 
 
-def check_builds(config: Mapping[str, Any], plan: Plan) -> None:
-    """Refuse what the model, its shards, the optimiser, mixed precision or a tracker would, before anything starts."""
+def check_builds(config: Mapping[str, Any], plan: Plan) -> MixedPrecision:
+    """Refuse what the model, its shards, the optimiser, mixed precision or a tracker would, before anything starts.
+
+    Return what ``fp16`` comes to on this machine.
+    """
     model = {**config["MODEL"], "num_classes": config["MODEL"]["num_classes"] or 1}
     parse_model_arguments(model)
     if isinstance(config["CHECKPOINT_EVERY"], str):
         parse_minutes(config["CHECKPOINT_EVERY"])
     check_tensor_parallel(config["parallel"], model, plan.micro_batch, plan.gpus)
     build_optimizer(nn.Linear(1, 1), weight_decay=config["WEIGHT_DECAY"], **config["OPTIMIZER"])
-    build_mixed_precision(config["fp16"], "cuda" if torch.cuda.is_available() else "cpu")
     check_trackers(config["LOG"]["trackers"])
+    return build_mixed_precision(config["fp16"], "cuda" if torch.cuda.is_available() else "cpu")

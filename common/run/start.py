@@ -19,9 +19,11 @@ from common.checkpoint.resume import ask_first_rank, choose_checkpoint, note_sta
 from common.checkpoint.save import CONFIG, METRICS, newest_checkpoint
 from common.colossal import (
     BaseHook,
+    MixedPrecision,
     ParallelMode,
     WatchHook,
     gpc,
+    name_dtype,
     shutdown,
 )
 from common.config.batch_plan import DataSummary, Plan, build_plan, shrink_micro_batch
@@ -163,7 +165,8 @@ def start_run(
     if args.dry_run:
         config = shrink_micro_batch(config, gpus)
     plan = build_plan(config, gpus, data)
-    check_builds(config, plan)
+    precision = check_builds(config, plan)
+    plan = replace(plan, dtype=name_dtype(precision.dtype))
     config["gradient_accumulation"] = plan.accumulation
     if args.dry_run:
         print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None)
@@ -185,6 +188,7 @@ def start_run(
     run = Run(plan, output, launch.rank == 0, _device(), about, start_from, measurement)
     if run.is_main:
         _announce(args.config, config, plan, data)
+        _announce_precision(precision)
     return run
 
 
@@ -208,3 +212,10 @@ def _announce(name: str, config: Mapping[str, Any], plan: Plan, data: DataSummar
         f"warm-up, then {config['LR_SCHEDULE']} to 0",
         flush=True,
     )
+
+
+def _announce_precision(precision: MixedPrecision) -> None:
+    if precision.note:
+        print(precision.note, flush=True)
+    if precision.warning:
+        print(precision.warning, file=sys.stderr, flush=True)

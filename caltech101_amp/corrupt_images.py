@@ -3,16 +3,16 @@
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 
 from common.data.corrupt_images import MAX_BAD_SHARE, join_some, reason_of
-from common.data.download import file_lock
 from common.data.fingerprint import fingerprint_of
 from common.data.image_folder import open_image
 from common.errors import UserError, is_first_process
+from common.files import folder_lock
 
 
 def find_damaged(folder: Path, paths: Sequence[str]) -> dict[str, str]:
@@ -24,7 +24,7 @@ def find_damaged(folder: Path, paths: Sequence[str]) -> dict[str, str]:
     digest = fingerprint_of([*paths, *(_state(folder / path) for path in paths)])
     record = folder.with_name(f".{folder.name}.checked.json")
     is_writable = os.access(folder.parent, os.W_OK)
-    with _locked(record.with_suffix(".lock"), is_writable):
+    with folder_lock(folder.parent, wait=True) if is_writable else nullcontext():
         known = _read(record)
         if known.get("digest") == digest:
             return known["damaged"]
@@ -48,15 +48,6 @@ def report_damaged(folder: Path, damaged: Mapping[str, str], total: int) -> None
         raise UserError(f"{count}, more than {MAX_BAD_SHARE:.0%}: {named}; unpack the data set again")
     if is_first_process():
         print(f"{count} and are left out: {named}", file=sys.stderr)
-
-
-@contextmanager
-def _locked(path: Path, is_writable: bool) -> Iterator[None]:
-    if is_writable:
-        with file_lock(path):
-            yield
-    else:
-        yield
 
 
 def _read(record: Path) -> dict:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from caltech101_amp.corrupt_images import find_damaged, report_damaged
-from common.data.download import check_md5, download, extract, file_lock
+from common.data.download import check_md5, download, extract
 from common.data.image_folder import Files, FolderSplit, list_files, list_folders, split_by_class
 from common.errors import UserError
+from common.files import folder_lock
 
 URL = "https://data.caltech.edu/records/mzrjq-6wc02/files/caltech-101.zip"
 MD5 = "3138e1922a9193bfa496528edbbc45d0"
@@ -68,7 +69,7 @@ def _unpack(root: Path, allow_download: bool) -> Path:
             f"DATA.root={root} has no {FOLDER}/, {ARCHIVE} or {OUTER_ARCHIVE}: "
             f"--set DATA.download=True fetches Caltech-101 (137 MB) into it"
         )
-    with file_lock(root / f".{OUTER_ARCHIVE}.lock"):
+    with folder_lock(root, wait=True):
         if (root / FOLDER).is_dir():  # another process was first
             return root / FOLDER
         if archive is None:

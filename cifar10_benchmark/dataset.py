@@ -10,10 +10,11 @@ import numpy as np
 import simplejpeg
 
 from common.data.corrupt_images import reason_of
-from common.data.download import check_md5, download, extract, file_lock
+from common.data.download import check_md5, download, extract
 from common.data.fingerprint import fingerprint_of
 from common.data.image_folder import check_pixels, open_image
 from common.errors import UserError
+from common.files import folder_lock
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 MD5 = "c58f30108f718f92721af3b95e74349a"
@@ -138,7 +139,7 @@ def _unpack(root: Path, allow_download: bool) -> None:
             f"DATA.root={root} has no {BATCHES}/, {ARCHIVE} or train/<class>/*: "
             f"--set DATA.download=True fetches CIFAR-10 (170 MB) into it"
         )
-    with file_lock(root / f".{ARCHIVE}.lock"):
+    with folder_lock(root, wait=True):
         if (root / BATCHES).is_dir():  # another process was first
             return
         if archive.is_file():

@@ -26,6 +26,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def nearest_multiples(value: int, unit: int) -> str:
+    """Return the multiples of ``unit`` next to ``value``, which is none, as ``"4 or 8"``."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
 def run_command(main: Callable[[list[str]], object], argv: list[str] | None = None) -> None:
     """Run ``main(argv)``; a `UserError` ends the process with one line on stderr and exit code 2.
 

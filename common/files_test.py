@@ -1,15 +1,17 @@
 """Checksums, and the lock of a folder between processes."""
 
 import hashlib
+import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from common.errors import UserError
-from common.files import lock_folder, sha256_of, unlock_folder
+from common.files import folder_lock, lock_folder, sha256_of, unlock_folder
 
 HOLD = "import sys; from pathlib import Path; from common.files import lock_folder; lock_folder(Path(sys.argv[1]))"
 
@@ -53,3 +55,22 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file/run: cannot be written"):
         lock_folder(tmp_path / "file" / "run")
+
+
+def _hold(folder: Path, log: Path) -> None:
+    with folder_lock(folder, wait=True):
+        for word in ("in ", "out "):
+            with log.open("a") as file:
+                file.write(word)
+            time.sleep(0.02)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_those_that_wait_enter_one_at_a_time(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_hold, args=(tmp_path / "new", tmp_path / "log")) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert (tmp_path / "log").read_text() == "in out " * 4

@@ -1,4 +1,4 @@
-"""Tables of results: rows are dicts with the same keys."""
+"""Tables of results: rows are dicts with the same keys, nested ones flattened."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -6,6 +6,15 @@ from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return ``{"a.b": value}`` for ``{"a": {"b": value}}``; an empty mapping is a value."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        is_nested = isinstance(value, Mapping) and value
+        flat |= flatten(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
+    return flat
 
 
 def format_table(rows: Sequence[Row]) -> str:

@@ -7,7 +7,6 @@ labels.txt                       one class name a line; the line number, from 0,
 manifest.json                    all of this with checksums, and what repairs left out; written last
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 
 from common.data.fingerprint import fingerprint_of
 from common.errors import UserError
+from common.files import sha256_of
 from imagenet_dali.records import RECORD
 
 FORMAT = 1
@@ -127,12 +127,3 @@ def records_path(root: Path, split: str) -> Path:
 def index_path(root: Path, split: str, shard_name: str) -> Path:
     """Return where the DALI index of a shard lies."""
     return root / "idx_files" / split / f"{Path(shard_name).name}.idx"
-
-
-def sha256_of(path: Path) -> str:
-    """Return the checksum of a file's content, in hexadecimal."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

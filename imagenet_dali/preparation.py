@@ -13,11 +13,12 @@ from tqdm import tqdm
 from common.data.corrupt_images import MAX_BAD_SHARE, print_some
 from common.data.fingerprint import fingerprint_of
 from common.errors import UserError
+from common.files import folder_lock
 from imagenet_dali.images import RESAMPLING
 from imagenet_dali.manifest import MANIFEST, PARTIAL
 from imagenet_dali.sources import Source, list_source, plan_shards
 from imagenet_dali.workers import parallel_map
-from imagenet_dali.writer import Options, ShardTask, atomic_file, lock, to_shard, write_dataset, write_shard
+from imagenet_dali.writer import Options, ShardTask, atomic_file, to_shard, write_dataset, write_shard
 
 REFUSED = "refused.txt"
 
@@ -41,7 +42,7 @@ def prepare(source: Path, dest: Path, options: Options | None = None, workers: i
     reports = {}
     tasks = [ShardTask(source, dest, name, files, listed.class_names, options) for name, files in plan.items()]
     total = sum(len(files) for files in plan.values())
-    with lock(dest), tqdm(total=total, unit="image", disable=None) as progress:
+    with folder_lock(dest / PARTIAL), tqdm(total=total, unit="image", disable=None) as progress:
         for report in parallel_map(write_shard, tasks, workers):
             reports[report["name"]] = report
             progress.update(len(report["rows"]) + len(report["refused"]))

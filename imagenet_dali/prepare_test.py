@@ -153,7 +153,7 @@ def test_a_second_process_on_the_same_job_is_refused(tmp_path, monkeypatch):
     source, dest = write_images(tmp_path / "images", 5), tmp_path / "data"
 
     def write_from_two_processes(task):
-        with pytest.raises(UserError, match="another process is writing it"):
+        with pytest.raises(UserError, match="is being written by"):
             prepare(source, dest)
         raise InterruptedError
 

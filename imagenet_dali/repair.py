@@ -1,5 +1,6 @@
 """Go on with what is left of a prepared data set after some of its records went bad."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,18 +9,19 @@ import numpy as np
 
 from common.data.corrupt_images import MAX_BAD_SHARE, join_some
 from common.errors import UserError
+from common.files import folder_lock, sha256_of
 from imagenet_dali.manifest import (
     COPY_BACK,
     MANIFEST,
+    PARTIAL,
     data_fingerprint,
     find_missing,
     index_path,
     read_manifest,
     records_path,
-    sha256_of,
 )
 from imagenet_dali.verify import Verified, list_shards, read_table, verify_shards
-from imagenet_dali.writer import atomic_file, build_tables, lock, manifest_text, relative_to_root
+from imagenet_dali.writer import atomic_file, build_tables, manifest_text, relative_to_root
 
 
 def repair(root: Path, workers: int) -> list[str]:
@@ -31,28 +33,36 @@ def repair(root: Path, workers: int) -> list[str]:
     counting earlier repairs, and for a class that would lose all its training images.
     """
     manifest = read_manifest(root)
-    with lock(root):
-        _settle(root, manifest)
-        for split in manifest["splits"]:
-            for missing in find_missing(root, manifest, split):
-                raise UserError(f"{missing}; {COPY_BACK}")
-        verified = verify_shards(root, manifest, workers)
-        _check_losses(root, manifest, verified)
-        splits = {
-            split: [verified[shard["name"]][0] for shard in described["shards"]]
-            for split, described in manifest["splits"].items()
-        }
-        described, tables = build_tables(root, splits)
-        repaired = _describe_repair(root, manifest, {**manifest, "splits": described}, verified)
-        for path, content in tables.items():
-            if not path.is_file() or path.read_bytes() != content:
-                with atomic_file(_staged(path)) as file:
-                    file.write(content)
-        if repaired != manifest:
-            with atomic_file(root / MANIFEST) as file:
-                file.write(manifest_text(repaired))
-        _settle(root, repaired)
+    with folder_lock(root / PARTIAL):
+        try:
+            verified = _repair(root, manifest, workers)
+        finally:
+            shutil.rmtree(root / PARTIAL)
     return _list_faults(manifest, verified)
+
+
+def _repair(root: Path, manifest: dict[str, Any], workers: int) -> dict[str, Verified]:
+    _settle(root, manifest)
+    for split in manifest["splits"]:
+        for missing in find_missing(root, manifest, split):
+            raise UserError(f"{missing}; {COPY_BACK}")
+    verified = verify_shards(root, manifest, workers)
+    _check_losses(root, manifest, verified)
+    splits = {
+        split: [verified[shard["name"]][0] for shard in described["shards"]]
+        for split, described in manifest["splits"].items()
+    }
+    described, tables = build_tables(root, splits)
+    repaired = _describe_repair(root, manifest, {**manifest, "splits": described}, verified)
+    for path, content in tables.items():
+        if not path.is_file() or path.read_bytes() != content:
+            with atomic_file(_staged(path)) as file:
+                file.write(content)
+    if repaired != manifest:
+        with atomic_file(root / MANIFEST) as file:
+            file.write(manifest_text(repaired))
+    _settle(root, repaired)
+    return verified
 
 
 def _settle(root: Path, manifest: Mapping[str, Any]) -> None:

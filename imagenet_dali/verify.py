@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from common.files import sha256_of
 from imagenet_dali.dataset import read_record
 from imagenet_dali.images import BadImageError, check_jpeg
-from imagenet_dali.manifest import find_faults, find_missing, read_manifest, records_path, sha256_of
+from imagenet_dali.manifest import find_faults, find_missing, read_manifest, records_path
 from imagenet_dali.records import RECORD, BadRecordError, parse_example, scan, unframe
 from imagenet_dali.workers import parallel_map
 from imagenet_dali.writer import Shard

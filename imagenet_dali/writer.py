@@ -1,7 +1,6 @@
 """Write a prepared data set: its shards one by one, then the tables and the manifest that make them one."""
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import json
@@ -15,7 +14,6 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from common.data.image_folder import MAX_PIXELS, Files
-from common.errors import UserError
 from imagenet_dali.images import BadImageError, convert_image
 from imagenet_dali.manifest import FORMAT, MANIFEST, PARTIAL, index_path, records_path
 from imagenet_dali.records import RECORD, build_example, frame, index_text
@@ -169,20 +167,3 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def lock(root: Path) -> Iterator[None]:
-    """Hold a data set's folder against a second process that would write it."""
-    descriptor = os.open(root, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise UserError(f"{root}: another process is writing it; wait for it or stop it") from error
-    except OSError:  # a file system without locks
-        pass
-    try:
-        yield
-    finally:
-        os.close(descriptor)

@@ -19,6 +19,7 @@ from common.checkpoint.save import (
 from common.colossal import ParallelMode, gpc
 from common.config.batch_plan import DataSummary
 from common.errors import AgreedError, UserError
+from common.table import flatten
 
 NEVER, AUTO = "never", "auto"
 # What the position in the data and the optimiser's state depend on; all else may change between two starts.
@@ -125,8 +126,8 @@ def compare_configs(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[An
     Raises `UserError` where one of `FIXED` has changed.
     """
     then, now = (
-        _flat(json.loads((path / CONFIG).read_text())["config"]),
-        _flat(json.loads(json.dumps(config, default=str))),
+        flatten(json.loads((path / CONFIG).read_text())["config"]),
+        flatten(json.loads(json.dumps(config, default=str))),
     )
     changed = {key: (then.get(key), now.get(key)) for key in then | now if then.get(key) != now.get(key)}
     for key in FIXED:
@@ -134,10 +135,3 @@ def compare_configs(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[An
             before, after = changed[key]
             raise UserError(f"{key}={after!r}: {path} was made with {before!r}; keep that, or choose another --output")
     return changed
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, nearest_multiples
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
     if gpus % tensor:
         raise UserError(
             f"parallel.tensor.size={tensor} does not divide the number of processes, {gpus}: "
-            f"start {_nearest_multiples(gpus, tensor)} processes"
+            f"start {nearest_multiples(gpus, tensor)} processes"
         )
     data_parallel = gpus // tensor
     total = config["TOTAL_BATCH_SIZE"]
@@ -109,7 +109,7 @@ def _cut(config: Mapping[str, Any], total: int, data_parallel: int) -> tuple[int
     if total % unit:
         raise UserError(
             f"TOTAL_BATCH_SIZE={total} does not divide by {said} x {data_parallel} data-parallel processes; "
-            f"nearest that does: {_nearest_multiples(total, unit)}"
+            f"nearest that does: {nearest_multiples(total, unit)}"
         )
     micro, accumulation = (micro, total // unit) if micro else (total // unit, accumulation or 1)
     stated = config["BATCH_SIZE"]
@@ -119,8 +119,3 @@ def _cut(config: Mapping[str, Any], total: int, data_parallel: int) -> tuple[int
             f"correct it or leave it out"
         )
     return micro, accumulation
-
-
-def _nearest_multiples(value: int, unit: int) -> str:
-    below = value // unit * unit
-    return f"{below} or {below + unit}" if below else str(unit)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from common.errors import UserError, did_you_mean
+from common.errors import UserError, did_you_mean, nearest_multiples
 
 _TIMM_SIZES = {(192, 12, 3): "tiny", (384, 12, 6): "small", (768, 12, 12): "base", (1024, 24, 16): "large"}
 CHOICES = {"pool": ("cls", "avg"), "position": ("learned", "sincos2d")}
@@ -35,16 +35,16 @@ class ModelArguments:
         for field in dataclasses.fields(self):
             self._check_value(field.name, getattr(self, field.name), type(field.default))
         if self.image_size % self.patch_size:
-            nearest = _nearest_multiple(self.image_size, self.patch_size)
+            nearest = nearest_multiples(self.image_size, self.patch_size)
             raise UserError(
                 f"MODEL.image_size={self.image_size} is not a multiple of MODEL.patch_size={self.patch_size}; "
-                f"the nearest that is: {nearest}"
+                f"the nearest that are: {nearest}"
             )
         unit = math.lcm(self.heads, 4) if self.position == "sincos2d" else self.heads
         if self.width % unit:
             reason = f"MODEL.heads={self.heads}" if unit == self.heads else f"{unit} (MODEL.heads, and 4 for sincos2d)"
-            nearest = _nearest_multiple(self.width, unit)
-            raise UserError(f"MODEL.width={self.width} is not a multiple of {reason}; the nearest that is: {nearest}")
+            nearest = nearest_multiples(self.width, unit)
+            raise UserError(f"MODEL.width={self.width} is not a multiple of {reason}; the nearest that are: {nearest}")
 
     @staticmethod
     def _check_value(name: str, value: object, kind: type) -> None:
@@ -99,7 +99,3 @@ def timm_name(**arguments: object) -> str | None:
     name = f"vit_{size}_patch{a.patch_size}_{a.image_size}"
     standard = a.pool == "cls" and a.mlp_ratio == 4 and a.patch_size in (16, 32) and a.image_size in (224, 384)
     return name if size and standard and not name.startswith("vit_tiny_patch32") else None
-
-
-def _nearest_multiple(value: int, unit: int) -> int:
-    return max(unit, (value + unit // 2) // unit * unit)

@@ -1,6 +1,5 @@
 """Fetch a file over HTTP once for all processes of a machine, go on where it broke off, check it and unpack it."""
 
-import fcntl
 import hashlib
 import shutil
 import ssl
@@ -9,8 +8,6 @@ import tarfile
 import time
 import zipfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from gzip import BadGzipFile
 from http.client import HTTPException
 from lzma import LZMAError
@@ -33,25 +30,12 @@ NETWORK_ERRORS = (URLError, HTTPException, ConnectionError, TimeoutError, ssl.SS
 RANGE_NOT_SATISFIABLE = 416
 
 
-@contextmanager
-def file_lock(path: Path) -> Iterator[None]:
-    """Wait until no other process holds the lock that this file is, and hold it; a process that dies lets go."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    except OSError as error:
-        raise UserError(f"{path.parent}: cannot be written ({error.strerror}); choose another folder") from error
-    with open(path) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def download(url: str, path: Path, md5: str) -> None:
     """Download ``url`` to ``path``, which appears only when it is whole and its MD5 is right.
 
     What an earlier call left in ``path.partial`` is not fetched again. Raises `UserError` after `ATTEMPTS` attempts
     without a byte, at once if the server refuses, and for a wrong MD5, after which the next call starts afresh. Only
-    one process at a time may do this (see `file_lock`).
+    one process at a time may do this (see `common.files.folder_lock`).
     """
     partial = path.with_name(f"{path.name}.partial")
     try:

@@ -1,10 +1,8 @@
 import hashlib
 import io
-import multiprocessing
 import stat
 import tarfile
 import threading
-import time
 import zipfile
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +12,7 @@ import numpy as np
 import pytest
 
 from common.data import download as module
-from common.data.download import check_md5, download, extract, file_lock
+from common.data.download import check_md5, download, extract
 from common.errors import UserError
 
 CONTENT = np.random.default_rng(0).bytes(3_000_000)
@@ -146,33 +144,6 @@ def test_check_md5(tmp_path):
     with pytest.raises(UserError, match=f"MD5 {MD5} is not 0; remove it"):
         check_md5(tmp_path / "file", "0")
     assert (tmp_path / "file").exists()
-
-
-def _hold(path: Path, log: Path) -> None:
-    with file_lock(path):
-        with open(log, "a") as file:
-            file.write("in ")
-        time.sleep(0.02)
-        with open(log, "a") as file:
-            file.write("out ")
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_the_lock_lets_in_one_process_at_a_time(tmp_path):
-    context = multiprocessing.get_context("fork")
-    paths = (tmp_path / "new" / "lock", tmp_path / "log")
-    processes = [context.Process(target=_hold, args=paths) for _ in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert (tmp_path / "log").read_text() == "in out " * 4
-
-
-def test_a_folder_that_cannot_be_locked_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be written"), file_lock(tmp_path / "file" / "lock"):
-        pass
 
 
 def write_tar(path: Path, **members: bytes | tarfile.TarInfo) -> Path:

@@ -148,9 +148,15 @@ def test_any_shape_goes_through_create_model() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"image_size": 225}, "MODEL.image_size=225 is not a multiple of MODEL.patch_size=16; the nearest.*: 224$"),
-        ({"width": 400}, "MODEL.width=400 is not a multiple of MODEL.heads=6; the nearest that is: 402$"),
-        ({"width": 390, "position": "sincos2d"}, r"MODEL.width=390 is not a multiple of 12 \(.*nearest that is: 396$"),
+        (
+            {"image_size": 225},
+            "MODEL.image_size=225 is not a multiple of MODEL.patch_size=16; .* 224 or 240$",
+        ),
+        ({"width": 400}, "MODEL.width=400 is not a multiple of MODEL.heads=6; the nearest that are: 396 or 402$"),
+        (
+            {"width": 390, "position": "sincos2d"},
+            r"MODEL.width=390 is not a multiple of 12 \(.*nearest that are: 384 or 396$",
+        ),
         ({"pool": "mean"}, "MODEL.pool='mean' is none of cls, avg$"),
         ({"position": "sincos"}, "MODEL.position='sincos' is none of learned, sincos2d; did you mean 'sincos2d'"),
         ({"dept": 3}, "MODEL.dept is not an argument of the model; did you mean 'depth'"),

@@ -19,6 +19,7 @@ from common.errors import UserError
 from common.metrics.provenance import name_hardware
 from common.metrics.record import Record
 from common.metrics.writers import read_metrics
+from common.table import flatten
 from common.tools.report_curves import collect_charts
 
 ABSENT = "-"
@@ -161,7 +162,7 @@ def _hardware(run: FinishedRun) -> str:
 
 def _differences(runs: Sequence[FinishedRun]) -> dict[str, list[str]]:
     """Return the dotted config keys whose values are not the same in all runs."""
-    flat = [_flatten(run.about["config"]) for run in runs]
+    flat = [_flat_text(run.about["config"]) for run in runs]
     rows = {key: [config.get(key, ABSENT) for config in flat] for config in flat for key in config}
     return {key: cells for key, cells in rows.items() if len(set(cells)) > 1}
 
@@ -172,7 +173,7 @@ def _environment(runs: Sequence[FinishedRun]) -> dict[str, list[str]]:
         about = {key: value for key, value in run.about.items() if key not in ("name", "config", "plan", "argv")}
         if "started" in about:
             about["started"] = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(about["started"]))
-        flat.append(_flatten(about))
+        flat.append(_flat_text(about))
     return {key: [about.get(key, ABSENT) for about in flat] for about in flat for key in about}
 
 
@@ -181,12 +182,5 @@ def _command(run: FinishedRun) -> str:
     return f"<h3>{escape(run.name)}</h3><pre>{escape(command)}</pre>"
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return ``{"a.b": "text"}`` for ``{"a": {"b": value}}``."""
-    flat: dict[str, str] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, str) else repr(value)
-    return flat
+def _flat_text(values: Mapping[str, Any]) -> dict[str, str]:
+    return {key: value if isinstance(value, str) else repr(value) for key, value in flatten(values).items()}

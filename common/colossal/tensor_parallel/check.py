@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from common.colossal.tensor_parallel.layout import LAYOUTS, group_sizes, plan_shards
-from common.errors import UserError, did_you_mean
+from common.errors import UserError, did_you_mean, nearest_multiples
 
 
 def resolve_parallel(parallel: Mapping[str, Any] | None, world_size: int) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def resolve_parallel(parallel: Mapping[str, Any] | None, world_size: int) -> dic
         return {"pipeline": 1, "tensor": {"size": 1, "mode": None}}
     _check_size(mode, size, tensor.get("depth"))
     if world_size % size:
-        nearest = _multiples(world_size, size)
+        nearest = nearest_multiples(world_size, size)
         raise UserError(
             f"parallel.tensor.size={size} does not divide the {world_size} processes: start {nearest} of them"
         )
@@ -92,13 +92,8 @@ def check_tensor_parallel(
         if value % unit:
             raise UserError(
                 f"{name}={value} is not a multiple of {unit}, as parallel.tensor mode {mode!r} of size {size} needs: "
-                f"the nearest that are: {_multiples(value, unit)}"
+                f"the nearest that are: {nearest_multiples(value, unit)}"
             )
-
-
-def _multiples(value: int, unit: int) -> str:
-    below = value // unit * unit
-    return f"{below} or {below + unit}" if below else str(unit)
 
 
 def describe_tensor_parallel(parallel: Mapping[str, Any], model: nn.Module, micro_batch: int) -> list[str]:

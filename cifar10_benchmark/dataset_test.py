@@ -111,7 +111,7 @@ def test_a_damaged_archive_is_named(archive, tmp_path):
     root = tmp_path / "new"
     root.mkdir()
     (root / ARCHIVE).write_bytes(archive.read_bytes()[:-9])
-    with pytest.raises(UserError, match=f"{ARCHIVE}: MD5 .* is not .*; remove it and fetch it again"):
+    with pytest.raises(UserError, match=f"{ARCHIVE}: MD5 .* is not .*; remove the file and download it again"):
         open_at(root)
 
 

@@ -11,12 +11,7 @@ from common.colossal.generators import generator_states, set_generator_states
 from common.colossal.heartbeat import doing
 from common.colossal.heartbeat_hook import WatchHook
 from common.colossal.inference import Predictor
-from common.colossal.repairs import (
-    repair_cpu_accelerator,
-    repair_metrics,
-    repair_old_paths,
-    repair_warmup_schedulers,
-)
+from common.colossal.repairs import repair_cpu_accelerator, repair_old_paths, repair_warmup_schedulers
 from common.colossal.tensor_parallel.check import check_tensor_parallel, describe_tensor_parallel, resolve_parallel
 from common.colossal.tensor_parallel.gradients import build_norm_reducer
 from common.colossal.tensor_parallel.sharding import (
@@ -44,7 +39,6 @@ from common.colossal.upstream import (
 repair_old_paths()
 repair_cpu_accelerator()
 repair_warmup_schedulers()
-repair_metrics()
 repair_context()
 
 __all__ = [

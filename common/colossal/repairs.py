@@ -1,14 +1,11 @@
 """Faults of Colossal-AI 0.5.0 that are mended in its own classes, once, on import."""
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from common.colossal.import_stubs import replaced
-from common.colossal.upstream import AMP_TYPE, CpuAccelerator, colossalai, delayed, metrics
+from common.colossal.upstream import AMP_TYPE, CpuAccelerator, colossalai, delayed
 
 
 def repair_old_paths() -> None:
@@ -41,25 +38,3 @@ def _hand_over_exactly(get_lr: Callable[[Any], list[float]]) -> Callable[[Any], 
             return get_lr(self)
 
     return exact_get_lr
-
-
-def repair_metrics() -> None:
-    """Let a metric be read twice.
-
-    legacy/trainer/hooks/_metric_hook.py reduces and divides a metric's sums in place whenever it is read (:108 loss,
-    :199 accuracy, :345 throughput), so that of two readers, such as a log and TensorBoard, the second is misled.
-    """
-    for metric in (metrics.LossMetric, metrics.AccuracyMetric, metrics.ThroughputMetric):
-        for name in ("get_last_step_value", "get_last_step_info", "get_accumulated_value"):
-            if name in vars(metric):
-                setattr(metric, name, _on_copy(getattr(metric, name)))
-
-
-def _on_copy(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @functools.wraps(read)
-    def read_copy(self: Any) -> Any:
-        twin = copy.copy(self)
-        vars(twin).update({name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)})
-        return read(twin)
-
-    return read_copy

@@ -4,12 +4,9 @@ import math
 
 import pytest
 import torch
-from colossalai.legacy.trainer.hooks import _metric_hook as metrics
 from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR, FlatAnnealingLR, FlatAnnealingWarmupLR
 from colossalai.nn.lr_scheduler.delayed import WarmupScheduler
 from colossalai.utils import MultiTimer
-
-from common.testing.ranks import launched, run_ranks
 
 TOTAL, WARMUP, BASE = 10, 3, 0.1
 
@@ -47,34 +44,6 @@ def test_upstreams_warmup_cosine_overshoots(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(WarmupScheduler, "get_lr", WarmupScheduler.get_lr.__wrapped__)
     peak = max(learning_rates(CosineAnnealingWarmupLR, warmup_steps=WARMUP))
     assert peak == pytest.approx(BASE * 2 / (1 + math.cos(math.pi / (TOTAL - WARMUP))))
-
-
-def read_twice(repaired: bool) -> list[tuple[float, float]]:
-    with launched():
-        loss = metrics.LossMetric(epoch_only=False)
-        loss.update(torch.tensor(1.0))
-        loss.update(torch.tensor(2.0))
-        accuracy = metrics.AccuracyMetric(True, accuracy_func=lambda logits, targets: (logits == targets).sum())
-        accuracy.update(torch.tensor([1, 2]), torch.tensor([1, 0]), 2)
-        throughput = metrics.ThroughputMetric(epoch_only=False)
-        throughput.update(8, 0.5)
-        pairs = []
-        for metric in (loss, accuracy, throughput):
-            read = type(metric).get_accumulated_value
-            read = read if repaired else read.__wrapped__
-            pairs.append((read(metric), read(metric)))
-        return pairs
-
-
-def test_metrics_can_be_read_twice() -> None:
-    expected = [pytest.approx(pair) for pair in ((1.5, 1.5), (0.5, 0.5), (32.0, 32.0))]
-    assert run_ranks(2, read_twice, True) == [expected, expected]
-
-
-def test_upstreams_metrics_change_when_read() -> None:
-    loss, _, throughput = run_ranks(2, read_twice, False)[0]
-    assert loss == pytest.approx((1.5, 0.75))
-    assert throughput == pytest.approx((32.0, 64.0))
 
 
 def test_timers_run_without_a_gpu() -> None:

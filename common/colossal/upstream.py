@@ -34,7 +34,6 @@ with quiet_import():
     from colossalai.legacy.nn.layer.parallel_3d._utils import register_async_grad_hook
     from colossalai.legacy.trainer import Trainer as UpstreamTrainer
     from colossalai.legacy.trainer.hooks import BaseHook
-    from colossalai.legacy.trainer.hooks import _metric_hook as metrics
     from colossalai.legacy.utils import sync_model_param
     from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR, LinearWarmupLR, delayed
 
@@ -68,7 +67,6 @@ __all__ = [
     "launch_from_openmpi",
     "launch_from_slurm",
     "launch_from_torch",
-    "metrics",
     "random_state",
     "reduce_grad",
     "reduce_input",

@@ -65,7 +65,9 @@ OPTIMIZER = {
 LOG = {
     "every": Key((int,), 10, "optimiser steps between two lines of metrics.jsonl", minimum=1),
     "tensorboard": Key((bool,), True, "write TensorBoard event files too"),
-    "trackers": Key((list, tuple), [], 'write, offline, to the run\'s folder for `"wandb"`, `"mlflow"` too'),
+    "trackers": Key(
+        (list, tuple), [], '`"wandb"`, `"mlflow"`: offline, unless `WANDB_MODE`, `MLFLOW_TRACKING_URI` are set'
+    ),
 }
 
 KEYS: dict[str, Key] = {

@@ -1,13 +1,13 @@
-"""Trackers that a run may write to besides its own files, in its folder and never to the network.
+"""Weights & Biases and MLflow: offline in the run's folder, unless their own environment variables say otherwise.
 
-Weights & Biases: ``wandb sync outputs/NAME/wandb/offline-run-*`` uploads it later. MLflow: ``mlflow ui
---backend-store-uri sqlite:///outputs/NAME/mlflow.db`` shows it (its folder store ended in maintenance, so SQLite).
+WANDB_MODE=online sends to Weights & Biases; without it, ``wandb sync outputs/NAME/wandb/offline-run-*`` uploads later.
+MLFLOW_TRACKING_URI names MLflow's server; without it, ``mlflow ui --backend-store-uri sqlite:///outputs/NAME/mlflow.db``
+shows the run. WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME replace `PROJECT`. A resumed run continues under its id.
 """
 
 import json
 import logging
 import os
-import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,8 +19,6 @@ PROJECT = "vit-large-batch"
 MAX_PARAM = 6000  # characters of a value in MLflow
 MODULES = {"wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 TO_INSTALL = {"wandb": "wandb", "mlflow": "mlflow-skinny sqlalchemy alembic"}
-# Both look for their makers' servers, offline too, unless told otherwise.
-STAY_OFFLINE = {"WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -41,26 +39,30 @@ def _read_config(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())["config"]
 
 
-class WandbTracker:
-    """Write an offline run of Weights & Biases under ``folder/wandb``; resumed, it goes on under the same id.
+def _read_id(path: Path) -> str | None:
+    return path.read_text() if path.exists() else None
 
-    Each start makes one more ``offline-run-<time>-<id>``, which ``wandb sync`` joins in order of time.
-    """
+
+class WandbTracker:
+    """Log to Weights & Biases; offline, each start makes one more ``offline-run-*``, which ``wandb sync`` joins."""
 
     def __init__(self, folder: Path):
-        os.environ.update(STAY_OFFLINE)
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        earlier = sorted(folder.glob("wandb/offline-run-*"))
+        id_file = folder / "wandb_id"
+        mode = os.environ.get("WANDB_MODE", "offline")
         self.run = wandb.init(
-            project=PROJECT,
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=folder.name,
-            id=earlier[0].name.rpartition("-")[2] if earlier else None,
+            id=_read_id(id_file),
+            resume="allow" if mode == "online" else None,
             dir=str(folder),
             config=_read_config(folder),
-            mode="offline",
+            mode=mode,
             settings=wandb.Settings(silent=True, console="off"),
         )
+        id_file.write_text(self.run.id)
 
     def __call__(self, record: Record) -> None:
         self.run.log(select_figures(record), step=record["step"])
@@ -70,36 +72,28 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """Write a run of MLflow into ``folder/mlflow.db``; resumed, the same run goes on."""
+    """Log to MLflow."""
 
     def __init__(self, folder: Path):
-        os.environ.update(STAY_OFFLINE)
-        from mlflow import MlflowClient
-        from mlflow.entities import Param
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        import mlflow
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)
-        self.client = MlflowClient(tracking_uri=f"sqlite:///{folder.resolve()}/mlflow.db")
-        experiment = self.client.get_experiment_by_name(PROJECT)
-        number = experiment.experiment_id if experiment else self._create_experiment(folder)
-        earlier = self.client.search_runs([number])
-        self.run = (earlier[0] if earlier else self.client.create_run(number, run_name=folder.name)).info.run_id
-        self.client.update_run(self.run, status="RUNNING")
-        if not earlier:
-            params = [Param(key, json.dumps(value)[:MAX_PARAM]) for key, value in _read_config(folder).items()]
-            self.client.log_batch(self.run, params=params)
-
-    def _create_experiment(self, folder: Path) -> str:
-        return self.client.create_experiment(PROJECT, artifact_location=(folder / "mlflow").resolve().as_uri())
+        self.mlflow, id_file = mlflow, folder / "mlflow_id"
+        mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{folder.resolve()}/mlflow.db"))
+        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+        earlier = _read_id(id_file)
+        run = mlflow.start_run(run_id=earlier, run_name=folder.name)
+        id_file.write_text(run.info.run_id)
+        if earlier is None:
+            config = _read_config(folder)
+            mlflow.log_params({key: json.dumps(value)[:MAX_PARAM] for key, value in config.items()})
 
     def __call__(self, record: Record) -> None:
-        from mlflow.entities import Metric
-
-        now = int(1000 * time.time())
-        metrics = [Metric(name, value, now, record["step"]) for name, value in select_figures(record).items()]
-        self.client.log_batch(self.run, metrics=metrics)
+        self.mlflow.log_metrics(select_figures(record), step=record["step"])
 
     def close(self) -> None:
-        self.client.set_terminated(self.run)
+        self.mlflow.end_run()
 
 
 TRACKERS = {"wandb": WandbTracker, "mlflow": MlflowTracker}

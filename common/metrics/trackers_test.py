@@ -1,9 +1,13 @@
 """The real packages, in processes of their own: ``bash scripts/test.sh -m trackers``; the first tests need none."""
 
 import json
+import os
 import sqlite3
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -67,13 +71,13 @@ def test_what_cannot_be_used_is_refused(names, installed, message, monkeypatch):
     assert str(error.value) == message
 
 
-def python(code: str, *arguments: object) -> str:
-    child = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=100, check=False
-    )
+def python(code: str, *arguments: object, **environment: str) -> tuple[str, str]:
+    """Return what the process says on stdout and stderr."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    environment = os.environ | environment
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert child.returncode == 0, child.stderr
-    assert "warning" not in child.stderr
-    return child.stdout
+    return child.stdout, child.stderr
 
 
 @pytest.fixture(scope="module")
@@ -82,24 +86,65 @@ def resumed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     (folder / "config.json").write_text(json.dumps({"config": CONFIG}))
     for start in (1, 3):
-        python(WRITE, folder, start)
+        _, errors = python(WRITE, folder, start)
+        assert "warning" not in errors
     return folder
 
 
-@pytest.mark.trackers
-def test_mlflow_goes_on_with_its_run(resumed):
-    with sqlite3.connect(resumed / "mlflow.db") as database:
+def read_mlflow(path: Path) -> tuple[list, list, dict]:
+    """Return (name, status) of the runs, (step, value) of the training loss, and the config."""
+    with sqlite3.connect(path) as database:
         runs = database.execute("SELECT name, status FROM runs").fetchall()
         metrics = database.execute("SELECT step, value FROM metrics WHERE key = 'train/loss' ORDER BY step").fetchall()
         params = dict(database.execute("SELECT key, value FROM params"))
-    assert runs == [(resumed.name, "FINISHED")]
-    assert metrics == [(step, 1 / step) for step in (1, 2, 3, 4)]
-    assert {key: json.loads(value) for key, value in params.items()} == CONFIG
+    return runs, metrics, {key: json.loads(value) for key, value in params.items()}
 
 
 @pytest.mark.trackers
-def test_wandb_goes_on_under_the_same_id(resumed):
+def test_mlflow_continues_the_run(resumed):
+    runs, metrics, params = read_mlflow(resumed / "mlflow.db")
+    assert runs == [(resumed.name, "FINISHED")]
+    assert metrics == [(step, 1 / step) for step in (1, 2, 3, 4)]
+    assert params == CONFIG
+
+
+@pytest.mark.trackers
+def test_wandb_continues_under_the_same_id(resumed):
     first, second = sorted(resumed.glob("wandb/offline-run-*/run-*.wandb"))
     assert first.name == second.name  # it holds the id
     for path, steps in ((first, (1, 2)), (second, (3, 4))):
-        assert json.loads(python(READ_WANDB, path)) == {"rows": [[step, 1 / step] for step in steps], "depth": 2}
+        assert json.loads(python(READ_WANDB, path)[0]) == {"rows": [[step, 1 / step] for step in steps], "depth": 2}
+
+
+@pytest.mark.trackers
+def test_their_environment_variables_send_it_elsewhere(tmp_path):
+    """MLflow to another database; W&B to a server, which refuses: training continues without it."""
+    asked = []
+
+    class Refuse(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append((self.path, self.rfile.read(int(self.headers["Content-Length"])).decode()))
+            self.send_error(401)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"config": CONFIG}))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refuse) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        wandb = {"WANDB_MODE": "online", "WANDB_BASE_URL": address, "WANDB_API_KEY": "0" * 40, "WANDB_PROJECT": "mine"}
+        _, errors = python(WRITE, folder, 1, **wandb, MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path}/other.db")
+        server.shutdown()
+    path, query = asked[0]
+    assert path == "/graphql"
+    assert json.loads(query)["variables"]["project"] == "mine"
+    assert "warning: wandb: CommError: " in errors
+    assert "401" in errors
+    runs, metrics, _ = read_mlflow(tmp_path / "other.db")
+    assert runs == [("run", "FINISHED")]
+    assert metrics == [(1, 1.0), (2, 0.5)]
+    assert not (folder / "mlflow.db").exists()
+    assert not list(folder.glob("wandb/offline-run-*"))

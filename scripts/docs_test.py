@@ -65,6 +65,7 @@ ELSEWHERE = {
     r"\.venv/bin/python scripts/bench/lamb.py": "scripts/bench/bench_test.py::test_lamb",
     r"\.venv/bin/python scripts/bench/loader.py": "scripts/bench/bench_test.py::test_loader",
     r"\.venv/bin/python scripts/bench/start.py": "scripts/bench/bench_test.py::test_start",
+    r"\.venv/bin/python scripts/bench/saving.py": "scripts/bench/bench_test.py::test_saving",
     r"python scripts/gpu_campaign.py ": "scripts/gpu_campaign_test.py::test_every_piece",
     r"bash scripts/test.sh": ".ci/run",
     r"(\.venv/bin/)?python -m pip install ": "scripts/setup.sh",  # the same installer, from requirements.txt

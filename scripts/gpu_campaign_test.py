@@ -1,31 +1,30 @@
-"""The runner, on pieces made for it; and every real piece at its smallest, which does not run by default.
+"""The campaign on pieces made for it; and every real piece at its smallest, which does not run by default.
 
 ``bash scripts/test.sh -m campaign scripts/gpu_campaign_test.py`` runs the latter.
 """
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import gpu_campaign
-import psutil
 import pytest
 import torch
-from campaign import cifar10, memory, runner
-from campaign.job import Job, NotRunError, Row, UnfinishedError, WrongError
-from campaign.tables import format_records
+from gpu import cifar10, job, memory, numerics
+from gpu.job import Job
 from torch import Tensor
 
 from common.checkpoint import hook as checkpoint_hook
 from common.colossal import Trainer
 from common.errors import UserError
 from common.metrics.hook import MetricsHook
+from common.tools.harness import NotRunError, Row, UnfinishedError, WrongError, run_piece
+from common.tools.result_rows import Record, read_records
 
 SCRIPT = Path(__file__).with_name("gpu_campaign.py")
 
@@ -36,29 +35,10 @@ def good(job: Job) -> Iterator[Row]:
     yield {"range": [1.0, 2.0], "not_run": "a reason"}
 
 
-def broken(job: Job) -> Iterator[Row]:
-    """Break down."""
-    yield {"before": 1}
-    raise ZeroDivisionError("the reason")
-
-
-def crashing(job: Job) -> Iterator[Row]:
-    """Die."""
-    yield {"before": 1}
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def wrong(job: Job) -> Iterator[Row]:
     """Show that something is wrong."""
     yield {"figure": 2}
     raise WrongError("2 is not 3")
-
-
-def endless(job: Job) -> Iterator[Row]:
-    """Never end, nor does a process that was started."""
-    child = subprocess.Popen(["sleep", "600"])
-    yield {"child": child.pid}
-    time.sleep(600)
 
 
 def without_data(job: Job) -> Iterator[Row]:
@@ -67,139 +47,78 @@ def without_data(job: Job) -> Iterator[Row]:
     yield {}
 
 
-def without_library(job: Job) -> Iterator[Row]:
-    """Import what is not there."""
-    import no_such_library  # noqa: F401
-
-    yield {}
-
-
 def long(job: Job) -> Iterator[Row]:
     """Take two calls."""
     mark = job.folder / "mark"
     if not mark.exists():
         mark.touch()
-        raise UnfinishedError("half of it; the next call goes on")
-    yield {"goes_on": True}
+        raise UnfinishedError("half of it; the next call resumes it")
+    yield {"resumed": True}
+
+
+Call = Callable[..., tuple[int, list[Record]]]
 
 
 @pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, dict[str, dict]]]:
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
     """Return what runs pieces of this file and returns the exit status and all records."""
-    pieces = [good, broken, crashing, wrong, endless, without_data, without_library, long]
-    module = SimpleNamespace(**{piece.__name__: piece for piece in pieces})
-    monkeypatch.setitem(sys.modules, "campaign.made", module)
-    monkeypatch.setattr(gpu_campaign, "PIECES", {piece.__name__: "made" for piece in pieces})
+    pieces = [good, wrong, without_data, long]
+    monkeypatch.setattr(gpu_campaign, "PIECES", {piece.__name__: piece for piece in pieces})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(gpu_campaign, "WORK", tmp_path / "work")
 
-    def run(*arguments: str) -> tuple[int, dict[str, dict]]:
+    def run(*arguments: str) -> tuple[int, list[Record]]:
+        path = tmp_path / "results.jsonl"
         with pytest.raises(SystemExit) as end:
-            gpu_campaign.main(["--output", str(tmp_path / "out"), *arguments])
-        files = sorted((tmp_path / "out").glob("*.json"))
-        return end.value.code, {path.stem: json.loads(path.read_text()) for path in files}
+            gpu_campaign.main(["--output", str(path), *arguments])
+        return end.value.code, read_records(path)
 
     return run
 
 
-def test_what_fails_costs_the_others_nothing(call) -> None:
-    names = ("broken", "crashing", "wrong", "without_data", "without_library", "good")
-    code, records = call("--tiny", "--only", *names)
+def test_what_fails_costs_the_others_nothing(call: Call) -> None:
+    code, records = call("--tiny", "--only", "wrong", "without_data", "good")
     assert code == 1
-    assert {name: record["status"] for name, record in records.items()} == {
-        "broken": "failed",
-        "crashing": "failed",
-        "wrong": "failed",
-        "without_data": "not run",
-        "without_library": "not run",
-        "good": "complete",
-    }
-    assert "ZeroDivisionError: the reason" in records["broken"]["why"]
-    assert records["crashing"]["why"] == "its process ended with exit code -9"
-    assert records["wrong"]["why"].endswith("2 is not 3\n")
-    assert records["without_data"]["why"] == "no data"
-    assert records["without_library"]["why"] == "no_such_library is not installed"
-    assert [len(records[name]["rows"]) for name in names] == [1, 1, 1, 0, 0, 2]
-    assert records["good"]["rows"][0]["process"] != os.getpid()
+    assert [record.status for record in records] == ["failed", "not run", "complete"]
+    assert [len(record.rows) for record in records] == [1, 0, 2]
+    assert records[0].why.endswith("2 is not 3\n")
+    run = records[2].run
+    assert run["tiny"]
+    assert run["versions"]["torch"] == torch.__version__.partition("+")[0]
+    assert {"cuda", "colossalai", "timm", "nvidia-dali-cuda130", "python"} <= set(run["versions"])
+    assert {"gpu", "driver", "cpu", "instruction_set"} <= set(run["hardware"])
+    assert call("--tiny", "--only", "without_data")[0] == 0
 
 
-def test_what_is_not_here_is_no_failure(call) -> None:
-    code, records = call("--tiny", "--only", "without_data", "without_library")
-    assert code == 0
-    assert all(record["status"] == "not run" for record in records.values())
+def test_what_is_done_is_not_done_again(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [len(call("--tiny", "--only", "good")[1]) for _ in range(2)] == [1, 1]
+    assert len(call("--tiny", "--only", "good", "--again")[1]) == 2
+    describe = gpu_campaign.describe
+    monkeypatch.setattr(gpu_campaign, "describe", lambda *args: describe(*args) | {"code": "other"})
+    assert len(call("--tiny", "--only", "good")[1]) == 3
+    assert [len(call("--tiny", "--only", "wrong")[1]) for _ in range(2)] == [4, 5]
 
 
-def test_a_record_holds_what_makes_it_count(call) -> None:
-    _, records = call("--tiny", "--only", "good")
-    record = records["good"]
-    assert record["shows"] == "Go well."
-    assert record["tiny"]
-    assert record["code"] == runner.code_checksum()
-    assert record["versions"]["torch"] == torch.__version__.partition("+")[0]
-    assert {"cuda", "colossalai", "timm", "nvidia-dali-cuda130", "python"} <= set(record["versions"])
-    assert {"gpu", "driver", "cpu", "instruction_set"} <= set(record["hardware"])
-    assert record["seconds"] > 0
+def test_a_long_piece_is_resumed_by_the_next_call(call: Call) -> None:
+    for status in ("unfinished", "complete"):
+        code, records = call("--tiny", "--only", "long")
+        assert (code, records[-1].status) == (0, status)
 
 
-def test_what_is_done_is_not_done_again(call, monkeypatch: pytest.MonkeyPatch) -> None:
-    def process() -> int:
-        code, records = call("--tiny", "--only", "good")
-        assert code == 0
-        return records["good"]["rows"][0]["process"]
-
-    first = process()
-    assert process() == first
-    _, records = call("--tiny", "--only", "good", "--again")
-    second = records["good"]["rows"][0]["process"]
-    assert second != first
-    monkeypatch.setattr(runner, "code_checksum", lambda: "other code")
-    assert process() != second
+def test_without_a_gpu_nothing_is_run_and_no_result_is_lost(call: Call, capsys: pytest.CaptureFixture) -> None:
+    assert call("--only", "good", "wrong") == (0, [])
+    assert "good: not run: no GPU" in capsys.readouterr().out
 
 
-def test_what_failed_is_done_again(call) -> None:
-    for _ in range(2):
-        code, records = call("--tiny", "--only", "broken")
-        assert code == 1
-        assert len(records["broken"]["rows"]) == 1
-
-
-def test_a_piece_over_its_limit_is_killed_with_what_it_started(call) -> None:
-    started = time.monotonic()
-    code, records = call("--tiny", "--only", "endless", "good", "--limit", "3")
-    assert time.monotonic() - started < 30
-    assert code == 1
-    assert records["endless"]["status"] == "failed"
-    assert records["endless"]["why"] == "killed after its limit of 3 s"
-    assert records["good"]["status"] == "complete"
-    child = records["endless"]["rows"][0]["child"]
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
-
-
-def test_a_long_piece_goes_on_at_the_next_call(call) -> None:
-    code, records = call("--tiny", "--only", "long")
-    assert (code, records["long"]["status"]) == (0, "unfinished")
-    code, records = call("--tiny", "--only", "long")
-    assert (code, records["long"]["status"]) == (0, "complete")
-
-
-def test_without_a_gpu_nothing_is_run_and_no_result_is_lost(call, tmp_path: Path) -> None:
-    code, records = call("--only", "good", "broken")
-    assert code == 0
-    assert [record["why"] for record in records.values()] == ["no GPU", "no GPU"]
-    record = records["good"] | {"rows": [{"figure": 1}], "status": "complete"}
-    (tmp_path / "out" / "good.json").write_text(json.dumps(record))
-    code, records = call("--only", "good")
-    assert (code, records["good"]["rows"]) == (0, [{"figure": 1}])
-
-
-def test_the_table(call) -> None:
-    _, records = call("--tiny", "--only", "good", "broken")
-    page = format_records([records["good"], records["broken"]])
+def test_the_table(call: Call, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    call("--tiny", "--only", "good", "wrong")
+    capsys.readouterr()
+    gpu_campaign.main(["--table", "--output", str(tmp_path / "results.jsonl")])
+    page = capsys.readouterr().out
     assert "## good\n\nGo well.\n\n| process |  share |  range |  not_run |\n" in page
     assert " 0.3333 |" in page
     assert " 1 to 2 | a reason |" in page
-    assert "Failed: ZeroDivisionError: the reason" in page
-    assert f"commit {records['good']['commit']}" in page
+    assert "Failed: common.tools.harness.WrongError: 2 is not 3" in page
 
 
 def test_an_unknown_piece_is_refused() -> None:
@@ -221,15 +140,23 @@ def test_seconds_are_those_of_all_starts() -> None:
     assert (row["top1"], row["best_top1"], row["step"], row["starts"]) == (0.6, 0.7, 40, 2)
 
 
+def test_a_cpu_without_bfloat16_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(job, "is_fast", lambda dtype: False)
+    monkeypatch.setattr(numerics, "MODES", {"TORCH bf16": {}})
+    rows = list(numerics.numerics(Job(True, tmp_path, 100)))
+    assert [row["not_run"] for row in rows] == 3 * ["this CPU has no bfloat16"]
+
+
 @pytest.mark.campaign
 def test_every_piece(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--tiny", "--output", str(tmp_path)]
+    command = [sys.executable, str(SCRIPT), "--tiny", "--output", str(tmp_path / "results.jsonl")]
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     first, second = (subprocess.run(command, env=environ, capture_output=True, text=True) for _ in range(2))
     assert first.returncode == 0, first.stdout + first.stderr
-    records = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert set(records) == set(gpu_campaign.PIECES)
-    assert all(record["status"] == "complete" and record["rows"] for record in records.values())
+    records = read_records(tmp_path / "results.jsonl")
+    assert {record.piece for record in records} == set(gpu_campaign.PIECES)
+    assert all(record.status == "complete" and record.rows for record in records)
     assert second.returncode == 0
     assert second.stdout.count(": done before") == len(records)
 
@@ -259,37 +186,40 @@ def spoil_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(
-    ("module", "spoil", "why"),
+    ("piece", "spoil", "why"),
     [
-        ("numerics", spoil_clipping, ", sgd fp32, sgd tf32, sgd TORCH bf16, sgd TORCH fp16, "),
-        ("no_sync", spoil_metrics, "the host waits for the device in 9 cases"),
-        ("memory", spoil_prediction, "not within 10% of what was measured: width 96 fp32; width 96 TORCH bf16"),
-        ("resume", spoil_checkpoint, "a run that was gone on with is another one: fp32, fp16"),
+        ("numerics", spoil_clipping, ", sgd fp32, sgd tf32, "),
+        ("no_sync", spoil_metrics, "the host waits for the device in "),
+        ("memory", spoil_prediction, "not within 10% of what was measured: width 96 fp32"),
+        ("resume", spoil_checkpoint, "a resumed run differs: fp32, fp16"),
     ],
 )
-def test_what_is_wrong_is_seen(module, spoil, why, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_is_seen(piece, spoil, why, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     spoil(monkeypatch)
+    (tmp_path / "work").mkdir()
+    rows: list[Row] = []
     job = Job(True, tmp_path / "work", 100)
-    record = runner.run_piece(module, module, job, tmp_path / "record.json", runner.describe([]))
-    assert record["status"] == "failed"
-    assert why in record["why"]
-    if module == "no_sync":
-        assert all(row["waits"].startswith("gpu_campaign_test.py:") for row in record["rows"])
+    status, reason = run_piece(gpu_campaign.PIECES[piece], job, seconds=100, save=rows.append)
+    assert status == "failed"
+    assert why in reason
+    if piece == "no_sync":
+        assert all(row["waits"].startswith("gpu_campaign_test.py:") for row in rows if "not_run" not in row)
 
 
 @pytest.mark.campaign
-def test_cifar10_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cifar10_is_resumed_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     epochs = tuple(word for word in cifar10.TINY if not word.startswith("NUM_EPOCHS"))
     monkeypatch.setattr(cifar10, "TINY", (*epochs, "NUM_EPOCHS=10000"))
-    path, about = tmp_path / "cifar10.json", runner.describe([])
-    job = Job(True, tmp_path / "work", cifar10.TO_STOP + 4.0)
+    seconds = cifar10.TO_STOP + 4.0
+    (tmp_path / "work").mkdir()
     reasons = []
     for _ in range(2):
-        record = runner.run_piece("cifar10", "cifar10", job, path, about)
-        assert record["status"] == "unfinished", record["why"]
-        reasons.append(record["why"])
+        piece = partial(cifar10.cifar10, Job(True, tmp_path / "work", seconds))
+        status, why = run_piece(piece, seconds=seconds, save=print)
+        assert status == "unfinished", why
+        reasons.append(why)
     assert json.loads((tmp_path / "work" / "run" / "config.json").read_text())["starts"][1]["step"] > 0
     first, second = (int(reason.split()[1].replace(",", "")) for reason in reasons)
     assert 0 < first < second

@@ -20,13 +20,13 @@ from common.hardware import instruction_set
 PACKAGES = ("torch", "torchvision", "colossalai", "nvidia-dali-cuda130", "timm")
 
 
-def describe_run(argv: list[str]) -> dict[str, Any]:
+def describe_run(argv: list[str], packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
     """Return when and how this process was started, from which commit, with what, and on what."""
     return {
         "started": round(time.time(), 2),
         "argv": [sys.argv[0], *argv],
         "commit": _commit(),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
         "hardware": {
             "host": platform.node(),
             "cpu": _cpu(),
@@ -39,13 +39,11 @@ def describe_run(argv: list[str]) -> dict[str, Any]:
 
 def describe_columns(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
     """Return date, hardware, versions and commit as columns of a table of results."""
-    about = describe_run([])
-    hardware, versions = about["hardware"], {"python": platform.python_version()}
-    versions |= {name: _version(name) for name in packages}
+    about = describe_run([], packages)
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime(about["started"])),
-        "hardware": name_hardware(hardware),
-        "versions": " ".join(f"{name}={number}" for name, number in versions.items() if number),
+        "hardware": name_hardware(about["hardware"]),
+        "versions": " ".join(f"{name}={number}" for name, number in about["versions"].items() if number),
         "commit": about["commit"],
     }
 

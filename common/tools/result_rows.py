@@ -7,7 +7,7 @@ provenance of its run: command, commit, versions, hardware.
 import json
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,13 +90,15 @@ def format_provenance(run: Mapping[str, Any]) -> str:
     )
 
 
-def summarise(figures: Mapping[str, Sequence[Figures] | None], reference: str, units: float = 1) -> Iterable[Row]:
-    """Yield a row for each variant: medians and quartiles over its rounds; None for one that is not installed.
+def summarise(
+    figures: Mapping[str, Sequence[Figures] | None], reference: str, units: float = 1, **names: Any
+) -> Iterator[Row]:
+    """Yield a row for each variant: ``names``, medians and quartiles over its rounds; None: it is not installed.
 
     Times are in ms for each of the ``units`` of work of a round. Ratios are to the reference's in the same round.
     """
     for name, rounds in figures.items():
-        row: Row = {"variant": name, "rounds": len(rounds or ())}
+        row: Row = {**names, "variant": name, "rounds": len(rounds or ())}
         for clock in ("cpu", "wall"):
             if rounds and clock in rounds[0]:
                 times = [figure[clock] / units * 1e3 for figure in rounds]

@@ -1,4 +1,4 @@
-"""What the training loops that are compared all do: the recipe, its batches in rounds, our model and optimiser."""
+"""What the training loops that are compared all do: the recipe, its batches round by round, our model and optimiser."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Job:
 
     @property
     def total_steps(self) -> int:
-        """The steps of all rounds, and one more: a loop that counts its batches ends after its last turn has."""
+        """The steps of all rounds, and one more: a loop that counts its batches ends after its last round has."""
         return self.rounds * self.steps + 1
 
     def batches(self) -> list[Batch]:
@@ -53,8 +53,8 @@ class Job:
         return list(zip(images, torch.randint(10, (IN_MEMORY, batch), generator=random), strict=True))
 
 
-class TurnBatches:
-    """A data loader that hands out each turn's batches, and waits between the rounds."""
+class RoundBatches:
+    """A data loader that hands out each round's batches, and waits between the rounds."""
 
     def __init__(self, job: Job, rounds: Rounds, figures: Callable[[], dict[str, float]] = dict) -> None:
         self.job, self.rounds, self.figures = job, rounds, figures
@@ -64,13 +64,13 @@ class TurnBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         batches = cycle(self.job.batches())
-        for turn in self.rounds:
+        for figures in self.rounds:
             yield from islice(batches, self.job.steps)
-            turn |= self.figures()
+            figures |= self.figures()
         yield next(batches)
 
     def state_dict(self) -> dict[str, int]:
-        """Return a position, for the checkpoint at the end: nothing goes on from it."""
+        """Return a position, for the checkpoint at the end, which nothing resumes from."""
         return {}
 
 

@@ -2,17 +2,16 @@
 
 python scripts/bench/lamb.py [--rounds 9] [--threads 1 2]
 
-All optimisers step the same tensors in one process, each with its own state, one step a round; on a GPU 20
-steps, timed by its own events, where `cpu` is what starting the kernels takes. LAMB as timm means it clips the norm of
-all gradients and corrects the moments: `ours, as timm` does too. On a CPU it makes a difference whether freed memory is
-kept, as our trainer does (common/cpu_memory.py): both are measured.
+All optimisers step the same tensors in one process, each with its own state, one step a round; on a GPU 20 steps, timed
+by its own events, where `cpu` is what starting the kernels takes. LAMB as timm means it clips the norm of all gradients
+and corrects the moments: `ours, as timm` does too.
 """
 
+import argparse
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-import table
 import torch
 from timm.optim import Lamb as TimmLamb
 from torch import Tensor
@@ -22,7 +21,9 @@ from common.colossal.upstream import colossalai
 from common.errors import run_command
 from common.model.vit import build_model
 from common.optim.lamb import Lamb
-from common.tools.harness import Figures, interleave, timed
+from common.tools.benchmark import run_benchmark
+from common.tools.harness import Figures, Row, interleave, timed
+from common.tools.result_rows import summarise
 
 VIT_B16 = dict(image_size=224, patch_size=16, width=768, depth=12, heads=12, num_classes=1000)
 TINY = VIT_B16 | dict(width=16, heads=2, num_classes=10)
@@ -41,16 +42,19 @@ STEPS_ON_GPU = 20
 def main(argv: list[str]) -> None:
     cores = len(os.sched_getaffinity(0))
     threads = dict(type=int, nargs="+", default=sorted({1, min(2, cores)}), help="CPU threads (default: 1, then 2)")
-    args = table.parse_options(argv, __doc__, rounds=9, threads=threads)
+    run_benchmark("lamb", measure, argv, __doc__, rounds=9, threads=threads)
+
+
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of the CPU, with each number of threads, and of the GPU."""
     rounds, model = (2, TINY) if args.tiny else (args.rounds, VIT_B16)
     params = random_parameters(model, torch.device("cpu"))
-    for count in args.threads:
-        torch.set_num_threads(count)
-        figures = compare(params, rounds, timed)
-        table.report("lamb", f"CPU, threads: {count}", table.summarise(figures, "ours"), args.csv)
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        yield from summarise(compare(params, rounds, timed), "ours", part=f"CPU, threads: {threads}")
     if torch.cuda.is_available():
         figures = compare(random_parameters(model, torch.device("cuda")), rounds, timed_on_gpu)
-        table.report("lamb", "GPU", table.summarise(figures, "ours", units=STEPS_ON_GPU), args.csv)
+        yield from summarise(figures, "ours", STEPS_ON_GPU, part="GPU")
 
 
 def random_parameters(model: Mapping[str, int], device: torch.device) -> list[Tensor]:

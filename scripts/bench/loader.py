@@ -2,16 +2,16 @@
 
 python scripts/bench/loader.py [--rounds 4] [--size 500x400] [--batch 64] [--images 1024]
 
-The images are JPEGs that this writes: noise that is smooth over some pixels and a little that is not, which makes 0.3
-bytes a pixel. Times are those of an image. All use every core; `decoding alone` is one thread with libjpeg-turbo of the
-whole image: the limit for whoever does not shrink or cut it while decoding. `shrunk to 320` reads what
-`prepare --short-side 320` makes. A batch of CIFAR-10 is compared with a training step with its 512 images. Libraries of
-requirements-bench.txt that are not installed are left out.
+The images are JPEGs of smooth noise that this writes, about 0.3 bytes a pixel. Times are those of an image. All use
+every core; `decoding alone` is one thread with libjpeg-turbo of the whole image: the limit for whoever does not shrink
+or cut it while decoding. `shrunk to 320` reads what `prepare --short-side 320` makes. A batch of CIFAR-10 is compared
+with a training step with its 512 images. Libraries of requirements-bench.txt that are not installed are left out.
 """
 
+import argparse
 import io
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from importlib.util import find_spec
@@ -20,17 +20,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import loaders
-import numpy as np
-import table
 import torch
 from job import Job, build_ours
 from loaders import Work
-from loops import BFLOAT16
-from PIL import Image
+from loops import autocast
 
 from cifar10_benchmark.dataloader import READ_AHEAD
 from common.errors import UserError, run_command
-from common.tools.harness import Figures, Rounds, in_processes, interleave, timed
+from common.testing.photographs import write_photographs
+from common.tools.benchmark import run_benchmark
+from common.tools.harness import Figures, Rounds, Row, in_processes, interleave, timed
+from common.tools.result_rows import summarise
 from imagenet_dali.prepare import main as prepare
 
 LOADERS: dict[str, Callable[[Work, Rounds], None]] = {
@@ -44,40 +44,43 @@ LOADERS: dict[str, Callable[[Work, Rounds], None]] = {
     "decoding alone": loaders.decoding_alone,
 }
 CLASSES = 4
-DIFFERENT = 64  # images; more are copies
 
 
 def main(argv: list[str]) -> None:
-    args = table.parse_options(
+    run_benchmark(
+        "loader",
+        measure,
         argv,
         __doc__,
         rounds=4,
+        packages=["webdataset", "simplejpeg"],
         size=dict(default="500x400", help="width and height of the images (default: 500x400)"),
         batch=dict(type=int, default=64, help="images of a batch (default: 64)"),
-        images=dict(type=int, default=1024, help="images that a turn reads, whole batches (default: 1024)"),
+        images=dict(type=int, default=1024, help="images that a round reads, whole batches (default: 1024)"),
     )
+
+
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of the loaders of photographs, and those of CIFAR-10's."""
     size, batch, images = ("64x48", 4, 16) if args.tiny else (args.size, args.batch, args.images)
     rounds = 1 if args.tiny else args.rounds
     try:
         width, height = map(int, size.split("x"))
     except ValueError:
-        raise UserError(f"--size {size}: say it as 500x400") from None
+        raise UserError(f"--size {size}: write it as 500x400") from None
     if images < batch or images % batch:
         raise UserError(f"--images {images}: not a multiple of --batch {batch}")
     with TemporaryDirectory() as folder:
         write_images(Path(folder), images, width, height)
-        work = Work(Path(folder), batch, images)
-        figures = compare(work, rounds)
-    rows = table.summarise(figures, "torchvision", units=images)
+        figures = compare(Work(Path(folder), batch, images), rounds)
     part = f"{size}, batch {batch}, {loaders.WORKERS} workers"
-    table.report("loader", part, rows, args.csv, ["webdataset", "simplejpeg"])
+    yield from summarise(figures, "torchvision", images, part=part)
     figures = compare_cifar(8 if args.tiny else 512, rounds)
-    rows = table.summarise(figures, "a training step", units=READ_AHEAD)
-    table.report("loader", "CIFAR-10 in memory, a batch", rows, args.csv)
+    yield from summarise(figures, "a training step", READ_AHEAD, part="CIFAR-10 in memory, a batch")
 
 
 def compare(work: Work, rounds: int) -> dict[str, list[Figures] | None]:
-    """Return each loader's figures but for its first turn; None for what is not installed."""
+    """Return each loader's figures but for its first round; None for what is not installed."""
     present = {name: loader for name, loader in LOADERS.items() if name != "webdataset" or find_spec(name)}
     with in_processes({name: partial(loader, work) for name, loader in present.items()}) as variants:
         figures = interleave(variants, rounds + 1)
@@ -85,7 +88,7 @@ def compare(work: Work, rounds: int) -> dict[str, list[Figures] | None]:
 
 
 def compare_cifar(batch: int, rounds: int) -> dict[str, list[Figures]]:
-    """Return the figures of as many steps of ViT-Lite-7/4 in bfloat16, and augmented batches, as are made together."""
+    """Return the figures of as many steps of ViT-Lite-7/4, and augmented batches, as are made together."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     job = Job((f"TOTAL_BATCH_SIZE={batch}",), steps=1, rounds=1, data=None)
@@ -95,33 +98,26 @@ def compare_cifar(batch: int, rounds: int) -> dict[str, list[Figures]]:
 
     def step() -> None:
         optimizer.zero_grad()
-        with BFLOAT16("cpu"):
+        with autocast():
             output = model(images)
         criterion(output.float(), labels).backward()
         optimizer.step()
 
-    def train() -> Figures:
-        figures = timed(step)
-        return {clock: READ_AHEAD * seconds for clock, seconds in figures.items()}
-
     for _ in islice(batches, READ_AHEAD - 1):  # the rest of what was made with the first
         pass
-    variants = {"a training step": train, "its data": lambda: timed(lambda: list(islice(batches, READ_AHEAD)))}
+    variants = {
+        "a training step": lambda: {clock: READ_AHEAD * seconds for clock, seconds in timed(step).items()},
+        "its data": lambda: timed(lambda: list(islice(batches, READ_AHEAD))),
+    }
     figures = interleave(variants, rounds + 1)
     torch.set_num_threads(threads)
-    return {name: rounds[1:] for name, rounds in figures.items()}
+    return {name: rows[1:] for name, rows in figures.items()}
 
 
 def write_images(folder: Path, count: int, width: int, height: int) -> None:
     """Write JPEGs as an image folder, as TFRecord shards, and as tar files."""
-    random = np.random.default_rng(0)
-    files = [encode(random, width, height) for _ in range(min(count, DIFFERENT))]
-    for number in range(count):
-        splits = ("train", "val") if number < CLASSES else ("train",)  # our shards have to have both
-        for split in splits:
-            path = folder / "images" / split / str(number % CLASSES) / f"{number}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(files[number % len(files)])
+    for split, images in (("train", count), ("val", CLASSES)):  # our shards have to have both
+        write_photographs(folder / "images" / split, map(str, range(CLASSES)), images, width, height)
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         for side in ("", "320", "256"):
             prepare([str(folder / "images"), str(folder / f"shards{side}"), *(["--short-side", side] if side else [])])
@@ -130,24 +126,10 @@ def write_images(folder: Path, count: int, width: int, height: int) -> None:
     for worker in range(loaders.WORKERS):
         with tarfile.open(folder / "tars" / f"{worker}.tar", "w") as tar:
             for path in paths[worker :: loaders.WORKERS]:
-                add(tar, path.name, path.read_bytes())
-                add(tar, f"{path.stem}.cls", path.parent.name.encode())
-
-
-def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    entry = tarfile.TarInfo(name)
-    entry.size = len(content)
-    tar.addfile(entry, io.BytesIO(content))
-
-
-def encode(random: np.random.Generator, width: int, height: int) -> bytes:
-    """Return a JPEG of noise that is smooth over 16 pixels, with a little that is not."""
-    coarse = random.integers(0, 256, (height // 16 + 1, width // 16 + 1, 3), np.uint8)
-    smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), np.float32)
-    pixels = smooth + random.normal(0, 6, (height, width, 1))
-    file = io.BytesIO()
-    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=85)
-    return file.getvalue()
+                for suffix, content in ((".jpg", path.read_bytes()), (".cls", path.parent.name.encode())):
+                    entry = tarfile.TarInfo(path.stem + suffix)
+                    entry.size = len(content)
+                    tar.addfile(entry, io.BytesIO(content))
 
 
 if __name__ == "__main__":

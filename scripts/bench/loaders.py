@@ -25,12 +25,12 @@ from imagenet_dali.dataloader import build_train_loader
 
 SIDE = 224
 WORKERS = len(os.sched_getaffinity(0))
-IN_QUEUES = 2 * WORKERS  # batches that PyTorch's workers have ready when a turn begins
+IN_QUEUES = 2 * WORKERS  # batches that PyTorch's workers have ready when a round begins
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a turn reads: ``images`` images, one pass, in batches of ``batch``.
+    """What a round reads: ``images`` images, one pass, in batches of ``batch``.
 
     The folder has ``images/train/<class>/*.jpg``, the same prepared in ``shards``, with a shorter side of at most 320
     and 256 pixels in ``shards320`` and ``shards256``, and ``tars/*.tar`` for webdataset.
@@ -42,7 +42,7 @@ class Work:
 
 
 def read_passes(loader: Iterable[Any], rounds: Rounds) -> None:
-    """Read a pass a turn: nothing is ready when it begins, and nothing is left when it ends."""
+    """Read a pass a round: nothing is ready when it begins, and nothing is left when it ends."""
     torch.set_num_threads(1)
     for _ in rounds:
         for _batch in loader:
@@ -111,10 +111,10 @@ def webdataset(work: Work, rounds: Rounds) -> None:
     images = images.decode("pil").to_tuple("jpg", "cls").map_tuple(_transform()).batched(work.batch)
     batches = iter(wds.WebLoader(images, batch_size=None, num_workers=WORKERS))
     torch.set_num_threads(1)
-    for turn in rounds:
+    for figures in rounds:
         for _ in islice(batches, IN_QUEUES):  # it has no passes, and reads on between the rounds
             pass
-        turn |= timed(lambda: [None for _ in islice(batches, work.images // work.batch)])
+        figures |= timed(lambda: [None for _ in islice(batches, work.images // work.batch)])
 
 
 def decoding_alone(work: Work, rounds: Rounds) -> None:

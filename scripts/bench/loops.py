@@ -13,13 +13,15 @@ from itertools import cycle, islice
 from typing import Any
 
 import torch
-from job import Batch, Job, TurnBatches, build_ours
+from job import Batch, Job, RoundBatches, build_ours
 from torch import Tensor, nn
 
+from common.hardware import is_fast
 from common.model.vit import build_model
 from common.tools.harness import Rounds
 
-BFLOAT16 = partial(torch.autocast, dtype=torch.bfloat16)
+PRECISION = "bfloat16" if is_fast("bfloat16") else "float32"
+autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=PRECISION == "bfloat16")
 
 
 def train_quietly(loop: Callable[[Job, Rounds], None], job: Job, rounds: Rounds) -> None:
@@ -33,9 +35,9 @@ def bare(job: Job, rounds: Rounds) -> None:
     """Train with what PyTorch's tutorial has, and nothing else."""
     model, optimizer, criterion, schedule = build_ours(job)
     model.train()
-    for images, labels in TurnBatches(job, rounds):
+    for images, labels in RoundBatches(job, rounds):
         optimizer.zero_grad()
-        with BFLOAT16("cpu"):
+        with autocast():
             output = model(images)
         criterion(output.float(), labels).backward()
         optimizer.step()
@@ -56,9 +58,9 @@ def timm_loop(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, roun
     data_time, step_time, losses = AverageMeter(), AverageMeter(), AverageMeter()
     model.train()
     ended = time.time()
-    for number, (images, labels) in enumerate(TurnBatches(job, rounds)):
+    for number, (images, labels) in enumerate(RoundBatches(job, rounds)):
         data_time.update(time.time() - ended)
-        with BFLOAT16("cpu"):
+        with autocast():
             loss = criterion(model(images), labels)
         losses.update(loss.item(), len(images))
         optimizer.zero_grad()
@@ -105,11 +107,11 @@ def accelerate(job: Job, rounds: Rounds) -> None:
     from accelerate import Accelerator
     from tqdm import tqdm
 
-    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    accelerator = Accelerator(mixed_precision="bf16" if PRECISION == "bfloat16" else "no", cpu=True)
     model, optimizer, criterion, schedule = build_ours(job)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     model.train()
-    for images, labels in tqdm(TurnBatches(job, rounds)):
+    for images, labels in tqdm(RoundBatches(job, rounds)):
         optimizer.zero_grad()
         with accelerator.autocast():
             output = model(images)
@@ -140,17 +142,18 @@ def lightning(job: Job, rounds: Rounds) -> None:
                 "lr_scheduler": {"scheduler": self.schedule, "interval": "step"},
             }
 
+    precision = "bf16-mixed" if PRECISION == "bfloat16" else "32-true"
     trainer = LightningTrainer(
-        accelerator="cpu", precision="bf16-mixed", max_epochs=1, logger=False, enable_checkpointing=False
+        accelerator="cpu", precision=precision, max_epochs=1, logger=False, enable_checkpointing=False
     )
-    trainer.fit(Module(), TurnBatches(job, rounds))
+    trainer.fit(Module(), RoundBatches(job, rounds))
 
 
 def forward_alone(job: Job, rounds: Rounds) -> None:
-    """Compute the logits of ``job.steps`` batches a turn."""
+    """Compute the logits of ``job.steps`` batches a round."""
     model, batches = build_model(**job.config["MODEL"]), cycle(job.batches())
     model.eval()
     for _ in rounds:
         for images, _labels in islice(batches, job.steps):
-            with torch.no_grad(), BFLOAT16("cpu"):
+            with torch.no_grad(), autocast():
                 model(images).float()

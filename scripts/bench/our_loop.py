@@ -8,7 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from job import CONFIG, Job, TurnBatches, build_ours
+from job import CONFIG, Job, RoundBatches, build_ours
+from loops import PRECISION
 
 from common.colossal import BaseHook, Trainer, initialize, shard_model
 from common.config.batch_plan import DataSummary
@@ -27,13 +28,13 @@ def ours(job: Job, rounds: Rounds) -> None:
         hooks = run.build_hooks(model, optimizer)
         spent = Spent(hooks)
         engine, loader, _, schedule = initialize(
-            model, optimizer, criterion, TurnBatches(job, rounds, spent.take), None, schedule
+            model, optimizer, criterion, RoundBatches(job, rounds, spent.take), None, schedule
         )
         Trainer(engine).fit(loader, 1, job.total_steps, hooks=hooks)
 
 
 def our_evaluation(job: Job, rounds: Rounds) -> None:
-    """Evaluate ``job.steps`` batches a turn as our trainer does."""
+    """Evaluate ``job.steps`` batches a round as our trainer does."""
     with TemporaryDirectory() as folder:
         run = _start(job, Path(folder))
         model, optimizer, criterion, schedule = build_ours(job)
@@ -49,13 +50,13 @@ def our_evaluation(job: Job, rounds: Rounds) -> None:
             list(islice(cycle(batches), job.steps)),
             schedule,
         )
-        Trainer(engine).fit(train, job.rounds, None, test, hooks=[*hooks, _EvaluationTurns(rounds, spent)])
+        Trainer(engine).fit(train, job.rounds, None, test, hooks=[*hooks, _EvaluationRounds(rounds, spent)])
 
 
-class _EvaluationTurns(BaseHook):
-    """Make each evaluation a turn; between them, one step with one image makes an epoch.
+class _EvaluationRounds(BaseHook):
+    """Make each evaluation a round; between them, one step with one image makes an epoch.
 
-    A turn ends before its figures are written, which is the hooks' time: it hands in what that took the last time.
+    A round ends before its figures are written, which is the hooks' time: it hands in what that took the last time.
     """
 
     def __init__(self, rounds: Rounds, spent: "Spent") -> None:
@@ -95,7 +96,7 @@ class Spent:
 
 
 class Batches(list):
-    """A list of batches that is asked for a position, as `TurnBatches` is."""
+    """A list of batches that is asked for a position, as `RoundBatches` is."""
 
     def state_dict(self) -> dict[str, int]:
         return {}
@@ -105,7 +106,8 @@ def _start(job: Job, folder: Path) -> Run:
     """Start a run of one process over a data set that is as large as the job needs it."""
     (folder / "data").mkdir()
     (folder / "data" / "unread").touch()
-    settings = [*job.settings, "fp16.mode=AMP_TYPE.TORCH", f"DATA.root={folder}/data", f"MAX_STEPS={job.total_steps}"]
+    precision = "fp16.mode=AMP_TYPE.TORCH" if PRECISION == "bfloat16" else "fp16=None"
+    settings = [*job.settings, precision, f"DATA.root={folder}/data", f"MAX_STEPS={job.total_steps}"]
     arguments = ["--config", CONFIG, "--output", str(folder / "run")]
     samples = job.config["TOTAL_BATCH_SIZE"] * job.total_steps
     words = [word for setting in settings for word in ("--set", setting)]

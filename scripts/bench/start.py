@@ -8,35 +8,35 @@ runs the same code and notes the time between them. Digits as scripts/quickstart
 otherwise.
 """
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import table
-
 from common.errors import UserError, run_command
 from common.metrics.writers import read_metrics
-from common.tools.harness import Figures, interleave
+from common.tools.benchmark import run_benchmark
+from common.tools.harness import ROOT, Figures, Row, interleave
+from common.tools.result_rows import summarise
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 TRAIN, TRACED = ROOT / "imagenet_dali" / "train_dali.py", Path(__file__).with_name("start_traced.py")
 
 
 def main(argv: list[str]) -> None:
-    args = table.parse_options(
-        argv,
-        __doc__,
-        rounds=5,
-        config=dict(default="quickstart", help="recipe (default: quickstart)"),
-        data=dict(default=str(ROOT / "data" / "digits"), help="prepared data set (default: data/digits)"),
-    )
+    config = dict(default="quickstart", help="recipe (default: quickstart)")
+    data = dict(default=str(ROOT / "data" / "digits"), help="prepared data set (default: data/digits)")
+    run_benchmark("start", measure, argv, __doc__, rounds=5, config=config, data=data)
+
+
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for the command, warm and without bytecode, and one for each stage."""
     settings = ["--config", args.config, "--set", f"DATA.root={args.data}", "--set", "MAX_STEPS=1"]
     variants: dict[str, Callable[[], Figures]] = {
         "warm": partial(first_step, settings, bytecode=True),
@@ -45,9 +45,8 @@ def main(argv: list[str]) -> None:
     }
     figures = interleave(variants, 1 if args.tiny else args.rounds)
     stages = figures.pop("stages")
-    table.report("start", "to the first step", table.summarise(figures, "warm"), args.csv)
-    rows = {stage: [figure[stage] for figure in stages] for stage in stages[0]}
-    table.report("start", "stages", table.summarise(rows, "all"), args.csv)
+    yield from summarise(figures, "warm", part="to the first step")
+    yield from summarise({stage: [one[stage] for one in stages] for stage in stages[0]}, "all", part="stages")
 
 
 def first_step(settings: list[str], bytecode: bool) -> Figures:

@@ -2,31 +2,32 @@
 
 python scripts/bench/step.py [--rounds 4] [--steps 4] [--set KEY=VALUE ...] [--data CIFAR10]
 
-ViT-Lite-7/4 as in configs/vit_lite_vanilla.py, in bfloat16, at batch 64 unless --set says otherwise, over batches in
-memory, on one thread. Each loop has a process of its own, and they take rounds of some steps, or of an evaluation of
-five times as many batches, since what is done once in an evaluation is part of it. Because processes that do the same
-differ more than the loops do, all are started anew for each round, and warmed up by a turn that is not counted. `hooks`
-are our metrics, progress bar, TensorBoard and curves, timed where they are called. `loop alone` is the same with a
-model so small (as many tensors, of width 8, and one image) that the loop is most of it, in processes that stay. All but
-one have memory handled as in our training (common/cpu_memory.py, common/huge_pages.py). Libraries of
-requirements-bench.txt that are not installed are left out.
+ViT-Lite-7/4 as in configs/vit_lite_vanilla.py, in bfloat16 where the CPU has it, else in float32, at batch 64 unless
+--set says otherwise, over batches in memory, on one thread. Each loop has a process of its own; they are interleaved,
+some steps a round, or an evaluation of five times as many batches, since what is done once in an evaluation is part of
+it. Because processes that do the same differ more than the loops do, all are started anew for each round, and warmed up
+by a round that is not counted. `hooks` are our metrics, progress bar, TensorBoard and curves, timed where they are
+called. `loop alone` is the same with a model so small (as many tensors, of width 8, and one image) that the loop is
+most of it, in processes that stay. Libraries of requirements-bench.txt that are not installed are left out.
 """
 
+import argparse
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
 import loops
 import our_loop
-import table
 from job import Job
 from loops import train_quietly
 from our_loop import EVALUATED
 
 from common.errors import run_command
-from common.tools.harness import Figures, Rounds, in_processes, interleave
+from common.tools.benchmark import run_benchmark
+from common.tools.harness import Figures, Rounds, Row, in_processes, interleave
+from common.tools.result_rows import summarise
 
 PEERS = {"Lightning": "lightning", "accelerate": "accelerate"}
 LOOPS: dict[str, Callable[[Job, Rounds], None]] = {
@@ -39,39 +40,45 @@ LOOPS: dict[str, Callable[[Job, Rounds], None]] = {
 }
 EVALUATIONS = {"forward alone": loops.forward_alone, "ours": our_loop.our_evaluation}
 NO_WORK = ("MODEL.image_size=8", "MODEL.width=8", "MODEL.heads=2", "TOTAL_BATCH_SIZE=1")
-BATCHES_PER_STEP = 5  # of an evaluation, for each training step of a turn
+BATCHES_PER_STEP = 5  # of an evaluation, for each training step of a round
 TRAINED = 50_000  # images of CIFAR-10
 
 
 def main(argv: list[str]) -> None:
-    args = table.parse_options(
+    run_benchmark(
+        "step",
+        measure,
         argv,
         __doc__,
         rounds=4,
-        steps=dict(type=int, default=4, help="optimiser steps of a turn (default: 4)"),
+        packages=list(PEERS.values()),
+        steps=dict(type=int, default=4, help="optimiser steps of a round (default: 4)"),
         set=dict(action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe"),
         data=dict(default=os.environ.get("DATA"), help="CIFAR-10's folder (default: $DATA, else random images)"),
     )
+
+
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of training, evaluation, the hooks' share of them, and the loop alone."""
     rounds, steps, data = (2, 2, None) if args.tiny else (args.rounds, args.steps, args.data)
     settings = ("TOTAL_BATCH_SIZE=64", *args.set, *(NO_WORK if args.tiny else ()))
     job = Job(settings, steps, rounds=2, data=data)
     test = replace(job, steps=BATCHES_PER_STEP * steps)
     small = Job((*settings, *NO_WORK), steps if args.tiny else 25 * steps, rounds + 1, None)
-
-    def save(part: str, rows: list[dict[str, str]]) -> None:
-        table.report("step", part, rows, args.csv, PEERS.values())
-
-    training, evaluation = compare(LOOPS, job, rounds), compare(EVALUATIONS, test, rounds)
-    save("training", table.summarise(training, "bare", units=steps))
-    save("evaluation", table.summarise(evaluation, "forward alone", units=test.steps))
-    save("hooks", table.summarise(share_of_hooks(training["ours"], evaluation["ours"], job, test), "an epoch"))
-    save("loop alone", table.summarise(compare(LOOPS, small), "bare", units=small.steps))
+    training = compare(LOOPS, job, rounds)
+    yield from summarise(training, "bare", steps, part="training", precision=loops.PRECISION)
+    evaluation = compare(EVALUATIONS, test, rounds)
+    yield from summarise(evaluation, "forward alone", test.steps, part="evaluation", precision=loops.PRECISION)
+    shares = share_of_hooks(training["ours"], evaluation["ours"], job, test)
+    yield from summarise(shares, "an epoch", part="hooks", precision=loops.PRECISION)
+    alone = compare(LOOPS, small)
+    yield from summarise(alone, "bare", small.steps, part="loop alone", precision=loops.PRECISION)
 
 
 def compare(
     loops: Mapping[str, Callable[[Job, Rounds], None]], job: Job, starts: int = 1
 ) -> dict[str, list[Figures] | None]:
-    """Return each loop's figures but for the first turn after each start; None for what is not installed."""
+    """Return each loop's figures but for the first round after each start; None for what is not installed."""
     present = [name for name in loops if name not in PEERS or find_spec(PEERS[name])]
     compared: dict[str, list[Figures] | None] = {name: [] if name in present else None for name in loops}
     for _ in range(starts):

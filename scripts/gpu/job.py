@@ -1,28 +1,14 @@
-"""What every piece of the campaign is given, and how it says that it did not come to its end."""
+"""What every piece is given: how large, where, for how long, on which device."""
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-Row = dict[str, Any]
-
-
-class NotRunError(Exception):
-    """What the piece needs is not here."""
-
-
-class WrongError(Exception):
-    """The piece ran to its end and shows that something is wrong."""
-
-
-class UnfinishedError(Exception):
-    """The piece was stopped by its limit, and goes on at the next call."""
+from common.hardware import is_fast
+from common.tools.harness import Row
 
 
 @dataclass
@@ -31,7 +17,7 @@ class Job:
 
     Attributes:
         tiny: with so little to do that it shows only that everything runs.
-        folder: the piece's own; what it holds when the process is killed is there when the piece runs again.
+        folder: the piece's own; an unfinished piece finds in it what it left.
         seconds: its limit.
         data: folders of data sets, by name.
     """
@@ -51,6 +37,14 @@ class Job:
         return self.device.type == "cuda"
 
     @property
+    def has_bfloat16(self) -> bool:
+        return self.on_gpu or is_fast("bfloat16")
+
+    def lacks(self, mode: str) -> Row:
+        """Return a row that says why ``mode``, named after its number format, is not run here; empty if it is."""
+        return {"not_run": "this CPU has no bfloat16"} if mode.endswith("bf16") and not self.has_bfloat16 else {}
+
+    @property
     def seconds_left(self) -> float:
         return self.seconds - (time.monotonic() - self.started)
 
@@ -64,6 +58,3 @@ class Job:
         """Wait for the device."""
         if self.on_gpu:
             torch.cuda.synchronize()
-
-
-Piece = Callable[[Job], Iterator[Row]]

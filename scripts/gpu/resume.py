@@ -1,4 +1,4 @@
-"""Pieces: runs as train.py makes them: one that goes on from a checkpoint, and what processes send each other."""
+"""Pieces: runs as train.py makes them: one resumed from a checkpoint, and what processes send each other."""
 
 import contextlib
 import os
@@ -11,11 +11,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from campaign.job import Job, Row, WrongError
 from common.checkpoint.model_state import MODEL, OPTIMIZER
 from common.checkpoint.save import newest_checkpoint
 from common.colossal import launch, shutdown
 from common.testing.tiny_task import train, write_images
+from common.tools.harness import Row, WrongError
+from gpu.job import Job
 
 STEPS, SAVED = 6, 3
 MODES = {
@@ -27,7 +28,7 @@ TOLERANCE = 1e-3  # on a GPU, whose kernels may add up in another order each tim
 
 
 def resume(job: Job) -> Iterator[Row]:
-    """Train six steps, the same again, and three that are saved and gone on with; compare weights and AdamW's state."""
+    """Train six steps, the same again, and three that are saved and resumed; compare weights and AdamW's state."""
     data = write_images(job.new_folder("data"))
     wrong = []
     for mode, settings in list(MODES.items())[:: 2 if job.tiny else 1]:
@@ -42,7 +43,7 @@ def resume(job: Job) -> Iterator[Row]:
             wrong.append(mode)
         yield row
     if wrong:
-        raise WrongError(f"a run that was gone on with is another one: {', '.join(wrong)}")
+        raise WrongError(f"a resumed run differs: {', '.join(wrong)}")
 
 
 def _train(data: Path, output: Path, *settings: str) -> None:

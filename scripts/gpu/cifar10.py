@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from campaign.job import Job, NotRunError, Row, UnfinishedError, WrongError
-from campaign.made_images import write_folders
 from cifar10_benchmark.train import main as train
 from common.metrics.writers import read_metrics
+from common.testing.photographs import write_photographs
+from common.tools.harness import NotRunError, Row, UnfinishedError, WrongError
+from gpu.job import Job
 
 CONFIG = "vit_lite_vanilla"
-SETTINGS = ("fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bfloat16'", "EVAL_EVERY=10", "CHECKPOINT_EVERY='1 min'")
+SETTINGS = ("EVAL_EVERY=10", "CHECKPOINT_EVERY='1 min'")
 TINY = ("NUM_EPOCHS=2", "WARMUP_EPOCHS=1", "TOTAL_BATCH_SIZE=16", "MODEL.width=32", "MODEL.depth=1", "LOG.every=1")
 TO_STOP = 30  # seconds that a run may take to save and end
 
@@ -26,14 +27,16 @@ def cifar10(job: Job) -> Iterator[Row]:
     elif (data := job.data.get("cifar")) is None:
         raise NotRunError("no data: --cifar names CIFAR-10's folder")
     output = job.folder / "run"
-    settings = [*SETTINGS, *(TINY if job.tiny else ()), f"DATA.root={data}"]
+    precision = "bfloat16" if job.has_bfloat16 else "float32"
+    amp = ["fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bfloat16'"] if job.has_bfloat16 else ["fp16=None"]
+    settings = [*SETTINGS, *amp, *(TINY if job.tiny else ()), f"DATA.root={data}"]
     words = [word for setting in settings for word in ("--set", setting)]
     code = _train_until(["--config", CONFIG, "--output", str(output), *words], job.seconds_left - TO_STOP)
     row = summarise(json.loads((output / "config.json").read_text()), list(read_metrics(output)))
     if code == 0:
-        yield row
+        yield row | {"precision": precision}
     elif code == 128 + signal.SIGTERM:
-        raise UnfinishedError(f"step {row['step']} of {row['of']}; the next call goes on")
+        raise UnfinishedError(f"step {row['step']} of {row['of']}; the next call resumes it")
     else:
         raise WrongError(f"training ended with exit code {code}")
 
@@ -41,7 +44,7 @@ def cifar10(job: Job) -> Iterator[Row]:
 def _write_tiny(folder: Path) -> Path:
     if not (folder / "test").exists():
         for split, images in (("train", 40), ("test", 8)):
-            write_folders(folder / split, ("cat", "dog"), images, 32, 32)
+            write_photographs(folder / split, ("cat", "dog"), 2 * images, 32, 32)
     return folder
 
 
@@ -77,6 +80,5 @@ def summarise(about: dict[str, Any], records: list[dict[str, Any]]) -> Row:
         "images_per_s": trained[-1]["samples_per_s"],
         "mfu": trained[-1]["mfu"],
         "memory_gb": trained[-1]["peak_memory_gb"],
-        "precision": "bfloat16, autocast",
         "evaluations": len(top1),
     }

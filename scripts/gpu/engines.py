@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from campaign.job import Job, Row
 from common.colossal import AMP_TYPE, Engine, initialize, launch, shutdown
 from common.model.flops import peak_images_per_s
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
+from common.tools.harness import Row
+from gpu.job import Job
 
 ROUNDS = 5
 WEIGHT_DECAY = 0.1

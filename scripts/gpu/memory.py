@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from campaign.engines import MODES, TINY, VIT_B16, VIT_S16, open_engine, peak_memory, random_batch, train_step
-from campaign.job import Job, Row, WrongError
 from common.colossal import resolve_parallel
 from common.config.load import load_config
 from common.estimate.memory import TensorMemory
 from common.estimate.step_estimate import rehearse
+from common.tools.harness import Row, WrongError
+from gpu.engines import MODES, TINY, VIT_B16, VIT_S16, open_engine, peak_memory, random_batch, train_step
+from gpu.job import Job
 
 TOLERANCE = 0.1
 CASES = (  # model, batch, mode, optimiser, accumulation
@@ -33,18 +34,14 @@ def memory(job: Job) -> Iterator[Row]:
     """Compare the peak of memory that --dry-run predicts with what steps take."""
     wrong = []
     for model, batch, mode, optimizer, accumulation in TINY_CASES if job.tiny else CASES:
-        config = _config(model, MODES[mode], optimizer)
-        predicted = rehearse(config, 1, batch, accumulation, job.device.type).peak
-        row = {
-            "model": f"width {model['width']}" + ", checkpointed" * model.get("activation_checkpoint", False),
-            "batch": batch,
-            "mode": mode,
-            "optimizer": optimizer,
-            "accumulation": accumulation,
-            "predicted_gb": predicted / 1e9,
-        }
+        name = f"width {model['width']}" + ", checkpointed" * model.get("activation_checkpoint", False)
+        row = {"model": name, "batch": batch, "mode": mode, "optimizer": optimizer, "accumulation": accumulation}
+        if not_run := job.lacks(mode):
+            yield row | not_run
+            continue
+        predicted = rehearse(_config(model, MODES[mode], optimizer), 1, batch, accumulation, job.device.type).peak / 1e9
         taken = _measure(job, model, MODES[mode], optimizer, batch, accumulation)
-        row |= taken | {"predicted_over_measured": predicted / 1e9 / taken["memory_gb"]}
+        row |= {"predicted_gb": predicted, **taken, "predicted_over_measured": predicted / taken["memory_gb"]}
         # what cuBLAS takes for itself, and is not predicted, is much of so little
         is_judged = not (job.tiny and job.on_gpu)
         if is_judged and abs(row["predicted_over_measured"] - 1) > TOLERANCE:

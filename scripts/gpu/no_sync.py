@@ -7,17 +7,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import loaders
 import torch
+from bench.loaders import cifar
 
-from campaign.engines import PRECISIONS, TINY, open_engine, random_batch
-from campaign.job import ROOT, Job, Row, WrongError
 from common.colossal import BaseHook, Trainer
 from common.colossal.skipped import CHECK_EVERY
 from common.config.batch_plan import Plan
 from common.config.load import load_config
 from common.metrics.hook import MetricsHook
 from common.testing import host_sync as waiting
+from common.tools.harness import ROOT, Row, WrongError
+from gpu.engines import PRECISIONS, TINY, open_engine, random_batch
+from gpu.job import Job
 
 STEPS = CHECK_EVERY - 1  # it looks at the counters of skipped updates only then
 BATCH, CLASSES = 8, 10
@@ -27,14 +28,21 @@ def no_sync(job: Job) -> Iterator[Row]:
     """Train with the Trainer and its metrics, and forbid the host to wait for the device in steps without a record."""
     model = TINY | {"dropout": 0.1, "drop_path": 0.1, "num_classes": CLASSES}
     batches = [random_batch(job, model, BATCH)] * STEPS
-    loader = loaders.cifar(load_config("vit_lite_vanilla")["DATA"], BATCH, model["image_size"], job.device)
+    loader = cifar(load_config("vit_lite_vanilla")["DATA"], BATCH, model["image_size"], job.device)
     cases = [("on the device", optimizer, mode, batches) for optimizer, mode in product(("adamw", "lamb"), PRECISIONS)]
     waits = 0
-    for data, optimizer, mode, source in [*cases, ("CIFAR-10's, augmented", "adamw", "bf16", loader)]:
+    for data, optimizer, mode, source in [
+        *cases,
+        ("CIFAR-10's, augmented", "adamw", "bf16" if job.has_bfloat16 else "fp32", loader),
+    ]:
+        row = {"batches": data, "optimizer": optimizer, "mode": mode}
+        if not_run := job.lacks(mode):
+            yield row | not_run
+            continue
         hook = ForbidWaiting(job.device)
         where = _train(job, model, PRECISIONS[mode], optimizer, source, hook)
         waits += where is not None
-        yield {"batches": data, "optimizer": optimizer, "mode": mode, "steps": hook.steps, "waits": where or "no"}
+        yield row | {"steps": hook.steps, "waits": where or "no"}
     if waits:
         raise WrongError(f"the host waits for the device in {waits} cases")
 

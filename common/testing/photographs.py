@@ -1,0 +1,34 @@
+"""JPEGs for tests and benchmarks: smooth noise of about 0.3 bytes a pixel, as photographs take."""
+
+import io
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+DIFFERENT = 64  # JPEGs; more are links to them
+
+
+def write_photographs(folder: Path, names: Iterable[str], count: int, width: int, height: int) -> Path:
+    """Write ``count`` JPEGs into ``folder/<name>/``, one after another into each; return ``folder``."""
+    names, random = list(names), np.random.default_rng(0)
+    originals = folder.with_name(f".{folder.name}.originals")
+    originals.mkdir(parents=True, exist_ok=True)
+    for number in range(min(count, DIFFERENT)):
+        (originals / str(number)).write_bytes(_encode(random, width, height))
+    for number in range(count):
+        path = folder / names[number % len(names)] / f"image_{number:05d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.link(originals / str(number % DIFFERENT), path)
+    return folder
+
+
+def _encode(random: np.random.Generator, width: int, height: int) -> bytes:
+    coarse = random.integers(0, 256, (max(1, height // 8), max(1, width // 8), 3), np.uint8)
+    pixels = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), np.int16)
+    pixels = (pixels + random.integers(-12, 13, pixels.shape)).clip(0, 255).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG", quality=85)
+    return file.getvalue()

@@ -148,7 +148,8 @@ def test_dry_run_compares_the_modes_on_more_gpus_than_the_recipe_has_micro_batch
     out = capsys.readouterr().out
     assert "512 GPUs x 64 x 1 = 32,768" in out
     for mode in ("data parallel", "1d 4", "2d 2 x 2", "2.5d 2 x 2 x 2", "3d 2 x 2 x 2"):
-        assert f" {mode}" in out
+        assert f"\n{mode} " in out
+    assert max(map(len, out.splitlines())) <= 80
     assert "fastest that fits: data parallel, " in out
 
 

@@ -1,4 +1,4 @@
-"""GPUs and the links between them: how long collectives take."""
+"""A cluster: GPUs, the links between them, and what their hosts decode."""
 
 import argparse
 from collections import Counter
@@ -13,15 +13,18 @@ LATENCY = 20e-6  # seconds that a collective takes at least; an assumption
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the GPUs are: bytes of memory, GPUs of a node, bytes/s that a GPU sends within and between nodes.
+    """GPUs and their hosts.
 
-    ``images_per_s`` is a measured rate of one GPU that trains the whole model, without communication.
+    ``memory`` in bytes; ``node`` GPUs per node; ``inside``, ``between``: bytes/s that a GPU sends within and between
+    nodes; ``decode``: images/s that a GPU's share of the host's cores decodes; ``images_per_s``: measured rate of one
+    GPU that trains the whole model, without communication.
     """
 
     memory: float = 80e9
     node: int = 8
     inside: float = 450e9
     between: float = 50e9
+    decode: float = 8000.0
     images_per_s: float | None = None
 
     def seconds(self, name: str, ranks: tuple[int, ...], calls: int, nbytes: int) -> float:
@@ -45,7 +48,7 @@ class Cluster:
         return max(Counter(rank // self.node for rank in ranks).values())
 
 
-FLAGS = ("gpu_memory", "gpus_per_node", "links", "images_per_s")
+FLAGS = ("gpu_memory", "gpus_per_node", "links", "images_per_s", "decode_images_per_s")
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +64,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         help="what a GPU sends within a node, and beyond (default: 450 50: NVLink 4, and a 400 Gb/s link each)",
     )
     group.add_argument("--images-per-s", type=float, help="measured, of one GPU training the whole model")
+    group.add_argument("--decode-images-per-s", type=float, help="decoded by a GPU's share of its host (default: 8000)")
 
 
 def parse_cluster(args: argparse.Namespace) -> Cluster:
@@ -71,5 +75,5 @@ def parse_cluster(args: argparse.Namespace) -> Cluster:
             raise UserError(f"--{name.replace('_', '-')} {value}: must be above 0")
     given = dict(memory=args.gpu_memory and 1e9 * args.gpu_memory, node=args.gpus_per_node)
     given["inside"], given["between"] = (1e9 * value for value in args.links) if args.links else (None, None)
-    given["images_per_s"] = args.images_per_s
+    given["images_per_s"], given["decode"] = args.images_per_s, args.decode_images_per_s
     return Cluster(**{name: value for name, value in given.items() if value is not None})

@@ -29,7 +29,7 @@ def test_flags_describe_the_cluster():
     parser = argparse.ArgumentParser()
     add_cluster_arguments(parser)
     words = "--gpu-memory 40 --gpus-per-node 4 --links 300 25 --images-per-s 500"
-    assert parse_cluster(parser.parse_args(words.split())) == Cluster(40e9, 4, 300e9, 25e9, 500)
+    assert parse_cluster(parser.parse_args(words.split())) == Cluster(40e9, 4, 300e9, 25e9, images_per_s=500)
     assert parse_cluster(parser.parse_args([])) == Cluster()
     with pytest.raises(UserError, match="--links"):
         parse_cluster(parser.parse_args(["--links", "300", "0"]))

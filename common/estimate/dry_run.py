@@ -1,6 +1,8 @@
-"""What ``--dry-run`` prints: the resolved config, the batch arithmetic, memory, and how the modes scale."""
+"""What ``--dry-run`` prints, 80 columns wide: resolved config, batch arithmetic, memory, and how the modes scale."""
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from common.config.batch_plan import DataSummary, Plan
 from common.estimate.cluster import LATENCY, Cluster
 from common.estimate.scaling import (
     ASSUMED_MFU,
+    BEST_MFU,
     USABLE,
     Prediction,
     assumed_flops,
@@ -20,43 +23,61 @@ from common.estimate.step_estimate import Rehearsal, rehearse
 from common.hardware import instruction_set
 from common.model.flops import flops_per_image
 from common.model.vit import build_model, parameter_count
-from common.table import format_table
+
+WIDTH, INDENT = 80, 23  # columns
+IMAGENET = 1_281_167  # training images of ImageNet-1k
 
 
 def print_dry_run(config: Mapping[str, Any], plan: Plan, data: DataSummary | None, cluster: Cluster | None) -> None:
-    """Print the config, a key a line, then the plan, then the table of all modes on ``cluster``, if there is one.
+    """Print the config, one key per line as ``--set`` takes it, the plan, and the table of all modes on ``cluster``.
 
-    ``data`` is None where no data set was named.
+    ``data`` is None where no data set was named. Without ``cluster`` there is no table.
     """
-    for name, value in config.items():
-        print(f"{name:<22} {_inline(value)}")
-    model = {**config["MODEL"], "num_classes": config["MODEL"]["num_classes"] or 1000}
+    for name, value in _dotted(config):
+        print(f"{name:<{INDENT - 1}} {value}")
+    print()
+    for name, value in _describe_plan(config, plan, data).items():
+        _print_wrapped(name, value)
+    with torch.device("meta"):
+        model = build_model(**_model(config))
+    for line in describe_tensor_parallel(config["parallel"], model, plan.micro_batch):
+        _print_wrapped("", line)
+    if cluster:
+        _print_modes(config, plan, data, cluster)
+
+
+def _model(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**config["MODEL"], "num_classes": config["MODEL"]["num_classes"] or 1000}
+
+
+def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield ``("DATA.flip", "True")`` for ``{"DATA": {"flip": True}}``."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value) if isinstance(value, Enum) else repr(value)
+
+
+def _print_wrapped(name: str, text: str) -> None:
+    print(textwrap.fill(f"{name:<{INDENT}}{text}", WIDTH, subsequent_indent=" " * INDENT, break_on_hyphens=False))
+
+
+def _describe_plan(config: Mapping[str, Any], plan: Plan, data: DataSummary | None) -> dict[str, str]:
     rows = {
         "processes": f"{plan.gpus} GPUs = {plan.data_parallel} data parallel x {plan.tensor_parallel} tensor parallel",
         "global batch": plan.batch_formula,
-        "parameters": f"{parameter_count(**model) / 1e6:.1f} M",
-        "arithmetic": f"{flops_per_image(model) / 1e9:.1f} GFLOP an image, forward and backward",
+        "parameters": f"{parameter_count(**_model(config)) / 1e6:.1f} M",
+        "computation": f"{flops_per_image(_model(config)) / 1e9:.1f} GFLOP per image, forward and backward",
         "precision": _describe_precision(config, plan),
         "memory per GPU": _describe_memory(rehearse(config, plan.gpus, plan.micro_batch, plan.accumulation)),
-        "data": f"{data.train_samples:,} training, {data.eval_samples:,} evaluation images, {data.num_classes} classes"
-        if data
-        else "not named (DATA=... or DATA.root): no steps counted",
     }
-    if data:
-        rows["steps"] = (
-            f"{plan.steps_per_epoch} an epoch x {plan.epochs} = {plan.total_steps:,}, "
-            f"{plan.warmup_steps:,} of them warm-up"
-            + (f"; ends after {plan.last_step:,}" if plan.last_step < plan.total_steps else "")
-        )
-    print()
-    for name, value in rows.items():
-        print(f"{name:<22} {value}")
-    with torch.device("meta"):
-        lines = describe_tensor_parallel(config["parallel"], build_model(**model), plan.micro_batch)
-    for line in lines:
-        print(f"{'':<22} {line}")
-    if cluster:
-        _print_modes(config, plan, cluster)
+    if data is None:
+        return rows | {"data": "none (set DATA=... or DATA.root): steps are not counted"}
+    images = f"{data.train_samples:,} training, {data.eval_samples:,} evaluation images, {data.num_classes} classes"
+    end = f"; ends after {plan.last_step:,}" if plan.last_step < plan.total_steps else ""
+    steps = f"{plan.steps_per_epoch} per epoch x {plan.epochs} = {plan.total_steps:,}, {plan.warmup_steps:,} of warm-up"
+    return rows | {"data": images, "steps": steps + end}
 
 
 def _describe_precision(config: Mapping[str, Any], plan: Plan) -> str:
@@ -69,52 +90,81 @@ def _describe_precision(config: Mapping[str, Any], plan: Plan) -> str:
 
 def _describe_memory(rehearsal: Rehearsal) -> str:
     return (
-        f"{rehearsal.peak / 1e9:.2f} GB of tensors at the peak: {rehearsal.weights / 1e9:.2f} weights, "
-        f"{rehearsal.gradients / 1e9:.2f} gradients, {rehearsal.optimizer / 1e9:.2f} optimiser state, "
+        f"{rehearsal.peak / 1e9:.2f} GB at the peak: {rehearsal.weights / 1e9:.2f} weights, "
+        f"{rehearsal.gradients / 1e9:.2f} gradients, {rehearsal.optimizer / 1e9:.2f} optimizer, "
         f"{rehearsal.activations / 1e9:.2f} activations and temporaries"
     )
 
 
-def _print_modes(config: Mapping[str, Any], plan: Plan, cluster: Cluster) -> None:
+def _print_modes(config: Mapping[str, Any], plan: Plan, data: DataSummary | None, cluster: Cluster) -> None:
     """Print the table of all modes, what it assumes, and the fastest that fits."""
     flops = whole_model_flops(config)
     rate = cluster.images_per_s * flops if cluster.images_per_s else assumed_flops(config)
     predictions = predict_modes(config, plan, cluster, rate)
-    ideal = plan.total_batch / plan.gpus * flops / rate
-    source = "measured" if cluster.images_per_s else f"assumed, {ASSUMED_MFU:.0%} of an H100's peak: --images-per-s"
-    print(
-        f"\nOne GPU trains {rate / flops:,.0f} images/s ({source}), a cut model at the same share of the peak; "
-        f"nodes of {cluster.node}.\nA GPU sends {cluster.inside / 1e9:.0f} GB/s within its node and "
-        f"{cluster.between / 1e9:.0f} GB/s beyond, a collective takes {1e6 * LATENCY:.0f} us at least, and DDP's "
-        f"overlap with the last\nmicro-batch's backward pass (all assumed). Memory, up to {USABLE:.0%} of "
-        f"{cluster.memory / 1e9:.0f} GB, and bytes are counted.\n"
-    )
-    print(format_table([_row(prediction, plan, cluster, ideal) for prediction in predictions]))
+    print()
+    for line in _assumptions(rate / flops, cluster):
+        print(textwrap.fill(line, WIDTH, initial_indent="- ", subsequent_indent="  "))
+    print()
+    _print_columns([_row(prediction, plan, cluster) for prediction in predictions])
+    print()
     fitting = [prediction for prediction in predictions if prediction.fits]
     if not fitting:
-        print(f"\nnone fits into {cluster.memory / 1e9:.0f} GB")
+        print(f"no mode fits into {cluster.memory / 1e9:.0f} GB")
         return
     best = min(fitting, key=lambda prediction: prediction.step)
-    print(f"\nfastest that fits: {best.mode}, {plan.total_batch / best.step:,.0f} images/s")
+    print(f"fastest that fits: {best.mode}, {_images_per_s(best, plan)} images/s")
+    images = data.train_samples if data else IMAGENET
+    hours = sorted(plan.epochs * images / plan.total_batch * step / 3600 for step in (best.step, best.fastest_step))
+    print(f"{plan.epochs} epochs of {images:,} images: {_range(hours, '.2g')} hours, without evaluation")
 
 
-def _row(prediction: Prediction, plan: Plan, cluster: Cluster, ideal: float) -> dict[str, str]:
+def _assumptions(images_per_s: float, cluster: Cluster) -> list[str]:
+    speed = f"A GPU trains {images_per_s:,.0f} images/s (measured)."
+    if not cluster.images_per_s:
+        best = images_per_s * BEST_MFU / ASSUMED_MFU
+        speed = (
+            f"A GPU trains {images_per_s:,.0f} to {best:,.0f} images/s: {ASSUMED_MFU:.0%} to {BEST_MFU:.0%} of an "
+            "H100's peak (assumed; measure it and pass --images-per-s)."
+        )
+    return [
+        speed + " A GPU with a part of the model keeps the same share of its peak.",
+        "A micro-batch takes at least 1 ms per block, the time to start its kernels (assumed).",
+        f"A GPU sends {cluster.inside / 1e9:.0f} GB/s within its node of {cluster.node} and "
+        f"{cluster.between / 1e9:.0f} GB/s beyond (--links); a collective takes at least {1e6 * LATENCY:.0f} us. "
+        "The slower time is without overlap of computation and communication.",
+        f"The host decodes {cluster.decode:,.0f} images/s per GPU (assumed; --decode-images-per-s).",
+        f"Memory and bytes are counted; {USABLE:.0%} of {cluster.memory / 1e9:.0f} GB is usable.",
+    ]
+
+
+def _row(prediction: Prediction, plan: Plan, cluster: Cluster) -> dict[str, str]:
     rehearsal = prediction.rehearsal
     inside, between = cluster.sent(rehearsal.nbytes)
-    return {
+    row = {
         "mode": prediction.mode,
-        "batch": f"{prediction.data_parallel} x {prediction.micro_batch} x {prediction.accumulation}",
-        "parameters": f"{rehearsal.parameters / 1e6:.1f} M",
-        "state, GB": f"{(rehearsal.weights + rehearsal.gradients + rehearsal.optimizer) / 1e9:.2f}",
-        "activations, GB": f"{rehearsal.activations / 1e9:.2f}",
-        "fits": "yes" if prediction.fits else "no",
-        "sent in node, MB": f"{inside / 1e6:,.1f}",
-        "beyond, MB": f"{between / 1e6:,.1f}",
-        "step, ms": f"{1e3 * prediction.step:,.1f}",
-        "images/s": f"{plan.total_batch / prediction.step:,.0f}",
-        "efficiency": f"{ideal / prediction.step:.0%}",
+        "batch": f"{prediction.data_parallel}x{prediction.micro_batch}x{prediction.accumulation}",
+        "memory GB": f"{rehearsal.peak / 1e9:.2f}",
+        "sent GB": f"{inside / 1e9:.2f}+{between / 1e9:.2f}",
+        "step ms": "does not fit",
+        "images/s": "",
     }
+    if prediction.fits:
+        row["step ms"] = _range([1e3 * prediction.fastest_step, 1e3 * prediction.step], ",.0f")
+        row["images/s"] = _images_per_s(prediction, plan)
+    return row
 
 
-def _inline(value: Any) -> str:
-    return ", ".join(f"{k}={v!r}" for k, v in value.items()) if isinstance(value, Mapping) else repr(value)
+def _images_per_s(prediction: Prediction, plan: Plan) -> str:
+    return _range([plan.total_batch / seconds for seconds in (prediction.step, prediction.fastest_step)], ",.0f")
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    low, high = (format(value, form) for value in values)
+    return low if low == high else f"{low}-{high}"
+
+
+def _print_columns(rows: Sequence[Mapping[str, str]]) -> None:
+    widths = [max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]]
+    for cells in [list(rows[0]), *(list(row.values()) for row in rows)]:
+        first, *others = (f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        print("  ".join([f"{first.strip():<{widths[0]}}", *others]).rstrip())

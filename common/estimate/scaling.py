@@ -12,7 +12,11 @@ from common.estimate.cluster import Cluster
 from common.estimate.step_estimate import Rehearsal, rehearse
 from common.model.flops import PEAKS
 
-ASSUMED_MFU = 0.23  # of an H100's peak: 2,100 images/s of ViT-B/16 at 224 pixels, a good end-to-end run's
+ASSUMED_MFU = 0.23  # of an H100's peak: 2,100 images/s of ViT-B/16 at 224 pixels, a good end-to-end run
+BEST_MFU = 0.40  # compiled, with a bfloat16 residual stream
+LAUNCH = 1e-3  # seconds a block and micro-batch take at least: about 100 kernels, which the host starts one by one
+MEMORY_BANDWIDTH = 2e12  # bytes/s that an optimizer's kernels reach of an H100's 3.35e12
+TRAFFIC = {"lamb": 14, "adamw": 7, "sgd": 5}  # float32 numbers read and written per parameter and update
 USABLE = 0.9  # of a GPU's memory; CUDA's context, NCCL's buffers and fragmentation have the rest
 BACKWARD_SHARE = 2 / 3  # of the time of both passes
 WHOLE = {"mode": None, "size": 1}
@@ -20,9 +24,12 @@ WHOLE = {"mode": None, "size": 1}
 
 @dataclass(frozen=True)
 class Prediction:
-    """One way to train on N GPUs: how batch and model are cut, what a GPU does in a step, and for how many seconds.
+    """One way to train on N GPUs: how batch and model are split, what a GPU does in a step, and for how many seconds.
 
-    ``communication`` leaves out what DDP reduces while the last micro-batch's backward pass goes on.
+    ``compute`` is forward and backward passes at the assumed or measured rate, ``launches`` the host's time to
+    start their kernels, ``update`` the optimizer's, ``decode`` what the host needs for the samples of a step.
+    Of ``communication``, ``hidden`` seconds can overlap with the last micro-batch's backward pass. ``speedup`` is how
+    much faster than ``compute`` a well-tuned GPU is; 1 where the rate was measured.
     """
 
     tensor: Mapping[str, Any]
@@ -32,7 +39,12 @@ class Prediction:
     rehearsal: Rehearsal
     fits: bool
     compute: float
+    launches: float
+    update: float
+    decode: float
     communication: float
+    hidden: float
+    speedup: float
 
     @property
     def mode(self) -> str:
@@ -43,11 +55,18 @@ class Prediction:
         if mode == "1d":
             return f"1d {size}"
         side = round(size ** (1 / 3)) if mode == "3d" else math.isqrt(size // depth)
-        return f"{mode} {side} x {side}" + {"2d": " (2.5d x 1)", "2.5d": f" x {depth}", "3d": f" x {side}"}[mode]
+        return f"{mode} {side} x {side}" + {"2d": "", "2.5d": f" x {depth}", "3d": f" x {side}"}[mode]
 
     @property
     def step(self) -> float:
-        return self.compute + self.communication
+        """Seconds of a step at the least favourable: nothing overlaps but decoding."""
+        return max(max(self.compute, self.launches) + self.update + self.communication, self.decode)
+
+    @property
+    def fastest_step(self) -> float:
+        """Seconds of a step at the most favourable: a well-tuned GPU, and gradients sent during the backward pass."""
+        exposed = self.communication - self.hidden / self.speedup
+        return max(max(self.compute / self.speedup, self.launches) + self.update + max(0.0, exposed), self.decode)
 
 
 def predict_modes(config: Mapping[str, Any], plan: Plan, cluster: Cluster, rate: float) -> list[Prediction]:
@@ -105,7 +124,8 @@ def _predict(
             continue
         rehearsal = rehearse({**config, "parallel": _parallel(tensor)}, plan.gpus, micro_batch, accumulation)
         compute = rehearsal.flops / rate
-        hidden = 0.0 if config["gradient_handler"] else BACKWARD_SHARE * compute / accumulation
+        between_ranks, gradients = _communication(rehearsal, cluster)
+        overlap = 0.0 if config["gradient_handler"] else BACKWARD_SHARE * compute / accumulation
         prediction = Prediction(
             tensor,
             data_parallel,
@@ -114,7 +134,12 @@ def _predict(
             rehearsal,
             fits=rehearsal.peak <= usable,
             compute=compute,
-            communication=_communication(rehearsal, cluster, hidden),
+            launches=LAUNCH * config["MODEL"]["depth"] * accumulation,
+            update=4 * TRAFFIC[config["OPTIMIZER"]["name"]] * rehearsal.parameters / MEMORY_BANDWIDTH,
+            decode=samples / cluster.decode,
+            communication=between_ranks + gradients,
+            hidden=min(gradients, overlap),
+            speedup=1.0 if cluster.images_per_s else BEST_MFU / ASSUMED_MFU,
         )
         if prediction.fits:
             break
@@ -134,9 +159,9 @@ def _scaled_memory(rehearsal: Rehearsal, share: float) -> float:
     return rehearsal.peak - (1 - share) * rehearsal.activations
 
 
-def _communication(rehearsal: Rehearsal, cluster: Cluster, hidden: float) -> float:
-    """Return the seconds of a step's collectives, without ``hidden`` seconds of the data-parallel ones."""
+def _communication(rehearsal: Rehearsal, cluster: Cluster) -> tuple[float, float]:
+    """Return the seconds of a step's tensor-parallel collectives, and of its data-parallel ones."""
     seconds = {True: 0.0, False: 0.0}
     for (name, ranks), nbytes in rehearsal.nbytes.items():
         seconds[ranks == rehearsal.data_ranks] += cluster.seconds(name, ranks, rehearsal.calls[name, ranks], nbytes)
-    return seconds[False] + max(0.0, seconds[True] - hidden)
+    return seconds[False], seconds[True]

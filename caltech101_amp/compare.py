@@ -3,10 +3,11 @@
 DATA=/path/to/caltech101 python -m caltech101_amp.compare --steps 10 [--rounds 3] [--set KEY=VALUE ...] [--output DIR]
 
 Writes DIR/compare.csv and DIR/compare.png, and prints the table. On a GPU: ViT-B/16 at batch 128, as the configs say.
-On a CPU, unless --set says otherwise: a model of width 192 and depth 4, 96 pixels, batch 32, which ends in minutes. The
-modes are interleaved, a round of steps each; figures are medians over the rounds, and those relative to fp32 are
-medians of the ratios to it in the same round. Shares are of the time of a step: waiting for data, forward pass with
-loss, backward pass, optimiser. Memory is the process's peak, without what it held before there was a model.
+On a CPU, unless --set says otherwise: a model of width 192 and depth 4, 96 pixels, batch 32, which ends in minutes. A
+CPU without instructions for bfloat16 runs fp32 only, since all modes compute in float32 there. The modes are
+interleaved, a round of steps each; figures are medians over the rounds, and those relative to fp32 are medians of the
+ratios to it in the same round. Shares are of the time of a step: waiting for data, forward pass with loss, backward
+pass, optimiser. Memory is the process's peak, without what it held before there was a model.
 """
 
 import argparse
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 
 from caltech101_amp.measure import PHASES, serve_rounds
+from common.colossal import compute_dtype
+from common.config.load import load_config
 from common.errors import UserError, run_command
 from common.metrics.provenance import describe_columns, format_command
 from common.plot import build_figure, place_legend, save_figure
@@ -46,8 +49,10 @@ def main(argv: list[str]) -> None:
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)}: at least 1")
     settings = args.set if torch.cuda.is_available() else with_defaults(args.set, CPU_SETTINGS)
-    figures = compare(settings, args.output, args.steps, args.rounds)
-    rows = [summarise(mode, figures) for mode in figures]
+    configs = {mode: config for mode, config in CONFIGS.items() if is_run(config, settings)}
+    figures = compare(settings, args.output, args.steps, args.rounds, configs)
+    not_run = dict.fromkeys(summarise("fp32", figures), "") | {"memory_gb": "not run: this CPU has no bfloat16"}
+    rows = [summarise(mode, figures) if mode in figures else not_run | {"mode": mode} for mode in CONFIGS]
     args.output.mkdir(parents=True, exist_ok=True)
     write_csv([row | provenance(args, argv, settings) for row in rows], args.output / "compare.csv")
     draw(figures, args.output / "compare.png")
@@ -59,6 +64,13 @@ def with_defaults(settings: Sequence[str], defaults: Sequence[str]) -> list[str]
     """Return the settings, and those of the defaults whose key they do not set."""
     said = {setting.partition("=")[0] for setting in settings}
     return [*settings, *(setting for setting in defaults if setting.partition("=")[0] not in said)]
+
+
+def is_run(config: str, settings: list[str]) -> bool:
+    """Return whether the config means here what it means on a GPU, or mixed precision computes in float32 instead."""
+    fp16 = load_config(config, settings)["fp16"]
+    here = compute_dtype(fp16, "cuda" if torch.cuda.is_available() else "cpu")
+    return here != torch.float32 or compute_dtype(fp16, "cuda") == torch.float32
 
 
 def compare(

@@ -23,7 +23,8 @@ def arguments(tmp_path, monkeypatch) -> list[str]:
     return ["--steps", "2", "--rounds", "2", "--output", str(tmp_path / "out"), *settings]
 
 
-def test_writes_table_and_chart(arguments, tmp_path, capfd):
+def test_writes_table_and_chart(arguments, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("common.colossal.amp.is_fast", lambda _: True)
     compare.main(arguments)
     with (tmp_path / "out" / "compare.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -34,6 +35,18 @@ def test_writes_table_and_chart(arguments, tmp_path, capfd):
         assert row["settings"].startswith("MODEL.image_size=16 ")
     printed = capfd.readouterr().out
     assert "| AMP_TYPE.APEX O1 |" in printed
+    assert (tmp_path / "out" / "compare.png").stat().st_size > 1000
+
+
+def test_modes_that_compute_in_float32_are_not_run(arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr("common.colossal.amp.is_fast", lambda _: False)
+    compare.main(arguments)
+    with (tmp_path / "out" / "compare.csv").open(newline="") as file:
+        fp32, *others = csv.DictReader(file)
+    assert float(fp32["samples_per_s"]) > 0
+    assert [row["mode"] for row in others] == list(compare.CONFIGS)[1:]
+    assert {row["memory_gb"] for row in others} == {"not run: this CPU has no bfloat16"}
+    assert {row["samples_per_s"] for row in others} == {""}
     assert (tmp_path / "out" / "compare.png").stat().st_size > 1000
 
 

@@ -33,12 +33,12 @@ TRAIN, EVAL, BATCH = 70, 21, 16
 STEPS = 8  # two epochs
 AMP = {
     "fp32": None,
-    "TORCH": dict(mode=AMP_TYPE.TORCH),
+    "TORCH": dict(mode=AMP_TYPE.TORCH, dtype="bfloat16"),
     "TORCH float16": dict(mode=AMP_TYPE.TORCH, dtype="float16", init_scale=2.0**18, growth_interval=3),
-    "NAIVE": dict(mode=AMP_TYPE.NAIVE),
-    "O1": dict(mode=AMP_TYPE.APEX, opt_level="O1"),
-    "O2": dict(mode=AMP_TYPE.APEX, opt_level="O2"),
-    "O3": dict(mode=AMP_TYPE.APEX, opt_level="O3"),
+    "NAIVE": dict(mode=AMP_TYPE.NAIVE, dtype="bfloat16"),
+    "O1": dict(mode=AMP_TYPE.APEX, opt_level="O1", dtype="bfloat16"),
+    "O2": dict(mode=AMP_TYPE.APEX, opt_level="O2", dtype="bfloat16"),
+    "O3": dict(mode=AMP_TYPE.APEX, opt_level="O3", dtype="bfloat16"),
 }
 
 

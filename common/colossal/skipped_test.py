@@ -140,7 +140,7 @@ HANDLER = {"gradient_handler": [{"type": "DataParallelGradientHandler"}]}
         (2, {"fp16": FP16}),
         *((CASES[case][0], {"parallel": CASES[case][1]}) for case in ("1d-2", "2d-4", "2.5d-4", "dp2 x 1d-2", "3d-8")),
         (2, {"parallel": CASES["1d-2"][1], "fp16": {"mode": AMP_TYPE.NAIVE, "dtype": "float16", "init_scale": 1024.0}}),
-        (2, {"parallel": CASES["1d-2"][1], "fp16": {"mode": AMP_TYPE.APEX, "opt_level": "O3"}}),
+        (2, {"parallel": CASES["1d-2"][1], "fp16": {"mode": AMP_TYPE.APEX, "opt_level": "O3", "dtype": "bfloat16"}}),
     ],
 )
 def test_all_ranks_skip_what_is_not_finite_on_one(processes: int, config: dict) -> None:

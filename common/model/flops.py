@@ -9,8 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from common.colossal import compute_dtype
+from common.colossal import compute_dtype, name_dtype
 from common.config.model_arguments import parse_model_arguments
+from common.hardware import is_fast
 
 # Dense 10^12 FLOP/s in 16 bits, TF32 and float32, of NVIDIA's data sheets (SXM, if not PCIe), by what the device's name
 # holds; the first that fits.
@@ -63,6 +64,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 def _measure_peak(device: torch.device, dtype: torch.dtype) -> float:
     size = 8192 if device.type == "cuda" else 1024
+    if device.type == "cpu" and dtype != torch.float32 and not is_fast(name_dtype(dtype)):
+        size = 192  # of which it takes milliseconds too
     matrix = torch.ones(size, size, dtype=dtype, device=device)
     fastest, end = math.inf, time.perf_counter() + MEASURING
     while time.perf_counter() < end or fastest == math.inf:

@@ -47,7 +47,9 @@ def figures(record: dict) -> dict:
 @pytest.mark.parametrize("mode", ["TORCH", "NAIVE", "APEX"])
 def test_equals_the_evaluation_in_training_in_every_precision(data, tmp_path, capfd, mode):
     level = ["fp16.opt_level=O3"] if mode == "APEX" else []
-    run = train(data, tmp_path / "run", f"fp16.mode=AMP_TYPE.{mode}", "LEARNING_RATE=5e-4", *level)
+    run = train(
+        data, tmp_path / "run", f"fp16.mode=AMP_TYPE.{mode}", "fp16.dtype='bfloat16'", *level, "LEARNING_RATE=5e-4"
+    )
     evaluate.main([str(run)])
     assert figures(read(run)) == figures(read_metrics(run)[-1])
     assert 1 / 7 < read(run)["top1"] < 1

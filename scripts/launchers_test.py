@@ -203,16 +203,18 @@ def test_sbatch(slurm, data, arguments, expected, tmp_path):
     assert outcome((tmp_path / "job.out").read_text(), tmp_path / "run") == expected
 
 
-def test_srun_passes_over_a_port_in_use(slurm, data, arguments, expected, tmp_path):
+def test_srun_names_a_port_in_use(slurm, data, arguments):
     """The port is made from the numbers of job and step, so that it can be taken before the step starts."""
     granted = run("salloc --no-shell --ntasks 2", **slurm)
     job = re.search(r"Granted job allocation (\d+)", granted.stderr)[1]
+    port = 20_000 + zlib.crc32(f"{job}.0".encode()) % 12_000
     try:
-        with socket.create_server(("", 20_000 + zlib.crc32(f"{job}.0".encode()) % 12_000)):
-            answer = run(f"srun --jobid {job} -n 2 python train_dali.py {arguments}", DATA=data, **slurm)
+        with socket.create_server(("", port)):
+            srun = f"srun --kill-on-bad-exit --jobid {job} -n 2"
+            answer = run(f"! {srun} python train_dali.py {arguments}", DATA=data, **slurm)
     finally:
         run(f"scancel {job}", **slurm)
-    assert outcome(answer.stdout, tmp_path / "run") == expected
+    assert f"error: --port={port} is in use on 127.0.0.1: choose another" in answer.stderr
 
 
 def test_srun_refuses_a_world_size_that_it_did_not_give(slurm, data, arguments):

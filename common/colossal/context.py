@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from common.colossal.heartbeat import Watch, patience_of
 from common.colossal.import_stubs import replaced
-from common.colossal.store import DEFAULT_TIMEOUT, open_store
+from common.colossal.rendezvous import DEFAULT_TIMEOUT, open_store
 from common.colossal.tensor_parallel.check import resolve_parallel
 from common.colossal.upstream import (
     Config,

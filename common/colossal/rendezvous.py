@@ -1,53 +1,76 @@
-"""Where the processes of a run meet: at the port that was given, or at a free one that they agree on."""
+"""The key-value store through which the processes of a launch find each other, and where it listens."""
 
-import errno
 import ipaddress
+import os
 import socket
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
 
 from common.errors import RankError, UserError
 
-PORTS = 16  # how many are looked through
-PATIENCE = 2.0  # seconds that one connection may take
-LONGEST = 256  # bytes that are read of an answer
+DEFAULT_TIMEOUT = 1800.0  # seconds; PyTorch's own, for gloo
+POLL = 0.05  # seconds; PyTorch's own waiting takes up to twice its timeout, and prints the stack of its C++ code
 
 
-@contextmanager
-def given_port(host: str, port: int) -> Iterator[int]:
-    """Yield ``port``; raise `UserError` when rank 0, inside the context, finds it in use."""
-    try:
-        yield port
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise UserError(f"--port={port} is in use on {host}: choose another") from error
+def open_store(rank: int, world_size: int, host: str, port: int, timeout: float) -> dist.Store:
+    """Return the launch's store, once all ranks are there.
 
+    Rank 0 serves it, except under torchrun, whose agent does. PyTorch's server listens on all interfaces; this one on
+    the address that ``host`` stands for. Where that is the loopback, gloo and NCCL are told to listen there too; else
+    they listen on the interface of the node's name.
 
-@contextmanager
-def agreed_port(run: str, rank: int, host: str, first: int, timeout: float) -> Iterator[int]:
-    """Yield the port that rank 0 is to listen on, the same in every process of ``run`` and free when it was chosen.
-
-    Inside the context, which is to last until all have joined, rank 0 tells it to whoever names ``run``, at the first
-    free port from ``first`` on. The others ask at each port in turn: another program there, or another run, is passed
-    over. Raises `UserError` when rank 0 is not found within ``timeout`` seconds, or finds no free port.
+    Raises `UserError` naming the ranks that do not come within ``timeout`` seconds; where that is rank 0, `RankError`.
     """
-    if rank:
-        yield _ask(run, host, range(first, first + PORTS), timeout)
-        return
-    with _listen(host, range(first, first + PORTS)) as listener:
-        port = listener.getsockname()[1] + PORTS  # of two runs that look at the same time, each finds another
-        with _listen(host, range(port, port + PORTS)) as free:
-            port = free.getsockname()[1]
-        teller = threading.Thread(target=_tell, args=(listener, run, port), daemon=True)
-        teller.start()
-        try:
-            yield port
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)  # close() alone would not end a waiting accept()
-            teller.join()
+    if is_loopback(host):
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, "lo")
+    serves = rank == 0 and not _agent_serves(host, port)
+    if not serves:
+        _await_server(host, port, timeout)
+    listener = listen(host, port).detach() if serves else None
+    options = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False, "master_listen_fd": listener}
+    store = dist.TCPStore(host, port, is_master=serves, **options)
+    # an agent may serve several attempts of the same run, one after the other
+    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    _await_ranks(store, rank, world_size, timeout)
+    return store
+
+
+def _agent_serves(host: str, port: int) -> bool:
+    environ = os.environ
+    is_agents = (environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")) == (host, str(port))
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and is_agents
+
+
+def _await_server(host: str, port: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        with suppress(OSError), socket.create_connection((host, port), min(left, 5.0)):
+            return
+        time.sleep(POLL)
+    raise RankError(
+        f"--host={host} --port={port}: rank 0 was not found there within {seconds:g} s (TIMEOUT); does it run there?"
+    )
+
+
+def _await_ranks(store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
+    store.set(f"here/{rank}", "")
+    absent = list(range(world_size))
+    deadline = time.monotonic() + seconds
+    while absent := [other for other in absent if not store.check([f"here/{other}"])]:
+        if time.monotonic() > deadline:
+            store.set("absent", ", ".join(map(str, absent)))
+        if store.check(["absent"]):
+            names = store.get("absent").decode()
+            time.sleep(20 * POLL if rank == 0 else 0)  # for the others to read it: rank 0 takes the store with it
+            raise UserError(
+                f"rank {names} of {world_size} processes did not start within {seconds:g} s (TIMEOUT): does its own "
+                "output say why, and was one started for every rank?"
+            )
+        time.sleep(POLL)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -82,45 +105,3 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
         return False
-
-
-def _listen(host: str, ports: range) -> socket.socket:
-    for port in ports:
-        try:
-            return listen(host, port)
-        except OSError:
-            continue
-    raise UserError(f"ports {ports[0]} to {ports[-1]} are all in use: choose another with --port")
-
-
-def _tell(listener: socket.socket, run: str, port: int) -> None:
-    while True:
-        try:
-            connection, _ = listener.accept()
-        except OSError:  # shut down
-            return
-        with connection, suppress(OSError):
-            connection.settimeout(PATIENCE)
-            if _read_line(connection) == run:
-                connection.sendall(f"{run} {port}\n".encode())
-
-
-def _ask(run: str, host: str, ports: range, timeout: float) -> int:
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        for port in ports:
-            with suppress(OSError), socket.create_connection((host, port), PATIENCE) as connection:
-                connection.sendall(f"{run}\n".encode())
-                name, _, answer = _read_line(connection).rpartition(" ")
-                if name == run and answer.isdecimal():
-                    return int(answer)
-        time.sleep(0.1)
-    raise RankError(
-        f"--host={host}: rank 0 was not found there at ports {ports[0]} to {ports[-1]} within {timeout:.0f} s; "
-        "does it run there? --port says where it is to listen"
-    )
-
-
-def _read_line(connection: socket.socket) -> str:
-    with connection.makefile("rb") as lines:
-        return lines.readline(LONGEST).decode(errors="replace").rstrip("\n")

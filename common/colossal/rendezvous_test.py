@@ -1,108 +1,107 @@
-"""A free port is agreed on, whatever else listens where it is looked for."""
+"""Where the launch's store listens, and what the ranks that are there say of those that do not come."""
 
+import os
 import socket
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from common.colossal import rendezvous as meeting_point
-from common.colossal.rendezvous import agreed_port
-from common.errors import UserError
+from common.colossal import rendezvous
+from common.colossal.rendezvous import open_store
+from common.errors import RankError, UserError
+from common.testing.ranks import free_port, run_ranks
 
-HOST = "127.0.0.1"
-
-
-@pytest.fixture(autouse=True)
-def short_patience(monkeypatch):
-    monkeypatch.setattr(meeting_point, "PATIENCE", 0.3)
+TIMEOUT = 1.0
 
 
-@pytest.fixture
-def first() -> int:
-    """A port that is free now, as are its neighbours most likely."""
-    with socket.create_server((HOST, 0)) as probe:
-        return probe.getsockname()[1]
+def meet(world_size: int, absent: int) -> tuple[str, float]:
+    """Return what this rank says, and how many seconds it took."""
+    rank, started = int(os.environ["RANK"]), time.monotonic()
+    if rank == absent:
+        return "", 0.0
+    with pytest.raises(UserError) as caught:
+        open_store(rank, world_size, "127.0.0.1", int(os.environ["MASTER_PORT"]), TIMEOUT)
+    return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - started
 
 
-def meet(first: int, runs: dict[str, int]) -> dict[str, list[int]]:
-    """Return the ports that the ranks of each run agree on; all start together, each rank 0 last."""
-    everyone = sum(runs.values())
-    joined = threading.Barrier(everyone)
-
-    def member(run: str, rank: int) -> int:
-        time.sleep(0 if rank else 0.3)
-        with agreed_port(run, rank, HOST, first, timeout=20) as port:
-            joined.wait(20)
-            return port
-
-    with ThreadPoolExecutor(everyone) as pool:
-        ports = {run: [pool.submit(member, run, rank) for rank in range(size)] for run, size in runs.items()}
-        return {run: [port.result() for port in found] for run, found in ports.items()}
+def test_a_rank_that_does_not_come_is_named() -> None:
+    for message, seconds in run_ranks(3, meet, 4, 1)[::2]:
+        assert message.startswith("UserError: rank 1, 3 of 4 processes did not start within 1 s (TIMEOUT)")
+        assert seconds < 3
 
 
-def serve(server: socket.socket, behave: Callable[[socket.socket], object]) -> None:
-    kept = []
-    while True:
+def test_rank_0_that_does_not_come_is_named() -> None:
+    message, seconds = run_ranks(2, meet, 2, 0)[1]
+    port = message.partition("--port=")[2].partition(":")[0]
+    assert message.startswith(f"RankError: --host=127.0.0.1 --port={port}: rank 0 was not found there within 1 s")
+    assert seconds < 2
+
+
+def test_nothing_is_printed_while_waiting(capfd: pytest.CaptureFixture) -> None:
+    with pytest.raises(RankError):
+        open_store(1, 2, "127.0.0.1", free_port(), 0.3)
+    with pytest.raises(UserError):
+        open_store(0, 2, "127.0.0.1", free_port(), 0.3)
+    assert capfd.readouterr().err == ""
+
+
+def addresses_listened_on() -> set[str]:
+    """Return the addresses of this machine on which this process listens for connections, from /proc/net/tcp{,6}."""
+    sockets = set()
+    for descriptor in os.listdir("/proc/self/fd"):
         try:
-            kept.append(server.accept()[0])
-            behave(kept[-1])
+            sockets.add(os.readlink(f"/proc/self/fd/{descriptor}"))
         except OSError:
-            break
-    for connection in kept:
-        connection.close()
+            continue
+    found = set()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        for row in Path(table).read_text().splitlines()[1:]:
+            _, local, _, state, *rest = row.split()
+            if state == "0A" and f"socket:[{rest[5]}]" in sockets:  # LISTEN
+                found.add(local.partition(":")[0])
+    return found
 
 
-def test_all_ranks_agree_and_the_port_is_free(first):
-    ports = set(meet(first, {"7.0": 4})["7.0"])
-    assert len(ports) == 1
-    socket.create_server((HOST, ports.pop())).close()
+def listening_addresses(own_store: bool) -> set[str]:
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    place = {"rank": rank, "world_size": 2, "timeout": timedelta(seconds=30)}
+    if own_store:
+        dist.init_process_group("gloo", store=open_store(rank, 2, "127.0.0.1", port, 30.0), **place)
+    else:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", **place)
+    dist.barrier()
+    try:
+        return addresses_listened_on()
+    finally:
+        dist.destroy_process_group()
 
 
-def test_two_runs_with_the_same_first_port_do_not_mix(first):
-    ports = meet(first, {"7.0": 3, "8.0": 3})
-    assert len(set(ports["7.0"])) == len(set(ports["8.0"])) == 1
-    assert set(ports["7.0"]) != set(ports["8.0"])
+def test_on_one_machine_everything_listens_on_the_loopback() -> None:
+    for addresses in run_ranks(2, listening_addresses, True):
+        assert addresses == {"0100007F"}  # 127.0.0.1
 
 
-@pytest.mark.parametrize(
-    "behave",
-    [
-        lambda connection: None,
-        lambda connection: connection.close(),
-        lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n"),
-        lambda connection: connection.sendall(connection.recv(100)),
-        lambda connection: connection.sendall(b"x" * 1000),
-    ],
-    ids=["silent", "closes", "greets", "echoes", "floods"],
-)
-def test_another_program_at_the_port_is_passed_over(behave):
-    with socket.create_server((HOST, 0)) as server:
-        taken = server.getsockname()[1]
-        foreign = threading.Thread(target=serve, args=(server, behave))
-        foreign.start()
-        try:
-            ports = set(meet(taken, {"7.0": 2})["7.0"])
-        finally:
-            server.shutdown(socket.SHUT_RDWR)
-            foreign.join()
-    assert len(ports) == 1
-    assert ports.pop() > taken + 1
+def test_pytorchs_own_store_listens_on_all_interfaces() -> None:
+    rank0, _ = run_ranks(2, listening_addresses, False)
+    assert rank0 & {"00000000", "00000000000000000000000000000000"}
 
 
-def test_a_missing_rank_0_is_named(first):
-    with pytest.raises(UserError, match=f"--host={HOST}: rank 0 was not found there at ports {first} to {first + 15}"):
-        agreed_port("7.0", 1, HOST, first, timeout=0.3).__enter__()
-
-
-def test_no_free_port_is_said(monkeypatch):
-    monkeypatch.setattr(meeting_point, "PORTS", 1)
-    with socket.create_server((HOST, 0)) as server:
-        taken = server.getsockname()[1]
-        with pytest.raises(UserError, match=f"ports {taken} to {taken} are all in use"):
-            agreed_port("7.0", 0, HOST, taken, timeout=1).__enter__()
+def test_an_agent_of_torchrun_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(rendezvous, "listen", None)
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for number in range(2):  # the second attempt does not take the ranks of the first for its own
+        for name, value in (environment | {"TORCHELASTIC_RESTART_COUNT": str(number)}).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match="rank 1 of 2 processes did not start"):
+            open_store(0, 2, "127.0.0.1", port, 0.2)
+        agent.set(f"attempt {number}/here/1", "")
+        agent.delete_key(f"attempt {number}/absent")
+        assert open_store(0, 2, "127.0.0.1", port, 5).check(["here/0"])
 
 
 @pytest.mark.parametrize(
@@ -118,9 +117,9 @@ def test_no_more_addresses_than_needed_are_bound(host, resolved, expected, monke
     if resolved:
         answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (resolved, 0))]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
-    assert meeting_point.address_to_bind(host) == (socket.AF_INET, expected)
+    assert rendezvous.address_to_bind(host) == (socket.AF_INET, expected)
 
 
 def test_a_host_without_an_address_is_named():
     with pytest.raises(UserError, match="--host=node0.invalid cannot be resolved"):
-        meeting_point.address_to_bind("node0.invalid")
+        rendezvous.address_to_bind("node0.invalid")

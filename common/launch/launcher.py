@@ -1,6 +1,7 @@
 """How this process was started, and joining the others: torchrun, srun, mpirun, explicit flags, or alone."""
 
 import argparse
+import errno
 import re
 import zlib
 from collections.abc import Mapping
@@ -10,11 +11,9 @@ from typing import Any
 import torch
 
 from common import colossal
-from common.colossal.rendezvous import agreed_port, given_port
 from common.errors import RankError, UserError
 
 LOOPBACK = "127.0.0.1"
-DEFAULT_TIMEOUT = 600.0  # seconds
 FLAGS = ("rank", "local_rank", "world_size", "host", "port")
 VARIABLES = {
     "torch": {
@@ -36,10 +35,7 @@ STARTED_WITH = {"torch": "torchrun", "openmpi": "mpirun", "slurm": "srun"}
 
 @dataclass(frozen=True)
 class Launch:
-    """One process among ``world_size``; rank 0 listens on ``host:port``, which a single process does not need.
-
-    Where nobody gave the port, ``run`` names the run to its processes, which look for a free one from ``port`` on.
-    """
+    """One process among ``world_size``; rank 0 listens on ``host:port``, which a single process does not need."""
 
     launcher: str
     rank: int
@@ -48,7 +44,6 @@ class Launch:
     host: str
     port: int
     backend: str
-    run: str = ""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -95,21 +90,16 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
 def start(launch: Launch, config: Mapping[str, Any]) -> None:
     """Join the process group, set the device and the seed (``SEED``), and put ``config`` into ``gpc.config``.
 
-    Raises `UserError` on rank 0 where the port was given and is in use; one that was not given is the next free one.
+    Raises `UserError` on rank 0 where the port is in use.
     """
     gpus = torch.cuda.device_count()
-    if launch.run and launch.world_size > 1:
-        timeout = config.get("TIMEOUT", DEFAULT_TIMEOUT)
-        meeting = agreed_port(launch.run, launch.rank, launch.host, launch.port, timeout)
-    else:
-        meeting = given_port(launch.host, launch.port)
-    with meeting as port:
+    try:
         colossal.launch(
             dict(config),
             launch.rank,
             launch.world_size,
             launch.host,
-            port,
+            launch.port,
             launch.backend,
             # A launcher that binds tasks to GPUs shows each process only its own, as number 0.
             local_rank=launch.local_rank % gpus if gpus else launch.local_rank,
@@ -117,6 +107,10 @@ def start(launch: Launch, config: Mapping[str, Any]) -> None:
             verbose=False,
             timeout=config.get("TIMEOUT"),
         )
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise UserError(f"--port={launch.port} is in use on {launch.host}: choose another") from error
 
 
 def _find_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
@@ -149,7 +143,7 @@ def _from_environment(launcher: str, args: argparse.Namespace, environ: Mapping[
         accepted["local_rank"] = (place["rank"], 0)
     _check_flags(args, place, {field: f"{name}={environ[name]}" for field, name in names.items()}, accepted)
     if launcher != "torch":
-        place |= _meeting_point(launcher, args, environ)
+        place |= _rendezvous(launcher, args, environ)
     return place
 
 
@@ -187,8 +181,8 @@ def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
     return place
 
 
-def _meeting_point(launcher: str, args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return where rank 0 listens: as told, else on the step's first node, from a port on that the job's name gives."""
+def _rendezvous(launcher: str, args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return where rank 0 listens: as told, else on the step's first node, at a port that the job's number gives."""
     if launcher == "slurm":
         one_node = environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES")) == "1"
         job = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
@@ -202,8 +196,7 @@ def _meeting_point(launcher: str, args: argparse.Namespace, environ: Mapping[str
         raise UserError(f"--host missing: over several nodes {STARTED_WITH[launcher]} does not say where rank 0 runs")
     if args.port or environ.get("MASTER_PORT"):
         return {"host": host, "port": args.port or _integer("MASTER_PORT", environ)}
-    port = 20_000 + zlib.crc32(job.encode()) % 12_000  # below the ephemeral ports
-    return {"host": host, "port": port, "run": f"{launcher}-{job}"}
+    return {"host": host, "port": 20_000 + zlib.crc32(job.encode()) % 12_000}  # below the ephemeral ports
 
 
 def _first_node(nodes: str) -> str:

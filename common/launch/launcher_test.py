@@ -80,17 +80,14 @@ def detect(line: str, environ: Mapping[str, str]) -> Launch:
 )
 def test_command_lines(line: str, environ: dict[str, str], expected: tuple) -> None:
     launch = detect(line, environ)
-    given = expected[-1] is not None
-    port, run = (expected[-1], "") if given else (launch.port, launch.run)
-    assert launch == Launch(*expected[:-1], port, "nccl" if torch.cuda.is_available() else "gloo", run)
-    assert given or (20_000 <= port < 32_768 and run)
+    port = launch.port if expected[-1] is None else expected[-1]
+    assert launch == Launch(*expected[:-1], port, "nccl" if torch.cuda.is_available() else "gloo")
+    assert expected[-1] is not None or 20_000 <= port < 32_768
 
 
 def test_the_derived_port_is_that_of_the_step() -> None:
     step, its_first, another = (detect("", SRUN | more) for more in ({}, {"SLURM_PROCID": "0"}, {"SLURM_STEP_ID": "1"}))
-    assert (step.port, step.run) == (its_first.port, its_first.run)
-    assert step.port != another.port
-    assert step.run != another.run
+    assert step.port == its_first.port != another.port
 
 
 @pytest.mark.parametrize(
@@ -175,18 +172,16 @@ def summed_in_slurm(flags: str, job: str) -> float:
     return total.item()
 
 
-def test_a_port_in_use_is_passed_over() -> None:
+def test_ranks_meet_at_the_derived_port() -> None:
+    assert run_ranks(2, summed_in_slurm, "", str(os.getpid())) == [3.0, 3.0]
+
+
+def test_a_port_in_use_is_named() -> None:
     job = str(os.getpid())
-    first = detect("", SRUN | {"SLURM_JOB_ID": job}).port
-    with socket.create_server(("127.0.0.1", first)):
-        assert run_ranks(2, summed_in_slurm, "", job) == [3.0, 3.0]
-
-
-def test_a_given_port_in_use_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with pytest.raises(RuntimeError, match=f"--port={port} is in use on 127.0.0.1: choose another"):
-            run_ranks(2, summed_in_slurm, f"--port {port}", "77")
+    port = detect("", SRUN | {"SLURM_JOB_ID": job}).port
+    named = pytest.raises(RuntimeError, match=f"--port={port} is in use on 127.0.0.1: choose another")
+    with socket.create_server(("127.0.0.1", port)), named:
+        run_ranks(2, summed_in_slurm, "", job)
 
 
 def test_upstreams_parser_is_there() -> None:

@@ -28,6 +28,7 @@ SUBSTITUTIONS = {
     r"\bFOLDER\b": "data/folder",
     r"\bcat\.jpg\b": "data/images/r/0.jpg",
     r"\bphotographs/": "data/images/g",
+    r"\boutputs/lr\b": "outputs",  # holds a run, as a sweep's folder does
     r"\bRUN\b": "outputs/vit-b16",  # trained for two steps before the commands
     r"torchrun --nproc_per_node \d+": "torchrun --standalone --nproc_per_node 2",
     r"\b1000\)": "1000, img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, mlp_ratio=2)",
@@ -66,6 +67,7 @@ ELSEWHERE = {
     r"\.venv/bin/python scripts/bench/loader.py": "scripts/bench/bench_test.py::test_loader",
     r"\.venv/bin/python scripts/bench/start.py": "scripts/bench/bench_test.py::test_start",
     r"\.venv/bin/python scripts/bench/saving.py": "scripts/bench/bench_test.py::test_saving",
+    r"python scripts/sweep.py ": "common/tools/sweep_test.py::test_trains_a_task",
     r"python scripts/gpu_campaign.py ": "scripts/gpu_campaign_test.py::test_every_piece",
     r"bash scripts/test.sh": ".ci/run",
     r"(\.venv/bin/)?python -m pip install ": "scripts/setup.sh",  # the same installer, from requirements.txt

@@ -39,13 +39,16 @@ class FinishedRun:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run; several are compared")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="folder of a run or a sweep; several are compared"
+    )
     parser.add_argument("--output", type=Path, default=Path("report.html"), help="default: report.html")
     parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
     args = parser.parse_args(argv)
-    names = [folder.resolve().name for folder in args.runs]
-    names = names if len(set(names)) == len(names) else [str(folder) for folder in args.runs]
-    runs = [load_run(folder, name) for folder, name in zip(args.runs, names, strict=True)]
+    folders = [folder for named in args.runs for folder in find_runs(named)]
+    names = [folder.resolve().name for folder in folders]
+    names = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+    runs = [load_run(folder, name) for folder, name in zip(folders, names, strict=True)]
     try:
         args.output.write_text(render(runs), encoding="utf-8")
     except OSError as error:
@@ -53,11 +56,17 @@ def main(argv: list[str]) -> None:
     print(args.output)
 
 
+def find_runs(folder: Path) -> list[Path]:
+    """Return ``folder``, or the runs in it if it is a sweep's."""
+    inside = sorted(path.parent for path in folder.glob("*/config.json"))
+    return inside if inside and not (folder / "config.json").exists() else [folder]
+
+
 def load_run(folder: Path, name: str) -> FinishedRun:
     """Read a run's config.json and metrics.jsonl; the run may still go on."""
     try:
         about = json.loads((folder / "config.json").read_text())
-        records = read_metrics(folder)
+        records = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []  # before the first step
     except OSError as error:
         raise UserError(f"{error.filename}: {error.strerror}; RUN is a folder that train*.py made") from error
     except UserError:

@@ -154,7 +154,6 @@ def test_names_are_text(tmp_path):
     ("files", "message"),
     [
         ({}, "{run}/config.json: No such file or directory; RUN is a folder that train*.py made"),
-        ({"config.json": '{"config": {}}'}, "{run}/metrics.jsonl: No such file or directory; RUN is a folder"),
         ({"config.json": "{"}, "{run}: config.json or metrics.jsonl is no JSON (Expecting property name"),
         ({"config.json": "[]", "metrics.jsonl": ""}, "{run}/config.json: no config in it; RUN is"),
         ({"config.json": '{"config": {}}', "metrics.jsonl": "1\n"}, "{run}/metrics.jsonl line 1: no 'kind' and 'step'"),

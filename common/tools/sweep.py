@@ -1,0 +1,169 @@
+"""Train a config once for each combination of values, one run after another; then a table and a picture.
+
+    python scripts/sweep.py --config vit_lite_vanilla --output DIR --set DATA.root=/data/cifar10 \\
+        --grid TOTAL_BATCH_SIZE=256,1024 --grid LEARNING_RATE=1e-3,3e-3
+    python scripts/sweep.py --output DIR      # the table and DIR/sweep.png of the runs so far
+
+The first --grid key is the picture's x axis. A folder in DIR for each run has its combination as its name; more
+commands may add runs to DIR. Rerun the command to resume: finished runs are skipped, and the one that was stopped
+continues from its checkpoint.
+"""
+
+import argparse
+import itertools
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from common.config.batch_plan import build_plan
+from common.config.load import find_config, load_config
+from common.errors import UserError
+from common.launch.stop_signals import exit_code, signal_name
+from common.table import format_table
+from common.tools.sweep_results import draw, is_finished, read_sweep, tabulate
+
+ROOT = Path(__file__).parents[2]
+# by the beginning of a recipe's name
+TRAIN_SCRIPTS = {
+    "vit_lite": "cifar10_benchmark/train.py",
+    "vit_s16": "imagenet_dali/train.py",
+    "vit-b16": "imagenet_dali/train_dali.py",
+    "quickstart": "imagenet_dali/train_dali.py",
+    "config_": "caltech101_amp/train.py",
+}
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One combination: its folder and the command that trains it, without the script before it."""
+
+    folder: Path
+    arguments: list[str]
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+
+def main(argv: list[str]) -> None:
+    args = _build_parser().parse_args(argv)
+    if args.config:
+        train(args)
+    elif args.grid or args.set:
+        raise UserError("--grid and --set need --config: which recipe to train")
+    report(args.output, args.best)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train what is missing in ``args.output``, after every combination has been checked."""
+    script = args.train or find_script(args.config)
+    if not script.is_file():
+        raise UserError(f"--train {script}: no such file; name a task's script, such as imagenet_dali/train_dali.py")
+    jobs = plan_jobs(args.config, args.set, args.grid, args.output, args.processes)
+    for number, job in enumerate(jobs, 1):
+        if is_finished(job.folder, job.arguments):
+            print(f"[{number}/{len(jobs)}] {job.name}: finished already", flush=True)
+            continue
+        print(f"[{number}/{len(jobs)}] {job.name}", flush=True)
+        status, stop = run_child([*_launcher(args.processes), str(script.resolve()), *job.arguments])
+        if stop:
+            print(f"{signal_name(stop)}: {job.name} was stopped; rerun the command to resume", file=sys.stderr)
+            sys.exit(exit_code(stop))
+        if status and not (job.folder / "config.json").exists():
+            raise UserError(f"{job.name} did not start (exit status {status}, message above): the sweep ends here")
+        if status:
+            print(f"{job.name} failed (exit status {status}); rerun the command to resume it", file=sys.stderr)
+
+
+def plan_jobs(config: str, settings: Sequence[str], grids: Sequence[str], output: Path, processes: int) -> list[Job]:
+    """Return a job for each combination of the ``grids`` (``KEY=a,b``), the last of which changes fastest.
+
+    Raises `UserError` if one of them is no config that ``processes`` can train.
+    """
+    axes = [_parse_grid(grid) for grid in grids]
+    keys = [key for key, _ in axes]
+    for key in keys:
+        if keys.count(key) > 1 or any(setting.startswith(f"{key}=") for setting in settings):
+            raise UserError(f"--grid {key}: named twice; put all its values into one --grid, and none into --set")
+    path = str(find_config(config).resolve())
+    jobs = []
+    for values in itertools.product(*(values for _, values in axes)):
+        chosen = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
+        build_plan(load_config(path, [*settings, *chosen]), processes, None)
+        folder = output.resolve() / (",".join(re.sub(r"[^\w.=+-]", "_", part) for part in chosen) or "run")
+        words = [word for setting in [*settings, *chosen] for word in ("--set", setting)]
+        jobs.append(Job(folder, ["--config", path, *words, "--output", str(folder)]))
+    return jobs
+
+
+def run_child(command: Sequence[str]) -> tuple[int, int]:
+    """Run ``command`` to its end; pass stop signals on to it. Return its exit status and the first signal, or 0."""
+    received: list[int] = []
+    child: subprocess.Popen | None = None
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        if child is not None and child.poll() is None:
+            child.send_signal(number)
+
+    previous = {number: signal.signal(number, pass_on) for number in STOPS}
+    try:
+        child = subprocess.Popen(command)
+        if received:  # before there was a child to pass it on to
+            child.send_signal(received[0])
+        return child.wait(), next(iter(received), 0)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def report(output: Path, best: str | None) -> None:
+    """Print the table of the runs in ``output`` and draw ``output/sweep.png``."""
+    runs = read_sweep(output)
+    print(format_table(tabulate(runs)))
+    picture = output / "sweep.png"
+    print(picture if draw(runs, picture, best) else "no picture yet: no run has been evaluated")
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("sweep.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--config", help="a config file, or the name of a recipe; without it, only report")
+    parser.add_argument(
+        "--grid", action="append", default=[], metavar="KEY=A,B", help="a key and its values; repeat for more keys"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key in all runs")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="holds a folder for each run")
+    parser.add_argument("--best", metavar="KEY", help="draw only the best of the values of this --grid key")
+    parser.add_argument("--train", type=Path, metavar="SCRIPT", help="the task's script (default: the recipe's)")
+    parser.add_argument("--processes", type=int, default=1, help="GPUs of each run, started by torchrun (default: 1)")
+    parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
+    return parser
+
+
+def find_script(config: str) -> Path:
+    """Return the training script of the recipe ``config``; raise `UserError` for a config of the user's own."""
+    stem = Path(config).stem
+    for prefix, script in TRAIN_SCRIPTS.items():
+        if stem.startswith(prefix):
+            return ROOT / script
+    raise UserError(f"--config {config} is no recipe of configs/: name the task's script too, --train TASK/train.py")
+
+
+def _parse_grid(text: str) -> tuple[str, list[str]]:
+    """Return the key of ``KEY=a,b`` and its values; commas within brackets are theirs."""
+    key, equals, values = text.partition("=")
+    parts = [part.strip() for part in re.split(r",(?![^(\[{]*[)\]}])", values)]
+    if not equals or not key or not all(parts) or len(set(parts)) < len(parts):
+        raise UserError(f"--grid {text}: write it as KEY=VALUE,VALUE with values that differ")
+    return key, parts
+
+
+def _launcher(processes: int) -> list[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    return [sys.executable, *(torchrun if processes > 1 else [])]

@@ -1,0 +1,191 @@
+"""Sweeps over a training script that only writes a run's files; one at the end over a task's own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from common.errors import UserError
+from common.testing.tiny_task import CONFIG, write_images
+from common.tools import report, sweep
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import json, os, pathlib, signal, sys, time
+
+words = sys.argv[1:]
+output = pathlib.Path(words[words.index("--output") + 1])
+settings = dict(word.split("=", 1) for flag, word in zip(words, words[1:]) if flag == "--set")
+rate, batch = float(settings["LEARNING_RATE"]), int(settings.get("TOTAL_BATCH_SIZE", 14))
+if rate == 13:
+    sys.exit(2)
+output.mkdir(parents=True, exist_ok=True)
+log = open(output.parent / "log.txt", "a")
+print(output.name, file=log, flush=True)
+
+def stop(number, _):
+    print("stopped by", number, file=log, flush=True)
+    sys.exit(143)
+
+signal.signal(signal.SIGTERM, stop)
+config = {"LEARNING_RATE": rate, "TOTAL_BATCH_SIZE": batch, "SEED": int(settings.get("SEED", 1))}
+about = {"argv": sys.argv, "config": config, "plan": {"last_step": 20}}
+(output / "config.json").write_text(json.dumps(about))
+while (output.parent / "hold").exists():
+    time.sleep(0.01)
+if rate == 7:
+    sys.exit(1)
+top1 = 0.5 + rate / 100 + batch / 1e4 + config["SEED"] / 1e3
+records = [dict(kind="eval", step=10 * n, epoch=n, loss=2.0 / n, top1=top1 * n / 2, top5=1.0) for n in (1, 2)]
+(output / "metrics.jsonl").write_text("".join(json.dumps(record) + "\\n" for record in records))
+"""
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "tiny.py").write_text(CONFIG)
+    return [f"--config={tmp_path}/tiny.py", f"--train={tmp_path}/train.py", f"--output={tmp_path}/sweep"]
+
+
+def trained(folder: Path) -> list[str]:
+    """Return what the training script has logged since the last call."""
+    log = folder / "log.txt"
+    lines = log.read_text().splitlines() if log.exists() else []
+    log.unlink(missing_ok=True)
+    return lines
+
+
+def table(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+
+
+def test_every_combination_is_trained_once(
+    words: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "sweep"
+    grid = ["--grid", "TOTAL_BATCH_SIZE=14,70", "--grid", "LEARNING_RATE=1,2"]
+    sweep.main([*words, *grid])
+    names = [f"TOTAL_BATCH_SIZE={batch},LEARNING_RATE={rate}" for batch in (14, 70) for rate in (1, 2)]
+    assert trained(folder) == names
+    header, _, *rows = table(capsys.readouterr().out)
+    assert header == ["TOTAL_BATCH_SIZE", "LEARNING_RATE", "top1", "best", "loss", "steps"]
+    assert rows[0] == ["14", "1.0", "51.24%", "51.24%", "1.000", "20"]
+    assert [row[:2] for row in rows] == [["14", "1.0"], ["14", "2.0"], ["70", "1.0"], ["70", "2.0"]]
+    with Image.open(folder / "sweep.png") as picture:
+        assert len(picture.convert("RGB").getcolors(2**24)) > 50  # lines, not an empty page
+
+    (folder / names[2] / "metrics.jsonl").unlink()  # as one that was stopped
+    sweep.main([*words, *grid])
+    assert trained(folder) == [names[2]]
+    sweep.main([*words, "--grid", "TOTAL_BATCH_SIZE=28", "--grid", "LEARNING_RATE=1"])  # joins the others
+    assert trained(folder) == ["TOTAL_BATCH_SIZE=28,LEARNING_RATE=1"]
+    capsys.readouterr()
+    sweep.main(["--output", str(folder), "--best", "LEARNING_RATE"])
+    assert trained(folder) == []
+    assert len(table(capsys.readouterr().out)) == 2 + 5
+
+    report.main([str(folder), "--output", str(tmp_path / "report.html")])
+    page = (tmp_path / "report.html").read_text()
+    assert all(name in page for name in names)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--grid", "LEARNING_RATE=1", "--grid", "LERNING_RATE=2"], "LERNING_RATE: unknown key; did you mean 'LEARN"),
+        (["--grid", "LEARNING_RATE=1,fast"], "LEARNING_RATE='fast' is a str, not int or float"),
+        (["--grid", "LEARNING_RATE=1", "--grid", "gradient_accumulation=1,3"], "TOTAL_BATCH_SIZE=14 does not divide"),
+        (["--grid", "LEARNING_RATE=1,1"], "write it as KEY=VALUE,VALUE with values that differ"),
+        (["--grid", "LEARNING_RATE"], "write it as KEY=VALUE,VALUE"),
+        (["--grid", "LEARNING_RATE=1", "--set", "LEARNING_RATE=2"], "LEARNING_RATE: named twice"),
+        (["--grid", "LEARNING_RATE=1", "--train", "none.py"], "--train none.py: no such file"),
+    ],
+)
+def test_mistakes_are_refused_before_the_first_run(
+    words: Sequence[str], tmp_path: Path, arguments: Sequence[str], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        sweep.main([*words, *arguments])
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_a_finished_run_of_other_settings_is_not_taken_for_this_one(words: Sequence[str], tmp_path: Path) -> None:
+    sweep.main([*words, "--grid", "LEARNING_RATE=1"])
+    with pytest.raises(UserError, match=r"LEARNING_RATE=1 holds a run of other settings \(NUM_EPOCHS=3\)"):
+        sweep.main([*words, "--grid", "LEARNING_RATE=1", "--set", "NUM_EPOCHS=3"])
+
+
+def test_a_run_that_fails_does_not_end_the_others(
+    words: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep.main([*words, "--grid", "LEARNING_RATE=7,1"])
+    printed = capsys.readouterr()
+    assert trained(tmp_path / "sweep") == ["LEARNING_RATE=7", "LEARNING_RATE=1"]
+    assert "LEARNING_RATE=7 failed (exit status 1)" in printed.err
+    assert [row[-1] for row in table(printed.out)[2:]] == ["20", "0 of 20"]
+
+
+def test_a_run_that_does_not_start_ends_the_sweep(words: Sequence[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="LEARNING_RATE=13 did not start .exit status 2"):
+        sweep.main([*words, "--grid", "LEARNING_RATE=13,1"])
+    assert trained(tmp_path / "sweep") == []
+
+
+def test_a_stop_signal_reaches_the_run_and_ends_the_sweep(words: Sequence[str], tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    folder.mkdir()
+    (folder / "hold").touch()
+    command = [sys.executable, str(ROOT / "scripts" / "sweep.py"), *words, "--grid", "LEARNING_RATE=1,2"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        while not (folder / "LEARNING_RATE=1" / "config.json").exists():
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate()
+    assert process.returncode == 143
+    assert "SIGTERM: LEARNING_RATE=1 was stopped; rerun the command to resume" in error
+    assert trained(folder) == ["LEARNING_RATE=1", f"stopped by {signal.SIGTERM.value}"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!_]*.py")), ids=lambda path: path.stem)
+def test_every_recipe_has_a_script(path: Path) -> None:
+    script = sweep.find_script(path.stem)
+    assert script.is_file()
+    named = "quickstart.sh" if path.stem == "quickstart" else script.name
+    assert named in path.read_text().split('"""')[1]
+
+
+def test_trains_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe in miniature, by its own script."""
+    write_squares(write_images(tmp_path / "images"))
+    small = ["image_size=16", "patch_size=8", "width=16", "depth=1", "heads=2"]
+    settings = [
+        "NUM_EPOCHS=1",
+        "WARMUP_EPOCHS=0",
+        "TOTAL_BATCH_SIZE=35",
+        "DATA.autoaugment=None",
+        "LOG.tensorboard=False",
+    ]
+    settings += [f"DATA.root={tmp_path}/images", "MODEL.num_classes=None", *(f"MODEL.{part}" for part in small)]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = ["--config", "vit_lite_vanilla", "--output", str(tmp_path / "out"), "--grid", "LEARNING_RATE=2e-3"]
+    sweep.main([*words, *(word for setting in settings for word in ("--set", setting))])
+    rows = table(capsys.readouterr().out)[2:]
+    assert [(row[0], row[-1]) for row in rows] == [("0.002", "2")]
+    about = json.loads((tmp_path / "out" / "LEARNING_RATE=2e-3" / "config.json").read_text())
+    assert about["config"]["LEARNING_RATE"] == 2e-3
+    assert os.path.basename(about["argv"][0]) == "train.py"
+
+
+def write_squares(folder: Path) -> None:
+    for path in folder.glob("*/*/*.png"):
+        with Image.open(path) as image:
+            image.resize((16, 16)).save(path)

@@ -60,7 +60,9 @@ def prepare_data(folder: Path) -> Path:
     return folder / "shards"
 
 
-def run(command: str, cwd: Path = HERE, code: int = 0, **environ: str) -> subprocess.CompletedProcess:
+def run(
+    command: str, cwd: Path = HERE, code: int = 0, timeout: float = 300, **environ: str
+) -> subprocess.CompletedProcess:
     """Run a command line as a user would, by default in the task's folder; it must end with exit status ``code``.
 
     ``python`` in it is this interpreter, and no launcher's variables are inherited.
@@ -72,7 +74,7 @@ def run(command: str, cwd: Path = HERE, code: int = 0, **environ: str) -> subpro
         env={**kept, "OMP_NUM_THREADS": "1", **environ},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout,
         check=False,
     )
     assert answer.returncode == code, f"{command}: {answer.returncode}\n{answer.stdout}\n{answer.stderr}"

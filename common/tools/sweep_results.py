@@ -8,11 +8,13 @@ from statistics import mean
 from typing import Any
 
 from common.errors import UserError, did_you_mean
+from common.plot import build_figure, place_legend, save_figure
 from common.tools.report import ABSENT, FinishedRun, load_run
 
 SEED = "SEED"  # its values are repetitions, of which the picture shows the mean and the range
 LOG_FROM = 8  # greatest / least x from which on the axis is logarithmic
-Point = tuple[Any, tuple[tuple[str, Any], ...]]  # x, and (key, value) of what else the sweep varies
+Line = tuple[tuple[str, Any], ...]  # (key, value) of what else the sweep varies
+Point = tuple[Any, Line]
 
 
 def read_sweep(folder: Path) -> list[FinishedRun]:
@@ -20,13 +22,22 @@ def read_sweep(folder: Path) -> list[FinishedRun]:
     runs = [load_run(path.parent, path.parent.name) for path in folder.glob("*/config.json")]
     if not runs:
         raise UserError(f"--output {folder}: no run in it yet; start the sweep with --config and --grid")
-    return sorted(runs, key=lambda run: [(str(type(value)), value) for value in combination(run).values()])
+    keys = _keys(runs)
+    return sorted(runs, key=lambda run: [(str(type(value)), value) for value in (_value(run, key) for key in keys)])
 
 
-def combination(run: FinishedRun) -> dict[str, Any]:
-    """Return the run's values of the keys in its name, ``KEY=VALUE,KEY=VALUE``."""
-    keys = [part.partition("=")[0] for part in run.name.split(",") if "=" in part]
-    return {key: _look_up(run.about["config"], key) for key in keys}
+def _keys(runs: Sequence[FinishedRun]) -> list[str]:
+    """Return the keys in the runs' names, ``KEY=VALUE,KEY=VALUE``."""
+    parts = (part for run in runs for part in run.name.split(",") if "=" in part)
+    return list(dict.fromkeys(part.partition("=")[0] for part in parts))
+
+
+def _value(run: FinishedRun, key: str) -> int | float | str:
+    """Return the value of a dotted key in the run's config; what is no number or text as JSON."""
+    value: Any = run.about["config"]
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value if isinstance(value, (int, float, str)) else json.dumps(value)
 
 
 def is_finished(folder: Path, arguments: Sequence[str]) -> bool:
@@ -63,7 +74,7 @@ def tabulate(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
         step, last = max((record["step"] for record in run.records), default=0), run.about["plan"]["last_step"]
         top1 = [record["top1"] for record in evaluations]
         rows.append(
-            {key: combination(run).get(key, ABSENT) for key in keys}
+            {key: _value(run, key) for key in keys}
             | {
                 "top1": f"{top1[-1]:.2%}" if top1 else ABSENT,
                 "best": f"{max(top1):.2%}" if top1 else ABSENT,
@@ -80,45 +91,40 @@ def draw(runs: Sequence[FinishedRun], path: Path, best: str | None = None) -> bo
     Runs that differ only in `SEED` are one point, their mean, with a bar from the least to the greatest. ``best`` names
     a key of whose values only the one with the highest mean is drawn.
     """
-    from matplotlib.figure import Figure
-
     keys = _keys(runs)
     if best is not None and best not in keys[1:]:
         raise UserError(f"--best {best}: none of the keys beside the first{did_you_mean(best, keys)}")
     if not any(run.of_kind("eval") for run in runs):
         return False
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    against_key, against_epoch = figure.subplots(1, 2)
-    points = _choose(_collect(runs, keys), best)
-    lines = list(dict.fromkeys(line for _, line in points))
+    figure, (against_key, against_epoch) = build_figure(11, 4.5, columns=2)
+    points = chosen_points(runs, best)
+    lines = list(dict.fromkeys(_line(run, keys, best) for run in runs))
     for number, line in enumerate(lines):
-        _draw_line(against_key, {x: tops for (x, of), tops in points.items() if of == line}, _name(line), number)
+        tops = {x: tops for (x, of), tops in points.items() if of == line}
+        label = ", ".join(f"{key}={value}" for key, value in line)
+        if tops:
+            _draw_line(against_key, tops, label or "top-1", f"C{number % 10}")
+    for run in runs:
+        curve = [(record["epoch"], 100 * record["top1"]) for record in run.of_kind("eval")]
+        against_epoch.plot(*zip(*curve, strict=True), color=f"C{lines.index(_line(run, keys, best)) % 10}")
     _label_axis(against_key, [x for x, _ in points], keys)
-    for number, run in enumerate(runs):
-        evaluations = run.of_kind("eval")
-        curve = [record["epoch"] for record in evaluations], [100 * record["top1"] for record in evaluations]
-        against_epoch.plot(*curve, color=f"C{number % 10}", label=run.name if len(runs) <= 8 else None)
-    against_epoch.set(xlabel="epoch", ylabel="top-1, %", title="every run")
-    for axes in (against_key, against_epoch):
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[1]:
-            axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
+    against_epoch.set(xlabel="epoch", ylabel="top-1 of every run, %")
+    if points:
+        place_legend(against_key, columns=1 if len(lines[0]) > 1 else 2)
+    save_figure(figure, path)
     return True
 
 
-def _collect(runs: Sequence[FinishedRun], keys: Sequence[str]) -> dict[Point, list[float]]:
-    """Return the last top-1, in per cent, of each finished run, by the combination without `SEED`."""
+def chosen_points(runs: Sequence[FinishedRun], best: str | None) -> dict[Point, list[float]]:
+    """Return the final top-1, in per cent, of the finished runs at each point; there are several if seeds differ.
+
+    Of the points that differ only in the key ``best`` only the one with the highest mean stays, without that key.
+    """
+    keys = _keys(runs)
     points: dict[Point, list[float]] = {}
     for run in filter(_is_complete, runs):
-        values = combination(run)
-        line = tuple((key, values[key]) for key in keys[1:] if key != SEED and key in values)
-        points.setdefault((values.get(keys[0]) if keys else run.name, line), []).append(100 * _last_top1(run))
-    return points
-
-
-def _choose(points: Mapping[Point, list[float]], best: str | None) -> dict[Point, list[float]]:
-    """Return, of the points that differ only in ``best``, the highest; that key is no longer in it."""
+        x = _value(run, keys[0]) if keys else run.name
+        points.setdefault((x, _line(run, keys)), []).append(100 * run.of_kind("eval")[-1]["top1"])
     chosen: dict[Point, list[float]] = {}
     for (x, line), tops in points.items():
         rest = x, tuple((key, value) for key, value in line if key != best)
@@ -127,17 +133,22 @@ def _choose(points: Mapping[Point, list[float]], best: str | None) -> dict[Point
     return chosen
 
 
-def _draw_line(axes: Any, points: Mapping[Any, list[float]], label: str, number: int) -> None:
+def _line(run: FinishedRun, keys: Sequence[str], best: str | None = None) -> Line:
+    """Return the run's values of all keys but the first, `SEED` and ``best``."""
+    return tuple((key, _value(run, key)) for key in keys[1:] if key not in (SEED, best))
+
+
+def _draw_line(axes: Any, points: Mapping[Any, list[float]], label: str, color: str) -> None:
     places = sorted(points) if _is_numeric(points) else list(points)
     middles = [mean(points[x]) for x in places]
     below = [middle - min(points[x]) for x, middle in zip(places, middles, strict=True)]
     above = [max(points[x]) - middle for x, middle in zip(places, middles, strict=True)]
     xs = places if _is_numeric(points) else [str(x) for x in places]
-    axes.errorbar(xs, middles, [below, above], marker="o", capsize=3, label=label or None, color=f"C{number % 10}")
+    axes.errorbar(xs, middles, [below, above], marker="o", capsize=3, label=label, color=color)
 
 
 def _label_axis(axes: Any, places: Sequence[Any], keys: Sequence[str]) -> None:
-    axes.set(xlabel=keys[0] if keys else "run", ylabel="top-1 at the end, %", title="finished runs")
+    axes.set(xlabel=keys[0] if keys else "run", ylabel="top-1 of finished runs at the end, %")
     if places and _is_numeric(places):
         if min(places) > 0 and max(places) / min(places) >= LOG_FROM:
             axes.set_xscale("log")
@@ -149,23 +160,3 @@ def _label_axis(axes: Any, places: Sequence[Any], keys: Sequence[str]) -> None:
 
 def _is_numeric(values: Any) -> bool:
     return all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
-
-
-def _last_top1(run: FinishedRun) -> float:
-    return run.of_kind("eval")[-1]["top1"]
-
-
-def _name(line: Sequence[tuple[str, Any]]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in line)
-
-
-def _keys(runs: Sequence[FinishedRun]) -> list[str]:
-    return list(dict.fromkeys(key for run in runs for key in combination(run)))
-
-
-def _look_up(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key; values that are no numbers or text as JSON."""
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value if isinstance(value, (int, float, str)) else json.dumps(value)

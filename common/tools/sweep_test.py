@@ -15,6 +15,8 @@ from PIL import Image
 from common.errors import UserError
 from common.testing.tiny_task import CONFIG, write_images
 from common.tools import report, sweep
+from common.tools.report import FinishedRun
+from common.tools.sweep_results import chosen_points, draw
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -95,6 +97,26 @@ def test_every_combination_is_trained_once(
     report.main([str(folder), "--output", str(tmp_path / "report.html")])
     page = (tmp_path / "report.html").read_text()
     assert all(name in page for name in names)
+
+
+def finished_run(batch: int, rate: float, seed: int, top1: float, last_step: int = 20) -> FinishedRun:
+    config = {"TOTAL_BATCH_SIZE": batch, "LEARNING_RATE": rate, "SEED": seed}
+    name = ",".join(f"{key}={value}" for key, value in config.items())
+    record = {"kind": "eval", "step": 20, "epoch": 1, "loss": 1.0, "top1": top1}
+    return FinishedRun(name, {"config": config, "plan": {"last_step": last_step}}, [record])
+
+
+def test_points_are_means_over_seeds_and_the_best_rate(tmp_path: Path) -> None:
+    runs = [finished_run(14, 0.1, 1, 0.5), finished_run(14, 0.1, 2, 0.7)]  # 60 % on average
+    runs += [finished_run(14, 0.2, 1, 0.65), finished_run(14, 0.3, 1, 0.9, last_step=40)]  # the last is unfinished
+    assert chosen_points(runs, None) == {
+        (14, (("LEARNING_RATE", 0.1),)): pytest.approx([50, 70]),
+        (14, (("LEARNING_RATE", 0.2),)): pytest.approx([65]),
+    }
+    assert chosen_points(runs, "LEARNING_RATE") == {(14, ()): pytest.approx([65])}
+    assert draw(runs, tmp_path / "sweep.png", "LEARNING_RATE")
+    with pytest.raises(UserError, match="--best LERNING_RATE: none of the keys .*did you mean 'LEARNING_RATE'"):
+        draw(runs, tmp_path / "sweep.png", "LERNING_RATE")
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_modes_that_compute_in_float32_are_not_run(arguments, tmp_path, monkeypa
 
 
 def test_a_mistake_is_the_users(arguments, capfd):
-    with pytest.raises(UserError, match="MODEL.width=33 is not a multiple of MODEL.heads=2"):
+    with pytest.raises(UserError, match="MODEL.width=33 is not a multiple of heads=2"):
         compare.main([*arguments, "--set", "MODEL.width=33"])
 
 

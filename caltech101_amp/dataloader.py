@@ -5,6 +5,7 @@ from typing import Any
 
 from caltech101_amp.dataset import open_split
 from common.config.batch_plan import DataSummary
+from common.config.load import refuse_unused
 from common.data import photographs
 from common.data.fingerprint import fingerprint_of
 from common.data.loader import Loader
@@ -15,7 +16,7 @@ __all__ = ["build_eval_crop", "build_eval_loader", "build_train_loader", "descri
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
     """Count samples and classes of the data set, which is downloaded and checked first if it has to be."""
-    photographs.check_keys(data, unused=("loader",))
+    refuse_unused(data, (*photographs.UNUSED, "loader"))
     train, test = open_split(data, "train"), open_split(data, "test")
     fingerprint = fingerprint_of([train.fingerprint, test.fingerprint])
     return DataSummary(len(train), len(test), train.num_classes, fingerprint, class_names=train.class_names)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.batch_plan import DataSummary
+from common.config.load import refuse_unused
 from common.data import photographs
 from common.data.crops import CenterCrop, RandomCrop
 from common.data.fingerprint import fingerprint_of
@@ -21,7 +22,7 @@ __all__ = ["build_eval_crop", "build_eval_loader", "build_train_loader", "descri
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
     """Count samples and classes of the data set, without reading an image."""
-    photographs.check_keys(data, unused=("download",))
+    refuse_unused(data, (*photographs.UNUSED, "download"))
     if data.get("randaugment") and data["loader"] == "dali":
         raise UserError(
             f"DATA.randaugment={data['randaugment']} needs DATA.loader='torchvision': DALI's draws numbers of its own, "

@@ -66,6 +66,8 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
         )
     data_parallel = gpus // tensor
     total = config["TOTAL_BATCH_SIZE"]
+    if total is None:
+        total = config["MICRO_BATCH_SIZE"] * (config["gradient_accumulation"] or 1) * data_parallel
     micro, accumulation = _cut(config, total, data_parallel)
     steps_per_epoch = data.train_samples // total if data else 0
     if data and not steps_per_epoch:
@@ -73,6 +75,12 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
             f"TOTAL_BATCH_SIZE={total} is more than the {data.train_samples} training samples: an epoch has no step"
         )
     total_steps = config["NUM_EPOCHS"] * steps_per_epoch
+    warmup_steps = round(config["WARMUP_EPOCHS"] * steps_per_epoch)
+    if data and warmup_steps >= total_steps:
+        raise UserError(
+            f"WARMUP_EPOCHS={config['WARMUP_EPOCHS']} makes {warmup_steps} of {total_steps} steps the warm-up: "
+            f"lower it, or raise NUM_EPOCHS={config['NUM_EPOCHS']}"
+        )
     return Plan(
         gpus=gpus,
         tensor_parallel=tensor,
@@ -82,7 +90,7 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
         total_batch=total,
         epochs=config["NUM_EPOCHS"],
         steps_per_epoch=steps_per_epoch,
-        warmup_steps=round(config["WARMUP_EPOCHS"] * steps_per_epoch),
+        warmup_steps=warmup_steps,
         total_steps=total_steps,
         last_step=min(total_steps, config["MAX_STEPS"] or total_steps),
     )
@@ -90,6 +98,8 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
 
 def shrink_micro_batch(config: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     """Return ``config`` with no larger micro-batch than ``gpus`` processes have samples of the global batch."""
+    if config["TOTAL_BATCH_SIZE"] is None:
+        return dict(config)
     samples = config["TOTAL_BATCH_SIZE"] // max(1, gpus // config["parallel"]["tensor"]["size"])
     micro = config["MICRO_BATCH_SIZE"]
     return {**config, "MICRO_BATCH_SIZE": min(micro, max(samples, 1)) if micro else None}

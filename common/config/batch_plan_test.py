@@ -33,6 +33,11 @@ def test_accumulation_derives_the_micro_batch():
     assert (plan.micro_batch, plan.data_parallel) == (256, 8)
 
 
+def test_without_a_global_batch_it_grows_with_the_number_of_gpus():
+    plan = build_plan(config(TOTAL_BATCH_SIZE=None, MICRO_BATCH_SIZE=128, gradient_accumulation=2), 4, IMAGENET)
+    assert (plan.total_batch, plan.micro_batch, plan.accumulation) == (1024, 128, 2)
+
+
 def test_tensor_parallel_gpus_share_their_samples():
     plan = build_plan(config(parallel=dict(tensor=dict(size=4, mode="2d")), gradient_accumulation=16), 8, IMAGENET)
     assert (plan.micro_batch, plan.data_parallel, plan.tensor_parallel) == (1024, 2, 4)
@@ -55,6 +60,7 @@ def test_max_steps_ends_the_run_and_leaves_the_schedule():
         (dict(MICRO_BATCH_SIZE=256, gradient_accumulation=16), 4, "is 16384, not TOTAL_BATCH_SIZE=32768"),
         (dict(BATCH_SIZE=256, gradient_accumulation=16), 8, "BATCH_SIZE=256 is not .* = 2048"),
         (dict(parallel=dict(tensor=dict(size=4, mode="2d"))), 6, "size=4 does not divide .* 6: start 4 or 8"),
+        (dict(WARMUP_EPOCHS=299.999), 8, "WARMUP_EPOCHS=299.999 makes 11700 of 11700 steps the warm-up"),
         (dict(TOTAL_BATCH_SIZE=2_000_000), 1, "more than the 1281167 training samples"),
     ],
 )

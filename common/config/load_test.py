@@ -1,9 +1,10 @@
+import json
 from pathlib import Path
 
 import pytest
 
 from common.colossal import AMP_TYPE
-from common.config.load import FOLDER, data_root, find_config, load_config, refuse_unused
+from common.config.load import FOLDER, data_root, find_config, load_config, refuse_unused, restore_config
 from common.config.schema import describe_keys
 from common.errors import UserError
 
@@ -109,24 +110,77 @@ def test_the_two_tensor_parallel_keys_are_enough(write):
     assert config["parallel"] == {"pipeline": 1, "tensor": {"size": 4, "mode": "2.5d", "depth": 1}}
 
 
+OWN = {
+    "TOTAL_BATCH_SIZE = 512": dict(TOTAL_BATCH_SIZE=512, BATCH_SIZE=256),
+    "gradient_accumulation = 4": dict(gradient_accumulation=4, BATCH_SIZE=1024, TOTAL_BATCH_SIZE=4096),
+    "TENSOR_PARALLEL_SIZE = 2\nTENSOR_PARALLEL_MODE = '1d'": dict(
+        parallel={"pipeline": 1, "tensor": {"mode": "1d", "size": 2}}, BATCH_SIZE=2048
+    ),
+    # what changes the value it found is applied once
+    "LEARNING_RATE = LEARNING_RATE * 2": dict(LEARNING_RATE=6e-3),
+    "LEARNING_RATE *= 2": dict(LEARNING_RATE=6e-3),
+    "_lr = LEARNING_RATE\nLEARNING_RATE = 2 * _lr\nNUM_EPOCHS += 1": dict(LEARNING_RATE=6e-3, NUM_EPOCHS=301),
+    "OPTIMIZER = dict(name='lamb', variant='apex')": dict(OPTIMIZER={"name": "lamb", "variant": "apex"}),
+}
+
+
+@pytest.mark.parametrize("lines", OWN)
+def test_what_a_base_config_derives_follows_the_config_that_imports_it(write, lines):
+    config = load_config(write(f"from configs.vit_s16_vanilla import *\n{lines}\n"))
+    base = load_config("vit_s16_vanilla")
+    changed = {key: value for key, value in config.items() if value != base[key]}
+    assert {key: config[key] for key in OWN[lines]} == OWN[lines]
+    assert changed.keys() <= {*OWN[lines], "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"}
+
+
+def test_dicts_of_a_base_config_can_be_changed_in_place_and_a_setting_goes_before(write):
+    text = "from configs.vit_s16_1d import *\nMODEL['depth'] *= 2\nTOTAL_BATCH_SIZE = 512\n"
+    config = load_config(write(text), ["gradient_accumulation=8"])
+    assert (config["MODEL"]["depth"], config["BATCH_SIZE"]) == (24, 64)
+    assert config["parallel"]["tensor"] == {"mode": "1d", "size": 2}
+    assert load_config(write(text), ["TOTAL_BATCH_SIZE=64"])["BATCH_SIZE"] == 32
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         (["LERNING_RATE=1"], "unknown key; did you mean 'LEARNING_RATE'"),
         (["MODEL.widht=1"], "did you mean 'MODEL.width'"),
-        (["LEARNING_RATE=fast"], "LEARNING_RATE='fast' is a str, not int or float"),
-        (["NUM_EPOCHS=2.5"], "NUM_EPOCHS=2.5 is a float, not int"),
-        (["NUM_EPOCHS=True"], "NUM_EPOCHS=True is a bool"),
+        (["LEARNING_RATE=fast"], "^LEARNING_RATE='fast': expected number >= 0$"),
+        (["NUM_EPOCHS=2.5"], "NUM_EPOCHS=2.5: expected integer >= 1"),
+        (["NUM_EPOCHS=True"], "NUM_EPOCHS=True: expected integer >= 1"),
         (["NUM_EPOCHS"], "write it as KEY=VALUE"),
-        (["TOTAL_BATCH_SIZE=0"], "TOTAL_BATCH_SIZE=0 is less than 1"),
-        (["LR_SCHEDULE=cosin"], "none of 'linear', 'cosine'; did you mean 'cosine'"),
+        (["TOTAL_BATCH_SIZE=0"], "TOTAL_BATCH_SIZE=0: expected integer >= 1"),
+        (["LR_SCHEDULE=cosin"], "LR_SCHEDULE='cosin': expected 'linear', 'cosine'; did you mean 'cosine'"),
         (["WARMUP_EPOCHS=10"], "WARMUP_EPOCHS=10 .* less than NUM_EPOCHS=10"),
-        (["fp16.mode=AMP_TYPE.FAST"], "unknown mixed precision; known: APEX, TORCH, NAIVE"),
+        (["fp16.mode=AMP_TYPE.FAST"], "expected AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX or None"),
         (["parallel.pipeline=2"], "parallel.pipeline=2: pipeline parallelism is not supported"),
         (["TENSOR_PARALLEL_SIZE=2"], "size=2 needs parallel.tensor.mode"),
-        (["TENSOR_PARALLEL_MODE=4d"], "none of None, '1d'"),
+        (["TENSOR_PARALLEL_MODE=4d"], "TENSOR_PARALLEL_MODE='4d': expected None, '1d'"),
         (["TENSOR_PARALLEL_SIZE=5", "TENSOR_PARALLEL_MODE=2d"], "size=5 is not a square .* nearest that are: 4 or 9"),
-        (["parallel.tensor=4"], "write it as dict"),
+        (["parallel.tensor=4"], r"parallel.tensor=4: expected dict\(size=..., mode=..., depth=...\)"),
+        (["MODEL.heads=5"], "MODEL.width=384 is not a multiple of heads=5; the nearest that are: 380 or 385"),
+        (
+            ["OPTIMIZER.name=sgd", "OPTIMIZER.betas=(0.9,0.9)"],
+            "OPTIMIZER.betas has no effect with sgd, which takes mom",
+        ),
+        (["OPTIMIZER.varient=apex"], "unknown key; did you mean 'OPTIMIZER.variant'"),
+        (["fp16=dict(mode=AMP_TYPE.TORCH, opt_level='O2')"], "fp16.opt_level has no effect with AMP_TYPE.TORCH"),
+        (["fp16.scale=3"], "--set fp16.scale: unknown key"),
+        # what no computation could use: not finite, beyond 64 bits, of another length, of another type inside
+        (["SEED=2" + 30 * "0"], "SEED=20+: expected integer >= 0 of at most 64 bits"),
+        (["TIMEOUT=1e999"], "TIMEOUT=inf: expected number >= 1"),
+        (["DATA.crop_scale=()"], r"DATA.crop_scale=\(\): expected \(low, high\), 0 < low <= high <= 1"),
+        (["DATA.crop_scale=(0.5, 0.1)"], r"DATA.crop_scale=\(0.5, 0.1\): expected"),
+        (["DATA.mean=(1,2)"], r"DATA.mean=\(1, 2\): expected \(R, G, B\)"),
+        (["DATA.std=(1,0,1)"], "each > 0"),
+        (["DATA.randaugment=(2,11)"], "expected None or .operations >= 1, magnitude from 0 to 10"),
+        (["MODEL.mlp_ratio=1e999"], "MODEL.mlp_ratio=inf: expected number > 0"),
+        (["OPTIMIZER.eps=abc"], "OPTIMIZER.eps='abc': expected number > 0"),
+        (["OPTIMIZER.name=lamb", "OPTIMIZER.trust_range=(1, 0)"], "OPTIMIZER.trust_range=.1, 0.: expected .low, high"),
+        (["gradient_handler=[5]"], "gradient_handler=.5.: expected None or "),
+        (["CHECKPOINT_EVERY=10 s"], "CHECKPOINT_EVERY='10 s': expected optimiser steps, as 500, or minutes"),
+        (["LOG.trackers=['wand']"], "LOG.trackers=.'wand'.: expected list of 'wandb', 'mlflow'; did you mean 'wandb'"),
     ],
 )
 def test_a_wrong_setting_is_refused(write, settings, words):
@@ -137,8 +191,13 @@ def test_a_wrong_setting_is_refused(write, settings, words):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        (MINIMAL + "WARMUP_EPOCH = 1\nWARMUP_EPOCHS = WARMUP_EPOCH", "unknown key WARMUP_EPOCH; did you mean"),
         (MINIMAL + "WARMUP_EPOCH = 1", "unknown key WARMUP_EPOCH; did you mean 'WARMUP_EPOCHS'"),
-        ("NUM_EPOCHS = 1", "TOTAL_BATCH_SIZE is missing"),
+        ("NUM_EPOCHS = 1", "config.py: LEARNING_RATE is missing: peak"),
+        ("NUM_EPOCHS, LEARNING_RATE = 1, 1", "TOTAL_BATCH_SIZE is missing"),
+        (MINIMAL + "SEED = float('nan')", "SEED=nan: expected integer"),
+        (MINIMAL + "LEARNING_RATE = float('nan')", "LEARNING_RATE=nan: expected number"),
+        (MINIMAL + "SEED = 10**5000", "SEED=<integer of 16610 bits>: expected"),
         (MINIMAL + "SEED = 1 +", "SyntaxError"),
         (MINIMAL + "SEED = SEDE", "NameError"),
         ("from configs.vit_b17 import *", "No module named 'configs.vit_b17'"),
@@ -151,6 +210,32 @@ def test_a_wrong_setting_is_refused(write, settings, words):
 def test_a_wrong_file_is_refused(write, text, words):
     with pytest.raises(UserError, match=words):
         load_config(write(text))
+
+
+def test_a_variable_of_the_files_own_is_no_key(write):
+    text = MINIMAL + "SIDE = 4\nMODEL = dict(image_size=8 * SIDE, patch_size=SIDE)\n"
+    assert load_config(write(text))["MODEL"]["image_size"] == 32
+    with pytest.raises(UserError, match="unknown key SIDE"):
+        load_config(write(MINIMAL + "SIDE = 4\n"))
+
+
+def test_values_are_taken_as_config_md_writes_them(write):
+    settings = ["fp16=dict(mode=AMP_TYPE.NAIVE, dtype='bfloat16')", "DATA.crop_scale=[0.2, 1]", "LOG=dict(every=3)"]
+    config = load_config(write(MINIMAL), [*settings, "parallel=dict(pipeline=1, tensor=dict(size=2, mode='1d'))"])
+    assert config["fp16"] == {"mode": AMP_TYPE.NAIVE, "dtype": "bfloat16"}
+    assert config["DATA"]["crop_scale"] == (0.2, 1)
+    assert config["LOG"] == {"every": 3, "tensorboard": True, "trackers": []}
+    assert config["parallel"]["tensor"] == {"size": 2, "mode": "1d"}
+
+
+def test_a_config_that_was_written_as_json_is_the_same(write):
+    settings = [
+        "fp16=dict(mode=AMP_TYPE.APEX, opt_level='O2')",
+        "DATA.randaugment=(2, 10)",
+        "OPTIMIZER.betas=(0.9, 0.95)",
+    ]
+    config = load_config(write(MINIMAL), settings)
+    assert restore_config(json.loads(json.dumps(config, default=str)), [], "config.json") == config
 
 
 def test_a_missing_config_names_the_nearest():

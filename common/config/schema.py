@@ -1,140 +1,348 @@
-"""Every key a config may have: its type, default and meaning. UPPER CASE is ours, lower case is Colossal-AI's."""
+"""Every key a config may have, declared once: type, range, unit, default, meaning.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from types import MappingProxyType
+UPPER CASE is ours, lower case is Colossal-AI's.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic.fields import FieldInfo
 
 from common.colossal import AMP_TYPE
-from common.config.model_arguments import CHOICES, ModelArguments
-
-REQUIRED = object()
-NUMBER = (int, float)
-NONE = type(None)
-
-
-@dataclass(frozen=True)
-class Key:
-    """One key: accepted ``types``, ``default`` (or `REQUIRED`), meaning, and optionally bounds, choices or sub-keys.
-
-    ``keys`` lists the sub-keys of a dict; a dict without it takes any, which are checked by whoever they belong to.
-    """
-
-    types: tuple[type, ...]
-    default: object
-    help: str
-    minimum: float | None = None
-    maximum: float | None = None
-    choices: tuple[object, ...] = ()
-    keys: Mapping[str, "Key"] = field(default_factory=lambda: MappingProxyType({}))
-
-
-MODEL = {
-    field.name: Key(
-        NUMBER if field.type is float else (field.type,),
-        field.default,
-        field.metadata["help"],
-        choices=CHOICES.get(field.name, ()),
-    )
-    for field in fields(ModelArguments)
-}
-MODEL["num_classes"] = Key((int, NONE), None, "classes of the head; `None`: as many as the data set has")
-
-DATA = {
-    "root": Key((str, NONE), None, "the data set's folder; the environment variable `DATA` stands in for it"),
-    "download": Key((bool,), False, "CIFAR-10, Caltech-101: fetch the data set into `root` if it is not there"),
-    "allow_change": Key((bool,), False, "go on from a checkpoint that was trained on another data set"),
-    "loader": Key((str,), "dali", "which loader decodes", choices=("dali", "torchvision")),
-    "workers": Key((int, NONE), None, "decoding threads (DALI) or processes per GPU; `None`: cores / GPUs", minimum=0),
-    "crop_scale": Key((tuple, list), (0.08, 1.0), "share of the image's area that a training crop takes"),
-    "crop_ratio": Key((tuple, list), (3 / 4, 4 / 3), "width / height of a training crop"),
-    "flip": Key((bool,), True, "mirror half of the training images"),
-    "crop_padding": Key((int,), 4, "CIFAR-10: black pixels around an image before its training crop", minimum=0),
-    "randaugment": Key((tuple, list, NONE), None, "torchvision: RandAugment's (operations, magnitude 0 to 10)"),
-    "autoaugment": Key((str, NONE), None, "CIFAR-10: AutoAugment's policy for training", choices=(None, "cifar10")),
-    "eval_crop": Key(NUMBER, 0.875, "share of the short side that evaluation's centre crop takes", 0.1, 1),
-    "mean": Key((tuple, list), (0.485, 0.456, 0.406), "subtracted from R, G, B (0 to 1)"),
-    "std": Key((tuple, list), (0.229, 0.224, 0.225), "then divided by"),
-}
-
-OPTIMIZER = {
-    "name": Key(
-        (str,), "adamw", "`lamb`: common/optim/lamb.py; the others are torch's", choices=("lamb", "adamw", "sgd")
-    ),
-}
-
-LOG = {
-    "every": Key((int,), 10, "optimiser steps between two lines of metrics.jsonl", minimum=1),
-    "tensorboard": Key((bool,), True, "write TensorBoard event files too"),
-    "trackers": Key(
-        (list, tuple), [], '`"wandb"`, `"mlflow"`: offline, unless `WANDB_MODE`, `MLFLOW_TRACKING_URI` are set'
-    ),
-}
-
-KEYS: dict[str, Key] = {
-    "TOTAL_BATCH_SIZE": Key((int,), REQUIRED, "samples per optimiser step over all GPUs", minimum=1),
-    "MICRO_BATCH_SIZE": Key((int, NONE), None, "samples per GPU and forward pass; derives the accumulation", minimum=1),
-    "BATCH_SIZE": Key((int, NONE), None, "checked: `TOTAL_BATCH_SIZE // gradient_accumulation`", minimum=1),
-    "GPUS": Key((int,), 1, "GPUs the recipe is written for: what `--dry-run` plans unless told", minimum=1),
-    "NUM_EPOCHS": Key((int,), REQUIRED, "passes over the training data", minimum=1),
-    "WARMUP_EPOCHS": Key(NUMBER, 0, "epochs of linear warm-up; less than `NUM_EPOCHS`", minimum=0),
-    "MAX_STEPS": Key((int, NONE), None, "end early, after this many optimiser steps (the schedule stays)", minimum=1),
-    "EVAL_EVERY": Key((int,), 1, "epochs between evaluations; the last epoch is always evaluated", minimum=1),
-    "CHECKPOINT_EVERY": Key((int, str), "10 min", "optimiser steps (500) or minutes ('10 min') between checkpoints", 1),
-    "KEEP": Key((int,), 2, "newest checkpoints that are kept, beside the best", minimum=1),
-    "LEARNING_RATE": Key(NUMBER, REQUIRED, "peak, at the end of warm-up", minimum=0),
-    "WEIGHT_DECAY": Key(NUMBER, 0.0, "decoupled for AdamW and LAMB", minimum=0),
-    "LR_SCHEDULE": Key((str,), "cosine", "decay after warm-up, to 0", choices=("linear", "cosine")),
-    "OPTIMIZER": Key((dict,), {}, "`name`, and the optimiser's own options (`betas`, `variant`, ...)", keys=OPTIMIZER),
-    "EMA": Key(NUMBER, 0.0, "decay of the weights' moving average, which is evaluated then; 0: none", 0, 1),
-    "MODEL": Key((dict,), {}, "the Vision Transformer's shape", keys=MODEL),
-    "INIT": Key((str, NONE), None, "weights to start from: a run, a checkpoint, a .safetensors file, a state_dict"),
-    "MIXUP": Key(NUMBER, 0.0, "alpha of Mixup's Beta distribution; 0: no Mixup", minimum=0),
-    "CUTMIX": Key(NUMBER, 0.0, "alpha of CutMix's Beta distribution; beside `MIXUP`, half of the batches", minimum=0),
-    "ERASING": Key(NUMBER, 0.0, "probability that a rectangle of a training image is erased", minimum=0, maximum=1),
-    "LABEL_SMOOTHING": Key(NUMBER, 0.0, "share of the target spread over all classes", minimum=0, maximum=1),
-    "DATA": Key((dict,), {}, "where the images are and how they are read", keys=DATA),
-    "LOG": Key((dict,), {}, "what is written while training", keys=LOG),
-    "MAX_SKIPPED": Key((int,), 20, "updates in a row that may be skipped for numbers that are not finite", minimum=0),
-    "TIMEOUT": Key(
-        NUMBER, 600, "seconds after which the processes have named one that is lost or hangs, and ended", minimum=1
-    ),
-    "SEED": Key((int,), 1024, "of weights, order, crops, Mixup and dropout", minimum=0),
-    "TENSOR_PARALLEL_SIZE": Key((int,), 1, "GPUs that share one model; `parallel` is made from it", minimum=1),
-    "TENSOR_PARALLEL_MODE": Key((str, NONE), None, "how they share it", choices=(None, "1d", "2d", "2.5d", "3d")),
-    "parallel": Key((dict, NONE), None, "`dict(pipeline=1, tensor=dict(mode=..., size=...))`"),
-    "fp16": Key((dict, NONE), None, "`dict(mode=AMP_TYPE.TORCH, ...)`: mixed precision; `None`: fp32"),
-    "TF32": Key((bool,), False, "let float32 products round their inputs to TF32 on GPUs that have it"),
-    "COMPILE": Key((bool,), False, "torch.compile the transformer's blocks; not with tensor parallelism"),
-    "gradient_accumulation": Key((int, NONE), None, "micro-batches per optimiser step", minimum=1),
-    "clip_grad_norm": Key(NUMBER, 0.0, "largest norm of the gradient of all weights; 0: no clipping", minimum=0),
-    "torch_ddp": Key((dict,), {}, "options of torch's DistributedDataParallel"),
-    "gradient_handler": Key((list, NONE), None, "Colossal-AI's gradient handlers, instead of DistributedDataParallel"),
-    "cudnn_benchmark": Key((bool,), False, "let cuDNN search for its fastest kernels"),
-    "cudnn_deterministic": Key((bool,), False, "restrict cuDNN to deterministic kernels"),
-}
+from common.config.fields import Int, Number, Pair, Section, Triple, extra_of, key, section_of, values_of
+from common.config.model_arguments import ModelArguments
+from common.errors import UserError, did_you_mean
 
 # Names a config may use without importing them, as the recipes of Colossal-AI's benchmark are printed.
 PREDEFINED = {"AMP_TYPE": AMP_TYPE}
 
 
-def describe_keys() -> str:
-    """Return the table of all keys as Markdown."""
-    rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-    for name, key in KEYS.items():
-        rows.append(_row(name, key))
-        rows += [_row(f"{name}.{sub}", sub_key) for sub, sub_key in key.keys.items()]
-    return "\n".join(rows)
+def _hold(condition: Any) -> AfterValidator:
+    """Refuse a value for which ``condition`` does not hold."""
+
+    def check(value: Any) -> Any:
+        if not condition(value):
+            raise ValueError
+        return value
+
+    return AfterValidator(check)
 
 
-def _row(name: str, key: Key) -> str:
-    types = " or ".join("None" if kind is NONE else kind.__name__ for kind in key.types)
-    if key.choices:
-        types = ", ".join(f"`{choice!r}`" for choice in key.choices)
-    default = "required" if key.default is REQUIRED else "" if key.default == {} else f"`{_short(key.default)}`"
-    return f"| `{name}` | {types} | {default} | {key.help} |"
+class Options(Section):
+    """Options of which only those that a config names are passed on; they are keys of some choices of ``CHOICE``."""
+
+    CHOICE: ClassVar[str] = ""
+
+    @model_validator(mode="after")
+    def _belong(self) -> "Options":
+        choice = str(getattr(self, self.CHOICE, ""))
+        for name in self.model_fields_set:
+            of = extra_of(type(self).model_fields[name], "of")
+            if of and choice not in of:
+                known = [name for name, field in type(self).model_fields.items() if choice in extra_of(field, "of")]
+                raise ValueError(f"{name} has no effect with {choice}, which takes {', '.join(known) or 'none'}")
+        return self
 
 
-def _short(value: object) -> str:
-    if isinstance(value, tuple):
-        return "(" + ", ".join(f"{item:.4g}" for item in value) + ")"
-    return repr(value)
+class Model(ModelArguments):
+    num_classes: Int | None = key(None, "classes of the head; `None`: as many as the data set has", ge=1, le=10**8)
+
+
+class Data(Section):
+    root: str | None = key(None, "the data set's folder; the environment variable `DATA` stands in for it")
+    download: bool = key(False, "CIFAR-10, Caltech-101: fetch the data set into `root` if it is not there")
+    allow_change: bool = key(False, "resume from a checkpoint that was trained on another data set")
+    loader: Literal["dali", "torchvision"] = key("dali", "which loader decodes")
+    workers: Int | None = key(
+        None, "decoding threads (DALI) or processes per GPU; `None`: cores / GPUs", ge=0, le=10_000
+    )
+    crop_scale: Annotated[Pair, _hold(lambda pair: 0 < pair[0] <= pair[1] <= 1)] = key(
+        (0.08, 1.0), "share of the image's area that a training crop takes", says="(low, high), 0 < low <= high <= 1"
+    )
+    crop_ratio: Annotated[Pair, _hold(lambda pair: 0 < pair[0] <= pair[1] <= 100)] = key(
+        (3 / 4, 4 / 3), "width / height of a training crop", says="(low, high), 0 < low <= high <= 100"
+    )
+    flip: bool = key(True, "mirror half of the training images")
+    crop_padding: Int = key(
+        4, "CIFAR-10: black border around an image before its training crop", unit="pixels", ge=0, le=1024
+    )
+    randaugment: Annotated[tuple[Int, Number], _hold(lambda pair: pair[0] >= 1 and 0 <= pair[1] <= 10)] | None = key(
+        None,
+        "torchvision: RandAugment's operations per image, and their largest magnitude",
+        says="None or (operations >= 1, magnitude from 0 to 10)",
+        strict=False,
+    )
+    autoaugment: Literal[None, "cifar10"] = key(None, "CIFAR-10: AutoAugment's policy for training")
+    eval_crop: Number = key(0.875, "share of the short side that evaluation's centre crop takes", ge=0.1, le=1)
+    mean: Triple = key((0.485, 0.456, 0.406), "subtracted from R, G, B (0 to 1)", says="(R, G, B)")
+    std: Annotated[Triple, _hold(lambda colour: min(colour) > 0)] = key(
+        (0.229, 0.224, 0.225), "then divided by", says="(R, G, B), each > 0"
+    )
+
+
+BETAS = Annotated[Pair, _hold(lambda pair: all(0 <= beta < 1 for beta in pair))]
+# The upper limit may be infinite, which is written float("inf").
+Limit = Annotated[float, _hold(lambda value: value >= 0)]
+LIMITS = Annotated[tuple[Limit, Limit], _hold(lambda pair: pair[0] <= pair[1])]
+
+
+class Optimizer(Options):
+    CHOICE = "name"
+    name: Literal["lamb", "adamw", "sgd"] = key("adamw", "`lamb`: common/optim/lamb.py; the others are torch's")
+    decay_all: bool = key(True, "`False`: no weight decay on biases, norms, class token and position embedding")
+    betas: BETAS = key(
+        (0.9, 0.999),
+        "decay of the moments",
+        says="(beta1, beta2), each >= 0 and < 1",
+        of=("lamb", "adamw"),
+        strict=False,
+    )
+    eps: Number = key(
+        None, "added to the root of the second moment; `adamw` 1e-8, `lamb` by variant", of=("lamb", "adamw"), gt=0
+    )
+    variant: Literal["colossalai", "apex", "deepspeed", "timm"] = key(
+        "colossalai", "whose LAMB: sets the four options below and `eps`", of=("lamb",)
+    )
+    bias_correction: bool = key(None, "divide the moments by 1 - beta^step", of=("lamb",))
+    max_grad_norm: Limit = key(
+        None, "clip the gradient's norm inside the optimiser; infinite: never", of=("lamb",), says="number > 0", gt=0
+    )
+    always_adapt: bool = key(None, "trust ratio for tensors without weight decay too", of=("lamb",))
+    trust_range: LIMITS = key(
+        None, "least and greatest trust ratio", of=("lamb",), says="(low, high), 0 <= low <= high", strict=False
+    )
+    momentum: Number = key(0.9, "0: none", of=("sgd",), ge=0, lt=1)
+    dampening: Number = key(0.0, "of momentum", of=("sgd",), ge=0, le=1)
+    nesterov: bool = key(False, "Nesterov momentum", of=("sgd",))
+
+    @model_validator(mode="after")
+    def _check(self) -> "Optimizer":
+        if self.nesterov and (not self.momentum or self.dampening):
+            raise ValueError("nesterov=True needs momentum above 0 and dampening 0")
+        self.model_fields_set.add("name")
+        return self
+
+
+class Log(Section):
+    every: Int = key(10, "steps between two lines of metrics.jsonl", unit="optimiser steps", ge=1)
+    tensorboard: bool = key(True, "write TensorBoard event files too")
+    trackers: Annotated[list[Literal["wandb", "mlflow"]], BeforeValidator(lambda names: _to_list(names))] = key(
+        [], "written to too, offline unless `WANDB_MODE`, `MLFLOW_TRACKING_URI` say otherwise"
+    )
+
+
+def _to_list(names: Any) -> Any:
+    return list(names) if isinstance(names, tuple) else names
+
+
+class Tensor(Options):
+    size: Int = key(1, "GPUs that share one model", ge=1)
+    mode: Literal[None, "1d", "2d", "2.5d", "3d"] = key(None, "how they share it")
+    depth: Int = key(1, "2.5d: squares that make up the size", ge=1)
+
+
+class Parallel(Options):
+    pipeline: Annotated[Int, BeforeValidator(lambda stages: _stages(stages))] = key(
+        1, "pipeline parallelism is not supported: 1", ge=1
+    )
+    tensor: Tensor = key(Tensor(), "tensor parallelism; made from `TENSOR_PARALLEL_SIZE` and `_MODE`")
+
+
+def _stages(pipeline: Any) -> Any:
+    return pipeline.get("size", 1) if isinstance(pipeline, dict) else pipeline
+
+
+def _member(mode: Any) -> Any:
+    """Take AMP_TYPE.TORCH as --set and config.json spell it."""
+    member = re.fullmatch(r"AMP_TYPE\.(\w+)", mode) if isinstance(mode, str) else None
+    return AMP_TYPE.__members__.get(member[1], mode) if member else mode
+
+
+SCALED = ("AMP_TYPE.TORCH", "AMP_TYPE.NAIVE", "AMP_TYPE.APEX")
+
+
+class Fp16(Options):
+    CHOICE = "mode"
+    mode: Annotated[AMP_TYPE, BeforeValidator(_member)] | None = key(
+        None,
+        "TORCH: autocast; NAIVE: layers in half precision; APEX: by `opt_level`; `None`: full precision",
+        says="AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX or None",
+    )
+    dtype: Annotated[Literal["float16", "bfloat16"], BeforeValidator(lambda kind: _dtype_name(kind))] | None = key(
+        None,
+        "what is computed in; `None`: float16 on GPUs, bfloat16 on CPUs that have instructions for it",
+        says="'float16', 'bfloat16' or None",
+    )
+    opt_level: Literal["O0", "O1", "O2", "O3"] = key(
+        "O1", "O0: full precision; O1: as TORCH; O2: as NAIVE; O3: without float32 weights", of=("AMP_TYPE.APEX",)
+    )
+    init_scale: Number = key(2.0**16, "first scale of the loss, in float16", of=SCALED, gt=0)
+    growth_factor: Number = key(2.0, "raises the scale of the loss", of=SCALED, gt=1)
+    backoff_factor: Number = key(0.5, "lowers the scale of the loss after an overflow", of=SCALED, gt=0, lt=1)
+    growth_interval: Int = key(2000, "between two raises without an overflow", unit="optimiser steps", of=SCALED, ge=1)
+    enabled: bool = key(True, "scale the loss in float16", of=SCALED)
+
+
+def _dtype_name(kind: Any) -> Any:
+    name = str(kind)  # torch.float16 too
+    return name.removeprefix("torch.") if name.startswith("torch.") else kind
+
+
+class TorchDdp(Options):
+    bucket_cap_mb: Number = key(25, "size of the buckets in which gradients are averaged", unit="MiB", gt=0, le=2**20)
+    gradient_as_bucket_view: bool = key(True, "keep gradients in the buckets")
+    broadcast_buffers: bool = key(True, "rank 0's buffers for all ranks, before each forward pass")
+    find_unused_parameters: bool = key(False, "allow parameters that get no gradient")
+    static_graph: bool = key(False, "the graph is the same in every step")
+
+
+class GradientHandler(Section):
+    type: Literal["DataParallelGradientHandler"] = key(..., "its name in Colossal-AI")
+
+
+MINUTES = r"\d{1,9}(\.\d{1,9})? ?min(utes?)?"
+STEPS_OR_MINUTES = Annotated[
+    Int | str, _hold(lambda every: every >= 1 if isinstance(every, int) else re.fullmatch(MINUTES, every))
+]
+
+
+class Config(Section):
+    TOTAL_BATCH_SIZE: Int | None = key(
+        None,
+        "samples per optimiser step over all GPUs; `None`: `MICRO_BATCH_SIZE` x `gradient_accumulation` x processes",
+        unit="images",
+        ge=1,
+    )
+    MICRO_BATCH_SIZE: Int | None = key(
+        None, "samples per GPU and forward pass; derives the accumulation", unit="images", ge=1
+    )
+    BATCH_SIZE: Int | None = key(
+        None,
+        "checked: `TOTAL_BATCH_SIZE // gradient_accumulation`; without the first, see `BATCH_SIZE` in "
+        "[from-colossalai-examples.md](from-colossalai-examples.md)",
+        unit="images",
+        ge=1,
+    )
+    GPUS: Int = key(1, "GPUs the recipe is written for: what `--dry-run` plans unless told", ge=1, le=10**6)
+    NUM_EPOCHS: Int = key(..., "passes over the training data", unit="epochs", ge=1)
+    WARMUP_EPOCHS: Number = key(0, "linear warm-up; less than `NUM_EPOCHS`", unit="epochs", ge=0)
+    MAX_STEPS: Int | None = key(None, "end early; the schedule stays", unit="optimiser steps", ge=1)
+    EVAL_EVERY: Int = key(1, "between evaluations; the last epoch is always evaluated", unit="epochs", ge=1)
+    CHECKPOINT_EVERY: STEPS_OR_MINUTES = key(
+        "10 min", "between checkpoints", says="optimiser steps, as 500, or minutes, as '10 min'"
+    )
+    KEEP: Int = key(2, "newest checkpoints that are kept, beside the best", ge=1)
+    LEARNING_RATE: Number = key(..., "peak, at the end of warm-up", ge=0)
+    WEIGHT_DECAY: Number = key(0.0, "decoupled for AdamW and LAMB", ge=0)
+    LR_SCHEDULE: Literal["linear", "cosine"] = key("cosine", "decay after warm-up, to 0")
+    OPTIMIZER: Optimizer = key(Optimizer(), "the optimiser, and its own options")
+    EMA: Number = key(0.0, "decay of the weights' moving average, which is then evaluated; 0: none", ge=0, lt=1)
+    MODEL: Model = key(Model(), "the Vision Transformer's shape")
+    OUTPUT: str | None = key(
+        None, "folder of the run, unless `--output` names one; `None`: outputs/<name of the config>"
+    )
+    INIT: str | None = key(None, "weights to start from: a run, a checkpoint, a .safetensors file, a state_dict")
+    MIXUP: Number = key(0.0, "alpha of Mixup's Beta distribution; 0: no Mixup", ge=0, le=1000)
+    CUTMIX: Number = key(0.0, "alpha of CutMix's Beta distribution; beside `MIXUP`, half of the batches", ge=0, le=1000)
+    ERASING: Number = key(0.0, "probability that a rectangle of a training image is erased", ge=0, le=1)
+    LABEL_SMOOTHING: Number = key(0.0, "share of the target spread over all classes", ge=0, lt=1)
+    DATA: Data = key(Data(), "where the images are and how they are read")
+    LOG: Log = key(Log(), "what is written while training")
+    MAX_SKIPPED: Int = key(20, "updates in a row that may be skipped for numbers that are not finite", ge=0)
+    TIMEOUT: Number = key(
+        600, "after which a rank that is lost or hangs is named and the run ends", unit="seconds", ge=1, le=10**7
+    )
+    SEED: Int = key(1024, "of weights, order, crops, Mixup and dropout", ge=0)
+    TENSOR_PARALLEL_SIZE: Int = key(1, "GPUs that share one model; `parallel` is made from it", ge=1)
+    TENSOR_PARALLEL_MODE: Literal[None, "1d", "2d", "2.5d", "3d"] = key(None, "how they share it")
+    parallel: Parallel | None = key(None, "Colossal-AI's form of the two keys above")
+    fp16: Fp16 | None = key(None, "mixed precision; `None`: float32")
+    TF32: bool = key(False, "let float32 products round their inputs to TF32 on GPUs that have it")
+    COMPILE: bool = key(False, "torch.compile the transformer's blocks; not with tensor parallelism")
+    gradient_accumulation: Int | None = key(None, "micro-batches per optimiser step", ge=1)
+    clip_grad_norm: Number = key(0.0, "largest norm of the gradient of all weights; 0: no clipping", ge=0)
+    torch_ddp: TorchDdp = key(TorchDdp(), "options of torch's DistributedDataParallel")
+    gradient_handler: list[GradientHandler] | None = key(
+        None,
+        "Colossal-AI's gradient handlers, instead of DistributedDataParallel",
+        says="None or [dict(type='DataParallelGradientHandler')]",
+    )
+    cudnn_benchmark: bool = key(False, "let cuDNN search for its fastest kernels")
+    cudnn_deterministic: bool = key(False, "restrict cuDNN to deterministic kernels")
+
+    @model_validator(mode="after")
+    def _check(self) -> "Config":
+        if self.TOTAL_BATCH_SIZE is None and self.MICRO_BATCH_SIZE is None:
+            raise ValueError(f"TOTAL_BATCH_SIZE is missing: {type(self).model_fields['TOTAL_BATCH_SIZE'].description}")
+        if self.WARMUP_EPOCHS >= self.NUM_EPOCHS:
+            raise ValueError(
+                f"WARMUP_EPOCHS={self.WARMUP_EPOCHS} leaves no epoch after warm-up: it must be less than "
+                f"NUM_EPOCHS={self.NUM_EPOCHS}"
+            )
+        return self
+
+
+def all_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every key under its dotted name, those inside a dict after it."""
+    for name, field in section.model_fields.items():
+        yield prefix + name, field
+        if inside := section_of(field):
+            yield from all_keys(inside, f"{prefix}{name}.")
+
+
+def find_key(name: str) -> FieldInfo:
+    """Return the key of a dotted name; raise `UserError` with the nearest for an unknown one."""
+    keys = dict(all_keys())
+    if name not in keys:
+        raise UserError(f"{name}: unknown key{did_you_mean(name, keys)}")
+    return keys[name]
+
+
+def plain_values(section: Section) -> dict[str, Any]:
+    """Return a section as a dict of plain values; of `Options` only those that were named."""
+    names = section.model_fields_set if isinstance(section, Options) else set(type(section).model_fields)
+    return {name: _plain(getattr(section, name)) for name in type(section).model_fields if name in names}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Section):
+        return plain_values(value)
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def describe_keys(name: str = "") -> str:
+    """Return the table of all keys as Markdown; with a ``name``, what that key means, and those inside it."""
+    if not name:
+        rows = ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
+        rows += [
+            f"| `{key}` | {'dict' if section_of(field) else values_of(field)} | {_default(field)} | {_meaning(field)} |"
+            for key, field in all_keys()
+        ]
+        return "\n".join(rows)
+    find_key(name)
+    shown = [(key, field) for key, field in all_keys() if key == name or key.startswith(f"{name}.")]
+    return "\n".join(
+        f"{key}: {_meaning(field)}\n    values   {values_of(field)}\n    default  {_default(field)}".replace("`", "")
+        for key, field in shown
+    )
+
+
+def _meaning(field: FieldInfo) -> str:
+    of = extra_of(field, "of")
+    of = [] if set(of) == set(SCALED) else [name.removeprefix("AMP_TYPE.") for name in of]
+    return f"{', '.join(of)}: {field.description}" if of else field.description
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if isinstance(field.default, Section) or field.default == []:
+        return ""
+    if field.default is None and extra_of(field, "of"):
+        return "by variant"
+    text = field.default
+    if isinstance(text, tuple):
+        return "`(" + ", ".join(f"{item:.4g}" for item in text) + ")`"
+    return f"`{text!r}`"

@@ -11,7 +11,6 @@ from common.data.crops import RandomCrop
 from common.data.loader import Loader
 from common.data.mixup import cut_and_paste, mix
 from common.data.sampling import ERASING, sample_uniforms
-from common.errors import UserError
 
 # share of the area and width / height of what is erased, as torchvision's and timm's
 ERASED = RandomCrop(scale=(0.02, 1 / 3), ratio=(0.3, 3.3), flip=False)
@@ -31,11 +30,11 @@ class BatchAugment:
     """
 
     def __init__(self, loader: Loader, *, mixup: float, cutmix: float, erasing: float, seed: int) -> None:
-        for name, value in (("MIXUP", mixup), ("CUTMIX", cutmix)):
+        for name, value in (("mixup", mixup), ("cutmix", cutmix)):
             if not value >= 0:
-                raise UserError(f"{name}={value} must be at least 0, which turns it off")
+                raise ValueError(f"{name}={value} must be at least 0, which turns it off")
         if not 0 <= erasing <= 1:
-            raise UserError(f"ERASING={erasing} is a probability: it must be from 0 to 1")
+            raise ValueError(f"erasing={erasing} is a probability: it must be from 0 to 1")
         self.loader, self.mixup, self.cutmix, self.erasing, self.seed = loader, mixup, cutmix, erasing, seed
 
     def __len__(self) -> int:

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.errors import UserError
-
 
 def mix(images: Tensor, labels: Tensor, share: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Blend `images` [B, 3, H, W] in place, `share` of each and the rest of its mirror image in the batch's order.
@@ -55,7 +53,7 @@ class MixupLoss(nn.Module):
     def __init__(self, label_smoothing: float = 0.0) -> None:
         super().__init__()
         if not 0 <= label_smoothing < 1:
-            raise UserError(f"LABEL_SMOOTHING={label_smoothing} must be at least 0 and below 1")
+            raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and below 1")
         self.label_smoothing = label_smoothing
 
     def forward(

@@ -5,7 +5,6 @@ from timm.data.mixup import cutmix_bbox_and_lam
 from torch.nn import functional as F
 
 from common.data.mixup import MixupLoss, cut_and_paste, mix
-from common.errors import UserError
 
 
 def test_blends_with_the_mirrored_sample() -> None:
@@ -70,5 +69,5 @@ def test_a_batch_of_nothing_but_padding_has_neither_loss_nor_gradient(label_smoo
 
 
 def test_bad_label_smoothing() -> None:
-    with pytest.raises(UserError, match="LABEL_SMOOTHING=1.0 must be"):
+    with pytest.raises(ValueError, match="label_smoothing=1.0 must be"):
         MixupLoss(1.0)

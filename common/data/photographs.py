@@ -9,12 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
-from common.config.load import refuse_unused
 from common.data.crops import UNIFORMS_PER_SAMPLE, CenterCrop, RandomCrop
 from common.data.loader import BatchReader, Loader
 from common.data.sampling import EvalSampler, TrainSampler
 from common.data.torchvision_dataloader import Augment, ImageSplit, TorchvisionReader, default_workers
-from common.errors import UserError
 
 # keys of DATA for small images, which are held in memory
 UNUSED = ("crop_padding", "autoaugment")
@@ -31,17 +29,6 @@ class BuildReader(Protocol):
 def _read_with_torchvision(images: ImageSplit, crop: RandomCrop | CenterCrop, *, batch: int, **options: Any):
     del batch
     return TorchvisionReader(images, crop, **options)
-
-
-def check_keys(data: Mapping[str, Any], unused: tuple[str, ...]) -> None:
-    """Raise `UserError` for a key of ``DATA`` that has no effect, those of ``unused`` among them, or a wrong one."""
-    refuse_unused(data, (*UNUSED, *unused))
-    match asked := data.get("randaugment"):
-        case None:
-            return
-        case int(operations), int() | float() as magnitude if operations >= 1 and 0 <= magnitude <= 10:
-            return
-    raise UserError(f"DATA.randaugment={asked!r}: write (operations, magnitude), as in (2, 10), the largest magnitude")
 
 
 def build_train_loader(

@@ -19,7 +19,7 @@ def build_model(**arguments: object) -> nn.Module:
 
     It maps float images [B, 3, image_size, image_size] to logits [B, num_classes].
 
-    Raises UserError for an unknown name or a value that does not fit.
+    Raises ValueError for an unknown name or a value that does not fit.
     """
     return VisionTransformer(parse_model_arguments(arguments))
 

@@ -3,7 +3,6 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from common.errors import UserError
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
 from common.optim.lamb import Lamb
@@ -77,14 +76,14 @@ def test_leaves_out_frozen_parameters() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "adam"}, "OPTIMIZER.name='adam' is none of adamw, lamb, sgd; did you mean 'adamw'"),
-        ({"name": "sgd", "betas": (0.9, 0.99)}, "OPTIMIZER.betas is not an option of 'sgd', which has momentum, "),
-        ({"name": "lamb", "varient": "apex"}, "OPTIMIZER.varient is not .* did you mean 'variant'"),
-        ({"name": "lamb", "variant": "nvidia"}, "OPTIMIZER.variant='nvidia' is none of"),
-        ({"name": "adamw", "betas": (1.5, 0.9)}, "OPTIMIZER: 'adamw' refuses its arguments: Invalid beta"),
-        ({"name": "sgd", "nesterov": True, "momentum": 0}, "OPTIMIZER: 'sgd' refuses its arguments: Nesterov"),
+        ({"name": "adam"}, "name='adam' is none of adamw, lamb, sgd; did you mean 'adamw'"),
+        ({"name": "sgd", "betas": (0.9, 0.99)}, "unexpected keyword argument 'betas'"),
+        ({"name": "lamb", "varient": "apex"}, "varient is not an option of LAMB"),
+        ({"name": "lamb", "variant": "nvidia"}, "variant='nvidia' is none of"),
+        ({"name": "adamw", "betas": (1.5, 0.9)}, "Invalid beta"),
+        ({"name": "sgd", "nesterov": True, "momentum": 0}, "Nesterov"),
     ],
 )
 def test_bad_arguments(arguments: dict, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         build_optimizer(build_model(**TINY), **arguments)

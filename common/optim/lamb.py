@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from common.errors import UserError, did_you_mean
+from common.errors import did_you_mean
 
 # What four libraries mean by LAMB: `colossalai/nn/optimizer/lamb.py` (0.5.0), `csrc/multi_tensor_lamb.cu` of NVIDIA's
 # apex, `csrc/lamb/fused_lamb_cuda_kernel.cu` of DeepSpeed (which corrects the moments today; it used to fold the bias
@@ -60,7 +60,7 @@ class Lamb(Optimizer):
     The state is `exp_avg`, `exp_avg_sq` and `step`, all tensors of the parameter's device. As with torch's fused
     optimisers, an attribute `found_inf`, a 0-dim float32 tensor there, makes `step` change nothing where it is 1. Under
     tensor parallelism `reduce_norms` sums the squared norms over the shards, once a step for all trust ratios. Raises
-    UserError for an unknown variant or option, or betas out of range.
+    ValueError for an unknown variant or option, or betas out of range.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class Lamb(Optimizer):
     ) -> None:
         if variant not in _VARIANTS:
             hint = did_you_mean(variant, _VARIANTS)
-            raise UserError(f"OPTIMIZER.variant={variant!r} is none of {', '.join(_VARIANTS)}{hint}")
+            raise ValueError(f"variant={variant!r} is none of {', '.join(_VARIANTS)}{hint}")
         for name in options:
             if name not in _VARIANTS[variant]:
-                raise UserError(f"OPTIMIZER.{name} is not an option of LAMB{did_you_mean(name, _VARIANTS[variant])}")
+                raise ValueError(f"{name} is not an option of LAMB{did_you_mean(name, _VARIANTS[variant])}")
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise UserError(f"OPTIMIZER.betas={betas} must be two numbers, at least 0 and below 1")
+            raise ValueError(f"betas={betas} must be two numbers, at least 0 and below 1")
         # `capturable` has load_state_dict bring `step` to the parameter's device.
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "capturable": True}
         super().__init__(params, defaults | _VARIANTS[variant] | options)

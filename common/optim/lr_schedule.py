@@ -6,7 +6,7 @@ import math
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from common.errors import UserError, did_you_mean
+from common.errors import did_you_mean
 
 _NAMES = ("linear", "cosine")
 
@@ -31,14 +31,11 @@ def learning_rate_factor(name: str, step: int, total_steps: int, warmup_steps: i
 def build_lr_scheduler(optimizer: Optimizer, name: str, total_steps: int, warmup_steps: int = 0) -> LambdaLR:
     """Build the schedule `name` ("linear" or "cosine"), to be stepped once an optimiser step.
 
-    Raises UserError for an unknown name, and for a warm-up that leaves no step to train at the peak.
+    Raises ValueError for an unknown name, and for a warm-up that leaves no step to train at the peak.
     """
     if name not in _NAMES:
-        raise UserError(f"LR_SCHEDULE={name!r} is none of {', '.join(_NAMES)}{did_you_mean(name, _NAMES)}")
+        raise ValueError(f"name={name!r} is none of {', '.join(_NAMES)}{did_you_mean(name, _NAMES)}")
     if not 0 <= warmup_steps < total_steps:
-        raise UserError(
-            f"WARMUP_EPOCHS makes {warmup_steps} of {total_steps} training steps the warm-up; "
-            "it must be at least 0 and below NUM_EPOCHS"
-        )
+        raise ValueError(f"warmup_steps={warmup_steps} must be at least 0 and below total_steps={total_steps}")
     factor = functools.partial(learning_rate_factor, name, total_steps=total_steps, warmup_steps=warmup_steps)
     return LambdaLR(optimizer, factor)

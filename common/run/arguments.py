@@ -3,6 +3,7 @@
 import argparse
 
 from common.checkpoint.resume import AUTO, NEVER
+from common.config.schema import describe_keys
 from common.errors import UserError
 from common.estimate.cluster import FLAGS, add_cluster_arguments
 from common.launch.launcher import add_launch_arguments
@@ -13,6 +14,14 @@ def parse_arguments(argv: list[str], description: str) -> argparse.Namespace:
     """Return the arguments of ``train*.py``; raise `UserError` for those that do not go together."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a config file, or the name of a recipe in configs/")
+    parser.add_argument(
+        "--help-config",
+        nargs="?",
+        const="",
+        metavar="KEY",
+        action=_HelpConfig,
+        help="say what a key of the config means, as fp16 or MODEL.width, or list all keys, then exit",
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config")
     parser.add_argument("--output", help="folder of the run (default: outputs/<name of the config>)")
     parser.add_argument(
@@ -47,6 +56,14 @@ def parse_arguments(argv: list[str], description: str) -> argparse.Namespace:
         if args.gpus is None and getattr(args, name) is not None:
             raise UserError(f"--{name.replace('_', '-')}: goes with --dry-run --gpus N")
     return args
+
+
+class _HelpConfig(argparse.Action):
+    def __call__(
+        self, parser: argparse.ArgumentParser, _: argparse.Namespace, name: object, option: str | None = None
+    ) -> None:
+        print(describe_keys(str(name)))
+        parser.exit()
 
 
 def _positive(text: str) -> int:

@@ -6,10 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.checkpoint.hook import parse_minutes
 from common.colossal import MixedPrecision, build_mixed_precision, check_tensor_parallel
 from common.config.batch_plan import DataSummary, Plan
-from common.config.model_arguments import parse_model_arguments
 from common.errors import UserError
 from common.metrics.trackers import check_trackers
 from common.optim.build import build_optimizer
@@ -31,10 +29,10 @@ def check_builds(config: Mapping[str, Any], plan: Plan) -> MixedPrecision:
     Return what ``fp16`` comes to on this machine.
     """
     model = {**config["MODEL"], "num_classes": config["MODEL"]["num_classes"] or 1}
-    parse_model_arguments(model)
-    if isinstance(config["CHECKPOINT_EVERY"], str):
-        parse_minutes(config["CHECKPOINT_EVERY"])
     check_tensor_parallel(config["parallel"], model, plan.micro_batch, plan.gpus)
-    build_optimizer(nn.Linear(1, 1), weight_decay=config["WEIGHT_DECAY"], **config["OPTIMIZER"])
+    try:
+        build_optimizer(nn.Linear(1, 1), weight_decay=config["WEIGHT_DECAY"], **config["OPTIMIZER"])
+    except ValueError as error:
+        raise UserError(f"OPTIMIZER={config['OPTIMIZER']}: {error}") from error
     check_trackers(config["LOG"]["trackers"])
     return build_mixed_precision(config["fp16"], "cuda" if torch.cuda.is_available() else "cpu")

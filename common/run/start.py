@@ -165,6 +165,7 @@ def start_run(
     if args.dry_run:
         config = shrink_micro_batch(config, gpus)
     plan = build_plan(config, gpus, data)
+    config["TOTAL_BATCH_SIZE"] = plan.total_batch
     precision = check_builds(config, plan)
     plan = replace(plan, dtype=name_dtype(precision.dtype))
     config["gradient_accumulation"] = plan.accumulation

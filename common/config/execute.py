@@ -1,0 +1,105 @@
+"""Run a config file, and the configs that it imports, so that what they derive follows what is set."""
+
+import ast
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+import configs
+from common.config.schema import PREDEFINED
+from common.config.settings import Overrides, override
+from common.errors import UserError
+
+FOLDER = Path(configs.__path__[0])
+
+
+def execute(path: Path, overrides: Overrides, used: set[str] | None = None) -> dict[str, Any]:
+    """Return the values that a config file assigns, with ``overrides`` in force where it assigns their keys.
+
+    What the file assigns holds in the configs that it imports too (``from configs.x import *``), so that what those
+    derive follows: after ``TOTAL_BATCH_SIZE = 512`` their ``BATCH_SIZE = TOTAL_BATCH_SIZE // 2`` is 256. ``used``
+    collects the names that the files read.
+
+    Raises `UserError` for a file that does not run.
+    """
+    try:
+        return _run(path, overrides, set() if used is None else used)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def _run(path: Path, overrides: Overrides, used: set[str]) -> dict[str, Any]:
+    tree = ast.parse(path.read_text(), str(path))
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    used |= {node.id for node in names if isinstance(node.ctx, ast.Load)}
+    stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    code = compile(tree, str(path), "exec")
+    values = _execute(code, path, overrides, overrides, used)
+    own = {name: values[name] for name in stored if name in values}
+    if len(own) == len(values):  # it imports nothing
+        return values
+    fixed = {name: (deepcopy(value),) for name, value in own.items()}
+    return _execute(code, path, overrides, {**overrides, **fixed}, used) | own
+
+
+def _execute(
+    code: types.CodeType, path: Path, overrides: Overrides, in_bases: Overrides, used: set[str]
+) -> dict[str, Any]:
+    namespace = {"__name__": "config", "__file__": str(path), **PREDEFINED}
+    with _base_configs(in_bases, used):
+        exec(code, namespace, _Assignments(namespace, overrides))
+    skipped = (types.ModuleType, type)
+    return {k: v for k, v in namespace.items() if not k.startswith("_") and not isinstance(v, skipped)}
+
+
+class _Assignments:
+    """The names a config file assigns; an assignment to an overridden key stores the override instead."""
+
+    def __init__(self, namespace: dict[str, Any], overrides: Overrides):
+        self.namespace, self.overrides = namespace, overrides
+
+    def __getitem__(self, name: str) -> Any:
+        return self.namespace[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.namespace[name] = override(self.overrides[name], value) if name in self.overrides else value
+
+    def __delitem__(self, name: str) -> None:
+        del self.namespace[name]
+
+
+@contextmanager
+def _base_configs(overrides: Overrides, used: set[str]) -> Iterator[None]:
+    """Let ``from configs.x import *`` run x with ``overrides``; ``vit_b16`` finds ``vit-b16.py`` too."""
+
+    class Loader(SourceFileLoader):
+        def exec_module(self, module: types.ModuleType) -> None:
+            module.__dict__.update(_run(Path(self.path), overrides, used))
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object, target: object = None) -> ModuleSpec | None:
+            for file in FOLDER.glob("*.py"):
+                if name == "configs." + file.stem.replace("-", "_"):
+                    return importlib.util.spec_from_file_location(name, file, loader=Loader(name, str(file)))
+            return None
+
+    def take_modules() -> dict[str, types.ModuleType]:
+        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("configs.")}
+
+    outer = take_modules()
+    sys.meta_path.insert(0, Finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(Finder)
+        take_modules()
+        sys.modules.update(outer)

@@ -1,0 +1,139 @@
+"""How the config's keys are declared (pydantic), and the one line for a value that does not fit."""
+
+import types
+from collections.abc import Mapping
+from enum import Enum
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic.fields import FieldInfo
+
+from common.errors import did_you_mean
+
+INT64 = 2**63 - 1
+NONE = type(None)
+Int = Annotated[int, Field(ge=-INT64, le=INT64)]
+# Finite; an integer stays one.
+Number = Annotated[float, Field(allow_inf_nan=False), WrapValidator(lambda value, check: (check(value), value)[1])]
+Pair = Annotated[tuple[Number, Number], Field(strict=False)]  # or a list
+Triple = Annotated[tuple[Number, Number, Number], Field(strict=False)]
+
+
+class Section(BaseModel):
+    """Keys that belong together. Unknown keys are refused, and no value is converted but a list to a tuple."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+S = TypeVar("S", bound=Section)
+
+
+def key(default: Any, meaning: str, *, unit: str = "", says: str = "", of: tuple[str, ...] = (), **bounds: Any) -> Any:
+    """Declare a key: its ``default`` (``...``: required), meaning, unit and bounds (``ge``, ``gt``, ``le``, ``lt``).
+
+    ``says`` describes the values where type and bounds do not; ``of`` names the choices that an option belongs to.
+    """
+    extra = {"unit": unit, "says": says, "of": list(of)}
+    return Field(default, description=meaning, json_schema_extra=extra, validate_default=False, **bounds)
+
+
+def parse(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
+    """Return ``values`` as a ``section``; raise `ValueError` with one line: key, value, and what it may be.
+
+    ``where`` names the file in which a key is unknown or missing.
+    """
+    try:
+        return section.model_validate(dict(values))
+    except ValidationError as error:
+        raise ValueError(_explain(error, section, values, f"{where}: " if where else "")) from None
+
+
+def extra_of(field: FieldInfo, name: str) -> Any:
+    """Return what `key` declared as ``unit``, ``says`` or ``of``."""
+    return (field.json_schema_extra or {}).get(name)
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """Return the section that a key's value is, or None for any other value."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+def values_of(field: FieldInfo) -> str:
+    """Describe the values that a key may have."""
+    text = extra_of(field, "says") or _describe(field.annotation, field.metadata)
+    unit = extra_of(field, "unit")
+    return f"{text} ({unit})" if unit else text
+
+
+def _describe(kind: Any, metadata: Any = ()) -> str:
+    if get_origin(kind) is Annotated:
+        kind, *more = get_args(kind)
+        return _describe(kind, [*more, *metadata])
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(_describe(part, metadata) for part in get_args(kind))
+    if get_origin(kind) is Literal:
+        return ", ".join(repr(choice) for choice in get_args(kind))
+    if get_origin(kind) is tuple:
+        return "(" + ", ".join(_describe(part) for part in get_args(kind)) + ")"
+    if get_origin(kind) is list:
+        return f"list of {_describe(*get_args(kind))}"
+    if issubclass(kind, Enum):
+        return ", ".join(str(member) for member in kind)
+    if issubclass(kind, Section):
+        return "dict(" + ", ".join(f"{name}=..." for name in list(kind.model_fields)[:3]) + ")"
+    names = {int: "integer", float: "number", bool: "True or False", str: "text", NONE: "None", dict: "dict"}
+    return names[kind] + (_bounds(metadata) if kind in (int, float) else "")
+
+
+def _bounds(metadata: Any) -> str:
+    inner = [item for part in metadata for item in (part.metadata if isinstance(part, FieldInfo) else [part])]
+    signs = {Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "le")}
+    said = [(sign, getattr(item, name)) for kind, (sign, name) in signs.items() for item in inner if type(item) is kind]
+    return "".join(f"{' and' * (number > 0)} {sign} {bound}" for number, (sign, bound) in enumerate(_shown(said)))
+
+
+def _shown(bounds: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    return [(sign, bound) for sign, bound in bounds if abs(bound) != INT64]
+
+
+def _explain(error: ValidationError, section: type[Section], values: Mapping[str, Any], where: str) -> str:
+    """Return one line for the first error, a misspelt key before all others."""
+    first = min(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
+    names: list[str] = []
+    value: Any = values
+    field: FieldInfo | None = None
+    inside: type[Section] | None = section
+    place = [str(part) for part in first["loc"]]
+    while inside and place and place[0] in inside.model_fields:
+        name = place.pop(0)
+        field, value = inside.model_fields[name], value.get(name) if isinstance(value, Mapping) else value
+        names.append(name)
+        inside = section_of(field)
+    dotted = ".".join(names)
+    if first["type"] == "extra_forbidden" and len(place) == 1 and inside:
+        prefix = f"{dotted}." if names else ""
+        near = did_you_mean(prefix + place[0], [prefix + known for known in inside.model_fields])
+        return f"{where}unknown key {prefix}{place[0]}{near}"
+    if first["type"] == "missing" and not place and field:
+        return f"{where}{dotted} is missing: {field.description}"
+    if first["type"] == "value_error" and inside:  # of the section as a whole
+        return ".".join([*names, str(first["ctx"]["error"])])
+    assert field
+    hint = did_you_mean(_shorten(value).strip("'"), _choices(field))
+    wide = " of at most 64 bits" if isinstance(value, int) and abs(value) > INT64 else ""
+    return f"{dotted}={_shorten(value)}: expected {values_of(field)}{wide}{hint}"
+
+
+def _choices(field: FieldInfo) -> list[str]:
+    kinds = (field.annotation, *get_args(field.annotation))
+    return [str(choice) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+
+
+def _shorten(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        return f"<integer of {value.bit_length()} bits>" if isinstance(value, int) else f"<{type(value).__name__}>"
+    return text if len(text) <= 100 else f"{text[:60]}...{text[-20:]}"

@@ -1,5 +1,6 @@
 """What tests share: a launched process, and several ranks in one test."""
 
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -37,6 +38,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     A rank that fails raises RuntimeError here with its traceback; one that takes longer than ``timeout`` seconds,
     TimeoutError. All are gone on return. The caller must not have used CUDA.
     """
+    import_once()
     context = multiprocessing.get_context("fork")
     port = free_port()
     processes, pending = [], {}
@@ -56,6 +58,12 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
             process.kill()
             process.join()
             process.close()
+
+
+def import_once() -> None:
+    """Import here what training imports late, so that forked processes, which are many, need not: 4 s of CPU each."""
+    for name in ("torch._dynamo", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        importlib.import_module(name)
 
 
 def _run_rank(

@@ -41,6 +41,7 @@ class Measured:
     def __init__(self, name: str, settings: list[str], output: Path) -> None:
         words = [word for setting in settings for word in ("--set", setting)]
         run = start_run(["--config", name, "--output", str(output), *words], __doc__, describe_data)
+        assert run is not None
         config, plan = gpc.config, run.plan
         if plan.accumulation > 1:
             raise UserError(f"gradient_accumulation={plan.accumulation}: the comparison takes a step's samples at once")
@@ -59,8 +60,8 @@ class Measured:
             device=run.device,
             **run.data_parallel,
         )
-        loss = nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)
-        self.engine, *_ = initialize(model, optimizer, loss)
+        self.loss = nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)
+        self.engine, *_ = initialize(model, optimizer, self.loss)
         self.engine.train()
         self.batches = _repeat(loader)
         workers = config.DATA.workers
@@ -92,7 +93,7 @@ class Measured:
         """Take an optimiser step; return the time at the end of each phase."""
         images, labels = next(self.batches)
         marks = [_now(self.device)]
-        loss = self.engine.criterion(self.engine(images), labels)
+        loss = self.loss(self.engine(images), labels)
         marks.append(_now(self.device))
         self.engine.backward(loss)
         marks.append(_now(self.device))

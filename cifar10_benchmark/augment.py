@@ -35,7 +35,8 @@ class Augment:
         offsets_B2, mirrored_rows = (
             torch.from_numpy(values).to(images_BCYX.device, non_blocking=True) for values in (offsets, mirrored)
         )
-        images_BCYX = crop(images_BCYX, *offsets_B2.unbind(1), self.padding)
+        top_B, left_B = offsets_B2.unbind(1)
+        images_BCYX = crop(images_BCYX, top_B, left_B, self.padding)
         images_BCYX[mirrored_rows] = images_BCYX[mirrored_rows].flip(-1)
         return auto_augment(images_BCYX, uniforms[:, 3:]) if self.autoaugment else images_BCYX
 

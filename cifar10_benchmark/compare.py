@@ -162,6 +162,7 @@ def measure(args: argparse.Namespace) -> None:
     settings = [word for setting in [*args.set, f"MAX_STEPS={args.steps}"] for word in ("--set", setting)]
     unused = ["--output", str(args.measure / "run")]  # no hook that would write there
     run = start_run(["--config", *args.configs, *unused, *settings], __doc__, describe_data)
+    assert run is not None
     config, plan = gpc.config, run.plan
     if plan.accumulation > 1:
         raise UserError(f"gradient_accumulation={plan.accumulation}: the comparison takes a step's samples at once")

@@ -47,7 +47,9 @@ class CifarBatches:
     @property
     def fingerprint(self) -> str:
         """A checksum over the images and labels."""
-        return fingerprint_of(hashlib.sha256(array).hexdigest() for split in BATCH_FILES for array in self.load(split))
+        return fingerprint_of(
+            hashlib.sha256(array.data).hexdigest() for split in BATCH_FILES for array in self.load(split)
+        )
 
     def load(self, split: str) -> Images:
         """Read the split; raise `UserError` naming a file that is missing, damaged or something else."""

@@ -63,7 +63,7 @@ def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
     return FolderSplit(root, source.class_names, source.splits[split])
 
 
-def _reader(data: Mapping[str, Any]) -> dict[str, photographs.BuildReader]:
+def _reader(data: Mapping[str, Any]) -> dict[str, Any]:
     return {"build_reader": _read_with_dali} if data["loader"] == "dali" else {}
 
 

@@ -110,7 +110,7 @@ class DaliReader:
         """Yield the draws with their bytes, while the pool reads those of the next batches."""
         pending: deque[tuple[RawBatch, list[Future[list[np.ndarray]]]]] = deque()
         for draw in draws:
-            samples = np.count_nonzero(draw.indices != PADDING)
+            samples = int(np.count_nonzero(draw.indices != PADDING))
             # DALI refuses an empty batch: one of nothing but padding decodes an image in vain
             indices = np.maximum(draw.indices[: max(1, samples)], 0)
             records = self.split.records[indices]

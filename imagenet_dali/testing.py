@@ -10,6 +10,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -95,7 +96,7 @@ def encode(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
     return buffer.getvalue()
 
 
-def jpeg(height: int = 24, width: int = 40, seed: int = 0, **options: object) -> bytes:
+def jpeg(height: int = 24, width: int = 40, seed: int = 0, **options: Any) -> bytes:
     """Return the content of a good JPEG."""
     return encode(gradient(height, width, seed), **options)
 

@@ -55,7 +55,7 @@ def find_bad_labels(path: Path, rows: np.ndarray, base: int, num_classes: int) -
     is_bad = (rows["label"] < 0) | (rows["label"] >= num_classes)
     allowed = f"out of range for {num_classes} classes from {base}"
     lines = [
-        describe_fault(path, number, rows["offset"][number], f"label {rows['label'][number] + base}, {allowed}")
+        describe_fault(path, int(number), rows["offset"][number], f"label {rows['label'][number] + base}, {allowed}")
         for number in np.flatnonzero(is_bad)
     ]
     return is_bad, lines

@@ -93,7 +93,7 @@ class SavedRun:
             raise UserError(f"{self.folder}: config.json: data.loaders={name!r} does not import: {error}") from error
 
 
-def build_parser(program: str, description: str) -> argparse.ArgumentParser:
+def build_parser(program: str, description: str | None) -> argparse.ArgumentParser:
     """Return the parser of a command whose first argument is what `open_run` opens."""
     parser = argparse.ArgumentParser(
         program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,5 +1,7 @@
 """Everything of Colossal-AI that the door uses, imported in one place."""
 
+from typing import Any
+
 from common.colossal.import_stubs import check_version, quiet_import
 
 check_version()
@@ -23,7 +25,7 @@ with quiet_import():
     from colossalai.legacy.context.parallel_context import ParallelContext
     from colossalai.legacy.context.random import _helper as random_state
     from colossalai.legacy.context.random.seed_manager import SeedManager
-    from colossalai.legacy.core import global_context as gpc
+    from colossalai.legacy.core import global_context
     from colossalai.legacy.engine import Engine as UpstreamEngine
     from colossalai.legacy.engine.gradient_accumulation import GradAccumGradientHandler
     from colossalai.legacy.global_variables import tensor_parallel_env
@@ -36,6 +38,8 @@ with quiet_import():
     from colossalai.legacy.trainer.hooks import BaseHook
     from colossalai.legacy.utils import sync_model_param
     from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR, LinearWarmupLR, delayed
+
+gpc: Any = global_context  # Any: upstream's annotations do not know what a launch sets
 
 __all__ = [
     "AMP_TYPE",

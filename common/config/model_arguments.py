@@ -55,7 +55,7 @@ def parse_model_arguments(arguments: dict[str, Any]) -> ModelArguments:
     return parse(ModelArguments, arguments)
 
 
-def timm_arguments(**arguments: object) -> dict[str, object]:
+def timm_arguments(**arguments: Any) -> dict[str, Any]:
     """Return the arguments with which `timm.models.vision_transformer.VisionTransformer` is the same model.
 
     They also override every shape in `timm.create_model(name, **arguments)` for any plain ViT's name.

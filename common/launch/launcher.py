@@ -76,6 +76,7 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
     and for one that is missing.
     """
     launcher = args.launcher or _find_launcher(args, environ)
+    place: dict[str, Any]
     if launcher in VARIABLES:
         place = _from_environment(launcher, args, environ)
     elif launcher == "args":

@@ -1,5 +1,6 @@
 """What a step's time goes into, operator by operator, as torch's profiler sees it."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def describe_operators(events: EventList, steps: int) -> str:
     return "\n\n".join(tables)
 
 
-def _table(device: str, events: EventList, key: str, steps: int) -> str:
+def _table(device: str, events: Iterable[FunctionEventAvg], key: str, steps: int) -> str:
     def microseconds(event: FunctionEventAvg) -> float:
         return getattr(event, key)
 

@@ -1,6 +1,7 @@
 """The optimisers: LAMB, and AdamW and SGD from PyTorch, all of which skip an update on the device (`found_inf`)."""
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -17,7 +18,7 @@ class FusedSGD(SGD):
     fills, and from the next update on counts it as momentum (torch/optim/sgd.py, `_fused_sgd`).
     """
 
-    def __init__(self, *args: object, **options: object) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, fused=True, **options)
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -42,7 +43,7 @@ def build_optimizer(
     learning_rate: float = 1e-3,
     weight_decay: float = 0.0,
     decay_all: bool = True,
-    **options: object,
+    **options: Any,
 ) -> Optimizer:
     """Build the optimiser `name` ("adamw", "lamb" or "sgd") of the parameters that are trained, sharded or not.
 
@@ -62,9 +63,10 @@ def build_optimizer(
     return build(groups, lr=learning_rate, weight_decay=weight_decay, **defaults | options)
 
 
-def _parameter_groups(model: nn.Module, decay_all: bool) -> list[dict[str, object]]:
+def _parameter_groups(model: nn.Module, decay_all: bool) -> list[dict[str, Any]]:
     """Split the parameters that are trained into those with weight decay and those without."""
-    decayed, plain = [], []
+    decayed: list[Tensor] = []
+    plain: list[Tensor] = []
     for name, param in model.named_parameters():
         if param.requires_grad:
             without = not decay_all and (param.ndim <= 1 or name.split(".")[-1] in ("cls_token", "pos_embed"))

@@ -10,7 +10,7 @@ from common.launch.launcher import add_launch_arguments
 from common.metrics.lr_finder import STEPS
 
 
-def parse_arguments(argv: list[str], description: str) -> argparse.Namespace:
+def parse_arguments(argv: list[str], description: str | None) -> argparse.Namespace:
     """Return the arguments of ``train*.py``; raise `UserError` for those that do not go together."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a config file, or the name of a recipe in configs/")

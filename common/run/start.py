@@ -142,7 +142,7 @@ class Run:
 
 
 def start_run(
-    argv: list[str], description: str, describe_data: Callable[[Mapping[str, Any]], DataSummary]
+    argv: list[str], description: str | None, describe_data: Callable[[Mapping[str, Any]], DataSummary]
 ) -> Run | None:
     """Check everything that can be checked, then start the process group; the config is then in ``gpc.config``.
 
@@ -172,6 +172,7 @@ def start_run(
     if args.dry_run:
         print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None)
         return None
+    assert data is not None
     stop_signals.install(follow_parent=launch.launcher == "torch")
     output = Path(args.output or Path("outputs") / Path(args.config).stem).resolve()
     start(launch, config)

@@ -20,13 +20,13 @@ def describe_classes(names: Sequence[str], confusion: np.ndarray, top5: np.ndarr
     answers of all such answers; empty where there is none) are fractions of 1.
     """
     rows = []
-    for label in np.flatnonzero(confusion.sum(axis=1)):
+    for label in np.flatnonzero(confusion.sum(axis=1)).tolist():
         samples, correct, answers = confusion[label].sum(), confusion[label, label], confusion[:, label].sum()
         wrong = confusion[label].copy()
         wrong[label] = 0
         rows.append(
             {
-                "label": int(label),
+                "label": label,
                 "class": names[label],
                 "samples": int(samples),
                 "top1": round(float(correct / samples), 4),

@@ -78,18 +78,24 @@ def run_mode(name: str, args: argparse.Namespace) -> dict[str, Any]:
     processes = load_config(name, args.set)["parallel"]["tensor"]["size"]
     if torch.cuda.is_available() and torch.cuda.device_count() < processes:
         raise UserError(f"{name} needs {processes} GPUs, not {torch.cuda.device_count()}: leave it out of --configs")
-    threads = max(1, len(os.sched_getaffinity(0)) // processes)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     with tempfile.TemporaryDirectory() as folder:
-        itself = ["-m", "cifar10_benchmark.compare", "--measure", folder, "--steps", str(args.steps), "--configs", name]
-        environ = {"OMP_NUM_THREADS": str(threads)} | os.environ
-        if subprocess.run([*torchrun, *itself, *settings], env=environ, check=False).returncode:
+        words = ["--measure", folder, "--steps", str(args.steps), "--configs", name, *settings]
+        if not start_ranks(processes, words):
             raise UserError(f"{name} failed in {processes} processes: what they say is above")
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     figures = ranks[0] | {"config": name, "processes": processes}
     figures["parameters"], figures["memory"] = (max(rank[key] for rank in ranks) for key in ("parameters", "memory"))
     figures["sent"] = {key: statistics.mean(rank["sent"].get(key, 0) for rank in ranks) for key in NAMES}
     return figures
+
+
+def start_ranks(processes: int, words: list[str]) -> bool:
+    """Run this module with ``words`` in as many processes; return whether they succeeded."""
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    environ = {"OMP_NUM_THREADS": str(threads)} | os.environ
+    command = [*torchrun, "-m", "cifar10_benchmark.compare", *words]
+    return subprocess.run(command, env=environ, check=False).returncode == 0
 
 
 def summarise(result: dict[str, Any], vanilla: dict[str, Any]) -> dict[str, Any]:

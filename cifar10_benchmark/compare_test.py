@@ -7,6 +7,7 @@ from PIL import Image
 from cifar10_benchmark import compare
 from cifar10_benchmark.formulas import expected_bytes
 from common.errors import UserError
+from common.testing.ranks import run_ranks
 
 SMALL = ["MODEL.width=32", "MODEL.depth=2", "TOTAL_BATCH_SIZE=8"]
 
@@ -21,7 +22,13 @@ def folder(tmp_path):
     return tmp_path / "data"
 
 
-def test_modes_learn_alike_and_send_what_the_formula_says(folder, tmp_path, capfd):
+def fork_ranks(processes, words):
+    run_ranks(processes, compare.main, words)
+    return True
+
+
+def test_modes_learn_alike_and_send_what_the_formula_says(folder, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(compare, "start_ranks", fork_ranks)
     settings = [word for setting in [*SMALL, f"DATA.root={folder}"] for word in ("--set", setting)]
     configs = ["vit_lite_vanilla", "vit_lite_1d"]
     compare.main(["--steps", "4", "--configs", *configs, "--output", str(tmp_path / "out"), *settings])

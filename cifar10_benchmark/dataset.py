@@ -178,7 +178,7 @@ def _decode(path: Path) -> np.ndarray:
     try:
         content = path.read_bytes()
         if content.startswith(JPEG):
-            check_pixels(*simplejpeg.decode_jpeg_header(content)[:2])
+            check_pixels(*simplejpeg.decode_jpeg_header(content)[:2])  # pyright: ignore[reportArgumentType]
             return simplejpeg.decode_jpeg(content)  # five times as fast as Pillow
         return np.asarray(open_image(content, is_upright=True))
     except Exception as error:  # decoders answer damaged files with a dozen unrelated types

@@ -14,6 +14,7 @@ from PIL import Image
 
 from cifar10_benchmark import train
 from common.metrics.writers import read_metrics
+from common.testing.ranks import run_ranks
 from common.tools import evaluate, predict
 
 HERE = Path(__file__).parent
@@ -51,11 +52,12 @@ def run(command: str, **environ: str) -> str:
     return answer.stdout
 
 
-def test_two_processes_train_as_one_does(root, tmp_path):
-    """One process learns the colours; two, started with torchrun, take the same losses on the way."""
+def test_two_processes_train_as_one_does(root, tmp_path, capfd):
+    """One process learns the colours; two take the same losses on the way."""
     train.main(arguments(root, tmp_path / "one"))
-    launcher = "-m torch.distributed.run --standalone --nproc_per_node 2 train.py"
-    printed = run(f"{launcher} {shlex.join(arguments(root, tmp_path / 'two'))}")
+    capfd.readouterr()
+    run_ranks(2, train.main, arguments(root, tmp_path / "two"))
+    printed = capfd.readouterr().out
     one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
     assert [record["step"] for record in one] == [1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9, 9]
     assert [record["loss"] for record in one] == pytest.approx([record["loss"] for record in two], rel=1e-4)

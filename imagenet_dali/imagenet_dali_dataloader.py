@@ -53,12 +53,12 @@ def decode_pipeline(
         jpeg_fancy_upsampling=True,  # the CPU's way, so that a GPU sees the same pixels
     )
     images = fn.resize(images, size=(size, size), roi_start=region_start, roi_end=region_end)
-    images = fn.crop_mirror_normalize(
-        images,
+    images = fn.crop_mirror_normalize(  # pyright: ignore[reportCallIssue]
+        images,  # pyright: ignore[reportArgumentType]
         mirror=flip,
         mean=[255 * value for value in mean],
         std=[255 * value for value in std],
-        dtype=types.FLOAT,
+        dtype=types.FLOAT,  # pyright: ignore[reportAttributeAccessIssue]
         output_layout="CHW",
     )
     return images, labels.gpu() if on_gpu else labels

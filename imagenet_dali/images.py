@@ -61,11 +61,11 @@ def check_jpeg(data: bytes | memoryview) -> tuple[int, int, str]:
         raise BadImageError("not a JPEG")
     try:
         height, width, color_space, _ = simplejpeg.decode_jpeg_header(data)
-        check_pixels(height, width)
+        check_pixels(height, width)  # pyright: ignore[reportArgumentType]
         simplejpeg.decode_jpeg(data, "CMYK" if color_space in ("CMYK", "YCCK") else "RGB")
     except ValueError as error:
         raise BadImageError(str(error)) from error
-    return height, width, color_space
+    return height, width, color_space  # pyright: ignore[reportReturnType]
 
 
 def _convert(data: bytes, quality: int, short_side: int | None) -> Jpeg:

@@ -108,7 +108,7 @@ def find_faults(root: Path, manifest: Mapping[str, Any], split: str) -> Iterator
 def _find_table_faults(table: Path, described: Mapping[str, Any], num_classes: int) -> Iterator[str]:
     counts = [shard["records"] for shard in described["shards"]]
     try:
-        rows = np.load(table, mmap_mode="r")  # which refuses pickled objects
+        rows: np.ndarray = np.load(table, mmap_mode="r")  # which refuses pickled objects
     except ValueError:
         rows = np.empty(0)
     if rows.dtype != RECORD:

@@ -39,8 +39,10 @@ class BadRecordError(ValueError):
 def _load_example_pb2() -> ModuleType:
     # The package's own __init__ imports torch: seconds and 200 MB that a preparation worker has no use for.
     package = importlib.util.find_spec("tfrecord")
+    assert package is not None and package.submodule_search_locations is not None  # noqa: PT018
     path = Path(package.submodule_search_locations[0]) / "example_pb2.py"
     spec = importlib.util.spec_from_file_location("example_pb2", path)
+    assert spec is not None and spec.loader is not None  # noqa: PT018
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -51,7 +51,7 @@ def _follow_parent() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def wait_for_parent() -> None:
-        multiprocessing.parent_process().join()
+        multiprocessing.parent_process().join()  # pyright: ignore[reportOptionalMemberAccess]
         os._exit(1)
 
     threading.Thread(target=wait_for_parent, daemon=True).start()

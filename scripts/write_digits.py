@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 
 def main(destination: str) -> None:
     digits = load_digits()
-    for number, (pixels, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
+    for number, (pixels, digit) in enumerate(zip(digits.images, digits.target, strict=True)):  # pyright: ignore[reportAttributeAccessIssue]
         path = Path(destination) / str(digit) / f"{number:04d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         image = Image.fromarray((pixels * 255 / 16).round().astype("uint8")).convert("RGB")

@@ -90,7 +90,7 @@ class CheckpointHook(BaseHook):
             self._save(trainer)
 
     def after_test_iter(self, trainer: Trainer, *_: Any) -> None:
-        trainer.stopping, _ = self._agree()
+        trainer.stopping = self._agree()[0]
 
     def after_test(self, trainer: Trainer) -> None:
         figures = trainer.states["eval"]

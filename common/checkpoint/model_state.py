@@ -31,8 +31,8 @@ def copy_state(
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                whole = gather_whole(parameter, value) if value.shape == parameter.shape else value
-                moments[f"{key}/{names[parameter]}"] = whole
+                whole = gather_whole(parameter, value) if value.shape == parameter.shape else value  # pyright: ignore[reportArgumentType]
+                moments[f"{key}/{names[parameter]}"] = whole  # pyright: ignore[reportArgumentType]
     files = {MODEL: _copied(canonical_state(model)), OPTIMIZER: _copied(moments)}
     if averages is not None:
         files[EMA] = _copied({name: gather_whole(parameters[name], value) for name, value in averages.items()})

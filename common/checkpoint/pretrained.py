@@ -59,7 +59,7 @@ def read_weights(source: str) -> dict[str, Tensor]:
 
 
 def _check_patches(source: str, weights: Mapping[str, Tensor], model: nn.Module) -> None:
-    size = model.patch_embed.proj.kernel_size[0]
+    size = model.patch_embed.proj.kernel_size[0]  # pyright: ignore[reportAttributeAccessIssue]
     saved = weights.get("patch_embed.proj.weight")
     if saved is not None and saved.ndim == 4 and saved.shape[-1] != size:
         raise UserError(
@@ -70,10 +70,10 @@ def _check_patches(source: str, weights: Mapping[str, Tensor], model: nn.Module)
 
 def _fit_head(weights: dict[str, Tensor], model: nn.Module) -> str | None:
     """Put the head of ``model`` in place of one for another number of classes."""
-    saved, classes = weights.get("head.bias"), len(model.head.bias)
+    saved, classes = weights.get("head.bias"), len(model.head.bias)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
     if saved is not None and len(saved) == classes:
         return None
-    weights |= {f"head.{name}": parameter.detach() for name, parameter in model.head.named_parameters()}
+    weights |= {f"head.{name}": parameter.detach() for name, parameter in model.head.named_parameters()}  # pyright: ignore[reportAttributeAccessIssue]
     return f"a new head of {classes} classes" + (f", not its {len(saved)}" if saved is not None else "")
 
 
@@ -87,11 +87,11 @@ def _fit_position(source: str, weights: dict[str, Tensor], model: nn.Module) -> 
     if old**2 + prefix != saved.shape[1]:
         return None
     if not own.requires_grad:  # fixed, and computed for any grid
-        if not torch.allclose(saved.float(), build_sincos2d(old, own.shape[2], prefix), atol=1e-2):
+        if not torch.allclose(saved.float(), build_sincos2d(old, own.shape[2], prefix), atol=1e-2):  # pyright: ignore[reportArgumentType]
             raise UserError(
                 f"INIT={source}: its position embedding was learned: --set MODEL.position=learned, or start from others"
             )
-        weights["pos_embed"] = own.detach()
+        weights["pos_embed"] = own.detach()  # pyright: ignore[reportCallIssue]
         return None
     if old == new:
         return None

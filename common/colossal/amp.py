@@ -107,7 +107,7 @@ def _check_mode(mode: object) -> None:
         raise UserError(f"fp16.mode={mode!r} is none of AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX")
 
 
-def _parse_dtype(dtype: object, device_type: str) -> torch.dtype:
+def _parse_dtype(dtype: Any, device_type: str) -> torch.dtype:
     if dtype is None:
         if device_type == "cuda":
             return torch.float16
@@ -115,7 +115,7 @@ def _parse_dtype(dtype: object, device_type: str) -> torch.dtype:
     parsed = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if parsed not in DTYPES.values():
         raise UserError(f"fp16.dtype={dtype!r}: write 'float16' or 'bfloat16'")
-    return parsed
+    return parsed  # pyright: ignore[reportReturnType]
 
 
 def _check_options(mode: AMP_TYPE, opt_level: str | None, options: Mapping[str, Any]) -> None:

@@ -28,5 +28,5 @@ def compile_blocks(model: nn.Module, backend: str = "inductor") -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     # it would cut graphs where DDP's buckets end; the gradients of a block are ready together, and that is soon enough
     torch._dynamo.config.optimize_ddp = False
-    for block in model.blocks:
+    for block in model.blocks:  # pyright: ignore[reportGeneralTypeIssues]
         block.compile(backend=backend)

@@ -37,6 +37,8 @@ class Engine(UpstreamEngine):
     pass only, where it has no effect: gradients are all-reduced in every micro-batch. It must enclose the forward pass.
     """
 
+    optimizer: StepOptimizer
+
     def __init__(
         self,
         *args: Any,

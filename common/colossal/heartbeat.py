@@ -162,7 +162,7 @@ class Watch:
         for _ in range(LEAVING):
             self._exchange(time.monotonic() + self.beat)
         if self.state == "running" and not self.closing.is_set():
-            if f"rank {self.rank} hangs" in self.verdict:
+            if f"rank {self.rank} hangs" in self.verdict:  # pyright: ignore[reportOperatorIssue]
                 faulthandler.dump_traceback(file=sys.__stderr__)
             print(f"error: {describe(self.verdict, self.world_size)}", file=sys.__stderr__, flush=True)
             os._exit(2)

@@ -3,10 +3,7 @@
 import faulthandler
 import json
 import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +13,7 @@ from torch import nn
 from common.colossal import BaseHook, Trainer, WatchHook, initialize
 from common.colossal import heartbeat as watch
 from common.colossal.heartbeat import Watch, beat_of, doing, patience_of
-from common.testing.ranks import launched
-
-ROOT = Path(__file__).resolve().parents[2]
+from common.testing.ranks import launched, run_ranks
 
 
 class Listener(BaseHook):
@@ -62,33 +57,30 @@ def test_a_loss_is_named_within_the_timeout(timeout: float) -> None:
     assert patience_of(1e5) > 0.99e5
 
 
-def test_a_process_without_progress_prints_its_stacks() -> None:
-    code = """
-import time
-from common.colossal.heartbeat import Watch, doing
-watch = Watch(0, 1, timeout=1.0)
-watch.start(None, "")
-def busy():
+def busy() -> None:
     for _ in range(20):
         doing("something")
         time.sleep(0.1)
-def stuck():
+
+
+def stuck() -> None:
     time.sleep(1.5)
-busy()
-stuck()
-watch.close()
-"""
-    answer = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PYTHONPATH": str(ROOT)},
-        check=True,
-    )
-    assert answer.stderr.count("Timeout (0:00:01)!") == 1
-    assert "in stuck" in answer.stderr
-    assert "in busy" not in answer.stderr
+
+
+def watched() -> None:
+    alone = Watch(0, 1, timeout=1.0)
+    alone.start(None, "")
+    busy()
+    stuck()
+    alone.close()
+
+
+def test_a_process_without_progress_prints_its_stacks(capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(1, watched)
+    printed = capfd.readouterr().err
+    assert printed.count("Timeout (0:00:01)!") == 1
+    assert "in stuck" in printed
+    assert "in busy" not in printed
 
 
 def test_who_stood_still_itself_does_not_blame_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def _no_capability() -> tuple[int, int]:
 class _StandIn(types.ModuleType):
     """A module that has a class of every name."""
 
-    __path__ = ()
+    __path__: Any = ()
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):

@@ -96,7 +96,7 @@ def address_to_bind(host: str) -> tuple[socket.AddressFamily, str]:
             probe.bind((address, 0))
         except OSError:
             return socket.AF_INET, ""
-    return family, address
+    return family, address  # pyright: ignore[reportReturnType]
 
 
 def is_loopback(host: str) -> bool:

@@ -29,7 +29,7 @@ class SkipCounter:
         return self.updates % self.every == 0 and self.longest.item() > limit
 
     def state_dict(self) -> dict[str, int]:
-        return {"updates": self.updates, "skipped": self.all.item(), "skipped_in_a_row": self.row.item()}
+        return {"updates": self.updates, "skipped": int(self.all.item()), "skipped_in_a_row": int(self.row.item())}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.updates = state["updates"]

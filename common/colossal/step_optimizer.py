@@ -59,7 +59,7 @@ class StepOptimizer(OptimizerWrapper):
     @property
     def skipped(self) -> int:
         """How many updates were skipped so far; reading it waits for the device."""
-        return self.counter.all.item()
+        return int(self.counter.all.item())
 
     def zero_grad(self, *args: object, **kwargs: object) -> None:
         if self.accumulated == 0:

@@ -39,6 +39,8 @@ class Trainer(UpstreamTrainer):
         stopping: set by a hook at the end of an optimiser step or in an evaluation, ends the training there.
     """
 
+    engine: Engine
+
     def __init__(self, engine: Engine):
         super().__init__(engine)
         self.step = self.epoch_step = self.evaluated_step = 0
@@ -150,7 +152,7 @@ class Trainer(UpstreamTrainer):
         batches = iter(test_dataloader)
         self._call_hooks("before_test")
         self._call_hooks("before_test_epoch")
-        for _ in range(len(test_dataloader)):
+        for _ in range(len(test_dataloader)):  # pyright: ignore[reportAssignmentType]
             self._call_hooks("before_test_iter")
             result = self.engine.execute_schedule(batches, forward_only=True, return_loss=False)
             self._call_hooks("after_test_iter", result)

@@ -59,7 +59,7 @@ class BatchAugment:
         self.loader.close()
 
     def _erase(self, images: Tensor, epoch: int, number: int) -> None:
-        step, row = self.loader.sampler.place(number)
+        step, row = self.loader.sampler.place(number)  # pyright: ignore[reportAttributeAccessIssue]
         uniforms = sample_uniforms(self.seed, epoch, step, row, len(images), UNIFORMS_PER_SAMPLE, ERASING)
         erase(images, uniforms, self.erasing)
 

@@ -29,7 +29,7 @@ def download(url: str, path: Path, md5: str) -> None:
         path.parent, "", registry={path.name: f"md5:{md5}"}, urls={path.name: url}, retry_if_failed=RETRIES
     )
     try:
-        files.fetch(path.name, downloader=pooch.HTTPDownloader(progressbar=True, chunk_size=1 << 20, timeout=TIMEOUT))
+        files.fetch(path.name, downloader=pooch.HTTPDownloader(progressbar=True, chunk_size=1 << 20, timeout=TIMEOUT))  # pyright: ignore[reportArgumentType]
     except (OSError, ValueError) as error:  # of requests; of a wrong checksum
         reason = " ".join(str(error).split())
         raise UserError(f"{url}: {reason}; rerun the command, or download the file yourself to {path}") from error

@@ -62,11 +62,11 @@ class Loader:
 
     def _end_pass(self) -> None:
         if self._pass is not None:
-            self._pass.close()
+            self._pass.close()  # pyright: ignore[reportAttributeAccessIssue]
             self._pass = None
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        with closing(self.reader.read(self.sampler.draws(epoch, start))) as batches:
+        with closing(self.reader.read(self.sampler.draws(epoch, start))) as batches:  # pyright: ignore[reportArgumentType]
             for done, batch in enumerate(batches, start + 1):
                 self._position = (epoch, done) if done < len(self) else (epoch + 1, 0)
                 yield batch

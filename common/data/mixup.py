@@ -1,6 +1,7 @@
 """Mixup (Zhang et al., arXiv 1710.09412), CutMix (Yun et al., arXiv 1905.04899), and the loss that goes with both."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +62,11 @@ class MixupLoss(nn.Module):
     ) -> Tensor:
         """Return the mean loss of `logits` [B, num_classes]; labels of -100 count for nothing, and their mean is 0."""
         loss = self._cross_entropy(logits, target)
-        return loss if other is None else torch.lerp(self._cross_entropy(logits, other), loss, share)
+        if other is None:
+            return loss
+        assert share is not None
+        return torch.lerp(self._cross_entropy(logits, other), loss, share)
 
     def _cross_entropy(self, logits: Tensor, target: Tensor) -> Tensor:
-        options = dict(label_smoothing=self.label_smoothing, reduction="sum")
+        options: dict[str, Any] = dict(label_smoothing=self.label_smoothing, reduction="sum")
         return F.cross_entropy(logits.float(), target, **options) / (target >= 0).sum().clamp(min=1)

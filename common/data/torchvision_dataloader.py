@@ -24,7 +24,8 @@ from common.errors import UserError
 class ImageSplit(Protocol):
     """What is read: encoded images and their labels, by number."""
 
-    is_upright: bool  # whether the images lie as they should, whatever their EXIF block says
+    @property
+    def is_upright(self) -> bool: ...  # whether the images lie as they should, whatever their EXIF block says
 
     def __len__(self) -> int: ...
 
@@ -36,7 +37,8 @@ class ImageSplit(Protocol):
 class Augment(Protocol):
     """Changes the crop of an image, for training, as its numbers in [0, 1) say."""
 
-    uniforms: int  # how many an image takes
+    @property
+    def uniforms(self) -> int: ...  # how many an image takes
 
     def __call__(self, image: Image.Image, uniforms: np.ndarray) -> Image.Image: ...
 
@@ -130,7 +132,9 @@ class _Batches(Dataset):
                 bad.append(str(error))
             else:
                 view = crop_image(image, self.crop, self.size, uniforms[row : row + 1])
-                images[row] = self.augment(view, uniforms[row, -self.augment.uniforms :]) if self.augment else view
+                if self.augment:
+                    view = self.augment(view, uniforms[row, -self.augment.uniforms :])
+                images[row] = np.asarray(view)
                 labels[row] = label
         return torch.from_numpy(images), torch.from_numpy(labels), bad
 
@@ -146,7 +150,7 @@ def crop_image(
     image: Image.Image, crop: RandomCrop | CenterCrop, size: int, uniforms: np.ndarray | None = None
 ) -> Image.Image:
     """Return the crop of an image at ``size`` x ``size`` pixels, the network's input; ``uniforms`` is [1, K]."""
-    crops = crop(np.array([image.height]), np.array([image.width]), uniforms)
+    crops = crop(np.array([image.height]), np.array([image.width]), uniforms)  # pyright: ignore[reportArgumentType]
     top, left, height, width = *crops.start[0].tolist(), *crops.shape[0].tolist()
     box = *crops.region_start[0, ::-1].tolist(), *crops.region_end[0, ::-1].tolist()
     window = image.crop((left, top, left + width, top + height))

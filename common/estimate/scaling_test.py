@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 
 from common.colossal import resolve_parallel
@@ -19,6 +21,7 @@ RATE = 1e14
 WHOLE_ONLY = {"heads": 1}  # an odd number that no mode can cut
 
 
+@functools.cache
 def predict(gpus: int, cluster: Cluster = CLUSTER, **model: object) -> dict:
     config = load_config("vit_s16_vanilla")
     config["MODEL"] = config["MODEL"] | {"depth": 2} | model

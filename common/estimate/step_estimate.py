@@ -179,7 +179,7 @@ class _Step:
         self.engine.zero_grad()
         images = torch.empty(self.micro_batch, 3, self.image_size, self.image_size)
         labels = torch.zeros(self.micro_batch, dtype=torch.long)
-        self.engine.backward(self.engine.criterion(self.engine(images), labels))
+        self.engine.backward(self.engine.criterion(self.engine(images), labels))  # pyright: ignore[reportOptionalCall]
 
 
 def _take_ways_of(device: str, stack: ExitStack) -> None:

@@ -1,6 +1,6 @@
 """Count what a process sends to others through collectives."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class Traffic(TorchDispatchMode):
     @property
     def sent(self) -> dict[str, float]:
         """The bytes that this process sends, by collective, as ring algorithms send them, whatever the backend does."""
-        sent: Counter[str] = Counter()
+        sent: defaultdict[str, float] = defaultdict(float)
         for (name, ranks), nbytes in self.nbytes.items():
             sent[name] += sent_share(name, len(ranks)) * nbytes
         return dict(sent)

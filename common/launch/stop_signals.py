@@ -65,7 +65,7 @@ class StopSignals:
             return
         signal.set_wakeup_fd(-1)
         for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_IGN if self.agreed else handler)
+            signal.signal(number, signal.SIG_IGN if self.agreed else handler)  # pyright: ignore[reportArgumentType]
         os.write(self._pipe[1], b"\0")  # ends the watcher, after the signals that came before
         self._watcher.join()
         for end in self._pipe:

@@ -67,11 +67,11 @@ def _table(device: str, events: Iterable[FunctionEventAvg], key: str, steps: int
     def microseconds(event: FunctionEventAvg) -> float:
         return getattr(event, key)
 
-    events = [event for event in events if not event.key.startswith("ProfilerStep")]
+    events = [event for event in events if not event.key.startswith("ProfilerStep")]  # pyright: ignore[reportOptionalMemberAccess]
     total = sum(map(microseconds, events))
     rows = [
         {
-            f"{device}: operator": event.key[:60],
+            f"{device}: operator": event.key[:60],  # pyright: ignore[reportOptionalSubscript]
             "ms a step": f"{microseconds(event) / 1e3 / steps:.3f}",
             "share": f"{microseconds(event) / total:.1%}",
             "calls a step": f"{event.count / steps:g}",

@@ -162,9 +162,9 @@ class Lamb(Optimizer):
         # PyTorch's fused Adam reads and writes everything once; with a learning rate of -1 it adds its direction to
         # the weight decay's instead of subtracting a step from the parameters.
         directions = torch._foreach_mul(params, group["weight_decay"])
-        torch._fused_adam_(
+        torch._fused_adam_(  # pyright: ignore[reportCallIssue]
             directions,
-            [p.grad for p in params],
+            [p.grad for p in params],  # pyright: ignore[reportArgumentType]
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -179,7 +179,7 @@ class Lamb(Optimizer):
             grad_scale=clip,
             found_inf=self._found_inf,
         )
-        return directions
+        return directions  # pyright: ignore[reportReturnType]
 
     @property
     def _found_inf(self) -> Tensor | None:

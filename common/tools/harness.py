@@ -52,8 +52,8 @@ class Child:
         # importing anew takes seconds, but a forked process cannot use a GPU
         context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
         self.connection, theirs = context.Pipe()
-        _parent_ends.add(self.connection)
-        self._process = context.Process(target=_call, args=(function, theirs, args))
+        _parent_ends.add(self.connection)  # pyright: ignore[reportArgumentType]
+        self._process = context.Process(target=_call, args=(function, theirs, args))  # pyright: ignore[reportAttributeAccessIssue]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork() with threads around
             self._process.start()
@@ -156,7 +156,7 @@ class Rounds:
 
     def stop(self, figures: Figures) -> None:
         """Hand in the figures of this round."""
-        times = {"wall": time.perf_counter() - self._started, "cpu": cpu_seconds() - self._used}
+        times = {"wall": time.perf_counter() - self._started, "cpu": cpu_seconds() - self._used}  # pyright: ignore[reportOperatorIssue]
         self._connection.send(times | figures)
 
     def __iter__(self) -> Iterator[Figures]:

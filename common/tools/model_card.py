@@ -122,7 +122,7 @@ def _front_matter(run: SavedRun, target: str) -> str:
     named = {"metric_type": "accuracy", "task_type": "image-classification"}
     data = {"dataset_name": _data_name(run), "dataset_type": _data_name(run)}
     results = [
-        EvalResult(**named, **data, metric_name=title, metric_value=round(measured[key], 4))
+        EvalResult(**named, **data, metric_name=title, metric_value=round(measured[key], 4))  # pyright: ignore[reportArgumentType]
         for key, title in (("top1", "top-1"), ("top5", "top-5"))
         if measured
     ]

@@ -74,7 +74,7 @@ def thin_out(points: list[Point], buckets: int) -> list[Point]:
     kept = [points[0]]
     for bucket in range(buckets):
         part = points[bucket * len(points) // buckets : (bucket + 1) * len(points) // buckets]
-        finite = sorted((point for point in part if point[1] is not None), key=lambda point: point[1])
+        finite = sorted((point for point in part if point[1] is not None), key=lambda point: point[1])  # pyright: ignore[reportArgumentType, reportCallIssue]
         gap = [point for point in part if point[1] is None][:1]
         kept += sorted({*finite[:1], *finite[-1:], *gap}, key=lambda point: point[0])
     return [*kept, points[-1]]

@@ -58,7 +58,7 @@ def format_records(records: Sequence[Record], titles: Mapping[str, str]) -> str:
     for record in records:
         parts = [f"## {record.piece}", titles.get(record.piece, ""), format_rows(record.rows)]
         if record.status != COMPLETE:
-            parts.append(f"{record.status.capitalize()}: {record.why.strip().splitlines()[-1]}")
+            parts.append(f"{record.status.capitalize()}: {record.why.strip().splitlines()[-1]}")  # pyright: ignore[reportOptionalMemberAccess]
         seconds = f"; {record.seconds:.0f} s." if record.seconds else "."
         sections += [part for part in (*parts, format_provenance(record.run) + seconds) if part]
     return "\n\n".join(sections)
@@ -102,11 +102,11 @@ def summarise(
         for clock in ("cpu", "wall"):
             if rounds and clock in rounds[0]:
                 times = [figure[clock] / units * 1e3 for figure in rounds]
-                ratios = [ours[clock] / other[clock] for ours, other in zip(rounds, figures[reference], strict=True)]
+                ratios = [ours[clock] / other[clock] for ours, other in zip(rounds, figures[reference], strict=True)]  # pyright: ignore[reportArgumentType]
                 row |= _spread(f"{clock}_ms", times) | _spread(f"x_{clock}", ratios)
         yield row if rounds else row | {"not_run": "not installed"}
 
 
 def _spread(name: str, values: Sequence[float]) -> Row:
-    first, middle, third = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    first, middle, third = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3  # pyright: ignore[reportOperatorIssue]
     return {name: middle, f"{name}_quartiles": [first, third]}

@@ -40,13 +40,13 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
 def build_train_loader(data: Mapping[str, Any], total_batch: int, micro_batch: int, **place: Any) -> Loader:
     """Return the loader of the training split; ``place`` is as in `photographs.build_train_loader`."""
     images = open_images(data, "train")
-    return photographs.build_train_loader(images, data, total_batch, micro_batch, **place, **_reader(data))
+    return photographs.build_train_loader(images, data, total_batch, micro_batch, **place, **_reader(data))  # pyright: ignore[reportArgumentType]
 
 
 def build_eval_loader(data: Mapping[str, Any], batch: int, **place: Any) -> Loader:
     """Return the loader of the validation split; ``place`` is as in `photographs.build_eval_loader`."""
     images = open_images(data, "validation")
-    return photographs.build_eval_loader(images, data, batch, **place, **_reader(data))
+    return photographs.build_eval_loader(images, data, batch, **place, **_reader(data))  # pyright: ignore[reportArgumentType]
 
 
 def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:

@@ -69,22 +69,23 @@ def import_once() -> None:
 def _run_rank(
     sender: Connection, rank: int, world_size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    names = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    os.environ.update({name: str(value) for name, value in names.items()})
-    torch.cuda.is_available = lambda: False
-    torch.cuda.device_count = lambda: 0
-    torch.set_num_threads(1)
+    become_rank(rank, world_size, port)
     try:
         answer = (function(*args), None)
     except BaseException:
         answer = (None, traceback.format_exc())
     sender.send_bytes(pickle.dumps(answer))  # by value: send() would share the tensors' memory with a process that ends
+
+
+def become_rank(rank: int, size: int, port: int) -> None:
+    """Set this process's environment as torchrun does; of ``size`` 0, as nobody does. GPUs are hidden."""
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMIX_"))]:
+        del os.environ[name]
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()} if size else {})
+    torch.cuda.is_available = lambda: False
+    torch.cuda.device_count = lambda: 0
+    torch.set_num_threads(1)
 
 
 def _collect(pending: dict[Connection, int], deadline: float) -> list[Any]:

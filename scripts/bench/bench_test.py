@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import lamb
@@ -23,6 +22,7 @@ from common.tools.result_rows import read_records
 from imagenet_dali.testing import prepare_data, write_config
 
 Run = Callable[..., list[Row]]
+PARTS = ("training", "evaluation", "loop alone")
 
 
 @pytest.fixture
@@ -44,26 +44,16 @@ def run_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 def test_step(run_tiny: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(step, "find_spec", lambda name: None)
     rows = run_tiny(step.main)
-    variants = {part: [row["variant"] for row in rows if row["part"] == part] for part in ("training", "evaluation")}
-    assert variants == {"training": list(step.LOOPS), "evaluation": list(step.EVALUATIONS)}
+    variants = {part: [row["variant"] for row in rows if row["part"] == part] for part in PARTS}
+    assert variants == {
+        "training": list(step.LOOPS), "evaluation": list(step.EVALUATIONS), "loop alone": list(step.LOOPS)
+    }  # fmt: skip
     for row in rows:
         if row["variant"] in step.PEERS:
             assert row["not_run"] == "not installed"
         else:
             assert row["wall_ms"] > 0
-    (share,) = [row["x_wall"] for row in rows if row["variant"] == "our hooks in it"]
-    assert 0 < share < 1
     assert "| part | precision |" in capsys.readouterr().out.replace("  ", "")
-
-
-def test_share_of_hooks() -> None:
-    """Ten seconds of training with one in hooks; evaluation: 2 s in two batches, 0.5 in hooks; 3 s of curves."""
-    job = step.Job(("TOTAL_BATCH_SIZE=50000",), steps=1, rounds=1, data=None)
-    train = {"wall": 10.0, "after_train_iter": 1.0}
-    test = {"wall": 2.0, "after_test_iter": 0.5, "after_test": 3.0}
-    shares = step.share_of_hooks([train], [test], job, replace(job, steps=2))
-    assert shares["our hooks in it"][0] == pytest.approx({"wall": 1 + 0.5 * 0.1 + 3})
-    assert shares["an epoch"][0] == pytest.approx({"wall": 10 + 2 * 0.1 + 3})
 
 
 def test_lamb(run_tiny: Run) -> None:

@@ -1,6 +1,6 @@
 """What the training loops that are compared all do: the recipe, its batches round by round, our model and optimiser."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
@@ -56,17 +56,16 @@ class Job:
 class RoundBatches:
     """A data loader that hands out each round's batches, and waits between the rounds."""
 
-    def __init__(self, job: Job, rounds: Rounds, figures: Callable[[], dict[str, float]] = dict) -> None:
-        self.job, self.rounds, self.figures = job, rounds, figures
+    def __init__(self, job: Job, rounds: Rounds) -> None:
+        self.job, self.rounds = job, rounds
 
     def __len__(self) -> int:
         return self.job.total_steps
 
     def __iter__(self) -> Iterator[Batch]:
         batches = cycle(self.job.batches())
-        for figures in self.rounds:
+        for _ in self.rounds:
             yield from islice(batches, self.job.steps)
-            figures |= self.figures()
         yield next(batches)
 
     def state_dict(self) -> dict[str, int]:

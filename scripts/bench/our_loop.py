@@ -1,8 +1,7 @@
 """Our training and evaluation, as cifar10_benchmark/train.py runs them, for `step.py` to measure."""
 
-import time
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,102 +12,58 @@ from loops import PRECISION
 
 from common.colossal import BaseHook, Trainer, initialize, shard_model
 from common.config.batch_plan import DataSummary
-from common.run.start import Run, start_run
+from common.run.start import start_run
 from common.tools.harness import Rounds
-
-EVALUATED = 10_000  # images of CIFAR-10's test split
 
 
 def ours(job: Job, rounds: Rounds) -> None:
     """Train as cifar10_benchmark/train.py does, with all its hooks."""
-    with TemporaryDirectory() as folder:
-        run = _start(job, Path(folder))
-        model, optimizer, criterion, schedule = build_ours(job)
-        model = shard_model(model)
-        hooks = run.build_hooks(model, optimizer)
-        spent = Spent(hooks)
-        engine, loader, _, schedule = initialize(
-            model, optimizer, criterion, RoundBatches(job, rounds, spent.take), None, schedule
-        )
-        Trainer(engine).fit(loader, 1, job.total_steps, hooks=hooks)
+    with _open_trainer(job, RoundBatches(job, rounds)) as (trainer, loader, _, hooks):
+        trainer.fit(loader, 1, job.total_steps, hooks=hooks)
 
 
 def our_evaluation(job: Job, rounds: Rounds) -> None:
-    """Evaluate ``job.steps`` batches a round as our trainer does."""
-    with TemporaryDirectory() as folder:
-        run = _start(job, Path(folder))
-        model, optimizer, criterion, schedule = build_ours(job)
-        hooks = run.build_hooks(model, optimizer)
-        spent = Spent(hooks)
-        batches = job.batches()
-        images, labels = batches[0]
-        engine, train, test, schedule = initialize(
-            model,
-            optimizer,
-            criterion,
-            Batches([(images[:1], labels[:1])]),
-            list(islice(cycle(batches), job.steps)),
-            schedule,
-        )
-        Trainer(engine).fit(train, job.rounds, None, test, hooks=[*hooks, _EvaluationRounds(rounds, spent)])
+    """Evaluate ``job.steps`` batches a round as our trainer does; an epoch between two is one step with one image."""
+    batches = job.batches()
+    images, labels = batches[0]
+    loaders = _Batches([(images[:1], labels[:1])]), list(islice(cycle(batches), job.steps))
+    with _open_trainer(job, *loaders) as (trainer, train, test, hooks):
+        trainer.fit(train, job.rounds, None, test, hooks=[*hooks, _EvaluationRounds(rounds)])
 
 
 class _EvaluationRounds(BaseHook):
-    """Make each evaluation a round; between them, one step with one image makes an epoch.
+    """Make each evaluation a round, which ends before its metrics are written and drawn."""
 
-    A round ends before its figures are written, which is the hooks' time: it hands in what that took the last time.
-    """
-
-    def __init__(self, rounds: Rounds, spent: "Spent") -> None:
+    def __init__(self, rounds: Rounds) -> None:
         super().__init__(priority=-1)  # before the metrics
-        self.rounds, self.spent = rounds, spent
+        self.rounds = rounds
 
     def before_test(self, trainer: Trainer) -> None:
         self.rounds.start()
 
     def after_test(self, trainer: Trainer) -> None:
-        self.rounds.stop(self.spent.take())
+        self.rounds.stop({})
 
 
-class Spent:
-    """The seconds that hooks' methods take: those of a training step, of an evaluated batch, and at its end.
-
-    By the wall clock: reading the CPU clock takes a system call, which is longer than what it would measure.
-    """
-
-    POINTS = ("after_train_iter", "after_test_iter", "after_test")
-
-    def __init__(self, hooks: Iterable[BaseHook]) -> None:
-        self.seconds = dict.fromkeys(self.POINTS, 0.0)
-        for hook in hooks:
-            for point in self.POINTS:
-                setattr(hook, point, partial(self._call, point, getattr(hook, point)))
-
-    def _call(self, point: str, method: Callable[..., None], *args: Any) -> None:
-        started = time.perf_counter()
-        method(*args)
-        self.seconds[point] += time.perf_counter() - started
-
-    def take(self) -> dict[str, float]:
-        """Return the seconds spent since the last call."""
-        spent, self.seconds = self.seconds, dict.fromkeys(self.POINTS, 0.0)
-        return spent
-
-
-class Batches(list):
+class _Batches(list):
     """A list of batches that is asked for a position, as `RoundBatches` is."""
 
     def state_dict(self) -> dict[str, int]:
         return {}
 
 
-def _start(job: Job, folder: Path) -> Run:
-    """Start a run of one process over a data set that is as large as the job needs it."""
-    (folder / "data").mkdir()
-    (folder / "data" / "unread").touch()
-    precision = "fp16.mode=AMP_TYPE.TORCH" if PRECISION == "bfloat16" else "fp16=None"
-    settings = [*job.settings, precision, f"DATA.root={folder}/data", f"MAX_STEPS={job.total_steps}"]
-    arguments = ["--config", CONFIG, "--output", str(folder / "run")]
-    samples = job.config["TOTAL_BATCH_SIZE"] * job.total_steps
-    words = [word for setting in settings for word in ("--set", setting)]
-    return start_run([*arguments, *words], __doc__, lambda _: DataSummary(samples, EVALUATED, 10, fingerprint="none"))
+@contextmanager
+def _open_trainer(job: Job, train: Any, test: Any = None) -> Iterator[tuple[Trainer, Any, Any, list[BaseHook]]]:
+    """Start a run of one process, over a data set that is as large as the job needs it; yield what `fit` takes."""
+    with TemporaryDirectory() as folder:
+        precision = "fp16.mode=AMP_TYPE.TORCH" if PRECISION == "bfloat16" else "fp16=None"
+        Path(folder, "unread").touch()  # the folder of the data must not be empty
+        settings = [*job.settings, precision, f"DATA.root={folder}", f"MAX_STEPS={job.total_steps}"]
+        words = [word for setting in settings for word in ("--set", setting)]
+        data = DataSummary(job.config["TOTAL_BATCH_SIZE"] * job.total_steps, 10_000, 10, fingerprint="none")
+        run = start_run(["--config", CONFIG, "--output", f"{folder}/run", *words], __doc__, lambda _: data)
+        model, optimizer, criterion, schedule = build_ours(job)
+        model = shard_model(model)
+        hooks = run.build_hooks(model, optimizer)
+        engine, train, test, _ = initialize(model, optimizer, criterion, train, test, schedule)
+        yield Trainer(engine), train, test, hooks

@@ -6,9 +6,9 @@ ViT-Lite-7/4 as in configs/vit_lite_vanilla.py, in bfloat16 where the CPU has it
 --set says otherwise, over batches in memory, on one thread. Each loop has a process of its own; they are interleaved,
 some steps a round, or an evaluation of five times as many batches, since what is done once in an evaluation is part of
 it. Because processes that do the same differ more than the loops do, all are started anew for each round, and warmed up
-by a round that is not counted. `hooks` are our metrics, progress bar, TensorBoard and curves, timed where they are
-called. `loop alone` is the same with a model so small (as many tensors, of width 8, and one image) that the loop is
-most of it, in processes that stay. Libraries of requirements-bench.txt that are not installed are left out.
+by a round that is not counted. `loop alone` is training with a model so small (as many tensors, of width 8, and one
+image) that the loop is most of it, in processes that stay. Libraries of requirements-bench.txt that are not installed
+are left out.
 """
 
 import argparse
@@ -22,7 +22,6 @@ import loops
 import our_loop
 from job import Job
 from loops import train_quietly
-from our_loop import EVALUATED
 
 from common.errors import run_command
 from common.tools.benchmark import run_benchmark
@@ -41,7 +40,6 @@ LOOPS: dict[str, Callable[[Job, Rounds], None]] = {
 EVALUATIONS = {"forward alone": loops.forward_alone, "ours": our_loop.our_evaluation}
 NO_WORK = ("MODEL.image_size=8", "MODEL.width=8", "MODEL.heads=2", "TOTAL_BATCH_SIZE=1")
 BATCHES_PER_STEP = 5  # of an evaluation, for each training step of a round
-TRAINED = 50_000  # images of CIFAR-10
 
 
 def main(argv: list[str]) -> None:
@@ -59,20 +57,16 @@ def main(argv: list[str]) -> None:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    """Yield the rows of training, evaluation, the hooks' share of them, and the loop alone."""
+    """Yield the rows of training, of evaluation, and of the loop alone."""
     rounds, steps, data = (2, 2, None) if args.tiny else (args.rounds, args.steps, args.data)
     settings = ("TOTAL_BATCH_SIZE=64", *args.set, *(NO_WORK if args.tiny else ()))
     job = Job(settings, steps, rounds=2, data=data)
     test = replace(job, steps=BATCHES_PER_STEP * steps)
     small = Job((*settings, *NO_WORK), steps if args.tiny else 25 * steps, rounds + 1, None)
-    training = compare(LOOPS, job, rounds)
-    yield from summarise(training, "bare", steps, part="training", precision=loops.PRECISION)
-    evaluation = compare(EVALUATIONS, test, rounds)
-    yield from summarise(evaluation, "forward alone", test.steps, part="evaluation", precision=loops.PRECISION)
-    shares = share_of_hooks(training["ours"], evaluation["ours"], job, test)
-    yield from summarise(shares, "an epoch", part="hooks", precision=loops.PRECISION)
-    alone = compare(LOOPS, small)
-    yield from summarise(alone, "bare", small.steps, part="loop alone", precision=loops.PRECISION)
+    names = {"precision": loops.PRECISION}
+    yield from summarise(compare(LOOPS, job, rounds), "bare", steps, part="training", **names)
+    yield from summarise(compare(EVALUATIONS, test, rounds), "forward alone", test.steps, part="evaluation", **names)
+    yield from summarise(compare(LOOPS, small), "bare", small.steps, part="loop alone", **names)
 
 
 def compare(
@@ -87,20 +81,6 @@ def compare(
                 compared[name] += figures[1:]
         present = present[1:] + present[:1]  # each is the first one once
     return compared
-
-
-def share_of_hooks(
-    training: list[Figures], evaluation: list[Figures], train_job: Job, test_job: Job
-) -> dict[str, list[Figures]]:
-    """Return the time of an epoch by these figures, with an evaluation at its end, and what the hooks take of it."""
-    batch = train_job.config["TOTAL_BATCH_SIZE"]
-    trained, evaluated = TRAINED / batch / train_job.steps, EVALUATED / batch / test_job.steps  # rounds in an epoch
-    epochs, hooks = [], []
-    for train, test in zip(training, evaluation, strict=True):
-        epochs.append({"wall": trained * train["wall"] + evaluated * test["wall"] + test["after_test"]})
-        in_batches = trained * train["after_train_iter"] + evaluated * test["after_test_iter"]
-        hooks.append({"wall": in_batches + test["after_test"]})
-    return {"an epoch": epochs, "our hooks in it": hooks}
 
 
 if __name__ == "__main__":

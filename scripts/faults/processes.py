@@ -1,19 +1,18 @@
 """Runs of several processes, forked from this one so that they need not import torch again, and what starts them."""
 
 import faulthandler
+import multiprocessing
 import os
 import signal
 import sys
 import time
-import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from common.testing.ranks import free_port
+from common.testing.ranks import become_rank, free_port
 
 INTERVAL = 0.01  # seconds between two looks at the processes
 PATIENT = 30.0  # seconds between the SIGTERM and the SIGKILL of a launcher, as of torchrun and srun
@@ -72,45 +71,25 @@ class Ranks:
 
     def __init__(self, size: int, command: Callable[[], object], folder: Path, inject: Inject | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.started = time.monotonic()
-        port = free_port()
+        self.started, port, context = time.monotonic(), free_port(), multiprocessing.get_context("fork")
         self.files = [folder / f"rank{rank}.txt" for rank in range(max(1, size))]
-        self.pids = [self._fork(rank, size, port, command, inject) for rank in range(max(1, size))]
-        self.codes: list[int | None] = [None] * len(self.pids)
-        self.ends = [0.0] * len(self.pids)
+        self.ends, self.processes = [0.0] * len(self.files), []
+        for rank, file in enumerate(self.files):
+            file.touch()
+            self.processes.append(context.Process(target=_run_rank, args=(rank, size, port, file, command, inject)))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork() with threads around
+                self.processes[-1].start()
 
-    def _fork(self, rank: int, size: int, port: int, command: Callable[[], object], inject: Inject | None) -> int:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if pid := os.fork():
-            return pid
-        code = 1
-        try:
-            os.setsid()
-            output = os.open(self.files[rank], os.O_WRONLY | os.O_CREAT)
-            for stream, number in (("stdout", 1), ("stderr", 2)):
-                os.dup2(output, number)
-                setattr(sys, stream, os.fdopen(number, "w", buffering=1, closefd=False))  # pytest has put others there
-            sys.__stderr__ = sys.stderr
-            become_rank(rank, size, port)
-            if inject is not None:
-                inject(rank)
-            command()
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.processes]
 
     def send(self, number: int, ranks: Sequence[int] | None = None) -> None:
         """Send a signal to ranks, by default to all."""
-        for rank in range(len(self.pids)) if ranks is None else ranks:
-            if self.codes[rank] is None:
-                os.kill(self.pids[rank], number)
+        for rank in range(len(self.processes)) if ranks is None else ranks:
+            if self.processes[rank].exitcode is None:
+                os.kill(self.processes[rank].pid, number)
 
     def wait(self, lost: int | None = None, grace: float = IMPATIENT) -> Ended:
         """Wait for the end of all. As a launcher, end the others where one fails, by force after ``grace`` seconds.
@@ -118,52 +97,55 @@ class Ranks:
         With a rank that is ``lost``, there is no launcher, and that rank is killed after the end of all others.
         """
         deadline, killing_at = self.started + LIMIT, float("inf")
-        while not self._reap():
+        while None in (codes := self._codes()):
             now = time.monotonic()
             if lost is not None:
-                if None not in self.codes[:lost] + self.codes[lost + 1 :]:
+                if None not in codes[:lost] + codes[lost + 1 :]:
                     self.send(signal.SIGKILL, [lost])
-            elif killing_at == float("inf") and any(self.codes):
+            elif killing_at == float("inf") and any(codes):
                 self.send(signal.SIGTERM)
                 killing_at = now + grace
             if now > min(deadline, killing_at):
                 self.send(signal.SIGKILL)
             time.sleep(INTERVAL)
         seconds = time.monotonic() - self.started
-        left = self._remove_left()
-        outputs = [file.read_text(errors="replace") if file.exists() else "" for file in self.files]
+        left = remove_processes(self.pids)
+        outputs = [file.read_text(errors="replace") for file in self.files]
         expect(seconds <= LIMIT, f"the run did not end within {LIMIT:g} s: {outputs}")
-        return Ended([code or 0 for code in self.codes], outputs, seconds, self.ends, left)
+        return Ended(codes, outputs, seconds, self.ends, left)
 
-    def _reap(self) -> bool:
-        for rank, pid in enumerate(self.pids):
-            if self.codes[rank] is None:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    self.codes[rank] = os.waitstatus_to_exitcode(status)
-                    self.ends[rank] = time.monotonic()
-        return None not in self.codes
-
-    def _remove_left(self) -> list[int]:
-        deadline = time.monotonic() + LEAVING
-        while (left := processes_of(self.pids)) and time.monotonic() < deadline:
-            time.sleep(INTERVAL)
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return left
+    def _codes(self) -> list[int | None]:
+        codes = [process.exitcode for process in self.processes]
+        now = time.monotonic()
+        self.ends = [end or now * (code is not None) for end, code in zip(self.ends, codes, strict=True)]
+        return codes
 
 
-def become_rank(rank: int, size: int, port: int) -> None:
-    """Set the environment as torchrun does; of ``size`` 0, as nobody does. GPUs are hidden."""
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMIX_"))]:
-        del os.environ[name]
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()} if size else {})
-    torch.cuda.is_available = lambda: False
-    torch.cuda.device_count = lambda: 0
-    torch.set_num_threads(1)
+def _run_rank(
+    rank: int, size: int, port: int, file: Path, command: Callable[[], object], inject: Inject | None
+) -> None:
+    os.setsid()
+    output = os.open(file, os.O_WRONLY)
+    for stream, number in (("stdout", 1), ("stderr", 2)):
+        os.dup2(output, number)
+        setattr(sys, stream, os.fdopen(number, "w", buffering=1, closefd=False))  # pytest has put others there
+    sys.__stderr__ = sys.stderr
+    become_rank(rank, size, port)
     faulthandler.enable()
+    if inject is not None:
+        inject(rank)
+    command()
+
+
+def remove_processes(sessions: Sequence[int]) -> list[int]:
+    """Return the processes of the sessions that have not ended after `LEAVING` seconds, and kill them."""
+    deadline = time.monotonic() + LEAVING
+    while (left := processes_of(sessions)) and time.monotonic() < deadline:
+        time.sleep(INTERVAL)
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return left
 
 
 def processes_of(sessions: Sequence[int]) -> list[int]:

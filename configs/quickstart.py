@@ -3,6 +3,7 @@
     bash scripts/quickstart.sh
 
 Data: scikit-learn's 1,797 digits of 8 x 8 pixels, enlarged to 32 x 32, a fifth held out. Expected: at least 98 % top-1.
+Arithmetic: bfloat16 on a CPU with instructions for it (AVX512_BF16, AMX), float32 on others; three minutes at most.
 """
 
 from colossalai.amp import AMP_TYPE

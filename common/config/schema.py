@@ -172,7 +172,7 @@ class Fp16(Options):
     )
     dtype: Annotated[Literal["float16", "bfloat16"], BeforeValidator(lambda kind: _dtype_name(kind))] | None = key(
         None,
-        "what is computed in; `None`: float16 on GPUs, bfloat16 on CPUs that have instructions for it",
+        "what is computed in; `None`: float16 on GPUs, bfloat16 on CPUs that have instructions for it, else float32",
         says="'float16', 'bfloat16' or None",
     )
     opt_level: Literal["O0", "O1", "O2", "O3"] = key(

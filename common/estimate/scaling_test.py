@@ -16,7 +16,7 @@ from common.estimate.scaling import (
 )
 from common.estimate.step_estimate import rehearse
 
-CLUSTER = Cluster(memory=80e9, node=8, inside=400e9, between=50e9)
+CLUSTER = Cluster(memory=80e9, node=8, inside=400e9, between=50e9, decode=1e9)
 RATE = 1e14
 WHOLE_ONLY = {"heads": 1}  # an odd number that no mode can cut
 
@@ -56,7 +56,7 @@ def test_small_micro_batches_and_slow_decoding_bound_the_step():
 
 
 def test_a_measured_rate_leaves_only_the_overlap_open():
-    measured = predict(16, Cluster(images_per_s=1000.0), **WHOLE_ONLY)["data parallel"]
+    measured = predict(16, Cluster(images_per_s=1000.0, decode=1e9), **WHOLE_ONLY)["data parallel"]
     assert measured.hidden > 0
     assert measured.step - measured.fastest_step == pytest.approx(measured.hidden)
 

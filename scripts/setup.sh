@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv from requirements.txt and install the project into it, editable. Costs nothing when neither has changed.
-#   PYTHON=python3.12 bash scripts/setup.sh    chooses the interpreter (>= 3.10)
+#   PYTHON=python3.12 bash scripts/setup.sh    chooses the interpreter (3.11 to 3.14)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -9,8 +9,9 @@ wanted=$(cat requirements.txt setup.cfg pyproject.toml scripts/setup.sh | cksum)
 [ "$(cat "$stamp" 2>/dev/null)" = "$wanted $PWD" ] && exit 0
 
 python=${PYTHON:-python3}
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
-    echo "error: $("$python" --version) is too old: the project needs Python >= 3.10 (set PYTHON=python3.12, say)" >&2
+"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null || {
+    version=$("$python" --version 2>/dev/null) || version="no Python that runs"
+    echo "error: $python is $version: Python 3.11 to 3.14 is needed; choose one with PYTHON=python3.12, for example" >&2
     exit 2
 }
 echo "setting up .venv (a few minutes and 7 GB the first time) ..."

@@ -13,6 +13,7 @@ from common.data.fingerprint import fingerprint_of
 from common.data.image_folder import open_image
 from common.errors import UserError, is_first_process
 from common.files import folder_lock
+from common.hardware import cores
 
 
 def find_damaged(folder: Path, paths: Sequence[str]) -> dict[str, str]:
@@ -28,7 +29,7 @@ def find_damaged(folder: Path, paths: Sequence[str]) -> dict[str, str]:
         known = _read(record)
         if known.get("digest") == digest:
             return known["damaged"]
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        with ThreadPoolExecutor(cores()) as pool:
             reasons = pool.map(lambda path: _why_damaged(folder / path), paths)
             damaged = {path: reason for path, reason in zip(paths, reasons, strict=True) if reason}
         if is_writable:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from caltech101_amp.dataloader import build_train_loader, describe_data
 from common.colossal import gpc, initialize, shard_model
 from common.data.loader import Loader
-from common.data.torchvision_dataloader import default_workers
 from common.errors import UserError
+from common.hardware import rank_cores
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
 from common.run.start import start_run
@@ -65,7 +65,7 @@ class Measured:
         self.engine.train()
         self.batches = _repeat(loader)
         workers = config.DATA.workers
-        self.read_ahead = 2 * (default_workers(1, run.device) if workers is None else workers)
+        self.read_ahead = 2 * (rank_cores() if workers is None else workers)
         self.memory_before = before
 
     def run_round(self, steps: int) -> Figures:

@@ -32,6 +32,7 @@ from common.colossal import BaseHook, Trainer, gpc, initialize, shard_model
 from common.config.load import load_config
 from common.errors import UserError, run_command
 from common.estimate.traffic import NAMES, Traffic
+from common.hardware import cores
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
 from common.optim.lr_schedule import build_lr_scheduler
@@ -91,7 +92,7 @@ def run_mode(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def start_ranks(processes: int, words: list[str]) -> bool:
     """Run this module with ``words`` in as many processes; return whether they succeeded."""
-    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    threads = max(1, cores() // processes)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     environ = {"OMP_NUM_THREADS": str(threads)} | os.environ
     command = [*torchrun, "-m", "cifar10_benchmark.compare", *words]

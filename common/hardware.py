@@ -1,8 +1,12 @@
 """What the machine computes with. torch is imported where it is needed, so that the rest is available without it."""
 
+import math
 import os
 import platform
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path, PurePosixPath
 
 # Matrix products run in oneDNN, all else in ATen; each chooses its kernels by itself, and both can be limited.
 WIDTHS = ("SSE4.1", "AVX", "AVX2", "AVX-512", "AVX512_BF16", "AMX")
@@ -20,6 +24,10 @@ ATEN = {
     "AVX2": "AVX2",
     "AVX512": "AMX",
 }  # AMX: it has no kernels wider than AVX-512, none narrower
+
+# Some 10 us; libgomp's own default is 300,000. docs/performance.md has what it gains and costs.
+SPINS = "1000"
+_processes: list["CpuLimits"] = []  # of the run
 
 
 def instruction_set() -> str:
@@ -61,3 +69,94 @@ def _onednn_set() -> str:
     }
     widest = next((name for name, supported in has.items() if supported), "AVX")
     return min(widest, ONEDNN.get(limit.upper(), "AMX"), key=WIDTHS.index)
+
+
+def shorten_spinning() -> None:
+    """Let OpenMP's threads sleep after `SPINS` tries at a barrier, unless the user says how they wait.
+
+    A thread that spins keeps the core from the one it waits for as soon as another program runs there. To be called
+    before torch is imported: OpenMP reads the environment when it is loaded.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = SPINS
+
+
+def limit_threads() -> None:
+    """Let torch compute with `rank_cores` threads at most, unless the user has set OMP_NUM_THREADS."""
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(rank_cores(), torch.get_num_threads()))
+
+
+@dataclass(frozen=True)
+class CpuLimits:
+    """What a process may use: CPUs of a host, and of their time no more than ``quota`` CPUs in the cgroup ``group``."""
+
+    host: str
+    cpus: frozenset[int]
+    quota: float = math.inf
+    group: str = ""
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use: its CPU mask, or the CPU quota of its cgroup if lower."""
+    return share_of_cores(cpu_limits())
+
+
+def set_processes(processes: Iterable[CpuLimits]) -> None:
+    """Let `rank_cores` divide what these processes of a run, this one among them, have in common."""
+    _processes[:] = processes
+
+
+def rank_cores() -> int:
+    """Return the cores for this process of the run: for OpenMP's threads, and for decoding threads or workers."""
+    return share_of_cores(cpu_limits(), _processes)
+
+
+def share_of_cores(mine: CpuLimits, processes: Sequence[CpuLimits] = ()) -> int:
+    """Return the cores for one of ``processes`` if those on its host divide equally what they have in common.
+
+    A fraction of a CPU quota counts as a core.
+    """
+    neighbours = [process for process in processes if process.host == mine.host] or [mine]
+    in_mask = sum(1 / sum(cpu in process.cpus for process in neighbours) for cpu in mine.cpus)
+    in_quota = mine.quota / sum(process.group == mine.group for process in neighbours)
+    return max(1, min(math.floor(in_mask + 1e-9), math.ceil(in_quota) if in_quota < math.inf else len(mine.cpus)))
+
+
+def cpu_limits(proc: Path = Path("/proc/self")) -> CpuLimits:
+    """Return the limits of this process, by its CPU mask and its cgroups (version 1 and 2); the lowest quota counts."""
+    quotas = [(quota, str(folder)) for folder in _cgroup_folders(proc) if (quota := _quota(folder)) < math.inf]
+    return CpuLimits(platform.node(), frozenset(os.sched_getaffinity(0)), *min(quotas, default=()))
+
+
+def _cgroup_folders(proc: Path) -> Iterator[Path]:
+    """Yield the folders of the cgroups that may limit this process's CPU time: its own and those above it."""
+    try:
+        groups = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
+        mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
+    except OSError:
+        return
+    for mount in mounts:
+        kind, options = mount[mount.index("-") + 1], mount[-1].split(",")
+        if kind != "cgroup2" and not (kind == "cgroup" and "cpu" in options):
+            continue
+        for _, controllers, path in groups:
+            if controllers == "" if kind == "cgroup2" else "cpu" in controllers.split(","):
+                root, top = PurePosixPath(mount[3]), Path(mount[4])
+                inside = PurePosixPath(path)
+                below = top / (inside.relative_to(root) if inside.is_relative_to(root) else "")
+                yield from (folder for folder in (below, *below.parents) if folder.is_relative_to(top))
+
+
+def _quota(cgroup: Path) -> float:
+    """Return the CPUs' worth of time that the cgroup may use; infinity without a limit."""
+    try:
+        if (cgroup / "cpu.max").exists():
+            quota, period = (cgroup / "cpu.max").read_text().split()
+        else:
+            quota, period = ((cgroup / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+    except OSError:
+        return math.inf
+    return math.inf if quota in ("max", "-1") else int(quota) / int(period)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from common.data.corrupt_images import print_some
 from common.errors import UserError, run_command
+from common.hardware import cores
 from imagenet_dali.adopt import adopt
 from imagenet_dali.preparation import prepare
 from imagenet_dali.repair import repair
 from imagenet_dali.verify import check
-from imagenet_dali.workers import available_cores
 from imagenet_dali.writer import Options
 
 
@@ -42,9 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--repair", action="store_true", help="with --check, --adopt: leave out bad records, up to 1 %%"
     )
     parser.add_argument("--labels", type=Path, metavar="FILE", help="with --adopt: the class names, one a line")
-    parser.add_argument(
-        "--workers", type=int, default=available_cores(), metavar="N", help="processes (default: cores)"
-    )
+    parser.add_argument("--workers", type=int, default=cores(), metavar="N", help="processes (default: cores)")
     parser.add_argument(
         "--validation-share", type=float, metavar="F", help="of each class, where SOURCE has no split (default: 0.2)"
     )

@@ -15,11 +15,6 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
-def available_cores() -> int:
-    """Return how many cores this process may use, which a batch system may have limited."""
-    return len(os.sched_getaffinity(0))
-
-
 def parallel_map(function: Callable[[Task], Result], tasks: Iterable[Task], workers: int) -> Iterator[Result]:
     """Yield ``function(task)`` for each task as it is done, in any order, from `workers` spawned processes.
 

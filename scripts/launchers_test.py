@@ -199,7 +199,7 @@ def test_srun_of_the_slurm_script(slurm, data, expected, tmp_path):
 
 def test_sbatch(slurm, data, arguments, expected, tmp_path):
     script = f"{ROOT}/scripts/train_slurm.sh {TASK}/train_dali.py {arguments}"
-    run(f"sbatch --wait --ntasks 2 --output job.out {script}", cwd=tmp_path, DATA=data, **slurm)
+    run(f"sbatch --wait --ntasks 2 --cpus-per-task 1 --output job.out {script}", cwd=tmp_path, DATA=data, **slurm)
     assert outcome((tmp_path / "job.out").read_text(), tmp_path / "run") == expected
 
 
@@ -232,7 +232,9 @@ def test_a_job_that_is_interrupted_queues_itself_again_and_goes_on(slurm, data, 
     settings = "--set NUM_EPOCHS=60 --set EVAL_EVERY=60 --set CHECKPOINT_EVERY=20 --set LOG.every=1"
     arguments = f"--config={write_config(tmp_path)} {settings}"
     script = f"{ROOT}/scripts/train_slurm.sh {TASK}/train_dali.py {arguments} --output={tmp_path}/run"
-    submitted = run(f"sbatch --parsable --ntasks 2 --output job.out {script}", cwd=tmp_path, DATA=data, **slurm)
+    submitted = run(
+        f"sbatch --parsable --ntasks 2 --cpus-per-task 1 --output job.out {script}", cwd=tmp_path, DATA=data, **slurm
+    )
     job = submitted.stdout.strip()
     try:
         wait_until(lambda: list((tmp_path / "run").glob("checkpoints/step-*/COMPLETE")))
@@ -263,7 +265,9 @@ def test_a_job_that_is_interrupted_queues_itself_again_and_goes_on(slurm, data, 
 def test_a_job_that_is_stopped_saves_and_ends(slurm, data, tmp_path):
     arguments = f"--config={write_config(tmp_path)} --output={tmp_path}/run --set NUM_EPOCHS=9999 --set EVAL_EVERY=9999"
     script = f"{ROOT}/scripts/train_slurm.sh {TASK}/train_dali.py {arguments}"
-    submitted = run(f"sbatch --parsable --ntasks 2 --output job.out {script}", cwd=tmp_path, DATA=data, **slurm)
+    submitted = run(
+        f"sbatch --parsable --ntasks 2 --cpus-per-task 1 --output job.out {script}", cwd=tmp_path, DATA=data, **slurm
+    )
     job = submitted.stdout.strip()
     try:
         wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and read_metrics(tmp_path / "run"))

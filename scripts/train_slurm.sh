@@ -9,10 +9,13 @@
 # config_AMP_torch). HOST, where rank 0 runs, is the first node unless given; PORT, a free port there, is found unless
 # given. With plain srun, add --kill-on-bad-exit so that a task that fails ends the others.
 #
+# Each task gets 8 cores, which decode its images: sbatch --cpus-per-task N asks for what a node has for each GPU.
+#
 # As a batch job it warns the training with SIGUSR1 two minutes before its time is up: training saves a checkpoint and ends,
 # and the job queues itself again, as it also does when it is preempted or a node fails. It then goes on from its newest
 # checkpoint. --signal=B:USR1@SECONDS warns earlier, where two minutes are short for a step and a checkpoint.
 #SBATCH --job-name=train
+#SBATCH --cpus-per-task=8
 #SBATCH --output=slurm-%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue

@@ -11,6 +11,7 @@ from common.colossal.amp import Cast, build_mixed_precision
 from common.colossal.engine import apply_precision
 from common.colossal.upstream import get_accelerator
 from common.errors import is_first_process
+from common.hardware import limit_threads
 
 
 class Predictor:
@@ -18,6 +19,7 @@ class Predictor:
 
     def __init__(self, model: nn.Module, fp16: Mapping[str, Any] | None) -> None:
         """Move ``model`` to this process's device and to the precision of the config's ``fp16``, for good."""
+        limit_threads()
         self.device = get_accelerator().get_current_device()
         precision = build_mixed_precision(fp16, self.device.type)
         if is_first_process():  # on stderr: stdout is the command's result

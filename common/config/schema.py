@@ -56,7 +56,7 @@ class Data(Section):
     allow_change: bool = key(False, "resume from a checkpoint that was trained on another data set")
     loader: Literal["dali", "torchvision"] = key("dali", "which loader decodes")
     workers: Int | None = key(
-        None, "decoding threads (DALI) or processes per GPU; `None`: cores / GPUs", ge=0, le=10_000
+        None, "decoding threads (DALI) or processes of a rank; `None`: its share of the cores", ge=0, le=10_000
     )
     crop_scale: Annotated[Pair, _hold(lambda pair: 0 < pair[0] <= pair[1] <= 1)] = key(
         (0.08, 1.0), "share of the image's area that a training crop takes", says="(low, high), 0 < low <= high <= 1"

@@ -12,7 +12,8 @@ import torch
 from common.data.crops import UNIFORMS_PER_SAMPLE, CenterCrop, RandomCrop
 from common.data.loader import BatchReader, Loader
 from common.data.sampling import EvalSampler, TrainSampler
-from common.data.torchvision_dataloader import Augment, ImageSplit, TorchvisionReader, default_workers
+from common.data.torchvision_dataloader import Augment, ImageSplit, TorchvisionReader
+from common.hardware import rank_cores
 
 # keys of DATA for small images, which are held in memory
 UNUSED = ("crop_padding", "autoaugment")
@@ -88,5 +89,5 @@ def _build_rand_augment(data: Mapping[str, Any]) -> Augment | None:
 
 
 def _reader_options(data: Mapping[str, Any], image_size: int, dp_size: int, device: torch.device) -> dict[str, Any]:
-    workers = default_workers(dp_size, device) if data["workers"] is None else data["workers"]
+    workers = rank_cores() if data["workers"] is None else data["workers"]
     return dict(size=image_size, mean=data["mean"], std=data["std"], workers=workers, device=device, dp_size=dp_size)

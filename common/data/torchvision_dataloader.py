@@ -3,7 +3,6 @@
 The DALI loader sees the same samples, crops and flips, and the same pixels to within rounding.
 """
 
-import os
 from collections.abc import Generator, Iterator, Sequence
 from typing import Protocol
 
@@ -41,12 +40,6 @@ class Augment(Protocol):
     def uniforms(self) -> int: ...  # how many an image takes
 
     def __call__(self, image: Image.Image, uniforms: np.ndarray) -> Image.Image: ...
-
-
-def default_workers(dp_size: int, device: torch.device) -> int:
-    """Share this machine's cores among its processes: one for each GPU, or the data-parallel ones on CPUs."""
-    processes = torch.cuda.device_count() if device.type == "cuda" else dp_size
-    return max(1, len(os.sched_getaffinity(0)) // processes)
 
 
 class TorchvisionReader:

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from common import colossal
 from common.errors import RankError, UserError
+from common.hardware import cpu_limits, limit_threads, set_processes
 
 LOOPBACK = "127.0.0.1"
 FLAGS = ("rank", "local_rank", "world_size", "host", "port")
@@ -112,6 +114,16 @@ def start(launch: Launch, config: Mapping[str, Any]) -> None:
         if error.errno != errno.EADDRINUSE:
             raise
         raise UserError(f"--port={launch.port} is in use on {launch.host}: choose another") from error
+    _share_cores(launch.world_size)
+
+
+def _share_cores(world_size: int) -> None:
+    """Divide the cores of this host among the ranks on it, as far as their CPU masks and cgroups are the same."""
+    limits: list[Any] = [cpu_limits()] * world_size
+    if world_size > 1:
+        dist.all_gather_object(limits, limits[0], group=colossal.gpc.get_cpu_group(colossal.ParallelMode.GLOBAL))
+    set_processes(limits)
+    limit_threads()
 
 
 def _find_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> str:

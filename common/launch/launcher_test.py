@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from common.colossal import ParallelMode, get_default_parser, gpc, launch_from_torch, shutdown
 from common.errors import UserError, run_command
+from common.hardware import rank_cores
 from common.launch.launcher import Launch, add_launch_arguments, detect_launch, start
 from common.testing.ranks import run_ranks
 
@@ -161,6 +162,21 @@ def started_sum(start_with: str, host: str) -> float:
 @pytest.mark.parametrize(("start_with", "host"), [("start", "127.0.0.1"), ("launch_from_torch", "localhost")])
 def test_ranks_meet_at_addresses_and_names(start_with: str, host: str) -> None:
     assert run_ranks(2, started_sum, start_with, host) == [3.0, 3.0]
+
+
+def cores_and_threads(cpus: set[int]) -> tuple[int, int]:
+    os.environ.pop("OMP_NUM_THREADS", None)
+    torch.set_num_threads(2)
+    os.sched_setaffinity(0, cpus)
+    start(detect("", os.environ), {})
+    shutdown()
+    return rank_cores(), torch.get_num_threads()
+
+
+def test_ranks_divide_the_cores_of_their_mask() -> None:
+    cpus = os.sched_getaffinity(0)
+    share = max(1, len(cpus) // 2)
+    assert run_ranks(2, cores_and_threads, cpus) == [(share, min(2, share))] * 2
 
 
 def summed_in_slurm(flags: str, job: str) -> float:

@@ -1,6 +1,5 @@
 """What a result needs beside it to count: the command, the code, the versions and the hardware that made it."""
 
-import os
 import platform
 import re
 import shlex
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from common.hardware import instruction_set
+from common.hardware import cores, instruction_set
 
 PACKAGES = ("torch", "torchvision", "colossalai", "nvidia-dali-cuda130", "timm")
 
@@ -31,7 +30,7 @@ def describe_run(argv: list[str], packages: Iterable[str] = PACKAGES) -> dict[st
             "host": platform.node(),
             "cpu": _cpu(),
             "instruction_set": instruction_set(),
-            "cpus": len(os.sched_getaffinity(0)),
+            "cpus": cores(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
     }

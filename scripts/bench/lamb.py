@@ -8,7 +8,6 @@ and corrects the moments: `ours, as timm` does too.
 """
 
 import argparse
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -19,6 +18,7 @@ from torch.optim import AdamW, Optimizer
 
 from common.colossal.upstream import colossalai
 from common.errors import run_command
+from common.hardware import cores
 from common.model.vit import build_model
 from common.optim.lamb import Lamb
 from common.tools.benchmark import run_benchmark
@@ -40,8 +40,7 @@ STEPS_ON_GPU = 20
 
 
 def main(argv: list[str]) -> None:
-    cores = len(os.sched_getaffinity(0))
-    threads = dict(type=int, nargs="+", default=sorted({1, min(2, cores)}), help="CPU threads (default: 1, then 2)")
+    threads = dict(type=int, nargs="+", default=sorted({1, min(2, cores())}), help="CPU threads (default: 1, then 2)")
     run_benchmark("lamb", measure, argv, __doc__, rounds=9, threads=threads)
 
 

@@ -4,7 +4,6 @@ Each is called with a `Work` and its `Rounds`, and reads as the library's docume
 for each core.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -20,11 +19,12 @@ from cifar10_benchmark.dataset import Images
 from common.config.load import load_config
 from common.data.loader import Loader
 from common.data.sampling import TrainSampler
+from common.hardware import cores
 from common.tools.harness import Rounds, timed
 from imagenet_dali.dataloader import build_train_loader
 
 SIDE = 224
-WORKERS = len(os.sched_getaffinity(0))
+WORKERS = cores()
 IN_QUEUES = 2 * WORKERS  # batches that PyTorch's workers have ready when a round begins
 
 

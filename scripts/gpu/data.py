@@ -13,6 +13,7 @@ from torch import Tensor
 from cifar10_benchmark.dataloader import READ_AHEAD
 from common.config.load import load_config
 from common.data.loader import Loader
+from common.hardware import cores
 from common.testing.photographs import write_photographs
 from common.tools.harness import Row, WrongError
 from gpu.engines import PRECISIONS, TINY, open_engine, time_rounds, train_step
@@ -27,8 +28,8 @@ TOLERANCE = 0.02  # mean difference of pixels that a GPU decodes, in units of th
 def dali(job: Job) -> Iterator[Row]:
     """Decode, crop and normalise JPEGs of 500 x 400 with DALI; compare the device's pixels with a CPU's."""
     size, images, batch = ((48, 40), 64, 8) if job.tiny else ((500, 400), 4096, 256)
-    cores, first = len(os.sched_getaffinity(0)), {}
-    data = load_config("vit-b16")["DATA"] | {"root": _prepare(job, images, size), "loader": "dali", "workers": cores}
+    first = {}
+    data = load_config("vit-b16")["DATA"] | {"root": _prepare(job, images, size), "loader": "dali", "workers": cores()}
     row = {"image": "x".join(map(str, size)), "batch": batch}
     for device in dict.fromkeys([torch.device("cpu"), job.device]):
         place = dict(image_size=224, dp_rank=0, dp_size=1, device=device)
@@ -36,7 +37,7 @@ def dali(job: Job) -> Iterator[Row]:
         seconds = time_rounds(job, partial(_read, loader), rounds=3, at_least=0)
         loader.close()
         rate = len(loader) * batch / sorted(seconds)[1]
-        yield row | {"decoded_on": device.type, "threads": cores, "images_per_s": rate, "n": len(seconds)}
+        yield row | {"decoded_on": device.type, "threads": cores(), "images_per_s": rate, "n": len(seconds)}
         first[device.type] = _first_batch(build_eval_loader(data, batch, **place))
     difference = (first[job.device.type] - first["cpu"]).abs()
     mean, largest = difference.mean().item(), difference.max().item()
@@ -47,7 +48,7 @@ def dali(job: Job) -> Iterator[Row]:
 
 def _prepare(job: Job, images: int, size: tuple[int, int]) -> str:
     folder, shards = write_photographs(job.new_folder("images"), "abcd", images, *size), job.new_folder("shards")
-    workers = "1" if job.tiny else str(len(os.sched_getaffinity(0)))
+    workers = "1" if job.tiny else str(cores())
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
         prepare([str(folder), str(shards), "--validation-share", "0.125", "--workers", workers])
     return str(shards)

@@ -1,0 +1,148 @@
+"""Cores of a process: CPU masks, CPU quotas of cgroups, and what the ranks of a host have in common."""
+
+import math
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from common.hardware import SPINS, CpuLimits, cores, cpu_limits, share_of_cores
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize(
+    ("mounts", "groups", "files", "quota", "group"),
+    [
+        pytest.param({"v2": "/"}, "0::/", {}, math.inf, "", id="no limit"),
+        pytest.param({"v2": "/"}, "0::/a/b", {"v2/a/b/cpu.max": "max 100000"}, math.inf, "", id="v2, max"),
+        pytest.param({"v2": "/"}, "0::/a", {"v2/a/cpu.max": "150000 100000"}, 1.5, "v2/a", id="v2"),
+        pytest.param(
+            {"v2": "/"},
+            "0::/a/b",
+            {"v2/a/b/cpu.max": "400000 100000", "v2/a/cpu.max": "200000 100000"},
+            2.0,
+            "v2/a",
+            id="v2, lower in the parent",
+        ),
+        # what a container sees: its own cgroup at the mount point, under its name outside or not
+        pytest.param(
+            {"v2": "/docker/x"}, "0::/docker/x", {"v2/cpu.max": "50000 100000"}, 0.5, "v2", id="v2, container"
+        ),
+        pytest.param(
+            {"v2": "/"}, "0::/../y", {"v2/cpu.max": "50000 100000"}, 0.5, "v2", id="v2, outside the namespace"
+        ),
+        pytest.param(
+            {"v1": "/docker/x"},
+            "4:cpu,cpuacct:/docker/x\n3:cpuset:/other",
+            {"v1/cpu.cfs_quota_us": "300000", "v1/cpu.cfs_period_us": "100000"},
+            3.0,
+            "v1",
+            id="v1, container",
+        ),
+        pytest.param(
+            {"v1": "/", "v2": "/"},
+            "2:cpu:/a\n0::/b",
+            {"v1/a/cpu.cfs_quota_us": "-1", "v1/a/cpu.cfs_period_us": "100000", "v2/b/cpu.max": "70000 10000"},
+            7.0,
+            "v2/b",
+            id="both versions",
+        ),
+    ],
+)
+def test_the_quota_of_a_cgroup(tmp_path, mounts, groups, files, quota, group) -> None:
+    (tmp_path / "cgroup").write_text(groups + "\n")
+    kinds = {"v1": "cgroup cgroup rw,cpu,cpuacct", "v2": "cgroup2 cgroup2 rw,nsdelegate"}
+    lines = [f"31 23 0:28 {root} {tmp_path}/{name} rw shared:9 - {kinds[name]}" for name, root in mounts.items()]
+    (tmp_path / "mountinfo").write_text("\n".join(["30 23 0:27 / / rw - ext4 /dev/sda rw", *lines]) + "\n")
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content + "\n")
+    limits = cpu_limits(tmp_path)
+    assert limits.quota == quota
+    assert limits.group == (f"{tmp_path}/{group}" if group else "")
+    assert limits.cpus == os.sched_getaffinity(0)
+
+
+def test_without_cgroups_the_mask_counts(tmp_path) -> None:
+    assert cpu_limits(tmp_path).quota == math.inf
+    assert share_of_cores(cpu_limits(tmp_path)) == len(os.sched_getaffinity(0))
+
+
+ALL = frozenset(range(64))
+LOW, HIGH, MIDDLE = frozenset(range(32)), frozenset(range(32, 64)), frozenset(range(16, 48))
+
+
+@pytest.mark.parametrize(
+    ("processes", "expected"),
+    [
+        ([CpuLimits("a", ALL)], [64]),
+        ([CpuLimits("a", ALL)] * 4, [16] * 4),  # torchrun, mpirun --bind-to none
+        ([CpuLimits("a", LOW), CpuLimits("a", HIGH)], [32, 32]),  # srun --cpus-per-task 32
+        ([CpuLimits("a", LOW), CpuLimits("b", LOW)], [32, 32]),  # a rank on each of two nodes
+        ([CpuLimits("a", LOW), CpuLimits("a", MIDDLE)], [24, 24]),
+        ([CpuLimits("a", frozenset({0, 1}))] * 8, [1] * 8),
+        ([CpuLimits("a", ALL, 4.0, "box")], [4]),
+        ([CpuLimits("a", ALL, 4.0, "box")] * 2, [2, 2]),
+        ([CpuLimits("a", ALL, 4.0, "one"), CpuLimits("a", ALL, 2.5, "two")], [4, 3]),
+        ([CpuLimits("a", ALL, 0.5, "box")] * 2, [1, 1]),
+        ([CpuLimits("a", LOW, 80.0, "box")], [32]),
+    ],
+)
+def test_ranks_divide_what_they_have_in_common(processes, expected) -> None:
+    assert [share_of_cores(process, processes) for process in processes] == expected
+
+
+def test_a_real_quota_and_mask_count(tmp_path) -> None:
+    """In a cgroup of its own, limited to one CPU's time, Python counts one core; and so with a mask of one CPU."""
+    program = [sys.executable, "-c", "from common.hardware import cores; print(cores())"]
+    alone = subprocess.run(
+        ["taskset", "-c", str(min(os.sched_getaffinity(0))), *program], cwd=ROOT, capture_output=True
+    )
+    assert alone.stdout == b"1\n", alone.stderr
+    group = _new_cgroup()
+    try:
+        enter = f'echo $$ >{group}/cgroup.procs; exec "$0" "$@"'
+        limited = subprocess.run(["sh", "-c", enter, *program], cwd=ROOT, capture_output=True)
+        assert limited.stdout == b"1\n", limited.stderr
+    finally:
+        group.rmdir()
+    assert cores() == len(os.sched_getaffinity(0))
+
+
+def _new_cgroup() -> Path:
+    """Make a cgroup of either version with a quota of one CPU."""
+    name = f"vit-test-{uuid.uuid4().hex[:8]}"
+    for parent, limits in (
+        ("/sys/fs/cgroup/cpu", {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "100000"}),
+        ("/sys/fs/cgroup", {"cpu.max": "100000 100000"}),
+    ):
+        group = Path(parent, name)
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            for file, value in limits.items():
+                (group / file).write_text(value)
+        except OSError:
+            group.rmdir()
+        else:
+            return group
+    pytest.skip("no cgroup with a CPU controller can be made here: needs root and a writable /sys/fs/cgroup")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, f"GOMP_SPINCOUNT = '{SPINS}'"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "GOMP_SPINCOUNT = '0'")],
+)
+def test_torch_waits_as_the_environment_or_we_say(given, expected) -> None:
+    """OpenMP prints what it took from the environment when torch loads it, after ours has been set."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    program = [sys.executable, "-c", "import common, sys; assert 'torch' not in sys.modules; import torch"]
+    environ |= {"OMP_DISPLAY_ENV": "verbose", **given}
+    said = subprocess.run(program, cwd=ROOT, env=environ, capture_output=True, text=True, check=True).stderr
+    assert expected in said

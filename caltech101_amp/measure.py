@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from caltech101_amp.dataloader import build_train_loader, describe_data
-from common.colossal import gpc, initialize, shard_model
+from common.colossal import initialize, shard_model
 from common.data.loader import Loader
 from common.errors import UserError
 from common.hardware import rank_cores
@@ -42,29 +42,29 @@ class Measured:
         words = [word for setting in settings for word in ("--set", setting)]
         run = start_run(["--config", name, "--output", str(output), *words], __doc__, describe_data)
         assert run is not None
-        config, plan = gpc.config, run.plan
+        config, plan = run.about["config"], run.plan
         if plan.accumulation > 1:
             raise UserError(f"gradient_accumulation={plan.accumulation}: the comparison takes a step's samples at once")
         self.device, self.batch = run.device, plan.total_batch
         before = peak_memory(self.device)
-        model = shard_model(build_model(**config.MODEL))
+        model = shard_model(build_model(**config["MODEL"]))
         optimizer = build_optimizer(
-            model, learning_rate=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY, **config.OPTIMIZER
+            model, learning_rate=config["LEARNING_RATE"], weight_decay=config["WEIGHT_DECAY"], **config["OPTIMIZER"]
         )
         loader = build_train_loader(
-            config.DATA,
+            config["DATA"],
             plan.total_batch,
             plan.micro_batch,
-            image_size=config.MODEL.image_size,
-            seed=config.SEED,
+            image_size=config["MODEL"]["image_size"],
+            seed=config["SEED"],
             device=run.device,
             **run.data_parallel,
         )
-        self.loss = nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)
+        self.loss = nn.CrossEntropyLoss(label_smoothing=config["LABEL_SMOOTHING"])
         self.engine, *_ = initialize(model, optimizer, self.loss)
         self.engine.train()
         self.batches = _repeat(loader)
-        workers = config.DATA.workers
+        workers = config["DATA"]["workers"]
         self.read_ahead = 2 * (rank_cores() if workers is None else workers)
         self.memory_before = before
 

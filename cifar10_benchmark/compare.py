@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from cifar10_benchmark.dataloader import build_train_loader, describe_data
 from cifar10_benchmark.formulas import expected_bytes
-from common.colossal import BaseHook, Trainer, gpc, initialize, shard_model
+from common.colossal import BaseHook, Trainer, initialize, shard_model
 from common.config.load import load_config
 from common.errors import UserError, run_command
 from common.estimate.traffic import NAMES, Traffic
@@ -170,25 +170,25 @@ def measure(args: argparse.Namespace) -> None:
     unused = ["--output", str(args.measure / "run")]  # no hook that would write there
     run = start_run(["--config", *args.configs, *unused, *settings], __doc__, describe_data)
     assert run is not None
-    config, plan = gpc.config, run.plan
+    config, plan = run.about["config"], run.plan
     if plan.accumulation > 1:
         raise UserError(f"gradient_accumulation={plan.accumulation}: the comparison takes a step's samples at once")
     loader = build_train_loader(
-        config.DATA,
+        config["DATA"],
         plan.total_batch,
         plan.micro_batch,
-        image_size=config.MODEL.image_size,
-        seed=config.SEED,
+        image_size=config["MODEL"]["image_size"],
+        seed=config["SEED"],
         device=run.device,
         **run.data_parallel,
     )
     before = peak_memory()
-    model = shard_model(build_model(**config.MODEL))
+    model = shard_model(build_model(**config["MODEL"]))
     optimizer = build_optimizer(
-        model, learning_rate=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY, **config.OPTIMIZER
+        model, learning_rate=config["LEARNING_RATE"], weight_decay=config["WEIGHT_DECAY"], **config["OPTIMIZER"]
     )
-    lr_scheduler = build_lr_scheduler(optimizer, config.LR_SCHEDULE, plan.total_steps, plan.warmup_steps)
-    loss = nn.CrossEntropyLoss(label_smoothing=config.LABEL_SMOOTHING)
+    lr_scheduler = build_lr_scheduler(optimizer, config["LR_SCHEDULE"], plan.total_steps, plan.warmup_steps)
+    loss = nn.CrossEntropyLoss(label_smoothing=config["LABEL_SMOOTHING"])
     engine, loader, _, lr_scheduler = initialize(model, optimizer, loss, loader, None, lr_scheduler)
     recorder = Recorder()
     Trainer(engine).fit(loader, plan.epochs, plan.last_step, hooks=[recorder])
@@ -199,8 +199,8 @@ def measure(args: argparse.Namespace) -> None:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "memory": peak_memory() - before,
         "batch": plan.total_batch,
-        "model": config.MODEL,
-        "parallel": config.parallel,
+        "model": config["MODEL"],
+        "parallel": config["parallel"],
     }
     rank = int(os.environ["RANK"])
     (args.measure / f"{args.configs[0]}.{rank}.json").write_text(json.dumps(figures))

@@ -37,10 +37,11 @@ def _held_by(holder: str, folder: Path) -> UserError:
     return UserError(f"{folder} is being written by {holder}: choose another folder, or wait for its end")
 
 
-def lock_folder(folder: Path, *, wait: bool = False) -> None:
+def lock_folder(folder: Path, *, wait: bool = False, sign: bool = True) -> None:
     """Create ``folder`` and hold its lock until `unlock_folder`, or until this process ends, however it ends.
 
-    Forked processes do not hold it. With ``wait`` this waits while another process holds it. Raises `UserError` if one
+    Forked processes do not hold it. With ``wait`` this waits while another process holds it. Without ``sign`` a lock
+    file that is there stays as it is until `sign_lock`. Raises `UserError` if one
     does and this does not wait, and if the folder cannot be written. A file system without locks locks nothing.
     """
     if folder in _held:  # to close a second handle would release the lock
@@ -59,10 +60,17 @@ def lock_folder(folder: Path, *, wait: bool = False) -> None:
         raise _held_by(holder, folder) from error
     except OSError:  # a file system without locks
         pass
+    _held[folder] = file
+    if sign:
+        sign_lock(folder)
+
+
+def sign_lock(folder: Path) -> None:
+    """Write into the lock of ``folder``, which this process holds, who that is."""
+    file = _held[folder]
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}\n")
     file.flush()
-    _held[folder] = file
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from imagenet_dali.dataloader import build_eval_loader, build_train_loader, desc
 
 def main(argv: list[str]) -> None:
     run = start_run(argv, __doc__, describe_data)
-    if run is None:  # --dry-run
+    if run is None:  # --dry-run, or finished already
         return
     config, plan = gpc.config, run.plan
 

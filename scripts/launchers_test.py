@@ -247,7 +247,7 @@ def test_a_job_that_is_interrupted_queues_itself_again_and_goes_on(slurm, data, 
         print(run(f"scontrol show job {job}", **slurm).stdout)  # which shows why it waits, if it does
         run(f"scancel {job}", **slurm)
     out = (tmp_path / "job.out").read_text()
-    assert len(re.findall(r"^going on from .*/step-\d+$", out, re.MULTILINE)) == 1
+    assert len(re.findall(r"^resuming from .*/step-\d+$", out, re.MULTILINE)) == 1
     steps = [record["step"] for record in read_metrics(tmp_path / "run") if record["kind"] == "train"]
     assert steps == list(range(1, 181))
     run(

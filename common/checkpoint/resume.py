@@ -1,8 +1,8 @@
-"""Which checkpoint a run goes on from, and whether it may."""
+"""Which checkpoint a run resumes from, and which keys of the config may have changed since."""
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,12 +18,20 @@ from common.checkpoint.save import (
 )
 from common.colossal import ParallelMode, gpc
 from common.config.batch_plan import DataSummary
+from common.config.load import restore_config
 from common.errors import AgreedError, UserError
 from common.table import flatten
 
 NEVER, AUTO = "never", "auto"
-# What the position in the data and the optimiser's state depend on; all else may change between two starts.
+# The position in the data and the optimiser's state depend on these: they never change within a run.
 FIXED = ("TOTAL_BATCH_SIZE", "SEED", "OPTIMIZER.name")
+# These say where, how fast and how often, not what is trained: they may change at every start.
+HARMLESS = (
+    *("BATCH_SIZE", "CHECKPOINT_EVERY", "COMPILE", "DATA.allow_change", "DATA.download", "DATA.loader", "DATA.root"),
+    *("DATA.workers", "EVAL_EVERY", "GPUS", "KEEP", "LOG", "MAX_SKIPPED", "MAX_STEPS", "MICRO_BATCH_SIZE"),
+    *("MODEL.activation_checkpoint", "TENSOR_PARALLEL_MODE", "TENSOR_PARALLEL_SIZE", "TIMEOUT", "cudnn_benchmark"),
+    *("cudnn_deterministic", "gradient_accumulation", "gradient_handler", "parallel", "torch_ddp"),
+)
 Answer = TypeVar("Answer")
 
 
@@ -52,7 +60,7 @@ def choose_checkpoint(resume: str, output: Path) -> Path | None:
     if resume == NEVER:
         if holds_run:
             raise UserError(
-                f"--output {output} holds another run: choose another folder, or go on without --resume never"
+                f"--output {output} holds another run: choose another folder, or leave out --resume never to resume it"
             )
         return None
     if resume == AUTO:
@@ -87,23 +95,28 @@ def _newest_intact(folder: Path) -> Path | None:
     return None
 
 
-def note_start(about: Mapping[str, Any], data: DataSummary, start_from: Path | None) -> list[dict[str, Any]]:
-    """Return when, how and from which step the run was started, each time; say what has changed since the last one."""
+def note_start(about: Mapping[str, Any], start_from: Path | None) -> list[dict[str, Any]]:
+    """Return when, how and from which step the run was started, each time; print what has changed since the last."""
     plan = about["plan"]
     now = {"step": 0} | {key: about[key] for key in ("started", "argv", "commit")}
     now |= {"gpus": plan["gpus"], "dtype": plan["dtype"]}
     if start_from is None:
         return [now]
     now["step"] = load_trainer_state(start_from)["trainer"]["step"]
-    check_data(start_from, data, about["config"]["DATA"]["allow_change"])
-    print(f"going on from {start_from}")
-    for key, (then, value) in compare_configs(start_from, about["config"]).items():
-        print(f"{key}={value!r} from here on; it was {then!r}")
+    print(f"resuming from {start_from}")
+    for key, (then, value) in changed_keys(start_from, about["config"]).items():
+        print(f"{key}={value!r} from here on (was {then!r})")
     starts = json.loads((start_from / CONFIG).read_text())["starts"]
     before = starts[-1].get("dtype", now["dtype"])  # older runs have not recorded it
     if before != now["dtype"]:
-        print(f"computing in {now['dtype']} from here on; it was {before}")
+        print(f"computing in {now['dtype']} from here on (was {before})")
     return [*starts, now]
+
+
+def finished_step(path: Path, last_step: int) -> int | None:
+    """Return the step of the checkpoint ``path`` if a run that ends after ``last_step`` has ended there, else None."""
+    state = load_trainer_state(path)["trainer"]
+    return state["step"] if state["step"] >= last_step and state["evaluated_step"] == state["step"] else None
 
 
 def check_data(path: Path, data: DataSummary, allow_change: bool) -> None:
@@ -114,24 +127,51 @@ def check_data(path: Path, data: DataSummary, allow_change: bool) -> None:
     counts = f"{then['train_samples']:,} training images then, {data.train_samples:,} now"
     if not allow_change:
         raise UserError(
-            f"DATA.root is another data set than the one of {path} ({counts}): name that one, or go on with this by "
-            "--set DATA.allow_change=True"
+            f"DATA.root is another data set than the one of {path} ({counts}): name that one, or continue with "
+            "this one by --set DATA.allow_change=True"
         )
     print(f"DATA.root is another data set from here on ({counts})")
 
 
-def compare_configs(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return ``{key: (then, now)}`` for the keys that differ from those of the checkpoint ``path``.
+def check_changes(path: Path, config: Mapping[str, Any], output: Path, allowed: Sequence[str], last_step: int) -> None:
+    """Raise `UserError` where ``config`` would train otherwise than the run of the checkpoint ``path`` did.
 
-    Raises `UserError` where one of `FIXED` has changed.
+    In another folder than that run's, a branch, only `FIXED` keys are refused; else also those that are neither
+    `HARMLESS` nor in ``allowed``.
     """
-    then, now = (
-        flatten(json.loads((path / CONFIG).read_text())["config"]),
-        flatten(json.loads(json.dumps(config, default=str))),
-    )
-    changed = {key: (then.get(key), now.get(key)) for key in then | now if then.get(key) != now.get(key)}
+    changed = changed_keys(path, config)
     for key in FIXED:
         if key in changed:
-            before, after = changed[key]
-            raise UserError(f"{key}={after!r}: {path} was made with {before!r}; keep that, or choose another --output")
-    return changed
+            then, now = changed[key]
+            raise UserError(
+                f"{key}={now!r}: {path} was trained with {then!r}, on which its position in the data and its optimizer "
+                f"state depend; keep that, or start another run with --output DIR (--init {path} takes its weights)"
+            )
+    if not path.is_relative_to(output):
+        return
+    refused = {key: values for key, values in changed.items() if _changes_training(key, *values, allowed)}
+    if refused:
+        (key, (then, now)), more = next(iter(refused.items())), len(refused) - 1
+        state = "is finished and " if finished_step(path, last_step) else ""
+        others = f" (and {more} more: {', '.join(list(refused)[1:])})" if more else ""
+        raise UserError(
+            f"{key}={now!r}: the run in {output} {state}was trained with {then!r}{others}; keep that, start another "
+            f"run with --output DIR, branch off with --resume {path} --output DIR, or change it from here on with "
+            f"{' '.join(f'--allow-change {name}' for name in refused)}"
+        )
+
+
+def _changes_training(key: str, then: Any, now: Any, allowed: Sequence[str]) -> bool:
+    if key == "NUM_EPOCHS" and now > then:  # the run is extended
+        return False
+    if key == "INIT" and now is None:  # the weights are the checkpoint's
+        return False
+    return not any(key == name or key.startswith(f"{name}.") for name in (*HARMLESS, *allowed))
+
+
+def changed_keys(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return ``{key: (then, now)}`` for the keys that differ from those of the checkpoint ``path``."""
+    file = path / CONFIG
+    saved = restore_config(json.loads(file.read_text())["config"], (), where=str(file))  # newer keys at their defaults
+    then, now = (flatten(json.loads(json.dumps(values, default=str))) for values in (saved, config))
+    return {key: (then.get(key), now.get(key)) for key in then | now if then.get(key) != now.get(key)}

@@ -6,13 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.checkpoint.resume import ask_first_rank, check_data, choose_checkpoint, compare_configs
+from common.checkpoint.resume import ask_first_rank, changed_keys, check_changes, check_data, choose_checkpoint
 from common.checkpoint.save import checkpoint_path, write_checkpoint
 from common.config.batch_plan import DataSummary
+from common.config.load import restore_config
 from common.errors import AgreedError, UserError
 from common.testing.ranks import launched, run_ranks
 
-CONFIG = {"TOTAL_BATCH_SIZE": 16, "SEED": 1, "OPTIMIZER": {"name": "lamb"}, "LEARNING_RATE": 0.1, "DATA": {"root": "a"}}
+CONFIG = {"TOTAL_BATCH_SIZE": 16, "SEED": 1, "OPTIMIZER": {"name": "lamb"}, "LEARNING_RATE": 0.1, "NUM_EPOCHS": 5}
+CONFIG |= {"DATA": {"root": "a"}}
+STATE = json.dumps({"trainer": {"step": 9, "evaluated_step": 9}}).encode()
 DATA = DataSummary(60, 10, 3, fingerprint="same", earlier=("before a repair",))
 
 
@@ -21,7 +24,7 @@ def write(output: Path, *steps: int) -> list[Path]:
     about = {"config": CONFIG, "data": {"fingerprint": "same", "train_samples": 61}}
     for path in paths:
         tensors = {"weight": torch.ones(3)}
-        files = {"model.safetensors": tensors, "optimizer.safetensors": tensors, "trainer.json": b"{}"}
+        files = {"model.safetensors": tensors, "optimizer.safetensors": tensors, "trainer.json": STATE}
         write_checkpoint(path, files | {"config.json": json.dumps(about).encode()})
     (output / "config.json").write_text("{}")
     return paths
@@ -73,15 +76,56 @@ def test_what_is_refused(tmp_path: Path) -> None:
         choose_checkpoint(str(tmp_path / "c"), tmp_path / "d")
 
 
-def test_what_has_changed_is_named_or_refused(tmp_path: Path) -> None:
+def test_what_has_changed_is_found_with_newer_keys_at_their_defaults(tmp_path: Path) -> None:
     (path,) = write(tmp_path, 9)
-    assert compare_configs(path, CONFIG) == {}
-    changed = CONFIG | {"LEARNING_RATE": 0.2, "DATA": {"root": "b"}}
-    assert compare_configs(path, changed) == {"LEARNING_RATE": (0.1, 0.2), "DATA.root": ("a", "b")}
-    with pytest.raises(UserError, match=r"OPTIMIZER.name='sgd': .* was made with 'lamb'; keep that"):
-        compare_configs(path, CONFIG | {"OPTIMIZER": {"name": "sgd"}})
-    with pytest.raises(UserError, match=r"TOTAL_BATCH_SIZE=32: .* was made with 16; keep that"):
-        compare_configs(path, CONFIG | {"TOTAL_BATCH_SIZE": 32})
+    config = restore_config(CONFIG, (), where="")
+    assert changed_keys(path, config) == {}
+    changed = restore_config(CONFIG, ["LEARNING_RATE=0.2", "DATA.root=b"], where="")
+    assert changed_keys(path, changed) == {"LEARNING_RATE": (0.1, 0.2), "DATA.root": ("a", "b")}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(["LOG.every=3"], ["TIMEOUT=5"], ["KEEP=1"], ["CHECKPOINT_EVERY=7"], ["DATA.workers=1"], ["DATA.root=b"]),
+        *(["NUM_EPOCHS=9"], ["MAX_STEPS=1"], ["MICRO_BATCH_SIZE=2"], ["TENSOR_PARALLEL_SIZE=2"], ["fp16=None"]),
+    ],
+)
+def test_what_does_not_change_training_may_change(tmp_path: Path, settings: list[str]) -> None:
+    (path,) = write(tmp_path, 9)
+    check_changes(path, restore_config(CONFIG, settings, where=""), tmp_path, [], 10)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("LEARNING_RATE=0.2", "LEARNING_RATE=0.2: the run in .* was trained with 0.1; keep that, .* --output DIR, .*"),
+        ("NUM_EPOCHS=4", "NUM_EPOCHS=4: .* with 5; "),
+        ("MODEL.dropout=0.5", "MODEL.dropout=0.5: .* with 0.0; "),
+        ("OPTIMIZER.eps=1", "OPTIMIZER.eps=1: .* with None; "),
+        ("INIT=a", "INIT='a': "),
+    ],
+)
+def test_what_changes_training_is_refused_unless_allowed_or_branched_off(
+    tmp_path: Path, setting: str, words: str
+) -> None:
+    (path,) = write(tmp_path, 9)
+    changed, key = restore_config(CONFIG, [setting], where=""), setting.partition("=")[0]
+    with pytest.raises(UserError, match=words) as refused:
+        check_changes(path, changed, tmp_path, ["SEED"], 10)
+    assert f"--resume {path} --output DIR" in str(refused.value)
+    assert str(refused.value).endswith(f"--allow-change {key}")
+    check_changes(path, changed, tmp_path, [key], 10)
+    check_changes(path, changed, tmp_path, [key.partition(".")[0]], 10)
+    check_changes(path, changed, tmp_path / "branch", [], 10)
+
+
+@pytest.mark.parametrize("setting", ["TOTAL_BATCH_SIZE=32", "SEED=2", "OPTIMIZER.name='sgd'"])
+def test_what_the_state_depends_on_never_changes(tmp_path: Path, setting: str) -> None:
+    (path,) = write(tmp_path, 9)
+    changed = restore_config(CONFIG, [setting], where="")
+    with pytest.raises(UserError, match=f"{setting}: .* keep that, or start another run with --output DIR"):
+        check_changes(path, changed, tmp_path / "branch", [setting.partition("=")[0]], 10)
 
 
 def test_another_data_set_is_refused_unless_allowed(tmp_path: Path, capsys) -> None:

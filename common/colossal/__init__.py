@@ -6,7 +6,7 @@ A repair is a class or function whose docstring says what upstream does wrong, a
 from common.colossal.amp import MixedPrecision, build_mixed_precision, compute_dtype, name_dtype
 from common.colossal.context import launch, repair_context, shutdown
 from common.colossal.engine import Engine, initialize
-from common.colossal.fake_launch import reduce_without_waiting, rehearsed_launch
+from common.colossal.fake_launch import allow_fake_launches, fake_launch, reduce_without_waiting
 from common.colossal.generators import generator_states, set_generator_states
 from common.colossal.heartbeat import doing
 from common.colossal.heartbeat_hook import WatchHook
@@ -52,6 +52,7 @@ __all__ = [
     "Predictor",
     "Trainer",
     "WatchHook",
+    "allow_fake_launches",
     "build_mixed_precision",
     "build_norm_reducer",
     "canonical_state",
@@ -60,6 +61,7 @@ __all__ = [
     "cut_piece",
     "describe_tensor_parallel",
     "doing",
+    "fake_launch",
     "gather_whole",
     "generator_states",
     "get_default_parser",
@@ -72,7 +74,6 @@ __all__ = [
     "load_canonical_state",
     "name_dtype",
     "reduce_without_waiting",
-    "rehearsed_launch",
     "resolve_parallel",
     "set_generator_states",
     "shard_model",

@@ -1,12 +1,10 @@
 """A launch of processes that are not there."""
 
-import io
-import sys
+import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,43 +17,35 @@ from common.colossal.engine import Engine
 from common.colossal.tensor_parallel import layers
 
 
-@contextmanager
-def rehearsed_launch(config: Mapping[str, Any], world_size: int) -> Iterator[None]:
-    """Launch as rank 0 of ``world_size`` processes of which there is only this one, and on a CPU whatever there is.
-
-    For fake tensors (`torch._subclasses.FakeTensorMode`), which have a shape and a type but no numbers: collectives
-    return at once and leave their messages as they are. Must not be called within a launch.
-    """
+def allow_fake_launches() -> None:
+    """Replace, for good, what reads numbers or asks for hardware: this process is for `fake_launch` alone from here."""
     new_group = dist.new_group
 
     def new_fake_group(ranks: list[int], *_: Any, **__: Any) -> Any:
         return new_group(ranks, backend="fake") if 0 in ranks else dist.GroupMember.NON_GROUP_MEMBER
 
-    replacements = (
-        (torch.cuda, "is_available", lambda: False),
-        (torch.cuda, "device_count", lambda: 0),
-        (dist, "new_group", new_fake_group),
-        # it gathers the hosts' names
-        (RepairedContext, "detect_num_processes_on_current_node", lambda context: None),
-        # they read numbers: a random state, and whether a loss scaler has seen an overflow
-        (layers, "_random_stream", lambda device, number: nullcontext()),
-        (Tensor, "item", lambda tensor: 0.0),
-        # it swaps tensors, which fake ones cannot
-        (nn.Module, "to", _convert_in_place),
-        # to which each launch adds a prefix
-        (sys, "excepthook", sys.excepthook),
-    )
-    with ExitStack() as stack:
-        for owner, name, value in replacements:
-            stack.enter_context(mock.patch.object(owner, name, value))
-        stack.enter_context(redirect_stdout(io.StringIO()))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # what matters, the run itself will say
-        try:
-            launch(config, 0, world_size, "", 0, backend="fake", verbose=False)
-            yield
-        finally:
-            shutdown()
+    torch.cuda.is_available, torch.cuda.device_count = lambda: False, lambda: 0
+    dist.new_group = new_fake_group
+    RepairedContext.detect_num_processes_on_current_node = lambda context: None  # gathers the hosts' names
+    layers._random_stream = lambda device, number: nullcontext()  # reads a random state
+    Tensor.item = lambda tensor: 0.0  # a loss scaler asks whether it has seen an overflow
+    nn.Module.to = _convert_in_place  # swaps tensors, which fake ones cannot
+    warnings.simplefilter("ignore")  # what matters, the run itself will print
+
+
+@contextmanager
+def fake_launch(config: Mapping[str, Any], world_size: int) -> Iterator[None]:
+    """Launch as rank 0 of ``world_size`` processes of which there is only this one, and on a CPU whatever there is.
+
+    For fake tensors (`torch._subclasses.FakeTensorMode`), which have a shape and a type but no numbers: collectives
+    return at once and leave their messages as they are. Needs `allow_fake_launches`.
+    """
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        launch(config, 0, world_size, "", 0, backend="fake", verbose=False)
+    try:
+        yield
+    finally:
+        shutdown()
 
 
 def _convert_in_place(model: nn.Module, target: Any) -> nn.Module:

@@ -1,9 +1,12 @@
 """Rehearse an optimiser step on fake tensors: what one of N GPUs holds, sends and computes, without any of them."""
 
+import multiprocessing
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -16,10 +19,11 @@ from torch.optim import Optimizer
 from common.colossal import (
     Engine,
     ParallelMode,
+    allow_fake_launches,
+    fake_launch,
     gpc,
     initialize,
     reduce_without_waiting,
-    rehearsed_launch,
     shard_model,
 )
 from common.estimate.memory import TensorMemory
@@ -71,15 +75,28 @@ def rehearse(
     """Return what rank 0 of ``processes`` does in a step of ``accumulation`` micro-batches on a "cuda" or "cpu" device.
 
     ``config`` is a whole one, with ``parallel`` resolved. Takes seconds at most, whatever the model and the batch.
-    Must not be called within a launch.
+    Works in a process of its own, because of what `allow_fake_launches` replaces in PyTorch.
     """
+    return _process().submit(_rehearse, config, processes, micro_batch, accumulation, device).result()
+
+
+@cache
+def _process() -> ProcessPoolExecutor:
+    """Return the one process that rehearses: what PyTorch imports and caches for fake tensors is slow at first."""
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork"), initializer=allow_fake_launches)
+
+
+def _rehearse(config: Mapping[str, Any], processes: int, micro_batch: int, accumulation: int, device: str) -> Rehearsal:
+    with fake_launch(_launch_config(config, accumulation, device), processes), _choosing_as_on(device):
+        return _rehearse_all_blocks(config, micro_batch, accumulation)
+
+
+def _rehearse_all_blocks(config: Mapping[str, Any], micro_batch: int, accumulation: int) -> Rehearsal:
     depth = config["MODEL"]["depth"]
     shallow = 2 if config["MODEL"]["drop_path"] else 1  # blocks; the first one drops no paths, all others do the same
     if depth <= shallow + 1:
-        return _rehearse(config, depth, processes, micro_batch, accumulation, device)
-    first, second = (
-        _rehearse(config, blocks, processes, micro_batch, accumulation, device) for blocks in (shallow, shallow + 1)
-    )
+        return _rehearse_depth(config, depth, micro_batch, accumulation)
+    first, second = (_rehearse_depth(config, blocks, micro_batch, accumulation) for blocks in (shallow, shallow + 1))
     return _extend(first, second, depth - shallow)
 
 
@@ -95,20 +112,10 @@ def _extend(first: Rehearsal, second: Rehearsal, blocks: int) -> Rehearsal:
     return Rehearsal(**{name: extended(name) for name in Rehearsal.__dataclass_fields__})
 
 
-def _rehearse(
-    config: Mapping[str, Any], depth: int, processes: int, micro_batch: int, accumulation: int, device: str
-) -> Rehearsal:
-    launch_config = {**config, "gradient_accumulation": min(accumulation, 2), "fp16": _precision(config, device)}
-    launch_config["torch_ddp"] = {**(config.get("torch_ddp") or {}), "init_sync": False}
-    # Fake tensors pretend that there is a GPU. If autograd starts its threads then, this process cannot fork any more.
-    torch.ones((), requires_grad=True).backward()
+def _rehearse_depth(config: Mapping[str, Any], depth: int, micro_batch: int, accumulation: int) -> Rehearsal:
     with torch.device("meta"):  # where initial weights are nothing to be drawn
         model = build_model(**config["MODEL"] | {"depth": depth, "num_classes": config["MODEL"]["num_classes"] or 1000})
-    with ExitStack() as stack:
-        stack.enter_context(rehearsed_launch(launch_config, processes))
-        stack.enter_context(FakeTensorMode())
-        memory = stack.enter_context(TensorMemory())
-        _take_ways_of(device, stack)
+    with FakeTensorMode(), TensorMemory() as memory:
         model, optimizer, engine = _build(model, config)
         averages = EmaHook(model, config["EMA"]).averages if config["EMA"] else {}
         step = _Step(engine, memory, micro_batch, config["MODEL"]["image_size"])
@@ -127,6 +134,11 @@ def _rehearse(
             nbytes=step.nbytes,
             data_ranks=tuple(gpc.get_ranks_in_group(ParallelMode.DATA)),
         )
+
+
+def _launch_config(config: Mapping[str, Any], accumulation: int, device: str) -> dict[str, Any]:
+    options = {"torch_ddp": {**(config.get("torch_ddp") or {}), "init_sync": False}}
+    return {**config, **options, "gradient_accumulation": min(accumulation, 2), "fp16": _precision(config, device)}
 
 
 def _precision(config: Mapping[str, Any], device: str) -> dict[str, Any] | None:
@@ -182,14 +194,17 @@ class _Step:
         self.engine.backward(self.engine.criterion(self.engine(images), labels))  # pyright: ignore[reportOptionalCall]
 
 
-def _take_ways_of(device: str, stack: ExitStack) -> None:
-    """Choose as on a "cuda" device where code asks: attention and LAMB, by ``is_cpu``; dropout, whose mask is bytes.
+@contextmanager
+def _choosing_as_on(device: str) -> Iterator[None]:
+    """Let code that asks choose as on a "cuda" device: attention and LAMB by ``is_cpu``; dropout, whose mask is bytes.
 
     The tensors themselves cannot be a GPU's: autograd asks the driver for it, also where they are fake.
     """
-    if device == "cuda":
-        stack.enter_context(mock.patch.object(Tensor, "is_cpu", False))
-        stack.enter_context(mock.patch.object(F, "dropout", _dropout_by_mask))
+    if device == "cpu":
+        yield
+        return
+    with mock.patch.object(Tensor, "is_cpu", False), mock.patch.object(F, "dropout", _dropout_by_mask):
+        yield
 
 
 def _dropout_by_mask(x: Tensor, p: float, training: bool = True, inplace: bool = False) -> Tensor:

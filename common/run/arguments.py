@@ -28,8 +28,11 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
         "--resume",
         default=AUTO,
         metavar="never|PATH",
-        help=f"default: go on from the newest checkpoint in the output folder; {NEVER}: refuse a folder that holds a "
-        "run; PATH: go on from that checkpoint, or from the newest of that run",
+        help=f"default: resume from the newest checkpoint in the output folder; {NEVER}: refuse a folder that holds a "
+        "run; PATH: resume from that checkpoint, or the newest of that run; with --output DIR, as a branch in there",
+    )
+    parser.add_argument(
+        "--allow-change", action="append", default=[], metavar="KEY", help="resume although this key has changed"
     )
     parser.add_argument("--init", metavar="PATH", help="start from the weights of a run or a file: --set INIT=PATH")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, then exit")
@@ -50,6 +53,9 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
     add_cluster_arguments(parser)
     add_launch_arguments(parser)
     args = parser.parse_args(argv)
+    for name in ("config", "output", "resume", "init"):
+        if getattr(args, name) == "":
+            raise UserError(f'--{name} "" is empty: name one, or leave the flag out')
     if args.gpus is not None and (not args.dry_run or args.gpus < 1):
         raise UserError(f"--gpus {args.gpus}: goes with --dry-run and is at least 1; a run counts its processes itself")
     for name in FLAGS:

@@ -60,6 +60,8 @@ def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -
     partial.replace(config)
     words = [word for setting in (f"DATA.root={root}", *settings) for word in ("--set", setting)]
     run = start_run(["--config", str(config), "--output", str(output), *words, *flags], __doc__, describe_data)
+    if run is None:  # finished already
+        return output
     config, plan = gpc.config, run.plan
     model = build_model(**config.MODEL)
     run.load_init(model)

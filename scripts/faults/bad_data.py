@@ -72,7 +72,7 @@ def record_goes_bad(lab: Lab, choice: random.Random) -> Recovery:
     ended.expect_words(where, f"--check --repair {data}")
     printed = prepare_quietly("--check", "--repair", data)
     expect(f"record {index}" in printed, printed)
-    lab.run(TWO, output, settings=SETTINGS, data=data).expect(0, "going on from")
+    lab.run(TWO, output, settings=SETTINGS, data=data).expect(0, "resuming from")
     result(output)
     return Recovery()
 

@@ -81,7 +81,7 @@ def restarted(lab: Lab, choice: random.Random) -> Recovery:
     trial = Trial(lab, TWO.but(NO_CHANCE))
     agent = Torchrun(lab, trial.output, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
     printed = agent.wait(time.monotonic() + LIMIT)
-    expect(agent.process.returncode == 0 and "going on from" in printed, printed[-3000:])
+    expect(agent.process.returncode == 0 and "resuming from" in printed, printed[-3000:])
     return Recovery(trial.is_equal())
 
 

@@ -91,7 +91,7 @@ def damaged(lab: Lab, choice: random.Random, damage: Callable[[Path, random.Rand
     damage(newest, choice)
     # without its marker, it was never there
     warning = [f"warning: {newest} is damaged"] if (newest / MARKER).exists() else []
-    return trial.resume(f"going on from {before}", *warning)
+    return trial.resume(f"resuming from {before}", *warning)
 
 
 fault("newest checkpoint truncated", 3, damage=truncate)(damaged)

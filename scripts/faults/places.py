@@ -12,7 +12,7 @@ from typing import Any
 
 import common.run.start
 from common.colossal import BaseHook, Trainer
-from common.run.start import Run
+from common.run.run import Run
 from faults.processes import Inject
 from imagenet_dali import train_dali
 

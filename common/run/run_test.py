@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.run.start import Run
+from common.run.run import Run
 from common.testing.ranks import launched
 
 FIGURES = '{"kind": "eval", "top1": 0.5}'

@@ -1,0 +1,68 @@
+"""The output folder of a run: what it is resumed from, and what is written to it when training starts."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint.resume import check_changes, check_data, choose_checkpoint, finished_step
+from common.checkpoint.save import CONFIG, METRICS, newest_checkpoint
+from common.errors import UserError
+from common.files import lock_folder, sign_lock, unlock_folder
+from common.metrics.writers import read_metrics
+from common.run.prepare import Prepared
+
+
+def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tuple[Path | None, str]:
+    """Lock ``output``; return the checkpoint to resume from, or None, and why there is nothing to train, or "".
+
+    Raises `UserError` for a run that must not be resumed like this. Until then nothing of it is changed.
+    """
+    config, plan, data, _ = prepared
+    lock_folder(output, sign=False)
+    path = choose_checkpoint(args.resume, output)
+    if path is not None:
+        check_data(path, data, config["DATA"]["allow_change"])
+        check_changes(path, config, output, args.allow_change, plan.last_step)
+        if path.is_relative_to(output):
+            newest = newest_checkpoint(output / "checkpoints")
+            if path != newest and finished_step(newest, _last_step(newest)) is not None:
+                raise UserError(
+                    f"--resume {path}: its run is finished, and resuming it there would rewrite its record; branch off "
+                    "with --output DIR"
+                )
+            if (step := finished_step(path, plan.last_step)) is not None:
+                unlock_folder(output)
+                longer = "MAX_STEPS" if plan.last_step < plan.total_steps else "NUM_EPOCHS"
+                return path, (
+                    f"{output}: this run is finished, at step {step} with top1={last_top1(output)}; nothing "
+                    f"was trained. Extend it with --set {longer}=N (now {config[longer]}), or start another with "
+                    "--output DIR"
+                )
+    sign_lock(output)
+    return path, ""
+
+
+def _last_step(path: Path) -> int:
+    return json.loads((path / CONFIG).read_text())["plan"]["last_step"]
+
+
+def last_top1(output: Path) -> str:
+    """Return the last evaluation's top-1 as text, "?" without one."""
+    try:
+        last = [record for record in read_metrics(output) if record["kind"] == "eval"][-1]
+    except (OSError, IndexError):  # the disk was full, or the folder is gone: the writers have warned of it
+        return "?"
+    return f"{last['top1']:.4f}"
+
+
+def write_start(output: Path, about: dict[str, Any], start_from: Path | None) -> None:
+    """Write config.json, and metrics.jsonl up to the checkpoint ``start_from``."""
+    try:
+        partial = output / ".config.partial"
+        partial.write_text(json.dumps(about, indent=2, default=str) + "\n")
+        partial.replace(output / CONFIG)
+        figures = b"" if start_from is None else (start_from / METRICS).read_bytes()
+        (output / METRICS).write_bytes(figures)
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be written ({error.strerror}); choose another") from error

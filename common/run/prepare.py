@@ -1,0 +1,80 @@
+"""Config, data set and plan of a run: all that can be refused before anything is started."""
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from common.colossal import MixedPrecision, build_mixed_precision, check_tensor_parallel, name_dtype
+from common.config.batch_plan import DataSummary, Plan, build_plan, shrink_micro_batch
+from common.config.load import data_root, load_config
+from common.errors import UserError
+from common.launch.launcher import Launch
+from common.metrics.trackers import check_trackers
+from common.optim.build import build_optimizer
+
+DescribeData = Callable[[Mapping[str, Any]], DataSummary]
+
+
+class Prepared(NamedTuple):
+    """What is to be trained: the resolved config, its plan, and the data set (None where ``--dry-run`` has none)."""
+
+    config: dict[str, Any]
+    plan: Plan
+    data: DataSummary | None
+    precision: MixedPrecision  # what ``fp16`` comes to on this machine
+
+
+def prepare_run(args: argparse.Namespace, launch: Launch, describe_data: DescribeData) -> Prepared:
+    """Resolve the config for ``launch``, count the data set and work out the plan.
+
+    ``--dry-run`` needs neither data nor GPUs. Raises `UserError` for whatever the run would refuse later.
+    """
+    config = load_config(args.config, [*args.set, *([f"INIT={args.init}"] if args.init else [])])
+    config["INIT"] = config["INIT"] and str(Path(config["INIT"]).resolve())
+    gpus = launch.world_size
+    if args.dry_run and launch.launcher == "single":
+        gpus = args.gpus or args.world_size or config["GPUS"]
+    data = None
+    if not args.dry_run or config["DATA"]["root"] or os.environ.get("DATA"):
+        config["DATA"]["root"] = data_root(config)
+        data = describe_data(config["DATA"])
+        config["MODEL"]["num_classes"] = _check_classes(config["MODEL"]["num_classes"], data)
+    if args.dry_run:
+        config = shrink_micro_batch(config, gpus)
+    plan = build_plan(config, gpus, data)
+    config["TOTAL_BATCH_SIZE"] = plan.total_batch
+    precision = _check_builds(config, plan)
+    plan = replace(plan, dtype=name_dtype(precision.dtype))
+    config["gradient_accumulation"] = plan.accumulation
+    return Prepared(config, plan, data, precision)
+
+
+def _check_classes(num_classes: int | None, data: DataSummary) -> int:
+    """Return the classes of the head, by default those of the data set; refuse fewer."""
+    if num_classes is not None and num_classes < data.num_classes:
+        raise UserError(
+            f"MODEL.num_classes={num_classes}: the data set has labels 0 to {data.num_classes - 1}; "
+            f"--set MODEL.num_classes={data.num_classes} (or None) fits"
+        )
+    return num_classes or data.num_classes
+
+
+def _check_builds(config: Mapping[str, Any], plan: Plan) -> MixedPrecision:
+    """Refuse what the model, its shards, the optimiser, mixed precision or a tracker would, before anything starts.
+
+    Return what ``fp16`` comes to on this machine.
+    """
+    model = {**config["MODEL"], "num_classes": config["MODEL"]["num_classes"] or 1}
+    check_tensor_parallel(config["parallel"], model, plan.micro_batch, plan.gpus)
+    try:
+        build_optimizer(nn.Linear(1, 1), weight_decay=config["WEIGHT_DECAY"], **config["OPTIMIZER"])
+    except ValueError as error:
+        raise UserError(f"OPTIMIZER={config['OPTIMIZER']}: {error}") from error
+    check_trackers(config["LOG"]["trackers"])
+    return build_mixed_precision(config["fp16"], "cuda" if torch.cuda.is_available() else "cpu")

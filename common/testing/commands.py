@@ -1,0 +1,58 @@
+"""Start commands as a user does: a process with its output and exit status, without starting Python anew."""
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from common.errors import run_command
+
+
+class Ended(NamedTuple):
+    """How a process ended: exit status (negative: the signal), and what it printed."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+def run_forked(
+    main: Callable[[list[str]], object], argv: Sequence[object], timeout: float = 240, **environ: str
+) -> Ended:
+    """Run ``main(argv)`` as its script does, in a process of its own that is forked; no traceback may be printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, name) for name in ("stdout", "stderr")]
+        process = multiprocessing.get_context("fork").Process(target=_run, args=(main, argv, outputs, environ))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork() with threads around
+            process.start()
+        process.join(timeout)
+        ended = process.exitcode
+        process.kill()
+        process.join()
+        out, err = (path.read_text() for path in outputs)
+    assert ended is not None, f"{argv} did not end within {timeout} s:\n{out}\n{err}"
+    assert "Traceback" not in err, err
+    return Ended(ended, out, err)
+
+
+def _run(
+    main: Callable[[list[str]], object], argv: Sequence[object], outputs: Sequence[Path], environ: Mapping[str, str]
+) -> None:
+    for descriptor, path in zip((1, 2), outputs, strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+    os.environ.update(environ)
+    run_command(main, [str(word) for word in argv])
+
+
+def read_folder(folder: Path) -> dict[str, bytes]:
+    """Return the content of every file in a folder, by its path in there."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }

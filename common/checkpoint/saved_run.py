@@ -19,6 +19,9 @@ from common.errors import UserError
 from common.metrics.writers import Record, read_metrics
 from common.model.vit import build_model
 
+# The modules that config.json may name as those of a run's loaders: no other name in the folder of a run is imported.
+LOADERS = ["imagenet_dali.dataloader", "caltech101_amp.dataloader", "cifar10_benchmark.dataloader"]
+
 
 @dataclass(frozen=True)
 class SavedRun:
@@ -83,14 +86,15 @@ class SavedRun:
     def import_loaders(self) -> ModuleType:
         """Return the task's module of loaders, of which config.json holds the name.
 
-        It has ``describe_data``, ``build_eval_loader`` and ``build_eval_crop``. The name, not an import, because the
+        It has ``describe_data``, ``build_eval_loader`` and ``build_eval_crop``. A name, not an import, because the
         tasks build on ``common``, which knows none of them.
         """
         name = self.about["data"]["loaders"]
-        try:
-            return importlib.import_module(name)
-        except ImportError as error:
-            raise UserError(f"{self.folder}: config.json: data.loaders={name!r} does not import: {error}") from error
+        if name not in LOADERS:
+            raise UserError(
+                f"{self.folder}: config.json: data.loaders={name!r} is none of {', '.join(LOADERS)}: restore the file"
+            )
+        return importlib.import_module(name)
 
 
 def build_parser(program: str, description: str | None) -> argparse.ArgumentParser:

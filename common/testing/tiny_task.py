@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image
 from torch import nn
 
+from common.checkpoint.saved_run import LOADERS
 from common.colossal import Trainer, gpc, initialize, shard_model
 from common.config.batch_plan import DataSummary
 from common.data import photographs
@@ -22,6 +23,7 @@ from common.run.start import start_run
 
 __all__ = ["build_eval_crop", "build_eval_loader", "describe_data", "train", "write_images"]
 
+LOADERS.append(__name__)
 NAMES = ("blue", "cyan", "green", "magenta", "red", "white", "yellow")
 CHANNELS = ((2,), (1, 2), (1,), (0, 2), (0,), (0, 1, 2), (0, 1))
 SAMPLES = {"train": 70, "test": 45}

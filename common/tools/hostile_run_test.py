@@ -1,0 +1,92 @@
+"""The folder of a run that a stranger made: whatever its files name or hold, none of it runs."""
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from common.checkpoint.save import MARKER, newest_checkpoint
+from common.colossal import shutdown
+from common.errors import UserError
+from common.files import sha256_of
+from common.testing.tiny_task import train, write_images
+from common.tools import evaluate, export, predict, report
+
+
+class Evil:
+    """Unpickled, it creates the file that it names."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.proof,)
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("task")
+    return train(write_images(folder / "data"), folder / "run", "MAX_STEPS=1")
+
+
+@pytest.fixture
+def hostile(honest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the run with a module of its own, which could be imported from the current folder."""
+    shutil.copytree(honest, tmp_path / "run", symlinks=True)
+    (tmp_path / "run" / "evil.py").write_text(f"open({str(tmp_path / 'proof')!r}, 'w')")
+    monkeypatch.chdir(tmp_path / "run")
+    monkeypatch.syspath_prepend(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def sign(run: Path) -> None:
+    """Let the sums of the checkpoint fit what is in it."""
+    checkpoint = newest_checkpoint(run / "checkpoints")
+    names = [line.partition("  ")[2] for line in (checkpoint / MARKER).read_text().splitlines()]
+    (checkpoint / MARKER).write_text("".join(f"{sha256_of(checkpoint / name)}  {name}\n" for name in names))
+
+
+def commands(run: Path) -> list[tuple[Callable[[list[str]], object], list[str]]]:
+    image = next((run.parent / "run").rglob("*.jpeg"))
+    return [
+        (evaluate.main, [str(run)]),
+        (predict.main, [str(run), str(image)]),
+        (export.main, [str(run), "--to", "timm", "--output", str(run.parent / "export")]),
+    ]
+
+
+def test_no_module_that_a_run_names_is_imported(hostile: Path) -> None:
+    for file in (hostile / "config.json", newest_checkpoint(hostile / "checkpoints") / "config.json"):
+        about = json.loads(file.read_text())
+        about["data"]["loaders"] = "evil"
+        file.write_text(json.dumps(about))
+    sign(hostile)
+    for main, argv in commands(hostile):
+        with pytest.raises(UserError, match="data.loaders='evil' is none of imagenet_dali.dataloader"):
+            main(argv)
+    assert not (hostile.parent / "proof").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "random.safetensors", "trainer.json"])
+def test_nothing_in_a_run_is_unpickled(honest: Path, hostile: Path, name: str) -> None:
+    checkpoint = newest_checkpoint(hostile / "checkpoints")
+    (checkpoint / name).write_bytes(pickle.dumps(Evil(hostile.parent / "proof")))
+    sign(hostile)
+    for main, argv in commands(hostile):
+        with suppress(UserError, ValueError):  # some of them do not read the file
+            main(argv)
+    shutdown()
+    with pytest.raises(UserError, match=f"{name} cannot be read"):
+        train(honest.parent / "data", hostile.parent / "other", flags=["--resume", str(checkpoint)])
+    shutdown()
+    report.main([str(hostile), "--output", str(hostile.parent / "report.html")])
+    assert not (hostile.parent / "proof").exists()
+
+
+def test_the_proof_would_be_there(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Evil(tmp_path / "proof")))
+    assert (tmp_path / "proof").exists()

@@ -1,4 +1,4 @@
-"""The hook that saves checkpoints while training goes on, stops a run in good order, and goes on where one stopped."""
+"""The hook that saves checkpoints during training, stops a run in good order, and resumes one."""
 
 import json
 import math
@@ -31,7 +31,7 @@ from common.checkpoint.save import (
     write_checkpoint,
 )
 from common.colossal import BaseHook, ParallelMode, Trainer, doing, generator_states, gpc, set_generator_states
-from common.errors import RankError, UserError
+from common.errors import AgreedError, RankError, UserError
 from common.launch.stop_signals import stop_signals
 from common.metrics.hook import MetricsHook
 from common.metrics.writers import warn
@@ -42,8 +42,8 @@ class CheckpointHook(BaseHook):
 
     The training loop waits for a copy of the weights and the optimiser's state; a thread of rank 0 writes it. A write
     that fails is reported, and training goes on; if it is the last one, the run ends with `UserError`. The newest
-    ``keep`` checkpoints stay, and the best. A signal that any rank has received ends the training of all ranks after
-    the same step.
+    ``keep`` checkpoints stay, and the best. A signal that any rank has received, and a
+    loader of any rank that has failed, end the training of all ranks after the same step.
 
     ``start_from`` is the checkpoint to go on from; ``about`` what config.json holds; ``averages`` those of `EmaHook`.
     """
@@ -69,6 +69,7 @@ class CheckpointHook(BaseHook):
         self.ranks = {"gpus": about["plan"]["gpus"], "parallel": about["config"]["parallel"]}
         self.every_steps = every if isinstance(every, int) else None
         self.every_seconds = None if isinstance(every, int) else parse_minutes(every) * 60
+        self.loader_failed = False  # of any rank
         self.best = -1.0  # top-1
         self.saved: dict[str, int] = {}  # where the trainer stood
         self.saved_at = time.monotonic()
@@ -85,12 +86,12 @@ class CheckpointHook(BaseHook):
     def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
         if not trainer.update_done:
             return
-        trainer.stopping, is_due = self._agree(trainer.step)
+        trainer.stopping, is_due = self._agree(trainer, trainer.step)
         if is_due and not trainer.stopping:
             self._save(trainer)
 
     def after_test_iter(self, trainer: Trainer, *_: Any) -> None:
-        trainer.stopping = self._agree()[0]
+        trainer.stopping = self._agree(trainer)[0]
 
     def after_test(self, trainer: Trainer) -> None:
         figures = trainer.states["eval"]
@@ -105,20 +106,27 @@ class CheckpointHook(BaseHook):
         # or a launcher would end rank 0 because another has left with an exit code, as after a signal
         ask_first_rank(self.wait)
         stop_signals.deferring = stop_signals.agreed != 0  # a run that stops leaves in good order
+        if self.loader_failed:
+            self._refuse_to_continue(trainer)
 
-    def _agree(self, step: int | None = None) -> tuple[bool, bool]:
+    def _refuse_to_continue(self, trainer: Trainer) -> None:
+        failures = _gather(trainer.loader_failure) or []
+        words = "; ".join(f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure)
+        raise AgreedError(f"{words}; rerun the command to resume from {trainer.states.get('checkpoint')}")
+
+    def _agree(self, trainer: Trainer, step: int | None = None) -> tuple[bool, bool]:
         """Return, equal on all ranks, whether to stop, and whether a checkpoint is due after ``step``."""
         seconds = time.monotonic() - self.saved_at
         is_due = self.every_seconds is not None and seconds >= self.every_seconds
-        flags = torch.tensor([stop_signals.received, is_due])
+        flags = torch.tensor([stop_signals.received, is_due, trainer.loader_failure != ""])
         if gpc.get_world_size(ParallelMode.GLOBAL) > 1:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
-        stop_signals.agreed = int(flags[0])
+        stop_signals.agreed, self.loader_failed = int(flags[0]), bool(flags[2])
         if self.every_steps is not None:
             is_due = step is not None and step % self.every_steps == 0
         else:
             is_due = step is not None and bool(flags[1])
-        return stop_signals.agreed != 0, is_due
+        return stop_signals.agreed != 0 or self.loader_failed, is_due
 
     def _save(self, trainer: Trainer, is_best: bool = False) -> None:
         """Copy the state, which takes all ranks, and let rank 0 write it; waits for the write before this one."""
@@ -198,7 +206,7 @@ def parse_minutes(text: str) -> float:
     return float(text.partition("min")[0])
 
 
-def _gather(value: dict[str, Any]) -> list[dict[str, Any]] | None:
+def _gather(value: Any) -> list[Any] | None:
     """Return every rank's ``value`` on rank 0, None on the others."""
     world_size, rank = gpc.get_world_size(ParallelMode.GLOBAL), gpc.get_global_rank()
     if world_size == 1:

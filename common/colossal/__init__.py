@@ -8,7 +8,7 @@ from common.colossal.context import launch, repair_context, shutdown
 from common.colossal.engine import Engine, initialize
 from common.colossal.fake_launch import allow_fake_launches, fake_launch, reduce_without_waiting
 from common.colossal.generators import generator_states, set_generator_states
-from common.colossal.heartbeat import doing
+from common.colossal.heartbeat import doing, progress
 from common.colossal.heartbeat_hook import WatchHook
 from common.colossal.inference import Predictor
 from common.colossal.repairs import repair_cpu_accelerator, repair_old_paths, repair_warmup_schedulers
@@ -73,6 +73,7 @@ __all__ = [
     "launch_from_torch",
     "load_canonical_state",
     "name_dtype",
+    "progress",
     "reduce_without_waiting",
     "resolve_parallel",
     "set_generator_states",

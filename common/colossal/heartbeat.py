@@ -34,6 +34,11 @@ def doing(what: str) -> None:
     _doing, _changes = what, _changes + 1
 
 
+def progress() -> int:
+    """Return a number that changes with what this process does."""
+    return _changes
+
+
 def beat_of(timeout: float) -> float:
     """Return the seconds between two beats: so many that a loss is named well within a tenth of a long timeout."""
     return min(2.0, timeout / 40)

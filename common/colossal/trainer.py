@@ -34,7 +34,7 @@ class Trainer(UpstreamTrainer):
         update_done: whether the last micro-batch ended an optimiser step.
         learning_rate: what the last optimiser step was made with.
         data_wait: seconds spent waiting for the training loader so far.
-        train_dataloader: what `fit` trains on.
+        train_dataloader, test_dataloader: what `fit` trains on and evaluates.
         states: what hooks leave for each other.
         stopping: set by a hook at the end of an optimiser step or in an evaluation, ends the training there.
     """
@@ -47,6 +47,13 @@ class Trainer(UpstreamTrainer):
         self.update_done = self.stopping = False
         self.learning_rate = self.data_wait = 0.0
         self.train_dataloader: Any = None
+        self.test_dataloader: Any = None
+
+    @property
+    def loader_failure(self) -> str:
+        """What this process's loaders can no longer do, and the remedy; "" while all is well."""
+        failures = (getattr(loader, "failure", "") for loader in (self.train_dataloader, self.test_dataloader))
+        return next(filter(None, failures), "")
 
     @property
     def device(self) -> torch.device:
@@ -86,11 +93,27 @@ class Trainer(UpstreamTrainer):
         are called in the order of their ``priority``, in training with ``output`` and ``label`` None, in evaluation
         with ``loss`` None; one of them may load a state in ``before_train``. Raises `UserError` naming the ranks that
         are gone when a collective fails, and `AgreedError`, with what hooks left as ``states["checkpoint"]``, when too
-        many updates had to be skipped.
+        many updates had to be skipped. Closes the loaders that can be closed.
         """
+        try:
+            self._fit(train_dataloader, epochs, max_steps, test_dataloader, test_interval, hooks)
+        finally:
+            for loader in (train_dataloader, test_dataloader):
+                if hasattr(loader, "close"):
+                    loader.close()
+
+    def _fit(
+        self,
+        train_dataloader: Any,
+        epochs: int,
+        max_steps: int | None,
+        test_dataloader: Any,
+        test_interval: int,
+        hooks: Sequence[BaseHook],
+    ) -> None:
         self._max_epochs, self._max_steps = epochs, max_steps
         self._steps_per_epoch = len(train_dataloader) // self.engine.optimizer.accumulation
-        self.train_dataloader = train_dataloader
+        self.train_dataloader, self.test_dataloader = train_dataloader, test_dataloader
         self._reset_states()
         self.hooks = sorted(hooks, key=lambda hook: hook.priority)
         self._call_hooks("after_hook_is_attached")

@@ -36,3 +36,13 @@ class WholeSteps:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Let the next pass be what is left of an epoch."""
         self.loader.load_state_dict(state)
+
+    @property
+    def failure(self) -> str:
+        """What the loader can no longer do, and the remedy; "" while all is well."""
+        return getattr(self.loader, "failure", "")
+
+    def close(self) -> None:
+        """End the loader's threads and processes, if it can."""
+        if hasattr(self.loader, "close"):
+            self.loader.close()

@@ -55,6 +55,10 @@ class BatchAugment:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.loader.load_state_dict(state)
 
+    @property
+    def failure(self) -> str:
+        return self.loader.failure
+
     def close(self) -> None:
         self.loader.close()
 

@@ -55,6 +55,11 @@ class Loader:
         assert rest == 0, "a state is taken between optimiser steps, or the processes are as many as before"
         self._next_pass = self._position = (state["epoch"], done)
 
+    @property
+    def failure(self) -> str:
+        """What the reader can no longer do, and the remedy; the run should end. "" while all is well."""
+        return getattr(self.reader, "failure", "")
+
     def close(self) -> None:
         """End the pass and the reader's threads and processes."""
         self._end_pass()

@@ -4,19 +4,19 @@ The DALI loader sees the same samples, crops and flips, and the same pixels to w
 """
 
 from collections.abc import Generator, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from common.data.corrupt_images import BadImages, reason_of
 from common.data.crops import CenterCrop, RandomCrop
 from common.data.cuda_prefetch import on_side_stream
 from common.data.image_folder import open_image
 from common.data.sampling import NO_LABEL, PADDING, Draw
+from common.data.worker_pool import WorkerPool
 from common.errors import UserError
 
 
@@ -49,7 +49,7 @@ class TorchvisionReader:
     last. Whole batches are made by ``workers`` processes, or in this one if 0. Rows of padding are zeros with label
     -100. So are images that cannot be read: in training the others make up the micro-batch, in evaluation the others
     are the samples. They are named on stderr; more than `MAX_BAD_SHARE` of what one of ``dp_size`` processes reads in a
-    pass raises `UserError`.
+    pass raises `UserError`. After a worker has died, ``failure`` says so, and this process makes the batches.
     """
 
     def __init__(
@@ -68,52 +68,48 @@ class TorchvisionReader:
         self.device = device
         self._bad = BadImages(len(split) / dp_size)
         self._mean, self._std = (per_channel(values, device) for values in (mean, std))
-        self._pass = _Pass()
-        self._batches = DataLoader(
-            _Batches(split, crop, size, augment),
-            batch_size=None,
-            sampler=self._pass,
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # the workers' seeds, unused, would be drawn from the model's random numbers
-        )
+        self._pool = WorkerPool(_Batches(split, crop, size, augment), workers)
+
+    @property
+    def failure(self) -> str:
+        """Which worker has died, and what to do about it; "" while all live."""
+        return self._pool.failure
 
     def read(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batch of each draw, in order."""
-        self._pass.draws = draws
         self._bad.start_pass()
-        return on_side_stream(self._read(), self.device)
+        return on_side_stream(self._read(draws), self.device)
 
-    def _read(self) -> Generator[tuple[Tensor, Tensor], None, None]:
-        for images_BHWC, labels, bad in self._batches:
+    def _read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:
+        for images_BHWC, labels, bad in self._pool.map(draws):
             self._bad.add(bad)
-            images = normalize(images_BHWC.to(self.device, non_blocking=True), self._mean, self._std)
-            labels = labels.to(self.device, non_blocking=True)
-            images.masked_fill_((labels == NO_LABEL)[:, None, None, None], 0)
-            yield images, labels
+            images, labels = (self._to_device(torch.from_numpy(array)) for array in (images_BHWC, labels))
+            images = normalize(images, self._mean, self._std)
+            yield images.masked_fill_((labels == NO_LABEL)[:, None, None, None], 0), labels
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def close(self) -> None:
         """End the worker processes."""
-        del self._batches
+        self._pool.close()
 
 
-class _Pass:
-    """The draws that the next pass over the DataLoader follows."""
-
-    draws: Iterator[Draw]
-
-    def __iter__(self) -> Iterator[Draw]:
-        return self.draws
+class _Batch(NamedTuple):
+    images: np.ndarray  # uint8 [B, size, size, 3]
+    labels: np.ndarray  # int64 [B]
+    bad: list[str]  # what is wrong with some of the images
 
 
-class _Batches(Dataset):
-    """Makes the batch of a draw: images uint8 [B, size, size, 3], labels int64 [B], and what is wrong with some."""
+class _Batches:
+    """Makes the batch of a draw."""
 
     def __init__(self, split: ImageSplit, crop: RandomCrop | CenterCrop, size: int, augment: Augment | None) -> None:
         self.split, self.crop, self.size, self.augment = split, crop, size, augment
 
-    def __getitem__(self, draw: Draw) -> tuple[Tensor, Tensor, list[str]]:
+    def __call__(self, draw: Draw) -> _Batch:
         indices, uniforms = draw
         images = np.zeros((len(indices), self.size, self.size, 3), np.uint8)
         labels = np.full(len(indices), NO_LABEL)
@@ -129,7 +125,7 @@ class _Batches(Dataset):
                     view = self.augment(view, uniforms[row, -self.augment.uniforms :])
                 images[row] = np.asarray(view)
                 labels[row] = label
-        return torch.from_numpy(images), torch.from_numpy(labels), bad
+        return _Batch(images, labels, bad)
 
     def _load(self, index: int) -> tuple[Image.Image, int]:
         data, label = self.split.read(index)

@@ -2,16 +2,20 @@
 
 import atexit
 import ctypes
+import math
 import multiprocessing
 import multiprocessing.util  # whose own function must be registered at exit before ours, to run after it
 import os
+import select
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 from common.errors import is_first_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+CHECK = 0.5  # seconds between two looks at the progress, once a signal has come
 SAME_PRESS = 1.0  # seconds within which a second SIGINT is the first one, passed on by a launcher too
 PR_SET_PDEATHSIG = 1
 
@@ -30,18 +34,23 @@ class StopSignals:
     def __init__(self) -> None:
         self.received = self.agreed = 0
         self.deferring = False
-        self._received_at = 0.0
+        self._received_at = self._seen_at = 0.0
+        self._seen: object = None
         self._forking = threading.local()
         self._previous: dict[int, object] = {}
 
-    def install(self, follow_parent: bool = False) -> None:
+    def install(
+        self, follow_parent: bool = False, progress: Callable[[], object] = lambda: None, patience: float = math.inf
+    ) -> None:
         """Take over the signals; to be called from the main thread.
 
-        ``follow_parent``: get SIGTERM when the process that started this one dies.
+        ``follow_parent``: get SIGTERM when the process that started this one dies. Where ``progress()`` stays the same
+        for ``patience`` seconds after a signal was noted, whatever this process waits for, it ends at once.
         """
         if self._previous:
             return
         self.received = self.agreed = 0
+        self._progress, self._patience = progress, patience
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         # Python's own handler has nothing to do, but without it nothing is written to the pipe
@@ -73,9 +82,22 @@ class StopSignals:
         self._previous, self.deferring = {}, False
 
     def _watch(self, reader: int) -> None:
-        while (number := os.read(reader, 1)[0]) != 0:
-            if number in SIGNALS:
+        while True:
+            ready, *_ = select.select([reader], [], [], CHECK if self.received else None)
+            if not ready:
+                self._check_progress()
+            elif (number := os.read(reader, 1)[0]) == 0:
+                return
+            elif number in SIGNALS:
                 self._receive(number)
+
+    def _check_progress(self) -> None:
+        now, progress = time.monotonic(), self._progress()
+        if progress != self._seen:
+            self._seen, self._seen_at = progress, now
+        elif now - max(self._seen_at, self._received_at) > self._patience:
+            _say(f"{signal_name(self.received)}: no progress for {self._patience:g} s (TIMEOUT); ended at once")
+            os._exit(exit_code(self.received))
 
     def _receive(self, number: int) -> None:
         if not self.deferring:

@@ -13,7 +13,7 @@ import torch
 
 from common.checkpoint.resume import ask_first_rank, note_start
 from common.checkpoint.save import CONFIG
-from common.colossal import MixedPrecision, shutdown
+from common.colossal import MixedPrecision, progress, shutdown
 from common.config.batch_plan import DataSummary, Plan
 from common.estimate.cluster import parse_cluster
 from common.estimate.dry_run import print_dry_run
@@ -44,7 +44,7 @@ def start_run(argv: list[str], description: str | None, describe_data: DescribeD
             print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None)
         return None
     assert data is not None
-    stop_signals.install(follow_parent=launch.launcher == "torch")
+    stop_signals.install(launch.launcher == "torch", progress, config["TIMEOUT"])
     output = Path(args.output or Path("outputs") / Path(args.config).stem).resolve()
     start(launch, config)
     measurement, start_from = _build_measurement(args, output, launch.rank == 0), None

@@ -1,0 +1,88 @@
+"""Workers that decode images: with almost no shared memory, killed, and stuck."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.checkpoint.save import newest_checkpoint
+from common.metrics.writers import read_metrics
+from common.testing.commands import run_forked
+from common.testing.tiny_task import train, write_images
+
+CLONE_NEWNS = 0x20000
+WORKERS = ("DATA.workers=2", "TOTAL_BATCH_SIZE=35", "LOG.every=1")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("images"))
+
+
+def when_training(output: Path, action: Callable[[], None]) -> None:
+    """Call ``action`` from a thread once there is a line in metrics.jsonl."""
+
+    def wait() -> None:
+        while not (output / "metrics.jsonl").is_file() or not (output / "metrics.jsonl").stat().st_size:
+            time.sleep(0.01)
+        action()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a file system")
+def test_trains_with_almost_no_shared_memory(data: Path, tmp_path: Path) -> None:
+    def main(argv: list[str]) -> None:
+        assert ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) == 0
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/dev/shm"], check=True)
+        train(data, tmp_path / "run", *WORKERS, "MODEL.image_size=32", "MODEL.patch_size=16")
+
+    ended = run_forked(main, [])
+    assert ended.code == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1].startswith("top1=")
+
+
+def test_a_worker_that_is_killed_ends_the_run_with_its_name_and_a_checkpoint(data: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+
+    def main(argv: list[str]) -> None:
+        when_training(output, lambda: os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL))
+        train(data, output, *WORKERS, "NUM_EPOCHS=2000")
+
+    ended = run_forked(main, [])
+    assert ended.code == 2, ended.stderr
+    checkpoint = newest_checkpoint(output / "checkpoints")
+    line = ended.stderr.splitlines()[-1]
+    assert line.startswith("error: rank 0: DATA.workers=2: a worker has died, process ")
+    assert "was killed by SIGKILL" in line
+    assert line.endswith(f"rerun the command to resume from {checkpoint}")
+    done = int(checkpoint.name.removeprefix("step-"))
+    ended = run_forked(lambda argv: train(data, output, *WORKERS, "NUM_EPOCHS=2000", f"MAX_STEPS={done + 3}"), [])
+    assert ended.code == 0, ended.stderr
+    assert f"resuming from {checkpoint}" in ended.stdout
+    steps = [record["step"] for record in read_metrics(output) if record["kind"] == "train"]
+    assert steps == list(range(1, done + 4))
+
+
+def test_sigterm_ends_a_run_whose_workers_are_stuck(data: Path, tmp_path: Path) -> None:
+    def stick() -> None:
+        for process in multiprocessing.active_children():
+            os.kill(process.pid, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def main(argv: list[str]) -> None:
+        when_training(tmp_path / "run", stick)
+        train(data, tmp_path / "run", *WORKERS, "NUM_EPOCHS=2000", "TIMEOUT=5")
+
+    ended = run_forked(main, [])
+    assert ended.code == 143, ended.stderr
+    assert "SIGTERM: stopping after this step\n" in ended.stderr
+    assert "SIGTERM: no progress for 5 s (TIMEOUT); ended at once\n" in ended.stderr

@@ -49,6 +49,7 @@ def run(command: str, **environ: str) -> str:
     words = [os.path.expandvars(word) for word in shlex.split(command)]
     answer = subprocess.run([sys.executable, *words], cwd=HERE, env=kept, capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0, answer.stderr
+    assert "Traceback" not in answer.stderr, answer.stderr
     return answer.stdout
 
 

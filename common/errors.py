@@ -1,9 +1,13 @@
 """Mistakes of the user's, and how every command of the project reports them."""
 
 import difflib
+import json
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
@@ -37,20 +41,55 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
 
     ``--debug`` anywhere in the arguments shows the traceback instead. Before the processes of a run have joined they
     all see the same mistake, and only the first speaks, unless it is a `RankError`; later each speaks for itself,
-    unless it is an `AgreedError`.
+    unless it is an `AgreedError`. A standard output that is closed or full ends the process without a traceback.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
         main(argv)
+        sys.stdout.flush()
     except UserError as error:
         if "--debug" in argv:
             raise
         if is_first_process() or isinstance(error, RankError) or (_joined() and not isinstance(error, AgreedError)):
+            _end_progress_bars()
             sys.stderr.write(f"error: {error}\n")  # whole, unlike print: other ranks may speak too
+            _tell_torchrun(f"error: {error}")
+        sys.exit(2)
+    except OSError as error:
+        if not _give_up_lost_output():
+            raise
+        if isinstance(error, BrokenPipeError):  # as of `| head -1`
+            sys.exit(128 + signal.SIGPIPE)
+        sys.stderr.write(f"error: standard output: {error.strerror}\n")
         sys.exit(2)
     finally:
+        _give_up_lost_output()
         if signals := sys.modules.get("common.launch.stop_signals"):
             signals.stop_signals.restore()
+
+
+def _tell_torchrun(line: str) -> None:
+    """Let torchrun's own report end with ``line``; it reads the file that its ``@record`` would write."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with suppress(OSError), open(file, "w") as report:
+            extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+            json.dump({"message": {"message": line, "extraInfo": extra}}, report)
+
+
+def _end_progress_bars() -> None:
+    if tqdm := sys.modules.get("tqdm"):
+        for bar in list(getattr(tqdm.tqdm, "_instances", ())):
+            bar.close()
+
+
+def _give_up_lost_output() -> bool:
+    """Return whether standard output takes nothing more; then what is left of it goes nowhere, without a traceback."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def is_first_process() -> bool:

@@ -79,6 +79,7 @@ def run(
         check=False,
     )
     assert answer.returncode == code, f"{command}: {answer.returncode}\n{answer.stdout}\n{answer.stderr}"
+    assert "Traceback" not in answer.stderr or (code and "torch.distributed" in command), answer.stderr
     return answer
 
 

@@ -18,6 +18,8 @@ from imagenet_dali import train_dali
 from imagenet_dali.dataloader import build_eval_loader, open_images
 from imagenet_dali.testing import MODEL, prepare_data, run, write_config
 
+FULL = "error: standard output: No space left on device"
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
@@ -180,6 +182,32 @@ def test_a_mistake_is_one_line_and_writes_nothing(config, data, tmp_path, capfd,
     assert words in error
     assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_torchruns_own_lines_do_not_hide_a_mistake(config, tmp_path):
+    """The launch script shows our line alone; torchrun itself ends its report with it."""
+    arguments = f"train_dali.py --config {config} --output {tmp_path}/run --set TOTAL_BATCH_SIZ=1"
+    ours = "error: --set TOTAL_BATCH_SIZ: unknown key; did you mean 'TOTAL_BATCH_SIZE'?"
+    answer = run(f"bash ../scripts/train_torchrun.sh {arguments}", code=2, NPROC_PER_NODE="2")
+    assert answer.stderr.splitlines() == [ours]
+
+
+@pytest.mark.parametrize(("reader", "code"), [("| true", 128 + 13), ("> /dev/full", 2)])
+def test_a_standard_output_that_takes_no_more_ends_quietly(reader, code):
+    """The dry run of a recipe prints some 80 lines."""
+    answer = run(f"python train_dali.py --config vit-b16 --dry-run {reader}; exit ${{PIPESTATUS[0]}}", code=code)
+    assert answer.stderr.splitlines() == ([FULL] if "full" in reader else [])
+
+
+def test_a_dry_run_prints_once_and_plans_what_it_is_told(capsys, monkeypatch):
+    monkeypatch.delenv("DATA", raising=False)
+    train_dali.main(["--config", "vit-b16", "--dry-run", "--world_size=1"])
+    assert "1 GPUs = 1 data parallel" in capsys.readouterr().out
+    place = dict(RANK="1", LOCAL_RANK="1", WORLD_SIZE="8", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    train_dali.main(["--config", "vit-b16", "--dry-run"])
+    assert capsys.readouterr().out == ""
 
 
 def test_a_run_is_not_overwritten_where_that_is_asked_for(config, data, tmp_path):

@@ -139,6 +139,7 @@ def run(command: str, folder: Path, language: str = "shell") -> None:
     words = [sys.executable, "-c", actual] if language == "python" else ["bash", "-c", actual]
     answer = subprocess.run(words, cwd=folder, env=kept, capture_output=True, text=True, timeout=300, check=False)
     assert answer.returncode == 0, f"{command}\nrun as {actual}\n{answer.stdout[-3000:]}\n{answer.stderr[-3000:]}"
+    assert "Traceback" not in answer.stderr, answer.stderr
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -46,6 +46,7 @@ class MetricsHook(BaseHook):
         """``start``: optimiser steps that were done before."""
         super().__init__(priority=0)
         self.plan, self.every, self.peak_samples_per_s = plan, every, peak_samples_per_s
+        self.has_shown_loss = False
         self.writers = []
         if is_main:
             self.writers = open_writers(folder, plan.last_step, start, tensorboard=tensorboard, trackers=trackers)
@@ -79,14 +80,20 @@ class MetricsHook(BaseHook):
         self.micro_batches += 1
         if not trainer.update_done:
             return
+        has_record = trainer.step % self.every == 0 or trainer.step == self.plan.last_step
+        loss = None if has_record or self.has_shown_loss else self._mean_loss()  # long before the first record
+        self.has_shown_loss = True
         if self.progress:
-            self.progress.step()
-        if trainer.step % self.every == 0 or trainer.step == self.plan.last_step:
+            self.progress.step(loss)
+        if has_record:
             self._write("train", trainer, self._train_figures(trainer))
             self._restart_window(trainer)
 
+    def _mean_loss(self) -> float:
+        return _sum_over_data_parallel(self.loss / self.micro_batches).item() / self.plan.data_parallel
+
     def _train_figures(self, trainer: Trainer) -> dict:
-        loss = _sum_over_data_parallel(self.loss / self.micro_batches).item() / self.plan.data_parallel
+        loss = self._mean_loss()
         elapsed, timed = time.perf_counter() - self.started, self.micro_batches - self.untimed
         samples_per_s = timed * self.plan.micro_batch * self.plan.data_parallel / elapsed
         return {

@@ -51,9 +51,9 @@ class Guarded:
         if self.writer:
             self._attempt(self.writer, record)
 
-    def step(self) -> None:
+    def step(self, loss: float | None = None) -> None:
         if self.writer:
-            self._attempt(self.writer.step)
+            self._attempt(self.writer.step, loss)
 
     def close(self) -> None:
         if self.writer:
@@ -127,35 +127,56 @@ class TensorBoard:
 
 
 class ProgressBar:
-    """Show steps done, time left, images per second, the last loss, skipped updates; rarely, if not on a terminal."""
+    """Show steps done, time left, images per second, the last loss and top-1, and skipped updates.
+
+    On a terminal that is a bar. Elsewhere it is a line at the start, every half minute and at the end.
+    """
 
     def __init__(self, total_steps: int, start: int = 0):
         # tqdm's own lock is a semaphore of all processes that are forked from one: killed, they may never give it back.
         tqdm.set_lock(threading.RLock())
-        interval = 0.5 if sys.stderr.isatty() else 30
-        self.bar = tqdm(
-            total=total_steps, initial=start, unit="step", mininterval=interval, maxinterval=60, dynamic_ncols=True
+        options = (
+            dict(mininterval=0.5, dynamic_ncols=True) if sys.stderr.isatty() else dict(mininterval=30, file=_Lines())
         )
+        self.bar = tqdm(total=total_steps, initial=start, unit="step", maxinterval=60, **options)
         self.shown: dict[str, str] = {}
 
-    def step(self) -> None:
+    def step(self, loss: float | None = None) -> None:
+        """Count a step, and show the ``loss`` of one that has no record."""
+        if loss is not None:
+            self._show(loss=f"{loss:.4f}")
         self.bar.update()
 
     def __call__(self, record: Record) -> None:
         if record["kind"] == "train":
-            self.shown |= {"loss": f"{record['loss']:.4f}", "img/s": f"{record['samples_per_s']:,.0f}"}
+            self._show(**{"loss": f"{record['loss']:.4f}", "img/s": f"{record['samples_per_s']:,.0f}"})
             if record["skipped"]:
-                self.shown["skipped"] = f"{record['skipped']}"
-            self.bar.set_postfix(self.shown, refresh=False)
+                self._show(skipped=f"{record['skipped']}")
         else:
-            self.shown["top1"] = f"{record['top1']:.4f}"
-            self.bar.write(
-                f"epoch {record['epoch']:g}: top1 {record['top1']:.4f}, top5 {record['top5']:.4f}, "
-                f"loss {record['loss']:.4f} on {record['samples']:,} images"
-            )
+            self._show(top1=f"{record['top1']:.4f}")
+            with suppress(OSError):  # nobody reads standard output any more
+                self.bar.write(
+                    f"epoch {record['epoch']:g}: top1 {record['top1']:.4f}, top5 {record['top5']:.4f}, "
+                    f"loss {record['loss']:.4f} on {record['samples']:,} images"
+                )
+
+    def _show(self, **values: str) -> None:
+        self.shown |= values
+        self.bar.set_postfix(self.shown, refresh=False)
 
     def close(self) -> None:
         self.bar.close()
+
+
+class _Lines:
+    """Where a progress bar writes that is no terminal: each state of the bar is a line of its own on stderr."""
+
+    def write(self, text: str) -> None:
+        if line := text.strip():
+            sys.stderr.write(f"{line}\n")  # whole, unlike print: other ranks may speak too
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 class Curves:

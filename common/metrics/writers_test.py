@@ -191,3 +191,26 @@ def test_the_bar_needs_no_lock_that_a_killed_process_may_hold() -> None:
         thread.start()
         thread.join(20)
         assert not thread.is_alive()
+
+
+def test_progress_is_whole_lines_where_stderr_is_no_terminal(capsys) -> None:
+    progress = ProgressBar(3)
+    progress.step(loss=2.5)
+    for _ in range(2):
+        progress.step()
+    progress(TRAIN)
+    progress(EVAL)
+    progress.close()
+    out, err = capsys.readouterr()
+    assert out.startswith("epoch 1: top1 0.2500")
+    assert "\r" not in err
+    assert err.endswith("\n")
+    assert "3/3" in err.splitlines()[-1]
+    assert "loss=2.0000, img/s=10, top1=0.2500" in err.splitlines()[-1]
+
+
+def test_the_first_loss_is_shown_before_there_is_a_record() -> None:
+    progress = ProgressBar(3)
+    progress.step(loss=2.5)
+    assert "loss=2.5000" in str(progress.bar)
+    progress.close()

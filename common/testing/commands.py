@@ -6,6 +6,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures.process import _python_exit
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,7 +49,10 @@ def _run(
     sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
     os.environ.update(environ)
-    run_command(main, [str(word) for word in argv])
+    try:
+        run_command(main, [str(word) for word in argv])
+    finally:
+        _python_exit()  # ends pools of processes, as at the end of a process that is not forked
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:

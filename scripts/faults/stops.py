@@ -30,7 +30,7 @@ def signalled(lab: Lab, choice: random.Random, number: int, scope: str, mode: Mo
         else:
             os.kill(os.getpid(), number)
 
-    words = "ended at once" if place.event == "start-up" else "stopped; the same command goes on from"
+    words = "ended at once" if place.event == "start-up" else "stopped; rerun the command to resume from"
     trial.run(at(place, send, rank), PATIENT).expect(exit_code(number), f"{signal_name(number)}: {words}")
     return trial.resume()
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+PATIENCE = 5.0  # seconds in which the first process can speak before a launcher ends it because another has left
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
@@ -54,9 +55,11 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
             _end_progress_bars()
             sys.stderr.write(f"error: {error}\n")  # whole, unlike print: other ranks may speak too
             _tell_torchrun(f"error: {error}")
+        elif not _joined():
+            time.sleep(PATIENCE)
         sys.exit(2)
     except OSError as error:
-        if not _give_up_lost_output():
+        if not _give_up_lost_output(probe=b"\n"):
             raise
         if isinstance(error, BrokenPipeError):  # as of `| head -1`
             sys.exit(128 + signal.SIGPIPE)
@@ -82,10 +85,12 @@ def _end_progress_bars() -> None:
             bar.close()
 
 
-def _give_up_lost_output() -> bool:
+def _give_up_lost_output(probe: bytes = b"") -> bool:
     """Return whether standard output takes nothing more; then what is left of it goes nowhere, without a traceback."""
     try:
         sys.stdout.flush()
+        if probe:
+            os.write(sys.stdout.fileno(), probe)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True

@@ -13,14 +13,15 @@ MISTAKE = 2  # what a training script exits with after a line of its own
 
 
 def run() -> None:
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         main()
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        if failure.exitcode != MISTAKE:
-            sys.stderr.write(f"{error}\n")
-        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
+        codes = [failure.exitcode for failure in error.failures.values()]
+        if MISTAKE in codes:  # the others got SIGTERM because of it
+            sys.exit(MISTAKE)
+        sys.stderr.write(f"{error}\n")
+        sys.exit(codes[0] if codes[0] > 0 else 128 - codes[0])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """``--set KEY=VALUE``: what it sets, and how it is merged into a config's dicts."""
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
@@ -51,8 +51,15 @@ def _parse_value(text: str, field: FieldInfo) -> Any:
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
     # DATA.root=2012 is a folder's name, not a number
-    kinds = (field.annotation, *get_args(field.annotation))
+    kinds = list(_kinds(field.annotation))
     return text if str in kinds and type(value) not in kinds else value
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """Yield a type, those of a union, and those that are annotated in it."""
+    yield annotation
+    for inner in get_args(annotation):
+        yield from _kinds(inner)
 
 
 def _evaluate(node: ast.expr) -> Any:

@@ -6,8 +6,9 @@ Writes DIR/compare.csv and DIR/compare.png, and prints the table. Each mode runs
 model is cut into, from the same weights. Bytes are counted in the second step, and set beside what the papers' formulas
 say for the matrix products; the step time is the median of the steps after it.
 
-The learning rate is the recipe's: small, in its warm-up. Without warm-up AdamW blows rounding up within 50 steps, so
-that one process on one thread and on two differ as much as the modes do.
+By default all steps are within the recipe's warm-up, where the losses agree to rounding. At the full learning rate
+AdamW amplifies rounding within 50 steps. To compare past the warm-up, add --control, which trains the first config once
+more on another number of threads: the modes should differ from it no more than it differs from itself.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--configs", nargs="+", default=CONFIGS, help="default: the five vit_lite recipes")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
     parser.add_argument("--output", type=Path, default=Path("outputs/compare"), help="default: outputs/compare")
+    parser.add_argument("--control", action="store_true", help="train the first config again, rounded differently")
     parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # one process of one mode: where it writes
     args = parser.parse_args(argv)
@@ -63,6 +66,8 @@ def main(argv: list[str]) -> None:
     if not torch.cuda.is_available() and not any(setting.startswith("TOTAL_BATCH_SIZE=") for setting in args.set):
         args.set.append(f"TOTAL_BATCH_SIZE={CPU_BATCH}")
     results = [run_mode(config, args) for config in args.configs]
+    if args.control:
+        results.insert(1, run_mode(args.configs[0], args, is_control=True))
     rows = [summarise(result, results[0]) for result in results]
     write_csv(rows, args.output / "compare.csv")
     draw(results, args.output / "compare.png")
@@ -73,28 +78,33 @@ def main(argv: list[str]) -> None:
 # --- all modes --------------------------------------------------------------------------------------------------------
 
 
-def run_mode(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train ``name`` in as many processes as its model is cut into; return rank 0's figures, sizes of the largest."""
+def run_mode(name: str, args: argparse.Namespace, *, is_control: bool = False) -> dict[str, Any]:
+    """Train ``name`` in as many processes as its model is cut into; return rank 0's figures, sizes of the largest.
+
+    ``is_control`` halves the threads, or doubles one, so that sums are rounded differently.
+    """
     settings = [word for setting in args.set for word in ("--set", setting)]
     processes = load_config(name, args.set)["parallel"]["tensor"]["size"]
     if torch.cuda.is_available() and torch.cuda.device_count() < processes:
         raise UserError(f"{name} needs {processes} GPUs, not {torch.cuda.device_count()}: leave it out of --configs")
+    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores() // processes))
+    if is_control:
+        threads = threads // 2 or 2
     with tempfile.TemporaryDirectory() as folder:
         words = ["--measure", folder, "--steps", str(args.steps), "--configs", name, *settings]
-        if not start_ranks(processes, words):
+        if not start_ranks(processes, words, threads):
             raise UserError(f"{name} failed in {processes} processes: what they say is above")
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
-    figures = ranks[0] | {"config": name, "processes": processes}
+    figures = ranks[0] | {"config": f"{name}, {threads} threads" if is_control else name, "processes": processes}
     figures["parameters"], figures["memory"] = (max(rank[key] for rank in ranks) for key in ("parameters", "memory"))
     figures["sent"] = {key: statistics.mean(rank["sent"].get(key, 0) for rank in ranks) for key in NAMES}
     return figures
 
 
-def start_ranks(processes: int, words: list[str]) -> bool:
-    """Run this module with ``words`` in as many processes; return whether they succeeded."""
-    threads = max(1, cores() // processes)
+def start_ranks(processes: int, words: list[str], threads: int) -> bool:
+    """Run this module with ``words`` in as many processes of ``threads`` each; return whether they succeeded."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    environ = {"OMP_NUM_THREADS": str(threads)} | os.environ
+    environ = os.environ | {"OMP_NUM_THREADS": str(threads)}
     command = [*torchrun, "-m", "cifar10_benchmark.compare", *words]
     return subprocess.run(command, env=environ, check=False).returncode == 0
 
@@ -124,12 +134,17 @@ def summarise(result: dict[str, Any], vanilla: dict[str, Any]) -> dict[str, Any]
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Draw the loss curves, and the difference of each mode's loss from the first's; steps without one are left out."""
+    """Draw the loss curves, and the difference of each mode's loss from the first's; steps without one are left out.
+
+    The curves are running means over a twentieth of the steps.
+    """
     figure, (curves, differences) = build_figure(10, 4, columns=2)
+    window = max(1, len(results[0]["losses"]) // 20)
     for number, result in enumerate(results):
         # the curves coincide: later ones are drawn thinner, so that all are visible
         line = dict(label=result["config"], color=f"C{number}", linewidth=2 * (len(results) - number))
-        curves.plot(result["losses"], **line)
+        means = [statistics.fmean(part) for part in _windows(result["losses"], window)]
+        curves.plot(range(window - 1, len(result["losses"])), means, **line)
         if number:
             pairs = zip(result["losses"], results[0]["losses"], strict=True)
             line["linewidth"] = 1
@@ -138,6 +153,11 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     differences.set(xlabel="optimizer step", ylabel=f"|loss - loss of {results[0]['config']}|")
     place_legend(curves, columns=2)
     save_figure(figure, path)
+
+
+def _windows(values: list[float], size: int) -> Iterator[list[float]]:
+    """Yield every ``size`` neighbours."""
+    return (values[first : first + size] for first in range(len(values) - size + 1))
 
 
 # --- one process of one mode ------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
 import csv
+import json
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +25,7 @@ def folder(tmp_path):
     return tmp_path / "data"
 
 
-def fork_ranks(processes, words):
+def fork_ranks(processes, words, threads):
     run_ranks(processes, compare.main, words)
     return True
 
@@ -44,6 +47,26 @@ def test_modes_learn_alike_and_send_what_the_formula_says(folder, tmp_path, capf
     with Image.open(tmp_path / "out" / "compare.png") as picture:
         assert picture.format == "PNG"
     assert "| vit_lite_vanilla |" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("threads", "others"), [("1", "2"), ("4", "2")])
+def test_the_control_is_the_first_config_on_another_number_of_threads(threads, others, monkeypatch, tmp_path):
+    started = []
+
+    def run(command, env, check):
+        started.append((command[command.index("--configs") + 1], env["OMP_NUM_THREADS"]))
+        figures = {"losses": [2.0, 1.5, 1.0 + len(started) / 100], "seconds": [1, 1, 1], "sent": {}, "parameters": 1}
+        figures |= {"memory": 1, "batch": 8, "model": MODEL, "parallel": {"tensor": {"mode": None, "size": 1}}}
+        Path(command[command.index("--measure") + 1], "rank.json").write_text(json.dumps(figures))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    monkeypatch.setattr(compare.subprocess, "run", run)
+    compare.main(["--steps", "3", "--control", "--configs", "vit_lite_vanilla", "vit_lite_1d", f"--output={tmp_path}"])
+    assert started == [("vit_lite_vanilla", threads), ("vit_lite_1d", threads), ("vit_lite_vanilla", others)]
+    rows = list(csv.DictReader((tmp_path / "compare.csv").read_text().splitlines()))
+    expected = {"vit_lite_vanilla": 0, f"vit_lite_vanilla, {others} threads": 0.02, "vit_lite_1d": 0.01}
+    assert {row["config"]: float(row["loss_difference"]) for row in rows} == pytest.approx(expected)
 
 
 MODEL = {"image_size": 32, "patch_size": 4, "width": 8, "depth": 1, "mlp_ratio": 2.0, "pool": "cls"}

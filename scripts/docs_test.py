@@ -70,6 +70,7 @@ ELSEWHERE = {
     r"python scripts/sweep.py ": "common/tools/sweep_test.py::test_trains_a_task",
     r"python scripts/gpu_campaign.py ": "scripts/gpu_campaign_test.py::test_every_piece",
     r"bash scripts/test.sh": ".ci/run",
+    r"\.venv/bin/python -m pytest ": "imagenet_dali/large_step_test.py",
     r"(\.venv/bin/)?python -m pip install ": "scripts/setup.sh",  # the same installer, from requirements.txt
 }
 RUN = r"((\w+=\S+ )*(python|\.venv/bin/python|torchrun|bash) |export \w+=)"

@@ -55,7 +55,7 @@ def _execute(
 ) -> dict[str, Any]:
     namespace = {"__name__": "config", "__file__": str(path), **PREDEFINED}
     with _base_configs(in_bases, used):
-        exec(code, namespace, _Assignments(namespace, overrides))
+        exec(code, namespace, _Assignments(namespace, overrides))  # pyright: ignore[reportArgumentType]
     skipped = (types.ModuleType, type)
     return {k: v for k, v in namespace.items() if not k.startswith("_") and not isinstance(v, skipped)}
 

@@ -119,7 +119,7 @@ def _explain(error: ValidationError, section: type[Section], values: Mapping[str
     if first["type"] == "missing" and not place and field:
         return f"{where}{dotted} is missing: {field.description}"
     if first["type"] == "value_error" and inside:  # of the section as a whole
-        return ".".join([*names, str(first["ctx"]["error"])])
+        return ".".join([*names, str(first["ctx"]["error"])])  # pyright: ignore[reportTypedDictNotRequiredAccess]
     assert field
     hint = did_you_mean(_shorten(value).strip("'"), _choices(field))
     wide = " of at most 64 bits" if isinstance(value, int) and abs(value) > INT64 else ""

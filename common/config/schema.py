@@ -332,7 +332,7 @@ def describe_keys(name: str = "") -> str:
 def _meaning(field: FieldInfo) -> str:
     of = extra_of(field, "of")
     of = [] if set(of) == set(SCALED) else [name.removeprefix("AMP_TYPE.") for name in of]
-    return f"{', '.join(of)}: {field.description}" if of else field.description
+    return f"{', '.join(of)}: {field.description}" if of else field.description  # pyright: ignore[reportReturnType]
 
 
 def _default(field: FieldInfo) -> str:

@@ -70,7 +70,7 @@ def _evaluate(node: ast.expr) -> Any:
         case ast.Call(func=ast.Name(id="dict"), args=[], keywords=keywords) if all(word.arg for word in keywords):
             return {word.arg: _evaluate(word.value) for word in keywords}
         case ast.Dict(keys=keys, values=values) if all(keys):
-            return {_evaluate(key): _evaluate(value) for key, value in zip(keys, values, strict=True)}
+            return {_evaluate(key): _evaluate(value) for key, value in zip(keys, values, strict=True)}  # pyright: ignore[reportArgumentType]
         case ast.List(elts=items):
             return [_evaluate(item) for item in items]
         case ast.Tuple(elts=items):

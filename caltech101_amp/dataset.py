@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from caltech101_amp.corrupt_images import find_damaged, report_damaged
+from caltech101_amp.corrupt_images import find_corrupt, report_corrupt
 from common.data.download import check_md5, download, extract
 from common.data.image_folder import Files, FolderSplit, list_files, list_folders, split_by_class
 from common.errors import UserError
@@ -27,7 +27,7 @@ def open_split(data: Mapping[str, Any], split: str) -> FolderSplit:
 
     A fifth of each category is for testing, the same in every run. Images that do not decode are left out of whichever
     split they are in. Of all processes of a machine that call this at once, one downloads, unpacks and checks, and the
-    others wait for it. Raises `UserError` for a data set that is missing, incomplete or damaged.
+    others wait for it. Raises `UserError` for a data set that is missing, incomplete or corrupt.
     """
     folder, class_names, splits = _open(Path(data["root"]), data["download"])
     return FolderSplit(folder, class_names, splits[split])
@@ -47,11 +47,11 @@ def _open(root: Path, allow_download: bool) -> tuple[Path, list[str], dict[str, 
             f"{folder}: {len(class_names)} categories with {len(files):,} images, not {CATEGORIES} with {IMAGES:,}; "
             f"unpack {ARCHIVE} again, or let --set DATA.download=True fetch it into an empty folder"
         )
-    damaged = find_damaged(folder, [path for path, _ in files])
-    report_damaged(folder, damaged, len(files))
+    corrupt = find_corrupt(folder, [path for path, _ in files])
+    report_corrupt(folder, corrupt, len(files))
     train, test = split_by_class(files, TEST_SHARE, SPLIT_SEED)
     splits = {"train": train, "test": test}
-    return folder, class_names, {name: [f for f in part if f[0] not in damaged] for name, part in splits.items()}
+    return folder, class_names, {name: [f for f in part if f[0] not in corrupt] for name, part in splits.items()}
 
 
 def find_folder(root: Path) -> Path | None:

@@ -133,15 +133,15 @@ def test_a_partial_data_set_is_refused(copy):
         open_split(data(copy.parent), "train")
 
 
-def damage(folder: Path, count: int) -> None:
+def corrupt(folder: Path, count: int) -> None:
     for number in range(count):
         path = folder / "bass" / f"image_{number:04d}.jpg"
         path.write_bytes(path.read_bytes()[:200])
 
 
-def test_a_damaged_image_is_named_and_left_out(copy, monkeypatch, capsys):
+def test_a_corrupt_image_is_named_and_left_out(copy, monkeypatch, capsys):
     expected = [path for split in ("train", "test") for path in paths(open_split(data(copy.parent), split))]
-    damage(copy, 1)
+    corrupt(copy, 1)
     monkeypatch.setattr("caltech101_amp.corrupt_images.MAX_BAD_SHARE", 0.02)
     for _ in range(2):  # found, and then remembered
         dataset._open.cache_clear()
@@ -156,7 +156,7 @@ def test_a_damaged_image_is_named_and_left_out(copy, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_link_to_nowhere_is_a_damaged_image(copy, monkeypatch, capsys):
+def test_a_link_to_nowhere_is_a_corrupt_image(copy, monkeypatch, capsys):
     (copy / "bass" / "image_0000.jpg").unlink()
     (copy / "bass" / "image_0000.jpg").symlink_to("nowhere")
     monkeypatch.setattr("caltech101_amp.corrupt_images.MAX_BAD_SHARE", 0.02)
@@ -165,7 +165,7 @@ def test_a_link_to_nowhere_is_a_damaged_image(copy, monkeypatch, capsys):
 
 
 def test_more_than_a_hundredth_is_refused(copy):
-    damage(copy, 7)
+    corrupt(copy, 7)
     words = "7 of 60 images do not decode, more than 1%: bass/image_0000.jpg .* and 2 more; unpack the data set again"
     with pytest.raises(UserError, match=words):
         open_split(data(copy.parent), "train")

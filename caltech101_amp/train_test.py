@@ -37,8 +37,8 @@ def losses(root: Path, config: str) -> list[float]:
 
 def evaluate_again(run: Path) -> dict:
     evaluate.main([str(run)])
-    (figures,) = run.glob("evaluation/*/evaluation.json")
-    return json.loads(figures.read_text())
+    (path,) = run.glob("evaluation/*/evaluation.json")
+    return json.loads(path.read_text())
 
 
 def test_every_mode_learns_the_colours_in_two_processes_as_in_one(root):

@@ -18,7 +18,7 @@ from cifar10_benchmark.dataset import Images, open_images
 from common.config.batch_plan import DataSummary
 from common.config.load import refuse_unused
 from common.data.crops import CenterCrop
-from common.data.cuda_prefetch import on_side_stream
+from common.data.cuda_prefetch import prefetch
 from common.data.loader import Loader
 from common.data.sampling import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
 from common.errors import UserError
@@ -111,7 +111,7 @@ class MemoryReader:
 
     def read(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batch of each draw, in order."""
-        return on_side_stream(self._read(draws), self._images.device)
+        return prefetch(self._read(draws), self._images.device)
 
     def _read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:
         while ahead := list(islice(draws, self.together)):

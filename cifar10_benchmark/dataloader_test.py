@@ -96,7 +96,7 @@ def test_two_ranks_see_the_batches_of_one(data):
         assert torch.equal(labels, torch.cat([labels_0, labels_1]))
 
 
-def test_resuming_goes_on_with_the_same_pixels(data):
+def test_resuming_continues_with_the_same_pixels(data):
     loader, resumed = train_loader(data), train_loader(data)
     running = iter(loader)
     for _ in range(5):

@@ -2,7 +2,7 @@
 
     DATA=/path/to/cifar10 torchrun --nproc_per_node 8 train.py --config vit_lite_1d
 
-Source: Colossal-AI's benchmark, without figures of its own for this mode; Megatron-LM (arXiv 1909.08053).
+Source: Colossal-AI's benchmark, which has no results for this mode; Megatron-LM (arXiv 1909.08053).
 Expected: the curves of vit_lite_vanilla. Not run by this project at full length.
 """
 

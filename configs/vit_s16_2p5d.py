@@ -2,7 +2,7 @@
 
     DATA=/path/to/imagenet torchrun --nproc_per_node 8 train.py --config vit_s16_2p5d
 
-Source: Colossal-AI's benchmark, without figures of its own for this mode; Tesseract (arXiv 2105.14500).
+Source: Colossal-AI's benchmark, which has no results for this mode; Tesseract (arXiv 2105.14500).
 Expected: the curves of vit_s16_vanilla. Not run by this project at full length.
 """
 

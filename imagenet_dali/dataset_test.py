@@ -81,8 +81,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_files_that_do_not_fit_the_manifest_are_refused(data, name):
-    damage, message = FAULTS[name]
-    damage(data)
+    corrupt, message = FAULTS[name]
+    corrupt(data)
     with pytest.raises(UserError, match=message) as caught:
         open_split(data, "train")
     copy_back = "missing shard" in name or "labels" in name

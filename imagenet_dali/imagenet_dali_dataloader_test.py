@@ -150,7 +150,7 @@ def test_batches_stay_as_they_are_while_others_are_read(root, closing):
     assert all(torch.equal(images, copy) for images, copy in held)
 
 
-class Damaged:
+class Corrupt:
     """A split, one of whose images lost its second half after preparation had checked it, checksum and all."""
 
     def __init__(self, split: Split, index: int) -> None:
@@ -172,7 +172,7 @@ def test_an_image_that_does_not_decode_is_named(root, closing):
     loader = closing(train_loader(split))
     order = [draw.indices for draw in loader.sampler.draws(0)]
     index = int(order[3][2])
-    loader.reader.split = Damaged(split, index)
+    loader.reader.split = Corrupt(split, index)
     place = f"{split.shards[0]}: record {index} of train at byte {split.records['offset'][index]}: "
     with pytest.raises(UserError) as raised:
         list(loader)

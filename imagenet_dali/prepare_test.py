@@ -325,7 +325,7 @@ def test_what_the_system_refuses_is_one_line(tmp_path):
         main([str(source), str(tmp_path / "data")])
 
 
-def test_a_full_disk_is_named_and_the_restart_goes_on(tmp_path, monkeypatch):
+def test_a_full_disk_is_named_and_the_restart_continues(tmp_path, monkeypatch):
     source, dest = write_images(tmp_path / "images", 5), tmp_path / "data"
 
     def fail(descriptor):

@@ -176,8 +176,8 @@ def spoil_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spoil_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
-    rehearse = memory.rehearse
-    monkeypatch.setattr(memory, "rehearse", lambda *args: SimpleNamespace(peak=1.2 * rehearse(*args).peak))
+    estimate_step = memory.estimate_step
+    monkeypatch.setattr(memory, "estimate_step", lambda *args: SimpleNamespace(peak=1.2 * estimate_step(*args).peak))
 
 
 def spoil_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:

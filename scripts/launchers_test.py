@@ -227,7 +227,7 @@ def test_srun_refuses_a_world_size_that_it_did_not_give(slurm, data, arguments):
     ["scancel --batch --signal=USR1 {job}", "srun --partition urgent -n 2 true"],
     ids=["warned", "preempted"],
 )
-def test_a_job_that_is_interrupted_queues_itself_again_and_goes_on(slurm, data, tmp_path, interrupt):
+def test_a_job_that_is_interrupted_requeues_itself_and_resumes(slurm, data, tmp_path, interrupt):
     """The first is the signal that --signal=B:USR1 has sent before the time is up. No step and no weight shows it."""
     settings = "--set NUM_EPOCHS=60 --set EVAL_EVERY=60 --set CHECKPOINT_EVERY=20 --set LOG.every=1"
     arguments = f"--config={write_config(tmp_path)} {settings}"

@@ -155,7 +155,7 @@ ONE_EPOCH = {"NUM_EPOCHS": 1, "WARMUP_EPOCHS": 0}
         pytest.param("2.5d-8", "fp32", [(3, False)], marks=pytest.mark.slow),
     ],
 )
-def test_goes_on_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]], tmp_path: Path) -> None:
+def test_resumes_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]], tmp_path: Path) -> None:
     gpus, parallel = CASES.get(mode, (2, None))
     settings = {"parallel": parallel, "fp16": AMP[amp], "EMA": 0.0 if amp == "TORCH" else 0.9}
     epochs, steps = 2, STEPS
@@ -174,7 +174,7 @@ def test_goes_on_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]],
         assert figures(pieces) == figures(tmp_path / "whole")
 
 
-def test_goes_on_with_the_same_batches_in_another_mode(tmp_path: Path) -> None:
+def test_resumes_with_the_same_batches_in_another_mode(tmp_path: Path) -> None:
     """One process, then two of data parallelism, then four of 2d; without dropout the losses stay the same."""
     no_dropout = {"MODEL": {}}
     run_ranks(1, train, tmp_path / "whole", 1, no_dropout)
@@ -219,7 +219,7 @@ def test_minutes(text: str, minutes: float) -> None:
     assert parse_minutes(text) == minutes
 
 
-def test_a_write_that_fails_is_said_and_training_goes_on(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_write_that_fails_is_said_and_training_continues(tmp_path: Path, monkeypatch, capsys) -> None:
     writes = []
 
     def fail_once(path: Path, content: dict) -> None:

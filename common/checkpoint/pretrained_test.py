@@ -125,7 +125,7 @@ def test_every_mode_starts_from_the_same(trained: Path, data: Path, gpus: int, m
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
-def test_a_run_that_goes_on_does_not_start_again(saved: Path, data: Path, tmp_path: Path, capsys) -> None:
+def test_a_run_that_resumes_does_not_start_again(saved: Path, data: Path, tmp_path: Path, capsys) -> None:
     train(data, tmp_path / "run", f"INIT={saved}", "MAX_STEPS=4", "LEARNING_RATE=0")
     first = newest_checkpoint(tmp_path / "run" / "checkpoints")
     assert f"starting from the weights of {saved}; a new head of 7 classes, not its 9" in capsys.readouterr().out

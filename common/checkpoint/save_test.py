@@ -89,7 +89,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
 
 
 @pytest.mark.parametrize("case", MODES)
-def test_any_mode_goes_on_from_any_other(case: str, saved: tuple[Path, dict[str, list[float]]]) -> None:
+def test_any_mode_resumes_from_any_other(case: str, saved: tuple[Path, dict[str, list[float]]]) -> None:
     folder, uninterrupted = saved
     for losses in run_ranks(CASES[case][0], load_and_train, case, folder):
         assert len(losses) == len(MODES)

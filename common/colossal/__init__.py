@@ -9,7 +9,7 @@ from common.colossal.engine import Engine, initialize
 from common.colossal.fake_launch import allow_fake_launches, fake_launch, reduce_without_waiting
 from common.colossal.generators import generator_states, set_generator_states
 from common.colossal.heartbeat import doing, progress
-from common.colossal.heartbeat_hook import WatchHook
+from common.colossal.heartbeat_hook import HeartbeatHook
 from common.colossal.inference import Predictor
 from common.colossal.repairs import repair_cpu_accelerator, repair_old_paths, repair_warmup_schedulers
 from common.colossal.tensor_parallel.check import check_tensor_parallel, describe_tensor_parallel, resolve_parallel
@@ -46,12 +46,12 @@ __all__ = [
     "BaseHook",
     "CosineAnnealingWarmupLR",
     "Engine",
+    "HeartbeatHook",
     "LinearWarmupLR",
     "MixedPrecision",
     "ParallelMode",
     "Predictor",
     "Trainer",
-    "WatchHook",
     "allow_fake_launches",
     "build_mixed_precision",
     "build_norm_reducer",

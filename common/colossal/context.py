@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common.colossal.heartbeat import Watch, patience_of
+from common.colossal.heartbeat import Heartbeat, patience_of
 from common.colossal.import_stubs import replaced
 from common.colossal.rendezvous import DEFAULT_TIMEOUT, open_store
 from common.colossal.tensor_parallel.check import resolve_parallel
@@ -34,24 +34,24 @@ class RepairedContext(ParallelContext):
 
     Attributes:
         timeout: how long a collective may take; None for PyTorch's default.
-        watch: tells the other ranks what this one does, and finds out who is lost; None without a timeout.
+        heartbeat: tells the other ranks what this one does, and finds out who is lost; None without a timeout.
     """
 
     timeout: timedelta | None = None
-    watch: Watch | None = None
+    heartbeat: Heartbeat | None = None
 
     def init_global_dist(self, rank: int, world_size: int, backend: str, host: str, port: int) -> None:
-        """Join the default process group; a single process, and a rehearsal, need neither host nor port.
+        """Join the default process group; a single process, and a simulated launch, need neither host nor port.
 
         Upstream (parallel_context.py:382) puts every host in brackets, which Python >= 3.11.4 refuses for anything but
         IPv6. It also keeps the device it found at the first import, which a forked process may not see.
         """
         auto_set_accelerator()
-        patience = self.watch.timeout if self.watch else DEFAULT_TIMEOUT
+        patience = self.heartbeat.timeout if self.heartbeat else DEFAULT_TIMEOUT
         alone = world_size == 1 or backend == "fake"
         store = None if alone else open_store(rank, world_size, host, port, patience)
-        if self.watch is not None:
-            self.watch.start(store, host)
+        if self.heartbeat is not None:
+            self.heartbeat.start(store, host)
         place = {"rank": rank, "world_size": world_size, "timeout": self.timeout}
         dist.init_process_group(backend, store=store or dist.HashStore(), **place)
         ranks = list(range(world_size))
@@ -102,14 +102,14 @@ class RepairedContext(ParallelContext):
         Upstream (parallel_context.py:514) keeps seeds, ranks and the layers' settings; the next launch asserts that its
         seeds are new.
         """
-        if self.watch is not None:
-            self.watch.close()
+        if self.heartbeat is not None:
+            self.heartbeat.close()
         super().destroy()
         random_state.reset_seeds()
         tensor_parallel_env.load()
         for table in (self._global_ranks, self._local_ranks, self._world_sizes, self._cpu_groups, self._ranks_in_group):
             table.clear()
-        self._config = self.timeout = self.watch = None
+        self._config = self.timeout = self.heartbeat = None
 
 
 class DeviceSeedManager(SeedManager):
@@ -157,7 +157,7 @@ def launch(
     those that are lost; by default PyTorch's (30 minutes for gloo), and none is named.
     """
     gpc.timeout = None if timeout is None else timedelta(seconds=patience_of(timeout))
-    gpc.watch = None if timeout is None else Watch(rank, world_size, timeout)
+    gpc.heartbeat = None if timeout is None else Heartbeat(rank, world_size, timeout)
     upstream_launch(config, rank, world_size, host, port, backend, local_rank, seed, verbose)
 
 

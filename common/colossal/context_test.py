@@ -20,7 +20,7 @@ from common.testing.ranks import launched, run_ranks
     ("context", "address"),
     [(RepairedContext, None), (ParallelContext, "tcp://[127.0.0.1]:29500")],  # no address but IPv6 is valid in brackets
 )
-def test_upstreams_meeting_address(context: type, address: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upstreams_rendezvous_address(context: type, address: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     met = []
 
     def init_process_group(*args: object, init_method: str | None = None, **kwargs: object) -> None:

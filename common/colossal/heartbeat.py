@@ -49,7 +49,7 @@ def patience_of(timeout: float) -> float:
     return timeout - (HANGING + LEAVING + 1) * beat_of(timeout)
 
 
-class Watch:
+class Heartbeat:
     """Tells, listens and judges in a thread of its own; prints all stacks where this process makes no progress.
 
     ``verdict`` is set once it is known who is lost. Where the process is not waiting in `await_verdict` then, because
@@ -65,10 +65,10 @@ class Watch:
         self.verdict: str | None = None
         self.judged, self.closing = threading.Event(), threading.Event()
         self.socket: socket.socket | None = None
-        self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self, store: dist.Store | None, host: str) -> None:
-        """Start watching; a single process has no ``store`` and watches itself only."""
+        """Start; a single process has no ``store`` and watches itself only."""
         if store is not None:
             self._open(store, host)
         self.thread.start()
@@ -79,9 +79,9 @@ class Watch:
             self.socket = socket.socket(family, socket.SOCK_DGRAM)
             self.socket.bind((address, 0))
             place = {"family": family, "port": self.socket.getsockname()[1], "token": secrets.token_hex(8)}
-            store.set("watch", json.dumps(place))
+            store.set("heartbeat", json.dumps(place))
         else:
-            place = json.loads(store.get("watch"))
+            place = json.loads(store.get("heartbeat"))
             *_, server = socket.getaddrinfo(host, place["port"], place["family"], socket.SOCK_DGRAM)[0]
             self.socket = socket.socket(place["family"], socket.SOCK_DGRAM)
             self.socket.connect(server)
@@ -93,12 +93,12 @@ class Watch:
 
     def _run(self) -> None:
         if self.socket is None:
-            self._watch()
+            self._loop()
         else:
             with self.socket:
-                self._watch()
+                self._loop()
 
-    def _watch(self) -> None:
+    def _loop(self) -> None:
         seen = -1
         while not self.closing.is_set():
             if seen != _changes:

@@ -9,7 +9,7 @@ from common.colossal.trainer import Trainer
 from common.colossal.upstream import BaseHook
 
 
-class WatchHook(BaseHook):
+class HeartbeatHook(BaseHook):
     """Say in which step the trainer is, and whether it waits for data, computes or evaluates."""
 
     def __init__(self) -> None:

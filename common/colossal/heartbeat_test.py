@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.colossal import BaseHook, Trainer, WatchHook, initialize
-from common.colossal import heartbeat as watch
-from common.colossal.heartbeat import Watch, beat_of, doing, patience_of
+from common.colossal import BaseHook, HeartbeatHook, Trainer, heartbeat, initialize
+from common.colossal.heartbeat import Heartbeat, beat_of, doing, patience_of
 from common.testing.ranks import launched, run_ranks
 
 
@@ -25,7 +24,7 @@ class Listener(BaseHook):
 
     def __getattribute__(self, name: str) -> object:
         if name.startswith(("before_", "after_")):
-            return lambda *_: self.heard.append(watch._doing)
+            return lambda *_: self.heard.append(heartbeat._doing)
         return super().__getattribute__(name)
 
 
@@ -35,10 +34,10 @@ def test_the_hook_says_where_training_is() -> None:
     doing("starting")
     with launched():
         model = nn.Linear(3, 2)
-        model.register_forward_hook(lambda *_: listener.heard.append(watch._doing))
+        model.register_forward_hook(lambda *_: listener.heard.append(heartbeat._doing))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine, train, test, _ = initialize(model, optimizer, nn.CrossEntropyLoss(), [batch] * 2, [batch])
-        Trainer(engine).fit(train, 1, test_dataloader=test, hooks=[WatchHook(), listener])
+        Trainer(engine).fit(train, 1, test_dataloader=test, hooks=[HeartbeatHook(), listener])
     steps = [
         f"step {n}: {what}" for n in (1, 2) for what in ("waiting for data", "forward and backward", "hooks after it")
     ]
@@ -52,7 +51,7 @@ def test_the_hook_says_where_training_is() -> None:
 
 @pytest.mark.parametrize("timeout", [1, 20, 600, 1e5])
 def test_a_loss_is_named_within_the_timeout(timeout: float) -> None:
-    beats = watch.HANGING + watch.LEAVING
+    beats = heartbeat.HANGING + heartbeat.LEAVING
     assert 0.8 * timeout <= patience_of(timeout) < timeout - beats * beat_of(timeout)
     assert patience_of(1e5) > 0.99e5
 
@@ -68,7 +67,7 @@ def stuck() -> None:
 
 
 def watched() -> None:
-    alone = Watch(0, 1, timeout=1.0)
+    alone = Heartbeat(0, 1, timeout=1.0)
     alone.start(None, "")
     busy()
     stuck()
@@ -84,7 +83,7 @@ def test_a_process_without_progress_prints_its_stacks(capfd: pytest.CaptureFixtu
 
 
 def test_who_stood_still_itself_does_not_blame_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank1, exchanges = Watch(1, 2, timeout=4.0), []
+    rank1, exchanges = Heartbeat(1, 2, timeout=4.0), []
 
     def exchange(until: float) -> None:
         exchanges.append(until)
@@ -93,7 +92,7 @@ def test_who_stood_still_itself_does_not_blame_the_others(monkeypatch: pytest.Mo
             rank1.closing.set()
 
     clock = type("Clock", (), {"now": 0.0, "monotonic": lambda self: self.now})()
-    monkeypatch.setattr(watch, "time", clock)
+    monkeypatch.setattr(heartbeat, "time", clock)
     monkeypatch.setattr(rank1, "_exchange", exchange)
     rank1.socket, rank1.heard = socket.socket(), {0: (0.0, "step 1", "running")}
     rank1._run()
@@ -103,10 +102,10 @@ def test_who_stood_still_itself_does_not_blame_the_others(monkeypatch: pytest.Mo
 
 
 def test_strangers_are_not_heard() -> None:
-    store, rank0 = dist.HashStore(), Watch(0, 2, timeout=600.0)
+    store, rank0 = dist.HashStore(), Heartbeat(0, 2, timeout=600.0)
     rank0.start(store, "127.0.0.1")
     try:
-        place = json.loads(store.get("watch"))
+        place = json.loads(store.get("heartbeat"))
         words = {"token": place["token"], "rank": 1, "doing": "mine", "state": "running", "verdict": None}
         strange = [
             b"",

@@ -18,7 +18,7 @@ import torch
 from common.errors import UserError
 
 VERSION = "0.5.0"
-STOOD_IN = ("peft", "galore_torch", "bitsandbytes")
+STUBBED = ("peft", "galore_torch", "bitsandbytes")
 
 
 def check_version() -> None:
@@ -49,7 +49,7 @@ def quiet_import() -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(_restore_environment, dict(os.environ))
         stack.callback(logging.disable, logging.root.manager.disable)
-        stack.enter_context(_stand_ins())
+        stack.enter_context(_import_stubs())
         stack.enter_context(replaced(torch, "compile", lambda *args, **options: lambda function: function))
         stack.enter_context(replaced(torch.cuda, "get_device_capability", _no_capability))
         stack.enter_context(warnings.catch_warnings())
@@ -79,7 +79,7 @@ def _no_capability() -> tuple[int, int]:
     raise RuntimeError("the GPU is not touched while importing")
 
 
-class _StandIn(types.ModuleType):
+class _Stub(types.ModuleType):
     """A module that has a class of every name."""
 
     __path__: Any = ()
@@ -90,27 +90,27 @@ class _StandIn(types.ModuleType):
         return type(name, (), {})
 
 
-class _StandInFinder(MetaPathFinder, Loader):
+class _StubFinder(MetaPathFinder, Loader):
     def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] in STOOD_IN:
+        if name.partition(".")[0] in STUBBED:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _StandIn(spec.name)
+        return _Stub(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
 
 
 @contextmanager
-def _stand_ins() -> Iterator[None]:
-    """Answer imports of `STOOD_IN` that nothing else answers; forget them afterwards, so that nobody else is fooled."""
-    finder = _StandInFinder()
+def _import_stubs() -> Iterator[None]:
+    """Answer imports of `STUBBED` that nothing else answers; forget them afterwards, so that nobody else is fooled."""
+    finder = _StubFinder()
     sys.meta_path.append(finder)  # last, so that an installed package comes first
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
-        for name in [name for name, module in sys.modules.items() if isinstance(module, _StandIn)]:
+        for name in [name for name, module in sys.modules.items() if isinstance(module, _Stub)]:
             del sys.modules[name]

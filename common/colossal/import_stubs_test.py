@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.colossal import import_stubs as standins
+from common.colossal import import_stubs
 from common.colossal.import_stubs import check_version, quiet_import
 from common.errors import UserError
 
@@ -49,6 +49,6 @@ def test_an_installed_package_is_not_stood_in_for(tmp_path: Path, monkeypatch: p
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standins, "version", lambda name: "0.4.9")
+    monkeypatch.setattr(import_stubs, "version", lambda name: "0.4.9")
     with pytest.raises(UserError, match=r"colossalai is 0\.4\.9, this project needs 0\.5\.0: pip install"):
         check_version()

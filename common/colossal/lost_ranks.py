@@ -20,12 +20,12 @@ def naming_lost_ranks() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if gpc.watch is None:
+        if gpc.heartbeat is None:
             raise
         if not isinstance(error, RuntimeError) or not _is_lost_connection(error):
-            gpc.watch.fail(f"{type(error).__name__}: {error}".partition("\n")[0])
+            gpc.heartbeat.fail(f"{type(error).__name__}: {error}".partition("\n")[0])
             raise
-        verdict = gpc.watch.await_verdict()
+        verdict = gpc.heartbeat.await_verdict()
         if not verdict:
             raise
         raise UserError(describe(verdict, dist.get_world_size())) from error

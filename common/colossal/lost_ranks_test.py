@@ -172,7 +172,7 @@ def group_that_outlives_its_patience() -> str:
     if rank == 1:
         time.sleep(2)
         return ""
-    gpc.watch.close()
+    gpc.heartbeat.close()
     with pytest.raises(RuntimeError, match="Timed out") as caught:
         dist.all_reduce(torch.ones(1), group=gpc.get_group(ParallelMode.TENSOR))
     return str(caught.value)

@@ -86,7 +86,7 @@ def test_any_fault_in_any_micro_batch_counts(fault: str, micro_batch: int) -> No
 
 
 @pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"momentum": 0.0}])
-def test_sgd_goes_on_as_if_a_first_update_had_not_been(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sgd_continues_as_if_a_first_update_had_not_been(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty_like", lambda tensor, **_: torch.full_like(tensor, 1e9))  # memory used before
 
     def train(*gradients: float) -> Tensor:
@@ -106,7 +106,7 @@ def test_sgd_goes_on_as_if_a_first_update_had_not_been(options: dict, monkeypatc
 
 @pytest.mark.parametrize("variant", ["colossalai", "apex", "deepspeed"])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_lamb_goes_on_as_if_an_update_had_not_been(variant: str, weight_decay: float) -> None:
+def test_lamb_continues_as_if_an_update_had_not_been(variant: str, weight_decay: float) -> None:
     def train(*gradients: float) -> Tensor:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)

@@ -144,7 +144,7 @@ class StopAt(BaseHook):
 @pytest.mark.parametrize(
     ("stop", "evaluating"), [*((step, False) for step in range(1, 7)), (2, True), (4, True), (6, True)]
 )
-def test_goes_on_where_another_stopped(stop: int, evaluating: bool) -> None:
+def test_resumes_where_another_stopped(stop: int, evaluating: bool) -> None:
     def read(trainer: Trainer) -> tuple:
         return trainer.step, trainer.cur_epoch, trainer.cur_step, trainer.engine.optimizer.param_groups[0]["lr"]
 

@@ -64,7 +64,7 @@ def test_taking_exactly_the_batches_of_an_epoch_ends_it():
     assert batches(loader) == [draw.indices.tolist() for draw in loader.sampler.draws(1)]
 
 
-def test_goes_on_behind_the_last_batch_handed_out():
+def test_resumes_after_the_last_batch_handed_out():
     for taken in range(len(build()) + 1):
         loader, resumed = build(), build()
         batches(loader)

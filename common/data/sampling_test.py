@@ -72,7 +72,7 @@ def test_a_row_is_reached_without_those_before():
     np.testing.assert_array_equal(sample_uniforms(3, 1, 2, 40, 8, 23), everything[40:48])
 
 
-def test_an_epoch_goes_on_from_any_micro_batch():
+def test_an_epoch_resumes_from_any_micro_batch():
     sampler = TrainSampler(40, 8, 2, dp_rank=1, dp_size=2, seed=1, uniforms=2)
     whole = list(sampler.draws(epoch=4))
     for start in (0, 1, 5, len(sampler)):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.data.corrupt_images import BadImages, reason_of
 from common.data.crops import CenterCrop, RandomCrop
-from common.data.cuda_prefetch import on_side_stream
+from common.data.cuda_prefetch import prefetch
 from common.data.image_folder import open_image
 from common.data.sampling import NO_LABEL, PADDING, Draw
 from common.data.worker_pool import WorkerPool
@@ -78,7 +78,7 @@ class TorchvisionReader:
     def read(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batch of each draw, in order."""
         self._bad.start_pass()
-        return on_side_stream(self._read(draws), self.device)
+        return prefetch(self._read(draws), self.device)
 
     def _read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:
         for images_BHWC, labels, bad in self._pool.map(draws):

@@ -162,7 +162,7 @@ def bomb() -> bytes:
 
 
 @pytest.fixture
-def damaged(folder, tmp_path) -> Path:
+def corrupt(folder, tmp_path) -> Path:
     """The folder with two training images of 20 gone bad, numbers 7 and 12."""
     root = shutil.copytree(folder, tmp_path / "images")
     split = open_folder(root, "train")
@@ -172,9 +172,9 @@ def damaged(folder, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_bad_images_are_left_out_of_evaluation_and_named_once(folder, damaged, closing, monkeypatch, capsys, workers):
+def test_bad_images_are_left_out_of_evaluation_and_named_once(folder, corrupt, closing, monkeypatch, capsys, workers):
     monkeypatch.setattr("common.data.corrupt_images.MAX_BAD_SHARE", 0.1)
-    split = open_folder(damaged, "train")
+    split = open_folder(corrupt, "train")
     loader = closing(Loader(EvalSampler(20, 8), reader(split, CenterCrop(SIZE, 28), workers)))
     whole = closing(Loader(EvalSampler(20, 8), reader(open_folder(folder, "train"), CenterCrop(SIZE, 28))))
     for _ in range(2):
@@ -189,9 +189,9 @@ def test_bad_images_are_left_out_of_evaluation_and_named_once(folder, damaged, c
     assert all(line.startswith("left out: ") and line.endswith("remove or replace this image") for line in lines)
 
 
-def test_training_goes_on_with_the_other_images_of_the_micro_batch(folder, damaged, closing, monkeypatch):
+def test_training_continues_with_the_other_images_of_the_micro_batch(folder, corrupt, closing, monkeypatch):
     monkeypatch.setattr("common.data.corrupt_images.MAX_BAD_SHARE", 0.1)
-    split = open_folder(damaged, "train")
+    split = open_folder(corrupt, "train")
     loader, whole = closing(train_loader(split)), closing(train_loader(open_folder(folder, "train")))
     left_out = 0
     for epoch in range(2):
@@ -203,8 +203,8 @@ def test_training_goes_on_with_the_other_images_of_the_micro_batch(folder, damag
     assert left_out > 0
 
 
-def test_more_bad_images_than_allowed_stop_the_pass(damaged, closing, monkeypatch):
-    split = open_folder(damaged, "train")
+def test_more_bad_images_than_allowed_stop_the_pass(corrupt, closing, monkeypatch):
+    split = open_folder(corrupt, "train")
     with pytest.raises(UserError) as raised:
         list(closing(eval_loader(split)))
     assert str(raised.value).startswith(f"{split.path(7)}: ")
@@ -223,8 +223,8 @@ def test_more_bad_images_than_allowed_stop_the_pass(damaged, closing, monkeypatc
     [(b"", "cannot identify"), (eps(), "cannot identify"), (bomb(), "12000x12000 is more than 100 million pixels")],
 )
 @pytest.mark.filterwarnings("ignore:Image size:PIL.Image.DecompressionBombWarning")
-def test_what_must_not_be_decoded_is_named(damaged, closing, content, reason):
-    split = open_folder(damaged, "train")
+def test_what_must_not_be_decoded_is_named(corrupt, closing, content, reason):
+    split = open_folder(corrupt, "train")
     split.path(0).write_bytes(content)
     with pytest.raises(UserError, match=f"{split.path(0)}: {reason}"):
         list(closing(eval_loader(split)))
@@ -237,12 +237,12 @@ def test_a_folder_that_vanished_is_named(folder, closing):
         list(closing(eval_loader(split)))
 
 
-def test_a_fingerprint_follows_paths_and_sizes_and_not_the_place(folder, damaged):
+def test_a_fingerprint_follows_paths_and_sizes_and_not_the_place(folder, corrupt):
     original = open_folder(folder, "train").fingerprint
     assert open_folder(folder, "train").fingerprint == original
-    assert open_folder(damaged, "train").fingerprint != original
+    assert open_folder(corrupt, "train").fingerprint != original
     assert open_folder(folder, "validation").fingerprint != original
-    copy = open_folder(shutil.copytree(folder, damaged.parent / "copy"), "train")
+    copy = open_folder(shutil.copytree(folder, corrupt.parent / "copy"), "train")
     assert copy.fingerprint == original
     copy.path(3).rename(copy.path(3).with_name("other"))
     with pytest.raises(UserError, match=f"{copy.path(3)}: No such file"):

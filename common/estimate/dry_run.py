@@ -19,7 +19,7 @@ from common.estimate.scaling import (
     predict_modes,
     whole_model_flops,
 )
-from common.estimate.step_estimate import Rehearsal, rehearse
+from common.estimate.step_estimate import StepEstimate, estimate_step
 from common.hardware import instruction_set
 from common.model.flops import flops_per_image
 from common.model.vit import build_model, parameter_count
@@ -70,7 +70,7 @@ def _describe_plan(config: Mapping[str, Any], plan: Plan, data: DataSummary | No
         "parameters": f"{parameter_count(**_model(config)) / 1e6:.1f} M",
         "computation": f"{flops_per_image(_model(config)) / 1e9:.1f} GFLOP per image, forward and backward",
         "precision": _describe_precision(config, plan),
-        "memory per GPU": _describe_memory(rehearse(config, plan.gpus, plan.micro_batch, plan.accumulation)),
+        "memory per GPU": _describe_memory(estimate_step(config, plan.gpus, plan.micro_batch, plan.accumulation)),
     }
     if data is None:
         return rows | {"data": "none (set DATA=... or DATA.root): steps are not counted"}
@@ -88,11 +88,11 @@ def _describe_precision(config: Mapping[str, Any], plan: Plan) -> str:
     return f"{plan.dtype} on this CPU ({instruction_set()}), {on_gpus} on GPUs"
 
 
-def _describe_memory(rehearsal: Rehearsal) -> str:
+def _describe_memory(estimate: StepEstimate) -> str:
     return (
-        f"{rehearsal.peak / 1e9:.2f} GB at the peak: {rehearsal.weights / 1e9:.2f} weights, "
-        f"{rehearsal.gradients / 1e9:.2f} gradients, {rehearsal.optimizer / 1e9:.2f} optimizer, "
-        f"{rehearsal.activations / 1e9:.2f} activations and temporaries"
+        f"{estimate.peak / 1e9:.2f} GB at the peak: {estimate.weights / 1e9:.2f} weights, "
+        f"{estimate.gradients / 1e9:.2f} gradients, {estimate.optimizer / 1e9:.2f} optimizer, "
+        f"{estimate.activations / 1e9:.2f} activations and temporaries"
     )
 
 
@@ -138,12 +138,12 @@ def _assumptions(images_per_s: float, cluster: Cluster) -> list[str]:
 
 
 def _row(prediction: Prediction, plan: Plan, cluster: Cluster) -> dict[str, str]:
-    rehearsal = prediction.rehearsal
-    inside, between = cluster.sent(rehearsal.nbytes)
+    estimate = prediction.estimate
+    inside, between = cluster.sent(estimate.nbytes)
     row = {
         "mode": prediction.mode,
         "batch": f"{prediction.data_parallel}x{prediction.micro_batch}x{prediction.accumulation}",
-        "memory GB": f"{rehearsal.peak / 1e9:.2f}",
+        "memory GB": f"{estimate.peak / 1e9:.2f}",
         "sent GB": f"{inside / 1e9:.2f}+{between / 1e9:.2f}",
         "step ms": "does not fit",
         "images/s": "",

@@ -1,4 +1,4 @@
-"""Predict memory, traffic and step time of every parallel mode on N GPUs, from rehearsals and stated assumptions."""
+"""Predict memory, traffic and step time of each parallel mode on N GPUs, from estimated steps and assumptions."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from common.colossal import check_tensor_parallel
 from common.config.batch_plan import Plan
 from common.errors import UserError
 from common.estimate.cluster import Cluster
-from common.estimate.step_estimate import Rehearsal, rehearse
+from common.estimate.step_estimate import StepEstimate, estimate_step
 from common.model.flops import PEAKS
 
 ASSUMED_MFU = 0.23  # of an H100's peak: 2,100 images/s of ViT-B/16 at 224 pixels, a good end-to-end run
@@ -36,7 +36,7 @@ class Prediction:
     data_parallel: int
     micro_batch: int
     accumulation: int
-    rehearsal: Rehearsal
+    estimate: StepEstimate
     fits: bool
     compute: float
     launches: float
@@ -81,7 +81,7 @@ def predict_modes(config: Mapping[str, Any], plan: Plan, cluster: Cluster, rate:
 
 def whole_model_flops(config: Mapping[str, Any]) -> int:
     """Return the FLOPs of an image, what is recomputed included, on a GPU that trains the whole model alone."""
-    return rehearse({**config, "parallel": _parallel(WHOLE)}, 1, 1).flops
+    return estimate_step({**config, "parallel": _parallel(WHOLE)}, 1, 1).flops
 
 
 def assumed_flops(config: Mapping[str, Any]) -> float:
@@ -120,22 +120,22 @@ def _predict(
         micro_batch = samples // accumulation
         if not _can_cut(config, tensor, micro_batch, plan.gpus):
             continue
-        if prediction and _scaled_memory(prediction.rehearsal, micro_batch / prediction.micro_batch) > usable:
+        if prediction and _scaled_memory(prediction.estimate, micro_batch / prediction.micro_batch) > usable:
             continue
-        rehearsal = rehearse({**config, "parallel": _parallel(tensor)}, plan.gpus, micro_batch, accumulation)
-        compute = rehearsal.flops / rate
-        between_ranks, gradients = _communication(rehearsal, cluster)
+        estimate = estimate_step({**config, "parallel": _parallel(tensor)}, plan.gpus, micro_batch, accumulation)
+        compute = estimate.flops / rate
+        between_ranks, gradients = _communication(estimate, cluster)
         overlap = 0.0 if config["gradient_handler"] else BACKWARD_SHARE * compute / accumulation
         prediction = Prediction(
             tensor,
             data_parallel,
             micro_batch,
             accumulation,
-            rehearsal,
-            fits=rehearsal.peak <= usable,
+            estimate,
+            fits=estimate.peak <= usable,
             compute=compute,
             launches=LAUNCH * config["MODEL"]["depth"] * accumulation,
-            update=4 * TRAFFIC[config["OPTIMIZER"]["name"]] * rehearsal.parameters / MEMORY_BANDWIDTH,
+            update=4 * TRAFFIC[config["OPTIMIZER"]["name"]] * estimate.parameters / MEMORY_BANDWIDTH,
             decode=samples / cluster.decode,
             communication=between_ranks + gradients,
             hidden=min(gradients, overlap),
@@ -154,14 +154,14 @@ def _can_cut(config: Mapping[str, Any], tensor: Mapping[str, Any], micro_batch: 
     return True
 
 
-def _scaled_memory(rehearsal: Rehearsal, share: float) -> float:
+def _scaled_memory(estimate: StepEstimate, share: float) -> float:
     """Return what to expect of the peak with ``share`` of the micro-batch."""
-    return rehearsal.peak - (1 - share) * rehearsal.activations
+    return estimate.peak - (1 - share) * estimate.activations
 
 
-def _communication(rehearsal: Rehearsal, cluster: Cluster) -> tuple[float, float]:
+def _communication(estimate: StepEstimate, cluster: Cluster) -> tuple[float, float]:
     """Return the seconds of a step's tensor-parallel collectives, and of its data-parallel ones."""
     seconds = {True: 0.0, False: 0.0}
-    for (name, ranks), nbytes in rehearsal.nbytes.items():
-        seconds[ranks == rehearsal.data_ranks] += cluster.seconds(name, ranks, rehearsal.calls[name, ranks], nbytes)
+    for (name, ranks), nbytes in estimate.nbytes.items():
+        seconds[ranks == estimate.data_ranks] += cluster.seconds(name, ranks, estimate.calls[name, ranks], nbytes)
     return seconds[False], seconds[True]

@@ -14,7 +14,7 @@ from common.estimate.scaling import (
     predict_modes,
     whole_model_flops,
 )
-from common.estimate.step_estimate import rehearse
+from common.estimate.step_estimate import estimate_step
 
 CLUSTER = Cluster(memory=80e9, node=8, inside=400e9, between=50e9, decode=1e9)
 RATE = 1e14
@@ -43,7 +43,7 @@ def test_one_gpu_needs_its_arithmetic_and_nothing_else():
     config["MODEL"]["depth"] = 2
     assert alone.communication == 0
     assert alone.compute == pytest.approx(4096 * whole_model_flops(config) / RATE)
-    assert alone.update == pytest.approx(7 * 4 * alone.rehearsal.parameters / MEMORY_BANDWIDTH)  # AdamW
+    assert alone.update == pytest.approx(7 * 4 * alone.estimate.parameters / MEMORY_BANDWIDTH)  # AdamW
     assert alone.step == pytest.approx(alone.compute + alone.update)
     assert alone.fastest_step == pytest.approx(alone.compute * ASSUMED_MFU / BEST_MFU + alone.update)
 
@@ -66,29 +66,29 @@ def test_data_parallel_reduces_while_it_computes():
     fast = predict(16, **WHOLE_ONLY)["data parallel"]
     assert 0 < fast.hidden == fast.communication
     exposed = predict(16, slow, **WHOLE_ONLY)["data parallel"]
-    gradients = exposed.rehearsal.gradients
+    gradients = exposed.estimate.gradients
     seconds = 2 * 15 / 16 * gradients / (8 * 1e6)
     assert exposed.hidden == pytest.approx(2 / 3 * exposed.compute / exposed.accumulation)
-    calls = sum(exposed.rehearsal.calls.values())
+    calls = sum(exposed.estimate.calls.values())
     assert exposed.communication == pytest.approx(seconds + calls * LATENCY)
 
 
 def test_the_micro_batch_shrinks_until_it_fits():
     roomy, tight = (predict(8, cluster, **WHOLE_ONLY)["data parallel"] for cluster in (CLUSTER, Cluster(memory=1e9)))
     assert (roomy.micro_batch, roomy.accumulation) == (256, 2)
-    assert roomy.rehearsal.peak > 0.9e9 >= tight.rehearsal.peak
+    assert roomy.estimate.peak > 0.9e9 >= tight.estimate.peak
     assert tight.fits
     assert tight.micro_batch * tight.accumulation == 512
     config = load_config("vit_s16_vanilla")
     config["MODEL"] = config["MODEL"] | {"depth": 2} | WHOLE_ONLY
-    assert rehearse(config, 8, 2 * tight.micro_batch, tight.accumulation // 2).peak > 0.9e9
+    assert estimate_step(config, 8, 2 * tight.micro_batch, tight.accumulation // 2).peak > 0.9e9
     assert not predict(8, Cluster(memory=1e6), **WHOLE_ONLY)["data parallel"].fits
 
 
-def test_a_prediction_is_the_rehearsal_of_its_mode():
+def test_a_prediction_is_the_estimate_of_its_mode():
     config = load_config("vit_s16_vanilla")
     config["MODEL"]["depth"] = 2
     cut = predict(8)["1d 2"]
     config["parallel"] = resolve_parallel({"tensor": {"mode": "1d", "size": 2}}, 8)
-    assert cut.rehearsal == rehearse(config, 8, cut.micro_batch, cut.accumulation)
+    assert cut.estimate == estimate_step(config, 8, cut.micro_batch, cut.accumulation)
     assert cut.data_parallel * cut.micro_batch * cut.accumulation == 4096

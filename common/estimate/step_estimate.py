@@ -1,4 +1,4 @@
-"""Rehearse an optimiser step on fake tensors: what one of N GPUs holds, sends and computes, without any of them."""
+"""Estimate an optimiser step on fake tensors: what one of N GPUs holds, sends and computes, without any of them."""
 
 import multiprocessing
 from collections import Counter
@@ -35,7 +35,7 @@ from common.optim.build import build_optimizer
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class StepEstimate:
     """One process's optimiser step: counts that are exact, and bytes of the tensors that it holds.
 
     Attributes:
@@ -69,29 +69,31 @@ class Rehearsal:
         return max(0, self.peak - self.weights - self.gradients - self.optimizer)
 
 
-def rehearse(
+def estimate_step(
     config: Mapping[str, Any], processes: int, micro_batch: int, accumulation: int = 1, device: str = "cuda"
-) -> Rehearsal:
+) -> StepEstimate:
     """Return what rank 0 of ``processes`` does in a step of ``accumulation`` micro-batches on a "cuda" or "cpu" device.
 
     ``config`` is a whole one, with ``parallel`` resolved. Takes seconds at most, whatever the model and the batch.
     Works in a process of its own, because of what `allow_fake_launches` replaces in PyTorch.
     """
-    return _process().submit(_rehearse, config, processes, micro_batch, accumulation, device).result()
+    return _process().submit(_estimate_step, config, processes, micro_batch, accumulation, device).result()
 
 
 @cache
 def _process() -> ProcessPoolExecutor:
-    """Return the one process that rehearses: what PyTorch imports and caches for fake tensors is slow at first."""
+    """Return the one process that estimates: what PyTorch imports and caches for fake tensors is slow at first."""
     return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork"), initializer=allow_fake_launches)
 
 
-def _rehearse(config: Mapping[str, Any], processes: int, micro_batch: int, accumulation: int, device: str) -> Rehearsal:
+def _estimate_step(
+    config: Mapping[str, Any], processes: int, micro_batch: int, accumulation: int, device: str
+) -> StepEstimate:
     with fake_launch(_launch_config(config, accumulation, device), processes), _choosing_as_on(device):
         return _rehearse_all_blocks(config, micro_batch, accumulation)
 
 
-def _rehearse_all_blocks(config: Mapping[str, Any], micro_batch: int, accumulation: int) -> Rehearsal:
+def _rehearse_all_blocks(config: Mapping[str, Any], micro_batch: int, accumulation: int) -> StepEstimate:
     depth = config["MODEL"]["depth"]
     shallow = 2 if config["MODEL"]["drop_path"] else 1  # blocks; the first one drops no paths, all others do the same
     if depth <= shallow + 1:
@@ -100,7 +102,7 @@ def _rehearse_all_blocks(config: Mapping[str, Any], micro_batch: int, accumulati
     return _extend(first, second, depth - shallow)
 
 
-def _extend(first: Rehearsal, second: Rehearsal, blocks: int) -> Rehearsal:
+def _extend(first: StepEstimate, second: StepEstimate, blocks: int) -> StepEstimate:
     """Return ``first`` and ``blocks`` times its difference from ``second``."""
 
     def extended(name: str) -> Any:
@@ -109,10 +111,10 @@ def _extend(first: Rehearsal, second: Rehearsal, blocks: int) -> Rehearsal:
             return Counter({key: low[key] + blocks * (high[key] - low[key]) for key in high})
         return low + blocks * (high - low) if isinstance(low, int) else low
 
-    return Rehearsal(**{name: extended(name) for name in Rehearsal.__dataclass_fields__})
+    return StepEstimate(**{name: extended(name) for name in StepEstimate.__dataclass_fields__})
 
 
-def _rehearse_depth(config: Mapping[str, Any], depth: int, micro_batch: int, accumulation: int) -> Rehearsal:
+def _rehearse_depth(config: Mapping[str, Any], depth: int, micro_batch: int, accumulation: int) -> StepEstimate:
     with torch.device("meta"):  # where initial weights are nothing to be drawn
         model = build_model(**config["MODEL"] | {"depth": depth, "num_classes": config["MODEL"]["num_classes"] or 1000})
     with FakeTensorMode(), TensorMemory() as memory:
@@ -122,7 +124,7 @@ def _rehearse_depth(config: Mapping[str, Any], depth: int, micro_batch: int, acc
         step.run(accumulation)
         parameters = list(model.parameters())
         state = _nbytes(value for state in optimizer.state.values() for value in state.values())
-        return Rehearsal(
+        return StepEstimate(
             parameters=sum(parameter.numel() for parameter in parameters),
             weights=_nbytes([*parameters, *averages.values()]),
             optimizer=state,
@@ -142,7 +144,7 @@ def _launch_config(config: Mapping[str, Any], accumulation: int, device: str) ->
 
 
 def _precision(config: Mapping[str, Any], device: str) -> dict[str, Any] | None:
-    """Say the type of mixed precision that is the device's default, which is not that of the CPU that rehearses."""
+    """Say the type of mixed precision that is the device's default, which is not that of the CPU that estimates."""
     fp16 = config["fp16"]
     if not fp16 or fp16.get("mode") is None or device == "cpu":
         return fp16

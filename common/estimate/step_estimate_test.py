@@ -1,4 +1,4 @@
-"""Rehearsals against real runs: bytes that several processes send, and memory that PyTorch's profiler sees."""
+"""Step estimates against real runs: bytes that several processes send, and memory that PyTorch's profiler sees."""
 
 import ctypes
 import functools
@@ -13,7 +13,7 @@ from torch.profiler import profile, record_function
 
 from common.colossal import AMP_TYPE, initialize, resolve_parallel, shard_model
 from common.config.load import load_config
-from common.estimate.step_estimate import rehearse
+from common.estimate.step_estimate import estimate_step
 from common.estimate.traffic import Traffic
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
@@ -75,10 +75,10 @@ def test_bytes_are_those_of_real_processes(case):
     # float16, because its loss scaler sends too
     config = build_config(processes, parallel, TINY | {"drop_path": 0.1}, fp16=FLOAT16, OPTIMIZER=optimizer)
     counted = run_ranks(processes, count_traffic, config, 8, 2)
-    rehearsed = rehearse(config, processes, 8, 2, "cpu")
-    assert rehearsed.nbytes == counted[0]
-    assert sum(rehearsed.nbytes.values()) > 0
-    assert all(by_group_size(nbytes) == by_group_size(rehearsed.nbytes) for nbytes in counted)
+    estimated = estimate_step(config, processes, 8, 2, "cpu")
+    assert estimated.nbytes == counted[0]
+    assert sum(estimated.nbytes.values()) > 0
+    assert all(by_group_size(nbytes) == by_group_size(estimated.nbytes) for nbytes in counted)
 
 
 def measure_peak(config: dict[str, Any], micro_batch: int, accumulation: int) -> int:
@@ -131,7 +131,7 @@ CHECKPOINT = {"activation_checkpoint": True}
 def test_memory_is_within_a_tenth_of_the_measured(model, fp16, optimizer, micro_batch, accumulation):
     config = build_config(1, None, model, fp16=fp16, OPTIMIZER={"name": optimizer})
     (measured,) = run_ranks(1, measure_peak, config, micro_batch, accumulation)
-    assert rehearse(config, 1, micro_batch, accumulation, "cpu").peak == pytest.approx(measured, rel=0.1)
+    assert estimate_step(config, 1, micro_batch, accumulation, "cpu").peak == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("case", ["1d-2", slow("dp2"), slow("2d-4"), slow("3d-8")])
@@ -141,7 +141,7 @@ def test_memory_of_a_cut_model_is_within_a_tenth_of_the_measured(case):
     config = build_config(processes, parallel, model, OPTIMIZER={"name": "lamb"}, fp16=TORCH)
     micro_batch = 64  # takes more than the whole model, which a rank builds first, in what is a GPU's host memory
     measured = run_ranks(processes, measure_peak, config, micro_batch, 1)
-    assert rehearse(config, processes, micro_batch, 1, "cpu").peak == pytest.approx(max(measured), rel=0.1)
+    assert estimate_step(config, processes, micro_batch, 1, "cpu").peak == pytest.approx(max(measured), rel=0.1)
 
 
 def test_a_deep_model_is_extended_from_shallow_ones_exactly():
@@ -149,7 +149,7 @@ def test_a_deep_model_is_extended_from_shallow_ones_exactly():
     by_depth = {}
     for depth in (3, 4, 5):
         config["MODEL"]["depth"] = depth
-        by_depth[depth] = rehearse(config, 2, 8)
+        by_depth[depth] = estimate_step(config, 2, 8)
     for name in ("parameters", "weights", "optimizer", "gradients", "update_peak", "flops"):
         low, middle, high = (getattr(by_depth[depth], name) for depth in (3, 4, 5))
         assert high - middle == middle - low > 0, name
@@ -157,13 +157,13 @@ def test_a_deep_model_is_extended_from_shallow_ones_exactly():
 
 def test_a_moving_average_holds_every_weight_once_more():
     config = build_config(1, None, TINY)
-    without, averaged = (rehearse(config | {"EMA": decay}, 1, 8) for decay in (0.0, 0.999))
+    without, averaged = (estimate_step(config | {"EMA": decay}, 1, 8) for decay in (0.0, 0.999))
     assert averaged.peak - without.peak == averaged.weights - without.weights == 4 * without.parameters
 
 
-def test_a_rehearsal_leaves_nothing_behind():
+def test_an_estimate_leaves_nothing_behind():
     config = build_config(1, None, TINY)
-    rehearse(config, 512, 8)
+    estimate_step(config, 512, 8)
     with launched(parallel=config["parallel"]):
         assert torch.distributed.get_world_size() == 1
         assert torch.empty(2).is_cpu

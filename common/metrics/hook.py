@@ -17,7 +17,7 @@ from common.metrics.writers import open_writers
 
 
 class MetricsHook(BaseHook):
-    """Read each figure of the run once, and hand it to every writer; only rank 0 writes.
+    """Read each metric of the run once, and hand it to every writer; only rank 0 writes.
 
     A ``train`` record covers the optimiser steps since the one before: mean ``loss``; ``lr`` and ``grad_norm`` (before
     clipping) of the last step; ``skipped``, the updates skipped so far because of numbers that are not finite;
@@ -25,7 +25,7 @@ class MetricsHook(BaseHook):
     could do; ``data_wait``, the share of the time in which this process waited for its loader; ``peak_memory_gb`` of
     this process. An ``eval`` record counts every sample of the evaluation set once: mean cross-entropy ``loss``,
     ``top1`` and ``top5`` (fractions of 1), ``samples``. Both have ``step`` (of the optimiser), ``epoch`` (fractional),
-    and ``time`` (Unix, seconds). The last evaluation's figures are in the trainer's ``states["eval"]`` too, on every
+    and ``time`` (Unix, seconds). The last evaluation's metrics are in the trainer's ``states["eval"]`` too, on every
     rank.
 
     The device is synchronised only when a record is made.
@@ -116,14 +116,14 @@ class MetricsHook(BaseHook):
 
     def after_test(self, trainer: Trainer) -> None:
         loss, top1, top5, samples = _sum_over_data_parallel(self.totals).tolist()
-        figures = {"loss": loss / samples, "top1": top1 / samples, "top5": top5 / samples, "samples": int(samples)}
-        trainer.states["eval"] = figures
-        self._write("eval", trainer, figures)
+        metrics = {"loss": loss / samples, "top1": top1 / samples, "top5": top5 / samples, "samples": int(samples)}
+        trainer.states["eval"] = metrics
+        self._write("eval", trainer, metrics)
         self.started += time.perf_counter() - self.paused
 
-    def _write(self, kind: str, trainer: Trainer, figures: dict) -> None:
+    def _write(self, kind: str, trainer: Trainer, metrics: dict) -> None:
         epoch = round(trainer.step / self.plan.steps_per_epoch, 4)
-        record = {"kind": kind, "step": trainer.step, "epoch": epoch, "time": round(time.time(), 2)} | figures
+        record = {"kind": kind, "step": trainer.step, "epoch": epoch, "time": round(time.time(), 2)} | metrics
         for writer in self.writers:
             writer(record)
 

@@ -7,7 +7,7 @@ Record = Mapping[str, Any]
 WHEN = ("kind", "step", "epoch", "time")
 
 
-def select_figures(record: Record) -> dict[str, float]:
+def select_metrics(record: Record) -> dict[str, float]:
     """Return every number of the record that was measured, as ``<kind>/<name>``."""
     return {
         f"{record['kind']}/{name}": value

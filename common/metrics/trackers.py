@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from common.errors import UserError, did_you_mean
-from common.metrics.record import Record, select_figures
+from common.metrics.record import Record, select_metrics
 
 PROJECT = "vit-large-batch"
 MAX_PARAM = 6000  # characters of a value in MLflow
@@ -65,7 +65,7 @@ class WandbTracker:
         id_file.write_text(self.run.id)
 
     def __call__(self, record: Record) -> None:
-        self.run.log(select_figures(record), step=record["step"])
+        self.run.log(select_metrics(record), step=record["step"])
 
     def close(self) -> None:
         self.run.finish()
@@ -90,7 +90,7 @@ class MlflowTracker:
             mlflow.log_params({key: json.dumps(value)[:MAX_PARAM] for key, value in config.items()})
 
     def __call__(self, record: Record) -> None:
-        self.mlflow.log_metrics(select_figures(record), step=record["step"])
+        self.mlflow.log_metrics(select_metrics(record), step=record["step"])
 
     def close(self) -> None:
         self.mlflow.end_run()

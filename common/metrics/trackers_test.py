@@ -25,8 +25,8 @@ folder, start = Path(sys.argv[1]), int(sys.argv[2])
 writers = open_writers(folder, 4, tensorboard=False, trackers=["wandb", "mlflow"])
 for step in range(start, start + 2):
     for writer in writers:
-        figures = {"loss": 1 / step, "skipped": 0, "samples_per_s": 1.0, "mfu": None}
-        writer({"kind": "train", "step": step, "epoch": 0.1, **figures})
+        metrics = {"loss": 1 / step, "skipped": 0, "samples_per_s": 1.0, "mfu": None}
+        writer({"kind": "train", "step": step, "epoch": 0.1, **metrics})
 for writer in writers:
     writer.close()
 """

@@ -1,4 +1,4 @@
-"""Where the figures of a run go: a writer is called with each record (a dict), and closed at the end."""
+"""Where the metrics of a run go: a writer is called with each record (a dict), and closed at the end."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from common.errors import UserError
-from common.metrics.record import Record, select_figures
+from common.metrics.record import Record, select_metrics
 from common.metrics.trackers import TRACKERS
 from common.plot import build_figure, place_legend, save_figure
 
@@ -75,7 +75,7 @@ def warn(text: str) -> None:
 
 
 class JsonLines:
-    """Append each record as one line of JSON; figures that are not finite become null.
+    """Append each record as one line of JSON; metrics that are not finite become null.
 
     Lines that cannot be written, on a full disk say, are kept and written as soon as they can be.
     """
@@ -110,16 +110,16 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Write each figure as a scalar ``<kind>/<name>`` over optimiser steps."""
+    """Write each metric as a scalar ``<kind>/<name>`` over optimiser steps."""
 
     def __init__(self, folder: Path, start: int = 0):
-        """``start``: optimiser steps that were done before; figures of later ones, from a run that died, are hidden."""
+        """``start``: optimiser steps that were done before; metrics of later ones, from a run that died, are hidden."""
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         self.writer = SummaryWriter(str(folder), purge_step=start + 1)
 
     def __call__(self, record: Record) -> None:
-        for name, value in select_figures(record).items():
+        for name, value in select_metrics(record).items():
             self.writer.add_scalar(name, value, record["step"])
 
     def close(self) -> None:

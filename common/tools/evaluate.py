@@ -103,7 +103,7 @@ def _check_labels(run: SavedRun, data: DataSummary) -> None:
 
 def _report(run: SavedRun, tally: Tally, output: Path, argv: list[str]) -> None:
     loss, top1, top5, samples = tally.totals.tolist()
-    figures = {"loss": loss / samples, "top1": top1 / samples, "top5": top5 / samples, "samples": int(samples)}
+    metrics = {"loss": loss / samples, "top1": top1 / samples, "top5": top5 / samples, "samples": int(samples)}
     rows = describe_classes(run.class_names, tally.confusion_CC.cpu().numpy(), tally.top5_C.cpu().numpy())
     about = {
         "checkpoint": str(run.checkpoint),
@@ -113,12 +113,12 @@ def _report(run: SavedRun, tally: Tally, output: Path, argv: list[str]) -> None:
     }
     try:
         output.mkdir(parents=True, exist_ok=True)
-        (output / "evaluation.json").write_text(json.dumps(figures | about, indent=2) + "\n")
+        (output / "evaluation.json").write_text(json.dumps(metrics | about, indent=2) + "\n")
         write_csv(rows, output / "classes.csv")
         draw_confusion(run.class_names, tally.confusion_CC.cpu().numpy(), output / "confusion.png")
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written ({error.strerror}); choose another") from error
     print_extremes(rows)
     print(f"classes    {output}/classes.csv {output}/confusion.png")
-    print(f"figures    {output}/evaluation.json")
-    print("top1={top1:.4f} top5={top5:.4f} loss={loss:.4f} samples={samples}".format(**figures), flush=True)
+    print(f"metrics    {output}/evaluation.json")
+    print("top1={top1:.4f} top5={top5:.4f} loss={loss:.4f} samples={samples}".format(**metrics), flush=True)

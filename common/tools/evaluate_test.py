@@ -40,7 +40,7 @@ def read(run: Path) -> dict:
     return json.loads((run / "evaluation" / "step-00000010" / "evaluation.json").read_text())
 
 
-def figures(record: dict) -> dict:
+def metrics_of(record: dict) -> dict:
     return {name: record[name] for name in ("loss", "top1", "top5", "samples")}
 
 
@@ -51,7 +51,7 @@ def test_equals_the_evaluation_in_training_in_every_precision(data, tmp_path, ca
         data, tmp_path / "run", f"fp16.mode=AMP_TYPE.{mode}", "fp16.dtype='bfloat16'", *level, "LEARNING_RATE=5e-4"
     )
     evaluate.main([str(run)])
-    assert figures(read(run)) == figures(read_metrics(run)[-1])
+    assert metrics_of(read(run)) == metrics_of(read_metrics(run)[-1])
     assert 1 / 7 < read(run)["top1"] < 1
     evaluate.main([str(run), "--set", "fp16=None"])
     assert read(run)["loss"] != read_metrics(run)[-1]["loss"]

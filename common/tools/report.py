@@ -1,6 +1,6 @@
 """Write one self-contained HTML page about a run or several: ``python scripts/report.py RUN [RUN...]``.
 
-It holds the curves of every figure in metrics.jsonl, a summary, what differs between the configs, and the environment.
+It holds the curves of every metric in metrics.jsonl, a summary, what differs between the configs, and the environment.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The curves of a report: which figures the runs hold, and points few enough to draw."""
+"""The curves of a report: which metrics the runs hold, and points few enough to draw."""
 
 import math
 from collections.abc import Sequence
@@ -12,38 +12,38 @@ Point = tuple[float, float | None]
 
 
 @dataclass(frozen=True)
-class Figure:
-    """How a figure is shown: its title, the factor from file to page, and whether its axis starts at 0."""
+class Metric:
+    """How a metric is shown: its title, the factor from file to page, and whether its axis starts at 0."""
 
     title: str
     scale: float = 1.0
     from_zero: bool = False
 
 
-FIGURES = {
-    "loss": Figure("Loss"),
-    "top1": Figure("Top-1 accuracy, %", 100),
-    "top5": Figure("Top-5 accuracy, %", 100),
-    "lr": Figure("Learning rate", from_zero=True),
-    "grad_norm": Figure("Gradient norm before clipping", from_zero=True),
-    "skipped": Figure("Updates skipped so far", from_zero=True),
-    "samples_per_s": Figure("Images per second, all GPUs", from_zero=True),
-    "mfu": Figure("Model FLOPs utilisation, %", 100, from_zero=True),
-    "data_wait": Figure("Time waiting for data, %", 100, from_zero=True),
-    "peak_memory_gb": Figure("Peak memory of a process, GB", from_zero=True),
+METRICS = {
+    "loss": Metric("Loss"),
+    "top1": Metric("Top-1 accuracy, %", 100),
+    "top5": Metric("Top-5 accuracy, %", 100),
+    "lr": Metric("Learning rate", from_zero=True),
+    "grad_norm": Metric("Gradient norm before clipping", from_zero=True),
+    "skipped": Metric("Updates skipped so far", from_zero=True),
+    "samples_per_s": Metric("Images per second, all GPUs", from_zero=True),
+    "mfu": Metric("Model FLOPs utilisation, %", 100, from_zero=True),
+    "data_wait": Metric("Time waiting for data, %", 100, from_zero=True),
+    "peak_memory_gb": Metric("Peak memory of a process, GB", from_zero=True),
 }
 NOT_SHOWN = {*WHEN, "samples"}  # the size of the evaluation set is no curve
 
 
 def collect_charts(runs: Sequence[Sequence[Record]]) -> list[dict[str, Any]]:
-    """Return a chart for every figure in the runs' records, known ones first, with a line for each run and kind."""
-    names = dict.fromkeys(FIGURES) | {name: None for run in runs for record in run for name in record}
+    """Return a chart for every metric in the runs' records, known ones first, with a line for each run and kind."""
+    names = dict.fromkeys(METRICS) | {name: None for run in runs for record in run for name in record}
     charts = []
     for name in names:
-        figure = FIGURES.get(name, Figure(name.replace("_", " ")))
-        lines = [line for number, run in enumerate(runs) for line in _collect_lines(run, number, name, figure.scale)]
+        metric = METRICS.get(name, Metric(name.replace("_", " ")))
+        lines = [line for number, run in enumerate(runs) for line in _collect_lines(run, number, name, metric.scale)]
         if lines and name not in NOT_SHOWN:
-            charts.append({"name": name, "title": figure.title, "fromZero": figure.from_zero, "lines": lines})
+            charts.append({"name": name, "title": metric.title, "fromZero": metric.from_zero, "lines": lines})
     return charts
 
 

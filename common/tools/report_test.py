@@ -43,8 +43,8 @@ class Tables(HTMLParser):
             self.rows[-1][self.row[0]] = self.row[1:]
 
 
-def train(step: int, **figures) -> dict:
-    return {"kind": "train", "step": step, "epoch": step / 10, "time": 1000.0 + 60 * step} | figures
+def train(step: int, **metrics) -> dict:
+    return {"kind": "train", "step": step, "epoch": step / 10, "time": 1000.0 + 60 * step} | metrics
 
 
 def evaluation(step: int, top1: float | None) -> dict:
@@ -94,7 +94,7 @@ def test_summary(tmp_path):
     assert summary["Hardware"] == ["2 cores of AMD EPYC, AVX2, processes: 8"]
 
 
-def test_a_run_that_goes_on_or_was_killed_in_the_middle_of_a_line(tmp_path):
+def test_a_run_that_is_running_or_was_killed_in_the_middle_of_a_line(tmp_path):
     run = write_run(tmp_path / "run", [train(1, loss=2.0), train(2, loss=None)])
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')

@@ -9,7 +9,7 @@ import torch
 from common.colossal import resolve_parallel
 from common.config.load import load_config
 from common.estimate.memory import TensorMemory
-from common.estimate.step_estimate import rehearse
+from common.estimate.step_estimate import estimate_step
 from common.tools.harness import Row, WrongError
 from gpu.engines import MODES, TINY, VIT_B16, VIT_S16, open_engine, peak_memory, random_batch, train_step
 from gpu.job import Job
@@ -39,7 +39,9 @@ def memory(job: Job) -> Iterator[Row]:
         if not_run := job.lacks(mode):
             yield row | not_run
             continue
-        predicted = rehearse(_config(model, MODES[mode], optimizer), 1, batch, accumulation, job.device.type).peak / 1e9
+        predicted = (
+            estimate_step(_config(model, MODES[mode], optimizer), 1, batch, accumulation, job.device.type).peak / 1e9
+        )
         taken = _measure(job, model, MODES[mode], optimizer, batch, accumulation)
         row |= {"predicted_gb": predicted, **taken, "predicted_over_measured": predicted / taken["memory_gb"]}
         # what cuBLAS takes for itself, and is not predicted, is much of so little

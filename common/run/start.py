@@ -25,6 +25,7 @@ from common.metrics.profiler import ProfilerHook
 from common.metrics.provenance import describe_run
 from common.run.arguments import parse_arguments
 from common.run.folder import find_start
+from common.run.on_cpu import explain_cpu
 from common.run.prepare import DescribeData, prepare_run
 from common.run.run import Measurement, Run
 
@@ -44,6 +45,8 @@ def start_run(argv: list[str], description: str | None, describe_data: DescribeD
             print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None)
         return None
     assert data is not None
+    if launch.rank == 0 and (line := explain_cpu(config, plan.total_batch, plan.gpus)):
+        print(line, file=sys.stderr, flush=True)
     stop_signals.install(launch.launcher == "torch", progress, config["TIMEOUT"])
     output = Path(args.output or Path("outputs") / Path(args.config).stem).resolve()
     start(launch, config)

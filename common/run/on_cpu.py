@@ -1,0 +1,52 @@
+"""What to know before a run on CPUs that its recipe, or the machine, did not mean for them."""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.model.flops import peak_images_per_s
+
+DRIVERS = {"13": "580", "12": "525"}  # the oldest NVIDIA driver on Linux, by CUDA's major version
+VERSION = Path("driver/nvidia/version")  # below /proc
+
+
+def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int, root: Path = Path("/")) -> str | None:
+    """Return a line on why a run computes on the CPU and what a step takes at least; None if that is to be expected.
+
+    It is not where there is an NVIDIA device that torch cannot use, and for a recipe that is written for GPUs: several
+    of them, or ViT-S or larger at 224 pixels. ``root`` holds ``/dev`` and ``/proc``.
+    """
+    if torch.cuda.is_available():
+        return None
+    model = config["MODEL"]
+    reasons = (
+        [_unused_gpu(root)] if (root / "dev/nvidia0").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "" else []
+    )
+    if config["GPUS"] > 1 or (model["width"] >= 384 and model["image_size"] >= 224):
+        reasons.append(
+            "the recipe is written for GPUs" if reasons else "the recipe is written for GPUs, and there is none"
+        )
+    if not reasons:
+        return None
+    seconds = total_batch / peak_images_per_s(model, config["fp16"], processes, torch.device("cpu"))
+    duration = f"{seconds:.2g} s" if seconds < 100 else f"{seconds / 60:,.0f} min"
+    step = f"a step of {total_batch:,} images takes {duration} at least"
+    return f"warning: training on the CPU: {'; '.join(reasons)}; {step}"
+
+
+def _unused_gpu(root: Path) -> str:
+    """Name the driver that is there, and the one that torch needs."""
+    cuda = torch.version.cuda
+    if cuda is None:
+        return "torch is a build without CUDA, see Requirements in README.md"
+    needed = f"torch is built for CUDA {cuda}, which needs driver {DRIVERS.get(cuda.partition('.')[0], '580')} or later"
+    try:
+        found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", (root / "proc" / VERSION).read_text())
+    except OSError:
+        found = None
+    driver = f"the NVIDIA driver is {found[0]}" if found else "the NVIDIA driver is not loaded"
+    return f"torch cannot use the GPU: {driver}, {needed} (see Requirements in README.md)"

@@ -13,7 +13,8 @@ MISTAKE = 2  # what a training script exits with after a line of its own
 
 
 def run() -> None:
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("api", "errors", "errors.error_handler"):  # each has a level of its own
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
     try:
         main()
     except ChildFailedError as error:

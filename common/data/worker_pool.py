@@ -53,7 +53,7 @@ class WorkerPool:
         if self._pool is None:
             self._start()
         with suppress(BrokenProcessPool):
-            return self._pool.submit(_call, task)
+            return self._pool.submit(_call, task)  # pyright: ignore[reportOptionalMemberAccess]
         self._note_failure()
         return None
 
@@ -79,7 +79,7 @@ class WorkerPool:
         while not (dead := [p for p in self._processes if p.exitcode is not None]) and time.monotonic() < deadline:
             time.sleep(0.01)
         dead.sort(key=lambda process: process.exitcode == -SIGTERM)  # which the executor sends to the others
-        how = f"process {dead[0].pid} {_describe_exit(dead[0].exitcode)}" if dead else "a process ended"
+        how = f"process {dead[0].pid} {_describe_exit(dead[0].exitcode)}" if dead else "a process ended"  # pyright: ignore[reportArgumentType]
         self.failure = (
             f"DATA.workers={self.workers}: a worker has died, {how}; if that was for lack of memory, set fewer workers"
         )

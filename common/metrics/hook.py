@@ -81,10 +81,10 @@ class MetricsHook(BaseHook):
         if not trainer.update_done:
             return
         has_record = trainer.step % self.every == 0 or trainer.step == self.plan.last_step
-        loss = None if has_record or self.has_shown_loss else self._mean_loss()  # long before the first record
+        loss = None if has_record or self.has_shown_loss else self._mean_loss()  # long before the first record  # pyright: ignore[reportAssignmentType, reportAttributeAccessIssue]
         self.has_shown_loss = True
         if self.progress:
-            self.progress.step(loss)
+            self.progress.step(loss)  # pyright: ignore[reportArgumentType]
         if has_record:
             self._write("train", trainer, self._train_figures(trainer))
             self._restart_window(trainer)

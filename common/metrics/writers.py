@@ -138,7 +138,7 @@ class ProgressBar:
         options = (
             dict(mininterval=0.5, dynamic_ncols=True) if sys.stderr.isatty() else dict(mininterval=30, file=_Lines())
         )
-        self.bar = tqdm(total=total_steps, initial=start, unit="step", maxinterval=60, **options)
+        self.bar = tqdm(total=total_steps, initial=start, unit="step", maxinterval=60, **options)  # pyright: ignore[reportArgumentType, reportCallIssue]
         self.shown: dict[str, str] = {}
 
     def step(self, loss: float | None = None) -> None:

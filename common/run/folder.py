@@ -22,11 +22,11 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tu
     lock_folder(output, sign=False)
     path = choose_checkpoint(args.resume, output)
     if path is not None:
-        check_data(path, data, config["DATA"]["allow_change"])
+        check_data(path, data, config["DATA"]["allow_change"])  # pyright: ignore[reportArgumentType]
         check_changes(path, config, output, args.allow_change, plan.last_step)
         if path.is_relative_to(output):
             newest = newest_checkpoint(output / "checkpoints")
-            if path != newest and finished_step(newest, _last_step(newest)) is not None:
+            if path != newest and finished_step(newest, _last_step(newest)) is not None:  # pyright: ignore[reportArgumentType]
                 raise UserError(
                     f"--resume {path}: its run is finished, and resuming it there would rewrite its record; branch off "
                     "with --output DIR"

@@ -90,15 +90,15 @@ def _estimate_step(
     config: Mapping[str, Any], processes: int, micro_batch: int, accumulation: int, device: str
 ) -> StepEstimate:
     with fake_launch(_launch_config(config, accumulation, device), processes), _choosing_as_on(device):
-        return _rehearse_all_blocks(config, micro_batch, accumulation)
+        return _estimate_all_blocks(config, micro_batch, accumulation)
 
 
-def _rehearse_all_blocks(config: Mapping[str, Any], micro_batch: int, accumulation: int) -> StepEstimate:
+def _estimate_all_blocks(config: Mapping[str, Any], micro_batch: int, accumulation: int) -> StepEstimate:
     depth = config["MODEL"]["depth"]
     shallow = 2 if config["MODEL"]["drop_path"] else 1  # blocks; the first one drops no paths, all others do the same
     if depth <= shallow + 1:
-        return _rehearse_depth(config, depth, micro_batch, accumulation)
-    first, second = (_rehearse_depth(config, blocks, micro_batch, accumulation) for blocks in (shallow, shallow + 1))
+        return _estimate_depth(config, depth, micro_batch, accumulation)
+    first, second = (_estimate_depth(config, blocks, micro_batch, accumulation) for blocks in (shallow, shallow + 1))
     return _extend(first, second, depth - shallow)
 
 
@@ -114,7 +114,7 @@ def _extend(first: StepEstimate, second: StepEstimate, blocks: int) -> StepEstim
     return StepEstimate(**{name: extended(name) for name in StepEstimate.__dataclass_fields__})
 
 
-def _rehearse_depth(config: Mapping[str, Any], depth: int, micro_batch: int, accumulation: int) -> StepEstimate:
+def _estimate_depth(config: Mapping[str, Any], depth: int, micro_batch: int, accumulation: int) -> StepEstimate:
     with torch.device("meta"):  # where initial weights are nothing to be drawn
         model = build_model(**config["MODEL"] | {"depth": depth, "num_classes": config["MODEL"]["num_classes"] or 1000})
     with FakeTensorMode(), TensorMemory() as memory:

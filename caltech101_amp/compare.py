@@ -34,7 +34,7 @@ CONFIGS = {
     "AMP_TYPE.NAIVE": "config_AMP_naive",
     "AMP_TYPE.APEX O1": "config_AMP_apex",
 }
-CPU_SETTINGS = ("MODEL.image_size=96", "MODEL.width=192", "MODEL.heads=3", "MODEL.depth=4", "TOTAL_BATCH_SIZE=32")
+CPU_SETTINGS = ("MODEL.image_size=96", "MODEL.width=192", "MODEL.heads=3", "MODEL.depth=4", "MICRO_BATCH_SIZE=32")
 
 
 def main(argv: list[str]) -> None:

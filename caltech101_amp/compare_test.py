@@ -11,7 +11,7 @@ from caltech101_amp.testing import expect_miniature, write_categories
 from common.errors import UserError
 
 TINY = ["MODEL.image_size=16", "MODEL.patch_size=8", "MODEL.width=32", "MODEL.depth=1", "MODEL.heads=2",
-        "MODEL.num_classes=None", "TOTAL_BATCH_SIZE=8", "DATA.workers=0"]  # fmt: skip
+        "MODEL.num_classes=None", "MICRO_BATCH_SIZE=8", "DATA.workers=0"]  # fmt: skip
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from common.run.start import start_run
 
 
 def main(argv: list[str]) -> None:
-    run = start_run(argv, __doc__, describe_data)
+    run = start_run(argv, __doc__, describe_data, base="config_fp32")
     if run is None:  # --dry-run, or finished already
         return
     config, plan = gpc.config, run.plan

@@ -15,7 +15,8 @@ from common.tools import evaluate
 
 MODES = ("fp32", "AMP_torch", "AMP_naive", "AMP_apex")
 SMALL = ["MODEL.image_size=16", "MODEL.patch_size=8", "MODEL.width=32", "MODEL.depth=2", "MODEL.heads=2",
-         "MODEL.num_classes=None", "MODEL.dropout=0.0", "TOTAL_BATCH_SIZE=16", "NUM_EPOCHS=6", "WARMUP_EPOCHS=1",
+         "MODEL.num_classes=None", "MODEL.dropout=0.0", "MICRO_BATCH_SIZE=None", "TOTAL_BATCH_SIZE=16",
+         "NUM_EPOCHS=6", "WARMUP_EPOCHS=1",
          "LEARNING_RATE=0.1", "WEIGHT_DECAY=0.0", "LOG.every=1", "DATA.workers=0"]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ MICRO_BATCH_SIZE = 256  # x 16 accumulated x 8 GPUs; on other GPU counts the acc
 GPUS = 8
 
 NUM_EPOCHS = 300
-WARMUP_EPOCHS = 150
+WARMUP_EPOCHS = NUM_EPOCHS / 2
 LR_SCHEDULE = "linear"
 LEARNING_RATE = 1.8e-2
 WEIGHT_DECAY = 0.1

@@ -12,7 +12,7 @@ source stops it after 175 epochs.
 """
 
 from configs.vit_lite_vanilla import *  # noqa: F403
-from configs.vit_lite_vanilla import MODEL
+from configs.vit_lite_vanilla import DATA, MODEL
 
 TOTAL_BATCH_SIZE = 128
 GPUS = 1
@@ -23,6 +23,7 @@ LEARNING_RATE = 5.5e-4
 WEIGHT_DECAY = 6e-2
 OPTIMIZER = dict(name="adamw", decay_all=False)  # matrices only
 
-MODEL = MODEL | dict(drop_path=0.1)
+MODEL = MODEL | dict(dropout=0.0, drop_path=0.1)
+DATA = DATA | dict(flip=True, std=(0.2470, 0.2435, 0.2616))
 MIXUP = 0.8
 CUTMIX = 1.0

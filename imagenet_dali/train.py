@@ -5,8 +5,10 @@ torchrun --nproc_per_node 8 train.py --config vit_s16_vanilla --set DATA.root=/p
 The benchmark's name for train_dali.py, where the script is: DATA.loader says whether DALI or torchvision reads.
 """
 
+from functools import partial
+
 from common.errors import run_command
 from imagenet_dali.train_dali import main
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(partial(main, base="vit_s16_vanilla"))

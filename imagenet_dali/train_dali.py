@@ -15,8 +15,8 @@ from common.run.start import start_run
 from imagenet_dali.dataloader import build_eval_loader, build_train_loader, describe_data
 
 
-def main(argv: list[str]) -> None:
-    run = start_run(argv, __doc__, describe_data)
+def main(argv: list[str], base: str = "vit-b16") -> None:
+    run = start_run(argv, __doc__, describe_data, base)
     if run is None:  # --dry-run, or finished already
         return
     config, plan = gpc.config, run.plan

@@ -11,6 +11,7 @@ from common.colossal.generators import generator_states, set_generator_states
 from common.colossal.heartbeat import doing, progress
 from common.colossal.heartbeat_hook import HeartbeatHook
 from common.colossal.inference import Predictor
+from common.colossal.launchers import get_default_parser, launch_from_openmpi, launch_from_slurm, launch_from_torch
 from common.colossal.repairs import repair_cpu_accelerator, repair_old_paths, repair_warmup_schedulers
 from common.colossal.tensor_parallel.check import check_tensor_parallel, describe_tensor_parallel, resolve_parallel
 from common.colossal.tensor_parallel.gradients import build_norm_reducer
@@ -29,11 +30,7 @@ from common.colossal.upstream import (
     CosineAnnealingWarmupLR,
     LinearWarmupLR,
     ParallelMode,
-    get_default_parser,
     gpc,
-    launch_from_openmpi,
-    launch_from_slurm,
-    launch_from_torch,
 )
 
 repair_old_paths()

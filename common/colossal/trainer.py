@@ -41,8 +41,8 @@ class Trainer(UpstreamTrainer):
 
     engine: Engine
 
-    def __init__(self, engine: Engine):
-        super().__init__(engine)
+    def __init__(self, engine: Engine, timer: Any = None, logger: Any = None):
+        super().__init__(engine, timer=timer, logger=logger)
         self.step = self.epoch_step = self.evaluated_step = 0
         self.update_done = self.stopping = False
         self.learning_rate = self.data_wait = 0.0
@@ -139,16 +139,20 @@ class Trainer(UpstreamTrainer):
         self.engine.train()
         batches, epoch = self._timed(train_dataloader), self._cur_epoch
         self._call_hooks("before_train_epoch")
+        self._call_timer("start", "Train-epoch")
         while self._cur_epoch == epoch and not (self.stopping or self._has_ended()):
             self._call_hooks("before_train_iter")
+            self._call_timer("start", "Train-step")
             self.engine.zero_grad()
             result = self.engine.execute_schedule(batches, return_output_label=False)
             self.engine.step()
+            self._call_timer("stop", "Train-step", keep_in_history=True)
             self.update_done = self.engine.optimizer.accumulated == 0
             if self.update_done:
                 self._count_step()
             self._call_hooks("after_train_iter", result)
             self._cur_step += 1
+        self._call_timer("stop", "Train-epoch", keep_in_history=True)
         self._call_hooks("after_train_epoch")
 
     def _count_step(self) -> None:

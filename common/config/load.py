@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -10,21 +11,34 @@ from typing import Any
 from common.colossal import resolve_parallel
 from common.config.execute import FOLDER, execute
 from common.config.fields import parse
+from common.config.originals import RENAMED, fill_in, translate
 from common.config.schema import Config, Data, plain_values
 from common.config.settings import override, parse_settings
-from common.errors import UserError, did_you_mean
+from common.errors import UserError, did_you_mean, is_first_process
 
 
-def load_config(name: str, settings: Sequence[str] = ()) -> dict[str, Any]:
+def load_config(name: str, settings: Sequence[str] = (), base: str | None = None) -> dict[str, Any]:
     """Return the config ``name`` (a path, or a recipe of ``configs/``) with ``settings`` (``KEY=VALUE``) applied.
 
-    A setting takes effect where the file assigns its key, so what the file derives from that key follows. Raises
+    A setting takes effect where the file assigns its key, so what the file derives from that key follows. ``base``
+    names the recipe from which a config without MODEL takes what it leaves out; a line on stdout says so. Raises
     `UserError` for a file that is not there or does not run, and for unknown keys and wrong values.
     """
-    path, used = find_config(name), set()
+    path, used = find_config(name, base), set()
     overrides = parse_settings(settings)
     values = execute(path, overrides, used)
     values = {key: value for key, value in values.items() if not _is_helper(key, used)}
+    _refuse_pipeline(values, path)
+    recipe = {}
+    if base:
+        fixed = {key: (deepcopy(value),) for key, value in values.items()}
+        recipe = execute(find_config(base), {**overrides, **fixed})
+    left_out = fill_in(values, recipe)
+    notes = translate(values, used, recipe)
+    if left_out:
+        notes.append(f"left out, so as in the recipe {base}: {', '.join(left_out)}")
+    if notes and is_first_process():
+        print(f"{path}: {'; '.join(notes)}", flush=True)
     for key, setting in overrides.items():
         values[key] = override(setting, values.get(key, {}))
     config = _check(values, where=str(path))
@@ -32,9 +46,23 @@ def load_config(name: str, settings: Sequence[str] = ()) -> dict[str, Any]:
     return config
 
 
+def _refuse_pipeline(values: Mapping[str, Any], path: Path) -> None:
+    """Refuse the configs of Colossal-AI's hybrid example before their other keys are looked at."""
+    parallel = values.get("parallel")
+    stages = parallel.get("pipeline", 1) if isinstance(parallel, Mapping) else 1
+    stages = stages.get("size", 1) if isinstance(stages, Mapping) else stages
+    if stages != 1:
+        raise UserError(
+            f"{path}: parallel.pipeline={stages}: pipeline parallelism is not supported; set it to 1, and use data or "
+            "tensor parallelism"
+        )
+
+
 def _is_helper(name: str, used: set[str]) -> bool:
     """Tell a variable of the file's own, which the file itself reads, from a misspelt key."""
-    return name not in Config.model_fields and name in used and not get_close_matches(name, Config.model_fields, 1, 0.8)
+    if name in Config.model_fields or (name in RENAMED and name != "DEPTH"):
+        return False
+    return name in used and not get_close_matches(name, Config.model_fields, 1, 0.8)
 
 
 def restore_config(values: Mapping[str, Any], settings: Sequence[str], where: str) -> dict[str, Any]:
@@ -53,11 +81,16 @@ def _check(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise UserError(str(error)) from None
 
 
-def find_config(name: str) -> Path:
-    """Return the path that ``name`` stands for: itself, else a recipe, with or without ``configs/`` and ``.py``."""
+def find_config(name: str, base: str | None = None) -> Path:
+    """Return the path that ``name`` stands for: itself, else a recipe, with or without ``configs/`` and ``.py``.
+
+    In a task whose ``base`` recipe is vit_s16_vanilla, ``vit_1d`` is vit_s16_1d, as Colossal-AI's benchmark names it.
+    """
     if Path(name).is_file():
         return Path(name)
     stem = re.sub(r"^(\./)?(configs?/)?", "", name).removesuffix(".py")
+    if base and base.endswith("_vanilla"):
+        stem = re.sub(r"^vit_(?=(vanilla|1d|2d|2p5d|3d)$)", base.removesuffix("vanilla"), stem)
     recipes = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
     if stem in recipes:
         return FOLDER / f"{stem}.py"

@@ -49,6 +49,9 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
     instead.add_argument(
         "--profile", type=_positive, metavar="STEPS", help="instead of training, record some steps with torch.profiler"
     )
+    parser.add_argument(
+        "--from_torch", "--use_trainer", action="store_true", help="as in Colossal-AI's examples; both are always so"
+    )
     parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
     add_cluster_arguments(parser)
     add_launch_arguments(parser)

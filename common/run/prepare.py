@@ -30,12 +30,14 @@ class Prepared(NamedTuple):
     precision: MixedPrecision  # what ``fp16`` comes to on this machine
 
 
-def prepare_run(args: argparse.Namespace, launch: Launch, describe_data: DescribeData) -> Prepared:
+def prepare_run(
+    args: argparse.Namespace, launch: Launch, describe_data: DescribeData, base: str | None = None
+) -> Prepared:
     """Resolve the config for ``launch``, count the data set and work out the plan.
 
     ``--dry-run`` needs neither data nor GPUs. Raises `UserError` for whatever the run would refuse later.
     """
-    config = load_config(args.config, [*args.set, *([f"INIT={args.init}"] if args.init else [])])
+    config = load_config(args.config, [*args.set, *([f"INIT={args.init}"] if args.init else [])], base)
     config["INIT"] = config["INIT"] and str(Path(config["INIT"]).resolve())
     gpus = launch.world_size
     if args.dry_run and launch.launcher == "single":

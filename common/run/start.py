@@ -30,16 +30,19 @@ from common.run.prepare import DescribeData, prepare_run
 from common.run.run import Measurement, Run
 
 
-def start_run(argv: list[str], description: str | None, describe_data: DescribeData) -> Run | None:
+def start_run(
+    argv: list[str], description: str | None, describe_data: DescribeData, base: str | None = None
+) -> Run | None:
     """Check everything that can be checked, then start the process group; the config is then in ``gpc.config``.
 
     ``describe_data`` counts the data set that the config's ``DATA`` names; config.json holds the name of its module, so
-    that what comes after the run finds the loaders of a task it does not know. Returns None where there is
+    that what comes after the run finds the loaders of a task it does not know. ``base`` is the recipe from which a
+    config without MODEL takes what it leaves out. Returns None where there is
     nothing to train: after ``--dry-run``, which needs neither data nor GPUs, and for a run that is finished.
     """
     args = parse_arguments(argv, description)
     launch = detect_launch(args, os.environ)
-    prepared = config, plan, data, precision = prepare_run(args, launch, describe_data)
+    prepared = config, plan, data, precision = prepare_run(args, launch, describe_data, base)
     if args.dry_run:
         if launch.rank == 0:
             print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None)
@@ -48,7 +51,7 @@ def start_run(argv: list[str], description: str | None, describe_data: DescribeD
     if launch.rank == 0 and (line := explain_cpu(config, plan.total_batch, plan.gpus)):
         print(line, file=sys.stderr, flush=True)
     stop_signals.install(launch.launcher == "torch", progress, config["TIMEOUT"])
-    output = Path(args.output or Path("outputs") / Path(args.config).stem).resolve()
+    output = Path(args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem).resolve()
     start(launch, config)
     measurement, start_from = _build_measurement(args, output, launch.rank == 0), None
     if measurement:  # from the first step on, and in as many epochs as it takes

@@ -15,7 +15,7 @@ from gpu.job import Job
 ENOUGH = 45  # seconds for one more row
 CALTECH_SIZE = 300, 200  # pixels, about
 TINY_CALTECH = ("MODEL.image_size=16", "MODEL.patch_size=8", "MODEL.width=32", "MODEL.depth=1", "MODEL.heads=2",
-                "TOTAL_BATCH_SIZE=8", "DATA.workers=0")  # fmt: skip
+                "MICRO_BATCH_SIZE=8", "DATA.workers=0")  # fmt: skip
 
 
 def amp_imagenet(job: Job) -> Iterator[Row]:

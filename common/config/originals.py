@@ -1,0 +1,90 @@
+"""Read the config files of Colossal-AI's public examples: their key names, and what their train scripts fill in.
+
+Those files hold few keys, because the train scripts beside them hard-code the rest. Here a recipe of each task, its
+base, says what those scripts did; `docs/from-colossalai-examples.md` lists the files.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from common.config.schema import Config
+from common.errors import UserError
+
+RENAMED = {
+    "seed": "SEED",
+    "LOG_PATH": "OUTPUT",
+    "DROP_RATE": "MODEL.dropout",
+    "IMG_SIZE": "MODEL.image_size",
+    "PATCH_SIZE": "MODEL.patch_size",
+    "HIDDEN_SIZE": "MODEL.width",
+    "DEPTH": "MODEL.depth",
+    "NUM_HEADS": "MODEL.heads",
+    "MLP_RATIO": "MODEL.mlp_ratio",
+    "NUM_CLASSES": "MODEL.num_classes",
+    "CHECKPOINT": "MODEL.activation_checkpoint",
+}
+# What a config says for itself: how a batch is cut, and over how many GPUs.
+STATED = {"TOTAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "BATCH_SIZE", "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"}
+
+
+def fill_in(values: dict[str, Any], recipe: Mapping[str, Any]) -> list[str]:
+    """Give a config without MODEL the UPPER CASE keys that it leaves out from its task's base; return their names.
+
+    What belongs to Colossal-AI (lower case) means without a value what it means there.
+    """
+    if "MODEL" in values:
+        return []
+    named = {RENAMED.get(name, name) for name in values}
+    left_out = [
+        name for name in recipe if name.isupper() and name in Config.model_fields and name not in named | STATED
+    ]
+    values.update({name: recipe[name] for name in left_out})
+    return left_out
+
+
+def translate(values: dict[str, Any], used: set[str], recipe: Mapping[str, Any]) -> list[str]:
+    """Replace the originals' key names in ``values``; return how each was read.
+
+    ``used`` are the names that the file reads itself, ``recipe`` is the task's base, if there is one. Raises
+    `UserError` where a file says a key under both names.
+    """
+    notes = [_rename(values, old, new) for old, new in RENAMED.items() if old in values and not _is_of_2p5d(old, used)]
+    notes += _read_dali(values)
+    batch, accumulation = values.get("BATCH_SIZE"), values.get("gradient_accumulation") or 1
+    if recipe and "TOTAL_BATCH_SIZE" not in values and isinstance(batch, int) and isinstance(accumulation, int):
+        del values["BATCH_SIZE"]
+        if "MICRO_BATCH_SIZE" in recipe:  # this task's originals count it on each GPU
+            values["MICRO_BATCH_SIZE"] = batch
+            notes.append(f"BATCH_SIZE as MICRO_BATCH_SIZE={batch}, per GPU")
+        else:
+            values["TOTAL_BATCH_SIZE"] = batch * accumulation
+            notes.append(f"BATCH_SIZE as TOTAL_BATCH_SIZE={batch * accumulation}, over all GPUs")
+    return notes
+
+
+def _is_of_2p5d(name: str, used: set[str]) -> bool:
+    """Tell the DEPTH that a file puts into ``parallel`` from the number of blocks."""
+    return name == "DEPTH" and name in used
+
+
+def _rename(values: dict[str, Any], old: str, new: str) -> str:
+    value = values.pop(old)
+    section, _, key = new.partition(".")
+    if not key and section in values:
+        raise UserError(f"{old}={value!r} and {new}={values[new]!r} are the same key: keep {new}")
+    values[section] = {**(values.get(section) or {}), key: value} if key else value
+    return f"{old} as {new}={value!r}"
+
+
+def _read_dali(values: dict[str, Any]) -> list[str]:
+    if not isinstance(values.get("dali"), Mapping):
+        return []
+    dali, notes = dict(values.pop("dali")), []
+    if "mixup_alpha" in dali:
+        values["MIXUP"] = dali.pop("mixup_alpha")
+        notes.append(f"dali.mixup_alpha as MIXUP={values['MIXUP']!r}")
+    if "gpu_aug" in dali:
+        notes.append(f"dali.gpu_aug={dali.pop('gpu_aug')!r} as nothing: DALI decodes where the run trains")
+    if dali:
+        raise UserError(f"unknown key dali.{next(iter(dali))}: known are dali.mixup_alpha and dali.gpu_aug")
+    return notes

@@ -69,6 +69,8 @@ ELSEWHERE = {
     r"\.venv/bin/python scripts/bench/saving.py": "scripts/bench/bench_test.py::test_saving",
     r"python scripts/sweep.py ": "common/tools/sweep_test.py::test_trains_a_task",
     r"python scripts/gpu_campaign.py ": "scripts/gpu_campaign_test.py::test_every_piece",
+    r"from configs\.|parallel = |from colossalai\.amp": "common/config/load_test.py::test_every_config_snippet_loads",
+    r"from common import colossal": "scripts/launchers_test.py::test_srun_of_a_script_of_ones_own",
     r"bash scripts/test.sh": ".ci/run",
     r"\.venv/bin/python -m pytest ": "imagenet_dali/large_step_test.py",
     r"(\.venv/bin/)?python -m pip install ": "scripts/setup.sh",  # the same installer, from requirements.txt

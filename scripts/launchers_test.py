@@ -27,6 +27,20 @@ pytestmark = pytest.mark.launchers
 ROOT = Path(__file__).resolve().parent.parent
 TASK = ROOT / "imagenet_dali"
 STEPS = "--set MAX_STEPS=3"
+OWN_TRAINING = """
+import torch
+from torch import nn
+from common.colossal import ParallelMode, Trainer, gpc, initialize
+
+model = nn.Linear(4, 3)
+rank = gpc.get_global_rank()
+batches = [(torch.randn(8, 4, generator=torch.Generator().manual_seed(rank)), torch.arange(8) % 3)]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+engine, loader, *_ = initialize(model, optimizer, nn.CrossEntropyLoss(), batches)
+Trainer(engine).fit(loader, epochs=1)
+print("weights", model.weight.sum().item(), "of", gpc.get_world_size(ParallelMode.GLOBAL), flush=True)
+colossalai.shutdown()
+"""
 Outcome = tuple[str, bytes]
 
 
@@ -195,6 +209,22 @@ def test_srun_of_the_slurm_script(slurm, data, expected, tmp_path):
     environ = dict(SLURM_NTASKS="2", HOST=NODE, CONFIG="tiny.py", DATA=data)
     answer = run("srun bash ./scripts/train_slurm.sh", cwd=tmp_path, **environ, **slurm)
     assert outcome(answer.stdout, tmp_path / "outputs" / "tiny") == expected
+
+
+def test_srun_of_a_script_of_ones_own(slurm, tmp_path):
+    """Seed 003's snippet, as docs/from-colossalai-examples.md prints it, and a step of training after it."""
+    page = (ROOT / "docs" / "from-colossalai-examples.md").read_text()
+    snippet = re.search(r"^```python\n(from common import colossal.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
+    (tmp_path / "script.py").write_text(f"{snippet}\n{OWN_TRAINING}")
+    config = ROOT / "configs" / "config_AMP_torch.py"
+    answer = run(
+        f"srun -n 2 python {tmp_path}/script.py --config {config} --host {NODE} --port {free_port()}",
+        PYTHONPATH=str(ROOT),
+        **slurm,
+    )
+    sums = re.findall(r"weights (\S+) of 2", answer.stdout)
+    assert len(sums) == 2
+    assert sums[0] == sums[1]
 
 
 def test_sbatch(slurm, data, arguments, expected, tmp_path):

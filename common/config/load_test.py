@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from common.config.load import FOLDER, data_root, find_config, load_config, refu
 from common.config.schema import describe_keys
 from common.errors import UserError
 
+ROOT = Path(__file__).parents[2]
 MINIMAL = "TOTAL_BATCH_SIZE = 64\nNUM_EPOCHS = 10\nLEARNING_RATE = 1e-3\n"
 
 # As printed in Colossal-AI's benchmark, which imports nothing.
@@ -265,6 +267,23 @@ def test_a_key_that_a_task_does_not_read_is_refused_unless_it_is_left_alone():
         refuse_unused(data, ["crop_scale", "workers"])
 
 
+SNIPPETS = [
+    (page.name, block)
+    for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    if re.match(r"from configs\.|from colossalai\.amp|\w+ = ", block)
+]
+
+
+@pytest.mark.parametrize(("page", "snippet"), SNIPPETS)
+def test_every_config_snippet_loads(write, page, snippet):
+    names = re.findall(r"^(\w+) = ", snippet, re.MULTILINE)
+    with_base = snippet if "from configs." in snippet else f"from configs.vit_s16_vanilla import *\n{snippet}"
+    config = load_config(write(with_base))
+    assert names
+    assert all(config[name] is not None for name in names)
+
+
 def test_the_documentation_lists_the_keys_as_they_are():
-    page = Path(__file__).parents[2] / "docs" / "config.md"
+    page = ROOT / "docs" / "config.md"
     assert describe_keys() in page.read_text()

@@ -63,6 +63,8 @@ def main(argv: list[str]) -> None:
         measure(args)
         return
     args.output.mkdir(parents=True, exist_ok=True)
+    if not any(setting.startswith("MODEL.dropout=") for setting in args.set):
+        args.set.append("MODEL.dropout=0.0")  # whose masks differ between the modes
     if not torch.cuda.is_available() and not any(setting.startswith("TOTAL_BATCH_SIZE=") for setting in args.set):
         args.set.append(f"TOTAL_BATCH_SIZE={CPU_BATCH}")
     results = [run_mode(config, args) for config in args.configs]

@@ -18,7 +18,8 @@ from common.testing.ranks import run_ranks
 from common.tools import evaluate, predict
 
 HERE = Path(__file__).parent
-SMALL = ["MODEL.image_size=8", "MODEL.width=32", "MODEL.depth=2", "MODEL.num_classes=None", "TOTAL_BATCH_SIZE=16"]
+SMALL = ["MODEL.image_size=8", "MODEL.width=32", "MODEL.depth=2", "MODEL.num_classes=None", "MODEL.dropout=0.0",
+         "TOTAL_BATCH_SIZE=16"]  # fmt: skip
 SHORT = ["NUM_EPOCHS=3", "WARMUP_EPOCHS=1", "LOG.every=1", "LEARNING_RATE=1e-2"]
 
 

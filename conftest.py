@@ -3,10 +3,23 @@
 import gc
 import os
 
+import pytest
+
 # One thread a process, also in those that tests start: models are tiny and the ranks many.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # What tests left for the garbage collector is their own process's to collect. One forked from it that does so crashes,
-# or waits for ever: DALI's pipelines, for one, end threads that a fork does not copy.
+# or waits forever: DALI's pipelines, for one, end threads that a fork does not copy.
 os.register_at_fork(after_in_child=gc.freeze)
+
+# Cases of eight processes run in CI only, but for the equality with one process.
+EIGHT_PROCESSES = ("2.5d-8", "3d-8", "dp2 x 2d-4", "dp2 x 2.5d-4")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        case = item.name.partition("[")[2]
+        if item.path.name != "parity_test.py" and any(name in case for name in EIGHT_PROCESSES):
+            item.add_marker("slow")

@@ -89,6 +89,7 @@ def test_an_image_of_any_size_is_brought_to_that_of_the_data_set(root, tmp_path,
     assert set(small) == {"r", "g", "b"}
 
 
+@pytest.mark.slow
 def test_the_command_of_the_benchmark_runs_as_printed(root, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

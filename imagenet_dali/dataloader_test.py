@@ -122,7 +122,7 @@ def test_randaugment_follows_the_crop_and_differs_between_samples_and_epochs(roo
     plain, augmented = (
         build_train_loader(data | {"randaugment": asked}, 8, 4, seed=1, **PLACED) for asked in (None, (2, 10))
     )
-    reader = augmented.reader._batches.dataset
+    reader = augmented.reader._pool.function
     for epoch in range(2):
         for draw, (images, _), (others, _) in zip(augmented.sampler.draws(epoch), plain, augmented, strict=True):
             for row, (image, other) in enumerate(zip(images, others, strict=True)):

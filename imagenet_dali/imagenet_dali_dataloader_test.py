@@ -193,6 +193,7 @@ def test_a_record_that_changed_on_disk_is_named(root, tmp_path, closing):
         list(closing(train_loader(split)))
 
 
+@pytest.mark.slow
 def test_a_process_that_leaves_a_pass_early_ends_quietly(root):
     program = f"""
 from imagenet_dali.imagenet_dali_dataloader_test import open_split, train_loader

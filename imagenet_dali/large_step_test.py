@@ -33,7 +33,7 @@ BETA1 = 0.9
 
 
 class Size(NamedTuple):
-    """Images of an optimiser step and of a process's micro-batch."""
+    """Images of an optimizer step and of a process's micro-batch."""
 
     total: int
     micro: int
@@ -74,7 +74,7 @@ def many_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(data: Path, weights: Path, output: Path, size: Size, *settings: str, timeout: float = 300) -> Path:
-    """Train ``STEPS`` optimiser steps of the flagship's recipe as a user does; return the run's folder."""
+    """Train ``STEPS`` optimizer steps of the flagship's recipe as a user does; return the run's folder."""
     settings = (
         *(f"MODEL.{key}={value}" for key, value in MODEL.items()),
         *(f"TOTAL_BATCH_SIZE={size.total}", f"MICRO_BATCH_SIZE={size.micro}", f"MAX_STEPS={STEPS}"),
@@ -155,6 +155,7 @@ def peak_memory(output: Path) -> float:
     return max(record["peak_memory_gb"] for record in read_metrics(output) if "peak_memory_gb" in record)
 
 
+@pytest.mark.slow
 def test_a_step_has_the_gradient_of_a_plain_loop(few_images: Path, weights: Path, tmp_path: Path) -> None:
     output = train(few_images, weights, tmp_path / "run", SMALL, "fp16=None")
     assert_gradients_equal(output, weights, SMALL, 1e-5)

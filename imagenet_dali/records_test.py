@@ -129,6 +129,7 @@ image, label = ("bytes_list", [b"jpeg"]), ("int64_list", [1])
         (example(image__encoded=image, image__class__label=("int64_list", [1, 2])), "label has 2 values"),
         (example(image__encoded=image, image__class__label=("int64_list", [])), "label has 0 values"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",  # protobuf maps have no order of their own
 )
 def test_example_needs_one_image_and_one_label(payload, reason):
     with pytest.raises(BadRecordError, match=reason):

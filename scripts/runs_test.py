@@ -63,7 +63,7 @@ def trained(request, tmp_path_factory) -> Iterator[Trained]:
     else:
         expect_miniature(patch)
         root, main, config = write_categories(folder / "data"), train_caltech.main, "config_fp32"
-        settings = ["DATA.workers=2"]
+        settings = ["DATA.workers=2", "MICRO_BATCH_SIZE=16"]
     run = Trained(main, config, [*SMALL, f"DATA.root={root}", *settings], folder / "run", Ended(0, "", ""))
     yield run._replace(first=run.again())
     patch.undo()

@@ -41,7 +41,7 @@ from common.testing.parity_cases import (
 from common.testing.ranks import launched, run_ranks
 
 MODES = ["none", "1d-2", "2d-4", "2.5d-8", "3d-8"]
-BEFORE, AFTER = 2, 1  # optimiser steps
+BEFORE, AFTER = 2, 1  # optimizer steps
 BATCHES = list(micro_batches(BEFORE + AFTER))
 CUT = BEFORE * ACCUMULATION
 
@@ -51,7 +51,7 @@ def config(case: str) -> dict:
 
 
 def train_and_save(case: str, folder: Path) -> dict[str, list[float]]:
-    """Save after `BEFORE` steps with each optimiser; return the losses of further steps without tensor parallelism."""
+    """Save after `BEFORE` steps with each optimizer; return the losses of further steps without tensor parallelism."""
     losses = {}
     with launched(**config(case)):
         for name in OPTIMIZERS:
@@ -66,7 +66,7 @@ def train_and_save(case: str, folder: Path) -> dict[str, list[float]]:
 
 
 def load_and_train(case: str, folder: Path) -> dict[tuple[str, str], list[float]]:
-    """Return the losses after a checkpoint of every mode, by mode and optimiser; the optimisers take turns."""
+    """Return the losses after a checkpoint of every mode, by mode and optimizer; the optimizers take turns."""
     losses = {}
     with launched(**config(case)):
         for number, saved_in in enumerate(MODES):
@@ -82,13 +82,14 @@ def load_and_train(case: str, folder: Path) -> dict[tuple[str, str], list[float]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
-    """Checkpoints of every mode and optimiser, and the losses of the runs without tensor parallelism that went on."""
+    """Checkpoints of every mode and optimizer, and the losses of the runs without tensor parallelism that went on."""
     folder = tmp_path_factory.mktemp("checkpoints")
     uninterrupted = {case: run_ranks(CASES[case][0], train_and_save, case, folder)[0] for case in MODES}
     return folder, uninterrupted["none"]
 
 
 @pytest.mark.parametrize("case", MODES)
+@pytest.mark.slow
 def test_any_mode_resumes_from_any_other(case: str, saved: tuple[Path, dict[str, list[float]]]) -> None:
     folder, uninterrupted = saved
     for losses in run_ranks(CASES[case][0], load_and_train, case, folder):
@@ -98,6 +99,7 @@ def test_any_mode_resumes_from_any_other(case: str, saved: tuple[Path, dict[str,
 
 
 @pytest.mark.parametrize("case", MODES[1:])
+@pytest.mark.slow
 def test_files_are_the_same_in_every_mode(case: str, saved: tuple[Path, dict[str, list[float]]]) -> None:
     folder, _ = saved
     for name in OPTIMIZERS:

@@ -19,12 +19,12 @@ from common.metrics.writers import open_writers
 class MetricsHook(BaseHook):
     """Read each metric of the run once, and hand it to every writer; only rank 0 writes.
 
-    A ``train`` record covers the optimiser steps since the one before: mean ``loss``; ``lr`` and ``grad_norm`` (before
+    A ``train`` record covers the optimizer steps since the one before: mean ``loss``; ``lr`` and ``grad_norm`` (before
     clipping) of the last step; ``skipped``, the updates skipped so far because of numbers that are not finite;
     ``samples_per_s`` over all GPUs; ``mfu``, its share of ``peak_samples_per_s``, which is what the GPUs' arithmetic
     could do; ``data_wait``, the share of the time in which this process waited for its loader; ``peak_memory_gb`` of
     this process. An ``eval`` record counts every sample of the evaluation set once: mean cross-entropy ``loss``,
-    ``top1`` and ``top5`` (fractions of 1), ``samples``. Both have ``step`` (of the optimiser), ``epoch`` (fractional),
+    ``top1`` and ``top5`` (fractions of 1), ``samples``. Both have ``step`` (of the optimizer), ``epoch`` (fractional),
     and ``time`` (Unix, seconds). The last evaluation's metrics are in the trainer's ``states["eval"]`` too, on every
     rank.
 
@@ -43,7 +43,7 @@ class MetricsHook(BaseHook):
         peak_samples_per_s: float,
         start: int = 0,
     ):
-        """``start``: optimiser steps that were done before."""
+        """``start``: optimizer steps that were done before."""
         super().__init__(priority=0)
         self.plan, self.every, self.peak_samples_per_s = plan, every, peak_samples_per_s
         self.has_shown_loss = False
@@ -81,10 +81,10 @@ class MetricsHook(BaseHook):
         if not trainer.update_done:
             return
         has_record = trainer.step % self.every == 0 or trainer.step == self.plan.last_step
-        loss = None if has_record or self.has_shown_loss else self._mean_loss()  # long before the first record  # pyright: ignore[reportAssignmentType, reportAttributeAccessIssue]
+        shown = None if has_record or self.has_shown_loss else self._mean_loss()  # the first record is far away
         self.has_shown_loss = True
         if self.progress:
-            self.progress.step(loss)  # pyright: ignore[reportArgumentType]
+            self.progress.step(shown)
         if has_record:
             self._write("train", trainer, self._train_figures(trainer))
             self._restart_window(trainer)

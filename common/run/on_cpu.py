@@ -32,10 +32,12 @@ def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int, roo
         )
     if not reasons:
         return None
+    warning = f"warning: training on the CPU: {'; '.join(reasons)}"
     seconds = total_batch / peak_images_per_s(model, config["fp16"], processes, torch.device("cpu"))
+    if seconds < 0.1:
+        return warning
     duration = f"{seconds:.2g} s" if seconds < 100 else f"{seconds / 60:,.0f} min"
-    step = f"a step of {total_batch:,} images takes {duration} at least"
-    return f"warning: training on the CPU: {'; '.join(reasons)}; {step}"
+    return f"{warning}; a step of {total_batch:,} images takes at least {duration}"
 
 
 def _unused_gpu(root: Path) -> str:

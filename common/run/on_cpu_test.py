@@ -52,7 +52,7 @@ def test_a_recipe_for_gpus_says_how_long_a_step_takes(recipe, tmp_path, monkeypa
     monkeypatch.setattr("common.model.flops.peak_flops", lambda device, dtype: 1e12)
     line = explain_cpu(load_config(recipe, ["GPUS=1"]), 32_768, 1, tmp_path)
     assert "the recipe is written for GPUs, and there is none" in line
-    minutes = int(re.search(r"32,768 images takes (\d+) min at least", line)[1])
+    minutes = int(re.search(r"32,768 images takes at least (\d+) min", line)[1])
     # 4.6 (ViT-S) and 17.6 (ViT-B) x 10^9 multiply-adds forward, as timm's tables have them, 2 FLOPs each, times 3
     adds = 4.6e9 if "s16" in recipe else 17.6e9
     assert minutes == pytest.approx(32_768 * adds * 6 / 1e12 / 60, rel=0.05)

@@ -48,8 +48,6 @@ def start_run(
             print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None)
         return None
     assert data is not None
-    if launch.rank == 0 and (line := explain_cpu(config, plan.total_batch, plan.gpus)):
-        print(line, file=sys.stderr, flush=True)
     stop_signals.install(launch.launcher == "torch", progress, config["TIMEOUT"])
     output = Path(args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem).resolve()
     start(launch, config)
@@ -69,6 +67,8 @@ def start_run(
     about["data"] = {"loaders": describe_data.__module__, **asdict(data)}
     about["starts"] = ask_first_rank(lambda: note_start(about, start_from))
     if launch.rank == 0:
+        if line := explain_cpu(config, plan.total_batch, plan.gpus):
+            print(line, file=sys.stderr, flush=True)
         _announce(args.config, config, plan, data)
         _announce_precision(precision)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

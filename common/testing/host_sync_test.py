@@ -58,6 +58,7 @@ def test_a_trainers_steps_do_not_wait_between_records(tmp_path: Path, optimizer:
         metrics = MetricsHook(
             PLAN, tmp_path, every=1000, tensorboard=False, trackers=[], is_main=True, peak_samples_per_s=1.0
         )
+        metrics.has_shown_loss = True  # the first step waits, so that its loss is shown
         trainer = Trainer(engine)
         with forbid_waiting(CPU):
             trainer.fit(batches, 1, hooks=[metrics])

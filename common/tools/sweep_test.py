@@ -161,6 +161,7 @@ def test_a_run_that_does_not_start_ends_the_sweep(words: Sequence[str], tmp_path
     assert trained(tmp_path / "sweep") == []
 
 
+@pytest.mark.slow
 def test_a_stop_signal_reaches_the_run_and_ends_the_sweep(words: Sequence[str], tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     folder.mkdir()
@@ -185,6 +186,7 @@ def test_every_recipe_has_a_script(path: Path) -> None:
     assert named in path.read_text().split('"""')[1]
 
 
+@pytest.mark.slow
 def test_trains_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe in miniature, by its own script."""
     write_squares(write_images(tmp_path / "images"))

@@ -41,6 +41,7 @@ def run_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_step(run_tiny: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(step, "find_spec", lambda name: None)
     rows = run_tiny(step.main)
@@ -80,6 +81,7 @@ def test_saving(run_tiny: Run) -> None:
     assert [row["variant"] for row in rows] == ["copying", "writing"]
 
 
+@pytest.mark.slow
 def test_start(run_tiny: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real process, once: its stages are there; the table is made of them and of given times."""
     config, shards = write_config(tmp_path), prepare_data(tmp_path)
@@ -99,6 +101,7 @@ def test_start_tells_what_failed() -> None:
         start.run([sys.executable, "-c", "raise SystemExit('out of disk')"], os.environ)
 
 
+@pytest.mark.slow
 def test_loader(run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "find_spec", lambda name: None)
     rows = run_tiny(loader.main)

@@ -7,7 +7,7 @@ On a CPU, unless --set says otherwise: a model of width 192 and depth 4, 96 pixe
 CPU without instructions for bfloat16 runs fp32 only, since all modes compute in float32 there. The modes are
 interleaved, a round of steps each; figures are medians over the rounds, and those relative to fp32 are medians of the
 ratios to it in the same round. Shares are of the time of a step: waiting for data, forward pass with loss, backward
-pass, optimiser. Memory is the process's peak, without what it held before there was a model.
+pass, optimizer. Memory is the process's peak, without what it held before there was a model.
 """
 
 import argparse
@@ -39,7 +39,7 @@ CPU_SETTINGS = ("MODEL.image_size=96", "MODEL.width=192", "MODEL.heads=3", "MODE
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10, help="optimiser steps of each round (default: 10)")
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps of each round (default: 10)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each mode (default: 3)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
     parser.add_argument("--output", type=Path, default=Path("outputs/compare_amp"), help="default: outputs/compare_amp")

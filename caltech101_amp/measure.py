@@ -28,7 +28,7 @@ def serve_rounds(config: str, settings: list[str], output: Path, steps: int, rou
     """Train one mode for ``steps`` steps a round, and add the figures of `Measured.run_round` to it.
 
     A process of its own for each mode keeps their peaks of memory apart; between its rounds it only holds its weights
-    and the optimiser's state.
+    and the optimizer's state.
     """
     trainer = Measured(config, settings, output)
     for figures in rounds:
@@ -90,7 +90,7 @@ class Measured:
         return figures
 
     def _step(self) -> list[Any]:
-        """Take an optimiser step; return the time at the end of each phase."""
+        """Take an optimizer step; return the time at the end of each phase."""
         images, labels = next(self.batches)
         marks = [_now(self.device)]
         loss = self.loss(self.engine(images), labels)

@@ -49,7 +49,7 @@ COUNTED_STEP = 1  # the first sets up
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20, help="optimiser steps of each mode (default: 20)")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each mode (default: 20)")
     parser.add_argument("--configs", nargs="+", default=CONFIGS, help="default: the five vit_lite recipes")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
     parser.add_argument("--output", type=Path, default=Path("outputs/compare"), help="default: outputs/compare")

@@ -1,4 +1,4 @@
-"""The image operations of AutoAugment, each over a batch: a magnitude of its own for every image.
+"""The image operations of AutoAugment, each over a batch: a magnitude of its own forevery image.
 
 Every operation maps images uint8 [B, 3, Y, X] and magnitudes float32 [B] to new images uint8 [B, 3, Y, X], on any
 device and without waiting for it. Pixels are those of torchvision's operation on each image alone: nearest neighbours,

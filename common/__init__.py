@@ -1,4 +1,4 @@
-"""What the tasks share: config, launch, batch arithmetic, model, optimiser, schedule, hooks, checkpoint."""
+"""What the tasks share: config, launch, batch arithmetic, model, optimizer, schedule, hooks, checkpoint."""
 
 from common.hardware import shorten_spinning
 

@@ -14,7 +14,7 @@ RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 class UserError(ValueError):
-    """What the user can mend: the message names the key or file, its value and the remedy, in one line."""
+    """A mistake that the user can fix: the message names the key or file, its value and the remedy, in one line."""
 
 
 class RankError(UserError):

@@ -7,7 +7,7 @@ on a TPU v3-8; 80.0 % after 300 (--set NUM_EPOCHS=300). Not run by this project.
 
 AdamW's weight decay of 0.1 is the source's 1e-4 in torch's terms, which multiply it by the learning rate. RandAugment's
 operations are torchvision's: without the source's Invert, SolarizeAdd and Cutout. Pillow decodes, because DALI's
-RandAugment cannot go on where a run stopped. All of the training images are used; the source holds 1 % back.
+RandAugment cannot resume exactly. All of the training images are used; the source holds 1 % back.
 """
 
 from colossalai.amp import AMP_TYPE

@@ -73,7 +73,7 @@ def _check_losses(root: Path, splits: dict[str, list[Shard]]) -> None:
     lost = total - sum(int(shard.rows["size"].sum()) for shard in shards)
     if lost > MAX_BAD_SHARE * total:
         raise UserError(
-            f"{root}: {lost:,} of {total:,} bytes are in bad records, more than {MAX_BAD_SHARE:.0%}; mend the files"
+            f"{root}: {lost:,} of {total:,} bytes are in bad records, more than {MAX_BAD_SHARE:.0%}; repair the files"
         )
     for split, members in splits.items():
         if not any(len(shard.rows) for shard in members):

@@ -117,7 +117,7 @@ def test_a_bad_image_is_listed_and_nothing_is_written(tmp_path, capsys, record, 
     write_foreign(path, [(jpeg(), 1)], **{"image/encoded": record})
     path.write_bytes(good + path.read_bytes() + good)
     before = tree(tmp_path)
-    with pytest.raises(UserError, match="faults found: 1; --adopt --repair goes on without"):
+    with pytest.raises(UserError, match="faults found: 1; --adopt --repair continues without"):
         main(["--adopt", str(tmp_path), "--workers=1"])
     assert f"{path}: record 2 at byte {len(good)}: " in (listed := capsys.readouterr().out)
     assert reason in listed
@@ -161,7 +161,7 @@ def test_more_bad_records_than_allowed_are_not_left_out(tmp_path):
     content = (tmp_path / "train" / "shard").read_bytes()
     (tmp_path / "train" / "shard").write_bytes(content[:-1])
     before = tree(tmp_path)
-    with pytest.raises(UserError, match="bytes are in bad records, more than 1%; mend the files"):
+    with pytest.raises(UserError, match="bytes are in bad records, more than 1%; repair the files"):
         adopt(tmp_path, None, workers=1, leave_out=True)
     assert tree(tmp_path) == before
 

@@ -26,7 +26,7 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     if data.get("randaugment") and data["loader"] == "dali":
         raise UserError(
             f"DATA.randaugment={data['randaugment']} needs DATA.loader='torchvision': DALI's draws numbers of its own, "
-            "with which a run could not go on where it stopped"
+            "so a run could not be resumed exactly"
         )
     train, validation = open_images(data, "train"), open_images(data, "validation")
     if isinstance(train, Split):

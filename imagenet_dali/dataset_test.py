@@ -155,7 +155,7 @@ def test_folders_that_are_no_data_set_say_what_to_do(data, tmp_path):
     with pytest.raises(UserError, match=f"--adopt {data}"):
         open_split(data, "train")
     (data / ".partial").mkdir()
-    with pytest.raises(UserError, match="preparation was stopped; run the same command again"):
+    with pytest.raises(UserError, match="preparation was stopped; rerun the command"):
         open_split(data, "train")
     with pytest.raises(UserError, match="prepare SOURCE DEST"):
         open_split(write_images(tmp_path / "images" / "train", 1).parent, "train")

@@ -111,7 +111,7 @@ class DaliReader:
         pending: deque[tuple[RawBatch, list[Future[list[np.ndarray]]]]] = deque()
         for draw in draws:
             samples = int(np.count_nonzero(draw.indices != PADDING))
-            # DALI refuses an empty batch: one of nothing but padding decodes an image in vain
+            # DALI refuses an empty batch: one of nothing but padding decodes an image for nothing
             indices = np.maximum(draw.indices[: max(1, samples)], 0)
             records = self.split.records[indices]
             crops = self.crop(records["height"], records["width"], draw.uniforms)

@@ -33,7 +33,7 @@ def convert_image(data: bytes, quality: int = 95, short_side: int | None = None)
     """Decode an image file strictly and return it as an RGB JPEG.
 
     A baseline or progressive YCbCr JPEG that is upright and not too large is returned byte for byte. All else is
-    encoded anew at `quality` without chroma subsampling: other formats and colour spaces (alpha is dropped, of several
+    re-encoded at `quality` without chroma subsampling: other formats and colour spaces (alpha is dropped, of several
     frames the first is taken, 16 bits become 8), images whose EXIF orientation asks for a rotation, and images whose
     shorter side is longer than `short_side` (shrunk by Lanczos). Raises `BadImageError`.
     """
@@ -54,8 +54,8 @@ def convert_image(data: bytes, quality: int = 95, short_side: int | None = None)
 def check_jpeg(data: bytes | memoryview) -> tuple[int, int, str]:
     """Decode a JPEG strictly and return its height, width and colour space.
 
-    libjpeg mends truncated and damaged data with a warning; here each warning raises `BadImageError`, as do dimensions
-    beyond `MAX_PIXELS`.
+    libjpeg repairs truncated and damaged data with a warning; here each warning raises `BadImageError`, as do
+    dimensions beyond `MAX_PIXELS`.
     """
     if bytes(data[:3]) != _JPEG_MAGIC:
         raise BadImageError("not a JPEG")

@@ -22,7 +22,7 @@ from imagenet_dali.records import RECORD
 FORMAT = 1
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"  # the job and a report for each finished shard, until preparation writes the manifest
-REPAIR = "run `python -m imagenet_dali.prepare --check --repair {root}` to go on without what is bad"
+REPAIR = "run `python -m imagenet_dali.prepare --check --repair {root}` to continue without the bad records"
 COPY_BACK = "copy it from where the data set came from, or prepare the images again"
 
 
@@ -33,7 +33,7 @@ def read_manifest(root: Path) -> dict[str, Any]:
         raise UserError(f"{root}: no such folder; name the folder of a prepared data set")
     if not path.is_file():
         if (root / PARTIAL).is_dir():
-            raise UserError(f"{path}: missing, preparation was stopped; run the same command again to finish it")
+            raise UserError(f"{path}: missing, preparation was stopped; rerun the command to finish it")
         if any(found.is_file() for found in (*root.glob("train/*"), *root.glob("train-*"))):
             raise UserError(
                 f"{path}: missing; run `python -m imagenet_dali.prepare --adopt {root}` if these are shards"

@@ -1,4 +1,4 @@
-"""From a folder of images to a data set: every image decoded once, strictly, and going on where it was stopped."""
+"""From a folder of images to a data set: every image decoded once, strictly, and resumable."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ REFUSED = "refused.txt"
 
 
 def prepare(source: Path, dest: Path, options: Options | None = None, workers: int = 1) -> None:
-    """Write the images of `source` as a data set into `dest`, going on where an interrupted call stopped.
+    """Write the images of `source` as a data set into `dest`, resuming where an interrupted call stopped.
 
     The result depends on the images and the options alone, not on `workers` nor on interruptions. Images that do not
     decode are left out and listed in ``refused.txt``; more than `MAX_BAD_SHARE` of them, or a class that loses all its
@@ -107,4 +107,5 @@ def _report_refused(dest: Path, source: Source, refused: list[tuple[str, str]]) 
         for folder in (PARTIAL, *source.splits):
             shutil.rmtree(dest / folder, ignore_errors=True)
         what = f"all training images of class {lost[0]}" if lost else f"more than {MAX_BAD_SHARE:.0%} of {total}"
-        raise UserError(f"{dest / REFUSED}: {len(refused)} images refused, {what}; mend or remove them and run again")
+        remedy = "fix or remove them and rerun the command"
+        raise UserError(f"{dest / REFUSED}: {len(refused)} images refused, {what}; {remedy}")

@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--validation-share", type=float, metavar="F", help="of each class, where SOURCE has no split (default: 0.2)"
     )
     parser.add_argument(
-        "--quality", type=int, default=95, metavar="Q", help="of JPEGs that are encoded anew (default: 95)"
+        "--quality", type=int, default=95, metavar="Q", help="of JPEGs that are re-encoded (default: 95)"
     )
     parser.add_argument("--shards", type=int, metavar="N", help="training shards (default: one for each 1,250 images)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the split and the order (default: 0)")
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> None:
     """Run the command line; raise `UserError` when the data or the arguments are not right."""
     args = build_parser().parse_args(argv)
     _check_arguments(args)
-    remedy = "--repair goes on without bad records, up to 1 %; or mend the files, or prepare the images again"
+    remedy = "--repair continues without bad records, up to 1 %; or repair the files, or prepare the images again"
     try:
         if args.repair and args.adopt:
             _report_dropped(args.source, adopt(args.source, args.labels, args.workers, leave_out=True))
@@ -81,9 +81,9 @@ def main(argv: list[str]) -> None:
             prepare(args.source, args.dest, options, args.workers)
     except OSError as error:  # a full disk, for one, which names no file
         place = error.filename or args.dest or args.source
-        raise UserError(f"{place}: {error.strerror}; mend that and run the same command again") from error
+        raise UserError(f"{place}: {error.strerror}; fix that and rerun the command") from error
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
+        print("stopped; rerun the command to resume", file=sys.stderr)
         sys.exit(130)
 
 

@@ -126,7 +126,7 @@ def test_killed_and_restarted_equals_never_stopped(tmp_path):
     done = {path.name: path.stat().st_mtime_ns for path in dest.glob(".partial/train/*.json")}
     assert 3 <= len(done) < 40
     assert not (dest / "manifest.json").exists()
-    with pytest.raises(UserError, match="run the same command again to finish it"):
+    with pytest.raises(UserError, match="rerun the command to finish it"):
         open_split(dest, "train")
     shards = {name: (dest / "train" / name.removesuffix(".json")).stat().st_mtime_ns for name in done}
     assert start(source, dest).wait() == 0
@@ -225,7 +225,7 @@ def test_a_thousand_bad_images_are_all_listed_and_none_decompresses(thousand, tm
     command = [sys.executable, "-c", REPORT_MEMORY, source, tmp_path / "data", "--workers=1"]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "refused.txt: 1000 images refused, more than 1% of 1060; mend or remove them and run again" in done.stderr
+    assert "refused.txt: 1000 images refused, more than 1% of 1060; fix or remove them" in done.stderr
     assert list(tree(tmp_path / "data")) == ["refused.txt"]
     check_refused(tmp_path / "data", kinds)
     assert int(done.stdout.splitlines()[-1]) < 150_000  # kB; the smallest of the bombs would add 144,000 to 47,000
@@ -321,7 +321,7 @@ def test_what_the_system_refuses_is_one_line(tmp_path):
     assert result.stderr.startswith(f"error: {tmp_path / 'file'}")
     assert result.stderr.count("\n") == 1
     (source / "class_0" / "link.jpg").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"link.jpg: No such file or directory; mend that and run the same command"):
+    with pytest.raises(UserError, match=r"link.jpg: No such file or directory; fix that and rerun the command"):
         main([str(source), str(tmp_path / "data")])
 
 
@@ -333,7 +333,7 @@ def test_a_full_disk_is_named_and_the_restart_continues(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", fail)
-        with pytest.raises(UserError, match=f"{dest}: No space left on device; mend that and run the same command"):
+        with pytest.raises(UserError, match=f"{dest}: No space left on device; fix that and rerun the command"):
             main([str(source), str(dest), "--workers=1"])
     assert tree(tmp_path / "data") == {}
     prepare(source, dest)
@@ -348,7 +348,7 @@ def test_ctrl_c_leaves_no_process_and_no_traceback(tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "stopped; the same command goes on from here" in stderr.decode()
+    assert "stopped; rerun the command to resume" in stderr.decode()
     assert "Traceback" not in stderr.decode()
     wait_until(lambda: not any(is_running(pid) for pid in workers))
 

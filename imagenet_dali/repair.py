@@ -27,7 +27,7 @@ from imagenet_dali.writer import atomic_file, build_tables, manifest_text, relat
 def repair(root: Path, workers: int) -> list[str]:
     """Leave the records that do not verify out of a data set; return a line for each, or for a shard that broke off.
 
-    Shards stay as they are: index, table and manifest are written anew, the manifest with the fingerprint from before.
+    Shards stay as they are: index, table and manifest are rewritten, the manifest with the fingerprint from before.
     The first and second do not come into force before the third; a call that was killed is finished by the next one.
     Raises `UserError`, before anything is written, for a missing file, for more than `MAX_BAD_SHARE` of all records,
     counting earlier repairs, and for a class that would lose all its training images.

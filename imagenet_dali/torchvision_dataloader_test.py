@@ -60,7 +60,7 @@ def test_a_record_that_went_bad_is_left_out_until_it_is_repaired(tmp_path, capsy
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith(f"left out: {shard}: record 11 of train at byte ")
     assert line.endswith(
-        f"python -m imagenet_dali.prepare --check --repair {tmp_path / 'data'}` to go on without what is bad"
+        f"python -m imagenet_dali.prepare --check --repair {tmp_path / 'data'}` to continue without the bad records"
     )
     assert len(repair(tmp_path / "data", 1)) == 1
     assert read_labels(tmp_path / "data") == kept

@@ -34,7 +34,7 @@ def parallel_map(function: Callable[[Task], Result], tasks: Iterable[Task], work
         except BrokenProcessPool as error:
             raise UserError(
                 f"--workers={workers}: a worker process died, perhaps for lack of memory; "
-                "run the same command with fewer workers"
+                "rerun the command with fewer workers"
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)

@@ -28,7 +28,7 @@ class Options:
     validation_share: float | None = None  # of each class, where the source has no split (0.2)
     shards: int | None = None  # for training (one for each 1,250 images)
     seed: int = 0  # of the split and the order
-    quality: int = 95  # of JPEGs that are encoded anew
+    quality: int = 95  # of JPEGs that are re-encoded
     short_side: int | None = None  # larger images are shrunk to this many pixels
 
 
@@ -85,7 +85,7 @@ def write_shard(task: ShardTask) -> dict[str, Any]:
 def _read_image(path: Path) -> bytes:
     state = path.stat()
     if not stat.S_ISREG(state.st_mode):
-        raise BadImageError("not a regular file")  # reading a pipe would wait for ever
+        raise BadImageError("not a regular file")  # reading a pipe would wait forever
     if state.st_size > MAX_BYTES:
         raise BadImageError(f"{state.st_size:,} bytes are more than {MAX_BYTES:,}")
     return path.read_bytes()

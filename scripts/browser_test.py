@@ -90,7 +90,7 @@ def points(page: Page, figure: str) -> list[list[tuple[float, float]]]:
     ticks = [
         (anchor, x, y, float(text.replace(",", "")))
         for anchor, x, y, text in drawn["texts"]
-        if text != "optimiser step"
+        if text != "optimizer step"
     ]
     along = [(x, value) for anchor, x, _, value in ticks if anchor == "middle"]
     up = [(y - 4, value) for anchor, _, y, value in ticks if anchor == "end"]  # text sits 4 pixels below its line

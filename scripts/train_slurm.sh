@@ -12,7 +12,7 @@
 # Each task gets 8 cores, which decode its images: sbatch --cpus-per-task N asks for what a node has for each GPU.
 #
 # As a batch job it warns the training with SIGUSR1 two minutes before its time is up: training saves a checkpoint and ends,
-# and the job queues itself again, as it also does when it is preempted or a node fails. It then goes on from its newest
+# and the job queues itself again, as it also does when it is preempted or a node fails. It then resumes from its newest
 # checkpoint. --signal=B:USR1@SECONDS warns earlier, where two minutes are short for a step and a checkpoint.
 #SBATCH --job-name=train
 #SBATCH --cpus-per-task=8

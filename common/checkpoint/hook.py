@@ -38,14 +38,14 @@ from common.metrics.writers import warn
 
 
 class CheckpointHook(BaseHook):
-    """Save every ``every`` optimiser steps (an int) or minutes ("10 min"), after a better evaluation, and at the end.
+    """Save every ``every`` optimizer steps (an int) or minutes ("10 min"), after a better evaluation, and at the end.
 
-    The training loop waits for a copy of the weights and the optimiser's state; a thread of rank 0 writes it. A write
-    that fails is reported, and training goes on; if it is the last one, the run ends with `UserError`. The newest
+    The training loop waits for a copy of the weights and the optimizer's state; a thread of rank 0 writes it. A write
+    that fails is reported, and training continues; if it is the last one, the run ends with `UserError`. The newest
     ``keep`` checkpoints stay, and the best. A signal that any rank has received, and a
     loader of any rank that has failed, end the training of all ranks after the same step.
 
-    ``start_from`` is the checkpoint to go on from; ``about`` what config.json holds; ``averages`` those of `EmaHook`.
+    ``start_from`` is the checkpoint to resume from; ``about`` what config.json holds; ``averages`` those of `EmaHook`.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class CheckpointHook(BaseHook):
         try:
             self.wait()
         except UserError as error:
-            warn(f"{error}; training goes on")
+            warn(f"{error}; training continues")
 
     def wait(self) -> None:
         """Wait for the last write; raise `UserError` if it failed."""

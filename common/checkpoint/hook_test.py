@@ -1,4 +1,4 @@
-"""Training goes on bit for bit where it stopped, in every mode; when checkpoints are saved, and which stay."""
+"""Training resumes bit for bit where it stopped, in every mode; when checkpoints are saved, and which stay."""
 
 import json
 import time
@@ -234,7 +234,7 @@ def test_a_write_that_fails_is_said_and_training_continues(tmp_path: Path, monke
     error = capsys.readouterr().err
     assert "warning: " in error
     assert "step-00000003 could not be written (No space left on device): it takes 0." in error
-    assert "MB are free; the newest checkpoint is none; training goes on" in error
+    assert "MB are free; the newest checkpoint is none; training continues" in error
     assert list_checkpoints(tmp_path / "checkpoints")[0].name == "step-00000008"
 
 

@@ -1,4 +1,4 @@
-"""The whole state of a model and its optimiser under timm's names, whatever the parallel mode, as files hold it."""
+"""The whole state of a model and its optimizer under timm's names, whatever the parallel mode, as files hold it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,9 +20,9 @@ Tensors = dict[str, Tensor]
 def copy_state(
     model: nn.Module, optimizer: Optimizer, averages: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensors]:
-    """Return copies on the CPU of the parameters, their averages and the optimiser's state, by the name of their file.
+    """Return copies on the CPU of the parameters, their averages and the optimizer's state, by the name of their file.
 
-    The optimiser's are named ``<state>/<parameter>``, e.g. ``exp_avg/head.weight``. Every rank must call it, because a
+    The optimizer's are named ``<state>/<parameter>``, e.g. ``exp_avg/head.weight``. Every rank must call it, because a
     sharded model is gathered; what ranks other than 0 get is not whole.
     """
     parameters = dict(model.named_parameters())
@@ -40,7 +40,7 @@ def copy_state(
 
 
 def _copied(tensors: Mapping[str, Tensor | None]) -> Tensors:
-    """Return copies, which the next optimiser step does not change."""
+    """Return copies, which the next optimizer step does not change."""
     copies = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items() if t is not None}
     return {name: tensor.contiguous() for name, tensor in copies.items()}
 
@@ -87,7 +87,7 @@ def _load_moments(path: Path, moments: Mapping[str, Tensor], model: nn.Module, o
         parameter = parameters[name]
         is_moment = whole.shape == whole_shape(parameter)
         state.setdefault(parameter, {})[key] = cut_piece(parameter, whole) if is_moment else whole
-    # torch's own loading brings every state to the device and the type that the optimiser keeps it in
+    # torch's own loading brings every state to the device and the type that the optimizer keeps it in
     ordered: list[Any] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbered = {number: state[parameter] for number, parameter in enumerate(ordered) if parameter in state}
     optimizer.load_state_dict({"state": numbered, "param_groups": optimizer.state_dict()["param_groups"]})

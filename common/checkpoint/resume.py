@@ -23,7 +23,7 @@ from common.errors import AgreedError, UserError
 from common.table import flatten
 
 NEVER, AUTO = "never", "auto"
-# The position in the data and the optimiser's state depend on these: they never change within a run.
+# The position in the data and the optimizer's state depend on these: they never change within a run.
 FIXED = ("TOTAL_BATCH_SIZE", "SEED", "OPTIMIZER.name")
 # These say where, how fast and how often, not what is trained: they may change at every start.
 HARMLESS = (

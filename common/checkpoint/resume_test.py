@@ -1,4 +1,4 @@
-"""Which checkpoint is gone on with, and what is refused."""
+"""Which checkpoint is resumed, and what is refused."""
 
 import json
 from pathlib import Path

@@ -34,7 +34,7 @@ BEST = "best"
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Return where the checkpoint after ``step`` optimiser steps lies in ``folder``."""
+    """Return where the checkpoint after ``step`` optimizer steps lies in ``folder``."""
     return folder / f"step-{step:08d}"
 
 

@@ -46,13 +46,13 @@ class SavedRun:
 
     @property
     def class_names(self) -> list[str]:
-        """A name for every output of the model; the number of those that the data set had no name for."""
+        """A name forevery output of the model; the number of those that the data set had no name for."""
         names = self.about["data"]["class_names"]
         return names + [str(label) for label in range(len(names), self.config["MODEL"]["num_classes"])]
 
     @property
     def step(self) -> int:
-        """The optimiser steps after which the checkpoint was saved."""
+        """The optimizer steps after which the checkpoint was saved."""
         return load_trainer_state(self.checkpoint)["trainer"]["step"]
 
     @property

@@ -1,4 +1,4 @@
-"""The one door to Colossal-AI 0.5.0: its names, mended; nothing else imports `colossalai`.
+"""The one door to Colossal-AI 0.5.0: its names, repaired; nothing else imports `colossalai`.
 
 A repair is a class or function whose docstring says what upstream does wrong, and where.
 """

@@ -18,11 +18,11 @@ SCALER_OPTIONS = ("init_scale", "growth_factor", "backoff_factor", "growth_inter
 
 
 class Cast(Enum):
-    """What is turned into half precision; the optimiser's parameters stay float32 in all but the last."""
+    """What is turned into half precision; the optimizer's parameters stay float32 in all but the last."""
 
     OPERATIONS = "operations that are safe in it, by autocast"
     LAYERS = "all layers, on half-precision copies of the parameters"
-    PARAMETERS = "parameters, gradients and the optimiser's state too"
+    PARAMETERS = "parameters, gradients and the optimizer's state too"
 
 
 @dataclass(frozen=True)

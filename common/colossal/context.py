@@ -1,4 +1,4 @@
-"""Process groups and random state: Colossal-AI's parallel context, mended."""
+"""Process groups and random state: Colossal-AI's parallel context, repaired."""
 
 import random
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The engine: model, loss and optimiser set up for the groups and the precision that the config asks for."""
+"""The engine: model, loss and optimizer set up for the groups and the precision that the config asks for."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -29,7 +29,7 @@ from common.errors import UserError
 
 
 class Engine(UpstreamEngine):
-    """Upstream's engine with mixed precision, and gradients that cross ranks once per optimiser step.
+    """Upstream's engine with mixed precision, and gradients that cross ranks once per optimizer step.
 
     The model runs under autocast to ``autocast_dtype``, if that is given; its output, and so the loss, is float32.
 
@@ -74,7 +74,7 @@ def initialize(
     ``MAX_SKIPPED``, ``COMPILE``, ``TF32``, ``cudnn_benchmark`` and ``cudnn_deterministic``. To be called after the
     launch. Afterwards random numbers differ between data-parallel ranks.
 
-    Stands for legacy/initialize.py:242. ``lr_scheduler`` counts optimiser steps and comes back as it is; `Trainer`
+    Stands for legacy/initialize.py:242. ``lr_scheduler`` counts optimizer steps and comes back as it is; `Trainer`
     steps it. (Upstream wraps it to count micro-batches; a schedule by epochs then moves every ``accumulation`` epochs.)
     """
     config = gpc.config

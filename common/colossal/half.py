@@ -13,10 +13,10 @@ from common.colossal.tensor_parallel.layers import Linear as ShardedLinear
 def compute_in_half(model: nn.Module, dtype: torch.dtype) -> None:
     """Let every layer of ``model`` from now on compute in ``dtype``, on copies of its parameters.
 
-    Parameters, their gradients, and so what the optimiser and a checkpoint hold, keep their type: they are the masters,
+    Parameters, their gradients, and so what the optimizer and a checkpoint hold, keep their type: they are the masters,
     and autograd casts between the two. What a layer norm or a softmax sums, it sums in float32, whatever its input.
 
-    Upstream (legacy/amp/naive_amp/_fp16_optimizer.py) halves the model and keeps the masters to the optimiser, which
+    Upstream (legacy/amp/naive_amp/_fp16_optimizer.py) halves the model and keeps the masters to the optimizer, which
     then no longer knows the model's parameters; gradients of micro-batches are added up in half.
     """
     model.register_forward_pre_hook(partial(_cast_inputs, dtype=dtype), with_kwargs=True)

@@ -29,7 +29,7 @@ _changes = 0
 
 
 def doing(what: str) -> None:
-    """Say what this process does from now on; others read it where they wait for it in vain."""
+    """Say what this process does from now on; others read it where they wait for it for nothing."""
     global _doing, _changes
     _doing, _changes = what, _changes + 1
 
@@ -156,7 +156,7 @@ class Heartbeat:
         limit = SILENT * self.beat if self.noticed_at <= now else self.patience
         silent = {rank: words for rank, words in running.items() if now - words[0] > limit}
         if silent:
-            return "; ".join(f"rank {rank} is gone; its last words: {what}" for rank, (_, what, _) in silent.items())
+            return "; ".join(f"rank {rank} is gone; last seen: {what}" for rank, (_, what, _) in silent.items())
         if self.rank == 0 and now - self.noticed_at > HANGING * self.beat:
             return "; ".join(f"rank {rank} hangs; it says: {what}" for rank, (_, what, _) in running.items())
         return None
@@ -205,4 +205,4 @@ class Heartbeat:
 
 def describe(verdict: str, world_size: int) -> str:
     """Return the verdict as a line for the user."""
-    return f"of {world_size} processes, {verdict}; mend what its own output says, if anything, then start again"
+    return f"of {world_size} processes, {verdict}; fix what its own output reports, then rerun the command"

@@ -1,4 +1,4 @@
-"""Run a model as the engine's evaluation does: in the run's precision, without an optimiser."""
+"""Run a model as the engine's evaluation does: in the run's precision, without an optimizer."""
 
 import sys
 from collections.abc import Mapping

@@ -100,11 +100,11 @@ def error_lines(rank: int) -> list[str]:
 
 
 HOW = {
-    kill: "is gone; its last words: step 4: kill",
-    stop: "is gone; its last words: step 4: stop",
-    fail: "is gone; its last words: RuntimeError: out of memory",
+    kill: "is gone; last seen: step 4: kill",
+    stop: "is gone; last seen: step 4: stop",
+    fail: "is gone; last seen: RuntimeError: out of memory",
     compute: "hangs; it says: step 4: compute",
-    hold_the_interpreter: "is gone; its last words: step 4: hold_the_interpreter",
+    hold_the_interpreter: "is gone; last seen: step 4: hold_the_interpreter",
 }
 
 

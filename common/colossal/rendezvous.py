@@ -68,7 +68,7 @@ def _await_ranks(store: dist.Store, rank: int, world_size: int, seconds: float) 
             time.sleep(20 * POLL if rank == 0 else 0)  # for the others to read it: rank 0 takes the store with it
             raise UserError(
                 f"rank {names} of {world_size} processes did not start within {seconds:g} s (TIMEOUT): does its own "
-                "output say why, and was one started for every rank?"
+                "output say why, and was one started forevery rank?"
             )
         time.sleep(POLL)
 

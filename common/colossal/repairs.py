@@ -1,4 +1,4 @@
-"""Faults of Colossal-AI 0.5.0 that are mended in its own classes, once, on import."""
+"""Faults of Colossal-AI 0.5.0 that are repaired in its own classes, once, on import."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Every repair in place, and the fault that it mends in what it replaced (``__wrapped__``)."""
+"""Every repair in place, and the fault that it repairs in what it replaced (``__wrapped__``)."""
 
 import math
 

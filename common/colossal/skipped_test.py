@@ -123,7 +123,7 @@ def test_lamb_continues_as_if_an_update_had_not_been(variant: str, weight_decay:
 
 
 def skip_together(config: dict, faulty: int) -> list[list[bool]]:
-    """Skip an update because of one rank only, with each optimiser; return what moved."""
+    """Skip an update because of one rank only, with each optimizer; return what moved."""
     with launched(gradient_accumulation=ACCUMULATION, clip_grad_norm=0.3, **config):
         at = [3] if gpc.get_global_rank() == faulty else []
         names = OPTIMIZERS if gpc.get_world_size(ParallelMode.GLOBAL) == 2 else ["lamb"]  # it alone reduces norms

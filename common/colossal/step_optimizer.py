@@ -21,13 +21,13 @@ class StepOptimizer(OptimizerWrapper):
 
     Of a sharded model, partial gradients are first added up, and measured as the whole model's.
 
-    `Engine` calls `zero_grad`, `backward`, `clip_grad_by_norm` and `step` for every micro-batch; all but `backward` act
-    once per optimiser step. Afterwards ``grad_norm`` is the norm of the step's gradient before clipping: a 0-dim tensor
+    `Engine` calls `zero_grad`, `backward`, `clip_grad_by_norm` and `step` forevery micro-batch; all but `backward` act
+    once per optimizer step. Afterwards ``grad_norm`` is the norm of the step's gradient before clipping: a 0-dim tensor
     on the device, read without waiting for it.
 
-    Where a loss or a gradient of any rank is not finite, no rank updates: weights and the optimiser's state stay as
+    Where a loss or a gradient of any rank is not finite, no rank updates: weights and the optimizer's state stay as
     they are. Ranks agree on it without a message more: such a loss spoils the gradient, and such a gradient its norm,
-    which is the same on all. Nor does the host wait for the device, with an optimiser that looks at ``found_inf`` there
+    which is the same on all. Nor does the host wait for the device, with an optimizer that looks at ``found_inf`` there
     (LAMB, and torch's fused ones). More than ``max_skipped`` of these in a row raise `AgreedError`.
 
     It stands for three wrappers of upstream's, which
@@ -124,7 +124,7 @@ class StepOptimizer(OptimizerWrapper):
         )
 
     def step_state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs beside the optimiser's own state, for JSON; waits for the device."""
+        """Return what a checkpoint needs beside the optimizer's own state, for JSON; waits for the device."""
         return self.counter.state_dict() | {"scaler": self.scaler.state_dict() if self.scaler else None}
 
     def load_step_state(self, state: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer, list[Tensor]]:
 
 
 def drive(wrapper: OptimizerWrapper, model: nn.Module, batches: list[Tensor], max_norm: float) -> None:
-    """Call what upstream's engine calls for every micro-batch."""
+    """Call what upstream's engine calls forevery micro-batch."""
     for batch in batches:
         wrapper.zero_grad()
         wrapper.backward(model(batch).square().mean())

@@ -14,29 +14,29 @@ from common.errors import AgreedError
 
 
 class Trainer(UpstreamTrainer):
-    """Upstream's trainer (legacy/trainer/_trainer.py), counting optimiser steps, which can go on where another stopped.
+    """Upstream's trainer (legacy/trainer/_trainer.py), counting optimizer steps; it resumes where another stopped.
 
     It differs from upstream's in that
 
-    - ``max_steps`` counts optimiser steps, not micro-batches, and needs no logger (:340);
+    - ``max_steps`` counts optimizer steps, not micro-batches, and needs no logger (:340);
     - the last epoch is always evaluated (``epoch % test_interval``, :328, leaves it out for most intervals);
     - evaluation computes no loss;
-    - the engine's schedule moves once per optimiser step, before the hooks see that the step is done;
+    - the engine's schedule moves once per optimizer step, before the hooks see that the step is done;
     - progress is for a hook to draw;
     - it starts from `load_state_dict`, also in the middle of an epoch or before an evaluation that was not done.
 
     Attributes, for hooks:
-        step: optimiser steps completed; in ``after_train_iter`` it counts the one that just ended.
-        cur_epoch: epochs completed; ``epoch_step``: optimiser steps completed in the epoch after those.
+        step: optimizer steps completed; in ``after_train_iter`` it counts the one that just ended.
+        cur_epoch: epochs completed; ``epoch_step``: optimizer steps completed in the epoch after those.
         cur_step: micro-batches completed before this one, as upstream counts.
-        steps_per_epoch: optimiser steps in an epoch.
+        steps_per_epoch: optimizer steps in an epoch.
         evaluated_step: the step after which the last evaluation was done.
-        update_done: whether the last micro-batch ended an optimiser step.
-        learning_rate: what the last optimiser step was made with.
+        update_done: whether the last micro-batch ended an optimizer step.
+        learning_rate: what the last optimizer step was made with.
         data_wait: seconds spent waiting for the training loader so far.
         train_dataloader, test_dataloader: what `fit` trains on and evaluates.
         states: what hooks leave for each other.
-        stopping: set by a hook at the end of an optimiser step or in an evaluation, ends the training there.
+        stopping: set by a hook at the end of an optimizer step or in an evaluation, ends the training there.
     """
 
     engine: Engine
@@ -61,7 +61,7 @@ class Trainer(UpstreamTrainer):
         return self.engine.device
 
     def state_dict(self) -> dict[str, int]:
-        """Return where the training stands between two optimiser steps."""
+        """Return where the training stands between two optimizer steps."""
         return {
             "step": self.step,
             "epoch": self._cur_epoch,
@@ -87,7 +87,7 @@ class Trainer(UpstreamTrainer):
         test_interval: int = 1,
         hooks: Sequence[BaseHook] = (),
     ) -> None:
-        """Train until ``epochs`` epochs or ``max_steps`` optimiser steps are done, whichever comes first.
+        """Train until ``epochs`` epochs or ``max_steps`` optimizer steps are done, whichever comes first.
 
         Evaluates every ``test_interval`` epochs and at the end. The loaders are those that `initialize` returned. Hooks
         are called in the order of their ``priority``, in training with ``output`` and ``label`` None, in evaluation
@@ -199,6 +199,6 @@ class Trainer(UpstreamTrainer):
 
 def move_schedule(schedule: LRScheduler, step: int) -> None:
     """Set the learning rates to those that ``schedule``, a pure function of the step, gives after ``step`` steps."""
-    schedule.optimizer._opt_called = True  # by the run that is gone on with; else torch warns
+    schedule.optimizer._opt_called = True  # by the run that is resumed; else torch warns
     schedule.last_epoch = step - 1
     schedule.step()

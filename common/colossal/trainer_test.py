@@ -45,7 +45,7 @@ def fit(
     trainer_class: type = Trainer,
     **options: Any,
 ) -> Trainer:
-    """Train a linear model; its learning rate is 1 / (optimiser steps so far + 1)."""
+    """Train a linear model; its learning rate is 1 / (optimizer steps so far + 1)."""
     with launched(gradient_accumulation=accumulation):
         model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -124,7 +124,7 @@ def test_evaluation_and_end(options: dict, evaluated_at: list[int], ended_at: in
 
 
 class StopAt(BaseHook):
-    """Stops after ``step``, or in the evaluation after it; goes on from ``state``."""
+    """Stops after ``step``, or in the evaluation after it; resumes from ``state``."""
 
     def __init__(self, step: int = -1, *, evaluating: bool = False, state: dict | None = None) -> None:
         super().__init__(1)

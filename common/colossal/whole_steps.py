@@ -1,4 +1,4 @@
-"""Passes over a data loader that end with a whole optimiser step."""
+"""Passes over a data loader that end with a whole optimizer step."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -10,8 +10,8 @@ class WholeSteps:
 
     Upstream's trainer takes ``len(loader)`` batches and never sees the end of an iterator, so one that is its own
     iterator, as DALI's are, fails in the second pass; and its GradAccumDataloader
-    (legacy/engine/gradient_accumulation/_gradient_accumulation.py:154) reads the left-out batches to the end, for ever
-    if there is none. Here such an iterator is ``reset()`` before it is used again, and nothing is read in vain.
+    (legacy/engine/gradient_accumulation/_gradient_accumulation.py:154) reads the left-out batches to the end, forever
+    if there is none. Here such an iterator is ``reset()`` before it is used again, and nothing is read for nothing.
     """
 
     def __init__(self, loader: Any, accumulation: int = 1):

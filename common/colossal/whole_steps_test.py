@@ -1,4 +1,4 @@
-"""Passes of whole optimiser steps, over loaders of every kind."""
+"""Passes of whole optimizer steps, over loaders of every kind."""
 
 from collections.abc import Iterator
 

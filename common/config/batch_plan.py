@@ -24,7 +24,7 @@ class DataSummary:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a global batch is cut up, and how long the run is. One step is one optimiser step.
+    """How a global batch is cut up, and how long the run is. One step is one optimizer step.
 
     ``total_batch = micro_batch * accumulation * data_parallel`` and ``gpus = data_parallel * tensor_parallel``.
     ``total_steps`` is the length of the schedule, ``last_step`` where the run ends (less with ``MAX_STEPS``).

@@ -181,7 +181,7 @@ def test_dicts_of_a_base_config_can_be_changed_in_place_and_a_setting_goes_befor
         (["OPTIMIZER.eps=abc"], "OPTIMIZER.eps='abc': expected number > 0"),
         (["OPTIMIZER.name=lamb", "OPTIMIZER.trust_range=(1, 0)"], "OPTIMIZER.trust_range=.1, 0.: expected .low, high"),
         (["gradient_handler=[5]"], "gradient_handler=.5.: expected None or "),
-        (["CHECKPOINT_EVERY=10 s"], "CHECKPOINT_EVERY='10 s': expected optimiser steps, as 500, or minutes"),
+        (["CHECKPOINT_EVERY=10 s"], "CHECKPOINT_EVERY='10 s': expected optimizer steps, as 500, or minutes"),
         (["LOG.trackers=['wand']"], "LOG.trackers=.'wand'.: expected list of 'wandb', 'mlflow'; did you mean 'wandb'"),
     ],
 )

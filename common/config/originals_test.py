@@ -109,7 +109,7 @@ SHAPES = {(384, 16): "ViT-S/16", (768, 16): "ViT-B/16", (256, 4): "ViT-Lite-7/4"
 
 
 def describe(config: dict, gpus: int) -> list[str]:
-    """Return the columns of the table: model, optimiser, batch, schedule, augmentation, loss, precision."""
+    """Return the columns of the table: model, optimizer, batch, schedule, augmentation, loss, precision."""
     plan, model, data = build_plan(config, gpus, None), config["MODEL"], config["DATA"]
     optimizer = config["OPTIMIZER"]
     mode = config["parallel"]["tensor"]["mode"]
@@ -129,7 +129,7 @@ def describe(config: dict, gpus: int) -> list[str]:
 
 
 def table(folder: Path) -> str:
-    head = ["file", "script", "model", "optimiser, learning rate", "batch", "schedule", "augmentation", "precision"]
+    head = ["file", "script", "model", "optimizer, learning rate", "batch", "schedule", "augmentation", "precision"]
     rows = [head, ["---"] * len(head)]
     for name, (script, base, gpus, text) in FILES.items():
         file = folder / name

@@ -107,7 +107,7 @@ class Optimizer(Options):
     )
     bias_correction: bool = key(None, "divide the moments by 1 - beta^step", of=("lamb",))
     max_grad_norm: Limit = key(
-        None, "clip the gradient's norm inside the optimiser; infinite: never", of=("lamb",), says="number > 0", gt=0
+        None, "clip the gradient's norm inside the optimizer; infinite: never", of=("lamb",), says="number > 0", gt=0
     )
     always_adapt: bool = key(None, "trust ratio for tensors without weight decay too", of=("lamb",))
     trust_range: LIMITS = key(
@@ -126,7 +126,7 @@ class Optimizer(Options):
 
 
 class Log(Section):
-    every: Int = key(10, "steps between two lines of metrics.jsonl", unit="optimiser steps", ge=1)
+    every: Int = key(10, "steps between two lines of metrics.jsonl", unit="optimizer steps", ge=1)
     tensorboard: bool = key(True, "write TensorBoard event files too")
     trackers: Annotated[list[Literal["wandb", "mlflow"]], BeforeValidator(lambda names: _to_list(names))] = key(
         [], "written to too, offline unless `WANDB_MODE`, `MLFLOW_TRACKING_URI` say otherwise"
@@ -181,7 +181,7 @@ class Fp16(Options):
     init_scale: Number = key(2.0**16, "first scale of the loss, in float16", of=SCALED, gt=0)
     growth_factor: Number = key(2.0, "raises the scale of the loss", of=SCALED, gt=1)
     backoff_factor: Number = key(0.5, "lowers the scale of the loss after an overflow", of=SCALED, gt=0, lt=1)
-    growth_interval: Int = key(2000, "between two raises without an overflow", unit="optimiser steps", of=SCALED, ge=1)
+    growth_interval: Int = key(2000, "between two raises without an overflow", unit="optimizer steps", of=SCALED, ge=1)
     enabled: bool = key(True, "scale the loss in float16", of=SCALED)
 
 
@@ -211,7 +211,7 @@ STEPS_OR_MINUTES = Annotated[
 class Config(Section):
     TOTAL_BATCH_SIZE: Int | None = key(
         None,
-        "samples per optimiser step over all GPUs; `None`: `MICRO_BATCH_SIZE` x `gradient_accumulation` x processes",
+        "samples per optimizer step over all GPUs; `None`: `MICRO_BATCH_SIZE` x `gradient_accumulation` x processes",
         unit="images",
         ge=1,
     )
@@ -228,16 +228,16 @@ class Config(Section):
     GPUS: Int = key(1, "GPUs the recipe is written for: what `--dry-run` plans unless told", ge=1, le=10**6)
     NUM_EPOCHS: Int = key(..., "passes over the training data", unit="epochs", ge=1)
     WARMUP_EPOCHS: Number = key(0, "linear warm-up; less than `NUM_EPOCHS`", unit="epochs", ge=0)
-    MAX_STEPS: Int | None = key(None, "end early; the schedule stays", unit="optimiser steps", ge=1)
+    MAX_STEPS: Int | None = key(None, "end early; the schedule stays", unit="optimizer steps", ge=1)
     EVAL_EVERY: Int = key(1, "between evaluations; the last epoch is always evaluated", unit="epochs", ge=1)
     CHECKPOINT_EVERY: STEPS_OR_MINUTES = key(
-        "10 min", "between checkpoints", says="optimiser steps, as 500, or minutes, as '10 min'"
+        "10 min", "between checkpoints", says="optimizer steps, as 500, or minutes, as '10 min'"
     )
     KEEP: Int = key(2, "newest checkpoints that are kept, beside the best", ge=1)
     LEARNING_RATE: Number = key(..., "peak, at the end of warm-up", ge=0)
     WEIGHT_DECAY: Number = key(0.0, "decoupled for AdamW and LAMB", ge=0)
     LR_SCHEDULE: Literal["linear", "cosine"] = key("cosine", "decay after warm-up, to 0")
-    OPTIMIZER: Optimizer = key(Optimizer(), "the optimiser, and its own options")
+    OPTIMIZER: Optimizer = key(Optimizer(), "the optimizer, and its own options")
     EMA: Number = key(0.0, "decay of the weights' moving average, which is then evaluated; 0: none", ge=0, lt=1)
     MODEL: Model = key(Model(), "the Vision Transformer's shape")
     OUTPUT: str | None = key(
@@ -261,7 +261,7 @@ class Config(Section):
     fp16: Fp16 | None = key(None, "mixed precision; `None`: float32")
     TF32: bool = key(False, "let float32 products round their inputs to TF32 on GPUs that have it")
     COMPILE: bool = key(False, "torch.compile the transformer's blocks; not with tensor parallelism")
-    gradient_accumulation: Int | None = key(None, "micro-batches per optimiser step", ge=1)
+    gradient_accumulation: Int | None = key(None, "micro-batches per optimizer step", ge=1)
     clip_grad_norm: Number = key(0.0, "largest norm of the gradient of all weights; 0: no clipping", ge=0)
     torch_ddp: TorchDdp = key(TorchDdp(), "options of torch's DistributedDataParallel")
     gradient_handler: list[GradientHandler] | None = key(

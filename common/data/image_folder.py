@@ -102,7 +102,7 @@ class FolderSplit:
             try:
                 size = os.stat(f"{root}/{path}").st_size  # a Path takes twice the time, of a million images
             except OSError as error:
-                raise UserError(f"{root}/{path}: {error.strerror}; mend this image or remove it") from error
+                raise UserError(f"{root}/{path}: {error.strerror}; fix or remove this image") from error
             yield f"{label} {size} {path}"
 
 

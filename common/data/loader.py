@@ -1,4 +1,4 @@
-"""Passes over a data set: which batch comes next, and how to go on from there after a restart."""
+"""Passes over a data set: which batch comes next, and how to resume from there after a restart."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -49,10 +49,10 @@ class Loader:
         return {"epoch": epoch, "samples": done * self.sampler.stride}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a position; between optimiser steps it may come from a run with another number of processes."""
+        """Go on from a position; between optimizer steps it may come from a run with another number of processes."""
         self._end_pass()
         done, rest = divmod(state["samples"], self.sampler.stride)
-        assert rest == 0, "a state is taken between optimiser steps, or the processes are as many as before"
+        assert rest == 0, "a state is taken between optimizer steps, or the processes are as many as before"
         self._next_pass = self._position = (state["epoch"], done)
 
     @property

@@ -82,7 +82,7 @@ def test_resumes_after_the_last_batch_handed_out():
 
 def test_a_state_holds_for_another_number_of_processes():
     loader = build(micro_batch=2)
-    list(islice(iter(loader), 4))  # one optimiser step
+    list(islice(iter(loader), 4))  # one optimizer step
     ranks = [build(micro_batch=1, dp_rank=rank, dp_size=2) for rank in range(2)]
     for rank in ranks:
         rank.load_state_dict(loader.state_dict())

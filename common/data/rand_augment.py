@@ -11,7 +11,7 @@ BINS = 1000  # the magnitudes are as fine as a hundredth of a level
 
 
 class RandAugment:
-    """Apply ``operations`` of torchvision's 14 in a row, each drawn anew, all at one ``magnitude`` of 0 to 10.
+    """Apply ``operations`` of torchvision's 14 in a row, each drawn independently, all at one ``magnitude`` of 0 to 10.
 
     10 is the largest, as in the paper, TensorFlow and timm; torchvision counts the same range from 0 to 30.
     """

@@ -104,7 +104,7 @@ class EvalSampler:
 def epoch_order(samples: int, seed: int, epoch: int) -> np.ndarray:
     """Return the epoch's permutation of ``range(samples)``, int64.
 
-    Sorting raw words, because numpy keeps their stream for ever, but not that of ``Generator.permutation``.
+    Sorting raw words, because numpy keeps their stream forever, but not that of ``Generator.permutation``.
     """
     return np.argsort(_philox(seed, ORDER, epoch, 0, 0).random_raw(samples), kind="stable")
 

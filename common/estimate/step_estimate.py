@@ -1,4 +1,4 @@
-"""Estimate an optimiser step on fake tensors: what one of N GPUs holds, sends and computes, without any of them."""
+"""Estimate an optimizer step on fake tensors: what one of N GPUs holds, sends and computes, without any of them."""
 
 import multiprocessing
 from collections import Counter
@@ -36,11 +36,11 @@ from common.optim.build import build_optimizer
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """One process's optimiser step: counts that are exact, and bytes of the tensors that it holds.
+    """One process's optimizer step: counts that are exact, and bytes of the tensors that it holds.
 
     Attributes:
         parameters: numbers in this process's piece of the model.
-        weights, optimizer: bytes of the parameters, with their moving average, and of the optimiser's state.
+        weights, optimizer: bytes of the parameters, with their moving average, and of the optimizer's state.
         gradients: bytes of the gradients when all are there.
         training_peak, update_peak: most bytes at any one time, in forward and backward passes and in the update.
         flops: of matrix products, recomputed ones too (`torch.utils.flop_counter`), in a step.
@@ -65,7 +65,7 @@ class StepEstimate:
 
     @property
     def activations(self) -> int:
-        """Bytes at the peak that are neither weights, gradients nor optimiser state."""
+        """Bytes at the peak that are neither weights, gradients nor optimizer state."""
         return max(0, self.peak - self.weights - self.gradients - self.optimizer)
 
 
@@ -152,7 +152,7 @@ def _precision(config: Mapping[str, Any], device: str) -> dict[str, Any] | None:
 
 
 def _build(model: nn.Module, config: Mapping[str, Any]) -> tuple[nn.Module, Optimizer, Engine]:
-    """Build optimiser and engine of the model as a task does."""
+    """Build optimizer and engine of the model as a task does."""
     for layer in model.modules():
         for name, parameter in layer.named_parameters(recurse=False):
             setattr(layer, name, nn.Parameter(torch.empty(parameter.shape), parameter.requires_grad))
@@ -165,7 +165,7 @@ def _build(model: nn.Module, config: Mapping[str, Any]) -> tuple[nn.Module, Opti
 
 
 class _Step:
-    """An optimiser step of an engine, with its counts."""
+    """An optimizer step of an engine, with its counts."""
 
     def __init__(self, engine: Engine, memory: TensorMemory, micro_batch: int, image_size: int) -> None:
         self.engine, self.memory, self.micro_batch, self.image_size = engine, memory, micro_batch, image_size

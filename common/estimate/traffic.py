@@ -27,7 +27,7 @@ Route = tuple[str, tuple[int, ...]]  # a collective's name, and the global ranks
 class Traffic(TorchDispatchMode):
     """Within the context, count this process's collectives: ``calls`` and ``nbytes`` of their messages, by `Route`.
 
-    Forward and backward passes, DDP's own reductions and the optimiser's are counted alike. Raises KeyError for a
+    Forward and backward passes, DDP's own reductions and the optimizer's are counted alike. Raises KeyError for a
     collective that is not in `COLLECTIVES`.
     """
 

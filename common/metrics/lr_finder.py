@@ -22,7 +22,7 @@ SIGNIFICANT = 3.0  # standard deviations by which the smoothed loss has to fall 
 
 
 class LearningRateFinder(BaseHook):
-    """Take ``steps`` optimiser steps at rates from `LOWEST` to `HIGHEST`, evenly spaced on a logarithmic scale.
+    """Take ``steps`` optimizer steps at rates from `LOWEST` to `HIGHEST`, evenly spaced on a logarithmic scale.
 
     Ends the training then, or as soon as the smoothed loss is `DIVERGED` times its least value or not finite, without
     evaluating. Rank 0 writes find_lr.csv and find_lr.png to ``folder`` and prints the suggested rate.

@@ -16,7 +16,7 @@ ROWS = 10
 
 
 class ProfilerHook(BaseHook):
-    """Record ``steps`` optimiser steps on rank 0, after `WARMUP` others, and end the training without evaluating.
+    """Record ``steps`` optimizer steps on rank 0, after `WARMUP` others, and end the training without evaluating.
 
     Writes trace.json, for https://ui.perfetto.dev or chrome://tracing, and operators.txt to ``folder``/profile.
     """

@@ -26,7 +26,7 @@ def open_writers(
 ) -> list["Guarded"]:
     """Return the writers of a run, whose ``folder`` holds config.json; the last is the progress bar.
 
-    ``start``: optimiser steps that were done before.
+    ``start``: optimizer steps that were done before.
     """
     writers = [
         Guarded("metrics.jsonl", lambda: JsonLines(folder / "metrics.jsonl")),
@@ -41,7 +41,7 @@ def open_writers(
 
 
 class Guarded:
-    """A writer that may fail: what it raises is told once on stderr, and training goes on without it."""
+    """A writer that may fail: what it raises is told once on stderr, and training continues without it."""
 
     def __init__(self, name: str, build: Callable[[], Any]):
         self.name, self.writer = name, None
@@ -64,7 +64,7 @@ class Guarded:
             return action(*args)
         except Exception as error:  # whatever a tracker raises, it is not worth a run
             self.writer = None
-            warn(f"{self.name}: {type(error).__name__}: {error}; training goes on without it")
+            warn(f"{self.name}: {type(error).__name__}: {error}; training continues without it")
             return None
 
 
@@ -110,10 +110,10 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Write each metric as a scalar ``<kind>/<name>`` over optimiser steps."""
+    """Write each metric as a scalar ``<kind>/<name>`` over optimizer steps."""
 
     def __init__(self, folder: Path, start: int = 0):
-        """``start``: optimiser steps that were done before; metrics of later ones, from a run that died, are hidden."""
+        """``start``: optimizer steps that were done before; metrics of later ones, from a run that died, are hidden."""
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         self.writer = SummaryWriter(str(folder), purge_step=start + 1)

@@ -85,7 +85,7 @@ def test_a_full_disk_neither_stops_the_training_nor_loses_a_line(tmp_path):
     warnings = [line.partition("warning: ")[2] for line in child.stderr.splitlines() if "warning: " in line]
     assert sorted(warnings) == [
         f"{tmp_path}/metrics.jsonl: File too large; its lines are kept in memory until they can be written",
-        "TensorBoard: OSError: [Errno 27] File too large; training goes on without it",
+        "TensorBoard: OSError: [Errno 27] File too large; training continues without it",
     ]
 
 
@@ -112,7 +112,7 @@ def test_a_writer_that_fails_is_dropped_and_told_of_once(capsys):
     writer.step()
     writer.close()
     assert calls == [TRAIN]
-    assert capsys.readouterr().err == "warning: tracker: RuntimeError: several lines; training goes on without it\n"
+    assert capsys.readouterr().err == "warning: tracker: RuntimeError: several lines; training continues without it\n"
 
 
 def test_a_writer_that_cannot_be_opened_is_dropped(tmp_path, capsys):

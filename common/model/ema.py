@@ -9,11 +9,11 @@ from common.colossal import BaseHook, Trainer
 
 
 class EmaHook(BaseHook):
-    """Average the weights over the optimiser steps, on the device, and evaluate the averages in their place.
+    """Average the weights over the optimizer steps, on the device, and evaluate the averages in their place.
 
     After step t the averages keep ``min(decay, (1 + t) / (10 + t))`` of themselves: the warm-up of TensorFlow's
     ExponentialMovingAverage, so that short runs do not end near their random start. It depends on the step alone, so a
-    run goes on with the same averages. A skipped update counts as a step, with weights that stayed as they were.
+    run resumes with the same averages. A skipped update counts as a step, with weights that stayed as they were.
 
     Attributes:
         averages: by the parameters' names, float32; of a sharded model this rank's pieces.

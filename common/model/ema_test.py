@@ -26,7 +26,7 @@ def warmed_up(decay: float):
 
 
 def change(model: nn.Module, step: int) -> None:
-    """Stand for an optimiser step, elementwise, so that pieces change as the whole does."""
+    """Stand for an optimizer step, elementwise, so that pieces change as the whole does."""
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1 + 0.1 * (-1) ** step).sub_(0.01 * p.sign())

@@ -1,4 +1,4 @@
-"""The optimisers: LAMB, and AdamW and SGD from PyTorch, all of which skip an update on the device (`found_inf`)."""
+"""The optimizers: LAMB, and AdamW and SGD from PyTorch, all of which skip an update on the device (`found_inf`)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,13 +45,13 @@ def build_optimizer(
     decay_all: bool = True,
     **options: Any,
 ) -> Optimizer:
-    """Build the optimiser `name` ("adamw", "lamb" or "sgd") of the parameters that are trained, sharded or not.
+    """Build the optimizer `name` ("adamw", "lamb" or "sgd") of the parameters that are trained, sharded or not.
 
     Weight decay is on every tensor, unless `decay_all` is false: then not on vectors (biases, norms), `cls_token` and
     `pos_embed`, as in timm. `options` are those of `common.optim.lamb.Lamb`, of `torch.optim.AdamW` (betas, eps) or of
     `torch.optim.SGD` (momentum, 0.9 by default, dampening, nesterov).
 
-    Raises ValueError for an unknown name or a value that the optimiser refuses, TypeError for an unknown option.
+    Raises ValueError for an unknown name or a value that the optimizer refuses, TypeError for an unknown option.
     """
     if name not in _OPTIMIZERS:
         hint = did_you_mean(name, _OPTIMIZERS)

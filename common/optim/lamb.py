@@ -58,7 +58,7 @@ class Lamb(Optimizer):
     - trust_range: least and greatest trust ratio. It is 1 where the parameter or the direction is zero.
 
     The state is `exp_avg`, `exp_avg_sq` and `step`, all tensors of the parameter's device. As with torch's fused
-    optimisers, an attribute `found_inf`, a 0-dim float32 tensor there, makes `step` change nothing where it is 1. Under
+    optimizers, an attribute `found_inf`, a 0-dim float32 tensor there, makes `step` change nothing where it is 1. Under
     tensor parallelism `reduce_norms` sums the squared norms over the shards, once a step for all trust ratios. Raises
     ValueError for an unknown variant or option, or betas out of range.
     """

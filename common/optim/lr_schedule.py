@@ -1,4 +1,4 @@
-"""The learning rate of every optimiser step: linear warm-up, then linear or cosine decay to zero."""
+"""The learning rate of every optimizer step: linear warm-up, then linear or cosine decay to zero."""
 
 import functools
 import math
@@ -12,7 +12,7 @@ _NAMES = ("linear", "cosine")
 
 
 def learning_rate_factor(name: str, step: int, total_steps: int, warmup_steps: int) -> float:
-    """Return the share of the peak learning rate that optimiser step `step`, counted from 0, is taken with.
+    """Return the share of the peak learning rate that optimizer step `step`, counted from 0, is taken with.
 
     With W warm-up steps of T in total, and the values of Colossal-AI's LinearWarmupLR and CosineAnnealingWarmupLR:
 
@@ -29,7 +29,7 @@ def learning_rate_factor(name: str, step: int, total_steps: int, warmup_steps: i
 
 
 def build_lr_scheduler(optimizer: Optimizer, name: str, total_steps: int, warmup_steps: int = 0) -> LambdaLR:
-    """Build the schedule `name` ("linear" or "cosine"), to be stepped once an optimiser step.
+    """Build the schedule `name` ("linear" or "cosine"), to be stepped once an optimizer step.
 
     Raises ValueError for an unknown name, and for a warm-up that leaves no step to train at the peak.
     """

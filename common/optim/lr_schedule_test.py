@@ -16,7 +16,7 @@ def build_sgd() -> SGD:
 
 
 def learning_rates(optimizer: SGD, scheduler: torch.optim.lr_scheduler.LRScheduler, steps: int) -> list[float]:
-    """Return the learning rate that each optimiser step is taken with."""
+    """Return the learning rate that each optimizer step is taken with."""
     rates = []
     for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])

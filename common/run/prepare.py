@@ -68,7 +68,7 @@ def _check_classes(num_classes: int | None, data: DataSummary) -> int:
 
 
 def _check_builds(config: Mapping[str, Any], plan: Plan) -> MixedPrecision:
-    """Refuse what the model, its shards, the optimiser, mixed precision or a tracker would, before anything starts.
+    """Refuse what the model, its shards, the optimizer, mixed precision or a tracker would, before anything starts.
 
     Return what ``fp16`` comes to on this machine.
     """

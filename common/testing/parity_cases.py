@@ -81,7 +81,7 @@ class Losses(BaseHook):
 def build_engine(
     optimizer_name: str, criterion: Callable[..., Tensor] = blended_loss, **arguments: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer, Engine]:
-    """Build model, optimiser and engine in the mode of the launch."""
+    """Build model, optimizer and engine in the mode of the launch."""
     model = shard_model(build_tiny_model(**arguments))
     optimizer = build_optimizer(model, optimizer_name, **OPTIMIZERS[optimizer_name])
     return model, optimizer, initialize(model, optimizer, criterion)[0]

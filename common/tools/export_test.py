@@ -77,7 +77,7 @@ def test_the_card_is_one_that_the_hub_reads(run, exported):
     assert card.data.pipeline_tag == "image-classification"
     tags = card.data.to_dict()
     assert tags["library_name"] == {"onnx": "onnx"}.get(target, "timm")
-    assert "10 of 10 optimiser steps of 14 images" in card.text
+    assert "10 of 10 optimizer steps of 14 images" in card.text
     assert "70 images for training and 45 for evaluation, in 7 classes" in card.text
     assert f"{sum(p.numel() for p in build_model(**MODEL, num_classes=7).parameters()):,} parameters" in card.text
     config = json.loads(re.search(r"```json\n(.*?)```", card.text, re.DOTALL)[1])

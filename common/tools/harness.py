@@ -49,7 +49,7 @@ class Child:
     """A process that calls ``function(connection, *args)``, forked where there is no GPU, else a new interpreter."""
 
     def __init__(self, function: Callable[..., None], *args: Any) -> None:
-        # importing anew takes seconds, but a forked process cannot use a GPU
+        # importing again takes seconds, but a forked process cannot use a GPU
         context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
         self.connection, theirs = context.Pipe()
         _parent_ends.add(self.connection)  # pyright: ignore[reportArgumentType]

@@ -165,7 +165,7 @@ def _provenance(run: SavedRun) -> dict[str, Any]:
     plan = about["plan"]
     versions = (f"{name} {version}" for name, version in about["versions"].items() if version)
     return {
-        "checkpoint": f"`{run.checkpoint.name}`: {run.step:,} of {plan['total_steps']:,} optimiser steps of "
+        "checkpoint": f"`{run.checkpoint.name}`: {run.step:,} of {plan['total_steps']:,} optimizer steps of "
         f"{plan['total_batch']:,} images{'; moving average of the weights' if run.weights == EMA else ''}",
         "command": f"`{format_command(about['argv'])}`",
         "commit": f"`{about['commit']}`",

@@ -63,7 +63,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def load_run(folder: Path, name: str) -> FinishedRun:
-    """Read a run's config.json and metrics.jsonl; the run may still go on."""
+    """Read a run's config.json and metrics.jsonl; the run may still be running."""
     try:
         about = json.loads((folder / "config.json").read_text())
         records = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []  # before the first step

@@ -65,7 +65,7 @@ def format_records(records: Sequence[Record], titles: Mapping[str, str]) -> str:
 
 
 def format_rows(rows: Sequence[Row]) -> str:
-    """Return the rows as a Markdown table, a column for every name in any of them."""
+    """Return the rows as a Markdown table, a column forevery name in any of them."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     return format_table([{name: _cell(row.get(name)) for name in names} for row in rows]) if rows else ""
 

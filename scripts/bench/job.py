@@ -1,4 +1,4 @@
-"""What the training loops that are compared all do: the recipe, its batches round by round, our model and optimiser."""
+"""What the training loops that are compared all do: the recipe, its batches round by round, our model and optimizer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ class RoundBatches:
 
 
 def build_ours(job: Job) -> tuple[nn.Module, AdamW, nn.Module, LambdaLR]:
-    """Return model, optimiser, loss and schedule, the same for every loop but timm's own."""
+    """Return model, optimizer, loss and schedule, the same forevery loop but timm's own."""
     config = job.config
     model = build_model(**config["MODEL"])
     optimizer = build_optimizer(model, learning_rate=config["LEARNING_RATE"], weight_decay=config["WEIGHT_DECAY"])

@@ -2,7 +2,7 @@
 
 python scripts/bench/lamb.py [--rounds 9] [--threads 1 2]
 
-All optimisers step the same tensors in one process, each with its own state, one step a round; on a GPU 20 steps, timed
+All optimizers step the same tensors in one process, each with its own state, one step a round; on a GPU 20 steps, timed
 by its own events, where `cpu` is what starting the kernels takes. LAMB as timm means it clips the norm of all gradients
 and corrects the moments: `ours, as timm` does too.
 """
@@ -67,7 +67,7 @@ def random_parameters(model: Mapping[str, int], device: torch.device) -> list[Te
 def compare(
     params: list[Tensor], rounds: int, measure: Callable[[Callable[[], object]], Figures]
 ) -> dict[str, list[Figures]]:
-    """Return every optimiser's figures, but for those of its first step, which makes its state."""
+    """Return every optimizer's figures, but for those of its first step, which makes its state."""
     optimizers = {name: build(params, lr=1e-6, weight_decay=0.1) for name, build in OPTIMIZERS.items()}
     variants = {name: lambda step=optimizer.step: measure(step) for name, optimizer in optimizers.items()}
     return {name: figures[1:] for name, figures in interleave(variants, rounds + 1).items()}

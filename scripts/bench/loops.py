@@ -77,7 +77,7 @@ def timm_loop(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, roun
 
 
 def timm(job: Job, rounds: Rounds) -> None:
-    """Train timm's own model with its own optimiser, as `train.py --opt adamw --amp --amp-dtype bfloat16` does."""
+    """Train timm's own model with its own optimizer, as `train.py --opt adamw --amp --amp-dtype bfloat16` does."""
     from timm import create_model
     from timm.optim import create_optimizer_v2
 
@@ -98,7 +98,7 @@ def timm(job: Job, rounds: Rounds) -> None:
 
 
 def timm_around_ours(job: Job, rounds: Rounds) -> None:
-    """Train our model and optimiser in timm's loop."""
+    """Train our model and optimizer in timm's loop."""
     model, optimizer, *_ = build_ours(job)
     timm_loop(model, optimizer, job, rounds)
 

@@ -1,4 +1,4 @@
-"""Measure the seconds from a command to its first optimiser step, and where they go.
+"""Measure the seconds from a command to its first optimizer step, and where they go.
 
 python scripts/bench/start.py [--rounds 5] [--config quickstart] [--data DIR]
 

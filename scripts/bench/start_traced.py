@@ -1,4 +1,4 @@
-"""Run imagenet_dali/train_dali.py up to its first optimiser step, and print when its stages ended, for start.py.
+"""Run imagenet_dali/train_dali.py up to its first optimizer step, and print when its stages ended, for start.py.
 
 A line of JSON: by stage, [seconds since 1970, seconds of this process's CPU time].
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 STAGES = {  # the last call of each in train_dali.main
     "start_run": "config, data checks, launch",
-    "build_lr_scheduler": "model, optimiser, schedule",
+    "build_lr_scheduler": "model, optimizer, schedule",
     "build_eval_loader": "loaders, importing DALI",
     "initialize": "engine",
     "Trainer": "hooks, importing TensorBoard",

@@ -5,7 +5,7 @@ python scripts/bench/step.py [--rounds 4] [--steps 4] [--set KEY=VALUE ...] [--d
 ViT-Lite-7/4 as in configs/vit_lite_vanilla.py, in bfloat16 where the CPU has it, else in float32, at batch 64 unless
 --set says otherwise, over batches in memory, on one thread. Each loop has a process of its own; they are interleaved,
 some steps a round, or an evaluation of five times as many batches, since what is done once in an evaluation is part of
-it. Because processes that do the same differ more than the loops do, all are started anew for each round, and warmed up
+it. Because processes that do the same differ more than the loops do, all are restarted for each round, and warmed up
 by a round that is not counted. `loop alone` is training with a model so small (as many tensors, of width 8, and one
 image) that the loop is most of it, in processes that stay. Libraries of requirements-bench.txt that are not installed
 are left out.
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
         __doc__,
         rounds=4,
         packages=list(PEERS.values()),
-        steps=dict(type=int, default=4, help="optimiser steps of a round (default: 4)"),
+        steps=dict(type=int, default=4, help="optimizer steps of a round (default: 4)"),
         set=dict(action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe"),
         data=dict(default=os.environ.get("DATA"), help="CIFAR-10's folder (default: $DATA, else random images)"),
     )

@@ -78,7 +78,7 @@ def disk_fails(lab: Lab, choice: random.Random, fail: Change, mend: Change, reas
         trial = Trial(lab, choice.choice((ONE, TWO)), disk / "run")
         failed = trial.run(at(SAVED, lambda: fail(trial.output), 0))
         expect(failed.codes[0] == 2, f"{failed.codes}: {failed.printed}")
-        failed.expect_words(reason, "MB are free; the newest checkpoint is", "training goes on", "error: ")
+        failed.expect_words(reason, "MB are free; the newest checkpoint is", "training continues", "error: ")
         checkpoints = list_checkpoints(trial.checkpoints)
         expect(checkpoints and not any(map(find_fault, checkpoints)), f"not whole: {checkpoints}")
         mend(trial.output)
@@ -97,7 +97,7 @@ def disk_full_for_a_while(lab: Lab, choice: random.Random) -> Recovery:
     with small_disk(lab.new_folder()) as disk:
         trial = Trial(lab, ONE, disk / "run")
         changes = at(SAVED, lambda: fill(trial.output)), at(LATER, lambda: make_room(trial.output))
-        trial.run(lambda rank: [change(rank) for change in changes]).expect(0, "training goes on")
+        trial.run(lambda rank: [change(rank) for change in changes]).expect(0, "training continues")
         return Recovery(trial.is_equal(), trial.seconds_lost)
 
 
@@ -149,6 +149,7 @@ def writers_fail(lab: Lab, choice: random.Random) -> Recovery:
     def arrange() -> None:
         writers.TensorBoard.__call__ = writers.Curves.__call__ = fail
 
-    warnings = [f"warning: {name}: OSError: no more; training goes on without it" for name in ("TensorBoard", "curves")]
+    reason = "OSError: no more; training continues without it"
+    warnings = [f"warning: {name}: {reason}" for name in ("TensorBoard", "curves")]
     trial.run(on(None, arrange), settings=["LOG.tensorboard=True"]).expect(0, *warnings)
     return Recovery(trial.is_equal(), trial.seconds_lost)

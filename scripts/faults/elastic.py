@@ -77,7 +77,7 @@ class Torchrun:
 
 @fault("torchrun --max-restarts: a rank is killed", 1, 0)
 def restarted(lab: Lab, choice: random.Random) -> Recovery:
-    """Kill a rank under ``--max-restarts``: torchrun starts all ranks anew, and they resume."""
+    """Kill a rank under ``--max-restarts``: torchrun restarts all ranks, and they resume."""
     trial = Trial(lab, TWO.but(NO_CHANCE))
     agent = Torchrun(lab, trial.output, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
     printed = agent.wait(time.monotonic() + LIMIT)
@@ -87,7 +87,7 @@ def restarted(lab: Lab, choice: random.Random) -> Recovery:
 
 @fault("torchrun --nnodes 1:2: a node is killed", 1, 0)
 def fewer_nodes(lab: Lab, choice: random.Random) -> Recovery:
-    """Kill one of two nodes of ``--nnodes 1:2``, agent and process: the other goes on alone."""
+    """Kill one of two nodes of ``--nnodes 1:2``, agent and process: the other continues alone."""
     output, started = lab.new_folder(), time.monotonic()
     place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", str(output)]
     place += ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]

@@ -55,7 +55,7 @@ def _parallel(name: str) -> Mode:
 
 
 ONE, TWO = Mode("1 process"), Mode("dp2", 2)
-# with 3 ranks or more, the order in which DDP adds up depends on its buckets, which it makes anew after a start
+# with 3 ranks or more, the order in which DDP adds up depends on its buckets, which it rebuilds after a start
 FOUR = Mode("dp4, find_unused_parameters", 4, "torch_ddp = dict(find_unused_parameters=True)")
 TENSOR_PARALLEL = {name: _parallel(name) for name in ("1d-2", "2d-4", "2.5d-4", "2.5d-8", "3d-8", "dp2 x 1d-2")}
 WORKERS = Mode("dp2, torchvision workers", 2, 'DATA = dict(loader="torchvision", workers=2)')

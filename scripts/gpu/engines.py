@@ -71,7 +71,7 @@ def random_batch(job: Job, model: Mapping[str, Any], batch: int) -> tuple[Tensor
 
 
 def train_step(engine: Engine, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Take an optimiser step, every micro-batch of it with the same samples; return the loss, on the device."""
+    """Take an optimizer step, every micro-batch of it with the same samples; return the loss, on the device."""
     images, labels = batch
     for _ in range(engine.optimizer.accumulation):
         engine.zero_grad()

@@ -15,7 +15,7 @@ from gpu.engines import MODES, TINY, VIT_B16, VIT_S16, open_engine, peak_memory,
 from gpu.job import Job
 
 TOLERANCE = 0.1
-CASES = (  # model, batch, mode, optimiser, accumulation
+CASES = (  # model, batch, mode, optimizer, accumulation
     (VIT_S16, 256, "fp32", "adamw", 1),
     (VIT_B16, 128, "fp32", "adamw", 1),
     (VIT_B16, 128, "TORCH fp16", "adamw", 1),

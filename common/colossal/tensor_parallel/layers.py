@@ -5,7 +5,7 @@ Their names are those of the modes, see `layout`. The matrix products are Coloss
 
 - all-gather or broadcast every bias and layer norm weight of a 2d or 2.5d model in the forward pass, and reduce its
   gradient in the backward pass, of every micro-batch; here both are sharded like the activations, and the gradients
-  cross ranks once per optimiser step (`gradients`),
+  cross ranks once per optimizer step (`gradients`),
 - take a layer norm's variance as E[x^2] - E[x]^2, in half precision where the input is half, which overflows
   (parallel_2d/layers.py:337, parallel_2p5d/layers.py:350, parallel_3d/_operation.py:325),
 - split a 3d batch by whichever group the last layer built left behind (parallel_3d/_operation.py:452), and fail in a

@@ -133,7 +133,7 @@ def group_sizes(mode: str, size: int, depth: int = 1) -> dict[ParallelMode, int]
 
 
 def plan_shards(model: nn.Module, mode: str) -> Iterator[tuple[str, Shard]]:
-    """Yield (name, shard) for every parameter of the Vision Transformer ``model``."""
+    """Yield (name, shard) forevery parameter of the Vision Transformer ``model``."""
     for name, parameter in model.named_parameters():
         shard = _shard_of(name, parameter, LAYOUTS[mode])
         yield name, replace(shard, shape=parameter.shape, fused=3 if ".qkv." in name else 1)

@@ -3,7 +3,7 @@
 python -m common.colossal.tensor_parallel.parity_test          # prints the table; --slow adds 16 processes
 
 From the same weights and data, in float32: losses, gradients (clipped, over accumulated micro-batches) and weights
-after 3 optimiser steps of AdamW and LAMB, with Mixup and label smoothing. An error is max|a - b| / max|b|, of the worst
+after 3 optimizer steps of AdamW and LAMB, with Mixup and label smoothing. An error is max|a - b| / max|b|, of the worst
 tensor.
 """
 
@@ -39,7 +39,7 @@ Curve = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]  # losses, grad
 
 @functools.cache
 def plain_training(optimizer_name: str) -> Curve:
-    """Train in one process without anything of this project's but model and optimiser."""
+    """Train in one process without anything of this project's but model and optimizer."""
     model = build_tiny_model()
     optimizer = build_optimizer(model, optimizer_name, **OPTIMIZERS[optimizer_name])
     losses = []
@@ -58,7 +58,7 @@ def plain_training(optimizer_name: str) -> Curve:
 
 
 def sharded_training(case: str) -> dict[str, tuple[Curve, dict[str, tuple]]]:
-    """Return, for each optimiser, a rank's curve (tensors on the first rank of each model only) and its pieces."""
+    """Return, for each optimizer, a rank's curve (tensors on the first rank of each model only) and its pieces."""
     answers = {}
     with launched(parallel=CASES[case][1], clip_grad_norm=MAX_NORM, gradient_accumulation=ACCUMULATION):
         place = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
@@ -105,7 +105,7 @@ def disagreements(pieces_by_rank: list[dict[str, tuple]]) -> list[str]:
 
 
 def measure(case: str) -> dict[str, dict[str, float]]:
-    """Return, for each optimiser, the errors of losses, gradients and weights; assert that copies agree bit for bit."""
+    """Return, for each optimizer, the errors of losses, gradients and weights; assert that copies agree bit for bit."""
     by_rank = run_ranks(CASES[case][0], sharded_training, case)
     table = {}
     for name in TRAINED_WITH:
@@ -138,7 +138,7 @@ def test_equals_one_process_on_16(case: str) -> None:
 
 
 def main() -> int:
-    print(f"{'mode':<14} {'processes':>9}  {'optimiser':<9} {'loss':>8} {'gradient':>8} {'weight':>8}")
+    print(f"{'mode':<14} {'processes':>9}  {'optimizer':<9} {'loss':>8} {'gradient':>8} {'weight':>8}")
     worst = 0.0
     for case in FAST + (SLOW if "--slow" in sys.argv else []):
         for name, errors in measure(case).items():

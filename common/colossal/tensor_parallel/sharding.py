@@ -30,7 +30,7 @@ PAIRS = {
 def shard_model(model: nn.Module) -> nn.Module:
     """Keep of a Vision Transformer what the launch's tensor-parallel mode gives this rank; return the same module.
 
-    Call it after the launch, with equal weights on the ranks of a tensor-parallel group, and before the optimiser is
+    Call it after the launch, with equal weights on the ranks of a tensor-parallel group, and before the optimizer is
     built. The model still maps the whole images [B, C, Y, X] to the whole logits [B, num_classes], now on every rank of
     the group, which are all to be given the same images and compute the same loss of the logits. Without tensor
     parallelism it stays as it is.
@@ -99,7 +99,7 @@ def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 @torch.no_grad()
 def gather_whole(parameter: nn.Parameter, value: Tensor | None = None) -> Tensor | None:
-    """Return the whole of ``parameter``, or of ``value``, which is cut as it is: a gradient, an optimiser's moment.
+    """Return the whole of ``parameter``, or of ``value``, which is cut as it is: a gradient, an optimizer's moment.
 
     All ranks of the tensor-parallel group must call it; all but the first get None.
     """

@@ -11,7 +11,6 @@ OURS = TASKS | {"common", "configs"}
 FILES = sorted(path for package in OURS for path in (ROOT / package).rglob("*.py"))
 # Each room of common/ and those that its modules may import, beside their own and the files of common/ itself.
 BASE = {"errors", "files", "hardware", "plot", "table"}
-# Each room of common/ and those that its modules may import, beside their own and the three files of common/ itself.
 ROOMS = {
     "colossal": set(),
     "config": {"colossal"},

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from common.testing.commands import copy_working_tree
 from imagenet_dali.testing import LAUNCHERS, MODEL, prepare_data
 
 pytestmark = pytest.mark.docs
@@ -107,16 +108,7 @@ def substitute(command: str) -> str:
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Path:
     """A copy of the working tree, set up, with tiny data and a run of the flagship's recipe on them."""
-    folder = tmp_path_factory.mktemp("clone")
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-    (folder / ".venv").symlink_to(sys.prefix)
-    (folder / "scripts" / "setup.sh").write_text("exit 0\n")
+    folder = copy_working_tree(ROOT, tmp_path_factory.mktemp("clone"))
     data = folder / "data"
     data.mkdir()
     prepare_data(data)

@@ -4,6 +4,7 @@ Needs root and Debian's packages slurm-wlm, munge, openmpi-bin and iproute2; wha
 tests that run by default: ``bash scripts/test.sh -m launchers scripts/launchers_test.py``.
 """
 
+import json
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from local_slurm import NODE, local_slurm
 
 from common.checkpoint.save import newest_checkpoint
 from common.metrics.writers import read_metrics
+from common.testing.commands import copy_working_tree
 from imagenet_dali.testing import prepare_data, run, write_config
 
 pytestmark = pytest.mark.launchers
@@ -329,3 +331,22 @@ def processes_with(variable: str) -> list[Path]:
             if variable.encode() in path.read_bytes().split(b"\0"):
                 found.append(path)
     return found
+
+
+def test_an_ordinary_user_without_git_in_a_path_with_a_space(tmp_path):
+    """The quickstart of a user who is not root, whose home is read-only, in the C locale."""
+    clone = copy_working_tree(ROOT, tmp_path / "a clone")
+    home, programs = tmp_path / "home", tmp_path / "bin"
+    home.mkdir(mode=0o555)
+    programs.mkdir()
+    for program in Path("/usr/bin").iterdir():
+        if not program.name.startswith("git"):
+            (programs / program.name).symlink_to(program)
+    environ = {"PATH": str(programs), "HOME": str(home), "LANG": "C", "PYTHONPATH": str(clone)}
+    steps = [word for key in ("MAX_STEPS=2", "NUM_EPOCHS=1", "WARMUP_EPOCHS=0") for word in ("--set", key)]
+    command = ["unshare", "--user", "--map-user=1000", "bash", "scripts/quickstart.sh", *steps]
+    done = subprocess.run(command, cwd=clone, env=environ, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("top1=0.")
+    assert "Traceback" not in done.stderr
+    assert json.loads((clone / "outputs" / "quickstart" / "config.json").read_text())["commit"] is None

@@ -67,6 +67,7 @@ ELSEWHERE = {
     r"\.venv/bin/python scripts/bench/lamb.py": "scripts/bench/bench_test.py::test_lamb",
     r"\.venv/bin/python scripts/bench/loader.py": "scripts/bench/bench_test.py::test_loader",
     r"\.venv/bin/python scripts/bench/start.py": "scripts/bench/bench_test.py::test_start",
+    r"\.venv/bin/python scripts/bench/waiting.py": "scripts/bench/bench_test.py::test_waiting",
     r"\.venv/bin/python scripts/bench/saving.py": "scripts/bench/bench_test.py::test_saving",
     r"python scripts/sweep.py ": "common/tools/sweep_test.py::test_trains_a_task",
     r"python scripts/gpu_campaign.py ": "scripts/gpu_campaign_test.py::test_every_piece",

@@ -14,6 +14,7 @@ import start
 import start_traced
 import step
 import torch
+import waiting
 from loaders import Work
 
 from common.errors import UserError
@@ -128,3 +129,15 @@ def test_shards_and_folder_hold_the_images(tmp_path: Path) -> None:
         assert sorted(labels.tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
         assert (images.shape, images.dtype) == ((8, 3, 224, 224), torch.float32)
         data.close()
+
+
+@pytest.mark.slow
+def test_waiting(run_tiny: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, shards = write_config(tmp_path), prepare_data(tmp_path)
+    monkeypatch.setattr(waiting, "WARMUP", 2)
+    rows = run_tiny(waiting.main, "--config", str(config), "--data", str(shards))
+    parts = ("alone", "beside a busy process")
+    assert [(row["part"], row["variant"]) for row in rows] == [
+        (part, name) for part in parts for name in waiting.WAITING
+    ]
+    assert all(row["wall_ms"] > 0 for row in rows)

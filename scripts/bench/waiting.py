@@ -1,0 +1,77 @@
+"""Compare how OpenMP's threads wait at barriers: the quickstart's training, alone and beside a busy process.
+
+python scripts/bench/waiting.py [--rounds 3] [--config quickstart] [--data DIR]
+
+A figure is the wall time of a step, of 60 after the first 20, which warm up. Digits as scripts/quickstart.sh writes
+them, unless --data says otherwise. To see a CPU with AVX2 alone, set ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
+MKL_ENABLE_INSTRUCTIONS=AVX2.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from start import TRAIN, run
+
+from common.errors import run_command
+from common.metrics.writers import read_metrics
+from common.tools.benchmark import run_benchmark
+from common.tools.harness import ROOT, Figures, Row, interleave
+from common.tools.result_rows import summarise
+
+WAITING = {
+    "libgomp's default": {"GOMP_SPINCOUNT": "300000"},
+    "ours": {"GOMP_SPINCOUNT": "1000"},
+    "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
+}
+WARMUP, STEPS = 20, 60
+
+
+def main(argv: list[str]) -> None:
+    config = dict(default="quickstart", help="recipe (default: quickstart)")
+    data = dict(default=str(ROOT / "data" / "digits"), help="prepared data set (default: data/digits)")
+    run_benchmark("waiting", measure, argv, __doc__, rounds=3, config=config, data=data)
+
+
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for each way of waiting, alone and beside a process that keeps one core busy."""
+    steps = 2 if args.tiny else STEPS
+    for part, others in (("alone", 0), ("beside a busy process", 1)):
+        with busy(others):
+            variants = {name: partial(train, args, environ, steps) for name, environ in WAITING.items()}
+            figures = interleave(variants, 1 if args.tiny else args.rounds)
+            yield from summarise(figures, "libgomp's default", steps, part=part)
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Keep as many cores busy within the context."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def train(args: argparse.Namespace, waiting: Mapping[str, str], steps: int) -> Figures:
+    """Train in a process whose threads wait as the variables say; return the seconds of ``steps`` steps."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    settings = [f"DATA.root={args.data}", f"MAX_STEPS={WARMUP + steps}", f"LOG.every={WARMUP}", "LOG.tensorboard=False"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    with TemporaryDirectory() as folder:
+        output = Path(folder) / "run"
+        run([sys.executable, str(TRAIN), "--config", args.config, "--output", str(output), *words], environ | waiting)
+        times = {record["step"]: record["time"] for record in read_metrics(output) if record["kind"] == "train"}
+        return {"wall": times[WARMUP + steps] - times[WARMUP]}
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -16,7 +16,7 @@ import pytest
 from common.testing.commands import copy_working_tree
 from imagenet_dali.testing import LAUNCHERS, MODEL, prepare_data
 
-pytestmark = pytest.mark.docs
+pytestmark = [pytest.mark.docs, pytest.mark.timeout(900)]  # a page is one test
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")])

@@ -26,7 +26,7 @@ from imagenet_dali.testing import prepare_data, run, write_config
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
 FIGURES = ["loss", "top1", "top5", "lr", "grad_norm", "skipped", "samples_per_s", "mfu", "data_wait", "peak_memory_gb"]
 EVIL = "<img src=x onerror=alert(1)>&amp;</script>"

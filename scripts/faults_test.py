@@ -13,7 +13,7 @@ from faults.processes import Ranks, RunLostError
 
 from common.checkpoint.save import newest_checkpoint
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

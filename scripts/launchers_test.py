@@ -24,7 +24,7 @@ from common.metrics.writers import read_metrics
 from common.testing.commands import copy_working_tree
 from imagenet_dali.testing import prepare_data, run, write_config
 
-pytestmark = pytest.mark.launchers
+pytestmark = [pytest.mark.launchers, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parent.parent
 TASK = ROOT / "imagenet_dali"
@@ -274,7 +274,7 @@ def test_a_job_that_is_interrupted_requeues_itself_and_resumes(slurm, data, tmp_
         wait_until(lambda: "Restarts=1" in run(f"scontrol show job {job}", **slurm).stdout)
         # Slurm would have it wait for two minutes; in the second in which a job was ended, it cannot start.
         run(f"scontrol update jobid={job} starttime=now+3", **slurm)
-        wait_until(lambda: "JobState=COMPLETED" in run(f"scontrol show job {job}", **slurm).stdout)
+        wait_until(lambda: "JobState=COMPLETED" in run(f"scontrol show job {job}", **slurm).stdout, seconds=300)
     finally:
         print(run(f"scontrol show job {job}", **slurm).stdout)  # which shows why it waits, if it does
         run(f"scancel {job}", **slurm)

@@ -56,7 +56,8 @@ def memory(job: Job) -> Iterator[Row]:
 def _config(model: Mapping[str, Any], precision: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
     """Return the whole config of what `open_engine` builds."""
     config = load_config("vit_s16_vanilla") | {"fp16": None, "clip_grad_norm": 1.0, **precision}
-    config["MODEL"], config["OPTIMIZER"] = config["MODEL"] | model, {"name": optimizer}
+    config["MODEL"] = config["MODEL"] | {"dropout": 0.0} | model
+    config["OPTIMIZER"] = {"name": optimizer}
     config["parallel"] = resolve_parallel(None, 1)
     return config
 

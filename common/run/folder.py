@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.resume import check_changes, check_data, choose_checkpoint, finished_step
-from common.checkpoint.save import CONFIG, METRICS, newest_checkpoint
+from common.checkpoint.resume import AUTO, check_changes, check_data, choose_checkpoint, finished_step
+from common.checkpoint.save import CONFIG, METRICS, find_fault, newest_checkpoint
 from common.errors import UserError
 from common.files import lock_folder, sign_lock, unlock_folder
 from common.metrics.writers import read_metrics
@@ -25,8 +25,7 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tu
         check_data(path, data, config["DATA"]["allow_change"])  # pyright: ignore[reportArgumentType]
         check_changes(path, config, output, args.allow_change, plan.last_step)
         if path.is_relative_to(output):
-            newest = newest_checkpoint(output / "checkpoints")
-            if path != newest and finished_step(newest, _last_step(newest)) is not None:  # pyright: ignore[reportArgumentType]
+            if args.resume != AUTO and _is_before_end(path, newest_checkpoint(output / "checkpoints")):
                 raise UserError(
                     f"--resume {path}: its run is finished, and resuming it there would rewrite its record; branch off "
                     "with --output DIR"
@@ -43,8 +42,12 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tu
     return path, ""
 
 
-def _last_step(path: Path) -> int:
-    return json.loads((path / CONFIG).read_text())["plan"]["last_step"]
+def _is_before_end(path: Path, newest: Path | None) -> bool:
+    """Return whether ``newest`` is another checkpoint than ``path``, intact, and the end of its run."""
+    if newest is None or newest == path or find_fault(newest):
+        return False
+    last_step = json.loads((newest / CONFIG).read_text())["plan"]["last_step"]
+    return finished_step(newest, last_step) is not None
 
 
 def last_top1(output: Path) -> str:

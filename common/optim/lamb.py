@@ -106,8 +106,8 @@ class Lamb(Optimizer):
     def _batches(self, params: list[Tensor]) -> list[list[Tensor]]:
         """Group the parameters that have a gradient into what is updated together.
 
-        On a CPU that is one tensor, whose direction is then still in the cache when it is applied; elsewhere it is all
-        of them, for few launches, as it is where a reduction is wanted, for few messages.
+        On a CPU, one tensor at a time, so that its direction is still in the cache when it is applied. On a GPU, or
+        with a reduction over ranks, all of them: fewer kernel launches and fewer messages.
         """
         params = [p for p in params if p.grad is not None]
         if self.reduce_norms is None and all(p.is_cpu for p in params):

@@ -44,16 +44,15 @@ def reads_launch_config(source: str) -> bool:
     return any(isinstance(node, ast.Attribute) and ast.unparse(node).endswith("gpc.config") for node in nodes)
 
 
+def is_test(file: str) -> bool:
+    return file.endswith(("_test.py", "conftest.py"))
+
+
 def may_read_launch_config(package: str, file: str) -> bool:
     """Training scripts and the launch may; `tiny_task` stands for a training script. Tests may read all."""
     if package == "common":
-        return file.endswith("_test.py") or file.startswith(("colossal/", "launch/")) or file == "testing/tiny_task.py"
+        return is_test(file) or file.startswith(("colossal/", "launch/")) or file == "testing/tiny_task.py"
     return package in TASKS and file.startswith("train")
-
-
-def room_of(file: str) -> str:
-    """Return the room of a file of ``common/``, named relative to it; "" for the files of ``common/`` itself."""
-    return file.partition("/")[0] if "/" in file else ""
 
 
 def forbidden(package: str, file: str, module: str) -> str | None:
@@ -63,7 +62,7 @@ def forbidden(package: str, file: str, module: str) -> str | None:
         return None if top == "configs" or top not in OURS | {"colossalai"} else "configs import nothing but configs"
     if package == "common" and top in TASKS:
         return "common never imports a task"
-    if package == "common" and not file.endswith("_test.py") and (rule := forbidden_room(room_of(file), module)):
+    if package == "common" and not is_test(file) and (rule := forbidden_room(file.rpartition("/")[0], module)):
         return rule
     if package in TASKS and top in TASKS - {package}:
         return "tasks never import each other"
@@ -75,9 +74,9 @@ def forbidden(package: str, file: str, module: str) -> str | None:
 
 
 def forbidden_room(room: str, module: str) -> str | None:
-    """Return the rule that a module of ``room`` breaks by importing ``module``, or None; tests may import all."""
-    top, _, rest = module.partition(".")
-    imported = rest.partition(".")[0]
+    """Return the rule that a module of ``room`` ("" for common/ itself) breaks by importing ``module``, or None."""
+    room = room.partition("/")[0]
+    top, imported = [*module.split("."), ""][:2]
     if top != "common" or room == "testing" or imported in BASE | {room}:
         return None
     if imported not in ROOMS.get(room, set()):

@@ -1,17 +1,20 @@
 """A task as small as one can be, for the tests of what comes after a run: images of seven colours in folders."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from common.checkpoint.saved_run import LOADERS
 from common.colossal import Trainer, gpc, initialize, shard_model
 from common.config.batch_plan import DataSummary
+from common.config.model_arguments import timm_arguments
 from common.data import photographs
 from common.data.image_folder import FolderSplit, list_files
 from common.data.loader import Loader
@@ -21,7 +24,7 @@ from common.optim.build import build_optimizer
 from common.optim.lr_schedule import build_lr_scheduler
 from common.run.start import start_run
 
-__all__ = ["build_eval_crop", "build_eval_loader", "describe_data", "train", "write_images"]
+__all__ = ["build_eval_crop", "build_eval_loader", "describe_data", "timm_logits", "train", "write_images"]
 
 LOADERS.append(__name__)
 NAMES = ("blue", "cyan", "green", "magenta", "red", "white", "yellow")
@@ -85,6 +88,19 @@ def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -
     Trainer(engine).fit(train_loader, plan.epochs, plan.last_step, eval_loader, config.EVAL_EVERY, hooks)
     run.finish()
     return output
+
+
+def timm_logits(run: Path, images: Iterable[Image.Image]) -> Tensor:
+    """Return what timm's model, with timm's preprocessing and the weights after ten steps of ``run``, computes."""
+    from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
+    from timm.models.vision_transformer import VisionTransformer
+
+    normalized = dict(mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
+    transform = create_transform((3, 16, 16), **normalized, crop_pct=0.8, interpolation="bilinear")
+    model = VisionTransformer(**timm_arguments(**MODEL, num_classes=len(NAMES))).eval()
+    model.load_state_dict(load_file(run / "checkpoints" / "step-00000010" / "model.safetensors"))
+    with torch.no_grad():
+        return model(torch.stack([transform(image) for image in images]))
 
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:

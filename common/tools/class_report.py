@@ -1,4 +1,4 @@
-"""How well each class is recognised, and what it is mistaken for."""
+"""Accuracy, precision and confusions of each class."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,7 +63,6 @@ def draw_confusion(names: Sequence[str], confusion: np.ndarray, path: Path) -> N
     if count <= COUNTED:
         for label, predicted in zip(*np.nonzero(confusion), strict=True):
             shade = "white" if shares[label, predicted] > 0.5 else "black"
-            axes.text(
-                predicted, label, f"{confusion[label, predicted]}", ha="center", va="center", color=shade, fontsize=8
-            )
+            text = dict(ha="center", va="center", color=shade, fontsize=8)
+            axes.text(predicted, label, f"{confusion[label, predicted]}", **text)
     save_figure(figure, path)

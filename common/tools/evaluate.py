@@ -1,4 +1,4 @@
-"""Evaluate a saved model: top-1, top-5, loss, a table of all classes, and a picture of what is mistaken for what.
+"""Evaluate a saved model: top-1, top-5, loss, a table of all classes, and the confusion matrix.
 
 python scripts/evaluate.py outputs/vit-b16
 torchrun --nproc_per_node 8 scripts/evaluate.py outputs/vit-b16/checkpoints/step-00011700 --data /data/imagenet
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
 
 
 class Tally:
-    """Counts over the evaluation set: [loss, top-1, top-5, samples], who was taken for whom, and top-5 by class."""
+    """Counts over the evaluation set: [loss, top-1, top-5, samples], the confusion matrix, and top-5 by class."""
 
     def __init__(self, num_classes: int, device: torch.device) -> None:
         self.totals = torch.zeros(4, dtype=torch.float64, device=device)
@@ -66,8 +66,7 @@ class Tally:
         valid_B = labels_B >= 0
         logits_BC, labels_B = logits_BC[valid_B], labels_B[valid_B]
         best_BK = logits_BC.topk(min(5, logits_BC.shape[1])).indices
-        pairs_B = labels_B * len(self.top5_C) + best_BK[:, 0]
-        self.confusion_CC.view(-1).scatter_add_(0, pairs_B, torch.ones_like(pairs_B))
+        self.confusion_CC.index_put_((labels_B, best_BK[:, 0]), torch.ones_like(labels_B), accumulate=True)
         self.top5_C.scatter_add_(0, labels_B, (best_BK == labels_B[:, None]).any(1).long())
 
     def sum_over_ranks(self) -> None:
@@ -87,7 +86,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _check_labels(run: SavedRun, data: DataSummary) -> None:
-    """Refuse a data set in which a label stands for another class than the model has learned."""
+    """Raise `UserError` for a data set whose labels are not those that the model was trained with."""
     root, outputs = run.config["DATA"]["root"], run.config["MODEL"]["num_classes"]
     if data.num_classes > outputs:
         raise UserError(
@@ -105,12 +104,8 @@ def _report(run: SavedRun, tally: Tally, output: Path, argv: list[str]) -> None:
     loss, top1, top5, samples = tally.totals.tolist()
     metrics = {"loss": loss / samples, "top1": top1 / samples, "top5": top5 / samples, "samples": int(samples)}
     rows = describe_classes(run.class_names, tally.confusion_CC.cpu().numpy(), tally.top5_C.cpu().numpy())
-    about = {
-        "checkpoint": str(run.checkpoint),
-        "weights": run.weights,
-        "data": run.config["DATA"]["root"],
-        **describe_run(argv),
-    }
+    about = {"checkpoint": str(run.checkpoint), "weights": run.weights, "data": run.config["DATA"]["root"]}
+    about |= describe_run(argv)
     try:
         output.mkdir(parents=True, exist_ok=True)
         (output / "evaluation.json").write_text(json.dumps(metrics | about, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Evaluation of a saved model: equal to the one in training, and to scikit-learn's counts of timm's answers."""
+"""Evaluating a saved model: same metrics as in training, and as scikit-learn's of timm's predictions."""
 
 import csv
 import json
@@ -8,32 +8,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 from sklearn.metrics import confusion_matrix, precision_score, recall_score, top_k_accuracy_score
-from timm.models.vision_transformer import VisionTransformer
 from torchvision.datasets import ImageFolder
-from torchvision.transforms import v2
 
 from common.colossal import shutdown
-from common.config.model_arguments import timm_arguments
 from common.errors import UserError
 from common.metrics.writers import read_metrics
 from common.testing.ranks import run_ranks
-from common.testing.tiny_task import MODEL, NAMES, SAMPLES, train, write_images
+from common.testing.tiny_task import NAMES, SAMPLES, timm_logits, train, write_images
 from common.tools import class_report, evaluate
 from common.tools.evaluate import Tally
-
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return write_images(tmp_path_factory.mktemp("images"))
-
-
-@pytest.fixture(scope="module")
-def run(data, tmp_path_factory) -> Path:
-    return train(data, tmp_path_factory.mktemp("task") / "run")
 
 
 def read(run: Path) -> dict:
@@ -46,10 +30,8 @@ def metrics_of(record: dict) -> dict:
 
 @pytest.mark.parametrize("mode", ["TORCH", "NAIVE", "APEX"])
 def test_equals_the_evaluation_in_training_in_every_precision(data, tmp_path, capfd, mode):
-    level = ["fp16.opt_level=O3"] if mode == "APEX" else []
-    run = train(
-        data, tmp_path / "run", f"fp16.mode=AMP_TYPE.{mode}", "fp16.dtype='bfloat16'", *level, "LEARNING_RATE=5e-4"
-    )
+    precision = [f"fp16.mode=AMP_TYPE.{mode}", "fp16.dtype='bfloat16'"] + ["fp16.opt_level=O3"] * (mode == "APEX")
+    run = train(data, tmp_path / "run", *precision, "LEARNING_RATE=5e-4")
     evaluate.main([str(run)])
     assert metrics_of(read(run)) == metrics_of(read_metrics(run)[-1])
     assert 1 / 7 < read(run)["top1"] < 1
@@ -66,15 +48,8 @@ def test_equals_it_in_two_processes(run, tmp_path):
 
 
 def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
-    transform = v2.Compose(
-        [v2.Resize(20), v2.CenterCrop(16), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
-    )
-    samples = [*ImageFolder(data / "test", transform)]
-    images, labels = torch.stack([image for image, _ in samples]), [label for _, label in samples]
-    model = VisionTransformer(**timm_arguments(**MODEL, num_classes=7)).eval()
-    model.load_state_dict(load_file(run / "checkpoints" / "step-00000010" / "model.safetensors"))
-    with torch.no_grad():
-        logits = model(images)
+    pictures, labels = zip(*ImageFolder(data / "test"), strict=True)
+    logits = timm_logits(run, pictures)
     answers = logits.argmax(1)
 
     evaluate.main([str(run)])
@@ -121,9 +96,7 @@ def test_other_data_is_refused_unless_its_labels_mean_the_same(run, data, tmp_pa
     other = write_images(tmp_path / "other")
     for split in ("train", "test"):
         (other / split / "red").rename(other / split / "orange")
-    with pytest.raises(
-        UserError, match="label 4 is 'orange', the model learned 'red': name its own data set with --data"
-    ):
+    with pytest.raises(UserError, match="label 4 is 'orange', the model learned 'red': name its own data set with"):
         evaluate.main([str(run), "--data", str(other)])
     for split in ("train", "test"):
         (other / split / "black").mkdir()

@@ -1,4 +1,4 @@
-"""The folder of a run that a stranger made: whatever its files name or hold, none of it runs."""
+"""Nothing in the folder of an untrusted run is executed."""
 
 import json
 import pickle
@@ -13,7 +13,7 @@ from common.checkpoint.save import MARKER, newest_checkpoint
 from common.colossal import shutdown
 from common.errors import UserError
 from common.files import sha256_of
-from common.testing.tiny_task import train, write_images
+from common.testing.tiny_task import train
 from common.tools import evaluate, export, predict, report
 
 
@@ -27,16 +27,10 @@ class Evil:
         return Path.touch, (self.proof,)
 
 
-@pytest.fixture(scope="module")
-def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("task")
-    return train(write_images(folder / "data"), folder / "run", "MAX_STEPS=1")
-
-
 @pytest.fixture
-def hostile(honest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hostile(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the run with a module of its own, which could be imported from the current folder."""
-    shutil.copytree(honest, tmp_path / "run", symlinks=True)
+    shutil.copytree(run, tmp_path / "run", symlinks=True)
     (tmp_path / "run" / "evil.py").write_text(f"open({str(tmp_path / 'proof')!r}, 'w')")
     monkeypatch.chdir(tmp_path / "run")
     monkeypatch.syspath_prepend(tmp_path / "run")
@@ -44,7 +38,7 @@ def hostile(honest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def sign(run: Path) -> None:
-    """Let the sums of the checkpoint fit what is in it."""
+    """Rewrite the checkpoint's checksums."""
     checkpoint = newest_checkpoint(run / "checkpoints")
     names = [line.partition("  ")[2] for line in (checkpoint / MARKER).read_text().splitlines()]
     (checkpoint / MARKER).write_text("".join(f"{sha256_of(checkpoint / name)}  {name}\n" for name in names))
@@ -72,7 +66,7 @@ def test_no_module_that_a_run_names_is_imported(hostile: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "random.safetensors", "trainer.json"])
-def test_nothing_in_a_run_is_unpickled(honest: Path, hostile: Path, name: str) -> None:
+def test_nothing_in_a_run_is_unpickled(data: Path, hostile: Path, name: str) -> None:
     checkpoint = newest_checkpoint(hostile / "checkpoints")
     (checkpoint / name).write_bytes(pickle.dumps(Evil(hostile.parent / "proof")))
     sign(hostile)
@@ -81,7 +75,7 @@ def test_nothing_in_a_run_is_unpickled(honest: Path, hostile: Path, name: str) -
             main(argv)
     shutdown()
     with pytest.raises(UserError, match=f"{name} cannot be read"):
-        train(honest.parent / "data", hostile.parent / "other", flags=["--resume", str(checkpoint)])
+        train(data, hostile.parent / "other", flags=["--resume", str(checkpoint)])
     shutdown()
     report.main([str(hostile), "--output", str(hostile.parent / "report.html")])
     assert not (hostile.parent / "proof").exists()

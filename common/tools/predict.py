@@ -1,4 +1,4 @@
-"""Say what a saved model sees in images: the five best classes of each, with their probabilities.
+"""Classify images with a saved model: the five most probable classes of each.
 
 python scripts/predict.py outputs/quickstart digit.png folder_of_images
 curl -s https://example.org/cat.jpg | python scripts/predict.py outputs/vit-b16 - --json

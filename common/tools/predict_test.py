@@ -1,4 +1,4 @@
-"""Predictions for single images: equal to timm's on torchvision's preprocessing, whatever the image's kind."""
+"""Predicting single images: equal to timm, whatever the file format."""
 
 import io
 import json
@@ -9,24 +9,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from safetensors.torch import load_file
-from timm.models.vision_transformer import VisionTransformer
-from torchvision.transforms import v2
 
-from common.config.model_arguments import timm_arguments
 from common.errors import UserError
-from common.testing.tiny_task import MODEL, NAMES, train, write_images
+from common.testing.tiny_task import NAMES, timm_logits
 from common.tools import predict
 
 ORIENTATION = 0x0112
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("task")
-    return train(write_images(folder / "data"), folder / "run")
 
 
 @pytest.fixture(scope="module")
@@ -51,27 +40,11 @@ def ask(capsys, *words: object) -> list[dict]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def expected(run: Path, picture: Image.Image) -> torch.Tensor:
-    transform = v2.Compose([v2.Resize(20), v2.CenterCrop(16), v2.ToImage(), v2.ToDtype(torch.float32, scale=True),
-                            v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])  # fmt: skip
-    model = VisionTransformer(**timm_arguments(**MODEL, num_classes=7)).eval()
-    model.load_state_dict(load_file(run / "checkpoints" / "step-00000010" / "model.safetensors"))
-    with torch.no_grad():
-        return model(transform(picture)[None]).softmax(1)[0]
-
-
 def test_every_kind_of_image_gets_timms_answer(run, pictures, capsys):
     with Image.open(pictures / "a.png") as picture:
-        values, labels = expected(run, picture.convert("RGB")).topk(5)
+        values, labels = timm_logits(run, [picture])[0].softmax(0).topk(5)
     answers = ask(capsys, run, pictures)
-    assert [Path(answer["image"]).name for answer in answers] == [
-        "a.png",
-        "b.webp",
-        "c.bmp",
-        "d.tiff",
-        "e.png",
-        "f.jpg",
-    ]
+    assert [Path(answer["image"]).name[0] for answer in answers] == list("abcdef")
     for answer in answers:
         assert [found["label"] for found in answer["classes"]] == labels.tolist()
         assert [found["class"] for found in answer["classes"]] == [NAMES[label] for label in labels]
@@ -102,9 +75,7 @@ def test_what_is_no_image_is_named_and_the_others_are_answered(run, pictures, tm
     (tmp_path / "short.png").write_bytes((pictures / "a.png").read_bytes()[:2000])
     shutil.copy(pictures / "a.png", tmp_path / "z.png")
     names = [
-        tmp_path / "text.jpg",
-        tmp_path / "short.png",
-        tmp_path / "gone.png",
+        *(tmp_path / name for name in ("text.jpg", "short.png", "gone.png")),
         pictures / "a.png",
         tmp_path / "z.png",
     ]

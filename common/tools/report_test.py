@@ -65,22 +65,20 @@ def make(*folders) -> str:
     return output.read_text()
 
 
+def summary_of(*folders) -> dict[str, list[str]]:
+    return Tables(make(*folders)).rows[0]
+
+
 def charts_of(page: str) -> list[dict]:
     return json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["charts"]
-
-
-def test_the_last_line_is_the_file(tmp_path, capsys):
-    make(write_run(tmp_path / "run"))
-    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "report.html")
 
 
 def test_summary(tmp_path):
     speeds = [10.0, 1000.0, 30.0, 20.0, 1240.0]
     records = [train(step, samples_per_s=speed) for step, speed in enumerate(speeds)]
     records += [evaluation(2, 0.75), evaluation(4, 0.5)]
-    gpu = {"gpu": "H100", "cpus": 16}
-    summary = Tables(make(write_run(tmp_path / "run", records, hardware=gpu))).rows[0]
-    assert summary == {
+    gpu, cpu = {"gpu": "H100", "cpus": 16}, {"gpu": None, "cpus": 2, "cpu": "AMD EPYC", "instruction_set": "AVX2"}
+    assert summary_of(write_run(tmp_path / "run", records, hardware=gpu)) == {
         "": ["run"],
         "Top-1, last evaluation": ["50.00%"],
         "Top-1, best evaluation": ["75.00% at step 2"],
@@ -89,9 +87,8 @@ def test_summary(tmp_path):
         "Images per second, median": ["30"],
         "Hardware": ["8 x H100"],
     }
-    cpu = {"gpu": None, "cpus": 2, "cpu": "AMD EPYC", "instruction_set": "AVX2"}
-    summary = Tables(make(write_run(tmp_path / "on_cpu", records, hardware=cpu))).rows[0]
-    assert summary["Hardware"] == ["2 cores of AMD EPYC, AVX2, processes: 8"]
+    on_cpu = summary_of(write_run(tmp_path / "on_cpu", records, hardware=cpu))
+    assert on_cpu["Hardware"] == ["2 cores of AMD EPYC, AVX2, processes: 8"]
 
 
 def test_a_run_that_is_running_or_was_killed_in_the_middle_of_a_line(tmp_path):
@@ -105,14 +102,15 @@ def test_a_run_that_is_running_or_was_killed_in_the_middle_of_a_line(tmp_path):
     assert [(chart["name"], chart["lines"][0]["y"]) for chart in charts_of(page)] == [("loss", [2.0, None])]
 
 
-def test_a_run_without_any_figures(tmp_path):
+def test_a_run_without_metrics(tmp_path, capsys):
     page = make(write_run(tmp_path / "run"))
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "report.html")
     assert charts_of(page) == []
     assert Tables(page).rows[0]["Steps"] == ["0 of 4 (unfinished)"]
 
 
-def test_evaluations_without_figures_are_not_the_best(tmp_path):
-    summary = Tables(make(write_run(tmp_path / "run", [evaluation(2, 0.5), evaluation(4, None)]))).rows[0]
+def test_evaluations_without_metrics_are_not_the_best(tmp_path):
+    summary = summary_of(write_run(tmp_path / "run", [evaluation(2, 0.5), evaluation(4, None)]))
     assert summary["Top-1, last evaluation"] == ["-"]
     assert summary["Top-1, best evaluation"] == ["50.00% at step 2"]
 
@@ -132,13 +130,12 @@ def test_equal_folder_names_are_told_apart(tmp_path):
     for parent in ("x", "y"):
         (tmp_path / parent).mkdir()
     folders = [write_run(tmp_path / parent / "run") for parent in ("x", "y")]
-    assert Tables(make(*folders)).rows[0][""] == [str(folder) for folder in folders]
+    assert summary_of(*folders)[""] == [str(folder) for folder in folders]
 
 
 def test_names_are_text(tmp_path):
-    run = write_run(
-        tmp_path / "run", [train(1, **{EVIL: 1.0})], config={EVIL: EVIL}, argv=[EVIL], versions={EVIL: EVIL}
-    )
+    evil = {EVIL: EVIL}
+    run = write_run(tmp_path / "run", [train(1, **{EVIL: 1.0})], config=evil, argv=[EVIL], versions=evil)
     named = report.load_run(run, EVIL)
     page = report.render([named, report.load_run(write_run(tmp_path / "other"), "other")])
     assert "<script>alert" not in page
@@ -151,24 +148,22 @@ def test_names_are_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "message"),
+    ("config", "metrics", "message"),
     [
-        ({}, "{run}/config.json: No such file or directory; RUN is a folder that train*.py made"),
-        ({"config.json": "{"}, "{run}: config.json or metrics.jsonl is no JSON (Expecting property name"),
-        ({"config.json": "[]", "metrics.jsonl": ""}, "{run}/config.json: no config in it; RUN is"),
-        ({"config.json": '{"config": {}}', "metrics.jsonl": "1\n"}, "{run}/metrics.jsonl line 1: no 'kind' and 'step'"),
-        ({"config.json": '{"config": {}}', "metrics.jsonl": "x\n{}\n"}, "{run}/metrics.jsonl line 1: no JSON; remove"),
-        (
-            {"config.json": '{"config": {}}', "metrics.jsonl": b"\xff\n"},
-            "{run}: config.json or metrics.jsonl is no JSON",
-        ),
+        (None, None, "{run}/config.json: No such file or directory; RUN is a folder that train*.py made"),
+        (b"{", None, "{run}: config.json or metrics.jsonl is no JSON (Expecting property name"),
+        (b"[]", b"", "{run}/config.json: no config in it; RUN is"),
+        (b'{"config": {}}', b"1\n", "{run}/metrics.jsonl line 1: no 'kind' and 'step'"),
+        (b'{"config": {}}', b"x\n{}\n", "{run}/metrics.jsonl line 1: no JSON; remove"),
+        (b'{"config": {}}', b"\xff\n", "{run}: config.json or metrics.jsonl is no JSON"),
     ],
 )
-def test_a_foreign_or_broken_folder_is_one_line(files, message, tmp_path, capsys):
+def test_a_foreign_or_broken_folder_is_one_line(config, metrics, message, tmp_path, capsys):
     run = tmp_path / "run"
     run.mkdir()
-    for name, text in files.items():
-        (run / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    for name, content in (("config.json", config), ("metrics.jsonl", metrics)):
+        if content is not None:
+            (run / name).write_bytes(content)
     with pytest.raises(SystemExit):
         run_command(report.main, [str(run), "--output", str(tmp_path / "report.html")])
     (line,) = capsys.readouterr().err.splitlines()

@@ -1,4 +1,4 @@
-"""Train a config once for each combination of values, one run after another; then a table and a picture.
+"""Train a config once for each combination of values, one run after another; print a table and draw a picture.
 
     python scripts/sweep.py --config vit_lite_vanilla --output DIR --set DATA.root=/data/cifar10 \\
         --grid TOTAL_BATCH_SIZE=256,1024 --grid LEARNING_RATE=1e-3,3e-3

@@ -1,4 +1,4 @@
-"""What the runs of a sweep's folder have reached: a table, and a picture of the accuracy against the first key."""
+"""The results of a sweep: a table, and a picture of the accuracy against the first key."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ def _keys(runs: Sequence[FinishedRun]) -> list[str]:
 
 
 def _value(run: FinishedRun, key: str) -> int | float | str:
-    """Return the value of a dotted key in the run's config; what is no number or text as JSON."""
+    """Return the value of a dotted key in the run's config, as JSON if it is neither a number nor text."""
     value: Any = run.about["config"]
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -73,15 +73,12 @@ def tabulate(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
         evaluations = run.of_kind("eval")
         step, last = max((record["step"] for record in run.records), default=0), run.about["plan"]["last_step"]
         top1 = [record["top1"] for record in evaluations]
-        rows.append(
-            {key: _value(run, key) for key in keys}
-            | {
-                "top1": f"{top1[-1]:.2%}" if top1 else ABSENT,
-                "best": f"{max(top1):.2%}" if top1 else ABSENT,
-                "loss": f"{evaluations[-1]['loss']:.3f}" if top1 else ABSENT,
-                "steps": f"{step:,}" if _is_complete(run) else f"{step:,} of {last:,}",
-            }
-        )
+        reached = dict.fromkeys(("top1", "best", "loss"), ABSENT)
+        if top1:
+            loss = f"{evaluations[-1]['loss']:.3f}"
+            reached = {"top1": f"{top1[-1]:.2%}", "best": f"{max(top1):.2%}", "loss": loss}
+        steps = f"{step:,}" if _is_complete(run) else f"{step:,} of {last:,}"
+        rows.append({key: _value(run, key) for key in keys} | reached | {"steps": steps})
     return rows
 
 
@@ -152,9 +149,8 @@ def _label_axis(axes: Any, places: Sequence[Any], keys: Sequence[str]) -> None:
     if places and _is_numeric(places):
         if min(places) > 0 and max(places) / min(places) >= LOG_FROM:
             axes.set_xscale("log")
-        axes.set_xticks(
-            sorted(set(places)), [f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in sorted(set(places))]
-        )
+        ticks = sorted(set(places))
+        axes.set_xticks(ticks, [f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in ticks])
         axes.minorticks_off()
 
 

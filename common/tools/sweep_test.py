@@ -69,9 +69,7 @@ def table(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
 
 
-def test_every_combination_is_trained_once(
-    words: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_combination_is_trained_once(words: Sequence[str], tmp_path: Path, capsys) -> None:
     folder = tmp_path / "sweep"
     grid = ["--grid", "TOTAL_BATCH_SIZE=14,70", "--grid", "LEARNING_RATE=1,2"]
     sweep.main([*words, *grid])
@@ -131,9 +129,7 @@ def test_points_are_means_over_seeds_and_the_best_rate(tmp_path: Path) -> None:
         (["--grid", "LEARNING_RATE=1", "--train", "none.py"], "--train none.py: no such file"),
     ],
 )
-def test_mistakes_are_refused_before_the_first_run(
-    words: Sequence[str], tmp_path: Path, arguments: Sequence[str], message: str
-) -> None:
+def test_mistakes_are_refused_before_the_first_run(words: list[str], tmp_path: Path, arguments, message: str) -> None:
     with pytest.raises(UserError, match=message):
         sweep.main([*words, *arguments])
     assert not (tmp_path / "sweep").exists()
@@ -145,9 +141,7 @@ def test_a_finished_run_of_other_settings_is_not_taken_for_this_one(words: Seque
         sweep.main([*words, "--grid", "LEARNING_RATE=1", "--set", "NUM_EPOCHS=3"])
 
 
-def test_a_run_that_fails_does_not_end_the_others(
-    words: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_fails_does_not_end_the_others(words: Sequence[str], tmp_path: Path, capsys) -> None:
     sweep.main([*words, "--grid", "LEARNING_RATE=7,1"])
     printed = capsys.readouterr()
     assert trained(tmp_path / "sweep") == ["LEARNING_RATE=7", "LEARNING_RATE=1"]
@@ -189,16 +183,18 @@ def test_every_recipe_has_a_script(path: Path) -> None:
 @pytest.mark.slow
 def test_trains_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe in miniature, by its own script."""
-    write_squares(write_images(tmp_path / "images"))
+    for path in write_images(tmp_path / "images").rglob("*.png"):
+        with Image.open(path) as image:
+            image.resize((16, 16)).save(path)
     small = ["image_size=16", "patch_size=8", "width=16", "depth=1", "heads=2"]
     settings = [
         "NUM_EPOCHS=1",
         "WARMUP_EPOCHS=0",
         "TOTAL_BATCH_SIZE=35",
         "DATA.autoaugment=None",
-        "LOG.tensorboard=False",
+        "MODEL.num_classes=None",
     ]
-    settings += [f"DATA.root={tmp_path}/images", "MODEL.num_classes=None", *(f"MODEL.{part}" for part in small)]
+    settings += ["LOG.tensorboard=False", f"DATA.root={tmp_path}/images", *(f"MODEL.{part}" for part in small)]
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     words = ["--config", "vit_lite_vanilla", "--output", str(tmp_path / "out"), "--grid", "LEARNING_RATE=2e-3"]
     sweep.main([*words, *(word for setting in settings for word in ("--set", setting))])
@@ -207,9 +203,3 @@ def test_trains_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     about = json.loads((tmp_path / "out" / "LEARNING_RATE=2e-3" / "config.json").read_text())
     assert about["config"]["LEARNING_RATE"] == 2e-3
     assert os.path.basename(about["argv"][0]) == "train.py"
-
-
-def write_squares(folder: Path) -> None:
-    for path in folder.glob("*/*/*.png"):
-        with Image.open(path) as image:
-            image.resize((16, 16)).save(path)

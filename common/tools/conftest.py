@@ -1,0 +1,18 @@
+"""What the tests of the tools share: one finished run."""
+
+from pathlib import Path
+
+import pytest
+
+from common.testing.tiny_task import train, write_images
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("task") / "data")
+
+
+@pytest.fixture(scope="session")
+def run(data: Path) -> Path:
+    """The folder of a run of ten steps, to which tests only add files."""
+    return train(data, data.parent / "run")

@@ -61,11 +61,11 @@ class CheckpointHook(BaseHook):
         start_from: Path | None = None,
         averages: Mapping[str, Tensor] | None = None,
     ):
-        super().__init__(priority=10)  # after the figures of the step are written
+        super().__init__(priority=10)  # after the step's metrics are written
         self.averages = averages
         self.folder, self.model, self.optimizer, self.metrics = folder, model, optimizer, metrics
         self.about, self.keep, self.start_from = about, keep, start_from
-        # the same ranks do the same work and draw the same random numbers
+        # where these are equal, ranks do the same work and draw the same random numbers
         self.ranks = {"gpus": about["plan"]["gpus"], "parallel": about["config"]["parallel"]}
         self.every_steps = every if isinstance(every, int) else None
         self.every_seconds = None if isinstance(every, int) else parse_minutes(every) * 60
@@ -103,9 +103,9 @@ class CheckpointHook(BaseHook):
         if self.saved != trainer.state_dict():
             self._save(trainer)
         doing("writing the last checkpoint")
-        # or a launcher would end rank 0 because another has left with an exit code, as after a signal
+        # no rank leaves before the write is done: the launcher would kill rank 0
         ask_first_rank(self.wait)
-        stop_signals.deferring = stop_signals.agreed != 0  # a run that stops leaves in good order
+        stop_signals.deferring = stop_signals.agreed != 0  # a stopped run ends normally
         if self.loader_failed:
             self._refuse_to_continue(trainer)
 
@@ -159,7 +159,7 @@ class CheckpointHook(BaseHook):
             if is_best:
                 mark_best(path)
             clear_old(self.folder, self.keep)
-        except (OSError, SafetensorError) as error:  # the latter stands for the former where tensors are written
+        except (OSError, SafetensorError) as error:  # safetensors raises the latter for the former
             raise UserError(self._explain(path, content, error)) from error
 
     def _explain(self, path: Path, content: Mapping[str, Tensors | bytes], error: Exception) -> str:
@@ -196,7 +196,7 @@ class CheckpointHook(BaseHook):
         is_same = state["ranks"] == self.ranks
         rank = gpc.get_global_rank()
         self.metrics.load_state_dict(state["metrics"], rank if is_same else None)
-        if is_same:  # other ranks draw other random numbers: dropout's masks then differ, nothing else
+        if is_same:  # otherwise dropout's masks differ, and nothing else
             states, prefix = load_file(path / RANDOM), f"{rank}/"
             set_generator_states({k.removeprefix(prefix): v for k, v in states.items() if k.startswith(prefix)})
 

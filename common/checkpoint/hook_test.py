@@ -1,8 +1,7 @@
 """Training resumes bit for bit where it stopped, in every mode; when checkpoints are saved, and which stay."""
 
-import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +53,8 @@ class NoiseReader:
     def read(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, Tensor]]:
         for draw in draws:
             generator = torch.Generator()
-            images = torch.stack(
-                [torch.randn(3, 16, 16, generator=generator.manual_seed(int(i) + 1)) for i in draw.indices]
-            )
+            seeds = [int(i) + 1 for i in draw.indices]
+            images = torch.stack([torch.randn(3, 16, 16, generator=generator.manual_seed(seed)) for seed in seeds])
             images += torch.from_numpy(draw.uniforms).float().mean(1)[:, None, None, None] if draw.uniforms.size else 0
             labels = torch.from_numpy(draw.indices) % MODEL["num_classes"]
             yield images, labels.masked_fill(torch.from_numpy(draw.indices) < 0, -100)
@@ -66,7 +64,7 @@ class NoiseReader:
 
 
 class StopAfter(BaseHook):
-    """Receives a signal during step ``step``, or in the evaluation after it."""
+    """Receive a signal during step ``step``, or in the evaluation after it."""
 
     def __init__(self, step: int, evaluating: bool) -> None:
         super().__init__(priority=5)
@@ -84,7 +82,7 @@ class StopAfter(BaseHook):
 def train(
     output: Path, gpus: int, settings: dict[str, Any], stop: tuple[int, bool] | None = None, every: int | str = 3
 ) -> list[dict]:
-    """Train into ``output``, on from what is there; return the records so far."""
+    """Train into ``output``, resuming the run in it; return the records so far."""
     output.mkdir(exist_ok=True, parents=True)
     stop_signals.received = stop_signals.agreed = 0
     config = load_config("quickstart", ["NUM_EPOCHS=2", "WARMUP_EPOCHS=1", f"TOTAL_BATCH_SIZE={BATCH}", "EVAL_EVERY=1"])
@@ -101,23 +99,13 @@ def train(
         samplers = TrainSampler(TRAIN, BATCH, plan.micro_batch, uniforms=4, **place), EvalSampler(EVAL, 8, **place)
         loaders = [Loader(sampler, NoiseReader()) for sampler in samplers]
         engine, train_loader, eval_loader, _ = initialize(model, optimizer, nn.CrossEntropyLoss(), *loaders, schedule)
-        start_from = choose_checkpoint("auto", output)
-        metrics = MetricsHook(
-            plan, output, every=3, tensorboard=False, trackers=(), is_main=rank == 0, peak_samples_per_s=1.0
-        )
+        writers = dict(tensorboard=False, trackers=(), is_main=rank == 0)
+        metrics = MetricsHook(plan, output, every=3, **writers, peak_samples_per_s=1.0)
         about = {"plan": {"gpus": gpus}, "config": {"parallel": config["parallel"]}}
         ema = [EmaHook(model, config["EMA"])] if config["EMA"] else []
-        saver = CheckpointHook(
-            output / "checkpoints",
-            model,
-            optimizer,
-            metrics,
-            about=about,
-            every=every,
-            keep=20,
-            start_from=start_from,
-            averages=ema[0].averages if ema else None,
-        )
+        saved = dict(about=about, averages=ema[0].averages if ema else None)
+        options = dict(every=every, keep=20, start_from=choose_checkpoint("auto", output))
+        saver = CheckpointHook(output / "checkpoints", model, optimizer, metrics, **saved, **options)
         hooks = [metrics, *ema, saver] + ([StopAfter(*stop)] if stop else [])
         Trainer(engine).fit(train_loader, plan.epochs, plan.last_step, eval_loader, 1, hooks)
     assert stop_signals.deferring == bool(stop_signals.agreed)  # until the process ends
@@ -135,7 +123,7 @@ def content(run: Path) -> dict[str, bytes | dict]:
     names = ("model.safetensors", "optimizer.safetensors", "ema.safetensors")
     files = {name: (last / name).read_bytes() for name in names if (last / name).exists()}
     random = load_file(last / "random.safetensors")
-    # a library that is imported late draws from Python's generator, once in a process
+    # not Python's generator: a library that is imported late draws from it, once in a process
     states = {name: state.tolist() for name, state in random.items() if not name.endswith("/python")}
     return files | states | {"trainer": load_trainer_state(last)}
 
@@ -198,20 +186,21 @@ def test_averages_begin_at_the_weights_of_a_checkpoint_that_has_none(tmp_path: P
         torch.testing.assert_close(average, weights[name].lerp(trained[name], 1 - 5 / 14))
 
 
+def saved_steps(run: Path) -> list[int]:
+    return [load_trainer_state(path)["trainer"]["step"] for path in list_checkpoints(run / "checkpoints")]
+
+
 def test_saves_when_due_and_marks_the_best(tmp_path: Path) -> None:
-    settings = {"parallel": None, "fp16": None}
-    records = train(tmp_path, 1, settings, every=3)
+    records = train(tmp_path, 1, {"parallel": None, "fp16": None}, every=3)
     top1 = {r["step"]: r["top1"] for r in records if r["kind"] == "eval"}
-    steps = [load_trainer_state(path)["trainer"]["step"] for path in list_checkpoints(tmp_path / "checkpoints")]
-    assert steps == [8, 6, 4, 3]
+    assert saved_steps(tmp_path) == [8, 6, 4, 3]
     best = load_trainer_state(tmp_path / "checkpoints" / "best")
     assert best["best_top1"] == max(top1.values()) == top1[best["trainer"]["step"]]
 
 
 def test_saves_after_minutes(tmp_path: Path) -> None:
     train(tmp_path, 1, {"parallel": None}, every="0.00001 min")
-    steps = [load_trainer_state(path)["trainer"]["step"] for path in list_checkpoints(tmp_path / "checkpoints")]
-    assert steps == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert saved_steps(tmp_path) == [8, 7, 6, 5, 4, 3, 2, 1]
 
 
 @pytest.mark.parametrize(("text", "minutes"), [("10 min", 10), ("1.5min", 1.5), ("90 minutes", 90), ("1 minute", 1)])
@@ -219,30 +208,35 @@ def test_minutes(text: str, minutes: float) -> None:
     assert parse_minutes(text) == minutes
 
 
-def test_a_write_that_fails_is_said_and_training_continues(tmp_path: Path, monkeypatch, capsys) -> None:
-    writes = []
+def write_with(monkeypatch: pytest.MonkeyPatch, before: Callable[[Path], None]) -> None:
+    """Call ``before`` with the checkpoint's path before each write."""
 
-    def fail_once(path: Path, content: dict) -> None:
-        writes.append(path.name)
-        if len(writes) == 1:
+    def write(path: Path, content: dict) -> None:
+        before(path)
+        write_checkpoint(path, content)
+
+    monkeypatch.setattr("common.checkpoint.hook.write_checkpoint", write)
+
+
+def test_a_failed_write_is_reported_and_training_continues(tmp_path: Path, monkeypatch, capsys) -> None:
+    def fail_at_step_3(path: Path) -> None:
+        if path.name == "step-00000003":
             raise OSError(28, "No space left on device", str(path))
-        write(path, content)
 
-    write = __import__("common.checkpoint.save", fromlist=["write_checkpoint"]).write_checkpoint
-    monkeypatch.setattr("common.checkpoint.hook.write_checkpoint", fail_once)
+    write_with(monkeypatch, fail_at_step_3)
     train(tmp_path, 1, {"parallel": None}, every=3)
     error = capsys.readouterr().err
     assert "warning: " in error
     assert "step-00000003 could not be written (No space left on device): it takes 0." in error
     assert "MB are free; the newest checkpoint is none; training continues" in error
-    assert list_checkpoints(tmp_path / "checkpoints")[0].name == "step-00000008"
+    assert saved_steps(tmp_path)[0] == 8
 
 
 def test_if_the_last_write_fails_the_run_fails(tmp_path: Path, monkeypatch) -> None:
-    def fail(path: Path, content: dict) -> None:
+    def fail(path: Path) -> None:
         raise OSError(30, "Read-only file system", str(path))
 
-    monkeypatch.setattr("common.checkpoint.hook.write_checkpoint", fail)
+    write_with(monkeypatch, fail)
     with pytest.raises(UserError, match=r"step-00000008 could not be written \(Read-only file system\)"):
         train(tmp_path, 1, {"parallel": None}, every=3)
     stop_signals.deferring = False
@@ -254,31 +248,16 @@ def last_checkpoint_of_a_stopped_run(output: Path) -> str:
 
 
 def test_no_rank_leaves_before_the_last_checkpoint_is_written(tmp_path: Path, monkeypatch) -> None:
-    def write_slowly(*args: Any) -> None:
-        time.sleep(1)
-        write_checkpoint(*args)
-
-    monkeypatch.setattr("common.checkpoint.hook.write_checkpoint", write_slowly)
+    write_with(monkeypatch, lambda _: time.sleep(1))
     assert run_ranks(2, last_checkpoint_of_a_stopped_run, tmp_path / "run") == ["step-00000002"] * 2
 
 
-def test_the_copy_is_of_its_step(tmp_path: Path, monkeypatch) -> None:
-    """What is written after later steps is what was copied: the checkpoint of a slow disk equals that of a fast one."""
-    import time
-
-    from common.checkpoint import hook as checkpoint_hook
-    from common.checkpoint import save as checkpoint
-
+def test_a_checkpoint_holds_the_state_of_its_own_step(tmp_path: Path, monkeypatch) -> None:
+    """The checkpoints of a slow disk, written while training continues, equal those of a fast one."""
     train(tmp_path / "fast", 1, {"parallel": None}, every=3)
-
-    def write_slowly(path: Path, content: dict) -> None:
-        time.sleep(0.3)
-        checkpoint.write_checkpoint(path, content)
-
-    monkeypatch.setattr(checkpoint_hook, "write_checkpoint", write_slowly)
+    write_with(monkeypatch, lambda _: time.sleep(0.3))
     train(tmp_path / "slow", 1, {"parallel": None}, every=3)
     for step in (3, 6, 8):
         fast, slow = (tmp_path / name / "checkpoints" / f"step-{step:08d}" for name in ("fast", "slow"))
-        for file in ("model.safetensors", "optimizer.safetensors", "random.safetensors"):
+        for file in ("model.safetensors", "optimizer.safetensors", "random.safetensors", "trainer.json"):
             assert (fast / file).read_bytes() == (slow / file).read_bytes()
-        assert json.loads((fast / "trainer.json").read_text()) == json.loads((slow / "trainer.json").read_text())

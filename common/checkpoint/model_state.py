@@ -1,4 +1,4 @@
-"""The whole state of a model and its optimizer under timm's names, whatever the parallel mode, as files hold it."""
+"""The unsharded state of a model and its optimizer under timm's names, as files hold it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,8 +22,8 @@ def copy_state(
 ) -> dict[str, Tensors]:
     """Return copies on the CPU of the parameters, their averages and the optimizer's state, by the name of their file.
 
-    The optimizer's are named ``<state>/<parameter>``, e.g. ``exp_avg/head.weight``. Every rank must call it, because a
-    sharded model is gathered; what ranks other than 0 get is not whole.
+    The optimizer's are named ``<state>/<parameter>``, e.g. ``exp_avg/head.weight``. Every rank must call it; only rank
+    0's result is complete.
     """
     parameters = dict(model.named_parameters())
     names = {parameter: name for name, parameter in parameters.items()}

@@ -1,6 +1,6 @@
-"""Weights to start from: a run's or a checkpoint's, or a file of timm's or anybody's for the same architecture.
+"""Load pretrained weights: of a run, a checkpoint, or a file with the parameters of the same architecture.
 
-The head of other classes is left out, and the position embedding of another image size is resampled.
+A head for other classes is replaced, and the position embedding of another image size is resampled.
 """
 
 import math
@@ -12,7 +12,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from common.checkpoint.model_state import MODEL, check_architecture
 from common.checkpoint.save import MARKER
@@ -95,18 +94,7 @@ def _fit_position(source: str, weights: dict[str, Tensor], model: nn.Module) -> 
         return None
     if old == new:
         return None
-    weights["pos_embed"] = resample_position(saved, new, prefix)
+    from timm.layers import resample_abs_pos_embed  # timm takes a second to import
+
+    weights["pos_embed"] = resample_abs_pos_embed(saved, [new, new], [old, old], prefix)
     return f"position embedding resampled to {new} x {new} patches from {old} x {old}"
-
-
-def resample_position(table: Tensor, side: int, prefix: int) -> Tensor:
-    """Return a position embedding [1, prefix + N, D] for ``side`` x ``side`` patches, bicubic and antialiased.
-
-    The first ``prefix`` tokens are not patches and stay. It is timm's (timm/layers/pos_embed.py,
-    `resample_abs_pos_embed`).
-    """
-    tokens, patches = table[:, :prefix], table[:, prefix:]
-    old = math.isqrt(patches.shape[1])
-    grid = patches.float().unflatten(1, (old, old)).permute(0, 3, 1, 2)
-    grid = F.interpolate(grid, (side, side), mode="bicubic", antialias=True)
-    return torch.cat([tokens, grid.flatten(2).transpose(1, 2).to(table.dtype)], dim=1)

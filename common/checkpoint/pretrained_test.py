@@ -1,4 +1,4 @@
-"""What a run starts from: ours and timm's weights, other classes and image sizes, in every parallel mode."""
+"""Starting from pretrained weights: ours and timm's, other classes and image sizes, every parallel mode."""
 
 import json
 import shutil
@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from common.checkpoint.pretrained import load_pretrained, read_weights, resample_position
+from common.checkpoint.pretrained import load_pretrained, read_weights
 from common.checkpoint.save import newest_checkpoint
 from common.config.model_arguments import timm_arguments
 from common.errors import UserError
@@ -55,14 +54,6 @@ def timms(weights: dict[str, Tensor], ours: nn.Module, **arguments: object) -> n
     return model.eval()
 
 
-@pytest.mark.parametrize("prefix", [0, 1])
-@pytest.mark.parametrize(("old", "new"), [(14, 24), (8, 4), (7, 16), (5, 5)])
-def test_positions_are_resampled_as_by_timm(old: int, new: int, prefix: int) -> None:
-    table = torch.randn(1, prefix + old**2, 12)
-    expected = resample_abs_pos_embed(table, [new, new], [old, old], num_prefix_tokens=prefix)
-    torch.testing.assert_close(resample_position(table, new, prefix), expected)
-
-
 @pytest.mark.parametrize("size", [16, 32, 56])
 @pytest.mark.parametrize("pool", ["cls", "avg"])
 @pytest.mark.parametrize("position", ["learned", "sincos2d"])
@@ -90,12 +81,9 @@ def test_all_kinds_of_sources_give_the_same_weights(saved: Path, tmp_path: Path)
     weights = load_file(saved)
     (tmp_path / "folder").mkdir()
     shutil.copy(saved, tmp_path / "folder" / "model.safetensors")
-    for name, content in (
-        ("plain.pth", weights),
-        ("deit.pth", {"model": weights}),
-        ("timm.pt", {"state_dict": weights}),
-    ):
-        torch.save(content, tmp_path / name)
+    torch.save(weights, tmp_path / "plain.pth")
+    torch.save({"model": weights}, tmp_path / "deit.pth")
+    torch.save({"state_dict": weights}, tmp_path / "timm.pt")
     for name in ("weights.safetensors", "folder", "plain.pth", "deit.pth", "timm.pt"):
         found = read_weights(str(tmp_path / name))
         assert found.keys() == weights.keys()
@@ -116,7 +104,7 @@ def test_a_run_a_checkpoint_and_an_export_give_the_averaged_weights(trained: Pat
     ("gpus", "mode", "size"), [(1, None, 1), (2, None, 1), (2, "1d", 2), (4, "2d", 4), (4, "2.5d", 4)]
 )
 def test_every_mode_starts_from_the_same(trained: Path, data: Path, gpus: int, mode: str, size: int, tmp_path) -> None:
-    """Without learning, the evaluation after a step is that of the weights which were started from."""
+    """At a learning rate of 0, the evaluation after a step is that of the initial weights."""
     parallel = [] if mode is None else [f"TENSOR_PARALLEL_SIZE={size}", f"TENSOR_PARALLEL_MODE={mode}"]
     settings = [f"INIT={trained}", "LEARNING_RATE=0", "MAX_STEPS=1", *parallel]
     run_ranks(gpus, train, data, tmp_path / "run", *settings)
@@ -167,16 +155,10 @@ def test_what_holds_no_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "short.safetensors").write_bytes(b"12345678{")
     (tmp_path / "text.pth").write_text("nothing")
     (tmp_path / "empty").mkdir()
-    reads = "holds no weights that can be read"
-    for name, words in (
-        ("code.pth", reads),
-        ("short.safetensors", reads),
-        ("text.pth", reads),
-        ("empty", f"model.safetensors {reads}"),
-        ("missing.safetensors", f"{reads} \\(No such file"),
-        ("list.pth", "is no state_dict"),
-        ("other.pth", "is no state_dict"),
-    ):
+    unreadable, no_weights = "holds no weights that can be read", "is no state_dict"
+    expected = dict.fromkeys(("code.pth", "short.safetensors", "text.pth"), unreadable)
+    expected |= {"empty": f"model.safetensors {unreadable}", "missing.safetensors": f"{unreadable} \\(No such file"}
+    for name, words in (expected | dict.fromkeys(("list.pth", "other.pth"), no_weights)).items():
         with pytest.raises(UserError, match=words) as raised:
             read_weights(str(tmp_path / name))
         assert str(raised.value).startswith(f"INIT={tmp_path / name}: ")

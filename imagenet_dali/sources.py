@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.data.image_folder import Files, list_files, list_folders, split_by_class
+from common.data.image_folder import Files, list_classes, list_files, list_folders, split_by_class
 from common.errors import UserError
 
 EVALUATION_FOLDERS = ("val", "validation", "test")
@@ -80,10 +80,7 @@ def _list_classes(root: Path, folder: Path, classes: list[str]) -> Files:
     unknown = sorted(set(list_folders(folder)) - set(classes))
     if unknown:
         raise UserError(f"{folder / unknown[0]}: this class has no training images; remove it or add them")
-    files = []
-    for label, name in enumerate(classes):
-        files += [(path.relative_to(root).as_posix(), label) for path in list_files(folder / name)]
-    return files
+    return list_classes(root, folder, classes)
 
 
 def _list_flat(root: Path, folder: Path, classes: list[str]) -> Files:

@@ -1,4 +1,4 @@
-"""Download an archive with its checksum, and unpack it."""
+"""Download an archive, verify its checksum and unpack it."""
 
 import shutil
 import tarfile
@@ -8,12 +8,32 @@ from lzma import LZMAError
 from pathlib import Path
 
 from common.errors import UserError
+from common.files import folder_lock
 
 TIMEOUT = 30.0  # seconds without a byte
 RETRIES = 3  # after pauses of 1, 2 and 3 seconds
 
 # RuntimeError: a zip archive with a password. OSError: no archive, a damaged one, or a full disk.
 UNPACKING_ERRORS = (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, LZMAError, RuntimeError, OSError)
+
+
+def fetch(folder: Path, archive: Path, url: str, md5: str, allow_download: bool, needed: str, description: str) -> None:
+    """Unpack ``folder`` from ``archive`` beside it, which is downloaded if it is missing and ``DATA.download`` is set.
+
+    If several processes of a machine call this at once, one does the work while the others wait. ``needed`` and
+    ``description`` tell the user what was looked for and what a download would get.
+    """
+    root = archive.parent
+    if not archive.is_file() and not allow_download:
+        raise UserError(f"DATA.root={root} has no {needed}: --set DATA.download=True fetches {description} into it")
+    with folder_lock(root, wait=True):
+        if folder.is_dir():  # another process was first
+            return
+        if archive.is_file():
+            check_md5(archive, md5)
+        else:
+            download(url, archive, md5)
+        extract(archive, folder.name, root)
 
 
 def download(url: str, path: Path, md5: str) -> None:

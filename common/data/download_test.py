@@ -1,6 +1,7 @@
 import gc
 import hashlib
 import io
+import multiprocessing
 import tarfile
 import threading
 import zipfile
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from common.data import download as module
-from common.data.download import check_md5, download, extract
+from common.data.download import download, extract, fetch
 from common.errors import UserError
 
 # requests leaves the connection of a refused download to the garbage collector
@@ -36,7 +37,7 @@ def serving(*answers: int | bytes) -> Iterator[tuple[str, list[str]]]:
                 self.send_error(answer)
                 return
             self.send_response(200)
-            self.send_header("Content-Length", str(len(CONTENT)))
+            self.send_header("Content-Length", str(max(len(answer), len(CONTENT))))
             self.end_headers()
             self.wfile.write(answer)
 
@@ -97,13 +98,6 @@ def test_no_server_at_all_is_named(tmp_path):
         download(url, tmp_path / "file", MD5)
 
 
-def test_check_md5(tmp_path):
-    (tmp_path / "file").write_bytes(CONTENT)
-    check_md5(tmp_path / "file", MD5)
-    with pytest.raises(UserError, match=f"MD5 {MD5} is not 0; remove the file"):
-        check_md5(tmp_path / "file", "0")
-
-
 def write_tar(path: Path, *members: str | tarfile.TarInfo) -> Path:
     with tarfile.open(path, "w:gz") as tar:
         for member in members:
@@ -147,6 +141,36 @@ def test_members_of_a_zip_archive_that_lead_out_are_not_written(tmp_path):
     archive = write_zip(tmp_path / "archive", "data/one", "../evil", "data/../../evil", "/evil")
     extract(archive, "data", folder)
     assert sorted(tmp_path.rglob("*")) == [archive, folder, folder / "data", folder / "data" / "one"]
+
+
+def fetch_folder(root: Path, url: str, md5: str, allow_download: bool = True) -> None:
+    fetch(root / "data", root / "archive", url, md5, allow_download, "data/ or archive", "4 TB")
+
+
+def test_of_four_processes_one_downloads_and_unpacks(tmp_path):
+    archive = write_tar(tmp_path / "archive", "data/one")
+    md5 = hashlib.md5(archive.read_bytes()).hexdigest()
+    context = multiprocessing.get_context("fork")
+    with serving(archive.read_bytes()) as (url, requests):
+        processes = [context.Process(target=fetch_folder, args=(tmp_path / "new", url, md5)) for _ in range(4)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert requests == ["/file"]
+    assert (tmp_path / "new" / "data" / "one").read_bytes() == CONTENT
+
+
+def test_an_archive_that_is_there_is_verified_and_unpacked(tmp_path):
+    md5 = hashlib.md5(write_tar(tmp_path / "archive", "data/one").read_bytes()).hexdigest()
+    with pytest.raises(UserError, match=f"archive: MD5 {md5} is not 0; remove the file and download it again"):
+        fetch_folder(tmp_path, "", "0")
+    fetch_folder(tmp_path, "", md5, allow_download=False)
+    (tmp_path / "archive").unlink()
+    with pytest.raises(UserError, match="DATA.root=.* has no data/ or archive: --set DATA.download=True fetches 4 TB"):
+        fetch_folder(tmp_path / "new", "", md5, allow_download=False)
+    assert not (tmp_path / "new").exists()
 
 
 def no_archive(path: Path) -> Path:

@@ -34,6 +34,15 @@ def list_files(path: Path) -> list[Path]:
     return sorted(found)
 
 
+def list_classes(root: Path, folder: Path, classes: Sequence[str]) -> Files:
+    """Return the files in ``folder/<class>/`` by their path from ``root``, with the number of the class as label."""
+    return [
+        (path.relative_to(root).as_posix(), label)
+        for label, name in enumerate(classes)
+        for path in list_files(folder / name)
+    ]
+
+
 def split_by_class(files: Files, share: float, seed: int) -> tuple[Files, Files]:
     """Return what is left and what is held out: ``share`` of each class, chosen by ``seed``, but never all of one."""
     by_class = defaultdict(list)

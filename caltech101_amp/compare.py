@@ -2,12 +2,12 @@
 
 DATA=/path/to/caltech101 python -m caltech101_amp.compare --steps 10 [--rounds 3] [--set KEY=VALUE ...] [--output DIR]
 
-Writes DIR/compare.csv and DIR/compare.png, and prints the table. On a GPU: ViT-B/16 at batch 128, as the configs say.
-On a CPU, unless --set says otherwise: a model of width 192 and depth 4, 96 pixels, batch 32, which ends in minutes. A
-CPU without instructions for bfloat16 runs fp32 only, since all modes compute in float32 there. The modes are
-interleaved, a round of steps each; figures are medians over the rounds, and those relative to fp32 are medians of the
-ratios to it in the same round. Shares are of the time of a step: waiting for data, forward pass with loss, backward
-pass, optimizer. Memory is the process's peak, without what it held before there was a model.
+Writes DIR/compare.csv and DIR/compare.png, and prints the table. On a GPU: ViT-B/16 at batch 128, as in the configs.
+On a CPU, unless overridden by --set: width 192, depth 4, 96 pixels, batch 32, which takes minutes; a CPU without
+instructions for bfloat16 runs fp32 only, since all modes compute in float32 there. The modes are interleaved, --steps
+steps per round. Values are medians over the rounds; those relative to fp32 are medians of the ratios within a round.
+The last columns split the step time into waiting for data, forward pass with loss, backward pass and optimizer. Memory
+is the peak of the process, without what it held before there was a model.
 """
 
 import argparse
@@ -25,8 +25,9 @@ from common.config.load import load_config
 from common.errors import UserError, run_command
 from common.metrics.provenance import describe_columns, format_command
 from common.plot import build_figure, place_legend, save_figure
+from common.run.comparison import build_parser, with_defaults
 from common.table import format_table, write_csv
-from common.tools.harness import Figures, in_processes, interleave
+from common.tools.harness import Row, in_processes, interleave
 
 CONFIGS = {
     "fp32": "config_fp32",
@@ -38,36 +39,26 @@ CPU_SETTINGS = ("MODEL.image_size=96", "MODEL.width=192", "MODEL.heads=3", "MODE
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10, help="optimizer steps of each round (default: 10)")
+    parser = build_parser(__doc__, steps=10, output="outputs/compare_amp")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each mode (default: 3)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
-    parser.add_argument("--output", type=Path, default=Path("outputs/compare_amp"), help="default: outputs/compare_amp")
-    parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
     args = parser.parse_args(argv)
     for name in ("steps", "rounds"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)}: at least 1")
     settings = args.set if torch.cuda.is_available() else with_defaults(args.set, CPU_SETTINGS)
     configs = {mode: config for mode, config in CONFIGS.items() if is_run(config, settings)}
-    figures = compare(settings, args.output, args.steps, args.rounds, configs)
-    not_run = dict.fromkeys(summarise("fp32", figures), "") | {"memory_gb": "not run: this CPU has no bfloat16"}
-    rows = [summarise(mode, figures) if mode in figures else not_run | {"mode": mode} for mode in CONFIGS]
+    measurements = compare(settings, args.output, args.steps, args.rounds, configs)
+    not_run = dict.fromkeys(summarise("fp32", measurements), "") | {"memory_gb": "not run: this CPU has no bfloat16"}
+    rows = [summarise(mode, measurements) if mode in measurements else not_run | {"mode": mode} for mode in CONFIGS]
     args.output.mkdir(parents=True, exist_ok=True)
     write_csv([row | provenance(args, argv, settings) for row in rows], args.output / "compare.csv")
-    draw(figures, args.output / "compare.png")
+    draw(measurements, args.output / "compare.png")
     print(format_table(rows))
     print(f"{args.output}/compare.csv {args.output}/compare.png")
 
 
-def with_defaults(settings: Sequence[str], defaults: Sequence[str]) -> list[str]:
-    """Return the settings, and those of the defaults whose key they do not set."""
-    said = {setting.partition("=")[0] for setting in settings}
-    return [*settings, *(setting for setting in defaults if setting.partition("=")[0] not in said)]
-
-
 def is_run(config: str, settings: list[str]) -> bool:
-    """Return whether the config means here what it means on a GPU, or mixed precision computes in float32 instead."""
+    """Return whether this device computes in the config's precision; a CPU may use float32 instead."""
     fp16 = load_config(config, settings)["fp16"]
     here = compute_dtype(fp16, "cuda" if torch.cuda.is_available() else "cpu")
     return here != torch.float32 or compute_dtype(fp16, "cuda") == torch.float32
@@ -75,34 +66,34 @@ def is_run(config: str, settings: list[str]) -> bool:
 
 def compare(
     settings: list[str], output: Path, steps: int, rounds: int, configs: Mapping[str, str] = CONFIGS
-) -> dict[str, list[Figures]]:
-    """Return each mode's figures, a dict a round."""
+) -> dict[str, list[Row]]:
+    """Return each mode's measurements, one dict per round."""
     modes = {mode: partial(serve_rounds, config, settings, output / config, steps) for mode, config in configs.items()}
     with in_processes(modes) as variants:
         return interleave(variants, rounds)
 
 
-def summarise(mode: str, figures: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:
+def summarise(mode: str, measurements: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
     """Return a mode's row of the table."""
 
     def median(key: str) -> float:
-        return statistics.median(figure[key] for figure in figures[mode])
+        return statistics.median(each[key] for each in measurements[mode])
 
-    pairs = list(zip(figures[mode], figures["fp32"], strict=True))
+    pairs = list(zip(measurements[mode], measurements["fp32"], strict=True))
     step = median("step")
     return {
         "mode": mode,
         "memory_gb": f"{median('memory') / 1e9:.2f}",
         "x_fp32_memory": f"{statistics.median(ours['memory'] / fp32['memory'] for ours, fp32 in pairs):.2f}",
         "iterations_per_s": f"{1 / step:.2f}",
-        "samples_per_s": f"{figures[mode][0]['batch'] / step:.1f}",
+        "samples_per_s": f"{measurements[mode][0]['batch'] / step:.1f}",
         "x_fp32_speed": f"{statistics.median(fp32['step'] / ours['step'] for ours, fp32 in pairs):.2f}",
         **{phase: f"{median(phase) / step:.1%}" for phase in PHASES},
     }
 
 
 def provenance(args: argparse.Namespace, argv: list[str], settings: Sequence[str]) -> dict[str, Any]:
-    """Return what the figures need beside them to count."""
+    """Return the columns that say how the measurements were made."""
     return {
         "steps": args.steps,
         "rounds": args.rounds,
@@ -112,10 +103,10 @@ def provenance(args: argparse.Namespace, argv: list[str], settings: Sequence[str
     }
 
 
-def draw(figures: Mapping[str, Sequence[Figures]], path: Path) -> None:
+def draw(measurements: Mapping[str, Sequence[Row]], path: Path) -> None:
     """Draw bars of memory, samples per second, and the phases of a step."""
     figure, (memory, speed, phases) = build_figure(13, 4, columns=3)
-    for number, (mode, rounds) in enumerate(figures.items()):
+    for number, (mode, rounds) in enumerate(measurements.items()):
         label = mode.removeprefix("AMP_TYPE.")
         medians = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
         bars = [memory.bar(label, medians["memory"] / 1e9, color=f"C{number}")]

@@ -1,4 +1,4 @@
-"""The whole road, through the command line: the data set, training in one process and in two, the configs."""
+"""From the command line to a trained run: the data set, one process and two, the recipes."""
 
 import json
 from pathlib import Path
@@ -36,12 +36,6 @@ def losses(root: Path, config: str) -> list[float]:
     return [record["loss"] for record in read_metrics(root.parent / config) if record["kind"] == "train"]
 
 
-def evaluate_again(run: Path) -> dict:
-    evaluate.main([str(run)])
-    (path,) = run.glob("evaluation/*/evaluation.json")
-    return json.loads(path.read_text())
-
-
 def test_every_mode_learns_the_colours_in_two_processes_as_in_one(root):
     train.main(["--output", str(root.parent / "one"), *arguments("fp32", root)[:2], *arguments("fp32", root)[4:]])
     expected = losses(root, "one")
@@ -52,7 +46,9 @@ def test_every_mode_learns_the_colours_in_two_processes_as_in_one(root):
         evaluation = read_metrics(root.parent / mode)[-1]
         assert evaluation["samples"] == 12
         assert evaluation["top1"] > 0.6
-        found = evaluate_again(root.parent / mode)
+        evaluate.main([str(root.parent / mode)])
+        (path,) = (root.parent / mode).glob("evaluation/*/evaluation.json")
+        found = json.loads(path.read_text())
         assert (found["top1"], found["samples"]) == (evaluation["top1"], evaluation["samples"])
 
 

@@ -2,59 +2,52 @@
 
 DATA=/path/to/cifar10 python -m cifar10_benchmark.compare --steps 20 [--set KEY=VALUE ...] [--output DIR]
 
-Writes DIR/compare.csv and DIR/compare.png, and prints the table. Each mode runs in as many processes as its config's
-model is cut into, from the same weights. Bytes are counted in the second step, and set beside what the papers' formulas
-say for the matrix products; the step time is the median of the steps after it.
+Writes DIR/compare.csv and DIR/compare.png, and prints the table. Each mode runs in as many processes as its config
+splits the model over, from the same weights. Bytes are counted in the second step and listed beside the papers'
+formulas for the matrix products; the step time is the median of the steps after it.
 
 By default all steps are within the recipe's warm-up, where the losses agree to rounding. At the full learning rate
 AdamW amplifies rounding within 50 steps. To compare past the warm-up, add --control, which trains the first config once
-more on another number of threads: the modes should differ from it no more than it differs from itself.
+more with another number of threads: the modes should differ from it no more than it differs from itself.
 """
 
 import argparse
 import json
 import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from cifar10_benchmark.dataloader import build_train_loader, describe_data
+from cifar10_benchmark import dataloader
 from cifar10_benchmark.formulas import expected_bytes
-from common.colossal import BaseHook, Trainer, initialize, shard_model
+from common.colossal import BaseHook, Trainer
 from common.config.load import load_config
 from common.errors import UserError, run_command
 from common.estimate.traffic import NAMES, Traffic
 from common.hardware import cores
-from common.model.vit import build_model
-from common.optim.build import build_optimizer
-from common.optim.lr_schedule import build_lr_scheduler
 from common.plot import build_figure, place_legend, save_figure
-from common.run.start import start_run
+from common.run.comparison import MeasuredRun, build_parser, with_defaults
 from common.table import format_table, write_csv
 
 CONFIGS = ("vit_lite_vanilla", "vit_lite_1d", "vit_lite_2d", "vit_lite_2p5d", "vit_lite_3d")
-CPU_BATCH = 128  # 20 steps of five modes then take minutes on two cores
+SETTINGS = ("MODEL.dropout=0.0",)  # its masks differ between the modes
+CPU_SETTINGS = ("TOTAL_BATCH_SIZE=128",)  # 20 steps of five modes take minutes on two cores
 COUNTED_STEP = 1  # the first sets up
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each mode (default: 20)")
+    parser = build_parser(__doc__, steps=20, output="outputs/compare")
     parser.add_argument("--configs", nargs="+", default=CONFIGS, help="default: the five vit_lite recipes")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
-    parser.add_argument("--output", type=Path, default=Path("outputs/compare"), help="default: outputs/compare")
     parser.add_argument("--control", action="store_true", help="train the first config again, rounded differently")
-    parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # one process of one mode: where it writes
     args = parser.parse_args(argv)
     if args.steps <= COUNTED_STEP + 1:
@@ -63,10 +56,7 @@ def main(argv: list[str]) -> None:
         measure(args)
         return
     args.output.mkdir(parents=True, exist_ok=True)
-    if not any(setting.startswith("MODEL.dropout=") for setting in args.set):
-        args.set.append("MODEL.dropout=0.0")  # whose masks differ between the modes
-    if not torch.cuda.is_available() and not any(setting.startswith("TOTAL_BATCH_SIZE=") for setting in args.set):
-        args.set.append(f"TOTAL_BATCH_SIZE={CPU_BATCH}")
+    args.set = with_defaults(args.set, SETTINGS if torch.cuda.is_available() else (*SETTINGS, *CPU_SETTINGS))
     results = [run_mode(config, args) for config in args.configs]
     if args.control:
         results.insert(1, run_mode(args.configs[0], args, is_control=True))
@@ -77,11 +67,8 @@ def main(argv: list[str]) -> None:
     print(f"{args.output}/compare.csv {args.output}/compare.png")
 
 
-# --- all modes --------------------------------------------------------------------------------------------------------
-
-
 def run_mode(name: str, args: argparse.Namespace, *, is_control: bool = False) -> dict[str, Any]:
-    """Train ``name`` in as many processes as its model is cut into; return rank 0's figures, sizes of the largest.
+    """Train ``name`` in as many processes as it splits the model over; return rank 0's measurements, the largest sizes.
 
     ``is_control`` halves the threads, or doubles one, so that sums are rounded differently.
     """
@@ -97,10 +84,10 @@ def run_mode(name: str, args: argparse.Namespace, *, is_control: bool = False) -
         if not start_ranks(processes, words, threads):
             raise UserError(f"{name} failed in {processes} processes: what they say is above")
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
-    figures = ranks[0] | {"config": f"{name}, {threads} threads" if is_control else name, "processes": processes}
-    figures["parameters"], figures["memory"] = (max(rank[key] for rank in ranks) for key in ("parameters", "memory"))
-    figures["sent"] = {key: statistics.mean(rank["sent"].get(key, 0) for rank in ranks) for key in NAMES}
-    return figures
+    result = ranks[0] | {"config": f"{name}, {threads} threads" if is_control else name, "processes": processes}
+    result["parameters"], result["memory"] = (max(rank[key] for rank in ranks) for key in ("parameters", "memory"))
+    result["sent"] = {key: statistics.mean(rank["sent"].get(key, 0) for rank in ranks) for key in NAMES}
+    return result
 
 
 def start_ranks(processes: int, words: list[str], threads: int) -> bool:
@@ -115,10 +102,8 @@ def summarise(result: dict[str, Any], vanilla: dict[str, Any]) -> dict[str, Any]
     """Return a mode's row of the table; sizes in units of 10^6 bytes, per rank and per step."""
     pairs = zip(result["losses"], vanilla["losses"], strict=True)
     seconds = result["seconds"][COUNTED_STEP + 1 :]
-    sent, expected = (
-        sum(result["sent"].values()),
-        expected_bytes(result["parallel"]["tensor"], result["batch"], result["model"]),
-    )
+    sent = sum(result["sent"].values())
+    expected = expected_bytes(result["parallel"]["tensor"], result["batch"], result["model"])
     return {
         "config": result["config"],
         "processes": result["processes"],
@@ -145,7 +130,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     for number, result in enumerate(results):
         # the curves coincide: later ones are drawn thinner, so that all are visible
         line = dict(label=result["config"], color=f"C{number}", linewidth=2 * (len(results) - number))
-        means = [statistics.fmean(part) for part in _windows(result["losses"], window)]
+        means = np.convolve(result["losses"], np.full(window, 1 / window), "valid")
         curves.plot(range(window - 1, len(result["losses"])), means, **line)
         if number:
             pairs = zip(result["losses"], results[0]["losses"], strict=True)
@@ -155,14 +140,6 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     differences.set(xlabel="optimizer step", ylabel=f"|loss - loss of {results[0]['config']}|")
     place_legend(curves, columns=2)
     save_figure(figure, path)
-
-
-def _windows(values: list[float], size: int) -> Iterator[list[float]]:
-    """Yield every ``size`` neighbours."""
-    return (values[first : first + size] for first in range(len(values) - size + 1))
-
-
-# --- one process of one mode ------------------------------------------------------------------------------------------
 
 
 class Recorder(BaseHook):
@@ -187,52 +164,22 @@ class Recorder(BaseHook):
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Train as cifar10_benchmark/train.py does, without evaluation, and write this rank's figures."""
-    settings = [word for setting in [*args.set, f"MAX_STEPS={args.steps}"] for word in ("--set", setting)]
-    unused = ["--output", str(args.measure / "run")]  # no hook that would write there
-    run = start_run(["--config", *args.configs, *unused, *settings], __doc__, describe_data)
-    assert run is not None
-    config, plan = run.about["config"], run.plan
-    if plan.accumulation > 1:
-        raise UserError(f"gradient_accumulation={plan.accumulation}: the comparison takes a step's samples at once")
-    loader = build_train_loader(
-        config["DATA"],
-        plan.total_batch,
-        plan.micro_batch,
-        image_size=config["MODEL"]["image_size"],
-        seed=config["SEED"],
-        device=run.device,
-        **run.data_parallel,
-    )
-    before = peak_memory()
-    model = shard_model(build_model(**config["MODEL"]))
-    optimizer = build_optimizer(
-        model, learning_rate=config["LEARNING_RATE"], weight_decay=config["WEIGHT_DECAY"], **config["OPTIMIZER"]
-    )
-    lr_scheduler = build_lr_scheduler(optimizer, config["LR_SCHEDULE"], plan.total_steps, plan.warmup_steps)
-    loss = nn.CrossEntropyLoss(label_smoothing=config["LABEL_SMOOTHING"])
-    engine, loader, _, lr_scheduler = initialize(model, optimizer, loss, loader, None, lr_scheduler)
+    """Train as cifar10_benchmark/train.py does, without evaluation, and write this rank's measurements."""
+    (name,) = args.configs
+    run = MeasuredRun(name, [*args.set, f"MAX_STEPS={args.steps}"], args.measure / "run", dataloader)
     recorder = Recorder()
-    Trainer(engine).fit(loader, plan.epochs, plan.last_step, hooks=[recorder])
-    figures = {
+    Trainer(run.engine).fit(run.loader, run.plan.epochs, run.plan.last_step, hooks=[recorder])
+    result = {
         "losses": recorder.losses,
         "seconds": recorder.seconds,
         "sent": recorder.traffic.sent,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "memory": peak_memory() - before,
-        "batch": plan.total_batch,
-        "model": config["MODEL"],
-        "parallel": config["parallel"],
+        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+        "memory": run.peak_memory(),
+        "batch": run.plan.total_batch,
+        "model": run.config["MODEL"],
+        "parallel": run.config["parallel"],
     }
-    rank = int(os.environ["RANK"])
-    (args.measure / f"{args.configs[0]}.{rank}.json").write_text(json.dumps(figures))
-
-
-def peak_memory() -> int:
-    """Return the most bytes that this process has held so far: on its GPU, else in all."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    (args.measure / f"{name}.{os.environ['RANK']}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import math
 import os
 import platform
+import resource
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -53,6 +54,15 @@ def is_fast(dtype_name: str) -> bool:
         return False
     # which is true of AVX-512 without these instructions too, where oneDNN converts to float32 and back
     return platform.machine() not in ("x86_64", "AMD64") or _onednn_set() in BFLOAT16
+
+
+def peak_memory() -> int:
+    """Return the most bytes that this process has held so far: on its GPU, else in total."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @cache  # oneDNN, too, reads its variables once

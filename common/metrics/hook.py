@@ -1,6 +1,5 @@
 """The hook of the training loop that measures."""
 
-import resource
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from common.colossal import BaseHook, ParallelMode, Trainer, gpc
 from common.config.batch_plan import Plan
+from common.hardware import peak_memory
 from common.metrics.writers import open_writers
 
 
@@ -104,7 +104,7 @@ class MetricsHook(BaseHook):
             "samples_per_s": samples_per_s,
             "mfu": samples_per_s / self.peak_samples_per_s,
             "data_wait": (trainer.data_wait - self.waited) / elapsed,
-            "peak_memory_gb": _peak_memory_gb(),
+            "peak_memory_gb": peak_memory() / 1e9,
         }
 
     def before_test(self, trainer: Trainer) -> None:
@@ -146,9 +146,3 @@ def _sum_over_data_parallel(value: Tensor) -> Tensor:
     if gpc.get_world_size(ParallelMode.DATA) > 1:
         dist.all_reduce(value, group=gpc.get_group(ParallelMode.DATA))
     return value
-
-
-def _peak_memory_gb() -> float:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

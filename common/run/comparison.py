@@ -1,0 +1,72 @@
+"""What the commands that compare modes share: their arguments, and a run that only measures."""
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from common.colossal import initialize, shard_model
+from common.data.loader import Loader
+from common.errors import UserError
+from common.hardware import peak_memory
+from common.model.vit import build_model
+from common.optim.build import build_optimizer
+from common.optim.lr_schedule import build_lr_scheduler
+from common.run.start import start_run
+
+
+def build_parser(description: str | None, steps: int, output: str) -> argparse.ArgumentParser:
+    """Return the parser of the common arguments, with the defaults of ``--steps`` and ``--output``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=steps, help=f"optimizer steps (default: {steps})")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    parser.add_argument("--output", type=Path, default=Path(output), help=f"default: {output}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def with_defaults(settings: Sequence[str], defaults: Sequence[str]) -> list[str]:
+    """Return the settings, and the defaults whose key they do not set."""
+    given = {setting.partition("=")[0] for setting in settings}
+    return [*settings, *(setting for setting in defaults if setting.partition("=")[0] not in given)]
+
+
+class MeasuredRun:
+    """Model, data and engine of a config, built as a train.py does, without hooks and evaluation."""
+
+    def __init__(self, config_name: str, settings: Iterable[str], output: Path, task: ModuleType) -> None:
+        words = [word for setting in settings for word in ("--set", setting)]
+        run = start_run(["--config", config_name, "--output", str(output), *words], __doc__, task.describe_data)
+        assert run is not None
+        self.config: Mapping[str, Any] = run.about["config"]
+        config, self.plan, self.device = self.config, run.plan, run.device
+        if run.plan.accumulation > 1:
+            raise UserError(f"gradient_accumulation={run.plan.accumulation}: a comparison needs 1")
+        loader = task.build_train_loader(
+            config["DATA"],
+            run.plan.total_batch,
+            run.plan.micro_batch,
+            image_size=config["MODEL"]["image_size"],
+            seed=config["SEED"],
+            device=run.device,
+            **run.data_parallel,
+        )
+        self._memory_before = peak_memory()
+        self.model = shard_model(build_model(**config["MODEL"]))
+        optimizer = build_optimizer(
+            self.model,
+            learning_rate=config["LEARNING_RATE"],
+            weight_decay=config["WEIGHT_DECAY"],
+            **config["OPTIMIZER"],
+        )
+        schedule = build_lr_scheduler(optimizer, config["LR_SCHEDULE"], run.plan.total_steps, run.plan.warmup_steps)
+        self.loss: Callable[[Tensor, Tensor], Tensor] = nn.CrossEntropyLoss(label_smoothing=config["LABEL_SMOOTHING"])
+        self.loader: Loader
+        self.engine, self.loader, *_ = initialize(self.model, optimizer, self.loss, loader, None, schedule)
+
+    def peak_memory(self) -> int:
+        """Return this process's peak memory in bytes, without what it held before there was a model."""
+        return peak_memory() - self._memory_before

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from cifar10_benchmark import operations as ops
 
-# which sub-policy; then for either of its operations whether it is applied, and its sign
+# the sub-policy; then for each of its two operations whether it is applied, and its sign
 UNIFORMS_PER_SAMPLE = 5
 LEVELS = 10
 
-# operation: (function, magnitude at level 0, at level 9, whether half of the time the other way round)
+# operation: (function, magnitude at level 0, at level 9, whether its sign is random)
 OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float, float, bool]] = {
     "ShearY": (ops.shear_y, 0, 0.3, True),
     "TranslateX": (ops.translate_x, 0, 150 / 331, True),
@@ -62,7 +62,7 @@ POLICY = (
 
 
 def auto_augment(images_BCYX: Tensor, uniforms: np.ndarray) -> Tensor:
-    """Augment images uint8 [B, 3, Y, X] as the numbers in [0, 1) say, float64 [B, `UNIFORMS_PER_SAMPLE`]."""
+    """Augment images uint8 [B, 3, Y, X] by numbers in [0, 1), float64 [B, `UNIFORMS_PER_SAMPLE`]."""
     sub_policies = (uniforms[:, 0] * len(POLICY)).astype(np.int64)
     for stage in range(2):
         applied, sign = uniforms[:, 1 + 2 * stage : 3 + 2 * stage].T
@@ -74,7 +74,7 @@ def auto_augment(images_BCYX: Tensor, uniforms: np.ndarray) -> Tensor:
 
 def apply_operations(images_BCYX: Tensor, operations: np.ndarray, magnitudes: np.ndarray) -> Tensor:
     """Apply to each image its own operation, an index into `NAMES` or `NONE`, with its own magnitude."""
-    # sorted by operation, so that each works on one slice, whose bounds are known without asking the device
+    # sorted by operation, so that each works on one slice, whose bounds are known on the host
     order = np.argsort(operations, kind="stable")
     sizes = np.bincount(operations, minlength=NONE + 1).tolist()
     rows, places, strengths = (
@@ -97,7 +97,7 @@ def magnitude(name: str, level: int) -> float:
 
 
 def _table(value: Callable[[str, float, int], object]) -> np.ndarray:
-    """Return [sub-policy, stage] of what ``value`` makes of (operation, probability, level)."""
+    """Return ``value(operation, probability, level)`` of the policy, by [sub-policy, stage]."""
     return np.array([[value(*operation) for operation in sub_policy] for sub_policy in POLICY])
 
 

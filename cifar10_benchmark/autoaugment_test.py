@@ -63,14 +63,14 @@ def test_pictures_are_those_of_torchvision_image_by_image():
     assert (augmented != IMAGES).flatten(1).any(1).float().mean() > 0.5
 
 
-def test_an_image_does_not_depend_on_its_batch():
+def test_an_image_does_not_depend_on_its_batch_and_stays_without_an_operation():
     whole = auto_augment(IMAGES, UNIFORMS)
     parts = [auto_augment(IMAGES[rows], UNIFORMS[rows]) for rows in (slice(0, 3), slice(3, 150), slice(150, None))]
     assert torch.equal(whole, torch.cat(parts))
+    assert torch.equal(apply_operations(IMAGES, np.full(len(IMAGES), NONE), np.zeros(len(IMAGES))), IMAGES)
 
 
 def test_operations_and_signs_come_as_often_as_the_policy_says(monkeypatch):
-    """The uniforms of 20,000 images, counted at the door of the operations."""
     seen = []
 
     def record(images, operations, magnitudes):
@@ -90,7 +90,3 @@ def test_operations_and_signs_come_as_often_as_the_policy_says(monkeypatch):
         assert found == pytest.approx(expected, abs=4 * 0.5 / samples**0.5)
         rotated = magnitudes[operations == NAMES.index("TranslateY")]
         assert (rotated < 0).mean() == pytest.approx(0.5, abs=0.08)
-
-
-def test_images_without_an_operation_stay():
-    assert torch.equal(apply_operations(IMAGES, np.full(len(IMAGES), NONE), np.zeros(len(IMAGES))), IMAGES)

@@ -1,8 +1,8 @@
-"""The image operations of AutoAugment, each over a batch: a magnitude of its own forevery image.
+"""The image operations of AutoAugment, each over a batch: with one magnitude per image.
 
 Every operation maps images uint8 [B, 3, Y, X] and magnitudes float32 [B] to new images uint8 [B, 3, Y, X], on any
-device and without waiting for it. Pixels are those of torchvision's operation on each image alone: nearest neighbours,
-black outside the image, results cut to whole numbers. Operations without a strength ignore their magnitudes.
+device and without synchronising with it. Pixels equal those of torchvision's operation on each image: nearest
+neighbours, black outside the image, results truncated. Operations without a strength ignore their magnitudes.
 
 Shape suffixes: B batch, C colours, Y X pixel rows and columns, V the 256 values of a pixel; 1 where one is for all.
 """

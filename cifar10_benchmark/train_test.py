@@ -1,11 +1,6 @@
-"""The whole road, through the command line: image folder, training in one process and in two, the configs."""
+"""From the command line to a trained run: an image folder, one process and two, the recipes."""
 
 import json
-import os
-import shlex
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +9,10 @@ from PIL import Image
 
 from cifar10_benchmark import train
 from common.metrics.writers import read_metrics
-from common.testing.ranks import run_ranks
+from common.testing.commands import run_forked
+from common.testing.ranks import free_port, run_ranks
 from common.tools import evaluate, predict
 
-HERE = Path(__file__).parent
 SMALL = ["MODEL.image_size=8", "MODEL.width=32", "MODEL.depth=2", "MODEL.num_classes=None", "MODEL.dropout=0.0",
          "TOTAL_BATCH_SIZE=16"]  # fmt: skip
 SHORT = ["NUM_EPOCHS=3", "WARMUP_EPOCHS=1", "LOG.every=1", "LEARNING_RATE=1e-2"]
@@ -41,17 +36,6 @@ def root(tmp_path_factory) -> Path:
 def arguments(root: Path, output: Path, *settings: str) -> list[str]:
     words = [word for setting in (*SMALL, *SHORT, f"DATA.root={root}", *settings) for word in ("--set", setting)]
     return ["--config", "vit_lite_vanilla", "--output", str(output), *words]
-
-
-def run(command: str, **environ: str) -> str:
-    """Run a command line as a user would, in the task's folder; return what it printed."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_"))}
-    kept |= dict(PYTHONPATH=str(HERE.parent), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="") | environ
-    words = [os.path.expandvars(word) for word in shlex.split(command)]
-    answer = subprocess.run([sys.executable, *words], cwd=HERE, env=kept, capture_output=True, text=True, timeout=120)
-    assert answer.returncode == 0, answer.stderr
-    assert "Traceback" not in answer.stderr, answer.stderr
-    return answer.stdout
 
 
 def test_two_processes_train_as_one_does(root, tmp_path, capfd):
@@ -89,15 +73,12 @@ def test_an_image_of_any_size_is_brought_to_that_of_the_data_set(root, tmp_path,
     assert set(small) == {"r", "g", "b"}
 
 
-@pytest.mark.slow
-def test_the_command_of_the_benchmark_runs_as_printed(root, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    words = shlex.join(arguments(root, tmp_path / "run", "MAX_STEPS=1")[2:])
-    command = (
-        f"train.py --world_size=1 --rank=0 --local_rank=0 --host=127.0.0.1 --port={port} --config=vit_lite_vanilla"
-    )
-    assert run(f"{command} {words}", DATA=str(root)).splitlines()[-1].startswith("top1=")
+def test_the_flags_of_the_benchmarks_command(root, tmp_path):
+    place = ["--world_size=1", "--rank=0", "--local_rank=0", "--host=127.0.0.1", f"--port={free_port()}"]
+    words = arguments(root, tmp_path / "run", "MAX_STEPS=1")[2:]
+    ended = run_forked(train.main, [*place, "--config=vit_lite_vanilla", *words], DATA=str(root))
+    assert ended.code == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1].startswith("top1=")
 
 
 def test_learns_from_images_that_are_blended_cut_and_erased(root, tmp_path):

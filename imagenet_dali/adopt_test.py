@@ -1,4 +1,4 @@
-"""`--adopt` takes good shards of others as they are and refuses all else."""
+"""`--adopt` takes good shards made elsewhere unchanged and refuses all else."""
 
 import json
 import shutil
@@ -8,14 +8,13 @@ import pytest
 import tfrecord
 
 from common.errors import UserError
+from common.testing.commands import read_folder
 from imagenet_dali.adopt import adopt
 from imagenet_dali.dataset import open_split
-from imagenet_dali.prepare import main, prepare
-from imagenet_dali.prepare_test import tree, write_images
+from imagenet_dali.prepare import main
 from imagenet_dali.records import build_example, frame
 from imagenet_dali.testing import encode, gradient, jpeg, with_dimensions, with_flipped_bit
 from imagenet_dali.verify import check
-from imagenet_dali.writer import Options
 
 
 def write_foreign(path: Path, samples: list[tuple[bytes, int]], **more: tuple[object, str]) -> None:
@@ -38,45 +37,44 @@ def test_foreign_shards_are_adopted_with_labels_from_0(tmp_path, base, names):
         for n in range(2):
             if "/" in names or n == 0:
                 write_foreign(tmp_path / names.format(split=split, n=n), samples[5 * n : 5 * n + 5])
-    shards = tree(tmp_path)
+    shards = read_folder(tmp_path)
     assert adopt(tmp_path, None, workers=1) == []
-    assert {name: content for name, content in tree(tmp_path).items() if name in shards} == shards
+    assert {name: content for name, content in read_folder(tmp_path).items() if name in shards} == shards
     for name in ("train", "validation"):
         split = open_split(tmp_path, name)
         count = 9 if "/" in names else 5
         assert [split.read(index) for index in range(len(split))] == [(i, y - 1) for i, y in SAMPLES[:count]]
         assert split.records["height"].tolist() == list(range(20, 20 + count))
         assert split.class_names == ["0", "1", "2"]
-        for shard in split.shards:
-            tfrecord.tools.tfrecord2idx.create_index(str(shard), str(tmp_path / "theirs"))
-            ours = tmp_path / "idx_files" / name / f"{shard.name}.idx"
-            assert ours.read_text() == (tmp_path / "theirs").read_text()
     assert json.loads((tmp_path / "manifest.json").read_text())["label_base"] == base
     assert check(tmp_path, 1) == []
     with pytest.raises(UserError, match="prepared already"):
         adopt(tmp_path, None, workers=1)
 
 
-def test_adopting_what_preparation_wrote_gives_the_same_tables(tmp_path):
-    data = tmp_path / "data"
-    prepare(write_images(tmp_path / "images", 10), data, Options(shards=2))
-    shutil.copytree(data / "train", tmp_path / "copy" / "train")
-    shutil.copytree(data / "validation", tmp_path / "copy" / "validation")
-    main(["--adopt", str(tmp_path / "copy"), "--labels", str(data / "labels.txt"), "--workers=2"])
-    ours, theirs = tree(data), tree(tmp_path / "copy")
+def test_adopting_what_preparation_wrote_gives_the_same_tables(prepared, tmp_path):
+    for split in ("train", "validation"):
+        shutil.copytree(prepared / split, tmp_path / split)
+    main(["--adopt", str(tmp_path), "--labels", str(prepared / "labels.txt"), "--workers=2"])
+    ours, theirs = read_folder(prepared), read_folder(tmp_path)
     assert {name for name in ours if ours[name] != theirs[name]} == {"manifest.json"}
-    assert open_split(data, "train").fingerprint == open_split(tmp_path / "copy", "train").fingerprint
+    assert open_split(prepared, "train").fingerprint == open_split(tmp_path, "train").fingerprint
 
 
-def test_names_decide_how_many_classes_there_are(tmp_path):
-    (tmp_path / "names").write_text("a\nb\nc\nd\n")
-    for samples, expected in ([0, 2, 3], 0), ([1, 2, 4], 1):
-        root = tmp_path / f"base{expected}"
-        write_foreign(root / "train" / "shard", [(jpeg(), label) for label in samples])
-        assert adopt(root, tmp_path / "names", workers=1) == []
-        split = open_split(root, "train")
-        assert split.class_names == ["a", "b", "c", "d"]
-        assert split.records["label"].tolist() == [label - expected for label in samples]
+def write_names(folder: Path, names: str | None) -> Path | None:
+    if names is None:
+        return None
+    (folder / "names").write_text("".join(f"{name}\n" for name in names))
+    return folder / "names"
+
+
+@pytest.mark.parametrize(("labels", "base"), [([0, 2, 3], 0), ([1, 2, 4], 1)])
+def test_names_decide_how_many_classes_there_are(tmp_path, labels, base):
+    write_foreign(tmp_path / "train" / "shard", [(jpeg(), label) for label in labels])
+    assert adopt(tmp_path, write_names(tmp_path, "abcd"), workers=1) == []
+    split = open_split(tmp_path, "train")
+    assert split.class_names == ["a", "b", "c", "d"]
+    assert split.records["label"].tolist() == [label - base for label in labels]
 
 
 @pytest.mark.parametrize(
@@ -84,44 +82,55 @@ def test_names_decide_how_many_classes_there_are(tmp_path):
     [
         ([0, 1, 3], None, "labels run from 0 to 3 without 2"),
         ([2, 3], None, "labels run from 2 to 3 without 1"),
-        ([1, 2], "a\nb\nc\n", "labels 1 to 2 fit 3 names counted from 0 and from 1"),
+        ([1, 2], "abc", "labels 1 to 2 fit 3 names counted from 0 and from 1"),
+        ([1, 2], "", "names: empty"),
+        ([], None, "the train shards hold no records"),
+        (None, None, "no shards"),
     ],
 )
-def test_labels_whose_base_is_open_are_refused(tmp_path, labels, names, message):
-    write_foreign(tmp_path / "data" / "train" / "shard", [(jpeg(), label) for label in labels])
-    path = None
-    if names:
-        path = tmp_path / "names"
-        path.write_text(names)
-    before = tree(tmp_path)
+def test_what_is_no_data_set_is_refused(tmp_path, labels, names, message):
+    if labels is not None:
+        write_foreign(tmp_path / "train" / "shard", [(jpeg(), label) for label in labels])
+    path = write_names(tmp_path, names)
+    before = read_folder(tmp_path)
     with pytest.raises(UserError, match=message):
-        adopt(tmp_path / "data", path, workers=1)
-    assert tree(tmp_path) == before
+        adopt(tmp_path, path, workers=1)
+    assert read_folder(tmp_path) == before
+    with pytest.raises(UserError, match="nowhere: no such folder"):
+        adopt(tmp_path / "nowhere", None, workers=1)
+
+
+IMAGE, LABEL = "image/encoded", "image/class/label"
 
 
 @pytest.mark.parametrize(
-    ("record", "reason"),
+    ("key", "value", "reason"),
     [
-        ((encode(gradient(), "PNG"), "byte"), "not a JPEG"),
-        ((b"", "byte"), "not a JPEG"),
-        ((jpeg()[:-20], "byte"), "Premature end"),
-        ((with_dimensions(jpeg(), 20000, 20000), "byte"), "more than 100 million pixels"),
-        ((encode(gradient().convert("CMYK")), "byte"), "JPEG, which decoders turn into different colours"),
-        ((7, "int"), "image/encoded is int64_list"),
+        (IMAGE, (encode(gradient(), "PNG"), "byte"), "not a JPEG"),
+        (IMAGE, (b"", "byte"), "not a JPEG"),
+        (IMAGE, (jpeg()[:-20], "byte"), "Premature end"),
+        (IMAGE, (with_dimensions(jpeg(), 20000, 20000), "byte"), "more than 100 million pixels"),
+        (IMAGE, (encode(gradient().convert("CMYK")), "byte"), "JPEG, which decoders turn into different colours"),
+        (IMAGE, (7, "int"), "image/encoded is int64_list"),
+        (LABEL, (-1, "int"), "label -1 is no class number"),
+        (LABEL, (2**31, "int"), "label 2147483648 is no class number"),
+        (LABEL, (99999, "int"), "label 99999, out of range for 3 classes from 0"),
     ],
 )
-def test_a_bad_image_is_listed_and_nothing_is_written(tmp_path, capsys, record, reason):
+def test_a_bad_record_is_listed_and_nothing_is_written(tmp_path, capsys, key, value, reason):
     path = tmp_path / "train" / "shard"
-    write_foreign(path, SAMPLES[:2])
+    write_foreign(path, [(jpeg(), 0), (jpeg(), 2)])
     good = path.read_bytes()
-    write_foreign(path, [(jpeg(), 1)], **{"image/encoded": record})
+    write_foreign(path, [(jpeg(), 1)], **{key: value})
     path.write_bytes(good + path.read_bytes() + good)
-    before = tree(tmp_path)
+    labels = write_names(tmp_path, "abc")
+    before = read_folder(tmp_path)
     with pytest.raises(UserError, match="faults found: 1; --adopt --repair continues without"):
-        main(["--adopt", str(tmp_path), "--workers=1"])
-    assert f"{path}: record 2 at byte {len(good)}: " in (listed := capsys.readouterr().out)
+        main(["--adopt", str(tmp_path), "--labels", str(labels), "--workers=1"])
+    listed = capsys.readouterr().out
+    assert f"{path}: record 2 at byte {len(good)}: " in listed
     assert reason in listed
-    assert tree(tmp_path) == before
+    assert read_folder(tmp_path) == before
 
 
 def test_every_bad_record_is_counted_and_the_first_twenty_listed(tmp_path, capsys):
@@ -160,37 +169,7 @@ def test_more_bad_records_than_allowed_are_not_left_out(tmp_path):
     write_foreign(tmp_path / "train" / "shard", [(image, label) for image, label in SAMPLES if label != 2])
     content = (tmp_path / "train" / "shard").read_bytes()
     (tmp_path / "train" / "shard").write_bytes(content[:-1])
-    before = tree(tmp_path)
+    before = read_folder(tmp_path)
     with pytest.raises(UserError, match="bytes are in bad records, more than 1%; repair the files"):
         adopt(tmp_path, None, workers=1, leave_out=True)
-    assert tree(tmp_path) == before
-
-
-def test_labels_beyond_the_names_are_listed(tmp_path):
-    (tmp_path / "names").write_text("a\nb\n")
-    write_foreign(tmp_path / "data" / "train" / "shard", [(jpeg(), label) for label in (0, 1, 99999)])
-    [fault] = adopt(tmp_path / "data", tmp_path / "names", workers=1)
-    assert "shard: record 2 at byte" in fault
-    assert fault.endswith("label 99999, out of range for 2 classes from 0")
-    assert not (tmp_path / "data" / "manifest.json").exists()
-
-
-@pytest.mark.parametrize("label", [-1, 2**31])
-def test_labels_that_are_no_class_number_are_listed(tmp_path, label):
-    write_foreign(tmp_path / "train" / "shard", [(jpeg(), label)])
-    [fault] = adopt(tmp_path, None, workers=1)
-    assert fault.endswith(f"label {label} is no class number")
-
-
-def test_folders_without_shards_are_refused(tmp_path):
-    with pytest.raises(UserError, match="nowhere: no such folder"):
-        adopt(tmp_path / "nowhere", None, workers=1)
-    (tmp_path / "names").write_text("")
-    with pytest.raises(UserError, match="no shards"):
-        adopt(tmp_path, None, workers=1)
-    (tmp_path / "train").mkdir()
-    (tmp_path / "train" / "shard").write_bytes(b"")
-    with pytest.raises(UserError, match="names: empty"):
-        adopt(tmp_path, tmp_path / "names", workers=1)
-    with pytest.raises(UserError, match="the train shards hold no records"):
-        adopt(tmp_path, None, workers=1)
+    assert read_folder(tmp_path) == before

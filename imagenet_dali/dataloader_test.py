@@ -5,10 +5,13 @@ import pytest
 import torch
 from PIL import Image
 
+from common.data.sampling import NO_LABEL
 from common.errors import UserError
 from imagenet_dali.dataloader import build_eval_loader, build_train_loader, describe_data, open_images
+from imagenet_dali.dataset import open_split
 from imagenet_dali.manifest import data_fingerprint, read_manifest
-from imagenet_dali.prepare import prepare
+from imagenet_dali.repair import repair
+from imagenet_dali.testing import spoil_record
 
 # Python 3.12 warns of every fork beside threads, which is how torch starts its workers there
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -26,25 +29,14 @@ DATA = {
 PLACED = {"image_size": 28, "dp_rank": 0, "dp_size": 1, "device": torch.device("cpu")}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("images")
-    random = np.random.default_rng(0)
-    for split, count in (("train", 12), ("val", 5)):
-        for name in ("ape", "bee"):
-            (root / split / name).mkdir(parents=True)
-            for number in range(count):
-                coarse = Image.fromarray(random.integers(0, 256, (4, 4, 3), np.uint8))
-                size = random.integers(30, 60, 2).tolist()
-                coarse.resize(size, Image.Resampling.BICUBIC).save(root / split / name / f"{number}.jpg")
-    return root
+@pytest.fixture(scope="session")
+def folder(photographs: Path) -> Path:
+    return photographs / "images"
 
 
-@pytest.fixture(scope="module")
-def root(folder, tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("prepared") / "data"
-    prepare(folder, root)
-    return root
+@pytest.fixture(scope="session")
+def root(photographs: Path) -> Path:
+    return photographs / "shards"
 
 
 def test_describes_a_folder_and_what_was_prepared_from_it(folder, root):
@@ -100,14 +92,18 @@ def test_workers_may_be_left_to_the_machine(root, workers):
 
 
 def test_wrong_places_are_refused(folder, root, tmp_path):
+    for name in ("ape", "bee"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "images" / name / "only.png")
     cases = [
-        ("dali", folder, "manifest.json: missing; run `python -m imagenet_dali.prepare"),
-        ("torchvision", tmp_path, "0 class folders"),
-        ("torchvision", tmp_path / "nowhere", "no such folder"),
+        ("dali", folder, "train", "manifest.json: missing; run `python -m imagenet_dali.prepare"),
+        ("torchvision", tmp_path, "train", "1 class folders"),
+        ("torchvision", tmp_path / "nowhere", "train", "no such folder"),
+        ("torchvision", tmp_path / "images", "validation", f"DATA.root={tmp_path}/images has no validation split"),
     ]
-    for loader, place, message in cases:
+    for loader, place, split, message in cases:
         with pytest.raises(UserError, match=message):
-            open_images({"root": str(place), "loader": loader}, "train")
+            open_images({"root": str(place), "loader": loader}, split)
 
 
 def test_randaugment_is_refused_where_dali_reads(root):
@@ -132,14 +128,21 @@ def test_randaugment_follows_the_crop_and_differs_between_samples_and_epochs(roo
                 assert torch.equal(torch.from_numpy(np.array(expected)).permute(2, 0, 1), other.round().byte())
 
 
-def test_a_folder_without_validation_images_is_refused(tmp_path):
-    for name in ("ape", "bee"):
-        (tmp_path / name).mkdir()
-        Image.new("RGB", (8, 8)).save(tmp_path / name / "only.png")
-    with pytest.raises(UserError, match=f"DATA.root={tmp_path} has no validation split"):
-        open_images({"root": str(tmp_path), "loader": "torchvision"}, "validation")
+def read_labels(root: Path) -> list[int]:
+    """Return the labels of the samples that evaluation counts."""
+    loader = build_eval_loader({**DATA, "root": str(root), "loader": "torchvision", "workers": 0}, 16, **PLACED)
+    labels = torch.cat([labels for _, labels in loader])
+    return labels[labels != NO_LABEL].tolist()
 
 
-def test_a_batch_larger_than_the_data_is_refused(root):
-    with pytest.raises(UserError, match="TOTAL_BATCH_SIZE=32 is more than the 24 training samples"):
-        build_train_loader({**DATA, "root": str(root), "loader": "torchvision"}, 32, 32, seed=1, **PLACED)
+def test_a_record_that_went_bad_is_left_out_until_it_is_repaired(data, capsys, monkeypatch):
+    monkeypatch.setattr("common.data.corrupt_images.MAX_BAD_SHARE", 0.02)  # one of 60
+    labels = open_split(data, "validation").records["label"].tolist()
+    shard = spoil_record(data, "validation", 11)
+    assert read_labels(data) == labels[:11] + labels[12:]
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"left out: {shard}: record 11 of validation at byte ")
+    assert line.endswith(f"prepare --check --repair {data}` to continue without the bad records")
+    assert len(repair(data, 1)) == 1
+    assert read_labels(data) == labels[:11] + labels[12:]
+    assert capsys.readouterr().err == ""

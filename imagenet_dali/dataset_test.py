@@ -12,26 +12,15 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
+from common.testing.commands import read_folder
 from imagenet_dali.dataset import open_split
-from imagenet_dali.prepare import prepare
-from imagenet_dali.prepare_test import tree, write_images
+from imagenet_dali.preparation import prepare
 from imagenet_dali.repair import repair
+from imagenet_dali.testing import spoil_record, write_images
 from imagenet_dali.verify import check
 from imagenet_dali.writer import Options
 
-FIRST = "train-00000-of-00002"
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("prepared")
-    prepare(write_images(folder / "images", 10), folder / "data", Options(shards=2))
-    return folder / "data"
-
-
-@pytest.fixture
-def data(prepared, tmp_path) -> Path:
-    return shutil.copytree(prepared, tmp_path / "data")
+FIRST = "train-00000-of-00003"
 
 
 def edit_manifest(root: Path, change) -> None:
@@ -58,10 +47,22 @@ def drop_line(path: Path) -> None:
 
 
 def swap_indexes(root: Path) -> None:
-    first, second = sorted((root / "idx_files" / "train").iterdir())
+    first, second, _ = sorted((root / "idx_files" / "train").iterdir())
     content = first.read_bytes()
     first.write_bytes(second.read_bytes())
     second.write_bytes(content)
+
+
+def raise_label(rows: np.ndarray) -> np.ndarray:
+    rows["label"][3] = 2
+    return rows
+
+
+class Evil:
+    """Unpickled, it would make a file."""
+
+    def __reduce__(self):
+        return os.mknod, ("made",)
 
 
 FAULTS = {
@@ -69,44 +70,36 @@ FAULTS = {
     "truncated shard": (lambda root: truncate(root / "train" / FIRST), f"{FIRST}: .* bytes, not .* as in the manifest"),
     "missing index": (lambda root: (root / "idx_files/train" / f"{FIRST}.idx").unlink(), r"idx: missing, .* no index"),
     "missing indexes": (lambda root: shutil.rmtree(root / "idx_files"), r"idx: missing, the shard has no index"),
-    "short index": (lambda root: drop_line(root / "idx_files/train" / f"{FIRST}.idx"), "7 lines for 8 records"),
+    "short index": (lambda root: drop_line(root / "idx_files/train" / f"{FIRST}.idx"), "79 lines for 80 records"),
     "index of another shard": (swap_indexes, "idx: does not fit its shard"),
     "missing table": (lambda root: (root / "records/train.npy").unlink(), "train.npy: missing"),
     "changed table": (lambda root: truncate(root / "records/train.npy"), "train.npy: differs from the manifest"),
-    "short table": (lambda root: edit_table(root, lambda rows: rows[:-1]), "15 rows, not 16 in 2 shards"),
+    "short table": (lambda root: edit_table(root, lambda rows: rows[:-1]), "239 rows, not 240 in 3 shards"),
+    "table of numbers": (lambda root: edit_table(root, lambda rows: np.zeros(240)), "npy: not a table of records"),
+    "table of pickled objects": (
+        lambda root: edit_table(root, lambda rows: np.array([Evil()], object)),
+        "train.npy: not a table of records",
+    ),
+    "labels out of range": (
+        lambda root: edit_table(root, raise_label),
+        "train.npy: labels 0 to 2, out of range for 2 classes",
+    ),
     "missing labels": (lambda root: (root / "labels.txt").unlink(), "labels.txt: missing or not 2 lines"),
     "short labels": (lambda root: drop_line(root / "labels.txt"), "labels.txt: missing or not 2 lines"),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_files_that_do_not_fit_the_manifest_are_refused(data, name):
+def test_files_that_do_not_fit_the_manifest_are_refused(data, name, monkeypatch):
     corrupt, message = FAULTS[name]
+    monkeypatch.chdir(data)
     corrupt(data)
     with pytest.raises(UserError, match=message) as caught:
         open_split(data, "train")
-    copy_back = "missing shard" in name or "labels" in name
+    copy_back = name in ("missing shard", "missing labels", "short labels")
     assert ("copy it from where" if copy_back else f"prepare --check --repair {data}") in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-class Evil:
-    """Unpickled, it would make a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return os.mknod, (str(self.path),)
-
-
-@pytest.mark.parametrize("kind", ["numbers", "pickled objects"])
-def test_a_table_of_something_else_is_refused_and_not_run(data, tmp_path, kind):
-    table = np.zeros(16) if kind == "numbers" else np.array([Evil(tmp_path / "made")], object)
-    edit_table(data, lambda rows: table)
-    with pytest.raises(UserError, match="train.npy: not a table of records; run"):
-        open_split(data, "train")
-    assert not (tmp_path / "made").exists()
+    assert not (data / "made").exists()
 
 
 @pytest.mark.parametrize("name", ["../evil", "/tmp/evil", "train/../../evil"])
@@ -119,64 +112,45 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(data, name, of):
             manifest["splits"]["train"]["shards"][0]["name"] = name
 
     edit_manifest(data, lead_out)
-    before = tree(data.parent)
+    before = read_folder(data.parent)
     for call in (lambda: open_split(data, "train"), lambda: repair(data, 1), lambda: check(data, 1)):
         with pytest.raises(UserError, match="manifest.json: not a manifest"):
             call()
-    assert tree(data.parent) == before
-
-
-def test_labels_out_of_range_are_refused(data):
-    def raise_label(rows):
-        rows["label"][3] = 2
-        return rows
-
-    edit_table(data, raise_label)
-    with pytest.raises(UserError, match="labels 0 to 2, out of range for 2 classes"):
-        open_split(data, "train")
+    assert read_folder(data.parent) == before
 
 
 def test_folders_that_are_no_data_set_say_what_to_do(data, tmp_path):
-    with pytest.raises(UserError, match="nowhere: no such folder"):
-        open_split(tmp_path / "nowhere", "train")
-    with pytest.raises(UserError, match="prepare SOURCE DEST"):
-        open_split(tmp_path, "train")
+    def expect(message: str, root: Path = data, split: str = "train") -> None:
+        with pytest.raises(UserError, match=message):
+            open_split(root, split)
+
+    expect("nowhere: no such folder", tmp_path / "nowhere")
+    expect("prepare SOURCE DEST", tmp_path)
     shutil.rmtree(data / "validation")
     edit_manifest(data, lambda manifest: manifest["splits"].pop("validation"))
-    with pytest.raises(UserError, match="no validation split, only train"):
-        open_split(data, "validation")
+    expect("no validation split, only train", split="validation")
     edit_manifest(data, lambda manifest: manifest.update(format=2))
-    with pytest.raises(UserError, match="format 2, not 1"):
-        open_split(data, "train")
+    expect("format 2, not 1")
     (data / "manifest.json").write_text("{")
-    with pytest.raises(UserError, match="not a manifest"):
-        open_split(data, "train")
+    expect("not a manifest")
     (data / "manifest.json").unlink()
-    with pytest.raises(UserError, match=f"--adopt {data}"):
-        open_split(data, "train")
+    expect(f"--adopt {data}")
     (data / ".partial").mkdir()
-    with pytest.raises(UserError, match="preparation was stopped; rerun the command"):
-        open_split(data, "train")
-    with pytest.raises(UserError, match="prepare SOURCE DEST"):
-        open_split(write_images(tmp_path / "images" / "train", 1).parent, "train")
+    expect("preparation was stopped; rerun the command")
+    expect("prepare SOURCE DEST", write_images(tmp_path / "images" / "train", 1).parent)
 
 
 def test_a_record_that_went_bad_is_named(data):
-    split = open_split(data, "train")
-    row = split.records[3]
-    path = split.shards[row["shard"]]
-    content = bytearray(path.read_bytes())
-    content[row["offset"] + row["image_start"] + row["image_size"] // 2] ^= 1
-    path.write_bytes(content)
+    path = spoil_record(data, "train", 3)
     split = open_split(data, "train")  # sizes and tables are right: only reading the record can tell
     split.read(2)
-    place = f"{path}: record 3 of train at byte {row['offset']}: checksum of the data does not match; run `python -m"
-    with pytest.raises(UserError, match=place):
+    place = f"{path}: record 3 of train at byte {split.records[3]['offset']}"
+    with pytest.raises(UserError, match=f"{place}: checksum of the data does not match; run `python -m"):
         split.read(3)
-    truncate(split.shards[1])
+    truncate(split.shards[2])
     with pytest.raises(UserError, match="length field says"):
         split.read(len(split) - 1)
-    split.shards[1].unlink()
+    split.shards[2].unlink()
     with pytest.raises(UserError, match="No such file"):
         split.read(len(split) - 1)
 
@@ -192,8 +166,8 @@ def test_threads_and_other_processes_read_the_same(prepared):
 
 def test_the_fingerprint_follows_the_content_and_not_the_place(prepared, data, tmp_path):
     train = open_split(prepared, "train").fingerprint
-    assert tree(prepared) == tree(data)
+    assert read_folder(prepared) == read_folder(data)
     assert open_split(data, "train").fingerprint == train
     assert open_split(data, "validation").fingerprint != train
-    prepare(write_images(tmp_path / "images", 10), tmp_path / "other", Options(shards=2, seed=1))
+    prepare(prepared.parent / "images", tmp_path / "other", Options(shards=3, seed=1))
     assert open_split(tmp_path / "other", "train").fingerprint != train

@@ -15,30 +15,15 @@ from common.data.sampling import NO_LABEL, EvalSampler, TrainSampler
 from common.errors import UserError
 from imagenet_dali.dataset import Split, open_split
 from imagenet_dali.imagenet_dali_dataloader import DaliReader
-from imagenet_dali.prepare import prepare
+from imagenet_dali.testing import spoil_record
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIZE = 24
 
 
-def write_photographs(root: Path, per_class: int, classes: int = 3) -> Path:
-    """Write smooth JPEGs of many shapes, as photographs are, into one folder for each class."""
-    random = np.random.default_rng(0)
-    for label in range(classes):
-        folder = root / f"class{label}"
-        folder.mkdir(parents=True)
-        for number in range(per_class):
-            coarse = Image.fromarray(random.integers(0, 256, (4, 5, 3), np.uint8))
-            width, height = random.integers(20, 90, 2).tolist()
-            coarse.resize((width, height), Image.Resampling.BICUBIC).save(folder / f"{number}.jpg", quality=90)
-    return root
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("dali")
-    prepare(write_photographs(folder / "images", 15), folder / "data")
-    return folder / "data"
+@pytest.fixture(scope="session")
+def root(photographs: Path) -> Path:
+    return photographs / "shards"
 
 
 @pytest.fixture
@@ -151,7 +136,7 @@ def test_batches_stay_as_they_are_while_others_are_read(root, closing):
 
 
 class Corrupt:
-    """A split, one of whose images lost its second half after preparation had checked it, checksum and all."""
+    """A split with one image that lost its second half, and whose checksum is right."""
 
     def __init__(self, split: Split, index: int) -> None:
         self.split, self.index = split, index
@@ -181,15 +166,10 @@ def test_an_image_that_does_not_decode_is_named(root, closing):
     assert "\n" not in str(raised.value)
 
 
-def test_a_record_that_changed_on_disk_is_named(root, tmp_path, closing):
-    split = open_split(root, "train")
-    content = bytearray(split.shards[0].read_bytes())
-    row = split.records[4]
-    content[row["offset"] + row["image_start"] + 100] ^= 1
-    shard = tmp_path / "shard"
-    shard.write_bytes(content)
-    split.shards[0] = shard
-    with pytest.raises(UserError, match=f"{shard}: record 4 of train at byte {row['offset']}"):
+def test_a_record_that_changed_on_disk_is_named(data, closing):
+    split = open_split(data, "train")
+    shard = spoil_record(data, "train", 4)
+    with pytest.raises(UserError, match=f"{shard}: record 4 of train at byte {split.records[4]['offset']}"):
         list(closing(train_loader(split)))
 
 

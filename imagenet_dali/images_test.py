@@ -1,4 +1,4 @@
-"""Every kind of good, odd and bad image file, against Pillow's view of the pixels."""
+"""All kinds of good, unusual and bad image files, compared with Pillow's pixels."""
 
 import io
 
@@ -24,16 +24,17 @@ def exif(orientation: int) -> Image.Exif:
     return tags
 
 
-@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"exif": exif(1)}, {"quality": 30}])
+BROKEN_EXIF = b"Exif\0\0II*\0\xff\xff\xff\xff"  # says nothing against the pixels
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"progressive": True}, {"subsampling": 0}, {"exif": exif(1)}, {"exif": BROKEN_EXIF}, {"quality": 30}],
+)
 def test_rgb_jpeg_passes_byte_for_byte(options):
     data = jpeg(**options)
     image = convert_image(data)
     assert (image.data, image.height, image.width, image.converted) == (data, 24, 40, False)
-
-
-def test_damaged_exif_does_not_count_against_the_pixels():
-    data = jpeg(exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
-    assert convert_image(data).data == data
 
 
 ODD = {
@@ -123,14 +124,9 @@ def test_bad_image_is_refused_with_a_reason(kind):
 
 def test_every_truncation_of_a_jpeg_is_refused():
     data = jpeg(16, 16)
-    accepted = []
     for length in range(len(data)):
-        try:
+        with pytest.raises(BadImageError):
             convert_image(data[:length])
-            accepted.append(length)
-        except BadImageError:
-            pass
-    assert accepted == []
 
 
 def test_check_jpeg_returns_what_pillow_sees():

@@ -1,4 +1,4 @@
-"""The preparation tool from images to a data set: its content, its refusals, and a kill in the middle."""
+"""The preparation command from images to a data set: its content, its refusals, and a kill in the middle."""
 
 import errno
 import io
@@ -11,32 +11,20 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import tfrecord
 from PIL import Image
 
 from common.errors import UserError
+from common.testing.commands import read_folder, run_forked
 from imagenet_dali.dataset import open_split
 from imagenet_dali.prepare import main, prepare
-from imagenet_dali.testing import BAD_IMAGES, encode, gradient, jpeg, write_bad_images
+from imagenet_dali.testing import BAD_IMAGES, encode, gradient, jpeg, write_bad_images, write_images
 from imagenet_dali.verify import check
 from imagenet_dali.writer import Options
 
 PROJECT = Path(__file__).parent.parent
-
-
-def write_images(root: Path, per_class: int, classes: int = 2, **options: object) -> Path:
-    """Fill class folders with pictures that differ."""
-    for label in range(classes):
-        folder = root / f"class_{label}"
-        folder.mkdir(parents=True)
-        for number in range(per_class):
-            (folder / f"{number:04d}.jpg").write_bytes(jpeg(24 + number % 16, 40 + label, seed=number, **options))
-    return root
-
-
-def tree(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
 def test_every_image_arrives_once_with_its_label(tmp_path):
@@ -56,31 +44,31 @@ def test_every_image_arrives_once_with_its_label(tmp_path):
     assert sorted(os.listdir(dest)) == ["idx_files", "labels.txt", "manifest.json", "records", "train", "validation"]
 
 
-def test_other_tools_read_the_shards_and_make_the_same_index(tmp_path):
-    source, dest = write_images(tmp_path / "images", 10), tmp_path / "data"
-    prepare(source, dest, Options(shards=2))
-    split = open_split(dest, "train")
-    theirs = []
+def test_another_tool_reads_the_shards_and_makes_the_same_index(prepared, tmp_path):
+    split, source = open_split(prepared, "train"), prepared.parent / "images"
+    kinds = dict.fromkeys(("image/encoded", "image/filename", "image/format", "image/class/text"), "byte")
+    kinds |= dict.fromkeys(("image/class/label", "image/height", "image/width"), "int")
+    index = 0
     for shard in split.shards:
-        index = tmp_path / "theirs.idx"
-        tool = Path(sys.executable).parent / "tfrecord2idx"
-        subprocess.run([sys.executable, tool, shard, index], check=True)
-        assert (dest / "idx_files" / "train" / f"{shard.name}.idx").read_bytes() == index.read_bytes()
-        keys = {"image/encoded": "byte", "image/class/label": "int", "image/filename": "byte"}
-        for record in tfrecord.tfrecord_loader(str(shard), None, keys):
-            image, label, filename = (record[key] for key in keys)
-            theirs.append((image, int(label[0]), filename.decode()))
-    assert len(theirs) == len(split) == 16
-    for index, (image, label, filename) in enumerate(theirs):
-        assert split.read(index) == (image, label)
-        assert (source / filename).read_bytes() == image
+        tfrecord.tools.tfrecord2idx.create_index(str(shard), str(tmp_path / "theirs"))
+        ours = prepared / "idx_files" / "train" / f"{shard.name}.idx"
+        assert ours.read_bytes() == (tmp_path / "theirs").read_bytes()
+        for record in tfrecord.tfrecord_loader(str(shard), None, kinds):
+            image, filename, kind, text = (bytes(record[key]) for key in list(kinds)[:4])
+            label, *size = (int(record[key][0]) for key in list(kinds)[4:])
+            assert split.read(index) == (image, label)
+            assert (kind, text.decode()) == (b"JPEG", split.class_names[label])
+            assert (source / filename.decode()).read_bytes() == image
+            assert size == [split.records[index]["height"], split.records[index]["width"]]
+            index += 1
+    assert index == len(split) == 240
 
 
 def test_options_decide_the_content_and_workers_do_not(tmp_path):
     source = write_images(tmp_path / "images", 10)
     prepare(source, tmp_path / "one", Options(shards=3))
     prepare(source, tmp_path / "two", Options(shards=3), workers=2)
-    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+    assert read_folder(tmp_path / "one") == read_folder(tmp_path / "two")
     prepare(source, tmp_path / "small", Options(short_side=16))
     rows = open_split(tmp_path / "small", "train").records
     assert np.minimum(rows["height"], rows["width"]).tolist() == [16] * 16
@@ -93,22 +81,18 @@ def start(source: Path, dest: Path, **options: object) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.DEVNULL, **options)
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def wait_until(condition, seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_killed_and_restarted_equals_never_stopped(tmp_path):
@@ -119,10 +103,10 @@ def test_killed_and_restarted_equals_never_stopped(tmp_path):
         path.write_bytes(encode(gradient(300, 300, number), "PNG"))
     process = start(source, dest)
     wait_until(lambda: len(list(dest.glob(".partial/train/*.json"))) >= 3)
-    workers = children(process.pid)
+    workers = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGKILL)
     process.wait()
-    wait_until(lambda: not any(is_running(pid) for pid in workers))
+    wait_until(lambda: all(map(has_ended, workers)))
     done = {path.name: path.stat().st_mtime_ns for path in dest.glob(".partial/train/*.json")}
     assert 3 <= len(done) < 40
     assert not (dest / "manifest.json").exists()
@@ -132,13 +116,32 @@ def test_killed_and_restarted_equals_never_stopped(tmp_path):
     assert start(source, dest).wait() == 0
     assert {name: (dest / "train" / name.removesuffix(".json")).stat().st_mtime_ns for name in done} == shards
     prepare(source, tmp_path / "uninterrupted", Options(shards=40))
-    assert tree(dest) == tree(tmp_path / "uninterrupted")
+    assert read_folder(dest) == read_folder(tmp_path / "uninterrupted")
 
 
-def test_the_same_job_again_does_nothing_and_another_one_is_refused(tmp_path, capsys):
-    source, dest = write_images(tmp_path / "images", 5), tmp_path / "data"
+def test_ctrl_c_leaves_no_process_and_no_traceback(tmp_path):
+    source, dest = write_images(tmp_path / "images", 500), tmp_path / "data"
+    process = start(source, dest, stderr=subprocess.PIPE, start_new_session=True)
+    wait_until(lambda: any(dest.glob(".partial/train/*.json")))
+    workers = psutil.Process(process.pid).children()
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "stopped; rerun the command to resume" in stderr.decode()
+    assert "Traceback" not in stderr.decode()
+    wait_until(lambda: all(map(has_ended, workers)))
+
+
+@pytest.fixture
+def folders(tmp_path) -> tuple[Path, Path]:
+    """A source of ten images, and where to prepare it."""
+    return write_images(tmp_path / "images", 5), tmp_path / "data"
+
+
+def test_the_same_job_again_does_nothing_and_another_one_is_refused(folders, capsys):
+    source, dest = folders
     main([str(source), str(dest), "--workers=1"])
-    before = tree(dest)
+    before = read_folder(dest)
     main([str(source), str(dest), "--workers=1"])
     assert "complete already" in capsys.readouterr().out
     with pytest.raises(UserError, match="made with other quality"):
@@ -146,50 +149,66 @@ def test_the_same_job_again_does_nothing_and_another_one_is_refused(tmp_path, ca
     (source / "class_0" / "new.jpg").write_bytes(jpeg())
     with pytest.raises(UserError, match="made with other files"):
         main([str(source), str(dest)])
-    assert tree(dest) == before
+    assert read_folder(dest) == before
 
 
-def test_a_second_process_on_the_same_job_is_refused(tmp_path, monkeypatch):
-    source, dest = write_images(tmp_path / "images", 5), tmp_path / "data"
-
+def test_a_second_process_on_the_same_job_is_refused(folders, monkeypatch):
     def write_from_two_processes(task):
         with pytest.raises(UserError, match="is being written by"):
-            prepare(source, dest)
+            prepare(*folders)
         raise InterruptedError
 
     with monkeypatch.context() as patch:
         patch.setattr("imagenet_dali.preparation.write_shard", write_from_two_processes)
         with pytest.raises(InterruptedError):
-            prepare(source, dest)
-    prepare(source, dest)
-    assert len(open_split(dest, "train")) == 8
+            prepare(*folders)
+    prepare(*folders)
+    assert len(open_split(folders[1], "train")) == 8
 
 
-def test_an_unfinished_job_is_not_mixed_with_another_one(tmp_path, monkeypatch):
-    source, dest = write_images(tmp_path / "images", 5), tmp_path / "data"
-    monkeypatch.setattr("imagenet_dali.preparation.write_dataset", None)
-    with pytest.raises(TypeError):  # stopped after the shards, before the tables
-        prepare(source, dest)
-    monkeypatch.undo()
+def test_an_unfinished_job_is_not_mixed_with_another_one(folders, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("imagenet_dali.preparation.write_dataset", None)
+        with pytest.raises(TypeError):  # stopped after the shards, before the tables
+            prepare(*folders)
     with pytest.raises(UserError, match="made with other seed"):
-        prepare(source, dest, Options(seed=1))
+        prepare(*folders, Options(seed=1))
+    prepare(*folders)
+    assert len(open_split(folders[1], "train")) == 8
+    assert not (folders[1] / ".partial").exists()
+
+
+def test_a_full_disk_is_named_and_the_restart_continues(folders, monkeypatch):
+    def fail(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    source, dest = folders
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", fail)
+        with pytest.raises(UserError, match=f"{dest}: No space left on device; fix that and rerun the command"):
+            main([str(source), str(dest), "--workers=1"])
+    assert read_folder(dest) == {}
     prepare(source, dest)
     assert len(open_split(dest, "train")) == 8
-    assert not (dest / ".partial").exists()
 
 
 def test_few_bad_images_are_left_out_and_listed(tmp_path, capsys):
-    source, dest = write_images(tmp_path / "images", 100), tmp_path / "data"
+    source, dest = write_images(tmp_path / "images", 200), tmp_path / "data"
     (source / "class_0" / "cut.jpg").write_bytes(jpeg()[:-50])
     (source / "class_1" / "notes.txt").write_text("not an image")
+    os.mkfifo(source / "class_0" / "pipe.jpg")
+    with open(source / "class_1" / "large.jpg", "wb") as file:
+        file.write(jpeg())
+        file.truncate(1 << 40)  # takes no room on the disk
     prepare(source, dest)
-    listed = (dest / "refused.txt").read_text().splitlines()
-    assert [line.split("\t")[0] for line in listed] == ["class_0/cut.jpg", "class_1/notes.txt"]
-    assert "Premature end" in listed[0]
-    assert "not one of JPEG" in listed[1]
-    assert "2 refused" in capsys.readouterr().out
-    assert sum(len(open_split(dest, split)) for split in ("train", "validation")) == 200
-    assert json.loads((dest / "manifest.json").read_text())["made"]["refused"] == 2
+    cut, pipe, large, notes = (dest / "refused.txt").read_text().splitlines()
+    assert cut.startswith("class_0/cut.jpg\tPremature end")
+    assert pipe == "class_0/pipe.jpg\tnot a regular file"
+    assert large == "class_1/large.jpg\t1,099,511,627,776 bytes are more than 401,048,576"
+    assert notes.startswith("class_1/notes.txt\tnot one of JPEG")
+    assert "4 refused" in capsys.readouterr().out
+    assert sum(len(open_split(dest, split)) for split in ("train", "validation")) == 400
+    assert json.loads((dest / "manifest.json").read_text())["made"]["refused"] == 4
 
 
 REPORT_MEMORY = """
@@ -226,7 +245,7 @@ def test_a_thousand_bad_images_are_all_listed_and_none_decompresses(thousand, tm
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "refused.txt: 1000 images refused, more than 1% of 1060; fix or remove them" in done.stderr
-    assert list(tree(tmp_path / "data")) == ["refused.txt"]
+    assert list(read_folder(tmp_path / "data")) == ["refused.txt"]
     check_refused(tmp_path / "data", kinds)
     assert int(done.stdout.splitlines()[-1]) < 150_000  # kB; the smallest of the bombs would add 144,000 to 47,000
 
@@ -242,115 +261,63 @@ def test_of_a_thousand_bad_images_none_reaches_the_shards(thousand, tmp_path, mo
     assert check(tmp_path / "data", 1) == []
 
 
-def test_nothing_but_bad_images_makes_no_data_set(tmp_path):
-    for label in range(2):
-        write_bad_images(tmp_path / "images" / f"class_{label}", 50)
-    with pytest.raises(UserError, match="100 images refused, all training images of class class_0"):
-        prepare(tmp_path / "images", tmp_path / "data")
-    assert list(tree(tmp_path / "data")) == ["refused.txt"]
-
-
-def test_pipes_and_files_too_large_for_an_image_are_refused_unread(tmp_path):
-    source, dest = write_images(tmp_path / "images", 100), tmp_path / "data"
-    os.mkfifo(source / "class_0" / "pipe.jpg")
-    with open(source / "class_1" / "large.jpg", "wb") as file:
-        file.write(jpeg())
-        file.truncate(1 << 40)  # takes no room on the disk
-    prepare(source, dest)
-    assert (dest / "refused.txt").read_text().splitlines() == [
-        "class_0/pipe.jpg\tnot a regular file",
-        "class_1/large.jpg\t1,099,511,627,776 bytes are more than 401,048,576",
-    ]
-
-
-def test_many_bad_images_stop_the_preparation_and_leave_only_the_list(tmp_path):
-    source, dest = write_images(tmp_path / "images", 50), tmp_path / "data"
-    bad = [source / "class_0" / f"bad{number}.jpg" for number in range(2)]
-    for path in bad:
-        path.write_bytes(b"")
-    with pytest.raises(UserError, match=r"refused.txt: 2 images refused, more than 1% of 102"):
+@pytest.mark.parametrize(
+    ("per_class", "bad", "message"),
+    [
+        (50, ["class_0/bad0.jpg", "class_0/bad1.jpg"], "refused.txt: 2 images refused, more than 1% of 102"),
+        (200, ["class_x/only.jpg"], "refused.txt: 1 images refused, all training images of class class_x"),
+    ],
+)
+def test_too_many_bad_images_stop_the_preparation_and_leave_only_the_list(tmp_path, per_class, bad, message):
+    source, dest = write_images(tmp_path / "images", per_class), tmp_path / "data"
+    for name in bad:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(bytes(100))
+    with pytest.raises(UserError, match=message):
         prepare(source, dest)
-    assert list(tree(dest)) == ["refused.txt"]
-    for path in bad:
-        path.unlink()
+    assert list(read_folder(dest)) == ["refused.txt"]
+    for name in bad:
+        (source / name).write_bytes(jpeg())
     prepare(source, dest)
-    assert len(open_split(dest, "train")) == 80
     assert not (dest / "refused.txt").exists()
+    assert sum(len(open_split(dest, split)) for split in ("train", "validation")) == 2 * per_class + len(bad)
 
 
-def test_a_class_that_loses_all_images_stops_the_preparation(tmp_path):
-    source, dest = write_images(tmp_path / "images", 200), tmp_path / "data"
-    (source / "class_x").mkdir()
-    (source / "class_x" / "only.jpg").write_bytes(bytes(100))
-    with pytest.raises(UserError, match="all training images of class class_x"):
-        prepare(source, dest)
-    assert list(tree(dest)) == ["refused.txt"]
-
-
-def test_wrong_folders_are_refused_before_anything_is_written(tmp_path):
-    source = write_images(tmp_path / "images", 5)
+def test_wrong_folders_are_refused_before_anything_is_written(folders, tmp_path):
+    source, dest = folders
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("important")
-    before = tree(tmp_path)
+    before = read_folder(tmp_path)
     for arguments, message in [
-        ((tmp_path / "nowhere", tmp_path / "data"), "nowhere: no such folder"),
-        ((tmp_path / "mine", tmp_path / "data"), "mine: 0 class folders"),
+        ((tmp_path / "nowhere", dest), "nowhere: no such folder"),
+        ((tmp_path / "mine", dest), "mine: 0 class folders"),
         ((source, tmp_path / "mine"), "mine: not empty and not a data set"),
         ((source, tmp_path / "mine" / "thesis.tex"), "not empty and not a data set"),
         ((source, source / "data"), "lies inside SOURCE"),
-        ((source, tmp_path / "data", "--quality=0"), "--quality=0: choose 1 to 100"),
-        ((source, tmp_path / "data", "--validation-share=1"), "--validation-share=1.0: choose 0 to"),
-        ((source, tmp_path / "data", "--shards=100"), "--shards=100: more than the 8 training images"),
+        ((source, dest, "--quality=0"), "--quality=0: choose 1 to 100"),
+        ((source, dest, "--validation-share=1"), "--validation-share=1.0: choose 0 to"),
+        ((source, dest, "--shards=100"), "--shards=100: more than the 8 training images"),
         ((source,), "give SOURCE and DEST"),
         ((), "give SOURCE and DEST"),
-        ((source, tmp_path / "data", "--check"), "give SOURCE and DEST"),
+        ((source, dest, "--check"), "give SOURCE and DEST"),
         ((source, "--check", "--adopt"), "give SOURCE and DEST"),
-        ((source, tmp_path / "data", "--repair"), "--repair goes with --check DIR"),
+        ((source, dest, "--repair"), "--repair goes with --check DIR"),
     ]:
         with pytest.raises(UserError, match=message):
             main([str(argument) for argument in arguments])
-    assert tree(tmp_path) == before
+    assert read_folder(tmp_path) == before
 
 
-def test_what_the_system_refuses_is_one_line(tmp_path):
-    source = write_images(tmp_path / "images", 5)
+def test_what_the_system_refuses_is_one_line(folders, tmp_path):
+    source, dest = folders
     (tmp_path / "file").write_text("")
-    command = [sys.executable, "-m", "imagenet_dali.prepare", source, tmp_path / "file" / "data"]
-    result = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
-    assert result.returncode == 2
-    assert result.stderr.startswith(f"error: {tmp_path / 'file'}")
-    assert result.stderr.count("\n") == 1
+    ended = run_forked(main, [source, tmp_path / "file" / "data"])
+    assert ended.code == 2
+    assert ended.stderr.startswith(f"error: {tmp_path / 'file'}")
+    assert ended.stderr.count("\n") == 1
     (source / "class_0" / "link.jpg").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"link.jpg: No such file or directory; fix that and rerun the command"):
-        main([str(source), str(tmp_path / "data")])
-
-
-def test_a_full_disk_is_named_and_the_restart_continues(tmp_path, monkeypatch):
-    source, dest = write_images(tmp_path / "images", 5), tmp_path / "data"
-
-    def fail(descriptor):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", fail)
-        with pytest.raises(UserError, match=f"{dest}: No space left on device; fix that and rerun the command"):
-            main([str(source), str(dest), "--workers=1"])
-    assert tree(tmp_path / "data") == {}
-    prepare(source, dest)
-    assert len(open_split(dest, "train")) == 8
-
-
-def test_ctrl_c_leaves_no_process_and_no_traceback(tmp_path):
-    source, dest = write_images(tmp_path / "images", 500), tmp_path / "data"
-    process = start(source, dest, stderr=subprocess.PIPE, start_new_session=True)
-    wait_until(lambda: any(dest.glob(".partial/train/*.json")))
-    workers = children(process.pid)
-    os.killpg(process.pid, signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "stopped; rerun the command to resume" in stderr.decode()
-    assert "Traceback" not in stderr.decode()
-    wait_until(lambda: not any(is_running(pid) for pid in workers))
+        main([str(source), str(dest)])
 
 
 def test_workers_do_not_import_torch():

@@ -1,37 +1,23 @@
-"""`--check --repair` leaves out exactly what is bad, says so, and is done wholly or not at all."""
+"""`--check --repair` leaves out exactly the bad records, lists them, and is atomic."""
 
 import json
+import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from common.errors import UserError
+from common.testing.commands import read_folder, run_forked
 from imagenet_dali.dataloader import describe_data
 from imagenet_dali.dataset import open_split
 from imagenet_dali.manifest import index_path, records_path
-from imagenet_dali.prepare import main, prepare
-from imagenet_dali.prepare_test import PROJECT, tree, write_images
+from imagenet_dali.preparation import prepare
+from imagenet_dali.prepare import main
 from imagenet_dali.records import build_example, frame
 from imagenet_dali.repair import repair
-from imagenet_dali.testing import jpeg, spoil_record
+from imagenet_dali.testing import jpeg, spoil_record, write_images
 from imagenet_dali.verify import check
-from imagenet_dali.writer import Options
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory) -> Path:
-    """240 training and 60 validation images: three bad ones are allowed."""
-    folder = tmp_path_factory.mktemp("prepared")
-    prepare(write_images(folder / "images", 150), folder / "data", Options(shards=3))
-    return folder / "data"
-
-
-@pytest.fixture
-def data(prepared, tmp_path) -> Path:
-    return shutil.copytree(prepared, tmp_path / "data")
 
 
 def images_of(root: Path, split: str) -> list[tuple[bytes, int]]:
@@ -43,17 +29,13 @@ def describe(root: Path):
     return describe_data({"root": str(root), "loader": "dali"})
 
 
-def shards_of(root: Path) -> dict[str, bytes]:
-    return {name: content for name, content in tree(root).items() if name.startswith(("train/", "validation/"))}
-
-
 def test_bad_records_are_left_out_and_nothing_else(data, capsys):
     train, validation = images_of(data, "train"), images_of(data, "validation")
     before, original = describe(data), open_split(data, "train")
     offsets = original.records["offset"][[0, 100]].tolist()
     for split, index in (("train", 0), ("train", 100), ("validation", 59)):
         spoil_record(data, split, index)
-    shards = shards_of(data)
+    shards = read_folder(data / "train"), read_folder(data / "validation")
     main(["--check", "--repair", str(data), "--workers=2"])
     *lines, _, _ = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
@@ -63,7 +45,7 @@ def test_bad_records_are_left_out_and_nothing_else(data, capsys):
     assert images_of(data, "train") == train[1:100] + train[101:]
     assert images_of(data, "validation") == validation[:59]
     assert check(data, 1) == []
-    assert shards_of(data) == shards
+    assert (read_folder(data / "train"), read_folder(data / "validation")) == shards
     index = index_path(data, "train", original.shards[1].name).read_text().splitlines()
     assert len(index) == 79
     assert not any(line.startswith(f"{offsets[1]} ") for line in index)
@@ -77,16 +59,16 @@ def test_bad_records_are_left_out_and_nothing_else(data, capsys):
 
 
 def test_repairing_what_is_good_changes_nothing(data, capsys):
-    before = tree(data)
+    before = read_folder(data)
     assert repair(data, 1) == []
     main(["--check", "--repair", str(data), "--workers=1"])
     assert "every record left is verified" in capsys.readouterr().out
-    assert tree(data) == before
+    assert read_folder(data) == before
     spoil_record(data, "train", 5)
     assert len(repair(data, 1)) == 1
-    repaired = tree(data)
+    repaired = read_folder(data)
     assert repair(data, 1) == []
-    assert tree(data) == repaired
+    assert read_folder(data) == repaired
 
 
 def test_each_repair_is_remembered_and_all_count_against_the_limit(data):
@@ -98,20 +80,20 @@ def test_each_repair_is_remembered_and_all_count_against_the_limit(data):
         assert describe(data).earlier == tuple(fingerprints[:-1])
     assert len(set(fingerprints)) == 4
     spoil_record(data, "train", 5)
-    before = tree(data)
+    before = read_folder(data)
     with pytest.raises(UserError, match=r"4 of 300 records are bad, more than 1%: .* record .*; nothing was changed"):
         repair(data, 1)
-    assert tree(data) == before
+    assert read_folder(data) == before
 
 
 def test_lost_tables_and_indexes_are_worked_out_from_the_shards(data):
-    before = tree(data)
+    before = read_folder(data)
     index = index_path(data, "train", open_split(data, "train").shards[0].name)
     index.unlink()
     records_path(data, "train").write_bytes(b"nothing")
     records_path(data, "validation").unlink()
     assert repair(data, 1) == []
-    assert tree(data) == before
+    assert read_folder(data) == before
 
 
 def test_a_truncated_shard_keeps_its_first_records(data):
@@ -127,11 +109,11 @@ def test_a_truncated_shard_keeps_its_first_records(data):
 
 def test_what_cannot_be_repaired_stays_as_it_is(data, tmp_path):
     (shard := open_split(data, "train").shards[0]).rename(tmp_path / "shard")
-    before = tree(data)
+    before = read_folder(data)
     for call in (lambda: repair(data, 1), lambda: open_split(data, "train")):
         with pytest.raises(UserError, match=f"{shard}: missing; copy it from where the data set came from"):
             call()
-    assert tree(data) == before
+    assert read_folder(data) == before
     shutil.copy(tmp_path / "shard", shard)
     (data / "labels.txt").unlink()
     with pytest.raises(UserError, match="labels.txt: missing or not 2 lines; copy it"):
@@ -145,10 +127,10 @@ def test_a_class_that_would_lose_all_its_training_images_stops_the_repair(tmp_pa
     prepare(source.parent, tmp_path / "data")
     index = open_split(tmp_path / "data", "train").records["label"].tolist().index(2)
     spoil_record(tmp_path / "data", "train", index)
-    before = tree(tmp_path)
+    before = read_folder(tmp_path)
     with pytest.raises(UserError, match="class 2 would lose all its train images; nothing was changed"):
         repair(tmp_path / "data", 1)
-    assert tree(tmp_path) == before
+    assert read_folder(tmp_path) == before
 
 
 def test_adopted_shards_keep_their_labels(tmp_path):
@@ -167,22 +149,6 @@ def test_adopted_shards_keep_their_labels(tmp_path):
     assert check(tmp_path, 1) == []
 
 
-KILLED = """
-import os, sys
-from pathlib import Path
-from imagenet_dali import repair
-replace, left = os.replace, int(sys.argv[2])
-def replace_or_die(*paths):
-    global left
-    left -= 1
-    if left < 0:
-        os._exit(9)
-    replace(*paths)
-os.replace = replace_or_die
-repair.repair(Path(sys.argv[1]), 1)
-"""
-
-
 def test_killed_anywhere_it_is_the_old_or_after_another_call_the_new(data, tmp_path):
     old = describe(data)
     for split, index in (("train", 7), ("validation", 3)):
@@ -192,8 +158,13 @@ def test_killed_anywhere_it_is_the_old_or_after_another_call_the_new(data, tmp_p
     left_old = []
     for kill in range(100):
         killed = shutil.copytree(bad, tmp_path / f"killed{kill}")
-        command = [sys.executable, "-c", KILLED, str(killed), str(kill)]
-        code = subprocess.run(command, cwd=PROJECT, stderr=subprocess.DEVNULL, check=False).returncode
+
+        def repair_and_die(argv: list[str], kill: int = kill) -> None:
+            replace, done = os.replace, iter(range(kill))
+            os.replace = lambda *paths: replace(*paths) if next(done, None) is not None else os._exit(9)
+            repair(Path(*argv), 1)
+
+        code = run_forked(repair_and_die, [killed]).code
         if code == 0:
             break
         assert code == 9
@@ -201,6 +172,6 @@ def test_killed_anywhere_it_is_the_old_or_after_another_call_the_new(data, tmp_p
         if left_old[-1]:
             assert describe(killed) == old
         repair(killed, 1)
-        assert tree(killed) == tree(data)
-    # two tables and two indexes, the manifest, and the four at their place
+        assert read_folder(killed) == read_folder(data)
+    # two tables and two indexes, the manifest, and the four in their place
     assert left_old == [True] * 5 + [False] * 4

@@ -1,4 +1,4 @@
-"""What tests share: a tiny data set, a tiny config, a command line, and faults to put into the data."""
+"""What tests share: tiny data sets, a tiny config, a command line, and corrupt images."""
 
 import functools
 import io
@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,34 @@ def prepare_data(folder: Path) -> Path:
     return folder / "shards"
 
 
+def write_images(root: Path, per_class: int, classes: int = 2) -> Path:
+    """Write different small JPEGs as ``root/class_<label>/<number>.jpg``; return ``root``."""
+    for label in range(classes):
+        folder = root / f"class_{label}"
+        folder.mkdir(parents=True)
+        for number in range(per_class):
+            (folder / f"{number:04d}.jpg").write_bytes(jpeg(24 + number % 16, 40 + label, seed=number))
+    return root
+
+
+def write_photographs(root: Path, names: Sequence[str], per_class: int) -> Path:
+    """Write smooth JPEGs of many shapes, as photographs are, as ``root/<name>/<number>.jpg``; return ``root``."""
+    random = np.random.default_rng(0)
+    for name in names:
+        (root / name).mkdir(parents=True)
+        for number in range(per_class):
+            coarse = Image.fromarray(random.integers(0, 256, (4, 5, 3), np.uint8))
+            width, height = random.integers(30, 90, 2).tolist()
+            coarse.resize((width, height), Image.Resampling.BICUBIC).save(root / name / f"{number}.jpg", quality=90)
+    return root
+
+
 def run(
     command: str, cwd: Path = HERE, code: int = 0, timeout: float = 300, **environ: str
 ) -> subprocess.CompletedProcess:
-    """Run a command line as a user would, by default in the task's folder; it must end with exit status ``code``.
+    """Run a command line as a user would, by default in the task's folder; expect exit status ``code``.
 
-    ``python`` in it is this interpreter, and no launcher's variables are inherited.
+    ``python`` in it is this interpreter; launchers' variables are not inherited.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     answer = subprocess.run(
@@ -84,7 +106,7 @@ def run(
 
 
 def gradient(height: int = 24, width: int = 40, seed: int = 0) -> Image.Image:
-    """Return a smooth colour picture, so that JPEG hardly changes it and any wrong rotation or channel shows."""
+    """Return a smooth colour image, which JPEG hardly changes and in which a wrong rotation or channel shows."""
     y, x = np.mgrid[0:height, 0:width]
     pixels = np.stack([x * 255 / width, y * 255 / height, np.full_like(x, (40 + 83 * seed) % 256)], -1)
     return Image.fromarray(pixels.astype(np.uint8))
@@ -120,7 +142,7 @@ def with_flipped_bit(data: bytes, position: int) -> bytes:
 
 @functools.cache
 def png_bomb(side: int, bytes_that_are_there: int) -> bytes:
-    """Return a PNG of ``side`` x ``side`` black and white pixels, whose data may end before the picture does."""
+    """Return a black and white PNG of ``side`` x ``side`` pixels, whose data may be incomplete."""
     header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(bytes(bytes_that_are_there))), (b"IEND", b""))
     framed = (struct.pack(">I", len(data)) + kind + data + _crc(kind + data) for kind, data in chunks)
@@ -131,8 +153,7 @@ def _crc(data: bytes) -> bytes:
     return struct.pack(">I", zlib.crc32(data))
 
 
-# By the fault's name: a function from a number, which varies the picture, to the content of a file, and a part of the
-# reason for which preparation refuses it.
+# name of the fault: (content of a file, by a number that varies the image; part of the reason given by preparation)
 BAD_IMAGES: dict[str, tuple[Callable[[int], bytes], str]] = {
     "empty": (lambda seed: b"", "empty file"),
     "zeros": (lambda seed: bytes(1000 + seed), "not one of JPEG"),
@@ -164,7 +185,7 @@ BAD_IMAGES: dict[str, tuple[Callable[[int], bytes], str]] = {
 
 
 def write_bad_images(folder: Path, count: int) -> dict[Path, str]:
-    """Write ``count`` images that must not reach training, of all kinds in turn; return the kind of each."""
+    """Write ``count`` images that must not reach training, cycling through all kinds; return the kind of each."""
     folder.mkdir(parents=True, exist_ok=True)
     kinds, written = list(BAD_IMAGES), {}
     for number in range(count):
@@ -176,7 +197,7 @@ def write_bad_images(folder: Path, count: int) -> dict[Path, str]:
 
 
 def spoil_record(root: Path, split: str, index: int) -> Path:
-    """Flip a bit in the middle of an image of a prepared data set, and return the shard that it is in."""
+    """Flip a bit in the middle of an image of a prepared data set; return its shard."""
     opened = open_split(root, split)
     row = opened.records[index]
     shard = opened.shards[row["shard"]]

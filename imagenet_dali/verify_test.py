@@ -1,43 +1,28 @@
-"""`--check` finds every damage."""
-
-from pathlib import Path
+"""`--check` finds all damage."""
 
 import numpy as np
 import pytest
 
 from common.errors import UserError
+from common.testing.commands import read_folder
 from imagenet_dali.dataset import open_split
-from imagenet_dali.prepare import main, prepare
-from imagenet_dali.prepare_test import tree, write_images
+from imagenet_dali.prepare import main
+from imagenet_dali.testing import spoil_record
 from imagenet_dali.verify import check
-from imagenet_dali.writer import Options
 
 
-@pytest.fixture
-def data(tmp_path) -> Path:
-    prepare(write_images(tmp_path / "images", 10), tmp_path / "data", Options(shards=2))
-    return tmp_path / "data"
-
-
-def flip(path: Path, position: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(bytes(content))
-
-
-def test_check_finds_nothing_in_good_data(data, capsys):
-    before = tree(data)
-    assert check(data, 1) == check(data, 2) == []
-    main(["--check", str(data), "--workers=1"])
+def test_check_finds_nothing_in_good_data(prepared, capsys):
+    before = read_folder(prepared)
+    assert check(prepared, 1) == check(prepared, 2) == []
+    main(["--check", str(prepared), "--workers=1"])
     assert "every record verified" in capsys.readouterr().out
-    assert tree(data) == before
+    assert read_folder(prepared) == before
 
 
 def test_check_lists_all_that_is_wrong(data, capsys):
     split = open_split(data, "train")
-    first, second = split.shards
-    row = split.records[2]
-    flip(first, int(row["offset"] + row["image_start"] + 100))
+    first, second, _ = split.shards
+    spoil_record(data, "train", 2)
     second.write_bytes(second.read_bytes()[:-1])
     (data / "idx_files" / "validation" / "validation-00000-of-00001.idx").unlink()
     faults = check(data, 1)
@@ -45,9 +30,9 @@ def test_check_lists_all_that_is_wrong(data, capsys):
         f"{second}: {second.stat().st_size} bytes, not {second.stat().st_size + 1} as in the manifest",
         "validation-00000-of-00001.idx: missing",
         f"{first}: content differs from the manifest (sha256)",
-        f"{first}: record 2 at byte {row['offset']}: checksum of the data does not match",
+        f"{first}: record 2 at byte {split.records[2]['offset']}: checksum of the data does not match",
         f"{second}: content differs from the manifest (sha256)",
-        f"{second}: record 7 at byte",
+        f"{second}: record 79 at byte",
     ]
     assert len(faults) == len(expected)
     assert all(text in fault for text, fault in zip(expected, faults, strict=True))

@@ -1,17 +1,17 @@
-"""ViT-B/16 on Caltech-101 in full precision: SGD, 128 images a GPU. The base of the comparison of mixed precision.
+"""ViT-B/16 on Caltech-101 in full precision: SGD, 128 images per GPU. The baseline for mixed precision.
 
     DATA=/path/to/caltech101 torchrun --nproc_per_node 1 train.py --config config/config_fp32.py
     python -m torch.distributed.launch --nproc_per_node 4 --master_addr localhost --master_port 29500 train.py \
         --config config/config_fp32.py
 
-Source: Colossal-AI's AMP example: 25.0 GB and 107.5 images/s on a GPU that it does not name, and no accuracy. From
-random weights, on 6,941 images, a few epochs show speed and memory, not what the model could reach.
+Source: Colossal-AI's AMP example: 25.0 GB and 107.5 images/s on an unnamed GPU, no accuracy. A few epochs from random
+weights on 6,941 images show speed and memory, not the accuracy that the model can reach.
 
-Other than the source: 10 epochs instead of 2; crops are cut from whole images, not from ones resized to 256; and its
-dataset is Caltech-101 with 101 classes, where the source's code loads CIFAR-10 into a head of 1,000.
+Differences from the source: 10 epochs instead of 2; an evaluation; crops are cut from whole images instead of images
+resized to 256; the data are Caltech-101 with 101 classes, while the source's code loads CIFAR-10 into a head of 1,000.
 """
 
-MICRO_BATCH_SIZE = 128  # on each GPU, however many
+MICRO_BATCH_SIZE = 128  # per GPU, on any number of them
 GPUS = 1
 
 NUM_EPOCHS = 10

@@ -1,9 +1,9 @@
-"""Handwritten digits in minutes on two CPU cores, through everything that the 32K recipe uses.
+"""Handwritten digits in minutes on two CPU cores, with all components of the 32K recipe.
 
     bash scripts/quickstart.sh
 
 Data: scikit-learn's 1,797 digits of 8 x 8 pixels, enlarged to 32 x 32, a fifth held out. Expected: at least 98 % top-1.
-Arithmetic: bfloat16 on a CPU with instructions for it (AVX512_BF16, AMX), float32 on others; three minutes at most.
+Precision: bfloat16 on a CPU with instructions for it (AVX512_BF16, AMX), float32 on others. At most three minutes.
 """
 
 from colossalai.amp import AMP_TYPE

@@ -4,8 +4,11 @@
     srun python train_dali.py --local_rank=$SLURM_PROCID --world_size=$SLURM_NPROCS --host=$HOST --port=29500 \
         --config=vit-b16.py
 
-Source: Colossal-AI's large-batch ViT example. It published curves only: accuracy sags where the learning rate peaks,
+Source: Colossal-AI's large-batch ViT example. It published curves only: accuracy drops where the learning rate peaks,
 and ends near 72.7 % top-1. Not run by this project at full length.
+
+Differences from the source: its last version applies RandAugment, which the published run did not; images are
+normalised with ImageNet's mean and standard deviation, there with 127.5 for both.
 """
 
 from colossalai.amp import AMP_TYPE

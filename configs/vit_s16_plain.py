@@ -5,9 +5,9 @@
 Source: https://arxiv.org/abs/2205.01580 and big_vision's vit_s16_i1k.py: 76.5 % top-1 after 90 epochs, in 6 to 7 hours
 on a TPU v3-8; 80.0 % after 300 (--set NUM_EPOCHS=300). Not run by this project.
 
-AdamW's weight decay of 0.1 is the source's 1e-4 in torch's terms, which multiply it by the learning rate. RandAugment's
-operations are torchvision's: without the source's Invert, SolarizeAdd and Cutout. Pillow decodes, because DALI's
-RandAugment cannot resume exactly. All of the training images are used; the source holds 1 % back.
+Differences from the source: RandAugment's operations are torchvision's, without Invert, SolarizeAdd and Cutout; all
+training images are used, while the source holds out 1 %. AdamW's weight decay of 0.1 is the source's 1e-4: torch
+multiplies it by the learning rate. Pillow decodes, because DALI's RandAugment cannot resume exactly.
 """
 
 from colossalai.amp import AMP_TYPE

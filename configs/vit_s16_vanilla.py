@@ -7,8 +7,8 @@
 Source: Colossal-AI's benchmark: about 74.5 % top-1, in about 16.5 hours on 8 A100. Not run by this project at full
 length.
 
-Other than the source: evaluation keeps the images' shape (short side 256, centre 224), where the source squashes them
-to 256 x 256; the schedule moves at every step, not at every epoch; weights are initialised as timm's.
+Differences from the source: evaluation keeps the aspect ratio (short side 256, centre 224), while the source resizes to
+256 x 256; the schedule advances at every step instead of every epoch; weights are initialised as in timm.
 """
 
 from colossalai.amp import AMP_TYPE

@@ -1,4 +1,4 @@
-"""Make TFRecord shards that were written elsewhere a data set of ours."""
+"""Turn existing TFRecord shards into a prepared data set."""
 
 import functools
 import itertools
@@ -19,13 +19,13 @@ SPLITS = ("train", "validation")
 
 
 def adopt(root: Path, labels: Path | None, workers: int, leave_out: bool = False) -> list[str]:
-    """Make the shards below `root` a data set, or return a line for each bad record and write nothing.
+    """Index and describe the shards below `root`, or return a line for each bad record and write nothing.
 
     Shards are the files of ``train/`` and ``validation/``, or ``train-*`` and ``validation-*`` in `root` itself. Their
-    labels may count from 0 or 1. `labels` is a file with the class names, one a line; without it the names are the
-    numbers from 0. With `leave_out` the data set is made without the bad records, if they and what follows one whose
-    length is lost are at most `MAX_BAD_SHARE` of all bytes. Raises `UserError` when there are no shards, when their
-    labels leave open from where they count, and when too much is bad.
+    labels may start at 0 or 1. `labels` is a file with one class name per line; by default classes are named by their
+    number. With `leave_out` bad records are excluded, if they and what follows a record of unknown length are at most
+    `MAX_BAD_SHARE` of all bytes. Raises `UserError` if there are no shards, if the first label is ambiguous, and if too
+    much is bad.
     """
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; name the one that holds train/ and validation/")
@@ -88,7 +88,7 @@ def _find_shards(root: Path, split: str) -> list[str]:
 
 
 def _find_label_base(root: Path, present: np.ndarray, class_names: list[str] | None) -> int:
-    """Return 0 or 1, the label of the first class; `present` are the different labels, sorted."""
+    """Return 0 or 1, the label of the first class; `present` are the distinct labels, sorted."""
     low, high = int(present[0]), int(present[-1])
     if class_names:
         if 0 in present or len(class_names) in present:

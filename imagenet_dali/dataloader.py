@@ -1,4 +1,4 @@
-"""A prepared data set as `common.data.photographs` reads it, with DALI or Pillow; or an image folder, with Pillow."""
+"""The loaders of a prepared data set, which DALI or Pillow decodes, or of an image folder, which Pillow decodes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,8 +25,8 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     refuse_unused(data, (*photographs.UNUSED, "download"))
     if data.get("randaugment") and data["loader"] == "dali":
         raise UserError(
-            f"DATA.randaugment={data['randaugment']} needs DATA.loader='torchvision': DALI's draws numbers of its own, "
-            "so a run could not be resumed exactly"
+            f"DATA.randaugment={data['randaugment']} needs DATA.loader='torchvision': DALI's RandAugment draws its own "
+            "random numbers, so a run could not be resumed exactly"
         )
     train, validation = open_images(data, "train"), open_images(data, "validation")
     if isinstance(train, Split):
@@ -50,9 +50,9 @@ def build_eval_loader(data: Mapping[str, Any], batch: int, **place: Any) -> Load
 
 
 def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
-    """Open a split of the data set at ``DATA.root``; raise `UserError` saying what is wrong with it.
+    """Open a split of the data set at ``DATA.root``; raise `UserError` with what is wrong with it.
 
-    An image folder that was not prepared serves torchvision only.
+    Only the torchvision loader reads image folders that were not prepared.
     """
     root = Path(data["root"])
     if data["loader"] == "dali" or (root / MANIFEST).is_file():

@@ -24,13 +24,13 @@ from imagenet_dali.records import BadRecordError, unframe
 class Split:
     """One split of a prepared data set, opened by `open_split`."""
 
-    is_upright: ClassVar[bool] = True  # preparation has turned the images
+    is_upright: ClassVar[bool] = True  # preparation has applied EXIF orientations
     root: Path
     name: str
     shards: list[Path]
     records: np.ndarray  # of RECORD, memory-mapped
     class_names: list[str]
-    fingerprint: str  # over the content of shards and table; where they lie does not matter
+    fingerprint: str  # of the content of shards and table, independent of their location
 
     @property
     def num_classes(self) -> int:
@@ -51,7 +51,7 @@ class Split:
         return memoryview(record)[start : start + size], int(row["label"])
 
     def fault(self, index: int, reason: object) -> UserError:
-        """Return the error that names an image's record and what is wrong with it."""
+        """Return the error that names the record of an image and the reason."""
         row = self.records[index]
         place = f"{self.shards[row['shard']]}: record {index} of {self.name} at byte {row['offset']}"
         return UserError(f"{place}: {reason}; {REPAIR.format(root=self.root)}")
@@ -59,7 +59,7 @@ class Split:
 
 def read_record(path: Path, row: np.void) -> bytes:
     """Return the framed record that `row` points to, unchecked."""
-    # Opened for each record: a descriptor kept for each of ImageNet's 1,064 shards passes the usual limit of 1,024.
+    # opened per record: one descriptor for each of ImageNet's 1,064 shards would exceed the usual limit of 1,024
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return os.pread(descriptor, int(row["size"]), int(row["offset"]))
@@ -68,7 +68,7 @@ def read_record(path: Path, row: np.void) -> bytes:
 
 
 def open_split(root: Path | str, split: str) -> Split:
-    """Open one split after comparing its files with the manifest, without reading the shards.
+    """Open one split; its files are compared with the manifest, without reading the shards.
 
     Raises `UserError` naming the first file that is missing or differs.
     """

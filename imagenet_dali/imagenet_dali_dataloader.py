@@ -1,7 +1,7 @@
 """Decode, crop and normalise the JPEGs of a prepared data set with NVIDIA DALI, on the GPU or the CPU.
 
-DALI is told exactly what to decode: our own reader fetches the records and verifies their checksums, and the crops are
-worked out from the sampler's numbers. DALI's TFRecord reader checks nothing and shuffles only within a buffer.
+Records are read and verified here, and crops are computed from the sampler's random numbers; DALI decodes. Its own
+TFRecord reader verifies nothing and shuffles only within a buffer.
 """
 
 from collections import deque
@@ -19,14 +19,14 @@ from common.data.crops import CenterCrop, Crops, RandomCrop
 from common.data.sampling import NO_LABEL, PADDING, Draw
 from imagenet_dali.dataset import Split
 
-# more threads than cores, because they wait for the disk; large parts, because from memory more threads only take turns
+# more threads than cores, because they wait for the disk; in large parts, because from memory they are bound by the GIL
 READING_THREADS = 8
 RECORDS_PER_READ = 64
 BATCHES_READ_AHEAD = 3
 
 
 class RawBatch(NamedTuple):
-    """A batch before decoding: rows of the split's table, JPEG bytes, crops; only the first ``samples`` are wanted."""
+    """A batch before decoding: rows of the split's table, JPEG bytes, crops; only the first ``samples`` are used."""
 
     indices: np.ndarray
     jpegs: list[np.ndarray]
@@ -68,7 +68,7 @@ class DaliReader:
     """Read draws of a split as normalised images, float32 [B, 3, size, size], and labels, int64 [B], on ``device``.
 
     ``mean`` and ``std`` are of RGB values from 0 to 1. Rows of padding are zeros with label -100. A record that does
-    not decode raises `UserError` naming its shard, number and offset; the reader is of no use after that.
+    not decode raises `UserError` naming its shard, number and offset; the reader cannot be used after that.
     """
 
     def __init__(
@@ -87,13 +87,12 @@ class DaliReader:
         self._graph = {"size": size, "mean": mean, "std": std, "on_gpu": device.type == "cuda"}
         self._pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="record-reader")
         self._raw_batches: Iterator[RawBatch] = iter(())
-        # fed to DALI, not handed out yet
-        self._in_flight: deque[RawBatch] = deque()
+        self._in_flight: deque[RawBatch] = deque()  # given to DALI, not yielded yet
         self._pipeline = self._build(self._next_inputs, batch, threads)
 
     def read(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batch of each draw, in order."""
-        # what DALI still holds of a pass that was left early must come out before it takes a new one
+        # DALI must finish the batches of a pass that was left early before it takes a new one
         self._raw_batches = iter(())
         while self._run() is not None:
             pass
@@ -107,11 +106,11 @@ class DaliReader:
         del self._pipeline
 
     def _read_ahead(self, draws: Iterator[Draw]) -> Iterator[RawBatch]:
-        """Yield the draws with their bytes, while the pool reads those of the next batches."""
+        """Yield the draws with their bytes, while the pool reads the next batches."""
         pending: deque[tuple[RawBatch, list[Future[list[np.ndarray]]]]] = deque()
         for draw in draws:
             samples = int(np.count_nonzero(draw.indices != PADDING))
-            # DALI refuses an empty batch: one of nothing but padding decodes an image for nothing
+            # DALI refuses an empty batch: one of padding only decodes an image that is not used
             indices = np.maximum(draw.indices[: max(1, samples)], 0)
             records = self.split.records[indices]
             crops = self.crop(records["height"], records["width"], draw.uniforms)
@@ -160,7 +159,7 @@ class DaliReader:
         return images, labels
 
     def _explain(self, error: RuntimeError) -> Exception:
-        """Return what to raise for DALI's error: decode what is in flight one by one to find the record at fault."""
+        """Return what to raise for DALI's error: decode the batches in flight image by image to find the record."""
         samples = [
             RawBatch(raw.indices[[row]], [raw.jpegs[row]], Crops(*(array[[row]] for array in raw.crops)), 1)
             for raw in self._in_flight

@@ -1,4 +1,4 @@
-"""One image file in; one RGB JPEG that every decoder reads alike out, or the reason why not."""
+"""Convert an image file to an RGB JPEG that all decoders read alike, or refuse it with a reason."""
 
 import io
 import warnings
@@ -32,10 +32,10 @@ class Jpeg:
 def convert_image(data: bytes, quality: int = 95, short_side: int | None = None) -> Jpeg:
     """Decode an image file strictly and return it as an RGB JPEG.
 
-    A baseline or progressive YCbCr JPEG that is upright and not too large is returned byte for byte. All else is
-    re-encoded at `quality` without chroma subsampling: other formats and colour spaces (alpha is dropped, of several
-    frames the first is taken, 16 bits become 8), images whose EXIF orientation asks for a rotation, and images whose
-    shorter side is longer than `short_side` (shrunk by Lanczos). Raises `BadImageError`.
+    A baseline or progressive YCbCr JPEG that is upright and not too large is returned unchanged. All else is re-encoded
+    at `quality` without chroma subsampling: other formats and colour spaces (alpha is dropped, the first frame is
+    taken, 16 bits become 8), images with an EXIF rotation, and images whose shorter side is longer than `short_side`
+    (resized by Lanczos). Raises `BadImageError`.
     """
     if not data:
         raise BadImageError("empty file")
@@ -47,7 +47,7 @@ def convert_image(data: bytes, quality: int = 95, short_side: int | None = None)
         raise
     except Image.UnidentifiedImageError as error:
         raise BadImageError(f"not one of {', '.join(FORMATS)}") from error
-    except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
+    except Exception as error:  # Pillow's decoders raise a dozen unrelated types for damaged files
         raise BadImageError(f"{error or type(error).__name__}".splitlines()[0]) from error
 
 

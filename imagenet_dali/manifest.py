@@ -1,10 +1,10 @@
-"""What belongs to a prepared data set, where it lies, and whether it is still what it was.
+"""The files of a prepared data set, and checks that they are unchanged.
 
 train/  validation/              TFRecord shards
 idx_files/<split>/<shard>.idx    DALI's index of each shard
 records/<split>.npy              one `RECORD` row for each image, in shard order
 labels.txt                       one class name a line; the line number, from 0, is the label
-manifest.json                    all of this with checksums, and what repairs left out; written last
+manifest.json                    checksums of all of these, and what repairs left out; written last
 """
 
 import json
@@ -21,13 +21,13 @@ from imagenet_dali.records import RECORD
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-PARTIAL = ".partial"  # the job and a report for each finished shard, until preparation writes the manifest
+PARTIAL = ".partial"  # the job and a report per finished shard, while preparation runs
 REPAIR = "run `python -m imagenet_dali.prepare --check --repair {root}` to continue without the bad records"
 COPY_BACK = "copy it from where the data set came from, or prepare the images again"
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
-    """Return the manifest of a prepared data set; raise `UserError` saying what to do when `root` is none."""
+    """Return the manifest of the prepared data set at `root`; raise `UserError` with the remedy if there is none."""
     path = root / MANIFEST
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; name the folder of a prepared data set")
@@ -52,7 +52,7 @@ def read_manifest(root: Path) -> dict[str, Any]:
 
 
 def _check_names(splits: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a name that leads out of the data set: repairs write files called after them."""
+    """Raise `ValueError` for a name that leads out of the data set: repairs derive paths from them."""
     for name in (*splits, *(shard["name"] for described in splits.values() for shard in described["shards"])):
         path = Path(name)
         if path.is_absolute() or ".." in path.parts or (name in splits and len(path.parts) != 1):
@@ -65,7 +65,7 @@ def split_fingerprint(described: Mapping[str, Any]) -> str:
 
 
 def data_fingerprint(manifest: Mapping[str, Any]) -> str:
-    """Return a checksum over the content of all splits; where they lie does not matter."""
+    """Return a checksum over the content of all splits, independent of their location."""
     return fingerprint_of(split_fingerprint(described) for _, described in sorted(manifest["splits"].items()))
 
 
@@ -75,7 +75,7 @@ def earlier_fingerprints(manifest: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def find_missing(root: Path, manifest: Mapping[str, Any], split: str) -> Iterator[str]:
-    """Yield a line for each file of a split that is not there and cannot be worked out from the others."""
+    """Yield a line for each missing file of a split that cannot be derived from the others."""
     labels, num_classes = root / "labels.txt", manifest["num_classes"]
     if not labels.is_file() or len(labels.read_text().splitlines()) != num_classes:
         yield f"{labels}: missing or not {num_classes} lines"
@@ -85,7 +85,7 @@ def find_missing(root: Path, manifest: Mapping[str, Any], split: str) -> Iterato
 
 
 def find_faults(root: Path, manifest: Mapping[str, Any], split: str) -> Iterator[str]:
-    """Yield a line for each other file of a split that does not fit the manifest, as far as sizes and tables tell."""
+    """Yield a line for each file that does not match the manifest, by sizes and tables; shards are not read."""
     described = manifest["splits"][split]
     for shard in described["shards"]:
         path, index = root / shard["name"], index_path(root, split, shard["name"])
@@ -120,10 +120,10 @@ def _find_table_faults(table: Path, described: Mapping[str, Any], num_classes: i
 
 
 def records_path(root: Path, split: str) -> Path:
-    """Return where the record table of a split lies."""
+    """Return the path of the record table of a split."""
     return root / "records" / f"{split}.npy"
 
 
 def index_path(root: Path, split: str, shard_name: str) -> Path:
-    """Return where the DALI index of a shard lies."""
+    """Return the path of the DALI index of a shard."""
     return root / "idx_files" / split / f"{Path(shard_name).name}.idx"

@@ -1,4 +1,4 @@
-"""From a folder of images to a data set: every image decoded once, strictly, and resumable."""
+"""Turn a folder of images into a prepared data set, resumably; every image is decoded once, strictly."""
 
 import itertools
 import json
@@ -24,11 +24,11 @@ REFUSED = "refused.txt"
 
 
 def prepare(source: Path, dest: Path, options: Options | None = None, workers: int = 1) -> None:
-    """Write the images of `source` as a data set into `dest`, resuming where an interrupted call stopped.
+    """Write the images of `source` as a data set into `dest`, resuming an interrupted call.
 
-    The result depends on the images and the options alone, not on `workers` nor on interruptions. Images that do not
-    decode are left out and listed in ``refused.txt``; more than `MAX_BAD_SHARE` of them, or a class that loses all its
-    training images, raises `UserError` and leaves nothing but that list.
+    The result depends on the images and the options only, not on `workers` or interruptions. Images that do not decode
+    are left out and listed in ``refused.txt``; more than `MAX_BAD_SHARE` of them, or a class that loses all its
+    training images, raises `UserError` and leaves only that list.
     """
     options = options or Options()
     if dest.resolve().is_relative_to(source.resolve()):
@@ -69,7 +69,7 @@ def _fingerprint(source: Source) -> str:
 
 
 def _is_complete(dest: Path, job: dict[str, Any]) -> bool:
-    """Return whether the job is done, or else claim `dest` for it; raise `UserError` when another job did."""
+    """Return whether the job is done; if not, claim `dest` for it. Raise `UserError` if another job has claimed it."""
     job_path = dest / PARTIAL / "job.json"
     if (dest / MANIFEST).is_file():
         earlier = json.loads((dest / MANIFEST).read_text())["made"]
@@ -91,7 +91,7 @@ def _is_complete(dest: Path, job: dict[str, Any]) -> bool:
 
 
 def _report_refused(dest: Path, source: Source, refused: list[tuple[str, str]]) -> None:
-    """List the refused images; when they are too many, remove all else from `dest` and raise `UserError`."""
+    """List the refused images; if they are too many, remove all else from `dest` and raise `UserError`."""
     if not refused:
         (dest / REFUSED).unlink(missing_ok=True)
         return

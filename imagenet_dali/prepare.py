@@ -38,9 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--adopt", action="store_true", help="verify TFRecord shards in DIR, made elsewhere; index them"
     )
-    parser.add_argument(
-        "--repair", action="store_true", help="with --check, --adopt: leave out bad records, up to 1 %%"
-    )
+    parser.add_argument("--repair", action="store_true", help="with --check, --adopt: exclude bad records, up to 1 %%")
     parser.add_argument("--labels", type=Path, metavar="FILE", help="with --adopt: the class names, one a line")
     parser.add_argument("--workers", type=int, default=cores(), metavar="N", help="processes (default: cores)")
     parser.add_argument(

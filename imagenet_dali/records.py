@@ -1,8 +1,7 @@
 """The TFRecord format: framing with checksums, and the `tf.train.Example` that holds one labelled JPEG.
 
 A record is ``u64 length | u32 masked CRC-32C of the length | payload | u32 masked CRC-32C of the payload``, all
-little-endian (tensorflow/core/lib/io/record_writer.h). DALI verifies no checksum and trusts the fields, so whatever
-reads a shard here verifies both.
+little-endian (tensorflow/core/lib/io/record_writer.h). DALI verifies no checksum, so every reader here verifies both.
 """
 
 import importlib.util
@@ -33,11 +32,11 @@ _MASK_DELTA = 0xA282EAD8
 
 
 class BadRecordError(ValueError):
-    """A record that must not reach training; the message is the reason, without the place."""
+    """A record that must not reach training; the message is the reason, without the location."""
 
 
 def _load_example_pb2() -> ModuleType:
-    # The package's own __init__ imports torch: seconds and 200 MB that a preparation worker has no use for.
+    # the package's own __init__ imports torch: seconds and 200 MB that preparation workers do not need
     package = importlib.util.find_spec("tfrecord")
     assert package is not None and package.submodule_search_locations is not None  # noqa: PT018
     path = Path(package.submodule_search_locations[0]) / "example_pb2.py"

@@ -1,4 +1,4 @@
-"""Go on with what is left of a prepared data set after some of its records went bad."""
+"""Exclude corrupt records from a prepared data set."""
 
 import shutil
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ from imagenet_dali.writer import atomic_file, build_tables, manifest_text, relat
 
 
 def repair(root: Path, workers: int) -> list[str]:
-    """Leave the records that do not verify out of a data set; return a line for each, or for a shard that broke off.
+    """Exclude the records that do not verify; return a line for each, or for a truncated shard.
 
-    Shards stay as they are: index, table and manifest are rewritten, the manifest with the fingerprint from before.
-    The first and second do not come into force before the third; a call that was killed is finished by the next one.
-    Raises `UserError`, before anything is written, for a missing file, for more than `MAX_BAD_SHARE` of all records,
-    counting earlier repairs, and for a class that would lose all its training images.
+    Shards are not modified: index, table and manifest are rewritten, and the manifest keeps the previous fingerprint.
+    New indexes and tables take effect with the manifest; the next call completes one that was killed. Raises
+    `UserError`, before anything is written, for a missing file, for more than `MAX_BAD_SHARE` of all records including
+    earlier repairs, and for a class that would lose all its training images.
     """
     manifest = read_manifest(root)
     with folder_lock(root / PARTIAL):
@@ -66,7 +66,7 @@ def _repair(root: Path, manifest: dict[str, Any], workers: int) -> dict[str, Ver
 
 
 def _settle(root: Path, manifest: Mapping[str, Any]) -> None:
-    """Move the files that a repair wrote for this manifest to their place; remove those for one that never came."""
+    """Move the files that a repair staged for this manifest into place; remove those of one that was never written."""
     files = {}
     for split, described in manifest["splits"].items():
         files[records_path(root, split)] = described["records_sha256"]
@@ -104,7 +104,7 @@ def _check_losses(root: Path, manifest: Mapping[str, Any], verified: Mapping[str
 def _describe_repair(
     root: Path, manifest: Mapping[str, Any], repaired: dict[str, Any], verified: Mapping[str, Verified]
 ) -> dict[str, Any]:
-    """Add what this repair did to the manifest, unless all is as it was."""
+    """Record this repair in the manifest, unless it changed nothing."""
     if repaired == manifest:
         return repaired
     records = [sum(shard["records"] for shard in list_shards(version)) for version in (manifest, repaired)]

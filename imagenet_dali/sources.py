@@ -26,11 +26,11 @@ class Source:
 
 
 def list_source(root: Path, validation_share: float | None = None, seed: int = 0) -> Source:
-    """Find every image below `root`; raise `UserError` when the folder has none of the layouts.
+    """Find every image below `root`; raise `UserError` if the folder has none of the layouts.
 
-    Layouts: ``<class>/*``, ``train/<class>/*`` beside ``{val,validation,test}/<class>/*``, and ImageNet's
-    ``train/<synset>/*`` beside a flat ``val/*`` with either file of validation labels. Labels count the sorted class
-    folders from 0, as torchvision's ImageFolder does. Without an evaluation folder `validation_share` of each class,
+    Layouts: ``<class>/*``; ``train/<class>/*`` with ``{val,validation,test}/<class>/*``; ImageNet's
+    ``train/<synset>/*`` with a flat ``val/*`` and either file of validation labels. Labels number the sorted class
+    folders from 0, as in torchvision's ImageFolder. Without an evaluation folder `validation_share` of each class,
     chosen by `seed`, becomes the validation split (default 0.2).
     """
     if not root.is_dir():
@@ -57,9 +57,9 @@ def list_source(root: Path, validation_share: float | None = None, seed: int = 0
 
 
 def plan_shards(source: Source, shards: int | None, seed: int) -> dict[str, Files]:
-    """Return the files of each shard, by the shard's name, shuffled over the whole split.
+    """Return the files of each shard by its name, shuffled over the whole split.
 
-    `shards` is the number for training; other splits get as many images a shard.
+    `shards` is the number for training; other splits get as many images per shard.
     """
     train = len(source.splits["train"])
     shards = shards or max(1, train // IMAGES_PER_SHARD)
@@ -84,7 +84,7 @@ def _list_classes(root: Path, folder: Path, classes: list[str]) -> Files:
 
 
 def _list_flat(root: Path, folder: Path, classes: list[str]) -> Files:
-    """Label a folder without class folders by the first of the two label files found near it."""
+    """Label the files of a flat folder by the first of the two label files found."""
     files = list_files(folder)
     if not files:
         raise UserError(f"{folder}: no images; remove the folder or fill it")

@@ -2,7 +2,7 @@
 
 torchrun --nproc_per_node 8 train.py --config vit_s16_vanilla --set DATA.root=/path/to/imagenet
 
-The benchmark's name for train_dali.py, where the script is: DATA.loader says whether DALI or torchvision reads.
+The benchmark's name for train_dali.py, with another default recipe; DATA.loader chooses DALI or torchvision.
 """
 
 from functools import partial

@@ -30,7 +30,7 @@ def inspect_record(record: bytes, offset: int) -> tuple[int, ...]:
 
 
 def inspect_shard(root: Path, name: str) -> Verified:
-    """Look for records in a shard, from the first to the last that can be found."""
+    """Verify the records of a shard, up to the last that can be found."""
     path = root / name
     rows, faults, number, end = [], [], 0, 0
     try:
@@ -51,7 +51,7 @@ def describe_fault(path: Path, number: int, offset: int, error: object) -> str:
 
 
 def find_bad_labels(path: Path, rows: np.ndarray, base: int, num_classes: int) -> tuple[np.ndarray, list[str]]:
-    """Return which rows have a label that is no class, and a line for each; labels count from 0, stored from `base`."""
+    """Return which rows have a label out of range, and a line for each; `base` is the first label as stored."""
     is_bad = (rows["label"] < 0) | (rows["label"] >= num_classes)
     allowed = f"out of range for {num_classes} classes from {base}"
     lines = [
@@ -62,7 +62,7 @@ def find_bad_labels(path: Path, rows: np.ndarray, base: int, num_classes: int) -
 
 
 def check(root: Path, workers: int) -> list[str]:
-    """Verify a prepared data set against its manifest, every byte of it; return a line for each fault found."""
+    """Compare every byte of a prepared data set with its manifest; return a line for each fault."""
     manifest = read_manifest(root)
     faults = []
     for split in manifest["splits"]:
@@ -84,7 +84,7 @@ def list_shards(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def verify_shards(root: Path, manifest: Mapping[str, Any], workers: int) -> dict[str, Verified]:
-    """Verify every record that the tables list; without its table a shard is searched for records."""
+    """Verify every record listed in the tables; a shard without its table is scanned for records."""
     tasks = []
     for split, described in manifest["splits"].items():
         rows = read_table(root, manifest, split)
@@ -97,7 +97,7 @@ def verify_shards(root: Path, manifest: Mapping[str, Any], workers: int) -> dict
 
 
 def read_table(root: Path, manifest: Mapping[str, Any], split: str) -> np.ndarray | None:
-    """Return the rows of a split, or None if its table is not the one of the manifest."""
+    """Return the rows of a split, or None if its table does not match the manifest."""
     table = records_path(root, split)
     if not table.is_file() or sha256_of(table) != manifest["splits"][split]["records_sha256"]:
         return None

@@ -16,9 +16,9 @@ Result = TypeVar("Result")
 
 
 def parallel_map(function: Callable[[Task], Result], tasks: Iterable[Task], workers: int) -> Iterator[Result]:
-    """Yield ``function(task)`` for each task as it is done, in any order, from `workers` spawned processes.
+    """Yield ``function(task)`` of each task as it completes, in any order, from `workers` spawned processes.
 
-    One worker means this process. Workers end with this process, however it ends.
+    With one worker, this process does the work. Workers end with this process, however it ends.
     """
     if workers == 1:
         yield from map(function, tasks)
@@ -41,7 +41,7 @@ def parallel_map(function: Callable[[Task], Result], tasks: Iterable[Task], work
 
 
 def _follow_parent() -> None:
-    """Die quietly of Ctrl-C, and die with the parent even if that is killed: an orphan waits for its queue forever."""
+    """End quietly on Ctrl-C, and with the parent even if it is killed: an orphan would wait for its queue forever."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 

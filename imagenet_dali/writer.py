@@ -1,4 +1,4 @@
-"""Write a prepared data set: its shards one by one, then the tables and the manifest that make them one."""
+"""Write a prepared data set: the shards, then the tables, then the manifest."""
 
 import contextlib
 import hashlib
@@ -23,10 +23,10 @@ MAX_BYTES = 4 * MAX_PIXELS + (1 << 20)  # four channels without compression, and
 
 @dataclass(frozen=True)
 class Options:
-    """What decides the content of a data set, besides the images."""
+    """Options that affect the content of a data set."""
 
     validation_share: float | None = None  # of each class, where the source has no split (0.2)
-    shards: int | None = None  # for training (one for each 1,250 images)
+    shards: int | None = None  # for training (one per 1,250 images)
     seed: int = 0  # of the split and the order
     quality: int = 95  # of JPEGs that are re-encoded
     short_side: int | None = None  # larger images are shrunk to this many pixels
@@ -34,7 +34,7 @@ class Options:
 
 @dataclass(frozen=True)
 class ShardTask:
-    """What a worker needs to write one shard."""
+    """Input of `write_shard`."""
 
     source: Path
     dest: Path
@@ -54,7 +54,7 @@ class Shard:
 
 
 def write_shard(task: ShardTask) -> dict[str, Any]:
-    """Write one shard and its report, unless an earlier call did; return the report."""
+    """Write one shard and its report, unless an earlier call has; return the report."""
     report_path = task.dest / PARTIAL / f"{task.name}.json"
     if report_path.is_file() and (task.dest / task.name).is_file():
         return json.loads(report_path.read_text())
@@ -99,9 +99,9 @@ def to_shard(report: dict[str, Any]) -> Shard:
 def write_dataset(
     root: Path, splits: dict[str, list[Shard]], class_names: list[str], label_base: int, made: dict[str, Any]
 ) -> None:
-    """Write everything but the shards themselves; the manifest, which makes the folder a data set, comes last.
+    """Write everything but the shards; the manifest, which makes the folder a data set, is written last.
 
-    `label_base` is what was subtracted from the labels stored in the shards; `made` says how the shards were made.
+    `label_base` is the first label as stored in the shards; `made` describes how they were made.
     """
     described, tables = build_tables(root, splits)
     labels = "".join(f"{name}\n" for name in class_names).encode()
@@ -118,7 +118,7 @@ def write_dataset(
 
 
 def relative_to_root(root: Path, faults: list[str]) -> list[str]:
-    """Return lines that name files below `root` as the manifest holds them: it does not depend on the place."""
+    """Return lines that name files below `root` with relative paths, as stored in the manifest."""
     return [fault.removeprefix(f"{root}/") for fault in faults]
 
 
@@ -128,7 +128,7 @@ def manifest_text(manifest: dict[str, Any]) -> bytes:
 
 
 def build_tables(root: Path, splits: dict[str, list[Shard]]) -> tuple[dict[str, Any], dict[Path, bytes]]:
-    """Return what the manifest says of the splits, and the content of each index and table by its path."""
+    """Return the manifest's entries for the splits, and the content of each index and table by its path."""
     described, tables = {}, {}
     for split, shards in splits.items():
         rows = np.concatenate([shard.rows for shard in shards])
@@ -156,9 +156,11 @@ def build_tables(root: Path, splits: dict[str, list[Shard]]) -> tuple[dict[str, 
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing that appears under its name only when it is complete and on disk."""
+    """Open a file for writing that gets its name only when it is complete and on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")  # one name, so that a killed process leaves nothing after a restart
+    temporary = path.with_name(
+        f".{path.name}.tmp"
+    )  # a fixed name, so that a restart overwrites what a killed process left
     try:
         with open(temporary, "wb") as file:
             yield file

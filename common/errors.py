@@ -3,6 +3,7 @@
 import difflib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 PATIENCE = 5.0  # seconds in which the first process can speak before a launcher ends it because another has left
+# Control characters, line separators, and bytes of a file's name that are not UTF-8.
+UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
@@ -23,6 +26,11 @@ class RankError(UserError):
 
 class AgreedError(UserError):
     """What all processes of a run raise together: the first one says so."""
+
+
+def printable(text: object) -> str:
+    """Return ``text`` in one line that does nothing to a terminal: what is `UNPRINTABLE` in it is escaped."""
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -53,8 +61,8 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
             raise
         if is_first_process() or isinstance(error, RankError) or (_joined() and not isinstance(error, AgreedError)):
             _end_progress_bars()
-            sys.stderr.write(f"error: {error}\n")  # whole, unlike print: other ranks may speak too
-            _tell_torchrun(f"error: {error}")
+            sys.stderr.write(f"error: {printable(error)}\n")  # whole, unlike print: other ranks may speak too
+            _tell_torchrun(f"error: {printable(error)}")
         elif not _joined():
             time.sleep(PATIENCE)
         sys.exit(2)

@@ -35,6 +35,15 @@ def test_who_speaks(
     assert capsys.readouterr().err == ("error: KEY=1: choose 2\n" if speaks else "")
 
 
+def test_an_error_is_one_line_that_does_nothing_to_a_terminal(capsys: pytest.CaptureFixture) -> None:
+    def main(argv: list[str]) -> None:
+        raise UserError("a\nb\x1b[2J\u2028\udcff: ü漢\u200d")
+
+    with pytest.raises(SystemExit):
+        run_command(main, [])
+    assert capsys.readouterr().err == "error: a\\nb\\x1b[2J\\u2028\\udcff: ü漢\u200d\n"
+
+
 def test_a_line_is_one_write_where_python_does_not_buffer() -> None:
     program = """
 from common.errors import UserError, run_command

@@ -1,24 +1,106 @@
-"""Files that are whole and stay so: checksums, what is safely on disk, and a lock that its holder's death releases."""
+"""Files: read with limits and checked against a schema, checksums, sync, and the lock of a folder."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
+import math
 import os
 import platform
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from types import NoneType
+from typing import Annotated, TextIO, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import UserError
 
+MAX_TEXT = 1 << 24  # bytes of a file that is read whole: a manifest of 50,000 shards, and little enough to be wrong
+SHOWN = 100  # characters of a value in an error
+MANY = 1000  # errors beyond which none is described: pydantic takes a second and a GB for each 100,000
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+
+
+class Schema(BaseModel):
+    """An object in a JSON file: no field may be missing, unknown or of another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+S = TypeVar("S", bound=BaseModel)
+
+
+def regular_size(path: Path, most: float = math.inf) -> int:
+    """Return the size of a regular file; raise `UserError` for anything else, or for more than ``most`` bytes.
+
+    Reading a pipe would wait for a writer, and reading a device might never end.
+    """
+    try:
+        state = path.stat()
+    except (OSError, ValueError) as error:  # the latter for a name with a null character
+        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    if not stat.S_ISREG(state.st_mode):
+        raise UserError(f"{path}: not a regular file")
+    if state.st_size > most:
+        raise UserError(f"{path}: {state.st_size:,} bytes, more than {most:,.0f}")
+    return state.st_size
+
+
+def read_bytes(path: Path, most: int = MAX_TEXT) -> bytes:
+    """Return the content of a regular file of at most ``most`` bytes; raise `UserError` for anything else."""
+    size = regular_size(path, most)
+    try:
+        with path.open("rb") as file:
+            return file.read(size)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+
+
+def read_text(path: Path, most: int = MAX_TEXT) -> str:
+    """Return the UTF-8 text of a regular file, as `read_bytes` does."""
+    try:
+        return read_bytes(path, most).decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
+
+
+def read_json(path: Path, schema: type[S], most: int = MAX_TEXT) -> S:
+    """Return the content of a JSON file that fits ``schema``; raise `UserError` naming the field that does not."""
+    return parse_json(read_bytes(path, most), schema, str(path))
+
+
+def parse_json(text: bytes, schema: type[S], where: str) -> S:
+    """Return JSON that fits ``schema``; raise `UserError` naming ``where`` it is from and the field that does not."""
+    try:
+        return schema.model_validate_json(text)
+    except ValidationError as error:
+        if error.error_count() > MANY:
+            raise UserError(f"{where}: {error.error_count():,} values do not fit") from None
+        first = error.errors(include_url=False, include_context=False)[0]
+    place = ".".join(str(part)[:SHOWN] for part in first["loc"])
+    has_value = place and isinstance(first["input"], (str, int, float, NoneType))
+    found = f", not {str(first['input'])[:SHOWN]!r}" if has_value else ""
+    raise UserError(f"{where}: {place}{': ' if place else ''}{first['msg']}{found}")
+
 
 def sha256_of(path: Path) -> str:
-    """Return the checksum of a file's content, in hexadecimal."""
-    digest = hashlib.sha256()
+    """Return the checksum of a regular file's content, in hexadecimal."""
+    regular_size(path)
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def explain_os_error(error: Exception, path: Path, files: int = 2) -> str:
+    """Return the reason for which ``files`` could not be written to ``path``; a full disk may lack bytes or inodes."""
+    reason = getattr(error, "strerror", None) or str(error)
+    if getattr(error, "errno", None) != errno.ENOSPC and os.strerror(errno.ENOSPC) not in reason:
+        return reason
+    disk = os.statvfs(next(folder for folder in (path, *path.absolute().parents) if folder.exists()))
+    if disk.f_files and disk.f_favail < files:
+        return f"no inodes left: the file system has {disk.f_favail} for {files} files, see df -i"
+    return reason
 
 
 def sync(path: Path) -> None:
@@ -48,9 +130,12 @@ def lock_folder(folder: Path, *, wait: bool = False, sign: bool = True) -> None:
         raise _held_by("this process", folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("a+")
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another") from error
+        # no link, through which another file would be overwritten, and no pipe
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        file = os.fdopen(os.open(folder / ".lock", flags, 0o666), "r+")
+    except (OSError, ValueError) as error:  # ValueError: neither a file nor seekable
+        reason = explain_os_error(error, folder)
+        raise UserError(f"{folder}: cannot be written ({reason}); choose another") from error
     try:
         fcntl.lockf(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
@@ -68,7 +153,8 @@ def lock_folder(folder: Path, *, wait: bool = False, sign: bool = True) -> None:
 def sign_lock(folder: Path) -> None:
     """Write into the lock of ``folder``, which this process holds, who that is."""
     file = _held[folder]
-    file.truncate(0)
+    file.seek(0)
+    file.truncate()
     file.write(f"process {os.getpid()} on {platform.node()}\n")
     file.flush()
 

@@ -1,4 +1,4 @@
-"""Checksums, and the lock of a folder between processes."""
+"""Files read with limits, checksums, and the lock of a folder between processes."""
 
 import hashlib
 import multiprocessing
@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+from pydantic import Field
 
 from common.errors import UserError
-from common.files import folder_lock, lock_folder, sha256_of, unlock_folder
+from common.files import Count, Schema, folder_lock, lock_folder, read_json, read_text, sha256_of, unlock_folder
 
 HOLD = "import sys; from pathlib import Path; from common.files import lock_folder; lock_folder(Path(sys.argv[1]))"
 
@@ -20,6 +21,53 @@ def test_sha256(tmp_path: Path) -> None:
     content = os.urandom(3_000_000)
     (tmp_path / "file").write_bytes(content)
     assert sha256_of(tmp_path / "file") == hashlib.sha256(content).hexdigest()
+
+
+class Point(Schema):
+    x: Count
+    names: list[str] = Field([])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b'{"x": 1', "Invalid JSON"),
+        (b'{"x": "1"}', "x: Input should be a valid integer, not '1'"),
+        (b'{"x": -1}', "x: Input should be greater than or equal to 0, not '-1'"),
+        (b'{"x": 1, "y": 2}', "y: Extra inputs are not permitted"),
+        (b"{}", "x: Field required"),
+        (b"[" * 10**6, "recursion limit"),
+        (b'{"x": 1, "names": ["\xff"]}', "Invalid JSON: invalid unicode"),
+        (b'{"x": 1, "names": ["' + bytes(200) + b'"]}', "Invalid JSON: control character"),
+        (b'{"x": 1, "names": [' + b"1," * 10**5 + b"1]}", "100,001 values do not fit"),
+        (b" " * 2000, "2,000 bytes, more than 1,000"),
+    ],
+)
+def test_what_does_not_fit_the_schema_is_one_short_line(text: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(text)
+    with pytest.raises(UserError, match=words) as error:
+        read_json(tmp_path / "file", Point, 10**7 if len(text) > 2000 else 1000)
+    assert str(error.value).startswith(f"{tmp_path}/file: ")
+    assert len(str(error.value)) < 400
+
+
+def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("pipe", "device", "loop", "missing", ".", "null\0"):
+        for read in (read_text, sha256_of, lambda path: read_json(path, Point)):
+            with pytest.raises(UserError, match="not a regular file|No such file|Too many levels|null"):
+                read(tmp_path / name)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_a_lock_that_is_no_file_is_refused(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("content")
+    os.mkfifo(tmp_path / ".lock") if kind == "pipe" else (tmp_path / ".lock").symlink_to("target")
+    with pytest.raises(UserError, match="cannot be written"):
+        lock_folder(tmp_path)
+    assert (tmp_path / "target").read_text() == "content"
 
 
 def test_a_folder_is_locked_until_its_holder_ends(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """What the tasks share: config, launch, batch arithmetic, model, optimizer, schedule, hooks, checkpoint."""
 
-from common.hardware import shorten_spinning
+from common.hardware import choose_waiting
 
-shorten_spinning()  # before any module of ours imports torch
+choose_waiting()  # before any module of ours imports torch

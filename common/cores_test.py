@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.hardware import SPINS, CpuLimits, cores, cpu_limits, share_of_cores
+from common.hardware import CpuLimits, cores, cpu_limits, share_of_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -136,13 +136,34 @@ def _new_cgroup() -> Path:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [({}, f"GOMP_SPINCOUNT = '{SPINS}'"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "GOMP_SPINCOUNT = '0'")],
+    ("given", "others", "expected"),
+    [({}, 0, "300000"), ({}, 2, "0"), ({"OMP_WAIT_POLICY": "PASSIVE"}, 0, "0"), ({"GOMP_SPINCOUNT": "7"}, 2, "7")],
 )
-def test_torch_waits_as_the_environment_or_we_say(given, expected) -> None:
+def test_threads_sleep_at_barriers_where_others_use_the_cores(given, others, expected) -> None:
     """OpenMP prints what it took from the environment when torch loads it, after ours has been set."""
     environ = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    program = [sys.executable, "-c", "import common, sys; assert 'torch' not in sys.modules; import torch"]
-    environ |= {"OMP_DISPLAY_ENV": "verbose", **given}
+    busy = (
+        f"import common.hardware as h; h.busy_cores = lambda: {others}; import os; os.environ.pop('OMP_WAIT_POLICY', 0)"
+    )
+    busy += f"; os.environ.update({given}); h.choose_waiting()"
+    program = [sys.executable, "-c", f"{busy}; import sys; assert 'torch' not in sys.modules; import torch"]
+    environ |= {"OMP_DISPLAY_ENV": "verbose"}
     said = subprocess.run(program, cwd=ROOT, env=environ, capture_output=True, text=True, check=True).stderr
-    assert expected in said
+    assert f"GOMP_SPINCOUNT = '{expected}'" in said
+
+
+def test_busy_cores_counts_other_programs_on_our_own_cores_only() -> None:
+    """A program that never sleeps is pinned to one CPU, and is seen by a process that may use that CPU only."""
+    cpu = min(os.sched_getaffinity(0))
+    program = f"import os; os.sched_setaffinity(0, {{{cpu}}}); print(flush=True)\nwhile True: pass"
+    look = (
+        f"import os; os.sched_setaffinity(0, {{{cpu}}}); from common.hardware import busy_cores; print(busy_cores(0.3))"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout
+            other.stdout.readline()
+            seen = subprocess.run([sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True, check=True)
+        finally:
+            other.kill()
+    assert 0.5 < float(seen.stdout) <= 1

@@ -4,6 +4,7 @@ import math
 import os
 import platform
 import resource
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -26,8 +27,7 @@ ATEN = {
     "AVX512": "AMX",
 }  # AMX: it has no kernels wider than AVX-512, none narrower
 
-# Some 10 us; libgomp's own default is 300,000. docs/performance.md has what it gains and costs.
-SPINS = "1000"
+BUSY = 0.3  # cores that other programs use, from which on threads wait without spinning; docs/performance.md says why
 _processes: list["CpuLimits"] = []  # of the run
 
 
@@ -81,14 +81,35 @@ def _onednn_set() -> str:
     return min(widest, ONEDNN.get(limit.upper(), "AMX"), key=WIDTHS.index)
 
 
-def shorten_spinning() -> None:
-    """Let OpenMP's threads sleep after `SPINS` tries at a barrier, unless the user says how they wait.
+def choose_waiting() -> None:
+    """Let OpenMP's threads sleep at barriers where other programs use this process's CPUs.
 
-    A thread that spins keeps the core from the one it waits for as soon as another program runs there. To be called
-    before torch is imported: OpenMP reads the environment when it is loaded.
+    A thread that spins keeps the core from the one it waits for as soon as another program runs there; on a machine of
+    one's own spinning is faster. OMP_WAIT_POLICY or GOMP_SPINCOUNT in the environment take precedence. Call it before
+    torch is imported: OpenMP reads the environment when it is loaded.
     """
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = SPINS
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys() and busy_cores() >= BUSY:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+def busy_cores(seconds: float = 0.1) -> float:
+    """Return how many of the CPUs that this process may use are busy, while it sleeps for ``seconds``."""
+    try:
+        before = _cpu_ticks()
+        time.sleep(seconds)
+        after = _cpu_ticks()
+    except OSError:  # not Linux, or no /proc
+        return 0.0
+    used = [(now[0] - then[0], now[1] - then[1]) for then, now in zip(before, after, strict=True)]
+    return sum(busy / max(busy + idle, 1) for busy, idle in used)
+
+
+def _cpu_ticks() -> list[tuple[int, int]]:
+    """Return the busy and idle clock ticks of each CPU that this process may use (proc_stat(5))."""
+    lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+    names = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
+    ticks = [[int(field) for field in fields[:8]] for name, *fields in lines if name in names]
+    return [(sum(times) - times[3] - times[4], times[3] + times[4]) for times in ticks]
 
 
 def limit_threads() -> None:

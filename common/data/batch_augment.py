@@ -1,4 +1,4 @@
-"""What is done to whole training batches on their device: random erasing, then Mixup or CutMix."""
+"""Augmentation of training batches on their device: random erasing, then Mixup or CutMix."""
 
 from collections.abc import Iterator, Mapping
 
@@ -22,11 +22,11 @@ class BatchAugment:
 
     ``erasing`` is the probability that a rectangle of an image is set to 0, the mean colour (arXiv 1708.04896).
     ``mixup`` and ``cutmix`` are the alphas of the Beta distributions that the share of the first image is drawn from,
-    once a micro-batch; if both are above 0, each is for half of the micro-batches, as in timm. The labels of images
-    that were blended become the arguments of `MixupLoss` beside the logits. With 0 throughout all stays as it is.
+    once a micro-batch; if both are above 0, each is used for half of the micro-batches, as in timm. The labels of
+    blended images become the arguments of `MixupLoss` beside the logits. 0 turns each of them off.
 
-    All of it is a pure function of ``seed`` and the loader's position, blending of the rank too: a resumed run draws
-    what the uninterrupted one would have.
+    All draws are pure functions of ``seed``, the loader's position and, for blending, the rank, so that a resumed run
+    draws the same.
     """
 
     def __init__(self, loader: Loader, *, mixup: float, cutmix: float, erasing: float, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Images that cannot be used: how many a data set may have, and how they are named."""
+"""Corrupt images: how many are tolerated, and how they are reported."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ NAMED = 20  # of a list that may have a million
 
 
 def reason_of(error: Exception) -> str:
-    """Return what a decoder says, in one line, without the address of the buffer that some name."""
+    """Return a decoder's message as one line, without the buffer's address that some contain."""
     return " ".join(str(error).split()).partition(" <")[0] or type(error).__name__
 
 
@@ -28,9 +28,9 @@ def join_some(lines: Sequence[str], most: int = 5) -> str:
 
 
 class BadImages:
-    """Count the images that a loader leaves out, and name each once on stderr.
+    """Count the images that a loader skips, and name each once on stderr.
 
-    ``samples`` is how many this process reads in a pass; more than `MAX_BAD_SHARE` of them raises `UserError`.
+    More than `MAX_BAD_SHARE` of the ``samples`` that this process reads in a pass raises `UserError`.
     """
 
     def __init__(self, samples: float) -> None:
@@ -38,11 +38,11 @@ class BadImages:
         self._named: set[str] = set()
 
     def start_pass(self) -> None:
-        """Count from 0 again; what was named stays named."""
+        """Count from 0 again, without naming images twice."""
         self.count = 0
 
     def add(self, messages: Iterable[str]) -> None:
-        """Take in what is wrong with each image of a batch that was left out."""
+        """Count the skipped images of a batch, given a message for each."""
         for message in messages:
             self.count += 1
             if self.count > MAX_BAD_SHARE * self.samples:

@@ -1,7 +1,7 @@
-"""Where in an image the network looks: random crops and flips for training, the centre crop for evaluation.
+"""Random crops and flips for training, the centre crop for evaluation.
 
-Everything is worked out from sizes and uniform numbers before a pixel is decoded, so that every loader, in any number
-of processes, sees the same pictures.
+Crops are computed from image sizes and uniform numbers before a pixel is decoded, so that all loaders, in any number of
+processes, produce the same ones.
 """
 
 from dataclasses import dataclass
@@ -107,10 +107,5 @@ class CenterCrop:
 def _crops(
     start: np.ndarray, shape: np.ndarray, region_start: np.ndarray, region_end: np.ndarray, flip: np.ndarray
 ) -> Crops:
-    return Crops(
-        start.astype(np.int32),
-        shape.astype(np.int32),
-        region_start.astype(np.float32),
-        region_end.astype(np.float32),
-        flip,
-    )
+    window = start.astype(np.int32), shape.astype(np.int32)
+    return Crops(*window, region_start.astype(np.float32), region_end.astype(np.float32), flip)

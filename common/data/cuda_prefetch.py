@@ -1,4 +1,4 @@
-"""Queue the making of batches beside the training, where that is a GPU."""
+"""Prepare batches on a CUDA stream of their own."""
 
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -10,10 +10,9 @@ Batch = tuple[Tensor, Tensor]
 
 
 def prefetch(batches: Generator[Batch, None, None], device: torch.device) -> Iterator[Batch]:
-    """Yield the batches unchanged; on a GPU, what ``batches`` queues there runs on a stream of its own.
+    """Yield the batches unchanged; on a GPU, run what ``batches`` queues there on a stream of its own.
 
-    Nothing is asked for early. But the host is ahead of the GPU, so that copies and kernels of the next batch run
-    beside those of the last step instead of behind them.
+    Since the host runs ahead of the GPU, copies and kernels of the next batch overlap with the last step's.
     """
     with closing(batches):
         yield from batches if device.type == "cpu" else _prefetch(batches, device)
@@ -21,7 +20,7 @@ def prefetch(batches: Generator[Batch, None, None], device: torch.device) -> Ite
 
 def _prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))  # which has made what the batches are made from
+    stream.wait_stream(torch.cuda.current_stream(device))  # on which the inputs were made
     while True:
         with torch.cuda.stream(stream):
             batch = next(batches, None)
@@ -30,5 +29,5 @@ def _prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
         training = torch.cuda.current_stream(device)
         training.wait_stream(stream)
         for tensor in batch:
-            tensor.record_stream(training)  # else its memory would be taken for a later batch too early
+            tensor.record_stream(training)  # or its memory would be reused too early
         yield batch

@@ -26,7 +26,7 @@ def list_folders(path: Path) -> list[str]:
 
 
 def list_files(path: Path) -> list[Path]:
-    """Return every file below ``path`` that is not hidden, sorted; what is no image is refused when it is decoded."""
+    """Return every file below ``path`` that is not hidden, sorted, whether or not it is an image."""
     found = []
     for folder, subfolders, names in os.walk(path, followlinks=True):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
@@ -44,7 +44,7 @@ def list_classes(root: Path, folder: Path, classes: Sequence[str]) -> Files:
 
 
 def split_by_class(files: Files, share: float, seed: int) -> tuple[Files, Files]:
-    """Return what is left and what is held out: ``share`` of each class, chosen by ``seed``, but never all of one."""
+    """Return kept and held-out files: ``share`` of each class is held out, chosen by ``seed``, but never all of one."""
     by_class = defaultdict(list)
     for file in files:
         by_class[file[1]].append(file)
@@ -60,9 +60,8 @@ def split_by_class(files: Files, share: float, seed: int) -> tuple[Files, Files]
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Return an image in RGB: alpha is dropped, 16 bits become 8; raise ValueError where the range is not known."""
-    if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))  # Pillow would clip at 255
-    if image.mode == "I" and image.format == "PPM":  # 16 bits too, which Pillow scales to its own range
+    # 16 bits, which Pillow would clip at 255; those of a PPM file are in mode "I"
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
         image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
     if image.mode in ("I", "F"):
         raise ValueError("32-bit pixels, whose range is not known")

@@ -22,9 +22,9 @@ class BatchReader(Protocol):
 class Loader:
     """Yield ``(images, labels)``; each ``iter()`` is a fresh pass over the next epoch.
 
-    After `load_state_dict` the first pass is what was left of that epoch. The state is the position behind the last
-    batch handed out, in samples over all ranks: it holds for any number of processes. A pass that is left early is
-    closed by the next one, or by `close`.
+    After `load_state_dict` the first pass is the rest of that epoch. The state is the position after the last batch
+    yielded, in samples over all ranks, so it holds for any number of processes. A pass that was left early is closed by
+    the next one, or by `close`.
     """
 
     def __init__(self, sampler: TrainSampler | EvalSampler, reader: BatchReader) -> None:
@@ -49,7 +49,7 @@ class Loader:
         return {"epoch": epoch, "samples": done * self.sampler.stride}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a position; between optimizer steps it may come from a run with another number of processes."""
+        """Resume from a position; between optimizer steps it may be from a run with another number of processes."""
         self._end_pass()
         done, rest = divmod(state["samples"], self.sampler.stride)
         assert rest == 0, "a state is taken between optimizer steps, or the processes are as many as before"
@@ -57,7 +57,7 @@ class Loader:
 
     @property
     def failure(self) -> str:
-        """What the reader can no longer do, and the remedy; the run should end. "" while all is well."""
+        """Why the run should end, and the remedy; "" as long as the reader works."""
         return getattr(self.reader, "failure", "")
 
     def close(self) -> None:

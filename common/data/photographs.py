@@ -1,11 +1,11 @@
-"""The loaders of tasks on photographs, which are decoded, cropped and augmented as they are read.
+"""Loaders of photographs, which are decoded, cropped and augmented as they are read.
 
 Every loader yields ``(images float32 [B, 3, H, W], labels int64 [B])`` on the device, in whole micro-batches.
 Evaluation fills its last batches up with zeros of label -100, which `torch.nn.functional.cross_entropy` ignores.
 """
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -19,12 +19,8 @@ from common.hardware import rank_cores
 UNUSED = ("crop_padding", "autoaugment")
 
 
-class BuildReader(Protocol):
-    """Builds what reads ``images``; of the keywords those of `TorchvisionReader`, and ``batch``, its largest draw."""
-
-    def __call__(
-        self, images: Any, crop: RandomCrop | CenterCrop, *, augment: Augment | None, batch: int, **options: Any
-    ) -> BatchReader: ...
+# Builds what reads ``images``; of the keywords those of `TorchvisionReader`, and ``batch``, its largest draw.
+BuildReader = Callable[..., BatchReader]
 
 
 def _read_with_torchvision(images: ImageSplit, crop: RandomCrop | CenterCrop, *, batch: int, **options: Any):
@@ -68,22 +64,20 @@ def build_eval_loader(
 ) -> Loader:
     """Return the loader of centre crops of ``images``, each sample exactly once over all ranks."""
     sampler = EvalSampler(len(images), batch, dp_rank=dp_rank, dp_size=dp_size)
+    crop = build_eval_crop(data, image_size)
     options = _reader_options(data, image_size, dp_size, device)
-    return Loader(
-        sampler, build_reader(images, build_eval_crop(data, image_size), augment=None, batch=batch, **options)
-    )
+    return Loader(sampler, build_reader(images, crop, augment=None, batch=batch, **options))
 
 
 def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
-    """Return what evaluation looks at in an image: the centre, ``DATA.eval_crop`` of the short side."""
+    """Return the crop of evaluation: the centre, ``DATA.eval_crop`` of the short side."""
     return CenterCrop(image_size, short_side=int(image_size / data["eval_crop"]))
 
 
 def _build_rand_augment(data: Mapping[str, Any]) -> Augment | None:
     if data["randaugment"] is None:
         return None
-    # torchvision takes a second to import
-    from common.data.rand_augment import RandAugment
+    from common.data.rand_augment import RandAugment  # torchvision takes a second to import
 
     return RandAugment(*data["randaugment"])
 

@@ -1,7 +1,7 @@
 """Which samples make up which batch, as pure functions of the seed and the position in the run.
 
-Nothing here keeps a random state: every process works out its own rows, the same global batches come out for any number
-of processes, and resuming is starting at a position.
+There is no random state: every process computes its own rows, global batches are the same for any number of processes,
+and resuming means starting at a position.
 """
 
 from collections.abc import Iterator
@@ -104,7 +104,7 @@ class EvalSampler:
 def epoch_order(samples: int, seed: int, epoch: int) -> np.ndarray:
     """Return the epoch's permutation of ``range(samples)``, int64.
 
-    Sorting raw words, because numpy keeps their stream forever, but not that of ``Generator.permutation``.
+    It sorts raw words: numpy guarantees their stream across versions, but not ``Generator.permutation``.
     """
     return np.argsort(_philox(seed, ORDER, epoch, 0, 0).random_raw(samples), kind="stable")
 
@@ -114,8 +114,8 @@ def sample_uniforms(
 ) -> np.ndarray:
     """Return ``count`` numbers in [0, 1) for each of ``rows`` samples from ``row`` of the global batch on, float64.
 
-    ``kind`` is what they are for, `AUGMENTATION` or `ERASING`.
-    Each sample owns whole blocks of Philox's counter, so that any row is reached at once, without drawing those before.
+    ``kind`` is `AUGMENTATION` or `ERASING`. Each sample owns whole blocks of Philox's counter, so that any row is
+    computed without those before it.
     """
     blocks = -(-count // WORDS_PER_BLOCK)
     words = _philox(seed, kind, epoch, step, row * blocks).random_raw(rows * blocks * WORDS_PER_BLOCK)

@@ -6,21 +6,13 @@ from common.errors import UserError
 
 
 def global_batches(samples: int, global_batch: int, micro_batch: int, dp_size: int, epoch: int = 0) -> list[tuple]:
-    """Put the micro-batches of all ranks together again: (indices, uniforms) of each step, in order of rows."""
-    ranks = [
-        TrainSampler(samples, global_batch, micro_batch, dp_rank=rank, dp_size=dp_size, seed=7, uniforms=5)
-        for rank in range(dp_size)
-    ]
-    parts = [
-        draw for micro_batches in zip(*(rank.draws(epoch) for rank in ranks), strict=True) for draw in micro_batches
-    ]
-    accumulation = ranks[0].accumulation
+    """Reassemble all ranks' micro-batches: (indices, uniforms) of each step, in order of rows."""
+    options = dict(dp_size=dp_size, seed=7, uniforms=5)
+    ranks = [TrainSampler(samples, global_batch, micro_batch, dp_rank=rank, **options) for rank in range(dp_size)]
+    parts = [draw for draws in zip(*(rank.draws(epoch) for rank in ranks), strict=True) for draw in draws]
     assert len(parts) == len(ranks[0]) * dp_size
-    unit = accumulation * dp_size
-    return [
-        tuple(np.concatenate(field) for field in zip(*parts[first : first + unit], strict=True))
-        for first in range(0, len(parts), unit)
-    ]
+    steps = zip(*[iter(parts)] * (ranks[0].accumulation * dp_size), strict=True)
+    return [tuple(np.concatenate(field) for field in zip(*step, strict=True)) for step in steps]
 
 
 @pytest.mark.parametrize(("micro_batch", "dp_size"), [(4, 1), (4, 2), (1, 4), (2, 2), (8, 1), (2, 4)])

@@ -46,10 +46,10 @@ class TorchvisionReader:
     """Read draws of a split as normalised images, float32 [B, 3, size, size], and labels, int64 [B], on ``device``.
 
     ``mean`` and ``std`` are of RGB values from 0 to 1. ``crop`` takes the first numbers of a draw, ``augment`` the
-    last. Whole batches are made by ``workers`` processes, or in this one if 0. Rows of padding are zeros with label
-    -100. So are images that cannot be read: in training the others make up the micro-batch, in evaluation the others
-    are the samples. They are named on stderr; more than `MAX_BAD_SHARE` of what one of ``dp_size`` processes reads in a
-    pass raises `UserError`. After a worker has died, ``failure`` says so, and this process makes the batches.
+    last. Whole batches are made by ``workers`` processes, or in this one if 0. Rows of padding, and of images that
+    cannot be read, are zeros with label -100. The latter are named on stderr; more than `MAX_BAD_SHARE` of what one of
+    ``dp_size`` processes reads in a pass raises `UserError`. After a worker has died, ``failure`` says so, and this
+    process makes the batches.
     """
 
     def __init__(

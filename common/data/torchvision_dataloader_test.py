@@ -56,8 +56,9 @@ def open_folder(root: Path, split: str) -> FolderSplit:
     return FolderSplit(root, class_names, files)
 
 
-def reader(split, crop, workers: int = 0) -> TorchvisionReader:
-    return TorchvisionReader(split, crop, size=SIZE, mean=MEAN, std=STD, workers=workers, device=torch.device("cpu"))
+def reader(split, crop, workers: int = 0, dp_size: int = 1) -> TorchvisionReader:
+    place = dict(workers=workers, device=torch.device("cpu"), dp_size=dp_size)
+    return TorchvisionReader(split, crop, size=SIZE, mean=MEAN, std=STD, **place)
 
 
 def train_loader(split, workers: int = 0) -> Loader:
@@ -67,6 +68,10 @@ def train_loader(split, workers: int = 0) -> Loader:
 
 def eval_loader(split, batch: int = 4) -> Loader:
     return Loader(EvalSampler(len(split), batch), reader(split, CenterCrop(SIZE, 28)))
+
+
+def concatenate(loader: Loader) -> list[torch.Tensor]:
+    return [torch.cat(parts) for parts in zip(*loader, strict=True)]
 
 
 def normalise(image: Image.Image) -> torch.Tensor:
@@ -98,13 +103,19 @@ def test_training_shows_what_torchvision_shows(folder, closing):
 
 def test_evaluation_shows_what_torchvision_shows_once_each(folder, closing):
     split = open_folder(folder, "validation")
-    images, labels = (torch.cat(parts) for parts in zip(*closing(eval_loader(split)), strict=True))
+    images, labels = concatenate(closing(eval_loader(split)))
     assert labels.tolist() == [0] * 5 + [1] * 5 + [NO_LABEL] * 2
     assert not images[10:].any()
     for index in range(10):
         expected = F.center_crop(F.resize(open_upright(split, index), 28), SIZE)
         # a value of 255 rounded the other way
         torch.testing.assert_close(images[index], normalise(expected), rtol=0, atol=1.01 / 255 / min(STD))
+
+
+def assert_same_batches(batches, expected) -> None:
+    for (images, labels), (expected_images, expected_labels) in zip(batches, expected, strict=True):
+        assert torch.equal(images, expected_images)
+        assert torch.equal(labels, expected_labels)
 
 
 def test_workers_change_nothing_and_leave_with_the_loader(folder, closing):
@@ -114,9 +125,7 @@ def test_workers_change_nothing_and_leave_with_the_loader(folder, closing):
     for loader in (here, workers):
         next(iter(loader))  # epoch 0, left early
     for _ in range(2):
-        for (images, labels), (expected_images, expected_labels) in zip(workers, here, strict=True):
-            assert torch.equal(images, expected_images)
-            assert torch.equal(labels, expected_labels)
+        assert_same_batches(workers, here)
     assert len(set(children()) - before) >= 2
     workers.close()
     assert set(children()) <= before
@@ -133,11 +142,7 @@ def test_resumes_in_the_middle_of_an_epoch_bit_for_bit(folder, closing, workers)
     running = iter(loader)
     next(running)
     resumed.load_state_dict(loader.state_dict())
-    for (images, labels), (expected_images, expected_labels) in zip(
-        [*resumed, *resumed], [*running, *loader], strict=True
-    ):
-        assert torch.equal(images, expected_images)
-        assert torch.equal(labels, expected_labels)
+    assert_same_batches([*resumed, *resumed], [*running, *loader])
 
 
 def test_reading_leaves_the_models_random_numbers_alone(folder, closing):
@@ -147,17 +152,9 @@ def test_reading_leaves_the_models_random_numbers_alone(folder, closing):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def eps() -> bytes:
-    """A picture that is a PostScript program, which Pillow would have another program run."""
+def encode(kind: str, mode: str, size: int) -> bytes:
     buffer = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(buffer, "EPS")
-    return buffer.getvalue()
-
-
-def bomb() -> bytes:
-    """A small PNG that decodes to 144 million pixels."""
-    buffer = io.BytesIO()
-    Image.new("1", (12_000, 12_000)).save(buffer, "PNG")
+    Image.new(mode, (size, size)).save(buffer, kind)
     return buffer.getvalue()
 
 
@@ -178,11 +175,9 @@ def test_bad_images_are_left_out_of_evaluation_and_named_once(folder, corrupt, c
     loader = closing(Loader(EvalSampler(20, 8), reader(split, CenterCrop(SIZE, 28), workers)))
     whole = closing(Loader(EvalSampler(20, 8), reader(open_folder(folder, "train"), CenterCrop(SIZE, 28))))
     for _ in range(2):
-        images, labels = (torch.cat(parts) for parts in zip(*loader, strict=True))
-        expected_images, expected_labels = (torch.cat(parts) for parts in zip(*whole, strict=True))
+        (images, labels), (expected_images, expected_labels) = concatenate(loader), concatenate(whole)
         expected_images[[7, 12]], expected_labels[[7, 12]] = 0, NO_LABEL
-        assert torch.equal(images, expected_images)
-        assert torch.equal(labels, expected_labels)
+        assert_same_batches([(images, labels)], [(expected_images, expected_labels)])
         assert int((labels >= 0).sum()) == 18
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[1] for line in lines] == [str(split.path(7)), str(split.path(12))]
@@ -211,21 +206,22 @@ def test_more_bad_images_than_allowed_stop_the_pass(corrupt, closing, monkeypatc
     assert str(raised.value).endswith("1 of the 20 images that this process reads in a pass are bad, more than 1%")
     assert "\n" not in str(raised.value)
     monkeypatch.setattr("common.data.corrupt_images.MAX_BAD_SHARE", 0.1)
-    half = TorchvisionReader(
-        split, CenterCrop(SIZE, 28), size=SIZE, mean=MEAN, std=STD, workers=0, device=torch.device("cpu"), dp_size=2
-    )
     with pytest.raises(UserError, match="2 of the 10 images"):
-        list(half.read(EvalSampler(20, 4).draws(0)))
+        list(reader(split, CenterCrop(SIZE, 28), dp_size=2).read(EvalSampler(20, 4).draws(0)))
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
-    [(b"", "cannot identify"), (eps(), "cannot identify"), (bomb(), "12000x12000 is more than 100 million pixels")],
+    ("picture", "reason"),
+    [
+        (None, "cannot identify"),
+        (("EPS", "RGB", 8), "cannot identify"),  # a PostScript program, which Pillow would run
+        (("PNG", "1", 12_000), "12000x12000 is more than 100 million pixels"),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:Image size:PIL.Image.DecompressionBombWarning")
-def test_what_must_not_be_decoded_is_named(corrupt, closing, content, reason):
+def test_what_must_not_be_decoded_is_named(corrupt, closing, picture, reason):
     split = open_folder(corrupt, "train")
-    split.path(0).write_bytes(content)
+    split.path(0).write_bytes(encode(*picture) if picture else b"")
     with pytest.raises(UserError, match=f"{split.path(0)}: {reason}"):
         list(closing(eval_loader(split)))
 

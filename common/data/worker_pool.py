@@ -1,4 +1,4 @@
-"""Worker processes that apply one function to a stream of tasks, in order, and whose death is survived and named."""
+"""Worker processes that apply one function to a stream of tasks, in order; the death of one is survived."""
 
 import multiprocessing
 import time
@@ -20,8 +20,8 @@ _function: Callable[[Any], Any]  # of a worker
 class WorkerPool:
     """Apply ``function`` in ``workers`` forked processes, or in this one if 0.
 
-    Results come through pipes, so that none depends on the size of /dev/shm. After a worker has died, ``failure`` names
-    it, the others are ended, and this process does what is left by itself: slowly, but a run can end in good order.
+    Results come through pipes, not /dev/shm, which is small in containers. After a worker has died, ``failure`` names
+    it, the others are killed, and this process does the remaining tasks itself, so that a run can save and end.
     """
 
     def __init__(self, function: Callable[[Any], Any], workers: int) -> None:
@@ -90,7 +90,7 @@ class WorkerPool:
             process.kill()
 
     def close(self) -> None:
-        """End the workers; they are asked to, and killed if they do not within seconds."""
+        """End the workers; kill those that do not end within seconds."""
         if self._pool is None:
             return
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -21,12 +21,11 @@ class MetricsHook(BaseHook):
 
     A ``train`` record covers the optimizer steps since the one before: mean ``loss``; ``lr`` and ``grad_norm`` (before
     clipping) of the last step; ``skipped``, the updates skipped so far because of numbers that are not finite;
-    ``samples_per_s`` over all GPUs; ``mfu``, its share of ``peak_samples_per_s``, which is what the GPUs' arithmetic
-    could do; ``data_wait``, the share of the time in which this process waited for its loader; ``peak_memory_gb`` of
-    this process. An ``eval`` record counts every sample of the evaluation set once: mean cross-entropy ``loss``,
-    ``top1`` and ``top5`` (fractions of 1), ``samples``. Both have ``step`` (of the optimizer), ``epoch`` (fractional),
-    and ``time`` (Unix, seconds). The last evaluation's metrics are in the trainer's ``states["eval"]`` too, on every
-    rank.
+    ``samples_per_s`` over all GPUs; ``mfu``, its ratio to ``peak_samples_per_s``, the limit of the GPUs' arithmetic;
+    ``data_wait``, the share of the time in which this process waited for its loader; ``peak_memory_gb`` of this
+    process. An ``eval`` record counts every sample of the evaluation set once: mean cross-entropy ``loss``, ``top1``
+    and ``top5`` (fractions of 1), ``samples``. Both have ``step`` (of the optimizer), ``epoch`` (fractional), and
+    ``time`` (Unix, seconds). The last evaluation's metrics are in the trainer's ``states["eval"]`` of every rank too.
 
     The device is synchronised only when a record is made.
     """
@@ -61,12 +60,12 @@ class MetricsHook(BaseHook):
         self.started, self.waited = time.perf_counter(), trainer.data_wait
 
     def state_dict(self) -> dict[str, float]:
-        """Return what the next train record has seen so far, on this rank."""
+        """Return the totals of the next train record so far, on this rank."""
         steps = self.micro_batches // self.plan.accumulation
         return {"steps": steps, "micro_batches": self.micro_batches, "loss": self.loss.item()}
 
     def load_state_dict(self, states: Sequence[Mapping[str, float]], rank: int | None) -> None:
-        """Go on from the states of all ranks: with that of ``rank``, or with their mean if ranks have changed."""
+        """Resume from the states of all ranks: from that of ``rank``, or from their mean if it is None."""
         steps, micro_batches, loss = states[rank or 0].values()
         if rank is None and steps:
             mean = fmean(state["loss"] / state["micro_batches"] for state in states)
@@ -81,7 +80,7 @@ class MetricsHook(BaseHook):
         if not trainer.update_done:
             return
         has_record = trainer.step % self.every == 0 or trainer.step == self.plan.last_step
-        shown = None if has_record or self.has_shown_loss else self._mean_loss()  # the first record is far away
+        shown = None if has_record or self.has_shown_loss else self._mean_loss()  # so that one appears at once
         self.has_shown_loss = True
         if self.progress:
             self.progress.step(shown)

@@ -1,4 +1,4 @@
-"""The learning-rate range test of L. N. Smith (arXiv 1506.01186): the rate grows step by step until it is too high."""
+"""The learning-rate range test (L. N. Smith, arXiv 1506.01186)."""
 
 import math
 import statistics
@@ -83,9 +83,9 @@ def suggest_rate(rows: list[dict[str, float]]) -> float:
 
 
 def smoothed_noise(rows: list[dict[str, float]]) -> float:
-    """Return the standard deviation of the smoothed loss that comes from the batches, not from the learning rate.
+    """Return the standard deviation of the smoothed loss due to the batches, not to the learning rate.
 
-    It follows from the differences of successive losses up to the lowest smoothed one, as for independent noise.
+    It is estimated from differences of successive losses up to the lowest smoothed one, as for independent noise.
     """
     lowest = min(range(len(rows)), key=lambda number: rows[number]["smoothed"])
     steps = [after["loss"] - before["loss"] for before, after in pairwise(rows[: lowest + 1])]
@@ -95,7 +95,7 @@ def smoothed_noise(rows: list[dict[str, float]]) -> float:
 
 
 def _mean_over_ranks(loss: Tensor) -> float:
-    """Return the same number on all ranks, so that all stop together; ranks that share a model have the same loss."""
+    """Return the mean loss, equal on all ranks, so that they stop together."""
     world_size = gpc.get_world_size(ParallelMode.GLOBAL)
     if world_size > 1:
         loss = loss.clone()

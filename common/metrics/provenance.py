@@ -1,4 +1,4 @@
-"""What a result needs beside it to count: the command, the code, the versions and the hardware that made it."""
+"""Provenance of a result: command, commit, versions and hardware."""
 
 import platform
 import re
@@ -20,7 +20,7 @@ PACKAGES = ("torch", "torchvision", "colossalai", "nvidia-dali-cuda130", "timm")
 
 
 def describe_run(argv: list[str], packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
-    """Return when and how this process was started, from which commit, with what, and on what."""
+    """Return start time, command line, commit, versions and hardware of this process."""
     return {
         "started": round(time.time(), 2),
         "argv": [sys.argv[0], *argv],
@@ -48,7 +48,7 @@ def describe_columns(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
 
 
 def name_hardware(hardware: Mapping[str, Any]) -> str:
-    """Return the GPU's name, or as "2 cores of AMD EPYC, AVX2": on clouds, the model name alone tells little."""
+    """Return the GPU's name, or for a CPU "2 cores of AMD EPYC, AVX2", since clouds hide the exact model."""
     if hardware["gpu"]:
         return hardware["gpu"]
     instructions = f", {hardware['instruction_set']}" if "instruction_set" in hardware else ""  # not in older records
@@ -56,11 +56,11 @@ def name_hardware(hardware: Mapping[str, Any]) -> str:
 
 
 def format_command(words: Iterable[str]) -> str:
-    """Return a command line without the folders in it, which mean nothing on another machine."""
+    """Return a command line with the folders removed from its paths."""
     return shlex.join(re.sub("/.*/", "", word) for word in words)
 
 
-@cache  # results that a process writes into the clone do not change the code that it runs
+@cache  # files that this process writes later do not change the code it runs
 def _commit() -> str | None:
     """Return the commit of the project, with "-dirty" where files were changed since; None outside a clone."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]

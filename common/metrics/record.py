@@ -1,4 +1,4 @@
-"""What a record of metrics.jsonl holds besides when it was made."""
+"""Records of metrics.jsonl."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ WHEN = ("kind", "step", "epoch", "time")
 
 
 def select_metrics(record: Record) -> dict[str, float]:
-    """Return every number of the record that was measured, as ``<kind>/<name>``."""
+    """Return the record's measured numbers as ``<kind>/<name>``."""
     return {
         f"{record['kind']}/{name}": value
         for name, value in record.items()

@@ -17,6 +17,7 @@ from common.metrics.record import Record, select_metrics
 
 PROJECT = "vit-large-batch"
 MAX_PARAM = 6000  # characters of a value in MLflow
+# what each one imports, and what to install for it
 MODULES = {"wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 TO_INSTALL = {"wandb": "wandb", "mlflow": "mlflow-skinny sqlalchemy alembic"}
 
@@ -24,15 +25,11 @@ TO_INSTALL = {"wandb": "wandb", "mlflow": "mlflow-skinny sqlalchemy alembic"}
 def check_trackers(names: Sequence[str]) -> None:
     """Raise `UserError` for the first of ``LOG.trackers`` that is unknown or not installed."""
     for name in names:
+        where = f"LOG.trackers={list(names)}"
         if name not in MODULES:
-            raise UserError(
-                f"LOG.trackers={list(names)}: {name!r} is none of {list(MODULES)}{did_you_mean(str(name), MODULES)}"
-            )
-        missing = [module for module in MODULES[name] if find_spec(module) is None]
-        if missing:
-            raise UserError(
-                f"LOG.trackers={list(names)}: {', '.join(missing)} is not installed; pip install {TO_INSTALL[name]}"
-            )
+            raise UserError(f"{where}: {name!r} is none of {list(MODULES)}{did_you_mean(str(name), MODULES)}")
+        if missing := ", ".join(module for module in MODULES[name] if find_spec(module) is None):
+            raise UserError(f"{where}: {missing} is not installed; pip install {TO_INSTALL[name]}")
 
 
 def _read_config(folder: Path) -> dict:

@@ -1,4 +1,4 @@
-"""The real packages, in processes of their own: ``bash scripts/test.sh -m trackers``; the first tests need none."""
+"""Trackers; the tests marked ``trackers`` need the real packages: ``bash scripts/test.sh -m trackers``."""
 
 import json
 import os
@@ -51,40 +51,43 @@ print(json.dumps({"rows": rows, "depth": config["MODEL"]["depth"]}))
 """
 
 
+WANDB = "LOG.trackers=['wandb']: wandb is not installed; pip install wandb"
+MLFLOW = "LOG.trackers=['mlflow']: alembic is not installed; pip install mlflow-skinny sqlalchemy alembic"
+
+
 @pytest.mark.parametrize(
-    ("names", "installed", "message"),
+    ("name", "installed", "message"),
     [
-        (["wandb"], (), "LOG.trackers=['wandb']: wandb is not installed; pip install wandb"),
-        (
-            ["mlflow"],
-            ("mlflow", "sqlalchemy"),
-            "LOG.trackers=['mlflow']: alembic is not installed; pip install mlflow-skinny sqlalchemy alembic",
-        ),
-        (["wanb"], ("wandb",), "LOG.trackers=['wanb']: 'wanb' is none of ['wandb', 'mlflow']; did you mean 'wandb'?"),
-        ([1], (), "LOG.trackers=[1]: 1 is none of ['wandb', 'mlflow']"),
+        ("wandb", (), WANDB),
+        ("mlflow", ("mlflow", "sqlalchemy"), MLFLOW),
+        ("wanb", (), "LOG.trackers=['wanb']: 'wanb' is none of ['wandb', 'mlflow']; did you mean 'wandb'?"),
+        (1, (), "LOG.trackers=[1]: 1 is none of ['wandb', 'mlflow']"),
     ],
 )
-def test_what_cannot_be_used_is_refused(names, installed, message, monkeypatch):
+def test_unusable_trackers_are_refused(name, installed, message, monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda module: module if module in installed else None)
     with pytest.raises(UserError) as error:
-        check_trackers(names)
+        check_trackers([name])
     assert str(error.value) == message
 
 
 def python(code: str, *arguments: object, **environment: str) -> tuple[str, str]:
-    """Return what the process says on stdout and stderr."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    environment = os.environ | environment
+    """Return the process's stdout and stderr."""
+    command, environment = [sys.executable, "-c", code, *map(str, arguments)], os.environ | environment
     child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert child.returncode == 0, child.stderr
     return child.stdout, child.stderr
 
 
+def write_config(folder: Path) -> Path:
+    (folder / "config.json").write_text(json.dumps({"config": CONFIG}))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
     """The folder of a run that was started twice: steps 1 and 2, then 3 and 4."""
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "config.json").write_text(json.dumps({"config": CONFIG}))
+    folder = write_config(tmp_path_factory.mktemp("run"))
     for start in (1, 3):
         _, errors = python(WRITE, folder, start)
         assert "warning" not in errors
@@ -117,7 +120,7 @@ def test_wandb_continues_under_the_same_id(resumed):
 
 
 @pytest.mark.trackers
-def test_their_environment_variables_send_it_elsewhere(tmp_path):
+def test_their_environment_variables_send_it_elsewhere(tmp_path, tmp_path_factory):
     """MLflow to another database; W&B to a server, which refuses: training continues without it."""
     asked = []
 
@@ -129,9 +132,7 @@ def test_their_environment_variables_send_it_elsewhere(tmp_path):
         def log_message(self, *_: object) -> None:
             pass
 
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"config": CONFIG}))
+    folder = write_config(tmp_path_factory.mktemp("sent"))
     with ThreadingHTTPServer(("127.0.0.1", 0), Refuse) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
         address = f"http://127.0.0.1:{server.server_address[1]}"
@@ -144,7 +145,7 @@ def test_their_environment_variables_send_it_elsewhere(tmp_path):
     assert "warning: wandb: CommError: " in errors
     assert "401" in errors
     runs, metrics, _ = read_mlflow(tmp_path / "other.db")
-    assert runs == [("run", "FINISHED")]
+    assert runs == [(folder.name, "FINISHED")]
     assert metrics == [(1, 1.0), (2, 0.5)]
     assert not (folder / "mlflow.db").exists()
     assert not list(folder.glob("wandb/offline-run-*"))

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,17 @@ def open_writers(
 
     ``start``: optimizer steps that were done before.
     """
-    writers = [
-        Guarded("metrics.jsonl", lambda: JsonLines(folder / "metrics.jsonl")),
-        Guarded("curves", lambda: Curves(folder)),
-    ]
+    builders: dict[str, Callable[[], Any]] = {"metrics.jsonl": lambda: JsonLines(folder / "metrics.jsonl")}
+    builders["curves"] = lambda: Curves(folder)
     if tensorboard:
-        writers.append(Guarded("TensorBoard", lambda: TensorBoard(folder / "tensorboard", start)))
-    for name in trackers:
-        writers.append(Guarded(name, lambda name=name: TRACKERS[name](folder)))
-    # last, because it starts its clock, and a tracker takes seconds to open
-    return [*writers, Guarded("progress bar", lambda: ProgressBar(total_steps, start))]
+        builders["TensorBoard"] = lambda: TensorBoard(folder / "tensorboard", start)
+    builders |= {name: partial(TRACKERS[name], folder) for name in trackers}
+    builders["progress bar"] = lambda: ProgressBar(total_steps, start)  # last: it starts its clock
+    return [Guarded(name, build) for name, build in builders.items()]
 
 
 class Guarded:
-    """A writer that may fail: what it raises is told once on stderr, and training continues without it."""
+    """A writer that may fail: its first error becomes a warning, and training continues without it."""
 
     def __init__(self, name: str, build: Callable[[], Any]):
         self.name, self.writer = name, None
@@ -69,7 +67,7 @@ class Guarded:
 
 
 def warn(text: str) -> None:
-    """Print one line on stderr, above a progress bar; where stderr is gone, print nothing."""
+    """Print one line on stderr, above a progress bar; do nothing if stderr is closed."""
     with suppress(OSError):
         tqdm.write(f"warning: {' '.join(text.split())}", file=sys.stderr)
 
@@ -113,7 +111,7 @@ class TensorBoard:
     """Write each metric as a scalar ``<kind>/<name>`` over optimizer steps."""
 
     def __init__(self, folder: Path, start: int = 0):
-        """``start``: optimizer steps that were done before; metrics of later ones, from a run that died, are hidden."""
+        """Hide what an interrupted run has written of steps after ``start``."""
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         self.writer = SummaryWriter(str(folder), purge_step=start + 1)
@@ -133,11 +131,10 @@ class ProgressBar:
     """
 
     def __init__(self, total_steps: int, start: int = 0):
-        # tqdm's own lock is a semaphore of all processes that are forked from one: killed, they may never give it back.
+        # tqdm's own lock is shared with forked processes: one that is killed may never release it
         tqdm.set_lock(threading.RLock())
-        options = (
-            dict(mininterval=0.5, dynamic_ncols=True) if sys.stderr.isatty() else dict(mininterval=30, file=_Lines())
-        )
+        terminal, lines = dict(mininterval=0.5, dynamic_ncols=True), dict(mininterval=30, file=_Lines())
+        options = terminal if sys.stderr.isatty() else lines
         self.bar = tqdm(total=total_steps, initial=start, unit="step", maxinterval=60, **options)  # pyright: ignore[reportArgumentType, reportCallIssue]
         self.shown: dict[str, str] = {}
 
@@ -169,7 +166,7 @@ class ProgressBar:
 
 
 class _Lines:
-    """Where a progress bar writes that is no terminal: each state of the bar is a line of its own on stderr."""
+    """Write each state of a progress bar as one line on stderr, where that is not a terminal."""
 
     def write(self, text: str) -> None:
         if line := text.strip():
@@ -180,30 +177,23 @@ class _Lines:
 
 
 class Curves:
-    """Redraw loss.jpeg and acc.jpeg at the end, and before it at evaluations, as often as `DRAWING_SHARE` allows."""
+    """Redraw loss.jpeg and acc.jpeg at evaluations, in at most `DRAWING_SHARE` of the time, and at the end."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
-        self.started = time.perf_counter()
-        self.spent, self.last = 0.0, FIRST_DRAWING
-        self.stale = False
+        self.folder, self.stale = folder, False
+        self.drawn, self.seconds = time.perf_counter(), FIRST_DRAWING
 
     def __call__(self, record: Record) -> None:
         self.stale = True
-        share = (self.spent + self.last) / (time.perf_counter() - self.started)
-        if record["kind"] == "eval" and share <= DRAWING_SHARE:
-            self._draw()
-
-    def _draw(self) -> None:
-        started = time.perf_counter()
-        draw_curves(self.folder)
-        self.last = time.perf_counter() - started
-        self.spent += self.last
-        self.stale = False
+        if record["kind"] == "eval" and time.perf_counter() - self.drawn >= self.seconds / DRAWING_SHARE:
+            self.close()
 
     def close(self) -> None:
         if self.stale:
-            self._draw()
+            started = time.perf_counter()
+            draw_curves(self.folder)
+            self.drawn, self.stale = time.perf_counter(), False
+            self.seconds = self.drawn - started
 
 
 def read_metrics(folder: Path) -> list[Record]:
@@ -223,15 +213,10 @@ def read_metrics(folder: Path) -> list[Record]:
 def draw_curves(folder: Path) -> None:
     """Draw a run's training and evaluation loss, and its top-1 and top-5 accuracy: ``{loss,acc}.{png,jpeg}``."""
     records = read_metrics(folder)
-    pictures = {
-        "loss": (
-            "loss (cross-entropy)",
-            1.0,
-            [("train", "loss", "training", "-"), ("eval", "loss", "evaluation", "o-")],
-        ),
-        "acc": ("accuracy (%)", 100.0, [("eval", "top1", "top-1", "o-"), ("eval", "top5", "top-5", "s--")]),
-    }
-    for name, (label, scale, lines) in pictures.items():
+    losses = [("train", "loss", "training", "-"), ("eval", "loss", "evaluation", "o-")]
+    accuracies = [("eval", "top1", "top-1", "o-"), ("eval", "top5", "top-5", "s--")]
+    pictures = [("loss", "loss (cross-entropy)", 1.0, losses), ("acc", "accuracy (%)", 100.0, accuracies)]
+    for name, label, scale, lines in pictures:
         figure, axes = build_figure()
         for kind, key, title, style in lines:
             points = [(r["step"], scale * r[key]) for r in records if r["kind"] == kind and r.get(key) is not None]

@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from common.model.dropout import LEVELS, Dropout
 
@@ -15,7 +14,7 @@ def kept(p: float, *shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 1 / 3, 0.97])
-def test_rate_is_right_at_every_place_of_a_word(p: float) -> None:
+def test_rate_is_right_at_every_place_of_an_integer(p: float) -> None:
     """Within five standard errors, for each of the four values that share a random integer."""
     torch.manual_seed(0)
     rates = kept(p, COUNT).view(-1, 4).double().mean(0)
@@ -24,18 +23,13 @@ def test_rate_is_right_at_every_place_of_a_word(p: float) -> None:
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
-@pytest.mark.parametrize("distance", [1, 2, 3, 4, 8, 65, 256])
-def test_neighbours_are_independent(p: float, distance: int) -> None:
+def test_neighbours_and_calls_are_independent(p: float) -> None:
     torch.manual_seed(1)
-    centred = kept(p, COUNT).double() - (1 - p)
-    correlation = (centred[:-distance] * centred[distance:]).mean() / (p * (1 - p))
-    assert abs(correlation) < 5 / math.sqrt(COUNT)
-
-
-def test_masks_of_two_calls_are_independent() -> None:
-    torch.manual_seed(2)
-    first, second = kept(0.1, COUNT), kept(0.1, COUNT)
-    assert (~first & ~second).double().mean().item() == pytest.approx(0.01, abs=5 * math.sqrt(0.01 / COUNT))
+    centred, other = (kept(p, COUNT).double() - (1 - p) for _ in range(2))
+    pairs = [(centred, other), *((centred[:-n], centred[n:]) for n in (1, 2, 3, 4, 8, 65, 256))]
+    for first, second in pairs:
+        correlation = (first * second).mean() / (p * (1 - p))
+        assert abs(correlation) < 5 / math.sqrt(COUNT)
 
 
 @pytest.mark.parametrize("p", [1e-5, 0.1, 0.25, 0.9, 0.99998])
@@ -51,12 +45,11 @@ def test_values_are_dropped_or_scaled_exactly(p: float, dtype: torch.dtype) -> N
     assert torch.equal(y[is_kept], x[is_kept] * (1 / share))
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (3,), (5, 7), (2, 3, 5)])
+@pytest.mark.parametrize("shape", [(), (3,), (5, 7), (2, 3, 5)])
 def test_gradient_passes_what_is_kept(shape: tuple[int, ...]) -> None:
     x = torch.full(shape, 2.0, requires_grad=True)
     y = Dropout(0.25)(x)
     y.backward(torch.full(shape, 3.0))
-    assert y.shape == x.shape
     assert torch.equal(x.grad, torch.where(y == 0, 0.0, 3.0 / 0.75))
 
 
@@ -68,19 +61,6 @@ def test_state_of_the_default_generator_decides() -> None:
     assert not torch.equal(first, second)
     torch.set_rng_state(state)
     assert torch.equal(kept(0.5, 100), first)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_recomputation_draws_the_same_mask(use_reentrant: bool) -> None:
-    x, masks = torch.ones(256, requires_grad=True), []
-
-    def drop(x: Tensor) -> Tensor:
-        y = Dropout(0.5)(x)
-        masks.append(y.detach() != 0)
-        return y * y
-
-    checkpoint(drop, x, use_reentrant=use_reentrant).sum().backward()
-    assert torch.equal(*masks)
 
 
 def test_without_training_or_rate_nothing_is_drawn() -> None:

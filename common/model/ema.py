@@ -1,4 +1,4 @@
-"""The exponential moving average of the weights (EMA), which evaluation and what comes after the run look at."""
+"""The exponential moving average of the weights (EMA)."""
 
 from typing import Any
 

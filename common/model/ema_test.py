@@ -1,5 +1,6 @@
-"""The moving average of the weights: torch's own, evaluated in their place, whole in files whatever the mode."""
+"""The moving average of the weights: equal to torch's, used in evaluation, saved whole in every parallel mode."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,15 +19,13 @@ def trainer_at(step: int, update_done: bool = True) -> SimpleNamespace:
     return SimpleNamespace(step=step, update_done=update_done)
 
 
-def warmed_up(decay: float):
-    """Return torch's update with the decay of each step."""
-    return lambda averages, weights, step: get_ema_multi_avg_fn(min(decay, (1 + step.item()) / (10 + step.item())))(
-        averages, weights, step
-    )
+def update(averages: list[Tensor], weights: list[Tensor], step: Tensor, decay: float) -> None:
+    """Update as torch does, with the decay of this step."""
+    get_ema_multi_avg_fn(min(decay, (1 + step.item()) / (10 + step.item())))(averages, weights, step)
 
 
 def change(model: nn.Module, step: int) -> None:
-    """Stand for an optimizer step, elementwise, so that pieces change as the whole does."""
+    """Imitate an optimizer step, elementwise, so that shards change as the whole does."""
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1 + 0.1 * (-1) ** step).sub_(0.01 * p.sign())
@@ -36,7 +35,7 @@ def change(model: nn.Module, step: int) -> None:
 def test_averages_are_torchs(decay: float) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
-    hook, reference = EmaHook(model, decay), AveragedModel(model, multi_avg_fn=warmed_up(decay))
+    hook, reference = EmaHook(model, decay), AveragedModel(model, multi_avg_fn=partial(update, decay=decay))
     reference.update_parameters(model)  # the first one copies
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(1, 30):

@@ -1,4 +1,4 @@
-"""FLOPs: those that a model needs, those that are done, and those that a device could do."""
+"""FLOPs of a model, and the peak FLOP/s of a device."""
 
 import math
 import time
@@ -13,8 +13,7 @@ from common.colossal import compute_dtype, name_dtype
 from common.config.model_arguments import parse_model_arguments
 from common.hardware import is_fast
 
-# Dense 10^12 FLOP/s in 16 bits, TF32 and float32, of NVIDIA's data sheets (SXM, if not PCIe), by what the device's name
-# holds; the first that fits.
+# Dense TFLOP/s in 16 bits, TF32 and float32 (NVIDIA's data sheets, SXM unless PCIe), by a part of the device's name.
 PEAKS = {
     "H200": (989.4, 494.7, 66.9),
     "H100 PCIe": (756.0, 378.0, 51.2),

@@ -55,14 +55,9 @@ def test_decays_all_unless_told() -> None:
     names = {id(p): name for name, p in model.named_parameters()}
     assert decayed["weight_decay"] == 0.1
     assert plain["weight_decay"] == 0
-    assert {names[id(p)] for p in decayed["params"]} == {
-        "patch_embed.proj.weight",
-        "blocks.0.attn.qkv.weight",
-        "blocks.0.attn.proj.weight",
-        "blocks.0.mlp.fc1.weight",
-        "blocks.0.mlp.fc2.weight",
-        "head.weight",
-    }
+    layers = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    expected = {"patch_embed.proj.weight", "head.weight", *(f"blocks.0.{layer}.weight" for layer in layers)}
+    assert {names[id(p)] for p in decayed["params"]} == expected
     assert len(decayed["params"]) + len(plain["params"]) == len(names)
 
 

@@ -3,8 +3,8 @@
 Shape suffixes: P parameters, 1 and 2 rows of their squared norms.
 """
 
-import math
 from collections.abc import Callable
+from math import inf, isinf
 
 import torch
 from torch import Tensor
@@ -17,27 +17,9 @@ from common.errors import did_you_mean
 # apex, `csrc/lamb/fused_lamb_cuda_kernel.cu` of DeepSpeed (which corrects the moments today; it used to fold the bias
 # correction into the step size), `timm/optim/lamb.py` (1.0.31).
 _VARIANTS = {
-    "colossalai": {
-        "eps": 1e-6,
-        "bias_correction": False,
-        "max_grad_norm": math.inf,
-        "always_adapt": True,
-        "trust_range": (0.0, math.inf),
-    },
-    "apex": {
-        "eps": 1e-6,
-        "bias_correction": True,
-        "max_grad_norm": 1.0,
-        "always_adapt": False,
-        "trust_range": (0.0, math.inf),
-    },
-    "deepspeed": {
-        "eps": 1e-8,
-        "bias_correction": True,
-        "max_grad_norm": math.inf,
-        "always_adapt": True,
-        "trust_range": (0.01, 10.0),
-    },
+    "colossalai": dict(eps=1e-6, bias_correction=False, max_grad_norm=inf, always_adapt=True, trust_range=(0.0, inf)),
+    "apex": dict(eps=1e-6, bias_correction=True, max_grad_norm=1.0, always_adapt=False, trust_range=(0.0, inf)),
+    "deepspeed": dict(eps=1e-8, bias_correction=True, max_grad_norm=inf, always_adapt=True, trust_range=(0.01, 10.0)),
 }
 _VARIANTS["timm"] = _VARIANTS["apex"]  # timm follows apex; its `trust_clip` is trust_range=(0, 1)
 
@@ -117,7 +99,7 @@ class Lamb(Optimizer):
     def _clip_divisor(self) -> Tensor | None:
         max_norm = self.param_groups[0]["max_grad_norm"]  # one for all groups, as the norm is
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if math.isinf(max_norm) or not params:
+        if isinf(max_norm) or not params:
             return None
         squares_1P = _squared_norms([p.grad for p in params])[None]
         if self.reduce_norms is not None:
@@ -158,7 +140,7 @@ class Lamb(Optimizer):
         if self._found_inf is not None:
             torch._foreach_sub_(steps, [self._found_inf] * len(steps))  # a list: one tensor would be read by the host
         if not group["bias_correction"]:
-            steps = [torch.full_like(steps[0], math.inf)] * len(steps)  # 1 - beta^inf = 1
+            steps = [torch.full_like(steps[0], inf)] * len(steps)  # 1 - beta^inf = 1
         # PyTorch's fused Adam reads and writes everything once; with a learning rate of -1 it adds its direction to
         # the weight decay's instead of subtracting a step from the parameters.
         directions = torch._foreach_mul(params, group["weight_decay"])

@@ -14,43 +14,25 @@ from common.hardware import CpuLimits, cores, cpu_limits, share_of_cores
 ROOT = Path(__file__).resolve().parent.parent
 
 
+V1_QUOTA, V1_PERIOD = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+CONTAINER = {"v2/cpu.max": "50000 100000"}
+IN_V1 = {f"v1/{V1_QUOTA}": "300000", f"v1/{V1_PERIOD}": "100000"}
+IN_BOTH = {f"v1/a/{V1_QUOTA}": "-1", f"v1/a/{V1_PERIOD}": "100000", "v2/b/cpu.max": "70000 10000"}
+
+
 @pytest.mark.parametrize(
     ("mounts", "groups", "files", "quota", "group"),
     [
-        pytest.param({"v2": "/"}, "0::/", {}, math.inf, "", id="no limit"),
-        pytest.param({"v2": "/"}, "0::/a/b", {"v2/a/b/cpu.max": "max 100000"}, math.inf, "", id="v2, max"),
-        pytest.param({"v2": "/"}, "0::/a", {"v2/a/cpu.max": "150000 100000"}, 1.5, "v2/a", id="v2"),
-        pytest.param(
-            {"v2": "/"},
-            "0::/a/b",
-            {"v2/a/b/cpu.max": "400000 100000", "v2/a/cpu.max": "200000 100000"},
-            2.0,
-            "v2/a",
-            id="v2, lower in the parent",
-        ),
+        ({"v2": "/"}, "0::/", {}, math.inf, ""),
+        ({"v2": "/"}, "0::/a/b", {"v2/a/b/cpu.max": "max 100000"}, math.inf, ""),
+        ({"v2": "/"}, "0::/a", {"v2/a/cpu.max": "150000 100000"}, 1.5, "v2/a"),
+        # lower in the parent
+        ({"v2": "/"}, "0::/a/b", {"v2/a/b/cpu.max": "4 1", "v2/a/cpu.max": "200000 100000"}, 2.0, "v2/a"),
         # what a container sees: its own cgroup at the mount point, under its name outside or not
-        pytest.param(
-            {"v2": "/docker/x"}, "0::/docker/x", {"v2/cpu.max": "50000 100000"}, 0.5, "v2", id="v2, container"
-        ),
-        pytest.param(
-            {"v2": "/"}, "0::/../y", {"v2/cpu.max": "50000 100000"}, 0.5, "v2", id="v2, outside the namespace"
-        ),
-        pytest.param(
-            {"v1": "/docker/x"},
-            "4:cpu,cpuacct:/docker/x\n3:cpuset:/other",
-            {"v1/cpu.cfs_quota_us": "300000", "v1/cpu.cfs_period_us": "100000"},
-            3.0,
-            "v1",
-            id="v1, container",
-        ),
-        pytest.param(
-            {"v1": "/", "v2": "/"},
-            "2:cpu:/a\n0::/b",
-            {"v1/a/cpu.cfs_quota_us": "-1", "v1/a/cpu.cfs_period_us": "100000", "v2/b/cpu.max": "70000 10000"},
-            7.0,
-            "v2/b",
-            id="both versions",
-        ),
+        ({"v2": "/docker/x"}, "0::/docker/x", CONTAINER, 0.5, "v2"),
+        ({"v2": "/"}, "0::/../y", CONTAINER, 0.5, "v2"),  # outside the namespace
+        ({"v1": "/docker/x"}, "4:cpu,cpuacct:/docker/x\n3:cpuset:/other", IN_V1, 3.0, "v1"),
+        ({"v1": "/", "v2": "/"}, "2:cpu:/a\n0::/b", IN_BOTH, 7.0, "v2/b"),
     ],
 )
 def test_the_quota_of_a_cgroup(tmp_path, mounts, groups, files, quota, group) -> None:
@@ -97,17 +79,16 @@ def test_ranks_divide_what_they_have_in_common(processes, expected) -> None:
 
 
 def test_a_real_quota_and_mask_count(tmp_path) -> None:
-    """In a cgroup of its own, limited to one CPU's time, Python counts one core; and so with a mask of one CPU."""
-    program = [sys.executable, "-c", "from common.hardware import cores; print(cores())"]
-    alone = subprocess.run(
-        ["taskset", "-c", str(min(os.sched_getaffinity(0))), *program], cwd=ROOT, capture_output=True
-    )
-    assert alone.stdout == b"1\n", alone.stderr
+    """A mask of one CPU, and a cgroup limited to one CPU's time, both count as one core."""
+
+    def count(*prefix: str) -> bytes:
+        program = [sys.executable, "-c", "from common.hardware import cores; print(cores())"]
+        return subprocess.run([*prefix, *program], cwd=ROOT, stdout=subprocess.PIPE).stdout
+
+    assert count("taskset", "-c", str(min(os.sched_getaffinity(0)))) == b"1\n"
     group = _new_cgroup()
     try:
-        enter = f'echo $$ >{group}/cgroup.procs; exec "$0" "$@"'
-        limited = subprocess.run(["sh", "-c", enter, *program], cwd=ROOT, capture_output=True)
-        assert limited.stdout == b"1\n", limited.stderr
+        assert count("sh", "-c", f'echo $$ >{group}/cgroup.procs; exec "$0" "$@"') == b"1\n"
     finally:
         group.rmdir()
     assert cores() == len(os.sched_getaffinity(0))

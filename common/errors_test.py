@@ -21,9 +21,7 @@ from common.errors import AgreedError, RankError, UserError, run_command
         (AgreedError, "1", True, False),
     ],
 )
-def test_who_speaks(
-    error: type, rank: str, joined: bool, speaks: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_who_speaks(error: type, rank: str, joined: bool, speaks: bool, monkeypatch, capsys) -> None:
     def main(argv: list[str]) -> None:
         raise error("KEY=1: choose 2")
 

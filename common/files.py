@@ -1,4 +1,4 @@
-"""Files: read with limits and checked against a schema, checksums, sync, and the lock of a folder."""
+"""Files: read with limits and checked against a schema, checksums, fsync, and the lock of a folder."""
 
 import contextlib
 import errno
@@ -122,9 +122,9 @@ def _held_by(holder: str, folder: Path) -> UserError:
 def lock_folder(folder: Path, *, wait: bool = False, sign: bool = True) -> None:
     """Create ``folder`` and hold its lock until `unlock_folder`, or until this process ends, however it ends.
 
-    Forked processes do not hold it. With ``wait`` this waits while another process holds it. Without ``sign`` a lock
-    file that is there stays as it is until `sign_lock`. Raises `UserError` if one
-    does and this does not wait, and if the folder cannot be written. A file system without locks locks nothing.
+    Forked processes do not hold it. Raises `UserError` if another process holds it and ``wait`` is false, and if the
+    folder cannot be written. Without ``sign`` an existing lock file is not changed before `sign_lock`. On a file system
+    without locks nothing is locked.
     """
     if folder in _held:  # to close a second handle would release the lock
         raise _held_by("this process", folder)

@@ -21,11 +21,7 @@ ONEDNN = {
     **dict.fromkeys(("AVX512_CORE", "AVX512_CORE_VNNI"), "AVX-512"),
     **dict.fromkeys(("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512"), "AVX512_BF16"),
 }
-ATEN = {
-    "DEFAULT": "SSE4.1",
-    "AVX2": "AVX2",
-    "AVX512": "AMX",
-}  # AMX: it has no kernels wider than AVX-512, none narrower
+ATEN = {"DEFAULT": "SSE4.1", "AVX2": "AVX2", "AVX512": "AMX"}  # AMX: it has no kernels wider than AVX-512
 
 BUSY = 0.3  # cores that other programs use, from which on threads wait without spinning; docs/performance.md says why
 _processes: list["CpuLimits"] = []  # of the run

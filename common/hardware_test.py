@@ -19,23 +19,26 @@ print(json.dumps([instruction_set(), is_fast("bfloat16"), torch.ops.mkldnn._is_m
 """
 
 
+CPU = ("amx_tile", "avx512_bf16", "avx512", "avx2")
+
+
 @pytest.mark.parametrize(
     ("has", "limit", "aten", "name", "fast"),
     [
-        (("amx_tile", "avx512_bf16", "avx512", "avx2"), "", "AVX512", "AMX", True),
-        (("amx_tile", "avx512_bf16", "avx512", "avx2"), "AVX512_CORE_BF16", "AVX512", "AVX512_BF16", True),
-        (("amx_tile", "avx512_bf16", "avx512", "avx2"), "avx512_core_vnni", "AVX512", "AVX-512", False),
-        (("amx_tile", "avx512_bf16", "avx512", "avx2"), "", "AVX2", "AVX2", True),
-        (("avx512_bf16", "avx512", "avx2"), "AVX512_CORE_AMX", "AVX512", "AVX512_BF16", True),
-        (("avx512", "avx2"), "ALL", "AVX512", "AVX-512", False),
-        (("avx2",), "AVX512_CORE", "AVX2", "AVX2", False),
-        (("avx2",), "SSE41", "AVX2", "SSE4.1", False),
+        (CPU, "", "AVX512", "AMX", True),
+        (CPU, "AVX512_CORE_BF16", "AVX512", "AVX512_BF16", True),
+        (CPU, "avx512_core_vnni", "AVX512", "AVX-512", False),
+        (CPU, "", "AVX2", "AVX2", True),
+        (CPU[1:], "AVX512_CORE_AMX", "AVX512", "AVX512_BF16", True),
+        (CPU[2:], "ALL", "AVX512", "AVX-512", False),
+        (CPU[3:], "AVX512_CORE", "AVX2", "AVX2", False),
+        (CPU[3:], "SSE41", "AVX2", "SSE4.1", False),
         ((), "", "DEFAULT", "SSE4.1", False),
     ],
 )
 def test_instruction_sets(monkeypatch: pytest.MonkeyPatch, has, limit, aten, name, fast) -> None:
     hardware._onednn_set.cache_clear()
-    for flag in ("amx_tile", "avx512_bf16", "avx512", "avx2"):
+    for flag in CPU:
         monkeypatch.setattr(torch.cpu, f"_is_{flag}_supported", lambda flag=flag: flag in has)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: aten)
     monkeypatch.setattr(hardware.platform, "machine", lambda: "x86_64")
@@ -50,9 +53,8 @@ def test_instruction_sets(monkeypatch: pytest.MonkeyPatch, has, limit, aten, nam
 
 
 def test_the_limits_of_the_environment_are_followed() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", REPORT], env=os.environ | NARROW, capture_output=True, text=True
-    )
+    command = [sys.executable, "-W", "ignore", "-c", REPORT]
+    ran = subprocess.run(command, env=os.environ | NARROW, capture_output=True, text=True)
     assert json.loads(ran.stdout) == ["AVX2", False, False], ran.stderr
 
 

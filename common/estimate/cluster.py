@@ -1,4 +1,4 @@
-"""A cluster: GPUs, the links between them, and what their hosts decode."""
+"""A cluster: its GPUs, their links, and their hosts' decoding rate."""
 
 import argparse
 from collections import Counter
@@ -56,13 +56,8 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prediction", "with --dry-run --gpus N; defaults: DGX H100 nodes")
     group.add_argument("--gpu-memory", type=float, help="GB of a GPU (default: 80)")
     group.add_argument("--gpus-per-node", type=int, help="default: 8")
-    group.add_argument(
-        "--links",
-        type=float,
-        nargs=2,
-        metavar="GB/S",
-        help="what a GPU sends within a node, and beyond (default: 450 50: NVLink 4, and a 400 Gb/s link each)",
-    )
+    links = "what a GPU sends within a node, and beyond (default: 450 50: NVLink 4, and a 400 Gb/s link each)"
+    group.add_argument("--links", type=float, nargs=2, metavar="GB/S", help=links)
     group.add_argument("--images-per-s", type=float, help="measured, of one GPU training the whole model")
     group.add_argument("--decode-images-per-s", type=float, help="decoded by a GPU's share of its host (default: 8000)")
 

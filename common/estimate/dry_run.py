@@ -1,4 +1,4 @@
-"""What ``--dry-run`` prints, 80 columns wide: resolved config, batch arithmetic, memory, and how the modes scale."""
+"""``--dry-run``: print the resolved config, the batch arithmetic, memory, and predictions for all parallel modes."""
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence

@@ -91,10 +91,7 @@ def assumed_flops(config: Mapping[str, Any]) -> float:
 
 
 def _ways(gpus: int) -> Iterator[dict[str, Any]]:
-    """Yield how the model can be cut over up to 64 GPUs.
-
-    2.5d of one square is 2d, and has no more squares than a square has sides, as in its paper.
-    """
+    """Yield the tensor-parallel settings of up to 64 GPUs; the depth of 2.5d is from 2 to the side, as in its paper."""
     tensors = [WHOLE, *({"mode": "1d", "size": size} for size in range(2, 65))]
     tensors += [{"mode": "2d", "size": side**2} for side in range(2, 9)]
     tensors += [{"mode": "2.5d", "size": n * side**2, "depth": n} for side in range(2, 9) for n in range(2, side + 1)]

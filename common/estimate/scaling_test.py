@@ -6,14 +6,7 @@ from common.colossal import resolve_parallel
 from common.config.batch_plan import build_plan
 from common.config.load import load_config
 from common.estimate.cluster import LATENCY, Cluster
-from common.estimate.scaling import (
-    ASSUMED_MFU,
-    BEST_MFU,
-    LAUNCH,
-    MEMORY_BANDWIDTH,
-    predict_modes,
-    whole_model_flops,
-)
+from common.estimate.scaling import ASSUMED_MFU, BEST_MFU, LAUNCH, MEMORY_BANDWIDTH, predict_modes, whole_model_flops
 from common.estimate.step_estimate import estimate_step
 
 CLUSTER = Cluster(memory=80e9, node=8, inside=400e9, between=50e9, decode=1e9)
@@ -21,15 +14,16 @@ RATE = 1e14
 WHOLE_ONLY = {"heads": 1}  # an odd number that no mode can cut
 
 
+def build_config(**model: object) -> dict:
+    config = load_config("vit_s16_vanilla") | {"BATCH_SIZE": None}
+    return config | {"MODEL": config["MODEL"] | {"depth": 2} | model}
+
+
 @functools.cache
 def predict(gpus: int, cluster: Cluster = CLUSTER, **model: object) -> dict:
-    config = load_config("vit_s16_vanilla")
-    config["MODEL"] = config["MODEL"] | {"depth": 2} | model
-    return {prediction.mode: prediction for prediction in predict_modes(config, plan(config, gpus), cluster, RATE)}
-
-
-def plan(config: dict, gpus: int):
-    return build_plan(config | {"BATCH_SIZE": None}, gpus, None)
+    config = build_config(**model)
+    plan = build_plan(config, gpus, None)
+    return {prediction.mode: prediction for prediction in predict_modes(config, plan, cluster, RATE)}
 
 
 def test_every_mode_that_the_model_and_the_gpus_allow_is_there():
@@ -39,10 +33,8 @@ def test_every_mode_that_the_model_and_the_gpus_allow_is_there():
 
 def test_one_gpu_needs_its_arithmetic_and_nothing_else():
     (alone,) = predict(1).values()
-    config = load_config("vit_s16_vanilla")
-    config["MODEL"]["depth"] = 2
     assert alone.communication == 0
-    assert alone.compute == pytest.approx(4096 * whole_model_flops(config) / RATE)
+    assert alone.compute == pytest.approx(4096 * whole_model_flops(build_config()) / RATE)
     assert alone.update == pytest.approx(7 * 4 * alone.estimate.parameters / MEMORY_BANDWIDTH)  # AdamW
     assert alone.step == pytest.approx(alone.compute + alone.update)
     assert alone.fastest_step == pytest.approx(alone.compute * ASSUMED_MFU / BEST_MFU + alone.update)
@@ -79,16 +71,12 @@ def test_the_micro_batch_shrinks_until_it_fits():
     assert roomy.estimate.peak > 0.9e9 >= tight.estimate.peak
     assert tight.fits
     assert tight.micro_batch * tight.accumulation == 512
-    config = load_config("vit_s16_vanilla")
-    config["MODEL"] = config["MODEL"] | {"depth": 2} | WHOLE_ONLY
-    assert estimate_step(config, 8, 2 * tight.micro_batch, tight.accumulation // 2).peak > 0.9e9
+    twice = estimate_step(build_config(**WHOLE_ONLY), 8, 2 * tight.micro_batch, tight.accumulation // 2)
+    assert twice.peak > 0.9e9
     assert not predict(8, Cluster(memory=1e6), **WHOLE_ONLY)["data parallel"].fits
 
 
 def test_a_prediction_is_the_estimate_of_its_mode():
-    config = load_config("vit_s16_vanilla")
-    config["MODEL"]["depth"] = 2
-    cut = predict(8)["1d 2"]
-    config["parallel"] = resolve_parallel({"tensor": {"mode": "1d", "size": 2}}, 8)
-    assert cut.estimate == estimate_step(config, 8, cut.micro_batch, cut.accumulation)
+    cut, parallel = predict(8)["1d 2"], resolve_parallel({"tensor": {"mode": "1d", "size": 2}}, 8)
+    assert cut.estimate == estimate_step(build_config() | {"parallel": parallel}, 8, cut.micro_batch, cut.accumulation)
     assert cut.data_parallel * cut.micro_batch * cut.accumulation == 4096

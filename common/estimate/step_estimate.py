@@ -1,4 +1,4 @@
-"""Estimate an optimizer step on fake tensors: what one of N GPUs holds, sends and computes, without any of them."""
+"""Estimate the memory, traffic and FLOPs of one of N GPUs in an optimizer step, on fake tensors."""
 
 import multiprocessing
 from collections import Counter
@@ -198,9 +198,9 @@ class _Step:
 
 @contextmanager
 def _choosing_as_on(device: str) -> Iterator[None]:
-    """Let code that asks choose as on a "cuda" device: attention and LAMB by ``is_cpu``; dropout, whose mask is bytes.
+    """Make code that depends on the device behave as on ``device``: attention, LAMB (``is_cpu``) and dropout's mask.
 
-    The tensors themselves cannot be a GPU's: autograd asks the driver for it, also where they are fake.
+    Fake tensors cannot be on "cuda" themselves, because autograd asks the driver for the device.
     """
     if device == "cpu":
         yield

@@ -51,9 +51,8 @@ def train(config: dict[str, Any], micro_batch: int, accumulation: int, steps: in
 
 
 def launch_config(config: dict[str, Any], accumulation: int) -> dict[str, Any]:
-    return {key: config[key] for key in ("parallel", "fp16", "clip_grad_norm")} | {
-        "gradient_accumulation": accumulation
-    }
+    options = {key: config[key] for key in ("parallel", "fp16", "clip_grad_norm")}
+    return options | {"gradient_accumulation": accumulation}
 
 
 def count_traffic(config: dict[str, Any], micro_batch: int, accumulation: int) -> Counter:
@@ -82,10 +81,9 @@ def test_bytes_are_those_of_real_processes(case):
 
 
 def measure_peak(config: dict[str, Any], micro_batch: int, accumulation: int) -> int:
-    """Return the most bytes that PyTorch's allocator has given out at any one time of the last step.
+    """Return the peak of PyTorch's allocations in the last step; to be called in a process of its own.
 
-    To be called in a process of its own. There the allocator counts what all threads give back: by itself the profiler
-    misses what Gloo's threads do.
+    The flag makes the allocator count what all threads free: the profiler alone misses Gloo's.
     """
     libc10 = ctypes.CDLL(Path(torch.__file__).parent / "lib" / "libc10.so")
     ctypes.c_bool.in_dll(libc10, "FLAGS_caffe2_report_cpu_memory_usage").value = True

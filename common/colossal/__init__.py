@@ -1,6 +1,6 @@
-"""The one door to Colossal-AI 0.5.0: its names, repaired; nothing else imports `colossalai`.
+"""Colossal-AI 0.5.0, repaired. All other code imports its names from here, never from `colossalai`.
 
-A repair is a class or function whose docstring says what upstream does wrong, and where.
+A repair is a class or function whose docstring names the upstream fault and its place.
 """
 
 from common.colossal.amp import MixedPrecision, build_mixed_precision, compute_dtype, name_dtype
@@ -12,7 +12,7 @@ from common.colossal.heartbeat import doing, progress
 from common.colossal.heartbeat_hook import HeartbeatHook
 from common.colossal.inference import Predictor
 from common.colossal.launchers import get_default_parser, launch_from_openmpi, launch_from_slurm, launch_from_torch
-from common.colossal.repairs import repair_cpu_accelerator, repair_old_paths, repair_warmup_schedulers
+from common.colossal.repairs import repair_cpu_timers, repair_old_paths
 from common.colossal.tensor_parallel.check import check_tensor_parallel, describe_tensor_parallel, resolve_parallel
 from common.colossal.tensor_parallel.gradients import build_norm_reducer
 from common.colossal.tensor_parallel.sharding import (
@@ -24,57 +24,8 @@ from common.colossal.tensor_parallel.sharding import (
     whole_shape,
 )
 from common.colossal.trainer import Trainer
-from common.colossal.upstream import (
-    AMP_TYPE,
-    BaseHook,
-    CosineAnnealingWarmupLR,
-    LinearWarmupLR,
-    ParallelMode,
-    gpc,
-)
+from common.colossal.upstream import AMP_TYPE, BaseHook, LinearWarmupLR, ParallelMode, gpc
 
 repair_old_paths()
-repair_cpu_accelerator()
-repair_warmup_schedulers()
+repair_cpu_timers()
 repair_context()
-
-__all__ = [
-    "AMP_TYPE",
-    "BaseHook",
-    "CosineAnnealingWarmupLR",
-    "Engine",
-    "HeartbeatHook",
-    "LinearWarmupLR",
-    "MixedPrecision",
-    "ParallelMode",
-    "Predictor",
-    "Trainer",
-    "allow_fake_launches",
-    "build_mixed_precision",
-    "build_norm_reducer",
-    "canonical_state",
-    "check_tensor_parallel",
-    "compute_dtype",
-    "cut_piece",
-    "describe_tensor_parallel",
-    "doing",
-    "fake_launch",
-    "gather_whole",
-    "generator_states",
-    "get_default_parser",
-    "gpc",
-    "initialize",
-    "launch",
-    "launch_from_openmpi",
-    "launch_from_slurm",
-    "launch_from_torch",
-    "load_canonical_state",
-    "name_dtype",
-    "progress",
-    "reduce_without_waiting",
-    "resolve_parallel",
-    "set_generator_states",
-    "shard_model",
-    "shutdown",
-    "whole_shape",
-]

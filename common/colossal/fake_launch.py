@@ -1,4 +1,4 @@
-"""A launch of processes that are not there."""
+"""Launch with many ranks in a single process, on fake tensors, to estimate what one rank does."""
 
 import os
 import warnings
@@ -18,7 +18,7 @@ from common.colossal.tensor_parallel import layers
 
 
 def allow_fake_launches() -> None:
-    """Replace, for good, what reads numbers or asks for hardware: this process is for `fake_launch` alone from here."""
+    """Patch this process, permanently, for `fake_launch`: what reads tensors' values or asks for hardware."""
     new_group = dist.new_group
 
     def new_fake_group(ranks: list[int], *_: Any, **__: Any) -> Any:
@@ -26,19 +26,18 @@ def allow_fake_launches() -> None:
 
     torch.cuda.is_available, torch.cuda.device_count = lambda: False, lambda: 0
     dist.new_group = new_fake_group
-    RepairedContext.detect_num_processes_on_current_node = lambda context: None  # gathers the hosts' names
+    RepairedContext.detect_num_processes_on_current_node = lambda context: None  # gathers host names
     layers._random_stream = lambda device, number: nullcontext()  # reads a random state
     Tensor.item = lambda tensor: 0.0  # a loss scaler asks whether it has seen an overflow
-    nn.Module.to = _convert_in_place  # swaps tensors, which fake ones cannot
-    warnings.simplefilter("ignore")  # what matters, the run itself will print
+    nn.Module.to = _convert_in_place  # swaps tensors, which fake tensors do not support
+    warnings.simplefilter("ignore")  # the run itself will warn
 
 
 @contextmanager
 def fake_launch(config: Mapping[str, Any], world_size: int) -> Iterator[None]:
-    """Launch as rank 0 of ``world_size`` processes of which there is only this one, and on a CPU whatever there is.
+    """Launch as rank 0 of ``world_size`` on the CPU; collectives return at once and do nothing.
 
-    For fake tensors (`torch._subclasses.FakeTensorMode`), which have a shape and a type but no numbers: collectives
-    return at once and leave their messages as they are. Needs `allow_fake_launches`.
+    For tensors of `torch._subclasses.FakeTensorMode`, after `allow_fake_launches`.
     """
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         launch(config, 0, world_size, "", 0, backend="fake", verbose=False)
@@ -55,10 +54,7 @@ def _convert_in_place(model: nn.Module, target: Any) -> nn.Module:
 
 
 def reduce_without_waiting(engine: Engine) -> None:
-    """Let DDP, if the engine's model is one, reduce its buckets by a hook that does not wait for a fake collective.
-
-    Its own code takes the outcome from the collective's future, which is empty.
-    """
+    """Let DDP, if used, reduce by a hook: its own code reads the fake collective's future, which is empty."""
     if isinstance(engine.model, DistributedDataParallel):
         engine.model.register_comm_hook(engine.model.process_group, _reduce_bucket)
 

@@ -6,18 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.colossal.upstream import ParallelMode, random_state
-
 
 def generator_states() -> dict[str, Tensor]:
-    """Return the states of torch's generators, of Colossal-AI's for each parallel mode, of Python's and of numpy's."""
+    """Return the states of torch's, Python's and numpy's generators."""
     states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    manager = random_state._SEED_MANAGER
-    # the current mode's state is the device's generator, saved above
-    modes = {mode: state for mode, state in manager.seed_states.items() if mode != manager.current_mode}
-    states |= {f"mode.{mode.name}": state for mode, state in modes.items()}
     _, words, gauss = random.getstate()
     states["python"] = torch.tensor(words)
     states["python.gauss"] = torch.tensor([] if gauss is None else [gauss], dtype=torch.float64)
@@ -28,13 +22,10 @@ def generator_states() -> dict[str, Tensor]:
 
 
 def set_generator_states(states: dict[str, Tensor]) -> None:
-    """Set every generator to what `generator_states` returned in the same parallel mode."""
+    """Restore what `generator_states` returned."""
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-    for name, state in states.items():
-        if name.startswith("mode."):
-            random_state._SEED_MANAGER.set_state(ParallelMode[name.removeprefix("mode.")], state)
     gauss = states["python.gauss"].tolist()
     random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
     *keys, position, has_gauss = states["numpy"].tolist()

@@ -1,4 +1,4 @@
-"""Everything of Colossal-AI that the door uses, imported in one place."""
+"""All imports from Colossal-AI, in one place."""
 
 from typing import Any
 
@@ -11,20 +11,13 @@ with quiet_import():
     from colossalai.accelerator.cpu_accelerator import CpuAccelerator
     from colossalai.context import Config
     from colossalai.interface import OptimizerWrapper
-    from colossalai.legacy import (
-        get_default_parser,
-        launch_from_openmpi,
-        launch_from_slurm,
-        launch_from_torch,
-    )
+    from colossalai.legacy import get_default_parser, launch_from_openmpi, launch_from_slurm, launch_from_torch
     from colossalai.legacy import launch as upstream_launch
     from colossalai.legacy.amp import AMP_TYPE
     from colossalai.legacy.builder.builder import build_gradient_handler
     from colossalai.legacy.communication import all_gather, all_reduce
     from colossalai.legacy.context import ParallelMode
     from colossalai.legacy.context.parallel_context import ParallelContext
-    from colossalai.legacy.context.random import _helper as random_state
-    from colossalai.legacy.context.random.seed_manager import SeedManager
     from colossalai.legacy.core import global_context
     from colossalai.legacy.engine import Engine as UpstreamEngine
     from colossalai.legacy.engine.gradient_accumulation import GradAccumGradientHandler
@@ -37,45 +30,6 @@ with quiet_import():
     from colossalai.legacy.trainer import Trainer as UpstreamTrainer
     from colossalai.legacy.trainer.hooks import BaseHook
     from colossalai.legacy.utils import sync_model_param
-    from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR, LinearWarmupLR, delayed
+    from colossalai.nn.lr_scheduler import LinearWarmupLR
 
-gpc: Any = global_context  # Any: upstream's annotations do not know what a launch sets
-
-__all__ = [
-    "AMP_TYPE",
-    "BaseHook",
-    "Config",
-    "CosineAnnealingWarmupLR",
-    "CpuAccelerator",
-    "GradAccumGradientHandler",
-    "LinearWarmupLR",
-    "Matmul3D",
-    "Matmul_AB_2D",
-    "Matmul_AB_2p5D",
-    "OptimizerWrapper",
-    "ParallelContext",
-    "ParallelMode",
-    "SeedManager",
-    "UpstreamEngine",
-    "UpstreamTrainer",
-    "all_gather",
-    "all_reduce",
-    "auto_set_accelerator",
-    "build_gradient_handler",
-    "colossalai",
-    "delayed",
-    "gather_forward_split_backward",
-    "get_accelerator",
-    "get_default_parser",
-    "gpc",
-    "launch_from_openmpi",
-    "launch_from_slurm",
-    "launch_from_torch",
-    "random_state",
-    "reduce_grad",
-    "reduce_input",
-    "register_async_grad_hook",
-    "sync_model_param",
-    "tensor_parallel_env",
-    "upstream_launch",
-]
+gpc: Any = global_context  # Any: upstream does not annotate what a launch sets

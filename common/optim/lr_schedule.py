@@ -14,7 +14,8 @@ _NAMES = ("linear", "cosine")
 def learning_rate_factor(name: str, step: int, total_steps: int, warmup_steps: int) -> float:
     """Return the share of the peak learning rate that optimizer step `step`, counted from 0, is taken with.
 
-    With W warm-up steps of T in total, and the values of Colossal-AI's LinearWarmupLR and CosineAnnealingWarmupLR:
+    With W warm-up steps of T in total, as Colossal-AI's LinearWarmupLR, and its CosineAnnealingWarmupLR without the
+    overshoot of its peak by 2 / (1 + cos(pi / (T - W))):
 
         step    linear           cosine
         0       1 / (W + 1)      1 / W, or 1 without warm-up

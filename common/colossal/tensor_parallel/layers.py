@@ -1,15 +1,13 @@
-"""Layers that hold a piece of the weights and work on a piece of the activations.
+"""Layers that hold a piece of the weights and work on a piece of the activations; see `layout` for the modes.
 
-Their names are those of the modes, see `layout`. The matrix products are Colossal-AI's; its layers around them
-(legacy/nn/layer/parallel_*/layers.py) are not used, because they
+The matrix products are Colossal-AI's. Its layers (legacy/nn/layer/parallel_*/layers.py) are not used, because they
 
-- all-gather or broadcast every bias and layer norm weight of a 2d or 2.5d model in the forward pass, and reduce its
-  gradient in the backward pass, of every micro-batch; here both are sharded like the activations, and the gradients
-  cross ranks once per optimizer step (`gradients`),
-- take a layer norm's variance as E[x^2] - E[x]^2, in half precision where the input is half, which overflows
-  (parallel_2d/layers.py:337, parallel_2p5d/layers.py:350, parallel_3d/_operation.py:325),
-- split a 3d batch by whichever group the last layer built left behind (parallel_3d/_operation.py:452), and fail in a
-  3d classifier's backward pass on every rank off the cube's diagonal (parallel_3d/_operation.py:135).
+- communicate every bias and layer norm weight of a 2d or 2.5d model in the forward and backward pass of every
+  micro-batch; here these are sharded like the activations, and gradients are summed once per step (`gradients`),
+- compute a layer norm's variance as E[x^2] - E[x]^2, which overflows in half precision (parallel_2d/layers.py:337,
+  parallel_2p5d/layers.py:350, parallel_3d/_operation.py:325),
+- split a 3d batch by the group that the last layer built left behind (parallel_3d/_operation.py:452), and fail in a 3d
+  classifier's backward pass on ranks off the cube's diagonal (parallel_3d/_operation.py:135).
 
 Shape suffixes: B samples, N tokens, D channels of this rank; [...] any leading dimensions.
 """
@@ -48,11 +46,11 @@ from common.colossal.upstream import (
 
 
 class Linear(nn.Module):
-    """A linear layer of which this rank holds ``weight`` [in, out] and ``bias`` [out] in part.
+    """A linear layer of which this rank holds a piece of ``weight`` [in, out] and ``bias`` [out].
 
-    The product runs in autocast's type with autocast off: by themselves, upstream's products cast to float16 under
-    CUDA's autocast also where bfloat16 is asked for, and fail under the CPU's (``custom_fwd`` in
-    legacy/nn/layer/parallel_2d/_operation.py:61 and the other modes' files).
+    The product runs in autocast's type with autocast disabled: upstream's products cast to float16 even under bfloat16
+    autocast on GPUs, and fail under autocast on CPUs (``custom_fwd`` in legacy/nn/layer/parallel_2d/_operation.py:61
+    and the other modes' files).
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter) -> None:
@@ -91,26 +89,20 @@ class RowLinear(Linear):
 class Linear2D(Linear):
     """2d: SUMMA."""
 
+    product, row, col, places = Matmul_AB_2D, ROW_2D, COL_2D, (COL_2D, ROW_2D)
+
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        q = gpc.get_world_size(ROW_2D)
-        place = gpc.get_local_rank(COL_2D), gpc.get_local_rank(ROW_2D), ROW_2D, COL_2D
+        place = *map(gpc.get_local_rank, self.places), self.row, self.col
+        # data-parallel rank, pipeline stage, stages and tensor-parallel size, which give the global ranks
+        world = gpc.get_local_rank(ParallelMode.DATA), 0, 1, gpc.get_world_size(TENSOR)
         out_shape = (*x.shape[:-1], weight.shape[1])
-        return Matmul_AB_2D.apply(x, weight, q, out_shape, *place, *_model_place())
+        return self.product.apply(x, weight, gpc.get_world_size(self.row), out_shape, *place, *world)
 
 
-class Linear2p5D(Linear):
+class Linear2p5D(Linear2D):
     """2.5d: SUMMA within each of the squares."""
 
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        q = gpc.get_world_size(ROW_2P5D)
-        place = *(gpc.get_local_rank(group) for group in (COL_2P5D, ROW_2P5D, DEPTH_2P5D)), ROW_2P5D, COL_2P5D
-        out_shape = (*x.shape[:-1], weight.shape[1])
-        return Matmul_AB_2p5D.apply(x, weight, q, out_shape, *place, *_model_place())
-
-
-def _model_place() -> tuple[int, int, int, int]:
-    """Return (data-parallel rank, pipeline stage, stages, tensor-parallel size), by which SUMMA finds global ranks."""
-    return gpc.get_local_rank(ParallelMode.DATA), 0, 1, gpc.get_world_size(TENSOR)
+    product, row, col, places = Matmul_AB_2p5D, ROW_2P5D, COL_2P5D, (COL_2P5D, ROW_2P5D, DEPTH_2P5D)
 
 
 class Linear3D(Linear):
@@ -165,9 +157,8 @@ class _LayerNorm(torch.autograd.Function):
 class OwnRandom(nn.Module):
     """Run ``layer`` on random numbers that ranks of the same ``number`` share and others do not.
 
-    They follow from the state of the default generator, which agrees within a tensor-parallel group: so checkpointed
-    activations, for which PyTorch restores that state, are recomputed with the same numbers. (The states that
-    Colossal-AI switches between, legacy/context/random/_helper.py:97, are not restored.)
+    They are derived from the default generator's state, which agrees within a tensor-parallel group, and which PyTorch
+    restores when it recomputes checkpointed activations.
     """
 
     def __init__(self, layer: nn.Module, number: int) -> None:
@@ -183,7 +174,7 @@ class OwnRandom(nn.Module):
 
 @contextmanager
 def _random_stream(device: torch.device, number: int) -> Iterator[None]:
-    """Seed the device's default generator by its state and ``number``; afterwards it is one step on."""
+    """Seed the device's default generator by its state and ``number``; on exit restore and advance it."""
     generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
     state = generator.get_state()
     digest = hashlib.blake2b(state.numpy().tobytes() + number.to_bytes(8, "big"), digest_size=7).digest()

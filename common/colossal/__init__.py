@@ -9,7 +9,6 @@ from common.colossal.engine import Engine, initialize
 from common.colossal.fake_launch import allow_fake_launches, fake_launch, reduce_without_waiting
 from common.colossal.generators import generator_states, set_generator_states
 from common.colossal.heartbeat import doing, progress
-from common.colossal.heartbeat_hook import HeartbeatHook
 from common.colossal.inference import Predictor
 from common.colossal.launchers import get_default_parser, launch_from_openmpi, launch_from_slurm, launch_from_torch
 from common.colossal.repairs import repair_cpu_timers, repair_old_paths

@@ -1,8 +1,8 @@
-"""What each rank is doing, told to the others as it goes; and, once one is lost, which one, and what it was doing.
+"""Find out which rank is lost, and what it was doing.
 
-Every rank sends a datagram to rank 0 at every beat, and gets back what rank 0 is doing. Who falls silent is gone; who
-still speaks, but does not notice what all others notice, hangs. PyTorch's store does not serve for this: where the
-process that keeps it stops, its calls do not return.
+Each rank sends a datagram to rank 0 at every beat; rank 0 answers. A silent rank is gone; one that still sends but does
+not notice a failed collective that all others noticed hangs. PyTorch's store cannot do this: its calls block when the
+process that serves it stops.
 """
 
 import faulthandler
@@ -13,54 +13,54 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch.distributed as dist
 
 from common.colossal.rendezvous import address_to_bind
 
-SILENT = 3  # beats after which a rank is gone, once another has noticed
-HANGING = 5  # beats in which all others of the ranks have noticed too
-LEAVING = 2  # beats in which a rank hears why the run ends
+SILENT = 3  # beats of silence after which a rank is gone, once another rank has noticed a failure
+HANGING = 5  # beats within which all ranks that do not hang notice it too
+LEAVING = 2  # beats in which ranks are told why the run ends
 
 _doing = "starting"
 _changes = 0
 
 
 def doing(what: str) -> None:
-    """Say what this process does from now on; others read it where they wait for it for nothing."""
+    """Report what this process is doing, for the other ranks' messages if it is lost."""
     global _doing, _changes
     _doing, _changes = what, _changes + 1
 
 
 def progress() -> int:
-    """Return a number that changes with what this process does."""
+    """Return how often `doing` was called."""
     return _changes
 
 
 def beat_of(timeout: float) -> float:
-    """Return the seconds between two beats: so many that a loss is named well within a tenth of a long timeout."""
+    """Return the seconds between two beats: few enough to name a lost rank within the timeout."""
     return min(2.0, timeout / 40)
 
 
 def patience_of(timeout: float) -> float:
-    """Return how long a collective may wait, in seconds: what is left of ``timeout`` is for finding out who is lost."""
+    """Return the seconds that a collective may take; the rest of ``timeout`` is for finding out which rank is lost."""
     return timeout - (HANGING + LEAVING + 1) * beat_of(timeout)
 
 
 class Heartbeat:
-    """Tells, listens and judges in a thread of its own; prints all stacks where this process makes no progress.
+    """A thread that exchanges messages and judges; it prints all stacks if this process makes no progress.
 
-    ``verdict`` is set once it is known who is lost. Where the process is not waiting in `await_verdict` then, because
-    it still computes or waits in a collective that cannot fail, it is ended with the verdict on stderr.
+    ``verdict`` names the lost ranks once they are known. A process that is then not in `await_verdict`, because it
+    computes or its collective does not fail, is ended with the verdict on stderr.
     """
 
     def __init__(self, rank: int, world_size: int, timeout: float):
         self.rank, self.world_size = rank, world_size
         self.timeout, self.beat, self.patience = timeout, beat_of(timeout), patience_of(timeout)
-        self.state = "running"  # then "noticed" that another is lost, "failed" by itself, or "ended"
-        self.heard: dict[int, tuple[float, str, str]] = {}  # of each rank: when, what it did, its state
+        self.state = "running"  # then "noticed" (a collective failed), "failed" (an error of its own) or "ended"
+        self.heard: dict[int, tuple[float, str, str]] = {}  # by rank: time, what it was doing, its state
         self.noticed_at = float("inf")
         self.verdict: str | None = None
         self.judged, self.closing = threading.Event(), threading.Event()
@@ -68,7 +68,7 @@ class Heartbeat:
         self.thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self, store: dist.Store | None, host: str) -> None:
-        """Start; a single process has no ``store`` and watches itself only."""
+        """Start; a single process, without ``store``, watches only its own progress."""
         if store is not None:
             self._open(store, host)
         self.thread.start()
@@ -92,36 +92,32 @@ class Heartbeat:
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if self.socket is None:
-            self._loop()
-        else:
-            with self.socket:
-                self._loop()
-
-    def _loop(self) -> None:
         seen = -1
-        while not self.closing.is_set():
-            if seen != _changes:
-                seen = _changes
-                faulthandler.dump_traceback_later(self.timeout, file=sys.__stderr__)
-            if self.socket is None:
-                self.closing.wait(self.beat)
-                continue
-            began = time.monotonic()
-            self._exchange(began + self.beat)
-            stood_still = time.monotonic() - began - self.beat
-            if stood_still > self.beat:  # this process itself: nobody was silent for so long
-                self.heard = {rank: (when + stood_still, *words) for rank, (when, *words) in self.heard.items()}
-            if self.verdict is None and not self.closing.is_set():
-                self.verdict = self._judge(time.monotonic())
+        with self.socket or nullcontext():
+            while self.verdict is None and not self.closing.is_set():
+                if seen != _changes:
+                    seen = _changes
+                    faulthandler.dump_traceback_later(self.timeout, file=sys.__stderr__)
+                if self.socket is None:
+                    self.closing.wait(self.beat)
+                else:
+                    self._beat()
             if self.verdict is not None:
                 self._end()
-                return
+
+    def _beat(self) -> None:
+        began = time.monotonic()
+        self._exchange(began + self.beat)
+        stood_still = time.monotonic() - began - self.beat
+        if stood_still > self.beat:  # this process was suspended: the others were not silent for that long
+            self.heard = {rank: (when + stood_still, *words) for rank, (when, *words) in self.heard.items()}
+        if self.verdict is None and not self.closing.is_set():
+            self.verdict = self._judge(time.monotonic())
 
     def _exchange(self, until: float) -> None:
-        """Tell what this rank does, and listen until the next beat."""
+        """Send this rank's state, and listen until the next beat."""
         if self.rank:
-            with suppress(OSError):  # a server that is gone refuses
+            with suppress(OSError):  # refused: rank 0 is gone
                 self.socket.send(self._message())
         while (left := until - time.monotonic()) > 0:
             self.socket.settimeout(left)
@@ -130,7 +126,7 @@ class Heartbeat:
             except OSError:  # nothing more in this beat, or refused
                 self.closing.wait(max(0.0, min(left, until - time.monotonic())))
                 return
-            with suppress(OSError, ValueError, KeyError, TypeError):  # whoever may have sent that
+            with suppress(OSError, ValueError, KeyError, TypeError):  # a stranger's datagram
                 self._hear(json.loads(data), sender)
 
     def _message(self) -> bytes:
@@ -147,7 +143,7 @@ class Heartbeat:
             self.verdict = words["verdict"]
 
     def _judge(self, now: float) -> str | None:
-        """Return who is lost and what it was doing; "" if the ranks have lost contact and all are there; else None."""
+        """Return which ranks are lost and what they were doing; "" if a collective failed without one; else None."""
         if self.rank == 0:
             self.heard[0] = (now, _doing, self.state)
         running = {rank: words for rank, words in self.heard.items() if words[2] in ("running", "failed")}
@@ -162,7 +158,7 @@ class Heartbeat:
         return None
 
     def _end(self) -> None:
-        """Hand the verdict to the process that waits for it, and to the others; end the process if it does not wait."""
+        """Pass the verdict on, to this process and the others; end this process unless it is in `await_verdict`."""
         self.judged.set()
         for _ in range(LEAVING):
             self._exchange(time.monotonic() + self.beat)
@@ -175,22 +171,22 @@ class Heartbeat:
     # --- the process --------------------------------------------------------------------------------------------------
 
     def await_verdict(self) -> str:
-        """Return who is lost, now that a collective has failed; "" if nobody is."""
+        """Return which ranks are lost, after a failed collective; "" if none."""
         faulthandler.cancel_dump_traceback_later()
         self.state = "noticed"
         self.judged.wait((HANGING + SILENT) * self.beat)
         if self.rank == 0:
-            self.thread.join(LEAVING * self.beat + 1)  # the others hear it from this process
+            self.thread.join(LEAVING * self.beat + 1)  # it tells the others
         return self.verdict or ""
 
     def fail(self, words: str) -> None:
-        """Tell the others ``words``, the last of this process."""
+        """Tell the others that this process ends, with its error message ``words``."""
         doing(words)
         self.state = "failed"
         self.closing.wait(LEAVING * self.beat if self.world_size > 1 else 0)
 
     def close(self) -> None:
-        """Leave; rank 0 stays until all others have left too or know that it has, but not for long."""
+        """Leave; rank 0 waits a few beats for the others to leave first."""
         failed, self.state = self.state != "running", "ended"
         if self.rank:
             with suppress(OSError):
@@ -204,5 +200,5 @@ class Heartbeat:
 
 
 def describe(verdict: str, world_size: int) -> str:
-    """Return the verdict as a line for the user."""
+    """Return the verdict as an error message."""
     return f"of {world_size} processes, {verdict}; fix what its own output reports, then rerun the command"

@@ -8,33 +8,34 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from common.colossal.engine import Engine
+from common.colossal.heartbeat import doing
 from common.colossal.lost_ranks import naming_lost_ranks
 from common.colossal.upstream import BaseHook, UpstreamTrainer
 from common.errors import AgreedError
 
 
 class Trainer(UpstreamTrainer):
-    """Upstream's trainer (legacy/trainer/_trainer.py), counting optimizer steps; it resumes where another stopped.
+    """Upstream's trainer (legacy/trainer/_trainer.py), counting optimizer steps, and able to resume.
 
     It differs from upstream's in that
 
     - ``max_steps`` counts optimizer steps, not micro-batches, and needs no logger (:340);
-    - the last epoch is always evaluated (``epoch % test_interval``, :328, leaves it out for most intervals);
+    - the last epoch is always evaluated (:328 skips it for most intervals);
     - evaluation computes no loss;
-    - the engine's schedule moves once per optimizer step, before the hooks see that the step is done;
-    - progress is for a hook to draw;
-    - it starts from `load_state_dict`, also in the middle of an epoch or before an evaluation that was not done.
+    - the engine's schedule is stepped once per optimizer step, before ``after_train_iter``;
+    - it starts from `load_state_dict`, also in the middle of an epoch or before an evaluation;
+    - it reports what it is doing to the heartbeat.
 
     Attributes, for hooks:
-        step: optimizer steps completed; in ``after_train_iter`` it counts the one that just ended.
+        step: optimizer steps completed, including the one that ended before ``after_train_iter``.
         cur_epoch: epochs completed; ``epoch_step``: optimizer steps completed in the epoch after those.
         cur_step: micro-batches completed before this one, as upstream counts.
         steps_per_epoch: optimizer steps in an epoch.
-        evaluated_step: the step after which the last evaluation was done.
+        evaluated_step: the step of the last evaluation.
         update_done: whether the last micro-batch ended an optimizer step.
-        learning_rate: what the last optimizer step was made with.
+        learning_rate: of the last optimizer step.
         data_wait: seconds spent waiting for the training loader so far.
-        train_dataloader, test_dataloader: what `fit` trains on and evaluates.
+        train_dataloader, test_dataloader: the loaders given to `fit`.
         states: what hooks leave for each other.
         stopping: set by a hook at the end of an optimizer step or in an evaluation, ends the training there.
     """
@@ -51,17 +52,17 @@ class Trainer(UpstreamTrainer):
 
     @property
     def loader_failure(self) -> str:
-        """What this process's loaders can no longer do, and the remedy; "" while all is well."""
+        """Why this process's loaders cannot go on, with the remedy; "" if they can."""
         failures = (getattr(loader, "failure", "") for loader in (self.train_dataloader, self.test_dataloader))
         return next(filter(None, failures), "")
 
     @property
     def device(self) -> torch.device:
-        """The device that this process trains on."""
+        """The device of this process."""
         return self.engine.device
 
     def state_dict(self) -> dict[str, int]:
-        """Return where the training stands between two optimizer steps."""
+        """Return the position of the training between two optimizer steps."""
         return {
             "step": self.step,
             "epoch": self._cur_epoch,
@@ -70,7 +71,7 @@ class Trainer(UpstreamTrainer):
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there, with the engine's schedule; the loader's position is the loader's to restore."""
+        """Resume from that position, with the engine's schedule; restoring the loader is the caller's."""
         self.step, self._cur_epoch = state["step"], state["epoch"]
         self.epoch_step, self.evaluated_step = state["epoch_step"], state["evaluated_step"]
         self._cur_step = self.step * self.engine.optimizer.accumulation
@@ -87,66 +88,56 @@ class Trainer(UpstreamTrainer):
         test_interval: int = 1,
         hooks: Sequence[BaseHook] = (),
     ) -> None:
-        """Train until ``epochs`` epochs or ``max_steps`` optimizer steps are done, whichever comes first.
+        """Train for ``epochs`` epochs or up to ``max_steps`` optimizer steps, whichever comes first.
 
-        Evaluates every ``test_interval`` epochs and at the end. The loaders are those that `initialize` returned. Hooks
-        are called in the order of their ``priority``, in training with ``output`` and ``label`` None, in evaluation
-        with ``loss`` None; one of them may load a state in ``before_train``. Raises `UserError` naming the ranks that
-        are gone when a collective fails, and `AgreedError`, with what hooks left as ``states["checkpoint"]``, when too
-        many updates had to be skipped. Closes the loaders that can be closed.
+        Evaluates every ``test_interval`` epochs and at the end, on loaders from `initialize`, which are closed at the
+        end. Hooks are called by ``priority``, in training with ``output`` and ``label`` None, in evaluation with
+        ``loss`` None; one may load a state in ``before_train``. Raises `UserError` naming lost ranks when a collective
+        fails, and `AgreedError` naming ``states["checkpoint"]`` when too many updates were skipped.
         """
-        try:
-            self._fit(train_dataloader, epochs, max_steps, test_dataloader, test_interval, hooks)
-        finally:
-            for loader in (train_dataloader, test_dataloader):
-                if hasattr(loader, "close"):
-                    loader.close()
-
-    def _fit(
-        self,
-        train_dataloader: Any,
-        epochs: int,
-        max_steps: int | None,
-        test_dataloader: Any,
-        test_interval: int,
-        hooks: Sequence[BaseHook],
-    ) -> None:
         self._max_epochs, self._max_steps = epochs, max_steps
         self._steps_per_epoch = len(train_dataloader) // self.engine.optimizer.accumulation
         self.train_dataloader, self.test_dataloader = train_dataloader, test_dataloader
         self._reset_states()
         self.hooks = sorted(hooks, key=lambda hook: hook.priority)
-        self._call_hooks("after_hook_is_attached")
-        self._call_hooks("before_train")
         try:
-            self._run(train_dataloader, test_dataloader, test_interval)
-        except AgreedError as error:
-            last = self.states.get("checkpoint")
-            raise AgreedError(f"{error}; the last checkpoint is {last or 'none'}") from error
-        self._call_hooks("after_train")
+            self._call_hooks("after_hook_is_attached")
+            self._call_hooks("before_train")
+            self._run(test_interval)
+            doing("ending")
+            self._call_hooks("after_train")
+        finally:
+            for loader in (train_dataloader, test_dataloader):
+                if hasattr(loader, "close"):
+                    loader.close()
 
-    def _run(self, train_dataloader: Any, test_dataloader: Any, test_interval: int) -> None:
-        while not self.stopping:
-            if test_dataloader is not None and self._is_evaluation_due(test_interval):
-                self._eval(test_dataloader)
-            elif self._has_ended():
-                break
-            else:
-                self._train_epoch(train_dataloader)
+    def _run(self, test_interval: int) -> None:
+        try:
+            while not self.stopping:
+                if self.test_dataloader is not None and self._is_evaluation_due(test_interval):
+                    self._eval(self.test_dataloader)
+                elif self._has_ended():
+                    break
+                else:
+                    self._train_epoch(self.train_dataloader)
+        except AgreedError as error:
+            raise AgreedError(f"{error}; the last checkpoint is {self.states.get('checkpoint') or 'none'}") from error
 
     def _train_epoch(self, train_dataloader: Any) -> None:
-        """Train for what is left of an epoch."""
+        """Train for the rest of an epoch."""
         self.engine.train()
         batches, epoch = self._timed(train_dataloader), self._cur_epoch
         self._call_hooks("before_train_epoch")
         self._call_timer("start", "Train-epoch")
         while self._cur_epoch == epoch and not (self.stopping or self._has_ended()):
+            doing(f"step {self.step + 1}: waiting for data")
             self._call_hooks("before_train_iter")
             self._call_timer("start", "Train-step")
             self.engine.zero_grad()
             result = self.engine.execute_schedule(batches, return_output_label=False)
             self.engine.step()
             self._call_timer("stop", "Train-step", keep_in_history=True)
+            doing(f"step {self.step + 1}: hooks after it")
             self.update_done = self.engine.optimizer.accumulated == 0
             if self.update_done:
                 self._count_step()
@@ -172,20 +163,26 @@ class Trainer(UpstreamTrainer):
             self.data_wait += time.perf_counter() - started
             if batch is end:
                 return
+            doing(f"step {self.step + 1}: forward and backward")
             yield batch
 
     def _eval(self, test_dataloader: Any, **_: Any) -> None:
         self.engine.eval()
+        phase = f"evaluating after step {self.step}"
         batches = iter(test_dataloader)
         self._call_hooks("before_test")
         self._call_hooks("before_test_epoch")
         for _ in range(len(test_dataloader)):  # pyright: ignore[reportAssignmentType]
+            doing(f"{phase}: waiting for data")
             self._call_hooks("before_test_iter")
-            result = self.engine.execute_schedule(batches, forward_only=True, return_loss=False)
+            batch = next(batches)
+            doing(f"{phase}: forward")
+            result = self.engine.execute_schedule(iter([batch]), forward_only=True, return_loss=False)
             self._call_hooks("after_test_iter", result)
-            if self.stopping:  # this evaluation is still to be done
+            if self.stopping:  # this evaluation is repeated on resuming
                 return
         self.evaluated_step = self.step
+        doing(f"{phase}: adding up")
         self._call_hooks("after_test_epoch")
         self._call_hooks("after_test")
 
@@ -198,7 +195,7 @@ class Trainer(UpstreamTrainer):
 
 
 def move_schedule(schedule: LRScheduler, step: int) -> None:
-    """Set the learning rates to those that ``schedule``, a pure function of the step, gives after ``step`` steps."""
-    schedule.optimizer._opt_called = True  # by the run that is resumed; else torch warns
+    """Set the learning rates that ``schedule``, a pure function of the step, has after ``step`` steps."""
+    schedule.optimizer._opt_called = True  # in the run that is resumed; else torch warns
     schedule.last_epoch = step - 1
     schedule.step()

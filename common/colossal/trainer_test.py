@@ -15,7 +15,7 @@ BATCH = (torch.ones(2, 3), torch.zeros(2, dtype=torch.long))
 
 
 class Recorder(BaseHook):
-    """Writes down every call, with what ``read`` makes of the trainer."""
+    """Records every call, with what ``read`` returns of the trainer."""
 
     def __init__(self, read: Any = lambda trainer: None, priority: int = 0) -> None:
         super().__init__(priority)
@@ -68,16 +68,12 @@ def test_hooks_are_called_in_order() -> None:
     ]
 
 
-def test_hooks_are_called_by_priority() -> None:
+def test_what_hooks_are_given_by_priority() -> None:
     order: list[str] = []
-    hooks = [Recorder(lambda trainer, n=name: order.append(n), priority) for name, priority in (("b", 5), ("a", 1))]
-    fit(hooks, batches=1)
-    assert order[:4] == ["a", "b", "a", "b"]
-
-
-def test_what_hooks_are_given() -> None:
-    recorder = Recorder(lambda trainer: trainer.engine.model.training)
-    fit([recorder], batches=1, test_batches=1)
+    last = Recorder(lambda trainer: order.append("last"), 5)
+    recorder = Recorder(lambda trainer: order.append("first") or trainer.engine.model.training, 1)
+    fit([last, recorder], batches=1, test_batches=1)
+    assert order[:4] == ["first", "last", "first", "last"]
     calls = {name: arguments for name, *arguments in recorder.values}
     training, output, label, loss = calls["after_train_iter"]
     assert (training, output, label, loss.shape) == (True, None, None, torch.Size([]))
@@ -87,21 +83,17 @@ def test_what_hooks_are_given() -> None:
 
 
 def test_counts_with_accumulation() -> None:
-    recorder = Recorder(lambda trainer: (trainer.step, trainer.update_done, trainer.cur_step, trainer.cur_epoch))
-    trainer = fit([recorder], batches=5, accumulation=2, epochs=2)
-    assert recorder.seen("after_train_iter") == [
+    counts = Recorder(lambda trainer: (trainer.step, trainer.update_done, trainer.cur_step, trainer.cur_epoch))
+    rates = Recorder(lambda trainer: (trainer.learning_rate, trainer.engine.optimizer.param_groups[0]["lr"]))
+    trainer = fit([counts, rates], batches=5, accumulation=2, epochs=2)
+    assert counts.seen("after_train_iter") == [
         *((0, False, 0, 0), (1, True, 1, 0), (1, False, 2, 0), (2, True, 3, 1)),
         *((2, False, 4, 1), (3, True, 5, 1), (3, False, 6, 1), (4, True, 7, 2)),
     ]
+    used_and_next = [(0, 1), *((1 / n, 1 / (n + 1)) for n in (1, 1, 2, 2, 3, 3, 4))]
+    assert rates.seen("after_train_iter") == used_and_next
     assert (trainer.steps_per_epoch, trainer.max_epochs, trainer.cur_epoch) == (2, 2, 2)
     assert trainer.data_wait > 0
-
-
-def test_the_schedule_moves_once_per_step() -> None:
-    recorder = Recorder(lambda trainer: (trainer.learning_rate, trainer.engine.optimizer.param_groups[0]["lr"]))
-    fit([recorder], batches=6, accumulation=2)
-    used_and_next = [(0, 1), (1, 1 / 2), (1, 1 / 2), (1 / 2, 1 / 3), (1 / 2, 1 / 3), (1 / 3, 1 / 4)]
-    assert recorder.seen("after_train_iter") == used_and_next
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from common.checkpoint.hook import CheckpointHook
 from common.checkpoint.pretrained import load_pretrained
 from common.checkpoint.resume import ask_first_rank
 from common.checkpoint.save import newest_checkpoint
-from common.colossal import BaseHook, HeartbeatHook, ParallelMode, gpc, shutdown
+from common.colossal import BaseHook, ParallelMode, gpc, shutdown
 from common.config.batch_plan import Plan
 from common.files import unlock_folder
 from common.launch.stop_signals import exit_code, signal_name, stop_signals
@@ -58,7 +58,7 @@ class Run:
     def build_hooks(self, model: nn.Module, optimizer: Optimizer) -> list[BaseHook]:
         """Write the run's folder, now that nothing in the config is left to refuse, and return the hooks."""
         if self.measurement:
-            return [HeartbeatHook(), self.measurement]
+            return [self.measurement]
         config = self.about["config"]
         if self.is_main:
             write_start(self.output, self.about, self.start_from)
@@ -79,7 +79,7 @@ class Run:
             start_from=self.start_from,
             averages=ema[0].averages if ema else None,
         )
-        return [HeartbeatHook(), metrics, *ema, checkpoints]
+        return [metrics, *ema, checkpoints]
 
     def finish(self) -> None:
         """Leave the process group and print where everything is; the last line is the final top-1.

@@ -1,4 +1,4 @@
-"""From the gradients of micro-batches to one update of the weights, or none where they are not finite."""
+"""One update of the weights from the gradients of several micro-batches, skipped where they are not finite."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,34 +8,61 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from common.colossal.skipped import SkipCounter
 from common.colossal.tensor_parallel.gradients import global_grad_norm, sum_partial_gradients
 from common.colossal.upstream import OptimizerWrapper
 from common.errors import AgreedError
 
 MAX_SKIPPED = 20  # updates in a row
+CHECK_EVERY = 20  # updates between two reads of a GPU's counters, each of which waits for it
+
+
+class SkipCounter:
+    """Counters on ``device`` of the skipped updates: all, those in a row up to now, and the longest row."""
+
+    def __init__(self, device: torch.device):
+        self.every = 1 if device.type == "cpu" else CHECK_EVERY
+        self.updates = 0
+        self.all, self.row, self.longest = torch.zeros(3, dtype=torch.int64, device=device).unbind()
+
+    def count(self, skipped: Tensor) -> None:
+        """Count one update; ``skipped`` is a 0-dim tensor, 1 if it was skipped and 0 if not."""
+        self.updates += 1
+        skipped = skipped.long()
+        self.all = self.all + skipped
+        self.row = (self.row + 1) * skipped
+        self.longest = torch.maximum(self.longest, self.row)
+
+    def exceeds(self, limit: int) -> bool:
+        """Return whether a row was longer than ``limit``; on a GPU, checked every `CHECK_EVERY` updates only."""
+        return self.updates % self.every == 0 and self.longest.item() > limit
+
+    def state_dict(self) -> dict[str, int]:
+        return {"updates": self.updates, "skipped": int(self.all.item()), "skipped_in_a_row": int(self.row.item())}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.updates = state["updates"]
+        self.all = torch.full_like(self.all, state["skipped"])
+        self.row = self.longest = torch.full_like(self.row, state["skipped_in_a_row"])
 
 
 class StepOptimizer(OptimizerWrapper):
-    """Accumulate gradients over ``accumulation`` micro-batches; then unscale, measure and clip them, and update once.
+    """Accumulate gradients over ``accumulation`` micro-batches; then unscale, clip and update once.
 
-    Of a sharded model, partial gradients are first added up, and measured as the whole model's.
+    `Engine` calls `zero_grad`, `backward`, `clip_grad_by_norm` and `step` for every micro-batch; all but `backward` act
+    once per optimizer step. Afterwards ``grad_norm`` is the norm of the whole model's gradient before clipping, a 0-dim
+    tensor on the device.
 
-    `Engine` calls `zero_grad`, `backward`, `clip_grad_by_norm` and `step` forevery micro-batch; all but `backward` act
-    once per optimizer step. Afterwards ``grad_norm`` is the norm of the step's gradient before clipping: a 0-dim tensor
-    on the device, read without waiting for it.
+    If a loss or a gradient of any rank is not finite, all ranks skip the update. They need no message to agree: such a
+    loss spoils the gradient, and such a gradient its norm, which all ranks share. The host does not wait for the device
+    if the optimizer reads ``found_inf`` there (LAMB, and torch's fused ones). More than ``max_skipped`` skipped updates
+    in a row raise `AgreedError`.
 
-    Where a loss or a gradient of any rank is not finite, no rank updates: weights and the optimizer's state stay as
-    they are. Ranks agree on it without a message more: such a loss spoils the gradient, and such a gradient its norm,
-    which is the same on all. Nor does the host wait for the device, with an optimizer that looks at ``found_inf`` there
-    (LAMB, and torch's fused ones). More than ``max_skipped`` of these in a row raise `AgreedError`.
+    Replaces upstream's three wrappers, which
 
-    It stands for three wrappers of upstream's, which
-
-    - multiply every gradient by 0 when no clipping is asked for (interface/optimizer.py:123),
+    - multiply all gradients by 0 when no clipping is configured (interface/optimizer.py:123),
     - clip the partial sums of each micro-batch (legacy/engine/gradient_accumulation/_gradient_accumulation.py:65
       defines ``clip_grad_norm``, but the engine calls ``clip_grad_by_norm``), and
-    - clip before unscaling (legacy/amp/torch_amp/torch_amp.py:51, the same slip).
+    - clip before unscaling (legacy/amp/torch_amp/torch_amp.py:51, by the same mistake).
     """
 
     def __init__(
@@ -58,7 +85,7 @@ class StepOptimizer(OptimizerWrapper):
 
     @property
     def skipped(self) -> int:
-        """How many updates were skipped so far; reading it waits for the device."""
+        """The number of skipped updates; reading it waits for the device."""
         return int(self.counter.all.item())
 
     def zero_grad(self, *args: object, **kwargs: object) -> None:
@@ -71,9 +98,9 @@ class StepOptimizer(OptimizerWrapper):
         self.accumulated += 1
 
     def _poison(self, loss: Tensor) -> Tensor:
-        """Return 0, whose gradient is 0 too, or NaN if ``loss`` is not finite: then so is one number of the gradient.
+        """Return 0, with a gradient of 0, or if ``loss`` is not finite NaN, with one of NaN for one weight.
 
-        The loss itself does not always do that: cross-entropy without a label is NaN, and its gradient 0.
+        Such a loss alone may have a finite gradient: cross-entropy without a label is NaN, its gradient 0.
         """
         factor = torch.where(loss.detach().isfinite(), 0.0, torch.nan)
         return factor * min(self.parameters, key=Tensor.numel).flatten()[0]
@@ -96,7 +123,7 @@ class StepOptimizer(OptimizerWrapper):
         found_inf = (~self.grad_norm.isfinite()).float()
         self._update(found_inf, *args, **kwargs)
         if self.scaler:
-            # What unscaling found is this rank's own; the scale has to follow what all ranks do.
+            # unscaling finds this rank's overflows only; the scale has to agree on all ranks
             for found in self.scaler._found_inf_per_device(self.optim).values():
                 found.copy_(found_inf)
             self.scaler.update()
@@ -111,7 +138,7 @@ class StepOptimizer(OptimizerWrapper):
             del self.optim.found_inf
         elif not found_inf.item():
             self.optim.step(*args, **kwargs)
-        else:  # a schedule counts skipped updates too; without this torch warns when the very first one is skipped
+        else:  # schedules count skipped updates too; else torch warns if the first one is skipped
             self.optim._opt_called = True
 
     def _describe_skips(self) -> str:
@@ -124,11 +151,11 @@ class StepOptimizer(OptimizerWrapper):
         )
 
     def step_state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs beside the optimizer's own state, for JSON; waits for the device."""
+        """Return what a checkpoint needs besides the optimizer's own state, as JSON; waits for the device."""
         return self.counter.state_dict() | {"scaler": self.scaler.state_dict() if self.scaler else None}
 
     def load_step_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `step_state` returned; a scale of the loss is taken over if both runs have one."""
+        """Restore what `step_state` returned; the loss scale only if both runs have one."""
         self.counter.load_state_dict(state)
         if self.scaler and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])

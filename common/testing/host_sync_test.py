@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from common.colossal import AMP_TYPE, Trainer, initialize
-from common.colossal.skipped import CHECK_EVERY
+from common.colossal.step_optimizer import CHECK_EVERY
 from common.config.batch_plan import Plan
 from common.metrics.hook import MetricsHook
 from common.model.vit import build_model
@@ -63,3 +63,5 @@ def test_a_trainers_steps_do_not_wait_between_records(tmp_path: Path, optimizer:
         with forbid_waiting(CPU):
             trainer.fit(batches, 1, hooks=[metrics])
         assert trainer.step == CHECK_EVERY - 1
+        with forbid_waiting(CPU), pytest.raises(RuntimeError, match="would wait for a GPU"):
+            Trainer(engine).fit(batches, 1)  # the next update looks for skipped ones

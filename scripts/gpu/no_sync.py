@@ -11,7 +11,7 @@ import torch
 from bench.loaders import cifar
 
 from common.colossal import BaseHook, Trainer
-from common.colossal.skipped import CHECK_EVERY
+from common.colossal.step_optimizer import CHECK_EVERY
 from common.config.batch_plan import Plan
 from common.config.load import load_config
 from common.metrics.hook import MetricsHook

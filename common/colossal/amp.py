@@ -1,4 +1,4 @@
-"""Mixed precision: what the config's ``fp16 = dict(mode=AMP_TYPE.TORCH, ...)`` means here."""
+"""Mixed precision, as the config's ``fp16 = dict(mode=AMP_TYPE.TORCH, ...)`` asks for."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ SCALER_OPTIONS = ("init_scale", "growth_factor", "backoff_factor", "growth_inter
 
 
 class Cast(Enum):
-    """What is turned into half precision; the optimizer's parameters stay float32 in all but the last."""
+    """What is cast to half precision; the optimizer's parameters stay float32 in all but the last."""
 
     OPERATIONS = "operations that are safe in it, by autocast"
     LAYERS = "all layers, on half-precision copies of the parameters"
@@ -27,10 +27,7 @@ class Cast(Enum):
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """What is cast (None: nothing) to which type, the loss scaler that it needs, and lines to tell the user.
-
-    ``dtype`` is the type of matrix products: float32 where nothing is cast.
-    """
+    """What is cast to which type, the loss scaler it needs, and lines for the user; float32 if nothing is cast."""
 
     cast: Cast | None = None
     dtype: torch.dtype = torch.float32
@@ -45,29 +42,27 @@ CASTS = {AMP_TYPE.TORCH: Cast.OPERATIONS, AMP_TYPE.NAIVE: Cast.LAYERS}
 
 
 def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> MixedPrecision:
-    """Return what the config's ``fp16`` asks for on a "cuda" or "cpu" device; without it or its mode, full precision.
+    """Build the mixed precision of the config's ``fp16`` on a "cuda" or "cpu" device; full precision without a mode.
 
     - ``AMP_TYPE.TORCH``: autocast. Replaces legacy/amp/torch_amp, which asserts torch 1.x (_grad_scaler.py:130) and
-      cannot compute on a CPU.
-    - ``AMP_TYPE.NAIVE``: layers in half precision, float32 masters. Replaces legacy/amp/naive_amp, which needs a GPU
-      (_fp16_optimizer.py:82) and clips before it has unscaled.
-    - ``AMP_TYPE.APEX``: ``opt_level`` "O0" (full precision), "O1" (default; as TORCH), "O2" (as NAIVE), or "O3" (no
-      float32 and no loss scaling, fast and fragile). Replaces apex.amp, which NVIDIA has removed.
+      fails on CPUs.
+    - ``AMP_TYPE.NAIVE``: layers in half precision, float32 master weights. Replaces legacy/amp/naive_amp, which needs a
+      GPU (_fp16_optimizer.py:82) and clips before unscaling.
+    - ``AMP_TYPE.APEX``: ``opt_level`` "O0" (full precision), "O1" (default; as TORCH), "O2" (as NAIVE), or "O3" (half
+      precision throughout, no loss scaling). Replaces apex.amp, which NVIDIA has removed.
 
-    ``dtype`` is 'float16' or 'bfloat16', by default float16 on GPUs and bfloat16 on CPUs that have instructions for it;
-    on other CPUs nothing is cast then. float16 needs a loss scaler, which takes ``init_scale``, ``growth_factor``,
-    ``backoff_factor``, ``growth_interval`` and ``enabled`` as torch's does; bfloat16 and float32 have no use for one
-    and ignore them. Raises `UserError` for other modes, types and keys.
+    ``dtype`` is 'float16' or 'bfloat16'; default: float16 on GPUs, bfloat16 on CPUs with instructions for it, full
+    precision on other CPUs. Only float16 uses the options of the loss scaler, `SCALER_OPTIONS`. Raises `UserError` for
+    other modes, types and keys.
     """
     options = dict(fp16 or {})
     mode = options.pop("mode", None)
     if mode is None:
         return MixedPrecision()
-    _check_mode(mode)
+    _check_options(mode, options)
     opt_level = options.pop("opt_level", "O1") if mode == AMP_TYPE.APEX else None
     explicit = options.pop("dtype", None)
     dtype = _parse_dtype(explicit, device_type)
-    _check_options(mode, opt_level, options)
     cast = CASTS[mode] if opt_level is None else OPT_LEVELS[opt_level]
     if cast is None:
         return MixedPrecision(note=f"AMP_TYPE.APEX {opt_level}: full precision")
@@ -87,7 +82,7 @@ def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> M
 
 
 def compute_dtype(fp16: Mapping[str, Any] | None, device_type: str) -> torch.dtype:
-    """Return the type of matrix products under ``fp16`` that `build_mixed_precision` accepts, on "cuda" or "cpu"."""
+    """Return the type of matrix products under a valid ``fp16`` on "cuda" or "cpu"."""
     options = fp16 or {}
     if options.get("mode") is None or options.get("opt_level") == "O0":
         return torch.float32
@@ -99,12 +94,17 @@ def name_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_mode(mode: object) -> None:
-    if isinstance(mode, str):
-        hint = mode.upper() if mode.upper() in AMP_TYPE.__members__ else "TORCH"
-        raise UserError(f"fp16.mode={mode!r} is a string: write AMP_TYPE.{hint} (from colossalai.amp import AMP_TYPE)")
+def _check_options(mode: Any, options: Mapping[str, Any]) -> None:
     if not isinstance(mode, AMP_TYPE):
-        raise UserError(f"fp16.mode={mode!r} is none of AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX")
+        raise UserError(f"fp16.mode={mode!r}: write AMP_TYPE.TORCH, AMP_TYPE.NAIVE or AMP_TYPE.APEX, from colossalai")
+    known = ("dtype", *SCALER_OPTIONS) + (("opt_level",) if mode == AMP_TYPE.APEX else ())
+    for name in set(options) - set(known):
+        raise UserError(
+            f"fp16.{name} means nothing to AMP_TYPE.{mode.name}: leave it out; there are {', '.join(known)}"
+            f"{did_you_mean(name, known)}"
+        )
+    if (level := options.get("opt_level", "O1")) not in OPT_LEVELS:
+        raise UserError(f"fp16.opt_level={level!r} is none of {', '.join(OPT_LEVELS)}")
 
 
 def _parse_dtype(dtype: Any, device_type: str) -> torch.dtype:
@@ -118,23 +118,8 @@ def _parse_dtype(dtype: Any, device_type: str) -> torch.dtype:
     return parsed  # pyright: ignore[reportReturnType]
 
 
-def _check_options(mode: AMP_TYPE, opt_level: str | None, options: Mapping[str, Any]) -> None:
-    if opt_level is not None and opt_level not in OPT_LEVELS:
-        raise UserError(f"fp16.opt_level={opt_level!r} is none of {', '.join(OPT_LEVELS)}")
-    known = () if opt_level in ("O0", "O3") else SCALER_OPTIONS
-    level = f" {opt_level}" if opt_level else ""
-    for name in options:
-        if name not in known:
-            also = "".join(f", {option}" for option in known)
-            has = f"opt_level, dtype{also}" if opt_level else f"dtype{also}"
-            raise UserError(
-                f"fp16.{name} means nothing to AMP_TYPE.{mode.name}{level}: leave it out; there are {has}"
-                f"{did_you_mean(name, known)}"
-            )
-
-
 def _check_cpu(dtype: torch.dtype) -> None:
-    """Try what a model needs of this CPU; PyTorch has kernels of every type on those that it is built for today."""
+    """Raise `UserError` unless this CPU's PyTorch has the kernels that a model needs in ``dtype``."""
     try:
         with torch.random.fork_rng([]):
             images, queries = torch.ones(1, 3, 2, 2, dtype=dtype), torch.ones(1, 1, 2, 8, dtype=dtype)

@@ -29,12 +29,12 @@ from common.errors import UserError
 
 
 class Engine(UpstreamEngine):
-    """Upstream's engine with mixed precision, and gradients that cross ranks once per optimizer step.
+    """Upstream's engine with mixed precision, and gradients all-reduced once per optimizer step.
 
-    The model runs under autocast to ``autocast_dtype``, if that is given; its output, and so the loss, is float32.
+    The model runs under autocast to ``autocast_dtype``, if given; its output is float32.
 
-    Upstream (legacy/engine/gradient_accumulation/_gradient_accumulation.py:90) opens DDP's ``no_sync`` for the backward
-    pass only, where it has no effect: gradients are all-reduced in every micro-batch. It must enclose the forward pass.
+    Upstream (legacy/engine/gradient_accumulation/_gradient_accumulation.py:90) encloses only the backward pass in DDP's
+    ``no_sync``, which acts on the forward pass: gradients are all-reduced in every micro-batch.
     """
 
     optimizer: StepOptimizer
@@ -51,7 +51,6 @@ class Engine(UpstreamEngine):
         self.device = get_accelerator().get_current_device()
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Tensor:
-        """Return the model's output in float32."""
         local = isinstance(self.model, DistributedDataParallel) and not self.optimizer.completes_step
         autocast = torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
         with self.model.no_sync() if local else nullcontext(), autocast:
@@ -68,14 +67,14 @@ def initialize(
     test_dataloader: Any = None,
     lr_scheduler: LRScheduler | None = None,
 ) -> tuple[Engine, WholeSteps | None, WholeSteps | None, LRScheduler | None]:
-    """Return ``(engine, train_dataloader, test_dataloader, lr_scheduler)`` set up as ``gpc.config`` says.
+    """Set up ``(engine, train_dataloader, test_dataloader, lr_scheduler)`` after a launch, as ``gpc.config`` says.
 
     Reads ``fp16``, ``clip_grad_norm``, ``gradient_accumulation``, ``torch_ddp``, ``gradient_handler``,
-    ``MAX_SKIPPED``, ``COMPILE``, ``TF32``, ``cudnn_benchmark`` and ``cudnn_deterministic``. To be called after the
-    launch. Afterwards random numbers differ between data-parallel ranks.
+    ``MAX_SKIPPED``, ``COMPILE``, ``TF32``, ``cudnn_benchmark`` and ``cudnn_deterministic``. Afterwards random numbers
+    differ between data-parallel ranks.
 
-    Stands for legacy/initialize.py:242. ``lr_scheduler`` counts optimizer steps and comes back as it is; `Trainer`
-    steps it. (Upstream wraps it to count micro-batches; a schedule by epochs then moves every ``accumulation`` epochs.)
+    Replaces legacy/initialize.py:242, which wraps ``lr_scheduler`` to count micro-batches; `Trainer` steps it once per
+    optimizer step.
     """
     config = gpc.config
     if config.get("zero") is not None:
@@ -110,16 +109,13 @@ def initialize(
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Say whether float32 matrix products and convolutions may round their inputs to TF32, on GPUs that have it.
-
-    PyTorch by itself allows it to convolutions only.
-    """
+    """Allow TF32 in float32 matrix products and convolutions, or forbid it (PyTorch's default differs between them)."""
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed  # not by cudnn.conv.fp32_precision, after which torch.export fails
 
 
 def apply_precision(model: nn.Module, precision: MixedPrecision) -> None:
-    """Bring the model's parameters or layers to the type that ``precision`` says, where autocast does not."""
+    """Cast the model's parameters or layers as ``precision`` says, unless autocast does."""
     if precision.cast is Cast.PARAMETERS:
         model.to(precision.dtype)
     if precision.cast in (Cast.LAYERS, Cast.PARAMETERS):
@@ -129,9 +125,9 @@ def apply_precision(model: nn.Module, precision: MixedPrecision) -> None:
 def _synchronise(
     model: nn.Module, optimizer: StepOptimizer, config: Mapping[str, Any]
 ) -> tuple[nn.Module, list[GradAccumGradientHandler]]:
-    """Make data-parallel ranks start equal and average their gradients: by DDP, else by the config's gradient handlers.
+    """Synchronize weights and gradients of data-parallel ranks by DDP, or by the config's gradient handlers.
 
-    Upstream (legacy/initialize.py:380,391) passes ``device_ids`` of GPUs on CPUs too.
+    Upstream (legacy/initialize.py:380,391) passes GPUs as ``device_ids`` on CPUs too.
     """
     handlers = config.get("gradient_handler")
     if handlers is not None:

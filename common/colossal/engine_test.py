@@ -1,5 +1,8 @@
 """The engine set up by ``initialize``: ranks and micro-batches together do what one process does with one batch."""
 
+import warnings
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +20,7 @@ from common.testing.ranks import launched, run_ranks
 STEPS, MICRO_BATCH, ACCUMULATION, RANKS = 3, 2, 2, 2
 GLOBAL_BATCH = MICRO_BATCH * ACCUMULATION * RANKS
 MAX_NORM = 0.3
+HANDLER = {"gradient_handler": [{"type": "DataParallelGradientHandler"}]}
 
 
 def build_model(seed: int) -> nn.Module:
@@ -81,7 +85,7 @@ def train_as_rank(config: dict) -> tuple[Tensor, list[float]]:
     [
         ({}, None, 1e-6),
         ({"torch_ddp": {"gradient_as_bucket_view": False}}, None, 1e-6),
-        ({"gradient_handler": [{"type": "DataParallelGradientHandler"}]}, None, 1e-6),
+        (HANDLER, None, 1e-6),
         ({"fp16": {"mode": AMP_TYPE.TORCH, "dtype": "bfloat16"}}, torch.bfloat16, 1e-2),
         ({"fp16": {"mode": AMP_TYPE.TORCH, "dtype": "float16", "init_scale": 1024.0}}, torch.float16, 1e-3),
     ],
@@ -100,98 +104,64 @@ def test_two_ranks_with_accumulation_equal_one_process(
 
 def count_all_reduces(upstream: bool) -> int:
     """Count how often DDP reduces a gradient bucket in 2 steps of 4 micro-batches."""
-    with launched(gradient_accumulation=4):
-        model, buckets = nn.Linear(3, 1), []
-        if upstream:
-            ddp = DistributedDataParallel(model)
-            optimizer = GradAccumOptimizer(OptimizerWrapper(build_optimizer(model)), 4, ddp)
-            engine = UpstreamEngine(ddp, optimizer, nn.MSELoss(), clip_grad_norm=1e9)
-        else:
-            engine, *_ = initialize(model, build_optimizer(model), nn.MSELoss())
+    model, buckets = nn.Linear(3, 1), []
+    if upstream:
+        ddp = DistributedDataParallel(model)
+        optimizer = GradAccumOptimizer(OptimizerWrapper(build_optimizer(model)), 4, ddp)
+        engine = UpstreamEngine(ddp, optimizer, nn.MSELoss(), clip_grad_norm=1e9)
+    else:
+        engine, *_ = initialize(model, build_optimizer(model), nn.MSELoss())
 
-        def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            buckets.append(bucket.index())
-            future = torch.futures.Future()
-            future.set_result(bucket.buffer())
-            return future
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        buckets.append(bucket.index())
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
 
-        engine.model.register_comm_hook(None, hook)
-        run_micro_batches(engine, 8)
-        return len(buckets)
+    engine.model.register_comm_hook(None, hook)
+    run_two_steps(engine)
+    return len(buckets)
 
 
-def run_micro_batches(engine: UpstreamEngine, count: int) -> None:
-    for _ in range(count):
+def run_two_steps(engine: UpstreamEngine) -> None:
+    for _ in range(8):
         engine.zero_grad()
         engine.execute_schedule(iter([(torch.ones(2, 3), torch.ones(2, 1))]))
         engine.step()
 
 
-def test_gradients_cross_ranks_once_per_step() -> None:
-    assert run_ranks(2, count_all_reduces, False) == [2, 2]
-
-
-def test_upstreams_gradients_cross_ranks_in_every_micro_batch() -> None:
-    assert run_ranks(2, count_all_reduces, True) == [8, 8]
-
-
 def count_handler_calls() -> int:
-    with launched(gradient_accumulation=4, gradient_handler=[{"type": "DataParallelGradientHandler"}]):
-        model, calls = nn.Linear(3, 1), []
-        engine, *_ = initialize(model, build_optimizer(model), nn.MSELoss())
-        all_reduce = dist.all_reduce
-        dist.all_reduce = lambda *args, **kwargs: calls.append(all_reduce(*args, **kwargs))
-        run_micro_batches(engine, 8)
-        return len(calls)
+    model, calls = nn.Linear(3, 1), []
+    engine, *_ = initialize(model, build_optimizer(model), nn.MSELoss())
+    with mock.patch.object(dist, "all_reduce", lambda *args, **_: calls.append(args)):
+        run_two_steps(engine)
+    return len(calls)
 
 
-def test_gradient_handlers_act_once_per_step() -> None:
-    assert run_ranks(2, count_handler_calls) == [2, 2]
-
-
-def dropout_mask() -> Tensor:
-    with launched():
-        model = build_model(0)
-        initialize(model, build_optimizer(model))
-        return nn.functional.dropout(torch.ones(64))
-
-
-def test_dropout_differs_between_data_parallel_ranks() -> None:
-    mask0, mask1 = run_ranks(2, dropout_mask)
-    assert not torch.equal(mask0, mask1)
-
-
-def hook_calls(synchronised_by: str) -> int:
-    """Count the calls of a gradient hook that was there before the ranks' weights were made equal."""
-    with launched(gradient_handler=[{"type": "DataParallelGradientHandler"}]):
-        model, calls = nn.Linear(3, 1), []
-        model.weight.register_hook(calls.append)
-        if synchronised_by == "initialize":
-            initialize(model, build_optimizer(model), nn.MSELoss())
-        else:
+def count_hook_calls(upstream: bool) -> int:
+    """Count the calls of a gradient hook that was registered before the ranks' weights were synchronized."""
+    model, calls = nn.Linear(3, 1), []
+    model.weight.register_hook(calls.append)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "c10d..broadcast_")
+        if upstream:
             sync_model_param(model, ParallelMode.DATA)
+        else:
+            initialize(model, build_optimizer(model), nn.MSELoss())
         model(torch.ones(2, 3)).sum().backward()
-        return len(calls)
+    return len(calls)
 
 
-def test_gradient_hooks_survive_synchronisation() -> None:
-    assert run_ranks(2, hook_calls, "initialize") == [1, 1]
+def count() -> list[int]:
+    """Return how often gradients cross ranks by DDP (ours, upstream's) and handlers, and a hook's calls (the same)."""
+    with launched(gradient_accumulation=4):
+        by_ddp = count_all_reduces(False), count_all_reduces(True)
+        gpc.config.update(HANDLER)
+        return [*by_ddp, count_handler_calls(), count_hook_calls(False), count_hook_calls(True)]
 
 
-@pytest.mark.filterwarnings("ignore:c10d..broadcast_")
-def test_upstreams_synchronisation_drops_gradient_hooks() -> None:
-    assert run_ranks(2, hook_calls, "sync_model_param") == [0, 0]
-
-
-def test_without_a_clipping_norm_it_trains() -> None:
-    with launched():
-        model = build_model(0)
-        before = weights(model)
-        engine, train_loader, test_loader, lr_scheduler = initialize(model, build_optimizer(model), nn.MSELoss())
-        engine.execute_schedule(iter([(torch.ones(2, 5), torch.ones(2, 4))]))
-        engine.step()
-        assert not torch.equal(weights(model), before)
-        assert (train_loader, test_loader, lr_scheduler) == (None, None, None)
+def test_gradients_cross_ranks_once_per_step_and_hooks_survive_synchronization() -> None:
+    assert run_ranks(2, count) == [[2, 8, 2, 1, 0]] * 2
 
 
 def test_zero_is_refused() -> None:

@@ -1,23 +1,24 @@
 """Passes over a data loader that end with a whole optimizer step."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 
 class WholeSteps:
-    """Iterate over ``loader`` afresh in every pass, leaving out a last, incomplete group of ``accumulation`` batches.
+    """Iterate over ``loader`` in passes of whole groups of ``accumulation`` batches; all else is the loader's own.
 
-    Upstream's trainer takes ``len(loader)`` batches and never sees the end of an iterator, so one that is its own
-    iterator, as DALI's are, fails in the second pass; and its GradAccumDataloader
-    (legacy/engine/gradient_accumulation/_gradient_accumulation.py:154) reads the left-out batches to the end, forever
-    if there is none. Here such an iterator is ``reset()`` before it is used again, and nothing is read for nothing.
+    Upstream's trainer never exhausts an iterator, so that a loader that is its own iterator, such as DALI's, fails in
+    the second pass: here it is ``reset()`` first. Upstream's GradAccumDataloader
+    (legacy/engine/gradient_accumulation/_gradient_accumulation.py:154) reads on to the loader's end, if there is one.
     """
 
     def __init__(self, loader: Any, accumulation: int = 1):
-        self.loader = loader
-        self.accumulation = accumulation
+        self.loader, self.accumulation = loader, accumulation
         self._used = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
 
     def __len__(self) -> int:
         return len(self.loader) // self.accumulation * self.accumulation
@@ -28,21 +29,3 @@ class WholeSteps:
             self.loader.reset()
         self._used = True
         return islice(batches, len(self))
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the loader's position."""
-        return self.loader.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Let the next pass be what is left of an epoch."""
-        self.loader.load_state_dict(state)
-
-    @property
-    def failure(self) -> str:
-        """What the loader can no longer do, and the remedy; "" while all is well."""
-        return getattr(self.loader, "failure", "")
-
-    def close(self) -> None:
-        """End the loader's threads and processes, if it can."""
-        if hasattr(self.loader, "close"):
-            self.loader.close()

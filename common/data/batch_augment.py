@@ -1,6 +1,7 @@
 """Augmentation of training batches on their device: random erasing, then Mixup or CutMix."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,18 +50,8 @@ class BatchAugment:
                 self._erase(images, start["epoch"], number)
             yield self._blend(images, labels, start["epoch"], number)
 
-    def state_dict(self) -> dict[str, int]:
-        return self.loader.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.loader.load_state_dict(state)
-
-    @property
-    def failure(self) -> str:
-        return self.loader.failure
-
-    def close(self) -> None:
-        self.loader.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)  # its position, failure and close
 
     def _erase(self, images: Tensor, epoch: int, number: int) -> None:
         step, row = self.loader.sampler.place(number)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""Say which rank is gone when the others can no longer reach it."""
+"""Name the lost ranks when a collective fails."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +12,9 @@ from common.errors import UserError
 
 @contextmanager
 def naming_lost_ranks() -> Iterator[None]:
-    """Turn a failed collective inside the context into a `UserError` that names the ranks that are lost.
+    """Turn a failed collective into a `UserError` naming the lost ranks; tell the others of any other exception.
 
-    A collective fails at once on the neighbours of a rank that has died, and where a rank hangs, after the launch's
-    ``timeout``, less what it takes to find out. Any other failure is this rank's own: the others are told its message.
+    A collective fails at once if a rank has died, and within the launch's ``timeout`` if one hangs.
     """
     try:
         yield

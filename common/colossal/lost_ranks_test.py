@@ -1,14 +1,12 @@
-"""What the ranks that are left say when one is gone or hangs; real processes, which are killed and stopped."""
+"""What the other ranks say when one dies or hangs: processes that are killed and stopped."""
 
 import ctypes
-import multiprocessing
 import os
 import signal
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -18,7 +16,7 @@ import torch.distributed as dist
 
 from common.colossal import ParallelMode, doing, gpc, launch, shutdown
 from common.colossal.lost_ranks import naming_lost_ranks
-from common.errors import run_command
+from common.testing.commands import forked
 from common.testing.ranks import free_port, run_ranks
 
 TIMEOUT = 6.0
@@ -49,7 +47,7 @@ def hold_the_interpreter() -> None:
     ctypes.PyDLL(None).sleep(1000)
 
 
-def train(rank: int, port: int, lost: int, fault: Callable[[], None], others: Callable[[], None]) -> None:
+def train(rank: int, port: int, lost: int, fault: Callable[[], None], others: Callable[[], None], _: object) -> None:
     launch({}, rank, SIZE, "127.0.0.1", port, "gloo", verbose=False, timeout=TIMEOUT)
     with naming_lost_ranks():
         for step in range(1, 4):
@@ -64,39 +62,17 @@ def train(rank: int, port: int, lost: int, fault: Callable[[], None], others: Ca
     shutdown()
 
 
-def run_rank(rank: int, *args: object) -> None:
-    os.environ["RANK"] = str(rank)
-    os.dup2(os.open(f"errors{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1)
-    torch.set_num_threads(1)
-    run_command(lambda argv: train(rank, *args), [])
-
-
 @contextmanager
-def running(*args: object) -> Iterator[list[BaseProcess]]:
-    """Run `train` on all ranks, forked so that they need not import torch again; nothing is left of them afterwards."""
-    context = multiprocessing.get_context("fork")
+def running(*args: object) -> Iterator[list[tuple[BaseProcess, Path, Path]]]:
+    """Run `train` on all ranks; yield their processes and the files of their output."""
     port = free_port()
-    processes = [context.Process(target=run_rank, args=(rank, port, *args)) for rank in range(SIZE)]
-    try:
-        for process in processes:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork() with threads around
-                process.start()
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    with ExitStack() as stack:
+        yield [stack.enter_context(forked(partial(train, rank, port, *args), RANK=str(rank))) for rank in range(SIZE)]
 
 
 @pytest.fixture(autouse=True)
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def error_lines(rank: int) -> list[str]:
-    return [line for line in Path(f"errors{rank}").read_text().splitlines() if line.startswith("error:")]
 
 
 HOW = {
@@ -123,27 +99,27 @@ HOW = {
 def test_the_others_name_the_rank_and_end_in_time(
     fault: Callable[[], None], lost: int, others: Callable[[], None]
 ) -> None:
-    with running(lost, fault, others) as processes:
-        for rank, process in enumerate(processes):
-            if rank != lost:
-                process.join(60)
-                assert process.exitcode == 2, Path(f"errors{rank}").read_text()
+    with running(lost, fault, others) as ranks:
+        del ranks[lost]
+        for process, _, err in ranks:
+            process.join(60)
+            assert process.exitcode == 2, err.read_text()
         began = float(Path("began").read_text())
-        for rank in set(range(SIZE)) - {lost}:
-            assert os.path.getmtime(f"errors{rank}") < began + TIMEOUT + 3  # on a busy machine
-            (line,) = error_lines(rank)
+        for _, _, err in ranks:
+            assert os.path.getmtime(err) < began + TIMEOUT + 3  # on a busy machine
+            (line,) = [line for line in err.read_text().splitlines() if line.startswith("error:")]
             assert line.startswith(f"error: of 3 processes, rank {lost} {HOW[fault]};")
             if others is wait_for_the_others:
-                assert "Thread 0x" not in Path(f"errors{rank}").read_text()  # no stacks of those that only wait
+                assert "Thread 0x" not in err.read_text()  # no stacks of ranks that only wait
 
 
 @pytest.mark.parametrize("fault", [compute, hold_the_interpreter])
 def test_a_rank_that_hangs_prints_its_stacks(fault: Callable[[], None]) -> None:
-    with running(1, fault, wait_for_the_others) as processes:
+    with running(1, fault, wait_for_the_others) as ranks:
         for rank in (0, 2):
-            processes[rank].join(60)
+            ranks[rank][0].join(60)
         deadline = time.monotonic() + TIMEOUT
-        while f"in {fault.__name__}" not in Path("errors1").read_text():
+        while f"in {fault.__name__}" not in ranks[1][2].read_text():
             assert time.monotonic() < deadline
             time.sleep(0.1)
 

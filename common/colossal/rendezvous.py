@@ -12,17 +12,15 @@ import torch.distributed as dist
 from common.errors import RankError, UserError
 
 DEFAULT_TIMEOUT = 1800.0  # seconds; PyTorch's own, for gloo
-POLL = 0.05  # seconds; PyTorch's own waiting takes up to twice its timeout, and prints the stack of its C++ code
+POLL = 0.05  # seconds; PyTorch's own wait takes up to twice its timeout and prints C++ stacks
 
 
 def open_store(rank: int, world_size: int, host: str, port: int, timeout: float) -> dist.Store:
-    """Return the launch's store, once all ranks are there.
+    """Return the launch's store once all ranks have joined; rank 0 serves it, or torchrun's agent.
 
-    Rank 0 serves it, except under torchrun, whose agent does. PyTorch's server listens on all interfaces; this one on
-    the address that ``host`` stands for. Where that is the loopback, gloo and NCCL are told to listen there too; else
-    they listen on the interface of the node's name.
-
-    Raises `UserError` naming the ranks that do not come within ``timeout`` seconds; where that is rank 0, `RankError`.
+    The server listens on the address of ``host`` only (PyTorch's: on all interfaces); if that is the loopback, so do
+    gloo and NCCL. Raises `UserError` naming the ranks that do not join within ``timeout`` seconds, or `RankError` if
+    that is rank 0.
     """
     if is_loopback(host):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -30,10 +28,13 @@ def open_store(rank: int, world_size: int, host: str, port: int, timeout: float)
     serves = rank == 0 and not _agent_serves(host, port)
     if not serves:
         _await_server(host, port, timeout)
-    listener = listen(host, port).detach() if serves else None
+    listener = None
+    if serves:
+        family, address = address_to_bind(host)
+        listener = socket.create_server((address, port), family=family).detach()
     options = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False, "master_listen_fd": listener}
     store = dist.TCPStore(host, port, is_master=serves, **options)
-    # an agent may serve several attempts of the same run, one after the other
+    # an agent may serve several attempts of the same run
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     _await_ranks(store, rank, world_size, timeout)
     return store
@@ -65,25 +66,19 @@ def _await_ranks(store: dist.Store, rank: int, world_size: int, seconds: float) 
             store.set("absent", ", ".join(map(str, absent)))
         if store.check(["absent"]):
             names = store.get("absent").decode()
-            time.sleep(20 * POLL if rank == 0 else 0)  # for the others to read it: rank 0 takes the store with it
+            time.sleep(20 * POLL if rank == 0 else 0)  # let the others read it: the store ends with rank 0
             raise UserError(
                 f"rank {names} of {world_size} processes did not start within {seconds:g} s (TIMEOUT): does its own "
-                "output say why, and was one started forevery rank?"
+                "output say why, and was one started for every rank?"
             )
         time.sleep(POLL)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at ``port`` of the address that ``host`` stands for, and of no other."""
-    family, address = address_to_bind(host)
-    return socket.create_server((address, port), family=family)
-
-
 def address_to_bind(host: str) -> tuple[socket.AddressFamily, str]:
-    """Return the address of this machine at which the others find ``host``, to listen on no other of its addresses.
+    """Return (family, address) at which the other ranks reach ``host``, this machine.
 
-    It is empty, for all of them, where ``host`` stands for an address that this machine does not have (behind NAT), or
-    for one that only this machine sees (a name that /etc/hosts maps to the loopback).
+    The address is "", meaning all, if ``host`` has one that this machine does not have (behind NAT) or that only this
+    machine sees (a name that /etc/hosts maps to the loopback).
     """
     try:
         family, *_, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
@@ -100,7 +95,7 @@ def address_to_bind(host: str) -> tuple[socket.AddressFamily, str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether ``host`` says by itself that all processes run on this machine."""
+    """Return whether ``host`` is a loopback address or "localhost", so that all processes run on this machine."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name

@@ -1,4 +1,4 @@
-"""Start commands as a user does: a process with its output and exit status, without starting Python anew."""
+"""Run commands as a user does, in a process with output and exit status, without starting Python anew."""
 
 import multiprocessing
 import os
@@ -7,8 +7,10 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import _python_exit
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,31 +25,43 @@ class Ended(NamedTuple):
     stderr: str
 
 
-def run_forked(
-    main: Callable[[list[str]], object], argv: Sequence[object], timeout: float = 240, **environ: str
-) -> Ended:
-    """Run ``main(argv)`` as its script does, in a process of its own that is forked; no traceback may be printed."""
+@contextmanager
+def forked(
+    main: Callable[[list[str]], object], argv: Sequence[object] = (), **environ: str
+) -> Iterator[tuple[BaseProcess, Path, Path]]:
+    """Run ``main(argv)`` as its script does, in a forked process; yield it and the files of its stdout and stderr."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
+        for path in outputs:
+            path.touch()
         process = multiprocessing.get_context("fork").Process(target=_run, args=(main, argv, outputs, environ))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork() with threads around
             process.start()
+        try:
+            yield process, *outputs
+        finally:
+            process.kill()
+            process.join()
+
+
+def run_forked(
+    main: Callable[[list[str]], object], argv: Sequence[object], timeout: float = 240, **environ: str
+) -> Ended:
+    """Run ``main(argv)`` by `forked` to its end; no traceback may be printed."""
+    with forked(main, argv, **environ) as (process, stdout, stderr):
         process.join(timeout)
-        ended = process.exitcode
-        process.kill()
-        process.join()
-        out, err = (path.read_text() for path in outputs)
-    assert ended is not None, f"{argv} did not end within {timeout} s:\n{out}\n{err}"
+        code, out, err = process.exitcode, stdout.read_text(), stderr.read_text()
+    assert code is not None, f"{argv} did not end within {timeout} s:\n{out}\n{err}"
     assert "Traceback" not in err, err
-    return Ended(ended, out, err)
+    return Ended(code, out, err)
 
 
 def _run(
     main: Callable[[list[str]], object], argv: Sequence[object], outputs: Sequence[Path], environ: Mapping[str, str]
 ) -> None:
     for descriptor, path in zip((1, 2), outputs, strict=True):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+        os.dup2(os.open(path, os.O_WRONLY), descriptor)
     sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
     os.environ.update(environ)

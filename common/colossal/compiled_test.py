@@ -40,10 +40,9 @@ def train(config: dict[str, Any], model_arguments: dict[str, Any]) -> tuple[list
 
 
 def train_compiled(config: dict[str, Any], model_arguments: dict[str, Any]) -> tuple[list[float], list[str], int, int]:
-    """Return that of compiled blocks too, how many graphs they are, and how many times one was broken.
+    """Return the same of compiled blocks, and how many graphs they are and how often one was broken.
 
-    Traced and differentiated ahead of time as in earnest, but without generating code. The limit of recompilations is
-    as low as it can be, so that only what is asked for on top of it lets every block be compiled.
+    Without code generation, and with the lowest limit of recompilations.
     """
     engine_module.compile_blocks = partial(compile_blocks, backend="aot_eager")
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):

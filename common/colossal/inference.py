@@ -1,4 +1,4 @@
-"""Run a model as the engine's evaluation does: in the run's precision, without an optimizer."""
+"""Inference in the precision of the engine's evaluation."""
 
 import sys
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ from common.hardware import limit_threads
 
 
 class Predictor:
-    """Call with images to get float32 logits; both may be on any device, the model is on ``device``."""
+    """A model to be called with images on any device; returns float32 logits on ``device``."""
 
     def __init__(self, model: nn.Module, fp16: Mapping[str, Any] | None) -> None:
-        """Move ``model`` to this process's device and to the precision of the config's ``fp16``, for good."""
+        """Move ``model`` in place to this process's device and to the precision of the config's ``fp16``."""
         limit_threads()
         self.device = get_accelerator().get_current_device()
         precision = build_mixed_precision(fp16, self.device.type)

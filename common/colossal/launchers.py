@@ -1,4 +1,4 @@
-"""Colossal-AI's launchers and default parser, for a script of one's own, on CPUs too."""
+"""Colossal-AI's launchers and default parser, for users' own scripts."""
 
 import argparse
 import os
@@ -14,10 +14,7 @@ from common.errors import UserError
 
 
 def get_default_parser() -> argparse.ArgumentParser:
-    """Return upstream's parser; without ``--backend`` it leaves the choice to the launchers below.
-
-    Upstream's (legacy/initialize.py:54) says nccl, which no CPU has.
-    """
+    """Return upstream's parser without its default ``--backend nccl`` (legacy/initialize.py:54), which needs GPUs."""
     parser = upstream.get_default_parser()
     parser.set_defaults(backend=None)
     return parser
@@ -42,9 +39,9 @@ def launch_from_torch(config: Any, backend: str | None = None, **more: Any) -> N
 
 
 def _launch(launch: Callable[..., None], config: Any, backend: str | None, **more: Any) -> None:
-    """Launch as upstream does, by default with nccl on GPUs and gloo on CPUs; ``config`` is a dict or a file.
+    """Launch with ``config``, a dict or a file; ``backend`` defaults to nccl on GPUs and gloo on CPUs.
 
-    Upstream's default is nccl, and it copies the file elsewhere to import it, so that what that imports is not found.
+    Upstream copies the file elsewhere before importing it, so that the file's own imports fail.
     """
     if not isinstance(config, Mapping):
         values = runpy.run_path(str(config))

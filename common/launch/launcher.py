@@ -1,4 +1,4 @@
-"""How this process was started, and joining the others: torchrun, srun, mpirun, explicit flags, or alone."""
+"""Detect how this process was started (torchrun, srun, mpirun, flags, or alone), and join the others."""
 
 import argparse
 import errno
@@ -17,20 +17,10 @@ from common.hardware import cpu_limits, limit_threads, set_processes
 
 LOOPBACK = "127.0.0.1"
 FLAGS = ("rank", "local_rank", "world_size", "host", "port")
-VARIABLES = {
-    "torch": {
-        "rank": "RANK",
-        "local_rank": "LOCAL_RANK",
-        "world_size": "WORLD_SIZE",
-        "host": "MASTER_ADDR",
-        "port": "MASTER_PORT",
-    },
-    "openmpi": {
-        "rank": "OMPI_COMM_WORLD_RANK",
-        "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
-        "world_size": "OMPI_COMM_WORLD_SIZE",
-    },
-    "slurm": {"rank": "SLURM_PROCID", "local_rank": "SLURM_LOCALID", "world_size": "SLURM_NTASKS"},
+VARIABLES = {  # those of FLAGS, in this order
+    "torch": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
 }
 STARTED_WITH = {"torch": "torchrun", "openmpi": "mpirun", "slurm": "srun"}
 
@@ -55,7 +45,7 @@ class Launch:
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of every launcher; an empty value, as an unset shell variable leaves it, counts as not given."""
+    """Add the flags of every launcher; an empty value, as of an unset shell variable, counts as not given."""
     group = parser.add_argument_group("launch", "needed only where no launcher says it; must agree where one does")
     group.add_argument("--rank", type=_optional_int, help="this process, counted over all nodes")
     group.add_argument("--local_rank", "--local-rank", type=_optional_int, help="this process on its node: its GPU")
@@ -71,11 +61,10 @@ def _optional_int(text: str) -> int | None:
 
 
 def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launch:
-    """Return how this process was started, from its flags and environment; nothing is changed or contacted.
+    """Return how this process was started, from its flags and environment.
 
-    Without ``--launcher``, the innermost launcher counts: torchrun, then mpirun, then srun (not the shell of an sbatch
-    or salloc), then explicit flags, else a single process. Raises `UserError` for a flag that contradicts its launcher,
-    and for one that is missing.
+    Without ``--launcher``, the innermost one counts: torchrun, mpirun, srun (not the shell of sbatch or salloc), flags,
+    else a single process. Raises `UserError` for a missing flag, and for one that contradicts the launcher.
     """
     launcher = args.launcher or _find_launcher(args, environ)
     place: dict[str, Any]
@@ -91,9 +80,9 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
 
 
 def start(launch: Launch, config: Mapping[str, Any]) -> None:
-    """Join the process group, set the device and the seed (``SEED``), and put ``config`` into ``gpc.config``.
+    """Join the process group, set device and seed (``SEED``), and put ``config`` into ``gpc.config``.
 
-    Raises `UserError` on rank 0 where the port is in use.
+    Raises `UserError` on rank 0 if the port is in use.
     """
     gpus = torch.cuda.device_count()
     try:
@@ -104,7 +93,7 @@ def start(launch: Launch, config: Mapping[str, Any]) -> None:
             launch.host,
             launch.port,
             launch.backend,
-            # A launcher that binds tasks to GPUs shows each process only its own, as number 0.
+            # a launcher that binds tasks to GPUs shows each process only its own, as number 0
             local_rank=launch.local_rank % gpus if gpus else launch.local_rank,
             seed=config.get("SEED", 1024),
             verbose=False,
@@ -118,7 +107,7 @@ def start(launch: Launch, config: Mapping[str, Any]) -> None:
 
 
 def _share_cores(world_size: int) -> None:
-    """Divide the cores of this host among the ranks on it, as far as their CPU masks and cgroups are the same."""
+    """Divide the cores of this host among the ranks that share them, by their CPU masks and cgroups."""
     limits: list[Any] = [cpu_limits()] * world_size
     if world_size > 1:
         dist.all_gather_object(limits, limits[0], group=colossal.gpc.get_cpu_group(colossal.ParallelMode.GLOBAL))
@@ -145,14 +134,14 @@ def _is_slurm_task(environ: Mapping[str, str]) -> bool:
 
 
 def _from_environment(launcher: str, args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
-    names = VARIABLES[launcher]
+    names = dict(zip(FLAGS, VARIABLES[launcher], strict=False))
     missing = [name for name in names.values() if not environ.get(name)]
     if missing:
         raise UserError(f"{', '.join(missing)} not set: start with {STARTED_WITH[launcher]}, or leave out --launcher")
     place = {field: environ[name] if field == "host" else _integer(name, environ) for field, name in names.items()}
     accepted = {}
     if launcher == "slurm":
-        # Scripts pass --local_rank=$SLURM_PROCID, which is the task's rank, or 0 if the sbatch shell expanded it.
+        # scripts pass --local_rank=$SLURM_PROCID: the task's rank, or 0 if the shell of sbatch expanded it
         accepted["local_rank"] = (place["rank"], 0)
     _check_flags(args, place, {field: f"{name}={environ[name]}" for field, name in names.items()}, accepted)
     if launcher != "torch":
@@ -195,7 +184,7 @@ def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _rendezvous(launcher: str, args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return where rank 0 listens: as told, else on the step's first node, at a port that the job's number gives."""
+    """Return where rank 0 listens: as given, else on the step's first node, at a port derived from the job's number."""
     if launcher == "slurm":
         one_node = environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES")) == "1"
         job = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"

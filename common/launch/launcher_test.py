@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.colossal import ParallelMode, get_default_parser, gpc, launch_from_torch, shutdown
+from common.colossal import ParallelMode, gpc, shutdown
 from common.errors import UserError, run_command
 from common.hardware import rank_cores
 from common.launch.launcher import Launch, add_launch_arguments, detect_launch, start
@@ -147,21 +147,32 @@ def test_a_single_process_needs_no_port() -> None:
         shutdown()
 
 
-def started_sum(start_with: str, host: str) -> float:
-    os.environ["MASTER_ADDR"] = host
-    if start_with == "launch_from_torch":
-        launch_from_torch({}, backend="gloo", verbose=False)
+def started_sum(environ: dict[str, str]) -> float:
+    rank = os.environ["RANK"]
+    if "SLURM_STEP_ID" in environ:
+        environ = environ | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": "2"}
     else:
-        start(detect("", os.environ), {})
+        environ = {**os.environ, **environ}
+    start(detect("", environ), {})
     total = torch.tensor([gpc.get_global_rank() + 1.0])
     dist.all_reduce(total, group=gpc.get_group(ParallelMode.DATA))
     shutdown()
     return total.item()
 
 
-@pytest.mark.parametrize(("start_with", "host"), [("start", "127.0.0.1"), ("launch_from_torch", "localhost")])
-def test_ranks_meet_at_addresses_and_names(start_with: str, host: str) -> None:
-    assert run_ranks(2, started_sum, start_with, host) == [3.0, 3.0]
+ON_ONE_NODE = SRUN | {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NUM_NODES": "1"}
+
+
+@pytest.mark.parametrize("environ", [{"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "localhost"}, ON_ONE_NODE])
+def test_ranks_meet_at_addresses_names_and_the_derived_port(environ: dict[str, str]) -> None:
+    assert run_ranks(2, started_sum, environ) == [3.0, 3.0]
+
+
+def test_a_port_in_use_is_named() -> None:
+    port = detect("", ON_ONE_NODE).port
+    named = pytest.raises(RuntimeError, match=f"--port={port} is in use on 127.0.0.1: choose another")
+    with socket.create_server(("127.0.0.1", port)), named:
+        run_ranks(2, started_sum, ON_ONE_NODE)
 
 
 def cores_and_threads(cpus: set[int]) -> tuple[int, int]:
@@ -177,29 +188,3 @@ def test_ranks_divide_the_cores_of_their_mask() -> None:
     cpus = os.sched_getaffinity(0)
     share = max(1, len(cpus) // 2)
     assert run_ranks(2, cores_and_threads, cpus) == [(share, min(2, share))] * 2
-
-
-def summed_in_slurm(flags: str, job: str) -> float:
-    place = {"SLURM_PROCID": os.environ["RANK"], "SLURM_LOCALID": os.environ["RANK"], "SLURM_NTASKS": "2"}
-    start(detect(flags, SRUN | place | {"SLURM_JOB_ID": job, "SLURM_STEP_NUM_NODES": "1"}), {})
-    total = torch.tensor([gpc.get_global_rank() + 1.0])
-    dist.all_reduce(total, group=gpc.get_group(ParallelMode.DATA))
-    shutdown()
-    return total.item()
-
-
-def test_ranks_meet_at_the_derived_port() -> None:
-    assert run_ranks(2, summed_in_slurm, "", str(os.getpid())) == [3.0, 3.0]
-
-
-def test_a_port_in_use_is_named() -> None:
-    job = str(os.getpid())
-    port = detect("", SRUN | {"SLURM_JOB_ID": job}).port
-    named = pytest.raises(RuntimeError, match=f"--port={port} is in use on 127.0.0.1: choose another")
-    with socket.create_server(("127.0.0.1", port)), named:
-        run_ranks(2, summed_in_slurm, "", job)
-
-
-def test_upstreams_parser_is_there() -> None:
-    args = get_default_parser().parse_args(["--config", "c.py", "--host", "h", "--port", "1"])
-    assert (args.config, args.host, args.port) == ("c.py", "h", 1)

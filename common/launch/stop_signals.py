@@ -1,4 +1,4 @@
-"""Stop a run in good order: SIGTERM, SIGUSR1 (Slurm's warning), Ctrl-C and a terminal that is closed (SIGHUP)."""
+"""Stop a run cleanly on SIGTERM, SIGUSR1 (Slurm's warning), Ctrl-C and SIGHUP (a closed terminal)."""
 
 import atexit
 import ctypes
@@ -15,20 +15,20 @@ from collections.abc import Callable
 from common.errors import is_first_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-CHECK = 0.5  # seconds between two looks at the progress, once a signal has come
-SAME_PRESS = 1.0  # seconds within which a second SIGINT is the first one, passed on by a launcher too
+CHECK = 0.5  # seconds between two checks of the progress, after a signal
+SAME_PRESS = 1.0  # seconds within which a second SIGINT is the first one, passed on by a launcher
 PR_SET_PDEATHSIG = 1
 
 
 class StopSignals:
-    """What to do when a signal comes: end at once, or while a run is `deferring`, note it for the training loop.
+    """End at once on a signal, or while a run is `deferring`, note it for the training loop.
 
-    A thread reads the signals, so that they count too while the main thread waits in C++ for another process. Worker
-    processes, forked while this is installed, leave the signals to their parent, and die with it.
+    A thread reads the signals, so that they also count while the main thread waits in C++. Forked worker processes
+    ignore them, and die with their parent.
 
     Attributes:
-        received: the signal that came while deferring, or 0.
-        agreed: the signal that the ranks have agreed to stop for, or 0.
+        received: the signal noted while deferring, or 0.
+        agreed: the signal for which the ranks have agreed to stop, or 0.
     """
 
     def __init__(self) -> None:
@@ -42,10 +42,10 @@ class StopSignals:
     def install(
         self, follow_parent: bool = False, progress: Callable[[], object] = lambda: None, patience: float = math.inf
     ) -> None:
-        """Take over the signals; to be called from the main thread.
+        """Take over the signals, from the main thread.
 
-        ``follow_parent``: get SIGTERM when the process that started this one dies. Where ``progress()`` stays the same
-        for ``patience`` seconds after a signal was noted, whatever this process waits for, it ends at once.
+        ``follow_parent``: get SIGTERM when the parent process dies. After a signal was noted, the process ends at once
+        if ``progress()`` does not change for ``patience`` seconds.
         """
         if self._previous:
             return
@@ -53,7 +53,7 @@ class StopSignals:
         self._progress, self._patience = progress, patience
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        # Python's own handler has nothing to do, but without it nothing is written to the pipe
+        # the handler does nothing, but without one nothing is written to the pipe
         for number in SIGNALS:
             if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):  # nohup
                 self._previous[number] = signal.signal(number, lambda *_: None)
@@ -66,16 +66,16 @@ class StopSignals:
             _PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def restore(self) -> None:
-        """Give the signals back; ignore them after a stop that was agreed, when the process is about to end.
+        """Restore the previous handlers; after an agreed stop, ignore the signals.
 
-        The first of the ranks to end lets the launcher send SIGTERM to the others: it must not change how they end.
+        When the first rank ends, the launcher sends SIGTERM to the others, which must not change their exit codes.
         """
         if not self._previous:
             return
         signal.set_wakeup_fd(-1)
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_IGN if self.agreed else handler)  # pyright: ignore[reportArgumentType]
-        os.write(self._pipe[1], b"\0")  # ends the watcher, after the signals that came before
+        os.write(self._pipe[1], b"\0")  # ends the watcher, after earlier signals
         self._watcher.join()
         for end in self._pipe:
             os.close(end)
@@ -110,16 +110,15 @@ class StopSignals:
             _leave(number, 128 + number)
 
     def before_fork(self) -> None:
-        """Block the signals: the child would write those that come in its first moments into its parent's pipe."""
+        """Block the signals, which the child would at first write into its parent's pipe."""
         self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self._forking.parent = os.getpid()
 
     def after_fork_in_parent(self) -> None:
-        """Let the signals through again."""
         signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
 
     def after_fork_in_child(self) -> None:
-        """Keep the signals from the child, and let it die with its parent."""
+        """Let the child ignore the signals and die with its parent."""
         if self._previous:
             signal.set_wakeup_fd(-1)
             _PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -130,18 +129,18 @@ class StopSignals:
 
 
 def _kill_children() -> None:
-    """End the worker processes; multiprocessing would send them SIGTERM at exit, which they do not get, and wait."""
+    """End the worker processes; at exit multiprocessing would send SIGTERM, which they ignore, and wait."""
     for child in multiprocessing.active_children():
         child.kill()
 
 
 def exit_code(number: int) -> int:
-    """Return what a run that a signal stopped exits with: 0 after Ctrl-C, else 143, as after SIGTERM."""
+    """Return the exit code of a run that a signal stopped: 0 after Ctrl-C, else 143, as after SIGTERM."""
     return 0 if number == signal.SIGINT else 128 + signal.SIGTERM
 
 
 def signal_name(number: int) -> str:
-    """Return what users call a signal."""
+    """Return the user's name of a signal."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 

@@ -89,11 +89,9 @@ def test_a_second_ctrl_c_ends_at_once(start) -> None:
     assert process.end() == (130, "Ctrl-C: stopping after this step\nCtrl-C: ended at once\n")
 
 
-def test_after_an_agreed_stop_the_launchers_signal_changes_nothing() -> None:
-    """torchrun sends SIGTERM to the ranks that are still on their way out after the first."""
-    program = """
-import os, signal
-from common.launch.stop_signals import exit_code, stop_signals
+PROGRAMS = {
+    # torchrun sends SIGTERM to the ranks that are still about to exit after the first
+    "after an agreed stop the launcher's signal changes nothing": """
 stop_signals.install()
 stop_signals.deferring = True
 stop_signals.agreed = signal.SIGINT
@@ -101,23 +99,30 @@ os.kill(os.getpid(), signal.SIGTERM)
 stop_signals.restore()
 os.kill(os.getpid(), signal.SIGTERM)
 os._exit(exit_code(stop_signals.agreed))
-"""
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=30).returncode == 0
-
-
-def test_can_be_installed_again_and_leaves_nothing_behind() -> None:
-    """The thread of one run must have ended before the next: it would read, or close, a pipe that is not its own."""
-    program = """
-import os, threading
-from common.launch.stop_signals import stop_signals
+""",
+    # the thread of one run must have ended before the next: it would read, or close, a pipe that is not its own
+    "it can be installed again and leaves nothing behind": """
 opened = os.listdir("/proc/self/fd")
 for _ in range(100):
     stop_signals.install()
     stop_signals.restore()
     assert os.listdir("/proc/self/fd") == opened
     assert threading.active_count() == 1
-"""
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=30).returncode == 0
+""",
+    "a worker process does not keep its parent from ending": """
+stop_signals.install()
+multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True).start()
+stop_signals.restore()
+""",
+}
+IMPORTS = "import multiprocessing, os, signal, threading, time\n"
+IMPORTS += "from common.launch.stop_signals import exit_code, stop_signals\n"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ends_well(name: str) -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTS + PROGRAMS[name]], check=False, timeout=60)
+    assert done.returncode == 0
 
 
 def test_a_worker_leaves_signals_to_its_parent_and_dies_with_it(start) -> None:
@@ -143,14 +148,3 @@ def is_running(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def test_a_worker_process_does_not_keep_its_parent_from_ending():
-    program = """
-import multiprocessing, time
-from common.launch.stop_signals import stop_signals
-stop_signals.install()
-multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True).start()
-stop_signals.restore()
-"""
-    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

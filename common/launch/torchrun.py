@@ -1,6 +1,6 @@
 """torchrun without its traceback: ``python -m common.launch.torchrun`` takes torchrun's arguments.
 
-A training script that exits with status 2 has printed one line that says what is wrong; torchrun would add some 45.
+A training script that exits with status 2 has printed its error; torchrun would add some 45 lines.
 """
 
 import logging
@@ -9,11 +9,11 @@ import sys
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
-MISTAKE = 2  # what a training script exits with after a line of its own
+MISTAKE = 2  # exit status of a training script after its own error message
 
 
 def run() -> None:
-    for name in ("api", "errors", "errors.error_handler"):  # each has a level of its own
+    for name in ("api", "errors", "errors.error_handler"):  # each has its own level
         logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
     try:
         main()

@@ -1,4 +1,4 @@
-"""The fork harness itself."""
+"""`run_ranks` itself."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""What tensor parallelism demands of sizes and shapes, checked before any process group does work."""
+"""The sizes and shapes that tensor parallelism needs, checked without process groups."""
 
 import math
 from collections.abc import Mapping
@@ -11,11 +11,10 @@ from common.errors import UserError, did_you_mean, nearest_multiples
 
 
 def resolve_parallel(parallel: Mapping[str, Any] | None, world_size: int) -> dict[str, Any]:
-    """Return ``parallel`` in full; tensor parallelism of size 1 has no mode, whatever it was called.
+    """Return ``parallel`` in full, with mode None for tensor parallelism of size 1.
 
-    Upstream crashes in the backward pass of 2d, 2.5d and 3d layers of size 1, and takes a size above 1 without a mode
-    as no parallelism at all. Raises `UserError` for that, for a pipeline, for a size that the mode cannot have, and for
-    a world that is no multiple of it.
+    Upstream crashes in the backward pass of 2d, 2.5d and 3d layers of size 1, and ignores a size without a mode. Raises
+    `UserError` for that, for a pipeline, for a size that the mode cannot have or that does not divide ``world_size``.
     """
     parallel = dict(parallel or {})
     pipeline, tensor = parallel.get("pipeline", 1), parallel.get("tensor") or {}
@@ -66,11 +65,7 @@ def _check_size(mode: str | None, size: int, depth: int | None) -> None:
 def check_tensor_parallel(
     parallel: Mapping[str, Any] | None, model: Mapping[str, Any], micro_batch: int, world_size: int
 ) -> None:
-    """Refuse a size, a model or a micro-batch that cannot be cut evenly over the ranks; needs no process group.
-
-    ``parallel`` is the config's; ``model`` its MODEL, of which ``heads``, ``width`` and ``mlp_ratio`` count. Raises
-    `UserError` with the rule, the value and the nearest values that fit.
-    """
+    """Raise `UserError` if a model (the config's MODEL) or a micro-batch cannot be cut evenly over the ranks."""
     tensor = resolve_parallel(parallel, world_size)["tensor"]
     mode, size, depth = tensor["mode"], tensor["size"], tensor.get("depth", 1)
     if mode is None:
@@ -97,10 +92,9 @@ def check_tensor_parallel(
 
 
 def describe_tensor_parallel(parallel: Mapping[str, Any], model: nn.Module, micro_batch: int) -> list[str]:
-    """Return a line for each rank of the first tensor-parallel group: what it holds; needs no process group.
+    """Return a line for each rank of the first tensor-parallel group that says what it holds.
 
-    ``parallel`` is resolved; ``model`` is the whole one, which may be on the meta device. Other groups are laid out
-    alike, on the following ranks.
+    ``parallel`` is resolved; ``model`` is whole, and may be on the meta device.
     """
     tensor = parallel["tensor"]
     mode, size, depth = tensor["mode"], tensor["size"], tensor.get("depth", 1)

@@ -1,4 +1,4 @@
-"""Gradients of pieces: completed over the ranks that saw other samples, and their norms over all pieces.
+"""Gradients of pieces: summed over the ranks that saw other samples, and their norms over all pieces.
 
 Shape suffixes: R rows of squared norms, P parameters.
 """
@@ -15,7 +15,7 @@ from common.colossal.upstream import gpc
 
 
 def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
-    """Add up, in place, the gradients of pieces whose copies saw different samples: one all-reduce a group of ranks."""
+    """Sum, in place, the gradients of pieces whose copies saw different samples, with one all-reduce per group."""
     grads_by_group = defaultdict(list)
     for parameter in parameters:
         if _is_piece(parameter) and parameter.grad is not None and parameter.shard.summed_over is not None:
@@ -30,10 +30,9 @@ def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the 2-norm of the whole model's gradient, as a 0-dim tensor on its device; sharded, with one all-reduce.
+    """Return the 2-norm of the whole model's gradient, a 0-dim tensor; one all-reduce if sharded.
 
-    Upstream takes each rank's own gradient for the whole (legacy/engine/_base_engine.py:161), so that clipping drives
-    the copies of a piece apart.
+    Upstream clips by the norm of each rank's own pieces (legacy/engine/_base_engine.py:161), so that copies diverge.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     if not any(map(_is_piece, trained)):
@@ -47,15 +46,14 @@ def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def _norm(tensors: list[Tensor]) -> Tensor:
-    """Return the 2-norm of all tensors together, float32 also for half-precision tensors: float16 ends at 65,504."""
+    """Return the 2-norm of all tensors together, in float32: float16 ends at 65,504."""
     return torch.stack(torch._foreach_norm(tensors, 2, torch.float32)).norm()
 
 
 def build_norm_reducer(model: nn.Module) -> Callable[[Tensor, list[Tensor]], Tensor] | None:
-    """Return what turns squared norms of pieces into those of whole tensors; None for a model that is not sharded.
+    """Return a function from squared norms of pieces [R, P], and their P parameters, to those of whole tensors [R, P].
 
-    It takes squared norms [R, P] and the P parameters that they are of, or are of tensors cut like, and returns those
-    of the whole tensors [R, P], after one all-reduce.
+    It takes one all-reduce. None for a model that is not sharded.
     """
     return _reduce_norms if any(map(_is_piece, model.parameters())) else None
 

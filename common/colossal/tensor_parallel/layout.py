@@ -1,13 +1,12 @@
 """Which rank holds what: the activations and parameters of a Vision Transformer in each tensor-parallel mode.
 
-Between blocks, activations [B, N, D] are cut by samples (B) over one group of ranks and by channels (D) over another;
-tokens (N) never are. A block has two pairs of linear layers, qkv and proj, fc1 and fc2: the first of a pair reads what
-lies between blocks, the second what the first wrote.
+Between blocks, activations [B, N, D] are cut by samples (B) over one group of ranks and by channels (D) over another. A
+block has two pairs of linear layers, qkv and proj, fc1 and fc2.
 
-- 1d (Megatron-LM, arXiv 1909.08053): every rank holds all samples and all channels between blocks, and a share of the
-  heads and hidden channels within.
+- 1d (Megatron-LM, arXiv 1909.08053): every rank holds all samples and channels between blocks, and a share of the heads
+  and hidden channels within.
 - 2d (Optimus, arXiv 2104.05343): a square of ranks; COL cuts samples, ROW cuts channels.
-- 2.5d (Tesseract, arXiv 2105.14500): ``depth`` such squares, which hold equal weights and different samples (XZ).
+- 2.5d (Tesseract, arXiv 2105.14500): ``depth`` such squares with equal weights and different samples (XZ).
 - 3d (arXiv 2105.14450): a cube; INPUT x WEIGHT cuts samples and OUTPUT channels, and within a pair OUTPUT x WEIGHT
   samples and INPUT channels.
 """
@@ -37,10 +36,10 @@ class Shard:
 
     Attributes:
         cuts: (dimension, group), in order: the dimension is cut evenly over the group's ranks.
-        copies: the ranks that hold the same piece, if there is more than one.
-        summed_over: those of them that see different samples; the piece's gradient is the sum of theirs.
-        fused: equal matrices stacked along dimension 0, each of which is cut (3 for q, k and v).
-        transposed: whether the piece is kept as [in, out], the way the matrix products read it.
+        copies: the ranks that hold the same piece, if more than one.
+        summed_over: those of them that see different samples; their gradients have to be summed.
+        fused: number of matrices stacked along dimension 0 that are cut separately (3 for q, k and v).
+        transposed: whether the piece is stored as [in, out].
         shape: of the whole parameter.
     """
 
@@ -76,13 +75,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one mode lays out a model: (weight, bias) of the two linear layers of a pair, and what is between blocks.
+    """How one mode cuts a model.
 
     Attributes:
         samples: the group over which the samples between blocks are cut, if they are.
-        channels: the group over which their channels are cut, if they are.
-        first: of qkv and fc1.
-        second: of attn.proj and fc2.
+        channels: the group over which the channels between blocks are cut, if they are.
+        first: (weight, bias) of qkv and fc1.
+        second: (weight, bias) of attn.proj and fc2.
     """
 
     samples: ParallelMode | None
@@ -120,7 +119,7 @@ LAYOUTS = {
 
 
 def group_sizes(mode: str, size: int, depth: int = 1) -> dict[ParallelMode, int]:
-    """Return how many ranks each group of ``mode`` has; ``size`` ranks share the model."""
+    """Return the size of each group of ``mode``, for ``size`` tensor-parallel ranks."""
     q, side = math.isqrt(size // depth), round(size ** (1 / 3))
     by_mode = {
         "1d": {},
@@ -133,7 +132,7 @@ def group_sizes(mode: str, size: int, depth: int = 1) -> dict[ParallelMode, int]
 
 
 def plan_shards(model: nn.Module, mode: str) -> Iterator[tuple[str, Shard]]:
-    """Yield (name, shard) forevery parameter of the Vision Transformer ``model``."""
+    """Yield (name, shard) for every parameter of the Vision Transformer ``model``."""
     for name, parameter in model.named_parameters():
         shard = _shard_of(name, parameter, LAYOUTS[mode])
         yield name, replace(shard, shape=parameter.shape, fused=3 if ".qkv." in name else 1)

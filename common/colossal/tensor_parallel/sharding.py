@@ -1,4 +1,4 @@
-"""Turn a model into this rank's piece of it, and back."""
+"""Cut a model into this rank's piece, and gather it again."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -28,16 +28,12 @@ PAIRS = {
 
 
 def shard_model(model: nn.Module) -> nn.Module:
-    """Keep of a Vision Transformer what the launch's tensor-parallel mode gives this rank; return the same module.
+    """Cut a Vision Transformer, in place, to this rank's piece in the launch's tensor-parallel mode, if any.
 
-    Call it after the launch, with equal weights on the ranks of a tensor-parallel group, and before the optimizer is
-    built. The model still maps the whole images [B, C, Y, X] to the whole logits [B, num_classes], now on every rank of
-    the group, which are all to be given the same images and compute the same loss of the logits. Without tensor
-    parallelism it stays as it is.
-
-    Dropout masks agree where ranks hold the same activations and differ where they hold different ones: in 1d only the
-    hidden channels of the MLP differ; in 2d, 2.5d and 3d all activations do, but the samples that drop_path leaves out
-    are agreed among the ranks that share them.
+    Call it after the launch and before building the optimizer, with equal weights on all ranks of a tensor-parallel
+    group. The model still maps whole images [B, C, Y, X], the same on all ranks of the group, to whole logits
+    [B, num_classes]. Dropout masks agree exactly where ranks hold the same activations, and drop_path's where they hold
+    the same samples.
     """
     mode = tensor_parallel_env.mode
     if mode is None:
@@ -55,7 +51,7 @@ def shard_model(model: nn.Module) -> nn.Module:
 
 
 def _cut(model: nn.Module, name: str, shard: Shard) -> None:
-    """Replace the parameter ``name`` by this rank's piece, which knows its ``shard``."""
+    """Replace the parameter ``name`` by this rank's piece, with its ``shard`` as an attribute."""
     layer, _, kind = name.rpartition(".")
     whole = model.get_parameter(name)
     piece = nn.Parameter(shard.piece(whole.detach()), requires_grad=whole.requires_grad)
@@ -64,7 +60,7 @@ def _cut(model: nn.Module, name: str, shard: Shard) -> None:
 
 
 def _substitute(name: str, layer: nn.Module, mode: str, layout: Layout) -> nn.Module | None:
-    """Return what stands for ``layer``, whose parameters have been cut; None if it stays."""
+    """Return the replacement of ``layer``, whose parameters have been cut; None if it stays."""
     first, second = PAIRS[mode]
     if name.endswith((".qkv", ".fc1")):
         return first(layer.weight, layer.bias)
@@ -92,16 +88,16 @@ def _gather_samples(model: nn.Module, inputs: tuple[Tensor], logits: Tensor, gro
 
 
 def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the shape of the parameter of which ``parameter`` is this rank's piece."""
+    """Return the shape of the whole parameter of which ``parameter`` is a piece."""
     shard = getattr(parameter, "shard", None)
     return parameter.shape if shard is None else shard.shape
 
 
 @torch.no_grad()
 def gather_whole(parameter: nn.Parameter, value: Tensor | None = None) -> Tensor | None:
-    """Return the whole of ``parameter``, or of ``value``, which is cut as it is: a gradient, an optimizer's moment.
+    """Gather ``parameter``, or ``value`` cut like it (a gradient, a moment), on the first rank; None on the others.
 
-    All ranks of the tensor-parallel group must call it; all but the first get None.
+    All ranks of the tensor-parallel group must call it.
     """
     value = parameter.detach() if value is None else value
     shard = getattr(parameter, "shard", None)
@@ -115,13 +111,13 @@ def gather_whole(parameter: nn.Parameter, value: Tensor | None = None) -> Tensor
 
 
 def cut_piece(parameter: nn.Parameter, whole: Tensor) -> Tensor:
-    """Return this rank's piece of ``whole``, of the shape that `whole_shape` says; the inverse of `gather_whole`."""
+    """Return this rank's piece of ``whole``, which has `whole_shape`; the inverse of `gather_whole`."""
     shard = getattr(parameter, "shard", None)
     return whole if shard is None else shard.piece(whole)
 
 
 def canonical_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the whole parameters by name, on the CPU, whatever the mode; call it as `gather_whole`, else empty."""
+    """Gather all parameters by name on the CPU, as `gather_whole` does; empty on other ranks than the first."""
     state = {}
     for name, parameter in model.named_parameters():
         whole = gather_whole(parameter)
@@ -132,6 +128,6 @@ def canonical_state(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_canonical_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy whole parameters, of the names and shapes of the model's, into a model that is sharded or not."""
+    """Copy whole parameters into a model that may be sharded."""
     for name, parameter in model.named_parameters():
         parameter.copy_(cut_piece(parameter, state[name]))

@@ -1,4 +1,4 @@
-"""A sharded model in use: masks, recomputed activations, half precision, evaluation. One fork of ranks per mode."""
+"""A sharded model in use: masks, recomputed activations, half precision, evaluation."""
 
 import functools
 from typing import Any
@@ -31,7 +31,7 @@ PADDED = 5  # of the last evaluation batch's samples
 
 @functools.cache
 def on_ranks(case: str) -> list[dict[str, Any]]:
-    """Return what every rank of ``case`` finds."""
+    """Return what each rank of ``case`` finds, in one fork per mode."""
     return run_ranks(CASES[case][0], look_around, case)
 
 
@@ -129,8 +129,11 @@ def test_ranks_hold_what_was_announced(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", MODES)
-def test_masks_agree_where_activations_do(case: str) -> None:
+def test_masks_are_drawn_anew_and_agree_where_activations_do(case: str) -> None:
     answers = on_ranks(case)
+    for answer in answers:
+        assert 0.4 < answer["masks"]["hidden"].float().mean() < 0.6
+        assert not torch.equal(answer["masks"]["hidden"], answer["masks"]["hidden again"])
     assert len({answer["place"] for answer in answers}) == (1 if case == "1d-2" else len(answers))
     for one in answers:
         for other in answers:
@@ -145,23 +148,15 @@ def test_masks_agree_where_activations_do(case: str) -> None:
             assert agree == expected
 
 
-@pytest.mark.parametrize("case", MODES)
-def test_masks_are_drawn_anew(case: str) -> None:
-    for answer in on_ranks(case):
-        assert 0.4 < answer["masks"]["hidden"].float().mean() < 0.6
-        assert not torch.equal(answer["masks"]["hidden"], answer["masks"]["hidden again"])
+def masks_of_two_models() -> dict[str, Tensor]:
+    with launched(parallel=CASES["dp2 x 1d-2"][1]):
+        return masks()
 
 
 def test_masks_differ_between_data_parallel_ranks() -> None:
     answers = run_ranks(4, masks_of_two_models)
-    for model0, model1 in (answers[0::2], answers[1::2]), (answers[:2], answers[2:]):
-        assert not torch.equal(model0[0]["hidden"], model1[0]["hidden"])
-    assert not torch.equal(answers[0]["residual"], answers[2]["residual"])
-
-
-def masks_of_two_models() -> dict[str, Tensor]:
-    with launched(parallel=CASES["dp2 x 1d-2"][1]):
-        return masks()
+    for name in ("residual", "hidden"):
+        assert not torch.equal(answers[0][name], answers[2][name])
 
 
 @pytest.mark.parametrize("case", MODES)
@@ -187,7 +182,6 @@ def test_evaluation_is_exact_with_padding_and_many_classes(case: str) -> None:
 @pytest.mark.parametrize("case", MODES)
 @pytest.mark.parametrize(("dtype", "distance"), [("bfloat16", 0.02), ("float16", 0.002)])
 def test_half_precision_stays_near_float32(case: str, dtype: str, distance: float) -> None:
-    """The losses of 3 steps are within ``distance`` of float32's, and not the same."""
     for answer in on_ranks(case):
         differences = [abs(a - b) for a, b in zip(answer["losses"][dtype], answer["losses"][None], strict=True)]
         assert 0 < max(differences) < distance
@@ -202,30 +196,32 @@ def test_without_tensor_parallelism_the_model_is_untouched() -> None:
         assert not any(isinstance(module, OwnRandom) for module in model.modules())
 
 
-def shapes() -> tuple[list[tuple], Tensor]:
-    """Return the shapes of pieces, and a whole gathered from this model's odd tensors: frozen, averaged, positions."""
+def shapes() -> dict[str, tuple[int, ...]]:
+    """Return the shapes of pieces of a model with frozen positions and average pooling; check the gathered whole."""
     with launched(parallel=CASES["2d-4"][1]):
         whole = build_tiny_model(position="sincos2d", pool="avg")
         expected = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
         model = shard_model(whole)
         assert isinstance(model.norm, nn.Identity)
         assert not model.pos_embed.requires_grad
-        gathered = {name: gather_whole(parameter) for name, parameter in model.named_parameters()}
         first = gpc.get_local_rank(ParallelMode.TENSOR) == 0
-        assert all(
-            torch.equal(gathered[name], expected[name]) if first else gathered[name] is None for name in expected
-        )
+        for name, parameter in model.named_parameters():
+            gathered = gather_whole(parameter)
+            assert torch.equal(gathered, expected[name]) if first else gathered is None
         return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def test_every_parameter_is_cut() -> None:
-    width, hidden, classes = MODEL["width"], 2 * MODEL["width"], MODEL["num_classes"]
+    half, hidden, classes = MODEL["width"] // 2, 2 * MODEL["width"], MODEL["num_classes"]
+    expected = {
+        "pos_embed": (1, 16, half),
+        "patch_embed.proj.weight": (half, 3, 4, 4),
+        "fc_norm.weight": (half,),
+        "blocks.0.attn.qkv.weight": (half, 3 * half),
+        "blocks.0.mlp.fc2.weight": (hidden // 2, half),
+        "blocks.0.mlp.fc2.bias": (half,),
+        "head.weight": (half, classes),
+        "head.bias": (classes,),
+    }
     for found in run_ranks(4, shapes):
-        assert found["pos_embed"] == (1, 16, width // 2)
-        assert found["patch_embed.proj.weight"] == (width // 2, 3, 4, 4)
-        assert found["fc_norm.weight"] == (width // 2,)
-        assert found["blocks.0.attn.qkv.weight"] == (width // 2, 3 * width // 2)
-        assert found["blocks.0.mlp.fc2.weight"] == (hidden // 2, width // 2)
-        assert found["blocks.0.mlp.fc2.bias"] == (width // 2,)
-        assert found["head.weight"] == (width // 2, classes)
-        assert found["head.bias"] == (classes,)
+        assert {name: found[name] for name in expected} == expected

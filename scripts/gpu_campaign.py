@@ -1,4 +1,4 @@
-"""Run everything that needs a GPU, in pieces of under nine minutes, and keep what each shows.
+"""Run everything that needs a GPU, in pieces of under nine minutes, and record the results.
 
 python scripts/gpu_campaign.py                         what has not been done yet with this code on this hardware
 python scripts/gpu_campaign.py --only numerics lamb    these pieces
@@ -6,14 +6,14 @@ python scripts/gpu_campaign.py --tiny                  everything, so small that
 python scripts/gpu_campaign.py --list                  the pieces
 python scripts/gpu_campaign.py --table                 the results as Markdown
 
-Each piece runs in a process of its own, so that a crash, or an error that leaves CUDA of no use, costs no other piece.
-Exit status 1 if a piece fails or shows something wrong; not if what it needs is not here. CIFAR-10 is trained on images
-in --cifar, Caltech-101's tables are made from --caltech; without them the one is not run, and the other is of images
-that are made.
+Each piece runs in its own process, so that a crash or a broken CUDA context affects no other. Exit status 1 if a piece
+fails or shows something wrong; a piece that needs a library, GPU or data that is missing is "not run". CIFAR-10 is
+trained on the images in --cifar; Caltech-101's table is made from --caltech, or from generated images.
 """
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import shutil
 import signal
@@ -21,40 +21,50 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import cifar10, data, memory, no_sync, numerics, parts, resume, speed
-from gpu.job import Job
 
 from common.errors import UserError, did_you_mean, run_command
-from common.metrics.provenance import describe_run
-from common.tools.harness import COMPLETE, FAILED, ROOT, UNFINISHED, Row, run_piece
+from common.metrics.provenance import PACKAGES, describe_run
+from common.tools.harness import COMPLETE, FAILED, ROOT, UNFINISHED, NotRunError, Row, run_piece
 from common.tools.result_rows import INTERRUPTED, Record, add_line, format_records, read_records
 
 RESULTS = ROOT / "scripts" / "gpu" / "results.jsonl"
 WORK = ROOT / "outputs" / "gpu_campaign"
 OURS = ("caltech101_amp", "cifar10_benchmark", "common", "configs", "imagenet_dali", "scripts")
-PIECES: dict[str, Callable[[Job], Iterator[Row]]] = {
-    piece.__name__: piece
-    for piece in (
-        *(numerics.numerics, no_sync.no_sync, memory.memory, resume.resume, resume.collectives),
-        *(speed.amp_imagenet, speed.amp_caltech101, speed.vit_s16_eager, speed.vit_s16_compiled),
-        *(speed.vit_b16_eager, speed.vit_b16_compiled, parts.attention, parts.patch_embedding, data.cuda_prefetch),
-        *(parts.lamb, data.dali, cifar10.cifar10),
-    )
+# The module of each piece, a function of the same name; the most valuable first. Modules are imported in the piece's
+# process, so that a missing library affects only the pieces that need it.
+PIECES = {
+    "numerics": "gpu.numerics",
+    "training_loops": "gpu.speed",
+    "amp_imagenet": "gpu.speed",
+    "amp_caltech101": "gpu.speed",
+    "cifar10": "gpu.cifar10",
+    "throughput": "gpu.speed",
+    "no_sync": "gpu.no_sync",
+    "memory": "gpu.memory",
+    "resume": "gpu.resume",
+    "collectives": "gpu.resume",
+    "lamb": "gpu.parts",
+    "attention": "gpu.parts",
+    "patch_embedding": "gpu.parts",
+    "cuda_prefetch": "gpu.data",
+    "dali_beside_training": "gpu.data",
+    "dali": "gpu.data",
 }
 
 
 def main(argv: list[str]) -> None:
     args = parse(argv)
-    titles = {name: PIECES[name].__doc__.partition("\n")[0] for name in args.only}
     if args.list:
-        print("\n".join(f"{name:<18} {title}" for name, title in titles.items()))
+        print("\n".join(f"{name:<21} {title_of(name)}" for name in args.only))
     elif args.table:
         latest = {record.piece: record for record in read_records(args.output) if record.rows}
         records = [latest[name] for name in args.only if name in latest]
+        titles = {record.piece: title_of(record.piece) for record in records}
         print(format_records(records, titles) if records else f"no results in {args.output}")
     else:
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its processes too
@@ -68,7 +78,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(PIECES), metavar="PIECE", help="these pieces (default: all)")
     parser.add_argument("--tiny", action="store_true", help="so small that it shows only that everything runs")
-    parser.add_argument("--again", action="store_true", help="also the pieces that are done")
+    parser.add_argument("--again", action="store_true", help="also the pieces that are complete")
     parser.add_argument("--output", type=Path, help=f"file of the results (default: {RESULTS.relative_to(ROOT)})")
     parser.add_argument("--limit", type=float, default=540, metavar="SECONDS", help="of a piece (default: 540)")
     parser.add_argument("--cifar", type=Path, metavar="DIR", help="CIFAR-10's folder")
@@ -84,15 +94,36 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def load_piece(name: str) -> Callable[..., Iterator[Row]]:
+    return getattr(importlib.import_module(PIECES[name]), name)
+
+
+def title_of(name: str) -> str:
+    try:
+        return (load_piece(name).__doc__ or "").partition("\n")[0]
+    except ModuleNotFoundError as error:
+        return f"(needs {error.name})"
+
+
+def run_loaded(name: str, **job: Any) -> Iterator[Row]:
+    """Run a piece, in its own process."""
+    for package in ("colossalai", "timm", "pydantic"):
+        if not importlib.util.find_spec(package):
+            raise NotRunError(f"needs {package}")
+    from gpu.job import Job
+
+    yield from load_piece(name)(Job(**job))
+
+
 def describe(argv: list[str], tiny: bool) -> dict[str, Any]:
-    """Return the provenance of this run: of the code too, where there is no git, or changes without a commit."""
-    about, digest = describe_run(argv), hashlib.sha256()
+    """Return the provenance of this run, with a checksum of the code, which may not be committed."""
+    about, digest = describe_run(argv, (*PACKAGES, "lightning", "accelerate")), hashlib.sha256()
     for path in sorted(path for folder in OURS for path in (ROOT / folder).rglob("*.py")):
         if not path.name.endswith("_test.py"):
             digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     about |= {"code": digest.hexdigest()[:12], "tiny": tiny}
     about["versions"]["cuda"] = torch.version.cuda
-    about["hardware"]["driver"] = None
+    about["hardware"] |= {"driver": None, "gpus": torch.cuda.device_count()}
     if torch.cuda.is_available():
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         about["hardware"]["driver"] = subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0]
@@ -100,15 +131,15 @@ def describe(argv: list[str], tiny: bool) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace, about: dict[str, Any]) -> int:
-    """Run what is not done; return the exit status."""
+    """Run what is not complete; return the exit status."""
     print(f"{json.dumps(about['hardware'])} commit {about['commit']}", flush=True)
     earlier, failed = {record.piece: record for record in read_records(args.output)}, []
     for name in args.only:
         same = name in earlier and is_same(earlier[name], about)
         if same and earlier[name].status == COMPLETE and not args.again:
-            print(f"{name}: done before", flush=True)
+            print(f"{name}: complete", flush=True)
         elif not args.tiny and not torch.cuda.is_available():
-            print(f"{name}: not run: no GPU", flush=True)
+            print(f"{name}: not run: needs a GPU", flush=True)
         else:
             resumes = same and earlier[name].status in (UNFINISHED, INTERRUPTED)
             failed += [name] * (run_one(name, args, about, resumes) == FAILED)
@@ -126,23 +157,25 @@ def is_same(record: Record, about: dict[str, Any]) -> bool:
 
 
 def run_one(name: str, args: argparse.Namespace, about: dict[str, Any], resumes: bool) -> str:
-    """Run a piece, add its rows and its end to the file, and return its status."""
+    """Run a piece, add its rows and status to the file, and return the status."""
     print(f"{name} ...", flush=True)
-    data = {key: folder.resolve() for key in ("cifar", "caltech") if (folder := getattr(args, key))}
-    job = Job(args.tiny, (args.output.parent if args.tiny else WORK) / "work" / name, args.limit, data)
+    folder = (args.output.parent if args.tiny else WORK) / "work" / name
     if not resumes:
-        shutil.rmtree(job.folder, ignore_errors=True)
-    job.folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
 
     def save(row: Row) -> None:
         add_line(args.output, name, about, row=row)
         print(f"    {json.dumps(row, default=str)}", flush=True)
 
-    status, why = run_piece(PIECES[name], job, seconds=args.limit, save=save)
-    seconds = round(time.monotonic() - job.started, 3)
+    data = {key: path.resolve() for key in ("cifar", "caltech") if (path := getattr(args, key))}
+    piece = partial(run_loaded, name, tiny=args.tiny, folder=folder, seconds=args.limit, data=data)
+    started = time.monotonic()
+    status, why = run_piece(piece, seconds=args.limit, save=save)
+    seconds = round(time.monotonic() - started, 3)
     add_line(args.output, name, about, status=status, why=why, seconds=seconds)
     if status != UNFINISHED:
-        shutil.rmtree(job.folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     print(f"{name}: {status} in {seconds:.1f} s" + (f": {why}" if why else ""), flush=True)
     return status
 

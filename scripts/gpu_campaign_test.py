@@ -1,7 +1,4 @@
-"""The campaign on pieces made for it; and every real piece at its smallest, which does not run by default.
-
-``bash scripts/test.sh -m campaign scripts/gpu_campaign_test.py`` runs the latter.
-"""
+"""The campaign with pieces of this file; marked `campaign`: every real piece with --tiny, on a CPU."""
 
 import json
 import os
@@ -27,6 +24,7 @@ from common.tools.harness import NotRunError, Row, UnfinishedError, WrongError, 
 from common.tools.result_rows import Record, read_records
 
 SCRIPT = Path(__file__).with_name("gpu_campaign.py")
+Call = Callable[..., tuple[int, list[Record]]]
 
 
 def good(job: Job) -> Iterator[Row]:
@@ -36,13 +34,11 @@ def good(job: Job) -> Iterator[Row]:
 
 
 def wrong(job: Job) -> Iterator[Row]:
-    """Show that something is wrong."""
     yield {"figure": 2}
     raise WrongError("2 is not 3")
 
 
 def without_data(job: Job) -> Iterator[Row]:
-    """Have nothing to work on."""
     raise NotRunError("no data")
     yield {}
 
@@ -56,15 +52,16 @@ def long(job: Job) -> Iterator[Row]:
     yield {"resumed": True}
 
 
-Call = Callable[..., tuple[int, list[Record]]]
+@pytest.fixture(autouse=True)
+def _without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
     """Return what runs pieces of this file and returns the exit status and all records."""
-    pieces = [good, wrong, without_data, long]
-    monkeypatch.setattr(gpu_campaign, "PIECES", {piece.__name__: piece for piece in pieces})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pieces = {piece.__name__: __name__ for piece in (good, wrong, without_data, long)}
+    monkeypatch.setattr(gpu_campaign, "PIECES", pieces | {"missing": "no_such_library"})
     monkeypatch.setattr(gpu_campaign, "WORK", tmp_path / "work")
 
     def run(*arguments: str) -> tuple[int, list[Record]]:
@@ -76,21 +73,22 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
     return run
 
 
-def test_what_fails_costs_the_others_nothing(call: Call) -> None:
-    code, records = call("--tiny", "--only", "wrong", "without_data", "good")
+def test_a_failure_affects_no_other_piece(call: Call) -> None:
+    code, records = call("--tiny", "--only", "wrong", "without_data", "missing", "good")
     assert code == 1
-    assert [record.status for record in records] == ["failed", "not run", "complete"]
-    assert [len(record.rows) for record in records] == [1, 0, 2]
+    assert [record.status for record in records] == ["failed", "not run", "not run", "complete"]
+    assert [len(record.rows) for record in records] == [1, 0, 0, 2]
     assert records[0].why.endswith("2 is not 3\n")
-    run = records[2].run
+    assert records[2].why == "needs no_such_library"
+    run = records[3].run
     assert run["tiny"]
     assert run["versions"]["torch"] == torch.__version__.partition("+")[0]
-    assert {"cuda", "colossalai", "timm", "nvidia-dali-cuda130", "python"} <= set(run["versions"])
-    assert {"gpu", "driver", "cpu", "instruction_set"} <= set(run["hardware"])
+    assert {"cuda", "colossalai", "timm", "lightning", "nvidia-dali-cuda130", "python"} <= set(run["versions"])
+    assert {"gpu", "gpus", "driver", "cpu", "instruction_set"} <= set(run["hardware"])
     assert call("--tiny", "--only", "without_data")[0] == 0
 
 
-def test_what_is_done_is_not_done_again(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_complete_is_not_run_again(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(call("--tiny", "--only", "good")[1]) for _ in range(2)] == [1, 1]
     assert len(call("--tiny", "--only", "good", "--again")[1]) == 2
     describe = gpu_campaign.describe
@@ -107,13 +105,18 @@ def test_a_long_piece_is_resumed_by_the_next_call(call: Call) -> None:
 
 def test_without_a_gpu_nothing_is_run_and_no_result_is_lost(call: Call, capsys: pytest.CaptureFixture) -> None:
     assert call("--only", "good", "wrong") == (0, [])
-    assert "good: not run: no GPU" in capsys.readouterr().out
+    assert "good: not run: needs a GPU" in capsys.readouterr().out
 
 
-def test_the_table(call: Call, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_list_and_the_table(call: Call, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     call("--tiny", "--only", "good", "wrong")
     capsys.readouterr()
-    gpu_campaign.main(["--table", "--output", str(tmp_path / "results.jsonl")])
+    gpu_campaign.main(["--list", "--only", "good", "missing"])
+    assert [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()] == [
+        "Go well.",
+        "(needs no_such_library)",
+    ]
+    gpu_campaign.main(["--table", "--only", "good", "wrong", "--output", str(tmp_path / "results.jsonl")])
     page = capsys.readouterr().out
     assert "## good\n\nGo well.\n\n| process |  share |  range |  not_run |\n" in page
     assert " 0.3333 |" in page
@@ -128,9 +131,9 @@ def test_an_unknown_piece_is_refused() -> None:
 
 def test_seconds_are_those_of_all_starts() -> None:
     starts = [{"step": 0, "started": 100.0}, {"step": 20, "started": 1000.0}]
-    figures = {"samples_per_s": 1.0, "mfu": 0.5, "peak_memory_gb": 2.0}
+    measured = {"samples_per_s": 1.0, "mfu": 0.5, "peak_memory_gb": 2.0}
     records = [
-        {"kind": "train", "step": step, "epoch": step / 20, "time": moment} | figures
+        {"kind": "train", "step": step, "epoch": step / 20, "time": moment} | measured
         for step, moment in ((10, 110.0), (20, 130.0), (30, 1010.0), (40, 1015.0))
     ]
     records += [{"kind": "eval", "step": step, "epoch": step / 20, "time": moment, "top1": top1}
@@ -141,7 +144,6 @@ def test_seconds_are_those_of_all_starts() -> None:
 
 
 def test_a_cpu_without_bfloat16_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(job, "is_fast", lambda dtype: False)
     monkeypatch.setattr(numerics, "MODES", {"TORCH bf16": {}})
     rows = list(numerics.numerics(Job(True, tmp_path, 100)))
@@ -158,21 +160,21 @@ def test_every_piece(tmp_path: Path) -> None:
     assert {record.piece for record in records} == set(gpu_campaign.PIECES)
     assert all(record.status == "complete" and record.rows for record in records)
     assert second.returncode == 0
-    assert second.stdout.count(": done before") == len(records)
+    assert second.stdout.count(": complete\n") == len(records)
 
 
 def spoil_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", lambda *_: None)
 
 
-def spoil_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+def spoil_metrics(wait: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch) -> None:
     measure = MetricsHook.after_train_iter
 
-    def wait(hook: MetricsHook, trainer: Trainer, output: None, label: None, loss: Tensor) -> None:
-        loss.item()
+    def waiting(hook: MetricsHook, trainer: Trainer, output: None, label: None, loss: Tensor) -> None:
+        wait(loss)
         measure(hook, trainer, output, label, loss)
 
-    monkeypatch.setattr(MetricsHook, "after_train_iter", wait)
+    monkeypatch.setattr(MetricsHook, "after_train_iter", waiting)
 
 
 def spoil_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,18 +191,17 @@ def spoil_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     ("piece", "spoil", "why"),
     [
         ("numerics", spoil_clipping, ", sgd fp32, sgd tf32, "),
-        ("no_sync", spoil_metrics, "the host waits for the device in "),
+        ("no_sync", partial(spoil_metrics, lambda loss: loss.item()), "the host waits for the device in "),
+        ("no_sync", partial(spoil_metrics, lambda loss: torch.distributed.barrier()), "the host waits for the device"),
         ("memory", spoil_prediction, "not within 10% of what was measured: width 96 fp32"),
         ("resume", spoil_checkpoint, "a resumed run differs: fp32, fp16"),
     ],
+    ids=["numerics", "no_sync", "no_sync of ranks", "memory", "resume"],
 )
 def test_what_is_wrong_is_seen(piece, spoil, why, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     spoil(monkeypatch)
-    (tmp_path / "work").mkdir()
     rows: list[Row] = []
-    job = Job(True, tmp_path / "work", 100)
-    status, reason = run_piece(gpu_campaign.PIECES[piece], job, seconds=100, save=rows.append)
+    status, reason = run_piece(gpu_campaign.load_piece(piece), Job(True, tmp_path, 100), seconds=100, save=rows.append)
     assert status == "failed"
     assert why in reason
     if piece == "no_sync":
@@ -209,17 +210,15 @@ def test_what_is_wrong_is_seen(piece, spoil, why, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.campaign
 def test_cifar10_is_resumed_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     epochs = tuple(word for word in cifar10.TINY if not word.startswith("NUM_EPOCHS"))
     monkeypatch.setattr(cifar10, "TINY", (*epochs, "NUM_EPOCHS=10000"))
     seconds = cifar10.TO_STOP + 4.0
-    (tmp_path / "work").mkdir()
     reasons = []
     for _ in range(2):
-        piece = partial(cifar10.cifar10, Job(True, tmp_path / "work", seconds))
+        piece = partial(cifar10.cifar10, Job(True, tmp_path, seconds))
         status, why = run_piece(piece, seconds=seconds, save=print)
         assert status == "unfinished", why
         reasons.append(why)
-    assert json.loads((tmp_path / "work" / "run" / "config.json").read_text())["starts"][1]["step"] > 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["starts"][1]["step"] > 0
     first, second = (int(reason.split()[1].replace(",", "")) for reason in reasons)
     assert 0 < first < second

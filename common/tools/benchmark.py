@@ -24,10 +24,10 @@ def run_benchmark(
     packages: Sequence[str] = (),
     **options: dict[str, Any],
 ) -> None:
-    """Write each row of ``measure(args)`` to ``--output`` as soon as it is there, and print all as a table.
+    """Write each row of ``measure(args)`` to ``--output`` at once, and print all as a table.
 
-    ``options`` are the benchmark's own: name and arguments of `add_argument`. Provenance has the versions of
-    ``packages`` too.
+    ``options`` are the benchmark's own: names and arguments of `add_argument`. Provenance includes the versions of
+    ``packages``.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds, help=f"rounds of each variant (default: {rounds})")

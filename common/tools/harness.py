@@ -1,7 +1,7 @@
-"""Run functions in processes of their own: pieces with a time limit, and variants in interleaved rounds.
+"""Run functions in separate processes: pieces with a time limit, and variants in interleaved rounds.
 
-A piece is a generator function that yields rows; each is handed on as soon as it is there. A variant works round by
-round, so that whatever else the machine does affects all variants alike. `common.tools.result_rows` keeps the rows.
+A piece is a generator function that yields rows, each saved at once. Variants are interleaved, so that other load on
+the machine affects all of them alike. `common.tools.result_rows` stores the rows.
 """
 
 import multiprocessing
@@ -26,30 +26,30 @@ from common.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]
-Figures = dict[str, Any]
+Rounds = Iterator[Row]  # of a variant; the work of a round is the body of ``for measured in rounds``
 COMPLETE, NOT_RUN, UNFINISHED, FAILED = "complete", "not run", "unfinished", "failed"
-LEAVING = 30.0  # seconds in which a variant may clean up after its last round
-LIMIT = 1800.0  # seconds that a variant may take for its set-up, or a round
+LEAVING = 30.0  # seconds for a variant to clean up after its last round
+LIMIT = 1800.0  # seconds for a variant's set-up, or a round
 _parent_ends: set[Connection] = set()
 
 
 class NotRunError(Exception):
-    """What a piece needs is not here."""
+    """A piece needs what is not available here."""
 
 
 class UnfinishedError(Exception):
-    """A piece was stopped by its time limit; the next call resumes it."""
+    """A piece stopped before its time limit; the next call resumes it."""
 
 
 class WrongError(Exception):
-    """A piece ran to its end and shows that something is wrong."""
+    """A piece is complete and shows that something is wrong."""
 
 
 class Child:
-    """A process that calls ``function(connection, *args)``, forked where there is no GPU, else a new interpreter."""
+    """A process that calls ``function(connection, *args)``: forked without a GPU, else a new interpreter."""
 
     def __init__(self, function: Callable[..., None], *args: Any) -> None:
-        # importing again takes seconds, but a forked process cannot use a GPU
+        # a new interpreter takes seconds to import torch, but a forked process cannot use a GPU
         context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
         self.connection, theirs = context.Pipe()
         _parent_ends.add(self.connection)  # pyright: ignore[reportArgumentType]
@@ -60,9 +60,9 @@ class Child:
         theirs.close()
 
     def receive(self, seconds: float) -> Any:
-        """Return what it sends next; raise EOFError once it has ended, TimeoutError after ``seconds``."""
+        """Return the next message; raise EOFError if the process has ended, TimeoutError after ``seconds``."""
         until = time.monotonic() + seconds
-        # processes that it started may hold the pipe open after its end
+        # its children may hold the pipe open after its end
         while not self.connection.poll(min(1.0, max(0.0, until - time.monotonic()))):
             if not self._process.is_alive() and not self.connection.poll():
                 raise EOFError
@@ -73,7 +73,7 @@ class Child:
         raise EOFError
 
     def end(self, grace: float = 0.0) -> int:
-        """Wait ``grace`` seconds for its end, then kill it and all that it started; return its exit code."""
+        """Wait ``grace`` seconds, then kill the process and all its children; return its exit code."""
         _parent_ends.discard(self.connection)
         self.connection.close()
         self._process.join(grace)
@@ -81,7 +81,7 @@ class Child:
             for process in psutil.Process(self._process.pid).children(recursive=True):
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-        with suppress(ProcessLookupError, PermissionError):  # nothing is left of its group, or it has made none yet
+        with suppress(ProcessLookupError, PermissionError):  # its group is gone, or not yet made
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
@@ -98,9 +98,9 @@ def _call(function: Callable[..., None], connection: Connection, args: tuple[Any
 def run_piece(
     piece: Callable[..., Iterator[Row]], *args: Any, seconds: float, save: Callable[[Row], None]
 ) -> tuple[str, str | None]:
-    """Call ``piece(*args)`` in a process of its own, and ``save`` with each row; return its status, and why.
+    """Call ``piece(*args)`` in a process, and ``save`` with each row; return its status and the reason.
 
-    The process and those that it started are killed after ``seconds``, and when this one is interrupted.
+    The process and its children are killed after ``seconds``, and when this one is interrupted.
     """
     until = time.monotonic() + seconds
     child = Child(_send_rows, piece, args)
@@ -128,50 +128,28 @@ def _send_rows(connection: Connection, piece: Callable[..., Iterator[Row]], args
     except Exception as error:
         missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         is_ours = any((folder / missing).exists() for folder in (ROOT, ROOT / "scripts"))
-        end = (FAILED, traceback.format_exc()) if is_ours else (NOT_RUN, f"{missing} is not installed")
+        end = (FAILED, traceback.format_exc()) if is_ours else (NOT_RUN, f"needs {error.name}")
     connection.send(end)
     sys.stdout.flush()
-    os._exit(0)  # not by way of what a broken CUDA context leaves to be cleaned up
+    os._exit(0)  # no clean-up, which a broken CUDA context would hang
 
 
-class Rounds:
-    """A variant's rounds, in a process of its own: a round's work is the body of ``for figures in rounds``.
-
-    Between its rounds it waits. What it puts into ``figures``, a dict, is added to those of `timed`. Where the loop is
-    somebody else's, `start` and `stop` enclose a round's work instead.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._started: float | None = None
-
-    def start(self) -> bool:
-        """Wait for the next round; return whether there is one."""
-        if self._started is None:
-            self._connection.send({})  # ready
-        if self._connection.recv():
-            self._started, self._used = time.perf_counter(), cpu_seconds()
-            return True
-        return False
-
-    def stop(self, figures: Figures) -> None:
-        """Hand in the figures of this round."""
-        times = {"wall": time.perf_counter() - self._started, "cpu": cpu_seconds() - self._used}  # pyright: ignore[reportOperatorIssue]
-        self._connection.send(times | figures)
-
-    def __iter__(self) -> Iterator[Figures]:
-        while self.start():
-            figures: Figures = {}
-            yield figures
-            self.stop(figures)
+def _do_rounds(connection: Connection) -> Rounds:
+    """Yield a measurement for each round that the parent asks for; send it, with the round's times, when it is done."""
+    connection.send({})  # ready
+    while connection.recv():
+        started, used = time.perf_counter(), cpu_seconds()
+        measured: Row = {}
+        yield measured
+        connection.send({"wall": time.perf_counter() - started, "cpu": cpu_seconds() - used} | measured)
 
 
 @contextmanager
-def in_processes(variants: Mapping[str, Callable[[Rounds], None]]) -> Iterator[dict[str, Callable[[], Figures]]]:
-    """Start each variant in a process of its own; yield what lets each do a round, for `interleave`.
+def in_processes(variants: Mapping[str, Callable[[Rounds], None]]) -> Iterator[dict[str, Callable[[], Row]]]:
+    """Start each variant in a process; yield a function for each that does a round, for `interleave`.
 
-    All have set themselves up, and wait for their first round, before the first is measured. A `UserError` of a variant
-    is raised here. On exit, one that has not ended after `LEAVING` seconds is killed.
+    All have completed their set-up before the first round. A `UserError` of a variant is raised here. On exit, a
+    variant that does not end within `LEAVING` seconds is killed.
     """
     children: dict[str, Child] = {}
     try:
@@ -190,7 +168,7 @@ def in_processes(variants: Mapping[str, Callable[[Rounds], None]]) -> Iterator[d
 
 def _run_variant(connection: Connection, variant: Callable[[Rounds], None]) -> None:
     try:
-        variant(Rounds(connection))
+        variant(_do_rounds(connection))
     except UserError as error:
         with suppress(OSError):  # the parent ended with another variant's
             connection.send(error)
@@ -198,12 +176,12 @@ def _run_variant(connection: Connection, variant: Callable[[Rounds], None]) -> N
         pass
 
 
-def _do_round(name: str, child: Child) -> Figures:
+def _do_round(name: str, child: Child) -> Row:
     child.connection.send(True)
     return _answer(name, child)
 
 
-def _answer(name: str, child: Child) -> Figures:
+def _answer(name: str, child: Child) -> Row:
     try:
         answer = child.receive(LIMIT)
     except EOFError as error:
@@ -215,26 +193,26 @@ def _answer(name: str, child: Child) -> Figures:
     return answer
 
 
-def interleave(variants: Mapping[str, Callable[[], Figures]], rounds: int) -> dict[str, list[Figures]]:
-    """Call every variant once a round, in an order that rotates; return each one's figures."""
+def interleave(variants: Mapping[str, Callable[[], Row]], rounds: int) -> dict[str, list[Row]]:
+    """Call every variant once a round, in rotating order; return each one's measurements."""
     names = list(variants)
-    figures: dict[str, list[Figures]] = {name: [] for name in names}
+    measured: dict[str, list[Row]] = {name: [] for name in names}
     for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            figures[name].append(variants[name]())
-    return figures
+            measured[name].append(variants[name]())
+    return measured
 
 
-def timed(work: Callable[[], Any]) -> Figures:
-    """Do the work; return its ``wall`` and ``cpu`` seconds."""
+def timed(work: Callable[[], Any]) -> Row:
+    """Return the ``wall`` and ``cpu`` seconds of the work."""
     started, used = time.perf_counter(), cpu_seconds()
     work()
     return {"wall": time.perf_counter() - started, "cpu": cpu_seconds() - used}
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time of this process and of those that it started, whether they have ended or not."""
+    """Return the CPU time of this process and its children, running or ended."""
     total = time.process_time()
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     total += ended.ru_utime + ended.ru_stime

@@ -2,8 +2,11 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
+from importlib import import_module
 from multiprocessing import Pipe
+from typing import Any
 
 import psutil
 import pytest
@@ -11,7 +14,7 @@ import torch
 
 from common.errors import UserError
 from common.tools import harness
-from common.tools.harness import (  # fmt: skip
+from common.tools.harness import (
     NotRunError,
     Rounds,
     Row,
@@ -30,65 +33,38 @@ def _without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def good() -> Iterator[Row]:
-    yield {"process": os.getpid()}
-    yield {"share": 1 / 3}
+def run_steps(steps: Sequence[Any]) -> Iterator[Row]:
+    """A piece: yield rows, raise exceptions and call functions."""
+    for step in steps:
+        if isinstance(step, Exception):
+            raise step
+        yield step if isinstance(step, dict) else step()
 
 
-def broken() -> Iterator[Row]:
-    yield {"before": 1}
-    raise ZeroDivisionError("the reason")
-
-
-def crashing() -> Iterator[Row]:
-    yield {"before": 1}
-    subprocess.Popen(["sleep", "600"])  # holds what it was given open
+def crash() -> None:
+    subprocess.Popen(["sleep", "600"])  # inherits the open files
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def wrong() -> Iterator[Row]:
-    yield {"figure": 2}
-    raise WrongError("2 is not 3")
-
-
-def without_data() -> Iterator[Row]:
-    raise NotRunError("no data")
-    yield {}
-
-
-def unfinished() -> Iterator[Row]:
-    yield {"step": 1}
-    raise UnfinishedError("half of it")
-
-
-def without_library() -> Iterator[Row]:
-    import no_such_library  # noqa: F401
-
-    yield {}
-
-
-def without_own_module() -> Iterator[Row]:
-    import common.no_such_module  # noqa: F401
-
-    yield {}
+ROW = {"step": 1}
 
 
 @pytest.mark.parametrize(
-    ("piece", "rows", "status", "why"),
+    ("steps", "rows", "status", "why"),
     [
-        (good, 2, "complete", "None"),
-        (broken, 1, "failed", "ZeroDivisionError: the reason"),
-        (crashing, 1, "failed", "its process ended with exit code -9"),
-        (wrong, 1, "failed", "2 is not 3"),
-        (without_data, 0, "not run", "no data"),
-        (unfinished, 1, "unfinished", "half of it"),
-        (without_library, 0, "not run", "no_such_library is not installed"),
-        (without_own_module, 0, "failed", "No module named 'common.no_such_module'"),
+        ([ROW, lambda: {"process": os.getpid()}], 2, "complete", "None"),
+        ([ROW, ZeroDivisionError("the reason")], 1, "failed", "ZeroDivisionError: the reason"),
+        ([ROW, crash], 1, "failed", "its process ended with exit code -9"),
+        ([ROW, WrongError("2 is not 3")], 1, "failed", "2 is not 3"),
+        ([NotRunError("no data")], 0, "not run", "no data"),
+        ([ROW, UnfinishedError("half of it")], 1, "unfinished", "half of it"),
+        ([partial(import_module, "no_such_library")], 0, "not run", "needs no_such_library"),
+        ([partial(import_module, "common.no_such")], 0, "failed", "No module named 'common.no_such'"),
     ],
 )
-def test_a_piece_has_a_process_of_its_own(piece, rows: int, status: str, why: str) -> None:
+def test_a_piece_has_its_own_process(steps: Sequence[Any], rows: int, status: str, why: str) -> None:
     saved: list[Row] = []
-    ended = run_piece(piece, seconds=60, save=saved.append)
+    ended = run_piece(run_steps, steps, seconds=60, save=saved.append)
     assert (len(saved), ended[0]) == (rows, status)
     assert why in str(ended[1])
     assert all(row.get("process") != os.getpid() for row in saved)
@@ -115,9 +91,9 @@ def burn(seconds: float) -> None:
 def test_the_order_rotates() -> None:
     called = []
     variants = {name: lambda name=name: called.append(name) or {"name": name} for name in "abc"}
-    figures = interleave(variants, 3)
+    measured = interleave(variants, 3)
     assert "".join(called) == "abcbcacab"
-    assert figures == {name: [{"name": name}] * 3 for name in "abc"}
+    assert measured == {name: [{"name": name}] * 3 for name in "abc"}
 
 
 def test_cpu_time_counts_children() -> None:
@@ -127,31 +103,24 @@ def test_cpu_time_counts_children() -> None:
             os._exit(0)
         os.waitpid(child, 0)
 
-    figures = timed(in_a_child)
-    assert figures["cpu"] >= 0.1
-    assert figures["wall"] > 0
+    measured = timed(in_a_child)
+    assert measured["cpu"] >= 0.1
+    assert measured["wall"] > 0
 
 
 def answer_with_pid(rounds: Rounds) -> None:
-    for number, figures in enumerate(rounds):
-        figures |= {"pid": os.getpid(), "number": number}
-
-
-def answer_from_anothers_loop(rounds: Rounds) -> None:
-    number = 0
-    while rounds.start():
-        rounds.stop({"pid": os.getpid(), "number": number})
-        number += 1
+    for number, measured in enumerate(rounds):
+        measured |= {"pid": os.getpid(), "number": number}
 
 
 def test_processes_answer_round_by_round() -> None:
-    with in_processes({"a": answer_with_pid, "b": answer_from_anothers_loop}) as variants:
-        figures = interleave(variants, 3)
-    assert [one["number"] for one in figures["a"]] == [one["number"] for one in figures["b"]] == [0, 1, 2]
-    pids = {one["pid"] for rounds in figures.values() for one in rounds}
+    with in_processes({"a": answer_with_pid, "b": answer_with_pid}) as variants:
+        measured = interleave(variants, 3)
+    assert [one["number"] for one in measured["a"]] == [one["number"] for one in measured["b"]] == [0, 1, 2]
+    pids = {one["pid"] for rounds in measured.values() for one in rounds}
     assert len(pids) == 2
     assert os.getpid() not in pids
-    assert all(one["wall"] >= 0 and one["cpu"] >= 0 for one in figures["a"])
+    assert all(one["wall"] >= 0 and one["cpu"] >= 0 for one in measured["a"])
 
 
 def never_end(rounds: Rounds) -> None:
@@ -162,8 +131,8 @@ def never_end(rounds: Rounds) -> None:
 def test_a_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "LEAVING", 0.1)
     with in_processes({"a": never_end}) as variants:
-        figures = interleave(variants, 1)
-    assert not os.path.exists(f"/proc/{figures['a'][0]['pid']}")
+        measured = interleave(variants, 1)
+    assert not os.path.exists(f"/proc/{measured['a'][0]['pid']}")
 
 
 def refuse(rounds: Rounds) -> None:
@@ -195,7 +164,7 @@ def test_a_variant_ends_with_its_parent() -> None:
     parent = os.fork()
     if parent == 0:
         with in_processes({"a": answer_with_pid, "b": answer_with_pid}) as variants:
-            sender.send([figures[0]["pid"] for figures in interleave(variants, 1).values()])
+            sender.send([measured[0]["pid"] for measured in interleave(variants, 1).values()])
             time.sleep(600)
     pids = receiver.recv()
     os.kill(parent, signal.SIGKILL)

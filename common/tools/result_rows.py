@@ -1,6 +1,6 @@
-"""Results as JSON Lines, each row with what makes it count, and as Markdown tables.
+"""Results with their provenance as JSON Lines, and as Markdown tables.
 
-A file is only ever added to: a line for each row, and one for the end of the piece that yielded it. Every line has the
+A file is append-only: a line for each row, and one for the end of the piece that yielded it. Every line has the
 provenance of its run: command, commit, versions, hardware.
 """
 
@@ -14,20 +14,20 @@ from typing import Any
 
 from common.metrics.provenance import format_command, name_hardware
 from common.table import format_table
-from common.tools.harness import COMPLETE, Figures, Row
+from common.tools.harness import COMPLETE, Row
 
 INTERRUPTED = "interrupted"
 
 
 @dataclass
 class Record:
-    """What one run of a piece came to; ``status`` and ``why`` are those of `harness.run_piece`."""
+    """One run of a piece; ``status`` and ``why`` are those of `harness.run_piece`."""
 
     piece: str
     run: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
     status: str = INTERRUPTED
-    why: str | None = "its end is not written down"
+    why: str | None = "its end is not recorded"
     seconds: float = 0.0
 
 
@@ -39,7 +39,7 @@ def add_line(path: Path, piece: str, run: Mapping[str, Any], **line: Any) -> Non
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records of a file, in the order in which they were begun."""
+    """Return the records of a file, in the order of their starts."""
     records: dict[tuple[str, float], Record] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         content = json.loads(line)
@@ -65,7 +65,7 @@ def format_records(records: Sequence[Record], titles: Mapping[str, str]) -> str:
 
 
 def format_rows(rows: Sequence[Row]) -> str:
-    """Return the rows as a Markdown table, a column forevery name in any of them."""
+    """Return the rows as a Markdown table, with a column for every name in any of them."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     return format_table([{name: _cell(row.get(name)) for name in names} for row in rows]) if rows else ""
 
@@ -79,7 +79,7 @@ def _cell(value: Any) -> str:
 
 
 def format_provenance(run: Mapping[str, Any]) -> str:
-    """Return a line that says how, when, from what and on what a result was made."""
+    """Return command, date, commit, hardware and versions in a line."""
     hardware = run["hardware"]
     gpu = f"{hardware['gpu']}, driver {hardware.get('driver')}, " if hardware["gpu"] else ""
     versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items() if number)
@@ -91,18 +91,18 @@ def format_provenance(run: Mapping[str, Any]) -> str:
 
 
 def summarise(
-    figures: Mapping[str, Sequence[Figures] | None], reference: str, units: float = 1, **names: Any
+    measured: Mapping[str, Sequence[Row] | None], reference: str, units: float = 1, **names: Any
 ) -> Iterator[Row]:
-    """Yield a row for each variant: ``names``, medians and quartiles over its rounds; None: it is not installed.
+    """Yield a row for each variant: ``names``, medians and quartiles over its rounds (None: not installed).
 
-    Times are in ms for each of the ``units`` of work of a round. Ratios are to the reference's in the same round.
+    Times are in ms for each of the ``units`` of work of a round. Ratios are to the reference in the same round.
     """
-    for name, rounds in figures.items():
+    for name, rounds in measured.items():
         row: Row = {**names, "variant": name, "rounds": len(rounds or ())}
         for clock in ("cpu", "wall"):
             if rounds and clock in rounds[0]:
-                times = [figure[clock] / units * 1e3 for figure in rounds]
-                ratios = [ours[clock] / other[clock] for ours, other in zip(rounds, figures[reference], strict=True)]  # pyright: ignore[reportArgumentType]
+                times = [one[clock] / units * 1e3 for one in rounds]
+                ratios = [ours[clock] / other[clock] for ours, other in zip(rounds, measured[reference], strict=True)]  # pyright: ignore[reportArgumentType]
                 row |= _spread(f"{clock}_ms", times) | _spread(f"x_{clock}", ratios)
         yield row if rounds else row | {"not_run": "not installed"}
 

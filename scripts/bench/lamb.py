@@ -2,9 +2,9 @@
 
 python scripts/bench/lamb.py [--rounds 9] [--threads 1 2]
 
-All optimizers step the same tensors in one process, each with its own state, one step a round; on a GPU 20 steps, timed
-by its own events, where `cpu` is what starting the kernels takes. LAMB as timm means it clips the norm of all gradients
-and corrects the moments: `ours, as timm` does too.
+All optimizers step the same tensors in one process, each with its own state, one step a round. On a GPU a round is 20
+steps, timed by CUDA events; `cpu` is the time to launch the kernels. timm's LAMB clips the norm of all gradients and
+corrects the moments, as `ours, as timm` does.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from common.hardware import cores
 from common.model.vit import build_model
 from common.optim.lamb import Lamb
 from common.tools.benchmark import run_benchmark
-from common.tools.harness import Figures, Row, interleave, timed
+from common.tools.harness import Row, interleave, timed
 from common.tools.result_rows import summarise
 
 VIT_B16 = dict(image_size=224, patch_size=16, width=768, depth=12, heads=12, num_classes=1000)
@@ -45,15 +45,15 @@ def main(argv: list[str]) -> None:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    """Yield the rows of the CPU, with each number of threads, and of the GPU."""
+    """Yield the rows of the CPU, for each number of threads, and of the GPU."""
     rounds, model = (2, TINY) if args.tiny else (args.rounds, VIT_B16)
     params = random_parameters(model, torch.device("cpu"))
     for threads in args.threads:
         torch.set_num_threads(threads)
         yield from summarise(compare(params, rounds, timed), "ours", part=f"CPU, threads: {threads}")
     if torch.cuda.is_available():
-        figures = compare(random_parameters(model, torch.device("cuda")), rounds, timed_on_gpu)
-        yield from summarise(figures, "ours", STEPS_ON_GPU, part="GPU")
+        measured = compare(random_parameters(model, torch.device("cuda")), rounds, timed_on_gpu)
+        yield from summarise(measured, "ours", STEPS_ON_GPU, part="GPU")
 
 
 def random_parameters(model: Mapping[str, int], device: torch.device) -> list[Tensor]:
@@ -64,17 +64,15 @@ def random_parameters(model: Mapping[str, int], device: torch.device) -> list[Te
     return params
 
 
-def compare(
-    params: list[Tensor], rounds: int, measure: Callable[[Callable[[], object]], Figures]
-) -> dict[str, list[Figures]]:
-    """Return every optimizer's figures, but for those of its first step, which makes its state."""
+def compare(params: list[Tensor], rounds: int, measure: Callable[[Callable[[], object]], Row]) -> dict[str, list[Row]]:
+    """Return every optimizer's measurements, without the first step, which makes its state."""
     optimizers = {name: build(params, lr=1e-6, weight_decay=0.1) for name, build in OPTIMIZERS.items()}
     variants = {name: lambda step=optimizer.step: measure(step) for name, optimizer in optimizers.items()}
-    return {name: figures[1:] for name, figures in interleave(variants, rounds + 1).items()}
+    return {name: rows[1:] for name, rows in interleave(variants, rounds + 1).items()}
 
 
-def timed_on_gpu(step: Callable[[], object]) -> Figures:
-    """Take steps; return the GPU's seconds as ``wall``, and what this process took to ask for them as ``cpu``."""
+def timed_on_gpu(step: Callable[[], object]) -> Row:
+    """Return the GPU's seconds of `STEPS_ON_GPU` steps as ``wall``, and this process's to launch them as ``cpu``."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     used = time.process_time()

@@ -2,48 +2,141 @@
 
 python scripts/bench/loader.py [--rounds 4] [--size 500x400] [--batch 64] [--images 1024]
 
-The images are JPEGs of smooth noise that this writes, about 0.3 bytes a pixel. Times are those of an image. All use
-every core; `decoding alone` is one thread with libjpeg-turbo of the whole image: the limit for whoever does not shrink
-or cut it while decoding. `shrunk to 320` reads what `prepare --short-side 320` makes. A batch of CIFAR-10 is compared
-with a training step with its 512 images. Libraries of requirements-bench.txt that are not installed are left out.
+Random crops of 224 x 224 with random flips, as normalised float32 batches, from JPEGs of smooth noise, about 0.3 bytes
+a pixel, that this writes; times are per image. Each loader reads as its documentation says, with a process or thread
+for each core. `decoding alone` is one thread of libjpeg-turbo decoding whole images: the limit for a loader that does
+not scale or crop while decoding. `shrunk to 320` reads what `prepare --short-side 320` makes. A batch of CIFAR-10 is
+compared with a training step on its 512 images. Libraries that are not installed are left out.
 """
 
 import argparse
 import io
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-import loaders
+import numpy as np
 import torch
-from job import Job, build_ours
-from loaders import Work
-from loops import autocast
 
-from cifar10_benchmark.dataloader import READ_AHEAD
+from cifar10_benchmark.augment import UNIFORMS_PER_SAMPLE, Augment
+from cifar10_benchmark.dataloader import READ_AHEAD, MemoryReader
+from cifar10_benchmark.dataset import Images
+from common.config.load import load_config
+from common.data.loader import Loader
+from common.data.sampling import TrainSampler
 from common.errors import UserError, run_command
+from common.hardware import cores
 from common.testing.photographs import write_photographs
 from common.tools.benchmark import run_benchmark
-from common.tools.harness import Figures, Rounds, Row, in_processes, interleave, timed
+from common.tools.harness import Rounds, Row, in_processes, interleave, timed
 from common.tools.result_rows import summarise
+from imagenet_dali.dataloader import build_train_loader
 from imagenet_dali.prepare import main as prepare
 
+SIDE, CLASSES = 224, 4
+WORKERS = cores()
+IN_QUEUES = 2 * WORKERS  # batches that PyTorch's workers have ready when a round begins
+
+
+@dataclass(frozen=True)
+class Work:
+    """One pass over ``images`` images in batches of ``batch``.
+
+    The folder has ``images/train/<class>/*.jpg``, prepared ``shards``, ``shards320`` and ``shards256`` (shortest side),
+    and ``tars/*.tar`` for webdataset.
+    """
+
+    folder: Path
+    batch: int
+    images: int
+
+
+def read_passes(loader: Iterable[Any], rounds: Rounds) -> None:
+    """Read a pass a round: nothing is ready when it begins, and nothing is left when it ends."""
+    torch.set_num_threads(1)
+    for _ in rounds:
+        for _batch in loader:
+            pass
+
+
+def ours(work: Work, rounds: Rounds, root: str = "shards", loader: str = "dali") -> None:
+    read_passes(open_ours(work, root, loader), rounds)
+
+
+def open_ours(work: Work, root: str, loader: str) -> Loader:
+    data = load_config("vit-b16", [])["DATA"] | {"root": str(work.folder / root), "loader": loader}
+    place = dict(image_size=SIDE, dp_rank=0, dp_size=1, seed=0, device=torch.device("cpu"))
+    return build_train_loader(data, work.batch, work.batch, **place)
+
+
+def build_transform() -> Callable[[Any], torch.Tensor]:
+    from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+    from torchvision import transforms
+
+    random = [transforms.RandomResizedCrop(SIDE), transforms.RandomHorizontalFlip()]
+    normalize = transforms.Normalize(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+    return transforms.Compose([*random, transforms.ToTensor(), normalize])
+
+
+def torchvision(work: Work, rounds: Rounds) -> None:
+    """Read as torchvision's ImageNet example does."""
+    from torch.utils.data import DataLoader
+    from torchvision.datasets import ImageFolder
+
+    images = ImageFolder(work.folder / "images" / "train", build_transform())
+    options = dict(shuffle=True, drop_last=True, num_workers=WORKERS, persistent_workers=True)
+    read_passes(DataLoader(images, work.batch, **options), rounds)
+
+
+def timm(work: Work, rounds: Rounds) -> None:
+    """Read as timm's train.py does, without colour jitter; its prefetcher is for GPUs."""
+    from timm.data import create_dataset, create_loader
+
+    images = create_dataset("", root=str(work.folder / "images" / "train"), is_training=True)
+    options = dict(color_jitter=0.0, interpolation="bilinear", num_workers=WORKERS, use_prefetcher=False)
+    read_passes(create_loader(images, (3, SIDE, SIDE), work.batch, is_training=True, **options), rounds)
+
+
+def webdataset(work: Work, rounds: Rounds) -> None:
+    import webdataset as wds
+
+    shards = [str(path) for path in sorted((work.folder / "tars").glob("*.tar"))]
+    images = wds.WebDataset(shards, resampled=True, shardshuffle=False).shuffle(100)
+    images = images.decode("pil").to_tuple("jpg", "cls").map_tuple(build_transform()).batched(work.batch)
+    batches = iter(wds.WebLoader(images, batch_size=None, num_workers=WORKERS))
+    torch.set_num_threads(1)
+    for measured in rounds:
+        for _ in islice(batches, IN_QUEUES):  # it has no passes, and reads on between the rounds
+            pass
+        measured |= timed(lambda: [None for _ in islice(batches, work.images // work.batch)])
+
+
+def decoding_alone(work: Work, rounds: Rounds) -> None:
+    import simplejpeg
+
+    files = repeat([path.read_bytes() for path in sorted((work.folder / "images" / "train").rglob("*.jpg"))])
+    for _ in rounds:
+        for file in islice(files, work.images):
+            simplejpeg.decode_jpeg(file)
+
+
 LOADERS: dict[str, Callable[[Work, Rounds], None]] = {
-    "torchvision": loaders.torchvision,
-    "ours, DALI": loaders.dali,
-    "ours, DALI, shrunk to 320": partial(loaders.dali, shards="shards320"),
-    "ours, DALI, shrunk to 256": partial(loaders.dali, shards="shards256"),
-    "ours, torchvision": loaders.our_torchvision,
-    "timm": loaders.timm,
-    "webdataset": loaders.webdataset,
-    "decoding alone": loaders.decoding_alone,
+    "torchvision": torchvision,
+    "ours, DALI": ours,
+    "ours, DALI, shrunk to 320": partial(ours, root="shards320"),
+    "ours, DALI, shrunk to 256": partial(ours, root="shards256"),
+    "ours, torchvision": partial(ours, root="images", loader="torchvision"),
+    "timm": timm,
+    "webdataset": webdataset,
+    "decoding alone": decoding_alone,
 }
-CLASSES = 4
 
 
 def main(argv: list[str]) -> None:
@@ -72,33 +165,55 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
         raise UserError(f"--images {images}: not a multiple of --batch {batch}")
     with TemporaryDirectory() as folder:
         write_images(Path(folder), images, width, height)
-        figures = compare(Work(Path(folder), batch, images), rounds)
-    part = f"{size}, batch {batch}, {loaders.WORKERS} workers"
-    yield from summarise(figures, "torchvision", images, part=part)
-    figures = compare_cifar(8 if args.tiny else 512, rounds)
-    yield from summarise(figures, "a training step", READ_AHEAD, part="CIFAR-10 in memory, a batch")
+        measured = compare(Work(Path(folder), batch, images), rounds)
+    yield from summarise(measured, "torchvision", images, part=f"{size}, batch {batch}, {WORKERS} workers")
+    measured = compare_cifar(8 if args.tiny else 512, rounds)
+    yield from summarise(measured, "a training step", READ_AHEAD, part="CIFAR-10 in memory, a batch")
 
 
-def compare(work: Work, rounds: int) -> dict[str, list[Figures] | None]:
-    """Return each loader's figures but for its first round; None for what is not installed."""
+def compare(work: Work, rounds: int) -> dict[str, list[Row] | None]:
+    """Return each loader's measurements without its first round; None for what is not installed."""
     present = {name: loader for name, loader in LOADERS.items() if name != "webdataset" or find_spec(name)}
     with in_processes({name: partial(loader, work) for name, loader in present.items()}) as variants:
-        figures = interleave(variants, rounds + 1)
-    return {name: figures[name][1:] if name in figures else None for name in LOADERS}
+        measured = interleave(variants, rounds + 1)
+    return {name: measured[name][1:] if name in measured else None for name in LOADERS}
 
 
-def compare_cifar(batch: int, rounds: int) -> dict[str, list[Figures]]:
-    """Return the figures of as many steps of ViT-Lite-7/4, and augmented batches, as are made together."""
+def write_images(folder: Path, count: int, width: int, height: int) -> None:
+    """Write JPEGs as an image folder, as TFRecord shards, and as tar files."""
+    for split, images in (("train", count), ("val", CLASSES)):  # our shards need both
+        write_photographs(folder / "images" / split, map(str, range(CLASSES)), images, width, height)
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        for side in ("", "320", "256"):
+            prepare([str(folder / "images"), str(folder / f"shards{side}"), *(["--short-side", side] if side else [])])
+    (folder / "tars").mkdir()
+    paths = sorted((folder / "images" / "train").rglob("*.jpg"))
+    for worker in range(WORKERS):
+        with tarfile.open(folder / "tars" / f"{worker}.tar", "w") as tar:
+            for path in paths[worker::WORKERS]:
+                for suffix, content in ((".jpg", path.read_bytes()), (".cls", path.parent.name.encode())):
+                    entry = tarfile.TarInfo(path.stem + suffix)
+                    entry.size = len(content)
+                    tar.addfile(entry, io.BytesIO(content))
+
+
+# --- CIFAR-10 in memory -----------------------------------------------------------------------------------------------
+
+
+def compare_cifar(batch: int, rounds: int) -> dict[str, list[Row]]:
+    """Return the measurements of as many steps of ViT-Lite-7/4, and augmented batches, as are made at once."""
+    from step import Job  # not at the top: scripts/gpu imports this module from another folder
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    job = Job((f"TOTAL_BATCH_SIZE={batch}",), steps=1, rounds=1, data=None)
-    batches = loaders.repeat(loaders.cifar(job.config["DATA"], batch, 32, torch.device("cpu")))
-    model, optimizer, criterion, _ = build_ours(job)
+    job = Job((f"TOTAL_BATCH_SIZE={batch}",), steps=1, rounds=1)
+    batches = repeat(open_cifar(job.config["DATA"], batch, 32, torch.device("cpu")))
+    model, optimizer, criterion, _ = job.build()
     images, labels = next(batches)
 
     def step() -> None:
         optimizer.zero_grad()
-        with autocast():
+        with job.autocast():
             output = model(images)
         criterion(output.float(), labels).backward()
         optimizer.step()
@@ -109,27 +224,24 @@ def compare_cifar(batch: int, rounds: int) -> dict[str, list[Figures]]:
         "a training step": lambda: {clock: READ_AHEAD * seconds for clock, seconds in timed(step).items()},
         "its data": lambda: timed(lambda: list(islice(batches, READ_AHEAD))),
     }
-    figures = interleave(variants, rounds + 1)
+    measured = interleave(variants, rounds + 1)
     torch.set_num_threads(threads)
-    return {name: rows[1:] for name, rows in figures.items()}
+    return {name: rows[1:] for name, rows in measured.items()}
 
 
-def write_images(folder: Path, count: int, width: int, height: int) -> None:
-    """Write JPEGs as an image folder, as TFRecord shards, and as tar files."""
-    for split, images in (("train", count), ("val", CLASSES)):  # our shards have to have both
-        write_photographs(folder / "images" / split, map(str, range(CLASSES)), images, width, height)
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        for side in ("", "320", "256"):
-            prepare([str(folder / "images"), str(folder / f"shards{side}"), *(["--short-side", side] if side else [])])
-    (folder / "tars").mkdir()
-    paths = sorted((folder / "images" / "train").rglob("*.jpg"))
-    for worker in range(loaders.WORKERS):
-        with tarfile.open(folder / "tars" / f"{worker}.tar", "w") as tar:
-            for path in paths[worker :: loaders.WORKERS]:
-                for suffix, content in ((".jpg", path.read_bytes()), (".cls", path.parent.name.encode())):
-                    entry = tarfile.TarInfo(path.stem + suffix)
-                    entry.size = len(content)
-                    tar.addfile(entry, io.BytesIO(content))
+def open_cifar(data: Mapping[str, Any], batch: int, side: int, device: torch.device) -> Loader:
+    """Return the loader of CIFAR-10's recipe, whose DATA is ``data``, over 10,000 random images on the device."""
+    random = np.random.default_rng(0)
+    images = Images(random.integers(0, 256, (10_000, 3, side, side), np.uint8), random.integers(0, 10, 10_000))
+    sampler = TrainSampler(10_000, batch, batch, dp_rank=0, dp_size=1, seed=0, uniforms=UNIFORMS_PER_SAMPLE)
+    augment = Augment(data["crop_padding"], data["flip"], data["autoaugment"])
+    return Loader(sampler, MemoryReader(images, augment, mean=data["mean"], std=data["std"], device=device))
+
+
+def repeat(loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield pass after pass."""
+    while True:
+        yield from loader
 
 
 if __name__ == "__main__":

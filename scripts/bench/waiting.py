@@ -2,8 +2,8 @@
 
 python scripts/bench/waiting.py [--rounds 3] [--config quickstart] [--data DIR]
 
-A figure is the wall time of a step, of 60 after the first 20, which warm up. Digits as scripts/quickstart.sh writes
-them, unless --data says otherwise. To see a CPU with AVX2 alone, set ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
+Wall time of a step, over 60 steps after a warm-up of 20. Digits as scripts/quickstart.sh writes them, unless --data
+says otherwise. To imitate a CPU with AVX2 only, set ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 MKL_ENABLE_INSTRUCTIONS=AVX2.
 """
 
@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from start import TRAIN, run
+from start import TRAIN, recipe, recipe_options, run
 
 from common.errors import run_command
 from common.metrics.writers import read_metrics
 from common.tools.benchmark import run_benchmark
-from common.tools.harness import ROOT, Figures, Row, interleave
+from common.tools.harness import Row, interleave
 from common.tools.result_rows import summarise
 
 WAITING = {
@@ -34,9 +34,7 @@ WARMUP, STEPS = 20, 60
 
 
 def main(argv: list[str]) -> None:
-    config = dict(default="quickstart", help="recipe (default: quickstart)")
-    data = dict(default=str(ROOT / "data" / "digits"), help="prepared data set (default: data/digits)")
-    run_benchmark("waiting", measure, argv, __doc__, rounds=3, config=config, data=data)
+    run_benchmark("waiting", measure, argv, __doc__, rounds=3, **recipe_options())
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
@@ -45,8 +43,8 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     for part, others in (("alone", 0), ("beside a busy process", 1)):
         with busy(others):
             variants = {name: partial(train, args, environ, steps) for name, environ in WAITING.items()}
-            figures = interleave(variants, 1 if args.tiny else args.rounds)
-            yield from summarise(figures, "libgomp's default", steps, part=part)
+            measured = interleave(variants, 1 if args.tiny else args.rounds)
+            yield from summarise(measured, "libgomp's default", steps, part=part)
 
 
 @contextmanager
@@ -61,15 +59,14 @@ def busy(processes: int) -> Iterator[None]:
             process.wait()
 
 
-def train(args: argparse.Namespace, waiting: Mapping[str, str], steps: int) -> Figures:
+def train(args: argparse.Namespace, waiting: Mapping[str, str], steps: int) -> Row:
     """Train in a process whose threads wait as the variables say; return the seconds of ``steps`` steps."""
     environ = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    settings = [f"DATA.root={args.data}", f"MAX_STEPS={WARMUP + steps}", f"LOG.every={WARMUP}", "LOG.tensorboard=False"]
-    words = [word for setting in settings for word in ("--set", setting)]
+    words = recipe(args, f"MAX_STEPS={WARMUP + steps}", f"LOG.every={WARMUP}", "LOG.tensorboard=False")
     with TemporaryDirectory() as folder:
-        output = Path(folder) / "run"
-        run([sys.executable, str(TRAIN), "--config", args.config, "--output", str(output), *words], environ | waiting)
-        times = {record["step"]: record["time"] for record in read_metrics(output) if record["kind"] == "train"}
+        run([str(TRAIN), "--output", f"{folder}/run", *words], environ | waiting)
+        records = read_metrics(Path(folder) / "run")
+        times = {record["step"]: record["time"] for record in records if record["kind"] == "train"}
         return {"wall": times[WARMUP + steps] - times[WARMUP]}
 
 

@@ -1,1 +1,1 @@
-"""The pieces of `python scripts/gpu_campaign.py`: what needs a GPU, and runs at its smallest on a CPU too."""
+"""The pieces of `python scripts/gpu_campaign.py`: what needs a GPU; with --tiny each runs on a CPU too."""

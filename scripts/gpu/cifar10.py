@@ -1,4 +1,4 @@
-"""Pieces: CIFAR-10 from the first step to the last."""
+"""Piece: CIFAR-10 from the first step to the last."""
 
 import json
 import os
@@ -17,11 +17,11 @@ from gpu.job import Job
 CONFIG = "vit_lite_vanilla"
 SETTINGS = ("EVAL_EVERY=10", "CHECKPOINT_EVERY='1 min'")
 TINY = ("NUM_EPOCHS=2", "WARMUP_EPOCHS=1", "TOTAL_BATCH_SIZE=16", "MODEL.width=32", "MODEL.depth=1", "LOG.every=1")
-TO_STOP = 30  # seconds that a run may take to save and end
+TO_STOP = 30  # seconds for a run to save and end
 
 
 def cifar10(job: Job) -> Iterator[Row]:
-    """Train ViT-Lite-7/4 on CIFAR-10 for the recipe's 200 epochs in bfloat16, with stops if a limit asks for them."""
+    """Train ViT-Lite-7/4 on CIFAR-10 for the recipe's 200 epochs in bfloat16; saves and stops near the limit."""
     if job.tiny:
         data = _write_tiny(job.folder / "data")
     elif (data := job.data.get("cifar")) is None:
@@ -49,7 +49,7 @@ def _write_tiny(folder: Path) -> Path:
 
 
 def _train_until(arguments: list[str], seconds: float) -> int:
-    """Train as the command does, but ask it to stop after ``seconds``; return its exit code."""
+    """Train as the command does, with a SIGTERM after ``seconds``; return its exit code."""
     timer = threading.Timer(max(0.0, seconds), os.kill, (os.getpid(), signal.SIGTERM))
     timer.start()
     try:
@@ -62,7 +62,7 @@ def _train_until(arguments: list[str], seconds: float) -> int:
 
 
 def summarise(about: dict[str, Any], records: list[dict[str, Any]]) -> Row:
-    """Return what a run came to, from its config.json and its metrics; seconds are those of all its starts."""
+    """Return the result of a run from its config.json and metrics; ``seconds`` covers all its starts."""
     seconds, ends = 0.0, [start["step"] for start in about["starts"][1:]] + [records[-1]["step"]]
     for start, end in zip(about["starts"], ends, strict=True):
         times = [record["time"] for record in records if start["step"] < record["step"] <= end]

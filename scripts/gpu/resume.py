@@ -1,6 +1,7 @@
-"""Pieces: runs as train.py makes them: one resumed from a checkpoint, and what processes send each other."""
+"""Pieces: a resumed run, and collectives."""
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -10,10 +11,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.multiprocessing import start_processes
 
 from common.checkpoint.model_state import MODEL, OPTIMIZER
 from common.checkpoint.save import newest_checkpoint
 from common.colossal import launch, shutdown
+from common.testing.ranks import free_port
 from common.testing.tiny_task import train, write_images
 from common.tools.harness import Row, WrongError
 from gpu.job import Job
@@ -24,7 +27,8 @@ MODES = {
     "bf16": ("fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bfloat16'"),
     "fp16": ("fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='float16'"),
 }
-TOLERANCE = 1e-3  # on a GPU, whose kernels may add up in another order each time; another dropout makes 6e-3
+REPEATS = 20  # of an all-reduce
+TOLERANCE = 1e-3  # on a GPU, whose kernels may sum in another order each time; another dropout makes 6e-3
 
 
 def resume(job: Job) -> Iterator[Row]:
@@ -33,12 +37,12 @@ def resume(job: Job) -> Iterator[Row]:
     wrong = []
     for mode, settings in list(MODES.items())[:: 2 if job.tiny else 1]:
         folder = job.new_folder(mode)
-        runs = {name: folder / name for name in ("once", "again", "resumed")}
-        for output, *ends in ((runs["once"], STEPS), (runs["again"], STEPS), (runs["resumed"], SAVED, STEPS)):
+        for name, *ends in (("once", STEPS), ("again", STEPS), ("resumed", SAVED, STEPS)):
             for end in ends:
-                _train(data, output, "MODEL.dropout=0.1", f"MAX_STEPS={end}", *settings)
+                with open(os.devnull, "w") as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+                    train(data, folder / name, "MODEL.dropout=0.1", f"MAX_STEPS={end}", *settings)
         row = {"mode": mode, "steps": STEPS, "saved_after": SAVED}
-        row |= {name: _difference(runs["once"], runs[name]) for name in ("again", "resumed")}
+        row |= {name: _difference(folder / "once", folder / name) for name in ("again", "resumed")}
         if not row["resumed"] <= 3 * row["again"] + (TOLERANCE if job.on_gpu else 0):
             wrong.append(mode)
         yield row
@@ -46,14 +50,10 @@ def resume(job: Job) -> Iterator[Row]:
         raise WrongError(f"a resumed run differs: {', '.join(wrong)}")
 
 
-def _train(data: Path, output: Path, *settings: str) -> None:
-    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
-        train(data, output, *settings)
-
-
 def _difference(one: Path, other: Path) -> float:
     """Return by how much the last checkpoints differ: the norm of the difference over that of the numbers."""
-    return max(_relative(*(_numbers(run, file) for run in (one, other))) for file in (MODEL, OPTIMIZER))
+    pairs = [[_numbers(run, file) for run in (one, other)] for file in (MODEL, OPTIMIZER)]
+    return max(((theirs - ours).norm() / ours.norm()).item() for ours, theirs in pairs)
 
 
 def _numbers(run: Path, file: str) -> Tensor:
@@ -61,25 +61,41 @@ def _numbers(run: Path, file: str) -> Tensor:
     return torch.cat([tensors[name].double().flatten() for name in sorted(tensors)])
 
 
-def _relative(numbers: Tensor, others: Tensor) -> float:
-    return ((others - numbers).norm() / numbers.norm()).item()
-
-
 def collectives(job: Job) -> Iterator[Row]:
-    """Start the process group that training starts, NCCL's on a GPU, with one process, and all-reduce."""
-    backend = "nccl" if job.on_gpu else "gloo"
+    """All-reduce in the process group of training, NCCL's on GPUs, with one process, and with two on two GPUs."""
+    wrong = []
+    for ranks in (1, 2):
+        row = {"ranks": ranks, "backend": "nccl" if job.on_gpu else "gloo"}
+        if job.on_gpu and torch.cuda.device_count() < ranks:
+            yield row | {"not_run": f"needs {ranks} GPUs"}
+            continue
+        result = job.folder / f"ranks{ranks}.json"
+        method = "spawn" if job.on_gpu else "fork"  # a forked process cannot use a GPU
+        start_processes(_all_reduce, (ranks, free_port(), job, result), nprocs=ranks, start_method=method)
+        row |= json.loads(result.read_text())
+        wrong += [] if row["right"] else [ranks]
+        yield row
+    if wrong:
+        raise WrongError(f"a wrong sum over {wrong} processes")
+
+
+def _all_reduce(rank: int, ranks: int, port: int, job: Job, result: Path) -> None:
     started = time.perf_counter()
-    launch({}, 0, 1, "", 0, backend=backend, verbose=False)
-    try:
-        numbers = torch.arange(1 << (10 if job.tiny else 24), dtype=torch.float32, device=job.device)
-        expected = numbers.clone()
-        dist.all_reduce(numbers)
-        job.synchronize()
-        first = time.perf_counter() - started
-        is_right = torch.equal(numbers, expected)
-    finally:
-        shutdown()
-    version = ".".join(map(str, torch.cuda.nccl.version())) if job.on_gpu else ""
-    yield {"backend": backend, "version": version, "first_all_reduce_s": first, "right": is_right}
-    if not is_right:
-        raise WrongError("the sum over one process is not what that process had")
+    launch({}, rank, ranks, "127.0.0.1", port, backend="nccl" if job.on_gpu else "gloo", verbose=False)
+    device = torch.device("cuda", rank) if job.on_gpu else torch.device("cpu")
+    numbers = torch.arange(1 << (10 if job.tiny else 26), dtype=torch.float32, device=device)
+    total = numbers * (rank + 1)
+    dist.all_reduce(total)
+    is_right = torch.equal(total, numbers * sum(range(1, ranks + 1)))  # which waits for the device
+    first = time.perf_counter() - started
+    row = {"version": ".".join(map(str, torch.cuda.nccl.version())) if job.on_gpu else "", "first_s": first}
+    if job.on_gpu:
+        for _ in range(2):  # once as a warm-up
+            started = time.perf_counter()
+            for _ in range(REPEATS):
+                dist.all_reduce(total.zero_())
+            torch.cuda.synchronize(device)
+        row["gb_per_s"] = REPEATS * numbers.nbytes / 1e9 / (time.perf_counter() - started)
+    shutdown()
+    if rank == 0:
+        result.write_text(json.dumps(row | {"right": is_right}))

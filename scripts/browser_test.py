@@ -1,7 +1,7 @@
-"""Reports and TensorBoard as a browser shows them.
+"""Reports and TensorBoard in a browser.
 
-Needs Debian's package chromium and ``pip install playwright``. Not among the tests that run by default: ``bash
-scripts/test.sh -m browser scripts/browser_test.py``.
+Needs Debian's package chromium and ``pip install playwright``. Not run by default: ``bash scripts/test.sh -m browser
+scripts/browser_test.py``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def browser() -> Iterator[Browser]:
 
 
 def open_page(browser: Browser, address: str, *, width: int = 1280, dark: bool = False) -> Page:
-    """Open an address in a window of its own; it must raise no error, and ask for nothing elsewhere."""
+    """Open an address in a new window; it must raise no error and request nothing from elsewhere."""
     page = browser.new_page(
         viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light", has_touch=width < 600
     )
@@ -80,18 +80,14 @@ def open_report(browser: Browser, *folders: Path, **window) -> Page:
 
 
 def points(page: Page, figure: str) -> list[list[tuple[float, float]]]:
-    """Return the curves of a chart in its own units, by its tick labels: of each the points."""
+    """Return the points of each curve of a chart, in the units of its tick labels."""
     drawn = page.evaluate(f"""(() => {{
         const svg = document.querySelector("[data-figure={figure}] svg");
         const texts = [...svg.querySelectorAll("text")].map(text =>
             [text.getAttribute("text-anchor"), +text.getAttribute("x"), +text.getAttribute("y"), text.textContent]);
         return {{texts, paths: [...svg.querySelectorAll("path")].map(path => path.getAttribute("d"))}};
     }})()""")
-    ticks = [
-        (anchor, x, y, float(text.replace(",", "")))
-        for anchor, x, y, text in drawn["texts"]
-        if text != "optimizer step"
-    ]
+    ticks = [(*place, float(text.replace(",", ""))) for *place, text in drawn["texts"] if text != "optimizer step"]
     along = [(x, value) for anchor, x, _, value in ticks if anchor == "middle"]
     up = [(y - 4, value) for anchor, _, y, value in ticks if anchor == "end"]  # text sits 4 pixels below its line
 
@@ -110,7 +106,7 @@ def tooltip(page: Page) -> dict[str, str]:
 
 
 def middle_of_chart(page: Page) -> list[float]:
-    """Scroll to the first chart, and return the place in the window of the middle of its x axis, halfway up."""
+    """Scroll to the first chart; return the window coordinates of the middle of its x axis, halfway up."""
     return page.evaluate("""(() => {
         const svg = document.querySelector("svg");
         svg.scrollIntoView({block: "center"});
@@ -165,10 +161,8 @@ def test_three_runs_have_three_colours_and_a_legend(browser, tmp_path):
     assert page.evaluate("document.documentElement.scrollWidth") <= 375
     assert page.evaluate("document.getElementById('legend').innerText").split() == ["a", "b", "c"]
     colours = page.evaluate("[...document.querySelectorAll('path')].map(path => getComputedStyle(path).stroke)")
-    keys = page.evaluate(
-        "[...document.querySelectorAll('#legend .key')].map(key => getComputedStyle(key).backgroundColor)"
-    )
-    assert colours == keys
+    keys = "[...document.querySelectorAll('#legend .key')].map(key => getComputedStyle(key).backgroundColor)"
+    assert colours == page.evaluate(keys)
     assert len(set(colours)) == 3
     lines = page.evaluate("[...document.querySelectorAll('path')].map(path => path.getAttribute('d'))")
     assert [line.count("M") for line in lines] == [2, 2, 2]  # the pen is lifted over the gap

@@ -1,6 +1,6 @@
-"""Every command of README.md and docs/ is run, on CPUs and tiny images, or said to be another test's; none is left out.
+"""Every command of README.md and docs/ runs, on CPUs and tiny images, here or in the test that `ELSEWHERE` names.
 
-Not among the tests that run by default: ``bash scripts/test.sh -m docs -s scripts/docs_test.py`` prints what was run.
+Not run by default: ``bash scripts/test.sh -m docs -s scripts/docs_test.py`` prints what was run.
 """
 
 import os
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.docs, pytest.mark.timeout(900)]  # a page is one test
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
 
-# What stands for the data and the hardware that a command names, in this order.
+# Replacements for the data and the hardware that a command names, in this order.
 SUBSTITUTIONS = {
     r"/data/imagenet\b": "data/shards",  # 65 images of three colours
     r"\bIMAGES\b": "data/images",
@@ -34,7 +34,7 @@ SUBSTITUTIONS = {
     r"torchrun --nproc_per_node \d+": "torchrun --standalone --nproc_per_node 2",
     r"\b1000\)": "1000, img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=2, mlp_ratio=2)",
 }
-# What every training gets in the end: the recipe cut down, two steps.
+# Added to every training: a smaller recipe, two steps.
 TINY = {
     "TOTAL_BATCH_SIZE": 16,
     "MICRO_BATCH_SIZE": None,
@@ -47,7 +47,7 @@ TINY = {
 } | {f"MODEL.{key}": value for key, value in MODEL.items() if key != "num_classes"}
 TRAINING = r"imagenet_dali/train(_dali)?\.py (?!.*--dry-run(?!.*DATA))"  # a dry run that counts data is one too
 QUICKSTART = " --set NUM_EPOCHS=1 --set WARMUP_EPOCHS=0"  # of 11 steps
-# By the command's beginning: the test that runs it, or something like it on what it needs.
+# By the beginning of the command: the test that runs it, or an equivalent.
 ELSEWHERE = {
     r"sbatch ": "scripts/launchers_test.py::test_sbatch",
     r"srun python ": "scripts/launchers_test.py::test_srun_of_the_training_script",
@@ -63,12 +63,10 @@ ELSEWHERE = {
     r"python -m common.colossal.tensor_parallel.parity_test": (
         "common/colossal/tensor_parallel/parity_test.py::test_equals_one_process"
     ),
-    r"\.venv/bin/python scripts/bench/step.py": "scripts/bench/bench_test.py::test_step",
-    r"\.venv/bin/python scripts/bench/lamb.py": "scripts/bench/bench_test.py::test_lamb",
-    r"\.venv/bin/python scripts/bench/loader.py": "scripts/bench/bench_test.py::test_loader",
-    r"\.venv/bin/python scripts/bench/start.py": "scripts/bench/bench_test.py::test_start",
-    r"\.venv/bin/python scripts/bench/waiting.py": "scripts/bench/bench_test.py::test_waiting",
-    r"\.venv/bin/python scripts/bench/saving.py": "scripts/bench/bench_test.py::test_saving",
+    **{
+        rf"\.venv/bin/python scripts/bench/{name}.py": f"scripts/bench/bench_test.py::test_{name}"
+        for name in ("step", "lamb", "loader", "start", "waiting", "saving")
+    },
     r"python scripts/sweep.py ": "common/tools/sweep_test.py::test_trains_a_task",
     r"python scripts/gpu_campaign.py ": "scripts/gpu_campaign_test.py::test_every_piece",
     r"from configs\.|parallel = |from colossalai\.amp": "common/config/load_test.py::test_every_config_snippet_loads",
@@ -81,7 +79,7 @@ RUN = r"((\w+=\S+ )*(python|\.venv/bin/python|torchrun|bash) |export \w+=)"
 
 
 def commands(page: str) -> list[tuple[str, str]]:
-    """Return (language, command) of each code block with a language: a shell command each, or a whole Python block."""
+    """Return (language, command) of the code blocks: each shell command, and each Python block as a whole."""
     found = []
     for language, block in re.findall(r"^```(\w+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
         if language == "python":
@@ -93,12 +91,12 @@ def commands(page: str) -> list[tuple[str, str]]:
 
 
 def elsewhere(command: str) -> str | None:
-    """Return the test that runs ``command``, if this one does not."""
+    """Return the other test that runs ``command``, if there is one."""
     return next((test for beginning, test in ELSEWHERE.items() if re.match(beginning, command)), None)
 
 
 def substitute(command: str) -> str:
-    """Return what is run for ``command``."""
+    """Return the command that is run instead."""
     for pattern, replacement in SUBSTITUTIONS.items():
         command = re.sub(pattern, replacement, command)
     if re.search(TRAINING, command):
@@ -108,7 +106,7 @@ def substitute(command: str) -> str:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Path:
-    """A copy of the working tree, set up, with tiny data and a run of the flagship's recipe on them."""
+    """A copy of the working tree with tiny data and a finished run of vit-b16."""
     folder = copy_working_tree(ROOT, tmp_path_factory.mktemp("clone"))
     data = folder / "data"
     data.mkdir()
@@ -120,13 +118,13 @@ def clone(tmp_path_factory) -> Path:
 
 
 def output_of(training: str) -> str:
-    """Return the folder of the run that a command makes."""
+    """Return the output folder of a training command."""
     output = re.search(r"--output (\S+)", training)
     return output[1] if output else "outputs/" + Path(re.search(r"--config[= ](\S+)", training)[1]).stem
 
 
 def run(command: str, folder: Path, language: str = "shell") -> None:
-    """Run a command as a user would, in the clone; it must succeed. A training starts afresh."""
+    """Run a command as a user would, in the clone; it must succeed. A training starts from scratch."""
     actual = substitute(command)
     if re.search(TRAINING, command) and not re.search("--find-lr|--profile", command):
         shutil.rmtree(folder / output_of(command), ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Every launcher for real: two processes train the same weights to the last bit, whatever started them.
+"""Real launchers: two processes train bit-identical weights, whatever started them.
 
-Needs root and Debian's packages slurm-wlm, munge, openmpi-bin and iproute2; what is missing is named. Not among the
-tests that run by default: ``bash scripts/test.sh -m launchers scripts/launchers_test.py``.
+Needs root and Debian's packages slurm-wlm, munge, openmpi-bin and iproute2. Not run by default: ``bash scripts/test.sh
+-m launchers scripts/launchers_test.py``.
 """
 
 import json
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from local_slurm import NODE, local_slurm
+from psutil import Error, Process, process_iter
 
 from common.checkpoint.save import newest_checkpoint
 from common.metrics.writers import read_metrics
@@ -64,7 +65,7 @@ def slurm() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def expected(data, tmp_path_factory) -> Outcome:
-    """What two processes of torchrun make of the tiny config."""
+    """The result of the tiny config with two processes of torchrun."""
     folder = tmp_path_factory.mktemp("expected")
     command = f"bash scripts/train_torchrun.sh imagenet_dali/train_dali.py --config={write_config(folder)} {STEPS}"
     answer = run(f"{command} --output={folder}/run", cwd=ROOT, DATA=data, NPROC_PER_NODE="2")
@@ -96,7 +97,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 120) -> None:
 
 
 def one_error(answer: subprocess.CompletedProcess) -> str:
-    """Return the only line of ours on stderr that reports an error."""
+    """Return the only error line of ours on stderr."""
     lines = [line for line in answer.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, answer.stderr
     return lines[0]
@@ -114,7 +115,7 @@ def test_torch_distributed_launch(data, arguments, expected, tmp_path):
 
 @contextmanager
 def two_hosts() -> Iterator[list[str]]:
-    """Make two network namespaces joined by a cable, 10.77.0.1 and 10.77.0.2 on their eth0, and yield their names."""
+    """Yield the names of two connected network namespaces, 10.77.0.1 and 10.77.0.2 on their eth0."""
     require("ip", "iproute2")
     names = [f"launchers{os.getpid()}-{number}" for number in (1, 2)]
     try:
@@ -133,12 +134,8 @@ def test_torchrun_on_two_hosts(data, arguments, expected, tmp_path):
     environ = dict(NNODES="2", MASTER_ADDR="10.77.0.1", DATA=data, GLOO_SOCKET_IFNAME="eth0", OMP_NUM_THREADS="1")
     with two_hosts() as hosts:
         command = f"bash scripts/train_torchrun.sh imagenet_dali/train_dali.py {arguments}"
-        second = subprocess.Popen(
-            ["ip", "netns", "exec", hosts[1], *command.split()],
-            cwd=ROOT,
-            env={**os.environ, **environ, "NODE_RANK": "1"},
-            stdout=subprocess.DEVNULL,
-        )
+        words, others = ["ip", "netns", "exec", hosts[1], *command.split()], os.environ | environ | {"NODE_RANK": "1"}
+        second = subprocess.Popen(words, cwd=ROOT, env=others, stdout=subprocess.DEVNULL)
         try:
             answer = run(f"ip netns exec {hosts[0]} {command}", cwd=ROOT, NODE_RANK="0", **environ)
             assert second.wait(60) == 0
@@ -169,9 +166,8 @@ def test_what_the_torchrun_script_refuses(environ, words):
 
 def mpirun(arguments: str, **more: str | int) -> subprocess.CompletedProcess:
     require("mpirun", "openmpi-bin")
-    return run(
-        f"mpirun --allow-run-as-root --oversubscribe --bind-to none -n 2 python train_dali.py {arguments}", **more
-    )
+    options = "--allow-run-as-root --oversubscribe --bind-to none -n 2"
+    return run(f"mpirun {options} python train_dali.py {arguments}", **more)
 
 
 def test_mpirun(data, arguments, expected, tmp_path):
@@ -196,9 +192,8 @@ def test_mpirun_names_a_given_port_in_use(data, arguments):
 def test_srun_of_the_training_script(slurm, data, arguments, expected, tmp_path):
     """Seed 000's command, typed into a shell that has no such variables."""
     flags = "--local_rank=$SLURM_PROCID --world_size=$SLURM_NPROCS --host=$HOST"
-    answer = run(
-        f"srun -n 2 python train_dali.py {flags} --port={free_port()} {arguments}", DATA=data, HOST=NODE, **slurm
-    )
+    command = f"srun -n 2 python train_dali.py {flags} --port={free_port()} {arguments}"
+    answer = run(command, DATA=data, HOST=NODE, **slurm)
     assert outcome(answer.stdout, tmp_path / "run") == expected
 
 
@@ -219,24 +214,41 @@ def test_srun_of_a_script_of_ones_own(slurm, tmp_path):
     snippet = re.search(r"^```python\n(from common import colossal.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
     (tmp_path / "script.py").write_text(f"{snippet}\n{OWN_TRAINING}")
     config = ROOT / "configs" / "config_AMP_torch.py"
-    answer = run(
-        f"srun -n 2 python {tmp_path}/script.py --config {config} --host {NODE} --port {free_port()}",
-        PYTHONPATH=str(ROOT),
-        **slurm,
-    )
+    command = f"srun -n 2 python {tmp_path}/script.py --config {config} --host {NODE} --port {free_port()}"
+    answer = run(command, PYTHONPATH=str(ROOT), **slurm)
     sums = re.findall(r"weights (\S+) of 2", answer.stdout)
     assert len(sums) == 2
     assert sums[0] == sums[1]
 
 
+def sbatch(option: str, arguments: str, folder: Path, **environ: str) -> str:
+    """Submit a training of two tasks, whose output goes to job.out in ``folder``; return what sbatch prints."""
+    command = f"sbatch {option} --ntasks 2 --cpus-per-task 1 --output job.out {ROOT}/scripts/train_slurm.sh"
+    return run(f"{command} {TASK}/train_dali.py {arguments}", cwd=folder, **environ).stdout.strip()
+
+
+@contextmanager
+def submitted(arguments: str, folder: Path, environ: dict[str, str]) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Submit a training; yield the job and a function that returns Slurm's description of it. The job is ended."""
+    job = sbatch("--parsable", arguments, folder, **environ)
+
+    def describe() -> str:
+        return run(f"scontrol show job {job}", **environ).stdout
+
+    try:
+        yield job, describe
+    finally:
+        print(describe())
+        run(f"scancel {job}", **environ)
+
+
 def test_sbatch(slurm, data, arguments, expected, tmp_path):
-    script = f"{ROOT}/scripts/train_slurm.sh {TASK}/train_dali.py {arguments}"
-    run(f"sbatch --wait --ntasks 2 --cpus-per-task 1 --output job.out {script}", cwd=tmp_path, DATA=data, **slurm)
+    sbatch("--wait", arguments, tmp_path, DATA=data, **slurm)
     assert outcome((tmp_path / "job.out").read_text(), tmp_path / "run") == expected
 
 
 def test_srun_names_a_port_in_use(slurm, data, arguments):
-    """The port is made from the numbers of job and step, so that it can be taken before the step starts."""
+    """The port depends on job and step only, so that it can be occupied before the step starts."""
     granted = run("salloc --no-shell --ntasks 2", **slurm)
     job = re.search(r"Granted job allocation (\d+)", granted.stderr)[1]
     port = 20_000 + zlib.crc32(f"{job}.0".encode()) % 12_000
@@ -260,54 +272,33 @@ def test_srun_refuses_a_world_size_that_it_did_not_give(slurm, data, arguments):
     ids=["warned", "preempted"],
 )
 def test_a_job_that_is_interrupted_requeues_itself_and_resumes(slurm, data, tmp_path, interrupt):
-    """The first is the signal that --signal=B:USR1 has sent before the time is up. No step and no weight shows it."""
+    """The first is the signal of --signal=B:USR1. Steps and weights are those of an uninterrupted run."""
     settings = "--set NUM_EPOCHS=60 --set EVAL_EVERY=60 --set CHECKPOINT_EVERY=20 --set LOG.every=1"
     arguments = f"--config={write_config(tmp_path)} {settings}"
-    script = f"{ROOT}/scripts/train_slurm.sh {TASK}/train_dali.py {arguments} --output={tmp_path}/run"
-    submitted = run(
-        f"sbatch --parsable --ntasks 2 --cpus-per-task 1 --output job.out {script}", cwd=tmp_path, DATA=data, **slurm
-    )
-    job = submitted.stdout.strip()
-    try:
+    with submitted(f"{arguments} --output={tmp_path}/run", tmp_path, {"DATA": data, **slurm}) as (job, describe):
         wait_until(lambda: list((tmp_path / "run").glob("checkpoints/step-*/COMPLETE")))
         run(interrupt.format(job=job), **slurm)
-        wait_until(lambda: "Restarts=1" in run(f"scontrol show job {job}", **slurm).stdout)
-        # Slurm would have it wait for two minutes; in the second in which a job was ended, it cannot start.
+        wait_until(lambda: "Restarts=1" in describe())
+        # instead of Slurm's two minutes; a job cannot start in the second in which it was ended
         run(f"scontrol update jobid={job} starttime=now+3", **slurm)
-        wait_until(lambda: "JobState=COMPLETED" in run(f"scontrol show job {job}", **slurm).stdout, seconds=300)
-    finally:
-        print(run(f"scontrol show job {job}", **slurm).stdout)  # which shows why it waits, if it does
-        run(f"scancel {job}", **slurm)
+        wait_until(lambda: "JobState=COMPLETED" in describe(), seconds=300)
     out = (tmp_path / "job.out").read_text()
     assert len(re.findall(r"^resuming from .*/step-\d+$", out, re.MULTILINE)) == 1
     steps = [record["step"] for record in read_metrics(tmp_path / "run") if record["kind"] == "train"]
     assert steps == list(range(1, 181))
-    run(
-        f"bash scripts/train_torchrun.sh {TASK}/train_dali.py {arguments} --output={tmp_path}/undisturbed",
-        cwd=ROOT,
-        DATA=data,
-        NPROC_PER_NODE="2",
-    )
-    weights = [
-        newest_checkpoint(tmp_path / name / "checkpoints") / "model.safetensors" for name in ("run", "undisturbed")
-    ]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+    command = f"bash scripts/train_torchrun.sh {TASK}/train_dali.py {arguments} --output={tmp_path}/uninterrupted"
+    run(command, cwd=ROOT, DATA=data, NPROC_PER_NODE="2")
+    ours, expected = (newest_checkpoint(tmp_path / name / "checkpoints") for name in ("run", "uninterrupted"))
+    assert (ours / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
 
 
 def test_a_job_that_is_stopped_saves_and_ends(slurm, data, tmp_path):
     arguments = f"--config={write_config(tmp_path)} --output={tmp_path}/run --set NUM_EPOCHS=9999 --set EVAL_EVERY=9999"
-    script = f"{ROOT}/scripts/train_slurm.sh {TASK}/train_dali.py {arguments}"
-    submitted = run(
-        f"sbatch --parsable --ntasks 2 --cpus-per-task 1 --output job.out {script}", cwd=tmp_path, DATA=data, **slurm
-    )
-    job = submitted.stdout.strip()
-    try:
+    with submitted(arguments, tmp_path, {"DATA": data, **slurm}) as (job, describe):
         wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and read_metrics(tmp_path / "run"))
         run(f"scancel --signal=TERM {job}", **slurm)
-        wait_until(lambda: "JobState=FAILED" in run(f"scontrol show job {job}", **slurm).stdout)
-    finally:
-        run(f"scancel {job}", **slurm)
-    assert "Restarts=0" in run(f"scontrol show job {job}", **slurm).stdout
+        wait_until(lambda: "JobState=FAILED" in describe())
+        assert "Restarts=0" in describe()
     assert newest_checkpoint(tmp_path / "run" / "checkpoints") is not None
 
 
@@ -320,21 +311,17 @@ def test_the_local_slurm_leaves_nothing_behind():
     first, second = map(Path, answer.stdout.split())
     assert first == second
     assert not first.parent.exists()
-    wait_until(lambda: not processes_with(f"SLURM_CONF={first}"), seconds=10)
+    wait_until(lambda: not any(is_started_with(process, "SLURM_CONF", first) for process in process_iter()), seconds=10)
 
 
-def processes_with(variable: str) -> list[Path]:
-    """Return the processes, as /proc/PID/environ, that were started with an environment variable."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it has ended meanwhile
-            if variable.encode() in path.read_bytes().split(b"\0"):
-                found.append(path)
-    return found
+def is_started_with(process: Process, variable: str, value: Path) -> bool:
+    with suppress(Error):  # it has ended meanwhile
+        return process.environ().get(variable) == str(value)
+    return False
 
 
 def test_an_ordinary_user_without_git_in_a_path_with_a_space(tmp_path):
-    """The quickstart of a user who is not root, whose home is read-only, in the C locale."""
+    """The quickstart as a user without root, with a read-only home, in the C locale."""
     clone = copy_working_tree(ROOT, tmp_path / "a clone")
     home, programs = tmp_path / "home", tmp_path / "bin"
     home.mkdir(mode=0o555)

@@ -1,7 +1,6 @@
-"""A real Slurm on this machine alone, one node with two CPUs: ``python scripts/local_slurm.py srun -n 2 hostname``.
+"""A real Slurm on this machine, one node with two CPUs: ``python scripts/local_slurm.py srun -n 2 hostname``.
 
-Needs root and Debian's packages slurm-wlm and munge. It listens on ports of its own, writes to a temporary folder only,
-and leaves no process behind.
+Needs root and Debian's packages slurm-wlm and munge. Uses free ports and a temporary folder; leaves no process behind.
 """
 
 import os
@@ -50,9 +49,9 @@ PartitionName=urgent Nodes={node} State=UP PriorityTier=2
 
 @contextmanager
 def local_slurm(timeout: float = 60) -> Iterator[dict[str, str]]:
-    """Run Slurm inside the context, and yield the environment variables that lead srun, sbatch and scontrol to it.
+    """Run Slurm inside the context; yield the environment variables by which srun, sbatch and scontrol find it.
 
-    Raises RuntimeError for a program that is missing, with its Debian package, and for one that does not start.
+    Raises RuntimeError if a program is missing (naming its Debian package) or does not start.
     """
     for program, package in PACKAGES.items():
         if not shutil.which(program):

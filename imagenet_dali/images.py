@@ -12,7 +12,6 @@ from common.data.image_folder import FORMATS, check_pixels, to_rgb
 
 RESAMPLING = Image.Resampling.LANCZOS
 _JPEG_MAGIC = b"\xff\xd8\xff"
-_BASELINE_OR_PROGRESSIVE = (0xC0, 0xC1, 0xC2)  # start-of-frame markers; the others are lossless or arithmetic coding
 
 
 class BadImageError(ValueError):
@@ -32,10 +31,10 @@ class Jpeg:
 def convert_image(data: bytes, quality: int = 95, short_side: int | None = None) -> Jpeg:
     """Decode an image file strictly and return it as an RGB JPEG.
 
-    A baseline or progressive YCbCr JPEG that is upright and not too large is returned unchanged. All else is re-encoded
-    at `quality` without chroma subsampling: other formats and colour spaces (alpha is dropped, the first frame is
-    taken, 16 bits become 8), images with an EXIF rotation, and images whose shorter side is longer than `short_side`
-    (resized by Lanczos). Raises `BadImageError`.
+    A YCbCr JPEG that is upright and not too large is returned unchanged. All else is re-encoded at `quality` without
+    chroma subsampling: other formats and colour spaces (alpha is dropped, the first frame is taken, 16 bits become 8),
+    images with an EXIF rotation, and images whose shorter side is longer than `short_side` (resized by Lanczos). Raises
+    `BadImageError`.
     """
     if not data:
         raise BadImageError("empty file")
@@ -78,7 +77,7 @@ def _convert(data: bytes, quality: int, short_side: int | None) -> Jpeg:
     check_pixels(image.height, image.width)
     upright = _orientation(image) not in range(2, 9)
     fits = upright and (short_side is None or min(image.size) <= short_side)
-    if is_jpeg and fits and color_space == "YCbCr" and _frame_marker(data) in _BASELINE_OR_PROGRESSIVE:
+    if is_jpeg and fits and color_space == "YCbCr":
         return Jpeg(data, height, width, converted=False)
     image.load()
     pixels = np.asarray(_shrink(to_rgb(image if upright else ImageOps.exif_transpose(image)), short_side))
@@ -91,18 +90,6 @@ def _orientation(image: Image.Image) -> int:
         return image.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # a damaged EXIF block says nothing against the pixels
         return 1
-
-
-def _frame_marker(data: bytes) -> int | None:
-    """Return the start-of-frame marker of a JPEG, which names its coding process (ITU-T T.81, table B.1)."""
-    position = 2
-    while position + 4 <= len(data):
-        marker = data[position + 1]
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            return marker
-        is_fill_byte = marker == 0xFF
-        position += 1 if is_fill_byte else 2 + int.from_bytes(data[position + 2 : position + 4], "big")
-    return None
 
 
 def _shrink(image: Image.Image, short_side: int | None) -> Image.Image:

@@ -1,7 +1,6 @@
 """From the command line to a checkpoint that timm loads: shards, training on two processes, dry runs, mistakes."""
 
 import json
-import socket
 from pathlib import Path
 
 import pytest
@@ -81,21 +80,6 @@ def test_the_small_server_command_trains_on_two_processes(config, data, tmp_path
     evaluate.main([str(checkpoint)])  # one process instead of two
     found = json.loads((tmp_path / "run" / "evaluation" / checkpoint.name / "evaluation.json").read_text())
     assert (found["top1"], found["top5"], found["samples"]) == (last["top1"], last["top5"], last["samples"])
-
-
-@pytest.mark.slow
-def test_the_slurm_command_runs_as_printed(config, data, tmp_path):
-    """Seed 000's command, as one task of srun sees it."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    environ = dict(SLURM_PROCID="0", SLURM_NPROCS="1", SLURM_NTASKS="1", SLURM_LOCALID="0", SLURM_STEP_ID="0")
-    command = (
-        "python train_dali.py --local_rank=$SLURM_PROCID --world_size=$SLURM_NPROCS --host=$HOST "
-        f"--port={port} --config={config}"
-    )
-    answer = run(f"{command} --output {tmp_path}/run --set MAX_STEPS=2", DATA=str(data), HOST="127.0.0.1", **environ)
-    assert answer.stdout.splitlines()[-1].startswith("top1=")
-    assert [r["step"] for r in read_metrics(tmp_path / "run")] == [2, 2]
 
 
 def test_torchvision_reads_the_same_samples_in_the_same_order(config, data, tmp_path):

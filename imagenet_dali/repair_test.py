@@ -62,7 +62,7 @@ def test_repairing_what_is_good_changes_nothing(data, capsys):
     before = read_folder(data)
     assert repair(data, 1) == []
     main(["--check", "--repair", str(data), "--workers=1"])
-    assert "every record left is verified" in capsys.readouterr().out
+    assert "every remaining record is verified" in capsys.readouterr().out
     assert read_folder(data) == before
     spoil_record(data, "train", 5)
     assert len(repair(data, 1)) == 1

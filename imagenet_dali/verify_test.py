@@ -15,7 +15,7 @@ def test_check_finds_nothing_in_good_data(prepared, capsys):
     before = read_folder(prepared)
     assert check(prepared, 1) == check(prepared, 2) == []
     main(["--check", str(prepared), "--workers=1"])
-    assert "every record verified" in capsys.readouterr().out
+    assert "every record is verified" in capsys.readouterr().out
     assert read_folder(prepared) == before
 
 

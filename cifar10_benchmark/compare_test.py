@@ -3,13 +3,13 @@ import json
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from cifar10_benchmark import compare
 from cifar10_benchmark.formulas import expected_bytes
 from common.errors import UserError
+from common.testing.photographs import write_colours
 from common.testing.ranks import run_ranks
 
 SMALL = ["MODEL.width=32", "MODEL.depth=2", "TOTAL_BATCH_SIZE=8"]
@@ -17,11 +17,8 @@ SMALL = ["MODEL.width=32", "MODEL.depth=2", "TOTAL_BATCH_SIZE=8"]
 
 @pytest.fixture
 def folder(tmp_path):
-    noise = np.random.default_rng(0)
-    for number in range(48):
-        path = tmp_path / "data" / ("train" if number < 40 else "test") / str(number % 2) / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(noise.integers(0, 256, (32, 32, 3), np.uint8)).save(path)
+    write_colours(tmp_path / "data" / "train", 40, 32, 32)
+    write_colours(tmp_path / "data" / "test", 8, 32, 32)
     return tmp_path / "data"
 
 

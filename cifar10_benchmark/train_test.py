@@ -3,13 +3,13 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from cifar10_benchmark import train
 from common.metrics.writers import read_metrics
 from common.testing.commands import run_forked
+from common.testing.photographs import write_colours
 from common.testing.ranks import free_port, run_ranks
 from common.tools import evaluate, predict
 
@@ -20,16 +20,9 @@ SHORT = ["NUM_EPOCHS=3", "WARMUP_EPOCHS=1", "LOG.every=1", "LEARNING_RATE=1e-2"]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Noise of three colours."""
     folder = tmp_path_factory.mktemp("data")
-    noise = np.random.default_rng(0)
-    for split, count in (("train", 53), ("test", 13)):
-        for number in range(count):
-            pixels = noise.integers(0, 80, (8, 8, 3), np.uint8)
-            pixels[..., number % 3] += 120
-            path = folder / split / "rgb"[number % 3] / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels).save(path)
+    write_colours(folder / "train", 53, 8, 8)
+    write_colours(folder / "test", 13, 8, 8, seed=1)
     return folder
 
 

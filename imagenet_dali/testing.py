@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from common.testing.photographs import write_colours
 from imagenet_dali import prepare
 from imagenet_dali.dataset import open_split
 
@@ -49,15 +50,8 @@ def write_config(folder: Path) -> Path:
 
 def prepare_data(folder: Path) -> Path:
     """Prepare 65 images of three colours as shards, in ``folder/shards``."""
-    noise = np.random.default_rng(0)
-    for number in range(65):
-        label = number % 3
-        pixels = noise.integers(0, 80, (20, 24, 3), np.uint8)
-        pixels[..., label] += 120
-        path = folder / "images" / "rgb"[label] / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels).save(path, quality=95)
-    prepare.main([str(folder / "images"), str(folder / "shards"), "--validation-share", "0.2", "--workers", "1"])
+    images = write_colours(folder / "images", 65, 20, 24, "jpg")
+    prepare.main([str(images), str(folder / "shards"), "--validation-share", "0.2", "--workers", "1"])
     return folder / "shards"
 
 

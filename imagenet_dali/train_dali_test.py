@@ -17,6 +17,7 @@ from imagenet_dali import train_dali
 from imagenet_dali.dataloader import build_eval_loader, open_images
 from imagenet_dali.testing import MODEL, prepare_data, run, write_config
 
+ROOT = Path(__file__).parent.parent
 FULL = "error: standard output: No space left on device"
 
 
@@ -184,6 +185,6 @@ def test_torchruns_own_lines_do_not_hide_a_mistake(config, tmp_path):
 
 @pytest.mark.parametrize(("reader", "code"), [("| true", 128 + 13), ("> /dev/full", 2)])
 def test_a_standard_output_that_takes_no_more_ends_quietly(reader, code):
-    """The dry run of a recipe prints some 80 lines."""
-    answer = run(f"python train_dali.py --config vit-b16 --dry-run {reader}; exit ${{PIPESTATUS[0]}}", code=code)
+    program = "from common.errors import run_command; run_command(lambda argv: print('line\\n' * 80), [])"
+    answer = run(f'python -c "{program}" {reader}; exit ${{PIPESTATUS[0]}}', ROOT, code=code)
     assert answer.stderr.splitlines() == ([FULL] if "full" in reader else [])

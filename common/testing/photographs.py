@@ -1,4 +1,4 @@
-"""JPEGs for tests and benchmarks: smooth noise of about 0.3 bytes a pixel, as photographs take."""
+"""Images for tests and benchmarks: JPEGs of about 0.3 bytes a pixel, like photographs; images of three colours."""
 
 import io
 import os
@@ -22,6 +22,18 @@ def write_photographs(folder: Path, names: Iterable[str], count: int, width: int
         path = folder / names[number % len(names)] / f"image_{number:05d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         os.link(originals / str(number % DIFFERENT), path)
+    return folder
+
+
+def write_colours(folder: Path, count: int, height: int, width: int, kind: str = "png", seed: int = 0) -> Path:
+    """Write noisy red, green and blue images as ``folder/{r,g,b}/<number>.<kind>``; return ``folder``."""
+    noise = np.random.default_rng(seed)
+    for number in range(count):
+        pixels = noise.integers(0, 80, (height, width, 3), np.uint8)
+        pixels[..., number % 3] += 120
+        path = folder / "rgb"[number % 3] / f"{number}.{kind}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path, quality=95)
     return folder
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import timm
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -82,13 +82,13 @@ def _compare(model: nn.Module, exported: Forward, size: int) -> float:
 
 
 def _write_timm(model: nn.Module, size: int, output: Path) -> Forward:
-    save_file(_weights(model), output / WEIGHTS, metadata={"format": "pt"})
+    _save(model, output, {"format": "pt"})
     return timm.create_model(f"local-dir:{output.resolve()}", pretrained=True).eval()
 
 
 def _write_safetensors(model: nn.Module, size: int, output: Path) -> Forward:
     metadata = {"format": "pt", "config": (output / "config.json").read_text()}
-    save_file(_weights(model), output / WEIGHTS, metadata)
+    _save(model, output, metadata)
     with safe_open(output / WEIGHTS, "pt") as file:
         read = VisionTransformer(**json.loads(file.metadata()["config"])["model_args"]).eval()
         read.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118, it is no dict
@@ -122,8 +122,9 @@ WRITERS: dict[str, Callable[[nn.Module, int, Path], Forward]] = {
 }
 
 
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+def _save(model: nn.Module, output: Path, metadata: dict[str, str]) -> None:
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    (output / WEIGHTS).write_bytes(save(weights, metadata))  # save_file would let nobody else read it
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

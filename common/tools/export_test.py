@@ -1,6 +1,7 @@
 """Exports: the code in the model card computes timm's logits."""
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -22,13 +23,21 @@ from common.testing.tiny_task import MODEL, NAMES, timm_logits, train
 from common.tools import export, predict
 from common.tools.timm_format import crop_share
 
-TARGETS = ("timm", "safetensors", "onnx")
+WEIGHTS = {"timm": ["model.safetensors"], "safetensors": ["model.safetensors"], "onnx": ["model.onnx"]}
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=WEIGHTS)
 def exported(request, run) -> tuple[str, Path]:
+    before = os.umask(0o077 if request.param == "timm" else 0o022)
     export.main([str(run), "--to", request.param])
+    os.umask(before)
     return request.param, run / "export" / "step-00000010" / request.param
+
+
+def test_the_umask_says_who_may_read_the_files(exported):
+    target, folder = exported
+    modes = {(folder / name).stat().st_mode & 0o777 for name in ("README.md", "config.json", *WEIGHTS[target])}
+    assert modes == {0o600 if target == "timm" else 0o644}
 
 
 def run_card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:

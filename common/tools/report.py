@@ -1,6 +1,7 @@
 """Write one self-contained HTML page about a run or several: ``python scripts/report.py RUN [RUN...]``.
 
-It holds the curves of every metric in metrics.jsonl, a summary, what differs between the configs, and the environment.
+It holds the curves of every metric in metrics.jsonl, a summary, the environment, and the config: the whole of a single
+run's, and what differs between those of several.
 """
 
 import argparse
@@ -27,11 +28,20 @@ ABSENT = "-"
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What a run left, or has left so far: ``about`` is config.json."""
+    """What a run left, or has left so far: ``about`` is config.json, ``saved_step`` that of its newest checkpoint."""
 
     name: str
     about: Mapping[str, Any]
     records: Sequence[Record]
+    saved_step: int = 0
+
+    @property
+    def steps(self) -> str:
+        """The optimizer steps that are done, and of how many if the run has not ended."""
+        done = max((record["step"] for record in self.records), default=0)
+        done = max(done, self.saved_step)  # a run that was stopped has saved the steps since its last record
+        planned = self.about.get("plan", {}).get("last_step", done)
+        return f"{done:,}" if done == planned else f"{done:,} of {planned:,}"
 
     def of_kind(self, kind: str) -> list[Record]:
         return [record for record in self.records if record["kind"] == kind]
@@ -78,7 +88,8 @@ def load_run(folder: Path, name: str) -> FinishedRun:
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict) or "kind" not in record or not isinstance(record.get("step"), int):
             raise UserError(f"{folder / 'metrics.jsonl'} line {number}: no 'kind' and 'step'; remove that line")
-    return FinishedRun(name, about, records)
+    saved = [int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*/COMPLETE")]
+    return FinishedRun(name, about, records, max(saved, default=0))
 
 
 def render(runs: Sequence[FinishedRun]) -> str:
@@ -88,12 +99,12 @@ def render(runs: Sequence[FinishedRun]) -> str:
         {"runs": [run.name for run in runs], "charts": collect_charts([run.records for run in runs])},
         separators=(",", ":"),
     )
-    differences = _differences(runs)
+    keys = _config_keys(runs)
     parts = {
         "title": escape(", ".join(run.name for run in runs)),
         "summary": _table(runs, _summary(runs)),
-        "differences": _table(runs, differences) if differences else "<p>None.</p>",
-        "comparison": "" if len(runs) > 1 else "hidden",
+        "config": "Config" if len(runs) == 1 else "Config keys that differ",
+        "keys": _table(runs, keys) if keys else "<p>None.</p>",
         "environment": _table(runs, _environment(runs)),
         "commands": "".join(map(_command, runs)),
         "charts": charts.replace("<", "\\u003c"),
@@ -120,7 +131,7 @@ def _summary(runs: Sequence[FinishedRun]) -> dict[str, list[str]]:
     rows: dict[str, Callable[[FinishedRun], str]] = {
         "Top-1, last evaluation": lambda run: _percent([record.get("top1") for record in run.of_kind("eval")][-1:]),
         "Top-1, best evaluation": _best_top1,
-        "Steps": _steps,
+        "Steps": lambda run: run.steps if " of " not in run.steps else f"{run.steps} (unfinished)",
         "Wall time": _wall_time,
         "Images per second, median": _median_speed,
         "Hardware": _hardware,
@@ -138,12 +149,6 @@ def _best_top1(run: FinishedRun) -> str:
         return ABSENT
     best = max(evaluations, key=lambda record: record["top1"])
     return f"{best['top1']:.2%} at step {best['step']:,}"
-
-
-def _steps(run: FinishedRun) -> str:
-    done = max((record["step"] for record in run.records), default=0)
-    planned = run.about.get("plan", {}).get("last_step", done)
-    return f"{done:,}" if done == planned else f"{done:,} of {planned:,} (unfinished)"
 
 
 def _wall_time(run: FinishedRun) -> str:
@@ -169,11 +174,11 @@ def _hardware(run: FinishedRun) -> str:
     return f"{processes} x {name}" if hardware["gpu"] else f"{name}, processes: {processes}"
 
 
-def _differences(runs: Sequence[FinishedRun]) -> dict[str, list[str]]:
-    """Return the dotted config keys whose values are not the same in all runs."""
+def _config_keys(runs: Sequence[FinishedRun]) -> dict[str, list[str]]:
+    """Return the dotted config keys: those whose values are not the same in all runs, or all of a single run's."""
     flat = [_flat_text(run.about["config"]) for run in runs]
     rows = {key: [config.get(key, ABSENT) for config in flat] for config in flat for key in config}
-    return {key: cells for key, cells in rows.items() if len(set(cells)) > 1}
+    return {key: cells for key, cells in rows.items() if len(runs) == 1 or len(set(cells)) > 1}
 
 
 def _environment(runs: Sequence[FinishedRun]) -> dict[str, list[str]]:

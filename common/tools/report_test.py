@@ -115,6 +115,20 @@ def test_evaluations_without_metrics_are_not_the_best(tmp_path):
     assert summary["Top-1, best evaluation"] == ["50.00% at step 2"]
 
 
+def test_a_run_that_was_stopped_has_done_the_steps_it_saved(tmp_path):
+    run = write_run(tmp_path / "run", [train(2, loss=2.0)])
+    for step, marker in ((2, "COMPLETE"), (3, "COMPLETE"), (4, "other")):
+        (run / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
+        (run / "checkpoints" / f"step-{step:08}" / marker).touch()
+    assert Tables(make(run)).rows[0]["Steps"] == ["3 of 4 (unfinished)"]
+
+
+def test_a_single_run_shows_its_whole_config(tmp_path):
+    page = make(write_run(tmp_path / "run", config={"A": 1, "B": {"c": [1, 2], "d": None}}))
+    assert "<h2>Config</h2>" in page
+    assert Tables(page).rows[1] == {"": ["run"], "A": ["1"], "B.c": ["[1, 2]"], "B.d": ["None"]}
+
+
 def test_configs_that_differ(tmp_path):
     first = write_run(tmp_path / "a", config={"A": 1, "B": {"c": [1, 2], "d": None}, "E": True})
     second = write_run(tmp_path / "b", config={"A": 1, "B": {"c": [1, 3], "d": None}, "F": "x"})

@@ -5,8 +5,8 @@
     python scripts/sweep.py --output DIR      # the table and DIR/sweep.png of the runs so far
 
 The first --grid key is the picture's x axis. A folder in DIR for each run has its combination as its name; more
-commands may add runs to DIR. Rerun the command to resume: finished runs are skipped, and the one that was stopped
-continues from its checkpoint.
+commands may add runs to DIR. A run that fails is in the table, the others are trained, and the exit status is 1. Rerun
+the command to resume: finished runs are skipped, the others continue from their checkpoints.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -53,19 +53,25 @@ class Job:
 
 def main(argv: list[str]) -> None:
     args = _build_parser().parse_args(argv)
-    if args.config:
-        train(args)
-    elif args.grid or args.set:
+    if not args.config and (args.grid or args.set):
         raise UserError("--grid and --set need --config: which recipe to train")
-    report(args.output, args.best)
+    failed = train(args) if args.config else {}
+    report(args.output, args.best, failed)
+    if failed:
+        print(f"failed: {', '.join(failed)}; rerun the command to resume", file=sys.stderr)
+        sys.exit(1)
 
 
-def train(args: argparse.Namespace) -> None:
-    """Train what is missing in ``args.output``, after every combination has been checked."""
+def train(args: argparse.Namespace) -> dict[str, int]:
+    """Train what is missing in ``args.output``, after every combination has been checked.
+
+    Returns the exit statuses of the runs that failed after their start, by name.
+    """
     script = args.train or find_script(args.config)
     if not script.is_file():
         raise UserError(f"--train {script}: no such file; name a task's script, such as imagenet_dali/train_dali.py")
     jobs = plan_jobs(args.config, args.set, args.grid, args.output, args.processes)
+    failed = {}
     for number, job in enumerate(jobs, 1):
         if is_finished(job.folder, job.arguments):
             print(f"[{number}/{len(jobs)}] {job.name}: finished already", flush=True)
@@ -78,7 +84,8 @@ def train(args: argparse.Namespace) -> None:
         if status and not (job.folder / "config.json").exists():
             raise UserError(f"{job.name} did not start (exit status {status}, message above): the sweep ends here")
         if status:
-            print(f"{job.name} failed (exit status {status}); rerun the command to resume it", file=sys.stderr)
+            failed[job.name] = status
+    return failed
 
 
 def plan_jobs(config: str, settings: Sequence[str], grids: Sequence[str], output: Path, processes: int) -> list[Job]:
@@ -123,10 +130,10 @@ def run_child(command: Sequence[str]) -> tuple[int, int]:
             signal.signal(number, handler)
 
 
-def report(output: Path, best: str | None) -> None:
+def report(output: Path, best: str | None, failed: Mapping[str, int]) -> None:
     """Print the table of the runs in ``output`` and draw ``output/sweep.png``."""
     runs = read_sweep(output)
-    print(format_table(tabulate(runs)))
+    print(format_table(tabulate(runs, failed)))
     picture = output / "sweep.png"
     print(picture if draw(runs, picture, best) else "no picture yet: no run has been evaluated")
 

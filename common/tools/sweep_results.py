@@ -65,19 +65,18 @@ def _is_complete(run: FinishedRun) -> bool:
     return any(record["step"] >= run.about["plan"]["last_step"] for record in run.of_kind("eval"))
 
 
-def tabulate(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
-    """Return a row for each run; accuracies in per cent."""
+def tabulate(runs: Sequence[FinishedRun], failed: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return a row for each run; accuracies in per cent. ``failed``: exit statuses, by a run's name."""
     keys = _keys(runs)
     rows = []
     for run in runs:
         evaluations = run.of_kind("eval")
-        step, last = max((record["step"] for record in run.records), default=0), run.about["plan"]["last_step"]
         top1 = [record["top1"] for record in evaluations]
         reached = dict.fromkeys(("top1", "best", "loss"), ABSENT)
         if top1:
             loss = f"{evaluations[-1]['loss']:.3f}"
             reached = {"top1": f"{top1[-1]:.2%}", "best": f"{max(top1):.2%}", "loss": loss}
-        steps = f"{step:,}" if _is_complete(run) else f"{step:,} of {last:,}"
+        steps = run.steps + (f" (failed, exit status {failed[run.name]})" if run.name in failed else "")
         rows.append({key: _value(run, key) for key in keys} | reached | {"steps": steps})
     return rows
 

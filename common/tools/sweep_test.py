@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from common.errors import UserError
+from common.testing.commands import run_forked
 from common.testing.tiny_task import CONFIG, write_images
 from common.tools import report, sweep
 from common.tools.report import FinishedRun
@@ -141,12 +142,13 @@ def test_a_finished_run_of_other_settings_is_not_taken_for_this_one(words: Seque
         sweep.main([*words, "--grid", "LEARNING_RATE=1", "--set", "NUM_EPOCHS=3"])
 
 
-def test_a_run_that_fails_does_not_end_the_others(words: Sequence[str], tmp_path: Path, capsys) -> None:
-    sweep.main([*words, "--grid", "LEARNING_RATE=7,1"])
-    printed = capsys.readouterr()
+def test_a_run_that_fails_is_shown_and_does_not_end_the_others(words: Sequence[str], tmp_path: Path) -> None:
+    ended = run_forked(sweep.main, [*words, "--grid", "LEARNING_RATE=7,1"])
+    assert ended.code == 1
     assert trained(tmp_path / "sweep") == ["LEARNING_RATE=7", "LEARNING_RATE=1"]
-    assert "LEARNING_RATE=7 failed (exit status 1)" in printed.err
-    assert [row[-1] for row in table(printed.out)[2:]] == ["20", "0 of 20"]
+    assert ended.stderr == "failed: LEARNING_RATE=7; rerun the command to resume\n"
+    assert [row[-1] for row in table(ended.stdout)[2:]] == ["20", "0 of 20 (failed, exit status 1)"]
+    assert "0 of 20 |" in run_forked(sweep.main, ["--output", tmp_path / "sweep"]).stdout
 
 
 def test_a_run_that_does_not_start_ends_the_sweep(words: Sequence[str], tmp_path: Path) -> None:

@@ -112,12 +112,21 @@ def test_a_branch_and_an_extension_train(trained: Trained, tmp_path: Path) -> No
     first = min((trained.output / "checkpoints").glob("step-*"))
     branch = ["--resume", str(first), "--set", "LEARNING_RATE=1e-3", "--set", "NUM_EPOCHS=3"]
     assert trained.again(*branch).code == 2
-    before = read_folder(trained.output)
-    ended = trained.again(*branch, output=tmp_path / "branch")
+    before, output = read_folder(trained.output), tmp_path / "branch"
+    stop = json.loads(before["config.json"])["plan"]["last_step"] + 1
+    ended = trained.again(*branch, "--set", f"MAX_STEPS={stop}", output=output)
     assert ended.code == 0, ended.stderr
     assert "LEARNING_RATE=0.001 from here on (was " in ended.stdout
+    ended = trained.again(*branch, output=output)
+    assert ended.code == 0, ended.stderr
+    assert f"resuming from {output}/checkpoints/step-{stop:08}\n" in ended.stdout
+    assert read_metrics(output)[-1]["epoch"] == 3
     assert read_folder(trained.output) == before
-    assert read_metrics(tmp_path / "branch")[-1]["epoch"] == 3
+    finished = read_folder(output)
+    ended = trained.again(*branch, output=output)
+    assert (ended.code, ended.stderr) == (0, "")
+    assert "this run is finished" in ended.stdout
+    assert read_folder(output) == finished
 
 
 def test_it_is_extended_and_changed_on_purpose_last(trained: Trained) -> None:

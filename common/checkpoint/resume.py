@@ -54,7 +54,8 @@ def choose_checkpoint(resume: str, output: Path) -> Path | None:
     """Return the checkpoint that ``--resume`` means for a run into ``output``, checked to the last byte; None: none.
 
     "auto" means the newest intact one of ``output``; "never" refuses a folder that holds a run; all else is the path of
-    a checkpoint, or of a run whose newest intact one is meant.
+    a checkpoint, or of a run whose newest intact one is meant. Where ``output`` is a branch of that already, it is
+    resumed from its own.
     """
     holds_run = (output / CONFIG).exists()
     if resume == NEVER:
@@ -65,12 +66,23 @@ def choose_checkpoint(resume: str, output: Path) -> Path | None:
         return None
     if resume == AUTO:
         return _newest_intact(output / "checkpoints")
-    return _find(Path(resume).resolve(), output, holds_run)
-
-
-def _find(path: Path, output: Path, holds_run: bool) -> Path:
-    if holds_run and not path.is_relative_to(output):
+    path = Path(resume).resolve()
+    if not holds_run or path.is_relative_to(output):
+        return _find(path)
+    if not _is_branch(output, path):
         raise UserError(f"--output {output} holds another run than --resume {path}: choose another folder")
+    return _newest_intact(output / "checkpoints") or _find(path)
+
+
+def _is_branch(output: Path, path: Path) -> bool:
+    """Return whether the run in ``output`` branched off from ``path``, a checkpoint or a run."""
+    starts = json.loads((output / CONFIG).read_text()).get("starts", [])
+    origins = [Path(start["from"]) for start in starts if start.get("from")]
+    elsewhere = [origin for origin in origins if not origin.is_relative_to(output)]
+    return bool(elsewhere) and elsewhere[-1].is_relative_to(path)
+
+
+def _find(path: Path) -> Path:
     if (path / TRAINER).exists():
         if fault := find_fault(path):
             raise UserError(f"--resume {path}: the checkpoint is damaged, {fault}; choose another")
@@ -98,11 +110,11 @@ def _newest_intact(folder: Path) -> Path | None:
 def note_start(about: Mapping[str, Any], start_from: Path | None) -> list[dict[str, Any]]:
     """Return when, how and from which step the run was started, each time; print what has changed since the last."""
     plan = about["plan"]
-    now = {"step": 0} | {key: about[key] for key in ("started", "argv", "commit")}
+    now: dict[str, Any] = {"step": 0} | {key: about[key] for key in ("started", "argv", "commit")}
     now |= {"gpus": plan["gpus"], "dtype": plan["dtype"]}
     if start_from is None:
         return [now]
-    now["step"] = load_trainer_state(start_from)["trainer"]["step"]
+    now |= {"step": load_trainer_state(start_from)["trainer"]["step"], "from": str(start_from)}
     print(f"resuming from {start_from}")
     for key, (then, value) in changed_keys(start_from, about["config"]).items():
         print(f"{key}={value!r} from here on (was {then!r})")

@@ -39,6 +39,20 @@ def test_the_newest_is_chosen(tmp_path: Path) -> None:
     assert choose_checkpoint("never", tmp_path / "other") is None
 
 
+def test_a_branch_is_resumed_from_its_own_checkpoint(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "a", 9, 12)
+    branch = tmp_path / "branch"
+    starts = [{"step": 0}, {"from": str(first)}, {"from": str(second)}, {"from": f"{branch}/checkpoints/step-00000013"}]
+    branch.mkdir()
+    (branch / "config.json").write_text(json.dumps({"starts": starts}))
+    assert choose_checkpoint(str(second), branch) == second  # it was stopped before it saved one
+    (own,) = write(branch, 14)
+    (branch / "config.json").write_text(json.dumps({"starts": starts}))
+    assert choose_checkpoint(str(second), branch) == choose_checkpoint(str(tmp_path / "a"), branch) == own
+    with pytest.raises(UserError, match="branch holds another run than --resume .*step-00000009"):
+        choose_checkpoint(str(first), branch)  # from which the first run itself was resumed
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped"])
 def test_a_damaged_one_is_left_out_with_a_warning(tmp_path: Path, damage: str, capsys) -> None:
     first, second = write(tmp_path, 9, 12)

@@ -39,6 +39,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what ``error`` says, or the name of its type if it says nothing."""
+    return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+
+
 def nearest_multiples(value: int, unit: int) -> str:
     """Return the multiples of ``unit`` next to ``value``, which is none, as ``"4 or 8"``."""
     below = value // unit * unit

@@ -1,69 +1,63 @@
-"""Load pretrained weights: of a run, a checkpoint, or a file with the parameters of the same architecture.
+"""Fit the weights that a run starts from to its model.
 
 A head for other classes is replaced, and the position embedding of another image size is resampled.
 """
 
 import math
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from common.checkpoint.model_state import MODEL, check_architecture
-from common.checkpoint.save import MARKER
-from common.checkpoint.saved_run import open_run
+from common.checkpoint.model_state import check_architecture
+from common.checkpoint.sources import infer_model, open_source
 from common.errors import UserError
 from common.model.vit import build_sincos2d
 
-WRAPPERS = ("state_dict", "model")  # under which timm, DeiT and others keep the parameters in a torch file
+
+def load_pretrained(model: nn.Module, source: str, *, heads_stated: bool = True) -> str:
+    """Give ``model``, which is whole, the weights that `fit_pretrained` returns; return its line."""
+    weights, done = fit_pretrained(model, source, heads_stated=heads_stated)
+    model.load_state_dict(weights)
+    return done
 
 
-def load_pretrained(model: nn.Module, source: str) -> str:
-    """Give ``model``, which is whole, the weights of ``source`` as far as they fit; return what was done, in a line.
+def fit_pretrained(model: nn.Module, source: str, *, heads_stated: bool = True) -> tuple[dict[str, Tensor], str]:
+    """Return the weights of ``source`` as far as they fit ``model``, and what was done to them, in a line.
 
-    ``source`` is a run or checkpoint of ours, a folder with model.safetensors, a .safetensors file, or one of torch's
-    with a `state_dict` and nothing else to unpickle. Raises `UserError` for anything else, and for weights of another
-    architecture or patch size.
+    ``source`` is a run or checkpoint of ours, a folder with model.safetensors, a .safetensors file, one of torch's
+    with a `state_dict` and nothing else to unpickle, or ``hf-hub:<id>``. Raises `UserError` for anything else, for
+    weights of another architecture, and, unless ``heads_stated``, where only the user can know the number of heads.
     """
-    weights = read_weights(source)
-    _check_patches(source, weights, model)
+    try:
+        weights, heads, _ = open_source(source)
+    except UserError as error:
+        raise UserError(f"INIT={error}") from error
+    _check_shape(source, weights, heads, model, heads_stated)
     notes = [_fit_head(weights, model), _fit_position(source, weights, model)]
     check_architecture(Path(source), weights, model)
-    model.load_state_dict(weights)
-    return "; ".join([f"starting from the weights of {source}", *filter(None, notes)])
+    return weights, "; ".join([f"starting from the weights of {source}", *filter(None, notes)])
 
 
-def read_weights(source: str) -> dict[str, Tensor]:
-    """Return the parameters in ``source`` by timm's names; see `load_pretrained`."""
-    path = Path(source)
-    if (path / MARKER).is_file() or (path / "checkpoints").is_dir():
-        return open_run(source).load_weights()
-    file = path / MODEL if path.is_dir() else path
-    try:
-        found = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+def _check_shape(
+    source: str, weights: Mapping[str, Tensor], heads: int | None, model: nn.Module, heads_stated: bool
+) -> None:
+    """Refuse weights of another shape than ``model`` in terms of MODEL's keys."""
+    theirs, own = infer_model(source, weights), infer_model("", dict(model.named_parameters()))
+    own["heads"] = own["width"] // model.blocks[0].attn.head_width  # pyright: ignore
+    theirs["heads"] = heads or own["heads"]
+    differing = [key for key in theirs if key != "image_size" and theirs[key] != own[key]]
+    if differing:
+        fitting = " ".join(f"--set MODEL.{key}={theirs[key]}" for key in differing)
         raise UserError(
-            f"INIT={source}: {file.name} holds no weights that can be read ({reason}): name a run, a checkpoint, a "
-            ".safetensors file, or a state_dict that torch saved"
-        ) from error
-    found = next((found[key] for key in WRAPPERS if isinstance(found, Mapping) and key in found), found)
-    if not (isinstance(found, Mapping) and found and all(isinstance(value, Tensor) for value in found.values())):
-        raise UserError(f"INIT={source}: {file.name} is no state_dict: save model.state_dict() alone")
-    return dict(found)
-
-
-def _check_patches(source: str, weights: Mapping[str, Tensor], model: nn.Module) -> None:
-    size = model.patch_embed.proj.kernel_size[0]  # pyright: ignore[reportAttributeAccessIssue]
-    saved = weights.get("patch_embed.proj.weight")
-    if saved is not None and saved.ndim == 4 and saved.shape[-1] != size:
+            f"INIT={source}: its model differs from {', '.join(f'MODEL.{key}={own[key]}' for key in differing)}: "
+            f"{fitting} fits, or start from other weights"
+        )
+    if heads is None and not heads_stated:
         raise UserError(
-            f"INIT={source}: its patches have {saved.shape[-1]} pixels a side, MODEL.patch_size={size}: "
-            f"--set MODEL.patch_size={saved.shape[-1]}, or start from other weights"
+            f"INIT={source}: the weights do not tell their number of attention heads: confirm "
+            f"--set MODEL.heads={own['heads']} or set another"
         )
 
 
@@ -78,13 +72,11 @@ def _fit_head(weights: dict[str, Tensor], model: nn.Module) -> str | None:
 
 def _fit_position(source: str, weights: dict[str, Tensor], model: nn.Module) -> str | None:
     """Bring the position embedding to the grid of ``model``."""
-    saved, own = weights.get("pos_embed"), model.pos_embed
-    if saved is None or saved.ndim != 3 or saved.shape[2] != own.shape[2]:
-        return None  # another architecture, which is refused with all that differs
+    saved, own = weights["pos_embed"], model.pos_embed
     prefix = int(model.cls_token is not None)
     old, new = (math.isqrt(table.shape[1] - prefix) for table in (saved, own))
     if old**2 + prefix != saved.shape[1]:
-        return None
+        return None  # another architecture, which is refused with all that differs
     if not own.requires_grad:  # fixed, and computed for any grid
         if not torch.allclose(saved.float(), build_sincos2d(old, own.shape[2], prefix), atol=1e-2):  # pyright: ignore[reportArgumentType]
             raise UserError(

@@ -10,12 +10,14 @@ from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from common.checkpoint.pretrained import load_pretrained, read_weights
+from common.checkpoint.pretrained import load_pretrained
 from common.checkpoint.save import newest_checkpoint
+from common.checkpoint.sources import open_source
 from common.config.model_arguments import timm_arguments
 from common.errors import UserError
 from common.metrics.writers import read_metrics
 from common.model.vit import build_model
+from common.testing.commands import run_forked
 from common.testing.ranks import run_ranks
 from common.testing.tiny_task import MODEL, train, write_images
 from common.tools import export
@@ -85,7 +87,7 @@ def test_all_kinds_of_sources_give_the_same_weights(saved: Path, tmp_path: Path)
     torch.save({"model": weights}, tmp_path / "deit.pth")
     torch.save({"state_dict": weights}, tmp_path / "timm.pt")
     for name in ("weights.safetensors", "folder", "plain.pth", "deit.pth", "timm.pt"):
-        found = read_weights(str(tmp_path / name))
+        found = open_source(str(tmp_path / name)).weights
         assert found.keys() == weights.keys()
         assert all(torch.equal(found[key], weights[key]) for key in weights)
 
@@ -114,7 +116,7 @@ def test_every_mode_starts_from_the_same(trained: Path, data: Path, gpus: int, m
 
 
 def test_a_run_that_resumes_does_not_start_again(saved: Path, data: Path, tmp_path: Path, capsys) -> None:
-    train(data, tmp_path / "run", f"INIT={saved}", "MAX_STEPS=4", "LEARNING_RATE=0")
+    train(data, tmp_path / "run", f"INIT={saved}", "MODEL.heads=2", "MAX_STEPS=4", "LEARNING_RATE=0")
     first = newest_checkpoint(tmp_path / "run" / "checkpoints")
     assert f"starting from the weights of {saved}; a new head of 7 classes, not its 9" in capsys.readouterr().out
     weights = load_file(first / "model.safetensors")
@@ -131,10 +133,13 @@ def test_a_run_that_resumes_does_not_start_again(saved: Path, data: Path, tmp_pa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"patch_size": 4}, "its patches have 8 pixels a side, MODEL.patch_size=4: --set MODEL.patch_size=8"),
-        ({"width": 48}, "is of another architecture: .*load it with the MODEL it was trained with"),
-        ({"depth": 3}, "is of another architecture: blocks.2.norm1.weight missing"),
-        ({"pool": "avg"}, "is of another architecture: .*cls_token"),
+        ({"patch_size": 4}, "differs from MODEL.patch_size=4: --set MODEL.patch_size=8 fits"),
+        (
+            {"width": 48, "depth": 3},
+            "from MODEL.width=48, MODEL.depth=3: --set MODEL.width=32 --set MODEL.depth=2 fits",
+        ),
+        ({"mlp_ratio": 3}, "from MODEL.mlp_ratio=3.0: --set MODEL.mlp_ratio=2.0 fits"),
+        ({"pool": "avg"}, "from MODEL.pool=avg: --set MODEL.pool=cls fits"),
         ({"position": "sincos2d"}, "its position embedding was learned: --set MODEL.position=learned"),
     ],
 )
@@ -142,6 +147,35 @@ def test_weights_that_do_not_fit_are_refused(saved: Path, change: dict, message:
     with pytest.raises(UserError, match=message) as raised:
         load_pretrained(build_model(**OTHER | change), str(saved))
     assert "\n" not in str(raised.value)
+
+
+def test_heads_come_from_what_describes_the_weights_or_from_the_user(trained: Path, data: Path, tmp_path: Path) -> None:
+    for target in ("timm", "safetensors"):
+        export.main([str(trained), "--to", target, "--output", str(tmp_path / target)])
+    shutil.copy(tmp_path / "safetensors" / "model.safetensors", tmp_path / "alone.safetensors")
+    model = build_model(**OTHER | {"heads": 4})
+    checkpoint = newest_checkpoint(trained / "checkpoints")
+    for source in (trained, checkpoint / "ema.safetensors", tmp_path / "timm", tmp_path / "alone.safetensors"):
+        with pytest.raises(UserError, match="differs from MODEL.heads=4: --set MODEL.heads=2 fits"):
+            load_pretrained(model, str(source))
+
+
+@pytest.mark.parametrize("flag", [None, "--dry-run"])
+def test_a_start_and_its_dry_run_refuse_the_same(data: Path, saved: Path, tmp_path: Path, flag: str | None) -> None:
+    def start(words: list[str]) -> None:
+        train(data, tmp_path / "run", *words, flags=[flag] if flag else [])
+
+    for init, words, line in (
+        (saved, [], "the weights do not tell their number of attention heads: confirm --set MODEL.heads=2 or set"),
+        (saved, ["MODEL.depth=3"], "its model differs from MODEL.depth=3: --set MODEL.depth=2 fits"),
+        (tmp_path / "none.pth", [], "none.pth holds no weights that can be read (No such file"),
+    ):
+        ended = run_forked(start, [f"INIT={init}", *words])
+        assert ended.code == 2
+        assert ended.stderr.startswith(f"error: INIT={init}: {line}")
+        assert ended.stderr.count("\n") == 1
+    ended = run_forked(start, [f"INIT={saved}", "MODEL.heads=2", "MAX_STEPS=1"])
+    assert (ended.code, "a new head of 7 classes, not its 9" in " ".join(ended.stdout.split())) == (0, True)
 
 
 class Code:
@@ -160,11 +194,11 @@ def test_what_holds_no_weights_is_refused(tmp_path: Path) -> None:
     expected |= {"empty": f"model.safetensors {unreadable}", "missing.safetensors": f"{unreadable} \\(No such file"}
     for name, words in (expected | dict.fromkeys(("list.pth", "other.pth"), no_weights)).items():
         with pytest.raises(UserError, match=words) as raised:
-            read_weights(str(tmp_path / name))
-        assert str(raised.value).startswith(f"INIT={tmp_path / name}: ")
+            open_source(str(tmp_path / name))
+        assert str(raised.value).startswith(f"{tmp_path / name}: ")
         assert "\n" not in str(raised.value)
 
 
 def test_ranks_refuse_together(saved: Path, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="AgreedError: INIT=.*its patches have 8 pixels"):
+    with pytest.raises(RuntimeError, match="AgreedError: INIT=.*--set MODEL.patch_size=8 fits"):
         run_ranks(2, train, data, tmp_path / "run", f"INIT={saved}", "MODEL.patch_size=4")

@@ -46,7 +46,7 @@ class SavedRun:
 
     @property
     def class_names(self) -> list[str]:
-        """A name forevery output of the model; the number of those that the data set had no name for."""
+        """A name for every output of the model; the number of those that the data set had no name for."""
         names = self.about["data"]["class_names"]
         return names + [str(label) for label in range(len(names), self.config["MODEL"]["num_classes"])]
 
@@ -97,12 +97,12 @@ class SavedRun:
         return importlib.import_module(name)
 
 
-def build_parser(program: str, description: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a command whose first argument is what `open_run` opens."""
+def build_parser(program: str, description: str | None, others: str = "") -> argparse.ArgumentParser:
+    """Return the parser of a command whose first argument is what `open_run` opens, or one of the ``others``."""
     parser = argparse.ArgumentParser(
         program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", metavar="RUN_OR_CHECKPOINT", help="a run's folder, or one in its checkpoints/")
+    parser.add_argument("run", metavar="RUN_OR_CHECKPOINT", help=f"a run's folder, or one in its checkpoints/{others}")
     parser.add_argument("--raw", action="store_true", help="use the weights themselves where EMA averaged them")
     parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
     return parser

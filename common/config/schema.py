@@ -243,7 +243,11 @@ class Config(Section):
     OUTPUT: str | None = key(
         None, "folder of the run, unless `--output` names one; `None`: outputs/<name of the config>"
     )
-    INIT: str | None = key(None, "weights to start from: a run, a checkpoint, a .safetensors file, a state_dict")
+    INIT: str | None = key(
+        None,
+        "weights to start from: a run, a checkpoint, a .safetensors file, a state_dict, a model of timm's by name, or "
+        "hf-hub:USER/NAME; where they do not tell MODEL.heads, say that beside it",
+    )
     MIXUP: Number = key(0.0, "alpha of Mixup's Beta distribution; 0: no Mixup", ge=0, le=1000)
     CUTMIX: Number = key(0.0, "alpha of CutMix's Beta distribution; beside `MIXUP`, half of the batches", ge=0, le=1000)
     ERASING: Number = key(0.0, "probability that a rectangle of a training image is erased", ge=0, le=1)

@@ -28,15 +28,19 @@ WIDTH, INDENT = 80, 23  # columns
 IMAGENET = 1_281_167  # training images of ImageNet-1k
 
 
-def print_dry_run(config: Mapping[str, Any], plan: Plan, data: DataSummary | None, cluster: Cluster | None) -> None:
+def print_dry_run(
+    config: Mapping[str, Any], plan: Plan, data: DataSummary | None, cluster: Cluster | None, weights: str = ""
+) -> None:
     """Print the config, one key per line as ``--set`` takes it, the plan, and the table of all modes on ``cluster``.
 
-    ``data`` is None where no data set was named. Without ``cluster`` there is no table.
+    ``data`` is None where no data set was named; ``weights`` says what the run starts from. Without ``cluster`` there
+    is no table.
     """
     for name, value in _dotted(config):
         print(f"{name:<{INDENT - 1}} {value}")
     print()
-    for name, value in _describe_plan(config, plan, data).items():
+    rows = _describe_plan(config, plan, data) | ({"weights": weights} if weights else {})
+    for name, value in rows.items():
         _print_wrapped(name, value)
     with torch.device("meta"):
         model = build_model(**_model(config))

@@ -34,7 +34,11 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
     parser.add_argument(
         "--allow-change", action="append", default=[], metavar="KEY", help="resume although this key has changed"
     )
-    parser.add_argument("--init", metavar="PATH", help="start from the weights of a run or a file: --set INIT=PATH")
+    parser.add_argument(
+        "--init",
+        metavar="SOURCE",
+        help="start from the weights of a run, a file, or a model of timm's or the Hub: INIT",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, then exit")
     parser.add_argument("--gpus", type=int, help="with --dry-run: plan for this many, and compare the modes")
     instead = parser.add_mutually_exclusive_group()

@@ -4,12 +4,12 @@ import argparse
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from common.checkpoint.sources import resolve_source
 from common.colossal import MixedPrecision, build_mixed_precision, check_tensor_parallel, name_dtype
 from common.config.batch_plan import DataSummary, Plan, build_plan, shrink_micro_batch
 from common.config.load import data_root, load_config
@@ -38,7 +38,7 @@ def prepare_run(
     ``--dry-run`` needs neither data nor GPUs. Raises `UserError` for whatever the run would refuse later.
     """
     config = load_config(args.config, [*args.set, *([f"INIT={args.init}"] if args.init else [])], base)
-    config["INIT"] = config["INIT"] and str(Path(config["INIT"]).resolve())
+    config["INIT"] = config["INIT"] and resolve_source(config["INIT"])
     gpus = launch.world_size
     if args.dry_run and launch.launcher == "single":
         gpus = args.gpus or args.world_size or config["GPUS"]

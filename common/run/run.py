@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class Run:
     about: dict[str, Any]  # what config.json holds
     start_from: Path | None  # the checkpoint to resume from
     measurement: Measurement | None  # what this run is for, instead of training
+    heads_stated: bool = True  # whether the user has said MODEL.heads of INIT
 
     @property
     def data_parallel(self) -> dict[str, int]:
@@ -49,9 +51,10 @@ class Run:
         source = self.about["config"]["INIT"]
         if not source or self.start_from is not None:
             return
-        done = ask_first_rank(lambda: load_pretrained(model, source))
+        load = partial(load_pretrained, model, source, heads_stated=self.heads_stated)
+        done = ask_first_rank(load)  # which downloads it
         if not self.is_main:
-            load_pretrained(model, source)
+            load()
         else:
             print(done, flush=True)
 

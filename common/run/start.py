@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from common.checkpoint.pretrained import fit_pretrained
 from common.checkpoint.resume import ask_first_rank, note_start
 from common.checkpoint.save import CONFIG
 from common.colossal import MixedPrecision, progress, shutdown
@@ -23,6 +24,7 @@ from common.launch.stop_signals import stop_signals
 from common.metrics.lr_finder import LearningRateFinder
 from common.metrics.profiler import ProfilerHook
 from common.metrics.provenance import describe_run
+from common.model.vit import build_model
 from common.run.arguments import parse_arguments
 from common.run.folder import find_start
 from common.run.on_cpu import explain_cpu
@@ -45,7 +47,8 @@ def start_run(
     prepared = config, plan, data, precision = prepare_run(args, launch, describe_data, base)
     if args.dry_run:
         if launch.rank == 0:
-            print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None)
+            weights = _check_init(config, _states_heads(args)) if config["INIT"] else ""
+            print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None, weights)
         return None
     assert data is not None
     stop_signals.install(launch.launcher == "torch", progress, config["TIMEOUT"])
@@ -72,7 +75,22 @@ def start_run(
         _announce(args.config, config, plan, data)
         _announce_precision(precision)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return Run(plan, output, launch.rank == 0, device, about, start_from, measurement)
+    return Run(plan, output, launch.rank == 0, device, about, start_from, measurement, _states_heads(args))
+
+
+def _states_heads(args: argparse.Namespace) -> bool:
+    """Return whether the command line says MODEL.heads, or leaves both it and INIT to the config file."""
+    keys = {setting.partition("=")[0] for setting in args.set}
+    return bool(keys & {"MODEL", "MODEL.heads"}) or not (args.init or "INIT" in keys)
+
+
+def _check_init(config: Mapping[str, Any], heads_stated: bool) -> str:
+    """Refuse what a start would refuse of INIT; return what it would say."""
+    classes = config["MODEL"]["num_classes"]
+    with torch.device("meta"):
+        model = build_model(**config["MODEL"] | {"num_classes": classes or 1})
+    _, done = fit_pretrained(model, config["INIT"], heads_stated=heads_stated)
+    return done if classes else done.partition(";")[0]
 
 
 def _leave(why: str, is_main: bool) -> None:

@@ -2,6 +2,7 @@
 
 python scripts/evaluate.py outputs/vit-b16
 torchrun --nproc_per_node 8 scripts/evaluate.py outputs/vit-b16/checkpoints/step-00011700 --data /data/imagenet
+python scripts/evaluate.py vit_small_patch16_224.augreg_in21k_ft_in1k --data /data/imagenet
 """
 
 import argparse
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from common.checkpoint.saved_run import SavedRun, build_parser, open_run
+from common.checkpoint.pretrained_run import OTHERS, open_model
+from common.checkpoint.saved_run import SavedRun, build_parser
 from common.colossal import Predictor, shutdown
 from common.config.batch_plan import DataSummary
 from common.config.load import data_root
@@ -31,7 +33,7 @@ ONE_PROCESS = dict(pipeline=1, tensor=dict(size=1, mode=None))  # a model that i
 def main(argv: list[str]) -> None:
     args = _parse(argv)
     launch = detect_launch(args, os.environ)
-    run = open_run(args.run, [*args.set, *([f"DATA.root={args.data}"] if args.data else [])], raw=args.raw)
+    run = open_model(args.run, [*args.set, *([f"DATA.root={args.data}"] if args.data else [])], raw=args.raw)
     data = run.config["DATA"]
     data["root"] = data_root(run.config)
     loaders = run.import_loaders()
@@ -77,7 +79,7 @@ class Tally:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = build_parser("python scripts/evaluate.py", __doc__)
+    parser = build_parser("python scripts/evaluate.py", __doc__, OTHERS)
     parser.add_argument("--data", metavar="DIR", help="the data set (default: the run's)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config")
     parser.add_argument("--output", metavar="DIR", help="default: evaluation/<checkpoint> in the run's folder")

@@ -8,6 +8,7 @@ safetensors     model.safetensors alone, with everything that config.json says i
 onnx            model.onnx, for batches of any size
 
 Beside it lie README.md, the model card, and config.json: architecture, preprocessing and class names, as timm has them.
+``--push`` uploads all of it to the Hugging Face Hub, with the token in HF_TOKEN or that of `hf auth login`.
 """
 
 import argparse
@@ -18,13 +19,14 @@ from pathlib import Path
 
 import timm
 import torch
+from huggingface_hub import HfApi, get_token
 from safetensors import safe_open
 from safetensors.torch import save
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from common.checkpoint.saved_run import SavedRun, build_parser, open_run
-from common.errors import UserError
+from common.errors import UserError, first_line
 from common.tools.model_card import write_model_card
 from common.tools.timm_format import describe_for_timm
 
@@ -38,11 +40,27 @@ Forward = Callable[[Tensor], Tensor]
 def main(argv: list[str]) -> None:
     args = _parse(argv)
     run = open_run(args.run, raw=args.raw)
+    if args.push and not get_token():
+        raise UserError(f"--push {args.push} needs a token of the Hugging Face Hub: set HF_TOKEN, or run hf auth login")
     output = Path(args.output or run.folder / "export" / run.checkpoint.name / args.to)
     difference = export(run, args.to, output)
     print(f"checkpoint {run.checkpoint} ({run.chosen})")
     print(f"checked    logits differ from the checkpoint's by {difference:.1e} of the largest")
-    print(f"exported   {output}")
+    print(f"exported   {output}", flush=True)
+    if args.push:
+        print(f"pushed     {push(output, args.push)}")
+
+
+def push(folder: Path, name: str) -> str:
+    """Upload ``folder`` as the Hugging Face Hub's model ``<user>/<name>``, made if it is not there; return its URL."""
+    try:
+        url = HfApi().create_repo(name, exist_ok=True)
+        HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message="Export")
+    except Exception as error:  # the Hub's and the network's have no type in common
+        raise UserError(
+            f"--push {name}: {first_line(error)}; the export is in {folder}: `hf upload {name} {folder}` uploads it"
+        ) from error
+    return url
 
 
 def export(run: SavedRun, target: str, output: Path) -> float:
@@ -131,4 +149,5 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = build_parser("python scripts/export.py", __doc__)
     parser.add_argument("--to", required=True, choices=WRITERS, help="for what")
     parser.add_argument("--output", metavar="DIR", help="default: export/<checkpoint>/<for what> in the run's folder")
+    parser.add_argument("--push", metavar="USER/NAME", help="upload the export to the Hugging Face Hub")
     return parser.parse_args(argv)

@@ -1,6 +1,7 @@
 """Classify images with a saved model: the five most probable classes of each.
 
 python scripts/predict.py outputs/quickstart digit.png folder_of_images
+python scripts/predict.py hf-hub:timm/vit_small_patch16_224.augreg_in21k_ft_in1k cat.jpg
 curl -s https://example.org/cat.jpg | python scripts/predict.py outputs/vit-b16 - --json
 """
 
@@ -18,7 +19,8 @@ import numpy as np
 import torch
 from PIL import UnidentifiedImageError
 
-from common.checkpoint.saved_run import SavedRun, build_parser, open_run
+from common.checkpoint.pretrained_run import OTHERS, open_model
+from common.checkpoint.saved_run import SavedRun, build_parser
 from common.colossal import Predictor
 from common.data.crops import CenterCrop
 from common.data.image_folder import list_files, open_image
@@ -35,7 +37,7 @@ Answer = dict[str, Any]
 def main(argv: list[str]) -> None:
     args = _parse(argv)
     images = list_images(args.images)
-    run = open_run(args.run, raw=args.raw)
+    run = open_model(args.run, raw=args.raw)
     if not args.json:
         print(f"checkpoint {run.checkpoint} ({run.chosen})", flush=True)
     is_complete = True
@@ -106,7 +108,7 @@ def _best(probabilities_C: torch.Tensor, names: Sequence[str]) -> Answer:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = build_parser("python scripts/predict.py", __doc__)
+    parser = build_parser("python scripts/predict.py", __doc__, OTHERS)
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="a file, a folder with images, or - for stdin")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line, for each image")
     return parser.parse_args(argv)

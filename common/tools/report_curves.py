@@ -36,7 +36,7 @@ NOT_SHOWN = {*WHEN, "samples"}  # the size of the evaluation set is no curve
 
 
 def collect_charts(runs: Sequence[Sequence[Record]]) -> list[dict[str, Any]]:
-    """Return a chart forevery metric in the runs' records, known ones first, with a line for each run and kind."""
+    """Return a chart for every metric in the runs' records, known ones first, with a line for each run and kind."""
     names = dict.fromkeys(METRICS) | {name: None for run in runs for record in run for name in record}
     charts = []
     for name in names:

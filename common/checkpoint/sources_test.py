@@ -1,0 +1,164 @@
+"""Models of the Hugging Face Hub, served on loopback: pushed, started from, evaluated, and equal to timm's."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub.constants
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save
+from timm.data import create_transform
+
+from common.checkpoint.sources import resolve_source
+from common.errors import UserError
+from common.metrics.writers import read_metrics
+from common.testing.commands import Ended, run_forked
+from common.testing.hub import Hub, serve_hub
+from common.testing.tiny_task import NAMES, train, write_images
+from common.tools import evaluate, export, predict
+
+ROOT = Path(__file__).parents[2]
+TINY = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=4, mlp_ratio=2.0, num_classes=1000)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with a tiny model in place of one of timm's; the client's variables were read when it was imported."""
+    torch.manual_seed(3)
+    model = timm.create_model("vit_tiny_patch16_224", **TINY)
+    cfg = {"mean": [0.5] * 3, "std": [0.25] * 3, "crop_pct": 0.9, "interpolation": "bicubic", "input_size": [3, 16, 16]}
+    about = {"architecture": "vit_tiny_patch16_224", "num_classes": 1000, "model_args": TINY, "pretrained_cfg": cfg}
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    with serve_hub() as server:
+        server.files["timm/vit_tiny_patch16_224.augreg_in21k"] = {
+            "config.json": json.dumps(about).encode(),
+            "model.safetensors": save(weights),
+        }
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        yield server
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("task") / "data")
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path) -> Path:
+    return train(data, data.parent / "run")
+
+
+def test_a_model_by_timms_name_answers_as_in_timm(hub: Hub, tmp_path: Path) -> None:
+    """In a process of its own, which HF_ENDPOINT tells where the Hub is."""
+    picture = Image.fromarray(np.random.default_rng(1).integers(0, 256, (40, 60, 3), np.uint8))
+    picture.save(tmp_path / "picture.png")
+    command = [sys.executable, "scripts/predict.py", "vit_tiny_patch16_224.augreg_in21k", tmp_path / "picture.png"]
+    environ = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([*command, "--json"], cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    model = timm.create_model("hf-hub:timm/vit_tiny_patch16_224.augreg_in21k", pretrained=True).eval()
+    transform = create_transform((3, 16, 16), mean=[0.5] * 3, std=[0.25] * 3, crop_pct=0.9, interpolation="bilinear")
+    with torch.no_grad():
+        shares = model(transform(picture)[None]).softmax(1)[0].topk(5)
+    found = json.loads(ended.stdout)["classes"]
+    assert [answer["label"] for answer in found] == shares.indices.tolist()
+    assert [answer["probability"] for answer in found] == pytest.approx(shares.values.tolist(), abs=2e-4)
+    names = timm.data.ImageNetInfo().label_descriptions()
+    assert [answer["class"] for answer in found] == [names[label] for label in shares.indices.tolist()]
+
+
+def test_a_run_starts_from_it_or_is_told_what_fits(hub: Hub, data: Path, tmp_path: Path) -> None:
+    def start(words: list[str]) -> None:
+        train(data, tmp_path / "run", "MAX_STEPS=1", "LEARNING_RATE=0", *words)
+
+    ended = run_forked(start, ["INIT=vit_tiny_patch16_224.augreg_in21k"])
+    assert (ended.code, ended.stderr) == (
+        2,
+        "error: INIT=hf-hub:timm/vit_tiny_patch16_224.augreg_in21k: its model differs from MODEL.heads=2: "
+        "--set MODEL.heads=4 fits, or start from other weights\n",
+    )
+    ended = run_forked(start, ["INIT=hf_hub:timm/vit_tiny_patch16_224.augreg_in21k", "MODEL.heads=4"])
+    assert ended.code == 0, ended.stderr
+    assert "a new head of 7 classes, not its 1000" in ended.stdout
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["INIT"].startswith("hf-hub:timm/")
+    hub.files.clear()  # it is in the cache
+
+
+def push(run: Path, output: Path, **environ: str) -> Ended:
+    words = [run, "--to", "timm", "--output", output, "--push", "user/colours"]
+    return run_forked(export.main, words, HF_HUB_DISABLE_PROGRESS_BARS="1", **environ)
+
+
+def test_an_export_is_pushed_and_evaluated_as_in_training(hub: Hub, trained: Path, data: Path, tmp_path: Path) -> None:
+    ended = push(trained, tmp_path / "timm", HF_TOKEN=hub.token)
+    assert ended.code == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == f"pushed     {hub.url}/user/colours"
+    assert hub.files["user/colours"] == {path.name: path.read_bytes() for path in (tmp_path / "timm").iterdir()}
+    assert hub.token not in ended.stdout + ended.stderr
+    (data / "val").symlink_to("test")  # as in ImageNet's folder
+    words = ["hf-hub:user/colours", "--data", data, "--output", tmp_path / "evaluation"]
+    ended = run_forked(evaluate.main, [*words, "--set", "DATA.loader=torchvision"])
+    assert ended.code == 0, ended.stderr
+    found, expected = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text()), read_metrics(trained)[-1]
+    assert (found["top1"], found["samples"]) == (expected["top1"], expected["samples"])
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    image = next((data / "test" / "red").iterdir())
+    for source in ("hf-hub:user/colours", tmp_path / "timm", trained):
+        answer = json.loads(run_forked(predict.main, [source, image, "--json"]).stdout)["classes"]
+        assert {found["class"] for found in answer} < set(NAMES)
+
+
+def test_a_push_that_fails_says_why_and_keeps_the_export(hub: Hub, trained: Path, tmp_path: Path) -> None:
+    ended = push(trained, tmp_path / "none", HF_TOKEN="")
+    assert (ended.code, (tmp_path / "none").exists()) == (2, False)
+    assert ended.stderr == (
+        "error: --push user/colours needs a token of the Hugging Face Hub: set HF_TOKEN, or run hf auth login\n"
+    )
+    ended = push(trained, tmp_path / "timm", HF_TOKEN="hf_wrong")
+    assert (ended.code, ended.stderr.count("\n")) == (2, 1)
+    assert ended.stderr.endswith(f"`hf upload user/colours {tmp_path}/timm` uploads it\n")
+    assert "401" in ended.stderr
+    assert "hf_wrong" not in ended.stderr
+    assert (tmp_path / "timm" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "about", "words"),
+    [
+        (
+            "vit_tiny_patch16_224.augreg_in22k",
+            None,
+            "timm has no such weights; did you mean 'vit_tiny_patch16_224.augreg",
+        ),
+        (
+            "hf-hub:user/none",
+            None,
+            "hf-hub:user/none: not a model of timm's that can be read from the Hugging Face Hub",
+        ),
+        ("hf-hub:user/x", {"architecture": "resnet18"}, "resnet18 is no plain Vision Transformer"),
+        ("hf-hub:user/x", {"architectures": ["ViT"]}, "hf-hub:user/x: not a model of timm's .*architecture"),
+        ("hf-hub:user/x", {"architecture": "vit_base_patch32_clip_quickgelu_224"}, "has another activation, norm or"),
+    ],
+)
+def test_what_is_no_plain_vit_is_refused(hub: Hub, tmp_path: Path, name: str, about: dict | None, words: str) -> None:
+    if about:
+        hub.files["user/x"] = {"config.json": json.dumps(about | {"pretrained_cfg": {}}).encode()}
+    with pytest.raises(UserError, match=words) as refused:
+        predict.main([name, "picture.png"])
+    assert "\n" not in str(refused.value)
+
+
+def test_a_path_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve_source("vit_tiny_patch16_224") == "hf-hub:timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    Path("vit_tiny_patch16_224").mkdir()
+    assert resolve_source("vit_tiny_patch16_224") == str(tmp_path / "vit_tiny_patch16_224")
+    assert resolve_source("weights.pth") == str(tmp_path / "weights.pth")

@@ -88,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
 def serve_hub() -> Iterator[Hub]:
     """Serve an empty hub within the context."""
     with Hub() as hub:
-        thread = threading.Thread(target=hub.serve_forever, daemon=True)
+        thread = threading.Thread(target=hub.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         yield hub
         hub.shutdown()

@@ -76,8 +76,11 @@ def choose_checkpoint(resume: str, output: Path) -> Path | None:
 
 def _is_branch(output: Path, path: Path) -> bool:
     """Return whether the run in ``output`` branched off from ``path``, a checkpoint or a run."""
-    starts = json.loads((output / CONFIG).read_text()).get("starts", [])
-    origins = [Path(start["from"]) for start in starts if start.get("from")]
+    try:
+        starts = json.loads((output / CONFIG).read_text())["starts"]
+        origins = [Path(start["from"]) for start in starts if start.get("from")]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # nothing that this project wrote
+        return False
     elsewhere = [origin for origin in origins if not origin.is_relative_to(output)]
     return bool(elsewhere) and elsewhere[-1].is_relative_to(path)
 

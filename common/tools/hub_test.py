@@ -21,7 +21,7 @@ from common.errors import UserError
 from common.metrics.writers import read_metrics
 from common.testing.commands import Ended, run_forked
 from common.testing.hub import Hub, serve_hub
-from common.testing.tiny_task import NAMES, train, write_images
+from common.testing.tiny_task import NAMES, train
 from common.tools import evaluate, export, predict
 
 ROOT = Path(__file__).parents[2]
@@ -46,16 +46,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         yield server
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("task") / "data")
-
-
-@pytest.fixture(scope="module")
-def trained(data: Path) -> Path:
-    return train(data, data.parent / "run")
 
 
 def test_a_model_by_timms_name_answers_as_in_timm(hub: Hub, tmp_path: Path) -> None:
@@ -99,32 +89,34 @@ def push(run: Path, output: Path, **environ: str) -> Ended:
     return run_forked(export.main, words, HF_HUB_DISABLE_PROGRESS_BARS="1", **environ)
 
 
-def test_an_export_is_pushed_and_evaluated_as_in_training(hub: Hub, trained: Path, data: Path, tmp_path: Path) -> None:
-    ended = push(trained, tmp_path / "timm", HF_TOKEN=hub.token)
+def test_an_export_is_pushed_and_evaluated_as_in_training(hub: Hub, run: Path, data: Path, tmp_path: Path) -> None:
+    ended = push(run, tmp_path / "timm", HF_TOKEN=hub.token)
     assert ended.code == 0, ended.stderr
     assert ended.stdout.splitlines()[-1] == f"pushed     {hub.url}/user/colours"
     assert hub.files["user/colours"] == {path.name: path.read_bytes() for path in (tmp_path / "timm").iterdir()}
     assert hub.token not in ended.stdout + ended.stderr
-    (data / "val").symlink_to("test")  # as in ImageNet's folder
-    words = ["hf-hub:user/colours", "--data", data, "--output", tmp_path / "evaluation"]
+    (tmp_path / "images").mkdir()
+    for split, ours in (("train", "train"), ("val", "test")):  # as in ImageNet's folder
+        (tmp_path / "images" / split).symlink_to(data / ours)
+    words = ["hf-hub:user/colours", "--data", tmp_path / "images", "--output", tmp_path / "evaluation"]
     ended = run_forked(evaluate.main, [*words, "--set", "DATA.loader=torchvision"])
     assert ended.code == 0, ended.stderr
-    found, expected = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text()), read_metrics(trained)[-1]
+    found, expected = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text()), read_metrics(run)[-1]
     assert (found["top1"], found["samples"]) == (expected["top1"], expected["samples"])
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     image = next((data / "test" / "red").iterdir())
-    for source in ("hf-hub:user/colours", tmp_path / "timm", trained):
+    for source in ("hf-hub:user/colours", tmp_path / "timm", run):
         answer = json.loads(run_forked(predict.main, [source, image, "--json"]).stdout)["classes"]
         assert {found["class"] for found in answer} < set(NAMES)
 
 
-def test_a_push_that_fails_says_why_and_keeps_the_export(hub: Hub, trained: Path, tmp_path: Path) -> None:
-    ended = push(trained, tmp_path / "none", HF_TOKEN="")
+def test_a_push_that_fails_says_why_and_keeps_the_export(hub: Hub, run: Path, tmp_path: Path) -> None:
+    ended = push(run, tmp_path / "none", HF_TOKEN="")
     assert (ended.code, (tmp_path / "none").exists()) == (2, False)
     assert ended.stderr == (
         "error: --push user/colours needs a token of the Hugging Face Hub: set HF_TOKEN, or run hf auth login\n"
     )
-    ended = push(trained, tmp_path / "timm", HF_TOKEN="hf_wrong")
+    ended = push(run, tmp_path / "timm", HF_TOKEN="hf_wrong")
     assert (ended.code, ended.stderr.count("\n")) == (2, 1)
     assert ended.stderr.endswith(f"`hf upload user/colours {tmp_path}/timm` uploads it\n")
     assert "401" in ended.stderr

@@ -1,0 +1,104 @@
+"""Config files of others and of one's own, given to the programs as a user does: output, exit status, folder."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from common.config.originals_test import FILES
+from common.testing.commands import run_forked
+from imagenet_dali import train
+from imagenet_dali.testing import prepare_data, run
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = "".join(
+    f" --set MODEL.{key}={value}"
+    for key, value in dict(image_size=16, patch_size=8, width=32, depth=1, heads=2, num_classes="None").items()
+)
+OWN = """
+from configs.vit_s16_vanilla import *
+
+TOTAL_BATCH_SIZE = 512
+TENSOR_PARALLEL_SIZE = 2
+TENSOR_PARALLEL_MODE = "1d"
+"""
+
+
+@pytest.fixture(scope="module")
+def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """32 images of two classes as CIFAR-10's script reads them."""
+    folder, noise = tmp_path_factory.mktemp("colours"), np.random.default_rng(0)
+    for split in ("train", "test"):
+        for number in range(32):
+            path = folder / split / "ab"[number % 2] / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(noise.integers(0, 255, (16, 16, 3), np.uint8)).save(path)
+    return folder
+
+
+def test_an_original_of_the_benchmark_trains_from_its_tasks_folder(colours: Path, tmp_path: Path) -> None:
+    text = (
+        FILES["cifar/vit_vanilla.py"][3]
+        .replace("BATCH_SIZE = 512", "BATCH_SIZE = 16")
+        .replace("./vit_", f"{tmp_path}/vit_")
+    )
+    (tmp_path / "vit_vanilla.py").write_text(text)
+    command = f"python train.py --config {tmp_path}/vit_vanilla.py --set DATA.root={colours} --set MAX_STEPS=2{SMALL}"
+    ended = run(command, ROOT / "cifar10_benchmark")
+    output = tmp_path / "vit_None_cifar10_bs16_lr0.002"
+    assert (
+        "BATCH_SIZE as TOTAL_BATCH_SIZE=16, over all GPUs; left out, so as in the recipe vit_lite_vanilla: "
+        in ended.stdout
+    )
+    assert f"LOG_PATH as OUTPUT='{output}/'" in ended.stdout
+    assert ended.stdout.splitlines()[-1].startswith("top1=")
+    about = json.loads((output / "config.json").read_text())
+    assert (about["plan"]["total_batch"], about["config"]["DATA"]["autoaugment"]) == (16, "cifar10")
+
+
+def test_the_original_of_data_parallelism_trains_from_its_tasks_folder(tmp_path: Path) -> None:
+    text = FILES["data_parallel/config.py"][3].replace("BATCH_SIZE = 256", "BATCH_SIZE = 2")
+    (tmp_path / "config.py").write_text(text)
+    settings = f"--set DATA.root={prepare_data(tmp_path)} --set MAX_STEPS=1{SMALL}"
+    ended = run(f"python train_dali.py --config {tmp_path}/config.py --from_torch --output {tmp_path}/run {settings}")
+    assert "BATCH_SIZE as MICRO_BATCH_SIZE=2, per GPU" in ended.stdout
+    assert " x 2 x 16 = 32\n" in ended.stdout
+    assert ended.stdout.splitlines()[-1].startswith("top1=")
+
+
+def test_a_config_of_ones_own_and_a_value_as_the_page_writes_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    command = f"python {ROOT}/imagenet_dali/train.py --config mine.py --dry-run --set 'fp16=dict(mode=AMP_TYPE.TORCH)'"
+    lines = run(command, tmp_path).stdout.splitlines()
+    for line in (
+        "TOTAL_BATCH_SIZE       512",
+        "BATCH_SIZE             256",
+        "fp16.mode              AMP_TYPE.TORCH",
+        "parallel.tensor.size   2",
+        "parallel.tensor.mode   '1d'",
+    ):
+        assert line in lines
+    assert max(map(len, lines)) <= 80
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        (f"SEED={2**64}", "integer >= 0 of at most 64 bits"),
+        ("TIMEOUT=1e999", "number >= 1 and <= 10000000 (seconds)"),
+        ("DATA.crop_scale=()", "(low, high), 0 < low <= high <= 1"),
+        ("DATA.mean=(1, 2)", "(R, G, B)"),
+        ("OPTIMIZER.eps=abc", "number > 0"),
+        ("gradient_handler=[5]", "None or [dict(type='DataParallelGradientHandler')]"),
+    ],
+)
+def test_a_bad_value_is_one_line_with_key_value_and_range(setting: str, expected: str, tmp_path: Path) -> None:
+    ended = run_forked(train.main, ["--config", "vit_s16_vanilla", "--output", tmp_path / "run", "--set", setting])
+    assert (ended.code, ended.stdout) == (2, "")
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"error: {setting.partition('=')[0]}=")
+    assert line.endswith(f": expected {expected}")
+    assert not (tmp_path / "run").exists()

@@ -112,10 +112,10 @@ def _parse_dtype(dtype: Any, device_type: str) -> torch.dtype:
         if device_type == "cuda":
             return torch.float16
         return torch.bfloat16 if is_fast("bfloat16") else torch.float32
-    parsed = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
-    if parsed not in DTYPES.values():
+    parsed = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if not isinstance(parsed, torch.dtype) or parsed not in DTYPES.values():
         raise UserError(f"fp16.dtype={dtype!r}: write 'float16' or 'bfloat16'")
-    return parsed  # pyright: ignore[reportReturnType]
+    return parsed
 
 
 def _check_cpu(dtype: torch.dtype) -> None:

@@ -28,5 +28,5 @@ def compile_blocks(model: nn.Module, backend: str = "inductor") -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     # do not split graphs where DDP's buckets end: a block's gradients are ready together, soon enough
     torch._dynamo.config.optimize_ddp = False
-    for block in model.blocks:  # pyright: ignore[reportGeneralTypeIssues]
+    for block in model.get_submodule("blocks").children():
         block.compile(backend=backend)

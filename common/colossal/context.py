@@ -62,8 +62,8 @@ class RepairedContext(ParallelContext):
 
         Upstream (parallel_context.py:450) takes what ``parallel`` leaves out from the process's previous launch.
         """
-        world_size = self.get_world_size(ParallelMode.GLOBAL)
-        self.config.parallel = Config(resolve_parallel(self.config.get("parallel"), world_size))
+        config: Any = self.config
+        config.parallel = Config(resolve_parallel(config.get("parallel"), self.get_world_size(ParallelMode.GLOBAL)))
         with mock.patch.object(dist, "new_group", partial(dist.new_group, timeout=self.timeout)):
             super().init_parallel_groups()
 

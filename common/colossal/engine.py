@@ -51,11 +51,11 @@ class Engine(UpstreamEngine):
         self.device = get_accelerator().get_current_device()
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Tensor:
-        local = isinstance(self.model, DistributedDataParallel) and not self.optimizer.completes_step
+        model: Any = self.model
+        local = isinstance(model, DistributedDataParallel) and not self.optimizer.completes_step
         autocast = torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
-        with self.model.no_sync() if local else nullcontext(), autocast:
-            output = self.model(*inputs, **named_inputs)
-        return output.float()
+        with model.no_sync() if local else nullcontext(), autocast:
+            return model(*inputs, **named_inputs).float()
 
 
 @naming_lost_ranks()

@@ -44,7 +44,7 @@ def _forward_in_own_type(layer: _NormBase, forward: Any, dtype: torch.dtype, inp
 
 def _forward_on_copies(layer: nn.Module, forward: Any, dtype: torch.dtype, *inputs: Any, **named_inputs: Any) -> Tensor:
     """Call ``forward`` with the layer's parameters cast; per layer, since checkpointed layers run again in backward."""
-    masters = dict(layer._parameters)
+    masters: dict[str, Any] = dict(layer._parameters)
     layer._parameters.update({name: master.to(dtype) for name, master in masters.items() if master is not None})
     try:
         return forward(*inputs, **named_inputs).to(dtype)

@@ -64,7 +64,7 @@ class Heartbeat:
         self.noticed_at = float("inf")
         self.verdict: str | None = None
         self.judged, self.closing = threading.Event(), threading.Event()
-        self.socket: socket.socket | None = None
+        self.socket: Any = None  # of a single process
         self.thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self, store: dist.Store | None, host: str) -> None:
@@ -103,7 +103,7 @@ class Heartbeat:
                 else:
                     self._beat()
             if self.verdict is not None:
-                self._end()
+                self._end(self.verdict)
 
     def _beat(self) -> None:
         began = time.monotonic()
@@ -157,15 +157,15 @@ class Heartbeat:
             return "; ".join(f"rank {rank} hangs; it says: {what}" for rank, (_, what, _) in running.items())
         return None
 
-    def _end(self) -> None:
+    def _end(self, verdict: str) -> None:
         """Pass the verdict on, to this process and the others; end this process unless it is in `await_verdict`."""
         self.judged.set()
         for _ in range(LEAVING):
             self._exchange(time.monotonic() + self.beat)
         if self.state == "running" and not self.closing.is_set():
-            if f"rank {self.rank} hangs" in self.verdict:  # pyright: ignore[reportOperatorIssue]
+            if f"rank {self.rank} hangs" in verdict:
                 faulthandler.dump_traceback(file=sys.__stderr__)
-            print(f"error: {describe(self.verdict, self.world_size)}", file=sys.__stderr__, flush=True)
+            print(f"error: {describe(verdict, self.world_size)}", file=sys.__stderr__, flush=True)
             os._exit(2)
 
     # --- the process --------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def address_to_bind(host: str) -> tuple[socket.AddressFamily, str]:
             probe.bind((address, 0))
         except OSError:
             return socket.AF_INET, ""
-    return family, address  # pyright: ignore[reportReturnType]
+    return family, str(address)
 
 
 def is_loopback(host: str) -> bool:

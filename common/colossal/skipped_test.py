@@ -80,6 +80,13 @@ def test_any_fault_in_any_micro_batch_counts(fault: str, micro_batch: int) -> No
         assert skip_one("adamw", FaultyLoss([micro_batch], FAULTS[fault])) == [True, False, True]
 
 
+def update(engine: Engine, gradient: float) -> None:
+    """Train on a loss that is ``gradient`` times the sum of the linear model's squared outputs."""
+    engine.zero_grad()
+    engine.backward(gradient * engine(torch.ones(1, 3)).square().sum())
+    engine.step()
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -99,9 +106,7 @@ def test_training_continues_as_if_an_update_had_not_been(name: str, options: dic
         model = nn.Linear(3, 2)
         engine, *_ = initialize(model, build_optimizer(model, name, learning_rate=0.1, **options))
         for gradient in gradients:
-            engine.zero_grad()
-            engine.backward(gradient * engine(torch.ones(1, 3)).square().sum())
-            engine.step()
+            update(engine, gradient)
         return nn.utils.parameters_to_vector(model.parameters()).detach()
 
     with launched():
@@ -133,62 +138,44 @@ def test_all_ranks_skip_what_is_not_finite_on_one(processes: int, config: dict) 
         assert moved == [[True, False, True]] * (3 if processes == 2 else 1)
 
 
-def fail_always(config: dict) -> tuple[str, int]:
-    with launched(MAX_SKIPPED=2, **config):
-        model = nn.Linear(2, 1)
+@pytest.mark.parametrize(
+    ("fp16", "scale"), [(None, ": lower"), (FP16, "; the loss scale of float16 is down to 3.2e+01: lower")]
+)
+def test_too_many_in_a_row_stop_the_run(fp16: dict | None, scale: str) -> None:
+    with launched(MAX_SKIPPED=2, fp16=fp16):
+        model = nn.Linear(3, 2)
         engine, *_ = initialize(model, build_optimizer(model, "adamw"))
-        for step, gradient in enumerate([1.0, torch.nan, torch.nan, 1.0, *[torch.nan] * 3], start=1):
-            engine.zero_grad()
-            try:
-                engine.backward(gradient * engine(torch.ones(1, 2)).sum())
-                engine.step()
-            except AgreedError as error:
-                return str(error), step
-    return "", 0
-
-
-def test_too_many_in_a_row_stop_the_run() -> None:
-    message, step = fail_always({})
-    assert step == 7
-    assert message.startswith("by step 7, 3 updates in a row were skipped, because the loss or a gradient was not")
-    assert "MAX_SKIPPED=2" in message
-    assert "LEARNING_RATE" in message
-    assert "float16" not in message
-    message, step = fail_always({"fp16": FP16})
-    assert step == 7
-    assert "the loss scale of float16 is down to 3.2e+01: lower" in message
+        for gradient in (1.0, torch.nan, torch.nan, 1.0, torch.nan, torch.nan):
+            update(engine, gradient)
+        with pytest.raises(AgreedError) as caught:
+            update(engine, torch.nan)
+    assert str(caught.value).startswith(
+        "by step 7, 3 updates in a row were skipped, because the loss or a gradient was not finite "
+        f"(MAX_SKIPPED=2){scale} LEARNING_RATE"
+    )
 
 
 def test_counters_and_scale_survive_a_checkpoint() -> None:
     def build(fp16: dict | None) -> Engine:
         gpc.config["fp16"] = fp16
-        model = nn.Linear(2, 1)
+        model = nn.Linear(3, 2)
         return initialize(model, build_optimizer(model, "sgd"))[0]
-
-    def step(engine: Engine, gradient: float) -> None:
-        engine.zero_grad()
-        engine.backward(gradient * engine(torch.ones(1, 2)).sum())
-        engine.step()
 
     with launched(MAX_SKIPPED=3):
         engine = build(FP16)
         for gradient in (1.0, torch.nan, 1.0, torch.nan, torch.nan):
-            step(engine, gradient)
+            update(engine, gradient)
         state = engine.optimizer.step_state()
-        assert {key: state[key] for key in ("updates", "skipped", "skipped_in_a_row")} == {
-            "updates": 5,
-            "skipped": 3,
-            "skipped_in_a_row": 2,
-        }
+        assert (state["updates"], state["skipped"], state["skipped_in_a_row"]) == (5, 3, 2)
         resumed = build(FP16)
         resumed.optimizer.load_step_state(state)
         assert resumed.optimizer.step_state() == state
         for each in (engine, resumed):
-            step(each, torch.nan)
+            update(each, torch.nan)
             assert each.optimizer.skipped == 4
             assert each.optimizer.scaler.get_scale() == 2.0**6
             with pytest.raises(UserError, match="by step 7, 4 updates in a row"):
-                step(each, torch.nan)
+                update(each, torch.nan)
         without_scale = build(None)
         without_scale.optimizer.load_step_state(state)
         assert without_scale.optimizer.step_state() == state | {"scaler": None}
@@ -196,12 +183,11 @@ def test_counters_and_scale_survive_a_checkpoint() -> None:
 
 def test_an_optimizer_that_is_not_fused_skips_too() -> None:
     with launched():
-        model = nn.Linear(2, 1)
+        model = nn.Linear(3, 2)
         before = model.weight.detach().clone()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         engine, *_ = initialize(model, optimizer)
-        engine.backward(engine(torch.ones(1, 2)).sum() * torch.nan)
-        engine.step()
+        update(engine, torch.nan)
         schedule.step()  # no warning about the skipped first update
         assert torch.equal(model.weight, before)

@@ -88,13 +88,13 @@ class StepOptimizer(OptimizerWrapper):
         """The number of skipped updates; reading it waits for the device."""
         return int(self.counter.all.item())
 
-    def zero_grad(self, *args: object, **kwargs: object) -> None:
+    def zero_grad(self) -> None:
         if self.accumulated == 0:
-            self.optim.zero_grad(*args, **kwargs)
+            self.optim.zero_grad()
 
-    def backward(self, loss: Tensor, **kwargs: object) -> None:
+    def backward(self, loss: Tensor) -> None:
         loss = loss / self.accumulation + self._poison(loss)
-        super().backward(self.scaler.scale(loss) if self.scaler else loss, **kwargs)
+        super().backward(self.scaler.scale(loss) if self.scaler else loss)
         self.accumulated += 1
 
     def _poison(self, loss: Tensor) -> Tensor:
@@ -116,12 +116,13 @@ class StepOptimizer(OptimizerWrapper):
         if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, self.grad_norm)
 
-    def step(self, *args: object, **kwargs: object) -> None:
+    def step(self) -> None:
         if self.accumulated < self.accumulation:
             return
         self.accumulated = 0
+        assert self.grad_norm is not None
         found_inf = (~self.grad_norm.isfinite()).float()
-        self._update(found_inf, *args, **kwargs)
+        self._update(found_inf)
         if self.scaler:
             # unscaling finds this rank's overflows only; the scale has to agree on all ranks
             for found in self.scaler._found_inf_per_device(self.optim).values():
@@ -131,13 +132,13 @@ class StepOptimizer(OptimizerWrapper):
         if self.counter.exceeds(self.max_skipped):
             raise AgreedError(self._describe_skips())
 
-    def _update(self, found_inf: Tensor, *args: object, **kwargs: object) -> None:
+    def _update(self, found_inf: Tensor) -> None:
         if getattr(self.optim, "_step_supports_amp_scaling", False):
             self.optim.found_inf = found_inf
-            self.optim.step(*args, **kwargs)
+            self.optim.step()
             del self.optim.found_inf
         elif not found_inf.item():
-            self.optim.step(*args, **kwargs)
+            self.optim.step()
         else:  # schedules count skipped updates too; else torch warns if the first one is skipped
             self.optim._opt_called = True
 

@@ -166,13 +166,13 @@ class Trainer(UpstreamTrainer):
             doing(f"step {self.step + 1}: forward and backward")
             yield batch
 
-    def _eval(self, test_dataloader: Any, **_: Any) -> None:
+    def _eval(self, test_dataloader: Any, **unused: Any) -> None:
         self.engine.eval()
         phase = f"evaluating after step {self.step}"
         batches = iter(test_dataloader)
         self._call_hooks("before_test")
         self._call_hooks("before_test_epoch")
-        for _ in range(len(test_dataloader)):  # pyright: ignore[reportAssignmentType]
+        for _ in range(len(test_dataloader)):
             doing(f"{phase}: waiting for data")
             self._call_hooks("before_test_iter")
             batch = next(batches)

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from common.errors import is_first_process
 
@@ -37,7 +38,7 @@ class StopSignals:
         self._received_at = self._seen_at = 0.0
         self._seen: object = None
         self._forking = threading.local()
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Any] = {}
 
     def install(
         self, follow_parent: bool = False, progress: Callable[[], object] = lambda: None, patience: float = math.inf
@@ -74,7 +75,7 @@ class StopSignals:
             return
         signal.set_wakeup_fd(-1)
         for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_IGN if self.agreed else handler)  # pyright: ignore[reportArgumentType]
+            signal.signal(number, signal.SIG_IGN if self.agreed else handler)
         os.write(self._pipe[1], b"\0")  # ends the watcher, after earlier signals
         self._watcher.join()
         for end in self._pipe:

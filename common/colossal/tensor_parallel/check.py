@@ -1,6 +1,7 @@
 """The sizes and shapes that tensor parallelism needs, checked without process groups."""
 
 import math
+from bisect import bisect
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,18 +48,15 @@ def _check_size(mode: str | None, size: int, depth: int | None) -> None:
             f"parallel.tensor.depth={depth}: mode '2.5d' needs the number of squares that make up the size; "
             f"depth=1 goes with size 4 or 9, depth=2 with size 8 or 18"
         )
-    shape, power, squares = {
-        "1d": ("a number of ranks", 1, 1),
-        "2d": ("a square", 2, 1),
-        "2.5d": (f"depth {depth} x a square", 2, depth),
-        "3d": ("a cube", 3, 1),
-    }[mode]
-    side = max(2, math.floor((size / squares) ** (1 / power) + 1e-9))
-    if squares * side**power != size:
-        nearest = f"{squares * side**power} or {squares * (side + 1) ** power}"
+    shape, power = {"1d": ("a number", 1), "2d": ("a square", 2), "2.5d": (f"depth {depth} x a square", 2)}.get(
+        mode, ("a cube", 3)
+    )
+    sizes = [(depth or 1) * side**power for side in range(2, max(size, 2) + 2)]
+    if size not in sizes:
+        above = max(1, bisect(sizes, size))
         raise UserError(
             f"parallel.tensor.size={size} is not {shape} of at least 2 a side, as mode {mode!r} needs: "
-            f"the nearest that are: {nearest}"
+            f"the nearest that are: {sizes[above - 1]} or {sizes[above]}"
         )
 
 
@@ -72,16 +70,15 @@ def check_tensor_parallel(
         return
     heads, width, mlp_ratio = model["heads"], model["width"], model["mlp_ratio"]
     sizes, layout = group_sizes(mode, size, depth), LAYOUTS[mode]
-    side = size if layout.channels is None else sizes[layout.channels]
+    side = size if mode == "1d" else sizes[layout.channels]
     # A 3d weight is cut along its input channels twice.
     width_unit = math.lcm(side**2, heads) if mode == "3d" else heads
     hidden, hidden_unit = int(width * mlp_ratio), side**2 if mode == "3d" else side
-    samples = 1 if layout.samples is None else sizes[layout.samples]
     rules = (
         ("MODEL.heads", heads, side),
         ("MODEL.width", width, width_unit),
         ("the MLP's width, MODEL.width x MODEL.mlp_ratio", hidden, hidden_unit),
-        ("the micro-batch (MICRO_BATCH_SIZE)", micro_batch, samples),
+        ("the micro-batch (MICRO_BATCH_SIZE)", micro_batch, sizes[layout.samples]),
     )
     for name, value, unit in rules:
         if value % unit:
@@ -105,10 +102,10 @@ def describe_tensor_parallel(parallel: Mapping[str, Any], model: nn.Module, micr
     held, whole = sum(shard.numel(sizes) for shard in shards), sum(math.prod(shard.shape) for shard in shards)
     lines = []
     for rank in range(size):
-        samples, channels = _place(mode, rank, sizes[layout.channels] if layout.channels else 1)
+        samples, channels = _place(mode, rank, sizes[layout.channels])
         parts = [
-            _slice("samples", samples, micro_batch, sizes.get(layout.samples, 1)),
-            _slice("channels", channels, model.head.in_features, sizes.get(layout.channels, 1)),
+            _slice("samples", samples, micro_batch, sizes[layout.samples]),
+            _slice("channels", channels, model.head.in_features, sizes[layout.channels]),
         ]
         if mode == "1d":
             attention = model.blocks[0].attn

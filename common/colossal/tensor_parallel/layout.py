@@ -14,6 +14,7 @@ block has two pairs of linear layers, qkv and proj, fc1 and fc2.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,7 @@ class Shard:
         """Write ``piece`` where it belongs in ``whole``."""
         self._view(whole).copy_(self._orient(piece).unflatten(0, (self.fused, -1)))
 
-    def numel(self, sizes: Mapping[ParallelMode, int]) -> int:
+    def numel(self, sizes: Mapping[ParallelMode | None, int]) -> int:
         """Return the number of elements of a piece, given the groups' sizes."""
         return math.prod(self.shape) // math.prod(sizes[group] for _, group in self.cuts)
 
@@ -118,17 +119,17 @@ LAYOUTS = {
 }
 
 
-def group_sizes(mode: str, size: int, depth: int = 1) -> dict[ParallelMode, int]:
-    """Return the size of each group of ``mode``, for ``size`` tensor-parallel ranks."""
+def group_sizes(mode: str, size: int, depth: int = 1) -> dict[ParallelMode | None, int]:
+    """Return the size of each group of ``mode``, for ``size`` tensor-parallel ranks; 1 for None."""
     q, side = math.isqrt(size // depth), round(size ** (1 / 3))
-    by_mode = {
+    by_mode: dict[str, Any] = {
         "1d": {},
         "2d": {ROW_2D: q, COL_2D: q},
         "2.5d": {ROW_2P5D: q, COL_2P5D: q, DEPTH_2P5D: depth, XZ_2P5D: q * depth},
         "3d": dict.fromkeys((INPUT_3D, WEIGHT_3D, OUTPUT_3D), side)
         | dict.fromkeys((INPUT_X_WEIGHT_3D, OUTPUT_X_WEIGHT_3D), side * side),
     }
-    return {TENSOR: size} | by_mode[mode]
+    return {None: 1, TENSOR: size} | by_mode[mode]
 
 
 def plan_shards(model: nn.Module, mode: str) -> Iterator[tuple[str, Shard]]:

@@ -1,18 +1,15 @@
 """Turn existing TFRecord shards into a prepared data set."""
 
-import functools
 import itertools
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from common.data.corrupt_images import MAX_BAD_SHARE
 from common.errors import UserError
 from imagenet_dali.manifest import MANIFEST
-from imagenet_dali.verify import find_bad_labels, inspect_shard
-from imagenet_dali.workers import parallel_map
+from imagenet_dali.verify import describe_fault, inspect_shards
 from imagenet_dali.writer import Shard, relative_to_root, write_dataset
 
 SPLITS = ("train", "validation")
@@ -37,34 +34,29 @@ def adopt(root: Path, labels: Path | None, workers: int, leave_out: bool = False
     class_names = labels.read_text().splitlines() if labels else None
     if class_names == []:
         raise UserError(f"{labels}: empty; write one class name a line")
-    splits, faults = _inspect(root, names, workers)
+    found = inspect_shards([(root, name) for name in itertools.chain(*names.values())], workers)
+    splits = {split: [found[name][0] for name in shards] for split, shards in names.items()}
+    faults = [fault for shards in names.values() for name in shards for fault in found[name][1]]
     if faults and not leave_out:
         return faults
     _check_losses(root, splits)
-    rows = np.concatenate([shard.rows for shards in splits.values() for shard in shards])
-    base = _find_label_base(root, np.unique(rows["label"]), class_names)
-    class_names = class_names or [str(label) for label in range(rows["label"].max() + 1 - base)]
+    present = np.unique(np.concatenate([shard.rows["label"] for shards in splits.values() for shard in shards]))
+    base = _find_label_base(root, present, class_names)
+    class_names = class_names or [str(label) for label in range(present[-1] + 1 - base)]
     for shards in splits.values():
         for number, shard in enumerate(shards):
             shard.rows["label"] -= base
-            is_bad, more = find_bad_labels(root / shard.name, shard.rows, base, len(class_names))
-            faults += more
+            is_bad = shard.rows["label"] >= len(class_names)
+            for row in np.flatnonzero(is_bad).tolist():
+                label, offset = shard.rows["label"][row] + base, shard.rows["offset"][row]
+                reason = f"label {label}, out of range for {len(class_names)} classes from {base}"
+                faults.append(describe_fault(root / shard.name, row, offset, reason))
             shards[number] = replace(shard, rows=shard.rows[~is_bad])
     if faults and not leave_out:
         return faults
     _check_losses(root, splits)
     write_dataset(root, splits, class_names, base, made={"adopted": True, "dropped": relative_to_root(root, faults)})
     return faults
-
-
-def _inspect(root: Path, names: dict[str, list[str]], workers: int) -> tuple[dict[str, list[Shard]], list[str]]:
-    listed = list(itertools.chain(*names.values()))
-    results = parallel_map(functools.partial(inspect_shard, root), listed, workers)
-    inspected = {
-        shard.name: (shard, bad) for shard, bad in tqdm(results, total=len(listed), unit="shard", disable=None)
-    }
-    splits = {split: [inspected[name][0] for name in found] for split, found in names.items()}
-    return splits, [fault for name in listed for fault in inspected[name][1]]
 
 
 def _check_losses(root: Path, splits: dict[str, list[Shard]]) -> None:

@@ -20,8 +20,8 @@ from imagenet_dali.manifest import (
     read_manifest,
     records_path,
 )
-from imagenet_dali.verify import Verified, list_shards, read_table, verify_shards
-from imagenet_dali.writer import atomic_file, build_tables, manifest_text, relative_to_root
+from imagenet_dali.verify import read_table, verify_shards
+from imagenet_dali.writer import Shard, atomic_file, build_tables, manifest_text, relative_to_root
 
 
 def repair(root: Path, workers: int) -> list[str]:
@@ -35,34 +35,34 @@ def repair(root: Path, workers: int) -> list[str]:
     manifest = read_manifest(root)
     with folder_lock(root / PARTIAL):
         try:
-            verified = _repair(root, manifest, workers)
+            return _repair(root, manifest, workers)
         finally:
             shutil.rmtree(root / PARTIAL)
-    return _list_faults(manifest, verified)
 
 
-def _repair(root: Path, manifest: dict[str, Any], workers: int) -> dict[str, Verified]:
+def _repair(root: Path, manifest: dict[str, Any], workers: int) -> list[str]:
     _settle(root, manifest)
     for split in manifest["splits"]:
         for missing in find_missing(root, manifest, split):
             raise UserError(f"{missing}; {COPY_BACK}")
     verified = verify_shards(root, manifest, workers)
-    _check_losses(root, manifest, verified)
-    splits = {
-        split: [verified[shard["name"]][0] for shard in described["shards"]]
-        for split, described in manifest["splits"].items()
-    }
+    splits = {split: [shard for shard, _ in members] for split, members in verified.items()}
+    faults = [fault for members in verified.values() for _, found in members for fault in found]
+    lost = _check_losses(root, manifest, splits, faults)
     described, tables = build_tables(root, splits)
-    repaired = _describe_repair(root, manifest, {**manifest, "splits": described}, verified)
     for path, content in tables.items():
         if not path.is_file() or path.read_bytes() != content:
             with atomic_file(_staged(path)) as file:
                 file.write(content)
+    repaired = {**manifest, "splits": described}
     if repaired != manifest:
+        dropped = relative_to_root(root, faults)
+        this = {"fingerprint": data_fingerprint(manifest), "records": lost, "dropped": dropped}
+        repaired["repairs"] = [*manifest.get("repairs", ()), this]
         with atomic_file(root / MANIFEST) as file:
             file.write(manifest_text(repaired))
     _settle(root, repaired)
-    return verified
+    return faults
 
 
 def _settle(root: Path, manifest: Mapping[str, Any]) -> None:
@@ -82,39 +82,22 @@ def _staged(path: Path) -> Path:
     return path.with_name(f"{path.name}.repaired")
 
 
-def _check_losses(root: Path, manifest: Mapping[str, Any], verified: Mapping[str, Verified]) -> None:
-    before = sum(shard["records"] for shard in list_shards(manifest))
-    lost = before - sum(len(shard.rows) for shard, _ in verified.values())
+def _check_losses(root: Path, manifest: Mapping[str, Any], splits: Mapping[str, list[Shard]], faults: list[str]) -> int:
+    """Return how many records are lost; raise `UserError` if they are too many."""
+    before = sum(described["records"] for described in manifest["splits"].values())
+    lost = before - sum(len(shard.rows) for shards in splits.values() for shard in shards)
     lost_earlier = sum(repair["records"] for repair in manifest.get("repairs", ()))
     if lost > 0 and lost + lost_earlier > MAX_BAD_SHARE * (before + lost_earlier):
         raise UserError(
             f"{root}: {lost + lost_earlier:,} of {before + lost_earlier:,} records are bad, more than "
-            f"{MAX_BAD_SHARE:.0%}: {join_some(_list_faults(manifest, verified))}; nothing was changed: copy the shards "
+            f"{MAX_BAD_SHARE:.0%}: {join_some(faults)}; nothing was changed: copy the shards "
             "from where the data set came from, or prepare the images again"
         )
-    for split, described in manifest["splits"].items():
-        left = np.concatenate([verified[shard["name"]][0].rows["label"] for shard in described["shards"]])
+    for split, shards in splits.items():
+        left = np.concatenate([shard.rows["label"] for shard in shards])
         table = read_table(root, manifest, split)
         gone = set(table["label"].tolist() if table is not None else ()) - set(left.tolist())
         if not len(left) or (gone and split == "train"):
             what = f"class {min(gone)}" if len(left) else "all classes"
             raise UserError(f"{root}: {what} would lose all its {split} images; nothing was changed: {COPY_BACK}")
-
-
-def _describe_repair(
-    root: Path, manifest: Mapping[str, Any], repaired: dict[str, Any], verified: Mapping[str, Verified]
-) -> dict[str, Any]:
-    """Record this repair in the manifest, unless it changed nothing."""
-    if repaired == manifest:
-        return repaired
-    records = [sum(shard["records"] for shard in list_shards(version)) for version in (manifest, repaired)]
-    this = {
-        "fingerprint": data_fingerprint(manifest),
-        "records": records[0] - records[1],
-        "dropped": relative_to_root(root, _list_faults(manifest, verified)),
-    }
-    return {**repaired, "repairs": [*manifest.get("repairs", ()), this]}
-
-
-def _list_faults(manifest: Mapping[str, Any], verified: Mapping[str, Verified]) -> list[str]:
-    return [fault for shard in list_shards(manifest) for fault in verified[shard["name"]][1]]
+    return lost

@@ -1,6 +1,6 @@
-"""Verify every record of a prepared data set."""
+"""Verify every record of a data set."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,34 +15,47 @@ from imagenet_dali.records import RECORD, BadRecordError, parse_example, scan, u
 from imagenet_dali.workers import parallel_map
 from imagenet_dali.writer import Shard
 
-Verified = tuple[Shard, list[str]]  # the shard with its good rows, and a line for each of the others
+Verified = tuple[Shard, list[str]]  # the shard with its good rows, and a line for each bad record
+ANY_LABEL = range(2**31)
 
 
-def inspect_record(record: bytes, offset: int) -> tuple[int, ...]:
-    """Return the `RECORD` row of one framed record, its label as stored; raise `BadRecordError` or `BadImageError`."""
+def inspect_record(record: bytes, offset: int, labels: range) -> tuple[int, ...]:
+    """Return the `RECORD` row of one framed record, its label counted from 0; ``labels`` are those allowed as stored.
+
+    Raises `BadRecordError` or `BadImageError`.
+    """
     image, label = parse_example(unframe(record))
-    if not 0 <= label < 2**31:
+    if label not in ANY_LABEL:
         raise BadRecordError(f"label {label} is no class number")
+    if label not in labels:
+        raise BadRecordError(f"label {label}, out of range for {len(labels)} classes from {labels.start}")
     height, width, color_space = check_jpeg(image)
     if color_space not in ("YCbCr", "Gray", "RGB"):
         raise BadImageError(f"{color_space} JPEG, which decoders turn into different colours")
-    return 0, offset, len(record), record.find(image), len(image), label, height, width
+    return 0, offset, len(record), record.find(image), len(image), label - labels.start, height, width
 
 
-def inspect_shard(root: Path, name: str) -> Verified:
-    """Verify the records of a shard, up to the last that can be found."""
+def inspect_shard(root: Path, name: str, rows: np.ndarray | None = None, labels: range = ANY_LABEL) -> Verified:
+    """Verify the records of a shard: those in the table ``rows``, or all up to the last that can be found."""
     path = root / name
-    rows, faults, number, end = [], [], 0, 0
+    good, faults, number, end = [], [], 0, 0
     try:
-        for offset, record in scan(path):
+        for offset, record in scan(path) if rows is None else _read_rows(path, rows):
             try:
-                rows.append(inspect_record(record, offset))
+                row = inspect_record(record, offset, labels)
+                if rows is not None and row[1:] != rows[number].item()[1:]:
+                    raise BadRecordError("differs from the record table")
+                good.append(row)
             except (BadRecordError, BadImageError) as error:
                 faults.append(describe_fault(path, number, offset, error))
             number, end = number + 1, offset + len(record)
     except BadRecordError as error:
         faults.append(describe_fault(path, number, end, error))
-    return Shard(name, sha256_of(path), np.array(rows, RECORD)), faults
+    return Shard(name, sha256_of(path), np.array(good, RECORD)), faults
+
+
+def _read_rows(path: Path, rows: np.ndarray) -> Iterator[tuple[int, bytes]]:
+    return ((int(row["offset"]), read_record(path, row)) for row in rows)
 
 
 def describe_fault(path: Path, number: int, offset: int, error: object) -> str:
@@ -50,15 +63,14 @@ def describe_fault(path: Path, number: int, offset: int, error: object) -> str:
     return f"{path}: record {number} at byte {offset}: {error}"
 
 
-def find_bad_labels(path: Path, rows: np.ndarray, base: int, num_classes: int) -> tuple[np.ndarray, list[str]]:
-    """Return which rows have a label out of range, and a line for each; `base` is the first label as stored."""
-    is_bad = (rows["label"] < 0) | (rows["label"] >= num_classes)
-    allowed = f"out of range for {num_classes} classes from {base}"
-    lines = [
-        describe_fault(path, int(number), rows["offset"][number], f"label {rows['label'][number] + base}, {allowed}")
-        for number in np.flatnonzero(is_bad)
-    ]
-    return is_bad, lines
+def inspect_shards(tasks: Sequence[tuple[Any, ...]], workers: int) -> dict[str, Verified]:
+    """Call `inspect_shard` with each of ``tasks``, in parallel; return the answers by the shard's name."""
+    results = tqdm(parallel_map(_inspect, tasks, workers), total=len(tasks), unit="shard", disable=None)
+    return {shard.name: (shard, faults) for shard, faults in results}
+
+
+def _inspect(task: tuple[Any, ...]) -> Verified:
+    return inspect_shard(*task)
 
 
 def check(root: Path, workers: int) -> list[str]:
@@ -67,33 +79,27 @@ def check(root: Path, workers: int) -> list[str]:
     faults = []
     for split in manifest["splits"]:
         faults += (*find_missing(root, manifest, split), *find_faults(root, manifest, split))
-    verified = verify_shards(root, manifest, workers)
-    for shard in list_shards(manifest):
-        if shard["name"] in verified:
-            found, bad = verified[shard["name"]]
-            if found.sha256 != shard["sha256"]:
-                faults.append(f"{root / shard['name']}: content differs from the manifest (sha256)")
+    for split, verified in verify_shards(root, manifest, workers).items():
+        known = {shard["name"]: shard["sha256"] for shard in manifest["splits"][split]["shards"]}
+        for shard, bad in verified:
+            if shard.sha256 != known[shard.name]:
+                faults.append(f"{root / shard.name}: content differs from the manifest (sha256)")
             faults += bad
     return faults
 
 
-def list_shards(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield what the manifest says of each shard."""
-    for described in manifest["splits"].values():
-        yield from described["shards"]
-
-
-def verify_shards(root: Path, manifest: Mapping[str, Any], workers: int) -> dict[str, Verified]:
-    """Verify every record listed in the tables; a shard without its table is scanned for records."""
+def verify_shards(root: Path, manifest: Mapping[str, Any], workers: int) -> dict[str, list[Verified]]:
+    """Verify every record of each split's shards that exist, by the split's table if that matches the manifest."""
+    labels = range(manifest["label_base"], manifest["label_base"] + manifest["num_classes"])
+    names = {split: [shard["name"] for shard in described["shards"]] for split, described in manifest["splits"].items()}
     tasks = []
-    for split, described in manifest["splits"].items():
-        rows = read_table(root, manifest, split)
-        for number, shard in enumerate(described["shards"]):
-            if (root / shard["name"]).is_file():
-                listed = None if rows is None else rows[rows["shard"] == number]
-                tasks.append((root, shard["name"], manifest["label_base"], manifest["num_classes"], listed))
-    results = tqdm(parallel_map(_verify_shard, tasks, workers), total=len(tasks), unit="shard", disable=None)
-    return {shard.name: (shard, faults) for shard, faults in results}
+    for split, shards in names.items():
+        table = read_table(root, manifest, split)
+        for number, name in enumerate(shards):
+            if (root / name).is_file():
+                tasks.append((root, name, None if table is None else table[table["shard"] == number], labels))
+    found = inspect_shards(tasks, workers)
+    return {split: [found[name] for name in shards if name in found] for split, shards in names.items()}
 
 
 def read_table(root: Path, manifest: Mapping[str, Any], split: str) -> np.ndarray | None:
@@ -102,23 +108,3 @@ def read_table(root: Path, manifest: Mapping[str, Any], split: str) -> np.ndarra
     if not table.is_file() or sha256_of(table) != manifest["splits"][split]["records_sha256"]:
         return None
     return np.load(table)
-
-
-def _verify_shard(task: tuple[Path, str, int, int, np.ndarray | None]) -> Verified:
-    root, name, label_base, num_classes, rows = task
-    path = root / name
-    if rows is None:
-        shard, faults = inspect_shard(root, name)
-        shard.rows["label"] -= label_base
-        is_bad, more = find_bad_labels(path, shard.rows, label_base, num_classes)
-        return Shard(name, shard.sha256, shard.rows[~is_bad]), faults + more
-    good, faults = [], []
-    for number, row in enumerate(rows):
-        try:
-            found = inspect_record(read_record(path, row), int(row["offset"]))
-            if (*found[1:5], found[5] - label_base, *found[6:]) != row.tolist()[1:]:
-                raise BadRecordError("differs from the record table")
-            good.append(number)
-        except (BadRecordError, BadImageError) as error:
-            faults.append(describe_fault(path, number, int(row["offset"]), error))
-    return Shard(name, sha256_of(path), rows[good]), faults

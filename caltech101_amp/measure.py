@@ -1,19 +1,18 @@
 """Measure the steps of one mode of mixed precision, a few at a time."""
 
 import time
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from caltech101_amp import dataloader
-from common.data.loader import Loader
 from common.hardware import rank_cores
 from common.run.comparison import MeasuredRun
-from common.tools.harness import Rounds, Row
+from common.tools.harness import Rounds
 
 PHASES = ("data", "forward", "backward", "optimizer")
 WARM_UP = 2  # steps before each round's
@@ -38,10 +37,9 @@ def serve_rounds(config: str, settings: list[str], output: Path, steps: int, rou
             next(batches)
         for _ in range(WARM_UP):
             _step(run, batches)
-        marks = [_now(is_gpu)]
-        for _ in range(steps):
-            marks += _step(run, batches)
-        measurements |= _summarise(marks, steps)
+        marks = [_now(is_gpu), *(mark for _ in range(steps) for mark in _step(run, batches))]
+        phases = np.diff(_seconds(marks)).reshape(steps, len(PHASES)).mean(0).tolist()
+        measurements |= dict(zip(PHASES, phases, strict=True)) | {"step": sum(phases)}
         measurements |= {"batch": run.plan.total_batch, "memory": run.peak_memory()}
         if is_gpu:
             torch.cuda.empty_cache()  # for the other modes
@@ -61,15 +59,7 @@ def _step(run: MeasuredRun, batches: Iterator[tuple[Tensor, Tensor]]) -> list[An
     return [*marks, _now(is_gpu)]
 
 
-def _summarise(marks: list[Any], steps: int) -> Row:
-    if not isinstance(marks[-1], float):
-        marks[-1].synchronize()
-    seconds = [_between(first, second) for first, second in pairwise(marks)]
-    phases = {phase: sum(seconds[number :: len(PHASES)]) / steps for number, phase in enumerate(PHASES)}
-    return phases | {"step": sum(seconds) / steps}
-
-
-def _repeat(loader: Loader) -> Iterator[tuple[Tensor, Tensor]]:
+def _repeat(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
     while True:
         yield from loader
 
@@ -83,5 +73,8 @@ def _now(is_gpu: bool) -> torch.cuda.Event | float:
     return event
 
 
-def _between(first: Any, second: Any) -> float:
-    return second - first if isinstance(first, float) else first.elapsed_time(second) / 1e3
+def _seconds(marks: list[Any]) -> list[float]:
+    if isinstance(marks[0], float):
+        return marks
+    marks[-1].synchronize()
+    return [marks[0].elapsed_time(mark) / 1e3 for mark in marks]

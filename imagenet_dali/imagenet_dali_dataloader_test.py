@@ -39,10 +39,9 @@ def build_reader(split: Split, crop: RandomCrop | CenterCrop, batch: int) -> Dal
     return DaliReader(split, crop, batch=batch, size=SIZE, mean=MEAN, std=STD, threads=2, device=device)
 
 
-def train_loader(split: Split, batch: int = 4, dp_rank: int = 0, dp_size: int = 1) -> Loader:
-    placed = {"dp_rank": dp_rank, "dp_size": dp_size}
-    sampler = TrainSampler(len(split), 8, batch, seed=5, uniforms=UNIFORMS_PER_SAMPLE, **placed)
-    return Loader(sampler, build_reader(split, RandomCrop(), batch))
+def train_loader(split: Split) -> Loader:
+    sampler = TrainSampler(len(split), 8, 4, seed=5, uniforms=UNIFORMS_PER_SAMPLE)
+    return Loader(sampler, build_reader(split, RandomCrop(), 4))
 
 
 def eval_loader(split: Split, batch: int, dp_rank: int = 0, dp_size: int = 1) -> Loader:
@@ -118,15 +117,6 @@ def test_resumes_in_the_middle_of_an_epoch_bit_for_bit(root, closing):
     for (images, labels), (expected_images, expected_labels) in zip(got, expected, strict=True):
         assert torch.equal(images, expected_images)
         assert torch.equal(labels, expected_labels)
-
-
-def test_two_processes_see_the_rows_of_one(root, closing):
-    split = open_split(root, "train")
-    one = closing(train_loader(split, batch=8))
-    two = [closing(train_loader(split, batch=4, dp_rank=rank, dp_size=2)) for rank in range(2)]
-    for (images, labels), *halves in zip(one, *two, strict=True):
-        assert torch.equal(images, torch.cat([half for half, _ in halves]))
-        assert torch.equal(labels, torch.cat([half for _, half in halves]))
 
 
 def test_batches_stay_as_they_are_while_others_are_read(root, closing):

@@ -83,17 +83,6 @@ def test_the_small_server_command_trains_on_two_processes(config, data, tmp_path
     assert (found["top1"], found["top5"], found["samples"]) == (last["top1"], last["top5"], last["samples"])
 
 
-def test_torchvision_reads_the_same_samples_in_the_same_order(config, data, tmp_path):
-    """The first losses agree: same samples, crops, Mixup and weights; only resampling differs."""
-    losses = {}
-    for loader in ("dali", "torchvision"):
-        settings = ["fp16=None", f"DATA.loader={loader}", f"DATA.root={data}", "MAX_STEPS=2", "DATA.workers=0"]
-        arguments = [word for setting in settings for word in ("--set", setting)]
-        train_dali.main(["--config", str(config), "--output", str(tmp_path / loader), *arguments])
-        losses[loader] = read_metrics(tmp_path / loader)[0]["loss"]
-    assert losses["dali"] == pytest.approx(losses["torchvision"], rel=1e-2)
-
-
 def test_a_run_resumes_on_a_cpu_with_other_instructions(config, data, tmp_path, capsys, monkeypatch):
     """The recipe's fp16 names no dtype: bfloat16 where that is fast, else float32; the choice is recorded."""
 

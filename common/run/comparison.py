@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from common.colossal import initialize, shard_model
-from common.data.loader import Loader
 from common.errors import UserError
 from common.hardware import peak_memory
 from common.model.vit import build_model
@@ -64,8 +63,9 @@ class MeasuredRun:
         )
         schedule = build_lr_scheduler(optimizer, config["LR_SCHEDULE"], run.plan.total_steps, run.plan.warmup_steps)
         self.loss: Callable[[Tensor, Tensor], Tensor] = nn.CrossEntropyLoss(label_smoothing=config["LABEL_SMOOTHING"])
-        self.loader: Loader
-        self.engine, self.loader, *_ = initialize(self.model, optimizer, self.loss, loader, None, schedule)
+        self.engine, batches, *_ = initialize(self.model, optimizer, self.loss, loader, None, schedule)
+        assert batches is not None
+        self.loader = batches
 
     def peak_memory(self) -> int:
         """Return this process's peak memory in bytes, without what it held before there was a model."""

@@ -6,9 +6,11 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch import nn
 from torch.amp import GradScaler
 from torch.nn import functional as F
 
+from common.colossal.half import compute_in_half
 from common.colossal.upstream import AMP_TYPE
 from common.errors import UserError, did_you_mean
 from common.hardware import instruction_set, is_fast
@@ -34,6 +36,18 @@ class MixedPrecision:
     scaler: GradScaler | None = None
     note: str | None = None
     warning: str | None = None
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Cast the parameters or layers of ``model`` in place, unless autocast casts; return it."""
+        if self.cast is Cast.PARAMETERS:
+            model.to(self.dtype)
+        if self.cast in (Cast.LAYERS, Cast.PARAMETERS):
+            compute_in_half(model, self.dtype)
+        return model
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """Return the context to run the model in."""
+        return torch.autocast(device.type, self.dtype, enabled=self.cast is Cast.OPERATIONS)
 
 
 # The levels of NVIDIA's apex.amp (apex/amp/frontend.py): what is cast, and whether the loss is scaled.

@@ -10,9 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from common.colossal.amp import Cast, MixedPrecision, build_mixed_precision
+from common.colossal.amp import MixedPrecision, build_mixed_precision
 from common.colossal.compiled import compile_blocks
-from common.colossal.half import compute_in_half
 from common.colossal.lost_ranks import naming_lost_ranks
 from common.colossal.step_optimizer import MAX_SKIPPED, StepOptimizer
 from common.colossal.upstream import (
@@ -31,7 +30,7 @@ from common.errors import UserError
 class Engine(UpstreamEngine):
     """Upstream's engine with mixed precision, and gradients all-reduced once per optimizer step.
 
-    The model runs under autocast to ``autocast_dtype``, if given; its output is float32.
+    The model's output is float32.
 
     Upstream (legacy/engine/gradient_accumulation/_gradient_accumulation.py:90) encloses only the backward pass in DDP's
     ``no_sync``, which acts on the forward pass: gradients are all-reduced in every micro-batch.
@@ -42,19 +41,18 @@ class Engine(UpstreamEngine):
     def __init__(
         self,
         *args: Any,
-        autocast_dtype: torch.dtype | None = None,
+        precision: MixedPrecision,
         lr_scheduler: LRScheduler | None = None,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
-        self.autocast_dtype, self.lr_scheduler = autocast_dtype, lr_scheduler
+        self.precision, self.lr_scheduler = precision, lr_scheduler
         self.device = get_accelerator().get_current_device()
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Tensor:
         model: Any = self.model
         local = isinstance(model, DistributedDataParallel) and not self.optimizer.completes_step
-        autocast = torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
-        with model.no_sync() if local else nullcontext(), autocast:
+        with model.no_sync() if local else nullcontext(), self.precision.autocast(self.device):
             return model(*inputs, **named_inputs).float()
 
 
@@ -85,7 +83,7 @@ def initialize(
     device = get_accelerator().get_current_device()
     accumulation = config.get("gradient_accumulation") or 1
     precision = build_mixed_precision(config.get("fp16"), device.type)
-    apply_precision(model.to(device), precision)
+    precision.apply(model.to(device))
     if config.get("COMPILE"):
         compile_blocks(model)
     max_skipped = config.get("MAX_SKIPPED", MAX_SKIPPED)
@@ -97,7 +95,7 @@ def initialize(
         criterion,
         gradient_handlers=handlers,
         clip_grad_norm=config.get("clip_grad_norm") or 0.0,
-        autocast_dtype=precision.dtype if precision.cast is Cast.OPERATIONS else None,
+        precision=precision,
         lr_scheduler=lr_scheduler,
     )
     gpc.separate_data_parallel_seeds()
@@ -112,14 +110,6 @@ def allow_tf32(allowed: bool) -> None:
     """Allow TF32 in float32 matrix products and convolutions, or forbid it (PyTorch's default differs between them)."""
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed  # not by cudnn.conv.fp32_precision, after which torch.export fails
-
-
-def apply_precision(model: nn.Module, precision: MixedPrecision) -> None:
-    """Cast the model's parameters or layers as ``precision`` says, unless autocast does."""
-    if precision.cast is Cast.PARAMETERS:
-        model.to(precision.dtype)
-    if precision.cast in (Cast.LAYERS, Cast.PARAMETERS):
-        compute_in_half(model, precision.dtype)
 
 
 def _synchronise(

@@ -1,4 +1,4 @@
-"""What a process reports that it does, its stacks if it makes no progress, and whose messages count."""
+"""The stacks of a process that makes no progress, and whose messages count."""
 
 import faulthandler
 import json
@@ -6,47 +6,11 @@ import socket
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
-from common.colossal import BaseHook, Trainer, heartbeat, initialize
+from common.colossal import heartbeat
 from common.colossal.heartbeat import Heartbeat, beat_of, doing, patience_of
-from common.testing.ranks import launched, run_ranks
-
-
-class Listener(BaseHook):
-    """Records what the process is doing when a hook is called."""
-
-    def __init__(self) -> None:
-        super().__init__(priority=1)
-        self.heard: list[str] = []
-
-    def __getattribute__(self, name: str) -> object:
-        if name.startswith(("before_", "after_")):
-            return lambda *_: self.heard.append(heartbeat._doing)
-        return super().__getattribute__(name)
-
-
-def test_the_trainer_reports_where_it_is() -> None:
-    batch = torch.ones(2, 3), torch.zeros(2, dtype=torch.long)
-    listener = Listener()
-    doing("starting")
-    with launched():
-        model = nn.Linear(3, 2)
-        model.register_forward_hook(lambda *_: listener.heard.append(heartbeat._doing))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine, train, test, _ = initialize(model, optimizer, nn.CrossEntropyLoss(), [batch] * 2, [batch])
-        Trainer(engine).fit(train, 1, test_dataloader=test, hooks=[listener])
-    steps = [
-        f"step {n}: {what}" for n in (1, 2) for what in ("waiting for data", "forward and backward", "hooks after it")
-    ]
-    assert list(dict.fromkeys(listener.heard)) == [
-        "starting",
-        *steps,
-        *(f"evaluating after step 2: {what}" for what in ("waiting for data", "forward", "adding up")),
-        "ending",
-    ]
+from common.testing.ranks import run_ranks
 
 
 @pytest.mark.parametrize("timeout", [1, 20, 600, 1e5])

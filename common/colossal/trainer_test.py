@@ -68,6 +68,18 @@ def test_hooks_are_called_in_order() -> None:
     ]
 
 
+def test_reports_what_it_is_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[str] = []
+    monkeypatch.setattr("common.colossal.trainer.doing", reported.append)
+    fit(batches=2, test_batches=1)
+    phases = ("waiting for data", "forward and backward", "hooks after it")
+    assert reported == [
+        *(f"step {step}: {phase}" for step in (1, 2) for phase in phases),
+        *(f"evaluating after step 2: {phase}" for phase in ("waiting for data", "forward", "adding up")),
+        "ending",
+    ]
+
+
 def test_what_hooks_are_given_by_priority() -> None:
     order: list[str] = []
     last = Recorder(lambda trainer: order.append("last"), 5)

@@ -9,6 +9,7 @@ tensor.
 
 import functools
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -57,10 +58,10 @@ def plain_training(optimizer_name: str) -> Curve:
     return losses, gradients, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def sharded_training(case: str) -> dict[str, tuple[Curve, dict[str, tuple]]]:
+def sharded_training(config: dict[str, Any]) -> dict[str, tuple[Curve, dict[str, tuple]]]:
     """Return, for each optimizer, a rank's curve (tensors on the first rank of each model only) and its pieces."""
     answers = {}
-    with launched(parallel=CASES[case][1], clip_grad_norm=MAX_NORM, gradient_accumulation=ACCUMULATION):
+    with launched(**config, clip_grad_norm=MAX_NORM, gradient_accumulation=ACCUMULATION):
         place = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
         for name in TRAINED_WITH:
             model, _, engine = build_engine(name)
@@ -104,9 +105,9 @@ def disagreements(pieces_by_rank: list[dict[str, tuple]]) -> list[str]:
     return sorted(names)
 
 
-def measure(case: str) -> dict[str, dict[str, float]]:
+def measure(processes: int, **config: Any) -> dict[str, dict[str, float]]:
     """Return, for each optimizer, the errors of losses, gradients and weights; assert that copies agree bit for bit."""
-    by_rank = run_ranks(CASES[case][0], sharded_training, case)
+    by_rank = run_ranks(processes, sharded_training, config)
     table = {}
     for name in TRAINED_WITH:
         plain_losses, plain_gradients, plain_weights = plain_training(name)
@@ -121,27 +122,39 @@ def measure(case: str) -> dict[str, dict[str, float]]:
     return table
 
 
-def check(case: str) -> None:
-    for name, errors in measure(case).items():
+def check(processes: int, **config: Any) -> None:
+    for name, errors in measure(processes, **config).items():
         assert max(errors.values()) < TOLERANCE, (name, errors)
 
 
 @pytest.mark.parametrize("case", FAST)
 def test_equals_one_process(case: str) -> None:
-    check(case)
+    check(CASES[case][0], parallel=CASES[case][1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW)
 def test_equals_one_process_on_16(case: str) -> None:
-    check(case)
+    check(CASES[case][0], parallel=CASES[case][1])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"torch_ddp": {"gradient_as_bucket_view": False}},
+        {"gradient_handler": [{"type": "DataParallelGradientHandler"}]},
+    ],
+)
+def test_data_parallel_alone_equals_one_process(config: dict[str, Any]) -> None:
+    check(2, **config)
 
 
 def main() -> int:
     print(f"{'mode':<14} {'processes':>9}  {'optimizer':<9} {'loss':>8} {'gradient':>8} {'weight':>8}")
     worst = 0.0
     for case in FAST + (SLOW if "--slow" in sys.argv else []):
-        for name, errors in measure(case).items():
+        for name, errors in measure(CASES[case][0], parallel=CASES[case][1]).items():
             worst = max(worst, *errors.values())
             figures = " ".join(f"{value:8.1e}" for value in errors.values())
             print(f"{case:<14} {CASES[case][0]:>9}  {name:<9} {figures}", flush=True)

@@ -18,7 +18,16 @@ URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 MD5 = "c58f30108f718f92721af3b95e74349a"
 ARCHIVE = "cifar-10-python.tar.gz"
 BATCHES = "cifar-10-batches-py"
-BATCH_FILES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}
+MD5_OF_BATCHES = {
+    "train": {
+        "data_batch_1": "c99cafc152244af753f735de768cd75f",
+        "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+        "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+        "data_batch_4": "634d18415352ddfa80567beed471001a",
+        "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+    },
+    "test": {"test_batch": "40351d587109b95175f43aff81a1287e"},
+}
 
 
 class Images(NamedTuple):
@@ -29,7 +38,7 @@ class Images(NamedTuple):
 
 
 class CifarBatches:
-    """The files that torchvision keeps: a pickled dict of 10,000 images each, written by Python 2."""
+    """The unpacked archive: a pickled dict of 10,000 images in each file."""
 
     num_classes = 10
     class_names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -45,26 +54,24 @@ class CifarBatches:
     def fingerprint(self) -> str:
         """A checksum over the images and labels."""
         return fingerprint_of(
-            hashlib.sha256(array.data).hexdigest() for split in BATCH_FILES for array in self.load(split)
+            hashlib.sha256(array.data).hexdigest() for split in MD5_OF_BATCHES for array in self.load(split)
         )
 
     def load(self, split: str) -> Images:
-        """Read the split; raise `UserError` naming a file that is missing, damaged or something else."""
-        parts = [self._load_batch(self.folder / name) for name in BATCH_FILES[split]]
+        """Read the split; raise `UserError` naming a file that is missing or differs from CIFAR-10's."""
+        parts = [self._load_batch(self.folder / name, md5) for name, md5 in MD5_OF_BATCHES[split].items()]
         return Images(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
-    def _load_batch(self, path: Path) -> Images:
+    def _load_batch(self, path: Path, md5: str) -> Images:
+        remedy = f"remove {self.folder} and unpack {ARCHIVE} again"
         try:
-            with open(path, "rb") as file:
-                batch = _ArrayUnpickler(file, encoding="bytes").load()
-            images, labels = batch[b"data"].reshape(-1, 3, 32, 32), np.array(batch[b"labels"], np.int64)
-            fits = images.dtype == np.uint8 and len(images) == len(labels) and set(labels.tolist()) <= set(range(10))
-        except Exception as error:  # damaged pickles raise a dozen unrelated types
-            reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            raise UserError(f"{path}: {reason}; remove {self.folder} and unpack {ARCHIVE} again") from error
-        if not fits:
-            raise UserError(f"{path}: not a batch of CIFAR-10; remove {self.folder} and unpack {ARCHIVE} again")
-        return Images(images, labels)
+            content = path.read_bytes()
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}; {remedy}") from error
+        if hashlib.md5(content).hexdigest() != md5:  # nothing else is unpickled: a pickle may run code
+            raise UserError(f"{path}: not CIFAR-10's file, its MD5 differs; {remedy}")
+        batch = pickle.loads(content, encoding="bytes")
+        return Images(batch[b"data"].reshape(-1, 3, 32, 32), np.array(batch[b"labels"], np.int64))
 
 
 class ImageFolder:
@@ -127,20 +134,3 @@ def open_images(data: Mapping[str, Any]) -> CifarBatches | ImageFolder:
         needed = f"{BATCHES}/, {ARCHIVE} or train/<class>/*"
         fetch(root / BATCHES, root / ARCHIVE, URL, MD5, data["download"], needed, "CIFAR-10 (170 MB)")
     return CifarBatches(root / BATCHES)
-
-
-OF_ARRAYS = {
-    # its name in files of Python 2; numpy 2 keeps it elsewhere
-    ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): np.dtype,
-}
-
-
-class _ArrayUnpickler(pickle.Unpickler):
-    """Reads containers, numbers, strings and numpy arrays; a pickle that would call anything else is refused."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in OF_ARRAYS:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no array needs")
-        return OF_ARRAYS[module, name]

@@ -9,7 +9,7 @@ import numpy as np
 from common.data.corrupt_images import MAX_BAD_SHARE
 from common.errors import UserError
 from imagenet_dali.manifest import MANIFEST
-from imagenet_dali.verify import describe_fault, inspect_shards
+from imagenet_dali.verify import ANY_LABEL, describe_fault, inspect_shards
 from imagenet_dali.writer import Shard, relative_to_root, write_dataset
 
 SPLITS = ("train", "validation")
@@ -34,7 +34,7 @@ def adopt(root: Path, labels: Path | None, workers: int, leave_out: bool = False
     class_names = labels.read_text().splitlines() if labels else None
     if class_names == []:
         raise UserError(f"{labels}: empty; write one class name a line")
-    found = inspect_shards([(root, name) for name in itertools.chain(*names.values())], workers)
+    found = inspect_shards([(root, name, None, ANY_LABEL) for name in itertools.chain(*names.values())], workers)
     splits = {split: [found[name][0] for name in shards] for split, shards in names.items()}
     faults = [fault for shards in names.values() for name in shards for fault in found[name][1]]
     if faults and not leave_out:

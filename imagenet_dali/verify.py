@@ -1,6 +1,6 @@
 """Verify every record of a data set."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from imagenet_dali.workers import parallel_map
 from imagenet_dali.writer import Shard
 
 Verified = tuple[Shard, list[str]]  # the shard with its good rows, and a line for each bad record
+Task = tuple[Path, str, np.ndarray | None, range]  # root, name of the shard, its rows of the table, labels as stored
 ANY_LABEL = range(2**31)
 
 
@@ -35,12 +36,13 @@ def inspect_record(record: bytes, offset: int, labels: range) -> tuple[int, ...]
     return 0, offset, len(record), record.find(image), len(image), label - labels.start, height, width
 
 
-def inspect_shard(root: Path, name: str, rows: np.ndarray | None = None, labels: range = ANY_LABEL) -> Verified:
-    """Verify the records of a shard: those in the table ``rows``, or all up to the last that can be found."""
+def inspect_shard(task: Task) -> Verified:
+    """Verify the records of a shard: those in its table, or all up to the last that can be found."""
+    root, name, rows, labels = task
     path = root / name
     good, faults, number, end = [], [], 0, 0
     try:
-        for offset, record in scan(path) if rows is None else _read_rows(path, rows):
+        for offset, record in scan(path) if rows is None else ((int(r["offset"]), read_record(path, r)) for r in rows):
             try:
                 row = inspect_record(record, offset, labels)
                 if rows is not None and row[1:] != rows[number].item()[1:]:
@@ -54,23 +56,15 @@ def inspect_shard(root: Path, name: str, rows: np.ndarray | None = None, labels:
     return Shard(name, sha256_of(path), np.array(good, RECORD)), faults
 
 
-def _read_rows(path: Path, rows: np.ndarray) -> Iterator[tuple[int, bytes]]:
-    return ((int(row["offset"]), read_record(path, row)) for row in rows)
-
-
 def describe_fault(path: Path, number: int, offset: int, error: object) -> str:
     """Return the line that names a record of a shard and what is wrong with it."""
     return f"{path}: record {number} at byte {offset}: {error}"
 
 
-def inspect_shards(tasks: Sequence[tuple[Any, ...]], workers: int) -> dict[str, Verified]:
+def inspect_shards(tasks: Sequence[Task], workers: int) -> dict[str, Verified]:
     """Call `inspect_shard` with each of ``tasks``, in parallel; return the answers by the shard's name."""
-    results = tqdm(parallel_map(_inspect, tasks, workers), total=len(tasks), unit="shard", disable=None)
+    results = tqdm(parallel_map(inspect_shard, tasks, workers), total=len(tasks), unit="shard", disable=None)
     return {shard.name: (shard, faults) for shard, faults in results}
-
-
-def _inspect(task: tuple[Any, ...]) -> Verified:
-    return inspect_shard(*task)
 
 
 def check(root: Path, workers: int) -> list[str]:

@@ -27,9 +27,8 @@ def test_the_share_is_that_of_one_pass():
 
 
 def test_a_reason_is_one_line_and_the_same_each_time():
-    assert (
-        reason_of(ValueError("cannot identify image file <_io.BytesIO object at 0x7f>")) == "cannot identify image file"
-    )
+    error = ValueError("cannot identify image file <_io.BytesIO object at 0x7f>")
+    assert reason_of(error) == "cannot identify image file"
     assert reason_of(OSError("broken\n  data")) == "broken data"
     assert reason_of(KeyError()) == "KeyError"
 

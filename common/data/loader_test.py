@@ -2,7 +2,6 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import chain, islice
 
-import numpy as np
 import torch
 
 from common.data.loader import Loader
@@ -13,17 +12,15 @@ class ReadsAhead:
     """Yield each draw's indices as the batch, three draws behind."""
 
     def __init__(self) -> None:
-        self.open_passes = 0
-        self.closed = False
+        self.open_passes, self.closed = 0, False
 
     def read(self, draws: Iterator[Draw]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         self.open_passes += 1
-        ahead = deque()
+        ahead = deque(islice(draws, 3))
         try:
-            for draw in chain(draws, [None] * 3):
+            for draw in chain(draws, [None] * len(ahead)):
                 ahead.append(draw)
-                if len(ahead) > 3:
-                    yield torch.from_numpy(ahead.popleft().indices), torch.zeros(1)
+                yield torch.from_numpy(ahead.popleft().indices), torch.zeros(1)
         finally:
             self.open_passes -= 1
 
@@ -39,19 +36,23 @@ def batches(passes: Iterator) -> list[list[int]]:
     return [images.tolist() for images, _ in passes]
 
 
+def drawn(loader: Loader, epoch: int) -> list[list[int]]:
+    return [draw.indices.tolist() for draw in loader.sampler.draws(epoch)]
+
+
 def test_each_pass_is_the_next_epoch():
     loader = build()
     epochs = [batches(loader) for _ in range(3)]
     assert [len(epoch) for epoch in epochs] == [len(loader)] * 3
     assert epochs[0] != epochs[1] != epochs[2]
-    assert epochs == [[draw.indices.tolist() for draw in loader.sampler.draws(epoch)] for epoch in range(3)]
+    assert epochs == [drawn(loader, epoch) for epoch in range(3)]
 
 
 def test_a_pass_left_early_does_not_leak_into_the_next():
     loader = build()
     first = iter(loader)
     next(first)
-    assert batches(loader) == [draw.indices.tolist() for draw in loader.sampler.draws(1)]
+    assert batches(loader) == drawn(loader, 1)
     assert list(first) == []
     assert loader.reader.open_passes == 0
 
@@ -60,7 +61,7 @@ def test_taking_exactly_the_batches_of_an_epoch_ends_it():
     loader = build()
     assert len(list(islice(iter(loader), len(loader)))) == len(loader)
     assert loader.state_dict() == {"epoch": 1, "samples": 0}
-    assert batches(loader) == [draw.indices.tolist() for draw in loader.sampler.draws(1)]
+    assert batches(loader) == drawn(loader, 1)
 
 
 def test_resumes_after_the_last_batch_handed_out():
@@ -82,9 +83,8 @@ def test_a_state_holds_for_another_number_of_processes():
     ranks = [build(micro_batch=1, dp_rank=rank, dp_size=2) for rank in range(2)]
     for rank in ranks:
         rank.load_state_dict(loader.state_dict())
-    seen = np.concatenate([np.concatenate(batches(rank)) for rank in ranks])
-    rest = np.concatenate([draw.indices for draw in islice(loader.sampler.draws(0), 4, None)])
-    assert sorted(seen) == sorted(rest)
+    seen = [index for rank in ranks for batch in batches(rank) for index in batch]
+    assert sorted(seen) == sorted(index for batch in drawn(loader, 0)[4:] for index in batch)
 
 
 def test_evaluation_is_the_same_in_every_pass():

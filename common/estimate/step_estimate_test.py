@@ -3,7 +3,6 @@
 import ctypes
 import functools
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ def build_config(processes: int, parallel: dict | None, model: dict[str, Any], *
     return config
 
 
-def train(config: dict[str, Any], micro_batch: int, accumulation: int, steps: int) -> Traffic:
+def train(config: dict[str, Any], micro_batch: int, accumulation: int) -> Traffic:
     """Train as a task does; return the traffic of the last step."""
     model = shard_model(build_model(**config["MODEL"]))
     optimizer = build_optimizer(model, **config["OPTIMIZER"])
@@ -41,7 +40,7 @@ def train(config: dict[str, Any], micro_batch: int, accumulation: int, steps: in
     engine.train()
     images = torch.randn(micro_batch, 3, config["MODEL"]["image_size"], config["MODEL"]["image_size"])
     labels = torch.zeros(micro_batch, dtype=torch.long)
-    for step in range(steps):
+    for step in range(STEPS):
         with Traffic() as traffic, record_function(f"step {step}"):
             for _ in range(accumulation):
                 engine.zero_grad()
@@ -57,7 +56,7 @@ def launch_config(config: dict[str, Any], accumulation: int) -> dict[str, Any]:
 
 def count_traffic(config: dict[str, Any], micro_batch: int, accumulation: int) -> Counter:
     with launched(**launch_config(config, accumulation)):
-        return train(config, micro_batch, accumulation, STEPS).nbytes
+        return train(config, micro_batch, accumulation).nbytes
 
 
 def by_group_size(nbytes: Counter) -> Counter:
@@ -88,17 +87,13 @@ def measure_peak(config: dict[str, Any], micro_batch: int, accumulation: int) ->
     libc10 = ctypes.CDLL(Path(torch.__file__).parent / "lib" / "libc10.so")
     ctypes.c_bool.in_dll(libc10, "FLAGS_caffe2_report_cpu_memory_usage").value = True
     with launched(**launch_config(config, accumulation)), profile(profile_memory=True) as profiler:
-        train(config, micro_batch, accumulation, STEPS)
-    events = list(_flatten(profiler.profiler.kineto_results.experimental_event_tree()))
+        train(config, micro_batch, accumulation)
+    events = profiler.profiler.kineto_results.experimental_event_tree()
+    for event in events:
+        events += event.children
     (start,) = (event.start_time_ns for event in events if event.name == f"step {STEPS - 1}")
     allocations = [event for event in events if event.tag == torch._C._profiler._EventType.Allocation]
     return max(event.extra_fields.total_allocated for event in allocations if event.start_time_ns >= start)
-
-
-def _flatten(events: list[Any]) -> Iterator[Any]:
-    for event in events:
-        yield event
-        yield from _flatten(event.children)
 
 
 SMALL = {"image_size": 96, "width": 192, "depth": 6, "heads": 3, "num_classes": 100}

@@ -15,15 +15,14 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from common.config.batch_plan import build_plan
 from common.config.load import find_config, load_config
 from common.errors import UserError
-from common.launch.stop_signals import exit_code, signal_name
+from common.launch.stop_signals import SIGNALS, exit_code, signal_name
 from common.table import format_table
 from common.tools.sweep_results import draw, is_finished, read_sweep, tabulate
 
@@ -36,19 +35,6 @@ TRAIN_SCRIPTS = {
     "quickstart": "imagenet_dali/train_dali.py",
     "config_": "caltech101_amp/train.py",
 }
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-
-
-@dataclass(frozen=True)
-class Job:
-    """One combination: its folder and the command that trains it, without the script before it."""
-
-    folder: Path
-    arguments: list[str]
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
 
 
 def main(argv: list[str]) -> None:
@@ -72,26 +58,28 @@ def train(args: argparse.Namespace) -> dict[str, int]:
         raise UserError(f"--train {script}: no such file; name a task's script, such as imagenet_dali/train_dali.py")
     jobs = plan_jobs(args.config, args.set, args.grid, args.output, args.processes)
     failed = {}
-    for number, job in enumerate(jobs, 1):
-        if is_finished(job.folder, job.arguments):
-            print(f"[{number}/{len(jobs)}] {job.name}: finished already", flush=True)
+    for number, (folder, arguments) in enumerate(jobs.items(), 1):
+        finished = is_finished(folder, arguments)
+        print(f"[{number}/{len(jobs)}] {folder.name}{': finished already' if finished else ''}", flush=True)
+        if finished:
             continue
-        print(f"[{number}/{len(jobs)}] {job.name}", flush=True)
-        status, stop = run_child([*_launcher(args.processes), str(script.resolve()), *job.arguments])
+        status, stop = run_child([*_launcher(args.processes), str(script.resolve()), *arguments])
         if stop:
-            print(f"{signal_name(stop)}: {job.name} was stopped; rerun the command to resume", file=sys.stderr)
+            print(f"{signal_name(stop)}: {folder.name} was stopped; rerun the command to resume", file=sys.stderr)
             sys.exit(exit_code(stop))
-        if status and not (job.folder / "config.json").exists():
-            raise UserError(f"{job.name} did not start (exit status {status}, message above): the sweep ends here")
+        if status and not (folder / "config.json").exists():
+            raise UserError(f"{folder.name} did not start (exit status {status}, message above): the sweep ends here")
         if status:
-            failed[job.name] = status
+            failed[folder.name] = status
     return failed
 
 
-def plan_jobs(config: str, settings: Sequence[str], grids: Sequence[str], output: Path, processes: int) -> list[Job]:
-    """Return a job for each combination of the ``grids`` (``KEY=a,b``), the last of which changes fastest.
+def plan_jobs(
+    config: str, settings: Sequence[str], grids: Sequence[str], output: Path, processes: int
+) -> dict[Path, list[str]]:
+    """Return the training script's arguments by run folder, for each combination of the ``grids`` (``KEY=a,b``).
 
-    Raises `UserError` if one of them is no config that ``processes`` can train.
+    The last grid changes fastest. Raises `UserError` for a combination that ``processes`` cannot train.
     """
     axes = [_parse_grid(grid) for grid in grids]
     keys = [key for key, _ in axes]
@@ -99,32 +87,28 @@ def plan_jobs(config: str, settings: Sequence[str], grids: Sequence[str], output
         if keys.count(key) > 1 or any(setting.startswith(f"{key}=") for setting in settings):
             raise UserError(f"--grid {key}: named twice; put all its values into one --grid, and none into --set")
     path = str(find_config(config).resolve())
-    jobs = []
+    jobs = {}
     for values in itertools.product(*(values for _, values in axes)):
         chosen = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
         build_plan(load_config(path, [*settings, *chosen]), processes, None)
         folder = output.resolve() / (",".join(re.sub(r"[^\w.=+-]", "_", part) for part in chosen) or "run")
         words = [word for setting in [*settings, *chosen] for word in ("--set", setting)]
-        jobs.append(Job(folder, ["--config", path, *words, "--output", str(folder)]))
+        jobs[folder] = ["--config", path, *words, "--output", str(folder)]
     return jobs
 
 
 def run_child(command: Sequence[str]) -> tuple[int, int]:
-    """Run ``command`` to its end; pass stop signals on to it. Return its exit status and the first signal, or 0."""
+    """Run ``command`` and forward stop signals to it; return its exit status and the first signal, or 0."""
     received: list[int] = []
-    child: subprocess.Popen | None = None
-
-    def pass_on(number: int, _: FrameType | None) -> None:
-        received.append(number)
-        if child is not None and child.poll() is None:
-            child.send_signal(number)
-
-    previous = {number: signal.signal(number, pass_on) for number in STOPS}
+    previous = {number: signal.signal(number, lambda number, _: received.append(number)) for number in SIGNALS}
     try:
-        child = subprocess.Popen(command)
-        if received:  # before there was a child to pass it on to
-            child.send_signal(received[0])
-        return child.wait(), next(iter(received), 0)
+        child, forwarded = subprocess.Popen(command), 0
+        while (status := child.poll()) is None:
+            for number in received[forwarded:]:
+                child.send_signal(number)
+                forwarded += 1
+            time.sleep(0.1)
+        return status, next(iter(received), 0)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -1,7 +1,7 @@
 import json
-import subprocess
-import sys
+import resource
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,43 +11,39 @@ from tqdm.std import TqdmDefaultWriteLock
 from common.errors import UserError
 from common.metrics import writers
 from common.metrics.writers import Curves, Guarded, JsonLines, ProgressBar, draw_curves, read_metrics
+from common.testing.commands import run_forked
 
 TRAIN = {"kind": "train", "step": 2, "epoch": 0.5, "loss": 2.0, "samples_per_s": 10.0, "skipped": 0}
 EVAL = {"kind": "eval", "step": 4, "epoch": 1.0, "loss": 1.5, "top1": 0.25, "top5": 0.5, "samples": 8}
 
-# The file size limit stands in for a disk: what is over it is refused by the kernel, in the middle of a line too.
-FULL_DISK = """
-import resource
-import sys
-import threading
-from contextlib import suppress
-from pathlib import Path
-from common.metrics.writers import open_writers, read_metrics
 
-threading.excepthook = lambda args: None  # TensorBoard's thread prints a traceback of its own in between
-def limit(size):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+def write_to_a_full_disk(argv: list[str]) -> None:
+    """Limit the size of files: the kernel refuses what is beyond, in the middle of a line too."""
 
-folder = Path(sys.argv[1])
-writers = open_writers(folder, 50, tensorboard=True, trackers=[])
-def write(step):
-    for writer in writers:
-        writer({"kind": "train", "step": step, "epoch": 0.1, "loss": 1 / 3, "samples_per_s": 1.0, "skipped": 0})
-write(0)
-writers[2].writer.writer.flush()  # TensorBoard's thread writes when it likes
-limit(1000)
-for step in range(1, 49):
-    write(step)
-    if writers[2].writer:
-        with suppress(OSError):
-            writers[2].writer.writer.flush()
-size = (folder / "metrics.jsonl").stat().st_size
-limit(resource.RLIM_INFINITY)
-write(49)
-for writer in writers:
-    writer.close()
-print(size, [record["step"] for record in read_metrics(folder)] == list(range(50)), (folder / "loss.jpeg").exists())
-"""
+    def limit(size: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    def write_all(step: int) -> None:
+        for writer in opened:
+            writer(TRAIN | {"step": step, "loss": 1 / 3})
+
+    threading.excepthook = lambda args: None  # TensorBoard's thread prints a traceback of its own in between
+    folder = Path(argv[0])
+    opened = writers.open_writers(folder, 50, tensorboard=True, trackers=[])
+    write_all(0)
+    opened[2].writer.writer.flush()  # TensorBoard's thread writes when it likes
+    limit(1000)
+    for step in range(1, 49):
+        write_all(step)
+        if opened[2].writer:
+            with suppress(OSError):
+                opened[2].writer.writer.flush()
+    size = (folder / "metrics.jsonl").stat().st_size
+    limit(resource.RLIM_INFINITY)
+    write_all(49)
+    for writer in opened:
+        writer.close()
+    print(size, [record["step"] for record in read_metrics(folder)] == list(range(50)), (folder / "loss.jpeg").exists())
 
 
 def write(folder, *records) -> None:
@@ -76,9 +72,7 @@ def test_a_broken_line_before_the_last_is_named(tmp_path):
 
 
 def test_a_full_disk_neither_stops_training_nor_loses_a_line(tmp_path):
-    child = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False
-    )
+    child = run_forked(write_to_a_full_disk, [tmp_path])
     assert child.stdout == "1000 True True\n", child.stderr
     warnings = [line.partition("warning: ")[2] for line in child.stderr.splitlines() if "warning: " in line]
     assert sorted(warnings) == [

@@ -3,7 +3,6 @@ import math
 import random
 import re
 from html import unescape
-from html.parser import HTMLParser
 
 import pytest
 
@@ -14,33 +13,14 @@ from common.tools.report_curves import collect_charts, thin_out
 EVIL = "a<script>alert(1)</script>&@charts@"
 
 
-class Tables(HTMLParser):
-    """The text of every cell: ``rows[n][heading]`` is the rest of the row in the n-th table."""
-
-    def __init__(self, page: str):
-        super().__init__()
-        self.rows: list[dict[str, list[str]]] = []
-        self.cell: list[str] | None = None
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        if tag == "table":
-            self.rows.append({})
-        elif tag == "tr":
-            self.row: list[str] = []
-        elif tag in ("td", "th"):
-            self.cell = []
-
-    def handle_data(self, data):
-        if self.cell is not None:
-            self.cell.append(data)
-
-    def handle_endtag(self, tag):
-        if tag in ("td", "th"):
-            self.row.append("".join(self.cell))
-            self.cell = None
-        elif tag == "tr":
-            self.rows[-1][self.row[0]] = self.row[1:]
+def tables_of(page: str) -> list[dict[str, list[str]]]:
+    """Return for each table ``{heading: rest of the row}``, of the cells' text."""
+    tables = re.findall("<table>(.*?)</table>", page, re.DOTALL)
+    rows = [
+        [re.findall("<t[hd](?: [^>]*)?>(.*?)</t[hd]>", row) for row in table.split("</tr>")[:-1]] for table in tables
+    ]
+    text = [[[unescape(re.sub("<[^>]*>", "", cell)) for cell in row] for row in table] for table in rows]
+    return [{row[0]: row[1:] for row in table} for table in text]
 
 
 def train(step: int, **metrics) -> dict:
@@ -66,7 +46,7 @@ def make(*folders) -> str:
 
 
 def summary_of(*folders) -> dict[str, list[str]]:
-    return Tables(make(*folders)).rows[0]
+    return tables_of(make(*folders))[0]
 
 
 def charts_of(page: str) -> list[dict]:
@@ -96,7 +76,7 @@ def test_a_run_that_is_running_or_was_killed_in_the_middle_of_a_line(tmp_path):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
     page = make(run)
-    summary = Tables(page).rows[0]
+    summary = tables_of(page)[0]
     assert summary["Steps"] == ["2 of 4 (unfinished)"]
     assert summary["Top-1, last evaluation"] == summary["Top-1, best evaluation"] == ["-"]
     assert [(chart["name"], chart["lines"][0]["y"]) for chart in charts_of(page)] == [("loss", [2.0, None])]
@@ -106,7 +86,7 @@ def test_a_run_without_metrics(tmp_path, capsys):
     page = make(write_run(tmp_path / "run"))
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "report.html")
     assert charts_of(page) == []
-    assert Tables(page).rows[0]["Steps"] == ["0 of 4 (unfinished)"]
+    assert tables_of(page)[0]["Steps"] == ["0 of 4 (unfinished)"]
 
 
 def test_evaluations_without_metrics_are_not_the_best(tmp_path):
@@ -132,7 +112,7 @@ def test_a_single_run_shows_its_whole_config(tmp_path):
 def test_configs_that_differ(tmp_path):
     first = write_run(tmp_path / "a", config={"A": 1, "B": {"c": [1, 2], "d": None}, "E": True})
     second = write_run(tmp_path / "b", config={"A": 1, "B": {"c": [1, 3], "d": None}, "F": "x"})
-    assert Tables(make(first, second)).rows[1] == {
+    assert tables_of(make(first, second))[1] == {
         "": ["a", "b"],
         "B.c": ["[1, 2]", "[1, 3]"],
         "E": ["True", "-"],
@@ -153,7 +133,7 @@ def test_names_are_text(tmp_path):
     named = report.load_run(run, EVIL)
     page = report.render([named, report.load_run(write_run(tmp_path / "other"), "other")])
     assert "<script>alert" not in page
-    tables = Tables(page).rows
+    tables = tables_of(page)
     assert tables[0][""] == [EVIL, "other"]
     assert tables[1][EVIL] == [EVIL, "-"]
     assert tables[2][f"versions.{EVIL}"] == [EVIL, "-"]

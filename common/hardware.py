@@ -155,7 +155,8 @@ def share_of_cores(mine: CpuLimits, processes: Sequence[CpuLimits] = ()) -> int:
 def cpu_limits(proc: Path = Path("/proc/self")) -> CpuLimits:
     """Return the limits of this process, by its CPU mask and its cgroups (version 1 and 2); the lowest quota counts."""
     quotas = [(quota, str(folder)) for folder in _cgroup_folders(proc) if (quota := _quota(folder)) < math.inf]
-    return CpuLimits(platform.node(), frozenset(os.sched_getaffinity(0)), *min(quotas, default=()))  # pyright: ignore[reportArgumentType]
+    quota, group = min(quotas, default=(math.inf, ""))
+    return CpuLimits(platform.node(), frozenset(os.sched_getaffinity(0)), quota, group)
 
 
 def _cgroup_folders(proc: Path) -> Iterator[Path]:

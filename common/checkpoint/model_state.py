@@ -26,13 +26,11 @@ def copy_state(
     0's result is complete.
     """
     parameters = dict(model.named_parameters())
-    names = {parameter: name for name, parameter in parameters.items()}
-    moments = {}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
+    moments: dict[str, Tensor | None] = {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                whole = gather_whole(parameter, value) if value.shape == parameter.shape else value  # pyright: ignore[reportArgumentType]
-                moments[f"{key}/{names[parameter]}"] = whole  # pyright: ignore[reportArgumentType]
+                moments[f"{key}/{name}"] = gather_whole(parameter, value) if value.shape == parameter.shape else value
     files = {MODEL: _copied(canonical_state(model)), OPTIMIZER: _copied(moments)}
     if averages is not None:
         files[EMA] = _copied({name: gather_whole(parameters[name], value) for name, value in averages.items()})

@@ -75,7 +75,7 @@ class StepOptimizer(OptimizerWrapper):
         super().__init__(optim)
         self.accumulation, self.scaler, self.max_skipped = accumulation, scaler, max_skipped
         self.accumulated = 0
-        self.grad_norm: Tensor | None = None
+        self.grad_norm = torch.tensor(torch.nan)
         self.counter = SkipCounter(self.parameters[0].device)
 
     @property

@@ -11,7 +11,7 @@ from common.data.crops import UNIFORMS_PER_SAMPLE as UNIFORMS_PER_CROP
 from common.data.crops import RandomCrop
 from common.data.loader import Loader
 from common.data.mixup import cut_and_paste, mix
-from common.data.sampling import ERASING, sample_uniforms
+from common.data.sampling import ERASING, TrainSampler, sample_uniforms
 
 # share of the area and width / height of what is erased, as torchvision's and timm's
 ERASED = RandomCrop(scale=(0.02, 1 / 3), ratio=(0.3, 3.3), flip=False)
@@ -54,7 +54,8 @@ class BatchAugment:
         return getattr(self.loader, name)  # its position, failure and close
 
     def _erase(self, images: Tensor, epoch: int, number: int) -> None:
-        step, row = self.loader.sampler.place(number)  # pyright: ignore[reportAttributeAccessIssue]
+        assert isinstance(self.loader.sampler, TrainSampler)
+        step, row = self.loader.sampler.place(number)
         uniforms = sample_uniforms(self.seed, epoch, step, row, len(images), UNIFORMS_PER_SAMPLE, ERASING)
         erase(images, uniforms, self.erasing)
 

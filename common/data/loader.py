@@ -1,6 +1,6 @@
 """Passes over a data set: which batch comes next, and how to resume from there after a restart."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from typing import Protocol
 
@@ -29,7 +29,7 @@ class Loader:
 
     def __init__(self, sampler: TrainSampler | EvalSampler, reader: BatchReader) -> None:
         self.sampler, self.reader = sampler, reader
-        self._pass: Iterator[Batch] | None = None
+        self._pass: Generator[Batch, None, None] | None = None
         self._next_pass = self._position = (0, 0)
 
     def __len__(self) -> int:
@@ -67,10 +67,10 @@ class Loader:
 
     def _end_pass(self) -> None:
         if self._pass is not None:
-            self._pass.close()  # pyright: ignore[reportAttributeAccessIssue]
+            self._pass.close()
             self._pass = None
 
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+    def _batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         with closing(self.reader.read(self.sampler.draws(epoch, start))) as batches:  # pyright: ignore[reportArgumentType]
             for done, batch in enumerate(batches, start + 1):
                 self._position = (epoch, done) if done < len(self) else (epoch + 1, 0)

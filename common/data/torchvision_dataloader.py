@@ -19,6 +19,8 @@ from common.data.sampling import NO_LABEL, PADDING, Draw
 from common.data.worker_pool import WorkerPool
 from common.errors import UserError
 
+NONE_RANDOM = np.empty((1, 0))
+
 
 class ImageSplit(Protocol):
     """What is read: encoded images and their labels, by number."""
@@ -136,10 +138,10 @@ class _Batches:
 
 
 def crop_image(
-    image: Image.Image, crop: RandomCrop | CenterCrop, size: int, uniforms: np.ndarray | None = None
+    image: Image.Image, crop: RandomCrop | CenterCrop, size: int, uniforms: np.ndarray = NONE_RANDOM
 ) -> Image.Image:
     """Return the crop of an image at ``size`` x ``size`` pixels, the network's input; ``uniforms`` is [1, K]."""
-    crops = crop(np.array([image.height]), np.array([image.width]), uniforms)  # pyright: ignore[reportArgumentType]
+    crops = crop(np.array([image.height]), np.array([image.width]), uniforms)
     top, left, height, width = *crops.start[0].tolist(), *crops.shape[0].tolist()
     box = *crops.region_start[0, ::-1].tolist(), *crops.region_end[0, ::-1].tolist()
     window = image.crop((left, top, left + width, top + height))

@@ -50,20 +50,20 @@ class WorkerPool:
     def _submit(self, task: Any) -> Future[Any] | None:
         if not self.workers or self.failure:
             return None
-        if self._pool is None:
-            self._start()
+        self._pool = self._pool or self._start()
         with suppress(BrokenProcessPool):
-            return self._pool.submit(_call, task)  # pyright: ignore[reportOptionalMemberAccess]
+            return self._pool.submit(_call, task)
         self._note_failure()
         return None
 
-    def _start(self) -> None:
+    def _start(self) -> ProcessPoolExecutor:
         context, others = multiprocessing.get_context("fork"), multiprocessing.active_children()
-        self._pool = ProcessPoolExecutor(self.workers, context, initializer=_set_function, initargs=(self.function,))
+        pool = ProcessPoolExecutor(self.workers, context, initializer=_set_function, initargs=(self.function,))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork() with threads around
-            self._pool.submit(int)  # forks all workers
+            pool.submit(int)  # forks all workers
         self._processes = [process for process in multiprocessing.active_children() if process not in others]
+        return pool
 
     def _result(self, task: Any, future: Future[Any] | None) -> Any:
         if future is not None:
@@ -76,10 +76,13 @@ class WorkerPool:
         if self.failure:
             return
         deadline = time.monotonic() + 5
-        while not (dead := [p for p in self._processes if p.exitcode is not None]) and time.monotonic() < deadline:
+        exits: list[tuple[int, int | None]] = []
+        while not exits and time.monotonic() < deadline:
             time.sleep(0.01)
-        dead.sort(key=lambda process: process.exitcode == -SIGTERM)  # which the executor sends to the others
-        how = f"process {dead[0].pid} {_describe_exit(dead[0].exitcode)}" if dead else "a process ended"  # pyright: ignore[reportArgumentType]
+            exits = [(p.exitcode, p.pid) for p in self._processes if p.exitcode is not None]
+        # the executor sends SIGTERM to the others
+        code, pid = min(exits, key=lambda exit_: exit_[0] == -SIGTERM, default=(None, None))
+        how = "a process ended" if code is None else f"process {pid} {_describe_exit(code)}"
         self.failure = (
             f"DATA.workers={self.workers}: a worker has died, {how}; if that was for lack of memory, set fewer workers"
         )

@@ -98,7 +98,7 @@ class MetricsHook(BaseHook):
         return {
             "loss": loss,
             "lr": trainer.learning_rate,
-            "grad_norm": trainer.engine.optimizer.grad_norm.item(),  # pyright: ignore[reportOptionalMemberAccess]
+            "grad_norm": trainer.engine.optimizer.grad_norm.item(),
             "skipped": trainer.engine.optimizer.skipped,
             "samples_per_s": samples_per_s,
             "mfu": samples_per_s / self.peak_samples_per_s,

@@ -133,9 +133,10 @@ class ProgressBar:
     def __init__(self, total_steps: int, start: int = 0):
         # tqdm's own lock is shared with forked processes: one that is killed may never release it
         tqdm.set_lock(threading.RLock())
-        terminal, lines = dict(mininterval=0.5, dynamic_ncols=True), dict(mininterval=30, file=_Lines())
-        options = terminal if sys.stderr.isatty() else lines
-        self.bar = tqdm(total=total_steps, initial=start, unit="step", maxinterval=60, **options)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        options: dict[str, Any] = dict(mininterval=30, file=_Lines())
+        if sys.stderr.isatty():
+            options = dict(mininterval=0.5, dynamic_ncols=True)
+        self.bar = tqdm(total=total_steps, initial=start, unit="step", maxinterval=60, **options)
         self.shown: dict[str, str] = {}
 
     def step(self, loss: float | None = None) -> None:

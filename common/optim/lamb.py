@@ -143,10 +143,10 @@ class Lamb(Optimizer):
             steps = [torch.full_like(steps[0], inf)] * len(steps)  # 1 - beta^inf = 1
         # PyTorch's fused Adam reads and writes everything once; with a learning rate of -1 it adds its direction to
         # the weight decay's instead of subtracting a step from the parameters.
-        directions = torch._foreach_mul(params, group["weight_decay"])
-        torch._fused_adam_(  # pyright: ignore[reportCallIssue]
+        directions = list(torch._foreach_mul(params, group["weight_decay"]))
+        torch._fused_adam_(
             directions,
-            [p.grad for p in params],  # pyright: ignore[reportArgumentType]
+            [p.grad for p in params if p.grad is not None],  # which all have
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -161,7 +161,7 @@ class Lamb(Optimizer):
             grad_scale=clip,
             found_inf=self._found_inf,
         )
-        return directions  # pyright: ignore[reportReturnType]
+        return directions
 
     @property
     def _found_inf(self) -> Tensor | None:

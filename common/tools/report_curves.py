@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from common.metrics.record import WHEN, Record
@@ -74,7 +75,7 @@ def thin_out(points: list[Point], buckets: int) -> list[Point]:
     kept = [points[0]]
     for bucket in range(buckets):
         part = points[bucket * len(points) // buckets : (bucket + 1) * len(points) // buckets]
-        finite = sorted((point for point in part if point[1] is not None), key=lambda point: point[1])  # pyright: ignore[reportArgumentType, reportCallIssue]
+        finite = sorted(((x, y) for x, y in part if y is not None), key=itemgetter(1))
         gap = [point for point in part if point[1] is None][:1]
         kept += sorted({*finite[:1], *finite[-1:], *gap}, key=lambda point: point[0])
     return [*kept, points[-1]]

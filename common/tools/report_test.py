@@ -106,7 +106,7 @@ def test_a_run_that_was_stopped_has_done_the_steps_it_saved(tmp_path):
 def test_a_single_run_shows_its_whole_config(tmp_path):
     page = make(write_run(tmp_path / "run", config={"A": 1, "B": {"c": [1, 2], "d": None}}))
     assert "<h2>Config</h2>" in page
-    assert Tables(page).rows[1] == {"": ["run"], "A": ["1"], "B.c": ["[1, 2]"], "B.d": ["None"]}
+    assert tables_of(page)[1] == {"": ["run"], "A": ["1"], "B.c": ["[1, 2]"], "B.d": ["None"]}
 
 
 def test_configs_that_differ(tmp_path):

@@ -100,7 +100,7 @@ def test_a_run_that_was_stopped_has_done_the_steps_it_saved(tmp_path):
     for step, marker in ((2, "COMPLETE"), (3, "COMPLETE"), (4, "other")):
         (run / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
         (run / "checkpoints" / f"step-{step:08}" / marker).touch()
-    assert Tables(make(run)).rows[0]["Steps"] == ["3 of 4 (unfinished)"]
+    assert summary_of(run)["Steps"] == ["3 of 4 (unfinished)"]
 
 
 def test_a_single_run_shows_its_whole_config(tmp_path):

@@ -6,6 +6,7 @@ import platform
 import resource
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -157,6 +158,15 @@ def cpu_limits(proc: Path = Path("/proc/self")) -> CpuLimits:
     quotas = [(quota, str(folder)) for folder in _cgroup_folders(proc) if (quota := _quota(folder)) < math.inf]
     quota, group = min(quotas, default=(math.inf, ""))
     return CpuLimits(platform.node(), frozenset(os.sched_getaffinity(0)), quota, group)
+
+
+def memory_bytes() -> int:
+    """Return the bytes of memory that this process may use: the machine's, or the limit of its cgroup if lower."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for folder in _cgroup_folders(Path("/proc/self")):
+        with suppress(OSError, ValueError):  # ValueError: "max"
+            limits.append(int((folder / "memory.max").read_text()))
+    return min(limits)
 
 
 def _cgroup_folders(proc: Path) -> Iterator[Path]:

@@ -31,7 +31,8 @@ from common.checkpoint.save import (
     write_checkpoint,
 )
 from common.colossal import BaseHook, ParallelMode, Trainer, doing, generator_states, gpc, set_generator_states
-from common.errors import AgreedError, RankError, UserError
+from common.errors import AgreedError, RankError, UserError, printable
+from common.files import explain_os_error
 from common.launch.stop_signals import stop_signals
 from common.metrics.hook import MetricsHook
 from common.metrics.writers import warn
@@ -165,7 +166,7 @@ class CheckpointHook(BaseHook):
     def _explain(self, path: Path, content: Mapping[str, Tensors | bytes], error: Exception) -> str:
         size = sum(len(v) if isinstance(v, bytes) else sum(t.nbytes for t in v.values()) for v in content.values())
         free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
-        reason = getattr(error, "strerror", None) or error
+        reason = explain_os_error(error, path, files=len(content) + 2)
         return (
             f"{path} could not be written ({reason}): it takes {size / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free; "
             f"the newest checkpoint is {newest_checkpoint(self.folder) or 'none'}"
@@ -198,7 +199,13 @@ class CheckpointHook(BaseHook):
         self.metrics.load_state_dict(state["metrics"], rank if is_same else None)
         if is_same:  # otherwise dropout's masks differ, and nothing else
             states, prefix = load_file(path / RANDOM), f"{rank}/"
-            set_generator_states({k.removeprefix(prefix): v for k, v in states.items() if k.startswith(prefix)})
+            try:
+                set_generator_states({k.removeprefix(prefix): v for k, v in states.items() if k.startswith(prefix)})
+            except Exception as error:  # torch, numpy and Python answer states that are none with many types
+                reason = f"{type(error).__name__}: {printable(error)}"
+                raise RankError(
+                    f"{path / RANDOM}: not the states of the generators of rank {rank} ({reason})"
+                ) from error
 
 
 def parse_minutes(text: str) -> float:

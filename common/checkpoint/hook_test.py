@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from common.metrics.writers import read_metrics
 from common.model.ema import EmaHook
 from common.optim.build import build_optimizer
 from common.optim.lr_schedule import build_lr_scheduler
+from common.testing.checkpoints import build_about
 from common.testing.parity_cases import CASES, MODEL, OPTIMIZERS, build_tiny_model
 from common.testing.ranks import launched, run_ranks
 
@@ -86,6 +88,7 @@ def train(
     output.mkdir(exist_ok=True, parents=True)
     stop_signals.received = stop_signals.agreed = 0
     config = load_config("quickstart", ["NUM_EPOCHS=2", "WARMUP_EPOCHS=1", f"TOTAL_BATCH_SIZE={BATCH}", "EVAL_EVERY=1"])
+    config["MODEL"] |= MODEL
     config |= settings | {"LOG": {"every": 3, "tensorboard": False}}
     config["parallel"] = resolve_parallel(config["parallel"], gpus)
     plan = build_plan(config, gpus, DataSummary(TRAIN, EVAL, MODEL["num_classes"], fingerprint=""))
@@ -101,7 +104,7 @@ def train(
         engine, train_loader, eval_loader, _ = initialize(model, optimizer, nn.CrossEntropyLoss(), *loaders, schedule)
         writers = dict(tensorboard=False, trackers=(), is_main=rank == 0)
         metrics = MetricsHook(plan, output, every=3, **writers, peak_samples_per_s=1.0)
-        about = {"plan": {"gpus": gpus}, "config": {"parallel": config["parallel"]}}
+        about = build_about() | {"plan": asdict(plan), "config": config}
         ema = [EmaHook(model, config["EMA"])] if config["EMA"] else []
         saved = dict(about=about, averages=ema[0].averages if ema else None)
         options = dict(every=every, keep=20, start_from=choose_checkpoint("auto", output))
@@ -164,7 +167,7 @@ def test_resumes_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]],
 
 def test_resumes_with_the_same_batches_in_another_mode(tmp_path: Path) -> None:
     """One process, then two of data parallelism, then four of 2d; without dropout the losses stay the same."""
-    no_dropout = {"MODEL": {}}
+    no_dropout = {}
     run_ranks(1, train, tmp_path / "whole", 1, no_dropout)
     run_ranks(1, train, tmp_path / "run", 1, no_dropout, (2, False))
     run_ranks(2, train, tmp_path / "run", 2, no_dropout, (5, False))

@@ -62,9 +62,16 @@ def load_state(
 
 
 def check_architecture(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Raise UserError if ``weights``, read from ``path``, are not the whole parameters of ``model``."""
+    """Raise UserError if ``weights``, read from ``path``, are not the whole parameters of ``model``, or not finite."""
     saved = {name: list(tensor.shape) for name, tensor in weights.items()}
-    wanted = {name: list(whole_shape(parameter)) for name, parameter in model.named_parameters()}
+    check_shapes(path, saved, {name: list(whole_shape(parameter)) for name, parameter in model.named_parameters()})
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise UserError(f"{path}: {name} holds numbers that are not finite: start from other weights")
+
+
+def check_shapes(path: Path, saved: Mapping[str, list[int]], wanted: Mapping[str, list[int]]) -> None:
+    """Raise UserError naming the parameters of ``path`` that are missing, of another shape, or too many."""
     names = [name for name in wanted | saved if saved.get(name) != wanted.get(name)]
     if names:
         shown = [f"{name} {saved.get(name, 'missing')} (model: {wanted.get(name, 'none')})" for name in names[:SHOWN]]

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from common.checkpoint.content import Starts, read_about, read_config
 from common.checkpoint.save import (
     CONFIG,
     TRAINER,
@@ -18,8 +19,8 @@ from common.checkpoint.save import (
 )
 from common.colossal import ParallelMode, gpc
 from common.config.batch_plan import DataSummary
-from common.config.load import restore_config
 from common.errors import AgreedError, UserError
+from common.files import read_json
 from common.table import flatten
 
 NEVER, AUTO = "never", "auto"
@@ -77,10 +78,10 @@ def choose_checkpoint(resume: str, output: Path) -> Path | None:
 def _is_branch(output: Path, path: Path) -> bool:
     """Return whether the run in ``output`` branched off from ``path``, a checkpoint or a run."""
     try:
-        starts = json.loads((output / CONFIG).read_text())["starts"]
-        origins = [Path(start["from"]) for start in starts if start.get("from")]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # nothing that this project wrote
+        starts = read_json(output / CONFIG, Starts).starts
+    except UserError:  # nothing that this project wrote
         return False
+    origins = [Path(start.origin) for start in starts if start.origin]
     elsewhere = [origin for origin in origins if not origin.is_relative_to(output)]
     return bool(elsewhere) and elsewhere[-1].is_relative_to(path)
 
@@ -121,7 +122,7 @@ def note_start(about: Mapping[str, Any], start_from: Path | None) -> list[dict[s
     print(f"resuming from {start_from}")
     for key, (then, value) in changed_keys(start_from, about["config"]).items():
         print(f"{key}={value!r} from here on (was {then!r})")
-    starts = json.loads((start_from / CONFIG).read_text())["starts"]
+    starts = read_about(start_from)["starts"]
     before = starts[-1].get("dtype", now["dtype"])  # older runs have not recorded it
     if before != now["dtype"]:
         print(f"computing in {now['dtype']} from here on (was {before})")
@@ -136,7 +137,7 @@ def finished_step(path: Path, last_step: int) -> int | None:
 
 def check_data(path: Path, data: DataSummary, allow_change: bool) -> None:
     """Raise `UserError` if the checkpoint ``path`` is of another data set than ``data`` is, or was before repairs."""
-    then = json.loads((path / CONFIG).read_text())["data"]
+    then = read_about(path)["data"]
     if then["fingerprint"] in (data.fingerprint, *data.earlier):
         return
     counts = f"{then['train_samples']:,} training images then, {data.train_samples:,} now"
@@ -186,7 +187,6 @@ def _changes_training(key: str, then: Any, now: Any, allowed: Sequence[str]) -> 
 
 def changed_keys(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return ``{key: (then, now)}`` for the keys that differ from those of the checkpoint ``path``."""
-    file = path / CONFIG
-    saved = restore_config(json.loads(file.read_text())["config"], (), where=str(file))  # newer keys at their defaults
+    saved = read_config(path, read_about(path))  # newer keys at their defaults
     then, now = (flatten(json.loads(json.dumps(values, default=str))) for values in (saved, config))
     return {key: (then.get(key), now.get(key)) for key in then | now if then.get(key) != now.get(key)}

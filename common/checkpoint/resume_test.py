@@ -11,21 +11,17 @@ from common.checkpoint.save import checkpoint_path, write_checkpoint
 from common.config.batch_plan import DataSummary
 from common.config.load import restore_config
 from common.errors import AgreedError, UserError
+from common.testing.checkpoints import build_about, build_content
 from common.testing.ranks import launched, run_ranks
 
-CONFIG = {"TOTAL_BATCH_SIZE": 16, "SEED": 1, "OPTIMIZER": {"name": "lamb"}, "LEARNING_RATE": 0.1, "NUM_EPOCHS": 5}
-CONFIG |= {"DATA": {"root": "a"}}
-STATE = json.dumps({"trainer": {"step": 9, "evaluated_step": 9}}).encode()
+CONFIG = build_about("SEED=1", "LEARNING_RATE=0.1")["config"]
 DATA = DataSummary(60, 10, 3, fingerprint="same", earlier=("before a repair",))
 
 
 def write(output: Path, *steps: int) -> list[Path]:
     paths = [checkpoint_path(output / "checkpoints", step) for step in steps]
-    about = {"config": CONFIG, "data": {"fingerprint": "same", "train_samples": 61}}
-    for path in paths:
-        tensors = {"weight": torch.ones(3)}
-        files = {"model.safetensors": tensors, "optimizer.safetensors": tensors, "trainer.json": STATE}
-        write_checkpoint(path, files | {"config.json": json.dumps(about).encode()})
+    for step, path in zip(steps, paths, strict=True):
+        write_checkpoint(path, build_content(step, 1.0, "SEED=1", "LEARNING_RATE=0.1"))
     (output / "config.json").write_text("{}")
     return paths
 

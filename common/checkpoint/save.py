@@ -14,21 +14,21 @@ checkpoints/best            symbolic link to the checkpoint of the best evaluati
 Nothing in it is code: reading a checkpoint runs none.
 """
 
-import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.checkpoint.model_state import MODEL, OPTIMIZER, Tensors
+from common.checkpoint.content import CONFIG, METRICS, RANDOM, TRAINER, TrainerState, check_content
+from common.checkpoint.model_state import EMA, MODEL, OPTIMIZER, Tensors
 from common.errors import UserError
-from common.files import sha256_of, sync
+from common.files import read_json, read_text, sha256_of, sync
 
-RANDOM, TRAINER, CONFIG, METRICS = "random.safetensors", "trainer.json", "config.json", "metrics.jsonl"
+FILES = (MODEL, OPTIMIZER, RANDOM, TRAINER, CONFIG, METRICS)
 MARKER = "COMPLETE"
 BEST = "best"
 
@@ -88,33 +88,24 @@ def find_fault(path: Path) -> str | None:
     No code in it is run: who can write a file with a checksum to match can put anything there.
     """
     try:
-        lines = (path / MARKER).read_text().splitlines()
-        sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-        for name in (MODEL, OPTIMIZER, TRAINER, *sums):
-            if name not in sums:
-                return f"{MARKER} does not list {name}"
-            if sha256_of(path / name) != sums[name]:
+        sums = _read_sums(path / MARKER)
+        for name, digest in sums.items():
+            if sha256_of(path / name) != digest:
                 return f"{name} has changed since it was written"
-            if fault := _find_format_fault(path / name):
-                return f"{name} cannot be read: {fault}"
-    except FileNotFoundError as error:
-        return f"it has no {Path(error.filename).name}"
-    except (OSError, UnicodeDecodeError) as error:
-        return str(error)
+        check_content(path)
+    except UserError as error:
+        return str(error).removeprefix(f"{path}/")
     return None
 
 
-def _find_format_fault(file: Path) -> str | None:
-    """Return why a file whose checksum is right is still none of ours: written by another program, or a pickle."""
-    try:
-        if file.suffix == ".safetensors":
-            with safe_open(file, "pt"):  # reads and checks the header
-                pass
-        elif file.suffix == ".json":
-            json.loads(file.read_text())
-    except (SafetensorError, ValueError) as error:
-        return str(error)
-    return None
+def _read_sums(marker: Path) -> dict[str, str]:
+    """Return the checksums in a checkpoint's ``COMPLETE`` by file; raise `UserError` unless it lists what it should."""
+    lines = read_text(marker).splitlines()
+    found = [re.fullmatch(r"([0-9a-f]{64})  ([\w.]+)", line) for line in lines]
+    sums = {match[2]: match[1] for match in found if match}
+    if len(sums) != len(lines) or not set(FILES) <= sums.keys() <= {*FILES, EMA}:
+        raise UserError(f"{marker}: does not list {', '.join(FILES)} and at most {EMA}, each with its SHA-256")
+    return sums
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -157,4 +148,4 @@ def load_model_state(path: Path, file: str = MODEL) -> dict[str, Tensor]:
 
 def load_trainer_state(path: Path) -> dict[str, Any]:
     """Return what ``trainer.json`` of the checkpoint folder ``path`` says."""
-    return json.loads((path / TRAINER).read_text())
+    return read_json(path / TRAINER, TrainerState).model_dump()

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 import common.checkpoint.save
 from common.checkpoint.model_state import copy_state, load_state
 from common.checkpoint.save import (
+    FILES,
     checkpoint_path,
     clear_old,
     find_fault,
@@ -27,6 +28,7 @@ from common.checkpoint.save import (
 )
 from common.errors import UserError
 from common.optim.build import build_optimizer
+from common.testing.checkpoints import build_content
 from common.testing.parity_cases import (
     ACCUMULATION,
     CASES,
@@ -142,12 +144,8 @@ def test_an_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
         load_model_state(path)
 
 
-FILES = ("model.safetensors", "optimizer.safetensors", "trainer.json")
-
-
 def write_small(path: Path, value: float = 0.0, **other: object) -> Path:
-    tensors = {"weight": torch.full((1000,), value)}
-    write_checkpoint(path, dict(zip(FILES, (tensors, tensors, b"{}"), strict=True)) | other)
+    write_checkpoint(path, build_content(value=value) | other)
     return path
 
 
@@ -158,7 +156,7 @@ def small(tmp_path: Path) -> Path:
 
 def value_of(path: Path) -> float:
     assert find_fault(path) is None
-    return load_model_state(path)["weight"][0].item()
+    return load_model_state(path)["head.bias"][0].item()
 
 
 def test_checksums_and_modes_are_those_of_the_shell(small: Path, tmp_path: Path) -> None:
@@ -167,10 +165,10 @@ def test_checksums_and_modes_are_those_of_the_shell(small: Path, tmp_path: Path)
     assert {file.stat().st_mode for file in small.iterdir()} == {(tmp_path / "new").stat().st_mode}
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", FILES[:-1])
 def test_a_foreign_file_with_a_matching_checksum_is_found(small: Path, name: str) -> None:
     write_small(small, **{name: pickle.dumps({"weight": 0.0})})
-    assert find_fault(small).startswith(f"{name} cannot be read: ")
+    assert find_fault(small).startswith(f"{name}: ")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -181,7 +179,7 @@ def test_damage_is_found(small: Path, name: str) -> None:
         file.write_bytes(damaged)
         assert find_fault(small) == f"{name} has changed since it was written"
     file.unlink()
-    assert find_fault(small) == f"it has no {name}"
+    assert find_fault(small) == f"{name}: No such file or directory"
     file.write_bytes(content)
     assert find_fault(small) is None
 
@@ -192,7 +190,7 @@ def test_a_damaged_marker_is_found(small: Path) -> None:
         marker.write_bytes(content)
         assert find_fault(small)
     marker.unlink()
-    assert find_fault(small) == "it has no COMPLETE"
+    assert find_fault(small) == "COMPLETE: No such file or directory"
 
 
 def write_and_die(path: Path, value: float, calls: int) -> bool:
@@ -265,6 +263,6 @@ def test_a_pickle_is_refused_and_not_run(small: Path, tmp_path: Path) -> None:
     assert find_fault(small)
     with pytest.raises(SafetensorError):
         load_model_state(small)
-    with pytest.raises(UnicodeDecodeError):
+    with pytest.raises(UserError):
         load_trainer_state(small)
     assert not (tmp_path / "executed").exists()

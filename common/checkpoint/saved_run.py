@@ -2,19 +2,17 @@
 
 import argparse
 import importlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from common.checkpoint.content import check_weights, read_about, read_config
 from common.checkpoint.model_state import EMA, MODEL
 from common.checkpoint.save import BEST, CONFIG, MARKER, load_model_state, load_trainer_state, newest_checkpoint
-from common.config.load import restore_config
 from common.errors import UserError
 from common.metrics.writers import Record, read_metrics
 from common.model.vit import build_model
@@ -66,22 +64,12 @@ class SavedRun:
     def load_model(self) -> nn.Module:
         """Return the model, whole whatever the parallel mode it was trained in, with the checkpoint's weights."""
         model = build_model(**self.config["MODEL"])
-        try:
-            model.load_state_dict(self.load_weights())
-        except RuntimeError as error:
-            raise self._damage(error) from error
+        model.load_state_dict(self.load_weights())
         return model.eval()
 
     def load_weights(self) -> dict[str, Tensor]:
         """Return the parameters of `load_model` by name."""
-        try:
-            return load_model_state(self.checkpoint, self.weights)
-        except SafetensorError as error:
-            raise self._damage(error) from error
-
-    def _damage(self, error: Exception) -> UserError:
-        reason = str(error).splitlines()[0]
-        return UserError(f"{self.checkpoint}: damaged, or not of its config.json's model: {reason}")
+        return load_model_state(self.checkpoint, self.weights)
 
     def import_loaders(self) -> ModuleType:
         """Return the task's module of loaders, of which config.json holds the name.
@@ -133,15 +121,10 @@ def open_run(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> S
 
 
 def _open_checkpoint(checkpoint: Path, chosen: str, settings: Sequence[str], raw: bool) -> SavedRun:
-    run, file = checkpoint.parent.parent, checkpoint / CONFIG
-    try:
-        about = json.loads(file.read_text())
-        config = restore_config(about["config"], settings, where=str(file))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{file}: not what a run writes ({type(error).__name__}: {error}): restore it") from error
+    run, about = checkpoint.parent.parent, read_about(checkpoint)
+    config = read_config(checkpoint, about, settings)
+    weights = MODEL if raw or not (checkpoint / EMA).exists() else EMA
+    check_weights(checkpoint / weights, config["MODEL"])
     folder = run if (run / CONFIG).is_file() else checkpoint.parent
-    if raw or not (checkpoint / EMA).is_file():
-        return SavedRun(folder, checkpoint, chosen, config, about)
-    return SavedRun(folder, checkpoint, f"{chosen}; moving average of the weights", config, about, EMA)
+    average = "; moving average of the weights" if weights == EMA else ""
+    return SavedRun(folder, checkpoint, chosen + average, config, about, weights)

@@ -87,11 +87,11 @@ def test_a_checkpoint_that_was_copied_elsewhere_is_whole(run, tmp_path):
     [
         ("../../config.json", None, None, "neither a run (it has no config.json) nor a checkpoint (no COMPLETE)"),
         ("COMPLETE", None, None, "no complete checkpoint in"),
-        ("config.json", "(?s).*", "{", "not what a run writes (JSONDecodeError"),
-        ("config.json", "(?s).*", "[]", "not what a run writes (TypeError"),
+        ("config.json", "(?s).*", "{", "config.json: Invalid JSON: EOF"),
+        ("config.json", "(?s).*", "[]", "config.json: Input should be an object"),
         ("config.json", '"SEED"', '"SPEED"', "unknown key SPEED"),
-        ("config.json", '"depth": 2', '"depth": 3', "damaged, or not of its config.json's model"),
-        ("model.safetensors", "(?s).{100}\\Z", "", "damaged, or not of its config.json's model"),
+        ("config.json", '"depth": 2', '"depth": 3', "of its config.json's MODEL"),
+        ("model.safetensors", "(?s).{100}\\Z", "", "model.safetensors: Error while deserializing header"),
     ],
 )
 def test_anything_else_is_refused_in_one_line(run, file, old, new, words):

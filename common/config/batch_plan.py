@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import UserError, nearest_multiples
+from common.files import Count
 
 
 @dataclass(frozen=True)
@@ -14,9 +15,9 @@ class DataSummary:
     ``fingerprint`` is a checksum over its content, wherever it lies; ``earlier`` are those it had before repairs.
     """
 
-    train_samples: int
-    eval_samples: int
-    num_classes: int
+    train_samples: Count
+    eval_samples: Count
+    num_classes: Count
     fingerprint: str
     earlier: tuple[str, ...] = ()
     class_names: Sequence[str] = ()
@@ -31,17 +32,17 @@ class Plan:
     ``dtype`` is what matrix products are computed in.
     """
 
-    gpus: int
-    tensor_parallel: int
-    data_parallel: int
-    micro_batch: int
-    accumulation: int
-    total_batch: int
-    epochs: int
-    steps_per_epoch: int
-    warmup_steps: int
-    total_steps: int
-    last_step: int
+    gpus: Count
+    tensor_parallel: Count
+    data_parallel: Count
+    micro_batch: Count
+    accumulation: Count
+    total_batch: Count
+    epochs: Count
+    steps_per_epoch: Count
+    warmup_steps: Count
+    total_steps: Count
+    last_step: Count
     dtype: str = "float32"
 
     @property

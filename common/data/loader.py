@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from common.data.sampling import Draw, EvalSampler, TrainSampler
+from common.errors import AgreedError
 
 Batch = tuple[Tensor, Tensor]
 
@@ -52,8 +53,13 @@ class Loader:
         """Resume from a position; between optimizer steps it may be from a run with another number of processes."""
         self._end_pass()
         done, rest = divmod(state["samples"], self.sampler.stride)
-        assert rest == 0, "a state is taken between optimizer steps, or the processes are as many as before"
-        self._next_pass = self._position = (state["epoch"], done)
+        if rest:
+            raise AgreedError(
+                f"the checkpoint's position, {state['samples']} samples into an epoch, lies within a batch of "
+                f"{self.sampler.stride}: resume from another one"
+            )
+        # beyond the end: the data set has shrunk since
+        self._next_pass = self._position = (state["epoch"], done) if done < len(self) else (state["epoch"] + 1, 0)
 
     @property
     def failure(self) -> str:

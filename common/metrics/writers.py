@@ -14,11 +14,13 @@ from typing import Any
 from tqdm import tqdm
 
 from common.errors import UserError
-from common.metrics.record import Record, select_metrics
+from common.files import parse_json, read_bytes
+from common.metrics.record import Record, RecordSchema, select_metrics
 from common.metrics.trackers import TRACKERS
 from common.plot import build_figure, place_legend, save_figure
 
 DRAWING_SHARE = 0.003  # of a run's time, at most, goes into redrawing its curves
+MAX_METRICS, MAX_LINE = 1 << 29, 1 << 16  # bytes of metrics.jsonl, some 1,500,000 records, and of a record
 FIRST_DRAWING = 0.5  # seconds: most of it imports matplotlib
 
 
@@ -200,15 +202,15 @@ class Curves:
 def read_metrics(folder: Path) -> list[Record]:
     """Return the records of a run's metrics.jsonl; a last line that a crash cut short is left out."""
     path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines()
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise UserError(f"{path} line {number}: no JSON; remove that line") from error
+    *lines, last = read_bytes(path, MAX_METRICS).split(b"\n")
+    records = [_parse_record(line, f"{path} line {number}") for number, line in enumerate(lines, 1)]
+    with suppress(UserError):
+        records.append(_parse_record(last, ""))
     return records
+
+
+def _parse_record(line: bytes, where: str) -> Record:
+    return parse_json(line[:MAX_LINE], RecordSchema, where).model_dump(exclude_unset=True)
 
 
 def draw_curves(folder: Path) -> None:

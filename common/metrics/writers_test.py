@@ -113,7 +113,7 @@ def test_a_writer_without_its_folder_is_dropped(tmp_path, capsys, build):
     writer(EVAL)
     writer.close()
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: writer: FileNotFoundError: ")
+    assert line.startswith(("warning: writer: FileNotFoundError: ", "warning: writer: UserError: "))
 
 
 def test_an_interrupt_is_no_failure_of_a_writer():

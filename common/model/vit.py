@@ -5,6 +5,8 @@ Parameter names, mathematics and initialisation are timm's, so a `state_dict` lo
 Shape suffixes: B batch, C image channels, Y X pixel rows and columns, N tokens, D width, H heads, E width of a head.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,9 +27,22 @@ def build_model(**arguments: object) -> nn.Module:
 
 
 def parameter_count(**arguments: object) -> int:
-    """Count the parameters of `build_model(**arguments)` without allocating them."""
+    """Count the parameters of `build_model(**arguments)`, however many, without building it."""
+    a = parse_model_arguments(arguments)
+    width, hidden, class_token = a.width, int(a.width * a.mlp_ratio), a.pool == "cls"
+    block = 4 * width**2 + 2 * width * hidden + 9 * width + hidden
+    tokens = (a.image_size // a.patch_size) ** 2 + class_token
+    around = 3 * a.patch_size**2 + 1 + class_token + tokens + 2 + a.num_classes
+    return width * around + a.depth * block + a.num_classes
+
+
+def parameter_shapes(**arguments: Any) -> dict[str, list[int]]:
+    """Return the shapes of the parameters of `build_model(**arguments)` by name; of its blocks, only one is built."""
     with torch.device("meta"):
-        return sum(p.numel() for p in build_model(**arguments).parameters())
+        shapes = {name: list(p.shape) for name, p in build_model(**arguments | {"depth": 1}).named_parameters()}
+    block = {name: shapes.pop(name) for name in list(shapes) if name.startswith("blocks.0.")}
+    depth = range(parse_model_arguments(arguments).depth)
+    return shapes | {name.replace("0", str(i), 1): shape for i in depth for name, shape in block.items()}
 
 
 def build_linear(in_features: int, out_features: int) -> nn.Linear:

@@ -5,10 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint.content import read_about
 from common.checkpoint.resume import AUTO, check_changes, check_data, choose_checkpoint, finished_step
 from common.checkpoint.save import CONFIG, METRICS, find_fault, newest_checkpoint
 from common.errors import UserError
-from common.files import lock_folder, sign_lock, unlock_folder
+from common.files import explain_os_error, lock_folder, sign_lock, unlock_folder
 from common.metrics.writers import read_metrics
 from common.run.prepare import Prepared
 
@@ -46,7 +47,7 @@ def _is_before_end(path: Path, newest: Path | None) -> bool:
     """Return whether ``newest`` is another checkpoint than ``path``, intact, and the end of its run."""
     if newest is None or newest == path or find_fault(newest):
         return False
-    last_step = json.loads((newest / CONFIG).read_text())["plan"]["last_step"]
+    last_step = read_about(newest)["plan"]["last_step"]
     return finished_step(newest, last_step) is not None
 
 
@@ -54,7 +55,7 @@ def last_top1(output: Path) -> str:
     """Return the last evaluation's top-1 as text, "?" without one."""
     try:
         last = [record for record in read_metrics(output) if record["kind"] == "eval"][-1]
-    except (OSError, IndexError):  # the disk was full, or the folder is gone: the writers have warned of it
+    except (UserError, IndexError):  # the disk was full, or the folder is gone: the writers have warned of it
         return "?"
     return f"{last['top1']:.4f}"
 
@@ -68,4 +69,6 @@ def write_start(output: Path, about: dict[str, Any], start_from: Path | None) ->
         figures = b"" if start_from is None else (start_from / METRICS).read_bytes()
         (output / METRICS).write_bytes(figures)
     except OSError as error:
-        raise UserError(f"--output {output}: cannot be written ({error.strerror}); choose another") from error
+        raise UserError(
+            f"--output {output}: cannot be written ({explain_os_error(error, output)}); choose another"
+        ) from error

@@ -8,7 +8,7 @@ import torch
 from common.run.run import Run
 from common.testing.ranks import launched
 
-FIGURES = '{"kind": "eval", "top1": 0.5}'
+FIGURES = '{"kind": "eval", "step": 1, "loss": 1.0, "top1": 0.5, "top5": 1.0, "samples": 2}'
 
 
 @pytest.mark.parametrize(("lines", "words"), [(None, "top1=?"), ("", "top1=?"), (FIGURES, "top1=0.5000")])

@@ -1,7 +1,6 @@
 """From the command line to a started run."""
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -11,9 +10,9 @@ from typing import Any
 
 import torch
 
+from common.checkpoint.content import read_about
 from common.checkpoint.pretrained import fit_pretrained
 from common.checkpoint.resume import ask_first_rank, note_start
-from common.checkpoint.save import CONFIG
 from common.colossal import MixedPrecision, progress, shutdown
 from common.config.batch_plan import DataSummary, Plan
 from common.estimate.cluster import parse_cluster
@@ -65,7 +64,7 @@ def start_run(
             _leave(finished, launch.rank == 0)
             return None
     if start_from is not None:  # its weights take the place of those that it once started from, which stay on record
-        config["INIT"] = json.loads((start_from / CONFIG).read_text())["config"].get("INIT")
+        config["INIT"] = read_about(start_from)["config"].get("INIT")
     about = {"name": Path(args.config).stem, "config": config, "plan": asdict(plan), **describe_run(argv)}
     about["data"] = {"loaders": describe_data.__module__, **asdict(data)}
     about["starts"] = ask_first_rank(lambda: note_start(about, start_from))

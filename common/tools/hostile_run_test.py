@@ -74,7 +74,7 @@ def test_nothing_in_a_run_is_unpickled(data: Path, hostile: Path, name: str) -> 
         with suppress(UserError, ValueError):  # some of them do not read the file
             main(argv)
     shutdown()
-    with pytest.raises(UserError, match=f"{name} cannot be read"):
+    with pytest.raises(UserError, match=f"damaged, {name}: "):
         train(data, hostile.parent / "other", flags=["--resume", str(checkpoint)])
     shutdown()
     report.main([str(hostile), "--output", str(hostile.parent / "report.html")])

@@ -16,6 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint.content import METRICS, RunInfo, read_about
 from common.errors import UserError
 from common.metrics.provenance import name_hardware
 from common.metrics.record import Record
@@ -74,21 +75,10 @@ def find_runs(folder: Path) -> list[Path]:
 
 def load_run(folder: Path, name: str) -> FinishedRun:
     """Read a run's config.json and metrics.jsonl; the run may still be running."""
-    try:
-        about = json.loads((folder / "config.json").read_text())
-        records = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []  # before the first step
-    except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}; RUN is a folder that train*.py made") from error
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"{folder}: config.json or metrics.jsonl is no JSON ({error})") from error
-    if not isinstance(about, dict) or not isinstance(about.get("config"), dict):
-        raise UserError(f"{folder / 'config.json'}: no config in it; RUN is a folder that train*.py made")
-    for number, record in enumerate(records, 1):
-        if not isinstance(record, dict) or "kind" not in record or not isinstance(record.get("step"), int):
-            raise UserError(f"{folder / 'metrics.jsonl'} line {number}: no 'kind' and 'step'; remove that line")
-    saved = [int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*/COMPLETE")]
+    about = read_about(folder, RunInfo)
+    records = read_metrics(folder) if (folder / METRICS).exists() else []  # before the first step
+    found = [re.fullmatch(r"step-(\d{1,18})", path.parent.name) for path in folder.glob("checkpoints/step-*/COMPLETE")]
+    saved = [int(match[1]) for match in found if match]
     return FinishedRun(name, about, records, max(saved, default=0))
 
 
@@ -129,7 +119,7 @@ def _breakable(key: str) -> str:
 
 def _summary(runs: Sequence[FinishedRun]) -> dict[str, list[str]]:
     rows: dict[str, Callable[[FinishedRun], str]] = {
-        "Top-1, last evaluation": lambda run: _percent([record.get("top1") for record in run.of_kind("eval")][-1:]),
+        "Top-1, last evaluation": lambda run: _percent([record["top1"] for record in run.of_kind("eval")][-1:]),
         "Top-1, best evaluation": _best_top1,
         "Steps": lambda run: run.steps if " of " not in run.steps else f"{run.steps} (unfinished)",
         "Wall time": _wall_time,
@@ -139,12 +129,12 @@ def _summary(runs: Sequence[FinishedRun]) -> dict[str, list[str]]:
     return {title: [cell(run) for run in runs] for title, cell in rows.items()}
 
 
-def _percent(values: Sequence[float | None]) -> str:
-    return f"{values[0]:.2%}" if values and values[0] is not None else ABSENT
+def _percent(values: Sequence[float]) -> str:
+    return f"{values[0]:.2%}" if values else ABSENT
 
 
 def _best_top1(run: FinishedRun) -> str:
-    evaluations = [record for record in run.of_kind("eval") if record.get("top1") is not None]
+    evaluations = run.of_kind("eval")
     if not evaluations:
         return ABSENT
     best = max(evaluations, key=lambda record: record["top1"])

@@ -2,10 +2,11 @@
 
 import argparse
 import csv
-import json
+import math
 import time
 from pathlib import Path
 
+from common.checkpoint.content import read_about
 from common.errors import UserError
 from common.metrics.provenance import format_command, name_hardware
 from common.metrics.writers import read_metrics
@@ -34,11 +35,9 @@ def main(argv: list[str]) -> None:
 
 def summarise(run: Path) -> dict[str, object]:
     """Return the row of a run, a value for each of `COLUMNS`; losses are those of the first and last train record."""
-    if not (run / "metrics.jsonl").is_file():
-        raise UserError(f"{run} is not the folder of a run: it has no metrics.jsonl")
-    about, records = json.loads((run / "config.json").read_text()), read_metrics(run)
+    about, records = read_about(run), read_metrics(run)
     train, evaluations = ([r for r in records if r["kind"] == kind] for kind in ("train", "eval"))
-    if not evaluations:
+    if not train or not evaluations:
         raise UserError(
             f"{run} has no evaluation yet, so no result to record: train it for longer, or lower EVAL_EVERY"
         )
@@ -51,8 +50,8 @@ def summarise(run: Path) -> dict[str, object]:
         "global_batch": about["plan"]["total_batch"],
         "epochs": f"{last['epoch']:g}",
         "steps": last["step"],
-        "first_loss": f"{train[0]['loss']:.4f}",
-        "last_loss": f"{train[-1]['loss']:.4f}",
+        "first_loss": f"{train[0].get('loss', math.nan):.4f}",
+        "last_loss": f"{train[-1].get('loss', math.nan):.4f}",
         "top1": f"{last['top1']:.4f}",
         "top5": f"{last['top5']:.4f}",
         "eval_images": last["samples"],

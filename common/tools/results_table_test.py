@@ -4,6 +4,7 @@ import json
 import pytest
 
 from common.errors import UserError
+from common.testing.checkpoints import build_about
 from common.tools import results_table as record
 
 ABOUT = {
@@ -13,7 +14,6 @@ ABOUT = {
     "commit": "0123456789ab",
     "versions": {"torch": "2.15.0", "timm": None},
     "hardware": {"host": "h", "cpu": "A CPU", "instruction_set": "AVX2", "cpus": 2, "gpu": None},
-    "plan": {"gpus": 2, "total_batch": 16},
 }
 RECORDS = [
     {"kind": "train", "step": 2, "epoch": 0.5, "time": 1_700_000_010.0, "loss": 2.0},
@@ -24,7 +24,7 @@ RECORDS = [
 
 
 def write(folder, records) -> None:
-    (folder / "config.json").write_text(json.dumps(ABOUT))
+    (folder / "config.json").write_text(json.dumps(build_about() | ABOUT))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
 
 
@@ -41,7 +41,7 @@ def test_a_run_becomes_a_row_and_a_second_run_another(tmp_path):
     assert row["command"] == "train_dali.py --config tiny --set DATA.root=x"
 
 
-@pytest.mark.parametrize(("records", "words"), [(None, "has no metrics.jsonl"), (RECORDS[:2], "has no evaluation yet")])
+@pytest.mark.parametrize(("records", "words"), [(None, "No such file"), (RECORDS[:2], "has no evaluation yet")])
 def test_what_is_no_finished_run_is_refused(tmp_path, records, words):
     if records:
         write(tmp_path, records)

@@ -151,7 +151,7 @@ def malicious_checkpoint(lab: Lab, choice: random.Random) -> Recovery:
         files = [line.partition("  ")[2] for line in (checkpoint / MARKER).read_text().splitlines()]
         sums = "".join(f"{sha256_of(checkpoint / file)}  {file}\n" for file in files)
         (checkpoint / MARKER).write_text(sums)
-        equal &= trial.resume(f"warning: {checkpoint} is damaged ({name} cannot be read").equal
+        equal &= trial.resume(f"warning: {checkpoint} is damaged ({name}: ").equal
         expect(not evidence.exists(), f"{name} was executed")
     return Recovery(equal)
 

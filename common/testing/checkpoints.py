@@ -1,0 +1,56 @@
+"""A checkpoint of a model of one block, whose every file is what a run writes."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from common.checkpoint.content import MOMENTS
+from common.checkpoint.model_state import MODEL, OPTIMIZER, Tensors
+from common.checkpoint.save import CONFIG, METRICS, RANDOM, TRAINER
+from common.config.batch_plan import DataSummary, build_plan
+from common.config.load import load_config
+from common.metrics.provenance import describe_run
+from common.model.vit import parameter_shapes
+
+TINY = ["width=8", "depth=1", "heads=2", "image_size=8", "patch_size=4", "num_classes=3"]
+RUN = ["NUM_EPOCHS=5", "WARMUP_EPOCHS=0", "TOTAL_BATCH_SIZE=16", "DATA.root=a", "fp16=None"]
+SETTINGS = [*(f"MODEL.{setting}" for setting in TINY), *RUN]
+
+
+def build_about(*settings: str) -> dict[str, Any]:
+    """Return what config.json of a run with these settings holds."""
+    config = load_config("quickstart", [*SETTINGS, *settings])
+    data = DataSummary(61, 10, 3, fingerprint="same", earlier=("before a repair",), class_names=("a", "b", "c"))
+    about = {"name": "tiny", "config": config, "plan": asdict(build_plan(config, 1, data)), **describe_run([])}
+    about["data"] = {"loaders": "", **asdict(data)}
+    about["starts"] = [{"step": 0, "dtype": "float32"}]
+    return json.loads(json.dumps(about, default=str))
+
+
+def build_content(step: int = 1, value: float = 0.0, *settings: str) -> dict[str, Tensors | bytes]:
+    """Return the files of a finished run's last checkpoint, all of whose numbers are ``value``."""
+    about = build_about(*settings)
+    weights = {name: torch.full(shape, value) for name, shape in parameter_shapes(**about["config"]["MODEL"]).items()}
+    keys = MOMENTS[about["config"]["OPTIMIZER"]["name"]]
+    state = {
+        "trainer": {"step": step, "epoch": 0, "epoch_step": step, "evaluated_step": step},
+        "loader": {"epoch": 0, "samples": 16 * step},
+        "optimizer": {"updates": step, "skipped": 0, "skipped_in_a_row": 0, "scaler": None},
+        "metrics": [{"steps": 0, "micro_batches": 0, "loss": 0.0}],
+        "best_top1": 0.5,
+        "ranks": {"gpus": 1, "parallel": about["config"]["parallel"]},
+    }
+    return {
+        MODEL: weights,
+        OPTIMIZER: {
+            f"{key}/{name}": torch.tensor(float(step)) if key == "step" else weight.clone()
+            for key in keys
+            for name, weight in weights.items()
+        },
+        RANDOM: {"0/torch": torch.get_rng_state()},
+        TRAINER: json.dumps(state).encode(),
+        CONFIG: json.dumps(about).encode(),
+        METRICS: b'{"kind": "train", "step": 1, "epoch": 0.1, "time": 0, "loss": 1.0}\n',
+    }

@@ -3,16 +3,15 @@
 A model of the Hub is named ``hf-hub:<user>/<name>[@revision]``, or as timm does, ``vit_tiny_patch16_224.augreg_in21k``.
 """
 
-import json
 import math
-import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -20,6 +19,8 @@ from common.checkpoint.model_state import EMA, MODEL
 from common.checkpoint.save import CONFIG, MARKER
 from common.checkpoint.saved_run import open_run
 from common.errors import UserError, did_you_mean, first_line
+from common.files import parse_json, read_json, regular_size
+from common.hardware import memory_bytes
 
 HUB = "hf-hub:"
 WRAPPERS = ("state_dict", "model")  # under which timm, DeiT and others keep the parameters in a torch file
@@ -31,6 +32,22 @@ class Source(NamedTuple):
     weights: dict[str, Tensor]
     heads: int | None
     preprocessing: Mapping[str, Any] = {}
+
+
+# timm.create_model's other arguments load further files and unpickle them.
+SHAPE = {"img_size", "patch_size", "embed_dim", "num_heads", "mlp_ratio", "num_classes", "global_pool", "class_token"}
+SHAPE |= {"qkv_bias", "reg_tokens", "pre_norm", "fc_norm", "act_layer", "norm_layer", "init_values", "in_chans"}
+
+
+class Description(BaseModel):
+    """config.json beside weights: a run's, or as timm and the Hub have it."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    architecture: str = ""
+    model_args: dict[str, Any] = Field({})
+    pretrained_cfg: dict[str, Any] = Field({})
+    label_names: list[str] | None = None
+    config: dict[str, Any] = Field({})
 
 
 def resolve_source(name: str) -> str:
@@ -71,17 +88,18 @@ def open_source(name: str) -> Source:
             return Source(weights, None)
         heads = _heads_of_timm(name, about["architecture"], about.get("model_args", {}))
         return Source(weights, heads, {**about.get("pretrained_cfg", about), "label_names": about.get("label_names")})
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        if isinstance(error, UserError):
-            raise
+    except UserError:
+        raise
+    except Exception as error:  # timm answers arguments that it does not take with many types
         raise UserError(f"{name}: its {CONFIG} cannot be read ({first_line(error)}): restore or remove it") from error
 
 
 def _read_file(name: str, file: Path) -> dict[str, Tensor]:
     try:
+        size = regular_size(file, memory_bytes())
         found = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
+    except Exception as error:  # safetensors, torch and its unpickler have no type in common
+        reason = (getattr(error, "strerror", None) or first_line(error)).removeprefix(f"{file}: ")
         raise UserError(
             f"{name}: {file.name} holds no weights that can be read ({reason}): name a run, a checkpoint, a "
             ".safetensors file, a state_dict that torch saved, a model of timm's, or hf-hub:<user>/<name>"
@@ -89,6 +107,10 @@ def _read_file(name: str, file: Path) -> dict[str, Tensor]:
     found = next((found[key] for key in WRAPPERS if isinstance(found, Mapping) and key in found), found)
     if not (isinstance(found, Mapping) and found and all(isinstance(value, Tensor) for value in found.values())):
         raise UserError(f"{name}: {file.name} is no state_dict: save model.state_dict() alone")
+    for key, tensor in found.items():
+        is_stored = tensor.layout == torch.strided and tensor.device.type == "cpu" and tensor.nbytes <= size
+        if not (isinstance(key, str) and is_stored and tensor.is_floating_point()):
+            raise UserError(f"{name}: {file.name}: {str(key)[:100]} holds no floating-point numbers of its own")
     return dict(found)
 
 
@@ -96,11 +118,12 @@ def _read_description(file: Path) -> Mapping[str, Any]:
     """Return what describes the weights in ``file``: config.json beside a model's, else the file's own header."""
     beside = file.with_name(CONFIG)
     if file.name in (MODEL, EMA) and beside.is_file():
-        return json.loads(beside.read_text())
+        return read_json(beside, Description).model_dump(exclude_unset=True)
     if file.suffix != ".safetensors":
         return {}
     with safe_open(file, "pt") as opened:
-        return json.loads((opened.metadata() or {}).get("config", "{}"))
+        header = (opened.metadata() or {}).get("config", "{}").encode()
+    return parse_json(header, Description, str(file)).model_dump(exclude_unset=True)
 
 
 def _open_hub(name: str) -> Source:
@@ -125,10 +148,13 @@ def _heads_of_timm(name: str, architecture: str, arguments: Mapping[str, Any]) -
     import timm
     from timm.models.vision_transformer import VisionTransformer
 
+    if not timm.is_model(architecture):
+        raise UserError(f"{name}: architecture {architecture!r} is no model of timm's")
     with torch.device("meta"):
-        model = timm.create_model(architecture, **arguments)
-    if type(model) is not VisionTransformer:
-        raise UserError(f"{name}: {architecture} is no plain Vision Transformer; choose a vit_*")
+        if type(timm.create_model(architecture)) is not VisionTransformer:
+            raise UserError(f"{name}: {architecture} is no plain Vision Transformer; choose a vit_*")
+        shape = {key: value for key, value in arguments.items() if key in SHAPE}
+        model = timm.create_model(architecture, **shape, depth=1)  # blocks are alike
     block, pool = model.blocks[0], "token" if model.has_class_token else "avg"
     is_gelu = type(block.mlp.act) is nn.GELU and block.mlp.act.approximate == "none"
     if not (

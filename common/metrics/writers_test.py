@@ -54,8 +54,10 @@ def write(folder, *records) -> None:
 
 
 def test_a_value_that_is_not_finite_is_null(tmp_path):
-    write(tmp_path, TRAIN | {"loss": float("nan")})
-    assert read_metrics(tmp_path) == [TRAIN | {"loss": None}]
+    write(tmp_path, TRAIN | {"loss": float("inf"), "lr": float("nan")})
+    assert '"loss": null' in (tmp_path / "metrics.jsonl").read_text()
+    (record,) = read_metrics(tmp_path)
+    assert (str(record["loss"]), record["lr"]) == ("nan", None)
 
 
 def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path):

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.nn import functional as F
 
 from common.colossal.half import compute_in_half
 from common.colossal.upstream import AMP_TYPE
@@ -84,10 +83,7 @@ def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> M
     if dtype == torch.float32:
         why = f"float32, because this CPU ({instruction_set()}) has no bfloat16 instructions"
         return MixedPrecision(note=(name or "fp16: computing in ") + why)
-    warning = None
-    if device_type == "cpu":
-        _check_cpu(dtype)
-        warning = _warn_of_slow(dtype) if explicit is not None else None
+    warning = _warn_of_slow(dtype) if device_type == "cpu" and explicit is not None else None
     scaler = None
     if dtype == torch.float16 and cast is not Cast.PARAMETERS and options.pop("enabled", True):
         scaler = GradScaler(device_type, **options)
@@ -130,19 +126,6 @@ def _parse_dtype(dtype: Any, device_type: str) -> torch.dtype:
     if not isinstance(parsed, torch.dtype) or parsed not in DTYPES.values():
         raise UserError(f"fp16.dtype={dtype!r}: write 'float16' or 'bfloat16'")
     return parsed
-
-
-def _check_cpu(dtype: torch.dtype) -> None:
-    """Raise `UserError` unless this CPU's PyTorch has the kernels that a model needs in ``dtype``."""
-    try:
-        with torch.random.fork_rng([]):
-            images, queries = torch.ones(1, 3, 2, 2, dtype=dtype), torch.ones(1, 1, 2, 8, dtype=dtype)
-            weight = torch.ones(8, 3, 2, 2, dtype=dtype, requires_grad=True)
-            hidden = F.layer_norm(F.conv2d(images, weight).flatten(1), (8,))
-            F.scaled_dot_product_attention(queries + F.gelu(hidden), queries, queries).sum().backward()
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"fp16.dtype={dtype}: this CPU cannot compute in it ({reason}); leave fp16 out") from error
 
 
 def _warn_of_slow(dtype: torch.dtype) -> str | None:

@@ -5,33 +5,12 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from colossalai.accelerator import api
-from colossalai.legacy.context.parallel_context import ParallelContext
 from colossalai.legacy.global_variables import tensor_parallel_env
 
 from common.colossal import ParallelMode, gpc, launch, shutdown
-from common.colossal.context import RepairedContext
 from common.testing.ranks import launched, run_ranks
-
-
-@pytest.mark.parametrize(
-    ("context", "address"),
-    [(RepairedContext, None), (ParallelContext, "tcp://[127.0.0.1]:29500")],  # no address but IPv6 is valid in brackets
-)
-def test_upstreams_rendezvous_address(context: type, address: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    met = []
-
-    def init_process_group(*args: object, init_method: str | None = None, **kwargs: object) -> None:
-        met.append(init_method)
-        raise InterruptedError
-
-    monkeypatch.setattr(dist, "init_process_group", init_process_group)
-    monkeypatch.setattr("common.colossal.context.open_store", lambda *_: dist.HashStore())
-    with pytest.raises(InterruptedError):
-        context.init_global_dist(gpc, 0, 2, "gloo", "127.0.0.1", 29500)
-    assert met == [address]
 
 
 def groups(config: dict) -> tuple:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map
 
 from common.colossal.tensor_parallel.layers import Linear as ShardedLinear
 
@@ -32,7 +33,7 @@ def _cast_inputs(
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    return tuple(map(cast, inputs)), {name: cast(value) for name, value in named_inputs.items()}
+    return tree_map(cast, (inputs, named_inputs))
 
 
 def _forward_in_own_type(layer: _NormBase, forward: Any, dtype: torch.dtype, inputs: Tensor) -> Tensor:

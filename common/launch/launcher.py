@@ -74,7 +74,8 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
         place = _from_flags(args)
     else:
         place = {"rank": 0, "local_rank": 0, "world_size": 1}
-        _check_flags(args, place, dict.fromkeys(place, "a single process without a launcher"))
+        for field, value in place.items():
+            _check_flag(args, field, (value,), "a single process without a launcher")
         place |= {"host": LOOPBACK, "port": 0}
     return Launch(launcher, **place, backend=_backend(args.backend))
 
@@ -139,11 +140,10 @@ def _from_environment(launcher: str, args: argparse.Namespace, environ: Mapping[
     if missing:
         raise UserError(f"{', '.join(missing)} not set: start with {STARTED_WITH[launcher]}, or leave out --launcher")
     place = {field: environ[name] if field == "host" else _integer(name, environ) for field, name in names.items()}
-    accepted = {}
-    if launcher == "slurm":
+    for field, name in names.items():
         # scripts pass --local_rank=$SLURM_PROCID: the task's rank, or 0 if the shell of sbatch expanded it
-        accepted["local_rank"] = (place["rank"], 0)
-    _check_flags(args, place, {field: f"{name}={environ[name]}" for field, name in names.items()}, accepted)
+        also = (place["rank"], 0) if name == "SLURM_LOCALID" else ()
+        _check_flag(args, field, (place[field], *also), f"{name}={environ[name]}")
     if launcher != "torch":
         place |= _rendezvous(launcher, args, environ)
     return place
@@ -158,17 +158,11 @@ def _integer(name: str, environ: Mapping[str, str]) -> int:
         ) from None
 
 
-def _check_flags(
-    args: argparse.Namespace,
-    place: Mapping[str, Any],
-    sources: Mapping[str, str],
-    accepted: Mapping[str, tuple[int, ...]] | None = None,
-) -> None:
-    for field, value in place.items():
-        flag = getattr(args, field)
-        if flag not in (None, "", value, *(accepted or {}).get(field, ())):
-            mistake = RankError if field in ("rank", "local_rank") else UserError
-            raise mistake(f"--{field}={flag} contradicts {sources[field]}: leave the flag out")
+def _check_flag(args: argparse.Namespace, field: str, accepted: tuple[Any, ...], source: str) -> None:
+    flag = getattr(args, field)
+    if flag not in (None, "", *accepted):
+        mistake = RankError if field in ("rank", "local_rank") else UserError
+        raise mistake(f"--{field}={flag} contradicts {source}: leave the flag out")
 
 
 def _from_flags(args: argparse.Namespace) -> dict[str, Any]:

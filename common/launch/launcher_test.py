@@ -126,6 +126,7 @@ def test_what_is_refused(line: str, environ: dict[str, str], message: str) -> No
 )
 def test_the_last_process_reports_what_the_first_does_not_see(flag, said, monkeypatch, capsys) -> None:
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr("common.errors.PATIENCE", 0)
     with pytest.raises(SystemExit):
         run_command(lambda argv: detect(*argv, TORCHRUN), [flag])
     assert capsys.readouterr().err == said

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -27,66 +27,57 @@ time.sleep(60)
 """
 
 
-class Process:
-    """A process of `PROGRAM` in a process group of its own."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.first_line = self.process.stdout.readline().strip()
-
-    def end(self) -> tuple[int, str]:
-        _, error = self.process.communicate(timeout=30)
-        return self.process.returncode, error
-
-
 @pytest.fixture
-def start() -> Iterator:
+def start() -> Iterator[Callable[..., subprocess.Popen]]:
+    """Start `PROGRAM` in a process group of its own, and wait for its first line."""
     started = []
 
-    def start_process(*arguments: str) -> Process:
-        started.append(Process(*arguments))
-        return started[-1]
+    def start_process(*arguments: str) -> subprocess.Popen:
+        command, pipe = [sys.executable, "-c", PROGRAM, *arguments], subprocess.PIPE
+        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        started.append(process)
+        process.first_line = process.stdout.readline().strip()
+        return process
 
     yield start_process
     for process in started:
-        process.process.kill()
-        process.process.communicate()
+        process.kill()
+        process.communicate()
+
+
+def end(process: subprocess.Popen) -> tuple[int, str]:
+    _, error = process.communicate(timeout=30)
+    return process.returncode, error
 
 
 @pytest.mark.parametrize(("number", "code"), [("SIGTERM", 143), ("SIGUSR1", 143), ("SIGINT", 0), ("SIGHUP", 143)])
 def test_before_training_a_signal_ends_the_process(start, number: str, code: int) -> None:
     process = start("starting")
-    process.process.send_signal(signal.Signals[number])
+    process.send_signal(signal.Signals[number])
     name = "Ctrl-C" if number == "SIGINT" else number
-    assert process.end() == (code, f"{name}: ended at once\n")
+    assert end(process) == (code, f"{name}: ended at once\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_while_training_it_is_noted(start, number: signal.Signals) -> None:
     process = start("deferring")
-    process.process.send_signal(number)
-    assert process.process.stdout.readline() == f"{number.value}\n"
-    process.process.send_signal(number)  # as a launcher does that passes on what the terminal has sent already
-    assert process.process.poll() is None
+    process.send_signal(number)
+    assert process.stdout.readline() == f"{number.value}\n"
+    process.send_signal(number)  # as a launcher does that passes on what the terminal has sent already
+    assert process.poll() is None
     time.sleep(1.2)
-    process.process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
-        process.process.wait(0.3)
+        process.wait(0.3)
 
 
 def test_a_second_ctrl_c_ends_at_once(start) -> None:
     process = start("deferring")
-    process.process.send_signal(signal.SIGINT)
-    process.process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    process.stdout.readline()
     time.sleep(1.2)
-    process.process.send_signal(signal.SIGINT)
-    assert process.end() == (130, "Ctrl-C: stopping after this step\nCtrl-C: ended at once\n")
+    process.send_signal(signal.SIGINT)
+    assert end(process) == (130, "Ctrl-C: stopping after this step\nCtrl-C: ended at once\n")
 
 
 PROGRAMS = {
@@ -130,11 +121,11 @@ def test_a_worker_leaves_signals_to_its_parent_and_dies_with_it(start) -> None:
     child = int(process.first_line)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         os.kill(child, number)
-    os.killpg(process.process.pid, signal.SIGTERM)
-    assert process.process.stdout.readline() == f"{signal.SIGTERM.value}\n"
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.stdout.readline() == f"{signal.SIGTERM.value}\n"
     assert os.path.exists(f"/proc/{child}")
-    process.process.kill()
-    process.process.wait()
+    process.kill()
+    process.wait()
     deadline = time.monotonic() + 10
     while is_running(child) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -6,13 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from common.testing.ranks import run_ranks
 
 
-def place(offset: int) -> torch.Tensor:
-    return torch.tensor([int(os.environ["RANK"]) + offset, int(os.environ["WORLD_SIZE"]), os.getpid()])
+def place(offset: int) -> tuple[int, int, int]:
+    return int(os.environ["RANK"]) + offset, int(os.environ["WORLD_SIZE"]), os.getpid()
 
 
 def fail_on_rank_1() -> None:
@@ -23,9 +22,8 @@ def fail_on_rank_1() -> None:
 
 def test_results_come_in_rank_order() -> None:
     results = run_ranks(3, place, 10)
-    assert [result.tolist()[:2] for result in results] == [[10, 3], [11, 3], [12, 3]]
-    for result in results:
-        assert not os.path.exists(f"/proc/{result[2]}")
+    assert [result[:2] for result in results] == [(10, 3), (11, 3), (12, 3)]
+    assert not any(os.path.exists(f"/proc/{pid}") for *_, pid in results)
 
 
 def test_a_failure_is_raised_with_its_traceback_and_ends_the_others() -> None:

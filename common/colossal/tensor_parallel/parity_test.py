@@ -127,14 +127,8 @@ def check(processes: int, **config: Any) -> None:
         assert max(errors.values()) < TOLERANCE, (name, errors)
 
 
-@pytest.mark.parametrize("case", FAST)
+@pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
 def test_equals_one_process(case: str) -> None:
-    check(CASES[case][0], parallel=CASES[case][1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW)
-def test_equals_one_process_on_16(case: str) -> None:
     check(CASES[case][0], parallel=CASES[case][1])
 
 

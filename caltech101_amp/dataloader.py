@@ -1,4 +1,4 @@
-"""Caltech-101 as `common.data.photographs` reads it, decoding with Pillow in worker processes."""
+"""The loaders of Caltech-101; Pillow decodes in worker processes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ __all__ = ["build_eval_crop", "build_eval_loader", "build_train_loader", "descri
 
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
-    """Count samples and classes of the data set, which is downloaded and checked first if it has to be."""
+    """Count samples and classes of the data set, which is downloaded first if needed."""
     refuse_unused(data, (*photographs.UNUSED, "loader"))
     train, test = open_split(data, "train"), open_split(data, "test")
     fingerprint = fingerprint_of([train.fingerprint, test.fingerprint])

@@ -1,4 +1,4 @@
-"""Random crops, mirroring and AutoAugment of images in memory, a batch at a time on their device.
+"""Random crops, mirroring and AutoAugment of image batches on their device.
 
 Shape suffixes: B batch, C colours, Y X pixel rows and columns, P Q offsets of a crop.
 """
@@ -19,7 +19,7 @@ UNIFORMS_PER_SAMPLE = 3 + UNIFORMS_OF_AUTOAUGMENT
 
 @dataclass(frozen=True)
 class Augment:
-    """Crop images to their own size out of ``padding`` black pixels around them, mirror half of them, AutoAugment them.
+    """Pad images by ``padding`` black pixels and crop them to their size, mirror half of them, AutoAugment them.
 
     ``autoaugment`` is None or "cifar10", the policy of that name.
     """

@@ -1,4 +1,4 @@
-"""Build the loaders that a config's ``DATA`` asks for, over images that stay in the training device's memory.
+"""The loaders of a config's ``DATA``, over images kept in the memory of the training device.
 
 Every loader yields ``(images float32 [B, 3, Y, X], labels int64 [B])`` on the device, in whole micro-batches.
 Evaluation fills its last batches up with zeros of label -100, which `torch.nn.functional.cross_entropy` ignores.
@@ -23,16 +23,16 @@ from common.data.loader import Loader
 from common.data.sampling import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
 from common.errors import UserError
 
-# keys of DATA for photographs, which are decoded and cropped as they are read
+# keys of DATA for photographs only
 UNUSED = ("loader", "workers", "crop_scale", "crop_ratio", "randaugment", "eval_crop")
 
-# Of a batch on a GPU, starting the kernels takes longer than running them; so many batches are augmented as one. On a
-# CPU each is by itself, and stays in the cache.
+# On a GPU, launching a batch's kernels takes longer than running them: this many batches are augmented at once. On a
+# CPU it is one, which stays in the cache.
 READ_AHEAD = 8
 
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
-    """Count samples and classes of the data set, which is downloaded first if it has to be."""
+    """Count samples and classes of the data set, which is downloaded first if needed."""
     refuse_unused(data, UNUSED)
     images = open_images(data)
     counts = images.count("train"), images.count("test"), images.num_classes
@@ -62,7 +62,7 @@ def build_train_loader(
 def build_eval_loader(
     data: Mapping[str, Any], batch: int, *, image_size: int, device: torch.device, **ranks: int
 ) -> Loader:
-    """Return the loader of the test split as it is, each sample exactly once over all ranks.
+    """Return the loader of the test split without augmentation, each sample exactly once over all ranks.
 
     ``ranks`` are ``dp_rank`` and ``dp_size`` of `EvalSampler`.
     """
@@ -72,7 +72,7 @@ def build_eval_loader(
 
 
 def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
-    """Return how an image of any size becomes one of the data set's; one of that size stays as it is."""
+    """Return the crop that brings an image of any size to the data set's."""
     del data
     return CenterCrop(image_size, short_side=image_size)
 
@@ -89,10 +89,10 @@ def _load(data: Mapping[str, Any], split: str, image_size: int) -> Images:
 
 
 class MemoryReader:
-    """Read draws of a split as normalised images and labels; the split lies on ``device`` as bytes.
+    """Read draws of a split as normalised images and labels; the split is kept on ``device`` in uint8.
 
     ``mean`` and ``std`` are of RGB values from 0 to 1. Rows of padding are zeros with label -100.
-    ``together`` says how many batches are made as one, which changes nothing about them.
+    ``together`` batches are made at once, which does not change them.
     """
 
     def __init__(
@@ -135,4 +135,4 @@ class MemoryReader:
         return torch.from_numpy(array).to(self._images.device, non_blocking=True)
 
     def close(self) -> None:
-        """Nothing is to be ended: this process reads."""
+        """Do nothing: there are no threads or processes."""

@@ -101,7 +101,7 @@ class ImageFolder:
 
     @property
     def fingerprint(self) -> str:
-        """A checksum over paths, labels and sizes; where the folder lies does not matter."""
+        """A checksum over paths, labels and sizes, independent of the folder's location."""
         return fingerprint_of(split.fingerprint for split in self._splits.values())
 
     def load(self, split: str) -> Images:

@@ -1,4 +1,4 @@
-"""What the papers say that the matrix products of a Vision Transformer's blocks send, in each parallel mode.
+"""Bytes sent by the matrix products of a Vision Transformer's blocks in each parallel mode, by the papers' formulas.
 
 For a product [M, K] x [K, N] over p ranks, |A| = M K, |B| = K N, |C| = M N numbers; forward and backward pass together;
 what a rank sends, on average over the ranks:

@@ -1,4 +1,4 @@
-"""The TFRecord format: framing with checksums, and the `tf.train.Example` that holds one labelled JPEG.
+"""The TFRecord format: records with checksums, and the `tf.train.Example` of one labelled JPEG.
 
 A record is ``u64 length | u32 masked CRC-32C of the length | payload | u32 masked CRC-32C of the payload``, all
 little-endian (tensorflow/core/lib/io/record_writer.h). DALI verifies no checksum, so every reader here verifies both.
@@ -22,7 +22,7 @@ RECORD = np.dtype(
         ("size", "<u4"),
         ("image_start", "<u4"),  # first byte of the JPEG, from `offset`
         ("image_size", "<u4"),
-        ("label", "<i4"),  # from 0, whatever the shard stores
+        ("label", "<i4"),  # counted from 0; the shard may store another base
         ("height", "<u4"),
         ("width", "<u4"),
     ]

@@ -152,7 +152,7 @@ BAD_IMAGES: dict[str, tuple[Callable[[int], bytes], str]] = {
     "empty": (lambda seed: b"", "empty file"),
     "zeros": (lambda seed: bytes(1000 + seed), "not one of JPEG"),
     "noise": (lambda seed: np.random.default_rng(seed).bytes(1000), "not one of JPEG"),
-    "a page that says that the image is gone": (lambda seed: b"<html>404, %d</html>" % seed, "not one of JPEG"),
+    "an error page": (lambda seed: b"<html>404, %d</html>" % seed, "not one of JPEG"),
     "GIF": (lambda seed: encode(gradient(seed=seed), "GIF"), "not one of JPEG"),
     "a PostScript program": (lambda seed: encode(gradient(seed=seed), "EPS"), "not one of JPEG"),
     "a magic number alone": (lambda seed: b"\xff\xd8\xff", "JPEG"),

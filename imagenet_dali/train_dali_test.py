@@ -48,7 +48,7 @@ def timm_top1(checkpoint: Path, data: Path) -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_the_small_server_command_trains_on_two_processes(config, data, tmp_path):
-    """Seed 001's command as printed, with two processes on the CPU."""
+    """The command of vit-b16_4gpu.py, with two processes on the CPU."""
     command = f"python -m torch.distributed.launch --nproc_per_node 2 train_dali.py --world_size 2 --config {config}"
     answer = run(f"{command} --output {tmp_path}/run", DATA=str(data))
     assert "global batch 2 GPUs x 4 x 2 = 16" in answer.stdout

@@ -5,15 +5,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from caltech101_amp import train as train_caltech
 from caltech101_amp.testing import expect_miniature, write_categories
 from cifar10_benchmark import train as train_cifar
 from common.metrics.writers import read_metrics
 from common.testing.commands import Ended, read_folder, run_forked
+from common.testing.photographs import write_colours
 from imagenet_dali import train_dali
 from imagenet_dali.testing import prepare_data, write_config
 
@@ -38,14 +37,9 @@ class Trained(NamedTuple):
         return run_forked(self.main, command, OMP_NUM_THREADS="1")
 
 
-def write_colours(folder: Path) -> Path:
-    noise = np.random.default_rng(0)
-    for split, count in (("train", 40), ("test", 12)):
-        for number in range(count):
-            pixels = noise.integers(0, 255, (16, 16, 3), np.uint8)
-            path = folder / split / "rgb"[number % 3] / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels).save(path)
+def write_images(folder: Path) -> Path:
+    write_colours(folder / "train", 40, 16, 16)
+    write_colours(folder / "test", 12, 16, 16, seed=1)
     return folder
 
 
@@ -56,7 +50,7 @@ def trained(request, tmp_path_factory) -> Iterator[Trained]:
         root, main, config = prepare_data(folder), train_dali.main, str(write_config(folder))
         settings = ["DATA.loader=torchvision", "DATA.workers=1"]
     elif request.param == "cifar10_benchmark":
-        root, main, config, settings = write_colours(folder / "data"), train_cifar.main, "vit_lite_vanilla", []
+        root, main, config, settings = write_images(folder / "data"), train_cifar.main, "vit_lite_vanilla", []
     else:
         expect_miniature(patch)
         root, main, config = write_categories(folder / "data"), train_caltech.main, "config_fp32"

@@ -1,7 +1,7 @@
 """Turn a folder of images into a prepared data set, resumably; every image is decoded once, strictly."""
 
-import itertools
 import json
+import random
 import shutil
 from collections import Counter
 from dataclasses import asdict
@@ -11,16 +11,17 @@ from typing import Any
 from tqdm import tqdm
 
 from common.data.corrupt_images import MAX_BAD_SHARE, print_some
-from common.data.fingerprint import fingerprint_of
+from common.data.image_folder import Files
 from common.errors import UserError
 from common.files import folder_lock
 from imagenet_dali.images import RESAMPLING
 from imagenet_dali.manifest import MANIFEST, PARTIAL
-from imagenet_dali.sources import Source, list_source, plan_shards
+from imagenet_dali.sources import Source, list_source
 from imagenet_dali.workers import parallel_map
 from imagenet_dali.writer import Options, ShardTask, atomic_file, to_shard, write_dataset, write_shard
 
 REFUSED = "refused.txt"
+IMAGES_PER_SHARD = 1250  # 1,024 shards for ImageNet's training images, as is usual
 
 
 def prepare(source: Path, dest: Path, options: Options | None = None, workers: int = 1) -> None:
@@ -34,7 +35,7 @@ def prepare(source: Path, dest: Path, options: Options | None = None, workers: i
     if dest.resolve().is_relative_to(source.resolve()):
         raise UserError(f"{dest}: lies inside SOURCE; choose a folder outside {source}")
     listed = list_source(source, options.validation_share, options.seed)
-    job = {"source": str(source.resolve()), "files": _fingerprint(listed), **asdict(options)}
+    job = {"source": str(source.resolve()), "files": listed.fingerprint, **asdict(options)}
     plan = plan_shards(listed, options.shards, options.seed)
     if _is_complete(dest, job):
         print(f"{dest}: complete already")
@@ -60,12 +61,24 @@ def prepare(source: Path, dest: Path, options: Options | None = None, workers: i
     print(f"{dest}: {len(listed.class_names)} classes; {counts['converted']} images converted, {len(refused)} refused")
 
 
-def _fingerprint(source: Source) -> str:
-    """Return a checksum over the names, labels, sizes and times of the images, without reading them."""
-    files = sorted(itertools.chain(*source.splits.values()))
-    states = ((source.root / filename).stat() for filename, _ in files)
-    described = ((*file, state.st_size, state.st_mtime_ns) for file, state in zip(files, states, strict=True))
-    return fingerprint_of([*source.class_names, *itertools.chain.from_iterable(described)])
+def plan_shards(source: Source, shards: int | None, seed: int) -> dict[str, Files]:
+    """Return the files of each shard by its name, shuffled over the whole split.
+
+    `shards` is the number for training; other splits get as many images per shard.
+    """
+    train = len(source.splits["train"])
+    shards = shards or max(1, train // IMAGES_PER_SHARD)
+    if shards > train:
+        raise UserError(f"--shards={shards}: more than the {train} training images; choose fewer")
+    plan = {}
+    for split, files in source.splits.items():
+        shuffled = sorted(files)
+        random.Random(f"{seed}/{split}").shuffle(shuffled)
+        number = max(1, round(shards * len(files) / train))
+        bounds = [len(files) * i // number for i in range(number + 1)]
+        for i in range(number):
+            plan[f"{split}/{split}-{i:05d}-of-{number:05d}"] = shuffled[bounds[i] : bounds[i + 1]]
+    return plan
 
 
 def _is_complete(dest: Path, job: dict[str, Any]) -> bool:

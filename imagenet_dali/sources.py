@@ -1,19 +1,22 @@
-"""List the labelled images of a source folder: class folders, with or without splits, or ImageNet's own layout."""
+"""List and read the images of a source: class folders, with or without splits, or ImageNet's own layout."""
 
 import csv
-import random
+import itertools
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.data.image_folder import Files, list_classes, list_files, list_folders, split_by_class
+from common.data.fingerprint import fingerprint_of
+from common.data.image_folder import MAX_PIXELS, Files, list_classes, list_files, list_folders, split_by_class
 from common.errors import UserError
+from imagenet_dali.images import BadImageError
 
 EVALUATION_FOLDERS = ("val", "validation", "test")
 SYNSET_LABELS = "imagenet_2012_validation_synset_labels.txt"  # TensorFlow: a synset a line, in the order of the files
 KAGGLE_LABELS = "LOC_val_solution.csv"  # Kaggle: ImageId,PredictionString; the first word of the second is the synset
 SYNSET_NAMES = ("LOC_synset_mapping.txt", "imagenet_metadata.txt")  # a synset and its words a line
 
-IMAGES_PER_SHARD = 1250  # 1,024 shards for ImageNet's training images, as is usual
+MAX_BYTES = 4 * MAX_PIXELS + (1 << 20)  # four channels without compression, and metadata
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,14 @@ class Source:
     root: Path
     class_names: list[str]
     splits: dict[str, Files]
+
+    @property
+    def fingerprint(self) -> str:
+        """A checksum over the names, labels, sizes and times of the images, without reading them."""
+        files = sorted(itertools.chain(*self.splits.values()))
+        states = ((self.root / filename).stat() for filename, _ in files)
+        described = ((*file, state.st_size, state.st_mtime_ns) for file, state in zip(files, states, strict=True))
+        return fingerprint_of([*self.class_names, *itertools.chain.from_iterable(described)])
 
 
 def list_source(root: Path, validation_share: float | None = None, seed: int = 0) -> Source:
@@ -56,24 +67,15 @@ def list_source(root: Path, validation_share: float | None = None, seed: int = 0
     return Source(root, _class_names(root, classes), splits)
 
 
-def plan_shards(source: Source, shards: int | None, seed: int) -> dict[str, Files]:
-    """Return the files of each shard by its name, shuffled over the whole split.
-
-    `shards` is the number for training; other splits get as many images per shard.
-    """
-    train = len(source.splits["train"])
-    shards = shards or max(1, train // IMAGES_PER_SHARD)
-    if shards > train:
-        raise UserError(f"--shards={shards}: more than the {train} training images; choose fewer")
-    plan = {}
-    for split, files in source.splits.items():
-        shuffled = sorted(files)
-        random.Random(f"{seed}/{split}").shuffle(shuffled)
-        number = max(1, round(shards * len(files) / train))
-        bounds = [len(files) * i // number for i in range(number + 1)]
-        for i in range(number):
-            plan[f"{split}/{split}-{i:05d}-of-{number:05d}"] = shuffled[bounds[i] : bounds[i + 1]]
-    return plan
+def read_image(root: Path, filename: str) -> bytes:
+    """Return the content of one of a source's images; raise `BadImageError` if it cannot be an image."""
+    path = root / filename
+    state = path.stat()
+    if not stat.S_ISREG(state.st_mode):
+        raise BadImageError("not a regular file")  # reading a pipe would wait forever
+    if state.st_size > MAX_BYTES:
+        raise BadImageError(f"{state.st_size:,} bytes are more than {MAX_BYTES:,}")
+    return path.read_bytes()
 
 
 def _list_classes(root: Path, folder: Path, classes: list[str]) -> Files:

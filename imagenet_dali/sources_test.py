@@ -5,7 +5,8 @@ from collections import Counter
 import pytest
 
 from common.errors import UserError
-from imagenet_dali.sources import list_source, plan_shards
+from imagenet_dali.preparation import plan_shards
+from imagenet_dali.sources import list_source
 
 
 def fill(root, *names):

@@ -5,7 +5,6 @@ import hashlib
 import io
 import json
 import os
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from common.data.image_folder import MAX_PIXELS, Files
+from common.data.image_folder import Files
 from imagenet_dali.images import BadImageError, convert_image
 from imagenet_dali.manifest import FORMAT, MANIFEST, PARTIAL, index_path, records_path
 from imagenet_dali.records import RECORD, build_example, frame, index_text
-
-MAX_BYTES = 4 * MAX_PIXELS + (1 << 20)  # four channels without compression, and metadata
+from imagenet_dali.sources import read_image
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ def write_shard(task: ShardTask) -> dict[str, Any]:
     with atomic_file(task.dest / task.name) as shard:
         for filename, label in task.files:
             try:
-                image = convert_image(_read_image(task.source / filename), quality, short_side)
+                image = convert_image(read_image(task.source, filename), quality, short_side)
             except BadImageError as error:
                 refused.append((filename, str(error)))
                 continue
@@ -80,15 +78,6 @@ def write_shard(task: ShardTask) -> dict[str, Any]:
     with atomic_file(report_path) as file:
         file.write(json.dumps(report).encode())
     return report
-
-
-def _read_image(path: Path) -> bytes:
-    state = path.stat()
-    if not stat.S_ISREG(state.st_mode):
-        raise BadImageError("not a regular file")  # reading a pipe would wait forever
-    if state.st_size > MAX_BYTES:
-        raise BadImageError(f"{state.st_size:,} bytes are more than {MAX_BYTES:,}")
-    return path.read_bytes()
 
 
 def to_shard(report: dict[str, Any]) -> Shard:

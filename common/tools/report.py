@@ -12,9 +12,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment
+from markupsafe import Markup
 
 from common.checkpoint.content import METRICS, RunInfo, read_about
 from common.errors import UserError
@@ -43,6 +45,11 @@ class FinishedRun:
         done = max(done, self.saved_step)  # a run that was stopped has saved the steps since its last record
         planned = self.about.get("plan", {}).get("last_step", done)
         return f"{done:,}" if done == planned else f"{done:,} of {planned:,}"
+
+    @property
+    def command(self) -> str:
+        """The command line that started it last."""
+        return shlex.join(["python", *map(str, self.about.get("argv", []))])
 
     def of_kind(self, kind: str) -> list[Record]:
         return [record for record in self.records if record["kind"] == kind]
@@ -84,37 +91,21 @@ def load_run(folder: Path, name: str) -> FinishedRun:
 
 def render(runs: Sequence[FinishedRun]) -> str:
     """Return the page."""
+    charts = {"runs": [run.name for run in runs], "charts": collect_charts([run.records for run in runs])}
     page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    charts = json.dumps(
-        {"runs": [run.name for run in runs], "charts": collect_charts([run.records for run in runs])},
-        separators=(",", ":"),
+    return (
+        Environment(autoescape=True)
+        .from_string(page)
+        .render(
+            runs=runs,
+            title=", ".join(run.name for run in runs),
+            summary=_summary(runs),
+            keys=_config_keys(runs),
+            environment=_environment(runs),
+            charts=Markup(json.dumps(charts, separators=(",", ":")).replace("<", "\\u003c")),
+            wbr=Markup("<wbr>"),
+        )
     )
-    keys = _config_keys(runs)
-    parts = {
-        "title": escape(", ".join(run.name for run in runs)),
-        "summary": _table(runs, _summary(runs)),
-        "config": "Config" if len(runs) == 1 else "Config keys that differ",
-        "keys": _table(runs, keys) if keys else "<p>None.</p>",
-        "environment": _table(runs, _environment(runs)),
-        "commands": "".join(map(_command, runs)),
-        "charts": charts.replace("<", "\\u003c"),
-    }
-    return re.sub("@([a-z]+)@", lambda place: parts[place[1]], page)
-
-
-def _table(runs: Sequence[FinishedRun], rows: Mapping[str, Sequence[str]]) -> str:
-    """Return a table with a column for each run."""
-    header = "".join(f'<th scope="col"><i class="key run{n}"></i>{escape(run.name)}</th>' for n, run in enumerate(runs))
-    body = "".join(
-        f'<tr><th scope="row">{_breakable(title)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>\n'
-        for title, cells in rows.items()
-    )
-    return f'<div class="wide"><table><thead><tr><td></td>{header}</tr></thead><tbody>\n{body}</tbody></table></div>'
-
-
-def _breakable(key: str) -> str:
-    """Return a config key as HTML that may be broken after a dot or an underscore."""
-    return re.sub("([._])", r"\1<wbr>", escape(key))
 
 
 def _summary(runs: Sequence[FinishedRun]) -> dict[str, list[str]]:
@@ -179,11 +170,6 @@ def _environment(runs: Sequence[FinishedRun]) -> dict[str, list[str]]:
             about["started"] = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(about["started"]))
         flat.append(_flat_text(about))
     return {key: [about.get(key, ABSENT) for about in flat] for about in flat for key in about}
-
-
-def _command(run: FinishedRun) -> str:
-    command = shlex.join(["python", *map(str, run.about.get("argv", []))])
-    return f"<h3>{escape(run.name)}</h3><pre>{escape(command)}</pre>"
 
 
 def _flat_text(values: Mapping[str, Any]) -> dict[str, str]:

@@ -62,7 +62,7 @@ def train_compiled(config: dict[str, Any], model_arguments: dict[str, Any]) -> t
     ],
 )
 def test_compiled_training_is_the_same(ranks, fp16, model_arguments, tolerance) -> None:
-    # in processes of their own: one that has used torch.compile cannot fork any more that train
+    # in forked processes: after torch.compile a process cannot fork others that train
     eager, names = train({"fp16": fp16}, model_arguments)
     for outcome in run_ranks(ranks, train_compiled, {"fp16": fp16}, model_arguments):
         losses, same_names, graphs, breaks = outcome

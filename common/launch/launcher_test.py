@@ -1,4 +1,4 @@
-"""Launch detection: every way that the documents of Colossal-AI's examples start a training script."""
+"""Launch detection, for every command line in the documents of Colossal-AI's examples."""
 
 import argparse
 import os

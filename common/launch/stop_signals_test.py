@@ -1,4 +1,4 @@
-"""Signals, sent for real to a process: at once, or noted while it is deferring."""
+"""Signals sent to a process, which ends at once, or notes them while deferring."""
 
 import os
 import signal
@@ -7,11 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+import psutil
 import pytest
 
 PROGRAM = """
 import os, sys, threading, time
-os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # signals come before the child is shielded
+os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # signals arrive before the child ignores them
 from common.launch.stop_signals import stop_signals
 stop_signals.install()
 stop_signals.deferring = sys.argv[1] == "deferring"
@@ -20,7 +21,7 @@ if sys.argv[2:] == ["fork"] and (child := os.fork()) == 0:
     os._exit(1)
 print(child if sys.argv[2:] == ["fork"] else "ready", flush=True)
 while not stop_signals.received:
-    # as a wait in C++ does, this keeps Python's own handlers from running
+    # like a wait in C++, this keeps Python's own handlers from running
     threading.Lock().acquire(timeout=0.05)
 print(stop_signals.received, flush=True)
 time.sleep(60)
@@ -63,7 +64,7 @@ def test_while_training_it_is_noted(start, number: signal.Signals) -> None:
     process = start("deferring")
     process.send_signal(number)
     assert process.stdout.readline() == f"{number.value}\n"
-    process.send_signal(number)  # as a launcher does that passes on what the terminal has sent already
+    process.send_signal(number)  # as from a launcher that passes on the terminal's signal
     assert process.poll() is None
     time.sleep(1.2)
     process.send_signal(signal.SIGTERM)
@@ -127,15 +128,6 @@ def test_a_worker_leaves_signals_to_its_parent_and_dies_with_it(start) -> None:
     process.kill()
     process.wait()
     deadline = time.monotonic() + 10
-    while is_running(child) and time.monotonic() < deadline:
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert not is_running(child)
-
-
-def is_running(pid: int) -> bool:
-    """Return whether a process has not ended; one that nobody has waited for yet has."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -18,7 +18,7 @@ from common.errors import run_command
 
 
 class Ended(NamedTuple):
-    """How a process ended: exit status (negative: the signal), and what it printed."""
+    """A finished process: exit status (negative: a signal), and what it printed."""
 
     code: int
     stdout: str
@@ -68,7 +68,7 @@ def _run(
     try:
         run_command(main, [str(word) for word in argv])
     finally:
-        _python_exit()  # ends pools of processes, as at the end of a process that is not forked
+        _python_exit()  # ends process pools, as at the exit of a process that was not forked
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""Forbid what makes the host wait for the device."""
+"""Forbid operations that make the host wait for the device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-# Their outcome, or its shape, is a number that the host needs.
+# the host needs their result, or its shape
 WAITING = {
     aten._local_scalar_dense,
     aten.equal,
@@ -21,10 +21,9 @@ WAITING = {
 
 @contextmanager
 def forbid_waiting(device: torch.device) -> Iterator[None]:
-    """Raise RuntimeError within the context where the host waits for ``device``: on a CPU, where it would for a GPU.
+    """Raise RuntimeError if the host waits for ``device`` in this context; on a CPU, if it would wait for a GPU.
 
-    A CPU's tensors count as a GPU's: what is on the host by intent must not be touched. That a copy to the GPU is
-    waited for shows only there.
+    A CPU's tensors count as a GPU's. Copies to the GPU that are waited for show only on a GPU.
     """
     if device.type != "cuda":
         with _NoWaiting():

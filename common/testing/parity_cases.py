@@ -1,4 +1,4 @@
-"""What the tests of tensor parallelism share: the modes, a tiny model, its data, and training it in any of them."""
+"""Parallel modes, a tiny model and its data for tests, and training it in any mode."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,7 +38,7 @@ Batch = tuple[Tensor, dict[str, Tensor]]
 
 
 def build_tiny_model(**arguments: Any) -> nn.Module:
-    """Build the model with weights that leave nothing at 0 or 1."""
+    """Build the model with random weights, norms and biases too."""
     torch.manual_seed(0)
     model = build_model(**MODEL | arguments)
     with torch.no_grad():
@@ -49,7 +49,7 @@ def build_tiny_model(**arguments: Any) -> nn.Module:
 
 
 def blended_loss(logits: Tensor, target: Tensor, other: Tensor, share: Tensor) -> Tensor:
-    """The loss of Mixup with label smoothing."""
+    """Return the loss of Mixup with label smoothing."""
     losses = (F.cross_entropy(logits, labels, label_smoothing=0.1) for labels in (other, target))
     return torch.lerp(*losses, share)
 
@@ -66,7 +66,7 @@ def micro_batches(steps: int = STEPS, dp_rank: int = 0, dp_size: int = 1) -> Ite
 
 
 class Losses(BaseHook):
-    """Write down the loss of every micro-batch, over all data-parallel ranks."""
+    """Record the loss of every micro-batch, averaged over all data-parallel ranks."""
 
     def __init__(self) -> None:
         super().__init__(priority=0)

@@ -1,4 +1,4 @@
-"""What tests share: a launched process, and several ranks in one test."""
+"""A launched process, or several ranks, within a test."""
 
 import importlib
 import multiprocessing
@@ -32,11 +32,11 @@ def launched(**config: Any) -> Iterator[None]:
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
-    """Return ``[function(*args) of rank 0, of rank 1, ...]``, each run in a process of its own, without GPUs.
+    """Return ``[function(*args) of rank 0, of rank 1, ...]``, each run in a forked process, without GPUs.
 
-    The processes are forked, so that they need not import torch again, with the environment that torchrun would set.
-    A rank that fails raises RuntimeError here with its traceback; one that takes longer than ``timeout`` seconds,
-    TimeoutError. All are gone on return. The caller must not have used CUDA.
+    Processes are forked so that they need not import torch, with the environment that torchrun would set. Raises
+    RuntimeError with the traceback of a rank that fails, TimeoutError after ``timeout`` seconds. All processes are gone
+    on return. The caller must not have used CUDA.
     """
     import_once()
     context = multiprocessing.get_context("fork")
@@ -61,7 +61,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
 
 def import_once() -> None:
-    """Import here what training imports late, so that forked processes, which are many, need not: 4 s of CPU each."""
+    """Import what training imports late, once, instead of in each forked process (4 s)."""
     for name in ("torch._dynamo", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         importlib.import_module(name)
 
@@ -78,7 +78,7 @@ def _run_rank(
 
 
 def become_rank(rank: int, size: int, port: int) -> None:
-    """Set this process's environment as torchrun does; of ``size`` 0, as nobody does. GPUs are hidden."""
+    """Set this process's environment as torchrun does, or for ``size`` 0 as without a launcher; hide GPUs."""
     for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMIX_"))]:
         del os.environ[name]
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -106,7 +106,7 @@ def _collect(pending: dict[Connection, int], deadline: float) -> list[Any]:
 
 
 def free_port() -> int:
-    """Return a port of the loopback that is free now."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

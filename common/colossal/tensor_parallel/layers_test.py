@@ -12,10 +12,9 @@ from colossalai.legacy.nn.layer.parallel_2d import Linear2D as UpstreamLinear2D
 from colossalai.legacy.nn.layer.parallel_3d import Classifier3D
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from common.colossal import ParallelMode, gpc
-from common.colossal.tensor_parallel.layers import LayerNorm, Linear2D, OwnRandom
+from common.colossal import gpc
+from common.colossal.tensor_parallel.layers import LayerNorm, Linear2D
 from common.colossal.tensor_parallel.layout import ROW_2D
 from common.estimate.traffic import Traffic
 from common.testing.parity_cases import CASES
@@ -37,7 +36,6 @@ def look_around() -> dict[str, Any]:
             "layer norms": {offset: layer_norms(offset) for offset in (0.0, 100.0)},
             "errors in half": layer_norm_errors(),
             "products": products_under_autocast(),
-            "masks": dropped_twice(),
             "collectives": [count_collectives(upstream) for upstream in (False, True)],
         }
 
@@ -103,23 +101,6 @@ def test_upstreams_products_fail_under_autocast_on_a_cpu() -> None:
         product, message = rank["products"]
         assert torch.equal(product, torch.full((2, WIDTH // 2), WIDTH, dtype=torch.bfloat16))
         assert "dtype" in message
-
-
-def dropped_twice() -> list[Tensor]:
-    """Return the masks that a checkpointed dropout of this rank draws in the forward and the backward pass."""
-    masks = []
-
-    def drop(x: Tensor) -> Tensor:
-        y = OwnRandom(nn.Dropout(0.5), gpc.get_local_rank(ParallelMode.TENSOR))(x)
-        masks.append(y.detach().bool())
-        return y * y
-
-    checkpoint(drop, torch.ones(64, requires_grad=True), use_reentrant=False).sum().backward()
-    return masks
-
-
-def test_recomputed_masks_are_the_same() -> None:
-    assert all(torch.equal(*rank["masks"]) for rank in on_square())
 
 
 def count_collectives(upstream: bool) -> int:

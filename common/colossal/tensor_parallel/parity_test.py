@@ -1,10 +1,9 @@
-"""Every tensor-parallel mode, alone and times data parallel, equals a plain loop of PyTorch's in one process.
+"""Every tensor-parallel mode, alone and with data parallelism, equals a plain PyTorch loop in one process.
 
 python -m common.colossal.tensor_parallel.parity_test          # prints the table; --slow adds 16 processes
 
-From the same weights and data, in float32: losses, gradients (clipped, over accumulated micro-batches) and weights
-after 3 optimizer steps of AdamW and LAMB, with Mixup and label smoothing. An error is max|a - b| / max|b|, of the worst
-tensor.
+Compared in float32, from the same weights and data: losses, clipped gradients and weights after 3 accumulated steps of
+AdamW and LAMB with Mixup and label smoothing. An error is max|a - b| / max|b| of the worst tensor.
 """
 
 import functools
@@ -40,7 +39,7 @@ Curve = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]  # losses, grad
 
 @functools.cache
 def plain_training(optimizer_name: str) -> Curve:
-    """Train in one process without anything of this project's but model and optimizer."""
+    """Train in one process with nothing of this project but model and optimizer."""
     model = build_tiny_model()
     optimizer = build_optimizer(model, optimizer_name, **OPTIMIZERS[optimizer_name])
     losses = []
@@ -74,16 +73,15 @@ def sharded_training(config: dict[str, Any]) -> dict[str, tuple[Curve, dict[str,
 
 
 def _coordinates(parameter: Tensor) -> tuple[int, ...]:
-    """Return what tells the pieces of a parameter apart: ranks with the same coordinates hold the same piece."""
+    """Return the place of a piece in its parameter: ranks with the same coordinates hold the same piece."""
     cuts = parameter.shard.cuts if hasattr(parameter, "shard") else ()
     return tuple(gpc.get_local_rank(group) for _, group in cuts)
 
 
 def error(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> float:
-    """Return max|a - b| / max|b| of the worst tensor, leaving the keys' bias out.
+    """Return max|a - b| / max|b| of the worst tensor.
 
-    That shifts all scores of a query alike, which softmax ignores: its gradient is nothing but rounding, and AdamW
-    makes steps of full length of it.
+    The keys' bias is left out: softmax ignores it, so that its gradient is rounding noise, which AdamW scales up.
     """
     errors = []
     for name, whole in plain.items():
@@ -95,7 +93,7 @@ def error(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> float:
 
 
 def disagreements(pieces_by_rank: list[dict[str, tuple]]) -> list[str]:
-    """Return the parameters of which two ranks hold the same piece, and not the same bits."""
+    """Return the parameters of which two ranks hold the same piece with different bits."""
     seen: dict[tuple, Tensor] = {}
     names = set()
     for pieces in pieces_by_rank:

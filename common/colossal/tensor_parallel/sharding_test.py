@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.colossal import ParallelMode, describe_tensor_parallel, gather_whole, gpc, shard_model
+from common.colossal import ParallelMode, canonical_state, describe_tensor_parallel, gpc, shard_model
 from common.colossal.tensor_parallel.layers import OwnRandom
 from common.colossal.tensor_parallel.layout import LAYOUTS, group_sizes
 from common.metrics.hook import count_correct
@@ -181,19 +181,18 @@ def test_without_tensor_parallelism_the_model_is_untouched() -> None:
         assert not any(isinstance(module, OwnRandom) for module in model.modules())
 
 
-def shapes() -> dict[str, tuple[int, ...]]:
-    """Return the shapes of pieces of a model with frozen positions and average pooling; check the gathered whole."""
+def pieces_and_shapes() -> tuple[bool, dict[str, tuple[int, ...]]]:
+    """Return whether gathered pieces of a model with frozen positions and pooling are the whole, and their shapes."""
     with launched(parallel=CASES["2d-4"][1]):
         whole = build_tiny_model(position="sincos2d", pool="avg")
         expected = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
         model = shard_model(whole)
         assert isinstance(model.norm, nn.Identity)
         assert not model.pos_embed.requires_grad
-        first = gpc.get_local_rank(ParallelMode.TENSOR) == 0
-        for name, parameter in model.named_parameters():
-            gathered = gather_whole(parameter)
-            assert torch.equal(gathered, expected[name]) if first else gathered is None
-        return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        state = canonical_state(model)
+        assert list(state) == (list(expected) if gpc.get_local_rank(ParallelMode.TENSOR) == 0 else [])
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        return all(torch.equal(state[name], expected[name]) for name in state), shapes
 
 
 def test_every_parameter_is_cut() -> None:
@@ -208,5 +207,6 @@ def test_every_parameter_is_cut() -> None:
         "head.weight": (half, classes),
         "head.bias": (classes,),
     }
-    for found in run_ranks(4, shapes):
-        assert {name: found[name] for name in expected} == expected
+    for are_equal, shapes in run_ranks(4, pieces_and_shapes):
+        assert are_equal
+        assert shapes | expected == shapes

@@ -71,7 +71,7 @@ class CheckpointHook(BaseHook):
         self.every_steps = every if isinstance(every, int) else None
         self.every_seconds = None if isinstance(every, int) else parse_minutes(every) * 60
         self.loader_failed = False  # of any rank
-        self.best = -1.0  # top-1
+        self.best = -1.0, 0.0  # top-1, and less its loss, which decides between equals
         self.saved: dict[str, int] = {}  # where the trainer stood
         self.saved_at = time.monotonic()
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
@@ -96,8 +96,8 @@ class CheckpointHook(BaseHook):
 
     def after_test(self, trainer: Trainer) -> None:
         figures = trainer.states["eval"]
-        if figures["top1"] > self.best and math.isfinite(figures["loss"]):
-            self.best = figures["top1"]
+        if math.isfinite(figures["loss"]) and (reached := (figures["top1"], -figures["loss"])) > self.best:
+            self.best = reached
             self._save(trainer, is_best=True)
 
     def after_train(self, trainer: Trainer) -> None:
@@ -143,7 +143,8 @@ class CheckpointHook(BaseHook):
             "loader": trainer.train_dataloader.state_dict(),
             "optimizer": trainer.engine.optimizer.step_state(),
             "metrics": [rank["metrics"] for rank in ranks],
-            "best_top1": self.best,
+            "best_top1": self.best[0],
+            "best_loss": -self.best[1],
             "ranks": self.ranks,
         }
         content[RANDOM] = {f"{n}/{name}": t for n, rank in enumerate(ranks) for name, t in rank["random"].items()}
@@ -193,7 +194,7 @@ class CheckpointHook(BaseHook):
         trainer.load_state_dict(state["trainer"])
         trainer.train_dataloader.load_state_dict(state["loader"])
         trainer.engine.optimizer.load_step_state(state["optimizer"])
-        self.best = state["best_top1"]
+        self.best = state["best_top1"], -state.get("best_loss", 0.0)  # which older runs do not have
         is_same = state["ranks"] == self.ranks
         rank = gpc.get_global_rank()
         self.metrics.load_state_dict(state["metrics"], rank if is_same else None)

@@ -1,9 +1,11 @@
 """Training resumes bit for bit where it stopped, in every mode; when checkpoints are saved, and which stay."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,6 +201,15 @@ def test_saves_when_due_and_marks_the_best(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == [8, 6, 4, 3]
     best = load_trainer_state(tmp_path / "checkpoints" / "best")
     assert best["best_top1"] == max(top1.values()) == top1[best["trainer"]["step"]]
+
+
+def test_of_equal_accuracies_the_lower_loss_is_the_best() -> None:
+    saved = []
+    hook: Any = SimpleNamespace(best=(-1.0, 0.0), _save=lambda trainer, **_: saved.append(trainer.states["eval"]))
+    for top1, loss in ((0.5, 2), (0.5, 3), (0.5, 1), (0.4, 0.1), (0.6, math.nan), (0.6, 5)):
+        trainer: Any = SimpleNamespace(states={"eval": {"top1": top1, "loss": loss}})
+        CheckpointHook.after_test(hook, trainer)
+    assert [figures["loss"] for figures in saved] == [2, 1, 5]
 
 
 def test_saves_after_minutes(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ A head for other classes is replaced, and the position embedding of another imag
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +41,10 @@ def fit_pretrained(model: nn.Module, source: str, *, heads_stated: bool = True) 
     return weights, "; ".join([f"starting from the weights of {source}", *filter(None, notes)])
 
 
-def _check_shape(
-    source: str, weights: Mapping[str, Tensor], heads: int | None, model: nn.Module, heads_stated: bool
-) -> None:
+def _check_shape(source: str, weights: Mapping[str, Tensor], heads: int | None, model: Any, heads_stated: bool) -> None:
     """Refuse weights of another shape than ``model`` in terms of MODEL's keys."""
     theirs, own = infer_model(source, weights), infer_model("", dict(model.named_parameters()))
-    own["heads"] = own["width"] // model.blocks[0].attn.head_width  # pyright: ignore
+    own["heads"] = own["width"] // model.blocks[0].attn.head_width
     theirs["heads"] = heads or own["heads"]
     differing = [key for key in theirs if key != "image_size" and theirs[key] != own[key]]
     if differing:
@@ -61,16 +60,16 @@ def _check_shape(
         )
 
 
-def _fit_head(weights: dict[str, Tensor], model: nn.Module) -> str | None:
+def _fit_head(weights: dict[str, Tensor], model: Any) -> str | None:
     """Put the head of ``model`` in place of one for another number of classes."""
-    saved, classes = weights.get("head.bias"), len(model.head.bias)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    saved, classes = weights.get("head.bias"), len(model.head.bias)
     if saved is not None and len(saved) == classes:
         return None
-    weights |= {f"head.{name}": parameter.detach() for name, parameter in model.head.named_parameters()}  # pyright: ignore[reportAttributeAccessIssue]
+    weights |= {f"head.{name}": parameter.detach() for name, parameter in model.head.named_parameters()}
     return f"a new head of {classes} classes" + (f", not its {len(saved)}" if saved is not None else "")
 
 
-def _fit_position(source: str, weights: dict[str, Tensor], model: nn.Module) -> str | None:
+def _fit_position(source: str, weights: dict[str, Tensor], model: Any) -> str | None:
     """Bring the position embedding to the grid of ``model``."""
     saved, own = weights["pos_embed"], model.pos_embed
     prefix = int(model.cls_token is not None)
@@ -78,11 +77,11 @@ def _fit_position(source: str, weights: dict[str, Tensor], model: nn.Module) -> 
     if old**2 + prefix != saved.shape[1]:
         return None  # another architecture, which is refused with all that differs
     if not own.requires_grad:  # fixed, and computed for any grid
-        if not torch.allclose(saved.float(), build_sincos2d(old, own.shape[2], prefix), atol=1e-2):  # pyright: ignore[reportArgumentType]
+        if not torch.allclose(saved.float(), build_sincos2d(old, own.shape[2], prefix), atol=1e-2):
             raise UserError(
                 f"INIT={source}: its position embedding was learned: --set MODEL.position=learned, or start from others"
             )
-        weights["pos_embed"] = own.detach()  # pyright: ignore[reportCallIssue]
+        weights["pos_embed"] = own.detach()
         return None
     if old == new:
         return None

@@ -72,4 +72,4 @@ def _name_classes(about: Mapping[str, Any], count: int) -> tuple[list[str], list
     if subset is None:
         return [], []
     info = ImageNetInfo(subset)
-    return info.label_names(), info.label_descriptions()  # pyright: ignore[reportReturnType]
+    return info.label_names(), [info.index_to_description(label) for label in range(count)]

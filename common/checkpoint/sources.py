@@ -155,11 +155,10 @@ def _heads_of_timm(name: str, architecture: str, arguments: Mapping[str, Any]) -
             raise UserError(f"{name}: {architecture} is no plain Vision Transformer; choose a vit_*")
         shape = {key: value for key, value in arguments.items() if key in SHAPE}
         model = timm.create_model(architecture, **shape, depth=1)  # blocks are alike
-    block, pool = model.blocks[0], "token" if model.has_class_token else "avg"
-    is_gelu = type(block.mlp.act) is nn.GELU and block.mlp.act.approximate == "none"
-    if not (
-        is_gelu and isinstance(block.norm1, nn.LayerNorm) and block.norm1.eps == 1e-6 and model.global_pool == pool
-    ):
+    block: Any = model.blocks[0]
+    has_gelu = type(block.mlp.act) is nn.GELU and block.mlp.act.approximate == "none"
+    has_norm = isinstance(block.norm1, nn.LayerNorm) and block.norm1.eps == 1e-6
+    if not (has_gelu and has_norm and model.global_pool == ("token" if model.has_class_token else "avg")):
         raise UserError(
             f"{name}: {architecture} has another activation, norm or pooling than the plain Vision Transformer of this "
             "project; choose another"

@@ -73,7 +73,8 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
     steps_per_epoch = data.train_samples // total if data else 0
     if data and not steps_per_epoch:
         raise UserError(
-            f"TOTAL_BATCH_SIZE={total} is more than the {data.train_samples} training samples: an epoch has no step"
+            f"TOTAL_BATCH_SIZE={total} is more than the {data.train_samples} training images, so an epoch has no step: "
+            f"set it to {data.train_samples} or less"
         )
     total_steps = config["NUM_EPOCHS"] * steps_per_epoch
     warmup_steps = round(config["WARMUP_EPOCHS"] * steps_per_epoch)

@@ -61,7 +61,11 @@ def test_max_steps_ends_the_run_and_leaves_the_schedule():
         (dict(BATCH_SIZE=256, gradient_accumulation=16), 8, "BATCH_SIZE=256 is not .* = 2048"),
         (dict(parallel=dict(tensor=dict(size=4, mode="2d"))), 6, "size=4 does not divide .* 6: start 4 or 8"),
         (dict(WARMUP_EPOCHS=299.999), 8, "WARMUP_EPOCHS=299.999 makes 11700 of 11700 steps the warm-up"),
-        (dict(TOTAL_BATCH_SIZE=2_000_000), 1, "more than the 1281167 training samples"),
+        (
+            dict(TOTAL_BATCH_SIZE=2_000_000),
+            1,
+            "more than the 1281167 training images, so an epoch has no step",
+        ),
     ],
 )
 def test_what_does_not_divide_is_refused_with_the_nearest_that_does(keys, gpus, words):

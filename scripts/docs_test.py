@@ -140,6 +140,9 @@ def run(command: str, folder: Path, language: str = "shell") -> None:
 def test_every_command(name, clone):
     for language, command in commands((ROOT / name).read_text()):
         shown = command.partition("\n")[0]
+        if file := re.match(r"# (\w+\.py)\n", command):  # which the commands after it read
+            (clone / file[1]).write_text(substitute(command))
+            continue
         if test := elsewhere(command):
             print(f"{name}: {shown}\n    run by {test}")
             continue

@@ -265,7 +265,7 @@ SNIPPETS = [
     (page.name, block)
     for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
     for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    if re.match(r"from configs\.|from colossalai\.amp|\w+ = ", block)
+    if re.match(r"(# \w+\.py\n)?from configs\.|from colossalai\.amp|\w+ = ", block)
 ]
 
 

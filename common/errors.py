@@ -66,7 +66,7 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
             raise
         if is_first_process() or isinstance(error, RankError) or (_joined() and not isinstance(error, AgreedError)):
             _end_progress_bars()
-            sys.stderr.write(f"error: {printable(error)}\n")  # whole, unlike print: other ranks may speak too
+            sys.stderr.write(f"error: {printable(error)}\n")  # one write, unlike print, since ranks share stderr
             _tell_torchrun(f"error: {printable(error)}")
         elif not _joined():
             time.sleep(PATIENCE)
@@ -99,7 +99,7 @@ def _end_progress_bars() -> None:
 
 
 def _give_up_lost_output(probe: bytes = b"") -> bool:
-    """Return whether standard output takes nothing more; then what is left of it goes nowhere, without a traceback."""
+    """Return whether standard output is closed or full; if so, discard what is left of it without a traceback."""
     try:
         sys.stdout.flush()
         if probe:

@@ -141,7 +141,7 @@ def test_a_record_that_went_bad_is_left_out_until_it_is_repaired(data, capsys, m
     shard = spoil_record(data, "validation", 11)
     assert read_labels(data) == labels[:11] + labels[12:]
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith(f"left out: {shard}: record 11 of validation at byte ")
+    assert line.startswith(f"skipped: {shard}: record 11 of validation at byte ")
     assert line.endswith(f"prepare --check --repair {data}` to continue without the bad records")
     assert len(repair(data, 1)) == 1
     assert read_labels(data) == labels[:11] + labels[12:]

@@ -1,4 +1,4 @@
-"""The hook that saves checkpoints during training, stops a run in good order, and resumes one."""
+"""The hook that saves checkpoints during training, and stops and resumes a run."""
 
 import json
 import math

@@ -46,7 +46,7 @@ def _copied(tensors: Mapping[str, Tensor | None]) -> Tensors:
 def load_state(
     path: Path, model: nn.Module, optimizer: Optimizer, averages: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Load the checkpoint folder ``path``, saved in whatever parallel mode, into a model that is sharded or not.
+    """Load the checkpoint folder ``path``, saved in any parallel mode, into a model that is sharded or not.
 
     ``optimizer`` keeps its own options. Where the checkpoint has no ``averages``, they begin at its weights. Raises
     UserError for the checkpoint of another architecture.

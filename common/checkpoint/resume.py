@@ -103,7 +103,7 @@ def _newest_intact(folder: Path) -> Path | None:
     for path in checkpoints:
         if (fault := find_fault(path)) is None:
             return path
-        print(f"warning: {path} is damaged ({fault}) and is left out", file=sys.stderr, flush=True)
+        print(f"warning: {path} is damaged ({fault}) and is skipped", file=sys.stderr, flush=True)
     if checkpoints:
         raise UserError(
             f"{folder}: none of the {len(checkpoints)} checkpoints is intact; start again in another folder"

@@ -56,7 +56,7 @@ def test_a_damaged_one_is_left_out_with_a_warning(tmp_path: Path, damage: str, c
     content = file.read_bytes()
     file.write_bytes(content[:-1] + (bytes([content[-1] ^ 1]) if damage == "flipped" else b""))
     assert choose_checkpoint("auto", tmp_path) == first
-    warning = f"warning: {second} is damaged (model.safetensors has changed since it was written) and is left out\n"
+    warning = f"warning: {second} is damaged (model.safetensors has changed since it was written) and is skipped\n"
     assert capsys.readouterr().err == warning
     with pytest.raises(UserError, match=r"the checkpoint is damaged, model.safetensors has changed"):
         choose_checkpoint(str(second), tmp_path)

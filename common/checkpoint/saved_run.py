@@ -62,7 +62,7 @@ class SavedRun:
         return next((record for record in records if record["kind"] == "eval" and record["step"] == self.step), None)
 
     def load_model(self) -> nn.Module:
-        """Return the model, whole whatever the parallel mode it was trained in, with the checkpoint's weights."""
+        """Return the unsharded model with the checkpoint's weights, which may be of any parallel mode."""
         model = build_model(**self.config["MODEL"])
         model.load_state_dict(self.load_weights())
         return model.eval()

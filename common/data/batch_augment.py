@@ -13,7 +13,7 @@ from common.data.loader import Loader
 from common.data.mixup import cut_and_paste, mix
 from common.data.sampling import ERASING, TrainSampler, sample_uniforms
 
-# share of the area and width / height of what is erased, as torchvision's and timm's
+# area and aspect ratio of the erased rectangle, as in torchvision and timm
 ERASED = RandomCrop(scale=(0.02, 1 / 3), ratio=(0.3, 3.3), flip=False)
 UNIFORMS_PER_SAMPLE = UNIFORMS_PER_CROP + 1
 

@@ -52,5 +52,5 @@ class BadImages:
                 )
             if message not in self._named and len(self._named) < NAMED:
                 self._named.add(message)
-                last = "; more will not be named" if len(self._named) == NAMED else ""
-                sys.stderr.write(f"left out: {message}{last}\n")  # whole, unlike print: other ranks may speak too
+                last = "; further images are not named" if len(self._named) == NAMED else ""
+                sys.stderr.write(f"skipped: {message}{last}\n")  # one write, unlike print, since ranks share stderr

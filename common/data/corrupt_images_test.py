@@ -7,13 +7,13 @@ from common.errors import UserError
 def test_each_image_is_named_once_and_not_more_than_twenty(capsys):
     bad = BadImages(10_000)
     bad.add(["a", "b", "a"])
-    assert capsys.readouterr().err == "left out: a\nleft out: b\n"
+    assert capsys.readouterr().err == "skipped: a\nskipped: b\n"
     bad.start_pass()
     bad.add(["b", *(str(number) for number in range(30))])
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == NAMED - 2
-    assert lines[0] == "left out: 0"
-    assert lines[-1] == "left out: 17; more will not be named"
+    assert lines[0] == "skipped: 0"
+    assert lines[-1] == "skipped: 17; further images are not named"
     assert bad.count == 31
 
 

@@ -1,4 +1,4 @@
-"""Say what is the same content, wherever it lies."""
+"""Fingerprints of content, independent of its location."""
 
 import hashlib
 import os

@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 from common.data.fingerprint import fingerprint_of
 from common.errors import UserError
 
-# what Pillow may try to read: others of its formats run programs, or are no photographs
+# Pillow's other formats run programs, or are not for photographs
 FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")
 MAX_PIXELS = 100_000_000  # 300 MB when decoded; beyond it, a header that lies is likelier than a photograph
 
@@ -95,7 +95,7 @@ class FolderSplit:
             raise UserError(f"{path}: {error.strerror}; the folder changed after it was listed") from error
 
     def fault(self, index: int, reason: object) -> UserError:
-        """Return the error that names an image and what is wrong with it."""
+        """Return the error for an image that cannot be used."""
         return UserError(f"{self.path(index)}: {reason}; remove or replace this image")
 
     @property

@@ -45,7 +45,7 @@ class Loader:
         return self._pass
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch and how many of its samples were handed out over all ranks."""
+        """Return the epoch and the number of its samples yielded so far, over all ranks."""
         epoch, done = self._position
         return {"epoch": epoch, "samples": done * self.sampler.stride}
 

@@ -1,4 +1,4 @@
-"""RandAugment (Cubuk et al., arXiv 1909.13719) of one image: torchvision's, drawn for each sample by itself."""
+"""torchvision's RandAugment (Cubuk et al., arXiv 1909.13719) with random numbers of each sample's own."""
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ class RandAugment:
         self.transform = v2.RandAugment(operations, level, num_magnitude_bins=BINS + 1, fill=FILL)
 
     def __call__(self, image: Image.Image, uniforms: np.ndarray) -> Image.Image:
-        """Return ``image`` augmented as ``uniforms`` [1] say; torch's random numbers stay as they were."""
+        """Return ``image`` augmented as ``uniforms`` [1] say, without a change of torch's random state."""
         state = torch.get_rng_state()
         try:
             torch.default_generator.manual_seed(int(uniforms[0] * 2**53))

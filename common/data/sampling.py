@@ -29,7 +29,7 @@ class TrainSampler:
     """Deal out each epoch's permutation of the samples as micro-batches of one data-parallel rank.
 
     Micro-batch ``m`` of a step is rows ``(m * dp_size + dp_rank) * micro_batch`` onwards of that step's global batch.
-    The last ``samples % global_batch`` samples of a permutation are left out: others in each epoch. With each sample
+    The last ``samples % global_batch`` samples of a permutation, which differ by epoch, are dropped. With each sample
     come ``uniforms`` numbers in [0, 1) for its augmentation, which depend on the seed, the epoch, the step and the row
     in the global batch alone.
     """

@@ -26,7 +26,7 @@ class ImageSplit(Protocol):
     """What is read: encoded images and their labels, by number."""
 
     @property
-    def is_upright(self) -> bool: ...  # whether the images lie as they should, whatever their EXIF block says
+    def is_upright(self) -> bool: ...  # whether to ignore the orientation in EXIF
 
     def __len__(self) -> int: ...
 
@@ -102,7 +102,7 @@ class TorchvisionReader:
 class _Batch(NamedTuple):
     images: np.ndarray  # uint8 [B, size, size, 3]
     labels: np.ndarray  # int64 [B]
-    bad: list[str]  # what is wrong with some of the images
+    bad: list[str]  # messages about corrupt images
 
 
 class _Batches:

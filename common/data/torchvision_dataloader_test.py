@@ -181,7 +181,7 @@ def test_bad_images_are_left_out_of_evaluation_and_named_once(folder, corrupt, c
         assert int((labels >= 0).sum()) == 18
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[1] for line in lines] == [str(split.path(7)), str(split.path(12))]
-    assert all(line.startswith("left out: ") and line.endswith("remove or replace this image") for line in lines)
+    assert all(line.startswith("skipped: ") and line.endswith("remove or replace this image") for line in lines)
 
 
 def test_training_continues_with_the_other_images_of_the_micro_batch(folder, corrupt, closing, monkeypatch):

@@ -63,7 +63,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_cluster(args: argparse.Namespace) -> Cluster:
-    """Return the cluster that the flags describe; raise `UserError` for what is not above 0."""
+    """Return the cluster that the flags describe; raise `UserError` for a value that is not above 0."""
     for name in FLAGS:
         value = getattr(args, name)
         if value is not None and min(value if name == "links" else [value]) <= 0:

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 class TensorMemory(TorchDispatchMode):
     """Within the context, follow the storages that operations make: ``live`` bytes now, and their ``peak``.
 
-    What autograd keeps counts for as long as it does. Fake tensors count as the real ones would; what a kernel takes
-    for itself while it runs, and what an allocator adds, does not count.
+    Tensors saved by autograd count until it frees them, fake tensors like real ones. A kernel's workspace and an
+    allocator's overhead do not count.
     """
 
     def __init__(self) -> None:

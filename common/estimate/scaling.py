@@ -80,7 +80,7 @@ def predict_modes(config: Mapping[str, Any], plan: Plan, cluster: Cluster, rate:
 
 
 def whole_model_flops(config: Mapping[str, Any]) -> int:
-    """Return the FLOPs of an image, what is recomputed included, on a GPU that trains the whole model alone."""
+    """Return the FLOPs of an image, recomputation included, on a GPU that trains the whole model alone."""
     return estimate_step({**config, "parallel": _parallel(WHOLE)}, 1, 1).flops
 
 

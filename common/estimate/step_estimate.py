@@ -74,8 +74,8 @@ def estimate_step(
 ) -> StepEstimate:
     """Return what rank 0 of ``processes`` does in a step of ``accumulation`` micro-batches on a "cuda" or "cpu" device.
 
-    ``config`` is a whole one, with ``parallel`` resolved. Takes seconds at most, whatever the model and the batch.
-    Works in a process of its own, because of what `allow_fake_launches` replaces in PyTorch.
+    ``config`` is a whole one, with ``parallel`` resolved. Takes seconds at most.
+    Runs in a separate process, because `allow_fake_launches` patches PyTorch.
     """
     return _process().submit(_estimate_step, config, processes, micro_batch, accumulation, device).result()
 

@@ -47,7 +47,7 @@ class Traffic(TorchDispatchMode):
 
     @property
     def sent(self) -> dict[str, float]:
-        """The bytes that this process sends, by collective, as ring algorithms send them, whatever the backend does."""
+        """The bytes that this process sends with ring algorithms, by collective."""
         sent: defaultdict[str, float] = defaultdict(float)
         for (name, ranks), nbytes in self.nbytes.items():
             sent[name] += sent_share(name, len(ranks)) * nbytes

@@ -62,7 +62,7 @@ class Guarded:
     def _attempt(self, action: Callable[..., Any], *args: Any) -> Any:
         try:
             return action(*args)
-        except Exception as error:  # whatever a tracker raises, it is not worth a run
+        except Exception as error:  # no error of a tracker should end a run
             self.writer = None
             warn(f"{self.name}: {type(error).__name__}: {error}; training continues without it")
             return None
@@ -173,7 +173,7 @@ class _Lines:
 
     def write(self, text: str) -> None:
         if line := text.strip():
-            sys.stderr.write(f"{line}\n")  # whole, unlike print: other ranks may speak too
+            sys.stderr.write(f"{line}\n")  # one write, unlike print, since ranks share stderr
 
     def flush(self) -> None:
         sys.stderr.flush()
@@ -200,7 +200,7 @@ class Curves:
 
 
 def read_metrics(folder: Path) -> list[Record]:
-    """Return the records of a run's metrics.jsonl; a last line that a crash cut short is left out."""
+    """Return the records of a run's metrics.jsonl; an incomplete last line, as after a crash, is ignored."""
     path = folder / "metrics.jsonl"
     *lines, last = read_bytes(path, MAX_METRICS).split(b"\n")
     records = [_parse_record(line, f"{path} line {number}") for number, line in enumerate(lines, 1)]

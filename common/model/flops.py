@@ -29,7 +29,7 @@ def flops_per_image(model: Mapping[str, Any]) -> int:
     """Return the FLOPs that forward and backward pass of ``model`` (the config's MODEL) need for an image.
 
     Two for each multiplication and addition of the matrix products, attention's included, in the forward pass, times 3
-    for both passes; what is recomputed to save memory does not count. That is the convention of PaLM (arXiv 2204.02311,
+    for both passes; recomputation to save memory does not count. This is the convention of PaLM (arXiv 2204.02311,
     appendix B) and of torchtitan.
     """
     a = parse_model_arguments(dict(model))

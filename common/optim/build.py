@@ -33,7 +33,7 @@ class FusedSGD(SGD):
         return loss
 
 
-# What is built, and what is set by default.
+# Class and default options.
 _OPTIMIZERS = {"adamw": (AdamW, {"fused": True}), "lamb": (Lamb, {}), "sgd": (FusedSGD, {"momentum": 0.9})}
 
 

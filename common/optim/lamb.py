@@ -86,7 +86,7 @@ class Lamb(Optimizer):
         return loss
 
     def _batches(self, params: list[Tensor]) -> list[list[Tensor]]:
-        """Group the parameters that have a gradient into what is updated together.
+        """Group the parameters that have a gradient into batches that are updated together.
 
         On a CPU, one tensor at a time, so that its direction is still in the cache when it is applied. On a GPU, or
         with a reduction over ranks, all of them: fewer kernel launches and fewer messages.

@@ -89,7 +89,7 @@ def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
 
 
 def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
-    """Return the network's view of an image, uint8 [size, size, 3], or what is wrong with it."""
+    """Return an image as the network sees it, uint8 [size, size, 3], or an error message."""
     try:
         data = sys.stdin.buffer.read() if image == STDIN else Path(image).read_bytes()
         return np.asarray(crop_image(open_image(data), crop, size))

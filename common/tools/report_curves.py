@@ -33,7 +33,7 @@ METRICS = {
     "data_wait": Metric("Time waiting for data, %", 100, from_zero=True),
     "peak_memory_gb": Metric("Peak memory of a process, GB", from_zero=True),
 }
-NOT_SHOWN = {*WHEN, "samples"}  # the size of the evaluation set is no curve
+NOT_SHOWN = {*WHEN, "samples"}  # the size of the evaluation set is constant
 
 
 def collect_charts(runs: Sequence[Sequence[Record]]) -> list[dict[str, Any]]:
@@ -62,7 +62,7 @@ def _collect_lines(run: Sequence[Record], number: int, name: str, scale: float) 
 
 
 def _finite(value: Any, scale: float) -> float | None:
-    """Return a number as it is shown, in six digits; None for what is no finite number."""
+    """Return a number as it is shown, in six digits; None for anything but a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(f"{value * scale:.6g}")

@@ -84,7 +84,7 @@ def image_is_skipped(lab: Lab, choice: random.Random) -> Recovery:
     index = choose_record(choice, data)
     spoil = at(Place("step", 3), lambda: spoil_record(data, "train", index), 0)
     settings = [*SETTINGS, "DATA.loader=torchvision", "DATA.workers=1"]
-    lab.run(ONE, output, spoil, settings=settings, data=data).expect(0, f"record {index} of train", "left out: ")
+    lab.run(ONE, output, spoil, settings=settings, data=data).expect(0, f"record {index} of train", "skipped: ")
     samples = [record["samples"] for record in read_metrics(output) if record["kind"] == "eval"]
     expect(set(samples) == {len(open_split(data, "validation"))}, samples)
     result(output)

@@ -1,7 +1,6 @@
 """The sizes and shapes that tensor parallelism needs, checked without process groups."""
 
 import math
-from bisect import bisect
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,12 +50,12 @@ def _check_size(mode: str | None, size: int, depth: int | None) -> None:
     shape, power = {"1d": ("a number", 1), "2d": ("a square", 2), "2.5d": (f"depth {depth} x a square", 2)}.get(
         mode, ("a cube", 3)
     )
-    sizes = [(depth or 1) * side**power for side in range(2, max(size, 2) + 2)]
-    if size not in sizes:
-        above = max(1, bisect(sizes, size))
+    squares = depth or 1
+    side = max(2, math.floor((size / squares) ** (1 / power) + 1e-9))
+    if squares * side**power != size:
         raise UserError(
             f"parallel.tensor.size={size} is not {shape} of at least 2 a side, as mode {mode!r} needs: "
-            f"the nearest that are: {sizes[above - 1]} or {sizes[above]}"
+            f"the nearest that are: {squares * side**power} or {squares * (side + 1) ** power}"
         )
 
 

@@ -35,6 +35,7 @@ def test_size_1_is_no_tensor_parallelism(parallel: dict | None) -> None:
         (tensor("2p5d", 4), "parallel.tensor.mode='2p5d' is none of '1d', '2d', '2.5d', '3d'; did you mean '2.5d'?"),
         (tensor("2d", 6), "size=6 is not a square of at least 2 a side.*: the nearest that are: 4 or 9"),
         (tensor("2d", 2), "size=2 is not a square of at least 2 a side.*: the nearest that are: 4 or 9"),
+        (tensor("2d", 10**15), "size=1000000000000000 is not a square .*: .* 999999961946176 or 1000000025191729"),
         (tensor("3d", 9), "size=9 is not a cube of at least 2 a side.*: the nearest that are: 8 or 27"),
         (tensor("2.5d", 12, depth=2), "size=12 is not depth 2 x a square .*: the nearest that are: 8 or 18"),
         (tensor("2.5d", 2, depth=2), "size=2 is not depth 2 x a square .*: the nearest that are: 8 or 18"),

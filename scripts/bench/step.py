@@ -217,7 +217,7 @@ def lightning(job: Job, rounds: Rounds) -> None:
             return {"optimizer": self.optimizer, "lr_scheduler": {"scheduler": self.schedule, "interval": "step"}}
 
     precision = "bf16-mixed" if job.precision == "bfloat16" else "32-true"
-    off = dict(max_epochs=1, logger=False, enable_checkpointing=False)
+    off = dict(devices=1, max_epochs=1, logger=False, enable_checkpointing=False)
     trainer = LightningTrainer(accelerator="cpu" if job.device == "cpu" else "gpu", precision=precision, **off)
     trainer.fit(Module(), RoundBatches(job, rounds))
 
@@ -225,9 +225,10 @@ def lightning(job: Job, rounds: Rounds) -> None:
 def ours(job: Job, rounds: Rounds) -> None:
     """Train as cifar10_benchmark/train.py does, with all its hooks."""
     with TemporaryDirectory() as folder:
-        precision = "fp16.mode=AMP_TYPE.TORCH" if job.precision == "bfloat16" else "fp16=None"
+        mixed = ["fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bfloat16'"]
+        precision = mixed if job.precision == "bfloat16" else ["fp16=None"]
         Path(folder, "unread").touch()  # the folder of the data must not be empty
-        settings = [*job.settings, precision, f"DATA.root={folder}", f"MAX_STEPS={job.total_steps}"]
+        settings = [*job.settings, *precision, f"DATA.root={folder}", f"MAX_STEPS={job.total_steps}"]
         words = [word for setting in settings for word in ("--set", setting)]
         data = DataSummary(job.config["TOTAL_BATCH_SIZE"] * job.total_steps, 10_000, 10, fingerprint="none")
         run = start_run(["--config", CONFIG, "--output", f"{folder}/run", *words], __doc__, lambda _: data)

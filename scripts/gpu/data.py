@@ -1,26 +1,14 @@
-"""Pieces: batches, alone and beside training."""
+"""Piece: CIFAR-10's batches, alone and beside training."""
 
-import contextlib
-import os
-import statistics
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from typing import Any
 
-import torch
-from bench.loader import open_cifar, repeat
-from torch import Tensor
+from bench.cifar import open_cifar, repeat
 
 from cifar10_benchmark.dataloader import READ_AHEAD
 from common.config.load import load_config
-from common.hardware import cores
-from common.testing.photographs import write_photographs
-from common.tools.harness import Row, WrongError
-from gpu.job import PRECISIONS, ROUNDS, TINY, VIT_S16, Job, open_engine, train_step
-from imagenet_dali.dataloader import build_eval_loader, build_train_loader
-from imagenet_dali.prepare import main as prepare
-
-TOLERANCE = 0.02  # mean difference of pixels that a GPU decodes, in units of the normalised images
+from common.tools.harness import Row
+from gpu.job import PRECISIONS, TINY, Job, open_engine, train_step
 
 
 def cuda_prefetch(job: Job) -> Iterator[Row]:
@@ -28,29 +16,10 @@ def cuda_prefetch(job: Job) -> Iterator[Row]:
     recipe = load_config("vit_lite_vanilla")
     model, batch = (TINY, 4) if job.tiny else (recipe["MODEL"], recipe["TOTAL_BATCH_SIZE"])
     loader = open_cifar(recipe["DATA"], batch, model["image_size"], job.device)
-    yield from _overlap(job, model, repeat(loader), READ_AHEAD)
+    yield from measure_overlap(job, model, repeat(loader), READ_AHEAD)
 
 
-def dali_beside_training(job: Job) -> Iterator[Row]:
-    """Time steps of ViT-S/16 at batch 256 alone, DALI's batches alone, and both as in training."""
-    data, size, batch = _prepare(job)
-    model = (TINY if job.tiny else VIT_S16) | {"image_size": size, "num_classes": 4}
-    place = dict(image_size=size, dp_rank=0, dp_size=1, device=job.device)
-    loader = build_train_loader(data, batch, batch, seed=0, **place)
-    batches = repeat(loader)
-    images, _ = next(batches)
-    before = images.clone()
-    for _ in islice(batches, 4):  # DALI must not write into the memory of a batch that is in use
-        pass
-    if not torch.equal(images, before):
-        raise WrongError("a batch of DALI changes while later ones are read")
-    yield from _overlap(job, model, batches, 1)
-    loader.close()
-
-
-def _overlap(
-    job: Job, model: Mapping[str, Any], batches: Iterator[tuple[Tensor, Tensor]], at_once: int
-) -> Iterator[Row]:
+def measure_overlap(job: Job, model: Mapping[str, Any], batches: Iterator[Any], at_once: int) -> Iterator[Row]:
     """Time a training step, a batch (of ``at_once`` that are made together), and both."""
     with open_engine(model, PRECISIONS["bf16" if job.has_bfloat16 else "fp32"]) as engine:
         ready = next(batches)
@@ -64,40 +33,3 @@ def _overlap(
             yield {"work": name, "ms": times[name]}
     hidden = (times["step"] + times["batch"] - times["both"]) / times["batch"]
     yield {"work": "share of the batch's time hidden by the step", "share": hidden}
-
-
-def dali(job: Job) -> Iterator[Row]:
-    """Decode, crop and normalise JPEGs of 500 x 400 with DALI; compare the device's pixels with a CPU's."""
-    data, size, batch = _prepare(job)
-    first, row = {}, {"batch": batch}
-    for device in dict.fromkeys([torch.device("cpu"), job.device]):
-        place = dict(image_size=size, dp_rank=0, dp_size=1, device=device)
-        loader = build_train_loader(data, batch, batch, seed=0, **place)
-        seconds = job.time(lambda loader=loader: [None for _ in loader])
-        loader.close()
-        rate = len(loader) * batch / statistics.median(seconds)
-        yield row | {"decoded_on": device.type, "threads": cores(), "images_per_s": rate, "n": ROUNDS}
-        first[device.type] = _first_batch(build_eval_loader(data, batch, **place))
-    difference = (first[job.device.type] - first["cpu"]).abs()
-    mean, largest = difference.mean().item(), difference.max().item()
-    yield row | {"decoded_on": f"{job.device.type} against cpu", "mean_difference": mean, "largest_difference": largest}
-    if not mean <= TOLERANCE:
-        raise WrongError(f"decoded on {job.device.type}, pixels are {mean:.3f} off in the mean")
-
-
-def _prepare(job: Job) -> tuple[dict[str, Any], int, int]:
-    """Return the recipe's DATA for JPEGs that this writes, the size of their crops, and a batch."""
-    (width, height), images, crop, batch = ((48, 40), 64, 32, 8) if job.tiny else ((500, 400), 4096, 224, 256)
-    folder = write_photographs(job.new_folder("images"), "abcd", images, width, height)
-    shards, workers = job.new_folder("shards"), "1" if job.tiny else str(cores())
-    with open(os.devnull, "w") as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        prepare([str(folder), str(shards), "--validation-share", "0.125", "--workers", workers])
-    data = load_config("vit-b16")["DATA"] | {"root": str(shards), "loader": "dali", "workers": cores()}
-    return data, crop, batch
-
-
-def _first_batch(loader: Any) -> Tensor:
-    """Return the first images of the validation split, which are always cropped alike."""
-    images = next(iter(loader))[0].cpu()
-    loader.close()
-    return images

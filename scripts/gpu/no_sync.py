@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from bench.loader import open_cifar
+from bench.cifar import open_cifar
 
 from common.colossal import BaseHook, Trainer
 from common.colossal.step_optimizer import CHECK_EVERY

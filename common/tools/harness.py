@@ -126,9 +126,9 @@ def _send_rows(connection: Connection, piece: Callable[..., Iterator[Row]], args
     except UnfinishedError as reason:
         end = UNFINISHED, str(reason)
     except Exception as error:
-        missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-        is_ours = any((folder / missing).exists() for folder in (ROOT, ROOT / "scripts"))
-        end = (FAILED, traceback.format_exc()) if is_ours else (NOT_RUN, f"needs {error.name}")
+        missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+        is_ours = any((folder / missing.partition(".")[0]).exists() for folder in (ROOT, ROOT / "scripts"))
+        end = (FAILED, traceback.format_exc()) if is_ours else (NOT_RUN, f"needs {missing}")
     connection.send(end)
     sys.stdout.flush()
     os._exit(0)  # no clean-up, which a broken CUDA context would hang

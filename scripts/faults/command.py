@@ -1,6 +1,6 @@
-"""Inject every fault that a run should survive into real runs of several processes, and print what came of it.
+"""Inject every fault that a run should survive into real multi-process runs, and print the results.
 
-python scripts/faults.py                          all of it, into docs/reliability.md too
+python scripts/faults.py                          all rows, also written to docs/reliability.md
 python scripts/faults.py --quick                  a try or two of the cheap ones
 python scripts/faults.py --only NAME --seed 7     the rows whose name contains NAME, with other random choices
 python scripts/faults.py --list                   the rows
@@ -23,16 +23,15 @@ from typing import Any
 
 from common.errors import UserError
 from common.metrics.provenance import describe_run
-from common.tools.harness import Row, run_piece
-from common.tools.result_rows import add_line, format_provenance, format_rows
-from faults.lab import FAULTS, Fault, Lab
+from common.tools.harness import ROOT, Row, run_piece
+from common.tools.result_rows import format_provenance, format_rows
+from faults.lab import FAULTS, Fault, Lab, Recovery
 from faults.processes import RunLostError
 
-# imported here once: every process that is forked has it
+# imported once, for all forked processes
 from imagenet_dali import imagenet_dali_dataloader  # noqa: F401
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE, RESULTS = ROOT / "docs" / "reliability.md", ROOT / "outputs" / "faults.jsonl"
+PAGE = ROOT / "docs" / "reliability.md"
 HEADING = "## Injected faults\n"
 for module in ("kills", "stops", "ranks", "numerics", "disks", "bad_data", "elastic"):  # the order of the table
     importlib.import_module(f"faults.{module}")
@@ -51,7 +50,6 @@ def main(argv: Sequence[str]) -> int:
     lab, rows = Lab(folder), []
     for fault in faults:
         rows.append(inject(fault, lab, args.seed, args.tries or (fault.quick if args.quick else fault.tries)))
-        add_line(RESULTS, "faults", run, row=rows[-1])
     table = format_rows(rows)
     print(table)
     survived = all(map(has_survived, rows))
@@ -65,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a try or two of the cheap rows, and no page")
+    parser.add_argument("--quick", action="store_true", help="a try or two of the cheap rows; writes no page")
     parser.add_argument("--only", default="", metavar="NAME", help="the rows whose name contains this")
     parser.add_argument("--tries", type=int, metavar="N", help="tries of each row (default: each row's own)")
     parser.add_argument("--seed", type=int, default=0, help="of the random choices (default: 0)")
@@ -94,12 +92,12 @@ def inject(fault: Fault, lab: Lab, seed: int, tries: int) -> Row:
 
 
 def attempt(fault: Fault, lab: Lab, seeds: Sequence[str]) -> Iterator[Row]:
-    """Yield how each try went; the reason for one that did not survive is printed."""
+    """Yield the outcome of each try; print why one did not survive."""
     for seed in seeds:
         print(f"{fault.name} [{seed}]", flush=True)
         recovery: dict[str, Any] = {"survived": False}
         try:
-            recovery = {"survived": True} | fault.inject(lab, random.Random(seed))._asdict()
+            recovery = {"survived": True} | (fault.inject(lab, random.Random(seed)) or Recovery())._asdict()
         except RunLostError as reason:
             print(f"    NOT SURVIVED: {reason}", flush=True)
         except Exception:
@@ -108,7 +106,7 @@ def attempt(fault: Fault, lab: Lab, seeds: Sequence[str]) -> Iterator[Row]:
 
 
 def has_survived(row: Mapping[str, Any]) -> bool:
-    """Return whether every try of a row survived, and came out equal where that can be."""
+    """Return whether every try of a row survived, with an equal result where that is compared."""
     return row["survived"] == row["tries"] and row["equal"] in ("", row["tries"])
 
 

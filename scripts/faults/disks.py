@@ -1,4 +1,4 @@
-"""Disks that fill up, turn read-only or vanish under a run, two runs into one folder, and writers that fail."""
+"""Disks that fill up, turn read-only or disappear during a run, two runs into one folder, and failing writers."""
 
 import os
 import random
@@ -12,22 +12,22 @@ from pathlib import Path
 from common.checkpoint.save import find_fault, list_checkpoints
 from common.metrics import writers
 from faults.lab import ONE, TWO, Lab, Recovery, Trial, fault
-from faults.places import Place, at, on
+from faults.places import Place, at, in_order, on
 from faults.processes import expect
 
-DISK = "size=8m"
-LARGEST = 32_768  # bytes: more than the logs of a run, less than its tensors
-SAVED = Place("step", 5)  # the checkpoint of step 3 is there by then, or soon
+LARGEST = 32_768  # bytes: larger than a run's logs, smaller than its tensors
+SAVED = Place("step", 5)  # the checkpoint of step 3 is there, or soon will be
 LATER = Place("step", 8)
 IS_ROOT = os.geteuid() == 0
+FULL = "No space left on device" if IS_ROOT else "too large"
 
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """Mount a file system of 8 MB for a while; without the right to, yield a plain folder."""
+    """Mount a file system of 8 MB; without the permission, yield a plain folder."""
     folder.mkdir()
     if IS_ROOT:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", DISK, "tmpfs", folder], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], check=True)
     try:
         yield folder
     finally:
@@ -35,14 +35,18 @@ def small_disk(folder: Path) -> Iterator[Path]:
             subprocess.run(["umount", "--recursive", "--lazy", folder], check=True)
 
 
-def await_checkpoint(output: Path) -> None:
-    """Wait until the run has a checkpoint; its writer is another thread."""
-    while not list_checkpoints(output / "checkpoints"):
+def wait_for(condition: Callable[[], object]) -> None:
+    while not condition():
         time.sleep(0.01)
 
 
+def await_checkpoint(output: Path) -> None:
+    """Wait for the run's first checkpoint, which another thread writes."""
+    wait_for(lambda: list_checkpoints(output / "checkpoints"))
+
+
 def fill(output: Path) -> None:
-    """Leave no room on the disk: for this process, where it is not allowed to mount a disk of its own."""
+    """Fill the disk; where it is a plain folder, limit the size of this process's files."""
     await_checkpoint(output)
     if not os.path.ismount(output.parent):
         resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST, resource.RLIM_INFINITY))
@@ -58,7 +62,7 @@ def make_room(output: Path) -> None:
 
 
 def turn_read_only(output: Path) -> None:
-    """Show the folder of checkpoints read-only: a whole disk turns so only where no file is open for writing."""
+    """Make the folder of checkpoints read-only; a whole disk can be only while no file on it is open for writing."""
     await_checkpoint(output)
     folder = output / "checkpoints"
     subprocess.run(["mount", "--bind", folder, folder], check=True)
@@ -69,23 +73,20 @@ def turn_writable(output: Path) -> None:
     subprocess.run(["umount", output / "checkpoints"], check=True)
 
 
-Change = Callable[[Path], None]
-
-
-def disk_fails(lab: Lab, choice: random.Random, fail: Change, mend: Change, reason: str) -> Recovery:
-    """Let the disk fail from step 5 on to the end, mend it, and resume."""
+def disk_fails(
+    lab: Lab, choice: random.Random, fail: Callable[[Path], None], mend: Callable[[Path], None], reason: str
+) -> Recovery:
+    """Let the disk fail from step 5 to the end, mend it, and resume."""
     with small_disk(lab.new_folder()) as disk:
         trial = Trial(lab, choice.choice((ONE, TWO)), disk / "run")
-        failed = trial.run(at(SAVED, lambda: fail(trial.output), 0))
-        expect(failed.codes[0] == 2, f"{failed.codes}: {failed.printed}")
+        failed = trial.run(at(SAVED, lambda: fail(trial.output), 0)).expect_code(0, 2)
         failed.expect_words(reason, "MB are free; the newest checkpoint is", "training continues", "error: ")
         checkpoints = list_checkpoints(trial.checkpoints)
-        expect(checkpoints and not any(map(find_fault, checkpoints)), f"not whole: {checkpoints}")
+        expect(checkpoints and not any(map(find_fault, checkpoints)), f"damaged: {checkpoints}")
         mend(trial.output)
         return trial.resume()
 
 
-FULL = "No space left on device" if IS_ROOT else "too large"
 fault("disk full", 2, fail=fill, mend=make_room, reason=FULL)(disk_fails)
 if IS_ROOT:
     fault("disk turns read-only", 2, 0, fail=turn_read_only, mend=turn_writable, reason="Read-only file")(disk_fails)
@@ -93,17 +94,17 @@ if IS_ROOT:
 
 @fault("disk full for a while", 2, 0)
 def disk_full_for_a_while(lab: Lab, choice: random.Random) -> Recovery:
-    """Let the disk be full from step 5 to 8: the run ends as if nothing had been."""
+    """Fill the disk from step 5 to 8: the run ends with the same result."""
     with small_disk(lab.new_folder()) as disk:
         trial = Trial(lab, ONE, disk / "run")
         changes = at(SAVED, lambda: fill(trial.output)), at(LATER, lambda: make_room(trial.output))
-        trial.run(lambda rank: [change(rank) for change in changes]).expect(0, "training continues")
-        return Recovery(trial.is_equal(), trial.seconds_lost)
+        trial.run(in_order(*changes)).expect(0, "training continues")
+        return trial.compare()
 
 
 @fault("output folder moved away", 1, 0)
 def folder_vanishes(lab: Lab, choice: random.Random) -> Recovery:
-    """Move the run's folder away in the middle: training continues into a new one, and the old one stays as it was."""
+    """Move the run's folder away: training continues in a new one, and the old one keeps its content."""
     trial = Trial(lab, ONE)
     away = trial.output.with_name("away")
 
@@ -112,36 +113,34 @@ def folder_vanishes(lab: Lab, choice: random.Random) -> Recovery:
         trial.output.rename(away)
 
     trial.run(at(SAVED, move)).expect(0)
-    expect(not any(map(find_fault, list_checkpoints(away / "checkpoints"))), "a checkpoint is not whole")
+    expect(not any(map(find_fault, list_checkpoints(away / "checkpoints"))), "a checkpoint is damaged")
     (trial.output / "metrics.jsonl").write_bytes((away / "metrics.jsonl").read_bytes())
-    return Recovery(trial.is_equal(), trial.seconds_lost)
+    return trial.compare()
 
 
 @fault("two runs into one folder: the second is refused")
 def two_runs(lab: Lab, choice: random.Random) -> Recovery:
-    """Start a second run into the folder of one that is in the middle: it is refused, and the first is unharmed."""
+    """Start a second run into the folder of a running one: it is refused, and the first is not affected."""
     trial = Trial(lab, TWO)
     paused, resumed = (trial.output.with_name(name) for name in ("paused", "resumed"))
 
     def pause() -> None:
         paused.touch()
-        while not resumed.exists():
-            time.sleep(0.01)
+        wait_for(resumed.exists)
 
-    first = lab.start(TWO, trial.output, at(SAVED, pause, 0))
-    while not paused.exists():
-        time.sleep(0.01)
+    first = trial.start(at(SAVED, pause, 0))
+    wait_for(paused.exists)
     second = trial.run()
     resumed.touch()
     second.expect(2, f"{trial.output} is being written by process {first.pids[0]}")
     first.wait().expect(0)
-    return Recovery(trial.is_equal())
+    return Recovery(trial.compare().equal)
 
 
 @fault("TensorBoard and curves fail")
 def writers_fail(lab: Lab, choice: random.Random) -> Recovery:
-    """Let TensorBoard and the curves fail at their first figures."""
-    trial = Trial(lab, ONE)
+    """Let TensorBoard and the curves fail at their first record."""
+    trial = Trial(lab, ONE, settings=["LOG.tensorboard=True"])
 
     def fail(*_: object) -> None:
         raise OSError("no more")
@@ -150,6 +149,5 @@ def writers_fail(lab: Lab, choice: random.Random) -> Recovery:
         writers.TensorBoard.__call__ = writers.Curves.__call__ = fail
 
     reason = "OSError: no more; training continues without it"
-    warnings = [f"warning: {name}: {reason}" for name in ("TensorBoard", "curves")]
-    trial.run(on(None, arrange), settings=["LOG.tensorboard=True"]).expect(0, *warnings)
-    return Recovery(trial.is_equal(), trial.seconds_lost)
+    trial.run(on(None, arrange)).expect(0, *(f"warning: {name}: {reason}" for name in ("TensorBoard", "curves")))
+    return trial.compare()

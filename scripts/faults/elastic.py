@@ -1,4 +1,4 @@
-"""torchrun for real: it restarts the ranks after one was killed, and fewer of them after a node was lost."""
+"""Real torchrun: it restarts the ranks after one was killed, and fewer of them after a node was lost."""
 
 import json
 import os
@@ -8,26 +8,25 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
 from common.errors import run_command
 from common.testing.ranks import free_port
-from faults.lab import NO_CHANCE, TWO, Lab, Recovery, Trial, fault, result
+from common.tools.harness import ROOT
+from faults.lab import NO_CHANCE, TWO, Lab, Recovery, Trial, fault, read_result
 from faults.places import Place, at, kill
 from faults.processes import expect
 from imagenet_dali import train_dali
 
-ROOT = Path(__file__).resolve().parents[2]
-# for a node that is gone to be noticed, and for the others no longer to wait for it, in seconds
+# seconds until a lost node is noticed, and until the others stop waiting for it
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=2"
 LIMIT = 240.0  # seconds: each process imports torch
-MARK = "FAULTS_TORCHRUN"  # in the environment of an agent and all its processes: the agent's log
+MARK = "FAULTS_TORCHRUN"  # environment variable of an agent and all its processes: the agent's log
 
 
 def main(argv: list[str]) -> None:
-    """Train as a process of torchrun, whose first life ends at step 8: of rank 1 alone, or of node 1 with its agent."""
+    """Train as a process of torchrun; at step 8 of the first start, rank 1 or node 1 with its agent is killed."""
     node, rank = os.environ.get("NODE"), int(os.environ["RANK"])
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         if node == "1":
@@ -38,70 +37,58 @@ def main(argv: list[str]) -> None:
 
 
 class Torchrun:
-    """An agent of torchrun, whose processes train into ``output``."""
+    """An agent of torchrun, whose processes do the runs of ``trial``."""
 
-    def __init__(self, lab: Lab, output: Path, *options: str, node: int | None = None) -> None:
-        arguments = lab.arguments(TWO.but(NO_CHANCE), output)
+    def __init__(self, trial: Trial, *options: str, **environ: str) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *options]
-        self.log = lab.new_folder()
-        environ = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/scripts", "OMP_NUM_THREADS": "1", MARK: str(self.log)}
-        environ |= {} if node is None else {"NODE": str(node)}
+        self.log = trial.lab.new_folder()
+        environ |= {"PYTHONPATH": f"{ROOT}:{ROOT}/scripts", "OMP_NUM_THREADS": "1", MARK: str(self.log)}
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*command, "-m", "faults.elastic", *arguments], env=environ, stdout=log, stderr=log
-            )
+            command += ["-m", "faults.elastic", *trial.arguments]
+            self.process = subprocess.Popen(command, env=os.environ | environ, stdout=log, stderr=log)
 
-    def wait(self, until: float) -> str:
-        """Return what was printed, once the agent has ended; it and all its processes are then gone."""
+    def wait(self, code: int, until: float) -> str:
+        """Return what was printed when the agent has ended, with ``code``; all its processes must be gone."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, until - time.monotonic()))
-        processes = self._processes()
-        for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        ended = self.process.poll() is not None
-        self.process.wait()
-        printed = self.log.read_text()
-        expect(ended, f"the agent did not end: {printed[-3000:]}")
-        left = [process.pid for process in processes if process.pid != self.process.pid]
-        expect(not left, f"processes left behind: {left}")
-        return printed
-
-    def _processes(self) -> list[psutil.Process]:
-        found = []
+        left = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):  # it has ended, or is another user's
-                found += [process] * (process.environ().get(MARK) == str(self.log))
-        return found
+                if process.environ().get(MARK) == str(self.log):
+                    process.kill()
+                    left.append(process.pid)
+        self.process.wait()
+        printed = self.log.read_text()
+        expect(not left, f"the agent did not end, or left processes behind: {left}: {printed[-3000:]}")
+        expect(self.process.returncode == code, f"exit status {self.process.returncode}: {printed[-3000:]}")
+        return printed
 
 
 @fault("torchrun --max-restarts: a rank is killed", 1, 0)
 def restarted(lab: Lab, choice: random.Random) -> Recovery:
     """Kill a rank under ``--max-restarts``: torchrun restarts all ranks, and they resume."""
     trial = Trial(lab, TWO.but(NO_CHANCE))
-    agent = Torchrun(lab, trial.output, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
-    printed = agent.wait(time.monotonic() + LIMIT)
-    expect(agent.process.returncode == 0 and "resuming from" in printed, printed[-3000:])
-    return Recovery(trial.is_equal())
+    agent = Torchrun(trial, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    printed = agent.wait(0, time.monotonic() + LIMIT)
+    expect("resuming from" in printed, printed[-3000:])
+    return Recovery(trial.compare().equal)
 
 
 @fault("torchrun --nnodes 1:2: a node is killed", 1, 0)
-def fewer_nodes(lab: Lab, choice: random.Random) -> Recovery:
+def fewer_nodes(lab: Lab, choice: random.Random) -> None:
     """Kill one of two nodes of ``--nnodes 1:2``, agent and process: the other continues alone."""
-    output, started = lab.new_folder(), time.monotonic()
-    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", str(output)]
+    trial, until = Trial(lab, TWO.but(NO_CHANCE)), time.monotonic() + LIMIT
+    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", str(trial.output)]
     place += ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]
     agents = [
-        Torchrun(lab, output, *place, "--rdzv-conf", f"{RENDEZVOUS},is_host={node == 0}", node=node)
-        for node in range(2)
+        Torchrun(trial, *place, "--rdzv-conf", f"{RENDEZVOUS},is_host={node == 0}", NODE=str(node)) for node in range(2)
     ]
-    printed = [agent.wait(started + LIMIT) for agent in agents]
-    expect([agent.process.returncode for agent in agents] == [0, -signal.SIGKILL], printed[0][-3000:])
-    starts = json.loads((output / "config.json").read_text())["starts"]
+    for agent, code in zip(agents, (0, -signal.SIGKILL), strict=True):
+        agent.wait(code, until)
+    starts = json.loads((trial.output / "config.json").read_text())["starts"]
     expect([start["gpus"] for start in starts] == [2, 1], starts)
     expect(starts[1]["step"] > 0, starts)
-    result(output)
-    return Recovery()
+    read_result(trial.output)
 
 
 if __name__ == "__main__":

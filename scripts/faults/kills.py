@@ -1,4 +1,4 @@
-"""Processes that are killed, and checkpoints that are damaged."""
+"""Killed processes and damaged checkpoints."""
 
 import contextlib
 import io
@@ -36,7 +36,7 @@ def killed(lab: Lab, choice: random.Random, mode: Mode, times: int = 1) -> Recov
         last = newest_checkpoint(trial.checkpoints)
         rank, place = mode.choose_rank(choice), choose_place(choice, after=int(last.name[5:]) if last else 0)
         print(f"    {mode.name}: rank {rank} is killed at {place}", flush=True)
-        trial.run(at(place, kill, rank)).expect_killed(rank)
+        trial.run(at(place, kill, rank)).expect_code(rank, -9)
     return trial.resume()
 
 
@@ -48,7 +48,7 @@ fault("kill -9 three times in a run", 3, 0, mode=TWO, times=3)(killed)
 
 @fault("kill -9 while saving", 20, 2)
 def killed_while_saving(lab: Lab, choice: random.Random) -> Recovery:
-    """Kill rank 0 at a random call of a save, with what it was writing cut in half; a whole checkpoint is there."""
+    """Kill rank 0 at a random call of a save, with the file that it is writing cut in half."""
     trial = Trial(lab, choice.choice((ONE, TWO)).but(f"KEEP = {choice.choice((1, 2))}"))
     call = choice.randrange(SAVING_CALLS)
     print(f"    {trial.mode.name}: killed at call {call} of saving", flush=True)
@@ -60,21 +60,25 @@ def killed_while_saving(lab: Lab, choice: random.Random) -> Recovery:
         kill()
 
     has_one = partial(newest_checkpoint, trial.checkpoints)
-    trial.run(on(0, lambda: before_call(SAVING, call, tear_and_kill, has_one))).expect_killed(0)
+    trial.run(on(0, lambda: before_call(SAVING, call, tear_and_kill, has_one))).expect_code(0, -9)
     warnings = io.StringIO()
     with contextlib.redirect_stderr(warnings), launched():
-        expect(choose_checkpoint("auto", trial.output), "no checkpoint is whole")
+        expect(choose_checkpoint("auto", trial.output), "no checkpoint is intact")
     expect(not warnings.getvalue(), warnings.getvalue())
     return trial.resume()
 
 
+def choose_file(folder: Path, choice: random.Random) -> Path:
+    return choice.choice([path for path in sorted(folder.iterdir()) if path.name != MARKER and path.stat().st_size])
+
+
 def truncate(folder: Path, choice: random.Random) -> None:
-    path = choice.choice([path for path in sorted(folder.iterdir()) if path.name != MARKER and path.stat().st_size])
+    path = choose_file(folder, choice)
     os.truncate(path, choice.randrange(path.stat().st_size))
 
 
 def flip_a_bit(folder: Path, choice: random.Random) -> None:
-    path = choice.choice([path for path in sorted(folder.iterdir()) if path.name != MARKER and path.stat().st_size])
+    path = choose_file(folder, choice)
     content = bytearray(path.read_bytes())
     content[choice.randrange(len(content))] ^= 1 << choice.randrange(8)
     path.write_bytes(content)
@@ -85,11 +89,11 @@ def remove_marker(folder: Path, choice: random.Random) -> None:
 
 
 def damaged(lab: Lab, choice: random.Random, damage: Callable[[Path, random.Random], None]) -> Recovery:
-    """Stop at step 10, damage the newest checkpoint, and resume from the one before."""
+    """Damage the newest checkpoint: the run resumes from the one before."""
     trial = Trial(lab, choice.choice((ONE, TWO))).stop_at_step_10()
     newest, before = list_checkpoints(trial.checkpoints)
     damage(newest, choice)
-    # without its marker, it was never there
+    # without its marker it does not count as a checkpoint
     warning = [f"warning: {newest} is damaged"] if (newest / MARKER).exists() else []
     return trial.resume(f"resuming from {before}", *warning)
 
@@ -100,10 +104,9 @@ fault("newest checkpoint without COMPLETE", damage=remove_marker)(damaged)
 
 
 @fault("every checkpoint damaged: refused")
-def all_damaged(lab: Lab, choice: random.Random) -> Recovery:
-    """Damage every checkpoint: the run does not start again from nothing on top of them."""
+def all_damaged(lab: Lab, choice: random.Random) -> None:
+    """Damage every checkpoint: the run is refused, and does not start from scratch on top of them."""
     trial = Trial(lab, ONE).stop_at_step_10()
     for path in list_checkpoints(trial.checkpoints):
         truncate(path, choice)
     trial.run().expect(2, "none of the 2 checkpoints is intact")
-    return Recovery()

@@ -1,11 +1,11 @@
-"""The runs that faults are injected into: modes, their uninterrupted results, and how two results are compared."""
+"""The runs that faults are injected into: modes, their uninterrupted results, and the comparison of two results."""
 
 import hashlib
 import json
 import random
+import signal
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 from safetensors.torch import load_file
 
 from common.checkpoint.save import RANDOM, load_trainer_state, newest_checkpoint
-from common.errors import run_command
 from common.metrics.writers import read_metrics
 from common.testing.parity_cases import CASES
-from faults.places import Place, at, stop
+from faults.places import Place, at, signal_self
 from faults.processes import IMPATIENT, PATIENT, Ended, Inject, Ranks, expect
 from imagenet_dali import train_dali
 from imagenet_dali.testing import prepare_data, write_config
@@ -33,9 +32,8 @@ LOG = dict(every=2, tensorboard=False)
 MEASURED = ("time", "samples_per_s", "data_wait", "peak_memory_gb", "mfu")
 
 
-@dataclass(frozen=True)
-class Mode:
-    """How a run is made: its processes (0: one, without a launcher), and lines for its config."""
+class Mode(NamedTuple):
+    """How a run is started: number of processes (0: one, without a launcher) and lines added to its config."""
 
     name: str
     size: int = 0
@@ -49,17 +47,15 @@ class Mode:
         return choice.randrange(max(1, self.size))
 
 
-def _parallel(name: str) -> Mode:
-    size, parallel = CASES[name]
-    return Mode(name, size, f"parallel = {parallel!r}")
-
-
 ONE, TWO = Mode("1 process"), Mode("dp2", 2)
-# with 3 ranks or more, the order in which DDP adds up depends on its buckets, which it rebuilds after a start
+# with 3 ranks or more, DDP's order of summation depends on its buckets, which it rebuilds after a start
 FOUR = Mode("dp4, find_unused_parameters", 4, "torch_ddp = dict(find_unused_parameters=True)")
-TENSOR_PARALLEL = {name: _parallel(name) for name in ("1d-2", "2d-4", "2.5d-4", "2.5d-8", "3d-8", "dp2 x 1d-2")}
+TENSOR_PARALLEL = {
+    name: Mode(name, CASES[name][0], f"parallel = {CASES[name][1]!r}")
+    for name in ("1d-2", "2d-4", "2.5d-4", "2.5d-8", "3d-8", "dp2 x 1d-2")
+}
 WORKERS = Mode("dp2, torchvision workers", 2, 'DATA = dict(loader="torchvision", workers=2)')
-SCALE = "init_scale=2.0**18, growth_interval=3"  # overflows at first, and grows again
+SCALE = "init_scale=2.0**18, growth_interval=3"  # overflows at first, then grows again
 PRECISION = [
     Mode("dp2, fp32", 2, "fp16 = None"),
     Mode("TORCH float16", 0, f'fp16 = dict(mode=AMP_TYPE.TORCH, dtype="float16", {SCALE})'),
@@ -69,14 +65,14 @@ PRECISION = [
     Mode("APEX O3", 0, 'fp16 = dict(mode=AMP_TYPE.APEX, opt_level="O3")\nOPTIMIZER = dict(name="adamw")'),
 ]
 MODES = [ONE, TWO, FOUR, *TENSOR_PARALLEL.values(), WORKERS, *PRECISION]
-# other ranks draw other masks and pairs
+# without what depends on a rank's random numbers
 NO_CHANCE = 'MODEL["dropout"] = 0.0\nMIXUP = CUTMIX = ERASING = 0.0\nfp16 = None'
 
 
 class Recovery(NamedTuple):
-    """How a try that survived went: whether the weights, and all else, came out equal, and how many seconds it took.
+    """A try that survived: whether its result equals the uninterrupted run's, and the seconds taken beyond that run's.
 
-    The latter is what the runs took beyond the uninterrupted one; None where there is no such comparison.
+    None where there is no such comparison.
     """
 
     equal: bool | None = None
@@ -84,7 +80,7 @@ class Recovery(NamedTuple):
 
 
 class Lab:
-    """A folder with the data set and the uninterrupted runs, which are made when they are needed."""
+    """A folder with the data set and the uninterrupted runs, each made when it is first needed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -94,76 +90,75 @@ class Lab:
         """Return a folder that does not exist yet."""
         return Path(tempfile.mkdtemp(dir=self.folder)) / "run"
 
-    def arguments(self, mode: Mode, output: Path, settings: Sequence[str] = (), data: Path | None = None) -> list[str]:
-        """Return the arguments of ``train_dali.py`` for a run in ``mode`` into ``output``."""
-        config = write_config(Path(tempfile.mkdtemp(dir=self.folder)))
-        config.write_text(config.read_text() + COMMON + mode.lines + "\n")
-        settings = [f"DATA.root={data or self.data}", *settings]
-        return ["--config", str(config), "--output", str(output), *(w for s in settings for w in ("--set", s))]
-
-    def start(self, mode: Mode, output: Path, inject: Inject | None = None, **options: Any) -> Ranks:
-        """Start a run; ``options`` are those of `arguments`."""
-        arguments = self.arguments(mode, output, **options)
-        return Ranks(mode.size, partial(run_command, train_dali.main, arguments), self.new_folder(), inject)
-
-    def run(
-        self, mode: Mode, output: Path, inject: Inject | None = None, grace: float = IMPATIENT, **options: Any
-    ) -> Ended:
-        """Run to the end; where a rank fails, the others have ``grace`` seconds."""
-        return self.start(mode, output, inject, **options).wait(grace=grace)
-
     def reference(self, mode: Mode) -> tuple[float, dict[str, Any]]:
-        """Return the seconds and the result of an uninterrupted run."""
+        """Return seconds and result of an uninterrupted run."""
         folder = self.folder / "references" / hashlib.sha256(mode.name.encode()).hexdigest()[:12]
         if not (folder / "seconds").exists():
-            seconds = self.run(mode, folder / "run").expect(0).seconds
+            seconds = Trial(self, mode, folder / "run").run().expect(0).seconds
             (folder / "seconds").write_text(json.dumps(seconds))
-        return json.loads((folder / "seconds").read_text()), result(folder / "run")
+        return json.loads((folder / "seconds").read_text()), read_result(folder / "run")
 
 
 class Trial:
-    """The runs of one try, in one mode and into one folder; ``seconds`` is what all of them took."""
+    """The runs of one try, in one mode and folder; ``seconds`` is the time of all of them.
 
-    def __init__(self, lab: Lab, mode: Mode, output: Path | None = None) -> None:
+    ``settings`` are KEY=VALUE, ``data`` another data set than the lab's.
+    """
+
+    def __init__(
+        self,
+        lab: Lab,
+        mode: Mode,
+        output: Path | None = None,
+        settings: Sequence[str] = (),
+        data: Path | None = None,
+    ) -> None:
         self.lab, self.mode, self.seconds = lab, mode, 0.0
-        lab.reference(mode)  # before what is injected, which may slow down the machine
         self.output = output or lab.new_folder()
         self.checkpoints = self.output / "checkpoints"
+        self.settings = [f"DATA.root={data or lab.data}", *settings]
 
-    def run(self, inject: Inject | None = None, grace: float = IMPATIENT, **options: Any) -> Ended:
-        """Run to the end, as `Lab.run` does."""
-        ended = self.lab.run(self.mode, self.output, inject, grace, **options)
+    @property
+    def arguments(self) -> list[str]:
+        """The arguments of ``train_dali.py``."""
+        config = write_config(Path(tempfile.mkdtemp(dir=self.lab.folder)))
+        config.write_text(config.read_text() + COMMON + self.mode.lines + "\n")
+        words = [word for setting in self.settings for word in ("--set", setting)]
+        return ["--config", str(config), "--output", str(self.output), *words]
+
+    def start(self, inject: Inject | None = None) -> Ranks:
+        return Ranks(self.mode.size, partial(train_dali.main, self.arguments), inject)
+
+    def run(self, inject: Inject | None = None, grace: float = IMPATIENT, lost: int | None = None) -> Ended:
+        """Run to the end; ``grace`` and ``lost`` as in `Ranks.wait`."""
+        ended = self.start(inject).wait(lost, grace)
         self.seconds += ended.seconds
         return ended
 
     def stop_at_step_10(self) -> "Trial":
-        self.run(at(Place("step", 10), stop), PATIENT).expect(143)
+        self.run(at(Place("step", 10), partial(signal_self, signal.SIGTERM)), PATIENT).expect(143)
         return self
 
     def resume(self, *words: str) -> Recovery:
-        """Rerun the command, which has to end well and to print ``words``; return what it came to."""
+        """Rerun the command, which must succeed and print ``words``; compare with an uninterrupted run."""
         self.run().expect(0, *words)
-        return Recovery(self.is_equal(), self.seconds_lost)
+        return self.compare()
 
-    @property
-    def seconds_lost(self) -> float:
-        return self.seconds - self.lab.reference(self.mode)[0]
-
-    def is_equal(self) -> bool:
-        """Return whether the run came to the same end as an uninterrupted one; print in what not."""
-        expected, found = self.lab.reference(self.mode)[1], result(self.output)
+    def compare(self) -> Recovery:
+        """Compare the run's end with an uninterrupted one's, and print the differences."""
+        seconds, expected = self.lab.reference(self.mode)
+        found = read_result(self.output)
         different = [name for name in expected if found.get(name) != expected[name]]
         for name in different:
             print(f"    {self.output}: {name} is not equal", flush=True)
-        return not different
+        return Recovery(not different, self.seconds - seconds)
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A row of the table: ``inject`` raises `RunLostError`; so many ``tries``, and how many in a quick round."""
+class Fault(NamedTuple):
+    """A row of the table: ``inject`` raises `RunLostError`; number of tries, and of those in a quick run."""
 
     name: str
-    inject: Callable[[Lab, random.Random], Recovery]
+    inject: Callable[[Lab, random.Random], Recovery | None]
     tries: int = 1
     quick: int = 1
 
@@ -172,7 +167,7 @@ FAULTS: list[Fault] = []
 
 
 def fault(name: str, tries: int = 1, quick: int = 1, **options: Any) -> Callable[[Callable], Callable]:
-    """Add a row to the table: the function that is decorated, called with ``options``."""
+    """Add a row to the table: the decorated function, called with ``options``."""
 
     def register(inject: Callable) -> Callable:
         FAULTS.append(Fault(name, partial(inject, **options), tries, quick))
@@ -181,13 +176,13 @@ def fault(name: str, tries: int = 1, quick: int = 1, **options: Any) -> Callable
     return register
 
 
-def result(output: Path) -> dict[str, Any]:
-    """Return what a run ended with, without figures that are measured."""
+def read_result(output: Path) -> dict[str, Any]:
+    """Return what a run ended with, without what is measured."""
     last = newest_checkpoint(output / "checkpoints")
     expect(last is not None and last.name == f"step-{STEPS:08d}", f"{output}: the last checkpoint is {last}")
-    state = load_trainer_state(last)
     # a library that is imported late draws from Python's generator, once in a process
     random_states = {n: t.tolist() for n, t in load_file(last / RANDOM).items() if not n.endswith("/python")}
-    figures = [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(output)]
+    records = [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(output)]
     files = {file.name: file.read_bytes() for file in last.glob("*.safetensors") if file.name != RANDOM}
-    return files | {"trainer.json": state, "random numbers": random_states, "metrics.jsonl": figures}
+    state = load_trainer_state(last)
+    return files | {"trainer.json": state, "random numbers": random_states, "metrics.jsonl": records}

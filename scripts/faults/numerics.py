@@ -8,15 +8,15 @@ from torch import Tensor
 from common.checkpoint.save import find_fault, load_model_state, newest_checkpoint
 from common.colossal import BaseHook, Trainer
 from common.metrics.writers import read_metrics
-from faults.lab import TENSOR_PARALLEL, TWO, Lab, Recovery, Trial, fault, result
-from faults.places import Place, add_hook, at, kill, on
+from faults.lab import TENSOR_PARALLEL, TWO, Lab, Recovery, Trial, fault, read_result
+from faults.places import Place, add_hook, at, in_order, kill, on
 from faults.processes import expect
 
 LIMIT = 3
 
 
 class Spoil(BaseHook):
-    """Make the loss of the steps ``steps`` NaN, or a gradient in the middle of their accumulation infinite."""
+    """Make the loss of ``steps`` NaN, or a gradient in the middle of their accumulation infinite."""
 
     def __init__(self, what: str, steps: range) -> None:
         super().__init__(priority=5)
@@ -35,37 +35,33 @@ class Spoil(BaseHook):
 
 
 def skipped(lab: Lab, choice: random.Random, what: str) -> Recovery:
-    """Spoil step 5 on one rank: the update is skipped on all and counted, also where the run is killed later."""
+    """Spoil step 5 on one rank: all ranks skip and count the update, also in a run that is killed later."""
     mode = choice.choice((TWO, TENSOR_PARALLEL["1d-2"]))
     rank = mode.choose_rank(choice)
     print(f"    {mode.name}: {what} of rank {rank}", flush=True)
-    whole, pieces = lab.new_folder(), lab.new_folder()
+    whole, pieces = Trial(lab, mode), Trial(lab, mode)
     spoil, killing = on(rank, lambda: add_hook(Spoil(what, range(5, 6)))), at(Place("step", 11), kill, 0)
-
-    def spoil_and_kill(own: int) -> None:
-        spoil(own)
-        killing(own)
-
-    seconds = lab.run(mode, whole, spoil).expect(0).seconds
-    lost = lab.run(mode, pieces, spoil_and_kill).seconds + lab.run(mode, pieces).expect(0).seconds - seconds
-    counts = [record["skipped"] for record in read_metrics(whole) if record["kind"] == "train"]
+    whole.run(spoil).expect(0)
+    pieces.run(in_order(spoil, killing)).expect_code(0, -9)
+    pieces.run().expect(0)
+    counts = [record["skipped"] for record in read_metrics(whole.output) if record["kind"] == "train"]
     expect(counts == [0, 0, 1, 1, 1, 1], f"skipped updates: {counts}")
-    weights = load_model_state(newest_checkpoint(whole / "checkpoints"))
+    weights = load_model_state(newest_checkpoint(whole.checkpoints))
     expect(all(tensor.isfinite().all() for tensor in weights.values()), "weights are not finite")
-    return Recovery(result(pieces) == result(whole), lost)
+    return Recovery(read_result(pieces.output) == read_result(whole.output), pieces.seconds - whole.seconds)
 
 
 def endless(lab: Lab, choice: random.Random, what: str) -> Recovery:
-    """Spoil every step from 7 on: the run stops and names the last good checkpoint, from which it resumes."""
+    """Spoil every step from 7 on: the run stops and names the last intact checkpoint, from which it resumes."""
     trial = Trial(lab, TWO.but(f"MAX_SKIPPED = {LIMIT}"))
     rank = trial.mode.choose_rank(choice)
-    ended = trial.run(on(rank, lambda: add_hook(Spoil(what, range(7, 99)))))
-    expect(ended.codes[0] == 2, f"{ended.codes}: {ended.printed}")
+    ended = trial.run(on(rank, lambda: add_hook(Spoil(what, range(7, 99))))).expect_code(0, 2)
     last = newest_checkpoint(trial.checkpoints)
     ended.expect_words(f"{LIMIT + 1} updates in a row were skipped", f"the last checkpoint is {last}")
     expect(find_fault(last) is None, find_fault(last))
     trial.run().expect(0)
-    return Recovery(None, trial.seconds_lost)  # the steps that were skipped before that checkpoint stay so
+    # the steps that were skipped before that checkpoint stay skipped
+    return Recovery(None, trial.seconds - lab.reference(trial.mode)[0])
 
 
 for name, inject, tries in (("once: skipped and counted", skipped, 2), ("endless: the run stops", endless, 1)):

@@ -1,14 +1,11 @@
-"""What a process does to itself, at a chosen place of its run.
+"""Where in a run a fault happens. What returns an `Inject` is for `Ranks`, which calls it in each process."""
 
-The functions that return an `Inject` are for `Ranks`, which calls it in each process with its rank before the run.
-"""
-
+import itertools
 import os
 import random
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import common.run.start
 from common.colossal import BaseHook, Trainer
@@ -16,7 +13,7 @@ from common.run.run import Run
 from faults.processes import Inject
 from imagenet_dali import train_dali
 
-Action = Callable[[], None]
+Action = Callable[[], object]
 START_UP = [
     (train_dali, "start_run"),
     (common.run.start, "start"),
@@ -29,9 +26,8 @@ START_UP = [
 EVENTS = {"step": range(1, 13), "accumulation": range(12), "evaluation": (9, 12), "start-up": range(len(START_UP))}
 
 
-@dataclass(frozen=True)
-class Place:
-    """A moment of a run: ``event`` of `EVENTS`, after how many steps or calls, and before or after the other hooks."""
+class Place(NamedTuple):
+    """A moment of a run: ``event`` of `EVENTS`, after how many steps or calls, before or after the other hooks."""
 
     event: str
     number: int
@@ -43,7 +39,7 @@ class Place:
 
 
 def choose_place(choice: random.Random, *events: str, after: int = 0) -> Place:
-    """Return a place of one of ``events``, by default of all, that a run resumed ``after`` a step comes to."""
+    """Return a place of one of ``events`` (default: all) that a run resumed ``after`` a step reaches."""
     event = choice.choice(events or list(EVENTS))
     first = {"step": after + 1, "accumulation": after, "evaluation": after + 1, "start-up": 0}[event]
     numbers = [number for number in EVENTS[event] if number >= first]
@@ -51,34 +47,38 @@ def choose_place(choice: random.Random, *events: str, after: int = 0) -> Place:
 
 
 def on(rank: int | None, arrange: Action) -> Inject:
-    """Arrange it on ``rank`` only, or on all (None)."""
+    """Call ``arrange`` on ``rank``, or on all (None)."""
     return lambda own: arrange() if rank in (None, own) else None
 
 
+def in_order(*injects: Inject) -> Inject:
+    return lambda rank: [inject(rank) for inject in injects]
+
+
 def at(place: Place, action: Action, rank: int | None = None) -> Inject:
-    """Have ``rank``, or all, call ``action`` at ``place``."""
+    """Call ``action`` at ``place`` on ``rank``, or on all (None)."""
     if place.event == "start-up":
         return on(rank, lambda: before_call([START_UP[place.number]], 0, action))
     return on(rank, lambda: add_hook(_AtPlace(place, action)))
 
 
 class _AtPlace(BaseHook):
-    """Call ``action`` once, at ``place`` of the training."""
+    """Call ``action`` once, at ``place``."""
 
     def __init__(self, place: Place, action: Action) -> None:
         super().__init__(place.priority)
         self.place, self.action = place, action
 
-    def _come_to(self, event: str, number: int) -> None:
-        if (event, number) == (self.place.event, self.place.number):
+    def _reach(self, event: str, number: int) -> None:
+        if (event, number) == self.place[:2]:
             self.place = Place("", 0)
             self.action()
 
     def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
-        self._come_to("step" if trainer.update_done else "accumulation", trainer.step)
+        self._reach("step" if trainer.update_done else "accumulation", trainer.step)
 
     def after_test_iter(self, trainer: Trainer, *_: Any) -> None:
-        self._come_to("evaluation", trainer.step)
+        self._reach("evaluation", trainer.step)
 
 
 def add_hook(hook: BaseHook) -> None:
@@ -90,19 +90,13 @@ def add_hook(hook: BaseHook) -> None:
 def before_call(
     functions: list[tuple[Any, str]], number: int, action: Action, counts: Callable[[], object] = lambda: True
 ) -> None:
-    """Arrange that ``action`` is called before the call ``number``, from 0 on, of any of ``functions``.
-
-    A call counts only where ``counts()`` is true.
-    """
-    calls = 0
+    """Call ``action`` before call ``number`` (from 0) of any of ``functions``; only calls where ``counts()`` count."""
+    calls = itertools.count()
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any, **options: Any) -> Any:
-            nonlocal calls
-            if counts():
-                calls += 1
-                if calls == number + 1:
-                    action()
+            if counts() and next(calls) == number:
+                action()
             return function(*arguments, **options)
 
         return wrapped
@@ -111,11 +105,10 @@ def before_call(
         setattr(owner, name, wrap(getattr(owner, name)))
 
 
+def signal_self(number: int) -> None:
+    """Send a signal to this process; SIGKILL ends it as a crash does."""
+    os.kill(os.getpid(), number)
+
+
 def kill() -> None:
-    """End this process as a crash does."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop() -> None:
-    """Ask this process to stop."""
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal_self(signal.SIGKILL)

@@ -1,29 +1,29 @@
-"""Runs of several processes, forked from this one so that they need not import torch again, and what starts them."""
+"""Runs of several processes, forked from this one so that they need not import torch again, and their launcher."""
 
 import faulthandler
-import multiprocessing
 import os
 import signal
-import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
+import psutil
+
+from common.testing.commands import forked
 from common.testing.ranks import become_rank, free_port
 
-INTERVAL = 0.01  # seconds between two looks at the processes
-PATIENT = 30.0  # seconds between the SIGTERM and the SIGKILL of a launcher, as of torchrun and srun
-IMPATIENT = 0.5  # where it does not matter how the others end
-LEAVING = 5.0  # seconds that a worker process may take to notice that its parent has ended
+INTERVAL = 0.01  # seconds between two polls of the processes
+PATIENT = 30.0  # seconds between a launcher's SIGTERM and SIGKILL, as in torchrun and srun
+IMPATIENT = 0.5  # where it does not matter how the other ranks end
+LEAVING = 5.0  # seconds in which a worker process must notice that its parent has ended
 LIMIT = 120.0  # seconds that a run may take
-Inject = Callable[[int], None]  # called in each process with its rank, before the run
+Inject = Callable[[int], object]  # called in each process with its rank, before the run
 
 
 class RunLostError(Exception):
-    """What a run should have done, and did not."""
+    """A run did not do what it should."""
 
 
 def expect(condition: object, message: object) -> None:
@@ -34,13 +34,13 @@ def expect(condition: object, message: object) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that is over: of each rank its exit status, or minus the signal that killed it, and all that it printed."""
+    """A finished run: exit status (negative: the signal) and output of each rank."""
 
     codes: list[int]
     outputs: list[str]
     seconds: float
     ends: list[float]  # when each ended, by time.monotonic()
-    left: list[int]  # their worker processes that did not end
+    left: list[int]  # worker processes that did not end
 
     @property
     def printed(self) -> str:
@@ -58,28 +58,23 @@ class Ended:
             expect(word in self.printed, f"{word!r} is not printed: {self.printed[-3000:]}")
         return self
 
-    def expect_killed(self, rank: int) -> "Ended":
-        expect(self.codes[rank] == -signal.SIGKILL, f"rank {rank} was not killed: {self.codes}: {self.printed}")
+    def expect_code(self, rank: int, code: int) -> "Ended":
+        expect(self.codes[rank] == code, f"rank {rank} did not end with {code}: {self.codes}: {self.printed}")
         return self
 
 
 class Ranks:
-    """``size`` processes that call ``command``, each the leader of a session, as torchrun starts them.
+    """``size`` forked processes that call ``command``, each the leader of a session, as torchrun starts them.
 
-    Their output goes into files in ``folder``. A size of 0 is a single process without a launcher.
+    A size of 0 is a single process without a launcher.
     """
 
-    def __init__(self, size: int, command: Callable[[], object], folder: Path, inject: Inject | None = None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.started, port, context = time.monotonic(), free_port(), multiprocessing.get_context("fork")
-        self.files = [folder / f"rank{rank}.txt" for rank in range(max(1, size))]
-        self.ends, self.processes = [0.0] * len(self.files), []
-        for rank, file in enumerate(self.files):
-            file.touch()
-            self.processes.append(context.Process(target=_run_rank, args=(rank, size, port, file, command, inject)))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork() with threads around
-                self.processes[-1].start()
+    def __init__(self, size: int, command: Callable[[], object], inject: Inject | None = None) -> None:
+        self.started, self.stack, port = time.monotonic(), ExitStack(), free_port()
+        mains = [partial(_run_rank, rank, size, port, command, inject) for rank in range(max(1, size))]
+        forks = [self.stack.enter_context(forked(main)) for main in mains]
+        self.processes, self.files = [fork[0] for fork in forks], [fork[1:] for fork in forks]
+        self.ends = [0.0] * len(forks)
 
     @property
     def pids(self) -> list[int]:
@@ -92,44 +87,38 @@ class Ranks:
                 os.kill(self.processes[rank].pid, number)
 
     def wait(self, lost: int | None = None, grace: float = IMPATIENT) -> Ended:
-        """Wait for the end of all. As a launcher, end the others where one fails, by force after ``grace`` seconds.
+        """Wait for the end of all ranks, as a launcher: if one fails, the others have ``grace`` seconds.
 
-        With a rank that is ``lost``, there is no launcher, and that rank is killed after the end of all others.
+        If a rank is ``lost``, there is no launcher; that rank is killed when all others have ended.
         """
         deadline, killing_at = self.started + LIMIT, float("inf")
         while None in (codes := self._codes()):
-            now = time.monotonic()
             if lost is not None:
                 if None not in codes[:lost] + codes[lost + 1 :]:
                     self.send(signal.SIGKILL, [lost])
             elif killing_at == float("inf") and any(codes):
                 self.send(signal.SIGTERM)
-                killing_at = now + grace
-            if now > min(deadline, killing_at):
+                killing_at = time.monotonic() + grace
+            if time.monotonic() > min(deadline, killing_at):
                 self.send(signal.SIGKILL)
             time.sleep(INTERVAL)
         seconds = time.monotonic() - self.started
         left = remove_processes(self.pids)
-        outputs = [file.read_text(errors="replace") for file in self.files]
+        outputs = ["".join(file.read_text(errors="replace") for file in files) for files in self.files]
+        self.stack.close()
         expect(seconds <= LIMIT, f"the run did not end within {LIMIT:g} s: {outputs}")
         return Ended(codes, outputs, seconds, self.ends, left)
 
     def _codes(self) -> list[int | None]:
-        codes = [process.exitcode for process in self.processes]
-        now = time.monotonic()
+        codes, now = [process.exitcode for process in self.processes], time.monotonic()
         self.ends = [end or now * (code is not None) for end, code in zip(self.ends, codes, strict=True)]
         return codes
 
 
 def _run_rank(
-    rank: int, size: int, port: int, file: Path, command: Callable[[], object], inject: Inject | None
+    rank: int, size: int, port: int, command: Callable[[], object], inject: Inject | None, argv: list[str]
 ) -> None:
     os.setsid()
-    output = os.open(file, os.O_WRONLY)
-    for stream, number in (("stdout", 1), ("stderr", 2)):
-        os.dup2(output, number)
-        setattr(sys, stream, os.fdopen(number, "w", buffering=1, closefd=False))  # pytest has put others there
-    sys.__stderr__ = sys.stderr
     become_rank(rank, size, port)
     faulthandler.enable()
     if inject is not None:
@@ -138,7 +127,7 @@ def _run_rank(
 
 
 def remove_processes(sessions: Sequence[int]) -> list[int]:
-    """Return the processes of the sessions that have not ended after `LEAVING` seconds, and kill them."""
+    """Kill and return the processes of the sessions that have not ended after `LEAVING` seconds."""
     deadline = time.monotonic() + LEAVING
     while (left := processes_of(sessions)) and time.monotonic() < deadline:
         time.sleep(INTERVAL)
@@ -151,9 +140,8 @@ def remove_processes(sessions: Sequence[int]) -> list[int]:
 def processes_of(sessions: Sequence[int]) -> list[int]:
     """Return the processes of the sessions that have not ended."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, _, _, session, *_ = path.read_text().rpartition(")")[2].split()
-            if state != "Z" and int(session) in sessions:
-                found.append(int(path.parent.name))
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
     return found

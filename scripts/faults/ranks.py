@@ -1,7 +1,6 @@
-"""Ranks that die or hang while the others wait for them, and other ranks than before."""
+"""Ranks that die or hang while the others wait for them, and runs resumed with other ranks."""
 
 import json
-import os
 import random
 import signal
 import time
@@ -13,8 +12,8 @@ from pathlib import Path
 from common.data.loader import Batch, Loader
 from common.data.sampling import TrainSampler
 from common.metrics.writers import read_metrics
-from faults.lab import NO_CHANCE, ONE, TENSOR_PARALLEL, TWO, Lab, Mode, Recovery, Trial, fault, result
-from faults.places import at, choose_place, kill
+from faults.lab import NO_CHANCE, ONE, TENSOR_PARALLEL, TWO, Lab, Mode, Recovery, Trial, fault, read_result
+from faults.places import at, choose_place, in_order, kill, signal_self
 from faults.processes import expect
 
 TIMEOUT = 20
@@ -22,20 +21,19 @@ FLOAT_ERROR = 1e-6  # of a loss in fp32 after 12 steps in other modes; another b
 
 
 def lost(lab: Lab, choice: random.Random, mode: Mode, number: int) -> Recovery:
-    """Let a rank die or hang: the others, which no launcher ends, end within TIMEOUT and name it."""
+    """Let a rank die or hang, without a launcher: the others end within TIMEOUT and name it."""
     trial, clock = Trial(lab, mode.but(f"TIMEOUT = {TIMEOUT}")), lab.new_folder()
     rank, place = mode.choose_rank(choice), choose_place(choice, "step", "accumulation", "evaluation")
     print(f"    {mode.name}: rank {rank} gets {signal.Signals(number).name} at {place}", flush=True)
 
     def fail() -> None:
         clock.write_text(str(time.monotonic()))
-        os.kill(os.getpid(), number)
+        signal_self(number)
 
-    ended = lab.start(trial.mode, trial.output, at(place, fail, rank)).wait(lost=rank).expect_killed(rank)
-    trial.seconds += ended.seconds
+    ended = trial.run(at(place, fail, rank), lost=rank).expect_code(rank, -9)
     others = [other for other in range(mode.size) if other != rank]
-    expect(all(ended.codes[other] == 2 for other in others), f"{ended.codes}: {ended.printed}")
     for other in others:
+        ended.expect_code(other, 2)
         expect(f"rank {rank} is gone" in ended.outputs[other], f"rank {other} prints: {ended.outputs[other]}")
     waited = max(ended.ends[other] for other in others) - float(clock.read_text())
     expect(waited < TIMEOUT, f"it took {waited:.1f} s: {ended.printed}")
@@ -49,7 +47,7 @@ for what, sent in (("dies", signal.SIGKILL), ("hangs", signal.SIGSTOP)):
 
 
 def record_batches(file: Path) -> None:
-    """Write down, a line for each image of a training batch, its place in the run and the checksum of its pixels."""
+    """Record the place in the run and the checksum of the pixels of each training image, a line each."""
     batches = Loader._batches
 
     def recorded(self: Loader, epoch: int, start: int) -> Iterator[Batch]:
@@ -66,9 +64,9 @@ def record_batches(file: Path) -> None:
     Loader._batches = recorded
 
 
-def read_batches(folder: Path) -> dict[tuple[int, int, int], set[int]]:
-    """Return the images that were seen at each place: (epoch, step in it, row of the global batch)."""
-    seen: dict[tuple[int, int, int], set[int]] = {}
+def read_batches(folder: Path) -> dict[tuple[int, ...], set[int]]:
+    """Return the checksums recorded for each (epoch, step in it, row of the global batch)."""
+    seen: dict[tuple[int, ...], set[int]] = {}
     for file in folder.iterdir():
         for line in file.read_text().splitlines():
             *place, image = json.loads(line)
@@ -76,39 +74,33 @@ def read_batches(folder: Path) -> dict[tuple[int, int, int], set[int]]:
     return seen
 
 
-def losses(output: Path) -> list[tuple[str, int, float]]:
-    """Return kind, step and loss of a run's records."""
-    return [(record["kind"], record["step"], record["loss"]) for record in read_metrics(output)]
+def resumed_in_other_modes(lab: Lab, choice: random.Random, modes: list[Mode]) -> Recovery:
+    """Kill a run in each mode and resume it in the next: the global batches, pixel by pixel, and losses are the same.
 
-
-def other_ranks(lab: Lab, choice: random.Random, modes: list[Mode]) -> Recovery:
-    """Kill a run in each mode, and resume it in the next: the same global batches, pixel by pixel, and losses."""
-    modes = [mode.but(NO_CHANCE) for mode in modes]
-    whole, pieces, seen_whole, seen_pieces = (lab.new_folder() for _ in range(4))
-    for folder in (seen_whole, seen_pieces):
+    The reference is an uninterrupted run in the first mode.
+    """
+    trials = [Trial(lab, modes[0].but(NO_CHANCE))]
+    pieces, folders = lab.new_folder(), [lab.new_folder(), lab.new_folder()]
+    for folder in folders:
         folder.mkdir()
-    seconds = -lab.run(modes[0], whole, lambda rank: record_batches(seen_whole / str(rank))).expect(0).seconds
+    whole = trials[0].run(lambda rank: record_batches(folders[0] / str(rank))).expect(0)
     for number, mode in enumerate(modes):
         killing = at(choose_place(choice, "step", after=3 * number), kill, mode.choose_rank(choice))
-
-        def inject(rank: int, number: int = number, killing=killing) -> None:
-            record_batches(seen_pieces / f"{number} {rank}")
-            if number < len(modes) - 1:
-                killing(rank)
-
-        ended = lab.run(mode, pieces, inject)
-        seconds += ended.seconds
+        arrange = [lambda rank, number=number: record_batches(folders[1] / f"{number} {rank}"), killing]
+        trials.append(Trial(lab, mode.but(NO_CHANCE), pieces))
+        is_last = number == len(modes) - 1
+        ended = trials[-1].run(in_order(*arrange[: 2 - is_last]))
     ended.expect(0)
-    batches, same = read_batches(seen_whole), read_batches(seen_pieces)
-    others = [place for place in batches | same if batches.get(place) != same.get(place)]
-    expect(not others, f"{len(others)} other images, e.g. at {others[:3]}")
-    pairs = list(zip(losses(whole), losses(pieces), strict=True))
-    expect(all(one[:2] == other[:2] for one, other in pairs), "other records")
-    distance = max(abs(other[2] / one[2] - 1) for one, other in pairs)
+    one, other = map(read_batches, folders)
+    different = [place for place in one | other if one.get(place) != other.get(place)]
+    expect(not different, f"{len(different)} other images, e.g. at {different[:3]}")
+    pairs = list(zip(read_metrics(trials[0].output), read_metrics(pieces), strict=True))
+    expect(all(a[key] == b[key] for a, b in pairs for key in ("kind", "step")), "other records")
+    distance = max(abs(b["loss"] / a["loss"] - 1) for a, b in pairs)
     print(f"    losses differ by up to {distance:.1e}", flush=True)
     expect(distance <= FLOAT_ERROR, f"losses differ by {distance:.1e}")
-    result(pieces)
-    return Recovery(None, seconds)
+    read_result(pieces)
+    return Recovery(None, sum(trial.seconds for trial in trials[1:]) - whole.seconds)
 
 
 CHAINS = [
@@ -119,4 +111,4 @@ CHAINS = [
 ]
 for chain in CHAINS:
     names = ", ".join(mode.name for mode in chain)
-    fault(f"killed, resumed in another mode: {names}", 1, int(chain == CHAINS[-1]), modes=chain)(other_ranks)
+    fault(f"killed, resumed in another mode: {names}", 1, int(chain == CHAINS[-1]), modes=chain)(resumed_in_other_modes)

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, at any time, to one of its processes or to all."""
+"""Signals that ask a run to stop, sent to one of its processes or to all."""
 
 import os
 import random
@@ -9,27 +9,21 @@ from pathlib import Path
 
 from common.launch.stop_signals import exit_code, signal_name
 from faults.lab import ONE, TENSOR_PARALLEL, TWO, WORKERS, Lab, Mode, Recovery, Trial, fault
-from faults.places import Place, at, choose_place
+from faults.places import Place, at, choose_place, signal_self
 from faults.processes import PATIENT, expect
 
-AT_ONCE = 5.0  # seconds after a second Ctrl-C; the process sleeps longer
+LONG_STEP = 15.0  # seconds, in which a second Ctrl-C must end the run
 
 
 def signalled(lab: Lab, choice: random.Random, number: int, scope: str, mode: Mode) -> Recovery:
     """Send a signal at a random place of training, evaluation or start-up; then resume."""
     trial = Trial(lab, mode)
     place = choose_place(choice, "step", "accumulation", "evaluation", *["start-up"] * (scope == "all ranks"))
-    if place.event == "start-up":  # before, nobody has taken over the signals
+    if place.event == "start-up":  # the handlers are installed in the first call
         place = Place("start-up", max(1, place.number))
     rank = mode.choose_rank(choice) if scope == "one rank" else None
     print(f"    {mode.name}: {scope} at {place}", flush=True)
-
-    def send() -> None:
-        if scope == "process group":
-            os.killpg(0, number)
-        else:
-            os.kill(os.getpid(), number)
-
+    send = (lambda: os.killpg(0, number)) if scope == "process group" else (lambda: signal_self(number))
     words = "ended at once" if place.event == "start-up" else "stopped; rerun the command to resume from"
     trial.run(at(place, send, rank), PATIENT).expect(exit_code(number), f"{signal_name(number)}: {words}")
     return trial.resume()
@@ -44,44 +38,43 @@ for signal_number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
 
 @fault("a signal at any time", 10)
 def signalled_any_time(lab: Lab, choice: random.Random) -> Recovery:
-    """Send a signal to all from outside, at a random time once they have taken over the signals."""
+    """Send a signal to all ranks at a random time after their handlers are installed."""
     trial = Trial(lab, choice.choice((ONE, TWO)))
     number = choice.choice((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
     delay = choice.random() * lab.reference(trial.mode)[0]
     print(f"    {trial.mode.name}: {signal_name(number)} {delay:.2f} s after the start", flush=True)
-    ranks = lab.start(trial.mode, trial.output)
-    while not all(map(has_taken_over, ranks.pids)):
+    ranks = trial.start()
+    while not all(map(has_handlers, ranks.pids)):
         time.sleep(0.01)
     time.sleep(delay)
     ranks.send(number)
     stopped = ranks.wait(grace=PATIENT)
     trial.seconds += stopped.seconds
-    expect(set(stopped.codes) <= {exit_code(number), 0}, f"{stopped.codes}: {stopped.printed}")  # 0: it was over
+    expect(set(stopped.codes) <= {exit_code(number), 0}, f"{stopped.codes}: {stopped.printed}")  # 0: it was finished
     stopped.expect(stopped.codes)
     return trial.resume()
 
 
-def has_taken_over(pid: int) -> bool:
-    """Return whether a process has a handler for SIGUSR1, which Python has none for."""
+def has_handlers(pid: int) -> bool:
+    """Return whether a process handles SIGUSR1, which Python by itself does not, or has ended."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt"))
         return bool(caught >> (signal.SIGUSR1 - 1) & 1)
-    return True  # it has ended
+    return True
 
 
 @fault("a second Ctrl-C", 1, 0)
 def second_ctrl_c(lab: Lab, choice: random.Random) -> Recovery:
-    """Press Ctrl-C twice while a step takes long: the second ends the run at once."""
+    """Press Ctrl-C twice during a long step: the second ends the run immediately."""
     trial = Trial(lab, TWO)
 
     def press_twice() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1.5)
-        os.kill(os.getpid(), signal.SIGINT)
-        pressed = time.monotonic()
-        while time.monotonic() < pressed + 3 * AT_ONCE:
-            time.sleep(0.1)
+        for pause in (1.5, LONG_STEP):
+            signal_self(signal.SIGINT)
+            until = time.monotonic() + pause
+            while time.monotonic() < until:
+                time.sleep(0.1)
 
     trial.run(at(choose_place(choice, "step", "accumulation"), press_twice)).expect(128 + signal.SIGINT)
     return trial.resume()

@@ -82,7 +82,7 @@ def test_start_tells_what_failed() -> None:
 def test_loader(run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "find_spec", lambda name: None)
     rows = run_tiny(loader.main)
-    assert [row["variant"] for row in rows] == [*loader.LOADERS, "a training step", "its data"]
+    assert [row["variant"] for row in rows] == list(loader.LOADERS)
     assert [row["variant"] for row in rows if "not_run" in row] == ["webdataset"]
 
 

@@ -1,12 +1,12 @@
-"""Compare our loaders with torchvision's, timm's and webdataset's, and with decoding alone; and CIFAR-10's with a step.
+"""Compare our loaders with torchvision's, timm's and webdataset's, and with decoding alone.
 
 python scripts/bench/loader.py [--rounds 4] [--size 500x400] [--batch 64] [--images 1024]
 
 Random crops of 224 x 224 with random flips, as normalised float32 batches, from JPEGs of smooth noise, about 0.3 bytes
 a pixel, that this writes; times are per image. Each loader reads as its documentation says, with a process or thread
 for each core. `decoding alone` is one thread of libjpeg-turbo decoding whole images: the limit for a loader that does
-not scale or crop while decoding. `shrunk to 320` reads what `prepare --short-side 320` makes. A batch of CIFAR-10 is
-compared with a training step on its 512 images. Libraries that are not installed are left out.
+not scale or crop while decoding. `shrunk to 320` reads what `prepare --short-side 320` makes. Libraries that are not
+installed are left out.
 """
 
 import argparse
@@ -17,15 +17,13 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from cifar import compare_cifar, repeat
 
-from cifar10_benchmark.dataloader import READ_AHEAD
 from common.config.load import load_config
 from common.data.loader import Loader
 from common.errors import UserError, run_command
@@ -118,7 +116,7 @@ def webdataset(work: Work, rounds: Rounds) -> None:
 def decoding_alone(work: Work, rounds: Rounds) -> None:
     import simplejpeg
 
-    files = repeat([path.read_bytes() for path in sorted((work.folder / "images" / "train").rglob("*.jpg"))])
+    files = cycle([path.read_bytes() for path in sorted((work.folder / "images" / "train").rglob("*.jpg"))])
     for _ in rounds:
         for file in islice(files, work.images):
             simplejpeg.decode_jpeg(file)
@@ -151,7 +149,7 @@ def main(argv: list[str]) -> None:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    """Yield the rows of the loaders of photographs, and those of CIFAR-10's."""
+    """Yield a row for each loader."""
     size, batch, images = ("64x48", 4, 16) if args.tiny else (args.size, args.batch, args.images)
     rounds = 1 if args.tiny else args.rounds
     try:
@@ -164,8 +162,6 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
         write_images(Path(folder), images, width, height)
         measured = compare(Work(Path(folder), batch, images), rounds)
     yield from summarise(measured, "torchvision", images, part=f"{size}, batch {batch}, {WORKERS} workers")
-    measured = compare_cifar(8 if args.tiny else 512, rounds)
-    yield from summarise(measured, "a training step", READ_AHEAD, part="CIFAR-10 in memory, a batch")
 
 
 def compare(work: Work, rounds: int) -> dict[str, list[Row] | None]:

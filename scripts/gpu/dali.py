@@ -8,14 +8,13 @@ from itertools import islice
 from typing import Any
 
 import torch
-from bench.cifar import repeat
 from torch import Tensor
 
 from common.config.load import load_config
 from common.hardware import cores
 from common.testing.photographs import write_photographs
 from common.tools.harness import Row, WrongError
-from gpu.data import measure_overlap
+from gpu.data import measure_overlap, repeat
 from gpu.job import ROUNDS, TINY, VIT_S16, Job
 from imagenet_dali.dataloader import build_eval_loader, build_train_loader
 from imagenet_dali.prepare import main as prepare

@@ -1,12 +1,17 @@
 """Piece: CIFAR-10's batches, alone and beside training."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from bench.cifar import open_cifar, repeat
+import numpy as np
+import torch
 
-from cifar10_benchmark.dataloader import READ_AHEAD
+from cifar10_benchmark.augment import UNIFORMS_PER_SAMPLE, Augment
+from cifar10_benchmark.dataloader import READ_AHEAD, MemoryReader
+from cifar10_benchmark.dataset import Images
 from common.config.load import load_config
+from common.data.loader import Loader
+from common.data.sampling import TrainSampler
 from common.tools.harness import Row
 from gpu.job import PRECISIONS, TINY, Job, open_engine, train_step
 
@@ -33,3 +38,18 @@ def measure_overlap(job: Job, model: Mapping[str, Any], batches: Iterator[Any], 
             yield {"work": name, "ms": times[name]}
     hidden = (times["step"] + times["batch"] - times["both"]) / times["batch"]
     yield {"work": "share of the batch's time hidden by the step", "share": hidden}
+
+
+def open_cifar(data: Mapping[str, Any], batch: int, side: int, device: torch.device) -> Loader:
+    """Return the loader of CIFAR-10's recipe, whose DATA is ``data``, over 10,000 random images on the device."""
+    random = np.random.default_rng(0)
+    images = Images(random.integers(0, 256, (10_000, 3, side, side), np.uint8), random.integers(0, 10, 10_000))
+    sampler = TrainSampler(10_000, batch, batch, dp_rank=0, dp_size=1, seed=0, uniforms=UNIFORMS_PER_SAMPLE)
+    augment = Augment(data["crop_padding"], data["flip"], data["autoaugment"])
+    return Loader(sampler, MemoryReader(images, augment, mean=data["mean"], std=data["std"], device=device))
+
+
+def repeat(loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield pass after pass."""
+    while True:
+        yield from loader

@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from bench.cifar import open_cifar
 
 from common.colossal import BaseHook, Trainer
 from common.colossal.step_optimizer import CHECK_EVERY
@@ -19,6 +18,7 @@ from common.config.load import load_config
 from common.metrics.hook import MetricsHook
 from common.testing import host_sync
 from common.tools.harness import ROOT, Row, WrongError
+from gpu.data import open_cifar
 from gpu.job import PRECISIONS, TINY, Job, open_engine
 
 STEPS = CHECK_EVERY - 1  # the counters of skipped updates are read only then

@@ -9,14 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from common.checkpoint.content import Starts, read_about, read_config
-from common.checkpoint.save import (
-    CONFIG,
-    TRAINER,
-    find_fault,
-    list_checkpoints,
-    load_trainer_state,
-    put_back_old,
-)
+from common.checkpoint.save import CONFIG, TRAINER, find_fault, list_checkpoints, load_trainer_state, put_back_old
 from common.colossal import ParallelMode, gpc
 from common.config.batch_plan import DataSummary
 from common.errors import AgreedError, UserError

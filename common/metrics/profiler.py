@@ -27,8 +27,7 @@ class ProfilerHook(BaseHook):
     def before_train(self, trainer: Trainer) -> None:
         if self.is_main:
             self.profile = profile(
-                schedule=schedule(wait=WARMUP - 1, warmup=1, active=self.steps, repeat=1),
-                on_trace_ready=self._write,
+                schedule=schedule(wait=WARMUP - 1, warmup=1, active=self.steps, repeat=1), on_trace_ready=self._write
             )
             self.profile.start()
 

@@ -7,9 +7,9 @@ from caltech101_amp.dataset import open_split
 from common.config.batch_plan import DataSummary
 from common.config.load import refuse_unused
 from common.data import photographs
-from common.data.fingerprint import fingerprint_of
 from common.data.loader import Loader
 from common.data.photographs import build_eval_crop
+from common.files import fingerprint_of
 
 __all__ = ["build_eval_crop", "build_eval_loader", "build_train_loader", "describe_data"]
 

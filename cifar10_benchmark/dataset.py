@@ -10,9 +10,9 @@ import numpy as np
 
 from common.data.corrupt_images import reason_of
 from common.data.download import fetch
-from common.data.fingerprint import fingerprint_of
 from common.data.image_folder import FolderSplit, list_classes, list_folders, open_image
 from common.errors import UserError
+from common.files import fingerprint_of
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 MD5 = "c58f30108f718f92721af3b95e74349a"

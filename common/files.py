@@ -8,7 +8,7 @@ import math
 import os
 import platform
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, TextIO, TypeVar
@@ -90,6 +90,15 @@ def sha256_of(path: Path) -> str:
     regular_size(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint_of(parts: Iterable[object]) -> str:
+    """Return the sha256, in hexadecimal, of the parts as text, in their order."""
+    digest = hashlib.sha256()
+    for part in parts:
+        text = os.fsencode(str(part))  # the names of files need not be valid text
+        digest.update(len(text).to_bytes(8, "little") + text)
+    return digest.hexdigest()
 
 
 def explain_os_error(error: Exception, path: Path, files: int = 2) -> str:

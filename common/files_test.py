@@ -12,7 +12,17 @@ import pytest
 from pydantic import Field
 
 from common.errors import UserError
-from common.files import Count, Schema, folder_lock, lock_folder, read_json, read_text, sha256_of, unlock_folder
+from common.files import (
+    Count,
+    Schema,
+    fingerprint_of,
+    folder_lock,
+    lock_folder,
+    read_json,
+    read_text,
+    sha256_of,
+    unlock_folder,
+)
 
 HOLD = "import sys; from pathlib import Path; from common.files import lock_folder; lock_folder(Path(sys.argv[1]))"
 
@@ -68,6 +78,12 @@ def test_a_lock_that_is_no_file_is_refused(kind: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written"):
         lock_folder(tmp_path)
     assert (tmp_path / "target").read_text() == "content"
+
+
+def test_a_fingerprint_tells_parts_and_their_order_apart() -> None:
+    different = [[], [""], ["ab"], ["a", "b"], ["b", "a"], ["a", "b", ""], [1], [11], [1, 1], [os.fsdecode(b"\xff")]]
+    assert len({fingerprint_of(parts) for parts in different}) == len(different)
+    assert fingerprint_of(["a", 1]) == fingerprint_of(iter(("a", "1")))
 
 
 def test_a_folder_is_locked_until_its_holder_ends(tmp_path: Path) -> None:

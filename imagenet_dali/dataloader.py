@@ -8,11 +8,11 @@ from common.config.batch_plan import DataSummary
 from common.config.load import refuse_unused
 from common.data import photographs
 from common.data.crops import CenterCrop, RandomCrop
-from common.data.fingerprint import fingerprint_of
 from common.data.image_folder import FolderSplit
 from common.data.loader import BatchReader, Loader
 from common.data.photographs import build_eval_crop
 from common.errors import UserError
+from common.files import fingerprint_of
 from imagenet_dali.dataset import Split, open_split
 from imagenet_dali.manifest import MANIFEST, data_fingerprint, earlier_fingerprints, read_manifest
 from imagenet_dali.sources import list_source

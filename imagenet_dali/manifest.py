@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from common.data.fingerprint import fingerprint_of
 from common.errors import UserError
-from common.files import sha256_of
+from common.files import fingerprint_of, sha256_of
 from imagenet_dali.records import RECORD
 
 FORMAT = 1

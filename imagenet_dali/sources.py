@@ -6,9 +6,9 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.data.fingerprint import fingerprint_of
 from common.data.image_folder import MAX_PIXELS, Files, list_classes, list_files, list_folders, split_by_class
 from common.errors import UserError
+from common.files import fingerprint_of
 from imagenet_dali.images import BadImageError
 
 EVALUATION_FOLDERS = ("val", "validation", "test")

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from common.data.fingerprint import fingerprint_of
 from common.errors import UserError
+from common.files import fingerprint_of
 
 # Pillow's other formats run programs, or are not for photographs
 FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")

@@ -66,7 +66,7 @@ def check_architecture(path: Path, weights: Mapping[str, Tensor], model: nn.Modu
     saved = {name: list(tensor.shape) for name, tensor in weights.items()}
     check_shapes(path, saved, {name: list(whole_shape(parameter)) for name, parameter in model.named_parameters()})
     for name, tensor in weights.items():
-        if not tensor.isfinite().all():
+        if not tensor.is_meta and not tensor.isfinite().all():
             raise UserError(f"{path}: {name} holds numbers that are not finite: start from other weights")
 
 

@@ -81,8 +81,9 @@ def parse_json(text: bytes, schema: type[S], where: str) -> S:
         first = error.errors(include_url=False, include_context=False)[0]
     place = ".".join(str(part)[:SHOWN] for part in first["loc"])
     has_value = place and isinstance(first["input"], (str, int, float, NoneType))
-    found = f", not {str(first['input'])[:SHOWN]!r}" if has_value else ""
-    raise UserError(f"{where}: {place}{': ' if place else ''}{first['msg']}{found}")
+    found = f", not {str(first['input'])[:SHOWN]!r}" if has_value and first["msg"].startswith("Input") else ""
+    message = first["msg"].removeprefix("Value error, ")
+    raise UserError(f"{where}: {place}{': ' if place else ''}{message}{found}")
 
 
 def sha256_of(path: Path) -> str:

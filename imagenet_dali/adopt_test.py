@@ -170,6 +170,6 @@ def test_more_bad_records_than_allowed_are_not_left_out(tmp_path):
     content = (tmp_path / "train" / "shard").read_bytes()
     (tmp_path / "train" / "shard").write_bytes(content[:-1])
     before = read_folder(tmp_path)
-    with pytest.raises(UserError, match="bytes are in bad records, more than 1%; repair the files"):
-        adopt(tmp_path, None, workers=1, leave_out=True)
+    with pytest.raises(UserError, match="bytes are bad, more than 1%; repair the files"):
+        adopt(tmp_path, None, workers=1, max_refused=0.01)
     assert read_folder(tmp_path) == before

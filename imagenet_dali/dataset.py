@@ -13,6 +13,7 @@ from imagenet_dali.manifest import (
     REPAIR,
     find_faults,
     find_missing,
+    read_labels,
     read_manifest,
     records_path,
     split_fingerprint,
@@ -88,6 +89,6 @@ def open_split(root: Path | str, split: str) -> Split:
         name=split,
         shards=[root / shard["name"] for shard in described["shards"]],
         records=np.load(records_path(root, split), mmap_mode="r"),
-        class_names=(root / "labels.txt").read_text().splitlines(),
+        class_names=read_labels(root / "labels.txt"),
         fingerprint=split_fingerprint(described),
     )

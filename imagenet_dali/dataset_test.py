@@ -114,7 +114,7 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(data, name, of):
     edit_manifest(data, lead_out)
     before = read_folder(data.parent)
     for call in (lambda: open_split(data, "train"), lambda: repair(data, 1), lambda: check(data, 1)):
-        with pytest.raises(UserError, match="manifest.json: not a manifest"):
+        with pytest.raises(UserError, match="manifest.json: splits.*(evil|Input should be 'train')"):
             call()
     assert read_folder(data.parent) == before
 
@@ -130,9 +130,9 @@ def test_folders_that_are_no_data_set_say_what_to_do(data, tmp_path):
     edit_manifest(data, lambda manifest: manifest["splits"].pop("validation"))
     expect("no validation split, only train", split="validation")
     edit_manifest(data, lambda manifest: manifest.update(format=2))
-    expect("format 2, not 1")
+    expect("format: Input should be 1, not '2'")
     (data / "manifest.json").write_text("{")
-    expect("not a manifest")
+    expect("manifest.json: Invalid JSON")
     (data / "manifest.json").unlink()
     expect(f"--adopt {data}")
     (data / ".partial").mkdir()

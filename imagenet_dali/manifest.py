@@ -7,15 +7,17 @@ labels.txt                       one class name a line; the line number, from 0,
 manifest.json                    checksums of all of these, and what repairs left out; written last
 """
 
-import json
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import AfterValidator, FailFast, Field
 
-from common.errors import UserError
-from common.files import fingerprint_of, sha256_of
+from common.data.image_folder import check_class_names
+from common.errors import UNPRINTABLE, UserError
+from common.files import Count, Schema, fingerprint_of, read_json, read_text, sha256_of
 from imagenet_dali.records import RECORD
 
 FORMAT = 1
@@ -23,6 +25,44 @@ MANIFEST = "manifest.json"
 PARTIAL = ".partial"  # the job and a report per finished shard, while preparation runs
 REPAIR = "run `python -m imagenet_dali.prepare --check --repair {root}` to continue without the bad records"
 COPY_BACK = "copy it from where the data set came from, or prepare the images again"
+
+
+def _stay_inside(name: str) -> str:
+    """Refuse a name that leads out of the data set: repairs derive paths from it."""
+    if Path(name).is_absolute() or ".." in Path(name).parts or UNPRINTABLE.search(name):
+        raise ValueError(f"{name!r} is no path inside the data set")
+    return name
+
+
+class ShardEntry(Schema):
+    name: Annotated[str, AfterValidator(_stay_inside)]
+    bytes: Count
+    records: Count
+    sha256: str
+    index_sha256: str
+
+
+class SplitEntry(Schema):
+    records: Count
+    records_sha256: str
+    shards: Annotated[list[ShardEntry], FailFast(), Field(min_length=1)]
+
+
+class RepairEntry(Schema):
+    fingerprint: str
+    records: Count
+    dropped: Annotated[list[str], FailFast()]
+
+
+class Manifest(Schema):
+    """manifest.json."""
+
+    format: Literal[1]
+    num_classes: int = Field(ge=1, le=10**8)
+    label_base: Literal[0, 1]
+    splits: dict[Literal["train", "validation"], SplitEntry]
+    made: dict[str, Any]
+    repairs: Annotated[list[RepairEntry], FailFast()] = Field([])
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
@@ -39,23 +79,16 @@ def read_manifest(root: Path) -> dict[str, Any]:
             )
         raise UserError(f"{path}: missing; run `python -m imagenet_dali.prepare SOURCE DEST` and name DEST")
     try:
-        manifest = json.loads(path.read_text())
-        version = manifest["format"]
-        if version == FORMAT:
-            _check_names(manifest["splits"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not a manifest; prepare the data set again") from error
-    if version != FORMAT:
-        raise UserError(f"{path}: format {version}, not {FORMAT}; prepare the data set again")
-    return manifest
+        return read_json(path, Manifest).model_dump(exclude_unset=True)
+    except UserError as error:
+        raise UserError(f"{error}; prepare the data set again") from error
 
 
-def _check_names(splits: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a name that leads out of the data set: repairs derive paths from them."""
-    for name in (*splits, *(shard["name"] for described in splits.values() for shard in described["shards"])):
-        path = Path(name)
-        if path.is_absolute() or ".." in path.parts or (name in splits and len(path.parts) != 1):
-            raise ValueError(name)
+def read_labels(path: Path) -> list[str]:
+    """Return the class names in a file with one on each line."""
+    names = read_text(path).splitlines()
+    check_class_names(names, path)
+    return names
 
 
 def split_fingerprint(described: Mapping[str, Any]) -> str:
@@ -76,7 +109,7 @@ def earlier_fingerprints(manifest: Mapping[str, Any]) -> tuple[str, ...]:
 def find_missing(root: Path, manifest: Mapping[str, Any], split: str) -> Iterator[str]:
     """Yield a line for each missing file of a split that cannot be derived from the others."""
     labels, num_classes = root / "labels.txt", manifest["num_classes"]
-    if not labels.is_file() or len(labels.read_text().splitlines()) != num_classes:
+    if not labels.is_file() or len(read_labels(labels)) != num_classes:
         yield f"{labels}: missing or not {num_classes} lines"
     for shard in manifest["splits"][split]["shards"]:
         if not (root / shard["name"]).is_file():
@@ -95,27 +128,58 @@ def find_faults(root: Path, manifest: Mapping[str, Any], split: str) -> Iterator
         elif sha256_of(index) != shard["index_sha256"]:
             lines = len(index.read_text(errors="replace").splitlines())
             yield f"{index}: does not fit its shard ({lines} lines for {shard['records']} records, or other offsets)"
-    table = records_path(root, split)
+    try:
+        read_table(root, manifest, split)
+    except UserError as error:
+        yield str(error)
+
+
+def read_table(root: Path, manifest: Mapping[str, Any], split: str) -> np.ndarray:
+    """Return the rows of a split, memory-mapped; raise `UserError` unless they fit the manifest, shards and indexes."""
+    table, described = records_path(root, split), manifest["splits"][split]
     if not table.is_file():
-        yield f"{table}: missing"
-    elif sha256_of(table) != described["records_sha256"]:
-        yield f"{table}: differs from the manifest"
-    else:
-        yield from _find_table_faults(table, described, manifest["num_classes"])
-
-
-def _find_table_faults(table: Path, described: Mapping[str, Any], num_classes: int) -> Iterator[str]:
-    counts = [shard["records"] for shard in described["shards"]]
+        raise UserError(f"{table}: missing")
+    if sha256_of(table) != described["records_sha256"]:
+        raise UserError(f"{table}: differs from the manifest")
     try:
         rows: np.ndarray = np.load(table, mmap_mode="r")  # which refuses pickled objects
-    except ValueError:
+    except (ValueError, OverflowError, OSError):
         rows = np.empty(0)
-    if rows.dtype != RECORD:
-        yield f"{table}: not a table of records"
-    elif len(rows) == 0 or np.bincount(rows["shard"], minlength=len(counts)).tolist() != counts:
-        yield f"{table}: {len(rows)} rows, not {sum(counts)} in {len(counts)} shards as in the manifest"
-    elif rows["label"].min() < 0 or rows["label"].max() >= num_classes:
-        yield f"{table}: labels {rows['label'].min()} to {rows['label'].max()}, out of range for {num_classes} classes"
+    if rows.dtype != RECORD or rows.ndim != 1:
+        raise UserError(f"{table}: not a table of records")
+    _check_rows(table, rows, described["shards"], manifest["num_classes"])
+    ends = np.cumsum([shard["records"] for shard in described["shards"]])
+    for shard, members in zip(described["shards"], np.split(rows, ends[:-1]), strict=True):
+        index = index_path(root, split, shard["name"])
+        if index.is_file() and sha256_of(index) == shard["index_sha256"] and not _is_index_of(index, members):
+            raise UserError(f"{index}: has other offsets than {table}")
+    return rows
+
+
+def _check_rows(table: Path, rows: np.ndarray, shards: Sequence[Mapping[str, Any]], num_classes: int) -> None:
+    counts = [shard["records"] for shard in shards]
+    fits = 0 < len(rows) == sum(counts) and np.array_equal(rows["shard"], np.repeat(np.arange(len(counts)), counts))
+    if not fits:
+        raise UserError(f"{table}: {len(rows)} rows, not {sum(counts)} in {len(counts)} shards as in the manifest")
+    labels = rows["label"]
+    if labels.min() < 0 or labels.max() >= num_classes:
+        raise UserError(f"{table}: labels {labels.min()} to {labels.max()}, out of range for {num_classes} classes")
+    sizes = np.array([shard["bytes"] for shard in shards], np.uint64)[rows["shard"]]
+    columns = {name: rows[name].astype(np.uint64) for name in ("offset", "size", "image_start", "image_size")}
+    inside = (columns["offset"] <= sizes) & (columns["size"] <= sizes - columns["offset"])
+    inside &= columns["image_start"] + columns["image_size"] <= columns["size"]
+    if not inside.all():
+        raise UserError(f"{table}: row {inside.argmin()} lies outside its shard")
+
+
+def _is_index_of(index: Path, rows: np.ndarray) -> bool:
+    expected = np.stack([rows["offset"].astype(np.int64), rows["size"].astype(np.int64)], 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # numpy warns of what is no number
+        try:
+            return np.array_equal(np.fromstring(index.read_bytes(), np.int64, sep=" "), expected.ravel())
+        except (ValueError, DeprecationWarning):
+            return False
 
 
 def records_path(root: Path, split: str) -> Path:

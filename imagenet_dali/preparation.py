@@ -8,14 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
 from tqdm import tqdm
 
 from common.data.corrupt_images import MAX_BAD_SHARE, print_some
 from common.data.image_folder import Files
-from common.errors import UserError
-from common.files import folder_lock
+from common.errors import UserError, printable
+from common.files import folder_lock, read_json
 from imagenet_dali.images import RESAMPLING
-from imagenet_dali.manifest import MANIFEST, PARTIAL
+from imagenet_dali.manifest import MANIFEST, PARTIAL, read_manifest
 from imagenet_dali.sources import Source, list_source
 from imagenet_dali.workers import parallel_map
 from imagenet_dali.writer import Options, ShardTask, atomic_file, to_shard, write_dataset, write_shard
@@ -24,18 +25,26 @@ REFUSED = "refused.txt"
 IMAGES_PER_SHARD = 1250  # 1,024 shards for ImageNet's training images, as is usual
 
 
-def prepare(source: Path, dest: Path, options: Options | None = None, workers: int = 1) -> None:
+class Job(BaseModel):
+    """What a data set is made of and how, while it is made."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+def prepare(
+    source: Path, dest: Path, options: Options | None = None, workers: int = 1, max_refused: float = MAX_BAD_SHARE
+) -> None:
     """Write the images of `source` as a data set into `dest`, resuming an interrupted call.
 
     The result depends on the images and the options only, not on `workers` or interruptions. Images that do not decode
-    are left out and listed in ``refused.txt``; more than `MAX_BAD_SHARE` of them, or a class that loses all its
+    are left out and listed in ``refused.txt``; more than `max_refused` of them, or a class that loses all its
     training images, raises `UserError` and leaves only that list.
     """
     options = options or Options()
     if dest.resolve().is_relative_to(source.resolve()):
         raise UserError(f"{dest}: lies inside SOURCE; choose a folder outside {source}")
     listed = list_source(source, options.validation_share, options.seed)
-    job = {"source": str(source.resolve()), "files": listed.fingerprint, **asdict(options)}
+    job = {"source": printable(source.resolve()), "files": listed.fingerprint, **asdict(options)}
     plan = plan_shards(listed, options.shards, options.seed)
     if _is_complete(dest, job):
         print(f"{dest}: complete already")
@@ -47,8 +56,10 @@ def prepare(source: Path, dest: Path, options: Options | None = None, workers: i
         for report in parallel_map(write_shard, tasks, workers):
             reports[report["name"]] = report
             progress.update(len(report["rows"]) + len(report["refused"]))
-    refused = sorted(tuple(entry) for report in reports.values() for entry in report["refused"])
-    _report_refused(dest, listed, refused)
+    refused = sorted(
+        (plan[name][number][0], reason) for name, report in reports.items() for number, reason in report["refused"]
+    )
+    _report_refused(dest, listed, refused, max_refused)
     shards = {
         split: [to_shard(reports[name]) for name in plan if name.startswith(f"{split}/")] for split in listed.splits
     }
@@ -85,9 +96,9 @@ def _is_complete(dest: Path, job: dict[str, Any]) -> bool:
     """Return whether the job is done; if not, claim `dest` for it. Raise `UserError` if another job has claimed it."""
     job_path = dest / PARTIAL / "job.json"
     if (dest / MANIFEST).is_file():
-        earlier = json.loads((dest / MANIFEST).read_text())["made"]
+        earlier = read_manifest(dest)["made"]
     elif job_path.is_file():
-        earlier = json.loads(job_path.read_text())
+        earlier = read_json(job_path, Job).model_extra or {}
     elif dest.exists() and (not dest.is_dir() or {path.name for path in dest.iterdir()} - {REFUSED, PARTIAL}):
         raise UserError(f"{dest}: not empty and not a data set; choose an empty folder for DEST")
     else:
@@ -103,22 +114,22 @@ def _is_complete(dest: Path, job: dict[str, Any]) -> bool:
     return is_complete
 
 
-def _report_refused(dest: Path, source: Source, refused: list[tuple[str, str]]) -> None:
+def _report_refused(dest: Path, source: Source, refused: list[tuple[str, str]], max_refused: float) -> None:
     """List the refused images; if they are too many, remove all else from `dest` and raise `UserError`."""
     if not refused:
         (dest / REFUSED).unlink(missing_ok=True)
         return
-    lines = [f"{filename}\t{reason}" for filename, reason in refused]
+    lines = [f"{printable(filename)}\t{printable(reason)}" for filename, reason in refused]
     with atomic_file(dest / REFUSED) as file:
-        file.write("".join(f"{line}\n" for line in lines).encode(errors="surrogateescape"))
+        file.write("".join(f"{line}\n" for line in lines).encode())
     names = {filename for filename, _ in refused}
     total = sum(len(files) for files in source.splits.values())
     left = Counter(label for filename, label in source.splits["train"] if filename not in names)
     lost = [name for label, name in enumerate(source.class_names) if not left[label]]
     print_some(lines)
-    if len(refused) > MAX_BAD_SHARE * total or lost:
+    if len(refused) > max_refused * total or lost:
         for folder in (PARTIAL, *source.splits):
             shutil.rmtree(dest / folder, ignore_errors=True)
-        what = f"all training images of class {lost[0]}" if lost else f"more than {MAX_BAD_SHARE:.0%} of {total}"
-        remedy = "fix or remove them and rerun the command"
+        what = f"all training images of class {lost[0]}" if lost else f"more than {100 * max_refused:g}% of {total}"
+        remedy = "fix or remove them, or raise --max-refused, and rerun the command"
         raise UserError(f"{dest / REFUSED}: {len(refused)} images refused, {what}; {remedy}")

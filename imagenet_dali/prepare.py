@@ -10,8 +10,9 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from common.data.corrupt_images import print_some
+from common.data.corrupt_images import MAX_BAD_SHARE, print_some
 from common.errors import UserError, run_command
+from common.files import explain_os_error
 from common.hardware import cores
 from imagenet_dali.adopt import adopt
 from imagenet_dali.preparation import prepare
@@ -29,10 +30,10 @@ def main(argv: list[str]) -> None:
             _verify(args)
         else:
             options = Options(**{field.name: getattr(args, field.name) for field in fields(Options)})
-            prepare(args.source, args.dest, options, args.workers)
+            prepare(args.source, args.dest, options, args.workers, args.max_refused)
     except OSError as error:  # such as a full disk, which names no file
         path = error.filename or args.dest or args.source
-        raise UserError(f"{path}: {error.strerror}; fix that and rerun the command") from error
+        raise UserError(f"{path}: {explain_os_error(error, Path(path))}; fix that and rerun the command") from error
     except KeyboardInterrupt:
         print("stopped; rerun the command to resume", file=sys.stderr)
         sys.exit(130)
@@ -49,7 +50,9 @@ def _build_parser() -> argparse.ArgumentParser:
     add("dest", nargs="?", type=Path, metavar="DEST", help="a new folder for the data set")
     add("--check", action="store_true", help="verify every byte of the prepared data set DIR")
     add("--adopt", action="store_true", help="verify and index existing TFRecord shards in DIR")
-    add("--repair", action="store_true", help="with --check, --adopt: exclude bad records, up to 1 %%")
+    add("--repair", action="store_true", help="with --check, --adopt: exclude bad records, up to --max-refused")
+    refused = "of the images, records or bytes may be left out because they are bad (default: 0.01)"
+    add("--max-refused", type=float, default=MAX_BAD_SHARE, metavar="SHARE", help=refused)
     add("--labels", type=Path, metavar="FILE", help="with --adopt: the class names, one per line")
     add("--workers", type=int, default=cores(), metavar="N", help="processes (default: cores)")
     share = "of each class, if SOURCE has no validation split (default: 0.2)"
@@ -71,8 +74,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise UserError("give SOURCE and DEST, or --check DIR, or --adopt DIR; see --help")
     if args.repair and args.dest is not None:
         raise UserError("--repair goes with --check DIR or --adopt DIR")
-    limits = dict(validation_share=(0, 0.99), quality=(1, 100), workers=(1, 1024), shards=(1, 99_999))
-    for name, (low, high) in (limits | dict(short_side=(1, 65_535))).items():
+    limits = dict(validation_share=(0, 0.99), quality=(1, 100), workers=(1, 1024), shards=(1, 50_000))
+    for name, (low, high) in (limits | dict(short_side=(1, 65_535), max_refused=(0, 1))).items():
         value = getattr(args, name)
         if value is not None and not low <= value <= high:
             raise UserError(f"--{name.replace('_', '-')}={value}: choose {low} to {high}")
@@ -81,14 +84,14 @@ def _check_arguments(args: argparse.Namespace) -> None:
 def _verify(args: argparse.Namespace) -> None:
     root = args.source
     if args.adopt:
-        faults = adopt(root, args.labels, args.workers, leave_out=args.repair)
+        faults = adopt(root, args.labels, args.workers, args.max_refused if args.repair else None)
     else:
-        faults = (repair if args.repair else check)(root, args.workers)
+        faults = repair(root, args.workers, args.max_refused) if args.repair else check(root, args.workers)
     print_some(faults)
     if faults and not args.repair:
         raise UserError(
             f"{root}: faults found: {len(faults)}; {'--adopt' if args.adopt else '--check'} --repair continues without "
-            "bad records, up to 1 %; or repair the files, or prepare the images again"
+            "bad records, up to --max-refused; or repair the files, or prepare the images again"
         )
     if faults:
         print(f"{root}: the records above are excluded; manifest.json lists them")

@@ -203,7 +203,7 @@ def test_few_bad_images_are_left_out_and_listed(tmp_path, capsys):
     cut, pipe, large, notes = (dest / "refused.txt").read_text().splitlines()
     assert cut.startswith("class_0/cut.jpg\tPremature end")
     assert pipe == "class_0/pipe.jpg\tnot a regular file"
-    assert large == "class_1/large.jpg\t1,099,511,627,776 bytes are more than 401,048,576"
+    assert large == "class_1/large.jpg\t1,099,511,627,776 bytes, more than 401,048,576"
     assert notes.startswith("class_1/notes.txt\tnot one of JPEG")
     assert "4 refused" in capsys.readouterr().out
     assert sum(len(open_split(dest, split)) for split in ("train", "validation")) == 400
@@ -292,10 +292,50 @@ def test_what_the_system_refuses_is_one_line(folders, tmp_path):
     assert ended.stderr.startswith(f"error: {tmp_path / 'file'}")
     assert ended.stderr.count("\n") == 1
     (source / "class_0" / "link.jpg").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"link.jpg: No such file or directory; fix that and rerun the command"):
+    with pytest.raises(UserError, match=r"refused.txt: 1 images refused, more than 1% of 11"):
         main([str(source), str(dest)])
 
 
 def test_workers_do_not_import_torch():
     command = [sys.executable, "-c", "import imagenet_dali.prepare, sys; sys.exit('torch' in sys.modules)"]
     assert subprocess.run(command, cwd=PROJECT).returncode == 0
+
+
+NAMES = [
+    b"Cat",
+    b"cat",
+    b"CON",
+    b"nul",
+    b"a\tb".replace(b"\t", b" "),
+    "é漢\u200d".encode(),
+    b"-x",
+    b"labels.txt",
+    b"$(touch x)",
+]
+
+
+def test_names_are_carried_exactly_and_files_of_any_name_are_images(tmp_path, capsys):
+    source, dest = os.fsencode(tmp_path / "images"), tmp_path / "data"
+    for name in NAMES:
+        os.makedirs(source + b"/" + name)
+        for file in (b"0.jpg", b"\xff.jpg", b"a\nb\x1b[2J.jpg", "\u2028.jpg".encode()):
+            Path(os.fsdecode(source + b"/" + name + b"/" + file)).write_bytes(jpeg())
+    os.symlink("nowhere", source + b"/cat/link\n.jpg")
+    os.symlink(".", source + b"/cat/loop")
+    main([os.fsdecode(source), str(dest), "--workers=1", "--max-refused=0.2"])
+    split = open_split(dest, "train")
+    assert split.class_names == sorted(os.fsdecode(name) for name in NAMES)
+    assert len(split) + len(open_split(dest, "validation")) == 4 * len(NAMES)
+    assert (dest / "refused.txt").read_text() == "cat/link\\n.jpg\ta link to nothing\n"
+    assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [b"a\nb", b"\x1b[31mred", "a\u2028b".encode(), b"caf\xe9"])
+def test_class_names_that_no_text_can_hold_are_refused(tmp_path, name):
+    for folder in (b"good", name):
+        path = Path(os.fsdecode(os.fsencode(tmp_path / "images") + b"/" + folder))
+        path.mkdir(parents=True)
+        (path / "0.jpg").write_bytes(jpeg())
+    with pytest.raises(UserError, match=r"has a control character, a line separator or bytes"):
+        main([str(tmp_path / "images"), str(tmp_path / "data")])
+    assert not (tmp_path / "data").exists()

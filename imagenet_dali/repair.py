@@ -20,27 +20,27 @@ from imagenet_dali.manifest import (
     read_manifest,
     records_path,
 )
-from imagenet_dali.verify import read_table, verify_shards
+from imagenet_dali.verify import find_table, verify_shards
 from imagenet_dali.writer import Shard, atomic_file, build_tables, manifest_text, relative_to_root
 
 
-def repair(root: Path, workers: int) -> list[str]:
+def repair(root: Path, workers: int, max_refused: float = MAX_BAD_SHARE) -> list[str]:
     """Exclude the records that do not verify; return a line for each, or for a truncated shard.
 
     Shards are not modified: index, table and manifest are rewritten, and the manifest keeps the previous fingerprint.
     New indexes and tables take effect with the manifest; the next call completes one that was killed. Raises
-    `UserError`, before anything is written, for a missing file, for more than `MAX_BAD_SHARE` of all records including
+    `UserError`, before anything is written, for a missing file, for more than `max_refused` of all records including
     earlier repairs, and for a class that would lose all its training images.
     """
     manifest = read_manifest(root)
     with folder_lock(root / PARTIAL):
         try:
-            return _repair(root, manifest, workers)
+            return _repair(root, manifest, workers, max_refused)
         finally:
             shutil.rmtree(root / PARTIAL)
 
 
-def _repair(root: Path, manifest: dict[str, Any], workers: int) -> list[str]:
+def _repair(root: Path, manifest: dict[str, Any], workers: int, max_refused: float) -> list[str]:
     _settle(root, manifest)
     for split in manifest["splits"]:
         for missing in find_missing(root, manifest, split):
@@ -48,7 +48,7 @@ def _repair(root: Path, manifest: dict[str, Any], workers: int) -> list[str]:
     verified = verify_shards(root, manifest, workers)
     splits = {split: [shard for shard, _ in members] for split, members in verified.items()}
     faults = [fault for members in verified.values() for _, found in members for fault in found]
-    lost = _check_losses(root, manifest, splits, faults)
+    lost = _check_losses(root, manifest, splits, faults, max_refused)
     described, tables = build_tables(root, splits)
     for path, content in tables.items():
         if not path.is_file() or path.read_bytes() != content:
@@ -82,20 +82,26 @@ def _staged(path: Path) -> Path:
     return path.with_name(f"{path.name}.repaired")
 
 
-def _check_losses(root: Path, manifest: Mapping[str, Any], splits: Mapping[str, list[Shard]], faults: list[str]) -> int:
+def _check_losses(
+    root: Path,
+    manifest: Mapping[str, Any],
+    splits: Mapping[str, list[Shard]],
+    faults: list[str],
+    max_refused: float,
+) -> int:
     """Return how many records are lost; raise `UserError` if they are too many."""
     before = sum(described["records"] for described in manifest["splits"].values())
     lost = before - sum(len(shard.rows) for shards in splits.values() for shard in shards)
     lost_earlier = sum(repair["records"] for repair in manifest.get("repairs", ()))
-    if lost > 0 and lost + lost_earlier > MAX_BAD_SHARE * (before + lost_earlier):
+    if lost > 0 and lost + lost_earlier > max_refused * (before + lost_earlier):
         raise UserError(
             f"{root}: {lost + lost_earlier:,} of {before + lost_earlier:,} records are bad, more than "
-            f"{MAX_BAD_SHARE:.0%}: {join_some(faults)}; nothing was changed: copy the shards "
+            f"{100 * max_refused:g}%: {join_some(faults)}; nothing was changed: copy the shards "
             "from where the data set came from, or prepare the images again"
         )
     for split, shards in splits.items():
         left = np.concatenate([shard.rows["label"] for shard in shards])
-        table = read_table(root, manifest, split)
+        table = find_table(root, manifest, split)
         gone = set(table["label"].tolist() if table is not None else ()) - set(left.tolist())
         if not len(left) or (gone and split == "train"):
             what = f"class {min(gone)}" if len(left) else "all classes"

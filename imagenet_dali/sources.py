@@ -2,13 +2,21 @@
 
 import csv
 import itertools
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.data.image_folder import MAX_PIXELS, Files, list_classes, list_files, list_folders, split_by_class
+from common.data.image_folder import (
+    MAX_PIXELS,
+    Files,
+    check_class_names,
+    file_state,
+    list_classes,
+    list_files,
+    list_folders,
+    split_by_class,
+)
 from common.errors import UserError
-from common.files import fingerprint_of
+from common.files import fingerprint_of, read_bytes, read_text
 from imagenet_dali.images import BadImageError
 
 EVALUATION_FOLDERS = ("val", "validation", "test")
@@ -31,8 +39,7 @@ class Source:
     def fingerprint(self) -> str:
         """A checksum over the names, labels, sizes and times of the images, without reading them."""
         files = sorted(itertools.chain(*self.splits.values()))
-        states = ((self.root / filename).stat() for filename, _ in files)
-        described = ((*file, state.st_size, state.st_mtime_ns) for file, state in zip(files, states, strict=True))
+        described = ((*file, *file_state(self.root / file[0])) for file in files)
         return fingerprint_of([*self.class_names, *itertools.chain.from_iterable(described)])
 
 
@@ -70,12 +77,12 @@ def list_source(root: Path, validation_share: float | None = None, seed: int = 0
 def read_image(root: Path, filename: str) -> bytes:
     """Return the content of one of a source's images; raise `BadImageError` if it cannot be an image."""
     path = root / filename
-    state = path.stat()
-    if not stat.S_ISREG(state.st_mode):
-        raise BadImageError("not a regular file")  # reading a pipe would wait forever
-    if state.st_size > MAX_BYTES:
-        raise BadImageError(f"{state.st_size:,} bytes are more than {MAX_BYTES:,}")
-    return path.read_bytes()
+    if path.is_symlink() and not path.exists():
+        raise BadImageError("a link to nothing")
+    try:
+        return read_bytes(path, MAX_BYTES)
+    except UserError as error:
+        raise BadImageError(str(error).removeprefix(f"{path}: ")) from error
 
 
 def _list_classes(root: Path, folder: Path, classes: list[str]) -> Files:
@@ -91,10 +98,13 @@ def _list_flat(root: Path, folder: Path, classes: list[str]) -> Files:
     if not files:
         raise UserError(f"{folder}: no images; remove the folder or fill it")
     if path := _find(root, KAGGLE_LABELS):
-        with open(path, newline="") as file:
-            synsets = {row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(file)}
+        try:
+            rows = csv.DictReader(read_text(path).splitlines())
+            synsets = {row["ImageId"]: row["PredictionString"].split()[0] for row in rows}
+        except (KeyError, IndexError, AttributeError, csv.Error) as error:
+            raise UserError(f"{path}: not Kaggle's table of ImageId and PredictionString") from error
     elif path := _find(root, SYNSET_LABELS):
-        lines = path.read_text().split()
+        lines = read_text(path).split()
         if len(lines) != len(files):
             raise UserError(f"{path}: {len(lines)} labels for {len(files)} files in {folder}; complete the download")
         synsets = dict(zip((file.stem for file in files), lines, strict=True))
@@ -120,8 +130,10 @@ def _class_names(root: Path, classes: list[str]) -> list[str]:
     path = next(filter(None, (_find(root, name) for name in SYNSET_NAMES)), None)
     if path is None:
         return classes
-    words = dict(line.split(maxsplit=1) for line in path.read_text().splitlines() if len(line.split()) > 1)
-    return [words.get(name, name).strip() for name in classes]
+    words = dict(line.strip().split(maxsplit=1) for line in read_text(path).splitlines() if len(line.split()) > 1)
+    names = [words.get(name, name) for name in classes]
+    check_class_names(names, path)
+    return names
 
 
 def _split(files: Files, share: float, seed: int) -> dict[str, Files]:

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from common.errors import UserError
 from common.files import sha256_of
 from imagenet_dali.dataset import read_record
 from imagenet_dali.images import BadImageError, check_jpeg
-from imagenet_dali.manifest import find_faults, find_missing, read_manifest, records_path
+from imagenet_dali.manifest import find_faults, find_missing, read_manifest, read_table
 from imagenet_dali.records import RECORD, BadRecordError, parse_example, scan, unframe
 from imagenet_dali.workers import parallel_map
 from imagenet_dali.writer import Shard
@@ -88,7 +89,7 @@ def verify_shards(root: Path, manifest: Mapping[str, Any], workers: int) -> dict
     names = {split: [shard["name"] for shard in described["shards"]] for split, described in manifest["splits"].items()}
     tasks = []
     for split, shards in names.items():
-        table = read_table(root, manifest, split)
+        table = find_table(root, manifest, split)
         for number, name in enumerate(shards):
             if (root / name).is_file():
                 tasks.append((root, name, None if table is None else table[table["shard"] == number], labels))
@@ -96,9 +97,9 @@ def verify_shards(root: Path, manifest: Mapping[str, Any], workers: int) -> dict
     return {split: [found[name] for name in shards if name in found] for split, shards in names.items()}
 
 
-def read_table(root: Path, manifest: Mapping[str, Any], split: str) -> np.ndarray | None:
+def find_table(root: Path, manifest: Mapping[str, Any], split: str) -> np.ndarray | None:
     """Return the rows of a split, or None if its table does not match the manifest."""
-    table = records_path(root, split)
-    if not table.is_file() or sha256_of(table) != manifest["splits"][split]["records_sha256"]:
+    try:
+        return read_table(root, manifest, split)
+    except UserError:
         return None
-    return np.load(table)

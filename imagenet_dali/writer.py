@@ -8,11 +8,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import numpy as np
+from pydantic import FailFast
 
 from common.data.image_folder import Files
+from common.errors import printable
+from common.files import Count, Schema, read_json
 from imagenet_dali.images import BadImageError, convert_image
 from imagenet_dali.manifest import FORMAT, MANIFEST, PARTIAL, index_path, records_path
 from imagenet_dali.records import RECORD, build_example, frame, index_text
@@ -51,20 +54,30 @@ class Shard:
     rows: np.ndarray
 
 
+class Report(Schema):
+    """What became of the images of a shard; those that were refused are named by their number."""
+
+    name: str
+    sha256: str
+    rows: Annotated[list[tuple[Count, Count, Count, Count, Count, Count, Count, Count]], FailFast()]
+    refused: Annotated[list[tuple[Count, str]], FailFast()]
+    converted: Count
+
+
 def write_shard(task: ShardTask) -> dict[str, Any]:
     """Write one shard and its report, unless an earlier call has; return the report."""
     report_path = task.dest / PARTIAL / f"{task.name}.json"
     if report_path.is_file() and (task.dest / task.name).is_file():
-        return json.loads(report_path.read_text())
+        return read_json(report_path, Report, most=1 << 30).model_dump()
     quality, short_side = task.options.quality, task.options.short_side
     rows, refused, converted, offset = [], [], 0, 0
     digest = hashlib.sha256()
     with atomic_file(task.dest / task.name) as shard:
-        for filename, label in task.files:
+        for number, (filename, label) in enumerate(task.files):
             try:
                 image = convert_image(read_image(task.source, filename), quality, short_side)
             except BadImageError as error:
-                refused.append((filename, str(error)))
+                refused.append((number, printable(error)))
                 continue
             text = task.class_names[label]
             record = frame(build_example(image.data, label, text, filename, image.height, image.width))

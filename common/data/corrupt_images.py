@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable, Sequence
 
-from common.errors import UserError
+from common.errors import UserError, printable
 
 MAX_BAD_SHARE = 0.01
 NAMED = 20  # of a list that may have a million
@@ -16,7 +16,7 @@ def reason_of(error: Exception) -> str:
 
 def print_some(lines: Sequence[str], most: int = NAMED) -> None:
     """Print the first lines, and how many more there are."""
-    print(*lines[:most], sep="\n", end="\n" if lines else "")
+    print(*(printable(line.expandtabs(1)) for line in lines[:most]), sep="\n", end="\n" if lines else "")
     if len(lines) > most:
         print(f"... and {len(lines) - most:,} more")
 
@@ -53,4 +53,5 @@ class BadImages:
             if message not in self._named and len(self._named) < NAMED:
                 self._named.add(message)
                 last = "; further images are not named" if len(self._named) == NAMED else ""
-                sys.stderr.write(f"skipped: {message}{last}\n")  # one write, unlike print, since ranks share stderr
+                line = f"skipped: {printable(message)}{last}\n"
+                sys.stderr.write(line)  # one write, unlike print, since ranks share stderr

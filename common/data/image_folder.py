@@ -4,13 +4,13 @@ import io
 import os
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageOps
 
-from common.errors import UserError
+from common.errors import UNPRINTABLE, UserError, printable
 from common.files import fingerprint_of
 
 # Pillow's other formats run programs, or are not for photographs
@@ -27,15 +27,39 @@ def list_folders(path: Path) -> list[str]:
 
 def list_files(path: Path) -> list[Path]:
     """Return every file below ``path`` that is not hidden, sorted, whether or not it is an image."""
-    found = []
+    found, visited = [], set()
     for folder, subfolders, names in os.walk(path, followlinks=True):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        if (place := os.path.realpath(folder)) in visited:  # a link to a folder above would be followed without end
+            subfolders.clear()
+            continue
+        visited.add(place)
         found += [Path(folder, name) for name in names if not name.startswith(".")]
     return sorted(found)
 
 
+def check_class_names(names: Iterable[str], place: Path) -> None:
+    """Raise `UserError` for a name that a line of text, JSON or a terminal could not hold as it is."""
+    for name in names:
+        if UNPRINTABLE.search(name):
+            raise UserError(
+                f"{place}: class {printable(name)[:200]} has a control character, a line separator or bytes that are "
+                "not UTF-8 in its name: rename it"
+            )
+
+
+def file_state(path: Path) -> tuple[int, int]:
+    """Return size and time of a file, and (-1, 0) for a link to nothing or a file that is not accessible."""
+    try:
+        state = path.stat()
+    except OSError:
+        return -1, 0
+    return state.st_size, state.st_mtime_ns
+
+
 def list_classes(root: Path, folder: Path, classes: Sequence[str]) -> Files:
     """Return the files in ``folder/<class>/`` by their path from ``root``, with the number of the class as label."""
+    check_class_names(classes, folder)
     return [
         (path.relative_to(root).as_posix(), label)
         for label, name in enumerate(classes)
@@ -109,8 +133,8 @@ class FolderSplit:
         for path, label in sorted(zip(map(os.fsdecode, self._paths), self._labels.tolist(), strict=True)):
             try:
                 size = os.stat(f"{root}/{path}").st_size  # a Path takes twice the time, of a million images
-            except OSError as error:
-                raise UserError(f"{root}/{path}: {error.strerror}; fix or remove this image") from error
+            except OSError:
+                size = -1  # reading it fails, and counts it as a bad image
             yield f"{label} {size} {path}"
 
 

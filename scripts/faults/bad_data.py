@@ -19,7 +19,7 @@ from common.metrics.writers import read_metrics
 from faults.lab import ONE, TWO, Lab, Mode, Recovery, Trial, fault, read_result
 from faults.places import Place, at
 from faults.processes import Inject, RunLostError, expect
-from imagenet_dali import preparation, prepare
+from imagenet_dali import prepare
 from imagenet_dali.dataset import open_split
 from imagenet_dali.testing import BAD_IMAGES, spoil_record, write_bad_images, write_images
 
@@ -87,21 +87,14 @@ def another_data_set(lab: Lab, choice: random.Random) -> None:
 
 @fault(f"1,000 bad images of {len(BAD_IMAGES)} kinds into preparation", 1, 0)
 def thousand_bad_images(lab: Lab, choice: random.Random) -> None:
-    """Prepare 60 good and 1,000 bad images: every bad one is listed with its reason and excluded.
-
-    More than 1 % is refused altogether; here the limit is lifted.
-    """
+    """Prepare 60 good and 1,000 bad images: every bad one is listed with its reason and excluded."""
     folder = lab.new_folder()
     source, shards = write_images(folder / "images", 20, 3), folder / "shards"
     good = {path.read_bytes() for path in source.rglob("*.jpg")}
     kinds = {
         path.relative_to(source).as_posix(): kind for path, kind in write_bad_images(source / "class_0", 1000).items()
     }
-    limit, preparation.MAX_BAD_SHARE = preparation.MAX_BAD_SHARE, 1.0
-    try:
-        prepare_quietly(source, shards, "--validation-share", "0.1")
-    finally:
-        preparation.MAX_BAD_SHARE = limit
+    prepare_quietly(source, shards, "--validation-share", "0.1", "--max-refused", "1")
     listed = dict(line.split("\t") for line in (shards / "refused.txt").read_text().splitlines())
     expect(listed.keys() == kinds.keys(), "another list")
     expect(all(BAD_IMAGES[kinds[name]][1] in reason for name, reason in listed.items()), "another reason")

@@ -139,6 +139,7 @@ class TrainerState(Schema):
     optimizer: Updates
     metrics: Annotated[list[Window], FailFast()]
     best_top1: float = Field(ge=-1, le=1)
+    best_loss: float = 0.0  # which older runs do not have
     ranks: Ranks
 
     @model_validator(mode="after")

@@ -194,7 +194,7 @@ class CheckpointHook(BaseHook):
         trainer.load_state_dict(state["trainer"])
         trainer.train_dataloader.load_state_dict(state["loader"])
         trainer.engine.optimizer.load_step_state(state["optimizer"])
-        self.best = state["best_top1"], -state.get("best_loss", 0.0)  # which older runs do not have
+        self.best = state["best_top1"], -state["best_loss"]
         is_same = state["ranks"] == self.ranks
         rank = gpc.get_global_rank()
         self.metrics.load_state_dict(state["metrics"], rank if is_same else None)

@@ -120,7 +120,6 @@ class StepOptimizer(OptimizerWrapper):
         if self.accumulated < self.accumulation:
             return
         self.accumulated = 0
-        assert self.grad_norm is not None
         found_inf = (~self.grad_norm.isfinite()).float()
         self._update(found_inf)
         if self.scaler:

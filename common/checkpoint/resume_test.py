@@ -62,13 +62,6 @@ def test_a_damaged_one_is_left_out_with_a_warning(tmp_path: Path, damage: str, c
         choose_checkpoint(str(second), tmp_path)
 
 
-def test_an_incomplete_one_is_left_out(tmp_path: Path, capsys) -> None:
-    first, second = write(tmp_path, 9, 12)
-    (second / "COMPLETE").unlink()
-    assert choose_checkpoint("auto", tmp_path) == first
-    assert capsys.readouterr().err == ""
-
-
 def test_damage_to_all_of_them_does_not_start_from_nothing(tmp_path: Path) -> None:
     for path in write(tmp_path, 9, 12):
         (path / "trainer.json").write_text("")

@@ -59,11 +59,6 @@ def test_uniforms_are_uniform_and_independent():
     assert np.abs(correlation - np.eye(21)).max() < 0.04
 
 
-def test_a_row_is_reached_without_those_before():
-    everything = sample_uniforms(seed=3, epoch=1, step=2, row=0, rows=64, count=23)
-    np.testing.assert_array_equal(sample_uniforms(3, 1, 2, 40, 8, 23), everything[40:48])
-
-
 def test_an_epoch_resumes_from_any_micro_batch():
     sampler = TrainSampler(40, 8, 2, dp_rank=1, dp_size=2, seed=1, uniforms=2)
     whole = list(sampler.draws(epoch=4))

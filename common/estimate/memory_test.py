@@ -1,19 +1,15 @@
+from contextlib import nullcontext
+
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common.estimate.memory import TensorMemory
 
 
-def chain() -> None:
-    x = torch.ones(1000, requires_grad=True)
-    y = x.exp()  # which keeps its outcome
-    z = y.view(10, 100)
-    del y
-    z.sum().backward()
-
-
-def test_follows_what_autograd_keeps_and_frees():
-    with TensorMemory() as memory:
+@pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode])
+def test_follows_what_autograd_keeps_and_frees(mode):
+    with mode(), TensorMemory() as memory:
         x = torch.ones(1000, requires_grad=True)
         y = (x * 2).exp()
         assert memory.live == 2 * 4000  # the product is gone, exp keeps its outcome
@@ -29,12 +25,3 @@ def test_follows_what_autograd_keeps_and_frees():
         loss.backward()
         assert memory.peak > 2 * 4000 + 4
         assert memory.live == 2 * 4000 + 4  # parameter, gradient, loss
-
-
-def test_fake_tensors_take_what_real_ones_do():
-    with TensorMemory() as real:
-        chain()
-    with FakeTensorMode(), TensorMemory() as fake:
-        chain()
-    assert fake.peak == real.peak > 0
-    assert fake.live == real.live == 0

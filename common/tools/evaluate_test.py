@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from sklearn.metrics import confusion_matrix, precision_score, recall_score, top_k_accuracy_score
 from torchvision.datasets import ImageFolder
@@ -17,7 +16,6 @@ from common.metrics.writers import read_metrics
 from common.testing.ranks import run_ranks
 from common.testing.tiny_task import NAMES, SAMPLES, timm_logits, train, write_images
 from common.tools import class_report, evaluate
-from common.tools.evaluate import Tally
 
 
 def read(run: Path) -> dict:
@@ -70,15 +68,6 @@ def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
     assert worst_first == [row["class"] for row in sorted(rows, key=lambda row: (float(row["top1"]), row["class"]))]
     with Image.open(run / "evaluation" / "step-00000010" / "confusion.png") as picture:
         assert min(picture.size) > 400
-
-
-def test_a_tally_leaves_out_what_has_no_label():
-    tally = Tally(3, torch.device("cpu"))
-    logits = torch.tensor([[3.0, 1, 0], [0, 1, 2], [9, 0, 0], [0, 1, 0]])
-    tally.add(logits, torch.tensor([0, 1, -100, 1]))
-    assert tally.confusion_CC.tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 0]]
-    assert tally.top5_C.tolist() == [1, 2, 0]
-    assert tally.totals[1:].tolist() == [2, 3, 3]
 
 
 def test_of_many_classes_the_ends_are_shown(capsys, tmp_path):

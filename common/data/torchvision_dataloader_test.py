@@ -42,14 +42,6 @@ def folder(tmp_path_factory) -> Path:
     return root
 
 
-@pytest.fixture
-def closing():
-    loaders = []
-    yield lambda loader: loaders.append(loader) or loader
-    for loader in loaders:
-        loader.close()
-
-
 def open_folder(root: Path, split: str) -> FolderSplit:
     class_names, folder = ["ape", "bee"], root / ("val" if split == "validation" else split)
     files = [(path.relative_to(root).as_posix(), class_names.index(path.parent.name)) for path in list_files(folder)]
@@ -83,9 +75,9 @@ def open_upright(split: FolderSplit, index: int) -> Image.Image:
         return ImageOps.exif_transpose(image).convert("RGB")
 
 
-def test_training_shows_what_torchvision_shows(folder, closing):
+def test_training_shows_what_torchvision_shows(folder):
     split = open_folder(folder, "train")
-    loader = closing(train_loader(split))
+    loader = train_loader(split)
     flips = 0
     for draw, (images, labels) in zip(loader.sampler.draws(0), loader, strict=True):
         assert images.dtype == torch.float32
@@ -101,9 +93,9 @@ def test_training_shows_what_torchvision_shows(folder, closing):
     assert 0 < flips < 16
 
 
-def test_evaluation_shows_what_torchvision_shows_once_each(folder, closing):
+def test_evaluation_shows_what_torchvision_shows_once_each(folder):
     split = open_folder(folder, "validation")
-    images, labels = concatenate(closing(eval_loader(split)))
+    images, labels = concatenate(eval_loader(split))
     assert labels.tolist() == [0] * 5 + [1] * 5 + [NO_LABEL] * 2
     assert not images[10:].any()
     for index in range(10):
@@ -118,10 +110,10 @@ def assert_same_batches(batches, expected) -> None:
         assert torch.equal(labels, expected_labels)
 
 
-def test_workers_change_nothing_and_leave_with_the_loader(folder, closing):
+def test_workers_change_nothing_and_leave_with_the_loader(folder):
     split = open_folder(folder, "train")
     before = set(children())
-    here, workers = closing(train_loader(split)), train_loader(split, workers=2)
+    here, workers = train_loader(split), train_loader(split, workers=2)
     for loader in (here, workers):
         next(iter(loader))  # epoch 0, left early
     for _ in range(2):
@@ -136,17 +128,18 @@ def children() -> list[int]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_resumes_in_the_middle_of_an_epoch_bit_for_bit(folder, closing, workers):
+def test_resumes_in_the_middle_of_an_epoch_bit_for_bit(folder, workers):
     split = open_folder(folder, "train")
-    loader, resumed = closing(train_loader(split)), closing(train_loader(split, workers))
+    loader, resumed = train_loader(split), train_loader(split, workers)
     running = iter(loader)
     next(running)
     resumed.load_state_dict(loader.state_dict())
     assert_same_batches([*resumed, *resumed], [*running, *loader])
+    resumed.close()
 
 
-def test_reading_leaves_the_models_random_numbers_alone(folder, closing):
-    loader = closing(train_loader(open_folder(folder, "train")))
+def test_reading_leaves_the_models_random_numbers_alone(folder):
+    loader = train_loader(open_folder(folder, "train"))
     before = torch.get_rng_state()
     list(loader)
     assert torch.equal(torch.get_rng_state(), before)
@@ -169,25 +162,26 @@ def corrupt(folder, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_bad_images_are_left_out_of_evaluation_and_named_once(folder, corrupt, closing, monkeypatch, capsys, workers):
+def test_bad_images_are_left_out_of_evaluation_and_named_once(folder, corrupt, monkeypatch, capsys, workers):
     monkeypatch.setattr("common.data.corrupt_images.MAX_BAD_SHARE", 0.1)
     split = open_folder(corrupt, "train")
-    loader = closing(Loader(EvalSampler(20, 8), reader(split, CenterCrop(SIZE, 28), workers)))
-    whole = closing(Loader(EvalSampler(20, 8), reader(open_folder(folder, "train"), CenterCrop(SIZE, 28))))
+    loader = Loader(EvalSampler(20, 8), reader(split, CenterCrop(SIZE, 28), workers))
+    whole = Loader(EvalSampler(20, 8), reader(open_folder(folder, "train"), CenterCrop(SIZE, 28)))
     for _ in range(2):
         (images, labels), (expected_images, expected_labels) = concatenate(loader), concatenate(whole)
         expected_images[[7, 12]], expected_labels[[7, 12]] = 0, NO_LABEL
         assert_same_batches([(images, labels)], [(expected_images, expected_labels)])
         assert int((labels >= 0).sum()) == 18
+    loader.close()
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[1] for line in lines] == [str(split.path(7)), str(split.path(12))]
     assert all(line.startswith("skipped: ") and line.endswith("remove or replace this image") for line in lines)
 
 
-def test_training_continues_with_the_other_images_of_the_micro_batch(folder, corrupt, closing, monkeypatch):
+def test_training_continues_with_the_other_images_of_the_micro_batch(folder, corrupt, monkeypatch):
     monkeypatch.setattr("common.data.corrupt_images.MAX_BAD_SHARE", 0.1)
     split = open_folder(corrupt, "train")
-    loader, whole = closing(train_loader(split)), closing(train_loader(open_folder(folder, "train")))
+    loader, whole = train_loader(split), train_loader(open_folder(folder, "train"))
     left_out = 0
     for epoch in range(2):
         for draw, (images, labels), expected in zip(loader.sampler.draws(epoch), loader, whole, strict=True):
@@ -198,10 +192,10 @@ def test_training_continues_with_the_other_images_of_the_micro_batch(folder, cor
     assert left_out > 0
 
 
-def test_more_bad_images_than_allowed_stop_the_pass(corrupt, closing, monkeypatch):
+def test_more_bad_images_than_allowed_stop_the_pass(corrupt, monkeypatch):
     split = open_folder(corrupt, "train")
     with pytest.raises(UserError) as raised:
-        list(closing(eval_loader(split)))
+        list(eval_loader(split))
     assert str(raised.value).startswith(f"{split.path(7)}: ")
     assert str(raised.value).endswith("1 of the 20 images that this process reads in a pass are bad, more than 1%")
     assert "\n" not in str(raised.value)
@@ -219,18 +213,18 @@ def test_more_bad_images_than_allowed_stop_the_pass(corrupt, closing, monkeypatc
     ],
 )
 @pytest.mark.filterwarnings("ignore:Image size:PIL.Image.DecompressionBombWarning")
-def test_what_must_not_be_decoded_is_named(corrupt, closing, picture, reason):
+def test_what_must_not_be_decoded_is_named(corrupt, picture, reason):
     split = open_folder(corrupt, "train")
     split.path(0).write_bytes(encode(*picture) if picture else b"")
     with pytest.raises(UserError, match=f"{split.path(0)}: {reason}"):
-        list(closing(eval_loader(split)))
+        list(eval_loader(split))
 
 
-def test_a_folder_that_vanished_is_named(folder, closing):
+def test_a_folder_that_vanished_is_named(folder):
     split = open_folder(folder, "train")
     split.root = folder / "elsewhere"
     with pytest.raises(UserError, match="0.jpg: No such file or directory; the folder changed"):
-        list(closing(eval_loader(split)))
+        list(eval_loader(split))
 
 
 def test_a_fingerprint_follows_paths_and_sizes_and_not_the_place(folder, corrupt):

@@ -1,7 +1,7 @@
 """``--dry-run``: print the resolved config, the batch arithmetic, memory, and predictions for all parallel modes."""
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -23,6 +23,7 @@ from common.estimate.step_estimate import StepEstimate, estimate_step
 from common.hardware import instruction_set
 from common.model.flops import flops_per_image
 from common.model.vit import build_model, parameter_count
+from common.table import flatten
 
 WIDTH, INDENT = 80, 23  # columns
 IMAGENET = 1_281_167  # training images of ImageNet-1k
@@ -36,8 +37,8 @@ def print_dry_run(
     ``data`` is None where no data set was named; ``weights`` says what the run starts from. Without ``cluster`` there
     is no table.
     """
-    for name, value in _dotted(config):
-        print(f"{name:<{INDENT - 1}} {value}")
+    for name, value in flatten(config).items():
+        print(f"{name:<{INDENT - 1}} {value if isinstance(value, Enum) else repr(value)}")
     print()
     rows = _describe_plan(config, plan, data) | ({"weights": weights} if weights else {})
     for name, value in rows.items():
@@ -52,15 +53,6 @@ def print_dry_run(
 
 def _model(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config["MODEL"], "num_classes": config["MODEL"]["num_classes"] or 1000}
-
-
-def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield ``("DATA.flip", "True")`` for ``{"DATA": {"flip": True}}``."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value) if isinstance(value, Enum) else repr(value)
 
 
 def _print_wrapped(name: str, text: str) -> None:

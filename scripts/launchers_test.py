@@ -115,7 +115,10 @@ def test_torch_distributed_launch(data, arguments, expected, tmp_path):
 
 @contextmanager
 def two_hosts() -> Iterator[list[str]]:
-    """Yield the names of two connected network namespaces, 10.77.0.1 and 10.77.0.2 on their eth0."""
+    """Yield the names of two connected network namespaces, 10.77.0.1 and 10.77.0.2 on their eth0, that drop UDP.
+
+    This machine's name resolves to 127.0.1.1 in both, as Debian has it; node0 is the first, where it does so too.
+    """
     require("ip", "iproute2")
     names = [f"launchers{os.getpid()}-{number}" for number in (1, 2)]
     try:
@@ -123,17 +126,28 @@ def two_hosts() -> Iterator[list[str]]:
             run(f"ip netns add {name} && ip -n {name} link set lo up")
         run(f"ip -n {names[0]} link add eth0 type veth peer name eth0 netns {names[1]}")
         for number, name in enumerate(names, 1):
+            hosts = Path("/etc/netns") / name / "hosts"  # in place of /etc/hosts
+            hosts.parent.mkdir(parents=True)
+            node0 = "127.0.1.1" if number == 1 else "10.77.0.1"
+            hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n{node0} node0\n")
+            rules = (
+                "rule add pref 2 lookup local",
+                "rule del pref 0",
+                "rule add pref 1 iif eth0 ipproto udp blackhole",
+            )
+            run(" && ".join(f"ip -n {name} {rule}" for rule in rules))
             run(f"ip -n {name} address add 10.77.0.{number}/24 dev eth0 && ip -n {name} link set eth0 up")
         yield names
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
 
 def test_torchrun_on_two_hosts(data, arguments, expected, tmp_path):
-    environ = dict(NNODES="2", MASTER_ADDR="10.77.0.1", DATA=data, GLOO_SOCKET_IFNAME="eth0", OMP_NUM_THREADS="1")
+    environ = dict(NNODES="2", MASTER_ADDR="node0", DATA=data, OMP_NUM_THREADS="1")
     with two_hosts() as hosts:
-        command = f"bash scripts/train_torchrun.sh imagenet_dali/train_dali.py {arguments}"
+        command = f"bash scripts/train_torchrun.sh imagenet_dali/train_dali.py {arguments} --set TIMEOUT=10"
         words, others = ["ip", "netns", "exec", hosts[1], *command.split()], os.environ | environ | {"NODE_RANK": "1"}
         second = subprocess.Popen(words, cwd=ROOT, env=others, stdout=subprocess.DEVNULL)
         try:
@@ -143,6 +157,7 @@ def test_torchrun_on_two_hosts(data, arguments, expected, tmp_path):
             second.terminate()
             second.wait()
     assert outcome(answer.stdout, tmp_path / "run") == expected
+    assert "warning: no datagram from rank 1 at UDP port" in answer.stderr
 
 
 @pytest.mark.parametrize(

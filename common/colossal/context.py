@@ -3,7 +3,6 @@
 import random
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common.colossal.heartbeat import Heartbeat, patience_of
+from common.colossal.heartbeat import Heartbeat
 from common.colossal.rendezvous import DEFAULT_TIMEOUT, open_store
 from common.colossal.tensor_parallel.check import resolve_parallel
 from common.colossal.upstream import (
@@ -25,18 +24,26 @@ from common.colossal.upstream import (
 )
 
 DATA_PARALLEL_SEED_STRIDE = 2**20
+NCCL_GRACE = 120.0  # seconds after TIMEOUT at which NCCL's watchdog aborts the process, without naming a rank
 
 
 class RepairedContext(ParallelContext):
     """`ParallelContext` (legacy/context/parallel_context.py) that starts, seeds and stops on CPUs and GPUs alike.
 
     Attributes:
-        timeout: of collectives; None for PyTorch's default.
         heartbeat: finds out which rank is lost; None without a timeout.
     """
 
-    timeout: timedelta | None = None
     heartbeat: Heartbeat | None = None
+
+    def timeout_of(self, backend: str) -> timedelta | None:
+        """Return the timeout of a backend's collectives; None for PyTorch's default.
+
+        gloo's leaves time to find out which rank is lost; NCCL's only comes where that has failed.
+        """
+        if self.heartbeat is None:
+            return None
+        return timedelta(seconds=self.heartbeat.patience if backend == "gloo" else self.heartbeat.timeout + NCCL_GRACE)
 
     def init_global_dist(self, rank: int, world_size: int, backend: str, host: str, port: int) -> None:
         """Join the default process group; a single process or a fake launch needs no host and port.
@@ -50,21 +57,28 @@ class RepairedContext(ParallelContext):
         store = None if alone else open_store(rank, world_size, host, port, timeout)
         if self.heartbeat is not None:
             self.heartbeat.start(store, host)
-        place = {"rank": rank, "world_size": world_size, "timeout": self.timeout}
+        place = {"rank": rank, "world_size": world_size, "timeout": self.timeout_of(backend)}
         dist.init_process_group(backend, store=store or dist.HashStore(), **place)
         ranks = list(range(world_size))
-        cpu_group = None if backend in ("gloo", "fake") else dist.new_group(ranks, timeout=self.timeout, backend="gloo")
+        cpu_group = None
+        if backend not in ("gloo", "fake"):
+            cpu_group = dist.new_group(ranks, timeout=self.timeout_of("gloo"), backend="gloo")
         self._register_dist(rank, world_size, dist.GroupMember.WORLD, cpu_group, ranks, ParallelMode.GLOBAL)
         self.add_global_rank(ParallelMode.GLOBAL, rank)
 
     def init_parallel_groups(self) -> None:
-        """Create the groups of ``parallel``, with `timeout`, which groups do not inherit.
+        """Create the groups of ``parallel``, with `timeout_of` their backend, which groups do not inherit.
 
         Upstream (parallel_context.py:450) takes what ``parallel`` leaves out from the process's previous launch.
         """
         config: Any = self.config
         config.parallel = Config(resolve_parallel(config.get("parallel"), self.get_world_size(ParallelMode.GLOBAL)))
-        with mock.patch.object(dist, "new_group", partial(dist.new_group, timeout=self.timeout)):
+        new_group = dist.new_group
+
+        def with_timeout(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
+            return new_group(ranks, self.timeout_of(backend or dist.get_backend()), backend)
+
+        with mock.patch.object(dist, "new_group", with_timeout):
             super().init_parallel_groups()
 
     def set_seed(self, seed: int) -> None:
@@ -93,7 +107,7 @@ class RepairedContext(ParallelContext):
         tensor_parallel_env.load()
         for table in (self._global_ranks, self._local_ranks, self._world_sizes, self._cpu_groups, self._ranks_in_group):
             table.clear()
-        self._config = self.timeout = self.heartbeat = None
+        self._config = self.heartbeat = None
 
 
 def launch(
@@ -113,7 +127,6 @@ def launch(
     After ``timeout`` seconds a rank stops waiting for the others and names those that are lost; by default after
     PyTorch's timeout (30 minutes for gloo), without naming any.
     """
-    gpc.timeout = None if timeout is None else timedelta(seconds=patience_of(timeout))
     gpc.heartbeat = None if timeout is None else Heartbeat(rank, world_size, timeout)
     upstream_launch(config, rank, world_size, host, port, backend, local_rank, seed, verbose)
 

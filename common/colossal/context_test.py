@@ -2,14 +2,17 @@
 
 import itertools
 import os
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from colossalai.accelerator import api
 from colossalai.legacy.global_variables import tensor_parallel_env
 
 from common.colossal import ParallelMode, gpc, launch, shutdown
+from common.colossal.heartbeat import patience_of
 from common.testing.ranks import launched, run_ranks
 
 
@@ -41,6 +44,16 @@ def test_the_device_is_found_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         assert api.get_accelerator().name == ("cuda" if torch.cuda.is_available() else "cpu")
     shutdown()  # nothing left to do
     assert gpc.config is None
+
+
+def test_nccl_outlives_the_timeout_after_which_gloo_names_a_lost_rank() -> None:
+    launch({}, 0, 1, "", 0, backend="gloo", verbose=False, timeout=600.0)
+    groups, backend = mock.patch.dict(gpc._groups), mock.patch.object(dist, "get_backend", return_value="nccl")
+    with groups, backend, mock.patch.object(dist, "new_group") as new_group:
+        gpc.init_parallel_groups()
+    shutdown()
+    seconds = {(backend, timeout.total_seconds()) for (_, timeout, backend), _ in new_group.call_args_list}
+    assert seconds == {(None, 720.0), ("gloo", patience_of(600.0))}
 
 
 def test_seeds() -> None:

@@ -1,8 +1,9 @@
 """Find out which rank is lost, and what it was doing.
 
 Each rank sends a datagram to rank 0 at every beat; rank 0 answers. A silent rank is gone; one that still sends but does
-not notice a failed collective that all others noticed hangs. PyTorch's store cannot do this: its calls block when the
-process that serves it stops.
+not notice a failed collective that all others noticed hangs, and so does one that is behind when all stand still: a
+process that waits for a GPU notices nothing. PyTorch's store cannot do this: its calls block when the process that
+serves it stops. A rank from which no datagram has ever come, as behind a firewall that drops UDP, is not judged.
 """
 
 import faulthandler
@@ -61,6 +62,9 @@ class Heartbeat:
         self.timeout, self.beat, self.patience = timeout, beat_of(timeout), patience_of(timeout)
         self.state = "running"  # then "noticed" (a collective failed), "failed" (an error of its own) or "ended"
         self.heard: dict[int, tuple[float, str, str]] = {}  # by rank: time, what it was doing, its state
+        self.unheard: set[int] = set()  # so far
+        self.warn_at = float("inf")  # if there are any
+        self.moved: dict[int, tuple[int, float]] = {}  # rank 0's, by rank: its `progress`, and since when
         self.noticed_at = float("inf")
         self.verdict: str | None = None
         self.judged, self.closing = threading.Event(), threading.Event()
@@ -88,6 +92,7 @@ class Heartbeat:
         self.token = place["token"]
         now = time.monotonic()
         self.heard = dict.fromkeys(range(self.world_size) if not self.rank else [0], (now, "starting", "running"))
+        self.unheard, self.warn_at = set(self.heard) - {self.rank}, now + HANGING * self.beat
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -111,6 +116,7 @@ class Heartbeat:
         stood_still = time.monotonic() - began - self.beat
         if stood_still > self.beat:  # this process was suspended: the others were not silent for that long
             self.heard = {rank: (when + stood_still, *words) for rank, (when, *words) in self.heard.items()}
+            self.moved = {rank: (count, since + stood_still) for rank, (count, since) in self.moved.items()}
         if self.verdict is None and not self.closing.is_set():
             self.verdict = self._judge(time.monotonic())
 
@@ -131,22 +137,32 @@ class Heartbeat:
 
     def _message(self) -> bytes:
         words = {"token": self.token, "rank": self.rank, "doing": _doing[:500], "state": self.state}
-        return json.dumps(words | {"verdict": self.verdict}).encode()
+        return json.dumps(words | {"progress": _changes, "verdict": self.verdict}).encode()
 
     def _hear(self, words: dict[str, Any], sender: Any) -> None:
         if words["token"] != self.token or words["rank"] not in self.heard:
             return
-        self.heard[words["rank"]] = (time.monotonic(), words["doing"], words["state"])
+        now = time.monotonic()
+        self.heard[words["rank"]] = (now, words["doing"], words["state"])
+        self.unheard.discard(words["rank"])
         if self.rank == 0:
+            self._follow(words["rank"], words["progress"], now)
             self.socket.sendto(self._message(), sender)
         elif words["verdict"]:
             self.verdict = words["verdict"]
+
+    def _follow(self, rank: int, progress: int, now: float) -> None:
+        if self.moved.get(rank, (None,))[0] != progress:
+            self.moved[rank] = (progress, now)
 
     def _judge(self, now: float) -> str | None:
         """Return which ranks are lost and what they were doing; "" if a collective failed without one; else None."""
         if self.rank == 0:
             self.heard[0] = (now, _doing, self.state)
-        running = {rank: words for rank, words in self.heard.items() if words[2] in ("running", "failed")}
+            self._follow(0, _changes, now)
+            self._warn_of_unheard(now)
+        heard = {rank: words for rank, words in self.heard.items() if rank not in self.unheard}
+        running = {rank: words for rank, words in heard.items() if words[2] in ("running", "failed")}
         if any(state == "noticed" for _, _, state in self.heard.values()) or self.state == "noticed":
             self.noticed_at = min(self.noticed_at, now)
         limit = SILENT * self.beat if self.noticed_at <= now else self.patience
@@ -154,8 +170,21 @@ class Heartbeat:
         if silent:
             return "; ".join(f"rank {rank} is gone; last seen: {what}" for rank, (_, what, _) in silent.items())
         if self.rank == 0 and now - self.noticed_at > HANGING * self.beat:
-            return "; ".join(f"rank {rank} hangs; it says: {what}" for rank, (_, what, _) in running.items())
+            return _name_hanging(running)
+        if self.moved and all(now - since > self.timeout for _, since in self.moved.values()):
+            least = min(progress for progress, _ in self.moved.values())
+            behind = {rank: words for rank, words in running.items() if self.moved[rank][0] == least}
+            return _name_hanging(behind) if 0 < len(behind) < len(self.moved) else None
         return None
+
+    def _warn_of_unheard(self, now: float) -> None:
+        if self.unheard and now > self.warn_at:
+            self.warn_at = float("inf")
+            ranks, port = ", ".join(map(str, sorted(self.unheard))), self.socket.getsockname()[1]
+            words = (
+                f"no datagram from rank {ranks} at UDP port {port}: if a firewall drops them, a lost rank is not named"
+            )
+            print(f"warning: {words}", file=sys.__stderr__, flush=True)
 
     def _end(self, verdict: str) -> None:
         """Pass the verdict on, to this process and the others; end this process unless it is in `await_verdict`."""
@@ -193,10 +222,15 @@ class Heartbeat:
                 self.socket.send(self._message())
         elif not failed:
             deadline = time.monotonic() + HANGING * self.beat
-            while time.monotonic() < deadline and any(self.heard[r][2] == "running" for r in range(1, self.world_size)):
+            others = set(self.heard) - {0} - self.unheard
+            while time.monotonic() < deadline and any(self.heard[rank][2] == "running" for rank in others):
                 time.sleep(self.beat / 20)
         self.closing.set()
         faulthandler.cancel_dump_traceback_later()
+
+
+def _name_hanging(ranks: dict[int, tuple[float, str, str]]) -> str:
+    return "; ".join(f"rank {rank} hangs; it says: {what}" for rank, (_, what, _) in ranks.items())
 
 
 def describe(verdict: str, world_size: int) -> str:

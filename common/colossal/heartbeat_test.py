@@ -46,6 +46,22 @@ def test_a_process_without_progress_prints_its_stacks(capfd: pytest.CaptureFixtu
     assert "in busy\n" not in printed
 
 
+def hear_nobody() -> None:
+    rank0 = Heartbeat(0, 2, timeout=1.0)
+    rank0.start(dist.HashStore(), "127.0.0.1")
+    time.sleep(1.5)
+    started = time.monotonic()
+    rank0.close()
+    assert time.monotonic() - started < 0.1  # nobody who is waited for
+
+
+def test_where_no_datagram_comes_nobody_is_blamed(capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(1, hear_nobody)
+    warning, *stacks = capfd.readouterr().err.splitlines()
+    assert warning.startswith("warning: no datagram from rank 1 at UDP port ")
+    assert stacks[0].startswith("Timeout")  # of this process, which does not report progress either
+
+
 def test_who_stood_still_itself_does_not_blame_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     rank1, exchanges = Heartbeat(1, 2, timeout=4.0), []
 
@@ -70,7 +86,8 @@ def test_strangers_are_not_heard() -> None:
     rank0.start(store, "127.0.0.1")
     try:
         place = json.loads(store.get("heartbeat"))
-        words = {"token": place["token"], "rank": 1, "doing": "mine", "state": "running", "verdict": None}
+        words = {"token": place["token"], "rank": 1, "doing": "mine", "state": "running"}
+        words |= {"progress": 0, "verdict": None}
         lies = [{"token": "guessed"}, *({"rank": rank} for rank in (2, -1, "x", []))]
         strange = [b"", b"\xff", b"{}", b"[]", b"7"]
         strange += [json.dumps(words | {"doing": "theirs"} | lie).encode() for lie in lies]

@@ -1,5 +1,7 @@
 """Name the lost ranks when a collective fails."""
 
+import atexit
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,6 +29,8 @@ def naming_lost_ranks() -> Iterator[None]:
         verdict = gpc.heartbeat.await_verdict()
         if not verdict:
             raise
+        if dist.get_backend() == "nccl":  # whose clean-up would wait for kernels that never end
+            atexit.register(os._exit, 2)  # runs after threads have ended, the checkpoint's writer among them
         raise UserError(describe(verdict, dist.get_world_size())) from error
 
 

@@ -31,6 +31,11 @@ def compute() -> None:
     time.sleep(1000)
 
 
+def wait_for_the_gpu() -> None:
+    doing("step 5: wait_for_the_gpu")  # where no error tells it of the lost rank
+    time.sleep(1000)
+
+
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -93,6 +98,7 @@ FAULTS = ((kill, 0), (kill, 2), (stop, 2), (fail, 0), (compute, 0), (compute, 1)
         *((fault, lost, wait_for_the_others) for fault, lost in FAULTS),
         (kill, 0, compute),
         (stop, 1, compute),
+        (compute, 1, wait_for_the_gpu),
     ],
 )
 def test_the_others_name_the_rank_and_end_in_time_and_one_that_hangs_prints_stacks(

@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 
+import psutil
 import torch.distributed as dist
 
 from common.errors import RankError, UserError
@@ -19,8 +20,9 @@ def open_store(rank: int, world_size: int, host: str, port: int, timeout: float)
     """Return the launch's store once all ranks have joined; rank 0 serves it, or torchrun's agent.
 
     The server listens on the address of ``host`` only (PyTorch's: on all interfaces); if that is the loopback, so do
-    gloo and NCCL. Raises `UserError` naming the ranks that do not join within ``timeout`` seconds, or `RankError` if
-    that is rank 0.
+    gloo and NCCL. Otherwise gloo binds the interface that leads to the other processes, unless GLOO_SOCKET_IFNAME names
+    one; PyTorch's binds the address of this machine's name, which on Debian is 127.0.1.1. Raises `UserError` naming the
+    ranks that do not join within ``timeout`` seconds, or `RankError` if that is rank 0.
     """
     if is_loopback(host):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -36,8 +38,33 @@ def open_store(rank: int, world_size: int, host: str, port: int, timeout: float)
     store = dist.TCPStore(host, port, is_master=serves, **options)
     # an agent may serve several attempts of the same run
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    _await_ranks(store, rank, world_size, timeout)
+    mine = _source_address(host)
+    _await_ranks(store, rank, world_size, timeout, mine)
+    if _is_loopback(mine):  # the name is mapped to it on this machine only, or all processes are here
+        others = [store.get(f"here/{other}").decode() for other in range(world_size)]
+        mine = next((_source_address(other) for other in others if other and not _is_loopback(other)), mine)
+    if interface := _interface_of(mine):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     return store
+
+
+def _source_address(host: str) -> str:
+    """Return the address of this machine from which packets to ``host`` go out, "" if there is none; sends nothing."""
+    with suppress(OSError):
+        family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    return ""
+
+
+def _is_loopback(address: str) -> bool:
+    return address != "" and ipaddress.ip_address(address).is_loopback
+
+
+def _interface_of(address: str) -> str | None:
+    places = psutil.net_if_addrs().items()
+    return next((name for name, held in places if address in {one.address.partition("%")[0] for one in held}), None)
 
 
 def _agent_serves(host: str, port: int) -> bool:
@@ -57,8 +84,8 @@ def _await_server(host: str, port: int, seconds: float) -> None:
     )
 
 
-def _await_ranks(store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
-    store.set(f"here/{rank}", "")
+def _await_ranks(store: dist.Store, rank: int, world_size: int, seconds: float, address: str) -> None:
+    store.set(f"here/{rank}", address)
     absent = list(range(world_size))
     deadline = time.monotonic() + seconds
     while absent := [other for other in absent if not store.check([f"here/{other}"])]:

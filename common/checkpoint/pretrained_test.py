@@ -108,7 +108,7 @@ def test_a_run_a_checkpoint_and_an_export_give_the_averaged_weights(trained: Pat
 def test_every_mode_starts_from_the_same(trained: Path, data: Path, gpus: int, mode: str, size: int, tmp_path) -> None:
     """At a learning rate of 0, the evaluation after a step is that of the initial weights."""
     parallel = [] if mode is None else [f"TENSOR_PARALLEL_SIZE={size}", f"TENSOR_PARALLEL_MODE={mode}"]
-    settings = [f"INIT={trained}", "LEARNING_RATE=0", "MAX_STEPS=1", *parallel]
+    settings = [f"INIT={trained}", "LEARNING_RATE=1e-50", "MAX_STEPS=1", *parallel]
     run_ranks(gpus, train, data, tmp_path / "run", *settings)
     found, expected = read_metrics(tmp_path / "run")[-1], read_metrics(trained)[-1]
     assert found["top1"] == expected["top1"]
@@ -116,13 +116,13 @@ def test_every_mode_starts_from_the_same(trained: Path, data: Path, gpus: int, m
 
 
 def test_a_run_that_resumes_does_not_start_again(saved: Path, data: Path, tmp_path: Path, capsys) -> None:
-    train(data, tmp_path / "run", f"INIT={saved}", "MODEL.heads=2", "MAX_STEPS=4", "LEARNING_RATE=0")
+    train(data, tmp_path / "run", f"INIT={saved}", "MODEL.heads=2", "MAX_STEPS=4", "LEARNING_RATE=1e-50")
     first = newest_checkpoint(tmp_path / "run" / "checkpoints")
     assert f"starting from the weights of {saved}; a new head of 7 classes, not its 9" in capsys.readouterr().out
     weights = load_file(first / "model.safetensors")
     assert torch.equal(weights["blocks.0.attn.qkv.weight"], load_file(saved)["blocks.0.attn.qkv.weight"])
     saved.unlink()
-    train(data, tmp_path / "run", "MAX_STEPS=5", "LEARNING_RATE=0")
+    train(data, tmp_path / "run", "MAX_STEPS=5", "LEARNING_RATE=1e-50")
     assert "starting from the weights" not in capsys.readouterr().out
     last = newest_checkpoint(tmp_path / "run" / "checkpoints")
     assert last.name == "step-00000005"

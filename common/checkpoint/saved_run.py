@@ -14,6 +14,7 @@ from common.checkpoint.content import check_weights, read_about, read_config
 from common.checkpoint.model_state import EMA, MODEL
 from common.checkpoint.save import BEST, CONFIG, MARKER, load_model_state, load_trainer_state, newest_checkpoint
 from common.errors import UserError
+from common.hardware import memory_bytes
 from common.metrics.writers import Record, read_metrics
 from common.model.vit import build_model
 
@@ -40,7 +41,11 @@ class SavedRun:
     @property
     def batch(self) -> int:
         """The samples that a process evaluates at once: as many as in training, unless ``MICRO_BATCH_SIZE`` is set."""
-        return self.config["MICRO_BATCH_SIZE"] or self.about["plan"]["micro_batch"]
+        batch = self.config["MICRO_BATCH_SIZE"] or self.about["plan"]["micro_batch"]
+        size = 12 * batch * self.config["MODEL"]["image_size"] ** 2
+        if size > memory_bytes():
+            raise UserError(f"MICRO_BATCH_SIZE={batch}: a batch takes {size / 1e9:,.1f} GB; --set a smaller one")
+        return batch
 
     @property
     def class_names(self) -> list[str]:

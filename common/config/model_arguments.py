@@ -16,9 +16,9 @@ class ModelArguments(Section):
 
     image_size: Int = key(224, "side of the square input", unit="pixels", ge=1, le=65536)
     patch_size: Int = key(16, "side of a patch; divides `image_size`", unit="pixels", ge=1, le=65536)
-    width: Int = key(384, "channels of a token", ge=1, le=2**20)
-    depth: Int = key(12, "number of blocks", ge=1, le=10_000)
-    heads: Int = key(6, "attention heads; divides `width`", ge=1, le=2**20)
+    width: Int = key(384, "channels of a token", ge=1)
+    depth: Int = key(12, "number of blocks", ge=1)
+    heads: Int = key(6, "attention heads; divides `width`", ge=1)
     mlp_ratio: Number = key(4.0, "hidden channels of the MLP / `width`", gt=0, le=1000)
     num_classes: Int = key(1000, "classes of the head", ge=1, le=10**8)
     dropout: Number = key(0.0, "after the position embedding and after every projection of a block but qkv", ge=0, lt=1)

@@ -56,7 +56,7 @@ class Data(Section):
     allow_change: bool = key(False, "resume from a checkpoint that was trained on another data set")
     loader: Literal["dali", "torchvision"] = key("dali", "which loader decodes")
     workers: Int | None = key(
-        None, "decoding threads (DALI) or processes of a rank; `None`: its share of the cores", ge=0, le=10_000
+        None, "decoding threads (DALI) or processes of a rank; `None`: its share of the cores", ge=0
     )
     crop_scale: Annotated[Pair, _hold(lambda pair: 0 < pair[0] <= pair[1] <= 1)] = key(
         (0.08, 1.0), "share of the image's area that a training crop takes", says="(low, high), 0 < low <= high <= 1"
@@ -77,8 +77,8 @@ class Data(Section):
     autoaugment: Literal[None, "cifar10"] = key(None, "CIFAR-10: AutoAugment's policy for training")
     eval_crop: Number = key(0.875, "share of the short side that evaluation's centre crop takes", ge=0.1, le=1)
     mean: Triple = key((0.485, 0.456, 0.406), "subtracted from R, G, B (0 to 1)", says="(R, G, B)")
-    std: Annotated[Triple, _hold(lambda colour: min(colour) > 0)] = key(
-        (0.229, 0.224, 0.225), "then divided by", says="(R, G, B), each > 0"
+    std: Annotated[Triple, _hold(lambda colour: min(colour) >= 1e-6)] = key(
+        (0.229, 0.224, 0.225), "then divided by", says="(R, G, B), each >= 1e-6"
     )
 
 
@@ -234,7 +234,7 @@ class Config(Section):
         "10 min", "between checkpoints", says="optimizer steps, as 500, or minutes, as '10 min'"
     )
     KEEP: Int = key(2, "newest checkpoints that are kept, beside the best", ge=1)
-    LEARNING_RATE: Number = key(..., "peak, at the end of warm-up", ge=0)
+    LEARNING_RATE: Number = key(..., "peak, at the end of warm-up", gt=0)
     WEIGHT_DECAY: Number = key(0.0, "decoupled for AdamW and LAMB", ge=0)
     LR_SCHEDULE: Literal["linear", "cosine"] = key("cosine", "decay after warm-up, to 0")
     OPTIMIZER: Optimizer = key(Optimizer(), "the optimizer, and its own options")

@@ -43,10 +43,11 @@ def print_dry_run(
     rows = _describe_plan(config, plan, data) | ({"weights": weights} if weights else {})
     for name, value in rows.items():
         _print_wrapped(name, value)
-    with torch.device("meta"):
-        model = build_model(**_model(config))
-    for line in describe_tensor_parallel(config["parallel"], model, plan.micro_batch):
-        _print_wrapped("", line)
+    if plan.tensor_parallel > 1:
+        with torch.device("meta"):
+            model = build_model(**_model(config))
+        for line in describe_tensor_parallel(config["parallel"], model, plan.micro_batch):
+            _print_wrapped("", line)
     if cluster:
         _print_modes(config, plan, data, cluster)
 

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sympy import divisors
+
 from common.colossal import check_tensor_parallel
 from common.config.batch_plan import Plan
 from common.errors import UserError
@@ -113,7 +115,7 @@ def _predict(
     if rest or not samples:
         return None
     prediction = None
-    for accumulation in (n for n in range(1, samples + 1) if samples % n == 0 and samples / n <= largest):
+    for accumulation in (int(n) for n in divisors(samples) if samples / n <= largest):
         micro_batch = samples // accumulation
         if not _can_cut(config, tensor, micro_batch, plan.gpus):
             continue

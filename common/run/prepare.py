@@ -14,6 +14,8 @@ from common.colossal import MixedPrecision, build_mixed_precision, check_tensor_
 from common.config.batch_plan import DataSummary, Plan, build_plan, shrink_micro_batch
 from common.config.load import data_root, load_config
 from common.errors import UserError
+from common.estimate.limits import NO_MACHINE, check_limits
+from common.hardware import memory_bytes
 from common.launch.launcher import Launch
 from common.metrics.trackers import check_trackers
 from common.optim.build import build_optimizer
@@ -51,7 +53,7 @@ def prepare_run(
         config = shrink_micro_batch(config, gpus)
     plan = build_plan(config, gpus, data)
     config["TOTAL_BATCH_SIZE"] = plan.total_batch
-    precision = _check_builds(config, plan)
+    precision = _check_builds(config, plan, args.dry_run)
     plan = replace(plan, dtype=name_dtype(precision.dtype))
     config["gradient_accumulation"] = plan.accumulation
     return Prepared(config, plan, data, precision)
@@ -67,11 +69,21 @@ def _check_classes(num_classes: int | None, data: DataSummary) -> int:
     return num_classes or data.num_classes
 
 
-def _check_builds(config: Mapping[str, Any], plan: Plan) -> MixedPrecision:
+def _memory(is_dry_run: bool) -> tuple[float, str]:
+    """Return the bytes that a process may have, and what has them; a dry run may be for another machine."""
+    if is_dry_run:
+        return NO_MACHINE, "the largest machine that is planned for"
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory, "a GPU here"
+    return memory_bytes(), "this machine"
+
+
+def _check_builds(config: Mapping[str, Any], plan: Plan, is_dry_run: bool) -> MixedPrecision:
     """Refuse what the model, its shards, the optimizer, mixed precision or a tracker would, before anything starts.
 
     Return what ``fp16`` comes to on this machine.
     """
+    check_limits(config, plan, *_memory(is_dry_run))
     model = {**config["MODEL"], "num_classes": config["MODEL"]["num_classes"] or 1}
     check_tensor_parallel(config["parallel"], model, plan.micro_batch, plan.gpus)
     try:

@@ -1,0 +1,49 @@
+"""The least that a plan takes, computed from its numbers alone, and refused where no machine has it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from common.config.batch_plan import Plan
+from common.errors import UserError
+from common.model.vit import parameter_count
+
+NO_MACHINE = 10**14  # bytes: more than any GPU or host has
+WORKER = 10**7  # bytes that a decoding process takes by itself, besides what it shares
+MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 0}
+
+
+def check_limits(config: Mapping[str, Any], plan: Plan, memory: float, place: str) -> None:
+    """Raise `UserError` for a model, a micro-batch or workers that certainly take more than ``memory`` bytes.
+
+    ``place`` says what has that memory. Weights, gradients and moments count in float32, or in 16 bits where fp16
+    leaves them there; of activations, a residual stream in 16 bits for each block.
+    """
+    model = config["MODEL"] | {"num_classes": config["MODEL"]["num_classes"] or 1}
+    tensor, fp16 = plan.tensor_parallel, config["fp16"] or {}
+    parameters, number = parameter_count(**model), 2 if fp16.get("opt_level") == "O3" else 4
+    state = parameters * number * (2 + MOMENTS[config["OPTIMIZER"]["name"]]) // tensor
+    if state > memory:
+        raise UserError(
+            f"MODEL.width={model['width']}, depth={model['depth']}, num_classes={model['num_classes']}: "
+            f"{parameters:.3g} parameters take {_gigabytes(state)} of each process with gradients and the optimizer's "
+            f"state, {place} has {_gigabytes(memory)}: make the model smaller, or cut it over more GPUs"
+        )
+    tokens, blocks = (model["image_size"] // model["patch_size"]) ** 2, model["depth"]
+    stream = 2 * tokens * model["width"] * (1 if model["activation_checkpoint"] else blocks)
+    batch = plan.micro_batch * (12 * model["image_size"] ** 2 + stream) // tensor
+    if batch > memory:
+        raise UserError(
+            f"TOTAL_BATCH_SIZE={plan.total_batch}: micro-batches of {plan.micro_batch:,} images take at least "
+            f"{_gigabytes(batch)} of each process, {place} has {_gigabytes(memory)}: set MICRO_BATCH_SIZE, raise "
+            "gradient_accumulation or make the images smaller"
+        )
+    workers = config["DATA"]["workers"] or 0
+    if workers * WORKER > memory:
+        raise UserError(
+            f"DATA.workers={workers}: as many processes or threads take at least {_gigabytes(workers * WORKER)}, "
+            f"{place} has {_gigabytes(memory)}: leave DATA.workers out for one a core"
+        )
+
+
+def _gigabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.1f} GB"

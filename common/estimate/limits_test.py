@@ -1,0 +1,54 @@
+"""What no machine has is refused at once, from the plan."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from common.testing.commands import run_forked
+from common.testing.tiny_task import train, write_images
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("images"))
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("MODEL.width=1000000000", "MODEL.width=1000000000, depth=2, num_classes=7: 1.6e+19 parameters take 256,000,"),
+        ("MODEL.depth=100000000000", "MODEL.width=32, depth=100000000000, "),
+        ("TOTAL_BATCH_SIZE=1000000000000000", "more than the 70 training images"),
+        ("LEARNING_RATE=0", "LEARNING_RATE=0: expected number > 0"),
+        ("LEARNING_RATE=float('inf')", "expected number > 0"),
+        ("LEARNING_RATE=1e999", "LEARNING_RATE=inf: expected number > 0"),
+        ("DATA.std=(1, 0, 1)", "expected (R, G, B), each >= 1e-6"),
+        ("DATA.std=(1e-320, 1, 1)", "expected (R, G, B), each >= 1e-6"),
+    ],
+)
+def test_what_no_machine_has_is_refused_at_once(
+    data: Path, tmp_path: Path, setting: str, words: str, flags: list[str]
+) -> None:
+    started = time.perf_counter()
+    ended = run_forked(lambda _: train(data, tmp_path / "run", setting, flags=flags), [])
+    assert (ended.code, ended.stderr.count("\n"), words in ended.stderr) == (2, 1, True), ended.stderr
+    assert not (tmp_path / "run").exists()
+    assert time.perf_counter() - started < 20
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("MODEL.depth=100000000", "this machine has"),
+        ("DATA.workers=1000000", "DATA.workers=1000000: as many processes or threads take at least 10,000.0 GB"),
+    ],
+)
+def test_what_this_machine_does_not_have_is_refused_by_a_start_only(
+    data: Path, tmp_path: Path, setting: str, words: str
+) -> None:
+    ended = run_forked(lambda _: train(data, tmp_path / "run", setting), [])
+    assert (ended.code, words in ended.stderr) == (2, True), ended.stderr
+    planned = run_forked(lambda _: train(data, tmp_path / "run", setting, flags=["--dry-run"]), [])
+    assert (planned.code, "memory per GPU" in planned.stdout) == (0, True), planned.stderr

@@ -46,6 +46,10 @@ def _check_shape(source: str, weights: Mapping[str, Tensor], heads: int | None, 
     theirs, own = infer_model(source, weights), infer_model("", dict(model.named_parameters()))
     own["heads"] = own["width"] // model.blocks[0].attn.head_width
     theirs["heads"] = heads or own["heads"]
+    patches = max(0, weights["pos_embed"].shape[1] - model.embedded_prefix)  # pyright: ignore
+    own["no_embed_class"] = model.prefix_tokens > 0 and model.embedded_prefix == 0  # pyright: ignore
+    if math.isqrt(patches) ** 2 == patches:
+        theirs["no_embed_class"] = own["no_embed_class"]  # 9 positions are 3 x 3, or 2 x 2 and 5 of the prefix
     differing = [key for key in theirs if key != "image_size" and theirs[key] != own[key]]
     if differing:
         fitting = " ".join(f"--set MODEL.{key}={theirs[key]}" for key in differing)
@@ -72,8 +76,8 @@ def _fit_head(weights: dict[str, Tensor], model: Any) -> str | None:
 def _fit_position(source: str, weights: dict[str, Tensor], model: Any) -> str | None:
     """Bring the position embedding to the grid of ``model``."""
     saved, own = weights["pos_embed"], model.pos_embed
-    prefix = int(model.cls_token is not None)
-    old, new = (math.isqrt(table.shape[1] - prefix) for table in (saved, own))
+    prefix: int = model.embedded_prefix  # pyright: ignore[reportAssignmentType]
+    old, new = (math.isqrt(max(0, table.shape[1] - prefix)) for table in (saved, own))
     if old**2 + prefix != saved.shape[1]:
         return None  # another architecture, which is refused with all that differs
     if not own.requires_grad:  # fixed, and computed for any grid

@@ -59,8 +59,11 @@ def timms(weights: dict[str, Tensor], ours: nn.Module, **arguments: object) -> n
 @pytest.mark.parametrize("size", [16, 32, 56])
 @pytest.mark.parametrize("pool", ["cls", "avg"])
 @pytest.mark.parametrize("position", ["learned", "sincos2d"])
-def test_other_classes_and_another_size_are_timms(pool: str, position: str, size: int, tmp_path: Path) -> None:
-    arguments = OTHER | {"pool": pool, "position": position, "image_size": 32}
+@pytest.mark.parametrize(
+    "parts", [{}, {"reg_tokens": 4}, {"reg_tokens": 4, "no_embed_class": True, "init_values": 0.1}]
+)
+def test_other_classes_and_another_size_are_timms(pool: str, position: str, size: int, parts: dict, tmp_path) -> None:
+    arguments = OTHER | {"pool": pool, "position": position, "image_size": 32, **parts}
     theirs = VisionTransformer(**timm_arguments(**arguments | {"num_classes": 9}))
     source = build_model(**arguments | {"num_classes": 9})
     theirs.load_state_dict(theirs.state_dict() | {"pos_embed": source.state_dict()["pos_embed"]})
@@ -140,6 +143,11 @@ def test_a_run_that_resumes_does_not_start_again(saved: Path, data: Path, tmp_pa
         ),
         ({"mlp_ratio": 3}, "from MODEL.mlp_ratio=3.0: --set MODEL.mlp_ratio=2.0 fits"),
         ({"pool": "avg"}, "from MODEL.pool=avg: --set MODEL.pool=cls fits"),
+        (
+            {"reg_tokens": 2, "init_values": 1e-6, "no_embed_class": True},
+            "from MODEL.no_embed_class=True, MODEL.reg_tokens=2, MODEL.init_values=1e-06: "
+            "--set MODEL.no_embed_class=False --set MODEL.reg_tokens=0 --set MODEL.init_values=None fits",
+        ),
         ({"position": "sincos2d"}, "its position embedding was learned: --set MODEL.position=learned"),
     ],
 )

@@ -1,6 +1,7 @@
 """The arguments of the model: their defaults, their checks, and what timm calls them."""
 
 import math
+import re
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -9,6 +10,12 @@ from common.config.fields import Int, Number, Section, key, parse
 from common.errors import nearest_multiples
 
 _TIMM_SIZES = {(192, 12, 3): "tiny", (384, 12, 6): "small", (768, 12, 12): "base", (1024, 24, 16): "large"}
+_TIMM_SIZES |= {(1280, 32, 16): "huge"}
+_TIMM_NAMES = re.compile(
+    r"vit_(tiny_patch16|(small|base|large)_patch(16|32))_(224|384)|deit3_(small|base|large)_patch16_(224|384)"
+    "|(vit|deit3)_huge_patch14_224"
+)
+DEIT3_INIT_VALUES = 1e-6
 
 
 class ModelArguments(Section):
@@ -29,6 +36,14 @@ class ModelArguments(Section):
         "cls", "what the head reads: the class token, or the mean of the patches (no class token)"
     )
     position: Literal["learned", "sincos2d"] = key("learned", "position embedding; `sincos2d` is fixed")
+    no_embed_class: bool = key(False, "no position embedding for the class token and the registers")
+    reg_tokens: Int = key(0, "register tokens (arXiv 2309.16588), which the head does not read", ge=0, le=65536)
+    init_values: Number | None = key(
+        None,
+        "LayerScale (arXiv 2103.17239): initial factor of every residual branch; `None`: no LayerScale",
+        ge=0,
+        le=1,
+    )
     activation_checkpoint: bool = key(False, "recompute each block in the backward pass, to save memory")
 
     @model_validator(mode="after")
@@ -45,6 +60,16 @@ class ModelArguments(Section):
             nearest = nearest_multiples(self.width, unit)
             raise ValueError(f"width={self.width} is not a multiple of {reason}; the nearest that are: {nearest}")
         return self
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens before those of the patches: the class token and the registers."""
+        return (self.pool == "cls") + self.reg_tokens
+
+    @property
+    def embedded_prefix(self) -> int:
+        """Those of them that have a position embedding."""
+        return 0 if self.no_embed_class else self.prefix_tokens
 
 
 def parse_model_arguments(arguments: dict[str, Any]) -> ModelArguments:
@@ -74,6 +99,9 @@ def timm_arguments(**arguments: Any) -> dict[str, Any]:
         "drop_path_rate": a.drop_path,
         "global_pool": "token" if a.pool == "cls" else "avg",
         "class_token": a.pool == "cls",
+        "no_embed_class": a.no_embed_class,
+        "reg_tokens": a.reg_tokens,
+        "init_values": a.init_values,
     }
 
 
@@ -81,6 +109,7 @@ def timm_name(**arguments: object) -> str | None:
     """Return the `timm.create_model` name of a standard shape, as "vit_base_patch16_224", or None for any other."""
     a = parse_model_arguments(arguments)
     size = _TIMM_SIZES.get((a.width, a.depth, a.heads))
-    name = f"vit_{size}_patch{a.patch_size}_{a.image_size}"
-    standard = a.pool == "cls" and a.mlp_ratio == 4 and a.patch_size in (16, 32) and a.image_size in (224, 384)
-    return name if size and standard and not name.startswith("vit_tiny_patch32") else None
+    family = {(None, False): "vit", (DEIT3_INIT_VALUES, True): "deit3"}.get((a.init_values, a.no_embed_class))
+    name = f"{family}_{size}_patch{a.patch_size}_{a.image_size}"
+    standard = a.pool == "cls" and a.mlp_ratio == 4 and a.reg_tokens == 0
+    return name if standard and _TIMM_NAMES.fullmatch(name) else None

@@ -91,7 +91,9 @@ LIMITS = Annotated[tuple[Limit, Limit], _hold(lambda pair: pair[0] <= pair[1])]
 class Optimizer(Options):
     CHOICE = "name"
     name: Literal["lamb", "adamw", "sgd"] = key("adamw", "`lamb`: common/optim/lamb.py; the others are torch's")
-    decay_all: bool = key(True, "`False`: no weight decay on biases, norms, class token and position embedding")
+    decay_all: bool = key(
+        True, "`False`: no weight decay on biases, norms, class token, registers and position embedding"
+    )
     betas: BETAS = key(
         (0.9, 0.999),
         "decay of the moments",

@@ -34,7 +34,7 @@ def flops_per_image(model: Mapping[str, Any]) -> int:
     """
     a = parse_model_arguments(dict(model))
     patches = (a.image_size // a.patch_size) ** 2
-    tokens, hidden = patches + (a.pool == "cls"), int(a.width * a.mlp_ratio)
+    tokens, hidden = patches + a.prefix_tokens, int(a.width * a.mlp_ratio)
     embedding = patches * 3 * a.patch_size**2 * a.width
     layers = tokens * a.width * (3 * a.width + a.width + 2 * hidden)
     attention = 2 * tokens**2 * a.width

@@ -29,10 +29,10 @@ def build_model(**arguments: object) -> nn.Module:
 def parameter_count(**arguments: object) -> int:
     """Count the parameters of `build_model(**arguments)`, however many, without building it."""
     a = parse_model_arguments(arguments)
-    width, hidden, class_token = a.width, int(a.width * a.mlp_ratio), a.pool == "cls"
-    block = 4 * width**2 + 2 * width * hidden + 9 * width + hidden
-    tokens = (a.image_size // a.patch_size) ** 2 + class_token
-    around = 3 * a.patch_size**2 + 1 + class_token + tokens + 2 + a.num_classes
+    width, hidden, vectors = a.width, int(a.width * a.mlp_ratio), 9 if a.init_values is None else 11
+    block = 4 * width**2 + 2 * width * hidden + vectors * width + hidden
+    positions = (a.image_size // a.patch_size) ** 2 + a.embedded_prefix
+    around = 3 * a.patch_size**2 + 1 + a.prefix_tokens + positions + 2 + a.num_classes
     return width * around + a.depth * block + a.num_classes
 
 
@@ -116,19 +116,32 @@ class DropPath(nn.Module):
         return branch_BND * (mask_B11 / keep)
 
 
+class LayerScale(nn.Module):
+    """Multiply each channel of a residual branch by a learned factor (arXiv 2103.17239)."""
+
+    def __init__(self, width: int, init_value: float) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((width,), float(init_value)))
+
+    def forward(self, branch_BND: Tensor) -> Tensor:
+        return branch_BND * self.gamma
+
+
 class Block(nn.Module):
     def __init__(self, arguments: ModelArguments, drop_path: float) -> None:
         super().__init__()
-        width = arguments.width
+        width, value = arguments.width, arguments.init_values
         self.norm1 = build_norm(width)
         self.attn = Attention(width, arguments.heads, arguments.dropout)
+        self.ls1 = nn.Identity() if value is None else LayerScale(width, value)
         self.norm2 = build_norm(width)
         self.mlp = Mlp(width, int(width * arguments.mlp_ratio), arguments.dropout)
+        self.ls2 = nn.Identity() if value is None else LayerScale(width, value)
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        x_BND = x_BND + self.drop_path(self.attn(self.norm1(x_BND)))
-        return x_BND + self.drop_path(self.mlp(self.norm2(x_BND)))
+        x_BND = x_BND + self.drop_path(self.ls1(self.attn(self.norm1(x_BND))))
+        return x_BND + self.drop_path(self.ls2(self.mlp(self.norm2(x_BND))))
 
 
 class VisionTransformer(nn.Module):
@@ -136,7 +149,9 @@ class VisionTransformer(nn.Module):
         super().__init__()
         width, depth, pool = arguments.width, arguments.depth, arguments.pool
         self.activation_checkpoint = arguments.activation_checkpoint
-        self.cls_token = nn.Parameter(torch.empty(1, 1, width).normal_(std=1e-6)) if pool == "cls" else None
+        self.prefix_tokens, self.embedded_prefix = arguments.prefix_tokens, arguments.embedded_prefix
+        self.cls_token = _build_tokens(int(pool == "cls"), width)
+        self.reg_token = _build_tokens(arguments.reg_tokens, width)
         self.pos_embed = _build_position(arguments)
         self.patch_embed = PatchEmbed(arguments.patch_size, width)
         self.dropout = Dropout(arguments.dropout)
@@ -148,29 +163,35 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
         x_BND = self.patch_embed(images_BCYX)
-        if self.cls_token is not None:
-            x_BND = torch.cat([self.cls_token.expand(x_BND.shape[0], -1, -1), x_BND], dim=1)
-        x_BND = self.dropout(x_BND + self.pos_embed)
+        if not self.embedded_prefix:
+            x_BND = x_BND + self.pos_embed
+        prefix = [t.expand(len(x_BND), -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
+        x_BND = torch.cat([*prefix, x_BND], dim=1) if prefix else x_BND
+        x_BND = self.dropout(x_BND + self.pos_embed if self.embedded_prefix else x_BND)
         for block in self.blocks:
             if self.activation_checkpoint and self.training:
                 x_BND = checkpoint(block, x_BND, use_reentrant=False)
             else:
                 x_BND = block(x_BND)
         x_BND = self.norm(x_BND)
-        pooled_BD = x_BND.mean(dim=1) if self.cls_token is None else x_BND[:, 0]
+        pooled_BD = x_BND[:, self.prefix_tokens :].mean(dim=1) if self.cls_token is None else x_BND[:, 0]
         return self.head(self.fc_norm(pooled_BD))
 
 
+def _build_tokens(count: int, width: int) -> nn.Parameter | None:
+    return nn.Parameter(torch.empty(1, count, width).normal_(std=1e-6)) if count else None
+
+
 def _build_position(arguments: ModelArguments) -> nn.Parameter:
-    side, width, class_token = arguments.image_size // arguments.patch_size, arguments.width, arguments.pool == "cls"
+    side, width, prefix = arguments.image_size // arguments.patch_size, arguments.width, arguments.embedded_prefix
     if arguments.position == "learned":
-        return nn.Parameter(nn.init.trunc_normal_(torch.empty(1, side * side + class_token, width), std=0.02))
+        return nn.Parameter(nn.init.trunc_normal_(torch.empty(1, side * side + prefix, width), std=0.02))
     # a parameter, so that it's in the state_dict as timm's is
-    return nn.Parameter(build_sincos2d(side, width, int(class_token)), requires_grad=False)
+    return nn.Parameter(build_sincos2d(side, width, prefix), requires_grad=False)
 
 
-def build_sincos2d(side: int, width: int, class_tokens: int) -> Tensor:
-    """Return the fixed position embedding [1, class_tokens + side * side, width]; a class token has no position, 0.
+def build_sincos2d(side: int, width: int, prefix: int) -> Tensor:
+    """Return the fixed position embedding [1, prefix + side * side, width]; the first ``prefix`` tokens have none, 0.
 
     A patch has sin x, cos x, sin y, cos y, a quarter of the width each. Frequencies fall geometrically from 1 to
     1/10000; formula of arXiv 2205.01580 (big_vision, `posemb_sincos_2d`).
@@ -179,4 +200,4 @@ def build_sincos2d(side: int, width: int, class_tokens: int) -> Tensor:
     angles = torch.outer(torch.arange(side, dtype=torch.float32), frequencies)
     rows, columns = angles.repeat_interleave(side, dim=0), angles.repeat(side, 1)
     table_ND = torch.cat([columns.sin(), columns.cos(), rows.sin(), rows.cos()], dim=1)
-    return F.pad(table_ND, (0, 0, class_tokens, 0))[None]
+    return F.pad(table_ND, (0, 0, prefix, 0))[None]

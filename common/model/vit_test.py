@@ -25,7 +25,7 @@ def build_pair(**arguments: object) -> tuple[nn.Module, nn.Module]:
         theirs = TimmVisionTransformer(**timm_arguments(**arguments))
     with torch.no_grad():
         for name, p in ours.named_parameters():
-            if p.ndim == 1 or name == "cls_token":
+            if p.ndim == 1 or name.endswith("_token"):
                 p.add_(0.1 * torch.randn_like(p))
     theirs.load_state_dict(ours.state_dict(), strict=True, assign=True)
     for name, layer in list(theirs.named_modules()):
@@ -62,14 +62,19 @@ def test_logits_and_gradients_equal_timm(shape: dict) -> None:
     "options",
     [
         *({"pool": pool, "position": position} for pool in ("cls", "avg") for position in ("learned", "sincos2d")),
+        *(
+            {"init_values": 0.3, "reg_tokens": 2, "pool": pool, "no_embed_class": pool == "cls"}
+            for pool in ("cls", "avg")
+        ),
+        {"init_values": 1e-6, "no_embed_class": True, "position": "sincos2d", "image_size": 28, "patch_size": 14},
         {"dropout": 0.1},
-        {"drop_path": 0.5},
+        {"drop_path": 0.5, "reg_tokens": 3},
         {"dropout": 0.1, "drop_path": 0.5},
     ],
 )
 def test_options_equal_timm(options: dict) -> None:
     """Dropout too: from one seed both draw the same masks, with our Dropout in timm's places."""
-    assert_equal_to_timm(**TINY, **options)
+    assert_equal_to_timm(**TINY | options)
 
 
 def test_evaluation_is_free_of_dropout() -> None:
@@ -122,21 +127,34 @@ def test_parameter_count(shape: dict, millions: float) -> None:
     assert round(parameter_count(**shape) / 1e6, 1) == millions
 
 
-@pytest.mark.parametrize("patch_size", [16, 32])
-@pytest.mark.parametrize("image_size", [224, 384])
-@pytest.mark.parametrize(("width", "depth", "heads"), [(192, 12, 3), (384, 12, 6), (768, 12, 12), (1024, 24, 16)])
-def test_timm_name_creates_the_same_shapes(
-    width: int, depth: int, heads: int, image_size: int, patch_size: int
-) -> None:
-    arguments = locals()
-    name = timm_name(**arguments)
-    if name is None:
-        assert (width, patch_size) == (192, 32)  # timm has no such model
-        return
+SIZES = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12), "large": (1024, 24, 16)}
+DEIT3 = {"init_values": 1e-6, "no_embed_class": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((f"vit_{size}_patch{p}_{side}", {}) for size in SIZES for p in (16, 32) for side in (224, 384)),
+        *((f"deit3_{size}_patch16_224", DEIT3) for size in SIZES),
+        ("vit_huge_patch14_224", {}),
+        ("deit3_huge_patch14_224", DEIT3),
+        ("vit_small_patch14_reg4_dinov2", {"init_values": 1e-5, "reg_tokens": 4, "no_embed_class": True}),
+    ],
+)
+def test_timm_name_creates_the_same_shapes(name: str, options: dict) -> None:
+    _, size, patch, *_, side = name.replace("dinov2", "518").split("_")
+    shape = dict(zip(("width", "depth", "heads"), (SIZES | {"huge": (1280, 32, 16)})[size], strict=True))
+    arguments = shape | {"patch_size": int(patch.removeprefix("patch")), "image_size": int(side), **options}
+    known = name in timm.list_models() and not arguments.get("reg_tokens")
+    assert timm_name(**arguments) == (name if known else None)
     with torch.device("meta"):
-        ours = build_model(**arguments).state_dict()
-        theirs = timm.create_model(name, num_classes=1000).state_dict()
-    assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
+        ours = build_model(**arguments)
+        theirs = timm.create_model(name, num_classes=1000) if name in timm.list_models() else None
+    assert sum(p.numel() for p in ours.parameters()) == parameter_count(**arguments)
+    if theirs:
+        assert [(k, v.shape) for k, v in ours.state_dict().items()] == [
+            (k, v.shape) for k, v in theirs.state_dict().items()
+        ]
 
 
 @pytest.mark.parametrize(

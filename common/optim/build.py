@@ -33,6 +33,7 @@ class FusedSGD(SGD):
         return loss
 
 
+NO_DECAY = ("cls_token", "reg_token", "pos_embed")
 # Class and default options.
 _OPTIMIZERS = {"adamw": (AdamW, {"fused": True}), "lamb": (Lamb, {}), "sgd": (FusedSGD, {"momentum": 0.9})}
 
@@ -47,8 +48,8 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer `name` ("adamw", "lamb" or "sgd") of the parameters that are trained, sharded or not.
 
-    Weight decay is on every tensor, unless `decay_all` is false: then not on vectors (biases, norms), `cls_token` and
-    `pos_embed`, as in timm. `options` are those of `common.optim.lamb.Lamb`, of `torch.optim.AdamW` (betas, eps) or of
+    Weight decay is on every tensor, unless `decay_all` is false: then not on vectors (biases, norms) and `NO_DECAY`,
+    as in timm. `options` are those of `common.optim.lamb.Lamb`, of `torch.optim.AdamW` (betas, eps) or of
     `torch.optim.SGD` (momentum, 0.9 by default, dampening, nesterov).
 
     Raises ValueError for an unknown name or a value that the optimizer refuses, TypeError for an unknown option.
@@ -69,6 +70,6 @@ def _parameter_groups(model: nn.Module, decay_all: bool) -> list[dict[str, Any]]
     plain: list[Tensor] = []
     for name, param in model.named_parameters():
         if param.requires_grad:
-            without = not decay_all and (param.ndim <= 1 or name.split(".")[-1] in ("cls_token", "pos_embed"))
+            without = not decay_all and (param.ndim <= 1 or name.split(".")[-1] in NO_DECAY)
             (plain if without else decayed).append(param)
     return [{"params": decayed}] + ([{"params": plain, "weight_decay": 0.0}] if plain else [])

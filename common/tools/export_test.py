@@ -15,6 +15,7 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from timm.data import create_transform
 
+from common.checkpoint.pretrained import load_pretrained
 from common.checkpoint.saved_run import open_run
 from common.errors import UserError
 from common.metrics.writers import read_metrics
@@ -90,7 +91,14 @@ def test_the_onnx_model_is_valid_and_tells_nothing_of_this_machine(run, tmp_path
     assert str(Path(export.__file__).parent).encode() not in (tmp_path / "onnx" / "model.onnx").read_bytes()
 
 
-@pytest.mark.parametrize("arguments", ["pool=avg position=sincos2d", "image_size=32 patch_size=16 depth=1"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "pool=avg position=sincos2d",
+        "image_size=32 patch_size=16 depth=1",
+        "init_values=0.1 reg_tokens=2 no_embed_class=True",
+    ],
+)
 def test_any_shape_goes_into_timm(data, tmp_path, arguments):
     shaped = train(data, tmp_path / "run", *(f"MODEL.{argument}" for argument in arguments.split()))
     export.export(open_run(str(shaped)), "timm", tmp_path / "timm")
@@ -98,6 +106,7 @@ def test_any_shape_goes_into_timm(data, tmp_path, arguments):
     ours = build_model(**open_run(str(shaped)).config["MODEL"])
     shapes = ({name: p.shape for name, p in model.named_parameters()} for model in (theirs, ours))
     assert next(shapes) == next(shapes)
+    assert load_pretrained(ours, str(tmp_path / "timm")) == f"starting from the weights of {tmp_path / 'timm'}"
 
 
 def test_what_differs_from_the_checkpoint_is_not_passed_off(run, tmp_path, monkeypatch):

@@ -3,7 +3,8 @@
 python -m common.colossal.tensor_parallel.parity_test          # prints the table; --slow adds 16 processes
 
 Compared in float32, from the same weights and data: losses, clipped gradients and weights after 3 accumulated steps of
-AdamW and LAMB with Mixup and label smoothing. An error is max|a - b| / max|b| of the worst tensor.
+AdamW, and of LAMB on a model with LayerScale and registers, with Mixup and label smoothing. An error is
+max|a - b| / max|b| of the worst tensor.
 """
 
 import functools
@@ -33,14 +34,15 @@ from common.testing.ranks import launched, run_ranks
 TOLERANCE = 1e-5
 SLOW = [case for case, (processes, _) in CASES.items() if processes == 16]
 FAST = [case for case in CASES if case not in SLOW]
-TRAINED_WITH = ("adamw", "lamb")
+# by optimizer: what the model has beside the plain one's parts
+TRAINED_WITH = {"adamw": {}, "lamb": {"init_values": 0.5, "reg_tokens": 2, "no_embed_class": True}}
 Curve = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]  # losses, gradients, weights
 
 
 @functools.cache
 def plain_training(optimizer_name: str) -> Curve:
     """Train in one process with nothing of this project but model and optimizer."""
-    model = build_tiny_model()
+    model = build_tiny_model(**TRAINED_WITH[optimizer_name])
     optimizer = build_optimizer(model, optimizer_name, **OPTIMIZERS[optimizer_name])
     losses = []
     for number, (images, labels) in enumerate(micro_batches(), start=1):
@@ -63,7 +65,7 @@ def sharded_training(config: dict[str, Any]) -> dict[str, tuple[Curve, dict[str,
     with launched(**config, clip_grad_norm=MAX_NORM, gradient_accumulation=ACCUMULATION):
         place = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
         for name in TRAINED_WITH:
-            model, _, engine = build_engine(name)
+            model, _, engine = build_engine(name, **TRAINED_WITH[name])
             losses = fit(engine, list(micro_batches(STEPS, *place)))
             gradients = {name: gather_whole(p, p.grad) for name, p in model.named_parameters()}
             weights = {name: gather_whole(p) for name, p in model.named_parameters()}

@@ -109,7 +109,7 @@ class MemoryReader:
         self._augment = augment
         self.together = 1 if device.type == "cpu" else READ_AHEAD
 
-    def read(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, Tensor]]:
+    def read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:
         """Yield the batch of each draw, in order."""
         return prefetch(self._read(draws), self._images.device)
 

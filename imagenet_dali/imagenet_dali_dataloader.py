@@ -5,7 +5,7 @@ TFRecord reader verifies nothing and shuffles only within a buffer.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -90,7 +90,7 @@ class DaliReader:
         self._in_flight: deque[RawBatch] = deque()  # given to DALI, not yielded yet
         self._pipeline = self._build(self._next_inputs, batch, threads)
 
-    def read(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, Tensor]]:
+    def read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:
         """Yield the batch of each draw, in order."""
         # DALI must finish the batches of a pass that was left early before it takes a new one
         self._raw_batches = iter(())

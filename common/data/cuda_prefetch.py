@@ -9,7 +9,7 @@ from torch import Tensor
 Batch = tuple[Tensor, Tensor]
 
 
-def prefetch(batches: Generator[Batch, None, None], device: torch.device) -> Iterator[Batch]:
+def prefetch(batches: Generator[Batch, None, None], device: torch.device) -> Generator[Batch, None, None]:
     """Yield the batches unchanged; on a GPU, run what ``batches`` queues there on a stream of its own.
 
     Since the host runs ahead of the GPU, copies and kernels of the next batch overlap with the last step's.

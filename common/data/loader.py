@@ -15,7 +15,7 @@ Batch = tuple[Tensor, Tensor]
 class BatchReader(Protocol):
     """Turns draws into batches, in order; may read as far ahead as it likes."""
 
-    def read(self, draws: Iterator[Draw]) -> Iterator[Batch]: ...
+    def read(self, draws: Iterator[Draw]) -> Generator[Batch, None, None]: ...
 
     def close(self) -> None: ...
 
@@ -77,7 +77,7 @@ class Loader:
             self._pass = None
 
     def _batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        with closing(self.reader.read(self.sampler.draws(epoch, start))) as batches:  # pyright: ignore[reportArgumentType]
+        with closing(self.reader.read(self.sampler.draws(epoch, start))) as batches:
             for done, batch in enumerate(batches, start + 1):
                 self._position = (epoch, done) if done < len(self) else (epoch + 1, 0)
                 yield batch

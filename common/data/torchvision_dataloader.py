@@ -77,7 +77,7 @@ class TorchvisionReader:
         """Which worker has died, and what to do about it; "" while all live."""
         return self._pool.failure
 
-    def read(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, Tensor]]:
+    def read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:
         """Yield the batch of each draw, in order."""
         self._bad.start_pass()
         return prefetch(self._read(draws), self.device)

@@ -126,9 +126,10 @@ def _write_onnx(model: nn.Module, size: int, output: Path) -> Forward:
         dynamo=True,
         verbose=False,
     )
-    for node in program.model.graph.all_nodes():  # pyright: ignore[reportOptionalMemberAccess]
+    assert program is not None
+    for node in program.model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, with the folders of this machine
-    program.save(path)  # pyright: ignore[reportOptionalMemberAccess]
+    program.save(path)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -36,9 +37,11 @@ def write_model_card(run: SavedRun, target: str, folder: Path) -> None:
 
 def _metadata(run: SavedRun, target: str, data: str) -> ModelCardData:
     measured = run.evaluation
-    options = dict(metric_type="accuracy", task_type="image-classification", dataset_name=data, dataset_type=data)
+    named: dict[str, Any] = dict(
+        metric_type="accuracy", task_type="image-classification", dataset_name=data, dataset_type=data
+    )
     results = [
-        EvalResult(**options, metric_name=title, metric_value=round(measured[key], 4))
+        EvalResult(**named, metric_name=title, metric_value=round(measured[key], 4))
         for key, title in (("top1", "top-1"), ("top5", "top-5"))
         if measured
     ]

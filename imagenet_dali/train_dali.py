@@ -34,8 +34,9 @@ def main(argv: list[str], base: str = "vit-b16") -> None:
     train_loader = BatchAugment(train_loader, **blends, seed=config.SEED)
     eval_loader = build_eval_loader(config.DATA, plan.micro_batch, **loaders)
 
+    criterion = MixupLoss(config.LABEL_SMOOTHING, config.BCE_THRESHOLD)
     engine, train_loader, eval_loader, lr_scheduler = initialize(
-        model, optimizer, MixupLoss(config.LABEL_SMOOTHING), train_loader, eval_loader, lr_scheduler
+        model, optimizer, criterion, train_loader, eval_loader, lr_scheduler
     )
     hooks = run.build_hooks(model, optimizer)
     Trainer(engine).fit(train_loader, plan.epochs, plan.last_step, eval_loader, config.EVAL_EVERY, hooks)

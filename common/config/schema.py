@@ -254,6 +254,13 @@ class Config(Section):
     CUTMIX: Number = key(0.0, "alpha of CutMix's Beta distribution; beside `MIXUP`, half of the batches", ge=0, le=1000)
     ERASING: Number = key(0.0, "probability that a rectangle of a training image is erased", ge=0, le=1)
     LABEL_SMOOTHING: Number = key(0.0, "share of the target spread over all classes", ge=0, lt=1)
+    BCE_THRESHOLD: Number | None = key(
+        None,
+        "binary cross-entropy over the classes: those with more than this share of the label (after Mixup, CutMix) are "
+        "on; DeiT III: 0; `None`: cross-entropy",
+        ge=0,
+        lt=1,
+    )
     DATA: Data = key(Data(), "where the images are and how they are read")
     LOG: Log = key(Log(), "what is written while training")
     MAX_SKIPPED: Int = key(20, "updates in a row that may be skipped for numbers that are not finite", ge=0)
@@ -286,6 +293,11 @@ class Config(Section):
             raise ValueError(
                 f"WARMUP_EPOCHS={self.WARMUP_EPOCHS} leaves no epoch after warm-up: it must be less than "
                 f"NUM_EPOCHS={self.NUM_EPOCHS}"
+            )
+        if self.BCE_THRESHOLD is not None and self.LABEL_SMOOTHING:
+            raise ValueError(
+                f"BCE_THRESHOLD={self.BCE_THRESHOLD} makes every class on or off, which leaves nothing of "
+                f"LABEL_SMOOTHING={self.LABEL_SMOOTHING}: set LABEL_SMOOTHING=0 or BCE_THRESHOLD=None"
             )
         return self
 

@@ -45,22 +45,24 @@ def _two_labels(labels: Tensor, share: float) -> dict[str, Tensor]:
 
 
 class MixupLoss(nn.Module):
-    """Cross-entropy against the two labels of a blended image, each with its share, in fp32.
+    """Loss against the two labels of a blended image, each with its share, in fp32.
 
-    It equals cross-entropy against the blend of the two one-hot labels. Without a second label it is plain
-    cross-entropy.
+    Cross-entropy against the blend of the two one-hot labels, or with ``bce_threshold`` binary cross-entropy, averaged
+    over the classes, where those with a larger share of the blend are on (DeiT III, arXiv 2204.07118).
     """
 
-    def __init__(self, label_smoothing: float = 0.0) -> None:
+    def __init__(self, label_smoothing: float = 0.0, bce_threshold: float | None = None) -> None:
         super().__init__()
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and below 1")
-        self.label_smoothing = label_smoothing
+        self.label_smoothing, self.bce_threshold = label_smoothing, bce_threshold
 
     def forward(
         self, logits: Tensor, target: Tensor, other: Tensor | None = None, share: Tensor | None = None
     ) -> Tensor:
         """Return the mean loss of `logits` [B, num_classes]; labels of -100 count for nothing, and their mean is 0."""
+        if self.bce_threshold is not None:
+            return self._binary_cross_entropy(logits.float(), target, other, share)
         loss = self._cross_entropy(logits, target)
         if other is None:
             return loss
@@ -70,3 +72,13 @@ class MixupLoss(nn.Module):
     def _cross_entropy(self, logits: Tensor, target: Tensor) -> Tensor:
         options: dict[str, Any] = dict(label_smoothing=self.label_smoothing, reduction="sum")
         return F.cross_entropy(logits.float(), target, **options) / (target >= 0).sum().clamp(min=1)
+
+    def _binary_cross_entropy(
+        self, logits: Tensor, target: Tensor, other: Tensor | None, share: Tensor | None
+    ) -> Tensor:
+        valid, blend = target >= 0, torch.zeros_like(logits)
+        shares = [(target, 1.0)] if other is None or share is None else [(target, share), (other, 1 - share)]
+        for labels, part in shares:
+            blend.scatter_add_(1, labels.clamp(min=0)[:, None], (part * (labels >= 0).float())[:, None])
+        losses = F.binary_cross_entropy_with_logits(logits, (blend > self.bce_threshold).float(), reduction="none")
+        return (losses.mean(1) * valid).sum() / valid.sum().clamp(min=1)

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 import torch
-from timm.data.mixup import cutmix_bbox_and_lam
+from timm.data.mixup import cutmix_bbox_and_lam, mixup_target
+from timm.loss import BinaryCrossEntropy
 from torch.nn import functional as F
 
 from common.data.mixup import MixupLoss, cut_and_paste, mix
@@ -65,6 +66,22 @@ def test_a_batch_of_nothing_but_padding_has_neither_loss_nor_gradient(label_smoo
     loss.backward()
     assert loss.item() == 0
     assert torch.equal(logits.grad, torch.zeros(4, 5))
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.2, 0.5])
+def test_binary_cross_entropy_is_timms(threshold: float) -> None:
+    torch.manual_seed(0)
+    logits, target, other = torch.randn(9, 5), torch.randint(5, (9,)), torch.randint(5, (9,))
+    theirs, criterion = BinaryCrossEntropy(smoothing=0, target_threshold=threshold), MixupLoss(0.0, threshold)
+    for share in (0.0, 0.1, 0.3, 0.85, 1.0):
+        blend = mixup_target(target, 5, share)  # with the mirrored batch, as `mix`
+        mixed = criterion(logits, target=target, other=target.flip(0), share=torch.tensor(share))
+        torch.testing.assert_close(mixed, theirs(logits, blend), rtol=1e-6, atol=0)
+    torch.testing.assert_close(criterion(logits, target), theirs(logits, target), rtol=1e-6, atol=0)
+    padded = torch.cat([target, torch.full((3,), -100)]), torch.cat([other, torch.full((3,), -100)])
+    found = criterion(torch.cat([logits, logits[:3]]).bfloat16(), *padded, torch.tensor(0.3))
+    torch.testing.assert_close(found, criterion(logits.bfloat16(), target, other, torch.tensor(0.3)))
+    assert found.dtype == torch.float32
 
 
 def test_bad_label_smoothing() -> None:

@@ -61,13 +61,13 @@ def training_loops(job: Job) -> Iterator[Row]:
         elif job.seconds_left < 2 * ENOUGH and not job.tiny:
             yield row | {"not_run": "no time was left"}
         else:
-            yield row | _run_loop(job, model, loop, step.Job((*shape, *settings), steps, rounds), warm_up)
+            yield row | _run_loop(job, name, model, loop, step.Job((*shape, *settings), steps, rounds), warm_up)
 
 
-def _run_loop(job: Job, model: Mapping[str, Any], loop: step.Loop, work: step.Job, warm_up: int) -> Row:
+def _run_loop(job: Job, name: str, model: Mapping[str, Any], loop: step.Loop, work: step.Job, warm_up: int) -> Row:
     try:
-        with in_processes({"": partial(step.run_quietly, loop, work)}) as variants:
-            measured = [variants[""]() for _ in range(work.rounds)]
+        with in_processes({name: partial(step.run_quietly, loop, work)}) as variants:
+            measured = [variants[name]() for _ in range(work.rounds)]
     except UserError as error:
         return {"not_run": str(error)}
     images = work.steps * work.config["TOTAL_BATCH_SIZE"]

@@ -6,7 +6,7 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -43,6 +43,8 @@ def quiet_import() -> Iterator[None]:
     - `torch.compile` is the identity: decorating unused functions (quantization/fp8.py) loads the whole compiler, two
       thirds of the import time.
     - fp8.py:16 does not query the GPU, which would initialize CUDA before the process has its device, and forbid fork.
+    - PyTorch's meta kernels are not replaced by those of release 1.12 (_analyzer/_subclasses/_meta_registration.py:38),
+      with which `torch.compile` fails on a convolution.
     - About 60 warnings, log lines and prints are dropped.
     - The environment is restored (initialize.py:10 sets `CUDA_DEVICE_MAX_CONNECTIONS`).
     """
@@ -52,11 +54,24 @@ def quiet_import() -> Iterator[None]:
         stack.enter_context(_import_stubs())
         stack.enter_context(mock.patch.object(torch, "compile", return_value=lambda function: function))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", side_effect=RuntimeError))
+        stack.enter_context(
+            mock.patch.object(torch.library.Library, "impl", _skip_upstream(torch.library.Library.impl))
+        )
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(redirect_stdout(io.StringIO()))
         logging.disable(logging.WARNING)
         yield
+
+
+def _skip_upstream(impl: Callable[..., None]) -> Callable[..., None]:
+    """Return ``Library.impl`` without the kernels of `colossalai._analyzer`."""
+
+    def register(library: torch.library.Library, name: Any, function: Any, *args: Any, **options: Any) -> None:
+        if not getattr(function, "__module__", "").startswith("colossalai._analyzer"):
+            impl(library, name, function, *args, **options)
+
+    return register
 
 
 class _Stub(types.ModuleType):

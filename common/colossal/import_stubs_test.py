@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from common.colossal import import_stubs
 from common.colossal.import_stubs import check_version, quiet_import
@@ -34,6 +35,15 @@ def test_import_is_quiet_and_leaves_nothing_behind() -> None:
     assert "UserWarning: seen" in done.stderr
     assert "colossalai" not in done.stderr
     assert len(done.stderr.splitlines()) <= 2
+
+
+def test_meta_kernels_are_pytorchs() -> None:
+    """Upstream's for a convolution's backward pass fails without a bias, which torch.compile needs."""
+    shapes = (1, 2, 2, 2), (1, 3, 4, 4), (2, 3, 2, 2)
+    tensors = [torch.empty(shape, device="meta") for shape in shapes]
+    options = [2, 2], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False]
+    gradients = torch.ops.aten.convolution_backward(*tensors, None, *options)
+    assert [gradient.shape for gradient in gradients[:2]] == [tensor.shape for tensor in tensors[1:]]
 
 
 def test_an_installed_package_is_not_stood_in_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

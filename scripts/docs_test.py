@@ -27,6 +27,7 @@ SUBSTITUTIONS = {
     r"\bIMAGES\b": "data/images",
     r"\bDEST\b": "data/shards",
     r"\bFOLDER\b": "data/folder",
+    r"TOTAL_BATCH_SIZE = 512": "TOTAL_BATCH_SIZE = 16",
     r"\bcat\.jpg\b": "data/images/r/0.jpg",
     r"\bphotographs/": "data/images/g",
     r"\boutputs/lr\b": "outputs",  # holds a run, as a sweep's folder does

@@ -40,7 +40,7 @@ def prepare_run(
     ``--dry-run`` needs neither data nor GPUs. Raises `UserError` for whatever the run would refuse later.
     """
     config = load_config(args.config, [*args.set, *([f"INIT={args.init}"] if args.init else [])], base)
-    config["INIT"] = config["INIT"] and resolve_source(config["INIT"])
+    config["INIT"] = _resolve_init(config["INIT"])
     gpus = launch.world_size
     if args.dry_run and launch.launcher == "single":
         gpus = args.gpus or args.world_size or config["GPUS"]
@@ -57,6 +57,13 @@ def prepare_run(
     plan = replace(plan, dtype=name_dtype(precision.dtype))
     config["gradient_accumulation"] = plan.accumulation
     return Prepared(config, plan, data, precision)
+
+
+def _resolve_init(source: str | None) -> str | None:
+    try:
+        return source and resolve_source(source)
+    except UserError as error:
+        raise UserError(f"INIT={error}") from error
 
 
 def _check_classes(num_classes: int | None, data: DataSummary) -> int:

@@ -77,6 +77,8 @@ def test_a_run_starts_from_it_or_is_told_what_fits(hub: Hub, data: Path, tmp_pat
         "error: INIT=hf-hub:timm/vit_tiny_patch16_224.augreg_in21k: its model differs from MODEL.heads=2: "
         "--set MODEL.heads=4 fits, or start from other weights\n",
     )
+    ended = run_forked(start, ["INIT=vit_tiny_patch16_224.in1k"])
+    assert ended.stderr.startswith("error: INIT=vit_tiny_patch16_224.in1k: timm has no such weights; did you mean ")
     ended = run_forked(start, ["INIT=hf_hub:timm/vit_tiny_patch16_224.augreg_in21k", "MODEL.heads=4"])
     assert ended.code == 0, ended.stderr
     assert "a new head of 7 classes, not its 1000" in ended.stdout

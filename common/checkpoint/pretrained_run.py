@@ -49,7 +49,7 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
     names, descriptions = _name_classes(about, classes := len(weights["head.bias"]))
     model = infer_model(source, weights) | {"heads": heads, "num_classes": classes}
     data = {key: about[theirs] for key, theirs in DATA.items() if about.get(theirs)}
-    values = {"TOTAL_BATCH_SIZE": BATCH, "NUM_EPOCHS": 1, "LEARNING_RATE": 0, "MODEL": model, "DATA": data}
+    values = {"TOTAL_BATCH_SIZE": BATCH, "NUM_EPOCHS": 1, "LEARNING_RATE": 1, "MODEL": model, "DATA": data}
     how = about.get("interpolation", "bilinear")
     return PretrainedRun(
         folder=Path("outputs"),

@@ -53,6 +53,13 @@ def is_fast(dtype_name: str) -> bool:
     return platform.machine() not in ("x86_64", "AMD64") or _onednn_set() in BFLOAT16
 
 
+def is_gpu_older_than_bfloat16() -> bool:
+    """Return whether this process's GPU, if it has one, computes in float16 only (before Ampere)."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+
+
 def peak_memory() -> int:
     """Return the most bytes that this process has held so far: on its GPU, else in total."""
     import torch

@@ -23,4 +23,6 @@ OPTIMIZER = dict(name="sgd", momentum=0.0)
 clip_grad_norm = 1.0
 
 MODEL = dict(image_size=224, patch_size=16, width=768, depth=12, heads=12, mlp_ratio=4.0, num_classes=101, dropout=0.1)
+TF32 = False  # the baseline is float32 itself
+COMPILE = False  # a comparison of eager modes, as the source's is
 DATA = dict(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))

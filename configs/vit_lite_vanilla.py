@@ -21,6 +21,7 @@ DATA = dict(
     crop_padding=4, flip=False, autoaugment="cifar10", mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010)
 )
 
+TF32 = False  # the source's fp32, in which all parallel modes agree
 SEED = 42
 
 TENSOR_PARALLEL_SIZE = 1

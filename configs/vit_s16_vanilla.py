@@ -1,4 +1,4 @@
-"""ViT-S/16 on ImageNet-1k, 300 epochs at batch 4,096: AdamW, label smoothing, FP16, on 8 GPUs, data parallel only.
+"""ViT-S/16 on ImageNet-1k, 300 epochs at batch 4,096: AdamW, label smoothing, mixed precision, data parallel on 8 GPUs.
 
     DATA=/path/to/imagenet torchrun --nproc_per_node 8 train.py --config vit_s16_vanilla
     DATA=/path/to/imagenet python train.py --world_size=8 --rank=$RANK --local_rank=$LOCAL_RANK --host=$HOST \

@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from common.colossal.half import compute_in_half
 from common.colossal.upstream import AMP_TYPE
 from common.errors import UserError, did_you_mean
-from common.hardware import instruction_set, is_fast
+from common.hardware import instruction_set, is_fast, is_gpu_older_than_bfloat16
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 SCALER_OPTIONS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
@@ -64,7 +64,7 @@ def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> M
     - ``AMP_TYPE.APEX``: ``opt_level`` "O0" (full precision), "O1" (default; as TORCH), "O2" (as NAIVE), or "O3" (half
       precision throughout, no loss scaling). Replaces apex.amp, which NVIDIA has removed.
 
-    ``dtype`` is 'float16' or 'bfloat16'; default: float16 on GPUs, bfloat16 on CPUs with instructions for it, full
+    ``dtype`` is 'float16' or 'bfloat16'; default: bfloat16 where the device has it, float16 on older GPUs, full
     precision on other CPUs. Only float16 uses the options of the loss scaler, `SCALER_OPTIONS`. Raises `UserError` for
     other modes, types and keys.
     """
@@ -120,7 +120,7 @@ def _check_options(mode: Any, options: Mapping[str, Any]) -> None:
 def _parse_dtype(dtype: Any, device_type: str) -> torch.dtype:
     if dtype is None:
         if device_type == "cuda":
-            return torch.float16
+            return torch.float16 if is_gpu_older_than_bfloat16() else torch.bfloat16
         return torch.bfloat16 if is_fast("bfloat16") else torch.float32
     parsed = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if not isinstance(parsed, torch.dtype) or parsed not in DTYPES.values():

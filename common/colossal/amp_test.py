@@ -25,14 +25,15 @@ LAYERS = ("first", "norm", "activation", "last")
         (dict(mode=TORCH, init_scale=8.0), "cpu", Cast.OPERATIONS, BFLOAT16, None),
         (dict(mode=TORCH, dtype="float16"), "cpu", Cast.OPERATIONS, FLOAT16, 2.0**16),
         (dict(mode=TORCH, dtype=FLOAT16, init_scale=8.0), "cpu", Cast.OPERATIONS, FLOAT16, 8),
-        (dict(mode=TORCH, dtype="bfloat16"), "cuda", Cast.OPERATIONS, BFLOAT16, None),
+        (dict(mode=TORCH), "cuda", Cast.OPERATIONS, BFLOAT16, None),
+        (dict(mode=TORCH, dtype="float16", enabled=False), "cuda", Cast.OPERATIONS, FLOAT16, None),
         (dict(mode=NAIVE), "cpu", Cast.LAYERS, BFLOAT16, None),
         (dict(mode=NAIVE, dtype="float16", init_scale=8.0), "cpu", Cast.LAYERS, FLOAT16, 8),
         (dict(mode=APEX, opt_level="O0"), "cuda", None, FLOAT32, None),
         (dict(mode=APEX), "cpu", Cast.OPERATIONS, BFLOAT16, None),
         (dict(mode=APEX, opt_level="O1", dtype="float16"), "cpu", Cast.OPERATIONS, FLOAT16, 2.0**16),
         (dict(mode=APEX, opt_level="O2", dtype="float16"), "cpu", Cast.LAYERS, FLOAT16, 2.0**16),
-        (dict(mode=APEX, opt_level="O3"), "cuda", Cast.PARAMETERS, FLOAT16, None),
+        (dict(mode=APEX, opt_level="O3"), "cuda", Cast.PARAMETERS, BFLOAT16, None),
     ],
 )
 def test_config(
@@ -77,7 +78,11 @@ def test_without_instructions_the_default_is_float32(fp16: dict, monkeypatch: py
     assert precision.warning is None
     assert precision.note.endswith("in float32, because this CPU (AVX2) has no bfloat16 instructions")
     assert compute_dtype(fp16, "cpu") == FLOAT32
-    assert compute_dtype(fp16, "cuda") == FLOAT16  # a GPU's default is its own
+    assert compute_dtype(fp16, "cuda") == BFLOAT16  # a GPU's default is its own
+    for capability, dtype in (((7, 5), FLOAT16), ((8, 0), BFLOAT16)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert compute_dtype(fp16, "cuda") == dtype
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", BFLOAT16])

@@ -1,28 +1,52 @@
 """torch.compile of a model's blocks."""
 
+import importlib.util
 import os
 import shutil
+import sys
+import sysconfig
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from common.colossal.upstream import ParallelMode, gpc
-from common.errors import UserError
+from common.errors import UserError, is_first_process
 
 GRAPHS_PER_BLOCK = 4  # training and evaluation, with and without gradients
 
 
-def compile_blocks(model: nn.Module, backend: str = "inductor") -> None:
-    """Compile each of ``model.blocks`` in place, keeping all names; equal blocks share one compilation.
+def should_compile(asked: bool | None, device_type: str) -> bool:
+    """Return whether to compile a model for the config's ``COMPILE``: by default, on a GPU that holds all of it.
 
-    Raises `UserError` for tensor-parallel blocks, whose matrix products are Colossal-AI's autograd functions, and if
-    there is no C++ compiler.
+    Raises `UserError` for tensor-parallel blocks, whose matrix products are Colossal-AI's autograd functions. Warns if
+    code cannot be generated here.
     """
-    if gpc.get_world_size(ParallelMode.TENSOR) > 1:
+    is_cut = gpc.get_world_size(ParallelMode.TENSOR) > 1
+    if asked and is_cut:
         raise UserError("COMPILE=True: compiles no model that is cut over GPUs; leave out COMPILE or the tensor mode")
-    compiler = os.environ.get("CXX", "g++")
-    if backend == "inductor" and shutil.which(compiler) is None:
-        raise UserError(f"COMPILE=True: there is no C++ compiler {compiler}; install it or leave out COMPILE")
+    if asked is False or (asked is None and (is_cut or device_type != "cuda")):
+        return False
+    missing = _missing(device_type)
+    if missing and is_first_process():
+        print(f"warning: the model is not compiled: there is no {missing}", file=sys.stderr, flush=True)
+    return not missing
+
+
+def _missing(device_type: str) -> str:
+    """Return what inductor (C++) or Triton (C, on GPUs) needs to build its code and is not here; "" if nothing."""
+    variable, language, usual = ("CC", "C", ("gcc", "clang")) if device_type == "cuda" else ("CXX", "C++", ("g++",))
+    compilers = [os.environ[variable]] if variable in os.environ else usual
+    if device_type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "package triton"
+    if not any(map(shutil.which, compilers)):
+        return f"{language} compiler {' or '.join(compilers)}; install it, or set {variable}"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return "" if header.exists() else f"{header}; install Python's development files"
+
+
+def compile_blocks(model: nn.Module, backend: str = "inductor") -> None:
+    """Compile each of ``model.blocks`` in place, keeping all names; equal blocks share one compilation."""
     # with AMP_TYPE.NAIVE or drop_path no two blocks share code; beyond the limit none is compiled
     limit = GRAPHS_PER_BLOCK * len(model.blocks)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)

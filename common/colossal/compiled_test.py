@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from common.colossal import AMP_TYPE, initialize, shard_model
+from common.colossal import AMP_TYPE, compiled, initialize, shard_model
 from common.colossal import engine as engine_module
-from common.colossal.compiled import compile_blocks
+from common.colossal.compiled import compile_blocks, should_compile
 from common.errors import UserError
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
@@ -44,6 +44,7 @@ def train_compiled(config: dict[str, Any], model_arguments: dict[str, Any]) -> t
 
     Without code generation, and with the lowest limit of recompilations.
     """
+    compiled._missing = lambda _: ""
     engine_module.compile_blocks = partial(compile_blocks, backend="aot_eager")
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
         losses, names = train(config | {"COMPILE": True}, model_arguments)
@@ -84,16 +85,29 @@ def test_refuses_a_model_that_is_cut_over_ranks() -> None:
     assert all("leave out COMPILE or the tensor mode" in message for message in run_ranks(2, compile_sharded))
 
 
-def test_says_that_the_compiler_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trains_eagerly_where_code_cannot_be_generated(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     model = build_model(**MODEL)
-    with launched(COMPILE=True), pytest.raises(UserError, match=r"no C\+\+ compiler no-such-compiler"):
+    with launched(COMPILE=True):
         initialize(model, build_optimizer(model))
+        assert "the model is not compiled: there is no C++ compiler no-such-compiler" in capsys.readouterr().err
+        assert all(block._compiled_call_impl is None for block in model.blocks)
+        monkeypatch.setenv("CXX", "true")
+        monkeypatch.setattr(compiled.sysconfig, "get_path", lambda _: "/nowhere")
+        assert not should_compile(True, "cpu")
+        assert "there is no /nowhere/Python.h; install" in capsys.readouterr().err
 
 
-def test_tf32_is_off_unless_asked_for() -> None:
+def test_by_default_a_gpu_compiles_and_a_cpu_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_missing", lambda _: "")
+    with launched():
+        asked = [(asked, device) for asked in (None, True, False) for device in ("cuda", "cpu")]
+        assert [should_compile(*case) for case in asked] == [True, False, True, True, False, False]
+
+
+def test_tf32_is_on_unless_switched_off() -> None:
     precisions = []
-    for config in ({}, {"TF32": True}, {}):
+    for config in ({"TF32": False}, {}, {"TF32": False}):
         with launched(**config):
             model = nn.Linear(2, 2)
             initialize(model, build_optimizer(model))

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from common.colossal.amp import MixedPrecision, build_mixed_precision
-from common.colossal.compiled import compile_blocks
+from common.colossal.compiled import compile_blocks, should_compile
 from common.colossal.lost_ranks import naming_lost_ranks
 from common.colossal.step_optimizer import MAX_SKIPPED, StepOptimizer
 from common.colossal.upstream import (
@@ -79,12 +79,12 @@ def initialize(
         raise UserError("zero is not supported: remove it from the config")
     torch.backends.cudnn.benchmark = config.get("cudnn_benchmark", False)
     torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
-    allow_tf32(config.get("TF32", False))
+    allow_tf32(config.get("TF32", True))
     device = get_accelerator().get_current_device()
     accumulation = config.get("gradient_accumulation") or 1
     precision = build_mixed_precision(config.get("fp16"), device.type)
     precision.apply(model.to(device))
-    if config.get("COMPILE"):
+    if should_compile(config.get("COMPILE", False), device.type):
         compile_blocks(model)
     max_skipped = config.get("MAX_SKIPPED", MAX_SKIPPED)
     step_optimizer = StepOptimizer(optimizer, accumulation, precision.scaler, max_skipped)

@@ -174,7 +174,7 @@ class Fp16(Options):
     )
     dtype: Annotated[Literal["float16", "bfloat16"], BeforeValidator(lambda kind: _dtype_name(kind))] | None = key(
         None,
-        "what is computed in; `None`: float16 on GPUs, bfloat16 on CPUs that have instructions for it, else float32",
+        "what is computed in; `None`: bfloat16 where the device has it, else float16 on GPUs, float32 on CPUs",
         says="'float16', 'bfloat16' or None",
     )
     opt_level: Literal["O0", "O1", "O2", "O3"] = key(
@@ -272,8 +272,12 @@ class Config(Section):
     TENSOR_PARALLEL_MODE: Literal[None, "1d", "2d", "2.5d", "3d"] = key(None, "how they share it")
     parallel: Parallel | None = key(None, "Colossal-AI's form of the two keys above")
     fp16: Fp16 | None = key(None, "mixed precision; `None`: float32")
-    TF32: bool = key(False, "let float32 products round their inputs to TF32 on GPUs that have it")
-    COMPILE: bool = key(False, "torch.compile the transformer's blocks; not with tensor parallelism")
+    TF32: bool = key(True, "let float32 products round their inputs to TF32 on GPUs that have it")
+    COMPILE: bool | None = key(
+        None,
+        "torch.compile the transformer's blocks; `None`: on GPUs, without tensor parallelism",
+        says="True, False or None",
+    )
     gradient_accumulation: Int | None = key(None, "micro-batches per optimizer step", ge=1)
     clip_grad_norm: Number = key(0.0, "largest norm of the gradient of all weights; 0: no clipping", ge=0)
     torch_ddp: TorchDdp = key(TorchDdp(), "options of torch's DistributedDataParallel")

@@ -32,7 +32,12 @@ def amp(mode: str, dtype: str, **options: Any) -> dict[str, Any]:
     return {"fp16": {"mode": AMP_TYPE[mode], "dtype": dtype, **options}}
 
 
-PRECISIONS = {"fp32": {}, "tf32": {"TF32": True}, "bf16": amp("TORCH", "bfloat16"), "fp16": amp("TORCH", "float16")}
+PRECISIONS = {
+    "fp32": {"TF32": False},
+    "tf32": {"TF32": True},
+    "bf16": amp("TORCH", "bfloat16"),
+    "fp16": amp("TORCH", "float16"),
+}
 MODES = {
     "fp32": PRECISIONS["fp32"],
     "tf32": PRECISIONS["tf32"],

@@ -53,8 +53,8 @@ def build_train_loader(
     ``ranks_and_seed`` are ``dp_rank``, ``dp_size`` and ``seed`` of `TrainSampler`.
     """
     images = _load(data, "train", image_size)
-    samples = len(images.labels)
-    sampler = TrainSampler(samples, total_batch, micro_batch, uniforms=UNIFORMS_PER_SAMPLE, **ranks_and_seed)
+    draws = dict(uniforms=UNIFORMS_PER_SAMPLE, repeats=data["repeats"], **ranks_and_seed)
+    sampler = TrainSampler(len(images.labels), total_batch, micro_batch, **draws)
     augment = Augment(data["crop_padding"], data["flip"], data["autoaugment"])
     return Loader(sampler, MemoryReader(images, augment, mean=data["mean"], std=data["std"], device=device))
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
+from common.config.schema import Data, plain_values
 from common.data.sampling import NO_LABEL
 from common.errors import UserError
 from imagenet_dali.dataloader import build_eval_loader, build_train_loader, describe_data, open_images
@@ -16,16 +17,7 @@ from imagenet_dali.testing import spoil_record
 # Python 3.12 warns of every fork beside threads, which is how torch starts its workers there
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
-DATA = {
-    "workers": 1,
-    "crop_scale": (0.08, 1.0),
-    "crop_ratio": (3 / 4, 4 / 3),
-    "flip": True,
-    "randaugment": None,
-    "eval_crop": 0.875,
-    "mean": (0.5, 0.5, 0.5),
-    "std": (0.25, 0.25, 0.25),
-}
+DATA = plain_values(Data(workers=1, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)))
 PLACED = {"image_size": 28, "dp_rank": 0, "dp_size": 1, "device": torch.device("cpu")}
 
 

@@ -64,6 +64,13 @@ class Data(Section):
     crop_ratio: Annotated[Pair, _hold(lambda pair: 0 < pair[0] <= pair[1] <= 100)] = key(
         (3 / 4, 4 / 3), "width / height of a training crop", says="(low, high), 0 < low <= high <= 100"
     )
+    repeats: Int = key(
+        1,
+        "repeated augmentation (arXiv 1901.09335): "
+        "draws of an image in a global batch; an epoch has as many draws as without, of one in `repeats` of the images",
+        ge=1,
+        le=1024,
+    )
     flip: bool = key(True, "mirror half of the training images")
     crop_padding: Int = key(
         4, "CIFAR-10: black border around an image before its training crop", unit="pixels", ge=0, le=1024

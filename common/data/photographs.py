@@ -44,8 +44,8 @@ def build_train_loader(
     """Return the loader of random crops: a new permutation of ``images`` in every epoch."""
     augment = _build_rand_augment(data)
     uniforms = UNIFORMS_PER_SAMPLE + (augment.uniforms if augment else 0)
-    ranks = dict(dp_rank=dp_rank, dp_size=dp_size)
-    sampler = TrainSampler(len(images), total_batch, micro_batch, **ranks, seed=seed, uniforms=uniforms)
+    draws = dict(dp_rank=dp_rank, dp_size=dp_size, seed=seed, uniforms=uniforms, repeats=data["repeats"])
+    sampler = TrainSampler(len(images), total_batch, micro_batch, **draws)
     crop = RandomCrop(data["crop_scale"], data["crop_ratio"], data["flip"])
     options = _reader_options(data, image_size, dp_size, device)
     return Loader(sampler, build_reader(images, crop, augment=augment, batch=micro_batch, **options))

@@ -32,6 +32,10 @@ class TrainSampler:
     The last ``samples % global_batch`` samples of a permutation, which differ by epoch, are dropped. With each sample
     come ``uniforms`` numbers in [0, 1) for its augmentation, which depend on the seed, the epoch, the step and the row
     in the global batch alone.
+
+    With ``repeats`` (repeated augmentation, arXiv 1901.09335) each sample is dealt that often in a row, and the epoch
+    ends after as many draws as without, as in timm's `RepeatAugSampler`. The draws of a sample are ``1 / repeats`` of
+    the global batch apart, so that other ranks or micro-batches get them.
     """
 
     def __init__(
@@ -44,11 +48,13 @@ class TrainSampler:
         dp_size: int = 1,
         seed: int = 0,
         uniforms: int = 0,
+        repeats: int = 1,
     ) -> None:
         if samples < global_batch:
             raise UserError(f"TOTAL_BATCH_SIZE={global_batch} is more than the {samples} training samples: lower it")
         self.samples, self.global_batch, self.micro_batch = samples, global_batch, micro_batch
         self.dp_rank, self.dp_size, self.seed, self.uniforms = dp_rank, dp_size, seed, uniforms
+        self.repeats = repeats
         assert global_batch % self.stride == 0, "the plan of the run divides the batch"
         self.accumulation = global_batch // self.stride
 
@@ -64,11 +70,12 @@ class TrainSampler:
     def draws(self, epoch: int, start: int = 0) -> Iterator[Draw]:
         """Yield the epoch's micro-batches from number ``start`` on."""
         order = epoch_order(self.samples, self.seed, epoch)
+        places = np.argsort(np.arange(self.global_batch) % self.repeats, kind="stable")
         for number in range(start, len(self)):
             step, row = self.place(number)
-            first = step * self.global_batch + row
+            drawn = step * self.global_batch + places[row : row + self.micro_batch]
             yield Draw(
-                order[first : first + self.micro_batch],
+                order[drawn // self.repeats],
                 sample_uniforms(self.seed, epoch, step, row, self.micro_batch, self.uniforms),
             )
 

@@ -1,13 +1,17 @@
 import numpy as np
 import pytest
+import torch
+from timm.data.distributed_sampler import RepeatAugSampler
 
 from common.data.sampling import PADDING, EvalSampler, TrainSampler, epoch_order, sample_uniforms
 from common.errors import UserError
 
 
-def global_batches(samples: int, global_batch: int, micro_batch: int, dp_size: int, epoch: int = 0) -> list[tuple]:
+def global_batches(
+    samples: int, global_batch: int, micro_batch: int, dp_size: int, epoch: int = 0, repeats: int = 1
+) -> list[tuple]:
     """Reassemble all ranks' micro-batches: (indices, uniforms) of each step, in order of rows."""
-    options = dict(dp_size=dp_size, seed=7, uniforms=5)
+    options = dict(dp_size=dp_size, seed=7, uniforms=5, repeats=repeats)
     ranks = [TrainSampler(samples, global_batch, micro_batch, dp_rank=rank, **options) for rank in range(dp_size)]
     parts = [draw for draws in zip(*(rank.draws(epoch) for rank in ranks), strict=True) for draw in draws]
     assert len(parts) == len(ranks[0]) * dp_size
@@ -15,9 +19,11 @@ def global_batches(samples: int, global_batch: int, micro_batch: int, dp_size: i
     return [tuple(np.concatenate(field) for field in zip(*step, strict=True)) for step in steps]
 
 
+@pytest.mark.parametrize("repeats", [1, 3])
 @pytest.mark.parametrize(("micro_batch", "dp_size"), [(4, 1), (4, 2), (1, 4), (2, 2), (8, 1), (2, 4)])
-def test_global_batches_do_not_depend_on_processes_or_accumulation(micro_batch, dp_size):
-    for got, expected in zip(global_batches(30, 8, micro_batch, dp_size), global_batches(30, 8, 8, 1), strict=True):
+def test_global_batches_do_not_depend_on_processes_or_accumulation(micro_batch, dp_size, repeats):
+    one = global_batches(30, 8, 8, 1, repeats=repeats)
+    for got, expected in zip(global_batches(30, 8, micro_batch, dp_size, repeats=repeats), one, strict=True):
         np.testing.assert_array_equal(got[0], expected[0])
         np.testing.assert_array_equal(got[1], expected[1])
 
@@ -30,6 +36,23 @@ def test_an_epoch_holds_each_sample_at_most_once_and_drops_only_the_rest():
         assert len(np.unique(indices)) == 24
         dropped.append(set(range(30)) - set(indices.tolist()))
     assert dropped[0] != dropped[1] != dropped[2]
+
+
+@pytest.mark.parametrize(("samples", "batch", "dp_size"), [(1100, 256, 4), (700, 128, 8), (1000, 192, 3)])
+def test_repeated_augmentation_is_timms(samples, batch, dp_size, monkeypatch):
+    """The same draws in each step from the same permutation; a sample's are in different micro-batches."""
+    order = torch.from_numpy(epoch_order(samples, 7, 2))
+    monkeypatch.setattr(torch, "randperm", lambda count, generator: order)
+    samplers = [RepeatAugSampler(range(samples), dp_size, rank, selected_round=batch) for rank in range(dp_size)]
+    theirs = np.array([list(sampler) for sampler in samplers]).T.reshape(-1, batch)
+    ours = global_batches(samples, batch, batch // dp_size, dp_size, epoch=2, repeats=3)
+    assert len(ours) == len(theirs)
+    for (indices, uniforms), expected in zip(ours, theirs, strict=True):
+        assert sorted(indices) == sorted(expected)
+        assert len(np.unique(indices)) in (-(-batch // 3), -(-batch // 3) + 1)
+        assert len(np.unique(uniforms, axis=0)) == batch
+        for micro_batch in indices.reshape(3 if dp_size == 3 else 4, -1):
+            assert len(np.unique(micro_batch)) == len(micro_batch)
 
 
 def test_order_is_a_permutation_of_seed_and_epoch():

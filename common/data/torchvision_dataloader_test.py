@@ -235,6 +235,5 @@ def test_a_fingerprint_follows_paths_and_sizes_and_not_the_place(folder, corrupt
     copy = open_folder(shutil.copytree(folder, corrupt.parent / "copy"), "train")
     assert copy.fingerprint == original
     copy.path(3).rename(copy.path(3).with_name("other"))
-    with pytest.raises(UserError, match=f"{copy.path(3)}: No such file"):
-        _ = copy.fingerprint
+    assert copy.fingerprint != original  # a missing file is a bad image
     assert open_folder(copy.root, "train").fingerprint != original

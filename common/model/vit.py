@@ -165,7 +165,7 @@ class VisionTransformer(nn.Module):
         x_BND = self.patch_embed(images_BCYX)
         if not self.embedded_prefix:
             x_BND = x_BND + self.pos_embed
-        prefix = [t.expand(len(x_BND), -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
+        prefix = [t.expand(x_BND.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
         x_BND = torch.cat([*prefix, x_BND], dim=1) if prefix else x_BND
         x_BND = self.dropout(x_BND + self.pos_embed if self.embedded_prefix else x_BND)
         for block in self.blocks:

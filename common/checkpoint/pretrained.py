@@ -17,9 +17,9 @@ from common.errors import UserError
 from common.model.vit import build_sincos2d
 
 
-def load_pretrained(model: nn.Module, source: str, *, heads_stated: bool = True) -> str:
+def load_pretrained(model: nn.Module, source: str) -> str:
     """Give ``model``, which is whole, the weights that `fit_pretrained` returns; return its line."""
-    weights, done = fit_pretrained(model, source, heads_stated=heads_stated)
+    weights, done = fit_pretrained(model, source)
     model.load_state_dict(weights)
     return done
 

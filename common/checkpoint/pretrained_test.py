@@ -182,6 +182,7 @@ def test_a_start_and_its_dry_run_refuse_the_same(data: Path, saved: Path, tmp_pa
         assert ended.code == 2
         assert ended.stderr.startswith(f"error: INIT={init}: {line}")
         assert ended.stderr.count("\n") == 1
+        assert not (tmp_path / "run").exists()
     ended = run_forked(start, [f"INIT={saved}", "MODEL.heads=2", "MAX_STEPS=1"])
     assert ended.code == 0, ended.stderr
     assert "a new head of 7 classes, not its 9" in " ".join(ended.stdout.split())

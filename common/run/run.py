@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ class Run:
     about: dict[str, Any]  # what config.json holds
     start_from: Path | None  # the checkpoint to resume from
     measurement: Measurement | None  # what this run is for, instead of training
-    heads_stated: bool = True  # whether the user has said MODEL.heads of INIT
 
     @property
     def data_parallel(self) -> dict[str, int]:
@@ -51,10 +49,9 @@ class Run:
         source = self.about["config"]["INIT"]
         if not source or self.start_from is not None:
             return
-        load = partial(load_pretrained, model, source, heads_stated=self.heads_stated)
-        done = ask_first_rank(load)  # which downloads it
+        done = ask_first_rank(lambda: load_pretrained(model, source))
         if not self.is_main:
-            load()
+            load_pretrained(model, source)
         else:
             print(done, flush=True)
 

@@ -12,7 +12,8 @@ import torch
 
 from common.checkpoint.content import read_about
 from common.checkpoint.pretrained import fit_pretrained
-from common.checkpoint.resume import ask_first_rank, note_start
+from common.checkpoint.resume import AUTO, NEVER, ask_first_rank, note_start
+from common.checkpoint.save import CONFIG
 from common.colossal import MixedPrecision, progress, shutdown
 from common.config.batch_plan import DataSummary, Plan
 from common.estimate.cluster import parse_cluster
@@ -46,13 +47,16 @@ def start_run(
     prepared = config, plan, data, precision = prepare_run(args, launch, describe_data, base)
     if args.dry_run:
         if launch.rank == 0:
-            weights = _check_init(config, _states_heads(args)) if config["INIT"] else ""
+            weights = _check_init(config, args) if config["INIT"] else ""
             print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None, weights)
         return None
     assert data is not None
     stop_signals.install(launch.launcher == "torch", progress, config["TIMEOUT"])
     output = Path(args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem).resolve()
     start(launch, config)
+    if config["INIT"] and args.resume in (AUTO, NEVER):
+        # before anything is written; a run that is there has been started already
+        ask_first_rank(lambda: (output / CONFIG).exists() or _check_init(config, args))
     measurement, start_from = _build_measurement(args, output, launch.rank == 0), None
     if measurement:  # from the first step on, and in as many epochs as it takes
         ask_first_rank(lambda: lock_folder(output))
@@ -74,17 +78,16 @@ def start_run(
         _announce(args.config, config, plan, data)
         _announce_precision(precision)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return Run(plan, output, launch.rank == 0, device, about, start_from, measurement, _states_heads(args))
+    return Run(plan, output, launch.rank == 0, device, about, start_from, measurement)
 
 
-def _states_heads(args: argparse.Namespace) -> bool:
-    """Return whether the command line says MODEL.heads, or leaves both it and INIT to the config file."""
+def _check_init(config: Mapping[str, Any], args: argparse.Namespace) -> str:
+    """Refuse INIT where its weights do not fit; return what starting from them would say.
+
+    MODEL.heads counts as stated on the command line, and in a config file that says INIT too.
+    """
     keys = {setting.partition("=")[0] for setting in args.set}
-    return bool(keys & {"MODEL", "MODEL.heads"}) or not (args.init or "INIT" in keys)
-
-
-def _check_init(config: Mapping[str, Any], heads_stated: bool) -> str:
-    """Refuse what a start would refuse of INIT; return what it would say."""
+    heads_stated = bool(keys & {"MODEL", "MODEL.heads"}) or not (args.init or "INIT" in keys)
     classes = config["MODEL"]["num_classes"]
     with torch.device("meta"):
         model = build_model(**config["MODEL"] | {"num_classes": classes or 1})

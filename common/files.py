@@ -86,9 +86,9 @@ def parse_json(text: bytes, schema: type[S], where: str) -> S:
     raise UserError(f"{where}: {place}{': ' if place else ''}{message}{found}")
 
 
-def sha256_of(path: Path) -> str:
-    """Return the checksum of a regular file's content, in hexadecimal."""
-    regular_size(path)
+def sha256_of(path: Path, most: float = math.inf) -> str:
+    """Return the checksum of a regular file of at most ``most`` bytes, in hexadecimal; a sparse file may claim any."""
+    regular_size(path, most)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

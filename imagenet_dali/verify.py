@@ -8,7 +8,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.errors import UserError
-from common.files import sha256_of
+from common.files import regular_size, sha256_of
 from imagenet_dali.dataset import read_record
 from imagenet_dali.images import BadImageError, check_jpeg
 from imagenet_dali.manifest import find_faults, find_missing, read_manifest, read_table
@@ -92,6 +92,7 @@ def verify_shards(root: Path, manifest: Mapping[str, Any], workers: int) -> dict
         table = find_table(root, manifest, split)
         for number, name in enumerate(shards):
             if (root / name).is_file():
+                regular_size(root / name, 2 * manifest["splits"][split]["shards"][number]["bytes"] + (1 << 30))
                 tasks.append((root, name, None if table is None else table[table["shard"] == number], labels))
     found = inspect_shards(tasks, workers)
     return {split: [found[name] for name in shards if name in found] for split, shards in names.items()}

@@ -4,6 +4,7 @@ A model of the Hub is named ``hf-hub:<user>/<name>[@revision]``, or as timm does
 """
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,7 +66,7 @@ def resolve_source(name: str) -> str:
     """Return ``hf-hub:<id>`` for a model of the Hub or of timm, an absolute path for all else."""
     if re.match("hf[-_]hub:", name):
         return HUB + name[len(HUB) :]
-    if Path(name).exists() or "/" in name:
+    if os.path.exists(name) or "/" in name:
         return str(Path(name).resolve())
     import timm  # takes a second
     from timm.models import get_pretrained_cfg

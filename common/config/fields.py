@@ -6,18 +6,25 @@ from enum import Enum
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WrapValidator
 from pydantic.fields import FieldInfo
 
 from common.errors import did_you_mean
 
 INT64 = 2**63 - 1
 NONE = type(None)
-Int = Annotated[int, Field(ge=-INT64, le=INT64)]
+# A validator, because pydantic lets the last of several bounds replace the others.
+Int = Annotated[int, AfterValidator(lambda value: _check_int64(value))]
 # Finite; an integer stays one.
 Number = Annotated[float, Field(allow_inf_nan=False), WrapValidator(lambda value, check: (check(value), value)[1])]
 Pair = Annotated[tuple[Number, Number], Field(strict=False)]  # or a list
 Triple = Annotated[tuple[Number, Number, Number], Field(strict=False)]
+
+
+def _check_int64(value: int) -> int:
+    if abs(value) > INT64:
+        raise ValueError
+    return value
 
 
 class Section(BaseModel):

@@ -3,10 +3,11 @@ import re
 from pathlib import Path
 
 import pytest
+from annotated_types import Ge, Le
 
 from common.colossal import AMP_TYPE
 from common.config.load import FOLDER, data_root, find_config, load_config, refuse_unused, restore_config
-from common.config.schema import describe_keys
+from common.config.schema import all_keys, describe_keys
 from common.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -282,3 +283,13 @@ def test_every_config_snippet_loads(write, page, snippet):
 def test_the_documentation_lists_the_keys_as_they_are():
     page = ROOT / "docs" / "config.md"
     assert describe_keys() in page.read_text()
+
+
+def test_every_bound_is_kept() -> None:
+    """Of several bounds on an integer pydantic keeps the last: one on all integers would replace a key's own."""
+    bounds = [(key, item) for key, field in all_keys() for item in field.metadata if isinstance(item, (Ge, Le))]
+    assert len(bounds) > 30
+    for key, item in bounds:
+        beyond = item.ge - 1 if isinstance(item, Ge) else item.le + 1
+        with pytest.raises(UserError, match=f"^{key}={beyond}: expected"):
+            load_config("quickstart", [f"{key}={beyond}"])

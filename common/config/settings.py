@@ -1,6 +1,7 @@
 """``--set KEY=VALUE``: what it sets, and how it is merged into a config's dicts."""
 
 import ast
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
@@ -47,8 +48,10 @@ def override(setting: Any, value: Any) -> Any:
 
 def _parse_value(text: str, field: FieldInfo) -> Any:
     try:
-        value = _evaluate(ast.parse(text.strip(), mode="eval").body)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python's, of text that is no Python
+            value = _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return text
     # DATA.root=2012 is a folder's name, not a number
     kinds = list(_kinds(field.annotation))

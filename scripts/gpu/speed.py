@@ -20,10 +20,10 @@ from gpu.job import MODES, PRECISIONS, ROUNDS, TINY, VIT_B16, VIT_S16, Job, open
 BATCH = 256  # per GPU, as in configs/vit-b16.py
 ENOUGH = 45  # seconds for one more row
 WARM_UP_ROUNDS, STEPS = 4, 20  # the warm-up is more than 5 s of steps, since none is faster than 60 ms
-COMPILED = ("COMPILE=True",)
+EAGER, COMPILED = ("COMPILE=False",), ("COMPILE=True",)
 LOOPS = {  # settings of the recipe, training loop of scripts/bench/step.py, library
     "bare PyTorch": ((), step.bare, "torch"),
-    "ours": ((), step.ours, "torch"),
+    "ours": (EAGER, step.ours, "torch"),
     "ours, compiled": (COMPILED, step.ours, "torch"),
     "timm's train.py": ((), step.timm, "timm"),
     "timm's train.py, compiled": ((), partial(step.timm, compiled=True), "timm"),

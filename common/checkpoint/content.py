@@ -83,14 +83,14 @@ class Starts(Open):
 class FullInfo(RunInfo, Starts):
     """config.json, all of it."""
 
-    name: str
+    name: str  # pyright: ignore[reportGeneralTypeIssues]
     plan: Plan  # pyright: ignore[reportIncompatibleVariableOverride]
     data: DataInfo
-    started: Second
+    started: Second  # pyright: ignore[reportGeneralTypeIssues]
     argv: Annotated[list[str], FailFast()]
-    commit: str | None
+    commit: str | None  # pyright: ignore[reportGeneralTypeIssues]
     versions: dict[str, str | None]
-    hardware: Hardware
+    hardware: Hardware  # pyright: ignore[reportGeneralTypeIssues]
 
 
 class Position(Schema):

@@ -72,7 +72,7 @@ def check_architecture(path: Path, weights: Mapping[str, Tensor], model: nn.Modu
 
 def check_shapes(path: Path, saved: Mapping[str, list[int]], wanted: Mapping[str, list[int]]) -> None:
     """Raise UserError naming the parameters of ``path`` that are missing, of another shape, or too many."""
-    names = [name for name in wanted | saved if saved.get(name) != wanted.get(name)]
+    names = [name for name in {**wanted, **saved} if saved.get(name) != wanted.get(name)]
     if names:
         shown = [f"{name} {saved.get(name, 'missing')} (model: {wanted.get(name, 'none')})" for name in names[:SHOWN]]
         more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""

@@ -76,6 +76,7 @@ class MixupLoss(nn.Module):
     def _binary_cross_entropy(
         self, logits: Tensor, target: Tensor, other: Tensor | None, share: Tensor | None
     ) -> Tensor:
+        assert self.bce_threshold is not None
         valid, blend = target >= 0, torch.zeros_like(logits)
         shares = [(target, 1.0)] if other is None or share is None else [(target, share), (other, 1 - share)]
         for labels, part in shares:

@@ -60,6 +60,8 @@ def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
     source = list_source(root)
     if split not in source.splits:
         raise UserError(f"DATA.root={root} has no {split} split: add {root / split}/<class>/*")
+    if source.places:
+        raise UserError(f"DATA.root={root}: tars and parquet files are read by `python -m imagenet_dali.prepare` only")
     return FolderSplit(root, source.class_names, source.splits[split])
 
 

@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from common.files import folder_lock, read_json
 from imagenet_dali.images import RESAMPLING
 from imagenet_dali.manifest import MANIFEST, PARTIAL, read_manifest
 from imagenet_dali.sources import Source, list_source
+from imagenet_dali.tar_source import Place
 from imagenet_dali.workers import parallel_map
 from imagenet_dali.writer import Options, ShardTask, atomic_file, to_shard, write_dataset, write_shard
 
 REFUSED = "refused.txt"
 IMAGES_PER_SHARD = 1250  # 1,024 shards for ImageNet's training images, as is usual
+IMAGES_PER_WINDOW = 10 * IMAGES_PER_SHARD  # of parquet files that are shuffled together
 
 
 class Job(BaseModel):
@@ -43,14 +46,19 @@ def prepare(
     options = options or Options()
     if dest.resolve().is_relative_to(source.resolve()):
         raise UserError(f"{dest}: lies inside SOURCE; choose a folder outside {source}")
-    listed = list_source(source, options.validation_share, options.seed)
+    listed = list_source(source, options.validation_share, options.seed, workers)
     job = {"source": printable(source.resolve()), "files": listed.fingerprint, **asdict(options)}
     plan = plan_shards(listed, options.shards, options.seed)
     if _is_complete(dest, job):
         print(f"{dest}: complete already")
         return
     reports = {}
-    tasks = [ShardTask(source, dest, name, files, listed.class_names, options) for name, files in plan.items()]
+    tasks = [
+        ShardTask(
+            source, dest, name, files, [listed.places.get(file[0]) for file in files], listed.class_names, options
+        )
+        for name, files in plan.items()
+    ]
     total = sum(len(files) for files in plan.values())
     with folder_lock(dest / PARTIAL), tqdm(total=total, unit="image", disable=None) as progress:
         for report in parallel_map(write_shard, tasks, workers):
@@ -83,13 +91,34 @@ def plan_shards(source: Source, shards: int | None, seed: int) -> dict[str, File
         raise UserError(f"--shards={shards}: more than the {train} training images; choose fewer")
     plan = {}
     for split, files in source.splits.items():
-        shuffled = sorted(files)
-        random.Random(f"{seed}/{split}").shuffle(shuffled)
+        shuffled = _shuffle(files, source.places, random.Random(f"{seed}/{split}"))
         number = max(1, round(shards * len(files) / train))
         bounds = [len(files) * i // number for i in range(number + 1)]
         for i in range(number):
             plan[f"{split}/{split}-{i:05d}-of-{number:05d}"] = shuffled[bounds[i] : bounds[i + 1]]
     return plan
+
+
+def _shuffle(files: Files, places: Mapping[str, Place], rng: random.Random) -> Files:
+    """Return all files in random order; those of parquet files in windows of whole, random row groups.
+
+    Of a row group, which is compressed as a whole, every shard of its window reads some rows.
+    """
+    blocks: dict[tuple[str, int], Files] = {}
+    for file in sorted(files):
+        place = places.get(file[0])
+        block = place[:2] if place and place.is_row and len(files) > IMAGES_PER_WINDOW else ("", 0)
+        blocks.setdefault(block, []).append(file)
+    order = list(blocks)
+    rng.shuffle(order)
+    shuffled, window = [], []
+    for number, block in enumerate(order, 1):
+        window += blocks[block]
+        if len(window) >= IMAGES_PER_WINDOW or number == len(order):
+            rng.shuffle(window)
+            shuffled += window
+            window = []
+    return shuffled
 
 
 def _is_complete(dest: Path, job: dict[str, Any]) -> bool:
@@ -125,7 +154,7 @@ def _report_refused(dest: Path, source: Source, refused: list[tuple[str, str]], 
     names = {filename for filename, _ in refused}
     total = sum(len(files) for files in source.splits.values())
     left = Counter(label for filename, label in source.splits["train"] if filename not in names)
-    lost = [name for label, name in enumerate(source.class_names) if not left[label]]
+    lost = [source.class_names[label] for _, label in source.splits["train"] if not left[label]]
     print_some(lines)
     if len(refused) > max_refused * total or lost:
         for folder in (PARTIAL, *source.splits):

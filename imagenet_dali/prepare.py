@@ -1,4 +1,4 @@
-"""Turn a folder of images into the TFRecord data set that the loaders read; verify, repair or adopt one.
+"""Turn folders, tars or parquet files of images into a TFRecord data set for the loaders; verify, repair or adopt one.
 
 python -m imagenet_dali.prepare SOURCE DEST
 python -m imagenet_dali.prepare --check [--repair] DIR
@@ -42,10 +42,10 @@ def main(argv: list[str]) -> None:
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m imagenet_dali.prepare",
-        description="Turn a folder of images into TFRecord shards with index, labels and manifest.",
+        description="Turn folders, tars or parquet files of images into TFRecord shards, index, labels and manifest.",
     )
     add = parser.add_argument
-    source = "SOURCE/[train/]<class>/*, or ImageNet; DIR with --check, --adopt"
+    source = "SOURCE/[train/]<class>/*, ImageNet, or tars or parquet files in SOURCE; DIR with --check, --adopt"
     add("source", nargs="?", type=Path, metavar="SOURCE", help=source)
     add("dest", nargs="?", type=Path, metavar="DEST", help="a new folder for the data set")
     add("--check", action="store_true", help="verify every byte of the prepared data set DIR")

@@ -66,7 +66,9 @@ def test_imagenet_with_the_labels_of_tensorflow(tmp_path):
 
 def test_imagenet_with_the_labels_of_kaggle(tmp_path):
     root = imagenet(tmp_path / "ILSVRC" / "Data" / "CLS-LOC")
-    with pytest.raises(UserError, match=r"put imagenet_2012_validation_synset_labels.txt or LOC_val_solution.csv"):
+    with pytest.raises(
+        UserError, match=r"put imagenet_2012_validation_synset_labels.txt, LOC_val_solution.csv or ILSV"
+    ):
         list_source(root)
     boxes = "ImageId,PredictionString\nv_3,n02 1 2 3 4 n02 5 6 7 8 \nv_1,n02 1 2 3 4 \nv_2,n01 1 2 3 4 \n"
     (tmp_path / "LOC_val_solution.csv").write_text(boxes)

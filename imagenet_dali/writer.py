@@ -19,7 +19,8 @@ from common.files import Count, Schema, read_json
 from imagenet_dali.images import BadImageError, convert_image
 from imagenet_dali.manifest import FORMAT, MANIFEST, PARTIAL, index_path, records_path
 from imagenet_dali.records import RECORD, build_example, frame, index_text
-from imagenet_dali.sources import read_image
+from imagenet_dali.sources import read_images
+from imagenet_dali.tar_source import Place
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class ShardTask:
     dest: Path
     name: str
     files: Files
+    places: list[Place | None]  # None for an image that is a file itself
     class_names: list[str]
     options: Options
 
@@ -73,9 +75,10 @@ def write_shard(task: ShardTask) -> dict[str, Any]:
     rows, refused, converted, offset = [], [], 0, 0
     digest = hashlib.sha256()
     with atomic_file(task.dest / task.name) as shard:
-        for number, (filename, label) in enumerate(task.files):
+        reads = read_images(task.source, task.files, task.places)
+        for number, ((filename, label), read) in enumerate(zip(task.files, reads, strict=True)):
             try:
-                image = convert_image(read_image(task.source, filename), quality, short_side)
+                image = convert_image(read(), quality, short_side)
             except BadImageError as error:
                 refused.append((number, printable(error)))
                 continue

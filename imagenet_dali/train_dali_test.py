@@ -93,7 +93,7 @@ def test_a_run_resumes_on_a_cpu_with_other_instructions(config, data, tmp_path, 
         return capsys.readouterr()
 
     dry_run = train(False, "--dry-run").out
-    assert f"precision              float32 on this CPU ({instruction_set()}), float16 on GPUs\n" in dry_run
+    assert f"precision              float32 on this CPU ({instruction_set()}), bfloat16 on GPUs\n" in dry_run
     assert "precision              bfloat16 on this CPU" in train(True, "--dry-run").out
     first = train(False, "--set", "MAX_STEPS=4").out
     assert first.count(f"fp16: computing in float32, because this CPU ({instruction_set()}) has no bfloat16 ins") == 1

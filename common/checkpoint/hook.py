@@ -70,6 +70,7 @@ class CheckpointHook(BaseHook):
         self.ranks = {"gpus": about["plan"]["gpus"], "parallel": about["config"]["parallel"]}
         self.every_steps = every if isinstance(every, int) else None
         self.every_seconds = None if isinstance(every, int) else parse_minutes(every) * 60
+        self.buffers: dict[str, Tensors] = {}  # the writer's
         self.loader_failed = False  # of any rank
         self.best = -1.0, 0.0  # top-1, and less its loss, which decides between equals
         self.saved: dict[str, int] = {}  # where the trainer stood
@@ -133,7 +134,7 @@ class CheckpointHook(BaseHook):
         """Copy the state, which takes all ranks, and let rank 0 write it; waits for the write before this one."""
         doing("saving a checkpoint")
         self._join_writer()
-        content: dict[str, Tensors | bytes] = dict(copy_state(self.model, self.optimizer, self.averages))
+        content: dict[str, Tensors | bytes] = dict(copy_state(self.model, self.optimizer, self.averages, self.buffers))
         ranks = _gather({"random": generator_states(), "metrics": self.metrics.state_dict()})
         self.saved, self.saved_at = trainer.state_dict(), time.monotonic()
         if ranks is None:  # not rank 0

@@ -1,9 +1,11 @@
 """The unsharded state of a model and its optimizer under timm's names, as files hold it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,29 +20,43 @@ Tensors = dict[str, Tensor]
 
 
 def copy_state(
-    model: nn.Module, optimizer: Optimizer, averages: Mapping[str, Tensor] | None = None
+    model: nn.Module,
+    optimizer: Optimizer,
+    averages: Mapping[str, Tensor] | None = None,
+    buffers: dict[str, Tensors] | None = None,
 ) -> dict[str, Tensors]:
     """Return copies on the CPU of the parameters, their averages and the optimizer's state, by the name of their file.
 
     The optimizer's are named ``<state>/<parameter>``, e.g. ``exp_avg/head.weight``. Every rank must call it; only rank
-    0's result is complete.
+    0 copies. The next call with the same ``buffers`` overwrites the copies, instead of allocating and pinning memory.
     """
     parameters = dict(model.named_parameters())
-    moments: dict[str, Tensor | None] = {}
+    files = {MODEL: canonical_state(model), OPTIMIZER: _gather_moments(parameters, optimizer)}
+    if averages is not None:
+        files[EMA] = ((name, gather_whole(parameters[name], value)) for name, value in averages.items())
+    buffers = {} if buffers is None else buffers
+    copies = {file: _copy(tensors, buffers.setdefault(file, {})) for file, tensors in files.items()}
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+    return copies
+
+
+def _gather_moments(parameters: Mapping[str, Tensor], optimizer: Optimizer) -> Iterator[tuple[str, Tensor | None]]:
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                moments[f"{key}/{name}"] = gather_whole(parameter, value) if value.shape == parameter.shape else value
-    files = {MODEL: _copied(canonical_state(model)), OPTIMIZER: _copied(moments)}
-    if averages is not None:
-        files[EMA] = _copied({name: gather_whole(parameters[name], value) for name, value in averages.items()})
-    return files
+                yield f"{key}/{name}", gather_whole(parameter, value) if value.shape == parameter.shape else value
 
 
-def _copied(tensors: Mapping[str, Tensor | None]) -> Tensors:
-    """Return copies, which the next optimizer step does not change."""
-    copies = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items() if t is not None}
-    return {name: tensor.contiguous() for name, tensor in copies.items()}
+def _copy(tensors: Iterable[tuple[str, Tensor | None]], buffers: Tensors) -> Tensors:
+    """Copy the tensors into ``buffers`` on rank 0, each before the next one is gathered; on others only gather them."""
+    is_first, copies = not dist.is_initialized() or dist.get_rank() == 0, {}
+    for name, tensor in tensors:
+        if tensor is not None and is_first:
+            if name not in buffers:
+                buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            copies[name] = buffers[name].copy_(tensor.detach(), non_blocking=True)
+    return copies
 
 
 def load_state(

@@ -6,10 +6,12 @@ import pickle
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import SafetensorError
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import common.checkpoint.save
 from common.checkpoint.model_state import copy_state, load_state
@@ -26,6 +28,7 @@ from common.checkpoint.save import (
     put_back_old,
     write_checkpoint,
 )
+from common.colossal import canonical_state
 from common.errors import UserError
 from common.optim.build import build_optimizer
 from common.testing.checkpoints import build_content
@@ -41,6 +44,7 @@ from common.testing.parity_cases import (
 )
 from common.testing.ranks import launched, run_ranks
 
+aten = torch.ops.aten
 MODES = ["none", "1d-2", "2d-4", "2.5d-8", "3d-8"]
 BEFORE, AFTER = 2, 1  # optimizer steps
 BATCHES = list(micro_batches(BEFORE + AFTER))
@@ -64,6 +68,37 @@ def train_and_save(case: str, folder: Path) -> dict[str, list[float]]:
             if case == "none":
                 losses[name] = fit(engine, BATCHES[CUT:])
     return losses
+
+
+class CopyCount(TorchDispatchMode):
+    copies = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.copies += function.overloadpacket in (aten.copy_, aten._to_copy, aten.clone)
+        return function(*args, **kwargs or {})
+
+
+def save_twice(case: str) -> tuple[int, int, bool]:
+    """Return how many tensors this rank copies in the second save, how many it has, and whether they are up to date."""
+    with launched(**config(case)):
+        model, optimizer, engine = build_engine("lamb")
+        fit(engine, BATCHES[:CUT])
+        buffers: dict = {}
+        first = copy_state(model, optimizer, buffers=buffers)
+        fit(engine, BATCHES[CUT:])
+        with CopyCount() as count:
+            second = copy_state(model, optimizer, buffers=buffers)
+        pairs = [(t, first[file][name]) for file in second for name, t in second[file].items()]
+        whole = dict(canonical_state(model))
+        is_new = all(torch.equal(whole[name], tensor) for name, tensor in second["model.safetensors"].items())
+        return count.copies, len(pairs), is_new and all(new is old for new, old in pairs)
+
+
+def test_rank_0_alone_copies_into_the_same_memory_each_time() -> None:
+    (copies, tensors, right), *others = run_ranks(2, save_twice, "none")
+    assert copies == tensors == 4 * len(list(build_tiny_model().parameters()))  # weight, two moments, step
+    assert right
+    assert others == [(0, 0, True)]
 
 
 def load_and_train(case: str, folder: Path) -> dict[tuple[str, str], list[float]]:

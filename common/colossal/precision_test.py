@@ -41,7 +41,7 @@ def train(name: str | None, optimizer_name: str, steps: int = STEPS, **arguments
     gpc.config["fp16"] = MODES[name] if name else None
     place = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
     model, _, engine = build_engine(optimizer_name, **arguments)
-    return fit(engine, list(micro_batches(steps, *place))), canonical_state(model)
+    return fit(engine, list(micro_batches(steps, *place))), dict(canonical_state(model))
 
 
 def launched_here(parallel: dict | None = None) -> AbstractContextManager[None]:

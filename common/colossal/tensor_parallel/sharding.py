@@ -1,6 +1,6 @@
 """Cut a model into this rank's piece, and gather it again."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
@@ -116,14 +116,11 @@ def cut_piece(parameter: nn.Parameter, whole: Tensor) -> Tensor:
     return whole if shard is None else shard.piece(whole)
 
 
-def canonical_state(model: nn.Module) -> dict[str, Tensor]:
-    """Gather all parameters by name on the CPU, as `gather_whole` does; empty on other ranks than the first."""
-    state = {}
+def canonical_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Gather all parameters, one after the other, as `gather_whole` does; nothing on other ranks than the first."""
     for name, parameter in model.named_parameters():
-        whole = gather_whole(parameter)
-        if whole is not None:
-            state[name] = whole.cpu()
-    return state
+        if (whole := gather_whole(parameter)) is not None:
+            yield name, whole
 
 
 @torch.no_grad()

@@ -189,7 +189,7 @@ def pieces_and_shapes() -> tuple[bool, dict[str, tuple[int, ...]]]:
         model = shard_model(whole)
         assert isinstance(model.norm, nn.Identity)
         assert not model.pos_embed.requires_grad
-        state = canonical_state(model)
+        state = dict(canonical_state(model))
         assert list(state) == (list(expected) if gpc.get_local_rank(ParallelMode.TENSOR) == 0 else [])
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         return all(torch.equal(state[name], expected[name]) for name in state), shapes

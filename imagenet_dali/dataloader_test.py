@@ -43,10 +43,11 @@ def test_describes_a_folder_and_what_was_prepared_from_it(folder, root):
     assert found[1].fingerprint == data_fingerprint(read_manifest(root))
 
 
-def test_both_loaders_show_the_same(root):
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_both_loaders_show_the_same(root, interpolation):
     shown = {}
     for name in ("dali", "torchvision"):
-        data = {**DATA, "root": str(root), "loader": name}
+        data = {**DATA, "root": str(root), "loader": name, "interpolation": interpolation}
         train = build_train_loader(data, 8, 4, seed=1, **PLACED)
         evaluation = build_eval_loader(data, 4, **PLACED)
         assert (len(train), len(evaluation)) == (6, 3)

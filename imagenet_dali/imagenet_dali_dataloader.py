@@ -23,6 +23,7 @@ from imagenet_dali.dataset import Split
 READING_THREADS = 8
 RECORDS_PER_READ = 64
 BATCHES_READ_AHEAD = 3
+FILTERS = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class RawBatch(NamedTuple):
@@ -36,7 +37,7 @@ class RawBatch(NamedTuple):
 
 @pipeline_def
 def decode_pipeline(
-    source: Callable[[], tuple], size: int, mean: Sequence[float], std: Sequence[float], on_gpu: bool
+    source: Callable[[], tuple], size: int, filter_: str, mean: Sequence[float], std: Sequence[float], on_gpu: bool
 ) -> tuple[DataNode, DataNode]:
     """Return the graph: decode a window, resample a region of it to ``size``, normalise and mirror.
 
@@ -52,7 +53,9 @@ def decode_pipeline(
         adjust_orientation=False,
         jpeg_fancy_upsampling=True,  # the CPU's way, so that a GPU sees the same pixels
     )
-    images = fn.resize(images, size=(size, size), roi_start=region_start, roi_end=region_end)
+    images = fn.resize(
+        images, size=(size, size), interp_type=FILTERS[filter_], roi_start=region_start, roi_end=region_end
+    )
     images = fn.crop_mirror_normalize(  # pyright: ignore[reportCallIssue]
         images,  # pyright: ignore[reportArgumentType]
         mirror=flip,
@@ -84,7 +87,13 @@ class DaliReader:
         device: torch.device,
     ) -> None:
         self.split, self.crop, self.batch, self.device = split, crop, batch, device
-        self._graph = {"size": size, "mean": mean, "std": std, "on_gpu": device.type == "cuda"}
+        self._graph = {
+            "size": size,
+            "filter_": crop.interpolation,
+            "mean": mean,
+            "std": std,
+            "on_gpu": device.type == "cuda",
+        }
         self._pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="record-reader")
         self._raw_batches: Iterator[RawBatch] = iter(())
         self._in_flight: deque[RawBatch] = deque()  # given to DALI, not yielded yet

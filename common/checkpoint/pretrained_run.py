@@ -37,7 +37,7 @@ class PretrainedRun(SavedRun):
 def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> SavedRun:
     """Open what `open_run` does, and models that `resolve_source` names or `export` wrote for timm.
 
-    Their images are prepared as timm's configuration says, but for the interpolation, which is bilinear as in training.
+    Their images are prepared as timm's configuration says, but for interpolations that training does not know.
     """
     source = resolve_source(name)
     path = Path(source)
@@ -51,10 +51,12 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
     data = {key: about[theirs] for key, theirs in DATA.items() if about.get(theirs)}
     values = {"TOTAL_BATCH_SIZE": BATCH, "NUM_EPOCHS": 1, "LEARNING_RATE": 1, "MODEL": model, "DATA": data}
     how = about.get("interpolation", "bilinear")
+    if is_known := how in ("bilinear", "bicubic"):
+        data["interpolation"] = how
     return PretrainedRun(
         folder=Path("outputs"),
         checkpoint=Path(source),
-        chosen="pretrained" if how == "bilinear" else f"pretrained; images are resized bilinearly here, not {how}",
+        chosen="pretrained" if is_known else f"pretrained; images are resized bilinearly here, not {how}",
         config=restore_config(values, settings, where=source),
         about={"data": {"class_names": names, "loaders": LOADERS[0]}, "plan": {"micro_batch": BATCH}},
         state=weights,

@@ -82,6 +82,9 @@ class Data(Section):
         strict=False,
     )
     autoaugment: Literal[None, "cifar10"] = key(None, "CIFAR-10: AutoAugment's policy for training")
+    interpolation: Literal["bilinear", "bicubic"] = key(
+        "bilinear", "antialiased filter that resizes images, in training, evaluation and prediction"
+    )
     eval_crop: Number = key(0.875, "share of the short side that evaluation's centre crop takes", ge=0.1, le=1)
     mean: Triple = key((0.485, 0.456, 0.406), "subtracted from R, G, B (0 to 1)", says="(R, G, B)")
     std: Annotated[Triple, _hold(lambda colour: min(colour) >= 1e-6)] = key(

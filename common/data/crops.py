@@ -39,6 +39,7 @@ class RandomCrop:
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     flip: bool = True
+    interpolation: str = "bilinear"
 
     def __call__(self, heights: np.ndarray, widths: np.ndarray, uniforms: np.ndarray) -> Crops:
         """Return the crops of images of those sizes, int [B], from the first `UNIFORMS_PER_SAMPLE` of ``uniforms``."""
@@ -86,6 +87,7 @@ class CenterCrop:
 
     size: int
     short_side: int
+    interpolation: str = "bilinear"
 
     MARGIN = 2
 

@@ -61,15 +61,18 @@ def test_an_extreme_shape_gets_the_central_crop_of_torchvision(height, width):
     np.testing.assert_array_equal(np.concatenate([crops.start, crops.shape], axis=1), [params] * 10)
 
 
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize(("size", "short_side"), [(224, 256), (32, 36), (28, 28), (17, 20)])
-def test_centre_crop_shows_what_torchvision_shows(size, short_side):
+def test_centre_crop_shows_what_torchvision_shows(size, short_side, interpolation):
     random = np.random.default_rng(0)
     shapes = [(375, 500), (500, 333), (31, 47), (64, 64), (9, 13), (300, 41)]
     for height, width in [*shapes, *random.integers(20, 400, (20, 2)).tolist()]:
         image = Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8))
-        shown = crop_image(image, CenterCrop(size, short_side), size)
-        expected = F.center_crop(F.resize(image, short_side), size)
-        assert np.abs(np.asarray(shown, int) - np.asarray(expected, int)).max() <= 1, (height, width)
+        shown = crop_image(image, CenterCrop(size, short_side, interpolation), size)
+        expected = F.center_crop(F.resize(image, short_side, F.InterpolationMode(interpolation)), size)
+        difference = np.abs(np.asarray(shown, int) - np.asarray(expected, int))
+        assert difference.mean() < 0.5, (height, width)  # Pillow rounds and clips to 8 bits between its two passes,
+        assert difference.max() <= 1 or interpolation == "bicubic", (height, width)  # which matters to negative weights
 
 
 def test_centre_crop_decodes_no_more_than_it_needs():

@@ -46,7 +46,7 @@ def build_train_loader(
     uniforms = UNIFORMS_PER_SAMPLE + (augment.uniforms if augment else 0)
     draws = dict(dp_rank=dp_rank, dp_size=dp_size, seed=seed, uniforms=uniforms, repeats=data["repeats"])
     sampler = TrainSampler(len(images), total_batch, micro_batch, **draws)
-    crop = RandomCrop(data["crop_scale"], data["crop_ratio"], data["flip"])
+    crop = RandomCrop(data["crop_scale"], data["crop_ratio"], data["flip"], data["interpolation"])
     options = _reader_options(data, image_size, dp_size, device)
     return Loader(sampler, build_reader(images, crop, augment=augment, batch=micro_batch, **options))
 
@@ -71,7 +71,7 @@ def build_eval_loader(
 
 def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
     """Return the crop of evaluation: the centre, ``DATA.eval_crop`` of the short side."""
-    return CenterCrop(image_size, short_side=int(image_size / data["eval_crop"]))
+    return CenterCrop(image_size, int(image_size / data["eval_crop"]), data["interpolation"])
 
 
 def _build_rand_augment(data: Mapping[str, Any]) -> Augment | None:

@@ -145,7 +145,7 @@ def crop_image(
     top, left, height, width = *crops.start[0].tolist(), *crops.shape[0].tolist()
     box = *crops.region_start[0, ::-1].tolist(), *crops.region_end[0, ::-1].tolist()
     window = image.crop((left, top, left + width, top + height))
-    view = window.resize((size, size), Image.Resampling.BILINEAR, box)
+    view = window.resize((size, size), Image.Resampling[crop.interpolation.upper()], box)
     return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if crops.flip[0] else view
 
 

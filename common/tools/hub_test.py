@@ -57,7 +57,7 @@ def test_a_model_by_timms_name_answers_as_in_timm(hub: Hub, tmp_path: Path) -> N
     ended = subprocess.run([*command, "--json"], cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
     model = timm.create_model("hf-hub:timm/vit_tiny_patch16_224.augreg_in21k", pretrained=True).eval()
-    transform = create_transform((3, 16, 16), mean=[0.5] * 3, std=[0.25] * 3, crop_pct=0.9, interpolation="bilinear")
+    transform = create_transform((3, 16, 16), mean=[0.5] * 3, std=[0.25] * 3, crop_pct=0.9, interpolation="bicubic")
     with torch.no_grad():
         shares = model(transform(picture)[None]).softmax(1)[0].topk(5)
     found = json.loads(ended.stdout)["classes"]

@@ -28,7 +28,7 @@ def describe_for_timm(run: SavedRun) -> dict[str, Any]:
             "num_classes": arguments["num_classes"],
             "input_size": [3, size, size],
             "fixed_input_size": True,
-            "interpolation": "bilinear",
+            "interpolation": data["interpolation"],
             "crop_pct": crop_share(size, short_side),
             "crop_mode": "center",
             "mean": list(data["mean"]),

@@ -277,7 +277,7 @@ def checkpoint_example(damages: list[tuple]) -> Example:
     def read(folder: Path) -> None:
         run, is_signed = damage_files("run", folder, files, damages)
         path = run / inside
-        if is_signed:
+        if is_signed and (path / MARKER).is_file():
             with contextlib.suppress(OSError, UserError):
                 (path / MARKER).write_text("".join(f"{sha256_of(path / name, 10**8)}  {name}\n" for name in FILES))
         refusals = [refusal for read in (resume, use, report) if (refusal := refused(read, path, run))]

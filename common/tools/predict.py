@@ -25,7 +25,7 @@ from common.colossal import Predictor
 from common.data.crops import CenterCrop
 from common.data.image_folder import list_files, open_image
 from common.data.torchvision_dataloader import crop_image, normalize, per_channel
-from common.errors import UserError
+from common.errors import UserError, printable
 
 STDIN = "-"
 BATCH = 64
@@ -44,12 +44,12 @@ def main(argv: list[str]) -> None:
     for answer in predict(run, images):
         is_complete &= "error" not in answer
         if "error" in answer:
-            print(f"error: {answer['image']}: {answer['error']}", file=sys.stderr)
+            print(printable(f"error: {answer['image']}: {answer['error']}"), file=sys.stderr)
         if args.json:
             print(json.dumps(answer), flush=True)
         elif "classes" in answer:
             named = (f"{found['class']} {100 * found['probability']:.1f} %" for found in answer["classes"])
-            print(f"{answer['image']}: {'; '.join(named)}", flush=True)
+            print(printable(f"{answer['image']}: {'; '.join(named)}"), flush=True)
     if not is_complete:
         sys.exit(1)
 

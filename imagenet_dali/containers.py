@@ -44,9 +44,9 @@ def list_containers(
     tasks = [(root, container) for container in itertools.chain(*chosen.values())]
     found = dict(parallel_map(_list_container, tasks, min(workers, len(tasks))))
     names = [name for members in found.values() for name, _, _ in members]
-    if len(set(names)) < len(names):  # a number in each container
+    if len(set(names)) < len(names):  # files of the same name in other folders, or numbers in each container
         found = {
-            file: [(f"{file}/{name}", label, place) for name, label, place in members]
+            file: [(f"{file}/{number}/{name}", label, place) for number, (name, label, place) in enumerate(members)]
             for file, members in found.items()
         }
     splits = {split: [member for file in files for member in found[file]] for split, files in chosen.items()}

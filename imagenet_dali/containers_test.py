@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.testing.commands import read_folder, run_forked
 from imagenet_dali import preparation
 from imagenet_dali.prepare import main, prepare
-from imagenet_dali.sources import list_source
+from imagenet_dali.sources import list_source, read_images
 from imagenet_dali.testing import jpeg, write_photographs
 from imagenet_dali.writer import Options
 
@@ -145,10 +145,19 @@ def test_tars_whose_samples_are_numbered_alike_need_no_class_names(tmp_path):
     source = list_source(tmp_path)
     assert source.class_names == ["0", "1", "2"]
     assert {split: len(set(files)) for split, files in source.splits.items()} == {"train": 18, "validation": 9}
-    assert ("train/1.tar/5.jpg", 2) in source.splits["train"]
+    assert ("train/1.tar/5/5.jpg", 2) in source.splits["train"]
     tar_of({"1.jpg": b"1", "1.cls": b"5"}, tmp_path / "train" / "2.tar")
     with pytest.raises(UserError, match="labels to 5 without 3; name all classes in .*labels.txt"):
         list_source(tmp_path)
+
+
+def test_rows_whose_files_have_the_same_name_are_all_there(tmp_path):
+    write_parquet(tmp_path / "t.parquet", [("a.jpg", b"%d" % i, i % 2) for i in range(6)], ["cat", "dog"])
+    source = list_source(tmp_path, validation_share=0)
+    files = source.splits["train"]
+    reads = read_images(tmp_path, files, [source.places[name] for name, _ in files])
+    images = sorted((read(), label) for (_, label), read in zip(files, reads, strict=True))
+    assert images == [(b"%d" % i, i % 2) for i in range(6)]
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_the_flags_of_the_benchmarks_command(root, tmp_path):
 
 @pytest.mark.parametrize("loss", [["LABEL_SMOOTHING=0.1"], ["LABEL_SMOOTHING=0", "BCE_THRESHOLD=0"]])
 def test_learns_from_images_that_are_blended_cut_and_erased(root, tmp_path, loss):
-    blends = ["MIXUP=0.8", "CUTMIX=1.0", "ERASING=0.25", "NUM_EPOCHS=8"]
+    blends = ["MIXUP=0.8", "CUTMIX=1.0", "ERASING=0.25", "NUM_EPOCHS=8", "DATA.repeats=2"]
     train.main(arguments(root, tmp_path / "run", *blends, *loss, "gradient_accumulation=2"))
     *_, last = read_metrics(tmp_path / "run")
     assert last["top1"] > 0.6

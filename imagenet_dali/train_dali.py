@@ -6,6 +6,7 @@ torchrun --nproc_per_node 8 train_dali.py --config vit-b16.py --set DATA.root=/p
 
 from common.colossal import Trainer, gpc, initialize, shard_model
 from common.data.batch_augment import BatchAugment
+from common.data.color_augment import ColorAugment
 from common.data.mixup import MixupLoss
 from common.errors import run_command
 from common.model.vit import build_model
@@ -31,7 +32,8 @@ def main(argv: list[str], base: str = "vit-b16") -> None:
     loaders = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)
     train_loader = build_train_loader(config.DATA, plan.total_batch, plan.micro_batch, seed=config.SEED, **loaders)
     blends = dict(mixup=config.MIXUP, cutmix=config.CUTMIX, erasing=config.ERASING)
-    train_loader = BatchAugment(train_loader, **blends, seed=config.SEED)
+    colors = ColorAugment(config.THREE_AUGMENT, config.COLOR_JITTER, config.DATA.mean, config.DATA.std)
+    train_loader = BatchAugment(train_loader, **blends, colors=colors, seed=config.SEED)
     eval_loader = build_eval_loader(config.DATA, plan.micro_batch, **loaders)
 
     criterion = MixupLoss(config.LABEL_SMOOTHING, config.BCE_THRESHOLD)

@@ -262,6 +262,10 @@ class Config(Section):
     )
     MIXUP: Number = key(0.0, "alpha of Mixup's Beta distribution; 0: no Mixup", ge=0, le=1000)
     CUTMIX: Number = key(0.0, "alpha of CutMix's Beta distribution; beside `MIXUP`, half of the batches", ge=0, le=1000)
+    THREE_AUGMENT: bool = key(False, "3-Augment (DeiT III): an image is made grey, solarised or blurred")
+    COLOR_JITTER: Number = key(
+        0.0, "range of the factors of brightness, contrast and saturation around 1; 0: none", ge=0, le=1
+    )
     ERASING: Number = key(0.0, "probability that a rectangle of a training image is erased", ge=0, le=1)
     LABEL_SMOOTHING: Number = key(0.0, "share of the target spread over all classes", ge=0, lt=1)
     BCE_THRESHOLD: Number | None = key(

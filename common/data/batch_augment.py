@@ -1,4 +1,4 @@
-"""Augmentation of training batches on their device: random erasing, then Mixup or CutMix."""
+"""Augmentation of training batches on their device: colours, random erasing, then Mixup or CutMix."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,11 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.data.color_augment import UNIFORMS_PER_SAMPLE as UNIFORMS_PER_COLORS
+from common.data.color_augment import ColorAugment
 from common.data.crops import UNIFORMS_PER_SAMPLE as UNIFORMS_PER_CROP
 from common.data.crops import RandomCrop
 from common.data.loader import Loader
 from common.data.mixup import cut_and_paste, mix
-from common.data.sampling import ERASING, TrainSampler, sample_uniforms
+from common.data.sampling import COLORS, ERASING, TrainSampler, sample_uniforms
 
 # area and aspect ratio of the erased rectangle, as in torchvision and timm
 ERASED = RandomCrop(scale=(0.02, 1 / 3), ratio=(0.3, 3.3), flip=False)
@@ -19,7 +21,7 @@ UNIFORMS_PER_SAMPLE = UNIFORMS_PER_CROP + 1
 
 
 class BatchAugment:
-    """Erase from the images of a training loader, then blend them with one another, in place.
+    """Change the colours of a training loader's images, erase from them, then blend them with one another, in place.
 
     ``erasing`` is the probability that a rectangle of an image is set to 0, the mean colour (arXiv 1708.04896).
     ``mixup`` and ``cutmix`` are the alphas of the Beta distributions that the share of the first image is drawn from,
@@ -30,13 +32,23 @@ class BatchAugment:
     draws the same.
     """
 
-    def __init__(self, loader: Loader, *, mixup: float, cutmix: float, erasing: float, seed: int) -> None:
+    def __init__(
+        self,
+        loader: Loader,
+        *,
+        mixup: float,
+        cutmix: float,
+        erasing: float,
+        seed: int,
+        colors: ColorAugment | None = None,
+    ) -> None:
         for name, value in (("mixup", mixup), ("cutmix", cutmix)):
             if not value >= 0:
                 raise ValueError(f"{name}={value} must be at least 0, which turns it off")
         if not 0 <= erasing <= 1:
             raise ValueError(f"erasing={erasing} is a probability: it must be from 0 to 1")
         self.loader, self.mixup, self.cutmix, self.erasing, self.seed = loader, mixup, cutmix, erasing, seed
+        self.colors = colors
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -46,18 +58,19 @@ class BatchAugment:
         start = self.loader.state_dict()
         first = start["samples"] // self.loader.sampler.stride
         for number, (images, labels) in enumerate(batches, first):
+            if self.colors:
+                self.colors(images, self._uniforms(start["epoch"], number, UNIFORMS_PER_COLORS, COLORS))
             if self.erasing:
-                self._erase(images, start["epoch"], number)
+                erase(images, self._uniforms(start["epoch"], number, UNIFORMS_PER_SAMPLE, ERASING), self.erasing)
             yield self._blend(images, labels, start["epoch"], number)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)  # its position, failure and close
 
-    def _erase(self, images: Tensor, epoch: int, number: int) -> None:
-        assert isinstance(self.loader.sampler, TrainSampler)
-        step, row = self.loader.sampler.place(number)
-        uniforms = sample_uniforms(self.seed, epoch, step, row, len(images), UNIFORMS_PER_SAMPLE, ERASING)
-        erase(images, uniforms, self.erasing)
+    def _uniforms(self, epoch: int, number: int, count: int, kind: int) -> np.ndarray:
+        sampler = self.loader.sampler
+        assert isinstance(sampler, TrainSampler)
+        return sample_uniforms(self.seed, epoch, *sampler.place(number), sampler.micro_batch, count, kind)
 
     def _blend(
         self, images: Tensor, labels: Tensor, epoch: int, number: int

@@ -8,6 +8,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from common.data.batch_augment import UNIFORMS_PER_SAMPLE, BatchAugment, erase
+from common.data.color_augment import ColorAugment
 from common.data.loader import Loader
 from common.data.sampling import Draw, TrainSampler
 
@@ -34,7 +35,9 @@ def build_loader(dp_rank: int = 0, dp_size: int = 2, micro_batch: int = 4) -> Lo
 def build_augment(
     dp_rank: int = 0, mixup: float = 0.2, cutmix: float = 0.0, erasing: float = 0.0, seed: int = 7, **ranks: int
 ) -> BatchAugment:
-    return BatchAugment(build_loader(dp_rank, **ranks), mixup=mixup, cutmix=cutmix, erasing=erasing, seed=seed)
+    colors = ColorAugment(True, 0.3, (0.5,) * 3, (2.0,) * 3) if erasing else None
+    blends = dict(mixup=mixup, cutmix=cutmix, erasing=erasing)
+    return BatchAugment(build_loader(dp_rank, **ranks), **blends, colors=colors, seed=seed)
 
 
 def shares(augment: BatchAugment) -> list[float]:
@@ -134,7 +137,7 @@ def test_what_is_erased_is_what_torchvision_erases() -> None:
     assert (distance < torch.tensor([0.02, 0.1, 0.06, 0.06])).all(), distance
 
 
-def test_erasing_is_the_same_in_any_number_of_processes_and_after_a_restart() -> None:
+def test_colors_and_erasing_are_the_same_in_any_number_of_processes_and_after_a_restart() -> None:
     one = [images for images, _ in build_augment(mixup=0, erasing=0.5, dp_size=1, micro_batch=16)]
     two = [list(build_augment(rank, mixup=0, erasing=0.5)) for rank in range(2)]
     for step, images in enumerate(one):

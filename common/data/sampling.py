@@ -12,7 +12,7 @@ import numpy as np
 from common.errors import UserError
 
 # the second word of Philox's key keeps the kinds of draws apart
-ORDER, AUGMENTATION, ERASING = 0, 1, 2
+ORDER, AUGMENTATION, ERASING, COLORS = 0, 1, 2, 3
 WORDS_PER_BLOCK = 4
 # an index that stands for no sample, and its label: cross_entropy ignores that one
 PADDING, NO_LABEL = -1, -100
@@ -121,8 +121,8 @@ def sample_uniforms(
 ) -> np.ndarray:
     """Return ``count`` numbers in [0, 1) for each of ``rows`` samples from ``row`` of the global batch on, float64.
 
-    ``kind`` is `AUGMENTATION` or `ERASING`. Each sample owns whole blocks of Philox's counter, so that any row is
-    computed without those before it.
+    ``kind`` is `AUGMENTATION`, `ERASING` or `COLORS`. Each sample owns whole blocks of Philox's counter, so that any
+    row is computed without those before it.
     """
     blocks = -(-count // WORDS_PER_BLOCK)
     words = _philox(seed, kind, epoch, step, row * blocks).random_raw(rows * blocks * WORDS_PER_BLOCK)

@@ -53,7 +53,10 @@ def list_containers(
     for split, members in splits.items():
         if not members:
             raise UserError(f"{root}: no labelled images for the split {split} in {', '.join(containers[:3])}")
-    class_names = _check_labels(root, splits, _names_of_containers(root, containers[0]))
+    class_names = class_names_of(root / containers[0]) if containers[0].endswith(".parquet") else None
+    if class_names is None and (root / CLASS_NAMES).is_file():
+        class_names = read_text(root / CLASS_NAMES).splitlines()
+    class_names = _check_labels(root, splits, class_names)
     places = {name: place for members in splits.values() for name, _, place in members}
     files = {split: sorted((name, label) for name, label, _ in members) for split, members in splits.items()}
     return class_names, files, places
@@ -62,13 +65,6 @@ def list_containers(
 def _list_container(task: tuple[Path, str]) -> tuple[str, list[Member]]:
     root, container = task
     return container, (list_parquet if container.endswith(".parquet") else list_webdataset)(root, container)
-
-
-def _names_of_containers(root: Path, container: str) -> list[str] | None:
-    names = class_names_of(root / container) if container.endswith(".parquet") else None
-    if names is None and (root / CLASS_NAMES).is_file():
-        names = read_text(root / CLASS_NAMES).splitlines()
-    return names
 
 
 def _check_labels(root: Path, splits: dict[str, list[Member]], class_names: list[str] | None) -> list[str]:

@@ -179,7 +179,7 @@ def test_parquet_files_that_cannot_be_read_are_named(tmp_path, monkeypatch):
     rows = [(None, data, number % 2) for number, data in enumerate([*(jpeg(seed=i) for i in range(150)), None])]
     write_parquet(path, rows, ["cat", "dog"])
     prepare(tmp_path, tmp_path.with_name("data"), Options(validation_share=0))
-    assert tmp_path.with_name("data").joinpath("refused.txt").read_text() == "t.parquet/150\tthe row holds no bytes\n"
+    assert tmp_path.with_name("data").joinpath("refused.txt").read_text() == "t.parquet/150\tempty file\n"
     importlib.import_module("pyarrow.parquet").write_table(
         importlib.import_module("pyarrow").table({"text": ["a"]}), path
     )

@@ -2,10 +2,10 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from common.errors import UserError, first_line
 from common.files import regular_size
@@ -21,7 +21,7 @@ def list_parquet(root: Path, container: str) -> list[Member]:
     """Return the images of a parquet file; without a path a row's number is its name."""
     path, found = root / container, []
     with _open(path) as file:
-        image, label_column = _columns(file, path)
+        image, label_column, _ = _describe(file, path)
         for group in range(file.num_row_groups):
             labels = _read(file, group, label_column)
             names = _read(file, group, image, "path") or [None] * len(labels)
@@ -36,11 +36,10 @@ def list_parquet(root: Path, container: str) -> list[Member]:
 def class_names_of(path: Path) -> list[str] | None:
     """Return the class names in the metadata of a parquet file, or None."""
     with _open(path) as file:
-        names = _features(file).get(_columns(file, path)[1], {}).get("names")
-    return list(map(str, names)) if isinstance(names, list) else None
+        return _describe(file, path)[2]
 
 
-def read_rows(root: Path, places: Iterable[Place]) -> dict[Place, bytes | None]:
+def read_rows(root: Path, places: Iterable[Place]) -> dict[Place, bytes]:
     """Return the images at ``places``; each row group is read once, since it is compressed as a whole."""
     groups = defaultdict(list)
     for place in places:
@@ -48,9 +47,9 @@ def read_rows(root: Path, places: Iterable[Place]) -> dict[Place, bytes | None]:
     images = {}
     for (container, group), members in sorted(groups.items()):
         with _open(root / container) as file:
-            image, _ = _columns(file, root / container)
+            image, *_ = _describe(file, root / container)
             contents = _read(file, group, image, "bytes", [place.size for place in members])
-            images |= zip(members, contents, strict=True)
+            images |= {place: content or b"" for place, content in zip(members, contents, strict=True)}
     return images
 
 
@@ -69,26 +68,22 @@ def _open(path: Path) -> Iterator["ParquetFile"]:
         raise UserError(f"{path}: {first_line(error)}; download it again") from error
 
 
-def _features(file: "ParquetFile") -> Mapping[str, Any]:
-    try:
-        features = json.loads((file.schema_arrow.metadata or {})[b"huggingface"])["info"]["features"]
-        return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
-        return {}
-
-
-def _columns(file: "ParquetFile", path: Path) -> tuple[str, str]:
-    """Return the names of the columns of images, which are structs with a field ``bytes``, and of labels."""
+def _describe(file: "ParquetFile", path: Path) -> tuple[str, str, list[str] | None]:
+    """Return the columns of images, which are structs with a field ``bytes``, and of labels; and the class names."""
     from pyarrow.types import is_integer, is_struct
 
-    schema = file.schema_arrow
-    classes = [name for name, feature in _features(file).items() if feature.get("_type") == "ClassLabel"]
+    schema, classes = file.schema_arrow, {}
+    with suppress(KeyError, ValueError, TypeError, AttributeError, RecursionError):  # written by another program
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        described = ((name, feature) for name, feature in features.items() if isinstance(feature, dict))
+        classes = {name: feature.get("names") for name, feature in described if feature.get("_type") == "ClassLabel"}
     images = [field.name for field in schema if is_struct(field.type) and field.type.get_field_index("bytes") >= 0]
     labels = [name for name in (*classes, "label") if name in schema.names and is_integer(schema.field(name).type)]
     if not images or not labels:
         found = ", ".join(schema.names)
         raise UserError(f"{path}: columns {found}; a struct with the field bytes and an integer label are needed")
-    return images[0], labels[0]
+    names = classes.get(labels[0])
+    return images[0], labels[0], list(map(str, names)) if isinstance(names, list) else None
 
 
 def _read(

@@ -95,7 +95,7 @@ def read_images(root: Path, files: Files, places: Sequence[Place | None]) -> Ite
             elif place.is_row:
                 if place not in rows:
                     rows = read_rows(root, filter(None, places[number : number + ROWS_IN_MEMORY]))
-                yield partial(_check_row, rows.pop(place))
+                yield partial(rows.pop, place)
             else:
                 if tar is None or tar.name != str(root / place.container):
                     stack.close()
@@ -111,12 +111,6 @@ def read_image(path: Path) -> bytes:
         return read_bytes(path, MAX_BYTES)
     except UserError as error:
         raise BadImageError(str(error).removeprefix(f"{path}: ")) from error
-
-
-def _check_row(data: bytes | None) -> bytes:
-    if data is None:
-        raise BadImageError("the row holds no bytes")
-    return data
 
 
 def _list_folder(root: Path, train: Path) -> Source:

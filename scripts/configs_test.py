@@ -5,11 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
+import torch
 from PIL import Image
 
+from common.config.load import load_config
 from common.config.originals_test import FILES
 from common.testing.commands import run_forked
-from imagenet_dali import train
+from imagenet_dali import train, train_dali
 from imagenet_dali.testing import prepare_data, run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -82,6 +85,29 @@ def test_a_config_of_ones_own_and_a_value_as_the_page_writes_it(tmp_path: Path) 
         assert line in lines
     assert max(map(len, lines)) <= 80
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        ("deit3_s16", "deit3_small_patch16_224"),
+        ("deit3_b16", "deit3_base_patch16_224"),
+        ("deit3_b16_finetune", "deit3_base_patch16_224"),
+        ("deit3_l16", "deit3_large_patch16_224"),
+        ("deit3_l16_finetune", "deit3_large_patch16_224"),
+        ("deit3_h14", "deit3_huge_patch14_224"),
+        ("deit3_h14_finetune", "deit3_huge_patch14_224"),
+        ("vit-b32", "vit_base_patch32_224"),
+        ("vit-l32", "vit_large_patch32_224"),
+    ],
+)
+def test_a_recipes_dry_run_counts_the_parameters_of_timms_model(recipe: str, name: str, capsys, monkeypatch) -> None:
+    monkeypatch.delenv("DATA", raising=False)
+    train_dali.main(["--config", recipe, "--dry-run"])
+    size = load_config(recipe, [])["MODEL"]["image_size"]
+    with torch.device("meta"):
+        count = sum(p.numel() for p in timm.create_model(name, img_size=size, num_classes=1000).parameters())
+    assert f"{count:,} (" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def _describe_plan(config: Mapping[str, Any], plan: Plan, data: DataSummary | No
     rows = {
         "processes": f"{plan.gpus} GPUs = {plan.data_parallel} data parallel x {plan.tensor_parallel} tensor parallel",
         "global batch": plan.batch_formula,
-        "parameters": f"{parameter_count(**_model(config)) / 1e6:.1f} M",
+        "parameters": f"{(count := parameter_count(**_model(config))):,} ({count / 1e6:.1f} M)",
         "computation": f"{flops_per_image(_model(config)) / 1e9:.1f} GFLOP per image, forward and backward",
         "precision": _describe_precision(config, plan),
         "memory per GPU": _describe_memory(estimate_step(config, plan.gpus, plan.micro_batch, plan.accumulation)),

@@ -1,0 +1,11 @@
+"""ViT-B/32 on ImageNet-1k, 300 epochs at batch 32K: vit-b16.py with another model.
+
+    DATA=/path/to/imagenet torchrun --nproc_per_node 8 train_dali.py --config vit-b32
+
+Source: Colossal-AI's large-batch ViT example, which names this model without a figure. Not run by this project.
+"""
+
+from configs.vit_b16 import *  # noqa: F403
+from configs.vit_b16 import MODEL
+
+MODEL = dict(MODEL, patch_size=32)

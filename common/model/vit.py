@@ -172,14 +172,11 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
         x_BND = self.patch_embed(images_BCYX)
-        pos_embed = self.pos_embed.to(x_BND.dtype)  # under autocast, all blocks add in its type
         if not self.embedded_prefix:
-            x_BND = x_BND + pos_embed
-        prefix = [
-            t.to(x_BND.dtype).expand(x_BND.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None
-        ]
+            x_BND = x_BND + self.pos_embed
+        prefix = [t.expand(x_BND.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
         x_BND = torch.cat([*prefix, x_BND], dim=1) if prefix else x_BND
-        x_BND = self.dropout(x_BND + pos_embed if self.embedded_prefix else x_BND)
+        x_BND = self.dropout(x_BND + self.pos_embed if self.embedded_prefix else x_BND)
         for block in self.blocks:
             if self.activation_checkpoint and self.training:
                 x_BND = checkpoint(block, x_BND, use_reentrant=False)

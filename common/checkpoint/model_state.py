@@ -41,7 +41,9 @@ def copy_state(
     return copies
 
 
-def _gather_moments(parameters: Mapping[str, Tensor], optimizer: Optimizer) -> Iterator[tuple[str, Tensor | None]]:
+def _gather_moments(
+    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
+) -> Iterator[tuple[str, Tensor | None]]:
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):

@@ -75,7 +75,7 @@ class RepairedContext(ParallelContext):
         config.parallel = Config(resolve_parallel(config.get("parallel"), self.get_world_size(ParallelMode.GLOBAL)))
         new_group = dist.new_group
 
-        def with_timeout(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
+        def with_timeout(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup | int:
             return new_group(ranks, self.timeout_of(backend or dist.get_backend()), backend)
 
         with mock.patch.object(dist, "new_group", with_timeout):

@@ -32,6 +32,13 @@ class Schema(BaseModel):
 S = TypeVar("S", bound=BaseModel)
 
 
+def short_path(path: Path) -> str:
+    """Return ``path`` relative to the current folder if it is below it."""
+    with contextlib.suppress(OSError, ValueError):  # the current folder is gone, or ``path`` is elsewhere
+        return str(path.resolve().relative_to(Path.cwd()))
+    return str(path)
+
+
 def regular_size(path: Path, most: float = math.inf) -> int:
     """Return the size of a regular file; raise `UserError` for anything else, or for more than ``most`` bytes.
 

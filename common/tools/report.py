@@ -6,6 +6,7 @@ run's, and what differs between those of several.
 
 import argparse
 import json
+import os
 import re
 import shlex
 import statistics
@@ -20,6 +21,7 @@ from markupsafe import Markup
 
 from common.checkpoint.content import METRICS, RunInfo, read_about
 from common.errors import UserError
+from common.files import short_path
 from common.metrics.provenance import name_hardware
 from common.metrics.record import Record
 from common.metrics.writers import read_metrics
@@ -60,18 +62,24 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="folder of a run or a sweep; several are compared"
     )
-    parser.add_argument("--output", type=Path, default=Path("report.html"), help="default: report.html")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: report.html in RUN, or in the folder that holds all of them",
+    )
     parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
     args = parser.parse_args(argv)
     folders = [folder for named in args.runs for folder in find_runs(named)]
     names = [folder.resolve().name for folder in folders]
     names = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
     runs = [load_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    output = args.output or Path(os.path.commonpath([named.resolve() for named in args.runs]), "report.html")
     try:
-        args.output.write_text(render(runs), encoding="utf-8")
+        output.write_text(render(runs), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--output {args.output}: cannot be written ({error.strerror}); choose another") from error
-    print(args.output)
+        raise UserError(f"--output {output}: cannot be written ({error.strerror}); choose another") from error
+    print(short_path(output))
 
 
 def find_runs(folder: Path) -> list[Path]:

@@ -93,9 +93,12 @@ def test_a_run_that_is_running_or_was_killed_in_the_middle_of_a_line(tmp_path):
     assert [(chart["name"], chart["lines"][0]["y"]) for chart in charts_of(page)] == [("loss", [2.0, None])]
 
 
-def test_a_run_without_metrics(tmp_path, capsys):
-    page = make(write_run(tmp_path / "run"))
-    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "report.html")
+def test_a_run_without_metrics(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run")
+    report.main(["run"])
+    assert capsys.readouterr().out == "run/report.html\n"
+    page = (tmp_path / "run" / "report.html").read_text()
     assert charts_of(page) == []
     assert tables_of(page)[0]["Steps"] == ["0 of 4 (unfinished)"]
 
@@ -129,6 +132,8 @@ def test_equal_folder_names_are_told_apart(tmp_path):
     for parent in ("x", "y"):
         (tmp_path / parent).mkdir()
     folders = [write_run(tmp_path / parent / "run") for parent in ("x", "y")]
+    report.main(list(map(str, folders)))
+    assert (tmp_path / "report.html").exists()
     assert summary_of(*folders)[""] == [str(folder) for folder in folders]
 
 

@@ -4,7 +4,7 @@ import ast
 import importlib.util
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import configs
-from common.config.schema import PREDEFINED
+from common.config.fields import check_given
+from common.config.schema import PREDEFINED, Config
 from common.config.settings import Overrides, override
 from common.errors import UserError
 
@@ -29,11 +30,28 @@ def execute(path: Path, overrides: Overrides, used: set[str] | None = None) -> d
     Raises `UserError` for a file that does not run.
     """
     try:
-        return _run(path, overrides, set() if used is None else used)
+        with blaming({key: value[0] for key, value in overrides.items() if isinstance(value, tuple)}):
+            return _run(path, overrides, set() if used is None else used)
     except UserError:
         raise
     except Exception as error:
         raise UserError(f"{path}: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def blaming(values: Mapping[str, Any], where: str = "") -> Iterator[None]:
+    """Blame a failure of what derives from ``values`` on the first that is wrong by itself, if one is.
+
+    ``where`` names the file that assigns them.
+    """
+    try:
+        yield
+    except Exception:
+        try:
+            check_given(Config, values)
+        except ValueError as error:
+            raise UserError(f"{where}{error}") from None
+        raise
 
 
 def _run(path: Path, overrides: Overrides, used: set[str]) -> dict[str, Any]:
@@ -47,7 +65,8 @@ def _run(path: Path, overrides: Overrides, used: set[str]) -> dict[str, Any]:
     if len(own) == len(values):  # it imports nothing
         return values
     fixed = {name: (deepcopy(value),) for name, value in own.items()}
-    return _execute(code, path, overrides, {**overrides, **fixed}, used) | own
+    with blaming({name: value for name, value in own.items() if name not in overrides}, f"{path}: "):
+        return _execute(code, path, overrides, {**overrides, **fixed}, used) | own
 
 
 def _execute(

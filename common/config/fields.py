@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WrapValidator, create_model
 from pydantic.fields import FieldInfo
 
 from common.errors import did_you_mean
@@ -54,6 +54,15 @@ def parse(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
         return section.model_validate(dict(values))
     except ValidationError as error:
         raise ValueError(_explain(error, section, values, f"{where}: " if where else "")) from None
+
+
+def check_given(section: type[Section], values: Mapping[str, Any]) -> None:
+    """Raise `ValueError`, as `parse` does, for a wrong one of ``values``; any key may be missing or unknown."""
+    given = {name: value for name, value in values.items() if name in section.model_fields}
+    fields: dict[str, Any] = {
+        name: (section.model_fields[name].annotation, section.model_fields[name]) for name in given
+    }
+    parse(create_model("Given", __base__=Section, **fields), given)
 
 
 def extra_of(field: FieldInfo, name: str) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.colossal import resolve_parallel
-from common.config.execute import FOLDER, execute
+from common.config.execute import FOLDER, blaming, execute
 from common.config.fields import parse
 from common.config.originals import RENAMED, fill_in, translate
 from common.config.schema import Config, Data, plain_values
@@ -32,7 +32,8 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
     recipe = {}
     if base:
         fixed = {key: (deepcopy(value),) for key, value in values.items()}
-        recipe = execute(find_config(base), {**overrides, **fixed})
+        with blaming({key: value for key, value in values.items() if key not in overrides}, f"{path}: "):
+            recipe = execute(find_config(base), {**overrides, **fixed})
     left_out = fill_in(values, recipe)
     notes = translate(values, used, recipe)
     if left_out:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.colossal import BaseHook, ParallelMode, Trainer, gpc
+from common.files import short_path
 from common.plot import build_figure, place_legend, save_figure
 from common.table import write_csv
 
@@ -67,7 +68,8 @@ class LearningRateFinder(BaseHook):
             best = None
         write_csv(self.rows, self.folder / "find_lr.csv")
         _draw(self.rows, best, self.folder / "find_lr.png")
-        print(f"curve        {self.folder}/find_lr.png {self.folder}/find_lr.csv")
+        shown = short_path(self.folder)
+        print(f"curve        {shown}/find_lr.png\n             {shown}/find_lr.csv")
         if best is None:
             print(f"no suggestion: the loss falls by less than {SIGNIFICANT:g} times its noise of {noise:.2g}")
             print("take more steps (--find-lr 500) or a larger TOTAL_BATCH_SIZE", flush=True)

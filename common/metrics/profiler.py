@@ -7,6 +7,7 @@ import torch
 from torch.profiler import profile, schedule
 
 from common.colossal import BaseHook, Trainer
+from common.files import short_path
 
 WARMUP = 5  # steps before those that are recorded, the last of them with the profiler running
 ROWS = 10
@@ -50,4 +51,5 @@ class ProfilerHook(BaseHook):
         events = recorded.key_averages()
         tables = "\n".join(events.table(sort_by=key, row_limit=ROWS, max_name_column_width=60) for key in keys)
         (self.folder / "operators.txt").write_text(tables + "\n")
-        print(f"{tables}\ntrace        {self.folder}/trace.json\noperators    {self.folder}/operators.txt", flush=True)
+        shown = short_path(self.folder)
+        print(f"{tables}\ntrace        {shown}/trace.json\noperators    {shown}/operators.txt", flush=True)

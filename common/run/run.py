@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from common.checkpoint.resume import ask_first_rank
 from common.checkpoint.save import newest_checkpoint
 from common.colossal import BaseHook, ParallelMode, gpc, shutdown
 from common.config.batch_plan import Plan
-from common.files import unlock_folder
+from common.files import short_path, unlock_folder
 from common.launch.stop_signals import exit_code, signal_name, stop_signals
 from common.metrics.hook import MetricsHook
 from common.metrics.lr_finder import LearningRateFinder
@@ -97,7 +98,10 @@ class Run:
             sys.exit(exit_code(stopped))
         if self.measurement or not self.is_main:
             return
-        print(f"curves       {self.output}/loss.jpeg {self.output}/acc.jpeg")
-        print(f"checkpoint   {checkpoint}")
-        print(f"tensorboard  tensorboard --logdir {self.output}/tensorboard")
+        shown = short_path(self.output)
+        print(f"curves       {shown}/loss.jpeg\n             {shown}/acc.jpeg")
+        print(f"checkpoint   {checkpoint and short_path(checkpoint)}")
+        print(f"tensorboard  tensorboard --logdir {quote(f'{shown}/tensorboard')}")
+        report = short_path(Path(__file__).parents[2] / "scripts" / "report.py")
+        print(f"next         python {quote(report)} {quote(shown)}  # or evaluate.py, predict.py, export.py")
         print(f"top1={last_top1(self.output)}", flush=True)

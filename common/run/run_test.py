@@ -1,5 +1,6 @@
 """The end of a run."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,21 @@ FIGURES = '{"kind": "eval", "step": 1, "loss": 1.0, "top1": 0.5, "top5": 1.0, "s
 
 
 @pytest.mark.parametrize(("lines", "words"), [(None, "top1=?"), ("", "top1=?"), (FIGURES, "top1=0.5000")])
-def test_a_run_ends_well_without_its_figures(tmp_path: Path, lines: str | None, words: str, capsys) -> None:
+def test_a_run_ends_well_without_its_figures(
+    tmp_path: Path, lines: str | None, words: str, capsys, monkeypatch
+) -> None:
+    output = tmp_path / "a run"
+    output.mkdir()
+    monkeypatch.chdir(tmp_path)
     if lines is not None:
-        (tmp_path / "metrics.jsonl").write_text(lines)
+        (output / "metrics.jsonl").write_text(lines)
     with launched():
-        run = Run(None, tmp_path, True, torch.device("cpu"), {}, start_from=None, measurement=None)
+        run = Run(None, output, True, torch.device("cpu"), {}, start_from=None, measurement=None)
         run.finish()
-    assert words in capsys.readouterr().out.splitlines()[-1]
+    curves, more, _, board, following, last = capsys.readouterr().out.splitlines()
+    assert (curves.split(maxsplit=1)[1], more.strip()) == ("a run/loss.jpeg", "a run/acc.jpeg")
+    assert shlex.split(board)[1:] == ["tensorboard", "--logdir", "a run/tensorboard"]
+    _, python, script, folder = shlex.split(following, comments=True)
+    assert (python, folder) == ("python", "a run")
+    assert Path(script).is_file()
+    assert words in last

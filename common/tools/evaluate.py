@@ -21,6 +21,7 @@ from common.colossal import Predictor, shutdown
 from common.config.batch_plan import DataSummary
 from common.config.load import data_root
 from common.errors import UserError
+from common.files import short_path
 from common.launch.launcher import add_launch_arguments, detect_launch, start
 from common.metrics.hook import count_correct
 from common.metrics.provenance import describe_run
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> None:
     _check_labels(run, loaders.describe_data(data))
     start(launch, run.config | {"parallel": ONE_PROCESS})
     if launch.rank == 0:
-        print(f"checkpoint {run.checkpoint} ({run.chosen})", flush=True)
+        print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
     predict = Predictor(run.load_model(), run.config["fp16"])
     place = dict(dp_rank=launch.rank, dp_size=launch.world_size, device=predict.device)
     loader = loaders.build_eval_loader(data, run.batch, image_size=run.config["MODEL"]["image_size"], **place)
@@ -116,6 +117,7 @@ def _report(run: SavedRun, tally: Tally, output: Path, argv: list[str]) -> None:
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written ({error.strerror}); choose another") from error
     print_extremes(rows)
-    print(f"classes    {output}/classes.csv {output}/confusion.png")
-    print(f"metrics    {output}/evaluation.json")
+    shown = short_path(output)
+    print(f"classes    {shown}/classes.csv\n           {shown}/confusion.png")
+    print(f"metrics    {shown}/evaluation.json")
     print("top1={top1:.4f} top5={top5:.4f} loss={loss:.4f} samples={samples}".format(**metrics), flush=True)

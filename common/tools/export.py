@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from common.checkpoint.saved_run import SavedRun, build_parser, open_run
 from common.errors import UserError, first_line
+from common.files import short_path
 from common.tools.model_card import write_model_card
 from common.tools.timm_format import describe_for_timm
 
@@ -44,9 +45,9 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--push {args.push} needs a token of the Hugging Face Hub: set HF_TOKEN, or run hf auth login")
     output = Path(args.output or run.folder / "export" / run.checkpoint.name / args.to)
     difference = export(run, args.to, output)
-    print(f"checkpoint {run.checkpoint} ({run.chosen})")
+    print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})")
     print(f"checked    logits differ from the checkpoint's by {difference:.1e} of the largest")
-    print(f"exported   {output}", flush=True)
+    print(f"exported   {short_path(output)}", flush=True)
     if args.push:
         print(f"pushed     {push(output, args.push)}")
 
@@ -73,7 +74,7 @@ def export(run: SavedRun, target: str, output: Path) -> float:
     if missing:
         raise UserError(f"--to onnx needs {', '.join(missing)}: pip install {' '.join(missing)}")
     if output.is_dir() and any(output.iterdir()):
-        raise UserError(f"--output {output} is not empty: choose another folder, or remove this one")
+        raise UserError(f"{output} is not empty: choose another folder with --output DIR, or remove it")
     model, size = run.load_model(), run.config["MODEL"]["image_size"]
     try:
         output.mkdir(parents=True, exist_ok=True)

@@ -116,7 +116,7 @@ def test_what_differs_from_the_checkpoint_is_not_passed_off(run, tmp_path, monke
 
 
 def test_a_folder_with_something_in_it_is_left_alone(run):
-    with pytest.raises(UserError, match="is not empty: choose another folder, or remove this one"):
+    with pytest.raises(UserError, match="is not empty: choose another folder with --output DIR, or"):
         export.main([str(run), "--to", "timm", "--output", str(run)])
 
 

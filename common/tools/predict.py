@@ -26,6 +26,7 @@ from common.data.crops import CenterCrop
 from common.data.image_folder import list_files, open_image
 from common.data.torchvision_dataloader import crop_image, normalize, per_channel
 from common.errors import UserError, printable
+from common.files import short_path
 
 STDIN = "-"
 BATCH = 64
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> None:
     images = list_images(args.images)
     run = open_model(args.run, raw=args.raw)
     if not args.json:
-        print(f"checkpoint {run.checkpoint} ({run.chosen})", flush=True)
+        print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
     is_complete = True
     for answer in predict(run, images):
         is_complete &= "error" not in answer

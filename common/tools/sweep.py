@@ -31,7 +31,8 @@ ROOT = Path(__file__).parents[2]
 TRAIN_SCRIPTS = {
     "vit_lite": "cifar10_benchmark/train.py",
     "vit_s16": "imagenet_dali/train.py",
-    "vit-b16": "imagenet_dali/train_dali.py",
+    "vit-": "imagenet_dali/train_dali.py",
+    "deit3": "imagenet_dali/train_dali.py",
     "quickstart": "imagenet_dali/train_dali.py",
     "config_": "caltech101_amp/train.py",
 }

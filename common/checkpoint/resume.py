@@ -161,12 +161,15 @@ def check_changes(path: Path, config: Mapping[str, Any], output: Path, allowed: 
     refused = {key: values for key, values in changed.items() if _changes_training(key, *values, allowed)}
     if refused:
         (key, (then, now)), more = next(iter(refused.items())), len(refused) - 1
-        state = "is finished and " if finished_step(path, last_step) else ""
+        is_finished = finished_step(path, last_step) is not None
+        allow = " ".join(f"--allow-change {name}" for name in refused)
+        ways = f"branch off with --resume {path} --output DIR, or change it from here on with {allow}"
+        if is_finished:
+            ways = f"or raise NUM_EPOCHS and add {allow}"
         others = f" (and {more} more: {', '.join(list(refused)[1:])})" if more else ""
         raise UserError(
-            f"{key}={now!r}: the run in {output} {state}was trained with {then!r}{others}; keep that, start another "
-            f"run with --output DIR, branch off with --resume {path} --output DIR, or change it from here on with "
-            f"{' '.join(f'--allow-change {name}' for name in refused)}"
+            f"{key}={now!r}: the run in {output} {'is finished and ' * is_finished}was trained with {then!r}{others}; "
+            f"keep that, start another run with --output DIR, {ways}"
         )
 
 

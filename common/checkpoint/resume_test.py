@@ -119,6 +119,8 @@ def test_what_changes_training_is_refused_unless_allowed_or_branched_off(
         check_changes(path, changed, tmp_path, ["SEED"], 10)
     assert f"--resume {path} --output DIR" in str(refused.value)
     assert str(refused.value).endswith(f"--allow-change {key}")
+    with pytest.raises(UserError, match=f"; keep that, .*, or raise NUM_EPOCHS and add --allow-change {key}$"):
+        check_changes(path, changed, tmp_path, [], 9)  # where the run has ended
     check_changes(path, changed, tmp_path, [key], 10)
     check_changes(path, changed, tmp_path, [key.partition(".")[0]], 10)
     check_changes(path, changed, tmp_path / "branch", [], 10)

@@ -74,7 +74,7 @@ class StepOptimizer(OptimizerWrapper):
     ):
         super().__init__(optim)
         self.accumulation, self.scaler, self.max_skipped = accumulation, scaler, max_skipped
-        self.accumulated = 0
+        self.accumulated, self.clips = 0, False
         self.grad_norm = torch.tensor(torch.nan)
         self.counter = SkipCounter(self.parameters[0].device)
 
@@ -113,7 +113,8 @@ class StepOptimizer(OptimizerWrapper):
         if self.scaler:
             self.scaler.unscale_(self.optim)
         self.grad_norm = global_grad_norm(self.parameters)
-        if max_norm > 0:
+        self.clips = max_norm > 0
+        if self.clips:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, self.grad_norm)
 
     def step(self) -> None:
@@ -143,11 +144,14 @@ class StepOptimizer(OptimizerWrapper):
 
     def _describe_skips(self) -> str:
         scale = f"; the loss scale of float16 is down to {self.scaler.get_scale():.1e}" if self.scaler else ""
-        instead = ", or use fp16.dtype='bfloat16'" if self.scaler else ""
+        remedies = ["lower LEARNING_RATE", "raise WARMUP_EPOCHS"]
+        remedies += ["set clip_grad_norm"] * (not self.clips) + ["use fp16.dtype='bfloat16'"] * (
+            self.scaler is not None
+        )
         return (
             f"by step {self.counter.updates}, {self.counter.longest.item()} updates in a row were skipped, because the "
-            f"loss or a gradient was not finite (MAX_SKIPPED={self.max_skipped}){scale}: lower LEARNING_RATE, raise "
-            f"WARMUP_EPOCHS or set clip_grad_norm{instead}"
+            f"loss or a gradient was not finite (MAX_SKIPPED={self.max_skipped}){scale}: "
+            f"{', '.join(remedies[:-1])} or {remedies[-1]}"
         )
 
     def step_state(self) -> dict[str, Any]:

@@ -121,7 +121,9 @@ class Trainer(UpstreamTrainer):
                 else:
                     self._train_epoch(self.train_dataloader)
         except AgreedError as error:
-            raise AgreedError(f"{error}; the last checkpoint is {self.states.get('checkpoint') or 'none'}") from error
+            checkpoint = self.states.get("checkpoint")
+            saved = f"the last checkpoint is {checkpoint}" if checkpoint else "no checkpoint was saved yet"
+            raise AgreedError(f"{error}; {saved}") from error
 
     def _train_epoch(self, train_dataloader: Any) -> None:
         """Train for the rest of an epoch."""

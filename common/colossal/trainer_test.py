@@ -9,6 +9,7 @@ from colossalai.legacy.trainer import Trainer as UpstreamTrainer
 from torch import Tensor, nn
 
 from common.colossal import BaseHook, Trainer, initialize
+from common.errors import AgreedError
 from common.testing.ranks import launched
 
 BATCH = (torch.ones(2, 3), torch.zeros(2, dtype=torch.long))
@@ -173,6 +174,19 @@ def test_evaluate_alone() -> None:
         Trainer(engine).evaluate([BATCH] * 2, hooks=[recorder])
         assert recorder.names.count("after_test_iter") == 2
         assert isinstance(Trainer(engine).predict(BATCH[0]), Tensor)
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"), [(None, "no checkpoint was saved yet"), ("a/step-1", "the last checkpoint is a/step-1")]
+)
+def test_an_agreed_error_names_the_last_checkpoint(saved: str | None, words: str) -> None:
+    class Fails(BaseHook):
+        def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
+            trainer.states["checkpoint"] = saved
+            raise AgreedError("diverged")
+
+    with pytest.raises(AgreedError, match=f"^diverged; {words}$"):
+        fit([Fails(0)])
 
 
 def test_upstream_leaves_out_the_last_epoch_and_needs_a_logger() -> None:

@@ -1,7 +1,7 @@
 """How the config's keys are declared (pydantic), and the one line for a value that does not fit."""
 
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -12,6 +12,14 @@ from pydantic.fields import FieldInfo
 from common.errors import did_you_mean
 
 INT64 = 2**63 - 1
+ALIASES = {  # what others call a key
+    **dict.fromkeys(("hidden_size", "embed_dim"), "MODEL.width"),
+    **dict.fromkeys(("num_heads", "num_attention_heads"), "MODEL.heads"),
+    **dict.fromkeys(("num_layers", "num_hidden_layers"), "MODEL.depth"),
+    "lr": "LEARNING_RATE",
+    "batch_size": "TOTAL_BATCH_SIZE",
+    "epochs": "NUM_EPOCHS",
+}
 NONE = type(None)
 # A validator, because pydantic lets the last of several bounds replace the others.
 Int = Annotated[int, AfterValidator(lambda value: _check_int64(value))]
@@ -130,7 +138,7 @@ def _explain(error: ValidationError, section: type[Section], values: Mapping[str
     dotted = ".".join(names)
     if first["type"] == "extra_forbidden" and len(place) == 1 and inside:
         prefix = f"{dotted}." if names else ""
-        near = did_you_mean(prefix + place[0], [prefix + known for known in inside.model_fields])
+        near = suggest_key(prefix + place[0], [prefix + known for known in inside.model_fields])
         return f"{where}unknown key {prefix}{place[0]}{near}"
     if first["type"] == "missing" and not place and field:
         return f"{where}{dotted} is missing: {field.description}"
@@ -140,6 +148,12 @@ def _explain(error: ValidationError, section: type[Section], values: Mapping[str
     hint = did_you_mean(_shorten(value).strip("'"), _choices(field))
     wide = " of at most 64 bits" if isinstance(value, int) and abs(value) > INT64 else ""
     return f"{dotted}={_shorten(value)}: expected {values_of(field)}{wide}{hint}"
+
+
+def suggest_key(name: str, known: Iterable[str]) -> str:
+    """Return what `did_you_mean` does, of a key; names from other libraries are known too."""
+    alias = ALIASES.get(name.rpartition(".")[2].lower())
+    return did_you_mean(alias, [alias]) if alias else did_you_mean(name, known)
 
 
 def _choices(field: FieldInfo) -> list[str]:

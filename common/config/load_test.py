@@ -7,7 +7,7 @@ from annotated_types import Ge, Le
 
 from common.colossal import AMP_TYPE
 from common.config.load import FOLDER, data_root, find_config, load_config, refuse_unused, restore_config
-from common.config.schema import all_keys, describe_keys
+from common.config.schema import all_keys, keys_as_markdown
 from common.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -166,6 +166,7 @@ def test_dicts_of_a_base_config_can_be_changed_in_place_and_a_setting_goes_befor
     [
         (["LERNING_RATE=1"], "unknown key; did you mean 'LEARNING_RATE'"),
         (["MODEL.widht=1"], "did you mean 'MODEL.width'"),
+        (["MODEL.hidden_size=1"], "did you mean 'MODEL.width'"),
         (["LEARNING_RATE=fast"], "^LEARNING_RATE='fast': expected number > 0$"),
         (["NUM_EPOCHS=2.5"], "NUM_EPOCHS=2.5: expected integer >= 1"),
         (["NUM_EPOCHS=True"], "NUM_EPOCHS=True: expected integer >= 1"),
@@ -207,6 +208,7 @@ def test_a_wrong_setting_is_refused(write, settings, words):
     ("text", "words"),
     [
         (MINIMAL + "WARMUP_EPOCH = 1\nWARMUP_EPOCHS = WARMUP_EPOCH", "unknown key WARMUP_EPOCH; did you mean"),
+        (MINIMAL + "learning_rate = 1", "unknown key learning_rate; did you mean 'LEARNING_RATE'"),
         (MINIMAL + "WARMUP_EPOCH = 1", "unknown key WARMUP_EPOCH; did you mean 'WARMUP_EPOCHS'"),
         ("NUM_EPOCHS = 1", "config.py: LEARNING_RATE is missing: peak"),
         ("NUM_EPOCHS, LEARNING_RATE = 1, 1", "TOTAL_BATCH_SIZE is missing"),
@@ -299,7 +301,7 @@ def test_every_config_snippet_loads(write, page, snippet):
 
 def test_the_documentation_lists_the_keys_as_they_are():
     page = ROOT / "docs" / "config.md"
-    assert describe_keys() in page.read_text()
+    assert keys_as_markdown() in page.read_text()
 
 
 def test_every_bound_is_kept() -> None:

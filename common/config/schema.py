@@ -4,6 +4,7 @@ UPPER CASE is ours, lower case is Colossal-AI's.
 """
 
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,9 +12,9 @@ from pydantic import AfterValidator, BeforeValidator, model_validator
 from pydantic.fields import FieldInfo
 
 from common.colossal import AMP_TYPE
-from common.config.fields import Int, Number, Pair, Section, Triple, extra_of, key, section_of, values_of
+from common.config.fields import Int, Number, Pair, Section, Triple, extra_of, key, section_of, suggest_key, values_of
 from common.config.model_arguments import ModelArguments
-from common.errors import UserError, did_you_mean
+from common.errors import UserError
 
 # Names a config may use without importing them, as the recipes of Colossal-AI's benchmark are printed.
 PREDEFINED = {"AMP_TYPE": AMP_TYPE}
@@ -332,7 +333,7 @@ def find_key(name: str) -> FieldInfo:
     """Return the key of a dotted name; raise `UserError` with the nearest for an unknown one."""
     keys = dict(all_keys())
     if name not in keys:
-        raise UserError(f"{name}: unknown key{did_you_mean(name, keys)}")
+        raise UserError(f"{name}: unknown key{suggest_key(name, keys)}")
     return keys[name]
 
 
@@ -348,21 +349,36 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def describe_keys(name: str = "") -> str:
-    """Return the table of all keys as Markdown; with a ``name``, what that key means, and those inside it."""
+def keys_as_markdown() -> str:
+    """Return the table of all keys that docs/config.md holds."""
+    rows = ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
+    rows += [
+        f"| `{key}` | {'dict' if section_of(field) else values_of(field)} | {_default(field)} | {_meaning(field)} |"
+        for key, field in all_keys()
+    ]
+    return "\n".join(rows)
+
+
+def describe_keys(name: str = "", width: int = 80) -> str:
+    """Return what the key ``name`` means, and those inside it, or a line on each key, wrapped at ``width`` columns."""
     if not name:
-        rows = ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
-        rows += [
-            f"| `{key}` | {'dict' if section_of(field) else values_of(field)} | {_default(field)} | {_meaning(field)} |"
-            for key, field in all_keys()
-        ]
-        return "\n".join(rows)
+        return "\n".join(_wrap(f"{key:<27} {_meaning(field)}", width, 28) for key, field in all_keys())
     find_key(name)
     shown = [(key, field) for key, field in all_keys() if key == name or key.startswith(f"{name}.")]
     return "\n".join(
-        f"{key}: {_meaning(field)}\n    values   {values_of(field)}\n    default  {_default(field)}".replace("`", "")
+        _wrap(line, width, indent)
         for key, field in shown
+        for line, indent in (
+            (f"{key}: {_meaning(field)}", 4),
+            (f"    values   {values_of(field)}", 13),
+            (f"    default  {_default(field)}", 13),
+        )
     )
+
+
+def _wrap(markdown: str, width: int, indent: int) -> str:
+    text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"docs/\1", markdown).replace("`", "")
+    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def _meaning(field: FieldInfo) -> str:

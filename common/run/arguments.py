@@ -1,6 +1,7 @@
 """The command line of the training scripts."""
 
 import argparse
+import shutil
 
 from common.checkpoint.resume import AUTO, NEVER
 from common.config.schema import describe_keys
@@ -75,7 +76,7 @@ class _HelpConfig(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, _: argparse.Namespace, name: object, option: str | None = None
     ) -> None:
-        print(describe_keys(str(name)))
+        print(describe_keys(str(name), shutil.get_terminal_size().columns))
         parser.exit()
 
 

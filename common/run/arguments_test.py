@@ -6,14 +6,26 @@ from common.errors import UserError
 from common.run.arguments import parse_arguments
 
 
-@pytest.mark.parametrize(("words", "key"), [(["--help-config", "fp16"], "fp16.dtype"), (["--help-config"], "`MIXUP`")])
-def test_help_on_the_config_needs_no_config(words, key, capsys):
+@pytest.mark.parametrize(("words", "key"), [(["--help-config", "fp16"], "fp16.dtype"), (["--help-config"], "MIXUP ")])
+def test_help_on_the_config_needs_no_config(words, key, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as ended:
         parse_arguments(words, "")
     assert ended.value.code == 0
-    assert key in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert key in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
-def test_help_on_an_unknown_key_names_the_nearest():
-    with pytest.raises(UserError, match="MODEL.widht: unknown key; did you mean 'MODEL.width'"):
-        parse_arguments(["--help-config", "MODEL.widht"], "")
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("MODEL.widht", "MODEL.width"),
+        ("learning_rate", "LEARNING_RATE"),
+        ("lr", "LEARNING_RATE"),
+        ("Depth", "MODEL.depth"),
+    ],
+)
+def test_help_on_an_unknown_key_names_the_nearest(name, known):
+    with pytest.raises(UserError, match=f"{name}: unknown key; did you mean '{known}'"):
+        parse_arguments(["--help-config", name], "")

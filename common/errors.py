@@ -6,9 +6,11 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 
 PATIENCE = 5.0  # seconds in which the first process can speak before a launcher ends it because another has left
 # Control characters, line separators, and bytes of a file's name that are not UTF-8.
@@ -56,9 +58,12 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
 
     ``--debug`` anywhere in the arguments shows the traceback instead. Before the processes of a run have joined they
     all see the same mistake, and only the first speaks, unless it is a `RankError`; later each speaks for itself,
-    unless it is an `AgreedError`. A standard output that is closed or full ends the process without a traceback.
+    unless it is an `AgreedError`. Ctrl-C, and a standard output that is closed or full, end the process without a
+    traceback.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # by `end_quietly_on_ctrl_c`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         main(argv)
         sys.stdout.flush()
@@ -72,6 +77,10 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
         elif not _joined():
             time.sleep(PATIENCE)
         sys.exit(2)
+    except KeyboardInterrupt:
+        if "--debug" in argv:
+            raise
+        sys.exit(128 + signal.SIGINT)
     except OSError as error:
         if not _give_up_lost_output(probe=b"\n"):
             raise
@@ -83,6 +92,18 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
         _give_up_lost_output()
         if signals := sys.modules.get("common.launch.stop_signals"):
             signals.stop_signals.restore()
+
+
+def end_quietly_on_ctrl_c() -> None:
+    """Let Ctrl-C end a script of this repository without a traceback, until `run_command` takes over.
+
+    Importing PyTorch takes seconds. A program of the user's that imports ours keeps its handler.
+    """
+    script, root = Path(sys.argv[0] or "-").resolve(), Path(__file__).resolve().parents[1]
+    is_ours = script.suffix == ".py" and script.parent.parent == root
+    is_pythons = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_ours and is_pythons and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _tell_torchrun(line: str) -> None:

@@ -1,8 +1,11 @@
 """Who of a run's processes says what went wrong."""
 
+import signal
 import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,3 +55,38 @@ run_command(main, [])
     with ours, theirs:
         subprocess.run([sys.executable, "-u", "-c", program], stderr=theirs, check=False)
         assert ours.recv(4096) == b"error: KEY=1: choose 2\n"
+
+
+def test_ctrl_c_while_a_script_imports_torch_prints_nothing() -> None:
+    script = Path(__file__).parents[1] / "imagenet_dali/train_dali.py"
+    process = subprocess.Popen([sys.executable, str(script), "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == (b"", b"")
+    assert process.returncode == -signal.SIGINT
+
+
+def test_ctrl_c_in_a_command_is_exit_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    handlers = []
+
+    def main(argv: list[str]) -> None:
+        handlers.append(signal.getsignal(signal.SIGINT))
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run_command(main, [])
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert (ended.value.code, handlers) == (130, [signal.default_int_handler])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_program_that_imports_ours_keeps_its_handler_of_ctrl_c(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import signal, common\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n")
+    subprocess.run([sys.executable, str(program)], check=True, env={"PYTHONPATH": str(Path(__file__).parents[1])})

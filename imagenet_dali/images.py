@@ -8,6 +8,7 @@ import numpy as np
 import simplejpeg
 from PIL import ExifTags, Image, ImageOps
 
+from common.data.corrupt_images import UNREADABLE
 from common.data.image_folder import FORMATS, check_pixels, to_rgb
 
 RESAMPLING = Image.Resampling.LANCZOS
@@ -45,9 +46,9 @@ def convert_image(data: bytes, quality: int = 95, short_side: int | None = None)
     except (BadImageError, MemoryError):
         raise
     except Image.UnidentifiedImageError as error:
-        raise BadImageError(f"not one of {', '.join(FORMATS)}") from error
+        raise BadImageError(f"{UNREADABLE}not one of {', '.join(FORMATS)}") from error
     except Exception as error:  # Pillow's decoders raise a dozen unrelated types for damaged files
-        raise BadImageError(f"{error or type(error).__name__}".splitlines()[0]) from error
+        raise BadImageError(UNREADABLE + f"{error or type(error).__name__}".splitlines()[0]) from error
 
 
 def check_jpeg(data: bytes | memoryview) -> tuple[int, int, str]:
@@ -63,7 +64,7 @@ def check_jpeg(data: bytes | memoryview) -> tuple[int, int, str]:
         check_pixels(height, width)  # pyright: ignore[reportArgumentType]
         simplejpeg.decode_jpeg(data, "CMYK" if color_space in ("CMYK", "YCCK") else "RGB")
     except ValueError as error:
-        raise BadImageError(str(error)) from error
+        raise BadImageError(f"{UNREADABLE}{error}") from error
     return height, width, color_space  # pyright: ignore[reportReturnType]
 
 

@@ -201,10 +201,10 @@ def test_few_bad_images_are_left_out_and_listed(tmp_path, capsys):
         file.truncate(1 << 40)  # takes no room on the disk
     prepare(source, dest)
     cut, pipe, large, notes = (dest / "refused.txt").read_text().splitlines()
-    assert cut.startswith("class_0/cut.jpg\tPremature end")
+    assert cut.startswith("class_0/cut.jpg\tnot a readable image: Premature end")
     assert pipe == "class_0/pipe.jpg\tnot a regular file"
     assert large == "class_1/large.jpg\t1,099,511,627,776 bytes, more than 401,048,576"
-    assert notes.startswith("class_1/notes.txt\tnot one of JPEG")
+    assert notes.startswith("class_1/notes.txt\tnot a readable image: not one of JPEG")
     assert "4 refused" in capsys.readouterr().out
     assert sum(len(open_split(dest, split)) for split in ("train", "validation")) == 400
     assert json.loads((dest / "manifest.json").read_text())["made"]["refused"] == 4

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from common.errors import UserError, printable
 
 MAX_BAD_SHARE = 0.01
+UNREADABLE = "not a readable image: "  # and then the decoder's message
 NAMED = 20  # of a list that may have a million
 
 

@@ -22,6 +22,7 @@ from PIL import UnidentifiedImageError
 from common.checkpoint.pretrained_run import OTHERS, open_model
 from common.checkpoint.saved_run import SavedRun, build_parser
 from common.colossal import Predictor
+from common.data.corrupt_images import UNREADABLE
 from common.data.crops import CenterCrop
 from common.data.image_folder import list_files, open_image
 from common.data.torchvision_dataloader import crop_image, normalize, per_channel
@@ -95,11 +96,10 @@ def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
         data = sys.stdin.buffer.read() if image == STDIN else Path(image).read_bytes()
         return np.asarray(crop_image(open_image(data), crop, size))
     except UnidentifiedImageError:
-        return "not an image of a kind that Pillow reads"
-    except OSError as error:
-        return error.strerror or " ".join(str(error).split())
+        return f"{UNREADABLE}not of a kind that Pillow reads"
     except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
-        return " ".join(str(error).split()) or type(error).__name__
+        reason = error.strerror if isinstance(error, OSError) else None
+        return reason or UNREADABLE + (" ".join(str(error).split()) or type(error).__name__)
 
 
 def _best(probabilities_C: torch.Tensor, names: Sequence[str]) -> Answer:

@@ -86,8 +86,8 @@ def test_what_is_no_image_is_named_and_the_others_are_answered(run, pictures, tm
     assert [line.partition(": ")[0] for line in out.splitlines()[1:]] == [str(names[3]), str(names[4])]
     assert out.splitlines()[1].count(" %") == 5
     errors = err.splitlines()
-    assert errors[0] == f"error: {names[0]}: not an image of a kind that Pillow reads"
-    assert errors[1].startswith(f"error: {names[1]}: ")
+    assert errors[0] == f"error: {names[0]}: not a readable image: not of a kind that Pillow reads"
+    assert errors[1].startswith(f"error: {names[1]}: not a readable image: ")
     assert errors[2] == f"error: {names[2]}: No such file or directory"
     assert len(errors) == 3
     with pytest.raises(SystemExit):

@@ -68,7 +68,7 @@ def test_learns_from_images_that_are_randomly_augmented(root):
 def test_dry_run_of_a_recipe_needs_no_data(capsys, monkeypatch):
     monkeypatch.delenv("DATA", raising=False)
     train.main(["--config", "config/config_AMP_apex.py", "--dry-run"])
-    assert "1 GPUs x 128 x 1 = 128" in capsys.readouterr().out
+    assert "1 GPU x 128 x 1 = 128" in capsys.readouterr().out
 
 
 def test_what_has_no_effect_is_refused(root):

@@ -42,6 +42,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {lower[near[0]]!r}?" if near else ""
 
 
+def counted(number: int, unit: str) -> str:
+    """Return ``number`` with its unit, as "1 process" or "2 processes"."""
+    return f"{number} {unit}{'' if number == 1 else 'es' if unit.endswith('s') else 's'}"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of what ``error`` says, or the name of its type if it says nothing."""
     return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)

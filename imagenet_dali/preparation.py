@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from common.data.corrupt_images import MAX_BAD_SHARE, print_some
 from common.data.image_folder import Files
-from common.errors import UserError, printable
+from common.errors import UserError, counted, printable
 from common.files import folder_lock, read_json
 from imagenet_dali.images import RESAMPLING
 from imagenet_dali.manifest import MANIFEST, PARTIAL, read_manifest
@@ -76,7 +76,7 @@ def prepare(
     write_dataset(dest, shards, listed.class_names, 0, {**job, **resampling, **counts})
     shutil.rmtree(dest / PARTIAL)
     for split, written in shards.items():
-        print(f"{dest}: {sum(len(shard.rows) for shard in written)} {split} images in {len(written)} shards")
+        print(f"{dest}: {sum(len(shard.rows) for shard in written)} {split} images in {counted(len(written), 'shard')}")
     print(f"{dest}: {len(listed.class_names)} classes; {counts['converted']} images converted, {len(refused)} refused")
 
 
@@ -161,4 +161,4 @@ def _report_refused(dest: Path, source: Source, refused: list[tuple[str, str]], 
             shutil.rmtree(dest / folder, ignore_errors=True)
         what = f"all training images of class {lost[0]}" if lost else f"more than {100 * max_refused:g}% of {total}"
         remedy = "fix or remove them, or raise --max-refused, and rerun the command"
-        raise UserError(f"{dest / REFUSED}: {len(refused)} images refused, {what}; {remedy}")
+        raise UserError(f"{dest / REFUSED}: {counted(len(refused), 'image')} refused, {what}; {remedy}")

@@ -241,7 +241,7 @@ def test_a_thousand_bad_images_are_all_listed_and_none_decompresses(tmp_path):
     ("per_class", "bad", "message"),
     [
         (50, ["class_0/bad0.jpg", "class_0/bad1.jpg"], "refused.txt: 2 images refused, more than 1% of 102"),
-        (200, ["class_x/only.jpg"], "refused.txt: 1 images refused, all training images of class class_x"),
+        (200, ["class_x/only.jpg"], "refused.txt: 1 image refused, all training images of class class_x"),
     ],
 )
 def test_too_many_bad_images_stop_the_preparation_and_leave_only_the_list(tmp_path, per_class, bad, message):
@@ -292,7 +292,7 @@ def test_what_the_system_refuses_is_one_line(folders, tmp_path):
     assert ended.stderr.startswith(f"error: {tmp_path / 'file'}")
     assert ended.stderr.count("\n") == 1
     (source / "class_0" / "link.jpg").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"refused.txt: 1 images refused, more than 1% of 11"):
+    with pytest.raises(UserError, match=r"refused.txt: 1 image refused, more than 1% of 11"):
         main([str(source), str(dest)])
 
 

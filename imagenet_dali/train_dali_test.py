@@ -51,7 +51,7 @@ def test_the_small_server_command_trains_on_two_processes(config, data, tmp_path
     """The command of vit-b16_4gpu.py, with two processes on the CPU."""
     command = f"python -m torch.distributed.launch --nproc_per_node 2 train_dali.py --world_size 2 --config {config}"
     answer = run(f"{command} --output {tmp_path}/run", DATA=str(data))
-    assert "global batch 2 GPUs x 4 x 2 = 16" in answer.stdout
+    assert "global batch 2 processes x 4 x 2 = 16" in answer.stdout
     records = read_metrics(tmp_path / "run")
     train, evaluations = ([r for r in records if r["kind"] == kind] for kind in ("train", "eval"))
     assert [r["step"] for r in train] == [2, 4, 6, 8, 10, 12]
@@ -116,7 +116,7 @@ def test_dry_run_needs_no_data_and_prints_once(capsys, monkeypatch):
     for words, expected in (
         (["vit-b16.py"], ["8 GPUs x 256 x 16 = 32,768", "86.6 M"]),
         (["vit-b16_4gpu.py"], ["4 GPUs x 256 x 32 = 32,768"]),
-        (["vit-b16", "--world_size=1"], ["1 GPUs = 1 data parallel"]),
+        (["vit-b16", "--world_size=1"], ["1 GPU = 1 data parallel"]),
     ):
         train_dali.main(["--dry-run", "--config", *words])
         printed = capsys.readouterr().out

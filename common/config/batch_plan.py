@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import UserError, nearest_multiples
+from common.errors import UserError, counted, nearest_multiples
 from common.files import Count
 
 
@@ -45,13 +45,12 @@ class Plan:
     last_step: Count
     dtype: str = "float32"
 
-    @property
-    def batch_formula(self) -> str:
-        """The global batch as a product, as "8 GPUs x 256 x 16 = 32,768"."""
-        gpus = f"{self.gpus} GPUs"
+    def batch_formula(self, unit: str = "GPU") -> str:
+        """Return the global batch as a product, as "8 GPUs x 256 x 16 = 32,768"."""
+        ranks = counted(self.gpus, unit)
         if self.tensor_parallel > 1:
-            gpus = f"{self.data_parallel} groups of {self.tensor_parallel} GPUs"
-        return f"{gpus} x {self.micro_batch} x {self.accumulation} = {self.total_batch:,}"
+            ranks = f"{counted(self.data_parallel, 'group')} of {counted(self.tensor_parallel, unit)}"
+        return f"{ranks} x {self.micro_batch} x {self.accumulation} = {self.total_batch:,}"
 
 
 def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -> Plan:

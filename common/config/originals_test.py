@@ -121,7 +121,7 @@ def describe(config: dict, gpus: int) -> list[str]:
     return [
         f"{SHAPES[model['width'], model['patch_size']]}, {model['image_size']} px, dropout {model['dropout']}",
         f"{optimizer['name']}, {config['LEARNING_RATE']}, weight decay {config['WEIGHT_DECAY']}",
-        plan.batch_formula + (f", {mode}" if mode else ""),
+        plan.batch_formula() + (f", {mode}" if mode else ""),
         f"{config['LR_SCHEDULE']}, warm-up {config['WARMUP_EPOCHS']:g} of {config['NUM_EPOCHS']} epochs",
         augmentation + (f", label smoothing {smoothing}" if smoothing else ""),
         precision + (f", clip {config['clip_grad_norm']}" if config["clip_grad_norm"] else ""),

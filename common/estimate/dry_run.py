@@ -9,6 +9,7 @@ import torch
 
 from common.colossal import compute_dtype, describe_tensor_parallel, name_dtype
 from common.config.batch_plan import DataSummary, Plan
+from common.errors import counted
 from common.estimate.cluster import LATENCY, Cluster
 from common.estimate.scaling import (
     ASSUMED_MFU,
@@ -61,9 +62,10 @@ def _print_wrapped(name: str, text: str) -> None:
 
 
 def _describe_plan(config: Mapping[str, Any], plan: Plan, data: DataSummary | None) -> dict[str, str]:
+    cut = f"{plan.data_parallel} data parallel x {plan.tensor_parallel} tensor parallel"
     rows = {
-        "processes": f"{plan.gpus} GPUs = {plan.data_parallel} data parallel x {plan.tensor_parallel} tensor parallel",
-        "global batch": plan.batch_formula,
+        "processes": f"{counted(plan.gpus, 'GPU')} = {cut}",
+        "global batch": plan.batch_formula(),
         "parameters": f"{(count := parameter_count(**_model(config))):,} ({count / 1e6:.1f} M)",
         "computation": f"{flops_per_image(_model(config)) / 1e9:.1f} GFLOP per image, forward and backward",
         "precision": _describe_precision(config, plan),

@@ -112,7 +112,7 @@ def _announce(name: str, config: Mapping[str, Any], plan: Plan, data: DataSummar
     print(
         f"{name}: {data.train_samples:,} training and {data.eval_samples:,} evaluation images, "
         f"{data.num_classes} classes\n"
-        f"global batch {plan.batch_formula}\n"
+        f"global batch {plan.batch_formula('GPU' if torch.cuda.is_available() else 'process')}\n"
         f"{plan.steps_per_epoch} steps an epoch, {plan.last_step} of {plan.total_steps} steps; "
         f"{config['OPTIMIZER']['name']}, learning rate {config['LEARNING_RATE']} after {plan.warmup_steps} steps of "
         f"warm-up, then {config['LR_SCHEDULE']} to 0",

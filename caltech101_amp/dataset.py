@@ -12,6 +12,7 @@ from common.files import folder_lock
 
 URL = "https://data.caltech.edu/records/mzrjq-6wc02/files/caltech-101.zip"
 MD5 = "3138e1922a9193bfa496528edbbc45d0"
+DOWNLOAD = "Caltech-101 (137 MB)"
 FOLDER = "101_ObjectCategories"
 ARCHIVE = f"{FOLDER}.tar.gz"  # within OUTER_FOLDER of OUTER_ARCHIVE
 OUTER_FOLDER = "caltech-101"
@@ -57,7 +58,7 @@ def _unpack(root: Path, allow_download: bool) -> Path:
     archive = next((path for path in (root / ARCHIVE, inner) if path.is_file()), None)
     if archive is None:
         needed = f"{FOLDER}/, {ARCHIVE} or {OUTER_ARCHIVE}"
-        fetch(inner.parent, root / OUTER_ARCHIVE, URL, MD5, allow_download, needed, "Caltech-101 (137 MB)")
+        fetch(inner.parent, root / OUTER_ARCHIVE, URL, MD5, allow_download, needed, DOWNLOAD)
     with folder_lock(root, wait=True):
         if not (root / FOLDER).is_dir():  # no other process was first
             extract(archive or inner, FOLDER, root)

@@ -16,6 +16,7 @@ from common.files import fingerprint_of
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 MD5 = "c58f30108f718f92721af3b95e74349a"
+DOWNLOAD = "CIFAR-10 (170 MB)"
 ARCHIVE = "cifar-10-python.tar.gz"
 BATCHES = "cifar-10-batches-py"
 MD5_OF_BATCHES = {
@@ -132,5 +133,5 @@ def open_images(data: Mapping[str, Any]) -> CifarBatches | ImageFolder:
         return ImageFolder(root)
     if not (root / BATCHES).is_dir():
         needed = f"{BATCHES}/, {ARCHIVE} or train/<class>/*"
-        fetch(root / BATCHES, root / ARCHIVE, URL, MD5, data["download"], needed, "CIFAR-10 (170 MB)")
+        fetch(root / BATCHES, root / ARCHIVE, URL, MD5, data["download"], needed, DOWNLOAD)
     return CifarBatches(root / BATCHES)

@@ -138,6 +138,8 @@ def test_dry_run_compares_the_modes_on_more_gpus_than_the_recipe_has_micro_batch
         assert f"\n{mode} " in out
     assert max(map(len, out.splitlines())) <= 80
     assert "fastest that fits: data parallel, " in out
+    assert "TFLOP/s: 23% to " in out
+    assert " minutes, without evaluation" in out
 
 
 @pytest.mark.parametrize(

@@ -100,18 +100,22 @@ def find_config(name: str, base: str | None = None) -> Path:
     )
 
 
-def data_root(config: Mapping[str, Any]) -> str:
-    """Return the data set's folder: ``DATA.root``, else the environment variable DATA; refuse one that is not there."""
+def data_root(config: Mapping[str, Any], download: str = "") -> str:
+    """Return the data set's folder: ``DATA.root``, else the environment variable DATA; refuse one that is not there.
+
+    ``download`` names what DATA.download fetches in this task.
+    """
     root = config["DATA"]["root"] or os.environ.get("DATA")
     if not root:
         raise UserError("DATA.root is not set: say where the data set is with DATA=/path or --set DATA.root=/path")
     is_filled = Path(root).is_dir() and any(Path(root).iterdir())
     if not is_filled and not config["DATA"]["download"]:
         state = "is empty" if Path(root).is_dir() else "is not a folder"
-        raise UserError(
-            f"DATA.root={root} {state}: point it at a data set (python -m imagenet_dali.prepare makes one, "
-            f"--set DATA.download=True fetches CIFAR-10 or Caltech-101)"
+        where = "" if Path(root).is_absolute() else f" (relative to the current folder, {Path.cwd()})"
+        maker = (
+            f"--set DATA.download=True fetches {download}" if download else "python -m imagenet_dali.prepare makes one"
         )
+        raise UserError(f"DATA.root={root} {state}{where}: point it at a data set ({maker})")
     return str(Path(root).resolve())
 
 

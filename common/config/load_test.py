@@ -269,8 +269,14 @@ def test_data_root_comes_from_the_config_else_from_the_environment(tmp_path, mon
         data_root({"DATA": {"root": None, "download": False}})
     (tmp_path / "train").mkdir()
     assert data_root({"DATA": {"root": None, "download": False}}) == str(tmp_path)
-    with pytest.raises(UserError, match="is not a folder"):
+    with pytest.raises(UserError, match=r"is not a folder: point it at a data set \(python -m imagenet_dali.prepare"):
         data_root({"DATA": {"root": str(tmp_path / "absent"), "download": False}})
+    monkeypatch.chdir(tmp_path)
+    relative = (
+        rf"a/b is not a folder \(relative to the current folder, {tmp_path}\): .*DATA.download=True fetches Digits"
+    )
+    with pytest.raises(UserError, match=relative):
+        data_root({"DATA": {"root": "a/b", "download": False}}, "Digits")
     # the task makes it
     assert data_root({"DATA": {"root": str(tmp_path / "absent"), "download": True}}) == str(tmp_path / "absent")
 

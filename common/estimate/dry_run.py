@@ -27,6 +27,7 @@ from common.model.vit import build_model, parameter_count
 from common.table import flatten
 
 WIDTH, INDENT = 80, 23  # columns
+UNITS = {"hours": 3600, "minutes": 60, "seconds": 1}
 IMAGENET = 1_281_167  # training images of ImageNet-1k
 
 
@@ -97,11 +98,10 @@ def _describe_memory(estimate: StepEstimate) -> str:
 
 def _print_modes(config: Mapping[str, Any], plan: Plan, data: DataSummary | None, cluster: Cluster) -> None:
     """Print the table of all modes, what it assumes, and the fastest that fits."""
-    flops = whole_model_flops(config)
-    rate = cluster.images_per_s * flops if cluster.images_per_s else assumed_flops(config)
+    rate = cluster.images_per_s * whole_model_flops(config) if cluster.images_per_s else assumed_flops(config)
     predictions = predict_modes(config, plan, cluster, rate)
     print()
-    for line in _assumptions(rate / flops, cluster):
+    for line in _assumptions(rate, cluster):
         print(textwrap.fill(line, WIDTH, initial_indent="- ", subsequent_indent="  "))
     print()
     _print_columns([_row(prediction, plan, cluster) for prediction in predictions])
@@ -113,17 +113,24 @@ def _print_modes(config: Mapping[str, Any], plan: Plan, data: DataSummary | None
     best = min(fitting, key=lambda prediction: prediction.step)
     print(f"fastest that fits: {best.mode}, {_images_per_s(best, plan)} images/s")
     images = data.train_samples if data else IMAGENET
-    hours = sorted(plan.epochs * images / plan.total_batch * step / 3600 for step in (best.step, best.fastest_step))
-    print(f"{plan.epochs} epochs of {images:,} images: {_range(hours, '.2g')} hours, without evaluation")
+    times = sorted(plan.epochs * images / plan.total_batch * step for step in (best.step, best.fastest_step))
+    print(f"{plan.epochs} epochs of {images:,} images: {_duration(times)}, without evaluation")
 
 
-def _assumptions(images_per_s: float, cluster: Cluster) -> list[str]:
-    speed = f"A GPU trains {images_per_s:,.0f} images/s (measured)."
-    if not cluster.images_per_s:
-        best = images_per_s * BEST_MFU / ASSUMED_MFU
+def _duration(seconds: Sequence[float]) -> str:
+    unit, size = next((unit, size) for unit, size in UNITS.items() if seconds[0] >= size or size == 1)
+    times = [value / size for value in seconds]
+    return f"{_range(times, '.2g' if times[0] < 10 else ',.0f')} {unit}"
+
+
+def _assumptions(flops_per_s: float, cluster: Cluster) -> list[str]:
+    if cluster.images_per_s:
+        speed = f"A GPU trains {cluster.images_per_s:,.0f} images/s (measured)."
+    else:
+        best = flops_per_s * BEST_MFU / ASSUMED_MFU
         speed = (
-            f"A GPU trains {images_per_s:,.0f} to {best:,.0f} images/s: {ASSUMED_MFU:.0%} to {BEST_MFU:.0%} of an "
-            "H100's peak (assumed; measure it and pass --images-per-s)."
+            f"A GPU computes {flops_per_s / 1e12:,.0f} to {best / 1e12:,.0f} TFLOP/s: {ASSUMED_MFU:.0%} to "
+            f"{BEST_MFU:.0%} of an H100's peak (assumed; measure images/s and pass --images-per-s)."
         )
     return [
         speed + " A GPU with a part of the model keeps the same share of its peak.",

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ def prepare_run(
         gpus = args.gpus or args.world_size or config["GPUS"]
     data = None
     if not args.dry_run or config["DATA"]["root"] or os.environ.get("DATA"):
-        config["DATA"]["root"] = data_root(config)
+        config["DATA"]["root"] = data_root(config, getattr(sys.modules[describe_data.__module__], "DOWNLOAD", ""))
         data = describe_data(config["DATA"])
         config["MODEL"]["num_classes"] = _check_classes(config["MODEL"]["num_classes"], data)
     if args.dry_run:

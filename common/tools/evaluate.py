@@ -36,8 +36,8 @@ def main(argv: list[str]) -> None:
     launch = detect_launch(args, os.environ)
     run = open_model(args.run, [*args.set, *([f"DATA.root={args.data}"] if args.data else [])], raw=args.raw)
     data = run.config["DATA"]
-    data["root"] = data_root(run.config)
     loaders = run.import_loaders()
+    data["root"] = data_root(run.config, getattr(loaders, "DOWNLOAD", ""))
     _check_labels(run, loaders.describe_data(data))
     start(launch, run.config | {"parallel": ONE_PROCESS})
     if launch.rank == 0:

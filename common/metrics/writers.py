@@ -129,7 +129,8 @@ class TensorBoard:
 class ProgressBar:
     """Show steps done, time left, images per second, the last loss and top-1, and skipped updates.
 
-    On a terminal that is a bar. Elsewhere it is a line at the start, every half minute and at the end.
+    On a terminal that is a line that fits in 80 columns. Elsewhere it is a line at the start, every half minute and at
+    the end.
     """
 
     def __init__(self, total_steps: int, start: int = 0):
@@ -137,7 +138,8 @@ class ProgressBar:
         tqdm.set_lock(threading.RLock())
         options: dict[str, Any] = dict(mininterval=30, file=_Lines())
         if sys.stderr.isatty():
-            options = dict(mininterval=0.5, dynamic_ncols=True)
+            short = "{percentage:.0f}% {n_fmt}/{total_fmt} {remaining} left{postfix}"  # not the bar, nor steps/s
+            options = dict(mininterval=0.5, dynamic_ncols=True, bar_format=short)
         self.bar = tqdm(total=total_steps, initial=start, unit="step", maxinterval=60, **options)
         self.shown: dict[str, str] = {}
 
@@ -153,7 +155,7 @@ class ProgressBar:
             if record["skipped"]:
                 self._show(skipped=f"{record['skipped']}")
         else:
-            self._show(top1=f"{record['top1']:.4f}")
+            self._show(top1=f"{record['top1']:.3f}")
             with suppress(OSError):  # nobody reads standard output any more
                 self.bar.write(
                     f"epoch {record['epoch']:g}: top1 {record['top1']:.4f}, top5 {record['top5']:.4f}, "

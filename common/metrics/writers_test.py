@@ -1,4 +1,5 @@
 import json
+import re
 import resource
 import threading
 from contextlib import suppress
@@ -170,6 +171,18 @@ def test_the_progress_bar_shows_the_first_loss_and_skipped_updates():
     progress.close()
 
 
+def test_all_metrics_fit_in_a_terminal_of_80_columns(monkeypatch, capsys):
+    monkeypatch.setattr(writers.sys.stderr, "isatty", lambda: True)
+    progress = ProgressBar(28000)
+    progress.bar.dynamic_ncols = lambda file: (80, 24)
+    progress(TRAIN | {"loss": 6.90775, "samples_per_s": 10480.0, "skipped": 12})
+    progress(EVAL)
+    progress.bar.n, progress.bar.start_t = 14000, progress.bar.start_t - 10 * 3600
+    words = r"50% 14000/28000 10:00:0\d left, loss=6.9078, img/s=10,480, skipped=12, top1=0.250"
+    assert re.fullmatch(words, str(progress.bar))
+    progress.close()
+
+
 def test_the_bar_needs_no_lock_that_a_killed_process_may_hold() -> None:
     TqdmDefaultWriteLock()  # makes it
     with TqdmDefaultWriteLock.mp_lock:
@@ -192,4 +205,4 @@ def test_progress_is_whole_lines_where_stderr_is_no_terminal(capsys) -> None:
     assert "\r" not in err
     assert err.endswith("\n")
     assert "3/3" in err.splitlines()[-1]
-    assert "loss=2.0000, img/s=10, top1=0.2500" in err.splitlines()[-1]
+    assert "loss=2.0000, img/s=10, top1=0.250" in err.splitlines()[-1]

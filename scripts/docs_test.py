@@ -76,7 +76,7 @@ ELSEWHERE = {
     r"\.venv/bin/python -m pytest ": "imagenet_dali/large_step_test.py",
     r"(\.venv/bin/)?python -m pip install ": "scripts/setup.sh",  # the same installer, from requirements.txt
 }
-RUN = r"((\w+=\S+ )*(python|\.venv/bin/python|torchrun|bash) |export \w+=)"
+RUN = r"((\w+=\S+ )*(python|\.venv/bin/python|torchrun|bash) |export \w+=|source )"
 
 
 def commands(page: str) -> list[tuple[str, str]]:

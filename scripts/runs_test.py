@@ -67,7 +67,7 @@ def test_a_run_ends_with_its_accuracy_and_no_traceback(trained: Trained) -> None
     last = trained.first.stderr.splitlines()[-1]  # of its progress
     steps = evaluation["step"]
     assert f"{steps}/{steps}" in last
-    assert f"top1={evaluation['top1']:.4f}" in last
+    assert f"top1={evaluation['top1']:.3f}" in last
     assert "loss=" in trained.first.stderr
 
 
@@ -92,7 +92,7 @@ def test_a_changed_key_is_refused_in_one_line(trained: Trained) -> None:
     rate = json.loads(before["config.json"])["config"]["LEARNING_RATE"]
     assert line.startswith("error: LEARNING_RATE=5: ")
     assert f"is finished and was trained with {rate!r}; " in line
-    for way in ("--output DIR", "--resume ", "--allow-change LEARNING_RATE"):
+    for way in ("--output DIR", "raise NUM_EPOCHS", "--allow-change LEARNING_RATE"):
         assert way in line
     assert read_folder(trained.output) == before
 

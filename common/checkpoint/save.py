@@ -138,7 +138,10 @@ def mark_best(path: Path) -> None:
     link = path.with_name(f".{BEST}.partial")
     link.unlink(missing_ok=True)
     link.symlink_to(path.name)
-    link.replace(path.with_name(BEST))
+    best = path.with_name(BEST)
+    if best.is_dir() and not best.is_symlink():  # copied by a tool that follows links
+        best.rename(path.with_name(f".{BEST}.old"))
+    link.replace(best)
 
 
 def clear_old(folder: Path, keep: int) -> None:

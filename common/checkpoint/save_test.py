@@ -275,9 +275,13 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert [path.name for path in list_checkpoints(tmp_path)] == [f"step-0000000{step}" for step in (6, 5, 2)]
     assert (tmp_path / "best").resolve() == checkpoint_path(tmp_path, 2)
     assert {path.name for path in tmp_path.iterdir()} == {"best", "step-00000002", "step-00000005", "step-00000006"}
+    (tmp_path / "best").unlink()
+    (tmp_path / "best").mkdir()  # as copied by a tool that follows links
+    (tmp_path / "best" / "model.safetensors").write_bytes(b"")
     mark_best(path)
     clear_old(tmp_path, keep=1)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000006"]
+    assert {path.name for path in tmp_path.iterdir()} == {"best", "step-00000006"}
+    assert (tmp_path / "best").resolve() == path
 
 
 def test_a_failed_write_leaves_the_old_checkpoint(small: Path, tmp_path: Path) -> None:

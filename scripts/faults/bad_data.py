@@ -123,7 +123,7 @@ def malicious_checkpoint(lab: Lab, choice: random.Random) -> Recovery:
     stopped, evidence, equal = Trial(lab, ONE).stop_at_step_10(), lab.new_folder(), True
     for name in (MODEL, OPTIMIZER, RANDOM, TRAINER):
         trial = Trial(lab, ONE)
-        shutil.copytree(stopped.output, trial.output)
+        shutil.copytree(stopped.output, trial.output, symlinks=True)
         checkpoint = newest_checkpoint(trial.checkpoints)
         (checkpoint / name).write_bytes(pickle.dumps(Malice(evidence)))
         files = [line.partition("  ")[2] for line in (checkpoint / MARKER).read_text().splitlines()]

@@ -233,7 +233,8 @@ def damage_files(name: str, folder: Path, files: list[str], damages: list[tuple]
     root, is_signed = copied(name, folder), False
     for how, number, junk, signs in damages:
         choice = random.Random(number)
-        with contextlib.suppress(KeyError, ValueError, TypeError, AttributeError, OSError):  # damaged already
+        damaged_already = (KeyError, ValueError, TypeError, AttributeError, OSError, RecursionError)
+        with contextlib.suppress(*damaged_already):
             mutate(root / choice.choice(files), how, choice, junk)
         is_signed |= signs
     return root, is_signed

@@ -50,7 +50,7 @@ class StopSignals:
         """
         if self._previous:
             return
-        self.received = self.agreed = 0
+        self.received, self.agreed, self.deferring = 0, 0, False
         self._progress, self._patience = progress, patience
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -62,6 +62,7 @@ class StopSignals:
         self._pipe = reader, writer
         self._watcher = threading.Thread(target=self._watch, args=(reader,), daemon=True, name="stop-signals")
         self._watcher.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked where a process that had installed was forked
         atexit.register(_kill_children)
         if follow_parent:
             _PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -122,6 +123,7 @@ class StopSignals:
         """Let the child ignore the signals and die with its parent."""
         if self._previous:
             signal.set_wakeup_fd(-1)
+            self._previous = {}  # it may `install` for itself
             _PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != self._forking.parent:  # it has died already
                 os._exit(1)

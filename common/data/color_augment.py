@@ -30,17 +30,17 @@ class ColorAugment:
 
     def __call__(self, images: Tensor, uniforms: np.ndarray) -> None:
         """Change ``images`` as ``uniforms`` [B, `UNIFORMS_PER_SAMPLE`] say."""
-        mean, std = (images.new_tensor(values)[:, None, None] * 255 for values in (self.mean, self.std))
+        mean, std = (_copy(np.array(values)[:, None, None] * 255, images) for values in (self.mean, self.std))
         pixels = images.mul_(std).add_(mean).round_()
         choices = np.floor(3 * uniforms[:, 0])
         for number, change in enumerate((grey, solarize, blur) if self.three_augment else ()):
             (rows,) = np.nonzero(choices == number)
             place = torch.from_numpy(rows).to(images.device, non_blocking=True)
-            sigmas = torch.from_numpy(SIGMA[0] + (SIGMA[1] - SIGMA[0]) * uniforms[rows, 1]).to(pixels)
+            sigmas = _copy(SIGMA[0] + (SIGMA[1] - SIGMA[0]) * uniforms[rows, 1], pixels)
             if len(rows):
                 pixels[place] = change(pixels[place], sigmas).round_()
         if self.jitter:
-            factors = 1 + self.jitter * (2 * torch.from_numpy(uniforms[:, 2:]).to(pixels) - 1)
+            factors = _copy(1 + self.jitter * (2 * uniforms[:, 2:] - 1), pixels)
             pixels.copy_(adjust(pixels, *factors.T[..., None, None, None]).round_())
         pixels.sub_(mean).div_(std)
 
@@ -79,4 +79,10 @@ def adjust(pixels: Tensor, brightness: Tensor, contrast: Tensor, saturation: Ten
 
 def luma(pixels: Tensor) -> Tensor:
     """Return the rounded luma [B, 1, Y, X]."""
-    return (pixels * pixels.new_tensor(LUMA)[:, None, None]).sum(1, keepdim=True).round_()
+    red, green, blue = pixels.split(1, dim=1)
+    return (LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue).round_()
+
+
+def _copy(values: np.ndarray, like: Tensor) -> Tensor:
+    """Return ``values`` on the device and in the type of ``like``, without waiting for a GPU."""
+    return torch.from_numpy(values).to(like, non_blocking=True)

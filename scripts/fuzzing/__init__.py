@@ -1,0 +1,1 @@
+"""Inputs that nobody meant, for `python scripts/fuzz.py`."""

@@ -48,7 +48,7 @@ def test_every_pass_is_whole(kind: Callable[[int], Any], accumulation: int) -> N
     assert len(steps) == len(expected)
     assert [list(steps), list(steps)] == [expected, expected]
     if isinstance(kind, type):
-        assert steps.handed_out == 2 * len(expected)  # nothing is read in vain
+        assert steps.handed_out == 2 * len(expected)  # no batch is read and dropped
 
 
 def test_upstream_reads_on_for_ever() -> None:

@@ -39,8 +39,8 @@ def start_run(
 
     ``describe_data`` counts the data set that the config's ``DATA`` names; config.json holds the name of its module, so
     that what comes after the run finds the loaders of a task it does not know. ``base`` is the recipe from which a
-    config without MODEL takes what it leaves out. Returns None where there is
-    nothing to train: after ``--dry-run``, which needs neither data nor GPUs, and for a run that is finished.
+    config without MODEL takes what it leaves out. Returns None where there is nothing to train: after ``--dry-run``,
+    which needs neither data nor GPUs, and for a run that is finished.
     """
     args = parse_arguments(argv, description)
     launch = detect_launch(args, os.environ)

@@ -72,7 +72,8 @@ if (child := os.fork()) == 0:
     os._exit(1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]  # 3.12: a fork beside a thread
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert (ended.stdout, ended.stderr) == ("143\n", "SIGTERM: ended at once\n")
 
 

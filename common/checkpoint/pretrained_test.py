@@ -157,6 +157,23 @@ def test_weights_that_do_not_fit_are_refused(saved: Path, change: dict, message:
     assert "\n" not in str(raised.value)
 
 
+def test_weights_that_are_not_finite_are_refused(saved: Path) -> None:
+    weights = load_file(saved)
+    weights["blocks.1.mlp.fc1.bias"][3] = torch.nan
+    save_file(weights, saved)
+    with pytest.raises(UserError, match="blocks.1.mlp.fc1.bias holds numbers that are not finite"):
+        load_pretrained(build_model(**OTHER), str(saved))
+
+
+def test_a_description_names_no_further_file(saved: Path, tmp_path: Path) -> None:
+    """timm.create_model loads, or fails to find, the file of ``checkpoint_path``."""
+    shutil.copy(saved, tmp_path / "model.safetensors")
+    arguments = {"num_heads": 2, "embed_dim": 32, "checkpoint_path": str(tmp_path / "evil.pth")}
+    about = {"architecture": "vit_tiny_patch16_224", "model_args": arguments}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    assert open_source(str(tmp_path)).heads == 2
+
+
 def test_heads_come_from_what_describes_the_weights_or_from_the_user(trained: Path, data: Path, tmp_path: Path) -> None:
     for target in ("timm", "safetensors"):
         export.main([str(trained), "--to", target, "--output", str(tmp_path / target)])

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, TextIO, TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -129,7 +129,7 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-_held: dict[Path, TextIO] = {}
+_held: dict[Path, int] = {}  # descriptors: a file object left open warns at exit
 
 
 def _held_by(holder: str, folder: Path) -> UserError:
@@ -149,31 +149,30 @@ def lock_folder(folder: Path, *, wait: bool = False, sign: bool = True) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         # no link, through which another file would be overwritten, and no pipe
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        file = os.fdopen(os.open(folder / ".lock", flags, 0o666), "r+")
-    except (OSError, ValueError) as error:  # ValueError: neither a file nor seekable
+        handle = os.open(folder / ".lock", flags, 0o666)
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise OSError(".lock is not a regular file")
+    except OSError as error:
         reason = explain_os_error(error, folder)
         raise UserError(f"{folder}: cannot be written ({reason}); choose another") from error
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
-        file.close()
+        holder = os.read(handle, 1000).decode(errors="replace").strip() or "another process"
+        os.close(handle)
         raise _held_by(holder, folder) from error
     except OSError:  # a file system without locks
         pass
-    _held[folder] = file
+    _held[folder] = handle
     if sign:
         sign_lock(folder)
 
 
 def sign_lock(folder: Path) -> None:
     """Write into the lock of ``folder``, which this process holds, who that is."""
-    file = _held[folder]
-    file.seek(0)
-    file.truncate()
-    file.write(f"process {os.getpid()} on {platform.node()}\n")
-    file.flush()
+    os.ftruncate(_held[folder], 0)
+    os.pwrite(_held[folder], f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
 
 
 @contextlib.contextmanager
@@ -189,4 +188,4 @@ def folder_lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
 def unlock_folder(folder: Path) -> None:
     """Let go of the lock of ``folder``, if this process holds it."""
     if folder in _held:
-        _held.pop(folder).close()
+        os.close(_held.pop(folder))

@@ -56,8 +56,8 @@ def name_hardware(hardware: Mapping[str, Any]) -> str:
 
 
 def format_command(words: Iterable[str]) -> str:
-    """Return a command line with the folders removed from its paths."""
-    return shlex.join(re.sub("/.*/", "", word) for word in words)
+    """Return a command line with the folders removed from its absolute paths."""
+    return shlex.join(re.sub(r"(^|=)/.*/", r"\1", word) for word in words)
 
 
 @cache  # files that this process writes later do not change the code it runs

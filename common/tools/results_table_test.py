@@ -10,7 +10,7 @@ from common.tools import results_table as record
 ABOUT = {
     "name": "tiny",
     "started": 1_700_000_000.0,
-    "argv": ["/home/someone/imagenet_dali/train_dali.py", "--config", "tiny", "--set", "DATA.root=/data/some where/x"],
+    "argv": ["/home/train_dali.py", "--config", "configs/tiny.py", "--set", "DATA.root=/data/some where/x"],
     "commit": "0123456789ab",
     "versions": {"torch": "2.15.0", "timm": None},
     "hardware": {"host": "h", "cpu": "A CPU", "instruction_set": "AVX2", "cpus": 2, "gpu": None},
@@ -38,7 +38,7 @@ def test_a_run_becomes_a_row_and_a_second_run_another(tmp_path):
     assert (row["top1"], row["first_loss"], row["last_loss"], row["minutes"]) == ("0.2500", "2.0000", "1.0000", "1.5")
     assert row["hardware"] == "2 cores of A CPU, AVX2"
     assert (row["versions"], row["commit"]) == ("torch=2.15.0", "0123456789ab")
-    assert row["command"] == "train_dali.py --config tiny --set DATA.root=x"
+    assert row["command"] == "train_dali.py --config configs/tiny.py --set DATA.root=x"
 
 
 @pytest.mark.parametrize(("records", "words"), [(None, "No such file"), (RECORDS[:2], "has no evaluation yet")])

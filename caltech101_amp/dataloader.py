@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from caltech101_amp.dataset import DOWNLOAD, open_split
+from caltech101_amp.dataset import DOWNLOAD, TRAIN_SAMPLES, open_split
 from common.config.batch_plan import DataSummary
 from common.config.load import refuse_unused
 from common.data import photographs
@@ -11,7 +11,7 @@ from common.data.loader import Loader
 from common.data.photographs import build_eval_crop
 from common.files import fingerprint_of
 
-__all__ = ["DOWNLOAD", "build_eval_crop", "build_eval_loader", "build_train_loader", "describe_data"]
+__all__ = ["DOWNLOAD", "TRAIN_SAMPLES", "build_eval_crop", "build_eval_loader", "build_train_loader", "describe_data"]
 
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:

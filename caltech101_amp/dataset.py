@@ -13,6 +13,7 @@ from common.files import folder_lock
 URL = "https://data.caltech.edu/records/mzrjq-6wc02/files/caltech-101.zip"
 MD5 = "3138e1922a9193bfa496528edbbc45d0"
 DOWNLOAD = "Caltech-101 (137 MB)"
+TRAIN_SAMPLES = 6_941
 FOLDER = "101_ObjectCategories"
 ARCHIVE = f"{FOLDER}.tar.gz"  # within OUTER_FOLDER of OUTER_ARCHIVE
 OUTER_FOLDER = "caltech-101"

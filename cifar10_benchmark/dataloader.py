@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cifar10_benchmark.augment import UNIFORMS_PER_SAMPLE, Augment
 from cifar10_benchmark.dataset import DOWNLOAD as DOWNLOAD
+from cifar10_benchmark.dataset import TRAIN_SAMPLES as TRAIN_SAMPLES
 from cifar10_benchmark.dataset import Images, open_images
 from common.config.batch_plan import DataSummary
 from common.config.load import refuse_unused

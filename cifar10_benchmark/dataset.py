@@ -17,6 +17,7 @@ from common.files import fingerprint_of
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 MD5 = "c58f30108f718f92721af3b95e74349a"
 DOWNLOAD = "CIFAR-10 (170 MB)"
+TRAIN_SAMPLES = 50_000
 ARCHIVE = "cifar-10-python.tar.gz"
 BATCHES = "cifar-10-batches-py"
 MD5_OF_BATCHES = {

@@ -85,7 +85,8 @@ def test_learns_from_images_that_are_blended_cut_and_erased(root, tmp_path, loss
 def test_dry_run_of_the_recipes_needs_no_data(capsys, monkeypatch):
     monkeypatch.delenv("DATA", raising=False)
     for recipe, batch in (("vit_lite_vanilla", "8 GPUs x 64 x 1 = 512"), ("vit_lite_cct", "1 GPU x 128 x 1 = 128")):
-        train.main(["--config", recipe, "--dry-run"])
+        train.main(["--config", recipe, "--dry-run", "--gpus", batch[0]])
         printed = capsys.readouterr().out
         assert batch in printed
         assert "3.7 M" in printed  # arXiv 2104.05704, table 3
+        assert "epochs of 50,000 images: " in printed

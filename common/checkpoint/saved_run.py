@@ -79,8 +79,9 @@ class SavedRun:
     def import_loaders(self) -> ModuleType:
         """Return the task's module of loaders, of which config.json holds the name.
 
-        It has ``describe_data``, ``build_eval_loader`` and ``build_eval_crop``, and ``DOWNLOAD`` if it fetches data. A
-        name, not an import, because the tasks build on ``common``, which knows none of them.
+        It has ``describe_data``, ``build_eval_loader`` and ``build_eval_crop``, ``DOWNLOAD`` if it fetches data, and
+        ``TRAIN_SAMPLES`` if that is not ImageNet. A name, not an import, because the tasks build on ``common``, which
+        knows none of them.
         """
         name = self.about["data"]["loaders"]
         if name not in LOADERS:

@@ -32,12 +32,17 @@ IMAGENET = 1_281_167  # training images of ImageNet-1k
 
 
 def print_dry_run(
-    config: Mapping[str, Any], plan: Plan, data: DataSummary | None, cluster: Cluster | None, weights: str = ""
+    config: Mapping[str, Any],
+    plan: Plan,
+    data: DataSummary | None,
+    cluster: Cluster | None,
+    weights: str = "",
+    images: int = IMAGENET,
 ) -> None:
     """Print the config, one key per line as ``--set`` takes it, the plan, and the table of all modes on ``cluster``.
 
-    ``data`` is None where no data set was named; ``weights`` says what the run starts from. Without ``cluster`` there
-    is no table.
+    ``data`` is None where no data set was named: an epoch then has ``images``. ``weights`` says what the run starts
+    from. Without ``cluster`` there is no table.
     """
     for name, value in flatten(config).items():
         print(f"{name:<{INDENT - 1}} {value if isinstance(value, Enum) else repr(value)}")
@@ -51,7 +56,7 @@ def print_dry_run(
         for line in describe_tensor_parallel(config["parallel"], model, plan.micro_batch):
             _print_wrapped("", line)
     if cluster:
-        _print_modes(config, plan, data, cluster)
+        _print_modes(config, plan, data.train_samples if data else images, cluster)
 
 
 def _model(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,7 +101,7 @@ def _describe_memory(estimate: StepEstimate) -> str:
     )
 
 
-def _print_modes(config: Mapping[str, Any], plan: Plan, data: DataSummary | None, cluster: Cluster) -> None:
+def _print_modes(config: Mapping[str, Any], plan: Plan, images: int, cluster: Cluster) -> None:
     """Print the table of all modes, what it assumes, and the fastest that fits."""
     rate = cluster.images_per_s * whole_model_flops(config) if cluster.images_per_s else assumed_flops(config)
     predictions = predict_modes(config, plan, cluster, rate)
@@ -112,7 +117,6 @@ def _print_modes(config: Mapping[str, Any], plan: Plan, data: DataSummary | None
         return
     best = min(fitting, key=lambda prediction: prediction.step)
     print(f"fastest that fits: {best.mode}, {_images_per_s(best, plan)} images/s")
-    images = data.train_samples if data else IMAGENET
     times = sorted(plan.epochs * images / plan.total_batch * step for step in (best.step, best.fastest_step))
     print(f"{plan.epochs} epochs of {images:,} images: {_duration(times)}, without evaluation")
 

@@ -17,7 +17,7 @@ from common.checkpoint.save import CONFIG
 from common.colossal import MixedPrecision, progress, shutdown
 from common.config.batch_plan import DataSummary, Plan
 from common.estimate.cluster import parse_cluster
-from common.estimate.dry_run import print_dry_run
+from common.estimate.dry_run import IMAGENET, print_dry_run
 from common.files import lock_folder
 from common.launch.launcher import detect_launch, start
 from common.launch.stop_signals import stop_signals
@@ -48,7 +48,8 @@ def start_run(
     if args.dry_run:
         if launch.rank == 0:
             weights = _check_init(config, args) if config["INIT"] else ""
-            print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None, weights)
+            images = getattr(sys.modules[describe_data.__module__], "TRAIN_SAMPLES", IMAGENET)
+            print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None, weights, images)
         return None
     assert data is not None
     stop_signals.install(launch.launcher == "torch", progress, config["TIMEOUT"])

@@ -115,7 +115,13 @@ def test_dry_run_needs_no_data_and_prints_once(capsys, monkeypatch):
     monkeypatch.delenv("DATA", raising=False)
     for words, expected in (
         (["vit-b16.py"], ["8 GPUs x 256 x 16 = 32,768", "86.6 M"]),
-        (["vit-b16_4gpu.py"], ["4 GPUs x 256 x 32 = 32,768"]),
+        (
+            ["vit-b16_4gpu.py", "--set", "OPTIMIZER.layer_decay=0.65"],
+            [
+                "4 GPUs x 256 x 32 = 32,768",
+                "learning rates         0.65^13 = 0.0037 (embeddings) to 1 (head) x 0.018\n",
+            ],
+        ),
         (["vit-b16", "--world_size=1"], ["1 GPU = 1 data parallel"]),
     ):
         train_dali.main(["--dry-run", "--config", *words])

@@ -33,7 +33,7 @@ class Trainer(UpstreamTrainer):
         steps_per_epoch: optimizer steps in an epoch.
         evaluated_step: the step of the last evaluation.
         update_done: whether the last micro-batch ended an optimizer step.
-        learning_rate: of the last optimizer step.
+        learning_rate: of the last optimizer step; with layer decay that of the head.
         data_wait: seconds spent waiting for the training loader so far.
         train_dataloader, test_dataloader: the loaders given to `fit`.
         states: what hooks leave for each other.
@@ -153,7 +153,7 @@ class Trainer(UpstreamTrainer):
         self.epoch_step += 1
         if self.epoch_step >= self._steps_per_epoch:  # more: the data set has shrunk since the state was saved
             self._cur_epoch, self.epoch_step = self._cur_epoch + 1, 0
-        self.learning_rate = self.engine.optimizer.param_groups[0]["lr"]
+        self.learning_rate = max(group["lr"] for group in self.engine.optimizer.param_groups)
         if self.engine.lr_scheduler is not None:
             self.engine.lr_scheduler.step()
 

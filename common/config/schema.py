@@ -105,6 +105,9 @@ class Optimizer(Options):
     decay_all: bool = key(
         True, "`False`: no weight decay on biases, norms, class token, registers and position embedding"
     )
+    layer_decay: Number = key(
+        1.0, "factor of the learning rate per layer from the head down, as timm's `layer_decay`; 1: none", gt=0, le=1
+    )
     betas: BETAS = key(
         (0.9, 0.999),
         "decay of the moments",

@@ -75,6 +75,7 @@ def _describe_plan(config: Mapping[str, Any], plan: Plan, data: DataSummary | No
         "parameters": f"{(count := parameter_count(**_model(config))):,} ({count / 1e6:.1f} M)",
         "computation": f"{flops_per_image(_model(config)) / 1e9:.1f} GFLOP per image, forward and backward",
         "precision": _describe_precision(config, plan),
+        **_describe_layer_decay(config),
         "memory per GPU": _describe_memory(estimate_step(config, plan.gpus, plan.micro_batch, plan.accumulation)),
     }
     if data is None:
@@ -83,6 +84,14 @@ def _describe_plan(config: Mapping[str, Any], plan: Plan, data: DataSummary | No
     end = f"; ends after {plan.last_step:,}" if plan.last_step < plan.total_steps else ""
     steps = f"{plan.steps_per_epoch} per epoch x {plan.epochs} = {plan.total_steps:,}, {plan.warmup_steps:,} of warm-up"
     return rows | {"data": images, "steps": steps + end}
+
+
+def _describe_layer_decay(config: Mapping[str, Any]) -> dict[str, str]:
+    decay, layers = config["OPTIMIZER"].get("layer_decay", 1.0), config["MODEL"]["depth"] + 1
+    if decay == 1:
+        return {}
+    lowest = f"{decay:g}^{layers} = {decay**layers:.2g}"
+    return {"learning rates": f"{lowest} (embeddings) to 1 (head) x {config['LEARNING_RATE']:g}"}
 
 
 def _describe_precision(config: Mapping[str, Any], plan: Plan) -> str:

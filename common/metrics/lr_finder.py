@@ -36,14 +36,16 @@ class LearningRateFinder(BaseHook):
 
     def before_train(self, trainer: Trainer) -> None:
         trainer.engine.lr_scheduler = None
+        rates = [group["lr"] for group in trainer.engine.optimizer.param_groups]
+        self.factors = [rate / max(rates) for rate in rates]  # of layer decay
         self.loss = torch.zeros((), dtype=torch.float64, device=trainer.device)
         self.average = 0.0
         self._set_rate(trainer)
 
     def _set_rate(self, trainer: Trainer) -> None:
         share = len(self.rows) / max(self.total_steps - 1, 1)
-        for group in trainer.engine.optimizer.param_groups:
-            group["lr"] = LOWEST * (HIGHEST / LOWEST) ** share
+        for group, factor in zip(trainer.engine.optimizer.param_groups, self.factors, strict=True):
+            group["lr"] = factor * LOWEST * (HIGHEST / LOWEST) ** share
 
     def after_train_iter(self, trainer: Trainer, output: None, label: None, loss: Tensor) -> None:
         self.loss += loss.detach() / trainer.engine.optimizer.accumulation

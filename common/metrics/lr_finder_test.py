@@ -3,6 +3,8 @@
 import csv
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +38,13 @@ def test_rates_grow_evenly_from_the_loss_of_the_run_and_nothing_else_is_left(ima
     assert last_line == f"LEARNING_RATE={least['learning_rate'] / 10:.1e}"
     with Image.open(tmp_path / "found" / "find_lr.png") as picture:
         assert picture.size == (1200, 750)
+
+
+def test_layer_decay_scales_the_rates_of_the_test_too(tmp_path: Path) -> None:
+    groups = [{"lr": 0.1 * 0.65}, {"lr": 0.1}]
+    trainer: Any = SimpleNamespace(engine=SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups)), device="cpu")
+    LearningRateFinder(tmp_path, 5, is_main=True).before_train(trainer)
+    assert [group["lr"] for group in groups] == pytest.approx([0.65e-5, 1e-5])
 
 
 def test_ends_where_the_loss_diverges(images, tmp_path):

@@ -1,6 +1,7 @@
 """The optimizers: LAMB, and AdamW and SGD from PyTorch, all of which skip an update on the device (`found_inf`)."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +35,9 @@ class FusedSGD(SGD):
 
 
 NO_DECAY = ("cls_token", "reg_token", "pos_embed")
+_PLACE = re.compile(
+    r"(?:^|\.)(?:blocks\.(?P<block>\d+)|(?P<embedding>cls_token|reg_token|pos_embed|patch_embed)|norm)\b"
+)
 # Class and default options.
 _OPTIMIZERS = {"adamw": (AdamW, {"fused": True}), "lamb": (Lamb, {}), "sgd": (FusedSGD, {"momentum": 0.9})}
 
@@ -44,13 +48,15 @@ def build_optimizer(
     learning_rate: float = 1e-3,
     weight_decay: float = 0.0,
     decay_all: bool = True,
+    layer_decay: float = 1.0,
     **options: Any,
 ) -> Optimizer:
     """Build the optimizer `name` ("adamw", "lamb" or "sgd") of the parameters that are trained, sharded or not.
 
     Weight decay is on every tensor, unless `decay_all` is false: then not on vectors (biases, norms) and `NO_DECAY`,
-    as in timm. `options` are those of `common.optim.lamb.Lamb`, of `torch.optim.AdamW` (betas, eps) or of
-    `torch.optim.SGD` (momentum, 0.9 by default, dampening, nesterov).
+    as in timm. A parameter's learning rate is multiplied by `layer_decay` for each layer between it and the head, as by
+    timm's `param_groups_layer_decay` (BEiT, arXiv 2106.08254). `options` are those of `common.optim.lamb.Lamb`, of
+    `torch.optim.AdamW` (betas, eps) or of `torch.optim.SGD` (momentum, 0.9 by default, dampening, nesterov).
 
     Raises ValueError for an unknown name or a value that the optimizer refuses, TypeError for an unknown option.
     """
@@ -60,16 +66,37 @@ def build_optimizer(
     build, defaults = _OPTIMIZERS[name]
     if name == "lamb":
         options["reduce_norms"] = build_norm_reducer(model)
-    groups = _parameter_groups(model, decay_all)
+    groups = _parameter_groups(model, learning_rate, decay_all, layer_decay)
     return build(groups, lr=learning_rate, weight_decay=weight_decay, **defaults | options)
 
 
-def _parameter_groups(model: nn.Module, decay_all: bool) -> list[dict[str, Any]]:
-    """Split the parameters that are trained into those with weight decay and those without."""
-    decayed: list[Tensor] = []
-    plain: list[Tensor] = []
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            without = not decay_all and (param.ndim <= 1 or name.split(".")[-1] in NO_DECAY)
-            (plain if without else decayed).append(param)
-    return [{"params": decayed}] + ([{"params": plain, "weight_decay": 0.0}] if plain else [])
+def _parameter_groups(
+    model: nn.Module, learning_rate: float, decay_all: bool, layer_decay: float
+) -> list[dict[str, Any]]:
+    """Group the parameters that are trained: with weight decay before without, and by learning rate."""
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    above = dict.fromkeys(trained, 0) if layer_decay == 1 else layers_above(trained)
+    groups: dict[tuple[bool, int], list[nn.Parameter]] = {}
+    for name, param in trained.items():
+        without = not decay_all and (param.ndim <= 1 or name.split(".")[-1] in NO_DECAY)
+        groups.setdefault((without, above[name]), []).append(param)
+    return [
+        {"params": params, "lr": learning_rate * layer_decay**layers} | ({"weight_decay": 0.0} if without else {})
+        for (without, layers), params in sorted(groups.items(), key=lambda group: group[0])
+    ]
+
+
+def layers_above(names: Iterable[str]) -> dict[str, int]:
+    """Count for each of a model's parameters the layers between it and the head.
+
+    The head and `fc_norm` have 0, the last block and the norm after it 1, the embeddings one more than the first block.
+    """
+    places = {name: _PLACE.search(name) for name in names}
+    depth = 1 + max((int(place["block"]) for place in places.values() if place and place["block"]), default=-1)
+
+    def count(place: re.Match[str] | None) -> int:
+        if place is None:
+            return 0
+        return depth + 1 if place["embedding"] else depth - int(place["block"] or depth - 1)
+
+    return {name: count(place) for name, place in places.items()}

@@ -1,11 +1,16 @@
 import pytest
 import torch
+from timm.models.vision_transformer import VisionTransformer
+from timm.optim import param_groups_layer_decay
+from timm.optim.lamb import Lamb as TimmLamb
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from common.config.model_arguments import timm_arguments
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
 from common.optim.lamb import Lamb
+from common.optim.lr_schedule import build_lr_scheduler
 
 TINY = {"image_size": 8, "patch_size": 4, "width": 16, "depth": 1, "heads": 2, "num_classes": 3}
 
@@ -66,6 +71,63 @@ def test_leaves_out_frozen_parameters() -> None:
     for decay_all in (True, False):
         groups = build_optimizer(model, decay_all=decay_all).param_groups
         assert all(p is not model.pos_embed for group in groups for p in group["params"])
+
+
+def timm_scales(**arguments: object) -> dict[str, tuple[float, float]]:
+    """Return by parameter the learning rate and the weight decay at a rate of 1, layer decay 0.65 and decay 0.1."""
+    model = VisionTransformer(**timm_arguments(**arguments))
+    names = {id(param): name for name, param in model.named_parameters()}
+    groups = param_groups_layer_decay(model, 0.1, model.no_weight_decay(), layer_decay=0.65)
+    return {names[id(p)]: (group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"depth": 12},
+        {"pool": "avg", "reg_tokens": 2, "init_values": 0.1, "depth": 3},
+        {"reg_tokens": 2, "no_embed_class": True, "init_values": 0.1},
+    ],
+)
+def test_layer_decay_has_timms_groups(parts: dict) -> None:
+    model = build_model(**TINY | parts)
+    names = {id(param): name for name, param in model.named_parameters()}
+    groups = build_optimizer(model, learning_rate=1, weight_decay=0.1, decay_all=False, layer_decay=0.65).param_groups
+    scales = {names[id(p)]: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
+    assert scales == {name: pytest.approx(scale) for name, scale in timm_scales(**TINY | parts).items()}
+    (group,) = build_optimizer(model, learning_rate=1, layer_decay=1.0).param_groups
+    assert len(group["params"]) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reference"),
+    [
+        ("adamw", {}, AdamW),
+        ("lamb", {"variant": "timm"}, TimmLamb),
+        ("sgd", {}, lambda groups: SGD(groups, momentum=0.9)),
+    ],
+)
+def test_layer_decay_trains_as_a_learning_rate_for_each_parameter(name: str, options: dict, reference: object) -> None:
+    model, copy = build_copies()
+    mine = build_optimizer(model, name, 1e-2, weight_decay=0.1, decay_all=False, layer_decay=0.65, **options)
+    schedule = build_lr_scheduler(mine, "linear", 10, 2)
+    scales = timm_scales(**TINY)
+    in_order = [scales[name] for name, _ in copy.named_parameters()]
+    theirs = reference(
+        [{"params": [p], "weight_decay": d} for p, (_, d) in zip(copy.parameters(), in_order, strict=True)]
+    )
+    generator = torch.Generator().manual_seed(1)
+    for factor in (1 / 3, 2 / 3, 1):
+        for param, other in zip(model.parameters(), copy.parameters(), strict=True):
+            param.grad = torch.randn(param.shape, generator=generator)
+            other.grad = param.grad.clone()
+        for group, (scale, _) in zip(theirs.param_groups, in_order, strict=True):
+            group["lr"] = factor * 1e-2 * scale
+        mine.step()
+        theirs.step()
+        schedule.step()
+    for param, other in zip(model.parameters(), copy.parameters(), strict=True):
+        torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ MODEL = {"image_size": 16, "patch_size": 4, "width": 32, "depth": 2, "heads": 4,
 MICRO_BATCH, ACCUMULATION, STEPS = 16, 2, 3  # of all data-parallel ranks together
 MAX_NORM = 0.3
 OPTIMIZERS = {
-    "adamw": {"learning_rate": 2e-3, "weight_decay": 0.1},
-    "lamb": {"learning_rate": 1e-2, "weight_decay": 0.1, "decay_all": False},
-    "sgd": {"learning_rate": 0.5, "weight_decay": 0.01},
+    "adamw": {"learning_rate": 2e-3, "weight_decay": 0.1, "layer_decay": 0.65},
+    "lamb": {"learning_rate": 1e-2, "weight_decay": 0.1, "layer_decay": 0.65, "decay_all": False},
+    "sgd": {"learning_rate": 0.5, "weight_decay": 0.01, "layer_decay": 0.65},
 }
 Batch = tuple[Tensor, dict[str, Tensor]]
 

@@ -3,8 +3,8 @@
 python -m common.colossal.tensor_parallel.parity_test          # prints the table; --slow adds 16 processes
 
 Compared in float32, from the same weights and data: losses, clipped gradients and weights after 3 accumulated steps of
-AdamW, and of LAMB on a model with LayerScale and registers, with Mixup and label smoothing. An error is
-max|a - b| / max|b| of the worst tensor.
+AdamW and SGD, and of LAMB on a model with LayerScale and registers, with layer decay, Mixup and label smoothing. An
+error is max|a - b| / max|b| of the worst tensor.
 """
 
 import functools
@@ -35,7 +35,7 @@ TOLERANCE = 1e-5
 SLOW = [case for case, (processes, _) in CASES.items() if processes == 16]
 FAST = [case for case in CASES if case not in SLOW]
 # by optimizer: what the model has beside the plain one's parts
-TRAINED_WITH = {"adamw": {}, "lamb": {"init_values": 0.5, "reg_tokens": 2, "no_embed_class": True}}
+TRAINED_WITH = {"adamw": {}, "lamb": {"init_values": 0.5, "reg_tokens": 2, "no_embed_class": True}, "sgd": {}}
 Curve = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]  # losses, gradients, weights
 
 

@@ -141,7 +141,7 @@ def test_colors_and_erasing_are_the_same_in_any_number_of_processes_and_after_a_
     one = [images for images, _ in build_augment(mixup=0, erasing=0.5, dp_size=1, micro_batch=16)]
     two = [list(build_augment(rank, mixup=0, erasing=0.5)) for rank in range(2)]
     for step, images in enumerate(one):
-        parts = [two[rank][2 * step + micro][0] for micro in range(2) for rank in range(2)]
+        parts = [two[rank][2 * step + micro][0] for rank in range(2) for micro in range(2)]
         assert torch.equal(torch.cat(parts), images)
     resumed = advance(build_augment(mixup=0, erasing=0.5), 4)
     for (images, _), (expected, _) in zip(resumed, two[0][4:], strict=True):

@@ -5,37 +5,47 @@ and resuming means starting at a position.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from common.data.block_order import Stream, count_streams, cut_stream, shuffle_stream
 from common.errors import UserError
 
 # the second word of Philox's key keeps the kinds of draws apart
-ORDER, AUGMENTATION, ERASING, COLORS = 0, 1, 2, 3
+ORDER, AUGMENTATION, ERASING, COLORS, BLOCKS, WINDOW = range(6)
 WORDS_PER_BLOCK = 4
 # an index that stands for no sample, and its label: cross_entropy ignores that one
 PADDING, NO_LABEL = -1, -100
 
 
 class Draw(NamedTuple):
-    """One batch of a rank: ``indices`` int64 [B], `PADDING` where there is no sample; ``uniforms`` float64 [B, K]."""
+    """One batch of a rank: ``indices`` int64 [B], `PADDING` where there is no sample; ``uniforms`` float64 [B, K].
+
+    Where records are read in blocks, ``spans``, int64 [B, 3], says for each sample which records to read at once (the
+    first, the one after the last), and whether this rank draws from them again (0) or not (1).
+    """
 
     indices: np.ndarray
     uniforms: np.ndarray
+    spans: np.ndarray | None = None
 
 
 class TrainSampler:
-    """Deal out each epoch's permutation of the samples as micro-batches of one data-parallel rank.
+    """Deal out each epoch's order of the samples as micro-batches of one data-parallel rank.
 
-    Micro-batch ``m`` of a step is rows ``(m * dp_size + dp_rank) * micro_batch`` onwards of that step's global batch.
-    The last ``samples % global_batch`` samples of a permutation, which differ by epoch, are dropped. With each sample
-    come ``uniforms`` numbers in [0, 1) for its augmentation, which depend on the seed, the epoch, the step and the row
-    in the global batch alone.
+    Each rank has consecutive rows of every global batch, and micro-batches are consecutive rows of these. The last
+    ``samples % global_batch`` samples of an order, which differ by epoch, are dropped. With each sample come
+    ``uniforms`` numbers in [0, 1) for its augmentation, which depend on the seed, the epoch, the step and the row in
+    the global batch alone.
 
     With ``repeats`` (repeated augmentation, arXiv 1901.09335) each sample is dealt that often in a row, and the epoch
     ends after as many draws as without, as in timm's `RepeatAugSampler`. The draws of a sample are ``1 / repeats`` of
-    the global batch apart, so that other ranks or micro-batches get them.
+    the rows of its stream apart; without blocks this is the whole batch, and other ranks or micro-batches get them.
+
+    The order is a permutation of all samples, or with ``blocks``, the first record of each block and the number of
+    records, that of `block_order`: each stream has consecutive rows of the batch.
     """
 
     def __init__(
@@ -49,12 +59,14 @@ class TrainSampler:
         seed: int = 0,
         uniforms: int = 0,
         repeats: int = 1,
+        blocks: np.ndarray | None = None,
+        window: int = 1,
     ) -> None:
         if samples < global_batch:
             raise UserError(f"TOTAL_BATCH_SIZE={global_batch} is more than the {samples} training samples: lower it")
         self.samples, self.global_batch, self.micro_batch = samples, global_batch, micro_batch
         self.dp_rank, self.dp_size, self.seed, self.uniforms = dp_rank, dp_size, seed, uniforms
-        self.repeats = repeats
+        self.repeats, self.blocks, self.window = repeats, blocks, window
         assert global_batch % self.stride == 0, "the plan of the run divides the batch"
         self.accumulation = global_batch // self.stride
 
@@ -69,27 +81,60 @@ class TrainSampler:
 
     def draws(self, epoch: int, start: int = 0) -> Iterator[Draw]:
         """Yield the epoch's micro-batches from number ``start`` on."""
-        order = epoch_order(self.samples, self.seed, epoch)
-        places = np.argsort(np.arange(self.global_batch) % self.repeats, kind="stable")
+        order = self._order(epoch)
+        is_last = _is_last(order.span_of)
         for number in range(start, len(self)):
             step, row = self.place(number)
-            drawn = step * self.global_batch + places[row : row + self.micro_batch]
-            yield Draw(
-                order[drawn // self.repeats],
-                sample_uniforms(self.seed, epoch, step, row, self.micro_batch, self.uniforms),
-            )
+            drawn = slice(number * self.micro_batch, (number + 1) * self.micro_batch)
+            uniforms = sample_uniforms(self.seed, epoch, step, row, self.micro_batch, self.uniforms)
+            spans = None if self.blocks is None else np.c_[order.spans[order.span_of[drawn]], is_last[drawn]]
+            yield Draw(order.samples[drawn], uniforms, spans)
 
     def place(self, number: int) -> tuple[int, int]:
         """Return the step of an epoch's micro-batch ``number``, and the row of its first sample in the global batch."""
         step, micro_step = divmod(number, self.accumulation)
-        return step, (micro_step * self.dp_size + self.dp_rank) * self.micro_batch
+        return step, (self.dp_rank * self.accumulation + micro_step) * self.micro_batch
+
+    def _order(self, epoch: int) -> Stream:
+        """Return all that this rank draws in an epoch, in order."""
+        steps, rows = self.samples // self.global_batch, self.global_batch // self.dp_size
+        count = 1 if self.blocks is None else count_streams(len(self.blocks) - 1, self.window, self.global_batch)
+        edges = np.arange(count + 1) * self.global_batch // count  # rows of each stream
+        lengths = -(-steps * np.diff(edges) // self.repeats)
+        starts = np.cumsum(lengths) - lengths
+        samples, span_of, spans = [], [], [np.empty((0, 2), np.int64)]
+        for number, (begin, end) in enumerate(pairwise(edges)):
+            mine = np.arange(begin, end) // rows == self.dp_rank
+            if not mine.any():
+                continue
+            stream = self._stream(epoch, number, starts[number], lengths[number])
+            places = np.argsort(np.arange(end - begin) % self.repeats, kind="stable")[mine]
+            drawn = (np.arange(steps)[:, None] * (end - begin) + places) // self.repeats
+            samples.append(stream.samples[drawn])
+            span_of.append(stream.span_of[drawn] + sum(map(len, spans)))
+            spans.append(stream.spans)
+        return Stream(np.hstack(samples).ravel(), np.hstack(span_of).ravel(), np.concatenate(spans))
+
+    def _stream(self, epoch: int, number: int, start: int, length: int) -> Stream:
+        if self.blocks is None:
+            order = epoch_order(self.samples, self.seed, epoch)
+            return Stream(order, np.zeros_like(order), np.array([[0, self.samples]]))
+        order = epoch_order(len(self.blocks) - 1, self.seed, epoch, BLOCKS)
+        words = _philox(self.seed, WINDOW, epoch, number, 0).random_raw(length)
+        return shuffle_stream(cut_stream(self.blocks, order, start, length), self.window, words)
 
 
 class EvalSampler:
-    """Deal out every sample exactly once over the ranks, as many batches to each; `PADDING` fills the last ones."""
+    """Deal out consecutive samples to each rank, every sample exactly once, as many batches to each.
 
-    def __init__(self, samples: int, batch: int, *, dp_rank: int = 0, dp_size: int = 1) -> None:
+    `PADDING` fills the last ones. ``blocks`` is as for `TrainSampler`.
+    """
+
+    def __init__(
+        self, samples: int, batch: int, *, dp_rank: int = 0, dp_size: int = 1, blocks: np.ndarray | None = None
+    ) -> None:
         self.samples, self.batch, self.dp_rank, self.dp_size = samples, batch, dp_rank, dp_size
+        self.blocks = blocks
 
     @property
     def stride(self) -> int:
@@ -103,17 +148,24 @@ class EvalSampler:
     def draws(self, epoch: int, start: int = 0) -> Iterator[Draw]:
         """Yield the batches from number ``start`` on, the same in every epoch."""
         del epoch
+        share = len(self) * self.batch
+        first, end = (min(rank * share, self.samples) for rank in (self.dp_rank, self.dp_rank + 1))
         for number in range(start, len(self)):
-            indices = (number * self.dp_size + self.dp_rank) * self.batch + np.arange(self.batch)
-            yield Draw(np.where(indices < self.samples, indices, PADDING), np.empty((self.batch, 0)))
+            indices = self.dp_rank * share + number * self.batch + np.arange(self.batch)
+            spans = None
+            if self.blocks is not None:
+                block = np.searchsorted(self.blocks, np.minimum(indices, self.samples - 1), side="right")
+                ends = np.minimum(self.blocks[block], end)
+                spans = np.c_[np.maximum(self.blocks[block - 1], first), ends, indices == ends - 1]
+            yield Draw(np.where(indices < self.samples, indices, PADDING), np.empty((self.batch, 0)), spans)
 
 
-def epoch_order(samples: int, seed: int, epoch: int) -> np.ndarray:
+def epoch_order(samples: int, seed: int, epoch: int, kind: int = ORDER) -> np.ndarray:
     """Return the epoch's permutation of ``range(samples)``, int64.
 
     It sorts raw words: numpy guarantees their stream across versions, but not ``Generator.permutation``.
     """
-    return np.argsort(_philox(seed, ORDER, epoch, 0, 0).random_raw(samples), kind="stable")
+    return np.argsort(_philox(seed, kind, epoch, 0, 0).random_raw(samples), kind="stable")
 
 
 def sample_uniforms(
@@ -133,3 +185,10 @@ def sample_uniforms(
 def _philox(seed: int, kind: int, epoch: int, step: int, block: int) -> np.random.Philox:
     counter = np.array([block, step, epoch, 0], np.uint64)
     return np.random.Philox(key=np.array([seed % 2**64, kind], np.uint64), counter=counter)
+
+
+def _is_last(values: np.ndarray) -> np.ndarray:
+    """Return for each value whether no equal one follows."""
+    last = np.zeros(values.max(initial=-1) + 1, np.int64)
+    last[values] = np.arange(len(values))  # of equal indices, the last is assigned
+    return last[values] == np.arange(len(values))

@@ -1,40 +1,55 @@
+from collections import Counter
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 from timm.data.distributed_sampler import RepeatAugSampler
 
-from common.data.sampling import PADDING, EvalSampler, TrainSampler, epoch_order, sample_uniforms
+from common.data.sampling import PADDING, Draw, EvalSampler, TrainSampler, epoch_order, sample_uniforms
 from common.errors import UserError
+
+BLOCKS = np.append(np.arange(0, 1000, 7), 1000)  # the last is shorter
+SPLIT = dict(blocks=BLOCKS, window=3)
+
+
+def build(samples: int, global_batch: int, micro_batch: int, dp_size: int, **options: object) -> list[TrainSampler]:
+    """Return the samplers of all ranks."""
+    place = dict(dp_size=dp_size, seed=7, uniforms=5, **options)
+    return [TrainSampler(samples, global_batch, micro_batch, dp_rank=rank, **place) for rank in range(dp_size)]
 
 
 def global_batches(
-    samples: int, global_batch: int, micro_batch: int, dp_size: int, epoch: int = 0, repeats: int = 1
+    samples: int, global_batch: int, micro_batch: int, dp_size: int, epoch: int = 0, **options: object
 ) -> list[tuple]:
     """Reassemble all ranks' micro-batches: (indices, uniforms) of each step, in order of rows."""
-    options = dict(dp_size=dp_size, seed=7, uniforms=5, repeats=repeats)
-    ranks = [TrainSampler(samples, global_batch, micro_batch, dp_rank=rank, **options) for rank in range(dp_size)]
-    parts = [draw for draws in zip(*(rank.draws(epoch) for rank in ranks), strict=True) for draw in draws]
-    assert len(parts) == len(ranks[0]) * dp_size
-    steps = zip(*[iter(parts)] * (ranks[0].accumulation * dp_size), strict=True)
-    return [tuple(np.concatenate(field) for field in zip(*step, strict=True)) for step in steps]
+    ranks = build(samples, global_batch, micro_batch, dp_size, **options)
+    drawn = [list(rank.draws(epoch)) for rank in ranks]
+    assert {len(draws) for draws in drawn} == {len(ranks[0])}
+    steps = []
+    for first in range(0, len(ranks[0]), ranks[0].accumulation):
+        parts = [draw[:2] for draws in drawn for draw in draws[first : first + ranks[0].accumulation]]
+        steps.append(tuple(np.concatenate(field) for field in zip(*parts, strict=True)))
+    return steps
 
 
-@pytest.mark.parametrize("repeats", [1, 3])
-@pytest.mark.parametrize(("micro_batch", "dp_size"), [(4, 1), (4, 2), (1, 4), (2, 2), (8, 1), (2, 4)])
-def test_global_batches_do_not_depend_on_processes_or_accumulation(micro_batch, dp_size, repeats):
-    one = global_batches(30, 8, 8, 1, repeats=repeats)
-    for got, expected in zip(global_batches(30, 8, micro_batch, dp_size, repeats=repeats), one, strict=True):
+@pytest.mark.parametrize("options", [{}, {"repeats": 3}, SPLIT, SPLIT | {"repeats": 3}])
+@pytest.mark.parametrize(("micro_batch", "dp_size"), [(8, 1), (8, 2), (4, 4), (2, 8), (12, 2), (8, 3), (1, 24)])
+def test_global_batches_do_not_depend_on_processes_or_accumulation(micro_batch, dp_size, options):
+    one = global_batches(1000, 48, 48, 1, epoch=1, **options)
+    for got, expected in zip(global_batches(1000, 48, micro_batch, dp_size, 1, **options), one, strict=True):
         np.testing.assert_array_equal(got[0], expected[0])
         np.testing.assert_array_equal(got[1], expected[1])
 
 
-def test_an_epoch_holds_each_sample_at_most_once_and_drops_only_the_rest():
+@pytest.mark.parametrize("options", [{}, SPLIT])
+def test_an_epoch_holds_each_sample_at_most_once_and_drops_only_the_rest(options):
     dropped = []
     for epoch in range(3):
-        indices = np.concatenate([batch for batch, _ in global_batches(30, 8, 2, 2, epoch)])
-        assert len(indices) == 24
-        assert len(np.unique(indices)) == 24
-        dropped.append(set(range(30)) - set(indices.tolist()))
+        indices = np.concatenate([batch for batch, _ in global_batches(1000, 48, 4, 4, epoch, **options)])
+        assert len(indices) == 20 * 48
+        assert len(np.unique(indices)) == 20 * 48
+        dropped.append(set(range(1000)) - set(indices.tolist()))
     assert dropped[0] != dropped[1] != dropped[2]
 
 
@@ -82,15 +97,16 @@ def test_uniforms_are_uniform_and_independent():
     assert np.abs(correlation - np.eye(21)).max() < 0.04
 
 
-def test_an_epoch_resumes_from_any_micro_batch():
-    sampler = TrainSampler(40, 8, 2, dp_rank=1, dp_size=2, seed=1, uniforms=2)
+@pytest.mark.parametrize("options", [{}, {"blocks": np.arange(0, 41, 4)}])
+def test_an_epoch_resumes_from_any_micro_batch(options):
+    sampler = TrainSampler(40, 8, 2, dp_rank=1, dp_size=2, seed=1, uniforms=2, **options)
     whole = list(sampler.draws(epoch=4))
     for start in (0, 1, 5, len(sampler)):
         rest = list(sampler.draws(4, start))
         assert len(rest) == len(sampler) - start
         for got, expected in zip(rest, whole[start:], strict=True):
-            np.testing.assert_array_equal(got.indices, expected.indices)
-            np.testing.assert_array_equal(got.uniforms, expected.uniforms)
+            for array, whole_array in zip(got, expected, strict=True):
+                np.testing.assert_array_equal(array, whole_array)
 
 
 def test_fewer_samples_than_a_batch_are_refused():
@@ -98,10 +114,78 @@ def test_fewer_samples_than_a_batch_are_refused():
         TrainSampler(31, 32, 32)
 
 
+def reads_of(draws: list[Draw], most: float = np.inf) -> list[tuple[int, int]]:
+    """Read as a reader does: return the spans read, of which no more than ``most`` are held at a time."""
+    reads, held = [], set()
+    for draw in draws:
+        for index, (first, end, is_last) in zip(draw.indices.tolist(), draw.spans.tolist(), strict=True):
+            if index == PADDING:
+                continue
+            assert first <= index < end
+            if (first, end) not in held:
+                reads.append((first, end))
+                held.add((first, end))
+            assert len(held) <= most
+            if is_last:
+                held.remove((first, end))
+    return reads
+
+
+@pytest.mark.parametrize(("dp_size", "repeats"), [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2)])
+def test_a_block_is_read_once_an_epoch_by_one_process_within_its_window(dp_size, repeats):
+    """There are 64 streams of about 16 blocks; where two streams meet they share a block, each with its own part."""
+    blocks = np.cumsum([0, *(5 + np.arange(1024) * 7 % 11)])
+    samples, most = int(blocks[-1]), 4 * 64 // dp_size
+    ranks = build(samples, 64, 8, dp_size, blocks=blocks, window=4, repeats=repeats)
+    reads = [reads_of(list(rank.draws(epoch=2)), most) for rank in ranks]
+    together = sorted(read for by_rank in reads for read in by_rank)
+    assert all(end <= first for (_, end), (first, _) in pairwise(together))
+    drawn = samples // 64 * 64 // repeats
+    assert drawn <= sum(end - first for first, end in together) <= drawn + 64 * 15
+    assert len(together) <= 1024 / repeats + 64
+    middle = len(ranks[0]) // 2  # resumed there, the rest is read and what has been begun
+    resumed = reads_of(list(ranks[0].draws(2, middle)), most)
+    assert len(resumed) <= len(reads[0]) / 2 + most
+    assert set(resumed) < set(reads[0])
+
+
+@pytest.mark.parametrize("dp_size", [3, 6, 64, 128])
+def test_other_numbers_of_processes_read_some_blocks_twice(dp_size):
+    ranks = build(10_000, 384, 1, dp_size, blocks=np.arange(0, 10_001, 10))
+    counts = Counter(read for rank in ranks for read in reads_of(list(rank.draws(0))))
+    assert max(counts.values()) == (1 if dp_size == 64 else 2)
+
+
+def test_blocks_are_mixed_and_differ_by_epoch_and_seed():
+    samples, blocks = 12_800, np.arange(0, 12_801, 100)
+    orders = []
+    for seed, epoch in ((0, 0), (0, 1), (1, 0)):
+        sampler = TrainSampler(samples, 128, 128, seed=seed, blocks=blocks, window=4)
+        batches = [draw.indices // 100 for draw in sampler.draws(epoch)]
+        # 32 streams with 4 blocks at a time
+        assert np.mean([len(np.unique(batch)) for batch in batches]) > 60
+        orders.append(np.concatenate(batches))
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert abs(np.corrcoef(orders[one], orders[other])[0, 1]) < 0.3  # of 128 blocks
+    few = TrainSampler(1000, 1000, 1000, blocks=np.array([0, 400, 1000]), window=2)
+    (draw,) = few.draws(0)
+    assert abs(np.corrcoef(draw.indices, np.arange(1000))[0, 1]) < 0.1  # one window: a permutation
+
+
+def test_the_blocks_of_a_seed_stay_the_same_for_ever():
+    sampler = TrainSampler(12, 12, 12, seed=42, blocks=np.array([0, 3, 6, 9, 12]), window=2)
+    (draw,) = sampler.draws(3)
+    assert draw.indices.tolist() == [11, 10, 5, 3, 9, 4, 0, 7, 8, 1, 2, 6]
+
+
 @pytest.mark.parametrize(("samples", "batch", "dp_size"), [(33, 8, 4), (3, 2, 4), (16, 4, 2), (17, 4, 1), (1, 1, 3)])
 def test_evaluation_counts_every_sample_once_in_equally_many_batches(samples, batch, dp_size):
-    ranks = [EvalSampler(samples, batch, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)]
+    blocks = np.append(np.arange(0, samples, 5), samples)
+    ranks = [EvalSampler(samples, batch, dp_rank=rank, dp_size=dp_size, blocks=blocks) for rank in range(dp_size)]
     draws = [list(rank.draws(epoch=5)) for rank in ranks]
+    reads = [read for drawn in draws for read in reads_of(drawn)]
+    assert sorted(reads) == sorted(set(reads))
+    assert len(reads) < len(blocks) + dp_size
     assert {len(drawn) for drawn in draws} == {len(ranks[0])}
     indices = np.concatenate([draw.indices for drawn in draws for draw in drawn])
     assert {len(draw.indices) for drawn in draws for draw in drawn} == {batch}

@@ -54,8 +54,7 @@ def record_batches(file: Path) -> None:
         with closing(batches(self, epoch, start)) as source, file.open("a") as lines:
             for number, (images, labels) in enumerate(source, start):
                 if isinstance(sampler := self.sampler, TrainSampler):
-                    step, micro_step = divmod(number, sampler.accumulation)
-                    first = (micro_step * sampler.dp_size + sampler.dp_rank) * sampler.micro_batch
+                    step, first = sampler.place(number)
                     for row, image in enumerate(images, first):
                         lines.write(json.dumps([epoch, step, row, zlib.crc32(image.numpy().tobytes())]) + "\n")
                     lines.flush()

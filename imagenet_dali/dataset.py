@@ -42,14 +42,48 @@ class Split:
 
     def read(self, index: int) -> tuple[memoryview, int]:
         """Return ``(JPEG bytes, label)`` of one image, its checksum verified; safe to call from many threads."""
-        row = self.records[index]
-        path = self.shards[row["shard"]]
+        (record,) = self.read_span(index, index + 1)
+        if isinstance(record, UserError):
+            raise record
+        return record
+
+    def read_span(self, first: int, end: int) -> list[tuple[memoryview, int] | UserError]:
+        """Return what `read` does for each of consecutive records of a shard, read at once; errors are not raised."""
+        rows = self.records[first:end].tolist()
+        start = min(offset for _, offset, *_ in rows)
         try:
-            unframe(record := read_record(path, row))
-        except (BadRecordError, OSError) as error:
-            raise self.fault(index, error) from error
-        start, size = int(row["image_start"]), int(row["image_size"])
-        return memoryview(record)[start : start + size], int(row["label"])
+            length = max(offset + size for _, offset, size, *_ in rows) - start
+            data = memoryview(read_range(self.shards[rows[0][0]], start, length))
+        except OSError as error:
+            return [self.fault(index, error) for index in range(first, end)]
+        return [self._unpack(index, row, data[row[1] - start :]) for index, row in enumerate(rows, first)]
+
+    def _unpack(self, index: int, row: tuple[int, ...], data: memoryview) -> tuple[memoryview, int] | UserError:
+        _, _, size, image_start, image_size, label, *_ = row
+        if len(data) < size:
+            return self.fault(index, "the shard is shorter than its index")
+        try:
+            unframe(data[:size])
+        except BadRecordError as error:
+            return self.fault(index, error)
+        return data[image_start : image_start + image_size], label
+
+    def block_bounds(self, nbytes: int) -> np.ndarray:
+        """Return the first record of each block, and the number of records.
+
+        Shards are cut into blocks of about equal size, at most ``nbytes`` and a part of a record.
+        """
+        shards, offsets, sizes = (self.records[name].astype(np.int64) for name in ("shard", "offset", "size"))
+        ends = np.zeros(len(self.shards), np.int64)
+        np.maximum.at(ends, shards, offsets + sizes)
+        blocks = offsets * -(-ends // nbytes)[shards] // ends[shards]
+        starts = np.flatnonzero(np.diff(shards) | np.diff(blocks)) + 1
+        return np.concatenate([[0], starts, [len(self)]])
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all records."""
+        return int(self.records["size"].sum(dtype=np.int64))
 
     def fault(self, index: int, reason: object) -> UserError:
         """Return the error that names the record of an image and the reason."""
@@ -58,12 +92,15 @@ class Split:
         return UserError(f"{place}: {reason}; {REPAIR.format(root=self.root)}")
 
 
-def read_record(path: Path, row: np.void) -> bytes:
-    """Return the framed record that `row` points to, unchecked."""
-    # opened per record: one descriptor for each of ImageNet's 1,064 shards would exceed the usual limit of 1,024
+def read_range(path: Path, offset: int, length: int) -> bytes:
+    """Return a part of a shard; it is shorter than ``length`` where the shard ends."""
+    # opened for each: one descriptor for each of ImageNet's 1,064 shards would exceed the usual limit of 1,024
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return os.pread(descriptor, int(row["size"]), int(row["offset"]))
+        data = os.pread(descriptor, length, offset)
+        while len(data) < length and (more := os.pread(descriptor, length - len(data), offset + len(data))):
+            data += more
+        return data
     finally:
         os.close(descriptor)
 

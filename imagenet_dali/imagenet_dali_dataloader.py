@@ -6,7 +6,6 @@ TFRecord reader verifies nothing and shuffles only within a buffer.
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -16,13 +15,11 @@ from nvidia.dali.data_node import DataNode
 from torch import Tensor
 
 from common.data.crops import CenterCrop, Crops, RandomCrop
-from common.data.sampling import NO_LABEL, PADDING, Draw
+from common.data.record_reader import Record, RecordReader
+from common.data.sampling import NO_LABEL, Draw
+from common.errors import UserError
 from imagenet_dali.dataset import Split
 
-# more threads than cores, because they wait for the disk; in large parts, because from memory they are bound by the GIL
-READING_THREADS = 8
-RECORDS_PER_READ = 64
-BATCHES_READ_AHEAD = 3
 FILTERS = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -94,7 +91,7 @@ class DaliReader:
             "std": std,
             "on_gpu": device.type == "cuda",
         }
-        self._pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="record-reader")
+        self.records = RecordReader(split)
         self._raw_batches: Iterator[RawBatch] = iter(())
         self._in_flight: deque[RawBatch] = deque()  # given to DALI, not yielded yet
         self._pipeline = self._build(self._next_inputs, batch, threads)
@@ -105,34 +102,23 @@ class DaliReader:
         self._raw_batches = iter(())
         while self._run() is not None:
             pass
-        self._raw_batches = self._read_ahead(draws)
+        self._raw_batches = self._read_raw(draws)
         while (batch := self._run()) is not None:
             yield batch
 
     def close(self) -> None:
         """End the reading threads and DALI's."""
-        self._pool.shutdown(cancel_futures=True)
+        self.records.close()
         del self._pipeline
 
-    def _read_ahead(self, draws: Iterator[Draw]) -> Iterator[RawBatch]:
-        """Yield the draws with their bytes, while the pool reads the next batches."""
-        pending: deque[tuple[RawBatch, list[Future[list[np.ndarray]]]]] = deque()
-        for draw in draws:
-            samples = int(np.count_nonzero(draw.indices != PADDING))
+    def _read_raw(self, draws: Iterator[Draw]) -> Iterator[RawBatch]:
+        """Yield the draws with their bytes."""
+        for draw, records in self.records.read(draws):
             # DALI refuses an empty batch: one of padding only decodes an image that is not used
-            indices = np.maximum(draw.indices[: max(1, samples)], 0)
-            records = self.split.records[indices]
-            crops = self.crop(records["height"], records["width"], draw.uniforms)
-            parts = np.split(indices, range(RECORDS_PER_READ, len(indices), RECORDS_PER_READ))
-            reads = [self._pool.submit(self._read_records, part) for part in parts]
-            pending.append((RawBatch(indices, [], crops, samples), reads))
-            if len(pending) > BATCHES_READ_AHEAD:
-                yield _collect(*pending.popleft())
-        while pending:
-            yield _collect(*pending.popleft())
-
-    def _read_records(self, indices: np.ndarray) -> list[np.ndarray]:
-        return [np.frombuffer(self.split.read(index)[0], np.uint8) for index in indices.tolist()]
+            jpegs = [_jpeg(record) for record in records or [self.split.read(0)]]
+            indices = np.maximum(draw.indices[: len(jpegs)], 0)
+            rows = self.split.records[indices]
+            yield RawBatch(indices, jpegs, self.crop(rows["height"], rows["width"], draw.uniforms), len(records))
 
     def _next_inputs(self) -> tuple:
         """Hand DALI its next batch; StopIteration ends the pass."""
@@ -185,5 +171,7 @@ class DaliReader:
         return error
 
 
-def _collect(raw: RawBatch, reads: list[Future[list[np.ndarray]]]) -> RawBatch:
-    return raw._replace(jpegs=[jpeg for read in reads for jpeg in read.result()])
+def _jpeg(record: Record) -> np.ndarray:
+    if isinstance(record, UserError):
+        raise record
+    return np.frombuffer(record[0], np.uint8)

@@ -147,7 +147,7 @@ def test_an_image_that_does_not_decode_is_named(root, closing):
     loader = closing(train_loader(split))
     order = [draw.indices for draw in loader.sampler.draws(0)]
     index = int(order[3][2])
-    loader.reader.split = Corrupt(split, index)
+    loader.reader.split = loader.reader.records.source = Corrupt(split, index)
     place = f"{split.shards[0]}: record {index} of train at byte {split.records['offset'][index]}: "
     with pytest.raises(UserError) as raised:
         list(loader)

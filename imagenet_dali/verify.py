@@ -1,6 +1,6 @@
 """Verify every record of a data set."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from common.errors import UserError
 from common.files import regular_size, sha256_of
-from imagenet_dali.dataset import read_record
+from imagenet_dali.dataset import read_range
 from imagenet_dali.images import BadImageError, check_jpeg
 from imagenet_dali.manifest import find_faults, find_missing, read_manifest, read_table
 from imagenet_dali.records import RECORD, BadRecordError, parse_example, scan, unframe
@@ -43,7 +43,7 @@ def inspect_shard(task: Task) -> Verified:
     path = root / name
     good, faults, number, end = [], [], 0, 0
     try:
-        for offset, record in scan(path) if rows is None else ((int(r["offset"]), read_record(path, r)) for r in rows):
+        for offset, record in scan(path) if rows is None else _read_rows(path, rows):
             try:
                 row = inspect_record(record, offset, labels)
                 if rows is not None and row[1:] != rows[number].item()[1:]:
@@ -55,6 +55,11 @@ def inspect_shard(task: Task) -> Verified:
     except BadRecordError as error:
         faults.append(describe_fault(path, number, end, error))
     return Shard(name, sha256_of(path), np.array(good, RECORD)), faults
+
+
+def _read_rows(path: Path, rows: np.ndarray) -> Iterator[tuple[int, bytes]]:
+    for _, offset, size, *_ in rows.tolist():
+        yield offset, read_range(path, offset, size)
 
 
 def describe_fault(path: Path, number: int, offset: int, error: object) -> str:

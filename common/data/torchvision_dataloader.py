@@ -4,7 +4,8 @@ The DALI loader sees the same samples, crops and flips, and the same pixels to w
 """
 
 from collections.abc import Generator, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from itertools import chain
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from common.data.corrupt_images import BadImages, reason_of
 from common.data.crops import CenterCrop, RandomCrop
 from common.data.cuda_prefetch import prefetch
 from common.data.image_folder import open_image
+from common.data.record_reader import Record, RecordReader, RecordSource
 from common.data.sampling import NO_LABEL, PADDING, Draw
 from common.data.worker_pool import WorkerPool
 from common.errors import UserError
@@ -48,10 +50,10 @@ class TorchvisionReader:
     """Read draws of a split as normalised images, float32 [B, 3, size, size], and labels, int64 [B], on ``device``.
 
     ``mean`` and ``std`` are of RGB values from 0 to 1. ``crop`` takes the first numbers of a draw, ``augment`` the
-    last. Whole batches are made by ``workers`` processes, or in this one if 0. Rows of padding, and of images that
-    cannot be read, are zeros with label -100. The latter are named on stderr; more than `MAX_BAD_SHARE` of what one of
-    ``dp_size`` processes reads in a pass raises `UserError`. After a worker has died, ``failure`` says so, and this
-    process makes the batches.
+    last. Whole batches are made by ``workers`` processes, or in this one if 0; of draws with spans, each of which is
+    read once, the workers only decode. Rows of padding, and of images that cannot be read, are zeros with label -100.
+    The latter are named on stderr; more than `MAX_BAD_SHARE` of what one of ``dp_size`` processes reads in a pass
+    raises `UserError`. After a worker has died, ``failure`` says so, and this process makes the batches.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class TorchvisionReader:
         augment: Augment | None = None,
     ) -> None:
         self.device = device
+        self._records = RecordReader(cast(RecordSource, split))  # read_span is called for draws with spans only
         self._bad = BadImages(len(split) / dp_size)
         self._mean, self._std = (per_channel(values, device) for values in (mean, std))
         self._pool = WorkerPool(_Batches(split, crop, size, augment), workers)
@@ -83,7 +86,7 @@ class TorchvisionReader:
         return prefetch(self._read(draws), self.device)
 
     def _read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:
-        for images_BHWC, labels, bad in self._pool.map(draws):
+        for images_BHWC, labels, bad in self._pool.map(self._tasks(draws)):
             self._bad.add(bad)
             images, labels = (self._to_device(torch.from_numpy(array)) for array in (images_BHWC, labels))
             images = normalize(images, self._mean, self._std)
@@ -95,8 +98,18 @@ class TorchvisionReader:
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the worker processes and the reading threads."""
         self._pool.close()
+        self._records.close()
+
+    def _tasks(self, draws: Iterator[Draw]) -> Iterator[tuple[Draw, list[Record] | None]]:
+        """Yield the draws with records that can be sent to another process, or with None for a worker to read them."""
+        for first in draws:
+            if first.spans is None:
+                yield first, None
+                continue
+            for draw, records in self._records.read(chain([first], draws)):
+                yield draw, [each if isinstance(each, UserError) else (bytes(each[0]), each[1]) for each in records]
 
 
 class _Batch(NamedTuple):
@@ -106,19 +119,19 @@ class _Batch(NamedTuple):
 
 
 class _Batches:
-    """Makes the batch of a draw."""
+    """Makes the batch of a draw and its records; without them it reads the images itself."""
 
     def __init__(self, split: ImageSplit, crop: RandomCrop | CenterCrop, size: int, augment: Augment | None) -> None:
         self.split, self.crop, self.size, self.augment = split, crop, size, augment
 
-    def __call__(self, draw: Draw) -> _Batch:
-        indices, uniforms = draw
+    def __call__(self, task: tuple[Draw, list[Record] | None]) -> _Batch:
+        (indices, uniforms, _), records = task
         images = np.zeros((len(indices), self.size, self.size, 3), np.uint8)
         labels = np.full(len(indices), NO_LABEL)
         bad = []
         for row in np.flatnonzero(indices != PADDING):
             try:
-                image, label = self._load(int(indices[row]))
+                image, label = self._load(int(indices[row]), records[row] if records else None)
             except UserError as error:
                 bad.append(str(error))
             else:
@@ -129,8 +142,10 @@ class _Batches:
                 labels[row] = label
         return _Batch(images, labels, bad)
 
-    def _load(self, index: int) -> tuple[Image.Image, int]:
-        data, label = self.split.read(index)
+    def _load(self, index: int, record: Record | None) -> tuple[Image.Image, int]:
+        if isinstance(record, UserError):
+            raise record
+        data, label = record or self.split.read(index)
         try:
             return open_image(data, self.split.is_upright), label
         except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types

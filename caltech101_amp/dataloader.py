@@ -16,7 +16,7 @@ __all__ = ["DOWNLOAD", "TRAIN_SAMPLES", "build_eval_crop", "build_eval_loader", 
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
     """Count samples and classes of the data set, which is downloaded first if needed."""
-    refuse_unused(data, (*photographs.UNUSED, "loader"))
+    refuse_unused(data, (*photographs.UNUSED, *photographs.SHARDS_ONLY, "loader"))
     train, test = open_split(data, "train"), open_split(data, "test")
     fingerprint = fingerprint_of([train.fingerprint, test.fingerprint])
     return DataSummary(len(train), len(test), train.num_classes, fingerprint, class_names=train.class_names)

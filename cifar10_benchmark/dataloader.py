@@ -22,11 +22,12 @@ from common.config.load import refuse_unused
 from common.data.crops import CenterCrop
 from common.data.cuda_prefetch import prefetch
 from common.data.loader import Loader
+from common.data.photographs import SHARDS_ONLY
 from common.data.sampling import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
 from common.errors import UserError
 
 # keys of DATA for photographs only
-UNUSED = ("loader", "workers", "crop_scale", "crop_ratio", "randaugment", "interpolation", "eval_crop")
+UNUSED = ("loader", "workers", "crop_scale", "crop_ratio", "randaugment", "interpolation", "eval_crop", *SHARDS_ONLY)
 
 # On a GPU, launching a batch's kernels takes longer than running them: this many batches are augmented at once. On a
 # CPU it is one, which stays in the cache.
@@ -48,7 +49,7 @@ def build_train_loader(
     *,
     image_size: int,
     device: torch.device,
-    **ranks_and_seed: int,
+    **ranks_and_seed: Any,
 ) -> Loader:
     """Return the loader of augmented images: a new permutation of the training split in every epoch.
 
@@ -62,7 +63,7 @@ def build_train_loader(
 
 
 def build_eval_loader(
-    data: Mapping[str, Any], batch: int, *, image_size: int, device: torch.device, **ranks: int
+    data: Mapping[str, Any], batch: int, *, image_size: int, device: torch.device, **ranks: Any
 ) -> Loader:
     """Return the loader of the test split without augmentation, each sample exactly once over all ranks.
 
@@ -117,7 +118,7 @@ class MemoryReader:
 
     def _read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:
         while ahead := list(islice(draws, self.together)):
-            indices, uniforms = (np.concatenate(arrays) for arrays in zip(*ahead, strict=True))
+            indices, uniforms = (np.concatenate(arrays) for arrays in zip(*(draw[:2] for draw in ahead), strict=True))
             rows = self._on_device(np.where(indices == PADDING, 0, indices))
             images, labels = self._images.index_select(0, rows), self._labels.index_select(0, rows)
             if self._augment:

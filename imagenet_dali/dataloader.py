@@ -34,19 +34,26 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
         fingerprint, earlier = data_fingerprint(manifest), earlier_fingerprints(manifest)
     else:
         fingerprint, earlier = fingerprint_of([train.fingerprint, validation.fingerprint]), ()
-    return DataSummary(len(train), len(validation), train.num_classes, fingerprint, earlier, train.class_names)
+    counts, nbytes = (len(train), len(validation), train.num_classes), train.nbytes if isinstance(train, Split) else 0
+    if data.get("order") == "blocks" and not nbytes:
+        raise UserError(
+            f"DATA.order='blocks': DATA.root={data['root']} has no shards; `python -m imagenet_dali.prepare` makes them"
+        )
+    return DataSummary(*counts, fingerprint, earlier, train.class_names, shard_bytes=nbytes)
 
 
 def build_train_loader(data: Mapping[str, Any], total_batch: int, micro_batch: int, **place: Any) -> Loader:
     """Return the loader of the training split; ``place`` is as in `photographs.build_train_loader`."""
     images = open_images(data, "train")
-    return photographs.build_train_loader(images, data, total_batch, micro_batch, **place, **_reader(data))  # pyright: ignore[reportArgumentType]
+    place |= _reader(data) | (_blocks(images, data) if data["order"] == "blocks" else {})
+    return photographs.build_train_loader(images, data, total_batch, micro_batch, **place)  # pyright: ignore[reportArgumentType]
 
 
 def build_eval_loader(data: Mapping[str, Any], batch: int, **place: Any) -> Loader:
     """Return the loader of the validation split; ``place`` is as in `photographs.build_eval_loader`."""
     images = open_images(data, "validation")
-    return photographs.build_eval_loader(images, data, batch, **place, **_reader(data))  # pyright: ignore[reportArgumentType]
+    place |= _reader(data) | _blocks(images, data)
+    return photographs.build_eval_loader(images, data, batch, **place)  # pyright: ignore[reportArgumentType]
 
 
 def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
@@ -63,6 +70,10 @@ def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
     if source.places:
         raise UserError(f"DATA.root={root}: tars and parquet files are read by `python -m imagenet_dali.prepare` only")
     return FolderSplit(root, source.class_names, source.splits[split])
+
+
+def _blocks(images: Split | FolderSplit, data: Mapping[str, Any]) -> dict[str, Any]:
+    return {"blocks": images.block_bounds(round(1e6 * data["block"]))} if isinstance(images, Split) else {}
 
 
 def _reader(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -176,7 +176,7 @@ def check_changes(path: Path, config: Mapping[str, Any], output: Path, allowed: 
 def _changes_training(key: str, then: Any, now: Any, allowed: Sequence[str]) -> bool:
     if key == "NUM_EPOCHS" and now > then:  # the run is extended
         return False
-    if key == "INIT" and now is None:  # the weights are the checkpoint's
+    if key in ("INIT", "DATA.order") and now is None:  # as in the checkpoint
         return False
     return not any(key == name or key.startswith(f"{name}.") for name in (*HARMLESS, *allowed))
 

@@ -13,6 +13,7 @@ class DataSummary:
     """A data set's sample counts, its classes, and which one it is.
 
     ``fingerprint`` is a checksum over its content, wherever it lies; ``earlier`` are those it had before repairs.
+    ``shard_bytes`` are those of the training images in shards, 0 where there are none.
     """
 
     train_samples: Count
@@ -21,6 +22,7 @@ class DataSummary:
     fingerprint: str
     earlier: tuple[str, ...] = ()
     class_names: Sequence[str] = ()
+    shard_bytes: Count = 0
 
 
 @dataclass(frozen=True)

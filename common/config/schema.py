@@ -59,6 +59,13 @@ class Data(Section):
     workers: Int | None = key(
         None, "decoding threads (DALI) or processes of a rank; `None`: its share of the cores", ge=0
     )
+    order: Literal[None, "blocks", "random"] = key(
+        None,
+        "order of an epoch over shards (data.md); blocks: in large reads, shuffled within windows; random: image by "
+        "image; `None`: blocks where the training shards exceed the host's memory",
+    )
+    block: Number = key(16, "most that is read at once in blocks", unit="MB", ge=1e-3, le=1e4)
+    window: Int = key(2, "blocks that each of the 64 streams of `order='blocks'` shuffles", ge=1, le=10**4)
     crop_scale: Annotated[Pair, _hold(lambda pair: 0 < pair[0] <= pair[1] <= 1)] = key(
         (0.08, 1.0), "share of the image's area that a training crop takes", says="(low, high), 0 < low <= high <= 1"
     )

@@ -7,6 +7,7 @@ Evaluation fills its last batches up with zeros of label -100, which `torch.nn.f
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from common.data.crops import UNIFORMS_PER_SAMPLE, CenterCrop, RandomCrop
@@ -17,6 +18,8 @@ from common.hardware import rank_cores
 
 # keys of DATA for small images, which are held in memory
 UNUSED = ("crop_padding", "autoaugment")
+# and for shards
+SHARDS_ONLY = ("order", "block", "window")
 
 
 # Builds what reads ``images``; of the keywords those of `TorchvisionReader`, and ``batch``, its largest draw.
@@ -39,13 +42,14 @@ def build_train_loader(
     dp_size: int,
     seed: int,
     device: torch.device,
+    blocks: np.ndarray | None = None,
     build_reader: BuildReader = _read_with_torchvision,
 ) -> Loader:
-    """Return the loader of random crops: a new permutation of ``images`` in every epoch."""
+    """Return the loader of random crops: a new permutation of ``images``, or of their ``blocks``, in every epoch."""
     augment = _build_rand_augment(data)
     uniforms = UNIFORMS_PER_SAMPLE + (augment.uniforms if augment else 0)
     draws = dict(dp_rank=dp_rank, dp_size=dp_size, seed=seed, uniforms=uniforms, repeats=data["repeats"])
-    sampler = TrainSampler(len(images), total_batch, micro_batch, **draws)
+    sampler = TrainSampler(len(images), total_batch, micro_batch, **draws, blocks=blocks, window=data["window"])
     crop = RandomCrop(data["crop_scale"], data["crop_ratio"], data["flip"], data["interpolation"])
     options = _reader_options(data, image_size, dp_size, device)
     return Loader(sampler, build_reader(images, crop, augment=augment, batch=micro_batch, **options))
@@ -60,10 +64,11 @@ def build_eval_loader(
     dp_rank: int,
     dp_size: int,
     device: torch.device,
+    blocks: np.ndarray | None = None,
     build_reader: BuildReader = _read_with_torchvision,
 ) -> Loader:
     """Return the loader of centre crops of ``images``, each sample exactly once over all ranks."""
-    sampler = EvalSampler(len(images), batch, dp_rank=dp_rank, dp_size=dp_size)
+    sampler = EvalSampler(len(images), batch, dp_rank=dp_rank, dp_size=dp_size, blocks=blocks)
     crop = build_eval_crop(data, image_size)
     options = _reader_options(data, image_size, dp_size, device)
     return Loader(sampler, build_reader(images, crop, augment=None, batch=batch, **options))

@@ -36,20 +36,20 @@ def print_dry_run(
     plan: Plan,
     data: DataSummary | None,
     cluster: Cluster | None,
-    weights: str = "",
+    notes: Mapping[str, str] | None = None,
     images: int = IMAGENET,
 ) -> None:
     """Print the config, one key per line as ``--set`` takes it, the plan, and the table of all modes on ``cluster``.
 
-    ``data`` is None where no data set was named: an epoch then has ``images``. ``weights`` says what the run starts
-    from. Without ``cluster`` there is no table.
+    ``data`` is None where no data set was named: an epoch then has ``images``. ``notes`` are more rows of the plan, of
+    which empty ones are left out. Without ``cluster`` there is no table.
     """
     for name, value in flatten(config).items():
         print(f"{name:<{INDENT - 1}} {value if isinstance(value, Enum) else repr(value)}")
     print()
-    rows = _describe_plan(config, plan, data) | ({"weights": weights} if weights else {})
-    for name, value in rows.items():
-        _print_wrapped(name, value)
+    for name, value in (_describe_plan(config, plan, data) | (notes or {})).items():
+        if value:
+            _print_wrapped(name, value)
     if plan.tensor_parallel > 1:
         with torch.device("meta"):
             model = build_model(**_model(config))

@@ -107,6 +107,11 @@ def start(launch: Launch, config: Mapping[str, Any]) -> None:
     _share_cores(launch.world_size)
 
 
+def set_data_key(config: Mapping[str, Any], key: str, value: Any) -> None:
+    """Set a key of ``DATA`` that is known after `start` only, in ``config`` and in ``gpc.config``, which is a copy."""
+    config["DATA"][key] = colossal.gpc.config.DATA[key] = value
+
+
 def _share_cores(world_size: int) -> None:
     """Divide the cores of this host among the ranks that share them, by their CPU masks and cgroups."""
     limits: list[Any] = [cpu_limits()] * world_size

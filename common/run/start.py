@@ -19,7 +19,7 @@ from common.config.batch_plan import DataSummary, Plan
 from common.estimate.cluster import parse_cluster
 from common.estimate.dry_run import IMAGENET, print_dry_run
 from common.files import lock_folder
-from common.launch.launcher import detect_launch, start
+from common.launch.launcher import detect_launch, set_data_key, start
 from common.launch.stop_signals import stop_signals
 from common.metrics.lr_finder import LearningRateFinder
 from common.metrics.profiler import ProfilerHook
@@ -29,6 +29,7 @@ from common.run.arguments import parse_arguments
 from common.run.folder import find_start
 from common.run.on_cpu import explain_cpu
 from common.run.prepare import DescribeData, prepare_run
+from common.run.read_order import choose_order
 from common.run.run import Measurement, Run
 
 
@@ -47,9 +48,11 @@ def start_run(
     prepared = config, plan, data, precision = prepare_run(args, launch, describe_data, base)
     if args.dry_run:
         if launch.rank == 0:
-            weights = _check_init(config, args) if config["INIT"] else ""
+            notes = {"weights": _check_init(config, args) if config["INIT"] else ""}
+            if data:
+                config["DATA"]["order"], notes["reading"] = choose_order(config, data, plan.data_parallel)
             images = getattr(sys.modules[describe_data.__module__], "TRAIN_SAMPLES", IMAGENET)
-            print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None, weights, images)
+            print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None, notes, images)
         return None
     assert data is not None
     stop_signals.install(launch.launcher == "torch", progress, config["TIMEOUT"])
@@ -70,6 +73,8 @@ def start_run(
             return None
     if start_from is not None:  # its weights take the place of those that it once started from, which stay on record
         config["INIT"] = read_about(start_from)["config"].get("INIT")
+    order, reading = ask_first_rank(lambda: choose_order(config, data, plan.data_parallel, start_from))
+    set_data_key(config, "order", order)
     about = {"name": Path(args.config).stem, "config": config, "plan": asdict(plan), **describe_run(argv)}
     about["data"] = {"loaders": describe_data.__module__, **asdict(data)}
     about["starts"] = ask_first_rank(lambda: note_start(about, start_from))
@@ -77,6 +82,8 @@ def start_run(
         if line := explain_cpu(config, plan.total_batch, plan.gpus):
             print(line, file=sys.stderr, flush=True)
         _announce(args.config, config, plan, data)
+        if reading:
+            print(f"reading {reading}", flush=True)
         _announce_precision(precision)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     return Run(plan, output, launch.rank == 0, device, about, start_from, measurement)

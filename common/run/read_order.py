@@ -1,0 +1,40 @@
+"""The order in which a run reads its shards, and why."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint.content import read_about
+from common.config.batch_plan import DataSummary
+from common.data.block_order import window_bytes
+from common.hardware import memory_bytes
+
+
+def choose_order(
+    config: Mapping[str, Any], data: DataSummary, processes: int, start_from: Path | None = None
+) -> tuple[str | None, str]:
+    """Return ``DATA.order``, and what to say about it; (None, "") for data that is not in shards.
+
+    A run that is resumed keeps its order, on any host. ``processes`` are those that read different images.
+    """
+    options, memory = config["DATA"], memory_bytes()
+    order = options["order"]
+    if not data.shard_bytes:
+        return order, ""
+    if order:
+        why = "as DATA.order says"
+    elif start_from:
+        # "random" was the only order of older runs
+        order, why = read_about(start_from)["config"]["DATA"].get("order") or "random", "as before"
+    else:
+        order = "blocks" if data.shard_bytes > memory else "random"
+        do = "exceed" if order == "blocks" else "fit into"
+        why = f"since {_size(data.shard_bytes)} of training shards {do} the {_size(memory)} of memory"
+    if order == "random":
+        return order, f"in random order, {why}"
+    held = min(data.shard_bytes, window_bytes(1e6 * options["block"], options["window"], processes))
+    return order, f"in blocks, {why}; holding up to {_size(held)} of them per process"
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:,.1f} MB"

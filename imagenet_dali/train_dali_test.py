@@ -152,7 +152,7 @@ def test_dry_run_compares_the_modes_on_more_gpus_than_the_recipe_has_micro_batch
     ("settings", "words"),
     [
         (["TOTAL_BATCH=1"], "--set TOTAL_BATCH: unknown key; did you mean 'TOTAL_BATCH_SIZE'?"),
-        (["TOTAL_BATCH_SIZE=17"], "TOTAL_BATCH_SIZE=17 does not divide by gradient_accumulation=2"),
+        (["TOTAL_BATCH_SIZE=17"], "TOTAL_BATCH_SIZE=17 is not divisible by gradient_accumulation=2"),
         (["TOTAL_BATCH_SIZE=64"], "TOTAL_BATCH_SIZE=64 is more than the 53 training images"),
         (["WARMUP_EPOCHS=4"], "WARMUP_EPOCHS=4 leaves no epoch after warm-up"),
         (["MODEL.num_classes=2"], "MODEL.num_classes=2: the data set has labels 0 to 2"),

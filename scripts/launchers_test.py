@@ -203,7 +203,7 @@ def test_mpirun(data, arguments, expected, tmp_path):
 
 def test_mpirun_refuses_a_rank_that_it_did_not_give(data, arguments):
     error = one_error(mpirun(f"{arguments} --rank=0", code=2, DATA=data))
-    assert "--rank=0 contradicts OMPI_COMM_WORLD_RANK=1: leave the flag out" in error
+    assert "--rank=0 contradicts OMPI_COMM_WORLD_RANK=1: omit the flag" in error
 
 
 def test_mpirun_names_a_given_port_in_use(data, arguments):
@@ -290,7 +290,7 @@ def test_srun_names_a_port_in_use(slurm, data, arguments):
 
 def test_srun_refuses_a_world_size_that_it_did_not_give(slurm, data, arguments):
     answer = run(f"srun -n 2 python train_dali.py {arguments} --world_size=3", code=2, DATA=data, **slurm)
-    assert one_error(answer) == "error: --world_size=3 contradicts SLURM_NTASKS=2: leave the flag out"
+    assert one_error(answer) == "error: --world_size=3 contradicts SLURM_NTASKS=2: omit the flag"
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_a_changed_key_is_refused_in_one_line(trained: Trained) -> None:
 
 def test_an_empty_output_is_refused(trained: Trained) -> None:
     ended = run_forked(trained.main, ["--config", trained.config, "--output", ""])
-    assert (ended.code, ended.stderr) == (2, 'error: --output "" is empty: name one, or leave the flag out\n')
+    assert (ended.code, ended.stderr) == (2, 'error: --output "" is empty: set a value or omit the flag\n')
 
 
 def test_a_branch_and_an_extension_train(trained: Trained, tmp_path: Path) -> None:

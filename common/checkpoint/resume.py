@@ -129,15 +129,15 @@ def finished_step(path: Path, last_step: int) -> int | None:
 
 
 def check_data(path: Path, data: DataSummary, allow_change: bool) -> None:
-    """Raise `UserError` if the checkpoint ``path`` is of another data set than ``data`` is, or was before repairs."""
+    """Raise `UserError` if the checkpoint ``path`` is from another data set; repaired ones are accepted."""
     then = read_about(path)["data"]
     if then["fingerprint"] in (data.fingerprint, *data.earlier):
         return
     counts = f"{then['train_samples']:,} training images then, {data.train_samples:,} now"
     if not allow_change:
         raise UserError(
-            f"DATA.root is another data set than the one of {path} ({counts}): name that one, or continue with "
-            "this one by --set DATA.allow_change=True"
+            f"DATA.root differs from the data set of checkpoint {path} ({counts}): point DATA.root to the original, "
+            "or pass --set DATA.allow_change=True"
         )
     print(f"DATA.root is another data set from here on ({counts})")
 

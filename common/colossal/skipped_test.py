@@ -146,7 +146,7 @@ def test_all_ranks_skip_what_is_not_finite_on_one(processes: int, config: dict) 
         (
             FP16,
             1.0,
-            "; the loss scale of float16 is down to 3.2e+01: lower LEARNING_RATE, raise WARMUP_EPOCHS "
+            "; the float16 loss scale is down to 3.2e+01: lower LEARNING_RATE, raise WARMUP_EPOCHS "
             "or use fp16.dtype='bfloat16'",
         ),
     ],
@@ -160,7 +160,7 @@ def test_too_many_in_a_row_stop_the_run(fp16: dict | None, clip: float, words: s
         with pytest.raises(AgreedError) as caught:
             update(engine, torch.nan)
     assert str(caught.value) == (
-        "by step 7, 3 updates in a row were skipped, because the loss or a gradient was not finite "
+        "by step 7, 3 consecutive updates were skipped because the loss or a gradient was not finite "
         f"(MAX_SKIPPED=2){words}"
     )
 
@@ -184,7 +184,7 @@ def test_counters_and_scale_survive_a_checkpoint() -> None:
             update(each, torch.nan)
             assert each.optimizer.skipped == 4
             assert each.optimizer.scaler.get_scale() == 2.0**6
-            with pytest.raises(UserError, match="by step 7, 4 updates in a row"):
+            with pytest.raises(UserError, match="by step 7, 4 consecutive updates"):
                 update(each, torch.nan)
         without_scale = build(None)
         without_scale.optimizer.load_step_state(state)

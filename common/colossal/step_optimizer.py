@@ -1,4 +1,4 @@
-"""One update of the weights from the gradients of several micro-batches, skipped where they are not finite."""
+"""One weight update from the gradients of several micro-batches, skipped if they are not finite."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +12,12 @@ from common.colossal.tensor_parallel.gradients import global_grad_norm, sum_part
 from common.colossal.upstream import OptimizerWrapper
 from common.errors import AgreedError
 
-MAX_SKIPPED = 20  # updates in a row
-CHECK_EVERY = 20  # updates between two reads of a GPU's counters, each of which waits for it
+MAX_SKIPPED = 20  # consecutive updates
+CHECK_EVERY = 20  # updates between two reads of a GPU's counters; each read synchronises
 
 
 class SkipCounter:
-    """Counters on ``device`` of the skipped updates: all, those in a row up to now, and the longest row."""
+    """Count skipped updates on ``device``: total skipped, current streak, longest streak."""
 
     def __init__(self, device: torch.device):
         self.every = 1 if device.type == "cpu" else CHECK_EVERY
@@ -33,7 +33,7 @@ class SkipCounter:
         self.longest = torch.maximum(self.longest, self.row)
 
     def exceeds(self, limit: int) -> bool:
-        """Return whether a row was longer than ``limit``; on a GPU, checked every `CHECK_EVERY` updates only."""
+        """Return whether a streak was longer than ``limit``; on a GPU, checked only every `CHECK_EVERY` updates."""
         return self.updates % self.every == 0 and self.longest.item() > limit
 
     def state_dict(self) -> dict[str, int]:
@@ -52,10 +52,10 @@ class StepOptimizer(OptimizerWrapper):
     once per optimizer step. Afterwards ``grad_norm`` is the norm of the whole model's gradient before clipping, a 0-dim
     tensor on the device.
 
-    If a loss or a gradient of any rank is not finite, all ranks skip the update. They need no message to agree: such a
-    loss spoils the gradient, and such a gradient its norm, which all ranks share. The host does not wait for the device
-    if the optimizer reads ``found_inf`` there (LAMB, and torch's fused ones). More than ``max_skipped`` skipped updates
-    in a row raise `AgreedError`.
+    If a loss or a gradient of any rank is not finite, all ranks skip the update. This needs no extra communication:
+    a non-finite loss makes the gradient non-finite, and with it the global norm, which is equal on all ranks. The host
+    does not wait for the device if the optimizer reads ``found_inf`` there (LAMB, torch's fused optimizers). More than
+    ``max_skipped`` consecutive skipped updates raise `AgreedError`.
 
     Replaces upstream's three wrappers, which
 
@@ -98,9 +98,9 @@ class StepOptimizer(OptimizerWrapper):
         self.accumulated += 1
 
     def _poison(self, loss: Tensor) -> Tensor:
-        """Return 0, with a gradient of 0, or if ``loss`` is not finite NaN, with one of NaN for one weight.
+        """Return 0, or if ``loss`` is not finite, NaN; the gradient with respect to one weight is the same value.
 
-        Such a loss alone may have a finite gradient: cross-entropy without a label is NaN, its gradient 0.
+        A non-finite loss may have a finite gradient: cross-entropy without a label is NaN, its gradient 0.
         """
         factor = torch.where(loss.detach().isfinite(), 0.0, torch.nan)
         return factor * min(self.parameters, key=Tensor.numel).flatten()[0]
@@ -124,7 +124,7 @@ class StepOptimizer(OptimizerWrapper):
         found_inf = (~self.grad_norm.isfinite()).float()
         self._update(found_inf)
         if self.scaler:
-            # unscaling finds this rank's overflows only; the scale has to agree on all ranks
+            # unscaling finds only this rank's overflows; the scale must be equal on all ranks
             for found in self.scaler._found_inf_per_device(self.optim).values():
                 found.copy_(found_inf)
             self.scaler.update()
@@ -139,27 +139,27 @@ class StepOptimizer(OptimizerWrapper):
             del self.optim.found_inf
         elif not found_inf.item():
             self.optim.step()
-        else:  # schedules count skipped updates too; else torch warns if the first one is skipped
+        else:  # schedules count skipped updates too; without this, torch warns if the first one is skipped
             self.optim._opt_called = True
 
     def _describe_skips(self) -> str:
-        scale = f"; the loss scale of float16 is down to {self.scaler.get_scale():.1e}" if self.scaler else ""
+        scale = f"; the float16 loss scale is down to {self.scaler.get_scale():.1e}" if self.scaler else ""
         remedies = ["lower LEARNING_RATE", "raise WARMUP_EPOCHS"]
         remedies += ["set clip_grad_norm"] * (not self.clips) + ["use fp16.dtype='bfloat16'"] * (
             self.scaler is not None
         )
         return (
-            f"by step {self.counter.updates}, {self.counter.longest.item()} updates in a row were skipped, because the "
-            f"loss or a gradient was not finite (MAX_SKIPPED={self.max_skipped}){scale}: "
+            f"by step {self.counter.updates}, {self.counter.longest.item()} consecutive updates were skipped because "
+            f"the loss or a gradient was not finite (MAX_SKIPPED={self.max_skipped}){scale}: "
             f"{', '.join(remedies[:-1])} or {remedies[-1]}"
         )
 
     def step_state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides the optimizer's own state, as JSON; waits for the device."""
+        """Return the JSON state that a checkpoint needs besides the optimizer's; waits for the device."""
         return self.counter.state_dict() | {"scaler": self.scaler.state_dict() if self.scaler else None}
 
     def load_step_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `step_state` returned; the loss scale only if both runs have one."""
+        """Restore the state from `step_state`; the loss scale only if both runs have one."""
         self.counter.load_state_dict(state)
         if self.scaler and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])

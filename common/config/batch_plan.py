@@ -121,7 +121,7 @@ def _cut(config: Mapping[str, Any], total: int, data_parallel: int) -> tuple[int
     unit = (micro or accumulation or 1) * data_parallel
     if total % unit:
         raise UserError(
-            f"TOTAL_BATCH_SIZE={total} does not divide by {said} x {data_parallel} data-parallel processes; "
+            f"TOTAL_BATCH_SIZE={total} is not divisible by {said} x {data_parallel} data-parallel processes; "
             f"nearest that does: {nearest_multiples(total, unit)}"
         )
     micro, accumulation = (micro, total // unit) if micro else (total // unit, accumulation or 1)

@@ -126,7 +126,7 @@ class Optimizer(Options):
         None, "added to the root of the second moment; `adamw` 1e-8, `lamb` by variant", of=("lamb", "adamw"), gt=0
     )
     variant: Literal["colossalai", "apex", "deepspeed", "timm"] = key(
-        "colossalai", "whose LAMB: sets the four options below and `eps`", of=("lamb",)
+        "colossalai", "LAMB implementation to match; sets defaults for the four options below and `eps`", of=("lamb",)
     )
     bias_correction: bool = key(None, "divide the moments by 1 - beta^step", of=("lamb",))
     max_grad_norm: Limit = key(
@@ -152,7 +152,7 @@ class Log(Section):
     every: Int = key(10, "steps between two lines of metrics.jsonl", unit="optimizer steps", ge=1)
     tensorboard: bool = key(True, "write TensorBoard event files too")
     trackers: Annotated[list[Literal["wandb", "mlflow"]], BeforeValidator(lambda names: _to_list(names))] = key(
-        [], "written to too, offline unless `WANDB_MODE`, `MLFLOW_TRACKING_URI` say otherwise"
+        [], "additional trackers; offline unless `WANDB_MODE`, `MLFLOW_TRACKING_URI` is set"
     )
 
 
@@ -195,7 +195,7 @@ class Fp16(Options):
     )
     dtype: Annotated[Literal["float16", "bfloat16"], BeforeValidator(lambda kind: _dtype_name(kind))] | None = key(
         None,
-        "what is computed in; `None`: bfloat16 where the device has it, else float16 on GPUs, float32 on CPUs",
+        "compute dtype; `None`: bfloat16 where the device has it, else float16 on GPUs, float32 on CPUs",
         says="'float16', 'bfloat16' or None",
     )
     opt_level: Literal["O0", "O1", "O2", "O3"] = key(
@@ -248,13 +248,13 @@ class Config(Section):
         unit="images",
         ge=1,
     )
-    GPUS: Int = key(1, "GPUs the recipe is written for: what `--dry-run` plans unless told", ge=1, le=10**6)
+    GPUS: Int = key(1, "GPUs the recipe is written for; default GPU count for `--dry-run`", ge=1, le=10**6)
     NUM_EPOCHS: Int = key(..., "passes over the training data", unit="epochs", ge=1)
     WARMUP_EPOCHS: Number = key(0, "linear warm-up; less than `NUM_EPOCHS`", unit="epochs", ge=0)
     MAX_STEPS: Int | None = key(None, "end early; the schedule stays", unit="optimizer steps", ge=1)
-    EVAL_EVERY: Int = key(1, "between evaluations; the last epoch is always evaluated", unit="epochs", ge=1)
+    EVAL_EVERY: Int = key(1, "epochs between evaluations; the last epoch is always evaluated", unit="epochs", ge=1)
     CHECKPOINT_EVERY: STEPS_OR_MINUTES = key(
-        "10 min", "between checkpoints", says="optimizer steps, as 500, or minutes, as '10 min'"
+        "10 min", "interval between checkpoints", says="optimizer steps, as 500, or minutes, as '10 min'"
     )
     KEEP: Int = key(2, "newest checkpoints that are kept, beside the best", ge=1)
     LEARNING_RATE: Number = key(..., "peak, at the end of warm-up", gt=0)
@@ -292,7 +292,7 @@ class Config(Section):
     TIMEOUT: Number = key(
         600, "after which a rank that is lost or hangs is named and the run ends", unit="seconds", ge=1, le=10**7
     )
-    SEED: Int = key(1024, "of weights, order, crops, Mixup and dropout", ge=0)
+    SEED: Int = key(1024, "seed for initialisation, sampling, augmentation, dropout", ge=0)
     TENSOR_PARALLEL_SIZE: Int = key(1, "GPUs that share one model; `parallel` is made from it", ge=1)
     TENSOR_PARALLEL_MODE: Literal[None, "1d", "2d", "2.5d", "3d"] = key(None, "how they share it")
     parallel: Parallel | None = key(None, "Colossal-AI's form of the two keys above")

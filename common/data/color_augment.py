@@ -14,7 +14,7 @@ UNIFORMS_PER_SAMPLE = 5
 
 
 class ColorAugment:
-    """Change the colours of normalised images [B, 3, Y, X] in place, each as its own numbers in [0, 1) say.
+    """Change the colours of normalised images [B, 3, Y, X] in place, using one row of `uniforms` per image.
 
     With ``three_augment`` an image is made grey, solarised or blurred, each for a third of the images. Then its
     brightness, contrast and saturation are multiplied by factors from ``1 - jitter`` to ``1 + jitter``, clipped once at
@@ -29,7 +29,7 @@ class ColorAugment:
         return self.three_augment or self.jitter > 0
 
     def __call__(self, images: Tensor, uniforms: np.ndarray) -> None:
-        """Change ``images`` as ``uniforms`` [B, `UNIFORMS_PER_SAMPLE`] say."""
+        """Augment ``images``; ``uniforms`` in [0, 1) are [B, `UNIFORMS_PER_SAMPLE`]."""
         mean, std = (_copy(np.array(values)[:, None, None] * 255, images) for values in (self.mean, self.std))
         pixels = images.mul_(std).add_(mean).round_()
         choices = np.floor(3 * uniforms[:, 0])

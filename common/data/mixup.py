@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 
 def mix(images: Tensor, labels: Tensor, share: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Blend `images` [B, 3, H, W] in place, `share` of each and the rest of its mirror image in the batch's order.
+    """Mix sample i with sample B-1-i in place: share * x[i] + (1 - share) * x[B-1-i].
 
-    The labels become the arguments of `MixupLoss` beside the logits.
+    Returns `images` [B, 3, H, W] and the keyword arguments of `MixupLoss`.
     """
     images.lerp_(images.flip(0), 1 - share)
     return images, _two_labels(labels, share)
@@ -20,10 +20,10 @@ def mix(images: Tensor, labels: Tensor, share: float) -> tuple[Tensor, dict[str,
 def cut_and_paste(
     images: Tensor, labels: Tensor, share: float, center: tuple[float, float]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Paste one rectangle of its mirror image in the batch's order into each of `images` [B, 3, H, W], in place.
+    """CutMix: copy one box from sample B-1-i into sample i, in place.
 
-    The rectangle has the shape of the image and ``1 - share`` of its area, `center` (y, x as shares of the image) is
-    where its middle lies, and what reaches beyond the image is cut off. The share that the labels get is of the area.
+    The box has the aspect ratio of the image and the fraction ``1 - share`` of its area. It is centred at `center`
+    (y, x from 0 to 1) and clipped to the image; the label weights follow the clipped area.
     """
     height, width = images.shape[-2:]
     top, bottom = _span(height, share, center[0])
@@ -39,16 +39,16 @@ def _span(size: int, share: float, center: float) -> tuple[int, int]:
 
 
 def _two_labels(labels: Tensor, share: float) -> dict[str, Tensor]:
-    # filled on the device: a number from the host would be one more transfer
+    # filled on the device: no transfer from the host
     share_on_device = torch.full((), share, dtype=torch.float32, device=labels.device)
     return {"target": labels, "other": labels.flip(0), "share": share_on_device}
 
 
 class MixupLoss(nn.Module):
-    """Loss against the two labels of a blended image, each with its share, in fp32.
+    """Loss against the two weighted labels of a mixed image, in fp32.
 
-    Cross-entropy against the blend of the two one-hot labels, or with ``bce_threshold`` binary cross-entropy, averaged
-    over the classes, where those with a larger share of the blend are on (DeiT III, arXiv 2204.07118).
+    Cross-entropy against the weighted one-hot labels. With ``bce_threshold``: binary cross-entropy, averaged over the
+    classes, with target 1 for classes whose weight exceeds it (DeiT III, arXiv 2204.07118).
     """
 
     def __init__(self, label_smoothing: float = 0.0, bce_threshold: float | None = None) -> None:
@@ -60,7 +60,7 @@ class MixupLoss(nn.Module):
     def forward(
         self, logits: Tensor, target: Tensor, other: Tensor | None = None, share: Tensor | None = None
     ) -> Tensor:
-        """Return the mean loss of `logits` [B, num_classes]; labels of -100 count for nothing, and their mean is 0."""
+        """Return the mean loss of `logits` [B, num_classes]; labels of -100 are ignored, and the mean of none is 0."""
         if self.bce_threshold is not None:
             return self._binary_cross_entropy(logits.float(), target, other, share)
         loss = self._cross_entropy(logits, target)

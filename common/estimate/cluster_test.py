@@ -37,5 +37,5 @@ def test_flags_describe_the_cluster():
 
 @pytest.mark.parametrize("flag", ["--gpu-memory 40", "--links 300 25"])
 def test_flags_that_nothing_would_read_are_refused(flag):
-    with pytest.raises(UserError, match=flag.split()[0] + ": goes with --dry-run --gpus N"):
+    with pytest.raises(UserError, match=flag.split()[0] + ": requires --dry-run --gpus N"):
         parse_arguments(["--config", "quickstart", "--dry-run", *flag.split()], "")

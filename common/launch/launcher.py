@@ -1,4 +1,4 @@
-"""Detect how this process was started (torchrun, srun, mpirun, flags, or alone), and join the others."""
+"""Detect the launcher (torchrun, srun, mpirun, flags, or none) and initialise the process group."""
 
 import argparse
 import errno
@@ -17,7 +17,7 @@ from common.hardware import cpu_limits, limit_threads, set_processes
 
 LOOPBACK = "127.0.0.1"
 FLAGS = ("rank", "local_rank", "world_size", "host", "port")
-VARIABLES = {  # those of FLAGS, in this order
+VARIABLES = {  # in the order of FLAGS
     "torch": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
     "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
@@ -27,7 +27,7 @@ STARTED_WITH = {"torch": "torchrun", "openmpi": "mpirun", "slurm": "srun"}
 
 @dataclass(frozen=True)
 class Launch:
-    """One process among ``world_size``; rank 0 listens on ``host:port``, which a single process does not need."""
+    """One of ``world_size`` processes; rank 0 listens on ``host:port``, which a single process does not need."""
 
     launcher: str
     rank: int
@@ -41,19 +41,19 @@ class Launch:
         if self.world_size < 1:
             raise UserError(f"--world_size={self.world_size}: a run has at least 1 process")
         if not 0 <= self.rank < self.world_size:
-            raise UserError(f"--rank={self.rank} is not within the {self.world_size} processes: 0 is the first")
+            raise UserError(f"--rank={self.rank} is out of range: expected 0 to {self.world_size - 1}")
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of every launcher; an empty value, as of an unset shell variable, counts as not given."""
-    group = parser.add_argument_group("launch", "needed only where no launcher says it; must agree where one does")
-    group.add_argument("--rank", type=_optional_int, help="this process, counted over all nodes")
-    group.add_argument("--local_rank", "--local-rank", type=_optional_int, help="this process on its node: its GPU")
+    """Add the launch flags; an empty value, as from an unset shell variable, counts as not given."""
+    group = parser.add_argument_group("launch", "needed only without a launcher; otherwise must match its environment")
+    group.add_argument("--rank", type=_optional_int, help="rank over all nodes")
+    group.add_argument("--local_rank", "--local-rank", type=_optional_int, help="rank on this node; selects the GPU")
     group.add_argument("--world_size", "--world-size", type=_optional_int, help="number of processes")
-    group.add_argument("--host", help="where rank 0 runs")
-    group.add_argument("--port", type=_optional_int, help="a free port there")
+    group.add_argument("--host", help="host of rank 0")
+    group.add_argument("--port", type=_optional_int, help="a free port on that host")
     group.add_argument("--backend", choices=("nccl", "gloo"), help="default: nccl with GPUs, gloo without")
-    group.add_argument("--launcher", choices=("single", "args", *VARIABLES), help="default: found out")
+    group.add_argument("--launcher", choices=("single", "args", *VARIABLES), help="default: auto-detect")
 
 
 def _optional_int(text: str) -> int | None:
@@ -63,8 +63,8 @@ def _optional_int(text: str) -> int | None:
 def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launch:
     """Return how this process was started, from its flags and environment.
 
-    Without ``--launcher``, the innermost one counts: torchrun, mpirun, srun (not the shell of sbatch or salloc), flags,
-    else a single process. Raises `UserError` for a missing flag, and for one that contradicts the launcher.
+    Without ``--launcher``, the innermost one applies: torchrun, mpirun, srun (not the shell of sbatch or salloc),
+    flags, else a single process. Raises `UserError` for a flag that is missing or contradicts the launcher.
     """
     launcher = args.launcher or _find_launcher(args, environ)
     place: dict[str, Any]
@@ -94,7 +94,7 @@ def start(launch: Launch, config: Mapping[str, Any]) -> None:
             launch.host,
             launch.port,
             launch.backend,
-            # a launcher that binds tasks to GPUs shows each process only its own, as number 0
+            # if the launcher binds tasks to GPUs, each process sees only its own GPU, as number 0
             local_rank=launch.local_rank % gpus if gpus else launch.local_rank,
             seed=config.get("SEED", 1024),
             verbose=False,
@@ -113,7 +113,7 @@ def set_data_key(config: Mapping[str, Any], key: str, value: Any) -> None:
 
 
 def _share_cores(world_size: int) -> None:
-    """Divide the cores of this host among the ranks that share them, by their CPU masks and cgroups."""
+    """Divide the cores of this host among its ranks, according to their CPU masks and cgroups."""
     limits: list[Any] = [cpu_limits()] * world_size
     if world_size > 1:
         dist.all_gather_object(limits, limits[0], group=colossal.gpc.get_cpu_group(colossal.ParallelMode.GLOBAL))
@@ -134,7 +134,7 @@ def _find_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
 
 
 def _is_slurm_task(environ: Mapping[str, str]) -> bool:
-    """Tell a task of srun from the shell of sbatch or salloc, whose steps have no number or a reserved one."""
+    """Distinguish a task of srun from the shell of sbatch or salloc: their steps have no or a reserved number."""
     step = environ.get("SLURM_STEP_ID", "")
     return "SLURM_PROCID" in environ and step.isdigit() and int(step) < 0xFFFFFFF0
 
@@ -143,7 +143,7 @@ def _from_environment(launcher: str, args: argparse.Namespace, environ: Mapping[
     names = dict(zip(FLAGS, VARIABLES[launcher], strict=False))
     missing = [name for name in names.values() if not environ.get(name)]
     if missing:
-        raise UserError(f"{', '.join(missing)} not set: start with {STARTED_WITH[launcher]}, or leave out --launcher")
+        raise UserError(f"{', '.join(missing)} not set: start with {STARTED_WITH[launcher]}, or omit --launcher")
     place = {field: environ[name] if field == "host" else _integer(name, environ) for field, name in names.items()}
     for field, name in names.items():
         # scripts pass --local_rank=$SLURM_PROCID: the task's rank, or 0 if the shell of sbatch expanded it
@@ -167,7 +167,7 @@ def _check_flag(args: argparse.Namespace, field: str, accepted: tuple[Any, ...],
     flag = getattr(args, field)
     if flag not in (None, "", *accepted):
         mistake = RankError if field in ("rank", "local_rank") else UserError
-        raise mistake(f"--{field}={flag} contradicts {source}: leave the flag out")
+        raise mistake(f"--{field}={flag} contradicts {source}: omit the flag")
 
 
 def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
@@ -177,13 +177,13 @@ def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
     missing = [f"--{flag}" for flag, value in place.items() if value in (None, "") and flag != "local_rank"]
     if missing:
         raise UserError(
-            f"{', '.join(missing)} missing: without a launcher give --rank, --world_size, --host and --port"
+            f"{', '.join(missing)} missing: without a launcher, set --rank, --world_size, --host and --port"
         )
     return place
 
 
 def _rendezvous(launcher: str, args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return where rank 0 listens: as given, else on the step's first node, at a port derived from the job's number."""
+    """Return host and port of rank 0: as given, else the step's first node and a port derived from the job id."""
     if launcher == "slurm":
         one_node = environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES")) == "1"
         job = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
@@ -194,14 +194,14 @@ def _rendezvous(launcher: str, args: argparse.Namespace, environ: Mapping[str, s
         nodes = ""
     host = args.host or environ.get("MASTER_ADDR") or (LOOPBACK if one_node else _first_node(nodes))
     if not host:
-        raise UserError(f"--host missing: over several nodes {STARTED_WITH[launcher]} does not say where rank 0 runs")
+        raise UserError(f"--host missing: on several nodes {STARTED_WITH[launcher]} does not set the host of rank 0")
     if args.port or environ.get("MASTER_PORT"):
         return {"host": host, "port": args.port or _integer("MASTER_PORT", environ)}
     return {"host": host, "port": 20_000 + zlib.crc32(job.encode()) % 12_000}  # below the ephemeral ports
 
 
 def _first_node(nodes: str) -> str:
-    """Return the first host of Slurm's short form: ``gpu[003-007,9],login`` starts with ``gpu003``."""
+    """Return the first host of a Slurm node list: ``gpu003`` for ``gpu[003-007,9],login``."""
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes).partition(",")[0]
 
 

@@ -109,7 +109,7 @@ def test_the_derived_port_is_that_of_the_step() -> None:
         ("", {k: v for k, v in TORCHRUN.items() if k != "LOCAL_RANK"}, "LOCAL_RANK not set"),
         ("", TORCHRUN | {"RANK": "x"}, "RANK='x' is not a number"),
         ("", MPIRUN, "--host missing"),
-        ("--world_size 2 --rank 2 --host h --port 1", {}, "--rank=2 is not within the 2 processes"),
+        ("--world_size 2 --rank 2 --host h --port 1", {}, "--rank=2 is out of range: expected 0 to 1"),
         ("--world_size 0 --rank 0 --host h --port 1", {}, "--world_size=0"),
     ],
 )
@@ -122,7 +122,7 @@ def test_what_is_refused(line: str, environ: dict[str, str], message: str) -> No
 
 @pytest.mark.parametrize(
     ("flag", "said"),
-    [("--rank=2", "error: --rank=2 contradicts RANK=3: leave the flag out\n"), ("--world_size=8", "")],
+    [("--rank=2", "error: --rank=2 contradicts RANK=3: omit the flag\n"), ("--world_size=8", "")],
 )
 def test_the_last_process_reports_what_the_first_does_not_see(flag, said, monkeypatch, capsys) -> None:
     monkeypatch.setenv("RANK", "3")

@@ -12,7 +12,7 @@ from common.metrics.lr_finder import STEPS
 
 
 def parse_arguments(argv: list[str], description: str | None) -> argparse.Namespace:
-    """Return the arguments of ``train*.py``; raise `UserError` for those that do not go together."""
+    """Return the arguments of ``train*.py``; raise `UserError` for conflicting ones."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a config file, or the name of a recipe in configs/")
     parser.add_argument(
@@ -21,7 +21,7 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
         const="",
         metavar="KEY",
         action=_HelpConfig,
-        help="say what a key of the config means, as fp16 or MODEL.width, or list all keys, then exit",
+        help="describe a config key, such as fp16 or MODEL.width, or all keys, then exit",
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config")
     parser.add_argument("--output", help="folder of the run (default: outputs/<name of the config>)")
@@ -29,8 +29,9 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
         "--resume",
         default=AUTO,
         metavar="never|PATH",
-        help=f"default: resume from the newest checkpoint in the output folder; {NEVER}: refuse a folder that holds a "
-        "run; PATH: resume from that checkpoint, or the newest of that run; with --output DIR, as a branch in there",
+        help="default: resume from the newest checkpoint in the output folder; "
+        f"{NEVER}: refuse a folder that contains a run; PATH: resume from that checkpoint, or from the newest of that "
+        "run; with --output DIR, as a branch in DIR",
     )
     parser.add_argument(
         "--allow-change", action="append", default=[], metavar="KEY", help="resume although this key has changed"
@@ -38,10 +39,10 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
     parser.add_argument(
         "--init",
         metavar="SOURCE",
-        help="start from the weights of a run, a file, or a model of timm's or the Hub: INIT",
+        help="start from the weights of a run, a file, a timm model or a Hub model (see --help-config INIT)",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, then exit")
-    parser.add_argument("--gpus", type=int, help="with --dry-run: plan for this many, and compare the modes")
+    parser.add_argument("--gpus", type=int, help="with --dry-run: plan for this many GPUs and compare parallel modes")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--find-lr",
@@ -49,26 +50,26 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
         nargs="?",
         const=STEPS,
         metavar="STEPS",
-        help=f"instead of training, try learning rates in a row and suggest one (default: in {STEPS} steps)",
+        help=f"run a learning-rate range test instead of training (default: {STEPS} steps)",
     )
     instead.add_argument(
-        "--profile", type=_positive, metavar="STEPS", help="instead of training, record some steps with torch.profiler"
+        "--profile", type=_positive, metavar="STEPS", help="record STEPS steps with torch.profiler instead of training"
     )
     parser.add_argument(
-        "--from_torch", "--use_trainer", action="store_true", help="as in Colossal-AI's examples; both are always so"
+        "--from_torch", "--use_trainer", action="store_true", help="accepted for compatibility; no effect"
     )
-    parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
+    parser.add_argument("--debug", action="store_true", help="show a traceback for user errors too")
     add_cluster_arguments(parser)
     add_launch_arguments(parser)
     args = parser.parse_args(argv)
     for name in ("config", "output", "resume", "init"):
         if getattr(args, name) == "":
-            raise UserError(f'--{name} "" is empty: name one, or leave the flag out')
+            raise UserError(f'--{name} "" is empty: set a value or omit the flag')
     if args.gpus is not None and (not args.dry_run or args.gpus < 1):
-        raise UserError(f"--gpus {args.gpus}: goes with --dry-run and is at least 1; a run counts its processes itself")
+        raise UserError(f"--gpus {args.gpus}: requires --dry-run and a number >= 1; a run counts its processes itself")
     for name in FLAGS:
         if args.gpus is None and getattr(args, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')}: goes with --dry-run --gpus N")
+            raise UserError(f"--{name.replace('_', '-')}: requires --dry-run --gpus N")
     return args
 
 
@@ -82,5 +83,5 @@ class _HelpConfig(argparse.Action):
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps: at least 1")
+        raise argparse.ArgumentTypeError(f"invalid number of steps {text!r}: expected an integer >= 1")
     return int(text)

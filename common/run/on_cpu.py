@@ -1,4 +1,4 @@
-"""What to know before a run on CPUs that its recipe, or the machine, did not mean for them."""
+"""Warn when a run falls back to the CPU."""
 
 import os
 import re
@@ -15,10 +15,10 @@ VERSION = Path("driver/nvidia/version")  # below /proc
 
 
 def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int, root: Path = Path("/")) -> str | None:
-    """Return a line on why a run computes on the CPU and what a step takes at least; None if that is to be expected.
+    """Return a warning with the reason and a lower bound of the step time, or None.
 
-    It is not where there is an NVIDIA device that torch cannot use, and for a recipe that is written for GPUs: several
-    of them, or ViT-S or larger at 224 pixels. ``root`` holds ``/dev`` and ``/proc``.
+    Warns if torch cannot use an NVIDIA device, or if the recipe targets GPUs: more than one, or ViT-S or larger at 224
+    pixels. ``root`` contains ``/dev`` and ``/proc``.
     """
     if torch.cuda.is_available():
         return None
@@ -41,7 +41,7 @@ def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int, roo
 
 
 def _unused_gpu(root: Path) -> str:
-    """Name the driver that is there, and the one that torch needs."""
+    """Return the installed driver and the one that torch needs."""
     cuda = torch.version.cuda
     if cuda is None:
         return "torch is a build without CUDA, see Requirements in README.md"

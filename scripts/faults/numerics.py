@@ -57,7 +57,7 @@ def endless(lab: Lab, choice: random.Random, what: str) -> Recovery:
     rank = trial.mode.choose_rank(choice)
     ended = trial.run(on(rank, lambda: add_hook(Spoil(what, range(7, 99))))).expect_code(0, 2)
     last = newest_checkpoint(trial.checkpoints)
-    ended.expect_words(f"{LIMIT + 1} updates in a row were skipped", f"the last checkpoint is {last}")
+    ended.expect_words(f"{LIMIT + 1} consecutive updates were skipped", f"the last checkpoint is {last}")
     expect(find_fault(last) is None, find_fault(last))
     trial.run().expect(0)
     # the steps that were skipped before that checkpoint stay skipped

@@ -43,11 +43,12 @@ def test_describes_a_folder_and_what_was_prepared_from_it(folder, root):
     assert found[1].fingerprint == data_fingerprint(read_manifest(root))
 
 
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_both_loaders_show_the_same(root, interpolation):
+@pytest.mark.parametrize(("interpolation", "order"), [("bilinear", "random"), ("bicubic", "blocks")])
+def test_both_loaders_show_the_same(root, interpolation, order):
     shown = {}
     for name in ("dali", "torchvision"):
-        data = {**DATA, "root": str(root), "loader": name, "interpolation": interpolation}
+        data = {**DATA, "root": str(root), "loader": name, "interpolation": interpolation, "order": order}
+        data["block"] = 0.004  # MB
         train = build_train_loader(data, 8, 4, seed=1, **PLACED)
         evaluation = build_eval_loader(data, 4, **PLACED)
         assert (len(train), len(evaluation)) == (6, 3)
@@ -97,6 +98,11 @@ def test_wrong_places_are_refused(folder, root, tmp_path):
     for loader, place, split, message in cases:
         with pytest.raises(UserError, match=message):
             open_images({"root": str(place), "loader": loader}, split)
+
+
+def test_blocks_are_refused_where_there_are_no_shards(folder):
+    with pytest.raises(UserError, match=r"DATA.order='blocks': .* has no shards; `python -m imagenet_dali.prepare`"):
+        describe_data({**DATA, "root": str(folder), "loader": "torchvision", "order": "blocks"})
 
 
 def test_randaugment_is_refused_where_dali_reads(root):

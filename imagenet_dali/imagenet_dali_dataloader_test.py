@@ -39,13 +39,15 @@ def build_reader(split: Split, crop: RandomCrop | CenterCrop, batch: int) -> Dal
     return DaliReader(split, crop, batch=batch, size=SIZE, mean=MEAN, std=STD, threads=2, device=device)
 
 
-def train_loader(split: Split) -> Loader:
-    sampler = TrainSampler(len(split), 8, 4, seed=5, uniforms=UNIFORMS_PER_SAMPLE)
+def train_loader(split: Split, block: int = 0) -> Loader:
+    blocks = split.block_bounds(block) if block else None
+    sampler = TrainSampler(len(split), 8, 4, seed=5, uniforms=UNIFORMS_PER_SAMPLE, blocks=blocks)
     return Loader(sampler, build_reader(split, RandomCrop(), 4))
 
 
 def eval_loader(split: Split, batch: int, dp_rank: int = 0, dp_size: int = 1) -> Loader:
-    sampler = EvalSampler(len(split), batch, dp_rank=dp_rank, dp_size=dp_size)
+    blocks = split.block_bounds(2000)
+    sampler = EvalSampler(len(split), batch, dp_rank=dp_rank, dp_size=dp_size, blocks=blocks)
     return Loader(sampler, build_reader(split, CenterCrop(SIZE, 28), batch))
 
 
@@ -58,9 +60,10 @@ def decode(split: Split, index: int) -> Image.Image:
     return Image.open(io.BytesIO(split.read(index)[0]))
 
 
-def test_training_shows_the_crops_and_labels_of_the_draws(root, closing):
+@pytest.mark.parametrize("block", [0, 3000])
+def test_training_shows_the_crops_and_labels_of_the_draws(root, closing, block):
     split = open_split(root, "train")
-    loader = closing(train_loader(split))
+    loader = closing(train_loader(split, block))
     for draw, (images, labels) in zip(loader.sampler.draws(0), loader, strict=True):
         assert images.dtype == torch.float32
         assert images.is_contiguous()
@@ -103,9 +106,10 @@ def test_a_rank_without_samples_gets_a_batch_of_padding(root, closing):
     assert labels.tolist() == [NO_LABEL] * 8
 
 
-def test_resumes_in_the_middle_of_an_epoch_bit_for_bit(root, closing):
+@pytest.mark.parametrize("block", [0, 3000])
+def test_resumes_in_the_middle_of_an_epoch_bit_for_bit(root, closing, block):
     split = open_split(root, "train")
-    loader, resumed = closing(train_loader(split)), closing(train_loader(split))
+    loader, resumed = closing(train_loader(split, block)), closing(train_loader(split, block))
     next(iter(loader))  # epoch 0, left early
     running = iter(loader)
     for _ in range(3):
@@ -156,11 +160,15 @@ def test_an_image_that_does_not_decode_is_named(root, closing):
     assert "\n" not in str(raised.value)
 
 
-def test_a_record_that_changed_on_disk_is_named(data, closing):
+@pytest.mark.parametrize("block", [0, 3000])
+def test_a_record_that_changed_on_disk_is_named(data, closing, block):
     split = open_split(data, "train")
     shard = spoil_record(data, "train", 4)
     with pytest.raises(UserError, match=f"{shard}: record 4 of train at byte {split.records[4]['offset']}"):
-        list(closing(train_loader(split)))
+        list(closing(train_loader(split, block)))
+    shard.write_bytes(b"")
+    with pytest.raises(UserError, match=rf"{shard}: record \d+ of train .*: the shard is shorter than its index; run"):
+        list(closing(train_loader(split, block)))
 
 
 @pytest.mark.slow

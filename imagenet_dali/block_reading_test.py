@@ -1,0 +1,94 @@
+"""What is opened and read in blocks, and that a run in this order resumes exactly."""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.checkpoint.save import newest_checkpoint
+from common.data.record_reader import RecordReader
+from common.data.sampling import EvalSampler, TrainSampler
+from imagenet_dali import train_dali
+from imagenet_dali.dataset import Split
+from imagenet_dali.records import RECORD, frame
+from imagenet_dali.testing import prepare_data, write_config
+
+SHARDS, PER_SHARD, IMAGE = 2, 1000, 100_000  # bytes of an image
+SAMPLES = SHARDS * PER_SHARD
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
+    """A split of 200 MB, whose images start with their number."""
+    root, rows = tmp_path_factory.mktemp("shards"), []
+    paths = [root / f"train-{number}" for number in range(SHARDS)]
+    for shard, path in enumerate(paths):
+        with path.open("wb") as file:
+            for number in range(shard * PER_SHARD, (shard + 1) * PER_SHARD):
+                record = frame(number.to_bytes(8, "little") * (IMAGE // 8))
+                rows.append((shard, file.tell(), len(record), 12, IMAGE, number % 7, 1, 1))
+                file.write(record)
+    return Split(root, "train", paths, np.array(rows, RECORD), [""] * 7, "")
+
+
+@pytest.mark.parametrize("dp_size", [1, 4])
+@pytest.mark.parametrize("kind", ["training", "evaluation"])
+def test_opens_and_reads_are_few_and_large(split: Split, kind: str, dp_size: int, monkeypatch) -> None:
+    counts, seen, pread, open_ = Counter(), [], os.pread, os.open
+
+    def counted_open(*args: object) -> int:
+        counts["opens"] += 1
+        return open_(*args)
+
+    def counted_pread(*args: int) -> bytes:
+        data = pread(*args)
+        counts.update(reads=1, bytes=len(data))
+        return data
+
+    monkeypatch.setattr("imagenet_dali.dataset.os.open", counted_open)
+    monkeypatch.setattr("imagenet_dali.dataset.os.pread", counted_pread)
+    place = dict(dp_size=dp_size, blocks=split.block_bounds(16_000_000))
+    for rank in range(dp_size):
+        if kind == "training":
+            sampler = TrainSampler(SAMPLES, 40, 10, dp_rank=rank, window=2, **place)
+        else:
+            sampler = EvalSampler(SAMPLES, 32, dp_rank=rank, **place)
+        reader = RecordReader(split)
+        for draw, records in reader.read(sampler.draws(0)):
+            numbers = draw.indices[: len(records)].tolist()
+            assert [(int.from_bytes(image[-8:], "little"), label) for image, label in records] == [
+                (number, number % 7) for number in numbers
+            ]
+            seen += numbers
+        reader.close()
+    assert sorted(seen) == list(range(SAMPLES))
+    assert counts["opens"] <= 0.01 * SAMPLES
+    assert counts["reads"] <= 0.02 * SAMPLES
+    assert counts["bytes"] / counts["reads"] >= 4e6
+    assert counts["bytes"] == sum(path.stat().st_size for path in split.shards)
+
+
+def test_a_run_in_blocks_resumes_to_the_bit_on_a_host_with_more_memory(tmp_path: Path, monkeypatch, capsys) -> None:
+    data, config = prepare_data(tmp_path / "data"), write_config(tmp_path)
+
+    def train(output: str, *flags: str, memory: int = 10**12) -> str:
+        monkeypatch.setattr("common.run.read_order.memory_bytes", lambda: memory)
+        said = [f"DATA.root={data}", "DATA.workers=1", "DATA.block=0.005", "NUM_EPOCHS=2", "CHECKPOINT_EVERY=4"]
+        words = [word for setting in said for word in ("--set", setting)]
+        train_dali.main(["--config", str(config), "--output", str(tmp_path / output), *words, *flags])
+        return capsys.readouterr().out
+
+    because = "since 0.1 MB of training shards exceed the 0.0 MB of memory; holding up to 0.1 MB of them per process\n"
+    assert f"reading in blocks, {because}" in train("whole", memory=1)
+    steps = {path.name: path for path in (tmp_path / "whole/checkpoints").iterdir()}
+    # a step into the second epoch
+    assert "reading in blocks, as before; " in train("resumed", "--resume", str(steps["step-00000004"]))
+    assert json.loads((tmp_path / "resumed/config.json").read_text())["config"]["DATA"]["order"] == "blocks"
+    resumed = newest_checkpoint(tmp_path / "resumed" / "checkpoints")
+    assert resumed.name == "step-00000006"
+    assert (resumed / "model.safetensors").read_bytes() == (steps[resumed.name] / "model.safetensors").read_bytes()
+    said = " ".join(train("other", "--dry-run").split())
+    assert "reading in random order, since 0.1 MB of training shards fit into the 1,000.0 GB of memory" in said

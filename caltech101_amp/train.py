@@ -10,6 +10,7 @@ from common.data.batch_augment import BatchAugment
 from common.data.color_augment import ColorAugment
 from common.data.mixup import MixupLoss
 from common.errors import run_command
+from common.model.freeze import freeze
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
 from common.optim.lr_schedule import build_lr_scheduler
@@ -24,6 +25,7 @@ def main(argv: list[str]) -> None:
 
     model = build_model(**config.MODEL)
     run.load_init(model)
+    freeze(model, config.FREEZE)
     model = shard_model(model)
     optimizer = build_optimizer(
         model, learning_rate=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY, **config.OPTIMIZER

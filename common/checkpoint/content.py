@@ -22,6 +22,7 @@ from common.errors import UserError
 from common.files import Count, Schema, read_json, regular_size
 from common.hardware import memory_bytes
 from common.metrics.writers import read_metrics
+from common.model.freeze import is_frozen
 from common.model.vit import parameter_count, parameter_shapes
 
 RANDOM, TRAINER, CONFIG, METRICS = "random.safetensors", "trainer.json", "config.json", "metrics.jsonl"
@@ -200,7 +201,8 @@ def _check_moments(file: Path, weights: Shapes, config: dict[str, Any], step: in
     """Raise `UserError` unless every parameter that is trained has the optimizer's state, of its shape."""
     options = config["OPTIMIZER"]
     names = MOMENTS[options["name"]] if options.get("momentum", 0.9) else ()
-    trained = [name for name in weights if name != "pos_embed" or config["MODEL"]["position"] == "learned"]
+    fixed = () if config["MODEL"]["position"] == "learned" else ("pos_embed",)
+    trained = [name for name in weights if name not in fixed and not is_frozen(name, config["FREEZE"])]
     wanted = {f"{key}/{name}": [] if key == "step" else weights[name] for key in names for name in trained}
     found = tensor_shapes(file)
     if step or found:

@@ -26,6 +26,7 @@ from common.launch.stop_signals import stop_signals
 from common.metrics.hook import MetricsHook
 from common.metrics.writers import read_metrics
 from common.model.ema import EmaHook
+from common.model.freeze import freeze
 from common.optim.build import build_optimizer
 from common.optim.lr_schedule import build_lr_scheduler
 from common.testing.checkpoints import build_about
@@ -96,7 +97,9 @@ def train(
     plan = build_plan(config, gpus, DataSummary(TRAIN, EVAL, MODEL["num_classes"], fingerprint=""))
     with launched(**config):
         torch.manual_seed(0)
-        model = shard_model(build_tiny_model(dropout=0.1))
+        model = build_tiny_model(dropout=0.1)
+        freeze(model, config["FREEZE"])
+        model = shard_model(model)
         optimizer = build_optimizer(model, "adamw", **OPTIMIZERS["adamw"])
         schedule = build_lr_scheduler(optimizer, "linear", plan.total_steps, plan.warmup_steps)
         rank = torch.distributed.get_rank()
@@ -144,13 +147,15 @@ ONE_EPOCH = {"NUM_EPOCHS": 1, "WARMUP_EPOCHS": 0}
         *(("none", amp, [(3, False)]) for amp in AMP if amp != "fp32"),
         ("dp2", "fp32", [(3, False), (4, True)]),
         ("dp2", "TORCH float16", [(3, False)]),
+        ("1d-2", "TORCH float16 head", [(3, False)]),
         *((mode, "fp32", [(3, False)]) for mode in ("1d-2", "2d-4", "3d-8", "dp2 x 1d-2")),
         pytest.param("2.5d-8", "fp32", [(3, False)], marks=pytest.mark.slow),
     ],
 )
 def test_resumes_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]], tmp_path: Path) -> None:
     gpus, parallel = CASES.get(mode, (2, None))
-    settings = {"parallel": parallel, "fp16": AMP[amp], "EMA": 0.0 if amp == "TORCH" else 0.9}
+    settings = {"parallel": parallel, "fp16": AMP[amp.removesuffix(" head")], "EMA": 0.0 if amp == "TORCH" else 0.9}
+    settings["FREEZE"] = "body" if amp.endswith(" head") else None
     epochs, steps = 2, STEPS
     if mode in CASES and gpus > 1:
         settings |= ONE_EPOCH
@@ -167,18 +172,19 @@ def test_resumes_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]],
         assert figures(pieces) == figures(tmp_path / "whole")
 
 
-def test_resumes_with_the_same_batches_in_another_mode(tmp_path: Path) -> None:
+@pytest.mark.parametrize("frozen", [None, "body"])
+def test_resumes_with_the_same_batches_in_another_mode(frozen: str | None, tmp_path: Path) -> None:
     """One process, then two of data parallelism, then four of 2d; without dropout the losses stay the same."""
-    no_dropout = {}
-    run_ranks(1, train, tmp_path / "whole", 1, no_dropout)
-    run_ranks(1, train, tmp_path / "run", 1, no_dropout, (2, False))
-    run_ranks(2, train, tmp_path / "run", 2, no_dropout, (5, False))
-    run_ranks(4, train, tmp_path / "run", 4, {"parallel": CASES["2d-4"][1]})
+    settings = {"FREEZE": frozen, "fp16": None}
+    run_ranks(1, train, tmp_path / "whole", 1, settings)
+    run_ranks(1, train, tmp_path / "run", 1, settings, (2, False))
+    run_ranks(2, train, tmp_path / "run", 2, settings, (5, False))
+    run_ranks(4, train, tmp_path / "run", 4, settings | {"parallel": CASES["2d-4"][1]})
     whole, pieces = figures(tmp_path / "whole"), figures(tmp_path / "run")
     assert [(r["kind"], r["step"]) for r in pieces] == [(r["kind"], r["step"]) for r in whole]
     for one, other in zip(whole, pieces, strict=True):
-        # the masks of dropout differ between ranks
-        assert one["loss"] == pytest.approx(other["loss"], rel=0.1)
+        # the masks of dropout, which a frozen body has none of, differ between ranks
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5 if frozen else 0.1)
 
 
 def test_averages_begin_at_the_weights_of_a_checkpoint_that_has_none(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def copy_state(
     parameters = dict(model.named_parameters())
     files = {MODEL: canonical_state(model), OPTIMIZER: _gather_moments(parameters, optimizer)}
     if averages is not None:
-        files[EMA] = ((name, gather_whole(parameters[name], value)) for name, value in averages.items())
+        files[EMA] = ((name, gather_whole(p, averages.get(name))) for name, p in parameters.items())
     buffers = {} if buffers is None else buffers
     copies = {file: _copy(tensors, buffers.setdefault(file, {})) for file, tensors in files.items()}
     if torch.cuda.is_available():
@@ -75,8 +75,8 @@ def load_state(
     _load_moments(path, load_file(path / OPTIMIZER), model, optimizer)
     if averages is not None:
         whole = load_file(path / EMA) if (path / EMA).exists() else weights
-        for name, parameter in model.named_parameters():
-            averages[name].copy_(cut_piece(parameter, whole[name]))
+        for name, average in averages.items():
+            average.copy_(cut_piece(model.get_parameter(name), whole[name]))
 
 
 def check_architecture(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -> None:

@@ -133,6 +133,46 @@ def test_a_run_that_resumes_does_not_start_again(saved: Path, data: Path, tmp_pa
     assert json.loads((last / "config.json").read_text())["config"]["INIT"] == str(saved)
 
 
+def test_the_head_alone_is_trained_and_resumed(trained: Path, data: Path, tmp_path: Path) -> None:
+    settings = ("FREEZE=body", "EMA=0.9", "MODEL.dropout=0.1", "LOG.every=1")
+    train(data, tmp_path / "whole", f"INIT={trained}", *settings)
+    train(data, tmp_path / "run", f"INIT={trained}", *settings, "MAX_STEPS=4")
+    train(data, tmp_path / "run", *settings)
+    source = load_file(newest_checkpoint(trained / "checkpoints") / "ema.safetensors")
+    whole, last = (newest_checkpoint(tmp_path / run / "checkpoints") for run in ("whole", "run"))
+    for file in ("model.safetensors", "ema.safetensors"):
+        weights = load_file(last / file)
+        assert (last / file).read_bytes() == (whole / file).read_bytes()
+        assert {name for name in weights if not torch.equal(weights[name], source[name])} == {
+            "head.weight",
+            "head.bias",
+        }
+    moments = {f"{key}/head.{name}" for key in ("step", "exp_avg", "exp_avg_sq") for name in ("weight", "bias")}
+    assert load_file(last / "optimizer.safetensors").keys() == moments
+    train(data, tmp_path / "tuned", *settings[1:], "FREEZE=None", "NUM_EPOCHS=3", flags=["--resume", str(last)])
+    tuned = load_file(newest_checkpoint(tmp_path / "tuned" / "checkpoints") / "model.safetensors")
+    assert not any(torch.equal(tensor, source[name]) for name, tensor in tuned.items())
+
+
+@pytest.mark.parametrize("flag", [None, "--dry-run"])
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (["FREEZE=body"], "FREEZE='body' without INIT would train a head on random weights: add --init, or leave"),
+        (
+            ["FREEZE=body", "OPTIMIZER.layer_decay=0.5"],
+            "FREEZE='body' trains the head alone, on which OPTIMIZER.layer_",
+        ),
+    ],
+)
+def test_a_head_on_nothing_is_refused(data: Path, tmp_path: Path, settings: list, line: str, flag: str | None) -> None:
+    ended = run_forked(lambda words: train(data, tmp_path / "run", *words, flags=[flag] if flag else []), settings)
+    assert ended.code == 2
+    assert line in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

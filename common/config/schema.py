@@ -271,6 +271,9 @@ class Config(Section):
         "weights to start from: a run, a checkpoint, a .safetensors file, a state_dict, a model of timm's by name, or "
         "hf-hub:USER/NAME; where they do not tell MODEL.heads, say that beside it",
     )
+    FREEZE: Literal[None, "body"] = key(
+        None, "`body`: train the head alone, on the features of `INIT`'s weights (linear probing)"
+    )
     MIXUP: Number = key(0.0, "alpha of Mixup's Beta distribution; 0: no Mixup", ge=0, le=1000)
     CUTMIX: Number = key(0.0, "alpha of CutMix's Beta distribution; beside `MIXUP`, half of the batches", ge=0, le=1000)
     THREE_AUGMENT: bool = key(False, "3-Augment (DeiT III): an image is made grey, solarised or blurred")
@@ -322,6 +325,11 @@ class Config(Section):
             raise ValueError(
                 f"WARMUP_EPOCHS={self.WARMUP_EPOCHS} leaves no epoch after warm-up: it must be less than "
                 f"NUM_EPOCHS={self.NUM_EPOCHS}"
+            )
+        if self.FREEZE and self.OPTIMIZER.layer_decay != 1:
+            raise ValueError(
+                f"FREEZE={self.FREEZE!r} trains the head alone, on which OPTIMIZER.layer_decay="
+                f"{self.OPTIMIZER.layer_decay} has no effect: set OPTIMIZER.layer_decay=1 or FREEZE=None"
             )
         if self.BCE_THRESHOLD is not None and self.LABEL_SMOOTHING:
             raise ValueError(

@@ -72,8 +72,9 @@ def _describe_plan(config: Mapping[str, Any], plan: Plan, data: DataSummary | No
     rows = {
         "processes": f"{counted(plan.gpus, 'GPU')} = {cut}",
         "global batch": plan.batch_formula(),
-        "parameters": f"{(count := parameter_count(**_model(config))):,} ({count / 1e6:.1f} M)",
-        "computation": f"{flops_per_image(_model(config)) / 1e9:.1f} GFLOP per image, forward and backward",
+        "parameters": _describe_parameters(config),
+        "computation": f"{flops_per_image(_model(config), config['FREEZE']) / 1e9:.1f} GFLOP per image, "
+        "forward and backward",
         "precision": _describe_precision(config, plan),
         **_describe_layer_decay(config),
         "memory per GPU": _describe_memory(estimate_step(config, plan.gpus, plan.micro_batch, plan.accumulation)),
@@ -84,6 +85,12 @@ def _describe_plan(config: Mapping[str, Any], plan: Plan, data: DataSummary | No
     end = f"; ends after {plan.last_step:,}" if plan.last_step < plan.total_steps else ""
     steps = f"{plan.steps_per_epoch} per epoch x {plan.epochs} = {plan.total_steps:,}, {plan.warmup_steps:,} of warm-up"
     return rows | {"data": images, "steps": steps + end}
+
+
+def _describe_parameters(config: Mapping[str, Any]) -> str:
+    model = _model(config)
+    count, head = parameter_count(**model), (model["width"] + 1) * model["num_classes"]
+    return f"{count:,} ({count / 1e6:.1f} M)" + (f", trained: {head:,} of the head" if config["FREEZE"] else "")
 
 
 def _describe_layer_decay(config: Mapping[str, Any]) -> dict[str, str]:

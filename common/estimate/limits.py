@@ -21,7 +21,8 @@ def check_limits(config: Mapping[str, Any], plan: Plan, memory: float, place: st
     model = config["MODEL"] | {"num_classes": config["MODEL"]["num_classes"] or 1}
     tensor, fp16 = plan.tensor_parallel, config["fp16"] or {}
     parameters, number = parameter_count(**model), 2 if fp16.get("opt_level") == "O3" else 4
-    state = parameters * number * (2 + MOMENTS[config["OPTIMIZER"]["name"]]) // tensor
+    trained = parameters if config["FREEZE"] is None else (model["width"] + 1) * model["num_classes"]
+    state = number * (parameters + trained * (1 + MOMENTS[config["OPTIMIZER"]["name"]])) // tensor
     if state > memory:
         raise UserError(
             f"MODEL.width={model['width']}, depth={model['depth']}, num_classes={model['num_classes']}: "

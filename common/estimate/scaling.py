@@ -18,7 +18,7 @@ ASSUMED_MFU = 0.23  # of an H100's peak: 2,100 images/s of ViT-B/16 at 224 pixel
 BEST_MFU = 0.40  # compiled, with a bfloat16 residual stream
 LAUNCH = 1e-3  # seconds a block and micro-batch take at least: about 100 kernels, which the host starts one by one
 MEMORY_BANDWIDTH = 2e12  # bytes/s that an optimizer's kernels reach of an H100's 3.35e12
-TRAFFIC = {"lamb": 14, "adamw": 7, "sgd": 5}  # float32 numbers read and written per parameter and update
+TRAFFIC = {"lamb": 14, "adamw": 7, "sgd": 5}  # numbers read and written per trained parameter and update
 USABLE = 0.9  # of a GPU's memory; CUDA's context, NCCL's buffers and fragmentation have the rest
 BACKWARD_SHARE = 2 / 3  # of the time of both passes
 WHOLE = {"mode": None, "size": 1}
@@ -134,7 +134,7 @@ def _predict(
             fits=estimate.peak <= usable,
             compute=compute,
             launches=LAUNCH * config["MODEL"]["depth"] * accumulation,
-            update=4 * TRAFFIC[config["OPTIMIZER"]["name"]] * estimate.parameters / MEMORY_BANDWIDTH,
+            update=TRAFFIC[config["OPTIMIZER"]["name"]] * estimate.gradients / MEMORY_BANDWIDTH,
             decode=samples / cluster.decode,
             communication=between_ranks + gradients,
             hidden=min(gradients, overlap),

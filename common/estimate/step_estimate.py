@@ -30,6 +30,7 @@ from common.estimate.memory import TensorMemory
 from common.estimate.traffic import Traffic
 from common.model.ema import EmaHook
 from common.model.flops import FlopCount
+from common.model.freeze import freeze
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
 
@@ -156,6 +157,7 @@ def _build(model: nn.Module, config: Mapping[str, Any]) -> tuple[nn.Module, Opti
     for layer in model.modules():
         for name, parameter in layer.named_parameters(recurse=False):
             setattr(layer, name, nn.Parameter(torch.empty(parameter.shape), parameter.requires_grad))
+    freeze(model, config["FREEZE"])
     model = shard_model(model)
     optimizer = build_optimizer(model, weight_decay=config["WEIGHT_DECAY"], **config["OPTIMIZER"])
     engine, *_ = initialize(model, optimizer, nn.CrossEntropyLoss(label_smoothing=config["LABEL_SMOOTHING"]))

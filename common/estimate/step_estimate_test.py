@@ -14,6 +14,7 @@ from common.colossal import AMP_TYPE, initialize, resolve_parallel, shard_model
 from common.config.load import load_config
 from common.estimate.step_estimate import estimate_step
 from common.estimate.traffic import Traffic
+from common.model.freeze import freeze
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
 from common.testing.parity_cases import CASES
@@ -34,7 +35,9 @@ def build_config(processes: int, parallel: dict | None, model: dict[str, Any], *
 
 def train(config: dict[str, Any], micro_batch: int, accumulation: int) -> Traffic:
     """Train as a task does; return the traffic of the last step."""
-    model = shard_model(build_model(**config["MODEL"]))
+    model = build_model(**config["MODEL"])
+    freeze(model, config["FREEZE"])
+    model = shard_model(model)
     optimizer = build_optimizer(model, **config["OPTIMIZER"])
     engine, *_ = initialize(model, optimizer, torch.nn.CrossEntropyLoss())
     engine.train()
@@ -109,6 +112,7 @@ CHECKPOINT = {"activation_checkpoint": True}
 @pytest.mark.parametrize(
     ("model", "fp16", "optimizer", "micro_batch", "accumulation"),
     [
+        (SMALL | {"frozen": "body"}, TORCH, "adamw", 8, 2),
         (SMALL, None, "lamb", 8, 2),
         (SMALL, TORCH, "adamw", 8, 1),
         (SMALL | CHECKPOINT, None, "adamw", 8, 1),
@@ -123,7 +127,8 @@ CHECKPOINT = {"activation_checkpoint": True}
     ],
 )
 def test_memory_is_within_a_tenth_of_the_measured(model, fp16, optimizer, micro_batch, accumulation):
-    config = build_config(1, None, model, fp16=fp16, OPTIMIZER={"name": optimizer})
+    model = dict(model)
+    config = build_config(1, None, model, fp16=fp16, OPTIMIZER={"name": optimizer}, FREEZE=model.pop("frozen", None))
     (measured,) = run_ranks(1, measure_peak, config, micro_batch, accumulation)
     assert estimate_step(config, 1, micro_batch, accumulation, "cpu").peak == pytest.approx(measured, rel=0.1)
 

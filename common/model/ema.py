@@ -16,13 +16,13 @@ class EmaHook(BaseHook):
     run resumes with the same averages. A skipped update counts as a step, with weights that stayed as they were.
 
     Attributes:
-        averages: by the parameters' names, float32; of a sharded model this rank's pieces.
+        averages: of the parameters that are trained, by name, float32; of a sharded model this rank's pieces.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         super().__init__(priority=5)  # before a checkpoint is saved, which holds the weights themselves too
         self.decay = decay
-        self.parameters = dict(model.named_parameters())
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.averages = {name: p.detach().float().clone() for name, p in self.parameters.items()}
         self._weights: list[Tensor] = []  # while the averages take their place
 

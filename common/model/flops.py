@@ -25,11 +25,12 @@ PEAKS = {
 MEASURING = 0.15  # seconds
 
 
-def flops_per_image(model: Mapping[str, Any]) -> int:
+def flops_per_image(model: Mapping[str, Any], frozen: str | None = None) -> int:
     """Return the FLOPs that forward and backward pass of ``model`` (the config's MODEL) need for an image.
 
     Two for each multiplication and addition of the matrix products, attention's included, in the forward pass, times 3
-    for both passes; recomputation to save memory does not count. This is the convention of PaLM (arXiv 2204.02311,
+    for both passes; recomputation to save memory does not count. A body that FREEZE, ``frozen``, names has no backward
+    pass, and the head then only that of its weights. This is the convention of PaLM (arXiv 2204.02311,
     appendix B) and of torchtitan.
     """
     a = parse_model_arguments(dict(model))
@@ -38,17 +39,23 @@ def flops_per_image(model: Mapping[str, Any]) -> int:
     embedding = patches * 3 * a.patch_size**2 * a.width
     layers = tokens * a.width * (3 * a.width + a.width + 2 * hidden)
     attention = 2 * tokens**2 * a.width
-    return 3 * 2 * (embedding + a.depth * (layers + attention) + a.width * a.num_classes)
+    body, head = embedding + a.depth * (layers + attention), a.width * a.num_classes
+    return 2 * (body + 2 * head) if frozen else 3 * 2 * (body + head)
 
 
 def peak_images_per_s(
-    model: Mapping[str, Any], fp16: Mapping[str, Any] | None, gpus: int, device: torch.device
+    model: Mapping[str, Any],
+    fp16: Mapping[str, Any] | None,
+    gpus: int,
+    device: torch.device,
+    frozen: str | None = None,
 ) -> float:
     """Return the images/s at which ``gpus`` such devices would train at their peak, in the precision of ``fp16``.
 
-    Model FLOPs utilisation is the rate that is reached over this one. ``model`` and ``fp16`` are the config's.
+    Model FLOPs utilisation is the rate that is reached over this one. ``model``, ``fp16`` and ``frozen`` (FREEZE) are
+    the config's.
     """
-    return gpus * peak_flops(device, compute_dtype(fp16, device.type)) / flops_per_image(model)
+    return gpus * peak_flops(device, compute_dtype(fp16, device.type)) / flops_per_image(model, frozen)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from common.colossal import initialize, shard_model
 from common.errors import UserError
 from common.hardware import peak_memory
+from common.model.freeze import freeze
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
 from common.optim.lr_schedule import build_lr_scheduler
@@ -54,7 +55,9 @@ class MeasuredRun:
             **run.data_parallel,
         )
         self._memory_before = peak_memory()
-        self.model = shard_model(build_model(**config["MODEL"]))
+        model = build_model(**config["MODEL"])
+        freeze(model, config["FREEZE"])
+        self.model = shard_model(model)
         optimizer = build_optimizer(
             self.model,
             learning_rate=config["LEARNING_RATE"],

@@ -33,7 +33,7 @@ def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int, roo
     if not reasons:
         return None
     warning = f"warning: training on the CPU: {'; '.join(reasons)}"
-    seconds = total_batch / peak_images_per_s(model, config["fp16"], processes, torch.device("cpu"))
+    seconds = total_batch / peak_images_per_s(model, config["fp16"], processes, torch.device("cpu"), config["FREEZE"])
     if seconds < 0.1:
         return warning
     duration = f"{seconds:.2g} s" if seconds < 100 else f"{seconds / 60:,.0f} min"

@@ -64,7 +64,7 @@ class Run:
         if self.is_main:
             write_start(self.output, self.about, self.start_from)
         start = self.about["starts"][-1]["step"]
-        peak = peak_images_per_s(config["MODEL"], config["fp16"], self.plan.gpus, self.device)
+        peak = peak_images_per_s(config["MODEL"], config["fp16"], self.plan.gpus, self.device, config["FREEZE"])
         metrics = MetricsHook(
             self.plan, self.output, is_main=self.is_main, peak_samples_per_s=peak, start=start, **config["LOG"]
         )

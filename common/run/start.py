@@ -16,6 +16,7 @@ from common.checkpoint.resume import AUTO, NEVER, ask_first_rank, note_start
 from common.checkpoint.save import CONFIG
 from common.colossal import MixedPrecision, progress, shutdown
 from common.config.batch_plan import DataSummary, Plan
+from common.errors import UserError
 from common.estimate.cluster import parse_cluster
 from common.estimate.dry_run import IMAGENET, print_dry_run
 from common.files import lock_folder
@@ -48,7 +49,7 @@ def start_run(
     prepared = config, plan, data, precision = prepare_run(args, launch, describe_data, base)
     if args.dry_run:
         if launch.rank == 0:
-            notes = {"weights": _check_init(config, args) if config["INIT"] else ""}
+            notes = {"weights": _check_init(config, args)}
             if data:
                 config["DATA"]["order"], notes["reading"] = choose_order(config, data, plan.data_parallel)
             images = getattr(sys.modules[describe_data.__module__], "TRAIN_SAMPLES", IMAGENET)
@@ -58,8 +59,7 @@ def start_run(
     stop_signals.install(launch.launcher == "torch", progress, config["TIMEOUT"])
     output = Path(args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem).resolve()
     start(launch, config)
-    if config["INIT"] and args.resume in (AUTO, NEVER):
-        # before anything is written; a run that is there has been started already
+    if args.resume in (AUTO, NEVER):  # before anything is written; a run that is there has been started already
         ask_first_rank(lambda: (output / CONFIG).exists() or _check_init(config, args))
     measurement, start_from = _build_measurement(args, output, launch.rank == 0), None
     if measurement:  # from the first step on, and in as many epochs as it takes
@@ -90,10 +90,17 @@ def start_run(
 
 
 def _check_init(config: Mapping[str, Any], args: argparse.Namespace) -> str:
-    """Refuse INIT where its weights do not fit; return what starting from them would say.
+    """Refuse INIT where its weights do not fit, and FREEZE without it; return what starting from them would say.
 
     MODEL.heads counts as stated on the command line, and in a config file that says INIT too.
     """
+    if not config["INIT"]:
+        if config["FREEZE"] and args.resume in (AUTO, NEVER):
+            raise UserError(
+                f"FREEZE={config['FREEZE']!r} without INIT would train a head on random weights: add --init, or leave "
+                "FREEZE out"
+            )
+        return ""
     keys = {setting.partition("=")[0] for setting in args.set}
     heads_stated = bool(keys & {"MODEL", "MODEL.heads"}) or not (args.init or "INIT" in keys)
     classes = config["MODEL"]["num_classes"]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.colossal import BaseHook, Engine, ParallelMode, Trainer, gpc, initialize, shard_model
+from common.model.freeze import freeze
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
 
@@ -79,10 +80,15 @@ class Losses(BaseHook):
 
 
 def build_engine(
-    optimizer_name: str, criterion: Callable[..., Tensor] = blended_loss, **arguments: Any
+    optimizer_name: str,
+    criterion: Callable[..., Tensor] = blended_loss,
+    frozen: str | None = None,
+    **arguments: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer, Engine]:
     """Build model, optimizer and engine in the mode of the launch."""
-    model = shard_model(build_tiny_model(**arguments))
+    model = build_tiny_model(**arguments)
+    freeze(model, frozen)
+    model = shard_model(model)
     optimizer = build_optimizer(model, optimizer_name, **OPTIMIZERS[optimizer_name])
     return model, optimizer, initialize(model, optimizer, criterion)[0]
 

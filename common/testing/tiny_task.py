@@ -19,6 +19,7 @@ from common.data import photographs
 from common.data.image_folder import FolderSplit, list_files
 from common.data.loader import Loader
 from common.data.photographs import build_eval_crop
+from common.model.freeze import freeze
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
 from common.optim.lr_schedule import build_lr_scheduler
@@ -70,6 +71,7 @@ def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -
     config, plan = gpc.config, run.plan
     model = build_model(**config.MODEL)
     run.load_init(model)
+    freeze(model, config.FREEZE)
     model = shard_model(model)
     optimizer = build_optimizer(model, learning_rate=config.LEARNING_RATE, weight_decay=0.0, **config.OPTIMIZER)
     lr_scheduler = build_lr_scheduler(optimizer, config.LR_SCHEDULE, plan.total_steps, plan.warmup_steps)

@@ -111,7 +111,8 @@ class Linear3D(Linear):
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter, *, second: bool = False) -> None:
         super().__init__(weight, bias)
         self.groups = (OUTPUT_3D, WEIGHT_3D, INPUT_3D) if second else (INPUT_3D, WEIGHT_3D, OUTPUT_3D)
-        register_async_grad_hook(weight)  # which collects the gradient that the product has left on its way
+        if weight.requires_grad:
+            register_async_grad_hook(weight)  # which collects the gradient that the product has left on its way
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         return Matmul3D.apply(x, weight, id(self.weight), *self.groups)

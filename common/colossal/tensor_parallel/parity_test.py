@@ -3,8 +3,8 @@
 python -m common.colossal.tensor_parallel.parity_test          # prints the table; --slow adds 16 processes
 
 Compared in float32, from the same weights and data: losses, clipped gradients and weights after 3 accumulated steps of
-AdamW and SGD, and of LAMB on a model with LayerScale and registers, with layer decay, Mixup and label smoothing. An
-error is max|a - b| / max|b| of the worst tensor.
+AdamW and SGD, and of LAMB on a model with LayerScale and registers, with layer decay, Mixup and label smoothing, and of
+the head alone. An error is max|a - b| / max|b| of the worst tensor.
 """
 
 import functools
@@ -34,17 +34,24 @@ from common.testing.ranks import launched, run_ranks
 TOLERANCE = 1e-5
 SLOW = [case for case, (processes, _) in CASES.items() if processes == 16]
 FAST = [case for case in CASES if case not in SLOW]
-# by optimizer: what the model has beside the plain one's parts
-TRAINED_WITH = {"adamw": {}, "lamb": {"init_values": 0.5, "reg_tokens": 2, "no_embed_class": True}, "sgd": {}}
+# optimizer, what is frozen, and what the model has beside the plain one's parts
+TRAINED = {
+    "adamw": ("adamw", None, {}),
+    "lamb": ("lamb", None, {"init_values": 0.5, "reg_tokens": 2, "no_embed_class": True}),
+    "sgd": ("sgd", None, {}),
+    "lamb, head": ("lamb", "body", {"dropout": 0.1, "drop_path": 0.1}),
+}
 Curve = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]  # losses, gradients, weights
 
 
 @functools.cache
-def plain_training(optimizer_name: str) -> Curve:
+def plain_training(name: str) -> Curve:
     """Train in one process with nothing of this project but model and optimizer."""
-    model = build_tiny_model(**TRAINED_WITH[optimizer_name])
+    optimizer_name, frozen, arguments = TRAINED[name]
+    model, losses = build_tiny_model(**arguments), []
+    if frozen:
+        model.eval().requires_grad_(False).head.requires_grad_(True)
     optimizer = build_optimizer(model, optimizer_name, **OPTIMIZERS[optimizer_name])
-    losses = []
     for number, (images, labels) in enumerate(micro_batches(), start=1):
         loss = blended_loss(model(images), **labels)
         losses.append(loss.item())
@@ -55,7 +62,7 @@ def plain_training(optimizer_name: str) -> Curve:
             optimizer.step()
             if number < STEPS * ACCUMULATION:
                 optimizer.zero_grad()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     return losses, gradients, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -64,10 +71,11 @@ def sharded_training(config: dict[str, Any]) -> dict[str, tuple[Curve, dict[str,
     answers = {}
     with launched(**config, clip_grad_norm=MAX_NORM, gradient_accumulation=ACCUMULATION):
         place = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
-        for name in TRAINED_WITH:
-            model, _, engine = build_engine(name, **TRAINED_WITH[name])
+        for name, (optimizer_name, frozen, arguments) in TRAINED.items():
+            model, optimizer, engine = build_engine(optimizer_name, frozen=frozen, **arguments)
             losses = fit(engine, list(micro_batches(STEPS, *place)))
-            gradients = {name: gather_whole(p, p.grad) for name, p in model.named_parameters()}
+            gradients = {name: gather_whole(p, p.grad) for name, p in model.named_parameters() if p.requires_grad}
+            assert len(optimizer.state) == len(gradients)
             weights = {name: gather_whole(p) for name, p in model.named_parameters()}
             pieces = {name: (_coordinates(p), p.detach()) for name, p in model.named_parameters()}
             answers[name] = (losses, gradients, weights), pieces
@@ -109,11 +117,13 @@ def measure(processes: int, **config: Any) -> dict[str, dict[str, float]]:
     """Return, for each optimizer, the errors of losses, gradients and weights; assert that copies agree bit for bit."""
     by_rank = run_ranks(processes, sharded_training, config)
     table = {}
-    for name in TRAINED_WITH:
+    for name, (_, _, arguments) in TRAINED.items():
         plain_losses, plain_gradients, plain_weights = plain_training(name)
         losses, gradients, weights = by_rank[0][name][0]
         assert disagreements([answers[name][1] for answers in by_rank]) == []
         assert all(answers[name][0][0] == losses for answers in by_rank)
+        initial = build_tiny_model(**arguments).state_dict()
+        assert all(torch.equal(weights[key], initial[key]) != (key in gradients) for key in weights), name
         table[name] = {
             "loss": max(abs(a - b) / b for a, b in zip(losses, plain_losses, strict=True)),
             "gradient": error(gradients, plain_gradients),
@@ -145,13 +155,13 @@ def test_data_parallel_alone_equals_one_process(config: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    print(f"{'mode':<14} {'processes':>9}  {'optimizer':<9} {'loss':>8} {'gradient':>8} {'weight':>8}")
+    print(f"{'mode':<14} {'processes':>9}  {'trained':<10} {'loss':>8} {'gradient':>8} {'weight':>8}")
     worst = 0.0
     for case in FAST + (SLOW if "--slow" in sys.argv else []):
         for name, errors in measure(CASES[case][0], parallel=CASES[case][1]).items():
             worst = max(worst, *errors.values())
             figures = " ".join(f"{value:8.1e}" for value in errors.values())
-            print(f"{case:<14} {CASES[case][0]:>9}  {name:<9} {figures}", flush=True)
+            print(f"{case:<14} {CASES[case][0]:>9}  {name:<10} {figures}", flush=True)
     print(f"worst: {worst:.1e}, allowed: {TOLERANCE:.0e}; copies agree bit for bit")
     return int(worst >= TOLERANCE)
 

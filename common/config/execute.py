@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import sys
+import traceback
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,8 +17,10 @@ from common.config.fields import check_given
 from common.config.schema import PREDEFINED, Config
 from common.config.settings import Overrides, override
 from common.errors import UserError
+from common.files import read_bytes
 
 FOLDER = Path(configs.__path__[0])
+NAME = "config"  # of the module that a config file is run as
 
 
 def execute(path: Path, overrides: Overrides, used: set[str] | None = None) -> dict[str, Any]:
@@ -27,15 +30,25 @@ def execute(path: Path, overrides: Overrides, used: set[str] | None = None) -> d
     derive follows: after ``TOTAL_BATCH_SIZE = 512`` their ``BATCH_SIZE = TOTAL_BATCH_SIZE // 2`` is 256. ``used``
     collects the names that the files read.
 
-    Raises `UserError` for a file that does not run.
+    Raises `UserError` for a file that does not run, with the line that fails.
     """
     try:
         with blaming({key: value[0] for key, value in overrides.items() if isinstance(value, tuple)}):
             return _run(path, overrides, set() if used is None else used)
     except UserError:
         raise
-    except Exception as error:
-        raise UserError(f"{path}: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        message = error.msg if isinstance(error, SyntaxError) else error
+        raise UserError(f"{_place(error, path)}: {type(error).__name__}: {message}") from error
+
+
+def _place(error: BaseException, path: Path) -> str:
+    """Return the config file and line at which ``error`` arose; ``path`` if none is known."""
+    if isinstance(error, SyntaxError) and error.lineno:
+        return f"{error.filename}, line {error.lineno}"
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [(frame.f_code.co_filename, line) for frame, line in frames if frame.f_globals.get("__name__") == NAME]
+    return f"{lines[-1][0]}, line {lines[-1][1]}" if lines else str(path)
 
 
 @contextmanager
@@ -55,7 +68,7 @@ def blaming(values: Mapping[str, Any], where: str = "") -> Iterator[None]:
 
 
 def _run(path: Path, overrides: Overrides, used: set[str]) -> dict[str, Any]:
-    tree = ast.parse(path.read_text(), str(path))
+    tree = ast.parse(read_bytes(path), str(path))
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     used |= {node.id for node in names if isinstance(node.ctx, ast.Load)}
     stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
@@ -72,7 +85,7 @@ def _run(path: Path, overrides: Overrides, used: set[str]) -> dict[str, Any]:
 def _execute(
     code: types.CodeType, path: Path, overrides: Overrides, in_bases: Overrides, used: set[str]
 ) -> dict[str, Any]:
-    namespace = {"__name__": "config", "__file__": str(path), **PREDEFINED}
+    namespace = {"__name__": NAME, "__file__": str(path), **PREDEFINED}
     with _base_configs(in_bases, used):
         exec(code, namespace, _Assignments(namespace, overrides))  # pyright: ignore[reportArgumentType]
     skipped = (types.ModuleType, type)

@@ -15,6 +15,7 @@ from common.config.originals import RENAMED, fill_in, translate
 from common.config.schema import Config, Data, plain_values
 from common.config.settings import override, parse_settings
 from common.errors import UserError, did_you_mean, is_first_process
+from common.files import short_path
 
 
 def load_config(name: str, settings: Sequence[str] = (), base: str | None = None) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def find_config(name: str, base: str | None = None) -> Path:
     if stem in recipes:
         return FOLDER / f"{stem}.py"
     raise UserError(
-        f"--config {name}: no such file or recipe{did_you_mean(stem, recipes)}; recipes: {', '.join(recipes)}"
+        f"--config {name}: no such file or recipe{did_you_mean(stem, recipes)}; ls {short_path(FOLDER)} lists them"
     )
 
 

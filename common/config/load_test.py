@@ -215,9 +215,12 @@ def test_a_wrong_setting_is_refused(write, settings, words):
         (MINIMAL + "SEED = float('nan')", "SEED=nan: expected integer"),
         (MINIMAL + "LEARNING_RATE = float('nan')", "LEARNING_RATE=nan: expected number"),
         (MINIMAL + "SEED = 10**5000", "SEED=<integer of 16610 bits>: expected"),
-        (MINIMAL + "SEED = 1 +", "SyntaxError"),
-        (MINIMAL + "SEED = SEDE", "NameError"),
-        ("from configs.vit_b17 import *", "No module named 'configs.vit_b17'"),
+        (MINIMAL + "SEED = 1 +", "config.py, line 4: SyntaxError: invalid syntax$"),
+        (MINIMAL + "SEED = (1,\n  SEDE)", "config.py, line 5: NameError: name 'SEDE' is not defined$"),
+        (MINIMAL + "WARMUP_EPOCHS = NUM_EPOCHS / 0", "config.py, line 4: ZeroDivisionError: division by zero$"),
+        (MINIMAL + "SEED = int([])", r"config.py, line 4: TypeError: int\(\) argument must be"),
+        (MINIMAL + "import sys\nsys.exit(0)", "config.py, line 5: SystemExit: 0$"),
+        ("from configs.vit_b17 import *", "config.py, line 1: .*No module named 'configs.vit_b17'"),
         (
             MINIMAL + "TENSOR_PARALLEL_SIZE = 2\nparallel = dict(tensor=dict(size=4, mode='2d'))",
             "TENSOR_PARALLEL_SIZE=2, .* contradict parallel.tensor",
@@ -256,7 +259,7 @@ def test_a_config_that_was_written_as_json_is_the_same(write):
 
 
 def test_a_missing_config_names_the_nearest():
-    with pytest.raises(UserError, match="did you mean 'vit-b16'"):
+    with pytest.raises(UserError, match="did you mean 'vit-b16'.; ls .*configs lists them$"):
         find_config("vit-b61")
 
 

@@ -103,9 +103,12 @@ def shrink_micro_batch(config: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     """Return ``config`` with no larger micro-batch than ``gpus`` processes have samples of the global batch."""
     if config["TOTAL_BATCH_SIZE"] is None:
         return dict(config)
-    samples = config["TOTAL_BATCH_SIZE"] // max(1, gpus // config["parallel"]["tensor"]["size"])
+    groups = max(1, gpus // config["parallel"]["tensor"]["size"])
+    samples, rest = divmod(config["TOTAL_BATCH_SIZE"], groups)
     micro = config["MICRO_BATCH_SIZE"]
-    return {**config, "MICRO_BATCH_SIZE": min(micro, max(samples, 1)) if micro else None}
+    if micro and samples < micro:
+        micro = None if rest else samples
+    return {**config, "MICRO_BATCH_SIZE": micro}
 
 
 def _cut(config: Mapping[str, Any], total: int, data_parallel: int) -> tuple[int, int]:
@@ -113,16 +116,18 @@ def _cut(config: Mapping[str, Any], total: int, data_parallel: int) -> tuple[int
     micro, accumulation = config["MICRO_BATCH_SIZE"], config["gradient_accumulation"]
     if micro and accumulation and micro * accumulation * data_parallel != total:
         raise UserError(
-            f"MICRO_BATCH_SIZE={micro} x gradient_accumulation={accumulation} x {data_parallel} data-parallel "
-            f"processes is {micro * accumulation * data_parallel}, not TOTAL_BATCH_SIZE={total}: "
-            "set one of the first two to None, and it is derived"
+            f"MICRO_BATCH_SIZE={micro} x gradient_accumulation={accumulation} x {data_parallel} processes is "
+            f"{micro * accumulation * data_parallel}, not TOTAL_BATCH_SIZE={total}: set one of the first two to None"
         )
-    said = f"MICRO_BATCH_SIZE={micro}" if micro else f"gradient_accumulation={accumulation or 1}"
     unit = (micro or accumulation or 1) * data_parallel
     if total % unit:
+        said = (
+            f"MICRO_BATCH_SIZE={micro} x " if micro else f"gradient_accumulation={accumulation} x " * bool(accumulation)
+        )
+        either = ", or MICRO_BATCH_SIZE=None" if micro and not total % data_parallel else ""
         raise UserError(
-            f"TOTAL_BATCH_SIZE={total} is not divisible by {said} x {data_parallel} data-parallel processes; "
-            f"nearest that does: {nearest_multiples(total, unit)}"
+            f"TOTAL_BATCH_SIZE={total} is not a multiple of {said}{counted(data_parallel, 'data-parallel process')}: "
+            f"set it to {nearest_multiples(total, unit)}{either}"
         )
     micro, accumulation = (micro, total // unit) if micro else (total // unit, accumulation or 1)
     stated = config["BATCH_SIZE"]

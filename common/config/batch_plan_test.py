@@ -54,9 +54,15 @@ def test_max_steps_ends_the_run_and_leaves_the_schedule():
         (
             dict(TOTAL_BATCH_SIZE=100, gradient_accumulation=3),
             2,
-            "TOTAL_BATCH_SIZE=100 .* nearest that does: 96 or 102",
+            "=3 x 2 data-parallel processes: set it to 96 or 102$",
         ),
-        (dict(TOTAL_BATCH_SIZE=100, MICRO_BATCH_SIZE=256), 1, "MICRO_BATCH_SIZE=256 .* nearest that does: 256"),
+        (
+            dict(TOTAL_BATCH_SIZE=100, MICRO_BATCH_SIZE=256),
+            1,
+            "x 1 .* process: set it to 256, or MICRO_BATCH_SIZE=None$",
+        ),
+        (dict(TOTAL_BATCH_SIZE=33, MICRO_BATCH_SIZE=4), 8, "=4 x 8 .* processes: set it to 32 or 64$"),
+        (dict(TOTAL_BATCH_SIZE=33), 8, "not a multiple of 8 data-parallel processes: set it to 32 or 40$"),
         (dict(MICRO_BATCH_SIZE=256, gradient_accumulation=16), 4, "is 16384, not TOTAL_BATCH_SIZE=32768"),
         (dict(BATCH_SIZE=256, gradient_accumulation=16), 8, "BATCH_SIZE=256 is not .* = 2048"),
         (dict(parallel=dict(tensor=dict(size=4, mode="2d"))), 6, "size=4 does not divide .* 6: start 4 or 8"),
@@ -75,5 +81,7 @@ def test_what_does_not_divide_is_refused_with_the_nearest_that_does(keys, gpus, 
 
 def test_a_micro_batch_shrinks_to_what_a_process_has_of_the_global_batch():
     config = dict(TOTAL_BATCH_SIZE=1024, MICRO_BATCH_SIZE=256, parallel=dict(tensor=dict(size=2)))
-    assert [shrink_micro_batch(config, gpus)["MICRO_BATCH_SIZE"] for gpus in (2, 8, 16, 4096)] == [256, 256, 128, 1]
+    assert [shrink_micro_batch(config, gpus)["MICRO_BATCH_SIZE"] for gpus in (2, 8, 16, 4096)] == [
+        *(256, 256, 128, None)
+    ]
     assert shrink_micro_batch(config | dict(MICRO_BATCH_SIZE=None), 16)["MICRO_BATCH_SIZE"] is None

@@ -52,7 +52,10 @@ def prepare_run(
         config["MODEL"]["num_classes"] = _check_classes(config["MODEL"]["num_classes"], data)
     if args.dry_run:
         config = shrink_micro_batch(config, gpus)
-    plan = build_plan(config, gpus, data)
+    try:
+        plan = build_plan(config, gpus, data)
+    except UserError as error:
+        raise UserError(f"{error}{f' (planned for {gpus} GPUs)' * (gpus != launch.world_size)}") from None
     config["TOTAL_BATCH_SIZE"] = plan.total_batch
     precision = _check_builds(config, plan, args.dry_run)
     plan = replace(plan, dtype=name_dtype(precision.dtype))

@@ -41,7 +41,7 @@ def _open(root: Path, allow_download: bool) -> tuple[Path, list[str], dict[str, 
     if len(class_names) != CATEGORIES or len(files) < IMAGES:
         raise UserError(
             f"{folder}: {len(class_names)} categories with {len(files):,} images, not {CATEGORIES} with {IMAGES:,}; "
-            f"unpack {ARCHIVE} again, or let --set DATA.download=True download it into an empty folder"
+            f"unpack {ARCHIVE} again, or add --set DATA.download=True with an empty folder"
         )
     train, test = split_by_class(files, TEST_SHARE, SPLIT_SEED)
     return folder, class_names, {"train": train, "test": test}

@@ -25,8 +25,8 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     refuse_unused(data, (*photographs.UNUSED, "download"))
     if data.get("randaugment") and data["loader"] == "dali":
         raise UserError(
-            f"DATA.randaugment={data['randaugment']} needs DATA.loader='torchvision': DALI's RandAugment draws its own "
-            "random numbers, so a run could not be resumed exactly"
+            f"DATA.randaugment={data['randaugment']} needs DATA.loader='torchvision': with DALI's, a run could not be "
+            "resumed exactly"
         )
     train, validation = open_images(data, "train"), open_images(data, "validation")
     if isinstance(train, Split):

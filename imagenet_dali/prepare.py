@@ -91,7 +91,7 @@ def _verify(args: argparse.Namespace) -> None:
     if faults and not args.repair:
         raise UserError(
             f"{root}: faults found: {len(faults)}; {'--adopt' if args.adopt else '--check'} --repair continues without "
-            "bad records, up to --max-refused; or repair the files, or prepare the images again"
+            "bad records; or prepare the images again"
         )
     if faults:
         print(f"{root}: the records above are excluded; manifest.json lists them")

@@ -96,8 +96,7 @@ def _check_losses(
     if lost > 0 and lost + lost_earlier > max_refused * (before + lost_earlier):
         raise UserError(
             f"{root}: {lost + lost_earlier:,} of {before + lost_earlier:,} records are bad, more than "
-            f"{100 * max_refused:g}%: {join_some(faults)}; nothing was changed: copy the shards "
-            "from where the data set came from, or prepare the images again"
+            f"{100 * max_refused:g}%: {join_some(faults)}; nothing was changed: {COPY_BACK}"
         )
     for split, shards in splits.items():
         left = np.concatenate([shard.rows["label"] for shard in shards])

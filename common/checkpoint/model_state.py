@@ -14,7 +14,7 @@ from common.colossal import canonical_state, cut_piece, gather_whole, load_canon
 from common.errors import UserError
 
 MODEL, OPTIMIZER, EMA = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
-SHOWN = 10  # parameters that an error lists
+SHOWN = 3  # parameters that an error lists
 
 Tensors = dict[str, Tensor]
 
@@ -95,7 +95,7 @@ def check_shapes(path: Path, saved: Mapping[str, list[int]], wanted: Mapping[str
         shown = [f"{name} {saved.get(name, 'missing')} (model: {wanted.get(name, 'none')})" for name in names[:SHOWN]]
         more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         raise UserError(
-            f"{path} is of another architecture: {', '.join(shown)}{more}; load it with the MODEL it was trained with"
+            f"{path} is of another architecture: {', '.join(shown)}{more}; keep the MODEL it was trained with"
         )
 
 

@@ -54,9 +54,7 @@ def choose_checkpoint(resume: str, output: Path) -> Path | None:
     holds_run = (output / CONFIG).exists()
     if resume == NEVER:
         if holds_run:
-            raise UserError(
-                f"--output {output} holds another run: choose another folder, or leave out --resume never to resume it"
-            )
+            raise UserError(f"--output {output} holds another run: choose another folder, or leave out --resume never")
         return None
     if resume == AUTO:
         return _newest_intact(output / "checkpoints")
@@ -153,8 +151,8 @@ def check_changes(path: Path, config: Mapping[str, Any], output: Path, allowed: 
         if key in changed:
             then, now = changed[key]
             raise UserError(
-                f"{key}={now!r}: {path} was trained with {then!r}, on which its position in the data and its optimizer "
-                f"state depend; keep that, or start another run with --output DIR (--init {path} takes its weights)"
+                f"{key}={now!r}: {path} was trained with {then!r} and cannot be resumed with another; keep that, or "
+                "start another run with --output DIR (--init takes the weights)"
             )
     if not path.is_relative_to(output):
         return
@@ -163,10 +161,10 @@ def check_changes(path: Path, config: Mapping[str, Any], output: Path, allowed: 
         (key, (then, now)), more = next(iter(refused.items())), len(refused) - 1
         is_finished = finished_step(path, last_step) is not None
         allow = " ".join(f"--allow-change {name}" for name in refused)
-        ways = f"branch off with --resume {path} --output DIR, or change it from here on with {allow}"
+        ways = f"branch off with --resume {path} --output DIR, or add {allow}"
         if is_finished:
             ways = f"or raise NUM_EPOCHS and add {allow}"
-        others = f" (and {more} more: {', '.join(list(refused)[1:])})" if more else ""
+        others = f" (and {more} more differ)" if more else ""
         raise UserError(
             f"{key}={now!r}: the run in {output} {'is finished and ' * is_finished}was trained with {then!r}{others}; "
             f"keep that, start another run with --output DIR, {ways}"

@@ -114,8 +114,7 @@ def open_run(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> S
         return _open_checkpoint(path, "named", settings, raw)
     if not (path / CONFIG).is_file():
         raise UserError(
-            f"{name}: neither a run (it has no config.json) nor a checkpoint (no {MARKER}): name outputs/<run>, or a "
-            "folder in its checkpoints/"
+            f"{name}: neither a run (it has no config.json) nor a checkpoint (no {MARKER}): name outputs/<run>"
         )
     folder = path / "checkpoints"
     if (folder / BEST / MARKER).is_file():

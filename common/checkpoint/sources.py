@@ -75,7 +75,9 @@ def resolve_source(name: str) -> str:
         return str(Path(name).resolve())
     known = timm.list_pretrained(f"{name.partition('.')[0]}.*")
     if "." in name and name not in known:
-        raise UserError(f"{name}: timm has no such weights{did_you_mean(name, known)}; known are {', '.join(known)}")
+        raise UserError(
+            f"{name}: timm has no such weights{did_you_mean(name, known)}; timm.list_pretrained() lists all"
+        )
     cfg = get_pretrained_cfg(name)
     if cfg is None or not cfg.hf_hub_id:
         raise UserError(f"{name}: timm has no weights of it on the Hugging Face Hub; choose another")
@@ -113,8 +115,8 @@ def _read_file(name: str, file: Path) -> dict[str, Tensor]:
     except Exception as error:  # safetensors, torch and its unpickler have no type in common
         reason = (getattr(error, "strerror", None) or first_line(error)).removeprefix(f"{file}: ")
         raise UserError(
-            f"{name}: {file.name} holds no weights that can be read ({reason}): name a run, a checkpoint, a "
-            ".safetensors file, a state_dict that torch saved, a model of timm's, or hf-hub:<user>/<name>"
+            f"{name}: {file.name} holds no weights that can be read ({reason}): name a run, a checkpoint, a file of "
+            "weights, a timm model, or hf-hub:<user>/<name>"
         ) from error
     found = next((found[key] for key in WRAPPERS if isinstance(found, Mapping) and key in found), found)
     if not (isinstance(found, Mapping) and found and all(isinstance(value, Tensor) for value in found.values())):
@@ -150,8 +152,8 @@ def _open_hub(name: str) -> Source:
         raise
     except Exception as error:  # the Hub's, the network's and timm's have no type in common
         raise UserError(
-            f"{name}: not a model of timm's that can be read from the Hugging Face Hub ({first_line(error)}): check "
-            "the name and the network; for a private model set HF_TOKEN"
+            f"{name}: not a timm model that can be read from the Hugging Face Hub ({first_line(error)[:200]}): check "
+            "name and network; a private one needs HF_TOKEN"
         ) from error
 
 
@@ -173,8 +175,8 @@ def _heads_of_timm(name: str, architecture: str, arguments: Mapping[str, Any]) -
     pools = model.global_pool == ("token" if model.has_class_token else "avg") and not model.pool_include_prefix
     if not (has_gelu and has_norm and pools):
         raise UserError(
-            f"{name}: {architecture} has another activation, norm or pooling than the plain Vision Transformer of this "
-            "project; choose another"
+            f"{name}: {architecture} has another activation, norm or pooling than the plain Vision Transformer; choose "
+            "another"
         )
     return block.attn.num_heads
 

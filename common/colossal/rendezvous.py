@@ -95,8 +95,8 @@ def _await_ranks(store: dist.Store, rank: int, world_size: int, seconds: float, 
             names = store.get("absent").decode()
             time.sleep(20 * POLL if rank == 0 else 0)  # let the others read it: the store ends with rank 0
             raise UserError(
-                f"rank {names} of {world_size} processes did not start within {seconds:g} s (TIMEOUT): does its own "
-                "output say why, and was one started for every rank?"
+                f"rank {names} of {world_size} processes did not start within {seconds:g} s (TIMEOUT): see its own "
+                "output, and whether it was started"
             )
         time.sleep(POLL)
 

@@ -333,8 +333,8 @@ class Config(Section):
             )
         if self.BCE_THRESHOLD is not None and self.LABEL_SMOOTHING:
             raise ValueError(
-                f"BCE_THRESHOLD={self.BCE_THRESHOLD} makes every class on or off, which leaves nothing of "
-                f"LABEL_SMOOTHING={self.LABEL_SMOOTHING}: set LABEL_SMOOTHING=0 or BCE_THRESHOLD=None"
+                f"BCE_THRESHOLD={self.BCE_THRESHOLD} undoes LABEL_SMOOTHING={self.LABEL_SMOOTHING}: set "
+                "LABEL_SMOOTHING=0 or BCE_THRESHOLD=None"
             )
         return self
 

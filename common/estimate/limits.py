@@ -26,8 +26,8 @@ def check_limits(config: Mapping[str, Any], plan: Plan, memory: float, place: st
     if state > memory:
         raise UserError(
             f"MODEL.width={model['width']}, depth={model['depth']}, num_classes={model['num_classes']}: "
-            f"{parameters:.3g} parameters take {_gigabytes(state)} of each process with gradients and the optimizer's "
-            f"state, {place} has {_gigabytes(memory)}: make the model smaller, or cut it over more GPUs"
+            f"{parameters:.3g} parameters take {_gigabytes(state)} per process, {place} has {_gigabytes(memory)}: "
+            "make the model smaller, or cut it over more GPUs"
         )
     tokens, blocks = (model["image_size"] // model["patch_size"]) ** 2, model["depth"]
     stream = 2 * tokens * model["width"] * (1 if model["activation_checkpoint"] else blocks)
@@ -35,14 +35,13 @@ def check_limits(config: Mapping[str, Any], plan: Plan, memory: float, place: st
     if batch > memory:
         raise UserError(
             f"TOTAL_BATCH_SIZE={plan.total_batch}: micro-batches of {plan.micro_batch:,} images take at least "
-            f"{_gigabytes(batch)} of each process, {place} has {_gigabytes(memory)}: set MICRO_BATCH_SIZE, raise "
-            "gradient_accumulation or make the images smaller"
+            f"{_gigabytes(batch)}, {place} has {_gigabytes(memory)}: set MICRO_BATCH_SIZE or gradient_accumulation"
         )
     workers = config["DATA"]["workers"] or 0
     if workers * WORKER > memory:
         raise UserError(
-            f"DATA.workers={workers}: as many processes or threads take at least {_gigabytes(workers * WORKER)}, "
-            f"{place} has {_gigabytes(memory)}: leave DATA.workers out for one a core"
+            f"DATA.workers={workers}: they take at least {_gigabytes(workers * WORKER)}, {place} has "
+            f"{_gigabytes(memory)}: leave it out for one per core"
         )
 
 

@@ -137,10 +137,10 @@ def test_a_push_that_fails_says_why_and_keeps_the_export(hub: Hub, run: Path, tm
         (
             "hf-hub:user/none",
             None,
-            "hf-hub:user/none: not a model of timm's that can be read from the Hugging Face Hub",
+            "hf-hub:user/none: not a timm model that can be read from the Hugging Face Hub",
         ),
         ("hf-hub:user/x", {"architecture": "resnet18"}, "resnet18 is no plain Vision Transformer"),
-        ("hf-hub:user/x", {"architectures": ["ViT"]}, "hf-hub:user/x: not a model of timm's .*architecture"),
+        ("hf-hub:user/x", {"architectures": ["ViT"]}, "hf-hub:user/x: not a timm model .*architecture"),
         ("hf-hub:user/x", {"architecture": "vit_base_patch32_clip_quickgelu_224"}, "has another activation, norm or"),
     ],
 )

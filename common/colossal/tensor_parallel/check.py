@@ -44,8 +44,8 @@ def _check_size(mode: str | None, size: int, depth: int | None) -> None:
         raise UserError(f"parallel.tensor.depth={depth} goes with mode '2.5d', not with {mode!r}: remove it")
     if mode == "2.5d" and (not isinstance(depth, int) or depth < 1):
         raise UserError(
-            f"parallel.tensor.depth={depth}: mode '2.5d' needs the number of squares that make up the size; "
-            f"depth=1 goes with size 4 or 9, depth=2 with size 8 or 18"
+            f"parallel.tensor.depth={depth}: mode '2.5d' needs a size of depth x a square: depth=1 goes with 4 or 9, "
+            "depth=2 with 8 or 18"
         )
     shape, power = {"1d": ("a number", 1), "2d": ("a square", 2), "2.5d": (f"depth {depth} x a square", 2)}.get(
         mode, ("a cube", 3)

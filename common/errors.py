@@ -70,7 +70,12 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # by `end_quietly_on_ctrl_c`
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        main(argv)
+        try:
+            main(argv)
+        except SystemExit as ended:
+            if ended.code or not {"-h", "--help"} & set(argv):
+                raise
+            print()  # argparse ignores that it could not print its help
         sys.stdout.flush()
     except UserError as error:
         if "--debug" in argv:

@@ -181,7 +181,9 @@ def test_torchruns_own_lines_do_not_hide_a_mistake(config, tmp_path):
 
 
 @pytest.mark.parametrize(("reader", "code"), [("| true", 128 + 13), ("> /dev/full", 2)])
-def test_a_standard_output_that_takes_no_more_ends_quietly(reader, code):
-    program = "from common.errors import run_command; run_command(lambda argv: print('line\\n' * 80), [])"
-    answer = run(f'python -c "{program}" {reader}; exit ${{PIPESTATUS[0]}}', ROOT, code=code)
+@pytest.mark.parametrize("prints", ["print('line\\n' * 80)", "argparse.ArgumentParser().parse_args(argv)"])
+def test_a_standard_output_that_takes_no_more_ends_quietly(reader, code, prints):
+    program = f"import argparse; from common.errors import run_command; run_command(lambda argv: {prints})"
+    unbuffered = "-u" if "argparse" in prints else ""  # where argparse sees the error, and ignores it
+    answer = run(f'python {unbuffered} -c "{program}" --help {reader}; exit ${{PIPESTATUS[0]}}', ROOT, code=code)
     assert answer.stderr.splitlines() == ([FULL] if "full" in reader else [])

@@ -27,7 +27,7 @@ from fuzzing.files import ENTRY, NAME, checkpoint_example, data_example, images_
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from common.errors import UserError, printable
+from common.errors import UserError, printable, run_command
 from common.table import format_table
 
 SECONDS, MEMORY, LINE = 20, 2 << 30, 4000
@@ -110,12 +110,12 @@ def fuzz(kind: str, examples: int, number: int) -> Counter:
     return outcomes
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=int, default=5000, help="of all kinds together (default: 5000)")
     parser.add_argument("--seed", type=int, default=0, help="of the random choices (default: 0)")
     parser.add_argument("--only", choices=KINDS, help="one kind alone")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     kinds, rows = [args.only] if args.only else list(KINDS), []
     for kind in kinds:
         started = time.perf_counter()
@@ -130,4 +130,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(lambda argv: sys.exit(main(argv)))

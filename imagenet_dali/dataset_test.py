@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -67,6 +68,10 @@ class Evil:
 
 FAULTS = {
     "missing shard": (lambda root: (root / "train" / FIRST).unlink(), f"{FIRST}: missing"),
+    "large shard": (
+        lambda root: os.truncate(root / "train" / FIRST, 1 << 42),
+        f"{FIRST}: 4398046511104 bytes, more than the",
+    ),
     "truncated shard": (lambda root: truncate(root / "train" / FIRST), f"{FIRST}: .* bytes, not .* as in the manifest"),
     "missing index": (lambda root: (root / "idx_files/train" / f"{FIRST}.idx").unlink(), r"idx: missing, .* no index"),
     "missing indexes": (lambda root: shutil.rmtree(root / "idx_files"), r"idx: missing, the shard has no index"),
@@ -96,9 +101,10 @@ def test_files_that_do_not_fit_the_manifest_are_refused(data, name, monkeypatch)
     corrupt(data)
     with pytest.raises(UserError, match=message) as caught:
         open_split(data, "train")
-    copy_back = name in ("missing shard", "missing labels", "short labels")
+    copy_back = name in ("missing shard", "large shard", "missing labels", "short labels")
     assert ("copy it from where" if copy_back else f"prepare --check --repair {data}") in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert any(re.search(message, fault) for fault in check(data, 1))
     assert not (data / "made").exists()
 
 

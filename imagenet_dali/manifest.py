@@ -107,13 +107,16 @@ def earlier_fingerprints(manifest: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def find_missing(root: Path, manifest: Mapping[str, Any], split: str) -> Iterator[str]:
-    """Yield a line for each missing file of a split that cannot be derived from the others."""
+    """Yield a line for each file of a split that is missing, or too large, and cannot be derived from the others."""
     labels, num_classes = root / "labels.txt", manifest["num_classes"]
     if not labels.is_file() or len(read_labels(labels)) != num_classes:
         yield f"{labels}: missing or not {num_classes} lines"
     for shard in manifest["splits"][split]["shards"]:
-        if not (root / shard["name"]).is_file():
-            yield f"{root / shard['name']}: missing"
+        path = root / shard["name"]
+        if not path.is_file():
+            yield f"{path}: missing"
+        elif path.stat().st_size > shard["bytes"]:  # sparse, it may seem to have any size
+            yield f"{path}: {path.stat().st_size} bytes, more than the {shard['bytes']} in the manifest"
 
 
 def find_faults(root: Path, manifest: Mapping[str, Any], split: str) -> Iterator[str]:
@@ -121,7 +124,7 @@ def find_faults(root: Path, manifest: Mapping[str, Any], split: str) -> Iterator
     described = manifest["splits"][split]
     for shard in described["shards"]:
         path, index = root / shard["name"], index_path(root, split, shard["name"])
-        if path.is_file() and path.stat().st_size != shard["bytes"]:
+        if path.is_file() and path.stat().st_size < shard["bytes"]:
             yield f"{path}: {path.stat().st_size} bytes, not {shard['bytes']} as in the manifest"
         if not index.is_file():
             yield f"{index}: missing, the shard has no index"

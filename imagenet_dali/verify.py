@@ -8,7 +8,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.errors import UserError
-from common.files import regular_size, sha256_of
+from common.files import sha256_of
 from imagenet_dali.dataset import read_range
 from imagenet_dali.images import BadImageError, check_jpeg
 from imagenet_dali.manifest import find_faults, find_missing, read_manifest, read_table
@@ -89,18 +89,23 @@ def check(root: Path, workers: int) -> list[str]:
 
 
 def verify_shards(root: Path, manifest: Mapping[str, Any], workers: int) -> dict[str, list[Verified]]:
-    """Verify every record of each split's shards that exist, by the split's table if that matches the manifest."""
+    """Verify every record of each split's shards, by the split's table if that matches the manifest.
+
+    Shards that are missing, or larger than the manifest says, are left out.
+    """
     labels = range(manifest["label_base"], manifest["label_base"] + manifest["num_classes"])
-    names = {split: [shard["name"] for shard in described["shards"]] for split, described in manifest["splits"].items()}
+    splits = {split: described["shards"] for split, described in manifest["splits"].items()}
     tasks = []
-    for split, shards in names.items():
+    for split, shards in splits.items():
         table = find_table(root, manifest, split)
-        for number, name in enumerate(shards):
-            if (root / name).is_file():
-                regular_size(root / name, 2 * manifest["splits"][split]["shards"][number]["bytes"] + (1 << 30))
-                tasks.append((root, name, None if table is None else table[table["shard"] == number], labels))
+        for number, shard in enumerate(shards):
+            path = root / shard["name"]
+            if path.is_file() and path.stat().st_size <= shard["bytes"]:
+                tasks.append((root, shard["name"], None if table is None else table[table["shard"] == number], labels))
     found = inspect_shards(tasks, workers)
-    return {split: [found[name] for name in shards if name in found] for split, shards in names.items()}
+    return {
+        split: [found[shard["name"]] for shard in shards if shard["name"] in found] for split, shards in splits.items()
+    }
 
 
 def find_table(root: Path, manifest: Mapping[str, Any], split: str) -> np.ndarray | None:

@@ -126,7 +126,7 @@ def _cut(config: Mapping[str, Any], total: int, data_parallel: int) -> tuple[int
         )
         either = ", or MICRO_BATCH_SIZE=None" if micro and not total % data_parallel else ""
         raise UserError(
-            f"TOTAL_BATCH_SIZE={total} is not a multiple of {said}{counted(data_parallel, 'data-parallel process')}: "
+            f"TOTAL_BATCH_SIZE={total} is not divisible by {said}{counted(data_parallel, 'data-parallel process')}: "
             f"set it to {nearest_multiples(total, unit)}{either}"
         )
     micro, accumulation = (micro, total // unit) if micro else (total // unit, accumulation or 1)

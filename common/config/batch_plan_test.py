@@ -62,7 +62,7 @@ def test_max_steps_ends_the_run_and_leaves_the_schedule():
             "x 1 .* process: set it to 256, or MICRO_BATCH_SIZE=None$",
         ),
         (dict(TOTAL_BATCH_SIZE=33, MICRO_BATCH_SIZE=4), 8, "=4 x 8 .* processes: set it to 32 or 64$"),
-        (dict(TOTAL_BATCH_SIZE=33), 8, "not a multiple of 8 data-parallel processes: set it to 32 or 40$"),
+        (dict(TOTAL_BATCH_SIZE=33), 8, "not divisible by 8 data-parallel processes: set it to 32 or 40$"),
         (dict(MICRO_BATCH_SIZE=256, gradient_accumulation=16), 4, "is 16384, not TOTAL_BATCH_SIZE=32768"),
         (dict(BATCH_SIZE=256, gradient_accumulation=16), 8, "BATCH_SIZE=256 is not .* = 2048"),
         (dict(parallel=dict(tensor=dict(size=4, mode="2d"))), 6, "size=4 does not divide .* 6: start 4 or 8"),

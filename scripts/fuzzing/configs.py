@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from common.config.batch_plan import DataSummary
 from common.config.schema import all_keys
+from common.estimate.cluster import parse_cluster
+from common.estimate.dry_run import print_dry_run
 from common.launch.launcher import detect_launch
 from common.run.arguments import parse_arguments
 from common.run.prepare import prepare_run
@@ -49,11 +51,13 @@ def source_of(value: Any) -> str:
 
 
 def start(folder: Path, text: str, words: list[str], named: bool) -> None:
-    """Plan what a start would."""
+    """Do what ``--dry-run`` does, with the table of all modes for an example in four."""
     (folder / "tiny.py").write_text(text, errors="surrogateescape")
     root = ["--set", f"DATA.root={folder}"] if named else []
-    args = parse_arguments(["--config", str(folder / "tiny.py"), "--dry-run", *root, *words], None)
-    prepare_run(args, detect_launch(args, {}), lambda data: DataSummary(50_000, 100, 10, "x"))
+    gpus = ["--gpus", "8"] if len(text + "".join(words)) % 4 == 0 else []
+    args = parse_arguments(["--config", str(folder / "tiny.py"), "--dry-run", *root, *gpus, *words], None)
+    prepared = prepare_run(args, detect_launch(args, {}), lambda data: DataSummary(50_000, 100, 10, "x"))
+    print_dry_run(*prepared[:3], parse_cluster(args) if gpus else None)
 
 
 def config_example(pairs: list[tuple[str, Any]], named: bool) -> Example:

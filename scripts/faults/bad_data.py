@@ -79,7 +79,7 @@ def another_data_set(lab: Lab, choice: random.Random) -> None:
     """Resume with another data set: refused, unless allowed."""
     stopped, data = Trial(lab, TWO).stop_at_step_10(), prepare_more(lab)
     Trial(lab, TWO, stopped.output, data=data).run().expect(
-        2, "DATA.root is another data set", "DATA.allow_change=True"
+        2, "DATA.root differs from the data set of", "DATA.allow_change=True"
     )
     Trial(lab, TWO, stopped.output, [*SETTINGS, "DATA.allow_change=True"], data).run().expect(0)
     read_result(stopped.output)

@@ -1,4 +1,4 @@
-"""ViT-B/16 on ImageNet-1k at batch 32K on one server of 4 GPUs: vit-b16.py with 32 micro-batches per step.
+"""ViT-B/16 on ImageNet-1k at batch 32K on one server of 4 GPUs: vit-b16.py, with 32 micro-batches per step.
 
     python -m torch.distributed.launch --nproc_per_node 4 train_dali.py --world_size 4 --config vit-b16_4gpu.py
 
@@ -9,4 +9,3 @@ full length.
 from configs.vit_b16 import *  # noqa: F403
 
 GPUS = 4
-gradient_accumulation = 32

@@ -43,9 +43,19 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
         print(f"{path}: {'; '.join(notes)}", flush=True)
     for key, setting in overrides.items():
         values[key] = override(setting, values.get(key, {}))
+    _derive_the_other(values, overrides)
     config = _check(values, where=str(path))
     _resolve_parallel(config)
     return config
+
+
+def _derive_the_other(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Let only one of the file's MICRO_BATCH_SIZE and ``gradient_accumulation`` stand where the other is overridden."""
+    micro, accumulation = (key in overrides and values[key] for key in ("MICRO_BATCH_SIZE", "gradient_accumulation"))
+    if micro and not accumulation:
+        values["gradient_accumulation"] = values["BATCH_SIZE"] = None
+    elif accumulation and not micro:
+        values["MICRO_BATCH_SIZE"] = None
 
 
 def _refuse_pipeline(values: Mapping[str, Any], path: Path) -> None:

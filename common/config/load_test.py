@@ -72,6 +72,10 @@ def test_what_the_file_derives_follows_a_setting(write):
     config = load_config(write(BENCHMARK), settings)
     assert config["BATCH_SIZE"] == 1024
     assert config["parallel"]["tensor"] == {"mode": "1d", "size": 2}
+    config = load_config(write(BENCHMARK), ["MICRO_BATCH_SIZE=64"])
+    assert (config["MICRO_BATCH_SIZE"], config["gradient_accumulation"], config["BATCH_SIZE"]) == (64, None, None)
+    config = load_config(write(MINIMAL + "MICRO_BATCH_SIZE = 64\n"), ["gradient_accumulation=4"])
+    assert (config["MICRO_BATCH_SIZE"], config["gradient_accumulation"]) == (None, 4)
 
 
 def test_settings_reach_into_dicts_and_into_a_base_config(write):

@@ -19,6 +19,7 @@ STEPS = 120  # 20 for each factor of ten
 SMOOTHING = 0.9  # a step's own loss counts for a tenth
 DIVERGED = 4.0  # times the least smoothed loss
 MARGIN = 10.0
+FIRST = 10  # the mean loss before training is that of the first tenth of the steps
 SIGNIFICANT = 3.0  # standard deviations by which the smoothed loss has to fall for a suggestion
 
 
@@ -65,8 +66,8 @@ class LearningRateFinder(BaseHook):
         if not self.is_main:
             return
         best = suggest_rate(self.rows)
-        noise = smoothed_noise(self.rows)
-        if self.rows[0]["smoothed"] - min(row["smoothed"] for row in self.rows) < SIGNIFICANT * noise:
+        fall, noise = fall_and_noise(self.rows)
+        if fall < SIGNIFICANT * noise:
             best = None
         write_csv(self.rows, self.folder / "find_lr.csv")
         _draw(self.rows, best, self.folder / "find_lr.png")
@@ -86,16 +87,21 @@ def suggest_rate(rows: list[dict[str, float]]) -> float:
     return min(finite or rows, key=lambda row: row["smoothed"])["learning_rate"] / MARGIN
 
 
-def smoothed_noise(rows: list[dict[str, float]]) -> float:
-    """Return the standard deviation of the smoothed loss due to the batches, not to the learning rate.
+def fall_and_noise(rows: list[dict[str, float]]) -> tuple[float, float]:
+    """Return by how much the smoothed loss falls below the mean of the first losses, and its standard deviation.
 
-    It is estimated from differences of successive losses up to the lowest smoothed one, as for independent noise.
+    The deviation is that due to the batches, not to the learning rate: it is estimated from differences of successive
+    losses up to the lowest smoothed one, as for independent noise.
     """
-    lowest = min(range(len(rows)), key=lambda number: rows[number]["smoothed"])
-    steps = [after["loss"] - before["loss"] for before, after in pairwise(rows[: lowest + 1])]
-    if len(steps) < 2:
-        return 0.0
-    return statistics.stdev(steps) * math.sqrt((1 - SMOOTHING) / (1 + SMOOTHING) / 2)
+    start = len(rows) // FIRST  # before, the average is that of few steps
+    lowest = min(range(start, len(rows)), key=lambda number: rows[number]["smoothed"])
+    losses = [row["loss"] for row in rows[: lowest + 1]]
+    first = losses[: max(1, start)]
+    fall = statistics.fmean(first) - rows[lowest]["smoothed"]
+    if len(losses) < 3:
+        return fall, 0.0
+    variance = statistics.variance(after - before for before, after in pairwise(losses)) / 2
+    return fall, math.sqrt(variance * ((1 - SMOOTHING) / (1 + SMOOTHING) + 1 / len(first)))
 
 
 def _mean_over_ranks(loss: Tensor) -> float:

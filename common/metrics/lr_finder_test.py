@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from common.metrics.lr_finder import LearningRateFinder, smoothed_noise, suggest_rate
+from common.metrics.lr_finder import LearningRateFinder, fall_and_noise, suggest_rate
 from common.metrics.writers import read_metrics
 from common.testing.ranks import run_ranks
 from common.testing.tiny_task import train, write_images
@@ -28,10 +28,10 @@ def read_rows(output: Path) -> list[dict[str, float]]:
 
 def test_rates_grow_evenly_from_the_loss_of_the_run_and_nothing_else_is_left(images, tmp_path, capsys):
     settings = ("gradient_accumulation=2", "fp16.mode=AMP_TYPE.TORCH", "LOG.every=1")
-    rows = read_rows(train(images, tmp_path / "found", *settings, flags=["--find-lr", "13"]))  # over two ends of epochs
+    rows = read_rows(train(images, tmp_path / "found", *settings, flags=["--find-lr", "25"]))  # over two ends of epochs
     last_line = capsys.readouterr().out.splitlines()[-1]
     first = read_metrics(train(images, tmp_path / "trained", *settings))[0]
-    assert [row["learning_rate"] for row in rows] == pytest.approx([10 ** (-5 + k / 2) for k in range(len(rows))])
+    assert [row["learning_rate"] for row in rows] == pytest.approx([10 ** (-5 + k / 4) for k in range(len(rows))])
     assert rows[0]["loss"] == first["loss"] == pytest.approx(rows[0]["smoothed"], rel=1e-12)
     assert sorted(path.name for path in (tmp_path / "found").iterdir()) == [".lock", "find_lr.csv", "find_lr.png"]
     least = min(rows, key=lambda row: row["smoothed"])
@@ -83,13 +83,27 @@ def test_a_curve_within_its_noise_suggests_nothing(tmp_path, capsys):
     assert "no suggestion: the loss falls by less than 3 times its noise of" in capsys.readouterr().out
 
 
-def test_noise_is_that_of_the_exponential_average():
-    random = torch.Generator().manual_seed(0)
-    losses = torch.randn(20_000, generator=random, dtype=torch.float64)
+def test_noise_alone_suggests_nothing():
+    """The smoothed loss is least by chance somewhere; its fall is compared with the noise of both ends."""
+    random, found = torch.Generator().manual_seed(0), 0
+    for losses in torch.randn(300, 120, generator=random, dtype=torch.float64).tolist():
+        average, rows = 0.0, []
+        for number, loss in enumerate(losses, 1):
+            average = 0.9 * average + 0.1 * loss
+            rows.append(dict(loss=loss, smoothed=average / (1 - 0.9**number)))
+        fall, noise = fall_and_noise(rows)
+        found += fall > 3 * noise
+    assert found < 15
+
+
+def test_noise_is_that_of_the_exponential_average_and_of_the_first_tenth():
+    losses = torch.randn(20_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
     average, smoothed = 0.0, []
-    for loss in losses.tolist():
+    for loss in losses:
         average = 0.9 * average + 0.1 * loss
         smoothed.append(average)
-    rows = [dict(loss=loss, smoothed=0.0) for loss in losses.tolist()]
+    rows = [dict(loss=loss, smoothed=0.0) for loss in losses]
     rows[-1]["smoothed"] = -1.0
-    assert smoothed_noise(rows) == pytest.approx(torch.tensor(smoothed[100:]).std().item(), rel=0.05)
+    fall, noise = fall_and_noise(rows)
+    assert noise == pytest.approx(math.hypot(torch.tensor(smoothed[100:]).std().item(), 2000**-0.5), rel=0.05)
+    assert fall == pytest.approx(1 + sum(losses[:2000]) / 2000)

@@ -4,6 +4,7 @@ import argparse
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -118,6 +119,22 @@ def test_what_is_refused(line: str, environ: dict[str, str], message: str) -> No
         detect(line, environ)
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "gpus", "is_refused"),
+    [("torch", 4, True), ("torch", 1, True), ("slurm", 4, True), ("slurm", 1, False)],
+)
+def test_a_process_without_a_gpu_of_its_own_is_refused(launcher, gpus, is_refused, monkeypatch) -> None:
+    """Two processes on one GPU end in NCCL's "Duplicate GPU"; a launcher may show each process its own GPU only."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr("common.colossal.launch", lambda *_, **options: used.append(options["local_rank"]))
+    monkeypatch.setattr("common.launch.launcher._share_cores", lambda _: None)
+    used: list[int] = []
+    refused = pytest.raises(UserError, match=f"process 5 of this node has no GPU: torch finds {gpus}")
+    with refused if is_refused else nullcontext():
+        start(Launch(launcher, 5, 5, 8, "localhost", 1, "nccl"), {})
+    assert used == ([] if is_refused else [0])
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,8 @@ def whole_model_flops(config: Mapping[str, Any]) -> int:
 
 def assumed_flops(config: Mapping[str, Any]) -> float:
     """Return the FLOP/s that a GPU sustains where no measured images/s say otherwise."""
-    half, tf32, _ = PEAKS["H100"]
-    return ASSUMED_MFU * (half if config["fp16"] else tf32) * 1e12
+    half, tf32, single = PEAKS["H100"]
+    return ASSUMED_MFU * (half if config["fp16"] else tf32 if config["TF32"] else single) * 1e12
 
 
 def _ways(gpus: int) -> Iterator[dict[str, Any]]:

@@ -84,7 +84,8 @@ def estimate_step(
 @cache
 def _process() -> ProcessPoolExecutor:
     """Return the one process that estimates: what PyTorch imports and caches for fake tensors is slow at first."""
-    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork"), initializer=allow_fake_launches)
+    start = "spawn" if torch.cuda.is_available() else "fork"  # a fork cannot use CUDA, and autograd's threads try to
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(start), initializer=allow_fake_launches)
 
 
 def _estimate_step(
@@ -149,7 +150,7 @@ def _precision(config: Mapping[str, Any], device: str) -> dict[str, Any] | None:
     fp16 = config["fp16"]
     if not fp16 or fp16.get("mode") is None or device == "cpu":
         return fp16
-    return {"dtype": "float16", **fp16}
+    return {**fp16, "dtype": fp16.get("dtype") or "float16"}
 
 
 def _build(model: nn.Module, config: Mapping[str, Any]) -> tuple[nn.Module, Optimizer, Engine]:

@@ -12,7 +12,7 @@ from torch.profiler import profile, record_function
 
 from common.colossal import AMP_TYPE, initialize, resolve_parallel, shard_model
 from common.config.load import load_config
-from common.estimate.step_estimate import estimate_step
+from common.estimate.step_estimate import _process, estimate_step
 from common.estimate.traffic import Traffic
 from common.model.freeze import freeze
 from common.model.vit import build_model
@@ -166,3 +166,9 @@ def test_an_estimate_leaves_nothing_behind():
     with launched(parallel=config["parallel"]):
         assert torch.distributed.get_world_size() == 1
         assert torch.empty(2).is_cpu
+
+
+def test_the_process_that_estimates_is_not_forked_where_there_is_a_gpu(monkeypatch):
+    """CUDA does not survive a fork, and autograd's threads initialise it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert _process.__wrapped__()._mp_context.get_start_method() == "spawn"

@@ -13,9 +13,11 @@ from common.colossal import compute_dtype, name_dtype
 from common.config.model_arguments import parse_model_arguments
 from common.hardware import is_fast
 
-# Dense TFLOP/s in 16 bits, TF32 and float32 (NVIDIA's data sheets, SXM unless PCIe), by a part of the device's name.
+# Dense TFLOP/s in 16 bits, TF32 and float32, by a part of the device's name: NVIDIA's data sheets, SXM by default.
 PEAKS = {
+    "H200 NVL": (835.0, 417.5, 60.0),
     "H200": (989.4, 494.7, 66.9),
+    "H100 NVL": (835.0, 417.5, 60.0),
     "H100 PCIe": (756.0, 378.0, 51.2),
     "H100": (989.4, 494.7, 66.9),
     "A100": (312.0, 156.0, 19.5),
@@ -62,7 +64,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the most FLOP/s of matrix products of ``dtype``: by `PEAKS`, else measured, in 0.3 seconds at most."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     for part, (half, tf32, single) in PEAKS.items():
-        if part in name:
+        if part in name and "MIG" not in name:  # a slice of a GPU is measured
             fast = torch.get_float32_matmul_precision() != "highest"
             return 1e12 * (half if dtype != torch.float32 else tf32 if fast else single)
     return _measure_peak(device, dtype)

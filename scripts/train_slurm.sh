@@ -49,9 +49,10 @@ step=$!
 trap 'warned=yes; kill -USR1 "$step"' USR1 # srun passes it on to the tasks
 status=0
 wait "$step" || status=$?
-if [ "$warned" ]; then # the signal has ended the first wait
-    status=0
+requeue=
+while [ "$warned" ]; do # each signal ends a wait
+    warned= requeue=yes status=0
     wait "$step" || status=$?
-    [ "$status" = 0 ] || scontrol requeue "$SLURM_JOB_ID"
-fi
+done
+[ -z "$requeue" ] || [ "$status" = 0 ] || scontrol requeue "$SLURM_JOB_ID"
 exit "$status"

@@ -153,12 +153,13 @@ class CheckpointHook(BaseHook):
         content[CONFIG] = json.dumps(self.about, indent=2, default=str).encode()
         metrics = self.folder.parent / METRICS
         content[METRICS] = metrics.read_bytes() if metrics.exists() else b""
-        path = trainer.states["checkpoint"] = checkpoint_path(self.folder, trainer.step)
-        self.writing = self.writer.submit(self._write, path, content, is_best)
+        path = checkpoint_path(self.folder, trainer.step)
+        self.writing = self.writer.submit(self._write, trainer, path, content, is_best)
 
-    def _write(self, path: Path, content: dict[str, Tensors | bytes], is_best: bool) -> None:
+    def _write(self, trainer: Trainer, path: Path, content: dict[str, Tensors | bytes], is_best: bool) -> None:
         try:
             write_checkpoint(path, content)
+            trainer.states["checkpoint"] = path
             if is_best:
                 mark_best(path)
             clear_old(self.folder, self.keep)

@@ -128,7 +128,7 @@ class Heartbeat:
         while (left := until - time.monotonic()) > 0:
             self.socket.settimeout(left)
             try:
-                data, sender = self.socket.recvfrom(4096)
+                data, sender = self.socket.recvfrom(65_535)
             except OSError:  # nothing more in this beat, or refused
                 self.closing.wait(max(0.0, min(left, until - time.monotonic())))
                 return

@@ -23,9 +23,10 @@ class MetricsHook(BaseHook):
     clipping) of the last step; ``skipped``, the updates skipped so far because of numbers that are not finite;
     ``samples_per_s`` over all GPUs; ``mfu``, its ratio to ``peak_samples_per_s``, the limit of the GPUs' arithmetic;
     ``data_wait``, the share of the time in which this process waited for its loader; ``peak_memory_gb`` of this
-    process. An ``eval`` record counts every sample of the evaluation set once: mean cross-entropy ``loss``, ``top1``
-    and ``top5`` (fractions of 1), ``samples``. Both have ``step`` (of the optimizer), ``epoch`` (fractional), and
-    ``time`` (Unix, seconds). The last evaluation's metrics are in the trainer's ``states["eval"]`` of every rank too.
+    process (on a GPU PyTorch's allocator only, without DALI's buffers). An ``eval`` record counts every sample of the
+    evaluation set once: mean cross-entropy ``loss``, ``top1`` and ``top5`` (fractions of 1), ``samples``. Both have
+    ``step`` (of the optimizer), ``epoch`` (fractional), and ``time`` (Unix, seconds). The last evaluation's metrics are
+    in the trainer's ``states["eval"]`` of every rank too.
 
     The device is synchronised only when a record is made.
     """
@@ -107,6 +108,8 @@ class MetricsHook(BaseHook):
         }
 
     def before_test(self, trainer: Trainer) -> None:
+        if trainer.device.type == "cuda":  # whose queued steps are training's time
+            torch.cuda.synchronize()
         self.paused = time.perf_counter()
         self.totals = torch.zeros(4, dtype=torch.float64, device=trainer.device)  # loss, top-1, top-5, samples
 

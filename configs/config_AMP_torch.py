@@ -1,4 +1,4 @@
-"""ViT-B/16 on Caltech-101 with AMP_TYPE.TORCH: autocast, in float16 with a loss scaler; otherwise config_fp32.py.
+"""ViT-B/16 on Caltech-101 with AMP_TYPE.TORCH: autocast to half precision; otherwise config_fp32.py.
 
     DATA=/path/to/caltech101 torchrun --nproc_per_node 1 train.py --config config/config_AMP_torch.py
 

@@ -3,6 +3,7 @@
 import json
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,10 @@ import pytest
 from common.checkpoint.save import newest_checkpoint
 from common.data.record_reader import RecordReader
 from common.data.sampling import EvalSampler, TrainSampler
+from common.errors import UserError
+from common.run.read_order import choose_order
 from imagenet_dali import train_dali
+from imagenet_dali.dataloader import describe_data
 from imagenet_dali.dataset import Split
 from imagenet_dali.records import RECORD, frame
 from imagenet_dali.testing import prepare_data, write_config
@@ -69,6 +73,25 @@ def test_opens_and_reads_are_few_and_large(split: Split, kind: str, dp_size: int
     assert counts["reads"] <= 0.02 * SAMPLES
     assert counts["bytes"] / counts["reads"] >= 4e6
     assert counts["bytes"] == sum(path.stat().st_size for path in split.shards)
+
+
+def test_shards_sorted_by_class_are_not_read_in_blocks(split: Split, monkeypatch) -> None:
+    assert split.is_shuffled
+    rows = split.records.copy()
+    rows["label"].sort()
+    classes_of_one_size, one_class = replace(split, records=rows), rows.copy()
+    one_class["label"] = 3
+    assert not classes_of_one_size.is_shuffled
+    assert replace(split, records=one_class).is_shuffled
+    monkeypatch.setattr("imagenet_dali.dataloader.open_images", lambda *_: classes_of_one_size)
+    monkeypatch.setattr("imagenet_dali.dataloader.read_manifest", lambda _: {"splits": {}})
+    data = {"root": "/data/adopted", "loader": "dali"}
+    with pytest.raises(UserError, match=r"DATA.order='blocks': DATA.root=/data/adopted has shards sorted by class"):
+        describe_data(data | {"order": "blocks"})
+    config = {"DATA": {"order": None}}
+    monkeypatch.setattr("common.run.read_order.memory_bytes", lambda: 1)
+    order, why = choose_order(config, describe_data(data), 8)
+    assert (order, why.split(" but ")[1]) == ("random", "are sorted by class: prepare them again for large reads")
 
 
 def test_a_run_in_blocks_resumes_to_the_bit_on_a_host_with_more_memory(tmp_path: Path, monkeypatch, capsys) -> None:

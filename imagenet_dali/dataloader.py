@@ -1,6 +1,7 @@
 """The loaders of a prepared data set, which DALI or Pillow decodes, or of an image folder, which Pillow decodes."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,16 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
         fingerprint, earlier = data_fingerprint(manifest), earlier_fingerprints(manifest)
     else:
         fingerprint, earlier = fingerprint_of([train.fingerprint, validation.fingerprint]), ()
-    counts, nbytes = (len(train), len(validation), train.num_classes), train.nbytes if isinstance(train, Split) else 0
-    if data.get("order") == "blocks" and not nbytes:
+    summary = DataSummary(len(train), len(validation), train.num_classes, fingerprint, earlier, train.class_names)
+    if isinstance(train, Split):
+        summary = replace(summary, shard_bytes=train.nbytes, is_shuffled=train.is_shuffled)
+    if data.get("order") == "blocks" and not (summary.shard_bytes and summary.is_shuffled):
+        fault = "has shards sorted by class, so batches would be too" if summary.shard_bytes else "has no shards"
         raise UserError(
-            f"DATA.order='blocks': DATA.root={data['root']} has no shards; `python -m imagenet_dali.prepare` makes them"
+            f"DATA.order='blocks': DATA.root={data['root']} {fault}; `python -m imagenet_dali.prepare` makes shuffled "
+            "ones, or use DATA.order='random'"
         )
-    return DataSummary(*counts, fingerprint, earlier, train.class_names, shard_bytes=nbytes)
+    return summary
 
 
 def build_train_loader(data: Mapping[str, Any], total_batch: int, micro_batch: int, **place: Any) -> Loader:

@@ -85,6 +85,13 @@ class Split:
         """Size of all records."""
         return int(self.records["size"].sum(dtype=np.int64))
 
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether labels do not follow each other in runs, as in shards of other tools that are sorted by class."""
+        labels = self.records["label"]
+        by_chance = np.square(np.bincount(labels) / len(labels)).sum()
+        return len(labels) < 100 or np.mean(labels[1:] == labels[:-1]) < (1 + by_chance) / 2 or by_chance == 1
+
     def fault(self, index: int, reason: object) -> UserError:
         """Return the error that names the record of an image and the reason."""
         row = self.records[index]

@@ -13,7 +13,8 @@ class DataSummary:
     """A data set's sample counts, its classes, and which one it is.
 
     ``fingerprint`` is a checksum over its content, wherever it lies; ``earlier`` are those it had before repairs.
-    ``shard_bytes`` are those of the training images in shards, 0 where there are none.
+    ``shard_bytes`` are those of the training images in shards, 0 where there are none; ``is_shuffled`` tells whether
+    consecutive ones are of different classes.
     """
 
     train_samples: Count
@@ -23,6 +24,7 @@ class DataSummary:
     earlier: tuple[str, ...] = ()
     class_names: Sequence[str] = ()
     shard_bytes: Count = 0
+    is_shuffled: bool = True
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,11 @@ def choose_order(
         # "random" was the only order of older runs
         order, why = read_about(start_from)["config"]["DATA"].get("order") or "random", "as before"
     else:
-        order = "blocks" if data.shard_bytes > memory else "random"
-        do = "exceed" if order == "blocks" else "fit into"
+        is_larger = data.shard_bytes > memory
+        order = "blocks" if is_larger and data.is_shuffled else "random"
+        do = "exceed" if is_larger else "fit into"
         why = f"since {_size(data.shard_bytes)} of training shards {do} the {_size(memory)} of memory"
+        why += " but are sorted by class: prepare them again for large reads" if is_larger and order == "random" else ""
     if order == "random":
         return order, f"in random order, {why}"
     held = min(data.shard_bytes, window_bytes(1e6 * options["block"], options["window"], processes))

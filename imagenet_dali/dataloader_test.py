@@ -101,9 +101,7 @@ def test_wrong_places_are_refused(folder, root, tmp_path):
 
 
 def test_blocks_are_refused_where_there_are_no_shards(folder):
-    with pytest.raises(
-        UserError, match=r"DATA.order='blocks': .* has no shards; `python -m imagenet_dali"
-    ):
+    with pytest.raises(UserError, match=r"DATA.order='blocks': .* has no shards; `python -m imagenet_dali"):
         describe_data({**DATA, "root": str(folder), "loader": "torchvision", "order": "blocks"})
 
 

@@ -1,7 +1,4 @@
-"""Colossal-AI 0.5.0, repaired. All other code imports its names from here, never from `colossalai`.
-
-A repair is a class or function whose docstring names the upstream fault and its place.
-"""
+"""Colossal-AI 0.5.0, repaired. All other code imports its names from here, never from `colossalai`."""
 
 from common.colossal.amp import MixedPrecision, build_mixed_precision, compute_dtype, name_dtype
 from common.colossal.context import launch, repair_context, shutdown

@@ -1,4 +1,4 @@
-"""Mixed precision, as the config's ``fp16 = dict(mode=AMP_TYPE.TORCH, ...)`` asks for."""
+"""Mixed precision: the config's ``fp16 = dict(mode=AMP_TYPE.TORCH, ...)``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ SCALER_OPTIONS = ("init_scale", "growth_factor", "backoff_factor", "growth_inter
 
 
 class Cast(Enum):
-    """What is cast to half precision; the optimizer's parameters stay float32 in all but the last."""
+    """What is cast to half precision. The optimizer's parameters stay float32, except with PARAMETERS."""
 
-    OPERATIONS = "operations that are safe in it, by autocast"
+    OPERATIONS = "operations, by autocast"
     LAYERS = "all layers, on half-precision copies of the parameters"
     PARAMETERS = "parameters, gradients and the optimizer's state too"
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """What is cast to which type, the loss scaler it needs, and lines for the user; float32 if nothing is cast."""
+    """What is cast to which dtype, the loss scaler, and messages for the user; float32 if ``cast`` is None."""
 
     cast: Cast | None = None
     dtype: torch.dtype = torch.float32
@@ -37,7 +37,7 @@ class MixedPrecision:
     warning: str | None = None
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Cast the parameters or layers of ``model`` in place, unless autocast casts; return it."""
+        """Cast the parameters or layers of ``model`` in place, unless autocast does it; return the model."""
         if self.cast is Cast.PARAMETERS:
             model.to(self.dtype)
         if self.cast in (Cast.LAYERS, Cast.PARAMETERS):
@@ -49,7 +49,7 @@ class MixedPrecision:
         return torch.autocast(device.type, self.dtype, enabled=self.cast is Cast.OPERATIONS)
 
 
-# The levels of NVIDIA's apex.amp (apex/amp/frontend.py): what is cast, and whether the loss is scaled.
+# The levels of NVIDIA's apex.amp (apex/amp/frontend.py).
 OPT_LEVELS = {"O0": None, "O1": Cast.OPERATIONS, "O2": Cast.LAYERS, "O3": Cast.PARAMETERS}
 CASTS = {AMP_TYPE.TORCH: Cast.OPERATIONS, AMP_TYPE.NAIVE: Cast.LAYERS}
 
@@ -61,12 +61,12 @@ def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> M
       fails on CPUs.
     - ``AMP_TYPE.NAIVE``: layers in half precision, float32 master weights. Replaces legacy/amp/naive_amp, which needs a
       GPU (_fp16_optimizer.py:82) and clips before unscaling.
-    - ``AMP_TYPE.APEX``: ``opt_level`` "O0" (full precision), "O1" (default; as TORCH), "O2" (as NAIVE), or "O3" (half
-      precision throughout, no loss scaling). Replaces apex.amp, which NVIDIA has removed.
+    - ``AMP_TYPE.APEX``: ``opt_level`` "O0" (full precision), "O1" (default; same as TORCH), "O2" (same as NAIVE), or
+      "O3" (half precision throughout, no loss scaling). Replaces apex.amp, which NVIDIA has removed.
 
-    ``dtype`` is 'float16' or 'bfloat16'; default: bfloat16 where the device has it, float16 on older GPUs, full
-    precision on other CPUs. Only float16 uses the options of the loss scaler, `SCALER_OPTIONS`. Raises `UserError` for
-    other modes, types and keys.
+    ``dtype`` is 'float16' or 'bfloat16'; default: bfloat16 if the device supports it, else float16 on GPUs, full
+    precision on CPUs. Only float16 uses the loss scaler's options, `SCALER_OPTIONS`. Raises `UserError` for other
+    modes, dtypes and keys.
     """
     options = dict(fp16 or {})
     mode = options.pop("mode", None)
@@ -92,7 +92,7 @@ def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> M
 
 
 def compute_dtype(fp16: Mapping[str, Any] | None, device_type: str) -> torch.dtype:
-    """Return the type of matrix products under a valid ``fp16`` on "cuda" or "cpu"."""
+    """Return the dtype of matrix products under a valid ``fp16`` on "cuda" or "cpu"."""
     options = fp16 or {}
     if options.get("mode") is None or options.get("opt_level") == "O0":
         return torch.float32
@@ -100,21 +100,21 @@ def compute_dtype(fp16: Mapping[str, Any] | None, device_type: str) -> torch.dty
 
 
 def name_dtype(dtype: torch.dtype) -> str:
-    """Return the type's name as in a config: "bfloat16"."""
+    """Return the dtype's name in configs, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def _check_options(mode: Any, options: Mapping[str, Any]) -> None:
     if not isinstance(mode, AMP_TYPE):
-        raise UserError(f"fp16.mode={mode!r}: write AMP_TYPE.TORCH, AMP_TYPE.NAIVE or AMP_TYPE.APEX, from colossalai")
+        raise UserError(f"fp16.mode={mode!r}: expected AMP_TYPE.TORCH, AMP_TYPE.NAIVE or AMP_TYPE.APEX from colossalai")
     known = ("dtype", *SCALER_OPTIONS) + (("opt_level",) if mode == AMP_TYPE.APEX else ())
     for name in set(options) - set(known):
         raise UserError(
-            f"fp16.{name} means nothing to AMP_TYPE.{mode.name}: leave it out; there are {', '.join(known)}"
+            f"fp16.{name} has no effect with AMP_TYPE.{mode.name}: omit it; valid keys: {', '.join(known)}"
             f"{did_you_mean(name, known)}"
         )
     if (level := options.get("opt_level", "O1")) not in OPT_LEVELS:
-        raise UserError(f"fp16.opt_level={level!r} is none of {', '.join(OPT_LEVELS)}")
+        raise UserError(f"fp16.opt_level={level!r} is not one of {', '.join(OPT_LEVELS)}")
 
 
 def _parse_dtype(dtype: Any, device_type: str) -> torch.dtype:
@@ -124,16 +124,16 @@ def _parse_dtype(dtype: Any, device_type: str) -> torch.dtype:
         return torch.bfloat16 if is_fast("bfloat16") else torch.float32
     parsed = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if not isinstance(parsed, torch.dtype) or parsed not in DTYPES.values():
-        raise UserError(f"fp16.dtype={dtype!r}: write 'float16' or 'bfloat16'")
+        raise UserError(f"fp16.dtype={dtype!r}: expected 'float16' or 'bfloat16'")
     return parsed
 
 
 def _warn_of_slow(dtype: torch.dtype) -> str | None:
-    """Return a warning if this CPU has no instructions for the type, which the config names."""
+    """Return a warning if this CPU has no instructions for an explicitly set dtype."""
     name, default = name_dtype(dtype), name_dtype(_parse_dtype(None, "cpu"))
     if is_fast(name):
         return None
     return (
-        f"warning: fp16.dtype={name!r}: this CPU ({instruction_set()}) has no instructions for it, training can take "
-        f"some hundred times as long as in float32; leave dtype out, and this CPU computes in {default}"
+        f"warning: fp16.dtype={name!r}: this CPU ({instruction_set()}) has no instructions for it; training can be "
+        f"hundreds of times slower than in float32. Omit dtype to compute in {default}"
     )

@@ -52,13 +52,13 @@ def test_config(
 @pytest.mark.parametrize(
     ("fp16", "message"),
     [
-        (dict(mode="torch"), "fp16.mode='torch': write AMP_TYPE.TORCH, AMP_TYPE.NAIVE or AMP_TYPE.APEX"),
-        (dict(mode=TORCH, dtype="fp8"), "fp16.dtype='fp8': write 'float16' or 'bfloat16'"),
-        (dict(mode=NAIVE, dtype=FLOAT32), "fp16.dtype=torch.float32: write"),
-        (dict(mode=TORCH, int_scale=1), "fp16.int_scale means nothing.*did you mean 'init_scale'"),
-        (dict(mode=NAIVE, opt_level="O1"), "fp16.opt_level means nothing to AMP_TYPE.NAIVE: leave it out"),
-        (dict(mode=APEX, opt_level="O4"), "fp16.opt_level='O4' is none of O0, O1, O2, O3"),
-        (dict(mode=APEX, keep_batchnorm_fp32=True), "fp16.keep_batchnorm_fp32 means nothing to AMP_TYPE.APEX"),
+        (dict(mode="torch"), "fp16.mode='torch': expected AMP_TYPE.TORCH, AMP_TYPE.NAIVE or AMP_TYPE.APEX"),
+        (dict(mode=TORCH, dtype="fp8"), "fp16.dtype='fp8': expected 'float16' or 'bfloat16'"),
+        (dict(mode=NAIVE, dtype=FLOAT32), "fp16.dtype=torch.float32: expected"),
+        (dict(mode=TORCH, int_scale=1), "fp16.int_scale has no effect.*did you mean 'init_scale'"),
+        (dict(mode=NAIVE, opt_level="O1"), "fp16.opt_level has no effect with AMP_TYPE.NAIVE: omit it"),
+        (dict(mode=APEX, opt_level="O4"), "fp16.opt_level='O4' is not one of O0, O1, O2, O3"),
+        (dict(mode=APEX, keep_batchnorm_fp32=True), "fp16.keep_batchnorm_fp32 has no effect with AMP_TYPE.APEX"),
     ],
 )
 def test_config_that_is_refused(fp16: dict, message: str) -> None:
@@ -95,7 +95,7 @@ def test_an_explicit_type_is_obeyed_with_a_warning(dtype: str | torch.dtype, mon
         assert (precision.cast, precision.dtype) == (Cast.LAYERS, getattr(torch, name))
         assert (precision.warning is None) == fast
     assert precision.warning.startswith(f"warning: fp16.dtype='{name}': this CPU (AVX2) has no instructions for it")
-    assert precision.warning.endswith("leave dtype out, and this CPU computes in float32")
+    assert precision.warning.endswith("Omit dtype to compute in float32")
     assert "\n" not in precision.warning
 
 

@@ -17,24 +17,24 @@ GRAPHS_PER_BLOCK = 4  # training and evaluation, with and without gradients
 
 
 def should_compile(asked: bool | None, device_type: str) -> bool:
-    """Return whether to compile a model for the config's ``COMPILE``: by default, on a GPU that holds all of it.
+    """Return whether to compile a model, from the config's ``COMPILE``; default: on GPUs without tensor parallelism.
 
-    Raises `UserError` for tensor-parallel blocks, whose matrix products are Colossal-AI's autograd functions. Warns if
-    code cannot be generated here.
+    Raises `UserError` for tensor-parallel blocks: their matrix products are Colossal-AI's autograd functions. Warns if
+    no compiler is available.
     """
     is_cut = gpc.get_world_size(ParallelMode.TENSOR) > 1
     if asked and is_cut:
-        raise UserError("COMPILE=True: compiles no model that is cut over GPUs; leave out COMPILE or the tensor mode")
+        raise UserError("COMPILE=True does not support tensor parallelism: omit COMPILE or the tensor mode")
     if asked is False or (asked is None and (is_cut or device_type != "cuda")):
         return False
     missing = _missing(device_type)
     if missing and is_first_process():
-        print(f"warning: the model is not compiled: there is no {missing}", file=sys.stderr, flush=True)
+        print(f"warning: the model is not compiled: missing {missing}", file=sys.stderr, flush=True)
     return not missing
 
 
 def _missing(device_type: str) -> str:
-    """Return what inductor (C++) or Triton (C, on GPUs) needs to build its code and is not here; "" if nothing."""
+    """Return what is missing for inductor (C++) or Triton (C, on GPUs) to build its code; "" if nothing."""
     variable, language, usual = ("CC", "C", ("gcc", "clang")) if device_type == "cuda" else ("CXX", "C++", ("g++",))
     compilers = [os.environ[variable]] if variable in os.environ else usual
     if device_type == "cuda" and importlib.util.find_spec("triton") is None:
@@ -46,11 +46,11 @@ def _missing(device_type: str) -> str:
 
 
 def compile_blocks(model: nn.Module, backend: str = "inductor") -> None:
-    """Compile each of ``model.blocks`` in place, keeping all names; equal blocks share one compilation."""
-    # with AMP_TYPE.NAIVE or drop_path no two blocks share code; beyond the limit none is compiled
+    """Compile each of ``model.blocks`` in place; names stay the same, and identical blocks are compiled once."""
+    # with AMP_TYPE.NAIVE or drop_path every block is compiled separately; beyond the limit dynamo stops compiling
     limit = GRAPHS_PER_BLOCK * len(model.blocks)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
-    # do not split graphs where DDP's buckets end: a block's gradients are ready together, soon enough
+    # do not split graphs at DDP's bucket boundaries: blocks are small enough to overlap with communication
     torch._dynamo.config.optimize_ddp = False
     for block in model.get_submodule("blocks").children():
         block.compile(backend=backend)

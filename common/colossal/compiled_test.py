@@ -82,7 +82,7 @@ def compile_sharded() -> str:
 
 
 def test_refuses_a_model_that_is_cut_over_ranks() -> None:
-    assert all("leave out COMPILE or the tensor mode" in message for message in run_ranks(2, compile_sharded))
+    assert all("omit COMPILE or the tensor mode" in message for message in run_ranks(2, compile_sharded))
 
 
 def test_trains_eagerly_where_code_cannot_be_generated(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -90,12 +90,12 @@ def test_trains_eagerly_where_code_cannot_be_generated(monkeypatch: pytest.Monke
     model = build_model(**MODEL)
     with launched(COMPILE=True):
         initialize(model, build_optimizer(model))
-        assert "the model is not compiled: there is no C++ compiler no-such-compiler" in capsys.readouterr().err
+        assert "the model is not compiled: missing C++ compiler no-such-compiler" in capsys.readouterr().err
         assert all(block._compiled_call_impl is None for block in model.blocks)
         monkeypatch.setenv("CXX", "true")
         monkeypatch.setattr(compiled.sysconfig, "get_path", lambda _: "/nowhere")
         assert not should_compile(True, "cpu")
-        assert "there is no /nowhere/Python.h; install" in capsys.readouterr().err
+        assert "missing /nowhere/Python.h; install" in capsys.readouterr().err
 
 
 def test_by_default_a_gpu_compiles_and_a_cpu_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

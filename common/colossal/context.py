@@ -31,7 +31,7 @@ class RepairedContext(ParallelContext):
     """`ParallelContext` (legacy/context/parallel_context.py) that starts, seeds and stops on CPUs and GPUs alike.
 
     Attributes:
-        heartbeat: finds out which rank is lost; None without a timeout.
+        heartbeat: detects lost ranks; None without a timeout.
     """
 
     heartbeat: Heartbeat | None = None
@@ -39,7 +39,7 @@ class RepairedContext(ParallelContext):
     def timeout_of(self, backend: str) -> timedelta | None:
         """Return the timeout of a backend's collectives; None for PyTorch's default.
 
-        gloo's leaves time to find out which rank is lost; NCCL's only comes where that has failed.
+        gloo's is shorter than the launch's, to leave time for detecting the lost rank; NCCL's is a longer fallback.
         """
         if self.heartbeat is None:
             return None
@@ -67,9 +67,9 @@ class RepairedContext(ParallelContext):
         self.add_global_rank(ParallelMode.GLOBAL, rank)
 
     def init_parallel_groups(self) -> None:
-        """Create the groups of ``parallel``, with `timeout_of` their backend, which groups do not inherit.
+        """Create the groups of ``parallel`` with `timeout_of` their backend (groups do not inherit the timeout).
 
-        Upstream (parallel_context.py:450) takes what ``parallel`` leaves out from the process's previous launch.
+        Upstream (parallel_context.py:450) fills missing keys of ``parallel`` from the process's previous launch.
         """
         config: Any = self.config
         config.parallel = Config(resolve_parallel(config.get("parallel"), self.get_world_size(ParallelMode.GLOBAL)))
@@ -82,14 +82,14 @@ class RepairedContext(ParallelContext):
             super().init_parallel_groups()
 
     def set_seed(self, seed: int) -> None:
-        """Seed all generators; upstream's seeds of parallel modes (parallel_context.py:550) serve its layers only."""
+        """Seed all generators; upstream's seeds per parallel mode (parallel_context.py:550) are for its own layers."""
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
         self._seed = seed
 
     def separate_data_parallel_seeds(self) -> None:
-        """Give each data-parallel rank its own dropout masks; call it after the model is built from the common seed.
+        """Use different dropout masks on each data-parallel rank; call it after the model is built.
 
         Upstream uses the same masks on all data-parallel ranks.
         """
@@ -122,10 +122,10 @@ def launch(
     verbose: bool = True,
     timeout: float | None = None,
 ) -> None:
-    """Join the process groups, set device and seed, and put ``config`` into ``gpc.config``, as upstream's `launch`.
+    """Join the process groups, set device and seed, and put ``config`` into ``gpc.config``, like upstream's `launch`.
 
-    After ``timeout`` seconds a rank stops waiting for the others and names those that are lost; by default after
-    PyTorch's timeout (30 minutes for gloo), without naming any.
+    After ``timeout`` seconds a rank stops waiting for the others and reports the lost ones; default: PyTorch's timeout
+    (30 minutes for gloo), without a report.
     """
     gpc.heartbeat = None if timeout is None else Heartbeat(rank, world_size, timeout)
     upstream_launch(config, rank, world_size, host, port, backend, local_rank, seed, verbose)
@@ -138,5 +138,5 @@ def shutdown() -> None:
 
 
 def repair_context() -> None:
-    """Replace the class of Colossal-AI's one context by the repaired one."""
+    """Replace the class of Colossal-AI's global context."""
     gpc.__class__ = RepairedContext

@@ -1,4 +1,4 @@
-"""The engine: model, loss and optimizer set up for the groups and the precision that the config asks for."""
+"""The engine: model, loss and optimizer, set up for the process groups and precision of the config."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -65,11 +65,11 @@ def initialize(
     test_dataloader: Any = None,
     lr_scheduler: LRScheduler | None = None,
 ) -> tuple[Engine, WholeSteps | None, WholeSteps | None, LRScheduler | None]:
-    """Set up ``(engine, train_dataloader, test_dataloader, lr_scheduler)`` after a launch, as ``gpc.config`` says.
+    """Set up ``(engine, train_dataloader, test_dataloader, lr_scheduler)`` from ``gpc.config``, after a launch.
 
     Reads ``fp16``, ``clip_grad_norm``, ``gradient_accumulation``, ``torch_ddp``, ``gradient_handler``,
-    ``MAX_SKIPPED``, ``COMPILE``, ``TF32``, ``cudnn_benchmark`` and ``cudnn_deterministic``. Afterwards random numbers
-    differ between data-parallel ranks.
+    ``MAX_SKIPPED``, ``COMPILE``, ``TF32``, ``cudnn_benchmark`` and ``cudnn_deterministic``. Also gives each
+    data-parallel rank its own random numbers.
 
     Replaces legacy/initialize.py:242, which wraps ``lr_scheduler`` to count micro-batches; `Trainer` steps it once per
     optimizer step.
@@ -107,17 +107,17 @@ def initialize(
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Allow TF32 in float32 matrix products and convolutions, or forbid it (PyTorch's default differs between them)."""
+    """Allow or forbid TF32 in both matrix products and convolutions (PyTorch's defaults differ)."""
     torch.set_float32_matmul_precision("high" if allowed else "highest")
-    torch.backends.cudnn.allow_tf32 = allowed  # not by cudnn.conv.fp32_precision, after which torch.export fails
+    torch.backends.cudnn.allow_tf32 = allowed  # torch.export fails after setting cudnn.conv.fp32_precision
 
 
 def _synchronise(
     model: nn.Module, optimizer: StepOptimizer, config: Mapping[str, Any]
 ) -> tuple[nn.Module, list[GradAccumGradientHandler]]:
-    """Synchronize weights and gradients of data-parallel ranks by DDP, or by the config's gradient handlers.
+    """Synchronize weights and gradients of data-parallel ranks with DDP or the config's gradient handlers.
 
-    Upstream (legacy/initialize.py:380,391) passes GPUs as ``device_ids`` on CPUs too.
+    Upstream (legacy/initialize.py:380,391) passes ``device_ids`` also on CPUs.
     """
     handlers = config.get("gradient_handler")
     if handlers is not None:

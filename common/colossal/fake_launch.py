@@ -1,4 +1,4 @@
-"""Launch with many ranks in a single process, on fake tensors, to estimate what one rank does."""
+"""Launch one of many ranks in a single process, on fake tensors, for estimates."""
 
 import os
 import warnings
@@ -18,7 +18,7 @@ from common.colossal.tensor_parallel import layers
 
 
 def allow_fake_launches() -> None:
-    """Patch this process, permanently, for `fake_launch`: what reads tensors' values or asks for hardware."""
+    """Permanently patch functions that read tensor values or query hardware, for `fake_launch`."""
     new_group = dist.new_group
 
     def new_fake_group(ranks: list[int], *_: Any, **__: Any) -> Any:
@@ -28,7 +28,7 @@ def allow_fake_launches() -> None:
     dist.new_group = new_fake_group
     RepairedContext.detect_num_processes_on_current_node = lambda context: None  # gathers host names
     layers._random_stream = lambda device, number: nullcontext()  # reads a random state
-    Tensor.item = lambda tensor: 0.0  # a loss scaler asks whether it has seen an overflow
+    Tensor.item = lambda tensor: 0.0  # read by the loss scaler for overflows
     nn.Module.to = _convert_in_place  # swaps tensors, which fake tensors do not support
     warnings.simplefilter("ignore")  # the run itself will warn
 
@@ -54,7 +54,7 @@ def _convert_in_place(model: nn.Module, target: Any) -> nn.Module:
 
 
 def reduce_without_waiting(engine: Engine) -> None:
-    """Let DDP, if used, reduce by a hook: its own code reads the fake collective's future, which is empty."""
+    """Register a DDP communication hook: DDP's own code reads the fake collective's future, which is empty."""
     if isinstance(engine.model, DistributedDataParallel):
         engine.model.register_comm_hook(engine.model.process_group, _reduce_bucket)
 

@@ -22,7 +22,7 @@ def generator_states() -> dict[str, Tensor]:
 
 
 def set_generator_states(states: dict[str, Tensor]) -> None:
-    """Restore what `generator_states` returned."""
+    """Restore states from `generator_states`."""
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])

@@ -1,9 +1,9 @@
-"""Find out which rank is lost, and what it was doing.
+"""Detect which rank is lost, and report what it was doing.
 
-Each rank sends a datagram to rank 0 at every beat; rank 0 answers. A silent rank is gone; one that still sends but does
-not notice a failed collective that all others noticed hangs, and so does one that is behind when all stand still: a
-process that waits for a GPU notices nothing. PyTorch's store cannot do this: its calls block when the process that
-serves it stops. A rank from which no datagram has ever come, as behind a firewall that drops UDP, is not judged.
+Each rank sends a UDP datagram to rank 0 at every beat; rank 0 answers. A silent rank is gone. A rank hangs if it still
+sends but does not notice a failed collective that all others noticed, or if it is behind when no rank makes progress
+(a process that waits for a GPU notices no failure). PyTorch's store cannot do this: its calls block when the process
+that serves it stops. A rank that has never been heard, for example behind a firewall that drops UDP, is not judged.
 """
 
 import faulthandler
@@ -23,14 +23,14 @@ from common.colossal.rendezvous import address_to_bind
 
 SILENT = 3  # beats of silence after which a rank is gone, once another rank has noticed a failure
 HANGING = 5  # beats within which all ranks that do not hang notice it too
-LEAVING = 2  # beats in which ranks are told why the run ends
+LEAVING = 2  # beats during which the verdict is sent
 
 _doing = "starting"
 _changes = 0
 
 
 def doing(what: str) -> None:
-    """Report what this process is doing, for the other ranks' messages if it is lost."""
+    """Record what this process is doing; the other ranks report it if this one is lost."""
     global _doing, _changes
     _doing, _changes = what, _changes + 1
 
@@ -41,20 +41,20 @@ def progress() -> int:
 
 
 def beat_of(timeout: float) -> float:
-    """Return the seconds between two beats: few enough to name a lost rank within the timeout."""
+    """Return the seconds between two beats, short enough to report a lost rank within the timeout."""
     return min(2.0, timeout / 40)
 
 
 def patience_of(timeout: float) -> float:
-    """Return the seconds that a collective may take; the rest of ``timeout`` is for finding out which rank is lost."""
+    """Return the seconds that a collective may take; the rest of ``timeout`` is for detecting the lost rank."""
     return timeout - (HANGING + LEAVING + 1) * beat_of(timeout)
 
 
 class Heartbeat:
-    """A thread that exchanges messages and judges; it prints all stacks if this process makes no progress.
+    """A thread that exchanges beats and detects lost ranks; prints all stacks if this process makes no progress.
 
-    ``verdict`` names the lost ranks once they are known. A process that is then not in `await_verdict`, because it
-    computes or its collective does not fail, is ended with the verdict on stderr.
+    ``verdict`` describes the lost ranks once they are known. A process that is not in `await_verdict` at that time,
+    because it computes or its collective does not fail, exits with the verdict on stderr.
     """
 
     def __init__(self, rank: int, world_size: int, timeout: float):
@@ -62,17 +62,17 @@ class Heartbeat:
         self.timeout, self.beat, self.patience = timeout, beat_of(timeout), patience_of(timeout)
         self.state = "running"  # then "noticed" (a collective failed), "failed" (an error of its own) or "ended"
         self.heard: dict[int, tuple[float, str, str]] = {}  # by rank: time, what it was doing, its state
-        self.unheard: set[int] = set()  # so far
-        self.warn_at = float("inf")  # if there are any
-        self.moved: dict[int, tuple[int, float]] = {}  # rank 0's, by rank: its `progress`, and since when
+        self.unheard: set[int] = set()  # ranks not heard yet
+        self.warn_at = float("inf")  # when to warn of them
+        self.moved: dict[int, tuple[int, float]] = {}  # on rank 0, by rank: `progress` and the time of its last change
         self.noticed_at = float("inf")
         self.verdict: str | None = None
         self.judged, self.closing = threading.Event(), threading.Event()
-        self.socket: Any = None  # of a single process
+        self.socket: Any = None  # stays None with a single process
         self.thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self, store: dist.Store | None, host: str) -> None:
-        """Start; a single process, without ``store``, watches only its own progress."""
+        """Start the thread; without ``store`` (a single process) it monitors only its own progress."""
         if store is not None:
             self._open(store, host)
         self.thread.start()
@@ -114,14 +114,14 @@ class Heartbeat:
         began = time.monotonic()
         self._exchange(began + self.beat)
         stood_still = time.monotonic() - began - self.beat
-        if stood_still > self.beat:  # this process was suspended: the others were not silent for that long
+        if stood_still > self.beat:  # this process was suspended; do not count that time as silence
             self.heard = {rank: (when + stood_still, *words) for rank, (when, *words) in self.heard.items()}
             self.moved = {rank: (count, since + stood_still) for rank, (count, since) in self.moved.items()}
         if self.verdict is None and not self.closing.is_set():
             self.verdict = self._judge(time.monotonic())
 
     def _exchange(self, until: float) -> None:
-        """Send this rank's state, and listen until the next beat."""
+        """Send this rank's state, then receive until the next beat."""
         if self.rank:
             with suppress(OSError):  # refused: rank 0 is gone
                 self.socket.send(self._message())
@@ -129,10 +129,10 @@ class Heartbeat:
             self.socket.settimeout(left)
             try:
                 data, sender = self.socket.recvfrom(65_535)
-            except OSError:  # nothing more in this beat, or refused
+            except OSError:  # timeout, or refused
                 self.closing.wait(max(0.0, min(left, until - time.monotonic())))
                 return
-            with suppress(OSError, ValueError, KeyError, TypeError):  # a stranger's datagram
+            with suppress(OSError, ValueError, KeyError, TypeError):  # an unrelated datagram
                 self._hear(json.loads(data), sender)
 
     def _message(self) -> bytes:
@@ -156,7 +156,7 @@ class Heartbeat:
             self.moved[rank] = (progress, now)
 
     def _judge(self, now: float) -> str | None:
-        """Return which ranks are lost and what they were doing; "" if a collective failed without one; else None."""
+        """Return the lost ranks and what they were doing; "" if a collective failed but none is lost; else None."""
         if self.rank == 0:
             self.heard[0] = (now, _doing, self.state)
             self._follow(0, _changes, now)
@@ -181,13 +181,11 @@ class Heartbeat:
         if self.unheard and now > self.warn_at:
             self.warn_at = float("inf")
             ranks, port = ", ".join(map(str, sorted(self.unheard))), self.socket.getsockname()[1]
-            words = (
-                f"no datagram from rank {ranks} at UDP port {port}: if a firewall drops them, a lost rank is not named"
-            )
+            words = f"no datagram from rank {ranks} at UDP port {port}: behind a firewall, a lost rank is not reported"
             print(f"warning: {words}", file=sys.__stderr__, flush=True)
 
     def _end(self, verdict: str) -> None:
-        """Pass the verdict on, to this process and the others; end this process unless it is in `await_verdict`."""
+        """Send the verdict to the other ranks; exit unless this process is in `await_verdict`."""
         self.judged.set()
         for _ in range(LEAVING):
             self._exchange(time.monotonic() + self.beat)
@@ -200,22 +198,22 @@ class Heartbeat:
     # --- the process --------------------------------------------------------------------------------------------------
 
     def await_verdict(self) -> str:
-        """Return which ranks are lost, after a failed collective; "" if none."""
+        """Return the lost ranks after a failed collective; "" if none."""
         faulthandler.cancel_dump_traceback_later()
         self.state = "noticed"
         self.judged.wait((HANGING + SILENT) * self.beat)
         if self.rank == 0:
-            self.thread.join(LEAVING * self.beat + 1)  # it tells the others
+            self.thread.join(LEAVING * self.beat + 1)  # it sends the verdict
         return self.verdict or ""
 
     def fail(self, words: str) -> None:
-        """Tell the others that this process ends, with its error message ``words``."""
+        """Send the error message ``words`` to the other ranks before this process exits."""
         doing(words)
         self.state = "failed"
         self.closing.wait(LEAVING * self.beat if self.world_size > 1 else 0)
 
     def close(self) -> None:
-        """Leave; rank 0 waits a few beats for the others to leave first."""
+        """Stop; rank 0 first waits a few beats for the others to stop."""
         failed, self.state = self.state != "running", "ended"
         if self.rank:
             with suppress(OSError):
@@ -230,7 +228,7 @@ class Heartbeat:
 
 
 def _name_hanging(ranks: dict[int, tuple[float, str, str]]) -> str:
-    return "; ".join(f"rank {rank} hangs; it says: {what}" for rank, (_, what, _) in ranks.items())
+    return "; ".join(f"rank {rank} hangs; last seen: {what}" for rank, (_, what, _) in ranks.items())
 
 
 def describe(verdict: str, world_size: int) -> str:

@@ -1,4 +1,4 @@
-"""Import Colossal-AI 0.5.0 without its noise and without heavy packages that it imports and this project never uses."""
+"""Import Colossal-AI 0.5.0 without its log noise and its heavy unused dependencies."""
 
 import io
 import logging
@@ -24,7 +24,7 @@ STUBBED = ("peft", "galore_torch", "bitsandbytes")
 
 
 def check_version() -> None:
-    """Raise `UserError` unless the installed Colossal-AI is the one that the repairs are written for."""
+    """Raise `UserError` unless the installed Colossal-AI is the version that the repairs are written for."""
     try:
         found = version("colossalai")
     except PackageNotFoundError:
@@ -37,13 +37,13 @@ def check_version() -> None:
 
 @contextmanager
 def quiet_import() -> Iterator[None]:
-    """Import Colossal-AI inside this context, which undoes the import's side effects on exit.
+    """Context for importing Colossal-AI; undoes the import's side effects on exit.
 
     - `peft` (interface/model.py:6), `galore_torch` (nn/optimizer/__init__.py:1) and `bitsandbytes`
       (nn/optimizer/galore.py:7) are replaced by stubs unless they are installed.
     - `torch.compile` is the identity: decorating unused functions (quantization/fp8.py) loads the whole compiler, two
       thirds of the import time.
-    - fp8.py:16 does not query the GPU, which would initialize CUDA before the process has its device, and forbid fork.
+    - fp8.py:16 does not query the GPU: that would initialize CUDA before the device is set, and prevent forking.
     - PyTorch's meta kernels are not replaced by those of release 1.12 (_analyzer/_subclasses/_meta_registration.py:38),
       with which `torch.compile` fails on a convolution.
     - About 60 warnings, log lines and prints are dropped.
@@ -64,7 +64,7 @@ def quiet_import() -> Iterator[None]:
 
 
 def _skip_upstream(impl: Callable[..., None]) -> Callable[..., None]:
-    """Return ``Library.impl`` without the kernels of `colossalai._analyzer`."""
+    """Return a ``Library.impl`` that ignores the kernels of `colossalai._analyzer`."""
 
     def register(library: Library, name: Any, function: Any, *args: Any, **options: Any) -> None:
         if not getattr(function, "__module__", "").startswith("colossalai._analyzer"):
@@ -74,7 +74,7 @@ def _skip_upstream(impl: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Stub(types.ModuleType):
-    """A module that has a class of every name."""
+    """A module that has a class for every attribute."""
 
     __path__: Any = ()
 
@@ -97,7 +97,7 @@ class _StubFinder(MetaPathFinder, Loader):
 
 @contextmanager
 def _import_stubs() -> Iterator[None]:
-    """Stub the packages in `STUBBED` that are not installed; remove the stubs on exit, so that others see none."""
+    """Stub the packages in `STUBBED` that are not installed; remove the stubs on exit."""
     finder = _StubFinder()
     sys.meta_path.append(finder)  # last, so that an installed package comes first
     try:

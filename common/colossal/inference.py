@@ -1,4 +1,4 @@
-"""Inference in the precision of the engine's evaluation."""
+"""Inference in the same precision as the engine's evaluation."""
 
 import sys
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from common.hardware import limit_threads
 
 
 class Predictor:
-    """A model to be called with images on any device; returns float32 logits on ``device``."""
+    """Map images on any device to float32 logits on ``device``."""
 
     def __init__(self, model: nn.Module, fp16: Mapping[str, Any] | None) -> None:
         """Move ``model`` in place to this process's device and to the precision of the config's ``fp16``."""

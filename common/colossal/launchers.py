@@ -24,7 +24,7 @@ def launch_from_slurm(config: Any, host: str | None, port: int | None, backend: 
     """Join the process groups as a task of srun; see `_launch`."""
     host = host or os.environ.get("HOST") or os.environ.get("MASTER_ADDR")
     if not host or not port:
-        raise UserError("--host and --port say where rank 0 listens: name the first node, and a free port there")
+        raise UserError("--host and --port are required: the first node, and a free port on it")
     _launch(upstream.launch_from_slurm, config, backend, host=host, port=port, **more)
 
 

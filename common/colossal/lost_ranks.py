@@ -1,4 +1,4 @@
-"""Name the lost ranks when a collective fails."""
+"""Report the lost ranks when a collective fails."""
 
 import atexit
 import os
@@ -14,7 +14,7 @@ from common.errors import UserError
 
 @contextmanager
 def naming_lost_ranks() -> Iterator[None]:
-    """Turn a failed collective into a `UserError` naming the lost ranks; tell the others of any other exception.
+    """Turn a failed collective into a `UserError` with the lost ranks; send any other exception to the other ranks.
 
     A collective fails at once if a rank has died, and within the launch's ``timeout`` if one hangs.
     """
@@ -29,8 +29,8 @@ def naming_lost_ranks() -> Iterator[None]:
         verdict = gpc.heartbeat.await_verdict()
         if not verdict:
             raise
-        if dist.get_backend() == "nccl":  # whose clean-up would wait for kernels that never end
-            atexit.register(os._exit, 2)  # runs after threads have ended, the checkpoint's writer among them
+        if dist.get_backend() == "nccl":  # its clean-up would wait for kernels that never end
+            atexit.register(os._exit, 2)  # runs after all threads, such as the checkpoint writer, have ended
         raise UserError(describe(verdict, dist.get_world_size())) from error
 
 

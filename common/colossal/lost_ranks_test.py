@@ -84,7 +84,7 @@ HOW = {
     kill: "is gone; last seen: step 4: kill",
     stop: "is gone; last seen: step 4: stop",
     fail: "is gone; last seen: RuntimeError: out of memory",
-    compute: "hangs; it says: step 4: compute",
+    compute: "hangs; last seen: step 4: compute",
     hold_the_interpreter: "is gone; last seen: step 4: hold_the_interpreter",
 }
 

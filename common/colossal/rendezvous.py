@@ -1,4 +1,4 @@
-"""The key-value store through which the processes of a launch find each other, and where it listens."""
+"""The rendezvous store of a launch, and the address it binds."""
 
 import ipaddress
 import os
@@ -17,11 +17,11 @@ POLL = 0.05  # seconds; PyTorch's own wait takes up to twice its timeout and pri
 
 
 def open_store(rank: int, world_size: int, host: str, port: int, timeout: float) -> dist.Store:
-    """Return the launch's store once all ranks have joined; rank 0 serves it, or torchrun's agent.
+    """Return the launch's store once all ranks have joined; rank 0 or torchrun's agent serves it.
 
-    The server listens on the address of ``host`` only (PyTorch's: on all interfaces); if that is the loopback, so do
-    gloo and NCCL. Otherwise gloo binds the interface that leads to the other processes, unless GLOO_SOCKET_IFNAME names
-    one; PyTorch's binds the address of this machine's name, which on Debian is 127.0.1.1. Raises `UserError` naming the
+    The server listens only on the address of ``host`` (PyTorch: on all interfaces); if that is the loopback, so do
+    gloo and NCCL. Otherwise gloo binds the interface with the route to the other processes, unless GLOO_SOCKET_IFNAME
+    is set; PyTorch's default, the address of the host name, is 127.0.1.1 on Debian. Raises `UserError` listing the
     ranks that do not join within ``timeout`` seconds, or `RankError` if that is rank 0.
     """
     if is_loopback(host):
@@ -40,7 +40,7 @@ def open_store(rank: int, world_size: int, host: str, port: int, timeout: float)
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     mine = _source_address(host)
     _await_ranks(store, rank, world_size, timeout, mine)
-    if _is_loopback(mine):  # the name is mapped to it on this machine only, or all processes are here
+    if _is_loopback(mine):  # either this machine's /etc/hosts maps the name to it, or all processes are here
         others = [store.get(f"here/{other}").decode() for other in range(world_size)]
         mine = next((_source_address(other) for other in others if other and not _is_loopback(other)), mine)
     if interface := _interface_of(mine):
@@ -49,7 +49,7 @@ def open_store(rank: int, world_size: int, host: str, port: int, timeout: float)
 
 
 def _source_address(host: str) -> str:
-    """Return the address of this machine from which packets to ``host`` go out, "" if there is none; sends nothing."""
+    """Return this machine's source address for packets to ``host``, "" if there is none; sends nothing."""
     with suppress(OSError):
         family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -80,7 +80,7 @@ def _await_server(host: str, port: int, seconds: float) -> None:
             return
         time.sleep(POLL)
     raise RankError(
-        f"--host={host} --port={port}: rank 0 was not found there within {seconds:g} s (TIMEOUT); does it run there?"
+        f"--host={host} --port={port}: rank 0 was not found there within {seconds:g} s (TIMEOUT); is it running there?"
     )
 
 
@@ -93,24 +93,24 @@ def _await_ranks(store: dist.Store, rank: int, world_size: int, seconds: float, 
             store.set("absent", ", ".join(map(str, absent)))
         if store.check(["absent"]):
             names = store.get("absent").decode()
-            time.sleep(20 * POLL if rank == 0 else 0)  # let the others read it: the store ends with rank 0
+            time.sleep(20 * POLL if rank == 0 else 0)  # let the others read it: the store closes when rank 0 exits
             raise UserError(
-                f"rank {names} of {world_size} processes did not start within {seconds:g} s (TIMEOUT): see its own "
-                "output, and whether it was started"
+                f"rank {names} of {world_size} processes did not start within {seconds:g} s (TIMEOUT): check its "
+                "output, and that it was started"
             )
         time.sleep(POLL)
 
 
 def address_to_bind(host: str) -> tuple[socket.AddressFamily, str]:
-    """Return (family, address) at which the other ranks reach ``host``, this machine.
+    """Return (family, address) to bind so that the other ranks can reach this machine as ``host``.
 
-    The address is "", meaning all, if ``host`` has one that this machine does not have (behind NAT) or that only this
-    machine sees (a name that /etc/hosts maps to the loopback).
+    The address is "" (all interfaces) if this machine does not have the address of ``host`` (behind NAT), or if it is a
+    loopback address that only this machine maps to the name (/etc/hosts).
     """
     try:
         family, *_, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise UserError(f"--host={host} cannot be resolved ({error.strerror}): give its address") from error
+        raise UserError(f"--host={host} cannot be resolved ({error.strerror}): pass its address") from error
     if ipaddress.ip_address(address).is_loopback and not is_loopback(host):
         return socket.AF_INET, ""
     with socket.socket(family) as probe:

@@ -15,29 +15,29 @@ from common.errors import AgreedError
 
 
 class Trainer(UpstreamTrainer):
-    """Upstream's trainer (legacy/trainer/_trainer.py), counting optimizer steps, and able to resume.
+    """Upstream's trainer (legacy/trainer/_trainer.py), counting optimizer steps and able to resume.
 
-    It differs from upstream's in that
+    Differences from upstream:
 
     - ``max_steps`` counts optimizer steps, not micro-batches, and needs no logger (:340);
     - the last epoch is always evaluated (:328 skips it for most intervals);
     - evaluation computes no loss;
     - the engine's schedule is stepped once per optimizer step, before ``after_train_iter``;
-    - it starts from `load_state_dict`, also in the middle of an epoch or before an evaluation;
+    - it can resume with `load_state_dict`, also in the middle of an epoch or before an evaluation;
     - it reports what it is doing to the heartbeat.
 
     Attributes, for hooks:
-        step: optimizer steps completed, including the one that ended before ``after_train_iter``.
-        cur_epoch: epochs completed; ``epoch_step``: optimizer steps completed in the epoch after those.
-        cur_step: micro-batches completed before this one, as upstream counts.
+        step: optimizer steps completed; in ``after_train_iter`` including the current one.
+        cur_epoch: epochs completed; ``epoch_step``: optimizer steps completed in the current epoch.
+        cur_step: micro-batches completed before the current one, as in upstream.
         steps_per_epoch: optimizer steps in an epoch.
         evaluated_step: the step of the last evaluation.
         update_done: whether the last micro-batch ended an optimizer step.
-        learning_rate: of the last optimizer step; with layer decay that of the head.
+        learning_rate: of the last optimizer step; with layer decay, of the head.
         data_wait: seconds spent waiting for the training loader so far.
         train_dataloader, test_dataloader: the loaders given to `fit`.
-        states: what hooks leave for each other.
-        stopping: set by a hook at the end of an optimizer step or in an evaluation, ends the training there.
+        states: values shared between hooks.
+        stopping: set by a hook after an optimizer step or in an evaluation to end the training.
     """
 
     engine: Engine
@@ -52,13 +52,12 @@ class Trainer(UpstreamTrainer):
 
     @property
     def loader_failure(self) -> str:
-        """Why this process's loaders cannot go on, with the remedy; "" if they can."""
+        """Why this process's loaders failed, with the remedy; "" if they did not."""
         failures = (getattr(loader, "failure", "") for loader in (self.train_dataloader, self.test_dataloader))
         return next(filter(None, failures), "")
 
     @property
     def device(self) -> torch.device:
-        """The device of this process."""
         return self.engine.device
 
     def state_dict(self) -> dict[str, int]:
@@ -71,7 +70,7 @@ class Trainer(UpstreamTrainer):
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Resume from that position, with the engine's schedule; restoring the loader is the caller's."""
+        """Restore the position and the engine's schedule; the caller restores the loader."""
         self.step, self._cur_epoch = state["step"], state["epoch"]
         self.epoch_step, self.evaluated_step = state["epoch_step"], state["evaluated_step"]
         self._cur_step = self.step * self.engine.optimizer.accumulation
@@ -92,8 +91,8 @@ class Trainer(UpstreamTrainer):
 
         Evaluates every ``test_interval`` epochs and at the end, on loaders from `initialize`, which are closed at the
         end. Hooks are called by ``priority``, in training with ``output`` and ``label`` None, in evaluation with
-        ``loss`` None; one may load a state in ``before_train``. Raises `UserError` naming lost ranks when a collective
-        fails, and `AgreedError` naming ``states["checkpoint"]`` when too many updates were skipped.
+        ``loss`` None; a hook may load a state in ``before_train``. Raises `UserError` with the lost ranks when a
+        collective fails, and `AgreedError` with ``states["checkpoint"]`` when too many updates were skipped.
         """
         self._max_epochs, self._max_steps = epochs, max_steps
         self._steps_per_epoch = len(train_dataloader) // self.engine.optimizer.accumulation
@@ -139,7 +138,7 @@ class Trainer(UpstreamTrainer):
             result = self.engine.execute_schedule(batches, return_output_label=False)
             self.engine.step()
             self._call_timer("stop", "Train-step", keep_in_history=True)
-            doing(f"step {self.step + 1}: hooks after it")
+            doing(f"step {self.step + 1}: hooks after the step")
             self.update_done = self.engine.optimizer.accumulated == 0
             if self.update_done:
                 self._count_step()
@@ -151,7 +150,7 @@ class Trainer(UpstreamTrainer):
     def _count_step(self) -> None:
         self.step += 1
         self.epoch_step += 1
-        if self.epoch_step >= self._steps_per_epoch:  # more: the data set has shrunk since the state was saved
+        if self.epoch_step >= self._steps_per_epoch:  # greater if the data set has shrunk since the state was saved
             self._cur_epoch, self.epoch_step = self._cur_epoch + 1, 0
         self.learning_rate = max(group["lr"] for group in self.engine.optimizer.param_groups)
         if self.engine.lr_scheduler is not None:
@@ -181,10 +180,10 @@ class Trainer(UpstreamTrainer):
             doing(f"{phase}: forward")
             result = self.engine.execute_schedule(iter([batch]), forward_only=True, return_loss=False)
             self._call_hooks("after_test_iter", result)
-            if self.stopping:  # this evaluation is repeated on resuming
+            if self.stopping:  # the evaluation is repeated when the run is resumed
                 return
         self.evaluated_step = self.step
-        doing(f"{phase}: adding up")
+        doing(f"{phase}: summing metrics")
         self._call_hooks("after_test_epoch")
         self._call_hooks("after_test")
 
@@ -197,7 +196,7 @@ class Trainer(UpstreamTrainer):
 
 
 def move_schedule(schedule: LRScheduler, step: int) -> None:
-    """Set the learning rates that ``schedule``, a pure function of the step, has after ``step`` steps."""
-    schedule.optimizer._opt_called = True  # in the run that is resumed; else torch warns
+    """Move ``schedule``, a pure function of the step, to ``step`` and set its learning rates."""
+    schedule.optimizer._opt_called = True  # called in the resumed run; otherwise torch warns
     schedule.last_epoch = step - 1
     schedule.step()

@@ -73,10 +73,10 @@ def test_reports_what_it_is_doing(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[str] = []
     monkeypatch.setattr("common.colossal.trainer.doing", reported.append)
     fit(batches=2, test_batches=1)
-    phases = ("waiting for data", "forward and backward", "hooks after it")
+    phases = ("waiting for data", "forward and backward", "hooks after the step")
     assert reported == [
         *(f"step {step}: {phase}" for step in (1, 2) for phase in phases),
-        *(f"evaluating after step 2: {phase}" for phase in ("waiting for data", "forward", "adding up")),
+        *(f"evaluating after step 2: {phase}" for phase in ("waiting for data", "forward", "summing metrics")),
         "ending",
     ]
 

@@ -32,4 +32,4 @@ with quiet_import():
     from colossalai.legacy.utils import sync_model_param
     from colossalai.nn.lr_scheduler import LinearWarmupLR
 
-gpc: Any = global_context  # Any: upstream does not annotate what a launch sets
+gpc: Any = global_context  # Any: upstream does not annotate attributes set by a launch

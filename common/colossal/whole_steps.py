@@ -1,4 +1,4 @@
-"""Passes over a data loader that end with a whole optimizer step."""
+"""Passes over a data loader in whole optimizer steps."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -6,11 +6,11 @@ from typing import Any
 
 
 class WholeSteps:
-    """Iterate over ``loader`` in passes of whole groups of ``accumulation`` batches; all else is the loader's own.
+    """Iterate over ``loader`` in whole groups of ``accumulation`` batches; delegate all other attributes to it.
 
-    Upstream's trainer never exhausts an iterator, so that a loader that is its own iterator, such as DALI's, fails in
-    the second pass: here it is ``reset()`` first. Upstream's GradAccumDataloader
-    (legacy/engine/gradient_accumulation/_gradient_accumulation.py:154) reads on to the loader's end, if there is one.
+    Upstream's trainer never exhausts an iterator, so a loader that is its own iterator, such as DALI's, fails in the
+    second pass; here it is ``reset()`` first. Upstream's GradAccumDataloader
+    (legacy/engine/gradient_accumulation/_gradient_accumulation.py:154) then reads to the loader's end, if there is one.
     """
 
     def __init__(self, loader: Any, accumulation: int = 1):

@@ -124,7 +124,7 @@ def test_points_are_means_over_seeds_and_the_best_rate(tmp_path: Path) -> None:
     [
         (["--grid", "LEARNING_RATE=1", "--grid", "LERNING_RATE=2"], "LERNING_RATE: unknown key; did you mean 'LEARN"),
         (["--grid", "LEARNING_RATE=1,fast"], "LEARNING_RATE='fast'"),
-        (["--grid", "LEARNING_RATE=1", "--grid", "gradient_accumulation=1,3"], "TOTAL_BATCH_SIZE=14 does not divide"),
+        (["--grid", "LEARNING_RATE=1", "--grid", "gradient_accumulation=1,3"], "TOTAL_BATCH_SIZE=14 is not divisible"),
         (["--grid", "LEARNING_RATE=1,1"], "write it as KEY=VALUE,VALUE with values that differ"),
         (["--grid", "LEARNING_RATE"], "write it as KEY=VALUE,VALUE"),
         (["--grid", "LEARNING_RATE=1", "--set", "LEARNING_RATE=2"], "LEARNING_RATE: named twice"),

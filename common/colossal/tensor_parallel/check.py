@@ -1,4 +1,4 @@
-"""The sizes and shapes that tensor parallelism needs, checked without process groups."""
+"""Check the sizes and shapes that tensor parallelism requires, without process groups."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,8 @@ def resolve_parallel(parallel: Mapping[str, Any] | None, world_size: int) -> dic
     """Return ``parallel`` in full, with mode None for tensor parallelism of size 1.
 
     Upstream crashes in the backward pass of 2d, 2.5d and 3d layers of size 1, and ignores a size without a mode. Raises
-    `UserError` for that, for a pipeline, for a size that the mode cannot have or that does not divide ``world_size``.
+    `UserError` for a size without a mode, a pipeline, and a size that is invalid for the mode or does not divide
+    ``world_size``.
     """
     parallel = dict(parallel or {})
     pipeline, tensor = parallel.get("pipeline", 1), parallel.get("tensor") or {}
@@ -29,7 +30,7 @@ def resolve_parallel(parallel: Mapping[str, Any] | None, world_size: int) -> dic
     if world_size % size:
         nearest = nearest_multiples(world_size, size)
         raise UserError(
-            f"parallel.tensor.size={size} does not divide the {world_size} processes: start {nearest} of them"
+            f"parallel.tensor.size={size} does not divide the {world_size} processes: start {nearest} processes"
         )
     return {"pipeline": 1, "tensor": tensor}
 
@@ -39,13 +40,13 @@ def _check_size(mode: str | None, size: int, depth: int | None) -> None:
         raise UserError(f"parallel.tensor.size={size} needs parallel.tensor.mode: one of '1d', '2d', '2.5d', '3d'")
     if mode not in LAYOUTS:
         hint = did_you_mean(str(mode), LAYOUTS)
-        raise UserError(f"parallel.tensor.mode={mode!r} is none of '1d', '2d', '2.5d', '3d'{hint}")
+        raise UserError(f"parallel.tensor.mode={mode!r} is not one of '1d', '2d', '2.5d', '3d'{hint}")
     if mode != "2.5d" and depth is not None:
-        raise UserError(f"parallel.tensor.depth={depth} goes with mode '2.5d', not with {mode!r}: remove it")
+        raise UserError(f"parallel.tensor.depth={depth} requires mode '2.5d', not {mode!r}: remove it")
     if mode == "2.5d" and (not isinstance(depth, int) or depth < 1):
         raise UserError(
-            f"parallel.tensor.depth={depth}: mode '2.5d' needs a size of depth x a square: depth=1 goes with 4 or 9, "
-            "depth=2 with 8 or 18"
+            f"parallel.tensor.depth={depth}: mode '2.5d' needs size = depth x a square, such as depth=1 with size 4 or "
+            "9, depth=2 with size 8 or 18"
         )
     shape, power = {"1d": ("a number", 1), "2d": ("a square", 2), "2.5d": (f"depth {depth} x a square", 2)}.get(
         mode, ("a cube", 3)
@@ -54,15 +55,15 @@ def _check_size(mode: str | None, size: int, depth: int | None) -> None:
     side = max(2, math.floor((size / squares) ** (1 / power) + 1e-9))
     if squares * side**power != size:
         raise UserError(
-            f"parallel.tensor.size={size} is not {shape} of at least 2 a side, as mode {mode!r} needs: "
-            f"the nearest that are: {squares * side**power} or {squares * (side + 1) ** power}"
+            f"parallel.tensor.size={size} is not {shape} with sides of at least 2, which mode {mode!r} requires; "
+            f"nearest: {squares * side**power} or {squares * (side + 1) ** power}"
         )
 
 
 def check_tensor_parallel(
     parallel: Mapping[str, Any] | None, model: Mapping[str, Any], micro_batch: int, world_size: int
 ) -> None:
-    """Raise `UserError` if a model (the config's MODEL) or a micro-batch cannot be cut evenly over the ranks."""
+    """Raise `UserError` if a model (the config's MODEL) or a micro-batch cannot be split evenly over the ranks."""
     tensor = resolve_parallel(parallel, world_size)["tensor"]
     mode, size, depth = tensor["mode"], tensor["size"], tensor.get("depth", 1)
     if mode is None:
@@ -70,7 +71,7 @@ def check_tensor_parallel(
     heads, width, mlp_ratio = model["heads"], model["width"], model["mlp_ratio"]
     sizes, layout = group_sizes(mode, size, depth), LAYOUTS[mode]
     side = size if mode == "1d" else sizes[layout.channels]
-    # A 3d weight is cut along its input channels twice.
+    # A 3d weight is split along its input channels twice.
     width_unit = math.lcm(side**2, heads) if mode == "3d" else heads
     hidden, hidden_unit = int(width * mlp_ratio), side**2 if mode == "3d" else side
     rules = (
@@ -82,15 +83,15 @@ def check_tensor_parallel(
     for name, value, unit in rules:
         if value % unit:
             raise UserError(
-                f"{name}={value} is not a multiple of {unit}, as parallel.tensor mode {mode!r} of size {size} needs: "
-                f"the nearest that are: {nearest_multiples(value, unit)}"
+                f"{name}={value} is not a multiple of {unit}, which parallel.tensor mode {mode!r} of size {size} "
+                f"requires; nearest: {nearest_multiples(value, unit)}"
             )
 
 
 def describe_tensor_parallel(parallel: Mapping[str, Any], model: nn.Module, micro_batch: int) -> list[str]:
-    """Return a line for each rank of the first tensor-parallel group that says what it holds.
+    """Return a line for each rank of the first tensor-parallel group with the shards it holds.
 
-    ``parallel`` is resolved; ``model`` is whole, and may be on the meta device.
+    ``parallel`` is resolved; ``model`` is not sharded, and may be on the meta device.
     """
     tensor = parallel["tensor"]
     mode, size, depth = tensor["mode"], tensor["size"], tensor.get("depth", 1)
@@ -114,7 +115,7 @@ def describe_tensor_parallel(parallel: Mapping[str, Any], model: nn.Module, micr
 
 
 def _place(mode: str, rank: int, side: int) -> tuple[int, int]:
-    """Return which of the sample slices and which of the channel slices a rank of the group holds between blocks."""
+    """Return the indices of the sample slice and the channel slice that a rank of the group holds between blocks."""
     if mode == "1d":
         return 0, 0
     return (rank % side**2, rank // side**2) if mode == "3d" else (rank // side, rank % side)

@@ -1,4 +1,4 @@
-"""Gradients of pieces: summed over the ranks that saw other samples, and their norms over all pieces.
+"""Gradients of shards: sums over the ranks with other samples, and norms over all shards.
 
 Shape suffixes: R rows of squared norms, P parameters.
 """
@@ -15,7 +15,7 @@ from common.colossal.upstream import gpc
 
 
 def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
-    """Sum, in place, the gradients of pieces whose copies saw different samples, with one all-reduce per group."""
+    """Sum in place the gradients of shards replicated over different samples, with one all-reduce per group."""
     grads_by_group = defaultdict(list)
     for parameter in parameters:
         if _is_piece(parameter) and parameter.grad is not None and parameter.shard.summed_over is not None:
@@ -32,7 +32,7 @@ def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
 def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the 2-norm of the whole model's gradient, a 0-dim tensor; one all-reduce if sharded.
 
-    Upstream clips by the norm of each rank's own pieces (legacy/engine/_base_engine.py:161), so that copies diverge.
+    Upstream clips by the norm of each rank's shards (legacy/engine/_base_engine.py:161), so replicas diverge.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     if not any(map(_is_piece, trained)):
@@ -51,9 +51,9 @@ def _norm(tensors: list[Tensor]) -> Tensor:
 
 
 def build_norm_reducer(model: nn.Module) -> Callable[[Tensor, list[Tensor]], Tensor] | None:
-    """Return a function from squared norms of pieces [R, P], and their P parameters, to those of whole tensors [R, P].
+    """Return a function from squared norms of shards [R, P], and their P parameters, to those of whole tensors [R, P].
 
-    It takes one all-reduce. None for a model that is not sharded.
+    It uses one all-reduce. None if the model is not sharded.
     """
     return _reduce_norms if any(map(_is_piece, model.parameters())) else None
 
@@ -70,6 +70,6 @@ def _is_piece(parameter: Tensor) -> bool:
 
 
 def _copies(parameter: Tensor) -> int:
-    """Return how many ranks of the tensor-parallel group hold this piece."""
+    """Return how many ranks of the tensor-parallel group hold this shard."""
     copies = parameter.shard.copies
     return 1 if copies is None else gpc.get_world_size(copies)

@@ -1,4 +1,4 @@
-"""Layers that hold a piece of the weights and work on a piece of the activations; see `layout` for the modes.
+"""Layers with sharded weights and activations; see `layout` for the modes.
 
 The matrix products are Colossal-AI's. Its layers (legacy/nn/layer/parallel_*/layers.py) are not used, because they
 
@@ -6,7 +6,7 @@ The matrix products are Colossal-AI's. Its layers (legacy/nn/layer/parallel_*/la
   micro-batch; here these are sharded like the activations, and gradients are summed once per step (`gradients`),
 - compute a layer norm's variance as E[x^2] - E[x]^2, which overflows in half precision (parallel_2d/layers.py:337,
   parallel_2p5d/layers.py:350, parallel_3d/_operation.py:325),
-- split a 3d batch by the group that the last layer built left behind (parallel_3d/_operation.py:452), and fail in a 3d
+- split a 3d batch over the group set by the last layer built (parallel_3d/_operation.py:452), and fail in a 3d
   classifier's backward pass on ranks off the cube's diagonal (parallel_3d/_operation.py:135).
 
 Shape suffixes: B samples, N tokens, D channels of this rank; [...] any leading dimensions.
@@ -46,9 +46,9 @@ from common.colossal.upstream import (
 
 
 class Linear(nn.Module):
-    """A linear layer of which this rank holds a piece of ``weight`` [in, out] and ``bias`` [out].
+    """A linear layer with this rank's shard of ``weight`` [in, out] and ``bias`` [out].
 
-    The product runs in autocast's type with autocast disabled: upstream's products cast to float16 even under bfloat16
+    The product runs in autocast's dtype with autocast disabled: upstream's products cast to float16 even under bfloat16
     autocast on GPUs, and fail under autocast on CPUs (``custom_fwd`` in legacy/nn/layer/parallel_2d/_operation.py:61
     and the other modes' files).
     """
@@ -64,19 +64,19 @@ class Linear(nn.Module):
             return self.multiply(x.to(dtype), self.weight.to(dtype)) + self.bias.to(dtype)
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return this rank's piece of the product of the whole ``x`` [..., in] and the whole ``weight`` [in, out]."""
+        """Return this rank's shard of the product of the whole ``x`` [..., in] and ``weight`` [in, out]."""
         raise NotImplementedError
 
 
 class ColumnLinear(Linear):
-    """1d: all input channels, a share of the output channels."""
+    """1d: all input channels, a slice of the output channels."""
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         return reduce_grad(x, TENSOR) @ weight
 
 
 class RowLinear(Linear):
-    """A share of the input channels, all output channels: the sum over the ranks of ``group``."""
+    """A slice of the input channels, all output channels, summed over the ranks of ``group``."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter, group: ParallelMode = TENSOR) -> None:
         super().__init__(weight, bias)
@@ -106,20 +106,20 @@ class Linear2p5D(Linear2D):
 
 
 class Linear3D(Linear):
-    """3d: reads channels cut over OUTPUT and writes them cut over INPUT, or the other way round."""
+    """3d: reads channels split over OUTPUT and writes channels split over INPUT, or vice versa."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter, *, second: bool = False) -> None:
         super().__init__(weight, bias)
         self.groups = (OUTPUT_3D, WEIGHT_3D, INPUT_3D) if second else (INPUT_3D, WEIGHT_3D, OUTPUT_3D)
         if weight.requires_grad:
-            register_async_grad_hook(weight)  # which collects the gradient that the product has left on its way
+            register_async_grad_hook(weight)  # waits for the product's asynchronous gradient reduction
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         return Matmul3D.apply(x, weight, id(self.weight), *self.groups)
 
 
 class LayerNorm(nn.Module):
-    """Layer norm, in float32, over channels that are cut over ``group``; ``weight`` and ``bias`` are cut alike."""
+    """Layer norm in float32; channels, ``weight`` and ``bias`` are split over ``group``."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter, eps: float, group: ParallelMode) -> None:
         super().__init__()
@@ -156,10 +156,10 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class OwnRandom(nn.Module):
-    """Run ``layer`` on random numbers that ranks of the same ``number`` share and others do not.
+    """Run ``layer`` with random numbers that are equal on ranks with the same ``number`` and differ on others.
 
-    They are derived from the default generator's state, which agrees within a tensor-parallel group, and which PyTorch
-    restores when it recomputes checkpointed activations.
+    They are derived from the default generator's state, which is equal within a tensor-parallel group, and which
+    PyTorch restores when it recomputes checkpointed activations.
     """
 
     def __init__(self, layer: nn.Module, number: int) -> None:
@@ -175,7 +175,7 @@ class OwnRandom(nn.Module):
 
 @contextmanager
 def _random_stream(device: torch.device, number: int) -> Iterator[None]:
-    """Seed the device's default generator by its state and ``number``; on exit restore and advance it."""
+    """Seed the device's default generator from its state and ``number``; on exit restore and advance it."""
     generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
     state = generator.get_state()
     digest = hashlib.blake2b(state.numpy().tobytes() + number.to_bytes(8, "big"), digest_size=7).digest()

@@ -1,14 +1,14 @@
-"""Which rank holds what: the activations and parameters of a Vision Transformer in each tensor-parallel mode.
+"""How the activations and parameters of a Vision Transformer are sharded in each tensor-parallel mode.
 
-Between blocks, activations [B, N, D] are cut by samples (B) over one group of ranks and by channels (D) over another. A
-block has two pairs of linear layers, qkv and proj, fc1 and fc2.
+Between blocks, activations [B, N, D] are split by samples (B) over one group of ranks and by channels (D) over another.
+A block has two pairs of linear layers, qkv and proj, fc1 and fc2.
 
-- 1d (Megatron-LM, arXiv 1909.08053): every rank holds all samples and channels between blocks, and a share of the heads
-  and hidden channels within.
-- 2d (Optimus, arXiv 2104.05343): a square of ranks; COL cuts samples, ROW cuts channels.
+- 1d (Megatron-LM, arXiv 1909.08053): every rank holds all samples and channels between blocks, and a slice of the heads
+  and hidden channels within a block.
+- 2d (Optimus, arXiv 2104.05343): a square of ranks; COL splits samples, ROW splits channels.
 - 2.5d (Tesseract, arXiv 2105.14500): ``depth`` such squares with equal weights and different samples (XZ).
-- 3d (arXiv 2105.14450): a cube; INPUT x WEIGHT cuts samples and OUTPUT channels, and within a pair OUTPUT x WEIGHT
-  samples and INPUT channels.
+- 3d (arXiv 2105.14450): a cube; INPUT x WEIGHT splits samples and OUTPUT channels; within a pair, OUTPUT x WEIGHT
+  splits samples and INPUT channels.
 """
 
 import math
@@ -33,15 +33,15 @@ OUTPUT_X_WEIGHT_3D = ParallelMode.PARALLEL_3D_OUTPUT_X_WEIGHT
 
 @dataclass(frozen=True)
 class Shard:
-    """Which piece of a parameter this rank holds.
+    """This rank's shard of a parameter.
 
     Attributes:
-        cuts: (dimension, group), in order: the dimension is cut evenly over the group's ranks.
-        copies: the ranks that hold the same piece, if more than one.
-        summed_over: those of them that see different samples; their gradients have to be summed.
-        fused: number of matrices stacked along dimension 0 that are cut separately (3 for q, k and v).
-        transposed: whether the piece is stored as [in, out].
-        shape: of the whole parameter.
+        cuts: (dimension, group), in order: the dimension is split evenly over the group's ranks.
+        copies: the group of ranks with the same shard, if more than one.
+        summed_over: the group of replicas with different samples; their gradients must be summed.
+        fused: number of matrices stacked along dimension 0 that are split separately (3 for q, k and v).
+        transposed: whether the shard is stored as [in, out].
+        shape: shape of the whole parameter.
     """
 
     cuts: tuple[tuple[int, ParallelMode], ...] = ()
@@ -52,15 +52,15 @@ class Shard:
     shape: tuple[int, ...] = ()
 
     def piece(self, whole: Tensor) -> Tensor:
-        """Return a copy of this rank's piece of ``whole``."""
+        """Return a copy of this rank's shard of ``whole``."""
         return self._orient(self._view(whole).flatten(0, 1)).clone(memory_format=torch.contiguous_format)
 
     def place(self, piece: Tensor, whole: Tensor) -> None:
-        """Write ``piece`` where it belongs in ``whole``."""
+        """Write ``piece`` to its position in ``whole``."""
         self._view(whole).copy_(self._orient(piece).unflatten(0, (self.fused, -1)))
 
     def numel(self, sizes: Mapping[ParallelMode | None, int]) -> int:
-        """Return the number of elements of a piece, given the groups' sizes."""
+        """Return the number of elements of a shard, given the group sizes."""
         return math.prod(self.shape) // math.prod(sizes[group] for _, group in self.cuts)
 
     def _view(self, whole: Tensor) -> Tensor:
@@ -76,11 +76,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one mode cuts a model.
+    """How one mode splits a model.
 
     Attributes:
-        samples: the group over which the samples between blocks are cut, if they are.
-        channels: the group over which the channels between blocks are cut, if they are.
+        samples: the group that splits the samples between blocks, if any.
+        channels: the group that splits the channels between blocks, if any.
         first: (weight, bias) of qkv and fc1.
         second: (weight, bias) of attn.proj and fc2.
     """

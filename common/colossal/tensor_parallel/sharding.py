@@ -1,4 +1,4 @@
-"""Cut a model into this rank's piece, and gather it again."""
+"""Shard a model, and gather it again."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -28,12 +28,12 @@ PAIRS = {
 
 
 def shard_model(model: nn.Module) -> nn.Module:
-    """Cut a Vision Transformer, in place, to this rank's piece in the launch's tensor-parallel mode, if any.
+    """Replace a Vision Transformer in place by this rank's shard in the launch's tensor-parallel mode, if any.
 
     Call it after the launch and before building the optimizer, with equal weights on all ranks of a tensor-parallel
     group. The model still maps whole images [B, C, Y, X], the same on all ranks of the group, to whole logits
-    [B, num_classes]. Dropout masks agree exactly where ranks hold the same activations, and drop_path's where they hold
-    the same samples.
+    [B, num_classes]. Dropout masks are equal on ranks with the same activations, drop_path masks on ranks with the same
+    samples.
     """
     mode = tensor_parallel_env.mode
     if mode is None:
@@ -51,7 +51,7 @@ def shard_model(model: nn.Module) -> nn.Module:
 
 
 def _cut(model: nn.Module, name: str, shard: Shard) -> None:
-    """Replace the parameter ``name`` by this rank's piece, with its ``shard`` as an attribute."""
+    """Replace the parameter ``name`` by this rank's shard, with its ``shard`` as an attribute."""
     layer, _, kind = name.rpartition(".")
     whole = model.get_parameter(name)
     piece = nn.Parameter(shard.piece(whole.detach()), requires_grad=whole.requires_grad)
@@ -60,7 +60,7 @@ def _cut(model: nn.Module, name: str, shard: Shard) -> None:
 
 
 def _substitute(name: str, layer: nn.Module, mode: str, layout: Layout) -> nn.Module | None:
-    """Return the replacement of ``layer``, whose parameters have been cut; None if it stays."""
+    """Return the replacement of ``layer`` with sharded parameters; None if it stays."""
     first, second = PAIRS[mode]
     if name.endswith((".qkv", ".fc1")):
         return first(layer.weight, layer.bias)
@@ -88,14 +88,14 @@ def _gather_samples(model: nn.Module, inputs: tuple[Tensor], logits: Tensor, gro
 
 
 def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the shape of the whole parameter of which ``parameter`` is a piece."""
+    """Return the shape of the unsharded parameter."""
     shard = getattr(parameter, "shard", None)
     return parameter.shape if shard is None else shard.shape
 
 
 @torch.no_grad()
 def gather_whole(parameter: nn.Parameter, value: Tensor | None = None) -> Tensor | None:
-    """Gather ``parameter``, or ``value`` cut like it (a gradient, a moment), on the first rank; None on the others.
+    """Gather ``parameter``, or a ``value`` sharded like it (gradient, moment), on the first rank; None on the others.
 
     All ranks of the tensor-parallel group must call it.
     """
@@ -111,13 +111,13 @@ def gather_whole(parameter: nn.Parameter, value: Tensor | None = None) -> Tensor
 
 
 def cut_piece(parameter: nn.Parameter, whole: Tensor) -> Tensor:
-    """Return this rank's piece of ``whole``, which has `whole_shape`; the inverse of `gather_whole`."""
+    """Return this rank's shard of ``whole`` [`whole_shape`]; the inverse of `gather_whole`."""
     shard = getattr(parameter, "shard", None)
     return whole if shard is None else shard.piece(whole)
 
 
 def canonical_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Gather all parameters, one after the other, as `gather_whole` does; nothing on other ranks than the first."""
+    """Gather all parameters with `gather_whole`, one after the other; empty on all ranks but the first."""
     for name, parameter in model.named_parameters():
         if (whole := gather_whole(parameter)) is not None:
             yield name, whole

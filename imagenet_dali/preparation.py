@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from tqdm import tqdm
 
-from common.data.corrupt_images import MAX_BAD_SHARE, print_some
+from common.data.corrupt_images import MAX_BAD_SHARE, join_some, print_some
 from common.data.image_folder import Files
 from common.errors import UserError, counted, printable
 from common.files import folder_lock, read_json
@@ -47,6 +47,9 @@ def prepare(
     if dest.resolve().is_relative_to(source.resolve()):
         raise UserError(f"{dest}: lies inside SOURCE; choose a folder outside {source}")
     listed = list_source(source, options.validation_share, options.seed, workers)
+    if listed.others:
+        suffixes = sorted({Path(name).suffix.lower() for name in listed.others})
+        print(f"{counted(len(listed.others), 'other file')} ignored: {printable(join_some(suffixes))}")
     job = {"source": printable(source.resolve()), "files": listed.fingerprint, **asdict(options)}
     plan = plan_shards(listed, options.shards, options.seed)
     if _is_complete(dest, job):

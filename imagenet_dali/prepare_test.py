@@ -194,18 +194,22 @@ def test_a_full_disk_is_named_and_the_restart_continues(folders, monkeypatch):
 def test_few_bad_images_are_left_out_and_listed(tmp_path, capsys):
     source, dest = write_images(tmp_path / "images", 200), tmp_path / "data"
     (source / "class_0" / "cut.jpg").write_bytes(jpeg()[:-50])
-    (source / "class_1" / "notes.txt").write_text("not an image")
+    (source / "class_1" / "page.jpg").write_text("not an image")
+    for number in range(9):  # more than 1 %
+        (source / "class_1" / ("Thumbs.db", "Notes.TXT")[number % 2]).with_stem(f"{number}").write_text("not an image")
     os.mkfifo(source / "class_0" / "pipe.jpg")
     with open(source / "class_1" / "large.jpg", "wb") as file:
         file.write(jpeg())
         file.truncate(1 << 40)  # takes no room on the disk
     prepare(source, dest)
-    cut, pipe, large, notes = (dest / "refused.txt").read_text().splitlines()
+    cut, pipe, large, page = (dest / "refused.txt").read_text().splitlines()
     assert cut.startswith("class_0/cut.jpg\tnot a readable image: Premature end")
     assert pipe == "class_0/pipe.jpg\tnot a regular file"
     assert large == "class_1/large.jpg\t1,099,511,627,776 bytes, more than 401,048,576"
-    assert notes.startswith("class_1/notes.txt\tnot a readable image: not one of JPEG")
-    assert "4 refused" in capsys.readouterr().out
+    assert page.startswith("class_1/page.jpg\tnot a readable image: not one of JPEG")
+    out = capsys.readouterr().out
+    assert "9 other files ignored: .db, .txt\n" in out
+    assert "4 refused" in out
     assert sum(len(open_split(dest, split)) for split in ("train", "validation")) == 400
     assert json.loads((dest / "manifest.json").read_text())["made"]["refused"] == 4
 
@@ -322,7 +326,7 @@ def test_names_are_carried_exactly_and_files_of_any_name_are_images(tmp_path, ca
             Path(os.fsdecode(source + b"/" + name + b"/" + file)).write_bytes(jpeg())
     os.symlink("nowhere", source + b"/cat/link\n.jpg")
     os.symlink(".", source + b"/cat/loop")
-    main([os.fsdecode(source), str(dest), "--workers=1", "--max-refused=0.2"])
+    main([os.fsdecode(source), str(dest), "--workers=1", "--max-refused=20%"])
     split = open_split(dest, "train")
     assert split.class_names == sorted(os.fsdecode(name) for name in NAMES)
     assert len(split) + len(open_split(dest, "validation")) == 4 * len(NAMES)

@@ -37,12 +37,16 @@ ROWS_IN_MEMORY = 1250  # images of parquet files that a worker holds
 
 @dataclass(frozen=True)
 class Source:
-    """The images of each split, one name for each label, and where the images are that are no files themselves."""
+    """The images of each split, one name for each label, and where the images are that are no files themselves.
+
+    ``others`` are the names of files that are ignored, because images have other suffixes.
+    """
 
     root: Path
     class_names: list[str]
     splits: dict[str, Files]
     places: dict[str, Place] = field(default_factory=dict)
+    others: Sequence[str] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -118,17 +122,18 @@ def _list_folder(root: Path, train: Path) -> Source:
     if len(classes) < 2:
         hint = f"; is {train / classes[0]} the folder you mean?" if classes else ""
         raise UserError(f"{train}: {len(classes)} class folders, at least 2 are needed, as {train}/<class>/*{hint}")
-    splits = {"train": _list_classes(root, train, classes)}
+    others: list[str] = []
+    splits = {"train": _list_classes(root, train, classes, others)}
     if empty := set(range(len(classes))) - {label for _, label in splits["train"]}:
         raise UserError(f"{train / classes[min(empty)]}: no images; remove the folder or fill it")
     folders = (root / name for name in EVALUATION_FOLDERS if train != root and (root / name).is_dir())
     if evaluation := next(folders, None):
         if list_folders(evaluation):
-            splits["validation"] = _list_classes(root, evaluation, classes)
+            splits["validation"] = _list_classes(root, evaluation, classes, others)
         else:
-            files = [path.relative_to(root).as_posix() for path in list_files(evaluation)]
+            files = [path.relative_to(root).as_posix() for path in list_files(evaluation, others)]
             splits["validation"] = _label_flat(root, evaluation, files, classes)
-    return Source(root, _class_names(root, classes), splits)
+    return Source(root, _class_names(root, classes), splits, others=others)
 
 
 def _list_imagenet_tars(root: Path, workers: int) -> Source:
@@ -156,11 +161,11 @@ def _list_imagenet_tars(root: Path, workers: int) -> Source:
     return Source(root, _class_names(root, classes), splits, places)
 
 
-def _list_classes(root: Path, folder: Path, classes: list[str]) -> Files:
+def _list_classes(root: Path, folder: Path, classes: list[str], others: list[str]) -> Files:
     unknown = sorted(set(list_folders(folder)) - set(classes))
     if unknown:
         raise UserError(f"{folder / unknown[0]}: this class has no training images; remove it or add them")
-    return list_classes(root, folder, classes)
+    return list_classes(root, folder, classes, others)
 
 
 def _label_flat(root: Path, folder: Path, files: list[str], classes: list[str]) -> Files:

@@ -3,6 +3,7 @@
 import io
 import os
 import random
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,12 @@ from common.files import fingerprint_of
 
 # Pillow's other formats run programs, or are not for photographs
 FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")
+# Suffixes of images, or none; of kinds too that are not read, so that such images are refused and not ignored.
+IMAGE_SUFFIX = re.compile(
+    r"(\.(a?png|arw|avif|bmp|cr[23]|dib|dng|gif|hei[cf]|ico|j2k|jp2|jpe?g?|ji?fif?|jxl|nef|p[bgnp]m|pcx|psd|svg|tga|"
+    r"tiff?|webp))?",
+    re.IGNORECASE,
+)
 MAX_PIXELS = 100_000_000  # 300 MB when decoded; beyond it, a header that lies is likelier than a photograph
 
 Files = list[tuple[str, int]]  # (path relative to the root, label)
@@ -25,8 +32,11 @@ def list_folders(path: Path) -> list[str]:
     return sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
 
 
-def list_files(path: Path) -> list[Path]:
-    """Return every file below ``path`` that is not hidden, sorted, whether or not it is an image."""
+def list_files(path: Path, others: list[str] | None = None) -> list[Path]:
+    """Return every file below ``path`` that is not hidden and has an image's name or no suffix, sorted.
+
+    The names of the other files are added to ``others``.
+    """
     found, visited = [], set()
     for folder, subfolders, names in os.walk(path, followlinks=True):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
@@ -34,7 +44,13 @@ def list_files(path: Path) -> list[Path]:
             subfolders.clear()
             continue
         visited.add(place)
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
+        for name in names:
+            if name.startswith("."):
+                continue
+            if IMAGE_SUFFIX.fullmatch(os.path.splitext(name)[1]):
+                found.append(Path(folder, name))
+            elif others is not None:
+                others.append(name)
     return sorted(found)
 
 
@@ -57,13 +73,13 @@ def file_state(path: Path) -> tuple[int, int]:
     return state.st_size, state.st_mtime_ns
 
 
-def list_classes(root: Path, folder: Path, classes: Sequence[str]) -> Files:
-    """Return the files in ``folder/<class>/`` by their path from ``root``, with the number of the class as label."""
+def list_classes(root: Path, folder: Path, classes: Sequence[str], others: list[str] | None = None) -> Files:
+    """Return what `list_files` finds in ``folder/<class>/``, by its path from ``root``, with the class's number."""
     check_class_names(classes, folder)
     return [
         (path.relative_to(root).as_posix(), label)
         for label, name in enumerate(classes)
-        for path in list_files(folder / name)
+        for path in list_files(folder / name, others)
     ]
 
 

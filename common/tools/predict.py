@@ -26,7 +26,7 @@ from common.data.corrupt_images import UNREADABLE
 from common.data.crops import CenterCrop
 from common.data.image_folder import list_files, open_image
 from common.data.torchvision_dataloader import crop_image, normalize, per_channel
-from common.errors import UserError, printable
+from common.errors import UNPRINTABLE, UserError, printable
 from common.files import short_path
 
 STDIN = "-"
@@ -48,7 +48,8 @@ def main(argv: list[str]) -> None:
         if "error" in answer:
             print(printable(f"error: {answer['image']}: {answer['error']}"), file=sys.stderr)
         if args.json:
-            print(json.dumps(answer), flush=True)
+            line = json.dumps(answer, ensure_ascii=False)
+            print(json.dumps(answer) if UNPRINTABLE.search(line) else line, flush=True)
         elif "classes" in answer:
             named = (f"{found['class']} {100 * found['probability']:.1f} %" for found in answer["classes"])
             print(printable(f"{answer['image']}: {'; '.join(named)}"), flush=True)
@@ -57,12 +58,12 @@ def main(argv: list[str]) -> None:
 
 
 def list_images(names: Sequence[str]) -> list[str]:
-    """Return the images that the command line names: files as they are, every file in a folder, "-" for stdin."""
+    """Return the images that the command line names: files as they are, the images in a folder, "-" for stdin."""
     images: list[str] = []
     for name in names:
         found = [str(path) for path in list_files(Path(name))] if Path(name).is_dir() else [name]
         if not found:
-            raise UserError(f"{name}: the folder has no files: name one with images")
+            raise UserError(f"{name}: no images in this folder: name one with images")
         images += found
     return images
 
@@ -105,7 +106,9 @@ def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
 def _best(probabilities_C: torch.Tensor, names: Sequence[str]) -> Answer:
     values, labels = probabilities_C.topk(min(BEST, len(names)))
     found = zip(values.tolist(), labels.tolist(), strict=True)
-    return {"classes": [{"class": names[label], "label": label, "probability": value} for value, label in found]}
+    return {
+        "classes": [{"class": names[label], "label": label, "probability": round(value, 6)} for value, label in found]
+    }
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -31,13 +31,15 @@ def pictures(tmp_path_factory) -> Path:
     picture.save(folder / "c.bmp")
     picture.save(folder / "d.tiff")
     picture.transpose(Image.Transpose.ROTATE_90).save(folder / "e.png", exif=exif)
-    (folder / "f.jpg").write_bytes((folder / "a.png").read_bytes())  # the name is wrong
+    (folder / "f_é.jpg").write_bytes((folder / "a.png").read_bytes())  # the kind is wrong
     return folder
 
 
 def ask(capsys, *words: object) -> list[dict]:
     predict.main([*map(str, words), "--json"])
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    out = capsys.readouterr().out
+    assert "\\u" not in out
+    return [json.loads(line) for line in out.splitlines()]
 
 
 def test_every_kind_of_image_gets_timms_answer(run, pictures, capsys):
@@ -49,6 +51,7 @@ def test_every_kind_of_image_gets_timms_answer(run, pictures, capsys):
         assert [found["label"] for found in answer["classes"]] == labels.tolist()
         assert [found["class"] for found in answer["classes"]] == [NAMES[label] for label in labels]
         assert [found["probability"] for found in answer["classes"]] == pytest.approx(values.tolist(), abs=2e-3)
+        assert all(round(found["probability"], 6) == found["probability"] for found in answer["classes"])
 
 
 def test_gray_of_8_and_16_bits_is_the_same(run, tmp_path, capsys):
@@ -97,5 +100,6 @@ def test_what_is_no_image_is_named_and_the_others_are_answered(run, pictures, tm
 
 
 def test_an_empty_folder_is_refused(run, tmp_path):
-    with pytest.raises(UserError, match="the folder has no files"):
+    (tmp_path / "Thumbs.db").touch()
+    with pytest.raises(UserError, match="no images in this folder"):
         predict.main([str(run), str(tmp_path)])

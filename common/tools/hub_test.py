@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from common.errors import UserError
 from common.metrics.writers import read_metrics
 from common.testing.commands import Ended, run_forked
 from common.testing.hub import Hub, serve_hub
+from common.testing.ranks import run_ranks
 from common.testing.tiny_task import NAMES, train
 from common.tools import evaluate, export, predict
 
@@ -67,23 +69,26 @@ def test_a_model_by_timms_name_answers_as_in_timm(hub: Hub, tmp_path: Path) -> N
     assert [answer["class"] for answer in found] == [names[label] for label in shares.indices.tolist()]
 
 
-def test_a_run_starts_from_it_or_is_told_what_fits(hub: Hub, data: Path, tmp_path: Path) -> None:
+def test_two_processes_start_from_it_with_one_download_or_are_told_what_fits(
+    hub: Hub, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
     def start(words: list[str]) -> None:
-        train(data, tmp_path / "run", "MAX_STEPS=1", *words)
+        output, *settings = words
+        train(data, tmp_path / output, "MAX_STEPS=1", *settings)
 
-    ended = run_forked(start, ["INIT=vit_tiny_patch16_224.augreg_in21k"])
+    run_ranks(2, start, ["run", "INIT=hf_hub:timm/vit_tiny_patch16_224.augreg_in21k", "MODEL.heads=4"])
+    assert capfd.readouterr().out.count("a new head of 7 classes, not its 1000") == 1
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["INIT"].startswith("hf-hub:timm/")
+    downloads = [request for request in hub.requests if re.match("GET .*/resolve/", request)]
+    assert sorted(request.rpartition("/")[2] for request in downloads) == ["config.json", "model.safetensors"]
+    ended = run_forked(start, ["other", "INIT=vit_tiny_patch16_224.augreg_in21k"])
     assert (ended.code, ended.stderr) == (
         2,
         "error: INIT=hf-hub:timm/vit_tiny_patch16_224.augreg_in21k: its model differs from MODEL.heads=2: "
         "--set MODEL.heads=4 fits, or start from other weights\n",
     )
-    ended = run_forked(start, ["INIT=vit_tiny_patch16_224.in1k"])
+    ended = run_forked(start, ["other", "INIT=vit_tiny_patch16_224.in1k"])
     assert ended.stderr.startswith("error: INIT=vit_tiny_patch16_224.in1k: timm has no such weights; did you mean ")
-    ended = run_forked(start, ["INIT=hf_hub:timm/vit_tiny_patch16_224.augreg_in21k", "MODEL.heads=4"])
-    assert ended.code == 0, ended.stderr
-    assert "a new head of 7 classes, not its 1000" in ended.stdout
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["INIT"].startswith("hf-hub:timm/")
-    hub.files.clear()  # it is in the cache
 
 
 def push(run: Path, output: Path, **environ: str) -> Ended:

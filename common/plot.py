@@ -1,5 +1,6 @@
 """The style of every picture: 150 dpi, one colour per run or variant, legends above the data."""
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,9 @@ def save_figure(figure: "Figure", path: Path, *, jpeg: bool = False) -> None:
 
     figure.set_dpi(DPI)
     canvas = FigureCanvasAgg(figure)
-    canvas.draw()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # of a class's name, drawn as a box
+        canvas.draw()
     picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
     picture.save(path.with_suffix(".png"), dpi=(DPI, DPI))
     if jpeg:

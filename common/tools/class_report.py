@@ -10,6 +10,7 @@ from common.table import Row, format_table
 
 SHOWN = 5  # classes at either end of the table for the terminal
 NAMED = 50  # classes up to which the picture names them
+LONG = 40  # characters of a name that the picture shows
 COUNTED = 20  # classes up to which the picture writes its counts
 
 
@@ -58,8 +59,9 @@ def draw_confusion(names: Sequence[str], confusion: np.ndarray, path: Path) -> N
     figure.colorbar(axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the class's images")
     axes.set(xlabel="predicted", ylabel="true class", title=f"Confusion matrix, {confusion.sum():,} images")
     if count <= NAMED:
-        axes.set_xticks(range(count), names, rotation=90)
-        axes.set_yticks(range(count), names)
+        shown = [name if len(name) <= LONG else f"{name[:LONG]}..." for name in names]
+        axes.set_xticks(range(count), shown, rotation=90, parse_math=False)  # "$" is no formula
+        axes.set_yticks(range(count), shown, parse_math=False)
     if count <= COUNTED:
         for label, predicted in zip(*np.nonzero(confusion), strict=True):
             shade = "white" if shares[label, predicted] > 0.5 else "black"

@@ -27,7 +27,17 @@ from common.data.sampling import NO_LABEL, PADDING, Draw, EvalSampler, TrainSamp
 from common.errors import UserError
 
 # keys of DATA for photographs only
-UNUSED = ("loader", "workers", "crop_scale", "crop_ratio", "randaugment", "interpolation", "eval_crop", *SHARDS_ONLY)
+UNUSED = (
+    "loader",
+    "workers",
+    "crop",
+    "crop_scale",
+    "crop_ratio",
+    "randaugment",
+    "interpolation",
+    "eval_crop",
+    *SHARDS_ONLY,
+)
 
 # On a GPU, launching a batch's kernels takes longer than running them: this many batches are augmented at once. On a
 # CPU it is one, which stays in the cache.

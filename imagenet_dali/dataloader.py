@@ -8,7 +8,7 @@ from typing import Any
 from common.config.batch_plan import DataSummary
 from common.config.load import refuse_unused
 from common.data import photographs
-from common.data.crops import CenterCrop, RandomCrop
+from common.data.crops import Crop
 from common.data.image_folder import FolderSplit
 from common.data.loader import BatchReader, Loader
 from common.data.photographs import build_eval_crop
@@ -86,7 +86,7 @@ def _reader(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_with_dali(
-    images: Split, crop: RandomCrop | CenterCrop, *, augment: None, workers: int, dp_size: int, **options: Any
+    images: Split, crop: Crop, *, augment: None, workers: int, dp_size: int, **options: Any
 ) -> BatchReader:
     # DALI takes half a second to import
     from imagenet_dali.imagenet_dali_dataloader import DaliReader

@@ -43,12 +43,19 @@ def test_describes_a_folder_and_what_was_prepared_from_it(folder, root):
     assert found[1].fingerprint == data_fingerprint(read_manifest(root))
 
 
-@pytest.mark.parametrize(("interpolation", "order"), [("bilinear", "random"), ("bicubic", "blocks")])
-def test_both_loaders_show_the_same(root, interpolation, order):
+@pytest.mark.parametrize(
+    ("interpolation", "order", "crop"),
+    [
+        ("bilinear", "random", "random_resized"),
+        ("bicubic", "blocks", "random_resized"),
+        ("bicubic", "random", "simple"),
+    ],
+)
+def test_both_loaders_show_the_same(root, interpolation, order, crop):
     shown = {}
     for name in ("dali", "torchvision"):
         data = {**DATA, "root": str(root), "loader": name, "interpolation": interpolation, "order": order}
-        data["block"] = 0.004  # MB
+        data |= {"crop": crop, "block": 0.004}  # MB
         train = build_train_loader(data, 8, 4, seed=1, **PLACED)
         evaluation = build_eval_loader(data, 4, **PLACED)
         assert (len(train), len(evaluation)) == (6, 3)

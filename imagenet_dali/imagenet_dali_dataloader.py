@@ -14,7 +14,7 @@ from nvidia.dali import Pipeline, fn, pipeline_def, types
 from nvidia.dali.data_node import DataNode
 from torch import Tensor
 
-from common.data.crops import CenterCrop, Crops, RandomCrop
+from common.data.crops import Crop, Crops, reflected
 from common.data.record_reader import Record, RecordReader
 from common.data.sampling import NO_LABEL, Draw
 from common.errors import UserError
@@ -74,7 +74,7 @@ class DaliReader:
     def __init__(
         self,
         split: Split,
-        crop: RandomCrop | CenterCrop,
+        crop: Crop,
         *,
         batch: int,
         size: int,
@@ -128,7 +128,8 @@ class DaliReader:
 
     def _inputs(self, raw: RawBatch) -> tuple:
         labels = self.split.records["label"][raw.indices].astype(np.int64)
-        return raw.jpegs, *raw.crops._replace(flip=raw.crops.flip.astype(np.int32)), labels
+        *window, flip, _ = raw.crops
+        return raw.jpegs, *window, flip.astype(np.int32), labels
 
     def _build(self, source: Callable[[], tuple], batch: int, threads: int) -> Pipeline:
         device_id = self.device.index if self.device.type == "cuda" else None
@@ -146,7 +147,8 @@ class DaliReader:
         except RuntimeError as error:
             raise self._explain(error) from error
         images, labels = (torch.from_dlpack(output.as_tensor()) for output in outputs)
-        samples = self._in_flight.popleft().samples
+        raw = self._in_flight.popleft()
+        images, samples = _shift(images, raw.crops), raw.samples
         missing = self.batch - samples
         if missing:
             images = torch.cat([images[:samples], images.new_zeros(missing, *images.shape[1:])])
@@ -169,6 +171,19 @@ class DaliReader:
                 index = sample.indices[0]
                 return self.split.fault(index, "DALI cannot decode the image")
         return error
+
+
+def _shift(images_BCYX: Tensor, crops: Crops) -> Tensor:
+    """Move images, which are mirrored already, as ``crops.shift`` says; DALI has no padding by reflection."""
+    if not crops.shift.any():
+        return images_BCYX
+    shifts = crops.shift[:, 0], np.where(crops.flip, -1, 1) * crops.shift[:, 1]
+    indices = [torch.from_numpy(reflected(images_BCYX.shape[2], shift)) for shift in shifts]
+    if images_BCYX.is_cuda:
+        indices = [index.pin_memory().to(images_BCYX.device, non_blocking=True) for index in indices]
+    batch, channels = (torch.arange(n, device=images_BCYX.device) for n in images_BCYX.shape[:2])
+    rows, columns = indices[0][:, None, :, None], indices[1][:, None, None, :]
+    return images_BCYX[batch[:, None, None, None], channels[:, None, None], rows, columns]
 
 
 def _jpeg(record: Record) -> np.ndarray:

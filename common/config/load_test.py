@@ -178,6 +178,10 @@ def test_dicts_of_a_base_config_can_be_changed_in_place_and_a_setting_goes_befor
         (["TOTAL_BATCH_SIZE=0"], "TOTAL_BATCH_SIZE=0: expected integer >= 1"),
         (["LR_SCHEDULE=cosin"], "LR_SCHEDULE='cosin': expected 'linear', 'cosine'; did you mean 'cosine'"),
         (["LABEL_SMOOTHING=0.1", "BCE_THRESHOLD=0"], "BCE_THRESHOLD=0.* undoes LABEL_SMOOTHING=0.1: set"),
+        (
+            ["DATA.crop=simple", "DATA.crop_scale=(0.5, 1.0)"],
+            r"crop_scale=\(0.5, 1.0\) has no effect with crop=.simple",
+        ),
         (["WARMUP_EPOCHS=10"], "WARMUP_EPOCHS=10 .* less than NUM_EPOCHS=10"),
         (["fp16.mode=AMP_TYPE.FAST"], "expected AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX or None"),
         (["parallel.pipeline=2"], "parallel.pipeline=2: pipeline parallelism is not supported"),

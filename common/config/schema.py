@@ -66,6 +66,11 @@ class Data(Section):
     )
     block: Number = key(16, "most that is read at once in blocks", unit="MB", ge=1e-3, le=1e4)
     window: Int = key(2, "blocks that each of the 64 streams of `order='blocks'` shuffles", ge=1, le=10**4)
+    crop: Literal["random_resized", "simple"] = key(
+        "random_resized",
+        "training crop; `simple` (DeiT III): the short side resized to the image size, padded by 4 reflected pixels, "
+        "and a random square",
+    )
     crop_scale: Annotated[Pair, _hold(lambda pair: 0 < pair[0] <= pair[1] <= 1)] = key(
         (0.08, 1.0), "share of the image's area that a training crop takes", says="(low, high), 0 < low <= high <= 1"
     )
@@ -98,6 +103,17 @@ class Data(Section):
     std: Annotated[Triple, _hold(lambda colour: min(colour) >= 1e-6)] = key(
         (0.229, 0.224, 0.225), "then divided by", says="(R, G, B), each >= 1e-6"
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> "Data":
+        for name in ("crop_scale", "crop_ratio"):
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if self.crop == "simple" and value != default:
+                raise ValueError(
+                    f"{name}={value} has no effect with crop='simple': set it to its default, {default}, or crop to "
+                    "'random_resized'"
+                )
+        return self
 
 
 BETAS = Annotated[Pair, _hold(lambda pair: all(0 <= beta < 1 for beta in pair))]

@@ -12,13 +12,16 @@ import numpy as np
 TRIES = 10
 # for each try an area and an aspect ratio; then top, left and flip
 UNIFORMS_PER_SAMPLE = 2 * TRIES + 3
+MARGIN = 2
+PADDING = 4  # of the simple random crop
 
 
 class Crops(NamedTuple):
     """What to do with each of B images: decode a window, resample a region of it to the network's square, mirror it.
 
     The window's ``start`` and ``shape`` are int32 [B, 2], (y, x) in pixels of the image; ``region_start`` and
-    ``region_end`` are float32 [B, 2] in pixels of the window; ``flip`` is bool [B].
+    ``region_end`` are float32 [B, 2] in pixels of the window; ``flip`` is bool [B]. Before it is mirrored, the square
+    is moved by ``shift``, int32 [B, 2], and what lies outside the image then is its reflection (`reflected`).
     """
 
     start: np.ndarray
@@ -26,6 +29,7 @@ class Crops(NamedTuple):
     region_start: np.ndarray
     region_end: np.ndarray
     flip: np.ndarray
+    shift: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -78,36 +82,76 @@ class RandomCrop:
 
 
 @dataclass(frozen=True)
-class CenterCrop:
-    """Resize the short side to ``short_side`` and cut out the central ``size`` square, just as torchvision does.
+class SimpleCrop:
+    """Resize the short side to ``size``, pad by reflection, and cut out a random square of ``size``.
 
-    Only the part of the image that reaches those pixels is decoded: `MARGIN` pixels more on each side than the square,
-    of the image or of the result, whichever are larger, for the antialiasing filter.
+    This is DeiT III's simple random crop (arXiv 2204.07118): torchvision's ``Resize`` and ``RandomCrop(padding=4,
+    padding_mode="reflect")``. Half of the images are mirrored if ``flip``.
     """
+
+    size: int
+    flip: bool = True
+    interpolation: str = "bilinear"
+
+    def __call__(self, heights: np.ndarray, widths: np.ndarray, uniforms: np.ndarray) -> Crops:
+        """Return the crops of images of those sizes, int [B], from the last of `UNIFORMS_PER_SAMPLE` ``uniforms``."""
+        shape = np.stack([heights, widths], axis=1).astype(np.int64)
+        resized = _resized(shape, self.size)
+        places = resized + 2 * PADDING - self.size + 1
+        offset = np.floor(uniforms[:, 2 * TRIES : 2 * TRIES + 2] * places).astype(np.int64) - PADDING
+        inside = np.clip(offset, 0, resized - self.size)
+        crops = _square(shape, resized, inside, self.size)
+        return crops._replace(
+            flip=(uniforms[:, 2 * TRIES + 2] < 0.5) & self.flip, shift=(offset - inside).astype(np.int32)
+        )
+
+
+@dataclass(frozen=True)
+class CenterCrop:
+    """Resize the short side to ``short_side`` and cut out the central ``size`` square, just as torchvision does."""
 
     size: int
     short_side: int
     interpolation: str = "bilinear"
 
-    MARGIN = 2
-
     def __call__(self, heights: np.ndarray, widths: np.ndarray, uniforms: np.ndarray | None = None) -> Crops:
         """Return the crops of images of those sizes, int [B]; nothing is random in them."""
         shape = np.stack([heights, widths], axis=1).astype(np.int64)
-        # torchvision.transforms.functional rounds the long side down (_compute_resized_output_size) and the crop's
-        # offset half to even (center_crop)
-        resized = shape * self.short_side // shape.min(axis=1, keepdims=True)
-        offset = np.rint((resized - self.size) / 2)
-        scale = shape / resized
-        margin = self.MARGIN * np.maximum(scale, 1)
-        begin, end = offset * scale, (offset + self.size) * scale
-        start = np.floor(np.maximum(begin - margin, 0))
-        stop = np.ceil(np.minimum(end + margin, shape))
-        return _crops(start, stop - start, begin - start, end - start, np.zeros(len(shape), bool))
+        resized = _resized(shape, self.short_side)
+        # torchvision.transforms.functional.center_crop rounds half to even
+        return _square(shape, resized, np.rint((resized - self.size) / 2), self.size)
+
+
+def reflected(size: int, shift: np.ndarray) -> np.ndarray:
+    """Return which of ``size`` pixels a square that is moved by ``shift`` [B] shows, [B, size]."""
+    return np.pad(np.arange(size), PADDING, mode="reflect")[PADDING + shift[:, None] + np.arange(size)]
+
+
+def _resized(shape: np.ndarray, short_side: int) -> np.ndarray:
+    # torchvision.transforms.functional rounds the long side down (_compute_resized_output_size)
+    return shape * short_side // shape.min(axis=1, keepdims=True)
+
+
+def _square(shape: np.ndarray, resized: np.ndarray, offset: np.ndarray, size: int) -> Crops:
+    """Return the square at ``offset`` of images that are resized from ``shape`` to ``resized``, all int [B, 2].
+
+    Only the part of the image that reaches those pixels is decoded: `MARGIN` pixels more on each side than the square,
+    of the image or of the result, whichever are larger, for the antialiasing filter.
+    """
+    scale = shape / resized
+    margin = MARGIN * np.maximum(scale, 1)
+    begin, end = offset * scale, (offset + size) * scale
+    start = np.floor(np.maximum(begin - margin, 0))
+    stop = np.ceil(np.minimum(end + margin, shape))
+    return _crops(start, stop - start, begin - start, end - start, np.zeros(len(shape), bool))
 
 
 def _crops(
     start: np.ndarray, shape: np.ndarray, region_start: np.ndarray, region_end: np.ndarray, flip: np.ndarray
 ) -> Crops:
     window = start.astype(np.int32), shape.astype(np.int32)
-    return Crops(*window, region_start.astype(np.float32), region_end.astype(np.float32), flip)
+    region = region_start.astype(np.float32), region_end.astype(np.float32)
+    return Crops(*window, *region, flip, np.zeros_like(window[0]))
+
+
+Crop = RandomCrop | SimpleCrop | CenterCrop

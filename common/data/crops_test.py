@@ -2,17 +2,18 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision import transforms
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as F
 
-from common.data.crops import UNIFORMS_PER_SAMPLE, CenterCrop, Crops, RandomCrop
+from common.data.crops import UNIFORMS_PER_SAMPLE, CenterCrop, Crops, RandomCrop, SimpleCrop
 from common.data.sampling import sample_uniforms
 from common.data.torchvision_dataloader import crop_image
 
 DRAWS = 4000
 
 
-def random_crops(height: int, width: int, crop: RandomCrop | None = None, draws: int = DRAWS) -> Crops:
+def random_crops(height: int, width: int, crop: RandomCrop | SimpleCrop | None = None, draws: int = DRAWS) -> Crops:
     uniforms = sample_uniforms(seed=0, epoch=0, step=0, row=0, rows=draws, count=UNIFORMS_PER_SAMPLE)
     return (crop or RandomCrop())(np.full(draws, height), np.full(draws, width), uniforms)
 
@@ -73,6 +74,44 @@ def test_centre_crop_shows_what_torchvision_shows(size, short_side, interpolatio
         difference = np.abs(np.asarray(shown, int) - np.asarray(expected, int))
         assert difference.mean() < 0.5, (height, width)  # Pillow rounds and clips to 8 bits between its two passes,
         assert difference.max() <= 1 or interpolation == "bicubic", (height, width)  # which matters to negative weights
+
+
+def simple_crop(image: Image.Image, crop: SimpleCrop, uniforms: np.ndarray) -> Image.Image:
+    """Return what torchvision's operations make of ``image``, with the draws of ``uniforms``."""
+    resized = F.resize(image, crop.size, F.InterpolationMode(crop.interpolation))
+    spaces = [resized.height + 8 - crop.size, resized.width + 8 - crop.size]
+    start = [int(uniform * (space + 1)) for uniform, space in zip(uniforms[-3:-1], spaces, strict=True)]
+    cut = transforms.RandomCrop(crop.size, padding=4, padding_mode="reflect")
+    cut.get_params = lambda *_: (*start, crop.size, crop.size)
+    return F.hflip(cut(resized)) if uniforms[-1] < 0.5 else cut(resized)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("size", [32, 17, 5])
+def test_simple_crop_shows_what_torchvision_shows(size, interpolation):
+    random, crop = np.random.default_rng(0), SimpleCrop(size, interpolation=interpolation)
+    for height, width in [(375, 500), (31, 47), (64, 64), (9, 13), *random.integers(20, 400, (20, 2)).tolist()]:
+        image = Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8))
+        for row in range(4):
+            uniforms = sample_uniforms(seed=0, epoch=height, step=width, row=row, rows=1, count=UNIFORMS_PER_SAMPLE)
+            shown = crop_image(image, crop, size, uniforms)
+            difference = np.abs(np.asarray(shown, int) - np.asarray(simple_crop(image, crop, uniforms[0]), int))
+            assert difference.mean() < 0.5, (height, width)
+            assert difference.max() <= 1 or interpolation == "bicubic", (height, width)
+
+
+def test_simple_crop_reaches_every_place_of_torchvision():
+    crops = random_crops(40, 30, SimpleCrop(30))
+    places = np.rint(crops.region_start[:, 0] + crops.start[:, 0]).astype(int) + crops.shift[:, 0]
+    torch.manual_seed(0)
+    padded = torch.empty(1, 48, 38)
+    theirs = [transforms.RandomCrop.get_params(padded, (30, 30))[0] - 4 for _ in range(DRAWS)]
+    assert {*places.tolist()} == {*theirs} == {*range(-4, 15)}
+    assert np.abs(np.bincount(places + 4) - np.bincount(np.array(theirs) + 4)).max() < 80  # of 210, each +- 14
+    assert abs(crops.flip.mean() - 0.5) < 0.03
+    assert not random_crops(40, 30, SimpleCrop(30, flip=False)).flip.any()
+    view = crop_image(Image.new("RGB", (3, 2), "red"), SimpleCrop(1), 1, np.zeros((1, UNIFORMS_PER_SAMPLE)))
+    assert view.getpixel((0, 0)) == (255, 0, 0)  # no smaller square can be padded
 
 
 def test_centre_crop_decodes_no_more_than_it_needs():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.data.crops import UNIFORMS_PER_SAMPLE, CenterCrop, RandomCrop
+from common.data.crops import UNIFORMS_PER_SAMPLE, CenterCrop, Crop, RandomCrop, SimpleCrop
 from common.data.loader import BatchReader, Loader
 from common.data.sampling import EvalSampler, TrainSampler
 from common.data.torchvision_dataloader import Augment, ImageSplit, TorchvisionReader
@@ -26,7 +26,7 @@ SHARDS_ONLY = ("order", "block", "window")
 BuildReader = Callable[..., BatchReader]
 
 
-def _read_with_torchvision(images: ImageSplit, crop: RandomCrop | CenterCrop, *, batch: int, **options: Any):
+def _read_with_torchvision(images: ImageSplit, crop: Crop, *, batch: int, **options: Any):
     del batch
     return TorchvisionReader(images, crop, **options)
 
@@ -51,6 +51,8 @@ def build_train_loader(
     draws = dict(dp_rank=dp_rank, dp_size=dp_size, seed=seed, uniforms=uniforms, repeats=data["repeats"])
     sampler = TrainSampler(len(images), total_batch, micro_batch, **draws, blocks=blocks, window=data["window"])
     crop = RandomCrop(data["crop_scale"], data["crop_ratio"], data["flip"], data["interpolation"])
+    if data["crop"] == "simple":
+        crop = SimpleCrop(image_size, data["flip"], data["interpolation"])
     options = _reader_options(data, image_size, dp_size, device)
     return Loader(sampler, build_reader(images, crop, augment=augment, batch=micro_batch, **options))
 

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from common.data.corrupt_images import BadImages, reason_of
-from common.data.crops import CenterCrop, RandomCrop
+from common.data.crops import Crop, reflected
 from common.data.cuda_prefetch import prefetch
 from common.data.image_folder import open_image
 from common.data.record_reader import Record, RecordReader, RecordSource
@@ -59,7 +59,7 @@ class TorchvisionReader:
     def __init__(
         self,
         split: ImageSplit,
-        crop: RandomCrop | CenterCrop,
+        crop: Crop,
         *,
         size: int,
         mean: Sequence[float],
@@ -121,7 +121,7 @@ class _Batch(NamedTuple):
 class _Batches:
     """Makes the batch of a draw and its records; without them it reads the images itself."""
 
-    def __init__(self, split: ImageSplit, crop: RandomCrop | CenterCrop, size: int, augment: Augment | None) -> None:
+    def __init__(self, split: ImageSplit, crop: Crop, size: int, augment: Augment | None) -> None:
         self.split, self.crop, self.size, self.augment = split, crop, size, augment
 
     def __call__(self, task: tuple[Draw, list[Record] | None]) -> _Batch:
@@ -152,15 +152,15 @@ class _Batches:
             raise self.split.fault(index, reason_of(error)) from error
 
 
-def crop_image(
-    image: Image.Image, crop: RandomCrop | CenterCrop, size: int, uniforms: np.ndarray = NONE_RANDOM
-) -> Image.Image:
+def crop_image(image: Image.Image, crop: Crop, size: int, uniforms: np.ndarray = NONE_RANDOM) -> Image.Image:
     """Return the crop of an image at ``size`` x ``size`` pixels, the network's input; ``uniforms`` is [1, K]."""
     crops = crop(np.array([image.height]), np.array([image.width]), uniforms)
     top, left, height, width = *crops.start[0].tolist(), *crops.shape[0].tolist()
     box = *crops.region_start[0, ::-1].tolist(), *crops.region_end[0, ::-1].tolist()
     window = image.crop((left, top, left + width, top + height))
     view = window.resize((size, size), Image.Resampling[crop.interpolation.upper()], box)
+    if crops.shift.any():
+        view = Image.fromarray(np.asarray(view)[np.ix_(*reflected(size, crops.shift[0]))])
     return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if crops.flip[0] else view
 
 

@@ -1,4 +1,4 @@
-"""A cluster: its GPUs, their links, and their hosts' decoding rate."""
+"""Hardware of a cluster, for predictions."""
 
 import argparse
 from collections import Counter
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from common.errors import UserError
 from common.estimate.traffic import Route, sent_share
 
-LATENCY = 20e-6  # seconds that a collective takes at least; an assumption
+LATENCY = 20e-6  # least seconds per collective; an assumption
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class Cluster:
     """GPUs and their hosts.
 
     ``memory`` in bytes; ``node`` GPUs per node; ``inside``, ``between``: bytes/s that a GPU sends within and between
-    nodes; ``decode``: images/s that a GPU's share of the host's cores decodes; ``images_per_s``: measured rate of one
-    GPU that trains the whole model, without communication.
+    nodes; ``decode``: images/s that the host decodes per GPU; ``images_per_s``: measured rate of one GPU training the
+    whole model, without communication.
     """
 
     memory: float = 80e9
@@ -28,23 +28,23 @@ class Cluster:
     images_per_s: float | None = None
 
     def seconds(self, name: str, ranks: tuple[int, ...], calls: int, nbytes: int) -> float:
-        """Return how long collectives take: a ring sends their bytes over its slowest link.
+        """Return the time of collectives: a ring sends their bytes over its slowest link.
 
-        Of a group over several nodes, each member has a network link of its own.
+        In a group that spans nodes, each member has its own network link.
         """
         members = self._members(ranks)
         bandwidth = self.inside if members == len(ranks) else min(self.inside, members * self.between)
         return 0.0 if len(ranks) == 1 else calls * LATENCY + sent_share(name, len(ranks)) * nbytes / bandwidth
 
     def sent(self, nbytes_by_route: Mapping[Route, int]) -> tuple[float, float]:
-        """Return the bytes that a GPU sends through groups within a node, and through larger ones."""
+        """Return the bytes that a GPU sends in groups within a node, and in groups that span nodes."""
         sent = {True: 0.0, False: 0.0}
         for (name, ranks), nbytes in nbytes_by_route.items():
             sent[self._members(ranks) == len(ranks)] += sent_share(name, len(ranks)) * nbytes
         return sent[True], sent[False]
 
     def _members(self, ranks: tuple[int, ...]) -> int:
-        """Return how many of ``ranks`` are on the node that has most of them."""
+        """Return the largest number of ``ranks`` on one node."""
         return max(Counter(rank // self.node for rank in ranks).values())
 
 
@@ -54,16 +54,16 @@ FLAGS = ("gpu_memory", "gpus_per_node", "links", "images_per_s", "decode_images_
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `parse_cluster` reads."""
     group = parser.add_argument_group("prediction", "with --dry-run --gpus N; defaults: DGX H100 nodes")
-    group.add_argument("--gpu-memory", type=float, help="GB of a GPU (default: 80)")
+    group.add_argument("--gpu-memory", type=float, help="GPU memory in GB (default: 80)")
     group.add_argument("--gpus-per-node", type=int, help="default: 8")
-    links = "what a GPU sends within a node, and beyond (default: 450 50: NVLink 4, and a 400 Gb/s link each)"
+    links = "bandwidth per GPU within and between nodes (default: 450 50: NVLink 4, one 400 Gb/s link per GPU)"
     group.add_argument("--links", type=float, nargs=2, metavar="GB/S", help=links)
-    group.add_argument("--images-per-s", type=float, help="measured, of one GPU training the whole model")
-    group.add_argument("--decode-images-per-s", type=float, help="decoded by a GPU's share of its host (default: 8000)")
+    group.add_argument("--images-per-s", type=float, help="measured training rate of one GPU with the whole model")
+    group.add_argument("--decode-images-per-s", type=float, help="images/s the host decodes per GPU (default: 8000)")
 
 
 def parse_cluster(args: argparse.Namespace) -> Cluster:
-    """Return the cluster that the flags describe; raise `UserError` for a value that is not above 0."""
+    """Return the cluster described by the flags; raise `UserError` for a value that is not positive."""
     for name in FLAGS:
         value = getattr(args, name)
         if value is not None and min(value if name == "links" else [value]) <= 0:

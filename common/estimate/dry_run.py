@@ -26,7 +26,7 @@ from common.model.flops import flops_per_image
 from common.model.vit import build_model, parameter_count
 from common.table import flatten
 
-WIDTH, INDENT = 80, 23  # columns
+WIDTH, INDENT = 80, 23
 UNITS = {"hours": 3600, "minutes": 60, "seconds": 1}
 IMAGENET = 1_281_167  # training images of ImageNet-1k
 
@@ -39,10 +39,10 @@ def print_dry_run(
     notes: Mapping[str, str] | None = None,
     images: int = IMAGENET,
 ) -> None:
-    """Print the config, one key per line as ``--set`` takes it, the plan, and the table of all modes on ``cluster``.
+    """Print the config, one key per line in ``--set`` syntax, the plan, and the table of all modes on ``cluster``.
 
-    ``data`` is None where no data set was named: an epoch then has ``images``. ``notes`` are more rows of the plan, of
-    which empty ones are left out. Without ``cluster`` there is no table.
+    ``data`` is None without a data set: an epoch then has ``images``. ``notes`` are additional rows of the plan; empty
+    ones are skipped. Without ``cluster`` there is no table.
     """
     for name, value in flatten(config).items():
         print(f"{name:<{INDENT - 1}} {value if isinstance(value, Enum) else repr(value)}")
@@ -102,7 +102,7 @@ def _describe_layer_decay(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _describe_precision(config: Mapping[str, Any], plan: Plan) -> str:
-    """Name the type that is computed in; on a CPU also that of the GPUs which the plan may be for."""
+    """Return the compute dtype; on a CPU, also that on GPUs, for which the plan may be."""
     if torch.cuda.is_available():
         return plan.dtype
     on_gpus = name_dtype(compute_dtype(config["fp16"], "cuda"))
@@ -118,7 +118,7 @@ def _describe_memory(estimate: StepEstimate) -> str:
 
 
 def _print_modes(config: Mapping[str, Any], plan: Plan, images: int, cluster: Cluster) -> None:
-    """Print the table of all modes, what it assumes, and the fastest that fits."""
+    """Print the assumptions, the table of all modes, and the fastest mode that fits."""
     rate = cluster.images_per_s * whole_model_flops(config) if cluster.images_per_s else assumed_flops(config)
     predictions = predict_modes(config, plan, cluster, rate)
     print()
@@ -129,7 +129,7 @@ def _print_modes(config: Mapping[str, Any], plan: Plan, images: int, cluster: Cl
     print()
     fitting = [prediction for prediction in predictions if prediction.fits]
     if not fitting:
-        print(f"no mode fits into {cluster.memory / 1e9:.0f} GB")
+        print(f"no mode fits in {cluster.memory / 1e9:.0f} GB")
         return
     best = min(fitting, key=lambda prediction: prediction.step)
     print(f"fastest that fits: {best.mode}, {_images_per_s(best, plan)} images/s")
@@ -153,11 +153,11 @@ def _assumptions(flops_per_s: float, cluster: Cluster) -> list[str]:
             f"{BEST_MFU:.0%} of an H100's peak (assumed; measure images/s and pass --images-per-s)."
         )
     return [
-        speed + " A GPU with a part of the model keeps the same share of its peak.",
-        "A micro-batch takes at least 1 ms per block, the time to start its kernels (assumed).",
+        speed + " A GPU with a shard of the model reaches the same fraction of its peak.",
+        "A micro-batch takes at least 1 ms per block, the time to launch its kernels (assumed).",
         f"A GPU sends {cluster.inside / 1e9:.0f} GB/s within its node of {cluster.node} and "
         f"{cluster.between / 1e9:.0f} GB/s beyond (--links); a collective takes at least {1e6 * LATENCY:.0f} us. "
-        "The slower time is without overlap of computation and communication.",
+        "The slower time assumes no overlap of computation and communication.",
         f"The host decodes {cluster.decode:,.0f} images/s per GPU (assumed; --decode-images-per-s).",
         f"Memory and bytes are counted; {USABLE:.0%} of {cluster.memory / 1e9:.0f} GB is usable.",
     ]

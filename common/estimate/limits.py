@@ -1,4 +1,4 @@
-"""The least that a plan takes, computed from its numbers alone, and refused where no machine has it."""
+"""Refuse plans that need more memory than any machine has."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,15 +8,15 @@ from common.errors import UserError
 from common.model.vit import parameter_count
 
 NO_MACHINE = 10**14  # bytes: more than any GPU or host has
-WORKER = 10**7  # bytes that a decoding process takes by itself, besides what it shares
+WORKER = 10**7  # bytes that a decoding process takes, not counting shared memory
 MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 0}
 
 
 def check_limits(config: Mapping[str, Any], plan: Plan, memory: float, place: str) -> None:
-    """Raise `UserError` for a model, a micro-batch or workers that certainly take more than ``memory`` bytes.
+    """Raise `UserError` for a model, micro-batch or workers that certainly need more than ``memory`` bytes.
 
-    ``place`` says what has that memory. Weights, gradients and moments count in float32, or in 16 bits where fp16
-    leaves them there; of activations, a residual stream in 16 bits for each block.
+    ``place`` describes what has that memory. This is a lower bound: weights, gradients and moments in float32 (16 bits
+    with APEX O3), and as activations one residual stream per block in 16 bits.
     """
     model = config["MODEL"] | {"num_classes": config["MODEL"]["num_classes"] or 1}
     tensor, fp16 = plan.tensor_parallel, config["fp16"] or {}
@@ -27,7 +27,7 @@ def check_limits(config: Mapping[str, Any], plan: Plan, memory: float, place: st
         raise UserError(
             f"MODEL.width={model['width']}, depth={model['depth']}, num_classes={model['num_classes']}: "
             f"{parameters:.3g} parameters take {_gigabytes(state)} per process, {place} has {_gigabytes(memory)}: "
-            "make the model smaller, or cut it over more GPUs"
+            "use a smaller model, or split it over more GPUs"
         )
     tokens, blocks = (model["image_size"] // model["patch_size"]) ** 2, model["depth"]
     stream = 2 * tokens * model["width"] * (1 if model["activation_checkpoint"] else blocks)
@@ -40,8 +40,8 @@ def check_limits(config: Mapping[str, Any], plan: Plan, memory: float, place: st
     workers = config["DATA"]["workers"] or 0
     if workers * WORKER > memory:
         raise UserError(
-            f"DATA.workers={workers}: they take at least {_gigabytes(workers * WORKER)}, {place} has "
-            f"{_gigabytes(memory)}: leave it out for one per core"
+            f"DATA.workers={workers} take at least {_gigabytes(workers * WORKER)}, {place} has "
+            f"{_gigabytes(memory)}: omit it for one per core"
         )
 
 

@@ -42,7 +42,7 @@ def test_what_no_machine_has_is_refused_at_once(
     ("setting", "words"),
     [
         ("MODEL.depth=100000000", "this machine has"),
-        ("DATA.workers=1000000", "DATA.workers=1000000: they take at least 10,000.0 GB"),
+        ("DATA.workers=1000000", "DATA.workers=1000000 take at least 10,000.0 GB"),
     ],
 )
 def test_what_this_machine_does_not_have_is_refused_by_a_start_only(

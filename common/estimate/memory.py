@@ -1,4 +1,4 @@
-"""Count the bytes that tensors take."""
+"""Measure the memory of tensors."""
 
 import weakref
 from typing import Any
@@ -9,10 +9,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class TensorMemory(TorchDispatchMode):
-    """Within the context, follow the storages that operations make: ``live`` bytes now, and their ``peak``.
+    """Track the storages created within the context: ``live`` bytes, and their ``peak``.
 
-    Tensors saved by autograd count until it frees them, fake tensors like real ones. A kernel's workspace and an
-    allocator's overhead do not count.
+    Includes tensors saved by autograd and fake tensors, but no kernel workspaces and no allocator overhead.
     """
 
     def __init__(self) -> None:
@@ -41,5 +40,5 @@ class TensorMemory(TorchDispatchMode):
         self.live -= self._sizes.pop(address)
 
     def restart_peak(self) -> None:
-        """Forget the peak so far."""
+        """Reset the peak."""
         self.peak = self.live

@@ -1,4 +1,4 @@
-"""Predict memory, traffic and step time of each parallel mode on N GPUs, from estimated steps and assumptions."""
+"""Predict memory, traffic and step time of each parallel mode on N GPUs."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -16,22 +16,22 @@ from common.model.flops import PEAKS
 
 ASSUMED_MFU = 0.23  # of an H100's peak: 2,100 images/s of ViT-B/16 at 224 pixels, a good end-to-end run
 BEST_MFU = 0.40  # compiled, with a bfloat16 residual stream
-LAUNCH = 1e-3  # seconds a block and micro-batch take at least: about 100 kernels, which the host starts one by one
-MEMORY_BANDWIDTH = 2e12  # bytes/s that an optimizer's kernels reach of an H100's 3.35e12
+LAUNCH = 1e-3  # least seconds per block and micro-batch: the host launches about 100 kernels
+MEMORY_BANDWIDTH = 2e12  # bytes/s that optimizer kernels reach; an H100 has 3.35e12
 TRAFFIC = {"lamb": 14, "adamw": 7, "sgd": 5}  # numbers read and written per trained parameter and update
-USABLE = 0.9  # of a GPU's memory; CUDA's context, NCCL's buffers and fragmentation have the rest
+USABLE = 0.9  # of a GPU's memory; the rest is CUDA's context, NCCL's buffers and fragmentation
 BACKWARD_SHARE = 2 / 3  # of the time of both passes
 WHOLE = {"mode": None, "size": 1}
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One way to train on N GPUs: how batch and model are split, what a GPU does in a step, and for how many seconds.
+    """One way to train on N GPUs: how batch and model are split, and the seconds of each part of a step.
 
-    ``compute`` is forward and backward passes at the assumed or measured rate, ``launches`` the host's time to
-    start their kernels, ``update`` the optimizer's, ``decode`` what the host needs for the samples of a step.
-    Of ``communication``, ``hidden`` seconds can overlap with the last micro-batch's backward pass. ``speedup`` is how
-    much faster than ``compute`` a well-tuned GPU is; 1 where the rate was measured.
+    ``compute``: forward and backward passes at the assumed or measured rate; ``launches``: launching their kernels;
+    ``update``: the optimizer; ``decode``: decoding the samples of a step on the host. ``hidden`` seconds of
+    ``communication`` can overlap with the last micro-batch's backward pass. ``speedup``: of a well-tuned GPU over
+    ``compute``; 1 if the rate was measured.
     """
 
     tensor: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Prediction:
 
     @property
     def mode(self) -> str:
-        """Short name, as "2.5d 2 x 2 x 1"."""
+        """Short name, such as "2.5d 2 x 2 x 1"."""
         mode, size, depth = self.tensor["mode"], self.tensor["size"], self.tensor.get("depth", 1)
         if mode is None:
             return "data parallel"
@@ -61,39 +61,39 @@ class Prediction:
 
     @property
     def step(self) -> float:
-        """Seconds of a step at the least favourable: nothing overlaps but decoding."""
+        """Seconds of a step in the worst case: nothing overlaps but decoding."""
         return max(max(self.compute, self.launches) + self.update + self.communication, self.decode)
 
     @property
     def fastest_step(self) -> float:
-        """Seconds of a step at the most favourable: a well-tuned GPU, and gradients sent during the backward pass."""
+        """Seconds of a step in the best case: a well-tuned GPU, gradients sent during the backward pass."""
         exposed = self.communication - self.hidden / self.speedup
         return max(max(self.compute / self.speedup, self.launches) + self.update + max(0.0, exposed), self.decode)
 
 
 def predict_modes(config: Mapping[str, Any], plan: Plan, cluster: Cluster, rate: float) -> list[Prediction]:
-    """Return a prediction for each way of cutting the model that the plan's GPUs and global batch allow.
+    """Return a prediction for each way to split the model that the plan's GPUs and global batch allow.
 
-    A GPU sustains ``rate`` FLOP/s. Each way takes as many samples a GPU at a time as the plan, or as many fewer as fit
-    into the memory.
+    A GPU sustains ``rate`` FLOP/s. Micro-batches hold as many samples per GPU as the plan, or the most that fit in
+    memory.
     """
     ways = [_predict(config, tensor, plan, cluster, rate) for tensor in _ways(plan.gpus)]
     return [prediction for prediction in ways if prediction]
 
 
 def whole_model_flops(config: Mapping[str, Any]) -> int:
-    """Return the FLOPs of an image, recomputation included, on a GPU that trains the whole model alone."""
+    """Return the FLOPs per image, including recomputation, of one GPU training the whole model."""
     return estimate_step({**config, "parallel": _parallel(WHOLE)}, 1, 1).flops
 
 
 def assumed_flops(config: Mapping[str, Any]) -> float:
-    """Return the FLOP/s that a GPU sustains where no measured images/s say otherwise."""
+    """Return the FLOP/s that a GPU is assumed to sustain."""
     half, tf32, single = PEAKS["H100"]
     return ASSUMED_MFU * (half if config["fp16"] else tf32 if config["TF32"] else single) * 1e12
 
 
 def _ways(gpus: int) -> Iterator[dict[str, Any]]:
-    """Yield the tensor-parallel settings of up to 64 GPUs; the depth of 2.5d is from 2 to the side, as in its paper."""
+    """Yield the tensor-parallel settings of up to 64 GPUs; 2.5d has depth 2 to the side, as in its paper."""
     tensors = [WHOLE, *({"mode": "1d", "size": size} for size in range(2, 65))]
     tensors += [{"mode": "2d", "size": side**2} for side in range(2, 9)]
     tensors += [{"mode": "2.5d", "size": n * side**2, "depth": n} for side in range(2, 9) for n in range(2, side + 1)]
@@ -108,7 +108,7 @@ def _parallel(tensor: Mapping[str, Any]) -> dict[str, Any]:
 def _predict(
     config: Mapping[str, Any], tensor: Mapping[str, Any], plan: Plan, cluster: Cluster, rate: float
 ) -> Prediction | None:
-    """Return the prediction with the largest micro-batch that fits; None if this model cannot be cut that way."""
+    """Return the prediction with the largest micro-batch that fits; None if the model cannot be split this way."""
     data_parallel, usable = plan.gpus // tensor["size"], USABLE * cluster.memory
     samples, rest = divmod(plan.total_batch, data_parallel)
     largest = plan.micro_batch * tensor["size"] / plan.tensor_parallel
@@ -154,12 +154,12 @@ def _can_cut(config: Mapping[str, Any], tensor: Mapping[str, Any], micro_batch: 
 
 
 def _scaled_memory(estimate: StepEstimate, share: float) -> float:
-    """Return what to expect of the peak with ``share`` of the micro-batch."""
+    """Return the expected peak when the micro-batch is scaled by ``share``."""
     return estimate.peak - (1 - share) * estimate.activations
 
 
 def _communication(estimate: StepEstimate, cluster: Cluster) -> tuple[float, float]:
-    """Return the seconds of a step's tensor-parallel collectives, and of its data-parallel ones."""
+    """Return the seconds per step of tensor-parallel and of data-parallel collectives."""
     seconds = {True: 0.0, False: 0.0}
     for (name, ranks), nbytes in estimate.nbytes.items():
         seconds[ranks == estimate.data_ranks] += cluster.seconds(name, ranks, estimate.calls[name, ranks], nbytes)

@@ -37,16 +37,16 @@ from common.optim.build import build_optimizer
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """One process's optimizer step: counts that are exact, and bytes of the tensors that it holds.
+    """One process's optimizer step.
 
     Attributes:
-        parameters: numbers in this process's piece of the model.
-        weights, optimizer: bytes of the parameters, with their moving average, and of the optimizer's state.
-        gradients: bytes of the gradients when all are there.
-        training_peak, update_peak: most bytes at any one time, in forward and backward passes and in the update.
-        flops: of matrix products, recomputed ones too (`torch.utils.flop_counter`), in a step.
-        calls, nbytes: of the step's collectives, by collective and ranks, see `Traffic`.
-        data_ranks: the ranks that hold what this process holds and see other samples.
+        parameters: number of parameters in this process's shard.
+        weights, optimizer: bytes of the parameters (with their moving average) and of the optimizer state.
+        gradients: bytes of all gradients.
+        training_peak, update_peak: peak bytes in the forward and backward passes and in the update.
+        flops: of matrix products, including recomputed ones (`torch.utils.flop_counter`).
+        calls, nbytes: of collectives, by `Route`.
+        data_ranks: the data-parallel group of this process.
     """
 
     parameters: int
@@ -73,7 +73,7 @@ class StepEstimate:
 def estimate_step(
     config: Mapping[str, Any], processes: int, micro_batch: int, accumulation: int = 1, device: str = "cuda"
 ) -> StepEstimate:
-    """Return what rank 0 of ``processes`` does in a step of ``accumulation`` micro-batches on a "cuda" or "cpu" device.
+    """Estimate rank 0 of ``processes`` in a step of ``accumulation`` micro-batches on a "cuda" or "cpu" device.
 
     ``config`` is a whole one, with ``parallel`` resolved. Takes seconds at most.
     Runs in a separate process, because `allow_fake_launches` patches PyTorch.
@@ -83,7 +83,7 @@ def estimate_step(
 
 @cache
 def _process() -> ProcessPoolExecutor:
-    """Return the one process that estimates: what PyTorch imports and caches for fake tensors is slow at first."""
+    """Return a process to reuse: PyTorch's first use of fake tensors is slow."""
     start = "spawn" if torch.cuda.is_available() else "fork"  # a fork cannot use CUDA, and autograd's threads try to
     return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(start), initializer=allow_fake_launches)
 
@@ -105,7 +105,7 @@ def _estimate_all_blocks(config: Mapping[str, Any], micro_batch: int, accumulati
 
 
 def _extend(first: StepEstimate, second: StepEstimate, blocks: int) -> StepEstimate:
-    """Return ``first`` and ``blocks`` times its difference from ``second``."""
+    """Extrapolate linearly: ``first`` plus ``blocks`` times its difference from ``second``."""
 
     def extended(name: str) -> Any:
         low, high = getattr(first, name), getattr(second, name)
@@ -117,7 +117,7 @@ def _extend(first: StepEstimate, second: StepEstimate, blocks: int) -> StepEstim
 
 
 def _estimate_depth(config: Mapping[str, Any], depth: int, micro_batch: int, accumulation: int) -> StepEstimate:
-    with torch.device("meta"):  # where initial weights are nothing to be drawn
+    with torch.device("meta"):  # skips drawing initial weights
         model = build_model(**config["MODEL"] | {"depth": depth, "num_classes": config["MODEL"]["num_classes"] or 1000})
     with FakeTensorMode(), TensorMemory() as memory:
         model, optimizer, engine = _build(model, config)
@@ -131,7 +131,7 @@ def _estimate_depth(config: Mapping[str, Any], depth: int, micro_batch: int, acc
             weights=_nbytes([*parameters, *averages.values()]),
             optimizer=state,
             gradients=step.gradients,
-            training_peak=step.training_peak + state,  # which the update has made only then
+            training_peak=step.training_peak + state,  # created by the first update
             update_peak=memory.peak,
             flops=step.flops,
             calls=step.calls,
@@ -154,7 +154,7 @@ def _precision(config: Mapping[str, Any], device: str) -> dict[str, Any] | None:
 
 
 def _build(model: nn.Module, config: Mapping[str, Any]) -> tuple[nn.Module, Optimizer, Engine]:
-    """Build optimizer and engine of the model as a task does."""
+    """Build optimizer and engine as in a train.py."""
     for layer in model.modules():
         for name, parameter in layer.named_parameters(recurse=False):
             setattr(layer, name, nn.Parameter(torch.empty(parameter.shape), parameter.requires_grad))
@@ -168,14 +168,14 @@ def _build(model: nn.Module, config: Mapping[str, Any]) -> tuple[nn.Module, Opti
 
 
 class _Step:
-    """An optimizer step of an engine, with its counts."""
+    """Run and count an optimizer step of an engine."""
 
     def __init__(self, engine: Engine, memory: TensorMemory, micro_batch: int, image_size: int) -> None:
         self.engine, self.memory, self.micro_batch, self.image_size = engine, memory, micro_batch, image_size
         self.flops, self.calls, self.nbytes = 0, Counter(), Counter()
 
     def run(self, accumulation: int) -> None:
-        """Count the step; all micro-batches but the last do the same, so that no more than two are run."""
+        """Count the step; all micro-batches but the last are equal, so at most two are run."""
         self.memory.restart_peak()
         if accumulation > 1:
             self._count(self._micro_batch, times=accumulation - 1)
@@ -201,7 +201,7 @@ class _Step:
 
 @contextmanager
 def _choosing_as_on(device: str) -> Iterator[None]:
-    """Make code that depends on the device behave as on ``device``: attention, LAMB (``is_cpu``) and dropout's mask.
+    """Make device-dependent code behave as on ``device``: attention, LAMB (``is_cpu``) and dropout's mask.
 
     Fake tensors cannot be on "cuda" themselves, because autograd asks the driver for the device.
     """

@@ -1,4 +1,4 @@
-"""Count what a process sends to others through collectives."""
+"""Count the traffic of collectives."""
 
 from collections import Counter, defaultdict
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# PyTorch's operation: its usual name, and which of its arguments holds the message
+# PyTorch's operation: its usual name, and the index of the message argument
 COLLECTIVES = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -25,10 +25,10 @@ Route = tuple[str, tuple[int, ...]]  # a collective's name, and the global ranks
 
 
 class Traffic(TorchDispatchMode):
-    """Within the context, count this process's collectives: ``calls`` and ``nbytes`` of their messages, by `Route`.
+    """Count this process's collectives within the context: ``calls`` and message ``nbytes``, by `Route`.
 
-    Forward and backward passes, DDP's own reductions and the optimizer's are counted alike. Raises KeyError for a
-    collective that is not in `COLLECTIVES`.
+    Includes forward and backward passes, DDP and the optimizer. Raises KeyError for a collective that is not in
+    `COLLECTIVES`.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Traffic(TorchDispatchMode):
 
     @property
     def sent(self) -> dict[str, float]:
-        """The bytes that this process sends with ring algorithms, by collective."""
+        """Bytes sent by this process with ring algorithms, by collective."""
         sent: defaultdict[str, float] = defaultdict(float)
         for (name, ranks), nbytes in self.nbytes.items():
             sent[name] += sent_share(name, len(ranks)) * nbytes
@@ -55,8 +55,8 @@ class Traffic(TorchDispatchMode):
 
 
 def sent_share(name: str, size: int) -> float:
-    """Return how often a process of a group of ``size`` sends a message's bytes, on average over the group.
+    """Return the ratio of bytes sent per process to message bytes, averaged over a group of ``size``.
 
-    By ring algorithms, which are optimal: Patarasuk and Yuan, 2009.
+    For ring algorithms, which are optimal (Patarasuk and Yuan, 2009).
     """
     return (2 if name == "all_reduce" else 1) * (size - 1) / size

@@ -1,1 +1,1 @@
-"""How a process was started, and how it is stopped."""
+"""Launchers and stop signals."""

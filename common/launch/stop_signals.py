@@ -4,7 +4,7 @@ import atexit
 import ctypes
 import math
 import multiprocessing
-import multiprocessing.util  # whose own function must be registered at exit before ours, to run after it
+import multiprocessing.util  # registers its atexit function before ours, so that it runs after ours
 import os
 import select
 import signal
@@ -16,19 +16,19 @@ from typing import Any
 from common.errors import is_first_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-CHECK = 0.5  # seconds between two checks of the progress, after a signal
-SAME_PRESS = 1.0  # seconds within which a second SIGINT is the first one, passed on by a launcher
+CHECK = 0.5  # seconds between two progress checks after a signal
+SAME_PRESS = 1.0  # seconds within which a second SIGINT is the first one, forwarded by a launcher
 PR_SET_PDEATHSIG = 1
 
 
 class StopSignals:
-    """End at once on a signal, or while a run is `deferring`, note it for the training loop.
+    """Exit immediately on a signal; while `deferring`, record it for the training loop instead.
 
-    A thread reads the signals, so that they also count while the main thread waits in C++. Forked worker processes
-    ignore them, and die with their parent.
+    A thread reads the signals, so that they also take effect while the main thread waits in C++. Forked worker
+    processes ignore them, and die with their parent.
 
     Attributes:
-        received: the signal noted while deferring, or 0.
+        received: the signal recorded while deferring, or 0.
         agreed: the signal for which the ranks have agreed to stop, or 0.
     """
 
@@ -43,10 +43,10 @@ class StopSignals:
     def install(
         self, follow_parent: bool = False, progress: Callable[[], object] = lambda: None, patience: float = math.inf
     ) -> None:
-        """Take over the signals, from the main thread.
+        """Install the handlers; call it from the main thread.
 
-        ``follow_parent``: get SIGTERM when the parent process dies. After a signal was noted, the process ends at once
-        if ``progress()`` does not change for ``patience`` seconds.
+        ``follow_parent``: get SIGTERM when the parent process dies. After a recorded signal, the process exits if
+        ``progress()`` does not change for ``patience`` seconds.
         """
         if self._previous:
             return
@@ -54,7 +54,7 @@ class StopSignals:
         self._progress, self._patience = progress, patience
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        # the handler does nothing, but without one nothing is written to the pipe
+        # the handler does nothing, but without a handler nothing is written to the pipe
         for number in SIGNALS:
             if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):  # nohup
                 self._previous[number] = signal.signal(number, lambda *_: None)
@@ -62,7 +62,7 @@ class StopSignals:
         self._pipe = reader, writer
         self._watcher = threading.Thread(target=self._watch, args=(reader,), daemon=True, name="stop-signals")
         self._watcher.start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked where a process that had installed was forked
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked if this process was forked from one with handlers
         atexit.register(_kill_children)
         if follow_parent:
             _PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -98,7 +98,7 @@ class StopSignals:
         if progress != self._seen:
             self._seen, self._seen_at = progress, now
         elif now - max(self._seen_at, self._received_at) > self._patience:
-            _say(f"{signal_name(self.received)}: no progress for {self._patience:g} s (TIMEOUT); ended at once")
+            _say(f"{signal_name(self.received)}: no progress for {self._patience:g} s (TIMEOUT); exiting")
             os._exit(exit_code(self.received))
 
     def _receive(self, number: int) -> None:
@@ -112,7 +112,7 @@ class StopSignals:
             _leave(number, 128 + number)
 
     def before_fork(self) -> None:
-        """Block the signals, which the child would at first write into its parent's pipe."""
+        """Block the signals, which the child would otherwise write into its parent's pipe."""
         self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self._forking.parent = os.getpid()
 
@@ -120,7 +120,7 @@ class StopSignals:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
 
     def after_fork_in_child(self) -> None:
-        """Let the child ignore the signals and die with its parent."""
+        """Make the child ignore the signals and die with its parent."""
         if self._previous:
             signal.set_wakeup_fd(-1)
             self._previous = {}  # it may `install` for itself
@@ -132,32 +132,32 @@ class StopSignals:
 
 
 def _kill_children() -> None:
-    """End the worker processes; at exit multiprocessing would send SIGTERM, which they ignore, and wait."""
+    """Kill the worker processes; at exit multiprocessing would send SIGTERM, which they ignore, and wait."""
     for child in multiprocessing.active_children():
         child.kill()
 
 
 def exit_code(number: int) -> int:
-    """Return the exit code of a run that a signal stopped: 0 after Ctrl-C, else 143, as after SIGTERM."""
+    """Return the exit code of a run stopped by a signal: 0 for Ctrl-C, else 143."""
     return 0 if number == signal.SIGINT else 128 + signal.SIGTERM
 
 
 def signal_name(number: int) -> str:
-    """Return the user's name of a signal."""
+    """Return the name to print for a signal."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def _leave(number: int, code: int) -> None:
     if is_first_process():
-        _say(f"{signal_name(number)}: ended at once")
+        _say(f"{signal_name(number)}: exiting")
     os._exit(code)
 
 
 def _say(line: str) -> None:
-    os.write(2, f"{line}\n".encode())  # not print: the main thread may be in the middle of one
+    os.write(2, f"{line}\n".encode())  # not print: the main thread may be printing
 
 
-_PRCTL = getattr(ctypes.CDLL(None), "prctl", lambda *_: None)  # Linux alone has it
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", lambda *_: None)  # Linux only
 stop_signals = StopSignals()
 os.register_at_fork(
     before=stop_signals.before_fork,

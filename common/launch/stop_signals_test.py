@@ -56,7 +56,7 @@ def test_before_training_a_signal_ends_the_process(start, number: str, code: int
     process = start("starting")
     process.send_signal(signal.Signals[number])
     name = "Ctrl-C" if number == "SIGINT" else number
-    assert end(process) == (code, f"{name}: ended at once\n")
+    assert end(process) == (code, f"{name}: exiting\n")
 
 
 def test_a_forked_process_can_take_over_the_signals_itself() -> None:
@@ -74,7 +74,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]  # 3.12: a fork beside a thread
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert (ended.stdout, ended.stderr) == ("143\n", "SIGTERM: ended at once\n")
+    assert (ended.stdout, ended.stderr) == ("143\n", "SIGTERM: exiting\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
@@ -96,7 +96,7 @@ def test_a_second_ctrl_c_ends_at_once(start) -> None:
     process.stdout.readline()
     time.sleep(1.2)
     process.send_signal(signal.SIGINT)
-    assert end(process) == (130, "Ctrl-C: stopping after this step\nCtrl-C: ended at once\n")
+    assert end(process) == (130, "Ctrl-C: stopping after this step\nCtrl-C: exiting\n")
 
 
 PROGRAMS = {

@@ -19,7 +19,7 @@ def run() -> None:
         main()
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
-        if MISTAKE in codes:  # the others got SIGTERM because of it
+        if MISTAKE in codes:  # torchrun sent SIGTERM to the others
             sys.exit(MISTAKE)
         sys.stderr.write(f"{error}\n")
         sys.exit(codes[0] if codes[0] > 0 else 128 - codes[0])

@@ -1,4 +1,4 @@
-"""The hook of the training loop that measures."""
+"""The training loop's metrics hook."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -17,18 +17,17 @@ from common.metrics.writers import open_writers
 
 
 class MetricsHook(BaseHook):
-    """Read each metric of the run once, and hand it to every writer; only rank 0 writes.
+    """Read each metric of the run once, and pass it to every writer; only rank 0 writes.
 
-    A ``train`` record covers the optimizer steps since the one before: mean ``loss``; ``lr`` and ``grad_norm`` (before
-    clipping) of the last step; ``skipped``, the updates skipped so far because of numbers that are not finite;
-    ``samples_per_s`` over all GPUs; ``mfu``, its ratio to ``peak_samples_per_s``, the limit of the GPUs' arithmetic;
-    ``data_wait``, the share of the time in which this process waited for its loader; ``peak_memory_gb`` of this
-    process (on a GPU PyTorch's allocator only, without DALI's buffers). An ``eval`` record counts every sample of the
-    evaluation set once: mean cross-entropy ``loss``, ``top1`` and ``top5`` (fractions of 1), ``samples``. Both have
-    ``step`` (of the optimizer), ``epoch`` (fractional), and ``time`` (Unix, seconds). The last evaluation's metrics are
-    in the trainer's ``states["eval"]`` of every rank too.
+    A ``train`` record covers the optimizer steps since the previous one: mean ``loss``; ``lr`` and ``grad_norm``
+    (before clipping) of the last step; ``skipped``, the total of updates skipped because of non-finite values;
+    ``samples_per_s`` over all GPUs; ``mfu``, its ratio to ``peak_samples_per_s``; ``data_wait``, the fraction of time
+    that this process waited for its loader; ``peak_memory_gb`` of this process (on a GPU only PyTorch's allocator,
+    without DALI's buffers). An ``eval`` record counts every sample of the evaluation set once: mean cross-entropy
+    ``loss``, ``top1`` and ``top5`` (0 to 1), ``samples``. Both have ``step`` (optimizer step), ``epoch`` (fractional)
+    and ``time`` (Unix, seconds). Every rank has the last evaluation's metrics in the trainer's ``states["eval"]``.
 
-    The device is synchronised only when a record is made.
+    The device is synchronised only for a record.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class MetricsHook(BaseHook):
         peak_samples_per_s: float,
         start: int = 0,
     ):
-        """``start``: optimizer steps that were done before."""
+        """``start``: optimizer steps completed before."""
         super().__init__(priority=0)
         self.plan, self.every, self.peak_samples_per_s = plan, every, peak_samples_per_s
         self.has_shown_loss = False
@@ -61,7 +60,7 @@ class MetricsHook(BaseHook):
         self.started, self.waited = time.perf_counter(), trainer.data_wait
 
     def state_dict(self) -> dict[str, float]:
-        """Return the totals of the next train record so far, on this rank."""
+        """Return this rank's running totals for the next train record."""
         steps = self.micro_batches // self.plan.accumulation
         return {"steps": steps, "micro_batches": self.micro_batches, "loss": self.loss.item()}
 
@@ -81,7 +80,7 @@ class MetricsHook(BaseHook):
         if not trainer.update_done:
             return
         has_record = trainer.step % self.every == 0 or trainer.step == self.plan.last_step
-        shown = None if has_record or self.has_shown_loss else self._mean_loss()  # so that one appears at once
+        shown = None if has_record or self.has_shown_loss else self._mean_loss()  # show one immediately
         self.has_shown_loss = True
         if self.progress:
             self.progress.step(shown)
@@ -135,7 +134,7 @@ class MetricsHook(BaseHook):
 
 
 def count_correct(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
-    """Return [sum of cross-entropy, correct in 1, correct in 5, samples], float64; labels below 0 do not count."""
+    """Return [sum of cross-entropy, top-1 hits, top-5 hits, samples], float64; labels below 0 are ignored."""
     logits_BC = logits_BC.float()
     valid_B = labels_B >= 0
     loss = F.cross_entropy(logits_BC, labels_B, ignore_index=-100, reduction="sum")

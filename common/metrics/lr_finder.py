@@ -16,18 +16,18 @@ from common.table import write_csv
 
 LOWEST, HIGHEST = 1e-5, 10.0
 STEPS = 120  # 20 for each factor of ten
-SMOOTHING = 0.9  # a step's own loss counts for a tenth
-DIVERGED = 4.0  # times the least smoothed loss
+SMOOTHING = 0.9  # weight of the previous average
+DIVERGED = 4.0  # times the lowest smoothed loss
 MARGIN = 10.0
-FIRST = 10  # the mean loss before training is that of the first tenth of the steps
-SIGNIFICANT = 3.0  # standard deviations by which the smoothed loss has to fall for a suggestion
+FIRST = 10  # the initial loss is the mean over the first tenth of the steps
+SIGNIFICANT = 3.0  # standard deviations by which the smoothed loss must fall for a suggestion
 
 
 class LearningRateFinder(BaseHook):
     """Take ``steps`` optimizer steps at rates from `LOWEST` to `HIGHEST`, evenly spaced on a logarithmic scale.
 
-    Ends the training then, or as soon as the smoothed loss is `DIVERGED` times its least value or not finite, without
-    evaluating. Rank 0 writes find_lr.csv and find_lr.png to ``folder`` and prints the suggested rate.
+    Then ends the training without evaluation; earlier if the smoothed loss is not finite or exceeds `DIVERGED` times
+    its minimum. Rank 0 writes find_lr.csv and find_lr.png to ``folder`` and prints the suggested rate.
     """
 
     def __init__(self, folder: Path, steps: int, is_main: bool):
@@ -82,18 +82,18 @@ class LearningRateFinder(BaseHook):
 
 
 def suggest_rate(rows: list[dict[str, float]]) -> float:
-    """Return a `MARGIN`-th of the rate at which the smoothed loss is least."""
+    """Return the rate with the lowest smoothed loss, divided by `MARGIN`."""
     finite = [row for row in rows if math.isfinite(row["smoothed"])]
     return min(finite or rows, key=lambda row: row["smoothed"])["learning_rate"] / MARGIN
 
 
 def fall_and_noise(rows: list[dict[str, float]]) -> tuple[float, float]:
-    """Return by how much the smoothed loss falls below the mean of the first losses, and its standard deviation.
+    """Return the fall of the smoothed loss below the mean of the first losses, and its standard deviation.
 
-    The deviation is that due to the batches, not to the learning rate: it is estimated from differences of successive
-    losses up to the lowest smoothed one, as for independent noise.
+    The deviation is due to the batches, not the learning rate: it is estimated from differences of successive losses
+    up to the lowest smoothed one, assuming independent noise.
     """
-    start = len(rows) // FIRST  # before, the average is that of few steps
+    start = len(rows) // FIRST  # before that, the average covers few steps
     lowest = min(range(start, len(rows)), key=lambda number: rows[number]["smoothed"])
     losses = [row["loss"] for row in rows[: lowest + 1]]
     first = losses[: max(1, start)]

@@ -1,4 +1,4 @@
-"""Record a few steps with torch's profiler."""
+"""Profile a few steps with torch.profiler."""
 
 from pathlib import Path
 from typing import Any
@@ -9,15 +9,15 @@ from torch.profiler import profile, schedule
 from common.colossal import BaseHook, Trainer
 from common.files import short_path
 
-WARMUP = 5  # steps before those that are recorded, the last of them with the profiler running
+WARMUP = 5  # steps before the recorded ones; the profiler runs during the last of them
 ROWS = 10
 
 
 class ProfilerHook(BaseHook):
-    """Record ``steps`` optimizer steps on rank 0, after `WARMUP` others, and end the training without evaluating.
+    """Record ``steps`` optimizer steps on rank 0 after `WARMUP` steps, and end the training without evaluation.
 
     Writes to ``folder``/profile: trace.json, for https://ui.perfetto.dev or chrome://tracing, and operators.txt, tables
-    of the operators that take most time of the CPU, and of the GPU if there is one.
+    of the operators with the most CPU time and, if there is a GPU, GPU time.
     """
 
     def __init__(self, folder: Path, steps: int, is_main: bool):

@@ -37,7 +37,7 @@ def describe_run(argv: list[str], packages: Iterable[str] = PACKAGES) -> dict[st
 
 
 def describe_columns(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
-    """Return date, hardware, versions and commit as columns of a table of results."""
+    """Return date, hardware, versions and commit as columns of a results table."""
     about = describe_run([], packages)
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime(about["started"])),
@@ -48,7 +48,7 @@ def describe_columns(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
 
 
 def name_hardware(hardware: Mapping[str, Any]) -> str:
-    """Return the GPU's name, or for a CPU "2 cores of AMD EPYC, AVX2", since clouds hide the exact model."""
+    """Return the GPU's name, or for CPUs a text like "2 cores of AMD EPYC, AVX2", as clouds hide the exact model."""
     if hardware["gpu"]:
         return hardware["gpu"]
     instructions = f", {hardware['instruction_set']}" if "instruction_set" in hardware else ""  # not in older records
@@ -56,13 +56,13 @@ def name_hardware(hardware: Mapping[str, Any]) -> str:
 
 
 def format_command(words: Iterable[str]) -> str:
-    """Return a command line with the folders removed from its absolute paths."""
+    """Return a command line, with absolute paths reduced to file names."""
     return shlex.join(re.sub(r"(^|=)/.*/", r"\1", word) for word in words)
 
 
-@cache  # files that this process writes later do not change the code it runs
+@cache  # files written later do not change the running code
 def _commit() -> str | None:
-    """Return the commit of the project, with "-dirty" where files were changed since; None outside a clone."""
+    """Return the project's commit, with "-dirty" if files have changed; None outside a clone."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         answer = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)

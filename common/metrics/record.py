@@ -19,7 +19,7 @@ def _to_nan(value: Any) -> Any:
 
 
 class RecordSchema(BaseModel):
-    """A line of metrics.jsonl. Metrics are numbers, or null where they were not finite; a loss is NaN then."""
+    """A line of metrics.jsonl. Metrics are numbers, or null if not finite; a null loss is read as NaN."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     __pydantic_extra__: dict[str, float | None]
@@ -41,7 +41,7 @@ class RecordSchema(BaseModel):
 
 
 def select_metrics(record: Record) -> dict[str, float]:
-    """Return the record's measured numbers as ``<kind>/<name>``."""
+    """Return the record's metrics as ``{"<kind>/<name>": value}``."""
     return {
         f"{record['kind']}/{name}": value
         for name, value in record.items()

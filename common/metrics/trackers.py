@@ -1,8 +1,8 @@
-"""Weights & Biases and MLflow: offline in the run's folder, unless their own environment variables say otherwise.
+"""Weights & Biases and MLflow: offline in the run's folder, unless their environment variables are set.
 
 WANDB_MODE=online sends to Weights & Biases; without it, ``wandb sync outputs/NAME/wandb/offline-run-*`` uploads later.
-MLFLOW_TRACKING_URI names MLflow's server; without it, ``mlflow ui --backend-store-uri sqlite:///outputs/NAME/mlflow.db``
-shows the run. WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME replace `PROJECT`. A resumed run continues under its id.
+MLFLOW_TRACKING_URI is MLflow's server; without it, ``mlflow ui --backend-store-uri sqlite:///outputs/NAME/mlflow.db``
+shows the run. WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME override `PROJECT`. A resumed run keeps its id.
 """
 
 import json
@@ -17,7 +17,7 @@ from common.metrics.record import Record, select_metrics
 
 PROJECT = "vit-large-batch"
 MAX_PARAM = 6000  # characters of a value in MLflow
-# what each one imports, and what to install for it
+# modules that each tracker imports, and packages to install
 MODULES = {"wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 TO_INSTALL = {"wandb": "wandb", "mlflow": "mlflow-skinny sqlalchemy alembic"}
 
@@ -27,7 +27,7 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         where = f"LOG.trackers={list(names)}"
         if name not in MODULES:
-            raise UserError(f"{where}: {name!r} is none of {list(MODULES)}{did_you_mean(str(name), MODULES)}")
+            raise UserError(f"{where}: {name!r} is not one of {list(MODULES)}{did_you_mean(str(name), MODULES)}")
         if missing := ", ".join(module for module in MODULES[name] if find_spec(module) is None):
             raise UserError(f"{where}: {missing} is not installed; pip install {TO_INSTALL[name]}")
 
@@ -41,7 +41,7 @@ def _read_id(path: Path) -> str | None:
 
 
 class WandbTracker:
-    """Log to Weights & Biases; offline, each start makes one more ``offline-run-*``, which ``wandb sync`` joins."""
+    """Log to Weights & Biases; offline, each start creates another ``offline-run-*``; ``wandb sync`` merges them."""
 
     def __init__(self, folder: Path):
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")

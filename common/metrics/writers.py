@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: a writer is called with each record (a dict), and closed at the end."""
+"""Writers of a run's metrics: a writer is called with each record (a dict), and closed at the end."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from common.metrics.record import Record, RecordSchema, select_metrics
 from common.metrics.trackers import TRACKERS
 from common.plot import build_figure, place_legend, save_figure
 
-DRAWING_SHARE = 0.003  # of a run's time, at most, goes into redrawing its curves
+DRAWING_SHARE = 0.003  # largest fraction of a run's time spent redrawing its curves
 MAX_METRICS, MAX_LINE = 1 << 29, 1 << 16  # bytes of metrics.jsonl, some 1,500,000 records, and of a record
 FIRST_DRAWING = 0.5  # seconds: most of it imports matplotlib
 
@@ -27,9 +27,9 @@ FIRST_DRAWING = 0.5  # seconds: most of it imports matplotlib
 def open_writers(
     folder: Path, total_steps: int, start: int = 0, *, tensorboard: bool, trackers: Iterable[str]
 ) -> list["Guarded"]:
-    """Return the writers of a run, whose ``folder`` holds config.json; the last is the progress bar.
+    """Return the writers of a run; the last is the progress bar.
 
-    ``start``: optimizer steps that were done before.
+    ``folder`` contains config.json; ``start``: optimizer steps completed before.
     """
     builders: dict[str, Callable[[], Any]] = {"metrics.jsonl": lambda: JsonLines(folder / "metrics.jsonl")}
     builders["curves"] = lambda: Curves(folder)
@@ -41,7 +41,7 @@ def open_writers(
 
 
 class Guarded:
-    """A writer that may fail: its first error becomes a warning, and training continues without it."""
+    """Wrap a writer that may fail: its first error becomes a warning, and training continues without it."""
 
     def __init__(self, name: str, build: Callable[[], Any]):
         self.name, self.writer = name, None
@@ -62,7 +62,7 @@ class Guarded:
     def _attempt(self, action: Callable[..., Any], *args: Any) -> Any:
         try:
             return action(*args)
-        except Exception as error:  # no error of a tracker should end a run
+        except Exception as error:  # a tracker's error must not end the run
             self.writer = None
             warn(f"{self.name}: {type(error).__name__}: {error}; training continues without it")
             return None
@@ -77,7 +77,7 @@ def warn(text: str) -> None:
 class JsonLines:
     """Append each record as one line of JSON; metrics that are not finite become null.
 
-    Lines that cannot be written, on a full disk say, are kept and written as soon as they can be.
+    Lines that cannot be written, for example on a full disk, are kept and retried.
     """
 
     def __init__(self, path: Path):
@@ -113,7 +113,7 @@ class TensorBoard:
     """Write each metric as a scalar ``<kind>/<name>`` over optimizer steps."""
 
     def __init__(self, folder: Path, start: int = 0):
-        """Hide what an interrupted run has written of steps after ``start``."""
+        """Hide an interrupted run's events after step ``start``."""
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         self.writer = SummaryWriter(str(folder), purge_step=start + 1)
@@ -129,22 +129,21 @@ class TensorBoard:
 class ProgressBar:
     """Show steps done, time left, images per second, the last loss and top-1, and skipped updates.
 
-    On a terminal that is a line that fits in 80 columns. Elsewhere it is a line at the start, every half minute and at
-    the end.
+    On a terminal, one line that fits in 80 columns; elsewhere, a line at the start, every 30 s and at the end.
     """
 
     def __init__(self, total_steps: int, start: int = 0):
-        # tqdm's own lock is shared with forked processes: one that is killed may never release it
+        # tqdm's default lock is shared with forked processes; a killed one may never release it
         tqdm.set_lock(threading.RLock())
         options: dict[str, Any] = dict(mininterval=30, file=_Lines())
         if sys.stderr.isatty():
-            short = "{percentage:.0f}% {n_fmt}/{total_fmt} {remaining} left{postfix}"  # not the bar, nor steps/s
+            short = "{percentage:.0f}% {n_fmt}/{total_fmt} {remaining} left{postfix}"  # no bar, no steps/s
             options = dict(mininterval=0.5, dynamic_ncols=True, bar_format=short)
         self.bar = tqdm(total=total_steps, initial=start, unit="step", maxinterval=60, **options)
         self.shown: dict[str, str] = {}
 
     def step(self, loss: float | None = None) -> None:
-        """Count a step, and show the ``loss`` of one that has no record."""
+        """Count a step; show ``loss`` if the step has no record."""
         if loss is not None:
             self._show(loss=f"{loss:.4f}")
         self.bar.update()
@@ -156,7 +155,7 @@ class ProgressBar:
                 self._show(skipped=f"{record['skipped']}")
         else:
             self._show(top1=f"{record['top1']:.3f}")
-            with suppress(OSError):  # nobody reads standard output any more
+            with suppress(OSError):  # standard output is closed
                 self.bar.write(
                     f"epoch {record['epoch']:g}: top1 {record['top1']:.4f}, top5 {record['top5']:.4f}, "
                     f"loss {record['loss']:.4f} on {record['samples']:,} images"
@@ -171,7 +170,7 @@ class ProgressBar:
 
 
 class _Lines:
-    """Write each state of a progress bar as one line on stderr, where that is not a terminal."""
+    """Write each state of a progress bar as one line on stderr, if it is not a terminal."""
 
     def write(self, text: str) -> None:
         if line := text.strip():
@@ -182,7 +181,7 @@ class _Lines:
 
 
 class Curves:
-    """Redraw loss.jpeg and acc.jpeg at evaluations, in at most `DRAWING_SHARE` of the time, and at the end."""
+    """Redraw loss.jpeg and acc.jpeg after evaluations, within `DRAWING_SHARE` of the time, and at the end."""
 
     def __init__(self, folder: Path):
         self.folder, self.stale = folder, False
@@ -202,7 +201,7 @@ class Curves:
 
 
 def read_metrics(folder: Path) -> list[Record]:
-    """Return the records of a run's metrics.jsonl; an incomplete last line, as after a crash, is ignored."""
+    """Return the records of a run's metrics.jsonl; ignore an incomplete last line, as left by a crash."""
     path = folder / "metrics.jsonl"
     *lines, last = read_bytes(path, MAX_METRICS).split(b"\n")
     records = [_parse_record(line, f"{path} line {number}") for number, line in enumerate(lines, 1)]
@@ -216,7 +215,7 @@ def _parse_record(line: bytes, where: str) -> Record:
 
 
 def draw_curves(folder: Path) -> None:
-    """Draw a run's training and evaluation loss, and its top-1 and top-5 accuracy: ``{loss,acc}.{png,jpeg}``."""
+    """Plot a run's training and evaluation loss, and its top-1 and top-5 accuracy: ``{loss,acc}.{png,jpeg}``."""
     records = read_metrics(folder)
     losses = [("train", "loss", "training", "-"), ("eval", "loss", "evaluation", "o-")]
     accuracies = [("eval", "top1", "top-1", "o-"), ("eval", "top5", "top-5", "s--")]

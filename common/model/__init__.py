@@ -1,1 +1,1 @@
-"""The Vision Transformer, its moving average and its FLOPs."""
+"""The Vision Transformer, EMA and FLOPs."""

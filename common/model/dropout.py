@@ -1,17 +1,17 @@
-"""Dropout whose mask is cheap to draw on a CPU."""
+"""Dropout with a cheap mask on CPUs."""
 
 import torch
 from torch import Tensor, nn
 
-LEVELS = 1 << 16  # 16 random bits decide over a value
+LEVELS = 1 << 16  # 16 random bits per value
 
 
 class Dropout(nn.Dropout):
-    """`nn.Dropout`, except for the order in which training on a CPU takes random numbers from the default generator.
+    """`nn.Dropout`, except that on CPUs it draws other random numbers.
 
-    PyTorch draws one Bernoulli number per value there, which takes longer than a block's matrix products in bfloat16.
-    Here a 64-bit random integer decides over four values. ``p`` is rounded to a multiple of 1/65536; the values that
-    are kept are scaled by the inverse of their exact probability.
+    PyTorch draws one Bernoulli number per value on CPUs, which takes longer than a block's matrix products in bfloat16.
+    Here a 64-bit random integer serves four values. ``p`` is rounded to a multiple of 1/65536; kept values are scaled
+    by the inverse of the exact keep probability.
     """
 
     def __init__(self, p: float) -> None:
@@ -24,9 +24,9 @@ class Dropout(nn.Dropout):
 
 
 def _drop(x: Tensor, kept: int) -> Tensor:
-    """Return ``x`` with each value kept with probability ``kept / LEVELS``, and scaled by the inverse of that."""
+    """Keep each value of ``x`` with probability ``kept / LEVELS``, scaled by the inverse."""
     count = x.numel()
-    # without a lower bound, the sign bit would never be set
+    # the default lower bound, 0, would never set the sign bit
     bits = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
     # in place and without bool tensors, which PyTorch converts slowly
     mask = bits.lt_(kept - LEVELS // 2)[:count].view(x.shape).to(x.dtype)

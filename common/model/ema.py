@@ -1,4 +1,4 @@
-"""The exponential moving average of the weights (EMA)."""
+"""Exponential moving average (EMA) of the weights."""
 
 from typing import Any
 
@@ -9,22 +9,22 @@ from common.colossal import BaseHook, Trainer
 
 
 class EmaHook(BaseHook):
-    """Average the weights over the optimizer steps, on the device, and evaluate the averages in their place.
+    """Average the weights over the optimizer steps, on the device, and evaluate with the averages.
 
-    After step t the averages keep ``min(decay, (1 + t) / (10 + t))`` of themselves: the warm-up of TensorFlow's
-    ExponentialMovingAverage, so that short runs do not end near their random start. It depends on the step alone, so a
-    run resumes with the same averages. A skipped update counts as a step, with weights that stayed as they were.
+    The decay at step t is ``min(decay, (1 + t) / (10 + t))``, the warm-up of TensorFlow's ExponentialMovingAverage, so
+    that short runs do not end near their random initialisation. It depends only on the step, so resuming reproduces
+    the averages. A skipped update counts as a step with unchanged weights.
 
     Attributes:
-        averages: of the parameters that are trained, by name, float32; of a sharded model this rank's pieces.
+        averages: of the trained parameters, by name, float32; of a sharded model, this rank's shards.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        super().__init__(priority=5)  # before a checkpoint is saved, which holds the weights themselves too
+        super().__init__(priority=5)  # before a checkpoint is saved, which also contains the weights
         self.decay = decay
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.averages = {name: p.detach().float().clone() for name, p in self.parameters.items()}
-        self._weights: list[Tensor] = []  # while the averages take their place
+        self._weights: list[Tensor] = []  # while the averages replace them
 
     def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
         if trainer.update_done:

@@ -13,7 +13,7 @@ from common.colossal import compute_dtype, name_dtype
 from common.config.model_arguments import parse_model_arguments
 from common.hardware import is_fast
 
-# Dense TFLOP/s in 16 bits, TF32 and float32, by a part of the device's name: NVIDIA's data sheets, SXM by default.
+# Dense TFLOP/s in 16 bits, TF32 and float32, by part of the device name; from NVIDIA's data sheets, SXM by default.
 PEAKS = {
     "H200 NVL": (835.0, 417.5, 60.0),
     "H200": (989.4, 494.7, 66.9),
@@ -28,12 +28,11 @@ MEASURING = 0.15  # seconds
 
 
 def flops_per_image(model: Mapping[str, Any], frozen: str | None = None) -> int:
-    """Return the FLOPs that forward and backward pass of ``model`` (the config's MODEL) need for an image.
+    """Return the FLOPs per image of the forward and backward pass of ``model`` (the config's MODEL).
 
-    Two for each multiplication and addition of the matrix products, attention's included, in the forward pass, times 3
-    for both passes; recomputation to save memory does not count. A body that FREEZE, ``frozen``, names has no backward
-    pass, and the head then only that of its weights. This is the convention of PaLM (arXiv 2204.02311,
-    appendix B) and of torchtitan.
+    Two per multiply-add of the matrix products, including attention, in the forward pass, times 3 for both passes;
+    activation recomputation does not count. A body frozen by FREEZE (``frozen``) has no backward pass, and the head
+    then only that of its weights. This is the convention of PaLM (arXiv 2204.02311, appendix B) and torchtitan.
     """
     a = parse_model_arguments(dict(model))
     patches = (a.image_size // a.patch_size) ** 2
@@ -52,16 +51,16 @@ def peak_images_per_s(
     device: torch.device,
     frozen: str | None = None,
 ) -> float:
-    """Return the images/s at which ``gpus`` such devices would train at their peak, in the precision of ``fp16``.
+    """Return the images/s of ``gpus`` devices training at peak FLOP/s in the precision of ``fp16``.
 
-    Model FLOPs utilisation is the rate that is reached over this one. ``model``, ``fp16`` and ``frozen`` (FREEZE) are
-    the config's.
+    Model FLOPs utilisation is the ratio of the achieved rate to this one. ``model``, ``fp16`` and ``frozen`` (FREEZE)
+    are the config's.
     """
     return gpus * peak_flops(device, compute_dtype(fp16, device.type)) / flops_per_image(model, frozen)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the most FLOP/s of matrix products of ``dtype``: by `PEAKS`, else measured, in 0.3 seconds at most."""
+    """Return the peak FLOP/s of matrix products in ``dtype``: from `PEAKS`, else measured within 0.3 s."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     for part, (half, tf32, single) in PEAKS.items():
         if part in name and "MIG" not in name:  # a slice of a GPU is measured
@@ -73,21 +72,21 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 def _measure_peak(device: torch.device, dtype: torch.dtype) -> float:
     size = 8192 if device.type == "cuda" else 1024
     if device.type == "cpu" and dtype != torch.float32 and not is_fast(name_dtype(dtype)):
-        size = 192  # of which it takes milliseconds too
+        size = 192  # also takes milliseconds
     matrix = torch.ones(size, size, dtype=dtype, device=device)
     fastest, end = math.inf, time.perf_counter() + MEASURING
     while time.perf_counter() < end or fastest == math.inf:
         started = time.perf_counter()
-        (matrix @ matrix)[0, 0].item()  # which waits for the device
+        (matrix @ matrix)[0, 0].item()  # waits for the device
         fastest = min(fastest, time.perf_counter() - started)
     return 2 * size**3 / fastest
 
 
 class FlopCount(TorchDispatchMode):
-    """Within the context, add up in ``total`` the FLOPs of matrix products, convolutions and attention.
+    """Sum the FLOPs of matrix products, convolutions and attention within the context in ``total``.
 
-    By the formulas of `torch.utils.flop_counter.FlopCounterMode`, which also follows modules, and so keeps activations
-    from being freed.
+    Uses the formulas of `torch.utils.flop_counter.FlopCounterMode`, which itself tracks modules and thus keeps
+    activations alive.
     """
 
     def __init__(self) -> None:

@@ -6,15 +6,15 @@ from common.model.vit import DropPath
 
 
 def is_frozen(name: str, part: str | None) -> bool:
-    """Return whether the config's FREEZE, ``part``, freezes the parameter ``name``."""
+    """Return whether the parameter ``name`` is frozen by the config's FREEZE, ``part``."""
     return part == "body" and not name.startswith("head.")
 
 
 def freeze(model: nn.Module, part: str | None) -> None:
-    """Freeze a Vision Transformer in place but for its head, if ``part`` is "body".
+    """Freeze everything but the head of a Vision Transformer in place, if ``part`` is "body".
 
-    Frozen parameters take no gradient, so that an optimizer that is built later leaves them out. Dropout and stochastic
-    depth, which are in the body, are switched off: it computes as in evaluation. Call it before `shard_model`.
+    Frozen parameters require no gradient, so an optimizer built later skips them. Dropout and stochastic depth, which
+    are in the body, are disabled: it computes as in evaluation. Call it before `shard_model`.
     """
     if part is None:
         return

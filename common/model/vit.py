@@ -21,13 +21,13 @@ def build_model(**arguments: object) -> nn.Module:
 
     It maps float images [B, 3, image_size, image_size] to logits [B, num_classes].
 
-    Raises ValueError for an unknown name or a value that does not fit.
+    Raises ValueError for an unknown name or an invalid value.
     """
     return VisionTransformer(parse_model_arguments(arguments))
 
 
 def parameter_count(**arguments: object) -> int:
-    """Count the parameters of `build_model(**arguments)`, however many, without building it."""
+    """Count the parameters of `build_model(**arguments)` without building it."""
     a = parse_model_arguments(arguments)
     width, hidden, vectors = a.width, int(a.width * a.mlp_ratio), 9 if a.init_values is None else 11
     block = 4 * width**2 + 2 * width * hidden + vectors * width + hidden
@@ -37,7 +37,7 @@ def parameter_count(**arguments: object) -> int:
 
 
 def parameter_shapes(**arguments: Any) -> dict[str, list[int]]:
-    """Return the shapes of the parameters of `build_model(**arguments)` by name; of its blocks, only one is built."""
+    """Return the parameter shapes of `build_model(**arguments)` by name; builds only one block."""
     with torch.device("meta"):
         shapes = {name: list(p.shape) for name, p in build_model(**arguments | {"depth": 1}).named_parameters()}
     block = {name: shapes.pop(name) for name in list(shapes) if name.startswith("blocks.0.")}
@@ -57,7 +57,7 @@ def build_norm(width: int) -> nn.LayerNorm:
 
 
 class PatchProjection(nn.Conv2d):
-    """A convolution whose patches do not overlap, as the matrix product that it is: [B, C, Y, X] to [B, N, D]."""
+    """A convolution with non-overlapping patches, computed as a matrix product: [B, C, Y, X] to [B, N, D]."""
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
         side = self.stride[0]
@@ -92,7 +92,7 @@ class Attention(nn.Module):
 def attend(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor) -> Tensor:
     """Return softmax(q k^T / sqrt(E)) v for each head [B, H, N, E]."""
     if q_BHNE.is_cpu and q_BHNE.dtype == torch.bfloat16 and q_BHNE.requires_grad:
-        # PyTorch's fused kernel takes 2 to 6 times as long for this, nearly all of it in its backward pass.
+        # PyTorch's fused kernel is 2 to 6 times slower here, mostly in its backward pass.
         scores_BHNN = (q_BHNE * q_BHNE.shape[-1] ** -0.5) @ k_BHNE.transpose(-2, -1)
         return scores_BHNN.softmax(dim=-1) @ v_BHNE
     return F.scaled_dot_product_attention(q_BHNE, k_BHNE, v_BHNE)
@@ -111,7 +111,7 @@ class Mlp(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Leave a residual branch out for a random share of the samples (stochastic depth, arXiv 1603.09382)."""
+    """Drop a residual branch for randomly chosen samples (stochastic depth, arXiv 1603.09382)."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class VisionTransformer(nn.Module):
         self.patch_embed = PatchEmbed(arguments.patch_size, width)
         self.dropout = Dropout(arguments.dropout)
         self.blocks = nn.ModuleList(Block(arguments, arguments.drop_path * i / max(depth - 1, 1)) for i in range(depth))
-        # timm's place for the last norm: before the class token is picked, but after the mean is taken.
+        # As in timm, the last norm is before class-token pooling, but after mean pooling.
         self.norm = build_norm(width) if pool == "cls" else nn.Identity()
         self.fc_norm = build_norm(width) if pool == "avg" else nn.Identity()
         self.head = build_linear(width, arguments.num_classes)
@@ -195,14 +195,14 @@ def _build_position(arguments: ModelArguments) -> nn.Parameter:
     side, width, prefix = arguments.image_size // arguments.patch_size, arguments.width, arguments.embedded_prefix
     if arguments.position == "learned":
         return nn.Parameter(nn.init.trunc_normal_(torch.empty(1, side * side + prefix, width), std=0.02))
-    # a parameter, so that it's in the state_dict as timm's is
+    # a parameter, so that it is in the state_dict, as in timm
     return nn.Parameter(build_sincos2d(side, width, prefix), requires_grad=False)
 
 
 def build_sincos2d(side: int, width: int, prefix: int) -> Tensor:
-    """Return the fixed position embedding [1, prefix + side * side, width]; the first ``prefix`` tokens have none, 0.
+    """Return the fixed position embedding [1, prefix + side * side, width]; it is 0 for the first ``prefix`` tokens.
 
-    A patch has sin x, cos x, sin y, cos y, a quarter of the width each. Frequencies fall geometrically from 1 to
+    A patch has sin x, cos x, sin y, cos y, a quarter of the width each. Frequencies decrease geometrically from 1 to
     1/10000; formula of arXiv 2205.01580 (big_vision, `posemb_sincos_2d`).
     """
     frequencies = 10_000.0 ** -torch.linspace(0, 1, width // 4)

@@ -1,4 +1,4 @@
-"""What the commands that compare modes share: their arguments, and a run that only measures."""
+"""Shared by the commands that compare modes: arguments, and a run that only measures."""
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from common.run.start import start_run
 
 
 def build_parser(description: str | None, steps: int, output: str) -> argparse.ArgumentParser:
-    """Return the parser of the common arguments, with the defaults of ``--steps`` and ``--output``."""
+    """Return a parser with the common arguments and the given defaults of ``--steps`` and ``--output``."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=steps, help=f"optimizer steps (default: {steps})")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
@@ -29,13 +29,13 @@ def build_parser(description: str | None, steps: int, output: str) -> argparse.A
 
 
 def with_defaults(settings: Sequence[str], defaults: Sequence[str]) -> list[str]:
-    """Return the settings, and the defaults whose key they do not set."""
+    """Return the settings, and the defaults of all other keys."""
     given = {setting.partition("=")[0] for setting in settings}
     return [*settings, *(setting for setting in defaults if setting.partition("=")[0] not in given)]
 
 
 class MeasuredRun:
-    """Model, data and engine of a config, built as a train.py does, without hooks and evaluation."""
+    """Model, data and engine of a config, built as in a train.py, without hooks and evaluation."""
 
     def __init__(self, config_name: str, settings: Iterable[str], output: Path, task: ModuleType) -> None:
         words = [word for setting in settings for word in ("--set", setting)]
@@ -71,5 +71,5 @@ class MeasuredRun:
         self.loader = batches
 
     def peak_memory(self) -> int:
-        """Return this process's peak memory in bytes, without what it held before there was a model."""
+        """Return the increase in this process's peak memory since before the model was built, in bytes."""
         return peak_memory() - self._memory_before

@@ -1,4 +1,4 @@
-"""The output folder of a run: what it is resumed from, and what is written to it when training starts."""
+"""The output folder of a run: where to resume from, and what is written when training starts."""
 
 import argparse
 import json
@@ -15,9 +15,9 @@ from common.run.prepare import Prepared
 
 
 def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tuple[Path | None, str]:
-    """Lock ``output``; return the checkpoint to resume from, or None, and why there is nothing to train, or "".
+    """Lock ``output``; return the checkpoint to resume from or None, and why there is nothing to train or "".
 
-    Raises `UserError` for a run that must not be resumed like this. Until then nothing of it is changed.
+    Raises `UserError`, before changing any file, if the run cannot be resumed this way.
     """
     config, plan, data, _ = prepared
     lock_folder(output, sign=False)
@@ -28,7 +28,7 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tu
         if path.is_relative_to(output):
             if args.resume != AUTO and _is_before_end(path, newest_checkpoint(output / "checkpoints")):
                 raise UserError(
-                    f"--resume {path}: its run is finished, and resuming it there would rewrite its record; branch off "
+                    f"--resume {path}: its run is finished, and resuming there would overwrite its record; branch off "
                     "with --output DIR"
                 )
             if (step := finished_step(path, plan.last_step)) is not None:
@@ -44,7 +44,7 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tu
 
 
 def _is_before_end(path: Path, newest: Path | None) -> bool:
-    """Return whether ``newest`` is another checkpoint than ``path``, intact, and the end of its run."""
+    """Return whether ``newest`` is an intact checkpoint other than ``path`` at the end of its run."""
     if newest is None or newest == path or find_fault(newest):
         return False
     last_step = read_about(newest)["plan"]["last_step"]
@@ -55,7 +55,7 @@ def last_top1(output: Path) -> str:
     """Return the last evaluation's top-1 as text, "?" without one."""
     try:
         last = [record for record in read_metrics(output) if record["kind"] == "eval"][-1]
-    except (UserError, IndexError):  # the disk was full, or the folder is gone: the writers have warned of it
+    except (UserError, IndexError):  # the disk was full or the folder is gone; the writers have warned
         return "?"
     return f"{last['top1']:.4f}"
 
@@ -66,8 +66,8 @@ def write_start(output: Path, about: dict[str, Any], start_from: Path | None) ->
         partial = output / ".config.partial"
         partial.write_text(json.dumps(about, indent=2, default=str) + "\n")
         partial.replace(output / CONFIG)
-        figures = b"" if start_from is None else (start_from / METRICS).read_bytes()
-        (output / METRICS).write_bytes(figures)
+        metrics = b"" if start_from is None else (start_from / METRICS).read_bytes()
+        (output / METRICS).write_bytes(metrics)
     except OSError as error:
         raise UserError(
             f"--output {output}: cannot be written ({explain_os_error(error, output)}); choose another"

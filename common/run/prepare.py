@@ -1,4 +1,4 @@
-"""Config, data set and plan of a run: all that can be refused before anything is started."""
+"""Config, data set and plan of a run, with every check that is possible before the launch."""
 
 import argparse
 import os
@@ -25,20 +25,20 @@ DescribeData = Callable[[Mapping[str, Any]], DataSummary]
 
 
 class Prepared(NamedTuple):
-    """What is to be trained: the resolved config, its plan, and the data set (None where ``--dry-run`` has none)."""
+    """The resolved config, its plan, and the data set (None if ``--dry-run`` has none)."""
 
     config: dict[str, Any]
     plan: Plan
     data: DataSummary | None
-    precision: MixedPrecision  # what ``fp16`` comes to on this machine
+    precision: MixedPrecision  # of ``fp16`` on this machine
 
 
 def prepare_run(
     args: argparse.Namespace, launch: Launch, describe_data: DescribeData, base: str | None = None
 ) -> Prepared:
-    """Resolve the config for ``launch``, count the data set and work out the plan.
+    """Resolve the config for ``launch``, count the data set and compute the plan.
 
-    ``--dry-run`` needs neither data nor GPUs. Raises `UserError` for whatever the run would refuse later.
+    ``--dry-run`` needs neither data nor GPUs. Raises `UserError` for everything that would fail later.
     """
     config = load_config(args.config, [*args.set, *([f"INIT={args.init}"] if args.init else [])], base)
     config["INIT"] = _resolve_init(config["INIT"])
@@ -71,7 +71,7 @@ def _resolve_init(source: str | None) -> str | None:
 
 
 def _check_classes(num_classes: int | None, data: DataSummary) -> int:
-    """Return the classes of the head, by default those of the data set; refuse fewer."""
+    """Return the number of classes of the head, by default that of the data set; raise `UserError` for fewer."""
     if num_classes is not None and num_classes < data.num_classes:
         raise UserError(
             f"MODEL.num_classes={num_classes}: the data set has labels 0 to {data.num_classes - 1}; "
@@ -81,19 +81,16 @@ def _check_classes(num_classes: int | None, data: DataSummary) -> int:
 
 
 def _memory(is_dry_run: bool) -> tuple[float, str]:
-    """Return the bytes that a process may have, and what has them; a dry run may be for another machine."""
+    """Return the memory limit of a process in bytes, and its description; a dry run may be for another machine."""
     if is_dry_run:
-        return NO_MACHINE, "the largest machine that is planned for"
+        return NO_MACHINE, "the largest supported machine"
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory, "a GPU here"
     return memory_bytes(), "this machine"
 
 
 def _check_builds(config: Mapping[str, Any], plan: Plan, is_dry_run: bool) -> MixedPrecision:
-    """Refuse what the model, its shards, the optimizer, mixed precision or a tracker would, before anything starts.
-
-    Return what ``fp16`` comes to on this machine.
-    """
+    """Raise `UserError` for what model, sharding, optimizer or trackers would refuse; return the mixed precision."""
     check_limits(config, plan, *_memory(is_dry_run))
     model = {**config["MODEL"], "num_classes": config["MODEL"]["num_classes"] or 1}
     check_tensor_parallel(config["parallel"], model, plan.micro_batch, plan.gpus)

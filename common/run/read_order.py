@@ -13,16 +13,16 @@ from common.hardware import memory_bytes
 def choose_order(
     config: Mapping[str, Any], data: DataSummary, processes: int, start_from: Path | None = None
 ) -> tuple[str | None, str]:
-    """Return ``DATA.order``, and what to say about it; (None, "") for data that is not in shards.
+    """Return ``DATA.order`` and a message that explains it; (None, "") for data that is not in shards.
 
-    A run that is resumed keeps its order, on any host. ``processes`` are those that read different images.
+    A resumed run keeps its order on any host. ``processes`` is the number of data-parallel ones.
     """
     options, memory = config["DATA"], memory_bytes()
     order = options["order"]
     if not data.shard_bytes:
         return order, ""
     if order:
-        why = "as DATA.order says"
+        why = "set by DATA.order"
     elif start_from:
         # "random" was the only order of older runs
         order, why = read_about(start_from)["config"]["DATA"].get("order") or "random", "as before"

@@ -1,4 +1,4 @@
-"""A started run: what a training script gets from `start_run` and calls while it builds, trains and ends."""
+"""A started run, as `start_run` returns it to a training script."""
 
 import sys
 from dataclasses import dataclass
@@ -30,23 +30,23 @@ Measurement = LearningRateFinder | ProfilerHook
 
 @dataclass
 class Run:
-    """A started run: its plan, its folder, and whether this process is the one that writes and prints."""
+    """A started run. ``is_main``: whether this process writes files and prints."""
 
     plan: Plan
     output: Path
     is_main: bool
     device: torch.device
-    about: dict[str, Any]  # what config.json holds
+    about: dict[str, Any]  # content of config.json
     start_from: Path | None  # the checkpoint to resume from
-    measurement: Measurement | None  # what this run is for, instead of training
+    measurement: Measurement | None  # to run instead of training
 
     @property
     def data_parallel(self) -> dict[str, int]:
-        """This process's place among those that see different samples: ``dp_rank`` of ``dp_size``."""
+        """This process's data-parallel rank and size: ``dp_rank``, ``dp_size``."""
         return dict(dp_rank=gpc.get_local_rank(ParallelMode.DATA), dp_size=self.plan.data_parallel)
 
     def load_init(self, model: nn.Module) -> None:
-        """Give ``model``, before it is sharded, the weights that ``INIT`` names, unless the run resumes."""
+        """Load the weights of ``INIT`` into ``model``, before it is sharded, unless the run resumes."""
         source = self.about["config"]["INIT"]
         if not source or self.start_from is not None:
             return
@@ -57,7 +57,7 @@ class Run:
             print(done, flush=True)
 
     def build_hooks(self, model: nn.Module, optimizer: Optimizer) -> list[BaseHook]:
-        """Write the run's folder, now that nothing in the config is left to refuse, and return the hooks."""
+        """Write the run's folder, now that all checks have passed, and return the hooks."""
         if self.measurement:
             return [self.measurement]
         config = self.about["config"]
@@ -83,9 +83,9 @@ class Run:
         return [metrics, *ema, checkpoints]
 
     def finish(self) -> None:
-        """Leave the process group and print where everything is; the last line is the final top-1.
+        """Leave the process group and print the output paths; the last line is the final top-1.
 
-        After a signal, exits as `exit_code` says.
+        After a signal, exits with `exit_code`.
         """
         shutdown()
         unlock_folder(self.output)

@@ -37,12 +37,11 @@ from common.run.run import Measurement, Run
 def start_run(
     argv: list[str], description: str | None, describe_data: DescribeData, base: str | None = None
 ) -> Run | None:
-    """Check everything that can be checked, then start the process group; the config is then in ``gpc.config``.
+    """Run all checks, then start the process group and put the config into ``gpc.config``.
 
-    ``describe_data`` counts the data set that the config's ``DATA`` names; config.json holds the name of its module, so
-    that what comes after the run finds the loaders of a task it does not know. ``base`` is the recipe from which a
-    config without MODEL takes what it leaves out. Returns None where there is nothing to train: after ``--dry-run``,
-    which needs neither data nor GPUs, and for a run that is finished.
+    ``describe_data`` counts the data set of the config's ``DATA``; config.json records its module, where tools find the
+    task's loaders. ``base`` is the recipe that fills in missing keys of a config without MODEL. Returns None if there
+    is nothing to train: after ``--dry-run``, which needs neither data nor GPUs, and for a finished run.
     """
     args = parse_arguments(argv, description)
     launch = detect_launch(args, os.environ)
@@ -59,10 +58,10 @@ def start_run(
     stop_signals.install(launch.launcher == "torch", progress, config["TIMEOUT"])
     output = Path(args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem).resolve()
     start(launch, config)
-    if args.resume in (AUTO, NEVER):  # before anything is written; a run that is there has been started already
+    if args.resume in (AUTO, NEVER):  # before anything is written; an existing run is past its start
         ask_first_rank(lambda: (output / CONFIG).exists() or _check_init(config, args))
     measurement, start_from = _build_measurement(args, output, launch.rank == 0), None
-    if measurement:  # from the first step on, and in as many epochs as it takes
+    if measurement:  # from the first step, over as many epochs as needed
         ask_first_rank(lambda: lock_folder(output))
         steps = measurement.total_steps
         plan = replace(plan, epochs=steps, last_step=steps, total_steps=max(steps, plan.total_steps))
@@ -71,7 +70,7 @@ def start_run(
         if finished:
             _leave(finished, launch.rank == 0)
             return None
-    if start_from is not None:  # its weights take the place of those that it once started from, which stay on record
+    if start_from is not None:  # its weights replace those of INIT; the key is kept as a record
         config["INIT"] = read_about(start_from)["config"].get("INIT")
     order, reading = ask_first_rank(lambda: choose_order(config, data, plan.data_parallel, start_from))
     set_data_key(config, "order", order)
@@ -90,15 +89,14 @@ def start_run(
 
 
 def _check_init(config: Mapping[str, Any], args: argparse.Namespace) -> str:
-    """Refuse INIT where its weights do not fit, and FREEZE without it; return what starting from them would say.
+    """Raise `UserError` if INIT's weights do not fit, or for FREEZE without INIT; return the message after loading.
 
-    MODEL.heads counts as stated on the command line, and in a config file that says INIT too.
+    MODEL.heads counts as stated if set on the command line, or in a config file that also sets INIT.
     """
     if not config["INIT"]:
         if config["FREEZE"] and args.resume in (AUTO, NEVER):
             raise UserError(
-                f"FREEZE={config['FREEZE']!r} without INIT would train a head on random weights: add --init, or leave "
-                "FREEZE out"
+                f"FREEZE={config['FREEZE']!r} without INIT trains a head on random weights: add --init or omit FREEZE"
             )
         return ""
     keys = {setting.partition("=")[0] for setting in args.set}
@@ -128,7 +126,7 @@ def _announce(name: str, config: Mapping[str, Any], plan: Plan, data: DataSummar
         f"{name}: {data.train_samples:,} training and {data.eval_samples:,} evaluation images, "
         f"{data.num_classes} classes\n"
         f"global batch {plan.batch_formula('GPU' if torch.cuda.is_available() else 'process')}\n"
-        f"{plan.steps_per_epoch} steps an epoch, {plan.last_step} of {plan.total_steps} steps; "
+        f"{plan.steps_per_epoch} steps per epoch, {plan.last_step} of {plan.total_steps} steps; "
         f"{config['OPTIMIZER']['name']}, learning rate {config['LEARNING_RATE']} after {plan.warmup_steps} steps of "
         f"warm-up, then {config['LR_SCHEDULE']} to 0",
         flush=True,

@@ -24,7 +24,7 @@ def signalled(lab: Lab, choice: random.Random, number: int, scope: str, mode: Mo
     rank = mode.choose_rank(choice) if scope == "one rank" else None
     print(f"    {mode.name}: {scope} at {place}", flush=True)
     send = (lambda: os.killpg(0, number)) if scope == "process group" else (lambda: signal_self(number))
-    words = "ended at once" if place.event == "start-up" else "stopped; rerun the command to resume from"
+    words = "exiting" if place.event == "start-up" else "stopped; rerun the command to resume from"
     trial.run(at(place, send, rank), PATIENT).expect(exit_code(number), f"{signal_name(number)}: {words}")
     return trial.resume()
 

@@ -64,7 +64,8 @@ PRECISION = [
     Mode("APEX O2", 0, 'fp16 = dict(mode=AMP_TYPE.APEX, opt_level="O2")'),
     Mode("APEX O3", 0, 'fp16 = dict(mode=AMP_TYPE.APEX, opt_level="O3")\nOPTIMIZER = dict(name="adamw")'),
 ]
-MODES = [ONE, TWO, FOUR, *TENSOR_PARALLEL.values(), WORKERS, *PRECISION]
+BLOCKS = Mode("dp2, blocks", 2, 'DATA = dict(workers=1, order="blocks", block=0.005)')
+MODES = [ONE, TWO, FOUR, *TENSOR_PARALLEL.values(), WORKERS, BLOCKS, *PRECISION]
 # without what depends on a rank's random numbers
 NO_CHANCE = 'MODEL["dropout"] = 0.0\nMIXUP = CUTMIX = ERASING = 0.0\nfp16 = None'
 

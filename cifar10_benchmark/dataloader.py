@@ -66,7 +66,7 @@ def build_train_loader(
     ``ranks_and_seed`` are ``dp_rank``, ``dp_size`` and ``seed`` of `TrainSampler`.
     """
     images = _load(data, "train", image_size)
-    draws = dict(uniforms=UNIFORMS_PER_SAMPLE, repeats=data["repeats"], **ranks_and_seed)
+    draws: dict[str, Any] = dict(uniforms=UNIFORMS_PER_SAMPLE, repeats=data["repeats"], **ranks_and_seed)
     sampler = TrainSampler(len(images.labels), total_batch, micro_batch, **draws)
     augment = Augment(data["crop_padding"], data["flip"], data["autoaugment"])
     return Loader(sampler, MemoryReader(images, augment, mean=data["mean"], std=data["std"], device=device))

@@ -36,7 +36,7 @@ def print_dry_run(
     plan: Plan,
     data: DataSummary | None,
     cluster: Cluster | None,
-    notes: Mapping[str, str] | None = None,
+    notes: dict[str, str] | None = None,
     images: int = IMAGENET,
 ) -> None:
     """Print the config, one key per line in ``--set`` syntax, the plan, and the table of all modes on ``cluster``.

@@ -144,7 +144,8 @@ def find_script(config: str) -> Path:
     for prefix, script in TRAIN_SCRIPTS.items():
         if stem.startswith(prefix):
             return ROOT / script
-    raise UserError(f"--config {config} is no recipe of configs/: name the task's script too, --train TASK/train.py")
+    scripts = ", ".join(dict.fromkeys(TRAIN_SCRIPTS.values()))
+    raise UserError(f"--config {config} is no recipe of configs/: add --train SCRIPT, which is one of {scripts}")
 
 
 def _parse_grid(text: str) -> tuple[str, list[str]]:

@@ -7,11 +7,14 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
+
 from common.errors import UserError, did_you_mean
 from common.plot import build_figure, place_legend, save_figure
 from common.tools.report import ABSENT, FinishedRun, load_run
 
 SEED = "SEED"  # its values are repetitions, of which the picture shows the mean and the range
+STYLES = ("-", "--", ":", "-.")
 LOG_FROM = 8  # greatest / least x from which on the axis is logarithmic
 Line = tuple[tuple[str, Any], ...]  # (key, value) of what else the sweep varies
 Point = tuple[Any, Line]
@@ -84,8 +87,9 @@ def tabulate(runs: Sequence[FinishedRun], failed: Mapping[str, int]) -> list[dic
 def draw(runs: Sequence[FinishedRun], path: Path, best: str | None = None) -> bool:
     """Draw top-1 of the finished runs against the first key, and of all against epochs; False if there is none yet.
 
-    Runs that differ only in `SEED` are one point, their mean, with a bar from the least to the greatest. ``best`` names
-    a key of whose values only the one with the highest mean is drawn.
+    On the right the colour tells the first key's value; on both sides the style of a line tells the other keys. Runs
+    that differ only in `SEED` are one point, their mean, with a bar from the least to the greatest. ``best`` names a
+    key of whose values only the one with the highest mean is drawn.
     """
     keys = _keys(runs)
     if best is not None and best not in keys[1:]:
@@ -99,13 +103,11 @@ def draw(runs: Sequence[FinishedRun], path: Path, best: str | None = None) -> bo
         tops = {x: tops for (x, of), tops in points.items() if of == line}
         label = ", ".join(f"{key}={value}" for key, value in line)
         if tops:
-            _draw_line(against_key, tops, label or "top-1", f"C{number % 10}")
-    for run in runs:
-        curve = [(record["epoch"], 100 * record["top1"]) for record in run.of_kind("eval")]
-        against_epoch.plot(*zip(*curve, strict=True), color=f"C{lines.index(_line(run, keys, best)) % 10}")
+            style = dict(label=label, color=f"C{number % 10}", linestyle=STYLES[number % len(STYLES)])
+            _draw_line(against_key, tops, style)
+    _draw_curves(against_epoch, runs, keys, [_line(run, keys, best) for run in runs])
     _label_axis(against_key, [x for x, _ in points], keys)
-    against_epoch.set(xlabel="epoch", ylabel="top-1 of every run, %")
-    if points:
+    if points and lines[0]:
         place_legend(against_key, columns=1 if len(lines[0]) > 1 else 2)
     save_figure(figure, path)
     return True
@@ -134,13 +136,36 @@ def _line(run: FinishedRun, keys: Sequence[str], best: str | None = None) -> Lin
     return tuple((key, _value(run, key)) for key in keys[1:] if key not in (SEED, best))
 
 
-def _draw_line(axes: Any, points: Mapping[Any, list[float]], label: str, color: str) -> None:
+def _draw_curves(axes: Any, runs: Sequence[FinishedRun], keys: Sequence[str], lines: Sequence[Line]) -> None:
+    """Draw top-1 of ``runs`` against epochs; ``lines`` are their values of the other keys."""
+    from matplotlib import colormaps
+    from matplotlib.ticker import MaxNLocator
+
+    values = [_value(run, keys[0]) if keys else run.name for run in runs]
+    distinct, different = list(dict.fromkeys(values)), list(dict.fromkeys(lines))
+    colors = dict(zip(distinct, colormaps["viridis"](np.linspace(0, 0.9, len(distinct))), strict=True))
+    for run, value, line in zip(runs, values, lines, strict=True):
+        curve = [(record["epoch"], 100 * record["top1"]) for record in run.of_kind("eval")]
+        style = STYLES[different.index(line) % len(STYLES)]
+        axes.plot(
+            *zip(*curve, strict=True), color=colors[value], linestyle=style, marker="." if len(curve) == 1 else ""
+        )
+    for value, color in colors.items():  # one entry for all runs of a value, in a solid line
+        axes.plot([], [], color=color, label=f"{keys[0]}={value}" if keys else value)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set(xlabel="epoch", ylabel="top-1 of every run, %")
+    place_legend(axes, columns=2)
+
+
+def _draw_line(axes: Any, points: Mapping[Any, list[float]], style: Mapping[str, str]) -> None:
     places = sorted(points) if _is_numeric(points) else list(points)
     middles = [mean(points[x]) for x in places]
     below = [middle - min(points[x]) for x, middle in zip(places, middles, strict=True)]
     above = [max(points[x]) - middle for x, middle in zip(places, middles, strict=True)]
     xs = places if _is_numeric(points) else [str(x) for x in places]
-    axes.errorbar(xs, middles, [below, above], marker="o", capsize=3, label=label, color=color)
+    axes.plot(xs, middles, marker="o", **style)
+    if any([*below, *above]):
+        axes.errorbar(xs, middles, [below, above], capsize=3, fmt="none", color=style["color"])
 
 
 def _label_axis(axes: Any, places: Sequence[Any], keys: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from PIL import Image
 from common.errors import UserError
 from common.testing.commands import run_forked
 from common.testing.tiny_task import CONFIG, write_images
-from common.tools import report, sweep
+from common.tools import report, sweep, sweep_results
 from common.tools.report import FinishedRun
 from common.tools.sweep_results import chosen_points, draw
 
@@ -106,7 +106,11 @@ def finished_run(batch: int, rate: float, seed: int, top1: float, last_step: int
     return FinishedRun(name, {"config": config, "plan": {"last_step": last_step}}, [record])
 
 
-def test_points_are_means_over_seeds_and_the_best_rate(tmp_path: Path) -> None:
+def legend_of(axes) -> list[str]:
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_points_are_means_over_seeds_and_the_best_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [finished_run(14, 0.1, 1, 0.5), finished_run(14, 0.1, 2, 0.7)]  # 60 % on average
     runs += [finished_run(14, 0.2, 1, 0.65), finished_run(14, 0.3, 1, 0.9, last_step=40)]  # the last is unfinished
     assert chosen_points(runs, None) == {
@@ -115,6 +119,17 @@ def test_points_are_means_over_seeds_and_the_best_rate(tmp_path: Path) -> None:
     }
     assert chosen_points(runs, "LEARNING_RATE") == {(14, ()): pytest.approx([65])}
     assert draw(runs, tmp_path / "sweep.png", "LEARNING_RATE")
+    runs[-1].about["config"]["TOTAL_BATCH_SIZE"] = 28
+    drawn = []
+    monkeypatch.setattr(sweep_results, "save_figure", lambda figure, path: drawn.append(figure))
+    assert draw(runs, tmp_path / "sweep.png")
+    left, right = drawn[0].axes
+    assert legend_of(left) == ["LEARNING_RATE=0.1", "LEARNING_RATE=0.2"]
+    assert len(left.containers) == 1  # a bar where seeds differ
+    assert legend_of(right) == ["TOTAL_BATCH_SIZE=14", "TOTAL_BATCH_SIZE=28"]
+    colors = [tuple(line.get_color()) for line in right.lines[:4]]
+    assert colors[0] == colors[1] == colors[2] != colors[3]
+    assert all(tick == int(tick) for tick in right.get_xticks())
     with pytest.raises(UserError, match="--best LERNING_RATE: none of the keys .*did you mean 'LEARNING_RATE'"):
         draw(runs, tmp_path / "sweep.png", "LERNING_RATE")
 
@@ -181,6 +196,11 @@ def test_every_recipe_has_a_script(path: Path) -> None:
     assert script.is_file()
     named = "quickstart.sh" if path.stem == "quickstart" else script.name
     assert named in path.read_text().split('"""')[1]
+
+
+def test_a_config_of_ones_own_needs_a_script() -> None:
+    with pytest.raises(UserError, match="mine.py is no recipe.* --train SCRIPT, .* imagenet_dali/train_dali.py, "):
+        sweep.find_script("mine.py")
 
 
 @pytest.mark.slow

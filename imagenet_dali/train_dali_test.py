@@ -1,6 +1,7 @@
 """From the command line to a checkpoint that timm loads: shards, training on two processes, dry runs, mistakes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,9 @@ def test_a_run_resumes_on_a_cpu_with_other_instructions(config, data, tmp_path, 
 
     dry_run = train(False, "--dry-run").out
     assert f"precision              float32 on this CPU ({instruction_set()}), bfloat16 on GPUs\n" in dry_run
+    keys = dry_run.partition("\n\n")[0].splitlines()
+    assert len({re.match(r"\S+  +", line).end() for line in keys}) == 1
+    assert re.search(r"\nmemory per GPU         \d\.\d\d MB at the peak: 0\.\d[1-9] weights, ", dry_run)
     assert "precision              bfloat16 on this CPU" in train(True, "--dry-run").out
     first = train(False, "--set", "MAX_STEPS=4").out
     assert first.count(f"fp16: computing in float32, because this CPU ({instruction_set()}) has no bfloat16 ins") == 1
@@ -109,6 +113,22 @@ def test_a_run_resumes_on_a_cpu_with_other_instructions(config, data, tmp_path, 
     slow = train(False, "--output", str(tmp_path / "slow"), "--set", "MAX_STEPS=1", "--set", "fp16.dtype='bfloat16'")
     assert "fp16: " not in slow.out
     assert slow.err.count("warning: fp16.dtype='bfloat16': this CPU") == 1
+
+
+def test_spare_classes_are_a_warning(config, data, tmp_path, capsys):
+    arguments = [
+        "--config",
+        str(config),
+        "--output",
+        str(tmp_path),
+        "--set",
+        f"DATA.root={data}",
+        "--set",
+        "MAX_STEPS=1",
+    ]
+    train_dali.main([*arguments, "--set", "MODEL.num_classes=5"])
+    line = "warning: MODEL.num_classes=5 is more than the data set's 3 classes; None takes as many as it has"
+    assert capsys.readouterr().err.splitlines().count(line) == 1
 
 
 def test_dry_run_needs_no_data_and_prints_once(capsys, monkeypatch):

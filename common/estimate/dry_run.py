@@ -44,8 +44,10 @@ def print_dry_run(
     ``data`` is None without a data set: an epoch then has ``images``. ``notes`` are additional rows of the plan; empty
     ones are skipped. Without ``cluster`` there is no table.
     """
-    for name, value in flatten(config).items():
-        print(f"{name:<{INDENT - 1}} {value if isinstance(value, Enum) else repr(value)}")
+    flat = flatten(config)
+    width = max(map(len, flat))
+    for name, value in flat.items():
+        print(f"{name:<{width}}  {value if isinstance(value, Enum) else repr(value)}")
     print()
     for name, value in (_describe_plan(config, plan, data) | (notes or {})).items():
         if value:
@@ -110,11 +112,16 @@ def _describe_precision(config: Mapping[str, Any], plan: Plan) -> str:
 
 
 def _describe_memory(estimate: StepEstimate) -> str:
+    unit, size = _memory_unit(estimate.peak)
     return (
-        f"{estimate.peak / 1e9:.2f} GB at the peak: {estimate.weights / 1e9:.2f} weights, "
-        f"{estimate.gradients / 1e9:.2f} gradients, {estimate.optimizer / 1e9:.2f} optimizer, "
-        f"{estimate.activations / 1e9:.2f} activations and temporaries"
+        f"{estimate.peak / size:.2f} {unit} at the peak: {estimate.weights / size:.2f} weights, "
+        f"{estimate.gradients / size:.2f} gradients, {estimate.optimizer / size:.2f} optimizer, "
+        f"{estimate.activations / size:.2f} activations and temporaries"
     )
+
+
+def _memory_unit(most: float) -> tuple[str, float]:
+    return ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
 
 
 def _print_modes(config: Mapping[str, Any], plan: Plan, images: int, cluster: Cluster) -> None:
@@ -125,7 +132,8 @@ def _print_modes(config: Mapping[str, Any], plan: Plan, images: int, cluster: Cl
     for line in _assumptions(rate, cluster):
         print(textwrap.fill(line, WIDTH, initial_indent="- ", subsequent_indent="  "))
     print()
-    _print_columns([_row(prediction, plan, cluster) for prediction in predictions])
+    unit = _memory_unit(max(prediction.estimate.peak for prediction in predictions))
+    _print_columns([_row(prediction, plan, cluster, *unit) for prediction in predictions])
     print()
     fitting = [prediction for prediction in predictions if prediction.fits]
     if not fitting:
@@ -163,14 +171,14 @@ def _assumptions(flops_per_s: float, cluster: Cluster) -> list[str]:
     ]
 
 
-def _row(prediction: Prediction, plan: Plan, cluster: Cluster) -> dict[str, str]:
+def _row(prediction: Prediction, plan: Plan, cluster: Cluster, unit: str, size: float) -> dict[str, str]:
     estimate = prediction.estimate
     inside, between = cluster.sent(estimate.nbytes)
     row = {
         "mode": prediction.mode,
         "batch": f"{prediction.data_parallel}x{prediction.micro_batch}x{prediction.accumulation}",
-        "memory GB": f"{estimate.peak / 1e9:.2f}",
-        "sent GB": f"{inside / 1e9:.2f}+{between / 1e9:.2f}",
+        f"memory {unit}": f"{estimate.peak / size:.2f}",
+        f"sent {unit}": f"{inside / size:.2f}+{between / size:.2f}",
         "step ms": "does not fit",
         "images/s": "",
     }

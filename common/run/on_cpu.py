@@ -26,10 +26,11 @@ def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int, roo
     reasons = (
         [_unused_gpu(root)] if (root / "dev/nvidia0").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "" else []
     )
-    if config["GPUS"] > 1 or (model["width"] >= 384 and model["image_size"] >= 224):
-        reasons.append(
-            "the recipe is written for GPUs" if reasons else "the recipe is written for GPUs, and there is none"
-        )
+    is_large = model["width"] >= 384 and model["image_size"] >= 224
+    if is_large or config["GPUS"] > 1:
+        missing = "" if reasons else ", and there is none"
+        remedy = "" if is_large else f" (GPUS={config['GPUS']}; set GPUS=1 if it is not)"
+        reasons.append(f"the recipe is written for GPUs{missing}{remedy}")
     if not reasons:
         return None
     warning = f"warning: training on the CPU: {'; '.join(reasons)}"

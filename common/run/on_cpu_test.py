@@ -51,6 +51,7 @@ def test_a_recipe_for_gpus_says_how_long_a_step_takes(recipe, tmp_path, monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("common.model.flops.peak_flops", lambda device, dtype: 1e12)
     line = explain_cpu(load_config(recipe, ["GPUS=1"]), 32_768, 1, tmp_path)
+    assert "GPUS=1" not in line  # it would not silence the warning
     assert "the recipe is written for GPUs, and there is none" in line
     minutes = int(re.search(r"32,768 images takes at least (\d+) min", line)[1])
     # 4.6 (ViT-S) and 17.6 (ViT-B) x 10^9 multiply-adds forward, as timm's tables have them, 2 FLOPs each, times 3
@@ -62,3 +63,5 @@ def test_a_recipe_for_gpus_says_how_long_a_step_takes(recipe, tmp_path, monkeypa
 def test_small_recipes_need_no_word(recipe, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert explain_cpu(load_config(recipe, ["GPUS=1"]), 512, 1, tmp_path) is None
+    line = explain_cpu(load_config(recipe, ["GPUS=8"]), 512, 1, tmp_path)
+    assert "written for GPUs, and there is none (GPUS=8; set GPUS=1 if it is not)" in line

@@ -50,6 +50,7 @@ def start_run(
         if launch.rank == 0:
             notes = {"weights": _check_init(config, args)}
             if data:
+                notes["classes"] = _spare_classes(config, data)
                 config["DATA"]["order"], notes["reading"] = choose_order(config, data, plan.data_parallel)
             images = getattr(sys.modules[describe_data.__module__], "TRAIN_SAMPLES", IMAGENET)
             print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None, notes, images)
@@ -80,6 +81,8 @@ def start_run(
     if launch.rank == 0:
         if line := explain_cpu(config, plan.total_batch, plan.gpus):
             print(line, file=sys.stderr, flush=True)
+        if line := _spare_classes(config, data):
+            print(line, file=sys.stderr, flush=True)
         _announce(args.config, config, plan, data)
         if reading:
             print(f"reading {reading}", flush=True)
@@ -108,6 +111,17 @@ def _check_init(config: Mapping[str, Any], args: argparse.Namespace) -> str:
     return done if classes else done.partition(";")[0]
 
 
+def _spare_classes(config: Mapping[str, Any], data: DataSummary) -> str:
+    """Return a warning where the head has more classes than the data set, unless it may be that of INIT's weights."""
+    classes = config["MODEL"]["num_classes"]
+    if config["INIT"] or classes == data.num_classes:
+        return ""
+    return (
+        f"warning: MODEL.num_classes={classes} is more than the data set's {data.num_classes} classes; None takes as "
+        "many as it has"
+    )
+
+
 def _leave(why: str, is_main: bool) -> None:
     shutdown()
     stop_signals.restore()
@@ -126,8 +140,8 @@ def _announce(name: str, config: Mapping[str, Any], plan: Plan, data: DataSummar
         f"{name}: {data.train_samples:,} training and {data.eval_samples:,} evaluation images, "
         f"{data.num_classes} classes\n"
         f"global batch {plan.batch_formula('GPU' if torch.cuda.is_available() else 'process')}\n"
-        f"{plan.steps_per_epoch} steps per epoch, {plan.last_step} of {plan.total_steps} steps; "
-        f"{config['OPTIMIZER']['name']}, learning rate {config['LEARNING_RATE']} after {plan.warmup_steps} steps of "
+        f"{plan.last_step:,} of {plan.total_steps:,} steps, {plan.steps_per_epoch:,} per epoch\n"
+        f"{config['OPTIMIZER']['name']}, learning rate {config['LEARNING_RATE']} after {plan.warmup_steps:,} steps of "
         f"warm-up, then {config['LR_SCHEDULE']} to 0",
         flush=True,
     )

@@ -4,10 +4,10 @@ DATA=/path/to/caltech101 python -m caltech101_amp.compare --steps 10 [--rounds 3
 
 Writes DIR/compare.csv and DIR/compare.png, and prints the table. On a GPU: ViT-B/16 at batch 128, as in the configs.
 On a CPU, unless overridden by --set: width 192, depth 4, 96 pixels, batch 32, which takes minutes; a CPU without
-instructions for bfloat16 runs fp32 only, since all modes compute in float32 there. The modes are interleaved, --steps
+bfloat16 instructions runs only fp32, since all modes compute in float32 there. The modes are interleaved, --steps
 steps per round. Values are medians over the rounds; those relative to fp32 are medians of the ratios within a round.
 The last columns split the step time into waiting for data, forward pass with loss, backward pass and optimizer. Memory
-is the peak of the process, without what it held before there was a model.
+is the increase of the process's peak since before the model was built.
 """
 
 import argparse
@@ -40,7 +40,7 @@ CPU_SETTINGS = ("MODEL.image_size=96", "MODEL.width=192", "MODEL.heads=3", "MODE
 
 def main(argv: list[str]) -> None:
     parser = build_parser(__doc__, steps=10, output="outputs/compare_amp")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of each mode (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds per mode (default: 3)")
     args = parser.parse_args(argv)
     for name in ("steps", "rounds"):
         if getattr(args, name) < 1:
@@ -93,7 +93,7 @@ def summarise(mode: str, measurements: Mapping[str, Sequence[Row]]) -> dict[str,
 
 
 def provenance(args: argparse.Namespace, argv: list[str], settings: Sequence[str]) -> dict[str, Any]:
-    """Return the columns that say how the measurements were made."""
+    """Return the columns on how the measurements were made."""
     return {
         "steps": args.steps,
         "rounds": args.rounds,
@@ -104,7 +104,7 @@ def provenance(args: argparse.Namespace, argv: list[str], settings: Sequence[str
 
 
 def draw(measurements: Mapping[str, Sequence[Row]], path: Path) -> None:
-    """Draw bars of memory, samples per second, and the phases of a step."""
+    """Plot bars of memory, samples per second, and the phases of a step."""
     figure, (memory, speed, phases) = build_figure(13, 4, columns=3)
     for number, (mode, rounds) in enumerate(measurements.items()):
         label = mode.removeprefix("AMP_TYPE.")

@@ -24,10 +24,10 @@ TEST_SHARE, SPLIT_SEED = 0.2, 0
 
 
 def open_split(data: Mapping[str, Any], split: str) -> FolderSplit:
-    """Open "train" or "test" of the data set at ``DATA.root``; download it first if ``DATA.download`` says so.
+    """Open "train" or "test" of the data set at ``DATA.root``; download it first if ``DATA.download`` is set.
 
-    A fifth of each category is for testing, the same in every run. If several processes of a machine call this at once,
-    one downloads and unpacks while the others wait. Raises `UserError` for a data set that is missing or incomplete.
+    A fixed fifth of each category is for testing. If several processes of a machine call this at the same time, one
+    downloads and unpacks while the others wait. Raises `UserError` for a data set that is missing or incomplete.
     """
     folder, class_names, splits = _open(Path(data["root"]), data["download"])
     return FolderSplit(folder, class_names, splits[split])
@@ -48,7 +48,7 @@ def _open(root: Path, allow_download: bool) -> tuple[Path, list[str], dict[str, 
 
 
 def find_folder(root: Path) -> Path | None:
-    """Return the folder of categories that ``root`` is, or has in it or in its ``caltech-101``; None without one."""
+    """Return the folder of categories: ``root``, or in it, or in its ``caltech-101``; None if missing."""
     within = (root / FOLDER, root / OUTER_FOLDER / FOLDER)
     found = next((path for path in within if path.is_dir()), None)
     return found or (root if (root / "accordion").is_dir() else None)

@@ -15,14 +15,14 @@ from common.run.comparison import MeasuredRun
 from common.tools.harness import Rounds
 
 PHASES = ("data", "forward", "backward", "optimizer")
-WARM_UP = 2  # steps before each round's
+WARM_UP = 2  # untimed steps before each round
 
 
 def serve_rounds(config: str, settings: list[str], output: Path, steps: int, rounds: Rounds) -> None:
-    """Train one mode for ``steps`` steps a round, and hand in seconds per step and phase, and the peak memory.
+    """Train one mode for ``steps`` steps per round, and report seconds per step and phase, and peak memory.
 
-    A process of its own for each mode separates their peaks of memory; between rounds it holds only its weights and the
-    optimizer's state.
+    Each mode has its own process to separate the memory peaks; between rounds it holds only weights and optimizer
+    state.
     """
     run = MeasuredRun(config, settings, output, dataloader)
     run.engine.train()
@@ -33,7 +33,7 @@ def serve_rounds(config: str, settings: list[str], output: Path, steps: int, rou
     for measurements in rounds:
         if is_gpu:
             torch.cuda.reset_peak_memory_stats()
-        for _ in range(read_ahead):  # which the loader has had ready since the last round
+        for _ in range(read_ahead):  # prefetched since the last round
             next(batches)
         for _ in range(WARM_UP):
             _step(run, batches)
@@ -42,7 +42,7 @@ def serve_rounds(config: str, settings: list[str], output: Path, steps: int, rou
         measurements |= dict(zip(PHASES, phases, strict=True)) | {"step": sum(phases)}
         measurements |= {"batch": run.plan.total_batch, "memory": run.peak_memory()}
         if is_gpu:
-            torch.cuda.empty_cache()  # for the other modes
+            torch.cuda.empty_cache()  # leave memory for the other modes
 
 
 def _step(run: MeasuredRun, batches: Iterator[tuple[Tensor, Tensor]]) -> list[Any]:
@@ -65,7 +65,7 @@ def _repeat(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, T
 
 
 def _now(is_gpu: bool) -> torch.cuda.Event | float:
-    """Return the time; on a GPU an event of its stream, which is not waited for."""
+    """Return the time; on a GPU, an event of its stream, without waiting."""
     if not is_gpu:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

@@ -1,4 +1,4 @@
-"""What the tests share: a miniature of the data set, of three categories."""
+"""Shared by the tests: a miniature data set of three categories."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ PER_CATEGORY = 20
 
 
 def write_categories(folder: Path) -> Path:
-    """Write pictures of one colour for each category, and the background, which is none."""
+    """Write images of one colour per category, and the background folder."""
     noise = np.random.default_rng(0)
     for label, name in enumerate((*NAMES, dataset.BACKGROUND)):
         (folder / name).mkdir(parents=True)
@@ -25,7 +25,7 @@ def write_categories(folder: Path) -> Path:
 
 
 def expect_miniature(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `dataset` take the miniature for whole."""
+    """Make `dataset` accept the miniature as complete."""
     monkeypatch.setattr(dataset, "CATEGORIES", len(NAMES))
     monkeypatch.setattr(dataset, "IMAGES", len(NAMES) * PER_CATEGORY)
     dataset._open.cache_clear()

@@ -19,9 +19,9 @@ UNIFORMS_PER_SAMPLE = 3 + UNIFORMS_OF_AUTOAUGMENT
 
 @dataclass(frozen=True)
 class Augment:
-    """Pad images by ``padding`` black pixels and crop them to their size, mirror half of them, AutoAugment them.
+    """Pad images by ``padding`` black pixels and crop them back, mirror half of them, and apply AutoAugment.
 
-    ``autoaugment`` is None or "cifar10", the policy of that name.
+    ``autoaugment`` is None or "cifar10".
     """
 
     padding: int = 4
@@ -42,7 +42,7 @@ class Augment:
 
 
 def crop(images_BCYX: Tensor, top_B: Tensor, left_B: Tensor, padding: int) -> Tensor:
-    """Cut each image's own window of the same size out of the padded image; offsets are 0 to ``2 * padding``."""
+    """Crop each padded image to its original size at its own offset, from 0 to ``2 * padding``."""
     height, width = images_BCYX.shape[-2:]
     windows_BCPQYX = F.pad(images_BCYX, (padding,) * 4).unfold(2, height, 1).unfold(3, width, 1)
     return windows_BCPQYX[torch.arange(len(images_BCYX), device=images_BCYX.device), :, top_B, left_B]

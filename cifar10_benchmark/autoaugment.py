@@ -1,4 +1,4 @@
-"""AutoAugment's policy for CIFAR-10 (Cubuk et al., arXiv 1805.09501, table 7), over a batch on any device."""
+"""AutoAugment's policy for CIFAR-10 (Cubuk et al., arXiv 1805.09501, table 7), for batches on any device."""
 
 from collections.abc import Callable
 
@@ -62,7 +62,7 @@ POLICY = (
 
 
 def auto_augment(images_BCYX: Tensor, uniforms: np.ndarray) -> Tensor:
-    """Augment images uint8 [B, 3, Y, X] by numbers in [0, 1), float64 [B, `UNIFORMS_PER_SAMPLE`]."""
+    """Augment images uint8 [B, 3, Y, X]; the uniforms in [0, 1) are float64 [B, `UNIFORMS_PER_SAMPLE`]."""
     sub_policies = (uniforms[:, 0] * len(POLICY)).astype(np.int64)
     for stage in range(2):
         applied, sign = uniforms[:, 1 + 2 * stage : 3 + 2 * stage].T
@@ -74,7 +74,7 @@ def auto_augment(images_BCYX: Tensor, uniforms: np.ndarray) -> Tensor:
 
 def apply_operations(images_BCYX: Tensor, operations: np.ndarray, magnitudes: np.ndarray) -> Tensor:
     """Apply to each image its own operation, an index into `NAMES` or `NONE`, with its own magnitude."""
-    # sorted by operation, so that each works on one slice, whose bounds are known on the host
+    # sorted by operation, so that each works on one slice with bounds known on the host
     order = np.argsort(operations, kind="stable")
     sizes = np.bincount(operations, minlength=NONE + 1).tolist()
     rows, places, strengths = (
@@ -90,7 +90,7 @@ def apply_operations(images_BCYX: Tensor, operations: np.ndarray, magnitudes: np
 
 
 def magnitude(name: str, level: int) -> float:
-    """Return what an operation's function takes at a level from 0 to 9, before its sign."""
+    """Return an operation's unsigned magnitude at a level from 0 to 9."""
     _, first, last, _ = OPERATIONS[name]
     value = first + (last - first) * level / (LEVELS - 1)
     return round(value) if name == "Posterize" else value

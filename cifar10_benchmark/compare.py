@@ -1,4 +1,4 @@
-"""Train one model in every parallel mode on the same data, and compare: losses, memory, bytes sent, time.
+"""Train one model in every parallel mode on the same data, and compare losses, memory, bytes sent and time.
 
 DATA=/path/to/cifar10 python -m cifar10_benchmark.compare --steps 20 [--set KEY=VALUE ...] [--output DIR]
 
@@ -7,8 +7,8 @@ splits the model over, from the same weights. Bytes are counted in the second st
 formulas for the matrix products; the step time is the median of the steps after it.
 
 By default all steps are within the recipe's warm-up, where the losses agree to rounding. At the full learning rate
-AdamW amplifies rounding within 50 steps. To compare past the warm-up, add --control, which trains the first config once
-more with another number of threads: the modes should differ from it no more than it differs from itself.
+AdamW amplifies rounding within 50 steps. To compare past the warm-up, add --control, which trains the first config
+again with a different number of threads: other modes should differ from it by no more than that.
 """
 
 import argparse
@@ -39,19 +39,19 @@ from common.run.comparison import MeasuredRun, build_parser, with_defaults
 from common.table import format_table, write_csv
 
 CONFIGS = ("vit_lite_vanilla", "vit_lite_1d", "vit_lite_2d", "vit_lite_2p5d", "vit_lite_3d")
-SETTINGS = ("MODEL.dropout=0.0",)  # its masks differ between the modes
+SETTINGS = ("MODEL.dropout=0.0",)  # its masks differ between modes
 CPU_SETTINGS = ("TOTAL_BATCH_SIZE=128",)  # 20 steps of five modes take minutes on two cores
-COUNTED_STEP = 1  # the first sets up
+COUNTED_STEP = 1  # the first includes setup
 
 
 def main(argv: list[str]) -> None:
     parser = build_parser(__doc__, steps=20, output="outputs/compare")
     parser.add_argument("--configs", nargs="+", default=CONFIGS, help="default: the five vit_lite recipes")
-    parser.add_argument("--control", action="store_true", help="train the first config again, rounded differently")
-    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # one process of one mode: where it writes
+    parser.add_argument("--control", action="store_true", help="train the first config again with different rounding")
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # internal: output of one process of one mode
     args = parser.parse_args(argv)
     if args.steps <= COUNTED_STEP + 1:
-        raise UserError(f"--steps {args.steps}: at least {COUNTED_STEP + 2} are needed, the first two are not timed")
+        raise UserError(f"--steps {args.steps}: at least {COUNTED_STEP + 2} are needed; the first two are not timed")
     if args.measure:
         measure(args)
         return
@@ -68,21 +68,21 @@ def main(argv: list[str]) -> None:
 
 
 def run_mode(name: str, args: argparse.Namespace, *, is_control: bool = False) -> dict[str, Any]:
-    """Train ``name`` in as many processes as it splits the model over; return rank 0's measurements, the largest sizes.
+    """Train ``name`` in one process per model shard; return rank 0's measurements with the largest sizes.
 
-    ``is_control`` halves the threads, or doubles one, so that sums are rounded differently.
+    ``is_control`` halves the threads, or doubles one, for different rounding.
     """
     settings = [word for setting in args.set for word in ("--set", setting)]
     processes = load_config(name, args.set)["parallel"]["tensor"]["size"]
     if torch.cuda.is_available() and torch.cuda.device_count() < processes:
-        raise UserError(f"{name} needs {processes} GPUs, not {torch.cuda.device_count()}: leave it out of --configs")
+        raise UserError(f"{name} needs {processes} GPUs, not {torch.cuda.device_count()}: remove it from --configs")
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores() // processes))
     if is_control:
         threads = threads // 2 or 2
     with tempfile.TemporaryDirectory() as folder:
         words = ["--measure", folder, "--steps", str(args.steps), "--configs", name, *settings]
         if not start_ranks(processes, words, threads):
-            raise UserError(f"{name} failed in {processes} processes: what they say is above")
+            raise UserError(f"{name} failed in {processes} processes: see their output above")
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     result = ranks[0] | {"config": f"{name}, {threads} threads" if is_control else name, "processes": processes}
     result["parameters"], result["memory"] = (max(rank[key] for rank in ranks) for key in ("parameters", "memory"))
@@ -99,7 +99,7 @@ def start_ranks(processes: int, words: list[str], threads: int) -> bool:
 
 
 def summarise(result: dict[str, Any], vanilla: dict[str, Any]) -> dict[str, Any]:
-    """Return a mode's row of the table; sizes in units of 10^6 bytes, per rank and per step."""
+    """Return a mode's row of the table; sizes in MB (10^6 bytes), per rank and per step."""
     pairs = zip(result["losses"], vanilla["losses"], strict=True)
     seconds = result["seconds"][COUNTED_STEP + 1 :]
     sent = sum(result["sent"].values())
@@ -121,7 +121,7 @@ def summarise(result: dict[str, Any], vanilla: dict[str, Any]) -> dict[str, Any]
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Draw the loss curves, and the difference of each mode's loss from the first's; steps without one are left out.
+    """Plot the loss curves, and the nonzero differences of each mode's loss from the first.
 
     The curves are running means over a twentieth of the steps.
     """
@@ -143,7 +143,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 
 
 class Recorder(BaseHook):
-    """Record loss and seconds of every step, and what one step sends."""
+    """Record loss and seconds of every step, and the traffic of one step."""
 
     def __init__(self) -> None:
         super().__init__(priority=0)
@@ -164,7 +164,7 @@ class Recorder(BaseHook):
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Train as cifar10_benchmark/train.py does, without evaluation, and write this rank's measurements."""
+    """Train like cifar10_benchmark/train.py, without evaluation, and write this rank's measurements."""
     (name,) = args.configs
     run = MeasuredRun(name, [*args.set, f"MAX_STEPS={args.steps}"], args.measure / "run", dataloader)
     recorder = Recorder()

@@ -1,7 +1,7 @@
 """The loaders of a config's ``DATA``, over images kept in the memory of the training device.
 
 Every loader yields ``(images float32 [B, 3, Y, X], labels int64 [B])`` on the device, in whole micro-batches.
-Evaluation fills its last batches up with zeros of label -100, which `torch.nn.functional.cross_entropy` ignores.
+Evaluation pads its last batches with zeros of label -100, which `torch.nn.functional.cross_entropy` ignores.
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -61,7 +61,7 @@ def build_train_loader(
     device: torch.device,
     **ranks_and_seed: Any,
 ) -> Loader:
-    """Return the loader of augmented images: a new permutation of the training split in every epoch.
+    """Return the training loader: augmented images, newly permuted in every epoch.
 
     ``ranks_and_seed`` are ``dp_rank``, ``dp_size`` and ``seed`` of `TrainSampler`.
     """
@@ -85,7 +85,7 @@ def build_eval_loader(
 
 
 def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
-    """Return the crop that brings an image of any size to the data set's."""
+    """Return the transform from an image of any size to the data set's size."""
     del data
     return CenterCrop(image_size, short_side=image_size)
 
@@ -95,17 +95,17 @@ def _load(data: Mapping[str, Any], split: str, image_size: int) -> Images:
     side = images.images.shape[-1]
     if side != image_size:
         raise UserError(
-            f"MODEL.image_size={image_size}: the {split} images of {Path(data['root'])} have {side} pixels a side, "
-            f"and are not resized; --set MODEL.image_size={side} fits"
+            f"MODEL.image_size={image_size}: the {split} images of {Path(data['root'])} are {side} x {side} pixels "
+            f"and are not resized; use --set MODEL.image_size={side}"
         )
     return images
 
 
 class MemoryReader:
-    """Read draws of a split as normalised images and labels; the split is kept on ``device`` in uint8.
+    """Read samples of a split as normalised images and labels; the split is kept on ``device`` in uint8.
 
-    ``mean`` and ``std`` are of RGB values from 0 to 1. Rows of padding are zeros with label -100.
-    ``together`` batches are made at once, which does not change them.
+    ``mean`` and ``std`` are of RGB values from 0 to 1. Padding rows are zeros with label -100.
+    ``together`` is the number of batches augmented at once; it does not affect the result.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class MemoryReader:
         self.together = 1 if device.type == "cpu" else READ_AHEAD
 
     def read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:
-        """Yield the batch of each draw, in order."""
+        """Yield one batch per draw, in order."""
         return prefetch(self._read(draws), self._images.device)
 
     def _read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:

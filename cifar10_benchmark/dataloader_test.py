@@ -98,7 +98,7 @@ def test_batches_that_are_made_together_are_those_made_one_by_one(data, build):
 
 
 def test_images_of_another_size_are_refused(data):
-    with pytest.raises(UserError, match="MODEL.image_size=32: the train images of .* have 8 pixels a side.*=8 fits"):
+    with pytest.raises(UserError, match="MODEL.image_size=32: the train images of .* are 8 x 8 pixels.*=8"):
         build_train_loader(data, 16, 4, image_size=32, dp_rank=0, dp_size=1, seed=0, device=CPU)
 
 

@@ -77,7 +77,7 @@ class CifarBatches:
 
 
 class ImageFolder:
-    """``train/<class>/*`` and ``test/<class>/*``: square images of one size; labels count the sorted class folders."""
+    """``train/<class>/*`` and ``test/<class>/*``: square images of one size; labels index the sorted class folders."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.class_names = root, list_folders(root / "train")
@@ -128,7 +128,7 @@ class ImageFolder:
 
 
 def open_images(data: Mapping[str, Any]) -> CifarBatches | ImageFolder:
-    """Find the data set at ``DATA.root``; download it first if it is not there and ``DATA.download`` says so."""
+    """Open the data set at ``DATA.root``; download it first if it is missing and ``DATA.download`` is set."""
     root = Path(data["root"])
     if (root / "train").is_dir():
         return ImageFolder(root)

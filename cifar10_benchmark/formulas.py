@@ -7,7 +7,7 @@ what a rank sends, on average over the ranks:
             input's gradient backwards: 2 (p - 1) / p numbers sent for each number reduced
     2d      Optimus (arXiv 2104.05343), SUMMA on q x q ranks: C = A B broadcasts A and B, dA = dC B' broadcasts B and
             reduces dA, dB = A' dC broadcasts A and reduces dB: 3 (q - 1) / q^2 (|A| + |B|)
-    2.5d    Tesseract (arXiv 2105.14500), d such squares, each with its share of the samples: |A| / d in place of |A|,
+    2.5d    Tesseract (arXiv 2105.14500), d such squares, each with 1/d of the samples: |A| / d in place of |A|,
             and dB is all-reduced over the d squares
     3d      (arXiv 2105.14450), l x l x l ranks: A, B gathered and C scattered forwards; dC gathered, dA, dB scattered
             backwards: 2 (l - 1) / l^3 (|A| + |B| + |C|)
@@ -20,7 +20,7 @@ BYTES = 4  # of a number in float32
 
 
 def expected_bytes(tensor: Mapping[str, Any], batch: int, model: Mapping[str, Any]) -> float:
-    """Return the bytes that a rank sends in one step of ``batch`` samples, by the formula of ``tensor``'s mode."""
+    """Return the bytes that a rank sends per step of ``batch`` samples in ``tensor``'s mode."""
     width, hidden = model["width"], int(model["width"] * model["mlp_ratio"])
     tokens = (model["image_size"] // model["patch_size"]) ** 2 + (model["pool"] == "cls")
     rows = batch * tokens

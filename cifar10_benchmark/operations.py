@@ -1,8 +1,8 @@
-"""The image operations of AutoAugment, each over a batch: with one magnitude per image.
+"""AutoAugment's image operations on batches, with one magnitude per image.
 
 Every operation maps images uint8 [B, 3, Y, X] and magnitudes float32 [B] to new images uint8 [B, 3, Y, X], on any
 device and without synchronising with it. Pixels equal those of torchvision's operation on each image: nearest
-neighbours, black outside the image, results truncated. Operations without a strength ignore their magnitudes.
+neighbours, black outside the image, results truncated. Operations without a strength ignore the magnitude.
 
 Shape suffixes: B batch, C colours, Y X pixel rows and columns, V the 256 values of a pixel; 1 where one is for all.
 """
@@ -15,23 +15,23 @@ GREY = (0.2989, 0.587, 0.114)  # the weights of R, G and B in luma, ITU-R BT.601
 
 
 def shear_y(images_BCYX: Tensor, slopes_B: Tensor) -> Tensor:
-    """Move every column up by its distance from the left edge times the slope."""
+    """Shift every column up by its distance from the left edge times the slope."""
     slopes_B11 = slopes_B[:, None, None]
     return _warp(images_BCYX, y_x=slopes_B11, y=slopes_B11 * (images_BCYX.shape[-1] / 2))
 
 
 def translate_x(images_BCYX: Tensor, shares_B: Tensor) -> Tensor:
-    """Move right by that share of the width, rounded towards 0 to whole pixels."""
+    """Shift right by a fraction of the width, rounded towards 0 to whole pixels."""
     return _warp(images_BCYX, x=-(shares_B * images_BCYX.shape[-1]).trunc()[:, None, None])
 
 
 def translate_y(images_BCYX: Tensor, shares_B: Tensor) -> Tensor:
-    """Move down by that share of the height, rounded towards 0 to whole pixels."""
+    """Shift down by a fraction of the height, rounded towards 0 to whole pixels."""
     return _warp(images_BCYX, y=-(shares_B * images_BCYX.shape[-2]).trunc()[:, None, None])
 
 
 def rotate(images_BCYX: Tensor, degrees_B: Tensor) -> Tensor:
-    """Turn anticlockwise about the centre."""
+    """Rotate anticlockwise about the centre."""
     radians_B11 = degrees_B.deg2rad()[:, None, None]
     sin_B11, cos_B11 = radians_B11.sin(), radians_B11.cos()
     return _warp(images_BCYX, x_x=cos_B11, x_y=-sin_B11, y_x=sin_B11, y_y=cos_B11)
@@ -71,8 +71,8 @@ def posterize(images_BCYX: Tensor, bits_B: Tensor) -> Tensor:
 
 
 def solarize(images_BCYX: Tensor, shares_B: Tensor) -> Tensor:
-    """Invert the values from that share of 255 on."""
-    # a whole threshold and exclusive or: bytes all the way, six times as fast on a CPU as `torch.where`
+    """Invert values at or above a fraction of 255."""
+    # with an integer threshold and XOR all values stay bytes: six times faster on a CPU than `torch.where`
     is_bright_BCYX = images_BCYX >= _per_image((shares_B * 255).ceil().to(torch.uint8))
     return images_BCYX ^ (is_bright_BCYX.to(torch.uint8) * 255)
 
@@ -83,7 +83,7 @@ def invert(images_BCYX: Tensor, _: Tensor) -> Tensor:
 
 
 def autocontrast(images_BCYX: Tensor, _: Tensor) -> Tensor:
-    """Stretch each colour to the range from 0 to 255; a flat one stays."""
+    """Stretch each channel to 0 to 255; a constant channel is unchanged."""
     pixels_BCYX = images_BCYX.float()
     low_BC11, high_BC11 = pixels_BCYX.amin((2, 3), keepdim=True), pixels_BCYX.amax((2, 3), keepdim=True)
     is_flat_BC11 = low_BC11 == high_BC11
@@ -92,7 +92,7 @@ def autocontrast(images_BCYX: Tensor, _: Tensor) -> Tensor:
 
 
 def equalize(images_BCYX: Tensor, _: Tensor) -> Tensor:
-    """Spread the values of each colour evenly, by Pillow's rule for whole numbers; a colour of few pixels stays."""
+    """Equalise each channel's histogram by Pillow's integer rule; a channel with few pixels is unchanged."""
     values_BCP = images_BCYX.flatten(2).long()  # P pixels
     counts_BCV = torch.zeros(*values_BCP.shape[:2], 256, dtype=torch.int32, device=values_BCP.device)
     counts_BCV.scatter_add_(2, values_BCP, counts_BCV.new_ones(1).expand_as(values_BCP))
@@ -119,7 +119,7 @@ def _grey(images_BCYX: Tensor) -> Tensor:
 
 
 def _blend(pixels_BCYX: Tensor, others: Tensor, changes_B: Tensor) -> Tensor:
-    """Move away from the other images by the change, or towards them if that is negative: at -1 they are reached."""
+    """Extrapolate away from the other images by the change; negative values blend towards them, -1 equals them."""
     return _whole(pixels_BCYX + (pixels_BCYX - others) * _per_image(changes_B))
 
 
@@ -135,7 +135,7 @@ def _warp(
 ) -> Tensor:
     """Look up each pixel at column ``x_x * X + x_y * Y + x`` and row ``y_x * X + y_y * Y + y``, from the centre.
 
-    The coefficients are [B, 1, 1], or numbers where all images share one.
+    The coefficients are [B, 1, 1], or scalars for all images.
     """
     batch, _, height, width = images_BCYX.shape
     X = torch.arange(width, device=images_BCYX.device) - (width - 1) / 2

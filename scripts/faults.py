@@ -1,4 +1,4 @@
-"""Inject faults into real runs: ``python scripts/faults.py --help`` says more."""
+"""Inject faults into real runs; see ``python scripts/faults.py --help``."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""Feed configs, settings, data sets, checkpoints, weights and image folders that nobody meant to what reads them.
+"""Fuzz the readers of configs, settings, data sets, checkpoints, weights and image folders.
 
 python scripts/fuzz.py --examples 5000 --seed 1
 
-An example is accepted, or refused in one line (`UserError`), within 20 s and 2 GB; all else is broken and printed.
+An example must be accepted, or refused in one line (`UserError`), within 20 s and 2 GB; others are printed as broken.
 Exit status 1 if anything is broken.
 """
 
@@ -47,12 +47,12 @@ KINDS: dict[str, st.SearchStrategy[Example]] = {
 
 
 class HangError(BaseException):
-    """An example took too long; no ``except Exception`` takes it for its own."""
+    """An example took too long; not an Exception, so that ``except Exception`` does not catch it."""
 
 
 @contextlib.contextmanager
 def limited() -> Iterator[None]:
-    """Raise `HangError` after `SECONDS`, and MemoryError beyond `MEMORY` more than there is now."""
+    """Raise `HangError` after `SECONDS`, and MemoryError when memory grows by more than `MEMORY`."""
 
     def stop(*_: object) -> None:
         raise HangError(f"more than {SECONDS} s")
@@ -70,7 +70,7 @@ def limited() -> Iterator[None]:
 
 
 def attempt(kind: str, example: Example) -> str:
-    """Return what became of an example; print it if it is broken."""
+    """Return the outcome of an example; print it if broken."""
     described, read = example
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     try:
@@ -90,7 +90,7 @@ def attempt(kind: str, example: Example) -> str:
 
 
 def fuzz(kind: str, examples: int, number: int) -> Counter:
-    """Try examples of a kind; return how many became what."""
+    """Try examples of a kind; return the count of each outcome."""
     originals()
     outcomes: Counter = Counter()
 
@@ -112,9 +112,9 @@ def fuzz(kind: str, examples: int, number: int) -> Counter:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--examples", type=int, default=5000, help="of all kinds together (default: 5000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random choices (default: 0)")
-    parser.add_argument("--only", choices=KINDS, help="one kind alone")
+    parser.add_argument("--examples", type=int, default=5000, help="number of examples over all kinds (default: 5000)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    parser.add_argument("--only", choices=KINDS, help="test only this kind")
     args = parser.parse_args(argv)
     kinds, rows = [args.only] if args.only else list(KINDS), []
     for kind in kinds:

@@ -1,14 +1,14 @@
 """Run everything that needs a GPU, in pieces of under nine minutes, and record the results.
 
-python scripts/gpu_campaign.py                         what has not been done yet with this code on this hardware
+python scripts/gpu_campaign.py                         all pieces not yet complete with this code on this hardware
 python scripts/gpu_campaign.py --only numerics lamb    these pieces
-python scripts/gpu_campaign.py --tiny                  everything, so small that it runs on a CPU too
+python scripts/gpu_campaign.py --tiny                  all pieces, small enough for a CPU
 python scripts/gpu_campaign.py --list                  the pieces
 python scripts/gpu_campaign.py --table                 the results as Markdown
 
 Each piece runs in its own process, so that a crash or a broken CUDA context affects no other. Exit status 1 if a piece
-fails or shows something wrong; a piece that needs a library, GPU or data that is missing is "not run". CIFAR-10 is
-trained on the images in --cifar; Caltech-101's table is made from --caltech, or from generated images.
+fails; a piece that lacks a library, GPU or data is "not run". CIFAR-10 is trained on the images in --cifar; the
+Caltech-101 table uses --caltech, or generated images.
 """
 
 import argparse
@@ -76,16 +76,18 @@ def main(argv: list[str]) -> None:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=list(PIECES), metavar="PIECE", help="these pieces (default: all)")
-    parser.add_argument("--tiny", action="store_true", help="so small that it shows only that everything runs")
-    parser.add_argument("--again", action="store_true", help="also the pieces that are complete")
-    parser.add_argument("--output", type=Path, help=f"file of the results (default: {RESULTS.relative_to(ROOT)})")
-    parser.add_argument("--limit", type=float, default=540, metavar="SECONDS", help="of a piece (default: 540)")
+    parser.add_argument("--only", nargs="+", default=list(PIECES), metavar="PIECE", help="pieces to run (default: all)")
+    parser.add_argument("--tiny", action="store_true", help="smallest sizes, to check that everything runs")
+    parser.add_argument("--again", action="store_true", help="rerun complete pieces too")
+    parser.add_argument("--output", type=Path, help=f"results file (default: {RESULTS.relative_to(ROOT)})")
+    parser.add_argument(
+        "--limit", type=float, default=540, metavar="SECONDS", help="time limit of a piece (default: 540)"
+    )
     parser.add_argument("--cifar", type=Path, metavar="DIR", help="CIFAR-10's folder")
     parser.add_argument("--caltech", type=Path, metavar="DIR", help="Caltech-101's folder")
-    parser.add_argument("--list", action="store_true", help="print the pieces")
-    parser.add_argument("--table", action="store_true", help="print the results")
-    parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
+    parser.add_argument("--list", action="store_true", help="print the pieces and exit")
+    parser.add_argument("--table", action="store_true", help="print the results and exit")
+    parser.add_argument("--debug", action="store_true", help="show a traceback for user errors too")
     args = parser.parse_args(argv)
     for name in args.only:
         if name not in PIECES:
@@ -115,7 +117,7 @@ def run_loaded(name: str, **job: Any) -> Iterator[Row]:
 
 
 def describe(argv: list[str], tiny: bool) -> dict[str, Any]:
-    """Return the provenance of this run, with a checksum of the code, which may not be committed."""
+    """Return the provenance of this run, with a checksum of the code, which may be uncommitted."""
     about, digest = describe_run(argv, (*PACKAGES, "lightning", "accelerate")), hashlib.sha256()
     for path in sorted(path for folder in OURS for path in (ROOT / folder).rglob("*.py")):
         if not path.name.endswith("_test.py"):
@@ -130,7 +132,7 @@ def describe(argv: list[str], tiny: bool) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace, about: dict[str, Any]) -> int:
-    """Run what is not complete; return the exit status."""
+    """Run the pieces that are not complete; return the exit status."""
     print(f"{json.dumps(about['hardware'])} commit {about['commit']}", flush=True)
     earlier, failed = {record.piece: record for record in read_records(args.output)}, []
     for name in args.only:
@@ -148,7 +150,7 @@ def run(args: argparse.Namespace, about: dict[str, Any]) -> int:
 
 
 def is_same(record: Record, about: dict[str, Any]) -> bool:
-    """Return whether a record is of this code, with these versions, on this hardware."""
+    """Return whether a record has this code, these versions and this hardware."""
     then, now = (
         [one["code"], one["versions"], one["tiny"], one["hardware"] | {"host": None}] for one in (record.run, about)
     )

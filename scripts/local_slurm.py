@@ -49,16 +49,16 @@ PartitionName=urgent Nodes={node} State=UP PriorityTier=2
 
 @contextmanager
 def local_slurm(timeout: float = 60) -> Iterator[dict[str, str]]:
-    """Run Slurm inside the context; yield the environment variables by which srun, sbatch and scontrol find it.
+    """Run Slurm inside the context; yield the environment variables that srun, sbatch and scontrol need.
 
-    Raises RuntimeError if a program is missing (naming its Debian package) or does not start.
+    Raises RuntimeError if a program is missing (with its Debian package) or does not start.
     """
     for program, package in PACKAGES.items():
         if not shutil.which(program):
             raise RuntimeError(f"{program} is missing: apt-get install {package}")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm")))
-        folder.chmod(0o755)  # munged refuses a folder for its socket that others cannot enter
+        folder.chmod(0o755)  # munged requires a socket folder that others can enter
         environ = {"SLURM_CONF": str(_write_configuration(folder))}
         for program, arguments in {
             "munged": [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make .venv from requirements.txt and install the project into it, editable. Costs nothing when neither has changed.
+# Create .venv from requirements.txt and install the project into it, editable. Does nothing if neither has changed.
 #   PYTHON=python3.12 bash scripts/setup.sh    chooses the interpreter (3.11 to 3.14)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,7 +18,7 @@ echo "setting up .venv (a few minutes and 7 GB the first time) ..."
 rm -f "$stamp"
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-# --no-deps: requirements.txt is the whole closure, and colossalai 0.5.0 asks for versions long gone.
+# --no-deps: requirements.txt lists every package, and colossalai 0.5.0 pins obsolete versions.
 .venv/bin/python -m pip install --quiet --no-deps --requirement requirements.txt
 .venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 echo "$wanted $PWD" >"$stamp"

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Train under Slurm, with one task for each GPU.
+# Train under Slurm, with one task per GPU.
 #
 #   HOST=<node name> srun bash ./scripts/train_slurm.sh [SCRIPT ARGUMENT...]
 #   sbatch --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 scripts/train_slurm.sh [SCRIPT ARGUMENT...]
 #   sbatch ... scripts/train_slurm.sh imagenet_dali/train_dali.py --config vit-b16 --output /shared/vit-b16
 #
 # Without arguments: SCRIPT (default: train.py of this folder, else caltech101_amp/train.py) --config CONFIG (default:
-# config_AMP_torch). HOST, where rank 0 runs, is the first node unless given; PORT, a free port there, is found unless
-# given. With plain srun, add --kill-on-bad-exit so that a task that fails ends the others.
+# config_AMP_torch). HOST, the host of rank 0, defaults to the first node, and PORT to one derived from the job's number.
+# With plain srun, add --kill-on-bad-exit, so that a failing task ends the others.
 #
-# Each task gets 8 cores, which decode its images: sbatch --cpus-per-task N asks for what a node has for each GPU.
+# Each task gets 8 cores for decoding: set sbatch --cpus-per-task N to the node's cores per GPU.
 #
-# As a batch job it warns the training with SIGUSR1 two minutes before its time is up: training saves a checkpoint and ends,
-# and the job queues itself again, as it also does when it is preempted or a node fails. It then resumes from its newest
-# checkpoint. --signal=B:USR1@SECONDS warns earlier, where two minutes are short for a step and a checkpoint.
+# A batch job sends SIGUSR1 to the training two minutes before its time limit: training saves a checkpoint and exits, and
+# the job is requeued, as it also is when it is preempted or a node fails. It then resumes from its newest checkpoint.
+# Use --signal=B:USR1@SECONDS if two minutes are too short for a step and a checkpoint.
 #SBATCH --job-name=train
 #SBATCH --cpus-per-task=8
 #SBATCH --output=slurm-%j.out
@@ -36,7 +36,7 @@ python=$(dirname "$(readlink -f "$1")")/../.venv/bin/python
 host=${HOST:-$(scontrol show hostnames "${SLURM_STEP_NODELIST:-$SLURM_JOB_NODELIST}" | sed -n 1p)}
 set -- "$python" "$@" --host="$host" --port="${PORT:-}"
 
-# The steps of a job are numbered from 0; the shell of sbatch or salloc has no number, or a reserved one.
+# Job steps are numbered from 0; the shell of sbatch or salloc has no number or a reserved one.
 if ((${SLURM_STEP_ID:-0xFFFFFFFF} < 0xFFFFFFF0)); then
     exec "$@"
 fi

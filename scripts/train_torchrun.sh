@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Train with torchrun, with one process for each GPU, or a single one where there is none.
+# Train with torchrun, one process per GPU, or a single process without a GPU.
 #
 #   bash scripts/train_torchrun.sh imagenet_dali/train_dali.py --config vit-b16      on one node
 #
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 bash scripts/train_torchrun.sh ...        on each of several, here the first
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 bash scripts/train_torchrun.sh ...
 #
-# MASTER_PORT is a port of MASTER_ADDR: on one node a free one is found unless given, on several it is 29500 unless given.
-# NPROC_PER_NODE says how many processes run on this node, if not one for each GPU.
+# MASTER_PORT, a port of MASTER_ADDR, defaults to a free port on one node and to 29500 on several.
+# NPROC_PER_NODE sets the number of processes on this node (default: one per GPU).
 set -euo pipefail
 
 fail() {

@@ -2,7 +2,7 @@
 
 python scripts/bench/lamb.py [--rounds 9] [--threads 1 2]
 
-All optimizers step the same tensors in one process, each with its own state, one step a round. On a GPU a round is 20
+All optimizers step the same tensors in one process, each with its own state, one step per round. On a GPU a round is 20
 steps, timed by CUDA events; `cpu` is the time to launch the kernels. timm's LAMB clips the norm of all gradients and
 corrects the moments, as `ours, as timm` does.
 """
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    """Yield the rows of the CPU, for each number of threads, and of the GPU."""
+    """Yield rows for the CPU, one per number of threads, and for the GPU."""
     rounds, model = (2, TINY) if args.tiny else (args.rounds, VIT_B16)
     params = random_parameters(model, torch.device("cpu"))
     for threads in args.threads:
@@ -57,7 +57,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def random_parameters(model: Mapping[str, int], device: torch.device) -> list[Tensor]:
-    """Return the parameters of a ViT, with gradients of about the size that they have in training."""
+    """Return the parameters of a ViT, with gradients of realistic magnitude."""
     params = list(build_model(**model).to(device).parameters())
     for param in params:
         param.grad = 1e-3 * torch.randn_like(param)
@@ -65,7 +65,7 @@ def random_parameters(model: Mapping[str, int], device: torch.device) -> list[Te
 
 
 def compare(params: list[Tensor], rounds: int, measure: Callable[[Callable[[], object]], Row]) -> dict[str, list[Row]]:
-    """Return every optimizer's measurements, without the first step, which makes its state."""
+    """Return every optimizer's measurements, without the first step, which creates its state."""
     optimizers = {name: build(params, lr=1e-6, weight_decay=0.1) for name, build in OPTIMIZERS.items()}
     variants = {name: lambda step=optimizer.step: measure(step) for name, optimizer in optimizers.items()}
     return {name: rows[1:] for name, rows in interleave(variants, rounds + 1).items()}

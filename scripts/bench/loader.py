@@ -2,11 +2,11 @@
 
 python scripts/bench/loader.py [--rounds 4] [--size 500x400] [--batch 64] [--images 1024]
 
-Random crops of 224 x 224 with random flips, as normalised float32 batches, from JPEGs of smooth noise, about 0.3 bytes
-a pixel, that this writes; times are per image. Each loader reads as its documentation says, with a process or thread
-for each core. `decoding alone` is one thread of libjpeg-turbo decoding whole images: the limit for a loader that does
-not scale or crop while decoding. `shrunk to 320` reads what `prepare --short-side 320` makes. Libraries that are not
-installed are left out.
+Random crops of 224 x 224 with random flips, as normalised float32 batches, from generated JPEGs of smooth noise, about
+0.3 bytes per pixel; times are per image. Each loader follows its documentation, with one process or thread per core.
+`decoding alone` is one thread of libjpeg-turbo decoding whole images: the limit for a loader that does not scale or
+crop while decoding. `shrunk to 320` reads the output of `prepare --short-side 320`. Libraries that are not installed
+are skipped.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from imagenet_dali.prepare import main as prepare
 
 SIDE, CLASSES = 224, 4
 WORKERS = cores()
-IN_QUEUES = 2 * WORKERS  # batches that PyTorch's workers have ready when a round begins
+IN_QUEUES = 2 * WORKERS  # batches that PyTorch's workers have prefetched when a round begins
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Work:
 
 
 def read_passes(loader: Iterable[Any], rounds: Rounds) -> None:
-    """Read a pass a round: nothing is ready when it begins, and nothing is left when it ends."""
+    """Read one pass per round, without prefetching across rounds."""
     torch.set_num_threads(1)
     for _ in rounds:
         for _batch in loader:
@@ -81,7 +81,7 @@ def build_transform() -> Callable[[Any], torch.Tensor]:
 
 
 def torchvision(work: Work, rounds: Rounds) -> None:
-    """Read as torchvision's ImageNet example does."""
+    """Read like torchvision's ImageNet example."""
     from torch.utils.data import DataLoader
     from torchvision.datasets import ImageFolder
 
@@ -91,7 +91,7 @@ def torchvision(work: Work, rounds: Rounds) -> None:
 
 
 def timm(work: Work, rounds: Rounds) -> None:
-    """Read as timm's train.py does, without colour jitter; its prefetcher is for GPUs."""
+    """Read like timm's train.py, without colour jitter; its prefetcher is for GPUs."""
     from timm.data import create_dataset, create_loader
 
     images = create_dataset("", root=str(work.folder / "images" / "train"), is_training=True)
@@ -108,7 +108,7 @@ def webdataset(work: Work, rounds: Rounds) -> None:
     batches = iter(wds.WebLoader(images, batch_size=None, num_workers=WORKERS))
     torch.set_num_threads(1)
     for measured in rounds:
-        for _ in islice(batches, IN_QUEUES):  # it has no passes, and reads on between the rounds
+        for _ in islice(batches, IN_QUEUES):  # it has no passes, and keeps reading between rounds
             pass
         measured |= timed(lambda: [None for _ in islice(batches, work.images // work.batch)])
 
@@ -143,8 +143,8 @@ def main(argv: list[str]) -> None:
         rounds=4,
         packages=["webdataset", "simplejpeg"],
         size=dict(default="500x400", help="width and height of the images (default: 500x400)"),
-        batch=dict(type=int, default=64, help="images of a batch (default: 64)"),
-        images=dict(type=int, default=1024, help="images that a round reads, whole batches (default: 1024)"),
+        batch=dict(type=int, default=64, help="images per batch (default: 64)"),
+        images=dict(type=int, default=1024, help="images per round, a multiple of --batch (default: 1024)"),
     )
 
 
@@ -155,7 +155,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     try:
         width, height = map(int, size.split("x"))
     except ValueError:
-        raise UserError(f"--size {size}: write it as 500x400") from None
+        raise UserError(f"--size {size}: expected WIDTHxHEIGHT, such as 500x400") from None
     if images < batch or images % batch:
         raise UserError(f"--images {images}: not a multiple of --batch {batch}")
     with TemporaryDirectory() as folder:
@@ -165,7 +165,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def compare(work: Work, rounds: int) -> dict[str, list[Row] | None]:
-    """Return each loader's measurements without its first round; None for what is not installed."""
+    """Return each loader's measurements without its first round; None if not installed."""
     present = {name: loader for name, loader in LOADERS.items() if name != "webdataset" or find_spec(name)}
     with in_processes({name: partial(loader, work) for name, loader in present.items()}) as variants:
         measured = interleave(variants, rounds + 1)

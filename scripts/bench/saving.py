@@ -2,8 +2,8 @@
 
 python scripts/bench/saving.py [--rounds 5] [--folder DIR]
 
-The loop waits for the copy alone; a thread of rank 0 then writes it, with checksums, to the disk of DIR (default: that
-of temporary files). A second save that comes before the first is on disk waits for it.
+The loop waits only for the copy; a thread of rank 0 then writes it, with checksums, to DIR (default: the temporary
+folder). A second save waits until the first is on disk.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from common.tools.result_rows import summarise
 
 
 def main(argv: list[str]) -> None:
-    folder = dict(help="where to write (default: temporary files)")
+    folder = dict(help="where to write (default: the temporary folder)")
     run_benchmark("saving", measure, argv, __doc__, rounds=5, folder=folder)
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    """Yield a row for the copy, and one for writing it."""
+    """Yield a row for the copy and a row for writing it."""
     model = build_model(**(TINY if args.tiny else VIT_B16))
     optimizer = build_optimizer(model, "lamb", learning_rate=1e-3)
     for parameter in model.parameters():

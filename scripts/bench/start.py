@@ -3,8 +3,8 @@
 python scripts/bench/start.py [--rounds 5] [--config quickstart] [--data DIR]
 
 The command is `python imagenet_dali/train_dali.py --config quickstart --set MAX_STEPS=1`, `warm` and `without
-bytecode`, as after an installation; its first step ends when metrics.jsonl says. Digits as scripts/quickstart.sh writes
-them, unless --data says otherwise.
+bytecode`, as after an installation; metrics.jsonl records the end of the step. Default data: the digits of
+scripts/quickstart.sh.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def recipe_options() -> dict[str, dict[str, str]]:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    """Yield a row for the command, warm and without bytecode."""
+    """Yield a row with warm bytecode and one without."""
     words = recipe(args, "MAX_STEPS=1")
     variants = {
         "warm": partial(first_step, words, bytecode=True),
@@ -64,7 +64,7 @@ def first_step(words: Sequence[str], bytecode: bool) -> Row:
 
 
 def run(words: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Run this Python with ``words``; return what it prints."""
+    """Run this Python with ``words``; return its output."""
     done = subprocess.run([sys.executable, *words], env=environ, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"{' '.join(words)} failed: {done.stderr.strip().splitlines()[-1]}")

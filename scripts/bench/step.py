@@ -2,12 +2,12 @@
 
 python scripts/bench/step.py [--rounds 4] [--steps 4] [--set KEY=VALUE ...]
 
-ViT-Lite-7/4 as in configs/vit_lite_vanilla.py, in bfloat16 where the CPU supports it, else in float32, at batch 64
-unless --set says otherwise, random images in memory, one thread. Each loop runs in its own process; they are
-interleaved, --steps optimizer steps a round. Since two processes that run the same code differ by more than the loops
-do, all are restarted for each round; the first round after a start is not counted. `loop alone` is training with a
-model so small (as many tensors, of width 8, one image) that the loop is most of it, without restarts. Libraries of
-requirements-bench.txt that are not installed are left out.
+ViT-Lite-7/4 as in configs/vit_lite_vanilla.py, in bfloat16 if the CPU supports it, else in float32, at batch 64 by
+default, random images in memory, one thread. Each loop runs in its own process; they are interleaved, --steps optimizer
+steps per round. Two processes with the same code differ more than the loops do, so all are restarted for each round;
+the first round after a start is not counted. `loop alone` is training without restarts on a model so small (the same
+number of tensors, width 8, one image) that the loop dominates. Libraries of requirements-bench.txt that are not
+installed are skipped.
 """
 
 import argparse
@@ -46,13 +46,13 @@ from common.tools.result_rows import summarise
 CONFIG = "vit_lite_vanilla"
 PEERS = {"Lightning": "lightning", "accelerate": "accelerate"}
 NO_WORK = ("MODEL.image_size=8", "MODEL.width=8", "MODEL.heads=2", "TOTAL_BATCH_SIZE=1")
-IN_MEMORY = 4  # different batches, used over and over
+IN_MEMORY = 4  # different batches, reused
 Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every loop does: ``rounds`` rounds of ``steps`` steps of the recipe changed by ``settings``."""
+    """Work of each loop: ``rounds`` rounds of ``steps`` steps of the recipe with ``settings``."""
 
     settings: tuple[str, ...]
     steps: int
@@ -72,7 +72,7 @@ class Job:
 
     @property
     def total_steps(self) -> int:
-        """The steps of all rounds and one more, so that a loop that counts its batches does not end in a round."""
+        """Steps of all rounds plus one, so that a loop that counts batches does not end within a round."""
         return self.rounds * self.steps + 1
 
     def autocast(self) -> torch.autocast:
@@ -134,9 +134,9 @@ def bare(job: Job, rounds: Rounds) -> None:
 
 
 def timm(job: Job, rounds: Rounds, *, own_model: bool = True, compiled: bool = False) -> None:
-    """Train as timm's train.py does (its wheel leaves it out): meters, schedule, loss, a log line every 50 steps.
+    """Train like timm's train.py (not in its wheel): meters, schedule, loss, a log line every 50 steps.
 
-    With timm's own model and optimizer, as `--opt adamw --amp --amp-dtype bfloat16 [--torchcompile]`, or with ours.
+    With timm's model and optimizer (`--opt adamw --amp --amp-dtype bfloat16 [--torchcompile]`), or with ours.
     """
     from timm.loss import LabelSmoothingCrossEntropy
     from timm.scheduler import create_scheduler_v2
@@ -223,7 +223,7 @@ def lightning(job: Job, rounds: Rounds) -> None:
 
 
 def ours(job: Job, rounds: Rounds) -> None:
-    """Train as cifar10_benchmark/train.py does, with all its hooks."""
+    """Train like cifar10_benchmark/train.py, with all its hooks."""
     with TemporaryDirectory() as folder:
         mixed = ["fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bfloat16'"]
         precision = mixed if job.precision == "bfloat16" else ["fp16=None"]
@@ -253,7 +253,7 @@ LOOPS: dict[str, Loop] = {
 
 
 def main(argv: list[str]) -> None:
-    steps = dict(type=int, default=4, help="optimizer steps of a round (default: 4)")
+    steps = dict(type=int, default=4, help="optimizer steps per round (default: 4)")
     settings = dict(action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe")
     packages = list(PEERS.values())
     run_benchmark("step", measure, argv, __doc__, rounds=4, packages=packages, steps=steps, set=settings)
@@ -271,7 +271,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def compare(loops: Mapping[str, Loop], job: Job, starts: int = 1) -> dict[str, list[Row] | None]:
-    """Return each loop's measurements without the first round after each start; None for what is not installed."""
+    """Return each loop's measurements without the first round after each start; None if not installed."""
     present = [name for name in loops if name not in PEERS or find_spec(PEERS[name])]
     compared: dict[str, list[Row] | None] = {name: [] if name in present else None for name in loops}
     for _ in range(starts):
@@ -283,7 +283,7 @@ def compare(loops: Mapping[str, Loop], job: Job, starts: int = 1) -> dict[str, l
 
 
 def run_quietly(loop: Loop, job: Job, rounds: Rounds) -> None:
-    """Run the loop on one thread; its output, progress bar included, is discarded."""
+    """Run the loop on one thread, discarding its output."""
     torch.set_num_threads(1)
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
         loop(job, rounds)

@@ -2,8 +2,8 @@
 
 python scripts/bench/waiting.py [--rounds 3] [--config quickstart] [--data DIR]
 
-Wall time of a step, over 60 steps after a warm-up of 20. Digits as scripts/quickstart.sh writes them, unless --data
-says otherwise. To imitate a CPU with AVX2 only, set ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
+Wall time per step, over 60 steps after a warm-up of 20. Default data: the digits of scripts/quickstart.sh. To emulate a
+CPU with only AVX2, set ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 MKL_ENABLE_INSTRUCTIONS=AVX2.
 """
 
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    """Yield a row for each way of waiting, alone and beside a process that keeps one core busy."""
+    """Yield a row for each wait policy, alone and beside a process that keeps one core busy."""
     steps = 2 if args.tiny else STEPS
     for part, others in (("alone", 0), ("beside a busy process", 1)):
         with busy(others):
@@ -60,7 +60,7 @@ def busy(processes: int) -> Iterator[None]:
 
 
 def train(args: argparse.Namespace, waiting: Mapping[str, str], steps: int) -> Row:
-    """Train in a process whose threads wait as the variables say; return the seconds of ``steps`` steps."""
+    """Train in a process with these environment variables; return the seconds of ``steps`` steps."""
     environ = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
     words = recipe(args, f"MAX_STEPS={WARMUP + steps}", f"LOG.every={WARMUP}", "LOG.tensorboard=False")
     with TemporaryDirectory() as folder:

@@ -1,1 +1,1 @@
-"""Faults that a run should survive, injected into real runs of several processes; `python scripts/faults.py`."""
+"""Faults injected into real multi-process runs by `python scripts/faults.py`."""

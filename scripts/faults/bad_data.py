@@ -28,7 +28,7 @@ SETTINGS = ["MAX_STEPS=12", f"SEED={SEED}"]
 
 
 def prepare_quietly(*arguments: object) -> str:
-    """Run the command ``prepare``; return what it prints on stdout."""
+    """Run the command ``prepare``; return its stdout."""
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(io.StringIO()):
         prepare.main([*map(str, arguments), "--workers", "1"])
     return printed.getvalue()
@@ -42,7 +42,7 @@ def prepare_more(lab: Lab) -> Path:
 
 
 def spoiled(lab: Lab, choice: random.Random, mode: Mode, *settings: str) -> tuple[Trial, Path, int, Inject]:
-    """Return a trial, its data, a training image of steps 8 to 11, and what damages that image after step 3."""
+    """Return a trial, its data, a training image of steps 8 to 11, and an `Inject` that damages it after step 3."""
     data = prepare_more(lab)
     index = int(choice.choice(epoch_order(len(open_split(data, "train")), SEED, 1)[: 4 * 16]))
     spoil = at(Place("step", 3), lambda: spoil_record(data, "train", index), 0)
@@ -105,7 +105,7 @@ def thousand_bad_images(lab: Lab, choice: random.Random) -> None:
 
 
 class Malice:
-    """What makes a folder when it is unpickled."""
+    """Creates a folder when unpickled."""
 
     def __init__(self, evidence: Path) -> None:
         self.evidence = evidence

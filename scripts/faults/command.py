@@ -1,12 +1,12 @@
-"""Inject every fault that a run should survive into real multi-process runs, and print the results.
+"""Inject faults into real multi-process runs, and print the results.
 
 python scripts/faults.py                          all rows, also written to docs/reliability.md
-python scripts/faults.py --quick                  a try or two of the cheap ones
-python scripts/faults.py --only NAME --seed 7     the rows whose name contains NAME, with other random choices
+python scripts/faults.py --quick                  one or two tries of the cheap rows
+python scripts/faults.py --only NAME --seed 7     rows with NAME in their name, with another random seed
 python scripts/faults.py --list                   the rows
 
-Each try is a function of the seed, the row's name and the number of the try; each row has a process of its own, with a
-time limit. Needs Linux; as root, the disks that fill up are real file systems. Exit status 1 if a row does not survive.
+Each try depends only on the seed, the row's name and the try's number; each row runs in its own process, with a time
+limit. Needs Linux; as root, the disks that fill up are real file systems. Exit status 1 if a row does not survive.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     faults = [fault for fault in FAULTS if args.only in fault.name and (fault.quick or not args.quick)]
     if not faults:
-        raise UserError(f"--only {args.only!r}: no row has such a name; --list prints them")
+        raise UserError(f"--only {args.only!r}: no row has this in its name; --list prints them")
     if args.list:
         print("\n".join(fault.name for fault in faults))
         return 0
@@ -63,12 +63,12 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a try or two of the cheap rows; writes no page")
-    parser.add_argument("--only", default="", metavar="NAME", help="the rows whose name contains this")
+    parser.add_argument("--quick", action="store_true", help="one or two tries of the cheap rows; page not written")
+    parser.add_argument("--only", default="", metavar="NAME", help="only rows with this in their name")
     parser.add_argument("--tries", type=int, metavar="N", help="tries of each row (default: each row's own)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random choices (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     parser.add_argument("--list", action="store_true", help="print the rows' names")
-    parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
+    parser.add_argument("--debug", action="store_true", help="show a traceback for user errors too")
     return parser.parse_args(argv)
 
 
@@ -106,12 +106,12 @@ def attempt(fault: Fault, lab: Lab, seeds: Sequence[str]) -> Iterator[Row]:
 
 
 def has_survived(row: Mapping[str, Any]) -> bool:
-    """Return whether every try of a row survived, with an equal result where that is compared."""
+    """Return whether every try of a row survived, with equal results if compared."""
     return row["survived"] == row["tries"] and row["equal"] in ("", row["tries"])
 
 
 def write_page(table: str, provenance: str) -> None:
-    """Replace what follows `HEADING` in the page."""
+    """Replace the page's content after `HEADING`."""
     before, heading, _ = PAGE.read_text().partition(HEADING)
     assert heading, f"{PAGE} has no {HEADING!r}"
     PAGE.write_text(f"{before}{HEADING}\n{provenance}\n\n{table}\n")

@@ -46,7 +46,7 @@ def await_checkpoint(output: Path) -> None:
 
 
 def fill(output: Path) -> None:
-    """Fill the disk; where it is a plain folder, limit the size of this process's files."""
+    """Fill the disk; for a plain folder, limit the size of this process's files instead."""
     await_checkpoint(output)
     if not os.path.ismount(output.parent):
         resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST, resource.RLIM_INFINITY))
@@ -62,7 +62,7 @@ def make_room(output: Path) -> None:
 
 
 def turn_read_only(output: Path) -> None:
-    """Make the folder of checkpoints read-only; a whole disk can be only while no file on it is open for writing."""
+    """Make the checkpoint folder read-only; a disk cannot be while files on it are open for writing."""
     await_checkpoint(output)
     folder = output / "checkpoints"
     subprocess.run(["mount", "--bind", folder, folder], check=True)
@@ -76,7 +76,7 @@ def turn_writable(output: Path) -> None:
 def disk_fails(
     lab: Lab, choice: random.Random, fail: Callable[[Path], None], mend: Callable[[Path], None], reason: str
 ) -> Recovery:
-    """Let the disk fail from step 5 to the end, mend it, and resume."""
+    """Make the disk fail from step 5 to the end, repair it, and resume."""
     with small_disk(lab.new_folder()) as disk:
         trial = Trial(lab, choice.choice((ONE, TWO)), disk / "run")
         failed = trial.run(at(SAVED, lambda: fail(trial.output), 0)).expect_code(0, 2)
@@ -139,7 +139,7 @@ def two_runs(lab: Lab, choice: random.Random) -> Recovery:
 
 @fault("TensorBoard and curves fail")
 def writers_fail(lab: Lab, choice: random.Random) -> Recovery:
-    """Let TensorBoard and the curves fail at their first record."""
+    """Make TensorBoard and the curves fail at their first record."""
     trial = Trial(lab, ONE, settings=["LOG.tensorboard=True"])
 
     def fail(*_: object) -> None:

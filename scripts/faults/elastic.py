@@ -1,4 +1,4 @@
-"""Real torchrun: it restarts the ranks after one was killed, and fewer of them after a node was lost."""
+"""Real torchrun: restarts after a killed rank, and with fewer ranks after a lost node."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
 
 
 class Torchrun:
-    """An agent of torchrun, whose processes do the runs of ``trial``."""
+    """A torchrun agent; its processes run ``trial``."""
 
     def __init__(self, trial: Trial, *options: str, **environ: str) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *options]
@@ -48,12 +48,12 @@ class Torchrun:
             self.process = subprocess.Popen(command, env=os.environ | environ, stdout=log, stderr=log)
 
     def wait(self, code: int, until: float) -> str:
-        """Return what was printed when the agent has ended, with ``code``; all its processes must be gone."""
+        """Wait for the agent to exit with ``code``, without leftover processes; return its output."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, until - time.monotonic()))
         left = []
         for process in psutil.process_iter():
-            with suppress(psutil.Error):  # it has ended, or is another user's
+            with suppress(psutil.Error):  # ended, or another user's
                 if process.environ().get(MARK) == str(self.log):
                     process.kill()
                     left.append(process.pid)

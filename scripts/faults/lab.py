@@ -1,4 +1,4 @@
-"""The runs that faults are injected into: modes, their uninterrupted results, and the comparison of two results."""
+"""Runs for fault injection: modes, uninterrupted reference results, and comparisons."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ class Mode(NamedTuple):
     lines: str = ""
 
     def but(self, lines: str) -> "Mode":
-        """Return this mode with more lines."""
+        """Return this mode with additional config lines."""
         return Mode(f"{self.name}, {lines}", self.size, f"{self.lines}\n{lines}")
 
     def choose_rank(self, choice: random.Random) -> int:
@@ -48,7 +48,7 @@ class Mode(NamedTuple):
 
 
 ONE, TWO = Mode("1 process"), Mode("dp2", 2)
-# with 3 ranks or more, DDP's order of summation depends on its buckets, which it rebuilds after a start
+# with 3 or more ranks, DDP's summation order depends on its buckets, which it rebuilds after a start
 FOUR = Mode("dp4, find_unused_parameters", 4, "torch_ddp = dict(find_unused_parameters=True)")
 TENSOR_PARALLEL = {
     name: Mode(name, CASES[name][0], f"parallel = {CASES[name][1]!r}")
@@ -71,17 +71,14 @@ NO_CHANCE = 'MODEL["dropout"] = 0.0\nMIXUP = CUTMIX = ERASING = 0.0\nfp16 = None
 
 
 class Recovery(NamedTuple):
-    """A try that survived: whether its result equals the uninterrupted run's, and the seconds taken beyond that run's.
-
-    None where there is no such comparison.
-    """
+    """A survived try: whether its result equals the uninterrupted run's, and the seconds lost; None if not compared."""
 
     equal: bool | None = None
     seconds_lost: float | None = None
 
 
 class Lab:
-    """A folder with the data set and the uninterrupted runs, each made when it is first needed."""
+    """A folder with the data set and the uninterrupted runs, each created on first use."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,7 +89,7 @@ class Lab:
         return Path(tempfile.mkdtemp(dir=self.folder)) / "run"
 
     def reference(self, mode: Mode) -> tuple[float, dict[str, Any]]:
-        """Return seconds and result of an uninterrupted run."""
+        """Return the seconds and the result of an uninterrupted run."""
         folder = self.folder / "references" / hashlib.sha256(mode.name.encode()).hexdigest()[:12]
         if not (folder / "seconds").exists():
             seconds = Trial(self, mode, folder / "run").run().expect(0).seconds
@@ -101,9 +98,9 @@ class Lab:
 
 
 class Trial:
-    """The runs of one try, in one mode and folder; ``seconds`` is the time of all of them.
+    """The runs of one try, in one mode and folder; ``seconds`` is their total time.
 
-    ``settings`` are KEY=VALUE, ``data`` another data set than the lab's.
+    ``settings`` are KEY=VALUE; ``data`` replaces the lab's data set.
     """
 
     def __init__(
@@ -146,7 +143,7 @@ class Trial:
         return self.compare()
 
     def compare(self) -> Recovery:
-        """Compare the run's end with an uninterrupted one's, and print the differences."""
+        """Compare the run's result with an uninterrupted one's, and print the differences."""
         seconds, expected = self.lab.reference(self.mode)
         found = read_result(self.output)
         different = [name for name in expected if found.get(name) != expected[name]]
@@ -178,7 +175,7 @@ def fault(name: str, tries: int = 1, quick: int = 1, **options: Any) -> Callable
 
 
 def read_result(output: Path) -> dict[str, Any]:
-    """Return what a run ended with, without what is measured."""
+    """Return the result of a run, without timings and memory."""
     last = newest_checkpoint(output / "checkpoints")
     expect(last is not None and last.name == f"step-{STEPS:08d}", f"{output}: the last checkpoint is {last}")
     # a library that is imported late draws from Python's generator, once in a process

@@ -1,4 +1,4 @@
-"""Where in a run a fault happens. What returns an `Inject` is for `Ranks`, which calls it in each process."""
+"""Where in a run a fault is injected. `Ranks` calls an `Inject` in each process."""
 
 import itertools
 import os
@@ -47,7 +47,7 @@ def choose_place(choice: random.Random, *events: str, after: int = 0) -> Place:
 
 
 def on(rank: int | None, arrange: Action) -> Inject:
-    """Call ``arrange`` on ``rank``, or on all (None)."""
+    """Call ``arrange`` on ``rank``, or on all ranks (None)."""
     return lambda own: arrange() if rank in (None, own) else None
 
 
@@ -56,7 +56,7 @@ def in_order(*injects: Inject) -> Inject:
 
 
 def at(place: Place, action: Action, rank: int | None = None) -> Inject:
-    """Call ``action`` at ``place`` on ``rank``, or on all (None)."""
+    """Call ``action`` at ``place`` on ``rank``, or on all ranks (None)."""
     if place.event == "start-up":
         return on(rank, lambda: before_call([START_UP[place.number]], 0, action))
     return on(rank, lambda: add_hook(_AtPlace(place, action)))

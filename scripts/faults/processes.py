@@ -1,4 +1,4 @@
-"""Runs of several processes, forked from this one so that they need not import torch again, and their launcher."""
+"""Multi-process runs, forked from this process to avoid importing torch again, and their launcher."""
 
 import faulthandler
 import os
@@ -23,7 +23,7 @@ Inject = Callable[[int], object]  # called in each process with its rank, before
 
 
 class RunLostError(Exception):
-    """A run did not do what it should."""
+    """A run did not behave as expected."""
 
 
 def expect(condition: object, message: object) -> None:
@@ -47,7 +47,7 @@ class Ended:
         return "\n".join(self.outputs)
 
     def expect(self, codes: Sequence[int] | int, *words: str) -> "Ended":
-        """Raise `RunLostError` unless all ranks ended with ``codes``, printed ``words`` and left no process."""
+        """Raise `RunLostError` unless all ranks exited with ``codes``, printed ``words`` and left no process."""
         expected = [codes] * len(self.codes) if isinstance(codes, int) else list(codes)
         expect(self.codes == expected, f"exit statuses {self.codes} instead of {expected}: {self.printed[-2000:]}")
         expect(not self.left, f"processes left behind: {self.left}")
@@ -64,9 +64,9 @@ class Ended:
 
 
 class Ranks:
-    """``size`` forked processes that call ``command``, each the leader of a session, as torchrun starts them.
+    """``size`` forked processes that call ``command``, each a session leader, as under torchrun.
 
-    A size of 0 is a single process without a launcher.
+    Size 0 is a single process without a launcher.
     """
 
     def __init__(self, size: int, command: Callable[[], object], inject: Inject | None = None) -> None:
@@ -87,7 +87,7 @@ class Ranks:
                 os.kill(self.processes[rank].pid, number)
 
     def wait(self, lost: int | None = None, grace: float = IMPATIENT) -> Ended:
-        """Wait for the end of all ranks, as a launcher: if one fails, the others have ``grace`` seconds.
+        """Wait for all ranks, as a launcher does: if one fails, the others get ``grace`` seconds.
 
         If a rank is ``lost``, there is no launcher; that rank is killed when all others have ended.
         """

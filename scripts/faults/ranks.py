@@ -1,4 +1,4 @@
-"""Ranks that die or hang while the others wait for them, and runs resumed with other ranks."""
+"""Ranks that die or hang while the others wait, and runs resumed with different ranks."""
 
 import json
 import random
@@ -21,7 +21,7 @@ FLOAT_ERROR = 1e-6  # of a loss in fp32 after 12 steps in other modes; another b
 
 
 def lost(lab: Lab, choice: random.Random, mode: Mode, number: int) -> Recovery:
-    """Let a rank die or hang, without a launcher: the others end within TIMEOUT and name it."""
+    """Kill or suspend a rank, without a launcher: the others exit within TIMEOUT and report it."""
     trial, clock = Trial(lab, mode.but(f"TIMEOUT = {TIMEOUT}")), lab.new_folder()
     rank, place = mode.choose_rank(choice), choose_place(choice, "step", "accumulation", "evaluation")
     print(f"    {mode.name}: rank {rank} gets {signal.Signals(number).name} at {place}", flush=True)
@@ -47,7 +47,7 @@ for what, sent in (("dies", signal.SIGKILL), ("hangs", signal.SIGSTOP)):
 
 
 def record_batches(file: Path) -> None:
-    """Record the place in the run and the checksum of the pixels of each training image, a line each."""
+    """Record the position in the run and the pixel checksum of each training image, one per line."""
     batches = Loader._batches
 
     def recorded(self: Loader, epoch: int, start: int) -> Iterator[Batch]:

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, sent to one of its processes or to all."""
+"""Stop signals, sent to one or all processes of a run."""
 
 import os
 import random
@@ -56,7 +56,7 @@ def signalled_any_time(lab: Lab, choice: random.Random) -> Recovery:
 
 
 def has_handlers(pid: int) -> bool:
-    """Return whether a process handles SIGUSR1, which Python by itself does not, or has ended."""
+    """Return whether a process handles SIGUSR1 (plain Python does not) or has ended."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt"))

@@ -1,1 +1,1 @@
-"""Inputs that nobody meant, for `python scripts/fuzz.py`."""
+"""Invalid inputs for `python scripts/fuzz.py`."""

@@ -22,7 +22,7 @@ Example = tuple[str, Callable[[Path], object]]
 
 
 def edges(field: Any) -> list[Any]:
-    """Return values of a key at the edges of what it takes, and just beyond."""
+    """Return values at and just beyond the bounds of a key."""
     bounds = [getattr(item, name) for item in flat(field.metadata) for kind, name in BOUNDS if isinstance(item, kind)]
     near = [value + step for value in bounds for step in (-1, -1e-9, 0, 1e-9, 1)]
     choices = [choice for kind in flat([field.annotation]) for choice in get_args(kind) if not isinstance(choice, type)]
@@ -34,7 +34,7 @@ BOUNDS = ((Ge, "ge"), (Gt, "gt"), (Le, "le"), (Lt, "lt"))
 
 
 def flat(items: Any) -> Iterator[Any]:
-    """Yield annotations and what is inside them."""
+    """Yield annotations, including nested ones."""
     for item in items:
         yield item
         yield from flat(getattr(item, "metadata", ()) or ())
@@ -51,7 +51,7 @@ def source_of(value: Any) -> str:
 
 
 def start(folder: Path, text: str, words: list[str], named: bool) -> None:
-    """Do what ``--dry-run`` does, with the table of all modes for an example in four."""
+    """Run ``--dry-run`` on an example; a quarter of them with the table of all modes."""
     (folder / "tiny.py").write_text(text, errors="surrogateescape")
     root = ["--set", f"DATA.root={folder}"] if named else []
     gpus = ["--gpus", "8"] if len(text + "".join(words)) % 4 == 0 else []

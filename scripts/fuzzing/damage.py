@@ -1,4 +1,4 @@
-"""Values that nobody meant, and the ways in which a file can be damaged."""
+"""Invalid values, and ways to damage a file."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def mutate_json(tree: Any, choice: random.Random, junk: Any) -> Any:
 
 
 def mutate(file: Path, how: str, choice: random.Random, junk: Any) -> None:
-    """Change a file in one of `DAMAGES`."""
+    """Apply one of `DAMAGES` to a file."""
     is_whole = file.is_file() and file.stat().st_size < 10**8
     content = file.read_bytes() if is_whole else b""
     file.unlink(missing_ok=True)

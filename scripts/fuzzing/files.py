@@ -1,4 +1,4 @@
-"""Data sets, checkpoints, weights and image folders, valid ones with damages."""
+"""Valid data sets, checkpoints, weights and image folders, and mutations of them."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ about = cache(build_about)
 
 @cache
 def originals() -> Path:
-    """Make a data set, a run and files of weights, which are valid."""
+    """Create a valid data set, run and weight files."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     for label in "ab":
         (folder / "images" / label).mkdir(parents=True)
@@ -95,7 +95,7 @@ def data_example(damages: list[tuple]) -> Example:
 
 
 def sign_data(root: Path) -> None:
-    """Let the sums in the manifest fit."""
+    """Recompute the checksums in the manifest."""
     manifest = json.loads(read_text(root / "manifest.json"))
     for split, described in manifest["splits"].items():
         described["records_sha256"] = sha256_of(root / "records" / f"{split}.npy", 10**8)

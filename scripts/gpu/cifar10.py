@@ -49,7 +49,7 @@ def _write_tiny(folder: Path) -> Path:
 
 
 def _train_until(arguments: list[str], seconds: float) -> int:
-    """Train as the command does, with a SIGTERM after ``seconds``; return its exit code."""
+    """Train like the command, with a SIGTERM after ``seconds``; return the exit code."""
     timer = threading.Timer(max(0.0, seconds), os.kill, (os.getpid(), signal.SIGTERM))
     timer.start()
     try:

@@ -1,4 +1,4 @@
-"""What the pieces share: their size and device, engines set up as a train.py does, and timing."""
+"""Shared by the pieces: size and device, engines set up as in a train.py, and timing."""
 
 import gc
 import math
@@ -28,7 +28,7 @@ TINY = dict(image_size=32, patch_size=16, width=32, depth=2, heads=2, num_classe
 
 
 def amp(mode: str, dtype: str, **options: Any) -> dict[str, Any]:
-    """Return the part of a config that asks for mixed precision."""
+    """Return the config's ``fp16`` section."""
     return {"fp16": {"mode": AMP_TYPE[mode], "dtype": dtype, **options}}
 
 
@@ -52,12 +52,12 @@ MODES = {
 
 @dataclass
 class Job:
-    """How a piece is to run.
+    """Options of a piece.
 
     Attributes:
-        tiny: show only that everything runs.
-        folder: the piece's own, kept while the piece is unfinished.
-        seconds: its limit.
+        tiny: only check that everything runs.
+        folder: the piece's folder, kept until the piece is complete.
+        seconds: time limit.
         data: folders of data sets, by name.
     """
 
@@ -88,7 +88,7 @@ class Job:
         return self.seconds - (time.monotonic() - self.started)
 
     def new_folder(self, name: str) -> Path:
-        """Return the folder's ``name``, empty."""
+        """Return an empty subfolder ``name``."""
         shutil.rmtree(self.folder / name, ignore_errors=True)
         (self.folder / name).mkdir(parents=True)
         return self.folder / name
@@ -118,7 +118,7 @@ class Job:
         return {"ms": 1e3 * statistics.median(self.time(work)), "n": ROUNDS}
 
     def peak_memory(self) -> Row:
-        """Return the peak of memory on the GPU since it was reset; {} on a CPU."""
+        """Return the GPU's peak memory since the last reset; {} on a CPU."""
         if not self.on_gpu:
             return {}
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()

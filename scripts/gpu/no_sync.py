@@ -21,7 +21,7 @@ from common.tools.harness import ROOT, Row, WrongError
 from gpu.data import open_cifar
 from gpu.job import PRECISIONS, TINY, Job, open_engine
 
-STEPS = CHECK_EVERY - 1  # the counters of skipped updates are read only then
+STEPS = CHECK_EVERY - 1  # only then are the counters of skipped updates read
 BATCH, CLASSES = 8, 10
 
 

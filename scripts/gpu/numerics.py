@@ -1,4 +1,4 @@
-"""Piece: training computes the right numbers."""
+"""Piece: numerical correctness of training."""
 
 from collections.abc import Iterator, Mapping
 from itertools import product

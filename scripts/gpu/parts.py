@@ -1,4 +1,4 @@
-"""Pieces: the time of parts of a step."""
+"""Pieces: timings of parts of a step."""
 
 import warnings
 from argparse import Namespace

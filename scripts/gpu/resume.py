@@ -51,7 +51,7 @@ def resume(job: Job) -> Iterator[Row]:
 
 
 def _difference(one: Path, other: Path) -> float:
-    """Return by how much the last checkpoints differ: the norm of the difference over that of the numbers."""
+    """Return the relative difference of the last checkpoints: norm of the difference over norm."""
     pairs = [[_numbers(run, file) for run in (one, other)] for file in (MODEL, OPTIMIZER)]
     return max(((theirs - ours).norm() / ours.norm()).item() for ours, theirs in pairs)
 

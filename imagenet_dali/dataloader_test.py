@@ -134,21 +134,23 @@ def test_randaugment_follows_the_crop_and_differs_between_samples_and_epochs(roo
                 assert torch.equal(torch.from_numpy(np.array(expected)).permute(2, 0, 1), other.round().byte())
 
 
-def read_labels(root: Path) -> list[int]:
+def read_labels(root: Path, workers: int) -> list[int]:
     """Return the labels of the samples that evaluation counts."""
-    loader = build_eval_loader({**DATA, "root": str(root), "loader": "torchvision", "workers": 0}, 16, **PLACED)
+    loader = build_eval_loader({**DATA, "root": str(root), "loader": "torchvision", "workers": workers}, 16, **PLACED)
     labels = torch.cat([labels for _, labels in loader])
+    loader.close()
     return labels[labels != NO_LABEL].tolist()
 
 
-def test_a_record_that_went_bad_is_left_out_until_it_is_repaired(data, capsys, monkeypatch):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_record_that_went_bad_is_left_out_until_it_is_repaired(data, workers, capsys, monkeypatch):
     monkeypatch.setattr("common.data.corrupt_images.MAX_BAD_SHARE", 0.02)  # one of 60
     labels = open_split(data, "validation").records["label"].tolist()
     shard = spoil_record(data, "validation", 11)
-    assert read_labels(data) == labels[:11] + labels[12:]
+    assert read_labels(data, workers) == labels[:11] + labels[12:]
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith(f"skipped: {shard}: record 11 of validation at byte ")
     assert line.endswith(f"prepare --check --repair {data}` to continue without the bad records")
     assert len(repair(data, 1)) == 1
-    assert read_labels(data) == labels[:11] + labels[12:]
+    assert read_labels(data, workers) == labels[:11] + labels[12:]
     assert capsys.readouterr().err == ""

@@ -36,7 +36,7 @@ def timm_top1(checkpoint: Path, data: Path) -> tuple[int, int]:
     """Return (correct, samples) of timm's own model on the validation images, loaded strictly."""
     model = timm.models.vision_transformer.VisionTransformer(**timm_arguments(**MODEL)).eval()
     model.load_state_dict(load_model_state(checkpoint), strict=True)
-    reading = dict(root=str(data), loader="torchvision", workers=0, eval_crop=0.875, interpolation="bilinear")
+    reading = dict(root=str(data), loader="torchvision", workers=0, block=16, eval_crop=0.875, interpolation="bilinear")
     reading |= dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
     loader = build_eval_loader(reading, 7, image_size=16, dp_rank=0, dp_size=1, device=torch.device("cpu"))
     correct = samples = 0

@@ -1,1 +1,1 @@
-"""One file = one recipe; its docstring gives the command, the source and the expected result."""
+"""One file per recipe; its docstring gives the command, the source and the expected result."""

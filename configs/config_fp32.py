@@ -5,13 +5,13 @@
         --config config/config_fp32.py
 
 Source: Colossal-AI's AMP example: 25.0 GB and 107.5 images/s on an unnamed GPU, no accuracy. A few epochs from random
-weights on 6,941 images show speed and memory, not the accuracy that the model can reach.
+weights on 6,941 images show speed and memory, not the model's best accuracy.
 
-Differences from the source: 10 epochs instead of 2; an evaluation; crops are cut from whole images instead of images
-resized to 256; the data are Caltech-101 with 101 classes, while the source's code loads CIFAR-10 into a head of 1,000.
+Differences from the source: 10 epochs instead of 2; an evaluation; crops of whole images instead of images resized to
+256; Caltech-101 with 101 classes, while the source's code loads CIFAR-10 into a head of 1,000.
 """
 
-MICRO_BATCH_SIZE = 128  # per GPU, on any number of them
+MICRO_BATCH_SIZE = 128  # per GPU
 GPUS = 1
 
 NUM_EPOCHS = 10
@@ -24,5 +24,5 @@ clip_grad_norm = 1.0
 
 MODEL = dict(image_size=224, patch_size=16, width=768, depth=12, heads=12, mlp_ratio=4.0, num_classes=101, dropout=0.1)
 TF32 = False  # the baseline is float32 itself
-COMPILE = False  # a comparison of eager modes, as the source's is
+COMPILE = False  # the source compares eager modes
 DATA = dict(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))

@@ -2,7 +2,7 @@
 
     DATA=/path/to/imagenet torchrun --nproc_per_node 8 train_dali.py --config deit3_h14
 
-Source: https://arxiv.org/abs/2204.07118: 85.2 % top-1 at 224 px after fine-tuning. The source reads
+Source: https://arxiv.org/abs/2204.07118: 85.2 % top-1 at 224 px after fine-tuning. The source uses
 160 px, of which its patches cover 154. Not run by this project.
 """
 

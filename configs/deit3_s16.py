@@ -5,8 +5,8 @@
 Source: "DeiT III: Revenge of the ViT" (https://arxiv.org/abs/2204.07118): 81.4 % top-1 at 224 px. Not run by this
 project.
 
-Differences from the source: stochastic depth rises from 0 to its rate over the blocks, as in timm, while the source has
-the same rate in all; warm-up starts at 0 instead of 1e-6, and the cosine ends at 0.
+Differences from the source: stochastic depth rises from 0 to its rate over the blocks, as in timm, while the source
+uses the same rate in all; warm-up starts at 0 instead of 1e-6, and the cosine ends at 0.
 """
 
 from colossalai.amp import AMP_TYPE

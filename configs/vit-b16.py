@@ -8,14 +8,14 @@ Source: Colossal-AI's large-batch ViT example. It published curves only: accurac
 and ends near 72.7 % top-1. Not run by this project at full length.
 
 Differences from the source: its last version applies RandAugment, which the published run did not; images are
-normalised with ImageNet's mean and standard deviation, there with 127.5 for both; mixed precision is bfloat16 on GPUs
+normalised with ImageNet's mean and standard deviation instead of 127.5 for both; mixed precision is bfloat16 on GPUs
 that have it, there float16 (``--set fp16.dtype=float16``).
 """
 
 from colossalai.amp import AMP_TYPE
 
 TOTAL_BATCH_SIZE = 32 * 1024
-MICRO_BATCH_SIZE = 256  # x 16 accumulated x 8 GPUs; on other GPU counts the accumulation follows
+MICRO_BATCH_SIZE = 256  # x 16 accumulated x 8 GPUs; the accumulation adapts to other GPU counts
 GPUS = 8
 
 NUM_EPOCHS = 300

@@ -6,7 +6,7 @@ Source: https://arxiv.org/abs/2205.01580 and big_vision's vit_s16_i1k.py: 76.5 %
 on a TPU v3-8; 80.0 % after 300 (--set NUM_EPOCHS=300). Not run by this project.
 
 Differences from the source: RandAugment's operations are torchvision's, without Invert, SolarizeAdd and Cutout; all
-training images are used, while the source holds out 1 %. AdamW's weight decay of 0.1 is the source's 1e-4: torch
+training images are used, while the source holds out 1 %. AdamW's weight decay of 0.1 equals the source's 1e-4, as torch
 multiplies it by the learning rate. Pillow decodes, because DALI's RandAugment cannot resume exactly.
 """
 

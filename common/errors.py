@@ -66,7 +66,7 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
     unless it is an `AgreedError`. Ctrl-C, and a standard output that is closed or full, end the process without a
     traceback.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    is_whole_program, argv = argv is None, sys.argv[1:] if argv is None else argv
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # by `end_quietly_on_ctrl_c`
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -102,6 +102,8 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
         _give_up_lost_output()
         if signals := sys.modules.get("common.launch.stop_signals"):
             signals.stop_signals.restore()
+        if is_whole_program:  # all is written, and Python's own shutdown would answer Ctrl-C with a traceback
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def end_quietly_on_ctrl_c() -> None:

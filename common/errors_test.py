@@ -86,6 +86,17 @@ def test_ctrl_c_in_a_command_is_exit_status_130(monkeypatch: pytest.MonkeyPatch,
     assert capsys.readouterr().err == ""
 
 
+def test_ctrl_c_while_python_shuts_down_prints_nothing() -> None:
+    program = """
+import os, signal, threading, time
+from common.errors import run_command
+threading.Thread(target=lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGINT), time.sleep(0.2))).start()
+run_command(lambda argv: None)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
 def test_a_program_that_imports_ours_keeps_its_handler_of_ctrl_c(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import signal, common\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n")

@@ -16,7 +16,7 @@ import configs
 from common.config.fields import check_given
 from common.config.schema import PREDEFINED, Config
 from common.config.settings import Overrides, override
-from common.errors import UserError
+from common.errors import UserError, did_you_mean
 from common.files import read_bytes
 
 FOLDER = Path(configs.__path__[0])
@@ -39,7 +39,10 @@ def execute(path: Path, overrides: Overrides, used: set[str] | None = None) -> d
         raise
     except (Exception, SystemExit) as error:
         message = error.msg if isinstance(error, SyntaxError) else error
-        raise UserError(f"{_place(error, path)}: {type(error).__name__}: {message}") from error
+        near = ""
+        if isinstance(error, ImportError) and (error.name or "").startswith("configs."):
+            near = did_you_mean(error.name, ["configs." + file.stem.replace("-", "_") for file in FOLDER.glob("*.py")])
+        raise UserError(f"{_place(error, path)}: {type(error).__name__}: {message}{near}") from error
 
 
 def _place(error: BaseException, path: Path) -> str:

@@ -123,23 +123,15 @@ def _shown(bounds: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def _explain(error: ValidationError, section: type[Section], values: Mapping[str, Any], where: str) -> str:
-    """Return one line for the first error, a misspelt key before all others."""
-    first = min(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
-    names: list[str] = []
-    value: Any = values
-    field: FieldInfo | None = None
-    inside: type[Section] | None = section
-    place = [str(part) for part in first["loc"]]
-    while inside and place and place[0] in inside.model_fields:
-        name = place.pop(0)
-        field, value = inside.model_fields[name], value.get(name) if isinstance(value, Mapping) else value
-        names.append(name)
-        inside = section_of(field)
+    """Return one line for all unknown keys, else for the first error."""
+    problems = error.errors(include_url=False)
+    if unknown := _find_unknown(section, values, problems):
+        if len(unknown) == 1:
+            return f"{where}unknown key {''.join(*unknown.items())}"
+        return f"{where}unknown keys {', '.join(name + (hint and f' ({hint[2:]})') for name, hint in unknown.items())}"
+    first = problems[0]
+    names, place, inside, field, value = _find(section, values, first["loc"])
     dotted = ".".join(names)
-    if first["type"] == "extra_forbidden" and len(place) == 1 and inside:
-        prefix = f"{dotted}." if names else ""
-        near = suggest_key(prefix + place[0], [prefix + known for known in inside.model_fields])
-        return f"{where}unknown key {prefix}{place[0]}{near}"
     if first["type"] == "missing" and not place and field:
         return f"{where}{dotted} is missing: {field.description}"
     if first["type"] == "value_error" and inside:  # of the section as a whole
@@ -148,6 +140,29 @@ def _explain(error: ValidationError, section: type[Section], values: Mapping[str
     hint = did_you_mean(_shorten(value).strip("'"), _choices(field))
     wide = " of at most 64 bits" if isinstance(value, int) and abs(value) > INT64 else ""
     return f"{dotted}={_shorten(value)}: expected {values_of(field)}{wide}{hint}"
+
+
+def _find_unknown(section: type[Section], values: Any, problems: Iterable[Any]) -> dict[str, str]:
+    """Return the unknown keys, and what each may mean."""
+    unknown = {}
+    for problem in problems:
+        names, place, inside, *_ = _find(section, values, problem["loc"])
+        if problem["type"] == "extra_forbidden" and inside and len(place) == 1:
+            name = ".".join([*names, *place])
+            unknown[name] = suggest_key(name, [".".join([*names, known]) for known in inside.model_fields])
+    return unknown
+
+
+def _find(section: type[Section], values: Any, loc: Iterable[Any]) -> tuple[list[str], list[str], Any, Any, Any]:
+    """Return the known part of the place ``loc``, the rest of it, and section, key and value of the known part."""
+    names: list[str] = []
+    field, inside, value, place = None, section, values, [str(part) for part in loc]
+    while inside and place and place[0] in inside.model_fields:
+        name = place.pop(0)
+        field, value = inside.model_fields[name], value.get(name) if isinstance(value, Mapping) else value
+        names.append(name)
+        inside = section_of(field)
+    return names, place, inside, field, value
 
 
 def suggest_key(name: str, known: Iterable[str]) -> str:

@@ -216,6 +216,8 @@ def test_a_wrong_setting_is_refused(write, settings, words):
     ("text", "words"),
     [
         (MINIMAL + "WARMUP_EPOCH = 1\nWARMUP_EPOCHS = WARMUP_EPOCH", "unknown key WARMUP_EPOCH; did you mean"),
+        (MINIMAL + "lr = 1\nWAY_OFF = 2", r"unknown keys lr \(did you mean 'LEARNING_RATE'\?\), WAY_OFF$"),
+        ("from configs.vit_s16_vanila import *", "No module named .*; did you mean 'configs.vit_s16_vanilla'"),
         (MINIMAL + "learning_rate = 1", "unknown key learning_rate; did you mean 'LEARNING_RATE'"),
         (MINIMAL + "WARMUP_EPOCH = 1", "unknown key WARMUP_EPOCH; did you mean 'WARMUP_EPOCHS'"),
         ("NUM_EPOCHS = 1", "config.py: LEARNING_RATE is missing: peak"),

@@ -23,6 +23,8 @@ RENAMED = {
     "NUM_CLASSES": "MODEL.num_classes",
     "CHECKPOINT": "MODEL.activation_checkpoint",
 }
+# Of pipelines, or shapes that follow from other keys.
+IGNORED = ("SEQ_LENGTH", "NUM_MICRO_BATCHES", "TENSOR_SHAPE", "SUMMA_DIM")
 # What a config says for itself: how a batch is cut, and over how many GPUs.
 STATED = {"TOTAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "BATCH_SIZE", "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"}
 
@@ -50,6 +52,8 @@ def translate(values: dict[str, Any], used: set[str], recipe: Mapping[str, Any])
     """
     notes = [_rename(values, old, new) for old, new in RENAMED.items() if old in values and not _is_of_2p5d(old, used)]
     notes += _read_dali(values)
+    if ignored := [name for name in IGNORED if values.pop(name, None) is not None]:
+        notes.append(f"{', '.join(ignored)} as nothing: no effect here")
     batch, accumulation = values.get("BATCH_SIZE"), values.get("gradient_accumulation") or 1
     if recipe and "TOTAL_BATCH_SIZE" not in values and isinstance(batch, int) and isinstance(accumulation, int):
         del values["BATCH_SIZE"]

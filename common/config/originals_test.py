@@ -195,8 +195,11 @@ def test_settings_go_before_the_file_and_before_the_recipe(tmp_path):
     assert (config["TOTAL_BATCH_SIZE"], config["SEED"]) == (64, 1)
 
 
-def test_the_models_keys_are_understood(tmp_path):
-    config = load(tmp_path, HYBRID.format(stages=1, mode="1d", size=2).split("SEQ_LENGTH")[0], "vit_s16_vanilla")
+def test_the_models_keys_are_understood(tmp_path, capsys):
+    config = load(tmp_path, HYBRID.format(stages=1, mode="1d", size=2), "vit_s16_vanilla")
+    assert "; TENSOR_SHAPE, SUMMA_DIM as nothing: no effect here; " in capsys.readouterr().out.replace(
+        "SEQ_LENGTH, ", ""
+    ).replace("NUM_MICRO_BATCHES, ", "")
     names = ("image_size", "patch_size", "width", "depth", "heads", "mlp_ratio", "num_classes", "activation_checkpoint")
     assert [config["MODEL"][name] for name in names] == [224, 16, 768, 12, 12, 4, 1000, True]
 

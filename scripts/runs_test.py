@@ -90,8 +90,8 @@ def test_a_changed_key_is_refused_in_one_line(trained: Trained) -> None:
     assert (ended.code, ended.stdout) == (2, "")
     (line,) = ended.stderr.splitlines()
     rate = json.loads(before["config.json"])["config"]["LEARNING_RATE"]
-    assert line.startswith("error: LEARNING_RATE=5: ")
-    assert f"is finished and was trained with {rate!r}; " in line
+    assert line.startswith(f"error: LEARNING_RATE=5 (was {rate!r}): ")
+    assert " is finished; " in line
     for way in ("--output DIR", "raise NUM_EPOCHS", "--allow-change LEARNING_RATE"):
         assert way in line
     assert read_folder(trained.output) == before
@@ -128,5 +128,8 @@ def test_it_is_extended_and_changed_on_purpose_last(trained: Trained) -> None:
     ended = trained.again("--set", "NUM_EPOCHS=3", "--set", "LEARNING_RATE=1e-3", "--allow-change", "LEARNING_RATE")
     assert ended.code == 0, ended.stderr
     assert "LEARNING_RATE=0.001 from here on (was " in ended.stdout
-    assert "NUM_EPOCHS=3 from here on (was 2)" in ended.stdout
+    assert (
+        "NUM_EPOCHS=3 from here on (was 2); the learning rate follows the new schedule, so it rises again\n"
+        in ended.stdout
+    )
     assert read_metrics(trained.output)[-1]["epoch"] == 3

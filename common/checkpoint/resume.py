@@ -14,6 +14,8 @@ from common.colossal import ParallelMode, gpc
 from common.config.batch_plan import DataSummary
 from common.errors import AgreedError, UserError
 from common.files import read_json
+from common.model.freeze import is_frozen
+from common.model.vit import parameter_shapes
 from common.table import flatten
 
 NEVER, AUTO = "never", "auto"
@@ -112,7 +114,12 @@ def note_start(about: Mapping[str, Any], start_from: Path | None) -> list[dict[s
     now |= {"step": load_trainer_state(start_from)["trainer"]["step"], "from": str(start_from)}
     print(f"resuming from {start_from}")
     for key, (then, value) in changed_keys(start_from, about["config"]).items():
-        print(f"{key}={value!r} from here on (was {then!r})")
+        rises = (
+            "; the learning rate follows the new schedule" + ", so it rises again" * (value > then)
+            if key == "NUM_EPOCHS"
+            else ""
+        )
+        print(f"{key}={value!r} from here on (was {then!r}){rises}")
     starts = read_about(start_from)["starts"]
     before = starts[-1].get("dtype", now["dtype"])  # older runs have not recorded it
     if before != now["dtype"]:
@@ -158,17 +165,28 @@ def check_changes(path: Path, config: Mapping[str, Any], output: Path, allowed: 
         return
     refused = {key: values for key, values in changed.items() if _changes_training(key, *values, allowed)}
     if refused:
-        (key, (then, now)), more = next(iter(refused.items())), len(refused) - 1
-        is_finished = finished_step(path, last_step) is not None
-        allow = " ".join(f"--allow-change {name}" for name in refused)
-        ways = f"branch off with --resume {path} --output DIR, or add {allow}"
-        if is_finished:
-            ways = f"or raise NUM_EPOCHS and add {allow}"
-        others = f" (and {more} more differ)" if more else ""
-        raise UserError(
-            f"{key}={now!r}: the run in {output} {'is finished and ' * is_finished}was trained with {then!r}{others}; "
-            f"keep that, start another run with --output DIR, {ways}"
+        keys = sorted(refused, key=lambda key: key == "NUM_EPOCHS")  # last: it only moves the end
+        shown = ", ".join(f"{key}={refused[key][1]!r} (was {refused[key][0]!r})" for key in keys[:3])
+        shown += f" and {len(keys) - 3} more" * (len(keys) > 3)
+        state = (
+            "is finished" if (is_finished := finished_step(path, last_step) is not None) else "would train otherwise"
         )
+        allow = " ".join(f"--allow-change {key}" for key in keys)
+        ways = (
+            f", or raise NUM_EPOCHS and add {allow}"
+            if is_finished
+            else f", branch off with --resume {path} --output DIR, or add {allow}"
+        )
+        if _trained_shapes(read_config(path, read_about(path))) != _trained_shapes(config):
+            ways = " (--init takes the weights)"  # no optimizer state fits
+        raise UserError(
+            f"{shown}: the run in {output} {state}; keep the earlier values, start another run with --output DIR{ways}"
+        )
+
+
+def _trained_shapes(config: Mapping[str, Any]) -> dict[str, list[int]]:
+    shapes = parameter_shapes(**config["MODEL"])
+    return {name: shape for name, shape in shapes.items() if not is_frozen(name, config["FREEZE"])}
 
 
 def _changes_training(key: str, then: Any, now: Any, allowed: Sequence[str]) -> bool:

@@ -103,11 +103,11 @@ def test_what_does_not_change_training_may_change(tmp_path: Path, settings: list
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("LEARNING_RATE=0.2", "LEARNING_RATE=0.2: the run in .* was trained with 0.1; keep that, .* --output DIR, .*"),
-        ("NUM_EPOCHS=4", "NUM_EPOCHS=4: .* with 5; "),
-        ("MODEL.dropout=0.5", "MODEL.dropout=0.5: .* with 0.0; "),
-        ("OPTIMIZER.eps=1", "OPTIMIZER.eps=1: .* with None; "),
-        ("INIT=a", "INIT='a': "),
+        ("LEARNING_RATE=0.2", r"LEARNING_RATE=0.2 \(was 0.1\): the run in .* otherwise; keep .* --output DIR, .*"),
+        ("NUM_EPOCHS=4", r"NUM_EPOCHS=4 \(was 5\): "),
+        ("MODEL.dropout=0.5", r"MODEL.dropout=0.5 \(was 0.0\): "),
+        ("OPTIMIZER.eps=1", r"OPTIMIZER.eps=1 \(was None\): "),
+        ("INIT=a", "INIT='a' "),
     ],
 )
 def test_what_changes_training_is_refused_unless_allowed_or_branched_off(
@@ -119,11 +119,27 @@ def test_what_changes_training_is_refused_unless_allowed_or_branched_off(
         check_changes(path, changed, tmp_path, ["SEED"], 10)
     assert f"--resume {path} --output DIR" in str(refused.value)
     assert str(refused.value).endswith(f"--allow-change {key}")
-    with pytest.raises(UserError, match=f"; keep that, .*, or raise NUM_EPOCHS and add --allow-change {key}$"):
+    with pytest.raises(UserError, match=f" is finished; keep .*, or raise NUM_EPOCHS and add --allow-change {key}$"):
         check_changes(path, changed, tmp_path, [], 9)  # where the run has ended
     check_changes(path, changed, tmp_path, [key], 10)
     check_changes(path, changed, tmp_path, [key.partition(".")[0]], 10)
     check_changes(path, changed, tmp_path / "branch", [], 10)
+
+
+def test_all_changes_are_named_the_length_last(tmp_path: Path) -> None:
+    (path,) = write(tmp_path, 9)
+    changed = restore_config(CONFIG, ["NUM_EPOCHS=4", "LEARNING_RATE=0.2", "MIXUP=0.1", "CUTMIX=0.1"], where="")
+    with pytest.raises(UserError, match=r"0.2 \(was 0.1\), .*MIXUP=.* and 1 more: .* --allow-change NUM_EPOCHS$"):
+        check_changes(path, changed, tmp_path, [], 10)
+
+
+@pytest.mark.parametrize("setting", ["MODEL.width=128", "MODEL.pool='avg'", "FREEZE='body'"])
+def test_what_no_optimizer_state_fits_is_not_offered(tmp_path: Path, setting: str) -> None:
+    (path,) = write(tmp_path, 9)
+    with pytest.raises(
+        UserError, match=r"; keep the earlier values, start .* --output DIR \(--init takes the weights\)$"
+    ):
+        check_changes(path, restore_config(CONFIG, [setting], where=""), tmp_path, [], 10)
 
 
 @pytest.mark.parametrize("setting", ["TOTAL_BATCH_SIZE=32", "SEED=2", "OPTIMIZER.name='sgd'"])

@@ -98,5 +98,5 @@ def test_launch_from_slurm_reads_a_config_file_and_takes_gloo_on_a_cpu(tmp_path:
 
 
 def test_launch_from_slurm_asks_for_the_host() -> None:
-    with pytest.raises(UserError, match="--host and --port say where rank 0 listens"):
+    with pytest.raises(UserError, match="--host and --port are required"):
         launch_from_slurm({}, None, None)

@@ -33,7 +33,7 @@ def run_benchmark(
     parser.add_argument("--rounds", type=int, default=rounds, help=f"rounds of each variant (default: {rounds})")
     parser.add_argument("--tiny", action="store_true", help="so small that it shows only that everything runs")
     parser.add_argument("--output", type=Path, help=f"file to add rows to (default: {RESULTS.relative_to(ROOT)})")
-    parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
+    parser.add_argument("--debug", action="store_true", help="show a traceback for user errors too")
     for option, arguments in options.items():
         parser.add_argument(f"--{option}", **arguments)
     args = parser.parse_args(argv)

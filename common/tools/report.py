@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
         metavar="FILE",
         help="default: report.html in RUN, or in the folder that holds all of them",
     )
-    parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
+    parser.add_argument("--debug", action="store_true", help="show a traceback for user errors too")
     args = parser.parse_args(argv)
     folders = [folder for named in args.runs for folder in find_runs(named)]
     names = [folder.resolve().name for folder in folders]

@@ -21,7 +21,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("table", type=Path, help="CSV file; made if it is not there")
-    parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
+    parser.add_argument("--debug", action="store_true", help="show a traceback for user errors too")
     args = parser.parse_args(argv)
     row = summarise(args.run)
     new = not args.table.exists()

@@ -134,7 +134,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--best", metavar="KEY", help="draw only the best of the values of this --grid key")
     parser.add_argument("--train", type=Path, metavar="SCRIPT", help="the task's script (default: the recipe's)")
     parser.add_argument("--processes", type=int, default=1, help="GPUs of each run, started by torchrun (default: 1)")
-    parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
+    parser.add_argument("--debug", action="store_true", help="show a traceback for user errors too")
     return parser
 
 

@@ -47,6 +47,7 @@ TINY = {
     "LOG.tensorboard": False,
 } | {f"MODEL.{key}": value for key, value in MODEL.items() if key != "num_classes"}
 TRAINING = r"imagenet_dali/train(_dali)?\.py (?!.*--dry-run(?!.*DATA))"  # a dry run that counts data is one too
+NARROW = r"--dry-run|scripts/(report|evaluate|predict)\.py (?!.*--json)"  # fits a terminal of 80 columns, besides paths
 QUICKSTART = " --set NUM_EPOCHS=1 --set WARMUP_EPOCHS=0"  # of 11 steps
 # By the beginning of the command: the test that runs it, or an equivalent.
 ELSEWHERE = {
@@ -130,11 +131,18 @@ def run(command: str, folder: Path, language: str = "shell") -> None:
     if re.search(TRAINING, command) and not re.search("--find-lr|--profile", command):
         shutil.rmtree(folder / output_of(command), ignore_errors=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS) and name != "DATA"}
-    kept |= {"PATH": f"{sys.prefix}/bin:{kept['PATH']}", "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    kept |= {
+        "PATH": f"{sys.prefix}/bin:{kept['PATH']}",
+        "PYTHONPATH": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "80",
+    }
     words = [sys.executable, "-c", actual] if language == "python" else ["bash", "-c", actual]
     answer = subprocess.run(words, cwd=folder, env=kept, capture_output=True, text=True, timeout=300, check=False)
     assert answer.returncode == 0, f"{command}\nrun as {actual}\n{answer.stdout[-3000:]}\n{answer.stderr[-3000:]}"
     assert "Traceback" not in answer.stderr, answer.stderr
+    wide = [line for line in answer.stdout.splitlines() if len(line) > 80 and str(folder) not in line]
+    assert not (wide and re.search(NARROW, command)), f"{command} prints more than 80 columns: {wide}"
 
 
 @pytest.mark.parametrize("name", PAGES)

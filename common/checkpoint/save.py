@@ -125,7 +125,7 @@ def _read_sums(marker: Path) -> dict[str, str]:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in ``folder``, the newest first; their content is not checked."""
-    return sorted((path.parent for path in folder.glob(f"step-*/{MARKER}")), reverse=True)
+    return sorted((path.parent for path in folder.glob(f"step-*/{MARKER}") if path.is_file()), reverse=True)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

@@ -1,19 +1,22 @@
 """Disks that fill up, turn read-only or disappear during a run, two runs into one folder, and failing writers."""
 
+import itertools
 import os
 import random
 import resource
+import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from common.checkpoint.save import find_fault, list_checkpoints
+from common.checkpoint.save import MARKER, MODEL, TRAINER, find_fault, list_checkpoints
 from common.metrics import writers
 from faults.lab import ONE, TWO, Lab, Recovery, Trial, fault
-from faults.places import Place, at, in_order, on
-from faults.processes import expect
+from faults.places import Place, at, in_order, on, signal_self
+from faults.processes import PATIENT, expect
 
 LARGEST = 32_768  # bytes: larger than a run's logs, smaller than its tensors
 SAVED = Place("step", 5)  # the checkpoint of step 3 is there, or soon will be
@@ -24,10 +27,10 @@ FULL = "No space left on device" if IS_ROOT else "too large"
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """Mount a file system of 8 MB; without the permission, yield a plain folder."""
+    """Mount a file system of 8 MB and 300 inodes; without the permission, yield a plain folder."""
     folder.mkdir()
     if IS_ROOT:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m,nr_inodes=300", "tmpfs", folder], check=True)
     try:
         yield folder
     finally:
@@ -54,6 +57,19 @@ def fill(output: Path) -> None:
     with suppress(OSError), (output.parent / "ballast").open("wb", buffering=0) as ballast:
         while True:
             ballast.write(bytes(4096))
+
+
+def use_inodes(output: Path) -> None:
+    """Fill the disk with empty files."""
+    await_checkpoint(output)
+    (output.parent / "ballast").mkdir()
+    with suppress(OSError):
+        for number in itertools.count():
+            (output.parent / "ballast" / str(number)).touch()
+
+
+def free_inodes(output: Path) -> None:
+    shutil.rmtree(output.parent / "ballast")
 
 
 def make_room(output: Path) -> None:
@@ -89,6 +105,7 @@ def disk_fails(
 
 fault("disk full", 2, fail=fill, mend=make_room, reason=FULL)(disk_fails)
 if IS_ROOT:
+    fault("inodes exhausted", 2, 0, fail=use_inodes, mend=free_inodes, reason="no inodes left")(disk_fails)
     fault("disk turns read-only", 2, 0, fail=turn_read_only, mend=turn_writable, reason="Read-only file")(disk_fails)
 
 
@@ -116,6 +133,23 @@ def folder_vanishes(lab: Lab, choice: random.Random) -> Recovery:
     expect(not any(map(find_fault, list_checkpoints(away / "checkpoints"))), "a checkpoint is damaged")
     (trial.output / "metrics.jsonl").write_bytes((away / "metrics.jsonl").read_bytes())
     return trial.compare()
+
+
+@fault("hostile files put into the run's folder", 1, 0)
+def hostile_files(lab: Lab, choice: random.Random) -> Recovery:
+    """Put a checkpoint of pipes and of a link to /dev/zero among a run's, stop it, and resume."""
+    trial = Trial(lab, ONE)
+
+    def put() -> None:
+        await_checkpoint(trial.output)
+        (fake := trial.checkpoints / "step-00000099").mkdir()
+        (fake / MODEL).symlink_to("/dev/zero")
+        for path in (fake / MARKER, fake / TRAINER, trial.output / "report.html"):
+            os.mkfifo(path)
+
+    stop = at(Place("step", 10), lambda: signal_self(signal.SIGTERM))
+    trial.run(in_order(at(SAVED, put), stop), PATIENT).expect(143)
+    return trial.resume()
 
 
 @fault("two runs into one folder: the second is refused")

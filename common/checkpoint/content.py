@@ -51,6 +51,14 @@ class PlanSoFar(TypedDict, total=False):
     last_step: Count
 
 
+class Start(Open):
+    step: Count = 0
+    started: Second = 0
+    gpus: Count = 0
+    dtype: str = ""
+    origin: str | None = Field(None, alias="from")
+
+
 class RunInfo(Open):
     """config.json, as far as a report needs it."""
 
@@ -58,6 +66,7 @@ class RunInfo(Open):
     name: str = ""
     plan: PlanSoFar = Field(PlanSoFar())
     started: Second = 0
+    starts: Annotated[list[Start], FailFast()] = Field([])
     argv: Annotated[list[str], FailFast()] = Field([])
     commit: str | None = None
     versions: dict[str, str | None] = Field({})
@@ -71,17 +80,11 @@ class DataInfo(DataSummary):
     loaders: str = ""
 
 
-class Start(Open):
-    step: Count = 0
-    dtype: str = ""
-    origin: str | None = Field(None, alias="from")
-
-
 class Starts(Open):
     starts: Annotated[list[Start], FailFast(), Field(min_length=1)]
 
 
-class FullInfo(RunInfo, Starts):
+class FullInfo(Starts, RunInfo):
     """config.json, all of it."""
 
     name: str  # pyright: ignore[reportGeneralTypeIssues]

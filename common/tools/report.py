@@ -5,7 +5,9 @@ run's, and what differs between those of several.
 """
 
 import argparse
+import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -20,7 +22,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from common.checkpoint.content import METRICS, RunInfo, read_about
-from common.errors import UserError
+from common.errors import UserError, counted
 from common.files import short_path
 from common.metrics.provenance import name_hardware
 from common.metrics.record import Record
@@ -49,6 +51,11 @@ class FinishedRun:
         return f"{done:,}" if done == planned else f"{done:,} of {planned:,}"
 
     @property
+    def starts(self) -> list[Mapping[str, Any]]:
+        """When, how and from which step it was started, each time."""
+        return self.about.get("starts", [])
+
+    @property
     def command(self) -> str:
         """The command line that started it last."""
         return shlex.join(["python", *map(str, self.about.get("argv", []))])
@@ -75,11 +82,12 @@ def main(argv: list[str]) -> None:
     names = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
     runs = [load_run(folder, name) for folder, name in zip(folders, names, strict=True)]
     output = args.output or Path(os.path.commonpath([named.resolve() for named in args.runs]), "report.html")
+    replaced = "; the earlier one is replaced" * output.exists()
     try:
         output.write_text(render(runs), encoding="utf-8")
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written ({error.strerror}); choose another") from error
-    print(short_path(output))
+    print(f"{short_path(output)}  ({counted(len(runs), 'run')}{replaced})")
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -144,7 +152,11 @@ def _wall_time(run: FinishedRun) -> str:
     times = [record["time"] for record in run.records if record.get("time")]
     if not times or not run.about.get("started"):
         return ABSENT
-    minutes, seconds = divmod(round(max(times) - min(run.about["started"], *times)), 60)
+    starts = [start["started"] for start in run.starts if start.get("started")] or [min(run.about["started"], *times)]
+    total = 0.0  # without the pauses before a start
+    for start, end in itertools.pairwise([*starts, math.inf]):
+        total += max((when for when in times if start <= when < end), default=start) - start
+    minutes, seconds = divmod(round(total), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s"
 
@@ -173,11 +185,23 @@ def _config_keys(runs: Sequence[FinishedRun]) -> dict[str, list[str]]:
 def _environment(runs: Sequence[FinishedRun]) -> dict[str, list[str]]:
     flat = []
     for run in runs:
-        about = {key: value for key, value in run.about.items() if key not in ("name", "config", "plan", "argv")}
-        if "started" in about:
-            about["started"] = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(about["started"]))
-        flat.append(_flat_text(about))
+        about = {k: v for k, v in run.about.items() if k not in ("name", "config", "plan", "argv", "starts", "started")}
+        first = next(iter(run.starts), {}).get("started") or run.about.get("started")
+        rows = {"started": _utc(first)} if first else {}
+        rows |= {f"start {number}": _describe_start(start) for number, start in enumerate(run.starts, 1)}
+        flat.append(rows | _flat_text(about))
     return {key: [about.get(key, ABSENT) for about in flat] for about in flat for key in about}
+
+
+def _describe_start(start: Mapping[str, Any]) -> str:
+    """Return a start as "step 65, 2026-11-22 09:01 UTC, bfloat16, processes: 2"."""
+    parts = [f"step {start.get('step', 0):,}", _utc(start["started"]) if start.get("started") else ""]
+    parts += [start.get("dtype", ""), f"processes: {start['gpus']}" if "gpus" in start else ""]
+    return ", ".join(filter(None, parts))
+
+
+def _utc(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def _flat_text(values: Mapping[str, Any]) -> dict[str, str]:

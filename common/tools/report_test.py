@@ -97,7 +97,9 @@ def test_a_run_without_metrics(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "run")
     report.main(["run"])
-    assert capsys.readouterr().out == "run/report.html\n"
+    assert capsys.readouterr().out == "run/report.html  (1 run)\n"
+    report.main(["run"])
+    assert capsys.readouterr().out == "run/report.html  (1 run; the earlier one is replaced)\n"
     page = (tmp_path / "run" / "report.html").read_text()
     assert charts_of(page) == []
     assert tables_of(page)[0]["Steps"] == ["0 of 4 (unfinished)"]
@@ -109,6 +111,19 @@ def test_a_run_that_was_stopped_has_done_the_steps_it_saved(tmp_path):
         (run / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
         (run / "checkpoints" / f"step-{step:08}" / marker).touch()
     assert summary_of(run)["Steps"] == ["3 of 4 (unfinished)"]
+
+
+def test_the_wall_time_is_without_the_pauses_between_starts(tmp_path):
+    records = [train(1), train(2) | {"time": 9000.0}]  # 1060 and 9000
+    starts = [{"step": 0, "started": 1000.0, "dtype": "float32", "gpus": 1}, {"step": 0, "started": 5000.0}]
+    starts += [{"step": 1, "started": 8990.0, "dtype": "bfloat16", "gpus": 2}]
+    page = make(write_run(tmp_path / "run", records, starts=starts, started=8990.0))
+    summary, _, environment = tables_of(page)
+    assert summary["Wall time"] == ["1 min 10 s"]
+    assert environment["started"] == ["1970-01-01 00:16 UTC"]
+    rows = [environment[f"start {number}"] for number in (1, 2, 3)]
+    assert rows[0] == ["step 0, 1970-01-01 00:16 UTC, float32, processes: 1"]
+    assert rows[1:] == [["step 0, 1970-01-01 01:23 UTC"], ["step 1, 1970-01-01 02:29 UTC, bfloat16, processes: 2"]]
 
 
 def test_a_single_run_shows_its_whole_config(tmp_path):

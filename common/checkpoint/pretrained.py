@@ -32,13 +32,15 @@ def fit_pretrained(model: nn.Module, source: str, *, heads_stated: bool = True) 
     weights of another architecture, and, unless ``heads_stated``, where only the user can know the number of heads.
     """
     try:
-        weights, heads, _ = open_source(source)
+        weights, heads, _, chosen = open_source(source)
     except UserError as error:
         raise UserError(f"INIT={error}") from error
     _check_shape(source, weights, heads, model, heads_stated)
     notes = [_fit_head(weights, model), _fit_position(source, weights, model)]
     check_architecture(Path(source), weights, model)
-    return weights, "; ".join([f"starting from the weights of {source}", *filter(None, notes)])
+    return weights, "; ".join(
+        [f"starting from the weights of {source}{chosen and f' ({chosen})'}", *filter(None, notes)]
+    )
 
 
 def _check_shape(source: str, weights: Mapping[str, Tensor], heads: int | None, model: Any, heads_stated: bool) -> None:

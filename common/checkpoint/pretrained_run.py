@@ -43,7 +43,7 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
     path = Path(source)
     if not source.startswith(HUB) and ((path / MARKER).is_file() or not (path / MODEL).is_file()):
         return open_run(name, settings, raw=raw)
-    weights, heads, about = open_source(source)
+    weights, heads, about, _ = open_source(source)
     if heads is None or "head.bias" not in weights:
         raise UserError(f"{name}: it has no {'classes' if heads else 'config.json'}, so there is nothing to evaluate")
     names, descriptions = _name_classes(about, classes := len(weights["head.bias"]))

@@ -101,7 +101,8 @@ def test_a_run_a_checkpoint_and_an_export_give_the_averaged_weights(trained: Pat
     expected = load_file(checkpoint / "ema.safetensors")
     for source in (trained, checkpoint, tmp_path / "timm"):
         model = build_model(**OTHER)
-        assert load_pretrained(model, str(source)) == f"starting from the weights of {source}"
+        chosen = f" (the best; moving average of the weights: {checkpoint.name})" if source == trained else ""
+        assert load_pretrained(model, str(source)) == f"starting from the weights of {source}{chosen}"
         assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
 
 

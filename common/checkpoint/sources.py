@@ -34,6 +34,7 @@ class Source(NamedTuple):
     weights: dict[str, Tensor]
     heads: int | None
     preprocessing: Mapping[str, Any] = {}
+    chosen: str = ""  # the checkpoint of a run, and why that one
 
 
 # timm.create_model's other arguments load further files and unpickle them.
@@ -91,7 +92,8 @@ def open_source(name: str) -> Source:
     path = Path(name)
     if (path / MARKER).is_file() or (path / "checkpoints").is_dir():
         run = open_run(name)
-        return Source(run.load_weights(), run.config["MODEL"]["heads"])
+        chosen = "" if run.checkpoint == path.resolve() else f"{run.chosen}: {run.checkpoint.name}"
+        return Source(run.load_weights(), run.config["MODEL"]["heads"], chosen=chosen)
     file = path / MODEL if path.is_dir() else path
     weights = _read_file(name, file)
     try:

@@ -2,12 +2,13 @@
 
 import argparse
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from common.checkpoint.content import read_about
 from common.checkpoint.resume import AUTO, check_changes, check_data, choose_checkpoint, finished_step
-from common.checkpoint.save import CONFIG, METRICS, find_fault, newest_checkpoint
+from common.checkpoint.save import BEST, CONFIG, METRICS, find_fault, newest_checkpoint
 from common.errors import UserError
 from common.files import explain_os_error, lock_folder, sign_lock, unlock_folder
 from common.metrics.writers import read_metrics
@@ -58,6 +59,16 @@ def last_top1(output: Path) -> str:
     except (UserError, IndexError):  # the disk was full or the folder is gone; the writers have warned
         return "?"
     return f"{last['top1']:.4f}"
+
+
+def describe_best(output: Path) -> str:
+    """Return where the best evaluation is if a better one came before the last, else an empty string."""
+    with suppress(UserError):  # the writers have warned of it
+        evaluations = [record for record in read_metrics(output) if record["kind"] == "eval"]
+        best = max(evaluations, key=lambda record: (record["top1"], -record["loss"]), default=None)
+        if best and best["step"] != evaluations[-1]["step"] and (output / "checkpoints" / BEST).exists():
+            return f"top1 {best['top1']:.4f} at step {best['step']} (checkpoints/{BEST})"
+    return ""
 
 
 def write_start(output: Path, about: dict[str, Any], start_from: Path | None) -> None:

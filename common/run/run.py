@@ -23,7 +23,7 @@ from common.metrics.lr_finder import LearningRateFinder
 from common.metrics.profiler import ProfilerHook
 from common.model.ema import EmaHook
 from common.model.flops import peak_images_per_s
-from common.run.folder import last_top1, write_start
+from common.run.folder import describe_best, last_top1, write_start
 
 Measurement = LearningRateFinder | ProfilerHook
 
@@ -104,4 +104,6 @@ class Run:
         print(f"tensorboard  tensorboard --logdir {quote(f'{shown}/tensorboard')}")
         report = short_path(Path(__file__).parents[2] / "scripts" / "report.py")
         print(f"next         python {quote(report)} {quote(shown)}  # or evaluate.py, predict.py, export.py")
+        if best := describe_best(self.output):
+            print(f"best         {best}")
         print(f"top1={last_top1(self.output)}", flush=True)

@@ -12,6 +12,18 @@ from common.testing.ranks import launched
 FIGURES = '{"kind": "eval", "step": 1, "loss": 1.0, "top1": 0.5, "top5": 1.0, "samples": 2}'
 
 
+def test_the_best_evaluation_is_named_where_it_is_not_the_last(tmp_path: Path, capsys) -> None:
+    (tmp_path / "checkpoints" / "best").mkdir(parents=True)
+    last = FIGURES.replace('"step": 1', '"step": 2').replace("0.5", "0.25")
+    with launched():
+        for lines in (FIGURES, f"{FIGURES}\n{last}\n"):
+            (tmp_path / "metrics.jsonl").write_text(lines)
+            Run(None, tmp_path, True, torch.device("cpu"), {}, start_from=None, measurement=None).finish()
+    one, two = capsys.readouterr().out.split("top1=0.5000\n")
+    assert not one.splitlines()[-1].startswith("best ")
+    assert two.endswith("best         top1 0.5000 at step 1 (checkpoints/best)\ntop1=0.2500\n")
+
+
 @pytest.mark.parametrize(("lines", "words"), [(None, "top1=?"), ("", "top1=?"), (FIGURES, "top1=0.5000")])
 def test_a_run_ends_well_without_its_figures(
     tmp_path: Path, lines: str | None, words: str, capsys, monkeypatch

@@ -92,6 +92,9 @@ def attempt(kind: str, example: Example) -> str:
 def fuzz(kind: str, examples: int, number: int) -> Counter:
     """Try examples of a kind; return the count of each outcome."""
     originals()
+    if kind in ("config file", "--set"):  # starts the process that estimates memory, outside the limits
+        with contextlib.redirect_stdout(io.StringIO()):
+            config_example([], False)[1](originals())
     outcomes: Counter = Counter()
 
     @seed(number)

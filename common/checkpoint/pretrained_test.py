@@ -159,7 +159,7 @@ def test_the_head_alone_is_trained_and_resumed(trained: Path, data: Path, tmp_pa
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        (["FREEZE=body"], "FREEZE='body' without INIT would train a head on random weights: add --init, or leave"),
+        (["FREEZE=body"], "FREEZE='body' without INIT trains a head on random weights: add --init"),
         (
             ["FREEZE=body", "OPTIMIZER.layer_decay=0.5"],
             "FREEZE='body' trains the head alone, on which OPTIMIZER.layer_",

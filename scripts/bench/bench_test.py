@@ -88,7 +88,10 @@ def test_loader(run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["--images", "100"], "--images 100: not a multiple of --batch 64"), (["--size", "9"], "--size 9: write it as")],
+    [
+        (["--images", "100"], "--images 100: not a multiple of --batch 64"),
+        (["--size", "9"], "--size 9: expected WIDTHxHEIGHT"),
+    ],
 )
 def test_a_mistake_is_refused(words: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):

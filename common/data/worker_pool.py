@@ -80,8 +80,8 @@ class WorkerPool:
         while not exits and time.monotonic() < deadline:
             time.sleep(0.01)
             exits = [(p.exitcode, p.pid) for p in self._processes if p.exitcode is not None]
-        # the executor sends SIGTERM to the others
-        code, pid = min(exits, key=lambda exit_: exit_[0] == -SIGTERM, default=(None, None))
+        # the executor ends the others
+        code, pid = min(exits, key=lambda exit_: exit_[0] in (0, -SIGTERM), default=(None, None))
         how = "a process ended" if code is None else f"process {pid} {_describe_exit(code)}"
         self.failure = (
             f"DATA.workers={self.workers}: a worker has died, {how}; if that was for lack of memory, set fewer workers"

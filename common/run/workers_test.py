@@ -69,7 +69,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_its_name_and_a_checkpoint(dat
     output = tmp_path / "run"
 
     def main(argv: list[str]) -> None:
-        when_training(output, lambda: os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL))
+        when_training(output, lambda: os.kill(max(p.pid for p in multiprocessing.active_children()), signal.SIGKILL))
         train(data, output, *WORKERS, "NUM_EPOCHS=2000")
 
     ended = run_forked(main, [])

@@ -39,9 +39,9 @@ def execute(path: Path, overrides: Overrides, used: set[str] | None = None) -> d
         raise
     except (Exception, SystemExit) as error:
         message = error.msg if isinstance(error, SyntaxError) else error
-        near = ""
-        if isinstance(error, ImportError) and (error.name or "").startswith("configs."):
-            near = did_you_mean(error.name, ["configs." + file.stem.replace("-", "_") for file in FOLDER.glob("*.py")])
+        module, near = getattr(error, "name", None) or "", ""
+        if isinstance(error, ImportError) and module.startswith("configs."):
+            near = did_you_mean(module, ["configs." + file.stem.replace("-", "_") for file in FOLDER.glob("*.py")])
         raise UserError(f"{_place(error, path)}: {type(error).__name__}: {message}{near}") from error
 
 

@@ -56,7 +56,14 @@ def test_names_are_carried_exactly_to_the_export_and_back(place: Path) -> None:
     assert len(open_split(data, "train")) == len(FILES) * len(CLASSES)
     assert (data / "refused.txt").read_text() == "train/cat/link\\n.jpg\ta link to nothing\n"
 
-    settings = [f"DATA.root={data}", "DATA.workers=1", "MODEL.num_classes=None", "MAX_STEPS=1", "LOG.tensorboard=False"]
+    settings = [
+        f"DATA.root={data}",
+        "DATA.workers=1",
+        "MODEL.num_classes=None",
+        "MAX_STEPS=1",
+        "LOG.tensorboard=False",
+        "fp16=None",
+    ]
     words = ["--config", write_config(place), *(word for setting in settings for word in ("--set", setting))]
     run(train_dali.main, *words, "--output", output)
     ended = run(evaluate.main, output)

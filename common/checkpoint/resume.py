@@ -114,17 +114,18 @@ def note_start(about: Mapping[str, Any], start_from: Path | None) -> list[dict[s
     now |= {"step": load_trainer_state(start_from)["trainer"]["step"], "from": str(start_from)}
     print(f"resuming from {start_from}")
     for key, (then, value) in changed_keys(start_from, about["config"]).items():
-        rises = (
-            "; the learning rate follows the new schedule" + ", so it rises again" * (value > then)
-            if key == "NUM_EPOCHS"
-            else ""
-        )
-        print(f"{key}={value!r} from here on (was {then!r}){rises}")
+        print(f"{key}={value!r} from here on (was {then!r}){_note_schedule(key, then, value)}")
     starts = read_about(start_from)["starts"]
     before = starts[-1].get("dtype", now["dtype"])  # older runs have not recorded it
     if before != now["dtype"]:
         print(f"computing in {now['dtype']} from here on (was {before})")
     return [*starts, now]
+
+
+def _note_schedule(key: str, then: Any, now: Any) -> str:
+    if key != "NUM_EPOCHS":
+        return ""
+    return "; the learning rate follows the new schedule" + ", so it rises again" * (now > then)
 
 
 def finished_step(path: Path, last_step: int) -> int | None:

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.library import Library
+from torch import library
 
 from common.errors import UserError
 
@@ -55,7 +55,7 @@ def quiet_import() -> Iterator[None]:
         stack.enter_context(_import_stubs())
         stack.enter_context(mock.patch.object(torch, "compile", return_value=lambda function: function))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", side_effect=RuntimeError))
-        stack.enter_context(mock.patch.object(Library, "impl", _skip_upstream(Library.impl)))
+        stack.enter_context(mock.patch.object(library.Library, "impl", _skip_upstream(library.Library.impl)))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(redirect_stdout(io.StringIO()))
@@ -66,9 +66,9 @@ def quiet_import() -> Iterator[None]:
 def _skip_upstream(impl: Callable[..., None]) -> Callable[..., None]:
     """Return a ``Library.impl`` that ignores the kernels of `colossalai._analyzer`."""
 
-    def register(library: Library, name: Any, function: Any, *args: Any, **options: Any) -> None:
+    def register(registry: library.Library, name: Any, function: Any, *args: Any, **options: Any) -> None:
         if not getattr(function, "__module__", "").startswith("colossalai._analyzer"):
-            impl(library, name, function, *args, **options)
+            impl(registry, name, function, *args, **options)
 
     return register
 

@@ -23,6 +23,7 @@ from common.estimate.scaling import (
 from common.estimate.step_estimate import StepEstimate, estimate_step
 from common.hardware import instruction_set
 from common.model.flops import flops_per_image
+from common.model.freeze import count_trained
 from common.model.vit import build_model, parameter_count
 from common.table import flatten
 
@@ -91,8 +92,8 @@ def _describe_plan(config: Mapping[str, Any], plan: Plan, data: DataSummary | No
 
 def _describe_parameters(config: Mapping[str, Any]) -> str:
     model = _model(config)
-    count, head = parameter_count(**model), (model["width"] + 1) * model["num_classes"]
-    return f"{count:,} ({count / 1e6:.1f} M)" + (f", trained: {head:,} of the head" if config["FREEZE"] else "")
+    count, trained = parameter_count(**model), count_trained(config["FREEZE"], **model)
+    return f"{count:,} ({count / 1e6:.1f} M)" + (f", trained: {trained:,} of the head" if config["FREEZE"] else "")
 
 
 def _describe_layer_decay(config: Mapping[str, Any]) -> dict[str, str]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from common.config.batch_plan import Plan
 from common.errors import UserError
+from common.model.freeze import count_trained
 from common.model.vit import parameter_count
 
 NO_MACHINE = 10**14  # bytes: more than any GPU or host has
@@ -21,7 +22,7 @@ def check_limits(config: Mapping[str, Any], plan: Plan, memory: float, place: st
     model = config["MODEL"] | {"num_classes": config["MODEL"]["num_classes"] or 1}
     tensor, fp16 = plan.tensor_parallel, config["fp16"] or {}
     parameters, number = parameter_count(**model), 2 if fp16.get("opt_level") == "O3" else 4
-    trained = parameters if config["FREEZE"] is None else (model["width"] + 1) * model["num_classes"]
+    trained = count_trained(config["FREEZE"], **model)
     state = number * (parameters + trained * (1 + MOMENTS[config["OPTIMIZER"]["name"]])) // tensor
     if state > memory:
         raise UserError(

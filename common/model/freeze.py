@@ -1,13 +1,20 @@
 """Which part of the model is trained."""
 
+from typing import Any
+
 from torch import nn
 
-from common.model.vit import DropPath
+from common.model.vit import DropPath, parameter_count
 
 
 def is_frozen(name: str, part: str | None) -> bool:
     """Return whether the parameter ``name`` is frozen by the config's FREEZE, ``part``."""
     return part == "body" and not name.startswith("head.")
+
+
+def count_trained(part: str | None, **arguments: Any) -> int:
+    """Count the trained parameters of `build_model(**arguments)`."""
+    return parameter_count(**arguments) if part is None else (arguments["width"] + 1) * arguments["num_classes"]
 
 
 def freeze(model: nn.Module, part: str | None) -> None:

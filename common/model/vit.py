@@ -56,13 +56,22 @@ def build_norm(width: int) -> nn.LayerNorm:
     return nn.LayerNorm(width, eps=1e-6)
 
 
+class PatchProjection(nn.Conv2d):
+    """A convolution with non-overlapping patches, computed as a matrix product: [B, C, Y, X] to [B, N, D]."""
+
+    def forward(self, images_BCYX: Tensor) -> Tensor:
+        side = self.stride[0]
+        patches = images_BCYX.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 1, 3, 5)
+        return F.linear(patches.flatten(3).flatten(1, 2), self.weight.flatten(1), self.bias)
+
+
 class PatchEmbed(nn.Module):
     def __init__(self, patch_size: int, width: int) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(3, width, kernel_size=patch_size, stride=patch_size)
+        self.proj = PatchProjection(3, width, kernel_size=patch_size, stride=patch_size)
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
-        return self.proj(images_BCYX).flatten(2).transpose(1, 2)
+        return self.proj(images_BCYX)
 
 
 class Attention(nn.Module):

@@ -107,7 +107,7 @@ class CheckpointHook(BaseHook):
         doing("writing the last checkpoint")
         # no rank leaves before the write is done: the launcher would kill rank 0
         ask_first_rank(self.wait)
-        stop_signals.deferring = stop_signals.agreed != 0  # a stopped run ends normally
+        stop_signals.deferring = trainer.stopping  # a stopped run ends normally
         if self.loader_failed:
             self._refuse_to_continue(trainer)
 

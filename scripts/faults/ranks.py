@@ -1,6 +1,7 @@
 """Ranks that die or hang while the others wait, and runs resumed with different ranks."""
 
 import json
+import multiprocessing
 import random
 import signal
 import time
@@ -9,12 +10,13 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import common.checkpoint.hook
 from common.data.loader import Batch, Loader
 from common.data.sampling import TrainSampler
 from common.metrics.writers import read_metrics
-from faults.lab import NO_CHANCE, ONE, TENSOR_PARALLEL, TWO, Lab, Mode, Recovery, Trial, fault, read_result
-from faults.places import at, choose_place, in_order, kill, signal_self
-from faults.processes import expect
+from faults.lab import NO_CHANCE, ONE, TENSOR_PARALLEL, TWO, WORKERS, Lab, Mode, Recovery, Trial, fault, read_result
+from faults.places import Place, at, before_call, choose_place, in_order, kill, on, signal_self
+from faults.processes import PATIENT, expect
 
 TIMEOUT = 20
 FLOAT_ERROR = 1e-6  # of a loss in fp32 after 12 steps in other modes; another batch differs by 1e-2
@@ -44,6 +46,22 @@ for what, sent in (("dies", signal.SIGKILL), ("hangs", signal.SIGSTOP)):
     for each in (TWO, TENSOR_PARALLEL["dp2 x 1d-2"]):
         title = f"a rank {what}, the others name it within TIMEOUT: {each.name}"
         fault(title, 2, int(each == TWO), mode=each, number=sent)(lost)
+
+
+@fault("a decoding worker is killed", 3)
+def killed_worker(lab: Lab, choice: random.Random) -> Recovery:
+    """Kill a decoding worker of a rank: both ranks save, report the worker and exit with 2."""
+    trial, rank = Trial(lab, WORKERS), WORKERS.choose_rank(choice)
+
+    def kill_worker() -> None:
+        choice.choice(multiprocessing.active_children()).kill()
+
+    # the other rank exits first, so that the launcher sends SIGTERM to rank 0, which reports the worker
+    slow = on(0, lambda: before_call([(common.checkpoint.hook, "AgreedError")], 0, lambda: time.sleep(0.5)))
+    killing = at(Place("step", choice.randrange(1, 8)), kill_worker, rank)
+    stopped = trial.run(in_order(slow, killing), PATIENT)
+    stopped.expect(2, "a worker has died", "was killed by SIGKILL", "rerun the command to resume from")
+    return trial.resume()
 
 
 def record_batches(file: Path) -> None:

@@ -5,8 +5,7 @@
 
 Source: https://arxiv.org/abs/2204.07118: 83.8 % top-1 at 224 px. Not run by this project.
 
-Difference from the source: RandAugment's operations are torchvision's, at one magnitude, after the crop. Pillow
-decodes, because DALI's RandAugment cannot resume exactly.
+Difference from the source: RandAugment's operations are torchvision's, at one magnitude, after the crop.
 """
 
 from configs.deit3_b16 import *  # noqa: F403
@@ -23,4 +22,4 @@ MODEL = dict(MODEL, image_size=224)
 BCE_THRESHOLD = None
 LABEL_SMOOTHING = 0.1
 THREE_AUGMENT = False
-DATA = dict(loader="torchvision", randaugment=(2, 9), interpolation="bicubic", eval_crop=1.0)
+DATA = dict(randaugment=(2, 9), interpolation="bicubic", eval_crop=1.0)

@@ -7,7 +7,7 @@ on a TPU v3-8; 80.0 % after 300 (--set NUM_EPOCHS=300). Not run by this project.
 
 Differences from the source: RandAugment's operations are torchvision's, without Invert, SolarizeAdd and Cutout; all
 training images are used, while the source holds out 1 %. AdamW's weight decay of 0.1 equals the source's 1e-4, as torch
-multiplies it by the learning rate. Pillow decodes, because DALI's RandAugment cannot resume exactly.
+multiplies it by the learning rate.
 """
 
 from colossalai.amp import AMP_TYPE
@@ -34,8 +34,6 @@ MODEL = dict(
     position="sincos2d",
 )
 MIXUP = 0.2
-DATA = dict(
-    loader="torchvision", crop_scale=(0.05, 1.0), randaugment=(2, 10), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)
-)
+DATA = dict(crop_scale=(0.05, 1.0), randaugment=(2, 10), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 
 fp16 = dict(mode=AMP_TYPE.TORCH)

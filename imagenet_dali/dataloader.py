@@ -24,11 +24,6 @@ __all__ = ["build_eval_crop", "build_eval_loader", "build_train_loader", "descri
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
     """Count samples and classes of the data set, without reading an image."""
     refuse_unused(data, (*photographs.UNUSED, "download"))
-    if data.get("randaugment") and data["loader"] == "dali":
-        raise UserError(
-            f"DATA.randaugment={data['randaugment']} needs DATA.loader='torchvision': with DALI's, a run could not be "
-            "resumed exactly"
-        )
     train, validation = open_images(data, "train"), open_images(data, "validation")
     if isinstance(train, Split):
         manifest = read_manifest(train.root)
@@ -85,9 +80,7 @@ def _reader(data: Mapping[str, Any]) -> dict[str, Any]:
     return {"build_reader": _read_with_dali} if data["loader"] == "dali" else {}
 
 
-def _read_with_dali(
-    images: Split, crop: Crop, *, augment: None, workers: int, dp_size: int, **options: Any
-) -> BatchReader:
+def _read_with_dali(images: Split, crop: Crop, *, workers: int, dp_size: int, **options: Any) -> BatchReader:
     # DALI takes half a second to import
     from imagenet_dali.imagenet_dali_dataloader import DaliReader
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from common.data.crops import Crop, Crops, reflected
 from common.data.record_reader import Record, RecordReader
 from common.data.sampling import NO_LABEL, Draw
+from common.data.torchvision_dataloader import Augment, per_channel
 from common.errors import UserError
 from imagenet_dali.dataset import Split
 
@@ -29,6 +30,7 @@ class RawBatch(NamedTuple):
     indices: np.ndarray
     jpegs: list[np.ndarray]
     crops: Crops
+    uniforms: np.ndarray
     samples: int
 
 
@@ -36,7 +38,7 @@ class RawBatch(NamedTuple):
 def decode_pipeline(
     source: Callable[[], tuple], size: int, filter_: str, mean: Sequence[float], std: Sequence[float], on_gpu: bool
 ) -> tuple[DataNode, DataNode]:
-    """Return the graph: decode a window, resample a region of it to ``size``, normalise and mirror.
+    """Return the graph: decode a window, resample a region of it to ``size``, mirror and normalise (if ``std``).
 
     ``source`` returns a batch: JPEG bytes, start and shape of the windows, start and end of the regions, flips, labels.
     """
@@ -56,9 +58,9 @@ def decode_pipeline(
     images = fn.crop_mirror_normalize(  # pyright: ignore[reportCallIssue]
         images,  # pyright: ignore[reportArgumentType]
         mirror=flip,
-        mean=[255 * value for value in mean],
-        std=[255 * value for value in std],
-        dtype=types.FLOAT,  # pyright: ignore[reportAttributeAccessIssue]
+        mean=[255 * value for value in mean] or 0.0,
+        std=[255 * value for value in std] or 1.0,
+        dtype=types.FLOAT if std else types.UINT8,  # pyright: ignore[reportAttributeAccessIssue]
         output_layout="CHW",
     )
     return images, labels.gpu() if on_gpu else labels
@@ -67,8 +69,9 @@ def decode_pipeline(
 class DaliReader:
     """Read draws of a split as normalised images, float32 [B, 3, size, size], and labels, int64 [B], on ``device``.
 
-    ``mean`` and ``std`` are of RGB values from 0 to 1. Rows of padding are zeros with label -100. A record that does
-    not decode raises `UserError` naming its shard, number and offset; the reader cannot be used after that.
+    ``mean`` and ``std`` are of RGB values from 0 to 1. ``crop`` takes the first numbers of a draw, ``augment`` the
+    last, on ``device`` after DALI. Rows of padding are zeros with label -100. A record that does not decode raises
+    `UserError` naming its shard, number and offset; the reader cannot be used after that.
     """
 
     def __init__(
@@ -82,13 +85,15 @@ class DaliReader:
         std: Sequence[float],
         threads: int,
         device: torch.device,
+        augment: Augment | None = None,
     ) -> None:
-        self.split, self.crop, self.batch, self.device = split, crop, batch, device
+        self.split, self.crop, self.batch, self.device, self.augment = split, crop, batch, device, augment
+        self._mean, self._std = (per_channel(values, device) for values in (mean, std))
         self._graph = {
             "size": size,
             "filter_": crop.interpolation,
-            "mean": mean,
-            "std": std,
+            "mean": () if augment else mean,
+            "std": () if augment else std,
             "on_gpu": device.type == "cuda",
         }
         self.records = RecordReader(split)
@@ -118,7 +123,8 @@ class DaliReader:
             jpegs = [_jpeg(record) for record in records or [self.split.read(0)]]
             indices = np.maximum(draw.indices[: len(jpegs)], 0)
             rows = self.split.records[indices]
-            yield RawBatch(indices, jpegs, self.crop(rows["height"], rows["width"], draw.uniforms), len(records))
+            crops = self.crop(rows["height"], rows["width"], draw.uniforms)
+            yield RawBatch(indices, jpegs, crops, draw.uniforms, len(records))
 
     def _next_inputs(self) -> tuple:
         """Hand DALI its next batch; StopIteration ends the pass."""
@@ -149,6 +155,9 @@ class DaliReader:
         images, labels = (torch.from_dlpack(output.as_tensor()) for output in outputs)
         raw = self._in_flight.popleft()
         images, samples = _shift(images, raw.crops), raw.samples
+        if self.augment:
+            images = self.augment.augment_batch(images.clone(), raw.uniforms[:, -self.augment.uniforms :])
+            images = images.float().sub_(self._mean).div_(self._std)
         missing = self.batch - samples
         if missing:
             images = torch.cat([images[:samples], images.new_zeros(missing, *images.shape[1:])])
@@ -158,7 +167,7 @@ class DaliReader:
     def _explain(self, error: RuntimeError) -> Exception:
         """Return what to raise for DALI's error: decode the batches in flight image by image to find the record."""
         samples = [
-            RawBatch(raw.indices[[row]], [raw.jpegs[row]], Crops(*(array[[row]] for array in raw.crops)), 1)
+            RawBatch(raw.indices[[row]], [raw.jpegs[row]], Crops(*(of[[row]] for of in raw.crops)), raw.uniforms, 1)
             for raw in self._in_flight
             for row in range(len(raw.indices))
         ]

@@ -90,7 +90,7 @@ class Data(Section):
     )
     randaugment: Annotated[tuple[Int, Number], _hold(lambda pair: pair[0] >= 1 and 0 <= pair[1] <= 10)] | None = key(
         None,
-        "torchvision: RandAugment's operations per image, and their largest magnitude",
+        "torchvision's RandAugment: operations per image, and their largest magnitude",
         says="None or (operations >= 1, magnitude from 0 to 10)",
         strict=False,
     )

@@ -40,10 +40,11 @@ class ImageSplit(Protocol):
 class Augment(Protocol):
     """Changes the crop of an image, for training, as its numbers in [0, 1) say."""
 
-    @property
-    def uniforms(self) -> int: ...  # how many an image takes
+    uniforms: int  # how many an image takes
 
     def __call__(self, image: Image.Image, uniforms: np.ndarray) -> Image.Image: ...
+
+    def augment_batch(self, images: Tensor, uniforms: np.ndarray) -> Tensor: ...
 
 
 class TorchvisionReader:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import Tensor
+from torchvision.transforms import AutoAugment, AutoAugmentPolicy
 
 from cifar10_benchmark import operations as ops
 
@@ -31,34 +32,8 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float, float, bo
 NAMES = list(OPERATIONS)
 NONE = len(NAMES)
 
-# each sub-policy: two times (operation, probability, level)
-POLICY = (
-    (("Invert", 0.1, 0), ("Contrast", 0.2, 6)),
-    (("Rotate", 0.7, 2), ("TranslateX", 0.3, 9)),
-    (("Sharpness", 0.8, 1), ("Sharpness", 0.9, 3)),
-    (("ShearY", 0.5, 8), ("TranslateY", 0.7, 9)),
-    (("AutoContrast", 0.5, 0), ("Equalize", 0.9, 0)),
-    (("ShearY", 0.2, 7), ("Posterize", 0.3, 7)),
-    (("Color", 0.4, 3), ("Brightness", 0.6, 7)),
-    (("Sharpness", 0.3, 9), ("Brightness", 0.7, 9)),
-    (("Equalize", 0.6, 0), ("Equalize", 0.5, 0)),
-    (("Contrast", 0.6, 7), ("Sharpness", 0.6, 5)),
-    (("Color", 0.7, 7), ("TranslateX", 0.5, 8)),
-    (("Equalize", 0.3, 0), ("AutoContrast", 0.4, 0)),
-    (("TranslateY", 0.4, 3), ("Sharpness", 0.2, 6)),
-    (("Brightness", 0.9, 6), ("Color", 0.2, 8)),
-    (("Solarize", 0.5, 2), ("Invert", 0.0, 0)),
-    (("Equalize", 0.2, 0), ("AutoContrast", 0.6, 0)),
-    (("Equalize", 0.2, 0), ("Equalize", 0.6, 0)),
-    (("Color", 0.9, 9), ("Equalize", 0.6, 0)),
-    (("AutoContrast", 0.8, 0), ("Solarize", 0.2, 8)),
-    (("Brightness", 0.1, 3), ("Color", 0.7, 0)),
-    (("Solarize", 0.4, 5), ("AutoContrast", 0.9, 0)),
-    (("TranslateY", 0.9, 9), ("TranslateY", 0.7, 9)),
-    (("AutoContrast", 0.9, 0), ("Solarize", 0.8, 3)),
-    (("Equalize", 0.8, 0), ("Invert", 0.1, 0)),
-    (("TranslateY", 0.7, 9), ("AutoContrast", 0.9, 0)),
-)
+# each sub-policy: two times (operation, probability, level), without a level for operations that have no strength
+POLICY = AutoAugment(AutoAugmentPolicy.CIFAR10).policies
 
 
 def auto_augment(images_BCYX: Tensor, uniforms: np.ndarray) -> Tensor:
@@ -89,14 +64,14 @@ def apply_operations(images_BCYX: Tensor, operations: np.ndarray, magnitudes: np
     return ordered_BCYX.index_select(0, places)
 
 
-def magnitude(name: str, level: int) -> float:
+def magnitude(name: str, level: int | None) -> float:
     """Return an operation's unsigned magnitude at a level from 0 to 9."""
     _, first, last, _ = OPERATIONS[name]
-    value = first + (last - first) * level / (LEVELS - 1)
+    value = first + (last - first) * (level or 0) / (LEVELS - 1)
     return round(value) if name == "Posterize" else value
 
 
-def _table(value: Callable[[str, float, int], object]) -> np.ndarray:
+def _table(value: Callable[[str, float, int | None], object]) -> np.ndarray:
     """Return ``value(operation, probability, level)`` of the policy, by [sub-policy, stage]."""
     return np.array([[value(*operation) for operation in sub_policy] for sub_policy in POLICY])
 

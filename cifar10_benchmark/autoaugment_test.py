@@ -1,4 +1,4 @@
-"""The policy against torchvision's: the same table, the same magnitudes, the same pictures."""
+"""The policy against torchvision's: the same magnitudes, the same pictures."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,6 @@ from cifar10_benchmark.autoaugment import (
     NAMES,
     NONE,
     OPERATIONS,
-    POLICY,
     apply_operations,
     auto_augment,
     magnitude,
@@ -19,11 +18,6 @@ from cifar10_benchmark.autoaugment import (
 TORCHVISION = AutoAugment(AutoAugmentPolicy.CIFAR10)
 IMAGES = torch.randint(0, 256, (200, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 UNIFORMS = np.random.default_rng(2).random((len(IMAGES), 5))
-
-
-def test_the_policy_is_torchvisions():
-    theirs = [[(name, probability, level or 0) for name, probability, level in pair] for pair in TORCHVISION._policies]
-    assert [list(pair) for pair in POLICY] == theirs
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import pickle
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common.checkpoint.save
@@ -22,7 +20,6 @@ from common.checkpoint.save import (
     find_fault,
     list_checkpoints,
     load_model_state,
-    load_trainer_state,
     mark_best,
     newest_checkpoint,
     put_back_old,
@@ -198,12 +195,6 @@ def test_checksums_and_modes_are_those_of_the_shell(small: Path, tmp_path: Path)
     assert {file.stat().st_mode for file in small.iterdir()} == {(tmp_path / "new").stat().st_mode}
 
 
-@pytest.mark.parametrize("name", FILES[:-1])
-def test_a_foreign_file_with_a_matching_checksum_is_found(small: Path, name: str) -> None:
-    write_small(small, **{name: pickle.dumps({"weight": 0.0})})
-    assert find_fault(small).startswith(f"{name}: ")
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_damage_is_found(small: Path, name: str) -> None:
     file = small / name
@@ -287,19 +278,3 @@ def test_a_failed_write_leaves_the_old_checkpoint(small: Path, tmp_path: Path) -
         write_checkpoint(small, {"model.safetensors": {"weight": "no tensor"}})
     assert value_of(small) == 1.0
     assert list(tmp_path.iterdir()) == [small]
-
-
-def test_a_pickle_is_refused_and_not_run(small: Path, tmp_path: Path) -> None:
-    class Attack:
-        def __reduce__(self) -> tuple:
-            return (Path.touch, (tmp_path / "executed",))
-
-    for name in FILES:
-        (small / name).write_bytes(pickle.dumps({"weight": Attack()}))
-    torch.save({"weight": Attack()}, small / "model.safetensors")
-    assert find_fault(small)
-    with pytest.raises(SafetensorError):
-        load_model_state(small)
-    with pytest.raises(UserError):
-        load_trainer_state(small)
-    assert not (tmp_path / "executed").exists()

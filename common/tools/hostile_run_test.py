@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint.save import MARKER, newest_checkpoint
+from common.checkpoint.save import FILES, MARKER, newest_checkpoint
 from common.colossal import shutdown
 from common.errors import UserError
 from common.files import sha256_of
@@ -65,7 +65,7 @@ def test_no_module_that_a_run_names_is_imported(hostile: Path) -> None:
     assert not (hostile.parent / "proof").exists()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "random.safetensors", "trainer.json"])
+@pytest.mark.parametrize("name", FILES[:-1])
 def test_nothing_in_a_run_is_unpickled(data: Path, hostile: Path, name: str) -> None:
     checkpoint = newest_checkpoint(hostile / "checkpoints")
     (checkpoint / name).write_bytes(pickle.dumps(Evil(hostile.parent / "proof")))

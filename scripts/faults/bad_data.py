@@ -1,27 +1,18 @@
-"""Corrupt, replaced and malicious data."""
+"""Corrupt and replaced data."""
 
 import contextlib
 import io
-import os
-import pickle
 import random
-import shutil
-import tarfile
-from collections.abc import Callable
 from pathlib import Path
 
-from common.checkpoint.save import MARKER, MODEL, OPTIMIZER, RANDOM, TRAINER, newest_checkpoint
-from common.data.download import extract
 from common.data.sampling import epoch_order
-from common.errors import UserError
-from common.files import sha256_of
 from common.metrics.writers import read_metrics
-from faults.lab import ONE, TWO, Lab, Mode, Recovery, Trial, fault, read_result
+from faults.lab import ONE, TWO, Lab, Mode, Trial, fault, read_result
 from faults.places import Place, at
-from faults.processes import Inject, RunLostError, expect
+from faults.processes import Inject, expect
 from imagenet_dali import prepare
 from imagenet_dali.dataset import open_split
-from imagenet_dali.testing import BAD_IMAGES, spoil_record, write_bad_images, write_images
+from imagenet_dali.testing import spoil_record, write_images
 
 SEED = 1024
 SETTINGS = ["MAX_STEPS=12", f"SEED={SEED}"]
@@ -83,69 +74,3 @@ def another_data_set(lab: Lab, choice: random.Random) -> None:
     )
     Trial(lab, TWO, stopped.output, [*SETTINGS, "DATA.allow_change=True"], data).run().expect(0)
     read_result(stopped.output)
-
-
-@fault(f"1,000 bad images of {len(BAD_IMAGES)} kinds into preparation", 1, 0)
-def thousand_bad_images(lab: Lab, choice: random.Random) -> None:
-    """Prepare 60 good and 1,000 bad images: every bad one is listed with its reason and excluded."""
-    folder = lab.new_folder()
-    source, shards = write_images(folder / "images", 20, 3), folder / "shards"
-    good = {path.read_bytes() for path in source.rglob("*.jpg")}
-    kinds = {
-        path.relative_to(source).as_posix(): kind for path, kind in write_bad_images(source / "class_0", 1000).items()
-    }
-    prepare_quietly(source, shards, "--validation-share", "0.1", "--max-refused", "1")
-    listed = dict(line.split("\t") for line in (shards / "refused.txt").read_text().splitlines())
-    expect(listed.keys() == kinds.keys(), "another list")
-    expect(all(BAD_IMAGES[kinds[name]][1] in reason for name, reason in listed.items()), "another reason")
-    splits = [open_split(shards, name) for name in ("train", "validation")]
-    kept = {bytes(split.read(index)[0]) for split in splits for index in range(len(split))}
-    expect(kept == good, f"{len(kept - good)} bad images in the shards, {len(good - kept)} good ones missing")
-    Trial(lab, ONE, data=shards).run().expect(0)
-
-
-class Malice:
-    """Creates a folder when unpickled."""
-
-    def __init__(self, evidence: Path) -> None:
-        self.evidence = evidence
-
-    def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
-        return os.mkdir, (str(self.evidence),)
-
-
-@fault("a pickle that runs code, as checkpoint: refused")
-def malicious_checkpoint(lab: Lab, choice: random.Random) -> Recovery:
-    """Put a pickle that runs code into each file of a checkpoint, with valid checksums: nothing is executed.
-
-    The checkpoint is refused, and the run resumes from the one before.
-    """
-    stopped, evidence, equal = Trial(lab, ONE).stop_at_step_10(), lab.new_folder(), True
-    for name in (MODEL, OPTIMIZER, RANDOM, TRAINER):
-        trial = Trial(lab, ONE)
-        shutil.copytree(stopped.output, trial.output, symlinks=True)
-        checkpoint = newest_checkpoint(trial.checkpoints)
-        (checkpoint / name).write_bytes(pickle.dumps(Malice(evidence)))
-        files = [line.partition("  ")[2] for line in (checkpoint / MARKER).read_text().splitlines()]
-        (checkpoint / MARKER).write_text("".join(f"{sha256_of(checkpoint / file)}  {file}\n" for file in files))
-        equal &= bool(trial.resume(f"warning: {checkpoint} is damaged ({name}: ").equal)
-        expect(not evidence.exists(), f"{name} was executed")
-    return Recovery(equal)
-
-
-@fault("a tar with ../: refused")
-def malicious_archive(lab: Lab, choice: random.Random) -> None:
-    """Unpack an archive with a file ``../evil``: refused, and nothing is written, outside or inside."""
-    outside, archive = lab.new_folder(), lab.new_folder()
-    folder = outside / "data"
-    folder.mkdir(parents=True)
-    with tarfile.open(archive, "w") as tar:
-        for name in ("images/good", "../evil", "images/../../evil"):
-            member = tarfile.TarInfo(name)
-            member.size = 4
-            tar.addfile(member, io.BytesIO(b"evil"))
-    try:
-        extract(archive, "images", folder)
-        raise RunLostError("it was not refused")
-    except UserError:
-        expect(list(outside.iterdir()) == [folder] and not list(folder.iterdir()), "something was written")

@@ -4,12 +4,13 @@ import math
 import os
 import platform
 import resource
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
+
+import psutil
 
 # Matrix products run in oneDNN, all else in ATen; each chooses its kernels by itself, and both can be limited.
 WIDTHS = ("SSE4.1", "AVX", "AVX2", "AVX-512", "AVX512_BF16", "AMX")
@@ -99,21 +100,10 @@ def choose_waiting() -> None:
 def busy_cores(seconds: float = 0.1) -> float:
     """Return how many of the CPUs that this process may use are busy, while it sleeps for ``seconds``."""
     try:
-        before = _cpu_ticks()
-        time.sleep(seconds)
-        after = _cpu_ticks()
-    except OSError:  # not Linux, or no /proc
+        percent = dict(enumerate(psutil.cpu_percent(seconds, percpu=True)))
+        return sum(percent.get(cpu, 0.0) for cpu in os.sched_getaffinity(0)) / 100
+    except (AttributeError, OSError):  # not Linux, or no /proc
         return 0.0
-    used = [(now[0] - then[0], now[1] - then[1]) for then, now in zip(before, after, strict=True)]
-    return sum(busy / max(busy + idle, 1) for busy, idle in used)
-
-
-def _cpu_ticks() -> list[tuple[int, int]]:
-    """Return the busy and idle clock ticks of each CPU that this process may use (proc_stat(5))."""
-    lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-    names = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
-    ticks = [[int(field) for field in fields[:8]] for name, *fields in lines if name in names]
-    return [(sum(times) - times[3] - times[4], times[3] + times[4]) for times in ticks]
 
 
 def limit_threads() -> None:

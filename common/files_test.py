@@ -1,6 +1,5 @@
 """Files read with limits, checksums, and the lock of a folder between processes."""
 
-import hashlib
 import multiprocessing
 import os
 import subprocess
@@ -25,12 +24,6 @@ from common.files import (
 )
 
 HOLD = "import sys; from pathlib import Path; from common.files import lock_folder; lock_folder(Path(sys.argv[1]))"
-
-
-def test_sha256(tmp_path: Path) -> None:
-    content = os.urandom(3_000_000)
-    (tmp_path / "file").write_bytes(content)
-    assert sha256_of(tmp_path / "file") == hashlib.sha256(content).hexdigest()
 
 
 class Point(Schema):

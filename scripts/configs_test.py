@@ -11,8 +11,7 @@ from PIL import Image
 
 from common.config.load import load_config
 from common.config.originals_test import FILES
-from common.testing.commands import run_forked
-from imagenet_dali import train, train_dali
+from imagenet_dali import train_dali
 from imagenet_dali.testing import prepare_data, run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,23 +108,3 @@ def test_a_recipes_dry_run_counts_the_parameters_of_timms_model(recipe: str, nam
     with torch.device("meta"):
         count = sum(p.numel() for p in timm.create_model(name, img_size=size, num_classes=1000).parameters())
     assert f"{count:,} (" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("setting", "expected"),
-    [
-        (f"SEED={2**64}", "integer >= 0 of at most 64 bits"),
-        ("TIMEOUT=1e999", "number >= 1 and <= 10000000 (seconds)"),
-        ("DATA.crop_scale=()", "(low, high), 0 < low <= high <= 1"),
-        ("DATA.mean=(1, 2)", "(R, G, B)"),
-        ("OPTIMIZER.eps=abc", "number > 0"),
-        ("gradient_handler=[5]", "None or [dict(type='DataParallelGradientHandler')]"),
-    ],
-)
-def test_a_bad_value_is_one_line_with_key_value_and_range(setting: str, expected: str, tmp_path: Path) -> None:
-    ended = run_forked(train.main, ["--config", "vit_s16_vanilla", "--output", tmp_path / "run", "--set", setting])
-    assert (ended.code, ended.stdout) == (2, "")
-    (line,) = ended.stderr.splitlines()
-    assert line.startswith(f"error: {setting.partition('=')[0]}=")
-    assert line.endswith(f": expected {expected}")
-    assert not (tmp_path / "run").exists()

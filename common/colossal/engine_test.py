@@ -1,19 +1,13 @@
 """What crosses ranks in a step of the engine; parity_test.py and precision_test.py have what it computes."""
 
-import warnings
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from colossalai.interface import OptimizerWrapper
-from colossalai.legacy.engine import Engine as UpstreamEngine
-from colossalai.legacy.engine.gradient_accumulation import GradAccumOptimizer
-from colossalai.legacy.utils import sync_model_param
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from common.colossal import ParallelMode, gpc, initialize
+from common.colossal import Engine, gpc, initialize
 from common.errors import UserError
 from common.testing.ranks import launched, run_ranks
 
@@ -27,30 +21,23 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.5)
 
 
-def build_engine() -> UpstreamEngine:
+def build_engine() -> Engine:
     model, optimizer = build()
     engine, *_ = initialize(model, optimizer, nn.MSELoss())
     assert not model.weight.any()  # those of rank 0
     return engine
 
 
-def run_two_steps(engine: UpstreamEngine) -> None:
+def run_two_steps(engine: Engine) -> None:
     for _ in range(8):
         engine.zero_grad()
         engine.execute_schedule(iter([(torch.ones(2, 3), torch.ones(2, 1))]))
         engine.step()
 
 
-def count_all_reduces(upstream: bool) -> int:
+def count_all_reduces() -> int:
     """Count how often DDP reduces a gradient bucket in 2 steps of 4 micro-batches."""
-    buckets = []
-    if upstream:
-        model, optimizer = build()
-        ddp = DistributedDataParallel(model)
-        optimizer = GradAccumOptimizer(OptimizerWrapper(optimizer), 4, ddp)
-        engine = UpstreamEngine(ddp, optimizer, nn.MSELoss(), clip_grad_norm=1e9)
-    else:
-        engine = build_engine()
+    buckets, engine = [], build_engine()
 
     def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buckets.append(bucket.index())
@@ -70,30 +57,25 @@ def count_handler_calls() -> int:
     return len(calls)
 
 
-def count_hook_calls(upstream: bool) -> int:
+def count_hook_calls() -> int:
     """Count the calls of a gradient hook that was registered before the ranks' weights were synchronized."""
     (model, optimizer), calls = build(), []
     model.weight.register_hook(calls.append)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "c10d..broadcast_")
-        if upstream:
-            sync_model_param(model, ParallelMode.DATA)
-        else:
-            initialize(model, optimizer, nn.MSELoss())
-        model(torch.ones(2, 3)).sum().backward()
+    initialize(model, optimizer, nn.MSELoss())
+    model(torch.ones(2, 3)).sum().backward()
     return len(calls)
 
 
 def count() -> list[int]:
-    """Return how often gradients cross ranks by DDP (ours, upstream's) and handlers, and a hook's calls (the same)."""
+    """Return how often gradients cross ranks by DDP and by handlers, and how often a hook is called."""
     with launched(gradient_accumulation=4):
-        by_ddp = count_all_reduces(False), count_all_reduces(True)
+        by_ddp = count_all_reduces()
         gpc.config["gradient_handler"] = HANDLER
-        return [*by_ddp, count_handler_calls(), count_hook_calls(False), count_hook_calls(True)]
+        return [by_ddp, count_handler_calls(), count_hook_calls()]
 
 
 def test_gradients_cross_ranks_once_per_step_and_hooks_survive_synchronization() -> None:
-    assert run_ranks(2, count) == [[2, 8, 2, 1, 0]] * 2
+    assert run_ranks(2, count) == [[2, 2, 1]] * 2
 
 
 def test_zero_is_refused() -> None:

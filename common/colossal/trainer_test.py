@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from colossalai.legacy.trainer import Trainer as UpstreamTrainer
 from torch import Tensor, nn
 
 from common.colossal import BaseHook, Trainer, initialize
@@ -43,7 +42,6 @@ def fit(
     accumulation: int = 1,
     test_batches: int = 0,
     epochs: int = 1,
-    trainer_class: type = Trainer,
     **options: Any,
 ) -> Trainer:
     """Train a linear model; its learning rate is 1 / (optimizer steps so far + 1)."""
@@ -53,7 +51,7 @@ def fit(
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
         train, test = [BATCH] * batches, [BATCH] * test_batches or None
         engine, train, test, _ = initialize(model, optimizer, nn.CrossEntropyLoss(), train, test, schedule)
-        trainer = trainer_class(engine)
+        trainer = Trainer(engine)
         trainer.fit(train, epochs, test_dataloader=test, hooks=list(hooks), **options)
         return trainer
 
@@ -187,11 +185,3 @@ def test_an_agreed_error_names_the_last_checkpoint(saved: str | None, words: str
 
     with pytest.raises(AgreedError, match=f"^diverged; {words}$"):
         fit([Fails(0)])
-
-
-def test_upstream_leaves_out_the_last_epoch_and_needs_a_logger() -> None:
-    recorder = Recorder(lambda trainer: trainer.cur_epoch)
-    fit([recorder], test_batches=1, epochs=4, test_interval=2, trainer_class=UpstreamTrainer)
-    assert recorder.seen("before_test") == [0, 2]
-    with pytest.raises(AttributeError):
-        fit(max_steps=1, trainer_class=UpstreamTrainer)

@@ -25,7 +25,7 @@ from imagenet_dali.records import BadRecordError, unframe
 class Split:
     """One split of a prepared data set, opened by `open_split`."""
 
-    is_upright: ClassVar[bool] = True  # preparation has applied EXIF orientations
+    is_prepared: ClassVar[bool] = True  # RGB JPEGs, turned as their EXIF blocks said
     root: Path
     name: str
     shards: list[Path]

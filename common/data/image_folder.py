@@ -111,7 +111,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 class FolderSplit:
     """One split of the images below ``root``."""
 
-    is_upright = False  # an image may say in its EXIF block how it is to be turned
+    is_prepared = False  # an image may be of any kind, and say in its EXIF block how it is to be turned
 
     def __init__(self, root: Path, class_names: Sequence[str], files: Files) -> None:
         self.root, self.class_names, self.num_classes = root, class_names, len(class_names)
@@ -160,11 +160,11 @@ def check_pixels(height: int, width: int) -> None:
         raise ValueError(f"{width}x{height} is more than {MAX_PIXELS // 1_000_000} million pixels")
 
 
-def open_image(data: bytes | memoryview, is_upright: bool = False) -> Image.Image:
-    """Decode an image to RGB, turned as its EXIF block says unless it ``is_upright``.
+def open_image(data: bytes | memoryview) -> Image.Image:
+    """Decode an image to RGB, turned as its EXIF block says.
 
     Raises `ValueError` beyond `MAX_PIXELS`, what `to_rgb` raises, and what Pillow does.
     """
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     check_pixels(image.height, image.width)
-    return to_rgb(image if is_upright else ImageOps.exif_transpose(image))
+    return to_rgb(ImageOps.exif_transpose(image))

@@ -8,27 +8,27 @@ from itertools import chain
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
+import simplejpeg
 import torch
 from PIL import Image
 from torch import Tensor
 
 from common.data.corrupt_images import BadImages, reason_of
-from common.data.crops import Crop, reflected
+from common.data.crops import Crop
 from common.data.cuda_prefetch import prefetch
 from common.data.image_folder import open_image
+from common.data.pixels import Normalizer, crop_image
 from common.data.record_reader import Record, RecordReader, RecordSource
 from common.data.sampling import NO_LABEL, PADDING, Draw
 from common.data.worker_pool import WorkerPool
 from common.errors import UserError
-
-NONE_RANDOM = np.empty((1, 0))
 
 
 class ImageSplit(Protocol):
     """What is read: encoded images and their labels, by number."""
 
     @property
-    def is_upright(self) -> bool: ...  # whether to ignore the orientation in EXIF
+    def is_prepared(self) -> bool: ...  # whether all are RGB JPEGs whose orientation in EXIF is to be ignored
 
     def __len__(self) -> int: ...
 
@@ -73,7 +73,7 @@ class TorchvisionReader:
         self.device = device
         self._records = RecordReader(cast(RecordSource, split))  # read_span is called for draws with spans only
         self._bad = BadImages(len(split) / dp_size)
-        self._mean, self._std = (per_channel(values, device) for values in (mean, std))
+        self._normalize = Normalizer(mean, std, device)
         self._pool = WorkerPool(_Batches(split, crop, size, augment), workers)
 
     @property
@@ -89,9 +89,12 @@ class TorchvisionReader:
     def _read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:
         for images_BHWC, labels, bad in self._pool.map(self._tasks(draws)):
             self._bad.add(bad)
+            has_padding = NO_LABEL in labels
             images, labels = (self._to_device(torch.from_numpy(array)) for array in (images_BHWC, labels))
-            images = normalize(images, self._mean, self._std)
-            yield images.masked_fill_((labels == NO_LABEL)[:, None, None, None], 0), labels
+            images = self._normalize(images)
+            if has_padding:
+                images.masked_fill_((labels == NO_LABEL)[:, None, None, None], 0)
+            yield images, labels
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         if self.device.type == "cpu":
@@ -138,38 +141,16 @@ class _Batches:
             else:
                 view = crop_image(image, self.crop, self.size, uniforms[row : row + 1])
                 if self.augment:
-                    view = self.augment(view, uniforms[row, -self.augment.uniforms :])
-                images[row] = np.asarray(view)
+                    view = self.augment(Image.fromarray(view), uniforms[row, -self.augment.uniforms :])
+                images[row] = view
                 labels[row] = label
         return _Batch(images, labels, bad)
 
-    def _load(self, index: int, record: Record | None) -> tuple[Image.Image, int]:
+    def _load(self, index: int, record: Record | None) -> tuple[np.ndarray, int]:
         if isinstance(record, UserError):
             raise record
         data, label = record or self.split.read(index)
         try:
-            return open_image(data, self.split.is_upright), label
+            return simplejpeg.decode_jpeg(data) if self.split.is_prepared else np.array(open_image(data)), label
         except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
             raise self.split.fault(index, reason_of(error)) from error
-
-
-def crop_image(image: Image.Image, crop: Crop, size: int, uniforms: np.ndarray = NONE_RANDOM) -> Image.Image:
-    """Return the crop of an image at ``size`` x ``size`` pixels, the network's input; ``uniforms`` is [1, K]."""
-    crops = crop(np.array([image.height]), np.array([image.width]), uniforms)
-    top, left, height, width = *crops.start[0].tolist(), *crops.shape[0].tolist()
-    box = *crops.region_start[0, ::-1].tolist(), *crops.region_end[0, ::-1].tolist()
-    window = image.crop((left, top, left + width, top + height))
-    view = window.resize((size, size), Image.Resampling[crop.interpolation.upper()], box)
-    if crops.shift.any():
-        view = Image.fromarray(np.asarray(view)[np.ix_(*reflected(size, crops.shift[0]))])
-    return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if crops.flip[0] else view
-
-
-def per_channel(values: Sequence[float], device: torch.device) -> Tensor:
-    """Return a value for each of R, G and B (0 to 1) as a tensor [3, 1, 1] of their scale in images (0 to 255)."""
-    return torch.tensor(values, device=device)[:, None, None] * 255
-
-
-def normalize(images_BHWC: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Return images, uint8 [B, Y, X, 3], as the network's input, float32 [B, 3, Y, X]; see `per_channel`."""
-    return images_BHWC.permute(0, 3, 1, 2).contiguous().float().sub_(mean).div_(std)

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:De
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIZE = 24
+VALUE = 1.01 / 255 / min(STD)  # one of 255
 ORIENTATION = 0x0112
 
 
@@ -88,7 +89,9 @@ def test_training_shows_what_torchvision_shows(folder):
             expected = F.resized_crop(image, *crops.start[0].tolist(), *crops.shape[0].tolist(), [SIZE, SIZE])
             expected = F.hflip(expected) if crops.flip[0] else expected
             flips += crops.flip[0]
-            torch.testing.assert_close(images[row], normalise(expected))
+            difference = (images[row] - normalise(expected)).abs()
+            assert difference.max() <= VALUE  # rounded the other way
+            assert difference.mean() < 0.3 * VALUE
             assert ["ape", "bee"][labels[row]] == split.path(index).parent.name
     assert 0 < flips < 16
 
@@ -100,8 +103,7 @@ def test_evaluation_shows_what_torchvision_shows_once_each(folder):
     assert not images[10:].any()
     for index in range(10):
         expected = F.center_crop(F.resize(open_upright(split, index), 28), SIZE)
-        # a value of 255 rounded the other way
-        torch.testing.assert_close(images[index], normalise(expected), rtol=0, atol=1.01 / 255 / min(STD))
+        torch.testing.assert_close(images[index], normalise(expected), rtol=0, atol=VALUE)
 
 
 def assert_same_batches(batches, expected) -> None:

@@ -13,6 +13,8 @@ from multiprocessing.process import BaseProcess
 from signal import SIGTERM, Signals
 from typing import Any
 
+import torch
+
 AHEAD = 2  # tasks for each worker that are done before they are asked for
 _function: Callable[[Any], Any]  # of a worker
 
@@ -110,6 +112,7 @@ def _describe_exit(code: int) -> str:
 
 def _set_function(function: Callable[[Any], Any]) -> None:
     global _function
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     _function = function
 
 

@@ -25,7 +25,7 @@ from common.colossal import Predictor
 from common.data.corrupt_images import UNREADABLE
 from common.data.crops import CenterCrop
 from common.data.image_folder import list_files, open_image
-from common.data.torchvision_dataloader import crop_image, normalize, per_channel
+from common.data.pixels import Normalizer, crop_image
 from common.errors import UNPRINTABLE, UserError, printable
 from common.files import short_path
 
@@ -76,7 +76,7 @@ def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
     size, data = run.config["MODEL"]["image_size"], run.config["DATA"]
     read = partial(_read, crop=run.import_loaders().build_eval_crop(data, size), size=size)
     predictor = Predictor(run.load_model(), run.config["fp16"])
-    mean, std = (per_channel(data[name], predictor.device) for name in ("mean", "std"))
+    normalize = Normalizer(data["mean"], data["std"], predictor.device)
     names, remaining = run.class_names, iter(images)
     with ThreadPoolExecutor() as pool:
         while batch := list(islice(remaining, BATCH)):
@@ -85,7 +85,7 @@ def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
             probabilities = iter(())
             if decoded:
                 pixels = torch.from_numpy(np.stack(decoded)).to(predictor.device)
-                probabilities = iter(predictor(normalize(pixels, mean, std)).softmax(1).cpu())
+                probabilities = iter(predictor(normalize(pixels)).softmax(1).cpu())
             for image, view in zip(batch, views, strict=True):
                 is_read = isinstance(view, np.ndarray)
                 yield {"image": image} | (_best(next(probabilities), names) if is_read else {"error": view})
@@ -95,7 +95,7 @@ def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
     """Return an image as the network sees it, uint8 [size, size, 3], or an error message."""
     try:
         data = sys.stdin.buffer.read() if image == STDIN else Path(image).read_bytes()
-        return np.asarray(crop_image(open_image(data), crop, size))
+        return crop_image(np.array(open_image(data)), crop, size)
     except UnidentifiedImageError:
         return f"{UNREADABLE}not of a kind that Pillow reads"
     except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types

@@ -43,8 +43,9 @@ class CheckpointHook(BaseHook):
 
     The training loop waits for a copy of the weights and the optimizer's state; a thread of rank 0 writes it. A write
     that fails is reported, and training continues; if it is the last one, the run ends with `UserError`. The newest
-    ``keep`` checkpoints stay, and the best. A signal that any rank has received, and a
-    loader of any rank that has failed, end the training of all ranks after the same step.
+    ``keep`` checkpoints stay, and the best. A signal that any rank has received, and a loader of any rank that has
+    failed, end the training of all ranks after the same step. Ranks exchange this after every step without waiting, and
+    act on it a step later; so do they save after minutes.
 
     ``start_from`` is the checkpoint to resume from; ``about`` what config.json holds; ``averages`` those of `EmaHook`.
     """
@@ -77,6 +78,7 @@ class CheckpointHook(BaseHook):
         self.saved_at = time.monotonic()
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self.writing: Future[None] | None = None
+        self.exchange: tuple[Tensor, dist.Work] | None = None  # of flags between ranks, begun after the last step
 
     def before_train(self, trainer: Trainer) -> None:
         if self.start_from is not None:
@@ -102,6 +104,7 @@ class CheckpointHook(BaseHook):
             self._save(trainer, is_best=True)
 
     def after_train(self, trainer: Trainer) -> None:
+        self._finish_exchange()
         if self.saved != trainer.state_dict():
             self._save(trainer)
         doing("writing the last checkpoint")
@@ -117,18 +120,35 @@ class CheckpointHook(BaseHook):
         raise AgreedError(f"{words}; rerun the command to resume from {trainer.states.get('checkpoint')}")
 
     def _agree(self, trainer: Trainer, step: int | None = None) -> tuple[bool, bool]:
-        """Return, equal on all ranks, whether to stop, and whether a checkpoint is due after ``step``."""
+        """Return, equal on all ranks, whether to stop, and whether a checkpoint is due after ``step``.
+
+        Of several ranks this is what they knew in the last call, so that none waits for the others.
+        """
         seconds = time.monotonic() - self.saved_at
         is_due = self.every_seconds is not None and seconds >= self.every_seconds
         flags = torch.tensor([stop_signals.received, is_due, trainer.loader_failure != ""])
         if gpc.get_world_size(ParallelMode.GLOBAL) > 1:
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
+            agreed = self._finish_exchange()
+            if agreed[1]:  # it is saved now
+                flags[1] = 0
+            group = gpc.get_cpu_group(ParallelMode.GLOBAL)
+            self.exchange = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, group, async_op=True)
+            flags = agreed
         stop_signals.agreed, self.loader_failed = int(flags[0]), bool(flags[2])
         if self.every_steps is not None:
             is_due = step is not None and step % self.every_steps == 0
         else:
             is_due = step is not None and bool(flags[1])
         return stop_signals.agreed != 0 or self.loader_failed, is_due
+
+    def _finish_exchange(self) -> Tensor:
+        """Return the flags that the ranks began to exchange last; zeros before the first exchange."""
+        exchange, self.exchange = self.exchange, None
+        if exchange is None:
+            return torch.zeros(3, dtype=torch.int64)
+        flags, work = exchange
+        work.wait()
+        return flags
 
     def _save(self, trainer: Trainer, is_best: bool = False) -> None:
         """Copy the state, which takes all ranks, and let rank 0 write it; waits for the write before this one."""

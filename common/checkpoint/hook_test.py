@@ -269,7 +269,32 @@ def last_checkpoint_of_a_stopped_run(output: Path) -> str:
 
 def test_no_rank_leaves_before_the_last_checkpoint_is_written(tmp_path: Path, monkeypatch) -> None:
     write_with(monkeypatch, lambda _: time.sleep(1))
-    assert run_ranks(2, last_checkpoint_of_a_stopped_run, tmp_path / "run") == ["step-00000002"] * 2
+    # the signal of step 2 is known to all after step 3
+    assert run_ranks(2, last_checkpoint_of_a_stopped_run, tmp_path / "run") == ["step-00000003"] * 2
+
+
+def agree_with_a_late_rank() -> tuple[float, list[tuple[bool, bool]]]:
+    """Return how long the first call takes where the other rank is late, and what all calls return."""
+    with launched():
+        hook = CheckpointHook.__new__(CheckpointHook)
+        hook.exchange, hook.every_steps, hook.every_seconds, hook.saved_at = None, None, 3600.0, time.monotonic()
+        trainer: Any = SimpleNamespace(loader_failure="")
+        rank, answers = torch.distributed.get_rank(), []
+        if rank == 1:
+            time.sleep(1)
+            stop_signals.received, hook.saved_at = 15, hook.saved_at - 3600
+        moments = [time.monotonic()]
+        for step in (1, 2, 3):
+            answers.append(hook._agree(trainer, step))
+            moments.append(time.monotonic())
+        hook._finish_exchange()
+        return moments[1] - moments[0], answers
+
+
+def test_ranks_do_not_wait_for_each_other_and_agree_a_call_later() -> None:
+    (first, answers), (_, others) = run_ranks(2, agree_with_a_late_rank)
+    assert first < 0.5
+    assert answers == others == [(False, False), (True, True), (True, False)]  # a save is not due twice
 
 
 def test_a_checkpoint_holds_the_state_of_its_own_step(tmp_path: Path, monkeypatch) -> None:

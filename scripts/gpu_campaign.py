@@ -43,6 +43,7 @@ PIECES = {
     "amp_imagenet": "gpu.speed",
     "amp_caltech101": "gpu.speed",
     "cifar10": "gpu.cifar10",
+    "small_model": "gpu.speed",
     "throughput": "gpu.speed",
     "no_sync": "gpu.no_sync",
     "memory": "gpu.memory",

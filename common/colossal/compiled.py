@@ -1,22 +1,25 @@
-"""torch.compile of a model's blocks."""
+"""torch.compile of a model or its blocks, with or without CUDA graphs."""
 
 import importlib.util
 import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.colossal.upstream import ParallelMode, gpc
 from common.errors import UserError, is_first_process
 
+MODEL, GRAPHS = "model", "graphs"  # values of the config's COMPILE, besides True, False and None
 GRAPHS_PER_BLOCK = 4  # training and evaluation, with and without gradients
 
 
-def should_compile(asked: bool | None, device_type: str) -> bool:
+def should_compile(asked: bool | str | None, device_type: str) -> bool:
     """Return whether to compile a model, from the config's ``COMPILE``; default: on GPUs without tensor parallelism.
 
     Raises `UserError` for tensor-parallel blocks: their matrix products are Colossal-AI's autograd functions. Warns if
@@ -24,7 +27,7 @@ def should_compile(asked: bool | None, device_type: str) -> bool:
     """
     is_cut = gpc.get_world_size(ParallelMode.TENSOR) > 1
     if asked and is_cut:
-        raise UserError("COMPILE=True does not support tensor parallelism: omit COMPILE or the tensor mode")
+        raise UserError(f"COMPILE={asked!r} does not support tensor parallelism: omit COMPILE or the tensor mode")
     if asked is False or (asked is None and (is_cut or device_type != "cuda")):
         return False
     missing = _missing(device_type)
@@ -45,12 +48,27 @@ def _missing(device_type: str) -> str:
     return "" if header.exists() else f"{header}; install Python's development files"
 
 
-def compile_blocks(model: nn.Module, backend: str = "inductor") -> None:
-    """Compile each of ``model.blocks`` in place; names stay the same, and identical blocks are compiled once."""
+def compile_model(model: nn.Module, how: bool | str | None, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile ``model`` in place; names stay the same.
+
+    ``how``: "model" as a whole, "graphs" as a whole and replayed as CUDA graphs on GPUs, anything else its ``blocks``
+    one by one. Identical blocks are compiled once, and with several ranks gradients are reduced while the backward pass
+    continues; a whole model has all its gradients at the end.
+    """
     # with AMP_TYPE.NAIVE or drop_path every block is compiled separately; beyond the limit dynamo stops compiling
     limit = GRAPHS_PER_BLOCK * len(model.blocks)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     # do not split graphs at DDP's bucket boundaries: blocks are small enough to overlap with communication
     torch._dynamo.config.optimize_ddp = False
-    for block in model.get_submodule("blocks").children():
-        block.compile(backend=backend)
+    parts = [model] if how in (MODEL, GRAPHS) else model.get_submodule("blocks").children()
+    for part in parts:
+        part.compile(backend=backend, mode="reduce-overhead" if how == GRAPHS else None)
+
+
+def keep_gradients(parameters: Iterable[Tensor]) -> None:
+    """Allocate the gradients, into which the backward pass adds.
+
+    Otherwise they would be memory of a CUDA graph, which its next replay overwrites in gradient accumulation.
+    """
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)

@@ -1,4 +1,4 @@
-"""Compiled blocks: the same training, the same names, and refused where they cannot be."""
+"""Compiled models and blocks: the same training, the same names, and refused where they cannot be."""
 
 from functools import partial
 from typing import Any
@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 
 from common.colossal import AMP_TYPE, compiled, initialize, shard_model
 from common.colossal import engine as engine_module
-from common.colossal.compiled import compile_blocks, should_compile
+from common.colossal.compiled import compile_model, should_compile
 from common.errors import UserError
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
@@ -22,55 +23,71 @@ MODEL = dict(image_size=16, patch_size=8, width=16, depth=3, heads=2, num_classe
 STEPS, ACCUMULATION = 3, 2
 
 
-def train(config: dict[str, Any], model_arguments: dict[str, Any]) -> tuple[list[float], list[str]]:
-    """Return the losses of a few steps, on the same samples on all ranks, and the names of the state."""
+def train(config: dict[str, Any], model_arguments: dict[str, Any]) -> tuple[list[float], list[str], int]:
+    """Return the losses of a few steps on the same samples, the names of the state, and how often a gradient moved."""
     with launched(gradient_accumulation=ACCUMULATION, clip_grad_norm=1.0, **config):
         torch.manual_seed(0)
         model = build_model(**MODEL | model_arguments)
         images, labels = torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 0])
         engine, *_ = initialize(model, build_optimizer(model, learning_rate=1e-2), nn.CrossEntropyLoss())
         engine.train()
-        losses = []
+        losses, places = [], set()
         for _ in range(STEPS * ACCUMULATION):
             engine.zero_grad()
             losses.append(engine.criterion(engine(images), labels))
             engine.backward(losses[-1])
+            places.add(model.head.weight.grad.data_ptr())
             engine.step()
-        return [loss.item() for loss in losses], list(model.state_dict())
+        return [loss.item() for loss in losses], list(model.state_dict()), len(places) - 1
 
 
-def train_compiled(config: dict[str, Any], model_arguments: dict[str, Any]) -> tuple[list[float], list[str], int, int]:
-    """Return the same of compiled blocks, and how many graphs they are and how often one was broken.
+def train_compiled(config: dict[str, Any], model_arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the same of a compiled model, how many graphs it is, how often one was broken, and the compiler's mode.
 
     Without code generation, and with the lowest limit of recompilations.
     """
+    modes = set()
+
+    def backend(graph: Any, inputs: Any, mode: str | None = None) -> Any:
+        modes.add(mode)
+        return aot_eager(graph, inputs)
+
     compiled._missing = lambda _: ""
-    engine_module.compile_blocks = partial(compile_blocks, backend="aot_eager")
+    engine_module.compile_model = partial(compile_model, backend=backend)
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
-        losses, names = train(config | {"COMPILE": True}, model_arguments)
+        results = train(config, model_arguments)
     counters = torch._dynamo.utils.counters
-    return losses, names, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    return *results, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), modes
+
+
+NAIVE, AUTOCAST = ({"mode": mode, "dtype": "bfloat16"} for mode in (AMP_TYPE.NAIVE, AMP_TYPE.TORCH))
 
 
 @pytest.mark.parametrize(
-    ("ranks", "fp16", "model_arguments", "tolerance"),
+    ("how", "ranks", "fp16", "model_arguments", "tolerance"),
     [
-        (2, None, {}, 1e-5),
-        (1, None, {"activation_checkpoint": True}, 1e-5),
-        (1, {"mode": AMP_TYPE.NAIVE, "dtype": "bfloat16"}, {}, 1e-2),
+        (True, 2, None, {}, 1e-5),
+        (True, 1, None, {"activation_checkpoint": True}, 1e-5),
+        (True, 1, NAIVE, {}, 1e-2),
         # compiled code may draw its random numbers in another order
-        (1, {"mode": AMP_TYPE.TORCH, "dtype": "bfloat16"}, {"dropout": 0.1, "drop_path": 0.2}, 0.2),
+        (True, 1, AUTOCAST, {"dropout": 0.1, "drop_path": 0.2}, 0.2),
+        ("model", 1, None, {"activation_checkpoint": True}, 1e-5),
+        ("graphs", 2, None, {}, 1e-5),
+        ("graphs", 1, AUTOCAST, {"dropout": 0.1, "drop_path": 0.2}, 0.2),
     ],
 )
-def test_compiled_training_is_the_same(ranks, fp16, model_arguments, tolerance) -> None:
+def test_compiled_training_is_the_same(how, ranks, fp16, model_arguments, tolerance) -> None:
     # in forked processes: after torch.compile a process cannot fork others that train
-    eager, names = train({"fp16": fp16}, model_arguments)
-    for outcome in run_ranks(ranks, train_compiled, {"fp16": fp16}, model_arguments):
-        losses, same_names, graphs, breaks = outcome
+    eager, names, _ = train({"fp16": fp16}, model_arguments)
+    for outcome in run_ranks(ranks, train_compiled, {"fp16": fp16, "COMPILE": how}, model_arguments):
+        losses, same_names, moves, graphs, breaks, modes = outcome
         assert losses == pytest.approx(eager, rel=tolerance)
         assert names == same_names
+        assert graphs == 1 or how is True
         assert graphs > 0
         assert breaks == 0
+        assert modes == ({"reduce-overhead"} if how == "graphs" else {None})
+        assert how != "graphs" or moves == ranks - 1  # DDP moves them once, to its own buckets
 
 
 def compile_sharded() -> str:

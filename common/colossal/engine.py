@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from common.colossal.amp import MixedPrecision, build_mixed_precision
-from common.colossal.compiled import compile_blocks, should_compile
+from common.colossal.compiled import GRAPHS, compile_model, keep_gradients, should_compile
 from common.colossal.lost_ranks import naming_lost_ranks
 from common.colossal.step_optimizer import MAX_SKIPPED, StepOptimizer
 from common.colossal.upstream import (
@@ -84,10 +84,13 @@ def initialize(
     accumulation = config.get("gradient_accumulation") or 1
     precision = build_mixed_precision(config.get("fp16"), device.type)
     precision.apply(model.to(device))
-    if should_compile(config.get("COMPILE", False), device.type):
-        compile_blocks(model)
     max_skipped = config.get("MAX_SKIPPED", MAX_SKIPPED)
     step_optimizer = StepOptimizer(optimizer, accumulation, precision.scaler, max_skipped)
+    if should_compile(how := config.get("COMPILE", False), device.type):
+        compile_model(model, how)
+        if how == GRAPHS:
+            keep_gradients(step_optimizer.parameters)
+            step_optimizer.keeps_gradients = True
     model, handlers = _synchronise(model, step_optimizer, config)
     engine = Engine(
         model,

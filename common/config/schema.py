@@ -317,10 +317,11 @@ class Config(Section):
     parallel: Parallel | None = key(None, "Colossal-AI's form of the two keys above")
     fp16: Fp16 | None = key(None, "mixed precision; `None`: float32")
     TF32: bool = key(True, "let float32 products round their inputs to TF32 on GPUs that have it")
-    COMPILE: bool | None = key(
+    COMPILE: bool | Literal["model", "graphs"] | None = key(
         None,
-        "torch.compile the transformer's blocks; `None`: on GPUs, without tensor parallelism",
-        says="True, False or None",
+        "torch.compile: True: the transformer's blocks; 'model': the whole model; 'graphs': that, replayed as CUDA "
+        "graphs, for small models; `None`: True on GPUs without tensor parallelism",
+        says="True, False, None, 'model' or 'graphs'",
     )
     gradient_accumulation: Int | None = key(None, "micro-batches per optimizer step", ge=1)
     clip_grad_norm: Number = key(0.0, "largest norm of the gradient of all weights; 0: no clipping", ge=0)

@@ -11,15 +11,19 @@ from bench import step
 
 from caltech101_amp.compare import CONFIGS, compare, summarise
 from caltech101_amp.dataset import CATEGORIES, IMAGES
+from common.config.load import load_config
 from common.errors import UserError
 from common.model.flops import peak_images_per_s
 from common.testing.photographs import write_photographs
-from common.tools.harness import Row, in_processes
+from common.tools.harness import Row, WrongError, in_processes
 from gpu.job import MODES, PRECISIONS, ROUNDS, TINY, VIT_B16, VIT_S16, Job, open_engine, train_step
 
 BATCH = 256  # per GPU, as in configs/vit-b16.py
 ENOUGH = 45  # seconds for one more row
 WARM_UP_ROUNDS, STEPS = 4, 20  # the warm-up is more than 5 s of steps, since none is faster than 60 ms
+FIRST_STEPS = 10  # after which the loss is recorded
+TOLERANCE = 0.05  # of a loss and a gradient's norm, in bfloat16
+VIT_LITE = load_config("vit_lite_vanilla")["MODEL"] | {"dropout": 0.0}
 EAGER, COMPILED = ("COMPILE=False",), ("COMPILE=True",)
 LOOPS = {  # settings of the recipe, training loop of scripts/bench/step.py, library
     "bare PyTorch": ((), step.bare, "torch"),
@@ -34,6 +38,7 @@ LOOPS = {  # settings of the recipe, training loop of scripts/bench/step.py, lib
 CASES = [  # model, batch per GPU, precision, compiled, accumulation
     *((VIT_B16, BATCH, precision, False, 1) for precision in ("bf16", "fp16", "tf32", "fp32")),
     (VIT_B16, BATCH, "bf16", True, 1),
+    (VIT_B16, BATCH, "bf16", "model", 1),
     (VIT_B16, BATCH, "bf16", False, 16),
     (VIT_B16, BATCH, "bf16", True, 16),
     (VIT_S16, BATCH, "bf16", False, 1),
@@ -94,6 +99,30 @@ def throughput(job: Job) -> Iterator[Row]:
         yield names | _measure(job, model, {**PRECISIONS[precision], "COMPILE": compiled}, batch, accumulation)
 
 
+def small_model(job: Job) -> Iterator[Row]:
+    """Train ViT-Lite-7/4, bound by kernel launches: eager, compiled blocks, compiled whole, and with CUDA graphs.
+
+    Fails if the loss or the gradient's norm of the tenth step, two micro-batches each, differs from the eager one's.
+    """
+    model, batches, precision = VIT_LITE, (128, 512), "bf16"
+    if job.tiny:
+        model, batches, precision = TINY, (4,), "fp32"
+    wrong = []
+    for batch in batches:
+        rows = [
+            {"batch": batch, "compile": str(how)}
+            | _measure(job, model, {**PRECISIONS[precision], "COMPILE": how}, batch, accumulation=2)
+            for how in (False, "graphs", True, "model")[: 2 if job.tiny else 4]
+        ]
+        yield from rows
+        for row in rows[1:]:
+            known = {"loss", "grad_norm"} & row.keys() & rows[0].keys()
+            differences = [abs(row[name] / rows[0][name] - 1) for name in known]
+            wrong += [f"{row['compile']} at batch {batch}"] if max(differences, default=0) > TOLERANCE else []
+    if wrong:
+        raise WrongError(f"more than {TOLERANCE:.0%} from eager training: {', '.join(wrong)}")
+
+
 def amp_imagenet(job: Job) -> Iterator[Row]:
     """Train ViT-B/16 at batch 128 on images of ImageNet's shape, in every mode of mixed precision."""
     model, batch = (TINY, 4) if job.tiny else (VIT_B16, 128)
@@ -110,11 +139,14 @@ def _measure(job: Job, model: Mapping[str, Any], config: Mapping[str, Any], batc
             if job.on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             samples = job.random_batch(model, batch)
+            for _ in range(FIRST_STEPS):
+                loss = train_step(engine, samples)
+            first = {"loss": loss.item(), "grad_norm": engine.optimizer.grad_norm.item()}
             seconds = job.time(lambda: train_step(engine, samples))
     except torch.OutOfMemoryError as error:
         return {"not_run": str(error).splitlines()[0]}
     rates = [batch * accumulation / value for value in seconds]
-    return _rates(job, model, config, rates) | {"step_ms": 1e3 * statistics.median(seconds)} | job.peak_memory()
+    return _rates(job, model, config, rates) | first | {"step_ms": 1e3 * statistics.median(seconds)} | job.peak_memory()
 
 
 def amp_caltech101(job: Job) -> Iterator[Row]:

@@ -23,8 +23,8 @@ def test_a_random_crop_has_the_pixels_of_pillow(interpolation):
         expected = F.resized_crop(Image.fromarray(image), *place, F.InterpolationMode(interpolation))
         expected = np.asarray(F.hflip(expected) if crops.flip[0] else expected, int)
         difference = np.abs(crop_image(image, crop, 224, uniforms) - expected)
-        assert difference.max() <= 1 or interpolation == "bicubic"  # which clips between its two passes
-        assert difference.mean() < 0.3
+        assert difference.max() <= 1 or interpolation == "bicubic"  # of noise, clipped between the passes
+        assert difference.mean() < 0.5
 
 
 def test_normalisation_is_that_of_torchvision_and_reuses_memory_that_nobody_holds():

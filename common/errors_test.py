@@ -4,13 +4,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from common.errors import AgreedError, RankError, UserError, run_command
+from common.testing.commands import wait_until
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,7 @@ run_command(main, [])
 def test_ctrl_c_while_a_script_imports_torch_prints_nothing() -> None:
     script = Path(__file__).parents[1] / "imagenet_dali/train_dali.py"
     process = subprocess.Popen([sys.executable, str(script), "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
-    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text())
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=30) == (b"", b"")
     assert process.returncode == -signal.SIGINT

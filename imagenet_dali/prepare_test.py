@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ import tfrecord
 from PIL import Image
 
 from common.errors import UserError
-from common.testing.commands import read_folder, run_forked
+from common.testing.commands import has_ended, read_folder, run_forked, wait_until
 from imagenet_dali.dataset import open_split
 from imagenet_dali.prepare import main, prepare
 from imagenet_dali.testing import BAD_IMAGES, encode, gradient, jpeg, write_bad_images, write_images
@@ -80,20 +79,6 @@ def start(source: Path, dest: Path, **options: object) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.DEVNULL, **options)
 
 
-def wait_until(condition, seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def has_ended(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 def test_killed_and_restarted_equals_never_stopped(tmp_path):
     source, dest = tmp_path / "images", tmp_path / "data"
     for number in range(200):
@@ -102,7 +87,7 @@ def test_killed_and_restarted_equals_never_stopped(tmp_path):
         path.write_bytes(encode(gradient(300, 300, number), "PNG"))
     process = start(source, dest)
     wait_until(lambda: len(list(dest.glob(".partial/train/*.json"))) >= 3)
-    workers = psutil.Process(process.pid).children()
+    workers = [child.pid for child in psutil.Process(process.pid).children()]
     process.send_signal(signal.SIGKILL)
     process.wait()
     wait_until(lambda: all(map(has_ended, workers)))
@@ -122,7 +107,7 @@ def test_ctrl_c_leaves_no_process_and_no_traceback(tmp_path):
     source, dest = write_images(tmp_path / "images", 500), tmp_path / "data"
     process = start(source, dest, stderr=subprocess.PIPE, start_new_session=True)
     wait_until(lambda: any(dest.glob(".partial/train/*.json")))
-    workers = psutil.Process(process.pid).children()
+    workers = [child.pid for child in psutil.Process(process.pid).children()]
     os.killpg(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 130

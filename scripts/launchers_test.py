@@ -24,7 +24,8 @@ from psutil import Error, Process, process_iter
 from common.checkpoint.save import newest_checkpoint
 from common.colossal.heartbeat import patience_of
 from common.metrics.writers import read_metrics
-from common.testing.commands import copy_working_tree
+from common.testing.commands import copy_working_tree, wait_until
+from common.testing.ranks import free_port
 from imagenet_dali.testing import prepare_data, run, write_config
 
 pytestmark = [pytest.mark.launchers, pytest.mark.timeout(600)]
@@ -81,21 +82,9 @@ def outcome(stdout: str, folder: Path) -> Outcome:
     return lines[0], (newest_checkpoint(folder / "checkpoints") / "model.safetensors").read_bytes()
 
 
-def free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
-
-
 def require(program: str, package: str) -> None:
     if not shutil.which(program):
         pytest.fail(f"{program} is missing: apt-get install {package}")
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.2)
 
 
 def one_error(answer: subprocess.CompletedProcess) -> str:
@@ -304,9 +293,9 @@ def test_a_job_that_is_interrupted_requeues_itself_and_resumes(slurm, data, tmp_
     settings = "--set NUM_EPOCHS=60 --set EVAL_EVERY=60 --set CHECKPOINT_EVERY=20 --set LOG.every=1"
     arguments = f"--config={write_config(tmp_path)} {settings}"
     with submitted(f"{arguments} --output={tmp_path}/run", tmp_path, {"DATA": data, **slurm}) as (job, describe):
-        wait_until(lambda: list((tmp_path / "run").glob("checkpoints/step-*/COMPLETE")))
+        wait_until(lambda: list((tmp_path / "run").glob("checkpoints/step-*/COMPLETE")), seconds=120)
         run(interrupt.format(job=job), **slurm)
-        wait_until(lambda: "Restarts=1" in describe())
+        wait_until(lambda: "Restarts=1" in describe(), seconds=120)
         # instead of Slurm's two minutes; a job cannot start in the second in which it was ended
         run(f"scontrol update jobid={job} starttime=now+3", **slurm)
         wait_until(lambda: "JobState=COMPLETED" in describe(), seconds=300)
@@ -341,9 +330,9 @@ def test_the_batch_script_waits_for_its_step_however_often_it_is_signalled(tmp_p
 def test_a_job_that_is_stopped_saves_and_ends(slurm, data, tmp_path):
     arguments = f"--config={write_config(tmp_path)} --output={tmp_path}/run --set NUM_EPOCHS=9999 --set EVAL_EVERY=9999"
     with submitted(arguments, tmp_path, {"DATA": data, **slurm}) as (job, describe):
-        wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and read_metrics(tmp_path / "run"))
+        wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists() and read_metrics(tmp_path / "run"), seconds=120)
         run(f"scancel --signal=TERM {job}", **slurm)
-        wait_until(lambda: "JobState=FAILED" in describe())
+        wait_until(lambda: "JobState=FAILED" in describe(), seconds=120)
         assert "Restarts=0" in describe()
     assert newest_checkpoint(tmp_path / "run" / "checkpoints") is not None
 

@@ -29,7 +29,7 @@ from common.model.ema import EmaHook
 from common.model.freeze import freeze
 from common.optim.build import build_optimizer
 from common.optim.lr_schedule import build_lr_scheduler
-from common.testing.checkpoints import build_about
+from common.testing.checkpoints import build_about, read_result
 from common.testing.parity_cases import CASES, MODEL, OPTIMIZERS, build_tiny_model
 from common.testing.ranks import launched, run_ranks
 
@@ -120,22 +120,6 @@ def train(
     return read_metrics(output) if rank == 0 else []
 
 
-def figures(folder: Path) -> list[dict]:
-    measured = ("time", "samples_per_s", "data_wait", "peak_memory_gb", "mfu")
-    return [{key: value for key, value in r.items() if key not in measured} for r in read_metrics(folder)]
-
-
-def content(run: Path) -> dict[str, bytes | dict]:
-    """Return what the last checkpoint of a run holds."""
-    last = list_checkpoints(run / "checkpoints")[0]
-    names = ("model.safetensors", "optimizer.safetensors", "ema.safetensors")
-    files = {name: (last / name).read_bytes() for name in names if (last / name).exists()}
-    random = load_file(last / "random.safetensors")
-    # not Python's generator: a library that is imported late draws from it, once in a process
-    states = {name: state.tolist() for name, state in random.items() if not name.endswith("/python")}
-    return files | states | {"trainer": load_trainer_state(last)}
-
-
 EVERYWHERE = [(1, False), (3, False), (4, False), (6, False), (8, False), (4, True), (8, True)]
 ONE_EPOCH = {"NUM_EPOCHS": 1, "WARMUP_EPOCHS": 0}
 
@@ -161,15 +145,20 @@ def test_resumes_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]],
         settings |= ONE_EPOCH
         epochs, steps = 1, STEPS // 2
     run_ranks(gpus, train, tmp_path / "whole", gpus, settings)
-    whole = content(tmp_path / "whole")
+    whole = read_result(tmp_path / "whole")
     assert ("ema.safetensors" in whole) == (amp != "TORCH")
-    assert whole["trainer"]["trainer"] == {"step": steps, "epoch": epochs, "epoch_step": 0, "evaluated_step": steps}
+    assert whole["trainer.json"]["trainer"] == {
+        "step": steps,
+        "epoch": epochs,
+        "epoch_step": 0,
+        "evaluated_step": steps,
+    }
     for number, stop in enumerate(stops):
         pieces = tmp_path / f"pieces {number}"
         run_ranks(gpus, train, pieces, gpus, settings, stop)
         run_ranks(gpus, train, pieces, gpus, settings)
-        assert [f for f in whole if content(pieces)[f] != whole[f]] == []
-        assert figures(pieces) == figures(tmp_path / "whole")
+        found = read_result(pieces)
+        assert [file for file in whole if found[file] != whole[file]] == []
 
 
 @pytest.mark.parametrize("frozen", [None, "body"])
@@ -180,7 +169,7 @@ def test_resumes_with_the_same_batches_in_another_mode(frozen: str | None, tmp_p
     run_ranks(1, train, tmp_path / "run", 1, settings, (2, False))
     run_ranks(2, train, tmp_path / "run", 2, settings, (5, False))
     run_ranks(4, train, tmp_path / "run", 4, settings | {"parallel": CASES["2d-4"][1]})
-    whole, pieces = figures(tmp_path / "whole"), figures(tmp_path / "run")
+    whole, pieces = (read_metrics(tmp_path / name) for name in ("whole", "run"))
     assert [(r["kind"], r["step"]) for r in pieces] == [(r["kind"], r["step"]) for r in whole]
     for one, other in zip(whole, pieces, strict=True):
         # the masks of dropout, which a frozen body has none of, differ between ranks

@@ -7,8 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-import psutil
 import pytest
+
+from common.testing.commands import has_ended, wait_until
 
 PROGRAM = """
 import os, sys, threading, time
@@ -145,7 +146,4 @@ def test_a_worker_leaves_signals_to_its_parent_and_dies_with_it(start) -> None:
     assert os.path.exists(f"/proc/{child}")
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: has_ended(child), seconds=10)

@@ -1,21 +1,25 @@
-"""A checkpoint of a model of one block, whose every file is what a run writes."""
+"""A checkpoint of a model of one block, whose every file is what a run writes; and what a run leaves."""
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from common.checkpoint.content import MOMENTS
 from common.checkpoint.model_state import MODEL, OPTIMIZER, Tensors
-from common.checkpoint.save import CONFIG, METRICS, RANDOM, TRAINER
+from common.checkpoint.save import CONFIG, METRICS, RANDOM, TRAINER, load_trainer_state, newest_checkpoint
 from common.config.batch_plan import DataSummary, build_plan
 from common.config.load import load_config
 from common.metrics.provenance import describe_run
+from common.metrics.writers import read_metrics
 from common.model.vit import parameter_shapes
 
 TINY = ["width=8", "depth=1", "heads=2", "image_size=8", "patch_size=4", "num_classes=3"]
 RUN = ["NUM_EPOCHS=5", "WARMUP_EPOCHS=0", "TOTAL_BATCH_SIZE=16", "DATA.root=a", "fp16=None"]
+MEASURED = ("time", "samples_per_s", "data_wait", "peak_memory_gb", "mfu")
 SETTINGS = [*(f"MODEL.{setting}" for setting in TINY), *RUN]
 
 
@@ -54,3 +58,14 @@ def build_content(step: int = 1, value: float = 0.0, *settings: str) -> dict[str
         CONFIG: json.dumps(about).encode(),
         METRICS: b'{"kind": "train", "step": 1, "epoch": 0.1, "time": 0, "loss": 1.0}\n',
     }
+
+
+def read_result(output: Path) -> dict[str, Any]:
+    """Return what a run has left, by file of its last checkpoint, and its records, without timings and memory."""
+    last = newest_checkpoint(output / "checkpoints")
+    assert last, f"{output}: no checkpoint"
+    # a library that is imported late draws from Python's generator, once in a process
+    generators = {n: t.tolist() for n, t in load_file(last / RANDOM).items() if not n.endswith("/python")}
+    files = {file.name: file.read_bytes() for file in last.glob("*.safetensors") if file.name != RANDOM}
+    records = [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(output)]
+    return files | {RANDOM: generators, TRAINER: load_trainer_state(last), METRICS: records}

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import _python_exit
@@ -13,6 +14,8 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from common.errors import run_command
 
@@ -69,6 +72,22 @@ def _run(
         run_command(main, [str(word) for word in argv])
     finally:
         _python_exit()  # ends process pools, as at the exit of a process that was not forked
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Wait until ``condition()`` holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        time.sleep(0.05)
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process is gone, or a zombie that nobody has waited for."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:

@@ -8,11 +8,11 @@ from importlib import import_module
 from multiprocessing import Pipe
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 from common.errors import UserError
+from common.testing.commands import has_ended, wait_until
 from common.tools import harness
 from common.tools.harness import (
     NotRunError,
@@ -78,8 +78,7 @@ def test_a_piece_over_its_limit_is_killed_with_what_it_started() -> None:
 
     saved: list[Row] = []
     assert run_piece(endless, seconds=1, save=saved.append) == ("failed", "killed after its limit of 1 s")
-    for child in saved[0]["children"]:
-        assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert all(map(has_ended, saved[0]["children"]))
 
 
 def burn(seconds: float) -> None:
@@ -169,8 +168,7 @@ def test_a_variant_ends_with_its_parent() -> None:
     pids = receiver.recv()
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    wait_until(lambda: all(map(has_ended, pids)), seconds=20)
 
 
 def test_a_mistake_that_another_variant_has_told_before_is_left_alone() -> None:

@@ -7,13 +7,13 @@ import resource
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from common.checkpoint.save import MARKER, MODEL, TRAINER, find_fault, list_checkpoints
 from common.metrics import writers
+from common.testing.commands import wait_until
 from faults.lab import ONE, TWO, Lab, Recovery, Trial, fault
 from faults.places import Place, at, in_order, on, signal_self
 from faults.processes import PATIENT, expect
@@ -38,14 +38,9 @@ def small_disk(folder: Path) -> Iterator[Path]:
             subprocess.run(["umount", "--recursive", "--lazy", folder], check=True)
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    while not condition():
-        time.sleep(0.01)
-
-
 def await_checkpoint(output: Path) -> None:
     """Wait for the run's first checkpoint, which another thread writes."""
-    wait_for(lambda: list_checkpoints(output / "checkpoints"))
+    wait_until(lambda: list_checkpoints(output / "checkpoints"))
 
 
 def fill(output: Path) -> None:
@@ -160,10 +155,10 @@ def two_runs(lab: Lab, choice: random.Random) -> Recovery:
 
     def pause() -> None:
         paused.touch()
-        wait_for(resumed.exists)
+        wait_until(resumed.exists)
 
     first = trial.start(at(SAVED, pause, 0))
-    wait_for(paused.exists)
+    wait_until(paused.exists)
     second = trial.run()
     resumed.touch()
     second.expect(2, f"{trial.output} is being written by process {first.pids[0]}")

@@ -10,10 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors.torch import load_file
-
-from common.checkpoint.save import RANDOM, load_trainer_state, newest_checkpoint
-from common.metrics.writers import read_metrics
+from common.checkpoint.save import newest_checkpoint
+from common.testing import checkpoints
 from common.testing.parity_cases import CASES
 from faults.places import Place, at, signal_self
 from faults.processes import IMPATIENT, PATIENT, Ended, Inject, Ranks, expect
@@ -29,7 +27,6 @@ ERASING = 0.25
 DATA = dict(workers=1)
 LOG = dict(every=2, tensorboard=False)
 """
-MEASURED = ("time", "samples_per_s", "data_wait", "peak_memory_gb", "mfu")
 
 
 class Mode(NamedTuple):
@@ -175,12 +172,7 @@ def fault(name: str, tries: int = 1, quick: int = 1, **options: Any) -> Callable
 
 
 def read_result(output: Path) -> dict[str, Any]:
-    """Return the result of a run, without timings and memory."""
+    """Return the result of a run that has ended."""
     last = newest_checkpoint(output / "checkpoints")
     expect(last is not None and last.name == f"step-{STEPS:08d}", f"{output}: the last checkpoint is {last}")
-    # a library that is imported late draws from Python's generator, once in a process
-    random_states = {n: t.tolist() for n, t in load_file(last / RANDOM).items() if not n.endswith("/python")}
-    records = [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(output)]
-    files = {file.name: file.read_bytes() for file in last.glob("*.safetensors") if file.name != RANDOM}
-    state = load_trainer_state(last)
-    return files | {"trainer.json": state, "random numbers": random_states, "metrics.jsonl": records}
+    return checkpoints.read_result(output)

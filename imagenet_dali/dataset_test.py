@@ -47,13 +47,6 @@ def drop_line(path: Path) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
 
 
-def swap_indexes(root: Path) -> None:
-    first, second, _ = sorted((root / "idx_files" / "train").iterdir())
-    content = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(content)
-
-
 def raise_label(rows: np.ndarray) -> np.ndarray:
     rows["label"][3] = 2
     return rows
@@ -73,10 +66,6 @@ FAULTS = {
         f"{FIRST}: 4398046511104 bytes, more than the",
     ),
     "truncated shard": (lambda root: truncate(root / "train" / FIRST), f"{FIRST}: .* bytes, not .* as in the manifest"),
-    "missing index": (lambda root: (root / "idx_files/train" / f"{FIRST}.idx").unlink(), r"idx: missing, .* no index"),
-    "missing indexes": (lambda root: shutil.rmtree(root / "idx_files"), r"idx: missing, the shard has no index"),
-    "short index": (lambda root: drop_line(root / "idx_files/train" / f"{FIRST}.idx"), "does not fit the 80 records"),
-    "index of another shard": (swap_indexes, "idx: does not fit the"),
     "missing table": (lambda root: (root / "records/train.npy").unlink(), "train.npy: missing"),
     "changed table": (lambda root: truncate(root / "records/train.npy"), "train.npy: differs from the manifest"),
     "short table": (lambda root: edit_table(root, lambda rows: rows[:-1]), "239 rows, not 240 in 3 shards"),

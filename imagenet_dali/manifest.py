@@ -1,13 +1,11 @@
 """The files of a prepared data set, and checks that they are unchanged.
 
 train/  validation/              TFRecord shards
-idx_files/<split>/<shard>.idx    DALI's index of each shard
 records/<split>.npy              one `RECORD` row for each image, in shard order
 labels.txt                       one class name a line; the line number, from 0, is the label
 manifest.json                    checksums of all of these, and what repairs left out; written last
 """
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,7 +37,7 @@ class ShardEntry(Schema):
     bytes: Count
     records: Count
     sha256: str
-    index_sha256: str
+    index_sha256: str = Field("", exclude=True)  # of older data sets: an index for DALI's own reader
 
 
 class SplitEntry(Schema):
@@ -123,13 +121,9 @@ def find_faults(root: Path, manifest: Mapping[str, Any], split: str) -> Iterator
     """Yield a line for each file that does not match the manifest, by sizes and tables; shards are not read."""
     described = manifest["splits"][split]
     for shard in described["shards"]:
-        path, index = root / shard["name"], index_path(root, split, shard["name"])
+        path = root / shard["name"]
         if path.is_file() and path.stat().st_size < shard["bytes"]:
             yield f"{path}: {path.stat().st_size} bytes, not {shard['bytes']} as in the manifest"
-        if not index.is_file():
-            yield f"{index}: missing, the shard has no index"
-        elif not _has_sum(index, shard["index_sha256"], shard["records"]):
-            yield f"{index}: does not fit the {shard['records']} records of its shard"
     try:
         read_table(root, manifest, split)
     except UserError as error:
@@ -137,11 +131,13 @@ def find_faults(root: Path, manifest: Mapping[str, Any], split: str) -> Iterator
 
 
 def read_table(root: Path, manifest: Mapping[str, Any], split: str) -> np.ndarray:
-    """Return the rows of a split, memory-mapped; raise `UserError` unless they fit the manifest, shards and indexes."""
+    """Return the rows of a split, memory-mapped; raise `UserError` unless they fit the manifest and the shards."""
     table, described = records_path(root, split), manifest["splits"][split]
     if not table.is_file():
         raise UserError(f"{table}: missing")
-    if not _has_sum(table, described["records_sha256"], described["records"]):
+    # a table has no more bytes than so many rows and a header take
+    is_small = table.stat().st_size < 4096 + RECORD.itemsize * described["records"]
+    if not is_small or sha256_of(table) != described["records_sha256"]:
         raise UserError(f"{table}: differs from the manifest")
     try:
         rows: np.ndarray = np.load(table, mmap_mode="r")  # which refuses pickled objects
@@ -150,18 +146,7 @@ def read_table(root: Path, manifest: Mapping[str, Any], split: str) -> np.ndarra
     if rows.dtype != RECORD or rows.ndim != 1:
         raise UserError(f"{table}: not a table of records")
     _check_rows(table, rows, described["shards"], manifest["num_classes"])
-    ends = np.cumsum([shard["records"] for shard in described["shards"]])
-    for shard, members in zip(described["shards"], np.split(rows, ends[:-1]), strict=True):
-        index = index_path(root, split, shard["name"])
-        has_sum = index.is_file() and _has_sum(index, shard["index_sha256"], shard["records"])
-        if has_sum and not _is_index_of(index, members):
-            raise UserError(f"{index}: has other offsets than {table}")
     return rows
-
-
-def _has_sum(file: Path, sha256: str, records: int) -> bool:
-    """Return whether an index or a table has that checksum, and no more bytes than so many rows and a header take."""
-    return file.stat().st_size < 4096 + 64 * records and sha256_of(file) == sha256
 
 
 def _check_rows(table: Path, rows: np.ndarray, shards: Sequence[Mapping[str, Any]], num_classes: int) -> None:
@@ -180,21 +165,6 @@ def _check_rows(table: Path, rows: np.ndarray, shards: Sequence[Mapping[str, Any
         raise UserError(f"{table}: row {inside.argmin()} lies outside its shard")
 
 
-def _is_index_of(index: Path, rows: np.ndarray) -> bool:
-    expected = np.stack([rows["offset"].astype(np.int64), rows["size"].astype(np.int64)], 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # numpy warns of what is no number
-        try:
-            return np.array_equal(np.fromstring(index.read_bytes(), np.int64, sep=" "), expected.ravel())
-        except (ValueError, DeprecationWarning):
-            return False
-
-
 def records_path(root: Path, split: str) -> Path:
     """Return the path of the record table of a split."""
     return root / "records" / f"{split}.npy"
-
-
-def index_path(root: Path, split: str, shard_name: str) -> Path:
-    """Return the path of the DALI index of a shard."""
-    return root / "idx_files" / split / f"{Path(shard_name).name}.idx"

@@ -42,14 +42,14 @@ def main(argv: list[str]) -> None:
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m imagenet_dali.prepare",
-        description="Turn folders, tars or parquet files of images into TFRecord shards, index, labels and manifest.",
+        description="Turn folders, tars or parquet files of images into TFRecord shards, tables and manifest.",
     )
     add = parser.add_argument
     source = "SOURCE/[train/]<class>/*, ImageNet, or tars or parquet files in SOURCE; DIR with --check, --adopt"
     add("source", nargs="?", type=Path, metavar="SOURCE", help=source)
     add("dest", nargs="?", type=Path, metavar="DEST", help="a new folder for the data set")
     add("--check", action="store_true", help="verify every byte of the prepared data set DIR")
-    add("--adopt", action="store_true", help="verify and index existing TFRecord shards in DIR")
+    add("--adopt", action="store_true", help="verify and describe existing TFRecord shards in DIR")
     add("--repair", action="store_true", help="with --check, --adopt: exclude bad records, up to --max-refused")
     refused = "of the images, records or bytes may be left out because they are bad, as 0.01 or 1%% (default: 0.01)"
     add("--max-refused", type=fraction, default=MAX_BAD_SHARE, metavar="SHARE", help=refused)

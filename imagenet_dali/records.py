@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 RECORD = np.dtype(
     [
         ("shard", "<u4"),  # number of the shard within its split
-        ("offset", "<u8"),  # first byte of the framed record in the shard, and its size: what a DALI index line says
+        ("offset", "<u8"),  # first byte of the framed record in the shard, and its size
         ("size", "<u4"),
         ("image_start", "<u4"),  # first byte of the JPEG, from `offset`
         ("image_size", "<u4"),
@@ -138,8 +138,3 @@ def parse_example(payload: bytes | memoryview) -> tuple[bytes, int]:
         values.append(value[0])
     image, label = values
     return image, label
-
-
-def index_text(rows: np.ndarray) -> str:
-    """Return the DALI index of one shard's `RECORD` rows: a line ``offset size`` for each record."""
-    return "".join(f"{offset} {size}\n" for offset, size in zip(rows["offset"], rows["size"], strict=True))

@@ -16,7 +16,6 @@ from imagenet_dali.manifest import (
     PARTIAL,
     data_fingerprint,
     find_missing,
-    index_path,
     read_manifest,
     records_path,
 )
@@ -27,8 +26,8 @@ from imagenet_dali.writer import Shard, atomic_file, build_tables, manifest_text
 def repair(root: Path, workers: int, max_refused: float = MAX_BAD_SHARE) -> list[str]:
     """Exclude the records that do not verify; return a line for each, or for a truncated shard.
 
-    Shards are not modified: index, table and manifest are rewritten, and the manifest keeps the previous fingerprint.
-    New indexes and tables take effect with the manifest; the next call completes one that was killed. Raises
+    Shards are not modified: table and manifest are rewritten, and the manifest keeps the previous fingerprint.
+    New tables take effect with the manifest; the next call completes one that was killed. Raises
     `UserError`, before anything is written, for a missing file, for more than `max_refused` of all records including
     earlier repairs, and for a class that would lose all its training images.
     """
@@ -67,13 +66,10 @@ def _repair(root: Path, manifest: dict[str, Any], workers: int, max_refused: flo
 
 def _settle(root: Path, manifest: Mapping[str, Any]) -> None:
     """Move the files that a repair staged for this manifest into place; remove those of one that was never written."""
-    files = {}
     for split, described in manifest["splits"].items():
-        files[records_path(root, split)] = described["records_sha256"]
-        files |= {index_path(root, split, shard["name"]): shard["index_sha256"] for shard in described["shards"]}
-    for path, sha256 in files.items():
+        path = records_path(root, split)
         staged = _staged(path)
-        if staged.is_file() and sha256_of(staged) == sha256:
+        if staged.is_file() and sha256_of(staged) == described["records_sha256"]:
             staged.replace(path)
         staged.unlink(missing_ok=True)
 

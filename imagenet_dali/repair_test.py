@@ -11,7 +11,7 @@ from common.errors import UserError
 from common.testing.commands import read_folder, run_forked
 from imagenet_dali.dataloader import describe_data
 from imagenet_dali.dataset import open_split
-from imagenet_dali.manifest import index_path, records_path
+from imagenet_dali.manifest import records_path
 from imagenet_dali.preparation import prepare
 from imagenet_dali.prepare import main
 from imagenet_dali.records import build_example, frame
@@ -46,9 +46,6 @@ def test_bad_records_are_left_out_and_nothing_else(data, capsys):
     assert images_of(data, "validation") == validation[:59]
     assert check(data, 1) == []
     assert (read_folder(data / "train"), read_folder(data / "validation")) == shards
-    index = index_path(data, "train", original.shards[1].name).read_text().splitlines()
-    assert len(index) == 79
-    assert not any(line.startswith(f"{offsets[1]} ") for line in index)
     after = describe(data)
     assert (after.train_samples, after.eval_samples) == (238, 59)
     assert after.fingerprint != before.fingerprint
@@ -86,10 +83,8 @@ def test_each_repair_is_remembered_and_all_count_against_the_limit(data):
     assert read_folder(data) == before
 
 
-def test_lost_tables_and_indexes_are_worked_out_from_the_shards(data):
+def test_lost_tables_are_worked_out_from_the_shards(data):
     before = read_folder(data)
-    index = index_path(data, "train", open_split(data, "train").shards[0].name)
-    index.unlink()
     records_path(data, "train").write_bytes(b"nothing")
     records_path(data, "validation").unlink()
     assert repair(data, 1) == []
@@ -173,5 +168,5 @@ def test_killed_anywhere_it_is_the_old_or_after_another_call_the_new(data, tmp_p
             assert describe(killed) == old
         repair(killed, 1)
         assert read_folder(killed) == read_folder(data)
-    # two tables and two indexes, the manifest, and the four in their place
-    assert left_old == [True] * 5 + [False] * 4
+    # two tables, the manifest, and the two in their place
+    assert left_old == [True] * 3 + [False] * 2

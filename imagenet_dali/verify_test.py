@@ -24,11 +24,11 @@ def test_check_lists_all_that_is_wrong(data, capsys):
     first, second, _ = split.shards
     spoil_record(data, "train", 2)
     second.write_bytes(second.read_bytes()[:-1])
-    (data / "idx_files" / "validation" / "validation-00000-of-00001.idx").unlink()
+    (data / "records" / "validation.npy").unlink()
     faults = check(data, 1)
     expected = [
         f"{second}: {second.stat().st_size} bytes, not {second.stat().st_size + 1} as in the manifest",
-        "validation-00000-of-00001.idx: missing",
+        "validation.npy: missing",
         f"{first}: content differs from the manifest (sha256)",
         f"{first}: record 2 at byte {split.records[2]['offset']}: checksum of the data does not match",
         f"{second}: content differs from the manifest (sha256)",

@@ -17,8 +17,8 @@ from common.data.image_folder import Files
 from common.errors import printable
 from common.files import Count, Schema, read_json
 from imagenet_dali.images import BadImageError, convert_image
-from imagenet_dali.manifest import FORMAT, MANIFEST, PARTIAL, index_path, records_path
-from imagenet_dali.records import RECORD, build_example, frame, index_text
+from imagenet_dali.manifest import FORMAT, MANIFEST, PARTIAL, records_path
+from imagenet_dali.records import RECORD, build_example, frame
 from imagenet_dali.sources import read_images
 from imagenet_dali.tar_source import Place
 
@@ -133,7 +133,7 @@ def manifest_text(manifest: dict[str, Any]) -> bytes:
 
 
 def build_tables(root: Path, splits: dict[str, list[Shard]]) -> tuple[dict[str, Any], dict[Path, bytes]]:
-    """Return the manifest's entries for the splits, and the content of each index and table by its path."""
+    """Return the manifest's entries for the splits, and the content of each table by its path."""
     described, tables = {}, {}
     for split, shards in splits.items():
         rows = np.concatenate([shard.rows for shard in shards])
@@ -141,7 +141,6 @@ def build_tables(root: Path, splits: dict[str, list[Shard]]) -> tuple[dict[str, 
         buffer = io.BytesIO()
         np.save(buffer, rows)
         tables[records_path(root, split)] = buffer.getvalue()
-        tables |= {index_path(root, split, shard.name): index_text(shard.rows).encode() for shard in shards}
         described[split] = {
             "records": len(rows),
             "records_sha256": hashlib.sha256(buffer.getvalue()).hexdigest(),
@@ -151,7 +150,6 @@ def build_tables(root: Path, splits: dict[str, list[Shard]]) -> tuple[dict[str, 
                     "bytes": (root / shard.name).stat().st_size,
                     "records": len(shard.rows),
                     "sha256": shard.sha256,
-                    "index_sha256": hashlib.sha256(tables[index_path(root, split, shard.name)]).hexdigest(),
                 }
                 for shard in shards
             ],

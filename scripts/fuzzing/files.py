@@ -100,7 +100,6 @@ def sign_data(root: Path) -> None:
     for split, described in manifest["splits"].items():
         described["records_sha256"] = sha256_of(root / "records" / f"{split}.npy", 10**8)
         for shard in described["shards"]:
-            shard["index_sha256"] = sha256_of(root / "idx_files" / split / f"{Path(shard['name']).name}.idx", 10**8)
             shard["bytes"] = (root / shard["name"]).stat().st_size
     (root / "manifest.json").write_text(json.dumps(manifest))
 

@@ -19,7 +19,7 @@ CLASS_NAMES = "labels.txt"  # a class name a line, for class numbers without nam
 def find_containers(root: Path) -> list[str]:
     """Return the parquet files or else the tars of a source, by their paths from `root`."""
     folders = [root / name for name in CONTAINER_FOLDERS]
-    for suffix in (".parquet", ".tar"):
+    for suffix in (".parquet", ".tar", ".tar.gz", ".tgz"):  # the last two are refused when they are listed
         paths = itertools.chain.from_iterable(folder.glob(f"*{suffix}") for folder in folders)
         if found := sorted(path.relative_to(root).as_posix() for path in paths):
             return found

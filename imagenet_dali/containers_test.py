@@ -118,6 +118,13 @@ def test_a_truncated_tar_is_refused_wherever_it_ends(sources, tmp_path):
         list_source(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["train-0.tar.gz", "train-0.tgz", "train-0.tar"])
+def test_compressed_tars_are_refused(tmp_path, name):
+    tar_of({"1.jpg": jpeg(), "1.cls": b"1"}, tmp_path / name, "w:gz")
+    with pytest.raises(UserError, match=f"{name}: compressed, .* run gunzip on it first"):
+        list_source(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("members", "message"),
     [

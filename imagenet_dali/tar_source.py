@@ -64,6 +64,11 @@ def tar_members(path: Path, start: int = 0, size: int | None = None) -> Iterator
             if tar.offset >= end or file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError
         except tarfile.TarError as error:
+            file.seek(start)
+            if file.read(2) == b"\x1f\x8b":
+                raise UserError(
+                    f"{path}: compressed, but its images are read in random order; run gunzip on it first"
+                ) from error
             raise UserError(f"{path}: truncated or damaged at {name}; download it again") from error
 
 

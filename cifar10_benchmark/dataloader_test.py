@@ -1,7 +1,5 @@
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
@@ -12,6 +10,7 @@ from common.config.batch_plan import DataSummary
 from common.config.load import load_config
 from common.errors import UserError
 from common.testing.host_sync import forbid_waiting
+from common.testing.photographs import write_colours
 
 CPU = torch.device("cpu")
 TRAIN, TEST = 61, 11
@@ -19,15 +18,9 @@ TRAIN, TEST = 61, 11
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> str:
-    """Three classes of 8 x 8 noise."""
     folder = tmp_path_factory.mktemp("data")
-    noise = np.random.default_rng(0)
     for split, count in (("train", TRAIN), ("test", TEST)):
-        for number in range(count):
-            pixels = noise.integers(0, 256, (8, 8, 3), np.uint8)
-            path = folder / split / "abc"[number % 3] / f"{number:03d}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels).save(path)
+        write_colours(folder / split, count, 8, 8)
     return str(folder)
 
 
@@ -41,7 +34,7 @@ def train_loader(data):
 
 
 def test_counts_the_data_set(data):
-    expected = DataSummary(TRAIN, TEST, 3, open_images(data).fingerprint, class_names=["a", "b", "c"])
+    expected = DataSummary(TRAIN, TEST, 3, open_images(data).fingerprint, class_names=["b", "g", "r"])
     assert describe_data(data) == expected
 
 

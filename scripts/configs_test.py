@@ -3,14 +3,13 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
 
 from common.config.load import load_config
 from common.config.originals_test import FILES
+from common.testing.photographs import write_colours
 from imagenet_dali import train_dali
 from imagenet_dali.testing import prepare_data, run
 
@@ -30,13 +29,10 @@ TENSOR_PARALLEL_MODE = "1d"
 
 @pytest.fixture(scope="module")
 def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """32 images of two classes as CIFAR-10's script reads them."""
-    folder, noise = tmp_path_factory.mktemp("colours"), np.random.default_rng(0)
+    """32 images of three classes as CIFAR-10's script reads them."""
+    folder = tmp_path_factory.mktemp("colours")
     for split in ("train", "test"):
-        for number in range(32):
-            path = folder / split / "ab"[number % 2] / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(noise.integers(0, 255, (16, 16, 3), np.uint8)).save(path)
+        write_colours(folder / split, 32, 16, 16)
     return folder
 
 

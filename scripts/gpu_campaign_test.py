@@ -129,20 +129,6 @@ def test_an_unknown_piece_is_refused() -> None:
         gpu_campaign.main(["--only", "lmab"])
 
 
-def test_seconds_are_those_of_all_starts() -> None:
-    starts = [{"step": 0, "started": 100.0}, {"step": 20, "started": 1000.0}]
-    measured = {"samples_per_s": 1.0, "mfu": 0.5, "peak_memory_gb": 2.0}
-    records = [
-        {"kind": "train", "step": step, "epoch": step / 20, "time": moment} | measured
-        for step, moment in ((10, 110.0), (20, 130.0), (30, 1010.0), (40, 1015.0))
-    ]
-    records += [{"kind": "eval", "step": step, "epoch": step / 20, "time": moment, "top1": top1}
-                for step, moment, top1 in ((20, 131.0, 0.7), (40, 1016.0, 0.6))]  # fmt: skip
-    row = cifar10.summarise({"starts": starts, "plan": {"last_step": 40}}, records)
-    assert row["seconds"] == 31 + 16
-    assert (row["top1"], row["best_top1"], row["step"], row["starts"]) == (0.6, 0.7, 40, 2)
-
-
 def test_a_cpu_without_bfloat16_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "is_fast", lambda dtype: False)
     monkeypatch.setattr(numerics, "MODES", {"TORCH bf16": {}})

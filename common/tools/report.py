@@ -51,6 +51,16 @@ class FinishedRun:
         return f"{done:,}" if done == planned else f"{done:,} of {planned:,}"
 
     @property
+    def seconds(self) -> float | None:
+        """The wall time up to the last record, without the pauses before a start."""
+        times = [record["time"] for record in self.records if record.get("time")]
+        if not times or not self.about.get("started"):
+            return None
+        starts = [start["started"] for start in self.starts if start.get("started")]
+        spans = itertools.pairwise([*(starts or [min(self.about["started"], *times)]), math.inf])
+        return sum(max((when for when in times if start <= when < end), default=start) - start for start, end in spans)
+
+    @property
     def starts(self) -> list[Mapping[str, Any]]:
         """When, how and from which step it was started, each time."""
         return self.about.get("starts", [])
@@ -149,14 +159,9 @@ def _best_top1(run: FinishedRun) -> str:
 
 
 def _wall_time(run: FinishedRun) -> str:
-    times = [record["time"] for record in run.records if record.get("time")]
-    if not times or not run.about.get("started"):
+    if run.seconds is None:
         return ABSENT
-    starts = [start["started"] for start in run.starts if start.get("started")] or [min(run.about["started"], *times)]
-    total = 0.0  # without the pauses before a start
-    for start, end in itertools.pairwise([*starts, math.inf]):
-        total += max((when for when in times if start <= when < end), default=start) - start
-    minutes, seconds = divmod(round(total), 60)
+    minutes, seconds = divmod(round(run.seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s"
 

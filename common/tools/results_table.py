@@ -6,10 +6,9 @@ import math
 import time
 from pathlib import Path
 
-from common.checkpoint.content import read_about
 from common.errors import UserError
 from common.metrics.provenance import format_command, name_hardware
-from common.metrics.writers import read_metrics
+from common.tools.report import load_run
 
 COLUMNS = [
     *("date", "config", "hardware", "processes", "global_batch", "epochs", "steps", "first_loss", "last_loss"),
@@ -35,8 +34,8 @@ def main(argv: list[str]) -> None:
 
 def summarise(run: Path) -> dict[str, object]:
     """Return the row of a run, a value for each of `COLUMNS`; losses are those of the first and last train record."""
-    about, records = read_about(run), read_metrics(run)
-    train, evaluations = ([r for r in records if r["kind"] == kind] for kind in ("train", "eval"))
+    loaded = load_run(run, run.name)
+    about, train, evaluations = loaded.about, loaded.of_kind("train"), loaded.of_kind("eval")
     if not train or not evaluations:
         raise UserError(
             f"{run} has no evaluation yet, so no result to record: train it for longer, or lower EVAL_EVERY"
@@ -55,7 +54,7 @@ def summarise(run: Path) -> dict[str, object]:
         "top1": f"{last['top1']:.4f}",
         "top5": f"{last['top5']:.4f}",
         "eval_images": last["samples"],
-        "minutes": f"{(last['time'] - about['started']) / 60:.1f}",
+        "minutes": f"{(loaded.seconds or 0) / 60:.1f}",
         "versions": " ".join(f"{name}={number}" for name, number in about["versions"].items() if number),
         "commit": about["commit"],
         "command": format_command(about["argv"]),

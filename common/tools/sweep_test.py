@@ -14,7 +14,8 @@ from PIL import Image
 
 from common.errors import UserError
 from common.testing.commands import run_forked
-from common.testing.tiny_task import CONFIG, write_images
+from common.testing.photographs import write_colours
+from common.testing.tiny_task import CONFIG
 from common.tools import report, sweep, sweep_results
 from common.tools.report import FinishedRun
 from common.tools.sweep_results import chosen_points, draw
@@ -206,9 +207,8 @@ def test_a_config_of_ones_own_needs_a_script() -> None:
 @pytest.mark.slow
 def test_trains_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe in miniature, by its own script."""
-    for path in write_images(tmp_path / "images").rglob("*.png"):
-        with Image.open(path) as image:
-            image.resize((16, 16)).save(path)
+    for split in ("train", "test"):
+        write_colours(tmp_path / "images" / split, 70, 16, 16)
     small = ["image_size=16", "patch_size=8", "width=16", "depth=1", "heads=2"]
     settings = [
         "NUM_EPOCHS=1",

@@ -1,17 +1,15 @@
 """Piece: CIFAR-10 from the first step to the last."""
 
-import json
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from cifar10_benchmark.train import main as train
-from common.metrics.writers import read_metrics
 from common.testing.photographs import write_photographs
 from common.tools.harness import NotRunError, Row, UnfinishedError, WrongError
+from common.tools.report import FinishedRun, load_run
 from gpu.job import Job
 
 CONFIG = "vit_lite_vanilla"
@@ -32,7 +30,7 @@ def cifar10(job: Job) -> Iterator[Row]:
     settings = [*SETTINGS, *amp, *(TINY if job.tiny else ()), f"DATA.root={data}"]
     words = [word for setting in settings for word in ("--set", setting)]
     code = _train_until(["--config", CONFIG, "--output", str(output), *words], job.seconds_left - TO_STOP)
-    row = summarise(json.loads((output / "config.json").read_text()), list(read_metrics(output)))
+    row = summarise(load_run(output, CONFIG))
     if code == 0:
         yield row | {"precision": precision}
     elif code == 128 + signal.SIGTERM:
@@ -61,22 +59,17 @@ def _train_until(arguments: list[str], seconds: float) -> int:
     return 0
 
 
-def summarise(about: dict[str, Any], records: list[dict[str, Any]]) -> Row:
-    """Return the result of a run from its config.json and metrics; ``seconds`` covers all its starts."""
-    seconds, ends = 0.0, [start["step"] for start in about["starts"][1:]] + [records[-1]["step"]]
-    for start, end in zip(about["starts"], ends, strict=True):
-        times = [record["time"] for record in records if start["step"] < record["step"] <= end]
-        seconds += max(times, default=start["started"]) - start["started"]
-    top1 = [record["top1"] for record in records if record["kind"] == "eval"]
-    trained = [record for record in records if record["kind"] == "train"]
+def summarise(run: FinishedRun) -> Row:
+    """Return the result of a run; ``seconds`` covers all its starts."""
+    top1, trained = [record["top1"] for record in run.of_kind("eval")], run.of_kind("train")
     return {
-        "epochs": records[-1]["epoch"],
-        "step": records[-1]["step"],
-        "of": about["plan"]["last_step"],
+        "epochs": run.records[-1]["epoch"],
+        "step": run.records[-1]["step"],
+        "of": run.about["plan"]["last_step"],
         "top1": top1[-1] if top1 else None,
         "best_top1": max(top1, default=None),
-        "seconds": seconds,
-        "starts": len(about["starts"]),
+        "seconds": run.seconds,
+        "starts": len(run.starts),
         "images_per_s": trained[-1]["samples_per_s"],
         "mfu": trained[-1]["mfu"],
         "memory_gb": trained[-1]["peak_memory_gb"],

@@ -129,6 +129,8 @@ def launch(
     """
     gpc.heartbeat = None if timeout is None else Heartbeat(rank, world_size, timeout)
     upstream_launch(config, rank, world_size, host, port, backend, local_rank, seed, verbose)
+    if gpc.heartbeat is not None and torch.cuda.is_available():
+        gpc.heartbeat.device = torch.device("cuda", torch.cuda.current_device())  # the thread's own is 0
 
 
 def shutdown() -> None:

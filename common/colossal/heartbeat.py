@@ -1,9 +1,12 @@
 """Detect which rank is lost, and report what it was doing.
 
 Each rank sends a UDP datagram to rank 0 at every beat; rank 0 answers. A silent rank is gone. A rank hangs if it still
-sends but does not notice a failed collective that all others noticed, or if it is behind when no rank makes progress
-(a process that waits for a GPU notices no failure). PyTorch's store cannot do this: its calls block when the process
-that serves it stops. A rank that has never been heard, for example behind a firewall that drops UDP, is not judged.
+sends but does not notice a failed collective that all others noticed, or if it is behind when no rank makes progress.
+PyTorch's store cannot do this: its calls block when the process that serves it stops. A rank that has never been heard,
+for example behind a firewall that drops UDP, is not judged.
+
+Hosts run ahead of their GPUs: a process that waits for its GPU notices no failure, and its progress says nothing about
+the GPU's. A process whose GPU is idle is blamed first; if all wait for their GPUs, which of them hangs is not known.
 """
 
 import faulthandler
@@ -15,8 +18,9 @@ import sys
 import threading
 import time
 from contextlib import nullcontext, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from common.colossal.rendezvous import address_to_bind
@@ -50,6 +54,15 @@ def patience_of(timeout: float) -> float:
     return timeout - (HANGING + LEAVING + 1) * beat_of(timeout)
 
 
+class Heard(NamedTuple):
+    """What a rank last said of itself, and when."""
+
+    when: float
+    doing: str
+    state: str
+    waits_for_gpu: bool = False
+
+
 class Heartbeat:
     """A thread that exchanges beats and detects lost ranks; prints all stacks if this process makes no progress.
 
@@ -61,7 +74,9 @@ class Heartbeat:
         self.rank, self.world_size = rank, world_size
         self.timeout, self.beat, self.patience = timeout, beat_of(timeout), patience_of(timeout)
         self.state = "running"  # then "noticed" (a collective failed), "failed" (an error of its own) or "ended"
-        self.heard: dict[int, tuple[float, str, str]] = {}  # by rank: time, what it was doing, its state
+        self.device: torch.device | None = None  # the GPU of this process
+        self.changed_at = time.monotonic()  # when `doing` was last called, as seen by the thread
+        self.heard: dict[int, Heard] = {}  # by rank
         self.unheard: set[int] = set()  # ranks not heard yet
         self.warn_at = float("inf")  # when to warn of them
         self.moved: dict[int, tuple[int, float]] = {}  # on rank 0, by rank: `progress` and the time of its last change
@@ -91,7 +106,7 @@ class Heartbeat:
             self.socket.connect(server)
         self.token = place["token"]
         now = time.monotonic()
-        self.heard = dict.fromkeys(range(self.world_size) if not self.rank else [0], (now, "starting", "running"))
+        self.heard = dict.fromkeys(range(self.world_size) if not self.rank else [0], Heard(now, "starting", "running"))
         self.unheard, self.warn_at = set(self.heard) - {self.rank}, now + HANGING * self.beat
 
     # --- the thread ---------------------------------------------------------------------------------------------------
@@ -101,7 +116,7 @@ class Heartbeat:
         with self.socket or nullcontext():
             while self.verdict is None and not self.closing.is_set():
                 if seen != _changes:
-                    seen = _changes
+                    seen, self.changed_at = _changes, time.monotonic()
                     faulthandler.dump_traceback_later(self.timeout, file=sys.__stderr__)
                 if self.socket is None:
                     self.closing.wait(self.beat)
@@ -115,7 +130,7 @@ class Heartbeat:
         self._exchange(began + self.beat)
         stood_still = time.monotonic() - began - self.beat
         if stood_still > self.beat:  # this process was suspended; do not count that time as silence
-            self.heard = {rank: (when + stood_still, *words) for rank, (when, *words) in self.heard.items()}
+            self.heard = {rank: words._replace(when=words.when + stood_still) for rank, words in self.heard.items()}
             self.moved = {rank: (count, since + stood_still) for rank, (count, since) in self.moved.items()}
         if self.verdict is None and not self.closing.is_set():
             self.verdict = self._judge(time.monotonic())
@@ -137,13 +152,22 @@ class Heartbeat:
 
     def _message(self) -> bytes:
         words = {"token": self.token, "rank": self.rank, "doing": _doing[:500], "state": self.state}
-        return json.dumps(words | {"progress": _changes, "verdict": self.verdict}).encode()
+        words |= {"progress": _changes, "waits_for_gpu": self._waits_for_gpu(), "verdict": self.verdict}
+        return json.dumps(words).encode()
+
+    def _waits_for_gpu(self) -> bool:
+        """Return whether the GPU has unfinished work; asked only of a process without progress for long."""
+        if self.device is None or time.monotonic() - self.changed_at < self.patience / 2:
+            return False
+        with suppress(RuntimeError):  # a broken GPU
+            return not torch.cuda.default_stream(self.device).query()
+        return True
 
     def _hear(self, words: dict[str, Any], sender: Any) -> None:
         if words["token"] != self.token or words["rank"] not in self.heard:
             return
         now = time.monotonic()
-        self.heard[words["rank"]] = (now, words["doing"], words["state"])
+        self.heard[words["rank"]] = Heard(now, words["doing"], words["state"], words["waits_for_gpu"])
         self.unheard.discard(words["rank"])
         if self.rank == 0:
             self._follow(words["rank"], words["progress"], now)
@@ -158,24 +182,30 @@ class Heartbeat:
     def _judge(self, now: float) -> str | None:
         """Return the lost ranks and what they were doing; "" if a collective failed but none is lost; else None."""
         if self.rank == 0:
-            self.heard[0] = (now, _doing, self.state)
+            self.heard[0] = Heard(now, _doing, self.state, self._waits_for_gpu())
             self._follow(0, _changes, now)
             self._warn_of_unheard(now)
         heard = {rank: words for rank, words in self.heard.items() if rank not in self.unheard}
-        running = {rank: words for rank, words in heard.items() if words[2] in ("running", "failed")}
-        if any(state == "noticed" for _, _, state in self.heard.values()) or self.state == "noticed":
+        running = {rank: words for rank, words in heard.items() if words.state in ("running", "failed")}
+        if any(words.state == "noticed" for words in self.heard.values()) or self.state == "noticed":
             self.noticed_at = min(self.noticed_at, now)
         limit = SILENT * self.beat if self.noticed_at <= now else self.patience
-        silent = {rank: words for rank, words in running.items() if now - words[0] > limit}
+        silent = {rank: words for rank, words in running.items() if now - words.when > limit}
         if silent:
-            return "; ".join(f"rank {rank} is gone; last seen: {what}" for rank, (_, what, _) in silent.items())
+            return "; ".join(f"rank {rank} is gone; last seen: {words.doing}" for rank, words in silent.items())
         if self.rank == 0 and now - self.noticed_at > HANGING * self.beat:
             return _name_hanging(running)
         if self.moved and all(now - since > self.timeout for _, since in self.moved.values()):
-            least = min(progress for progress, _ in self.moved.values())
-            behind = {rank: words for rank, words in running.items() if self.moved[rank][0] == least}
-            return _name_hanging(behind) if 0 < len(behind) < len(self.moved) else None
+            return self._name_last(running)
         return None
+
+    def _name_last(self, running: dict[int, Heard]) -> str | None:
+        """Return the ranks that are behind where none makes progress; None if all have come equally far."""
+        counts = {rank: count for rank, (count, _) in self.moved.items() if not self.heard[rank].waits_for_gpu}
+        if running and not counts.keys() & running:
+            return _name_hanging(running)
+        behind = {rank: words for rank, words in running.items() if counts.get(rank) == min(counts.values())}
+        return _name_hanging(behind) if 0 < len(behind) < len(self.moved) else None
 
     def _warn_of_unheard(self, now: float) -> None:
         if self.unheard and now > self.warn_at:
@@ -190,7 +220,7 @@ class Heartbeat:
         for _ in range(LEAVING):
             self._exchange(time.monotonic() + self.beat)
         if self.state == "running" and not self.closing.is_set():
-            if f"rank {self.rank} hangs" in verdict:
+            if f"rank {self.rank} " in verdict:
                 faulthandler.dump_traceback(file=sys.__stderr__)
             print(f"error: {describe(verdict, self.world_size)}", file=sys.__stderr__, flush=True)
             os._exit(2)
@@ -221,14 +251,17 @@ class Heartbeat:
         elif not failed:
             deadline = time.monotonic() + HANGING * self.beat
             others = set(self.heard) - {0} - self.unheard
-            while time.monotonic() < deadline and any(self.heard[rank][2] == "running" for rank in others):
+            while time.monotonic() < deadline and any(self.heard[rank].state == "running" for rank in others):
                 time.sleep(self.beat / 20)
         self.closing.set()
         faulthandler.cancel_dump_traceback_later()
 
 
-def _name_hanging(ranks: dict[int, tuple[float, str, str]]) -> str:
-    return "; ".join(f"rank {rank} hangs; last seen: {what}" for rank, (_, what, _) in ranks.items())
+def _name_hanging(ranks: dict[int, Heard]) -> str:
+    idle = {rank: words for rank, words in ranks.items() if not words.waits_for_gpu}
+    how = "hangs" if idle else "waits for its GPU"
+    named = "; ".join(f"rank {rank} {how}; last seen: {words.doing}" for rank, words in (idle or ranks).items())
+    return named if idle or not ranks else f"one GPU hangs, or NCCL between them: {named}"
 
 
 def describe(verdict: str, world_size: int) -> str:

@@ -6,10 +6,11 @@ import socket
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from common.colossal import heartbeat
-from common.colossal.heartbeat import Heartbeat, beat_of, doing, patience_of
+from common.colossal.heartbeat import Heard, Heartbeat, beat_of, doing, patience_of
 from common.testing.ranks import run_ranks
 
 
@@ -74,7 +75,7 @@ def test_who_stood_still_itself_does_not_blame_the_others(monkeypatch: pytest.Mo
     clock = type("Clock", (), {"now": 0.0, "monotonic": lambda self: self.now})()
     monkeypatch.setattr(heartbeat, "time", clock)
     monkeypatch.setattr(rank1, "_exchange", exchange)
-    rank1.socket, rank1.heard = socket.socket(), {0: (0.0, "step 1", "running")}
+    rank1.socket, rank1.heard = socket.socket(), {0: Heard(0.0, "step 1", "running")}
     rank1._run()
     faulthandler.cancel_dump_traceback_later()
     assert len(exchanges) == 5
@@ -87,7 +88,7 @@ def test_strangers_are_not_heard() -> None:
     try:
         place = json.loads(store.get("heartbeat"))
         words = {"token": place["token"], "rank": 1, "doing": "mine", "state": "running"}
-        words |= {"progress": 0, "verdict": None}
+        words |= {"progress": 0, "waits_for_gpu": False, "verdict": None}
         lies = [{"token": "guessed"}, *({"rank": rank} for rank in (2, -1, "x", []))]
         strange = [b"", b"\xff", b"{}", b"[]", b"7"]
         strange += [json.dumps(words | {"doing": "theirs"} | lie).encode() for lie in lies]
@@ -98,10 +99,64 @@ def test_strangers_are_not_heard() -> None:
                 peer.send(message)
             peer.send(json.dumps(words).encode())
             assert json.loads(peer.recv(4096))["rank"] == 0
-            assert rank0.heard[1][1:] == ("mine", "running")
+            assert rank0.heard[1][1:] == ("mine", "running", False)
             peer.send(json.dumps(words | {"state": "ended"}).encode())
             peer.recv(4096)
     finally:
         started = time.monotonic()
         rank0.close()
     assert time.monotonic() - started < 5  # a rank that is missed is waited for 10 s
+
+
+class Stream:
+    """The stream of a GPU that does not finish its work, or is broken."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def query(self) -> bool:
+        if self.device.index == 1:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return self.device.index == 2
+
+
+@pytest.mark.parametrize(
+    ("waiting", "verdict"),
+    [
+        # by rank: whether it waits for its GPU, its progress
+        ([(False, 9), (True, 7), (True, 8)], "rank 0 hangs; last seen: rank 0's work"),
+        ([(False, 5), (False, 5), (True, 4)], "rank 0 hangs; last seen: rank 0's work; rank 1 hangs; last seen: rank"),
+        ([(False, 5), (False, 4), (True, 3)], "rank 1 hangs; last seen: rank 1's work"),
+        ([(True, 5), (True, 4), (True, 5)], "one GPU hangs, or NCCL between them: rank 0 waits for its GPU; last"),
+        ([(False, 5), (False, 5), (False, 5)], None),
+    ],
+)
+@pytest.mark.parametrize("noticed", [False, True])
+def test_who_waits_for_a_gpu_is_not_blamed_for_being_behind(waiting, verdict, noticed, monkeypatch) -> None:
+    """Without a failed collective, and after another rank has noticed one, where progress does not count."""
+    rank0, long_ago = Heartbeat(0, 4, timeout=10.0), time.monotonic() - 100
+    monkeypatch.setattr(torch.cuda, "default_stream", Stream)
+    monkeypatch.setattr(heartbeat, "_doing", "rank 0's work")
+    monkeypatch.setattr(heartbeat, "_changes", waiting[0][1])
+    rank0.changed_at, rank0.device = long_ago, torch.device("cuda", 0 if waiting[0][0] else 2)
+    now = time.monotonic()
+    rank0.heard = {rank: Heard(now, f"rank {rank}'s work", "running", gpu) for rank, (gpu, _) in enumerate(waiting)}
+    rank0.moved = {rank: (count, long_ago) for rank, (_, count) in enumerate(waiting)}
+    if noticed:
+        rank0.heard[3], rank0.noticed_at = Heard(now, "rank 3's work", "noticed"), long_ago
+        idle = [f"rank {rank} hangs; last seen: rank {rank}'s work" for rank, (gpu, _) in enumerate(waiting) if not gpu]
+        verdict = "; ".join(idle) or verdict
+    assert (rank0._judge(now) or "").startswith(verdict or "")
+    assert verdict or rank0._judge(now) is None
+
+
+def test_a_gpu_is_asked_only_without_progress_and_may_be_broken(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "default_stream", Stream)
+    rank0 = Heartbeat(0, 1, timeout=10.0)
+    waits = []
+    for rank0.device in (None, *(torch.device("cuda", index) for index in range(3))):
+        rank0.changed_at = time.monotonic()
+        waits.append(rank0._waits_for_gpu())
+        rank0.changed_at -= 10
+        waits.append(rank0._waits_for_gpu())
+    assert waits == [False, False, False, True, False, True, False, False]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from common.colossal.heartbeat import describe
+from common.colossal.heartbeat import Heartbeat, describe
 from common.colossal.upstream import gpc
 from common.errors import UserError
 
@@ -23,16 +23,20 @@ def naming_lost_ranks() -> Iterator[None]:
     except Exception as error:
         if gpc.heartbeat is None:
             raise
-        if not isinstance(error, RuntimeError) or not _is_lost_connection(error):
-            gpc.heartbeat.fail(f"{type(error).__name__}: {error}".partition("\n")[0])
-            raise
-        verdict = gpc.heartbeat.await_verdict()
-        if not verdict:
-            raise
+        explained = _explain(error, gpc.heartbeat)
         if dist.get_backend() == "nccl":  # its clean-up would wait for kernels that never end
-            atexit.register(os._exit, 2)  # runs after all threads, such as the checkpoint writer, have ended
-        raise UserError(describe(verdict, dist.get_world_size())) from error
+            # runs after all threads, such as the checkpoint writer, have ended, and after the error was printed
+            atexit.register(os._exit, 2 if isinstance(explained, UserError) else 1)
+        if explained is error:
+            raise
+        raise explained from error
 
 
-def _is_lost_connection(error: RuntimeError) -> bool:
-    return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
+def _explain(error: Exception, heartbeat: Heartbeat) -> Exception:
+    """Return a `UserError` with the lost ranks instead of the error of their lost connections."""
+    is_lost_connection = isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
+    if not isinstance(error, RuntimeError) or not is_lost_connection:
+        heartbeat.fail(f"{type(error).__name__}: {error}".partition("\n")[0])
+        return error
+    verdict = heartbeat.await_verdict()
+    return UserError(describe(verdict, dist.get_world_size())) if verdict else error

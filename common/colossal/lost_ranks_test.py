@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from common.colossal import ParallelMode, doing, gpc, launch, shutdown
 from common.colossal.lost_ranks import naming_lost_ranks
+from common.errors import UserError
 from common.testing.commands import forked
 from common.testing.ranks import free_port, run_ranks
 
@@ -158,3 +160,24 @@ def test_the_timeout_holds_in_every_group() -> None:
 def test_other_errors_pass() -> None:
     with pytest.raises(RuntimeError, match="out of memory"), naming_lost_ranks():
         raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict", "code"),
+    [
+        (RuntimeError("CUDA error: out of memory"), "", 1),
+        (UserError("MAX_SKIPPED=20"), "", 2),
+        (RuntimeError("NCCL communicator was aborted"), "rank 1 is gone", 2),
+        (RuntimeError("NCCL communicator was aborted"), "", 1),
+    ],
+)
+def test_with_nccl_every_error_ends_the_process_without_its_clean_up(error, verdict, code, monkeypatch) -> None:
+    exits = []
+    beats = SimpleNamespace(fail=lambda words: None, await_verdict=lambda: verdict)
+    monkeypatch.setattr(gpc, "heartbeat", beats)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr("atexit.register", lambda *call: exits.append(call))
+    with pytest.raises(type(error) if not verdict else UserError), naming_lost_ranks():
+        raise error
+    assert exits == [(os._exit, code)]

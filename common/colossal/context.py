@@ -54,7 +54,7 @@ class RepairedContext(ParallelContext):
         auto_set_accelerator()
         timeout = self.heartbeat.timeout if self.heartbeat else DEFAULT_TIMEOUT
         alone = world_size == 1 or backend == "fake"
-        store = None if alone else open_store(rank, world_size, host, port, timeout)
+        store = None if alone else open_store(rank, world_size, host, port, timeout, backend)
         if self.heartbeat is not None:
             self.heartbeat.start(store, host)
         place = {"rank": rank, "world_size": world_size, "timeout": self.timeout_of(backend)}

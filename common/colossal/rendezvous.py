@@ -4,6 +4,7 @@ import ipaddress
 import os
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -16,13 +17,14 @@ DEFAULT_TIMEOUT = 1800.0  # seconds; PyTorch's own, for gloo
 POLL = 0.05  # seconds; PyTorch's own wait takes up to twice its timeout and prints C++ stacks
 
 
-def open_store(rank: int, world_size: int, host: str, port: int, timeout: float) -> dist.Store:
+def open_store(rank: int, world_size: int, host: str, port: int, timeout: float, backend: str = "gloo") -> dist.Store:
     """Return the launch's store once all ranks have joined; rank 0 or torchrun's agent serves it.
 
     The server listens only on the address of ``host`` (PyTorch: on all interfaces); if that is the loopback, so do
     gloo and NCCL. Otherwise gloo binds the interface with the route to the other processes, unless GLOO_SOCKET_IFNAME
     is set; PyTorch's default, the address of the host name, is 127.0.1.1 on Debian. Raises `UserError` listing the
-    ranks that do not join within ``timeout`` seconds, or `RankError` if that is rank 0.
+    ranks that do not join within ``timeout`` seconds, or whose ``backend`` is not the others'; `RankError` if rank 0
+    does not join.
     """
     if is_loopback(host):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -39,9 +41,11 @@ def open_store(rank: int, world_size: int, host: str, port: int, timeout: float)
     # an agent may serve several attempts of the same run
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     mine = _source_address(host)
-    _await_ranks(store, rank, world_size, timeout, mine)
+    _await_ranks(store, rank, world_size, timeout, f"{backend} {mine}")
+    held = store.multi_get([f"here/{other}" for other in range(world_size)])
+    backends, others = zip(*(words.decode().split(" ") for words in held), strict=True)
+    _check_backends(backends, rank)
     if _is_loopback(mine):  # either this machine's /etc/hosts maps the name to it, or all processes are here
-        others = [store.get(f"here/{other}").decode() for other in range(world_size)]
         mine = next((_source_address(other) for other in others if other and not _is_loopback(other)), mine)
     if interface := _interface_of(mine):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -84,8 +88,8 @@ def _await_server(host: str, port: int, seconds: float) -> None:
     )
 
 
-def _await_ranks(store: dist.Store, rank: int, world_size: int, seconds: float, address: str) -> None:
-    store.set(f"here/{rank}", address)
+def _await_ranks(store: dist.Store, rank: int, world_size: int, seconds: float, words: str) -> None:
+    store.set(f"here/{rank}", words)
     absent = list(range(world_size))
     deadline = time.monotonic() + seconds
     while absent := [other for other in absent if not store.check([f"here/{other}"])]:
@@ -99,6 +103,17 @@ def _await_ranks(store: dist.Store, rank: int, world_size: int, seconds: float, 
                 "output, and that it was started"
             )
         time.sleep(POLL)
+
+
+def _check_backends(backends: Sequence[str], rank: int) -> None:
+    """Raise `UserError` if the ranks chose different ones: their groups would wait for each other until the timeout."""
+    on_cpu = [number for number, backend in enumerate(backends) if backend == "gloo"]
+    if 0 < len(on_cpu) < len(backends):
+        time.sleep(20 * POLL if rank == 0 else 0)  # as in `_await_ranks`
+        raise UserError(
+            f"rank {', '.join(map(str, on_cpu))} of {len(backends)} processes would use gloo on CPUs, the others nccl: "
+            "check with nvidia-smi why torch finds no GPU there, or start all with --backend gloo"
+        )
 
 
 def address_to_bind(host: str) -> tuple[socket.AddressFamily, str]:

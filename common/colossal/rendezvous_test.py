@@ -40,6 +40,20 @@ def test_rank_0_that_does_not_come_is_named() -> None:
     assert seconds < 2
 
 
+def choose_backend(*backends: str) -> str:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with pytest.raises(UserError) as caught:
+        open_store(rank, world_size, "127.0.0.1", int(os.environ["MASTER_PORT"]), 60.0, backends[rank])
+    return str(caught.value)
+
+
+def test_a_rank_without_a_gpu_among_others_is_named() -> None:
+    for message in run_ranks(3, choose_backend, "nccl", "gloo", "nccl"):
+        assert message.startswith(
+            "rank 1 of 3 processes would use gloo on CPUs, the others nccl: check with nvidia-smi"
+        )
+
+
 def test_nothing_is_printed_while_waiting(capfd: pytest.CaptureFixture) -> None:
     with pytest.raises(RankError):
         open_store(1, 2, "127.0.0.1", free_port(), 0.3)
@@ -74,7 +88,7 @@ def test_an_agent_of_torchrun_serves(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv(name, value)
         with pytest.raises(UserError, match="rank 1 of 2 processes did not start"):
             open_store(0, 2, "127.0.0.1", port, 0.2)
-        agent.set(f"attempt {number}/here/1", "")
+        agent.set(f"attempt {number}/here/1", "gloo ")
         agent.delete_key(f"attempt {number}/absent")
         assert open_store(0, 2, "127.0.0.1", port, 5).check(["here/0"])
 

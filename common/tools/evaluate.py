@@ -9,7 +9,9 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,7 +19,7 @@ from tqdm import tqdm
 
 from common.checkpoint.pretrained_run import OTHERS, open_model
 from common.checkpoint.saved_run import SavedRun, build_parser
-from common.colossal import Predictor, shutdown
+from common.colossal import ParallelMode, Predictor, gpc, shutdown
 from common.config.batch_plan import DataSummary
 from common.config.load import data_root
 from common.errors import UserError
@@ -26,7 +28,7 @@ from common.launch.launcher import add_launch_arguments, detect_launch, start
 from common.metrics.hook import count_correct
 from common.metrics.provenance import describe_run
 from common.table import write_csv
-from common.tools.class_report import describe_classes, draw_confusion, print_extremes
+from common.tools.class_report import DRAWN, describe_classes, draw_confusion, print_extremes
 
 ONE_PROCESS = dict(pipeline=1, tensor=dict(size=1, mode=None))  # a model that is not cut
 
@@ -45,7 +47,7 @@ def main(argv: list[str]) -> None:
     predict = Predictor(run.load_model(), run.config["fp16"])
     place = dict(dp_rank=launch.rank, dp_size=launch.world_size, device=predict.device)
     loader = loaders.build_eval_loader(data, run.batch, image_size=run.config["MODEL"]["image_size"], **place)
-    tally = Tally(len(run.class_names), predict.device)
+    tally = Tally(predict.device)
     for images, labels in tqdm(loader, unit="batch", leave=False, disable=None if launch.rank == 0 else True):
         tally.add(predict(images), labels)
     loader.close()
@@ -56,12 +58,12 @@ def main(argv: list[str]) -> None:
 
 
 class Tally:
-    """Counts over the evaluation set: [loss, top-1, top-5, samples], the confusion matrix, and top-5 by class."""
+    """Counts over the evaluation set, [loss, top-1, top-5, samples], and `describe_classes`'s answers."""
 
-    def __init__(self, num_classes: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.totals = torch.zeros(4, dtype=torch.float64, device=device)
-        self.confusion_CC = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=device)  # [label, answer]
-        self.top5_C = torch.zeros(num_classes, dtype=torch.int64, device=device)
+        self.batches: list[Tensor] = []  # [3, B]; a matrix of 21,843 classes would take 3.8 GB
+        self.answers = np.empty((3, 0), np.int64)  # on rank 0, in the end
 
     def add(self, logits_BC: Tensor, labels_B: Tensor) -> None:
         """Count a batch; labels below 0 do not count."""
@@ -69,14 +71,17 @@ class Tally:
         valid_B = labels_B >= 0
         logits_BC, labels_B = logits_BC[valid_B], labels_B[valid_B]
         best_BK = logits_BC.topk(min(5, logits_BC.shape[1])).indices
-        self.confusion_CC.index_put_((labels_B, best_BK[:, 0]), torch.ones_like(labels_B), accumulate=True)
-        self.top5_C.scatter_add_(0, labels_B, (best_BK == labels_B[:, None]).any(1).long())
+        self.batches.append(torch.stack([labels_B, best_BK[:, 0], (best_BK == labels_B[:, None]).any(1).long()]))
 
     def sum_over_ranks(self) -> None:
         """Add up what every process has counted."""
-        if dist.get_world_size() > 1:
-            for counts in (self.totals, self.confusion_CC, self.top5_C):
-                dist.all_reduce(counts)
+        mine = torch.cat(self.batches, dim=1).cpu().numpy()
+        parts: list[Any] = [mine] * dist.get_world_size()
+        if len(parts) > 1:
+            dist.all_reduce(self.totals)
+            group = gpc.get_cpu_group(ParallelMode.GLOBAL)
+            dist.gather_object(mine, parts if dist.get_rank() == 0 else None, group=group)
+        self.answers = np.concatenate(parts, axis=1)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -106,18 +111,19 @@ def _check_labels(run: SavedRun, data: DataSummary) -> None:
 def _report(run: SavedRun, tally: Tally, output: Path, argv: list[str]) -> None:
     loss, top1, top5, samples = tally.totals.tolist()
     metrics = {"loss": loss / samples, "top1": top1 / samples, "top5": top5 / samples, "samples": int(samples)}
-    rows = describe_classes(run.class_names, tally.confusion_CC.cpu().numpy(), tally.top5_C.cpu().numpy())
+    rows = describe_classes(run.class_names, tally.answers)
     about = {"checkpoint": str(run.checkpoint), "weights": run.weights, "data": run.config["DATA"]["root"]}
     about |= describe_run(argv)
     try:
         output.mkdir(parents=True, exist_ok=True)
         (output / "evaluation.json").write_text(json.dumps(metrics | about, indent=2) + "\n")
         write_csv(rows, output / "classes.csv")
-        draw_confusion(run.class_names, tally.confusion_CC.cpu().numpy(), output / "confusion.png")
+        is_drawn = draw_confusion(run.class_names, tally.answers, output / "confusion.png")
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written ({error.strerror}); choose another") from error
     print_extremes(rows)
     shown = short_path(output)
-    print(f"classes    {shown}/classes.csv\n           {shown}/confusion.png")
+    picture = f"{shown}/confusion.png" if is_drawn else f"no confusion.png of more than {DRAWN:,} classes"
+    print(f"classes    {shown}/classes.csv\n           {picture}")
     print(f"metrics    {shown}/evaluation.json")
     print("top1={top1:.4f} top5={top5:.4f} loss={loss:.4f} samples={samples}".format(**metrics), flush=True)

@@ -2,10 +2,12 @@
 
 import csv
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from sklearn.metrics import confusion_matrix, precision_score, recall_score, top_k_accuracy_score
 from torchvision.datasets import ImageFolder
@@ -13,7 +15,7 @@ from torchvision.datasets import ImageFolder
 from common.colossal import shutdown
 from common.errors import UserError
 from common.metrics.writers import read_metrics
-from common.testing.ranks import run_ranks
+from common.testing.ranks import launched, run_ranks
 from common.testing.tiny_task import NAMES, SAMPLES, timm_logits, train, write_images
 from common.tools import class_report, evaluate
 
@@ -73,11 +75,32 @@ def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
 def test_of_many_classes_the_ends_are_shown(capsys, tmp_path):
     names = [f"class {label}" for label in range(60)]
     confusion = np.diag(np.arange(60)) + 1  # class n: n + 1 of n + 60 correct
-    class_report.print_extremes(class_report.describe_classes(names, confusion, confusion.sum(1)))
+    pairs = np.argwhere(confusion).repeat(confusion[confusion > 0], axis=0).T
+    answers = np.vstack([pairs, np.ones_like(pairs[0])])
+    class_report.print_extremes(class_report.describe_classes(names, answers))
     shown = [line.split("|")[2].strip() for line in capsys.readouterr().out.splitlines() if "| class " in line]
     assert shown == names[:5] + names[-5:]
-    class_report.draw_confusion(names, confusion, tmp_path / "confusion.png")
+    assert class_report.draw_confusion(names, answers, tmp_path / "confusion.png")
     assert (tmp_path / "confusion.png").stat().st_size > 1000
+
+
+def test_of_21k_classes_no_matrix_is_made(tmp_path):
+    classes, random = 21_843, np.random.default_rng(0)
+    logits = torch.from_numpy(random.random((64, classes), np.float32))
+    labels = torch.from_numpy(random.integers(0, classes, 64))
+    labels[::2] = logits[::2].argmax(1)
+    tracemalloc.start()
+    with launched():
+        tally = evaluate.Tally(torch.device("cpu"))
+        tally.add(logits, labels)
+        tally.sum_over_ranks()
+    rows = class_report.describe_classes([str(label) for label in range(classes)], tally.answers)
+    assert not class_report.draw_confusion(range(classes), tally.answers, tmp_path / "confusion.png")
+    assert tracemalloc.get_traced_memory()[1] < 50e6  # a matrix of bytes: 480 MB
+    tracemalloc.stop()
+    assert sum(row["top1"] * row["samples"] for row in rows) == 32
+    assert sum(row["samples"] for row in rows) == 64
+    assert all(row["mistaken for"] != "" for row in rows if row["top1"] == 0)
 
 
 def test_other_data_is_refused_unless_its_labels_mean_the_same(run, data, tmp_path):

@@ -1,6 +1,8 @@
 """Every benchmark with --tiny."""
 
+import shutil
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import lamb
@@ -84,6 +86,26 @@ def test_loader(run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = run_tiny(loader.main)
     assert [row["variant"] for row in rows] == list(loader.LOADERS)
     assert [row["variant"] for row in rows if "not_run" in row] == ["webdataset"]
+
+
+@pytest.mark.slow
+def test_io(run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_from_file_location("bench_io", Path(loader.__file__).with_name("io.py"))  # "io" is Python's own
+    bench_io = module_from_spec(spec)
+    spec.loader.exec_module(bench_io)
+    monkeypatch.setattr(bench_io, "find_spec", lambda name: name == "torch")
+    rows = run_tiny(bench_io.main)
+    ours = [name for name in bench_io.LOADERS if name not in bench_io.PACKAGES]
+    asked = {row["variant"]: row["requests_per_image"] for row in rows if row["part"] == "1 ms"}
+    assert list(asked) == [name for name in ours if not name.startswith("DALI")]
+    assert asked["torchvision, files"] == 1
+    assert asked["ours, blocks"] < 1
+    assert asked["ours, random"] == pytest.approx(1, abs=0.2)  # a few at its start and end
+    assert [row["variant"] for row in rows if row["part"] == "cold"] == ours
+    counted = {row["variant"]: row for row in rows if "strace" in row["part"]}
+    assert list(counted) == (ours if shutil.which("strace") else [])
+    for row in counted.values():
+        assert row["opens_per_image"] == 1 or row["variant"] != "torchvision, files"
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,8 @@ def ours(work: Work, rounds: Rounds, root: str = "shards", loader: str = "dali")
     read_passes(open_ours(work, root, loader), rounds)
 
 
-def open_ours(work: Work, root: str, loader: str) -> Loader:
-    data = load_config("vit-b16", [])["DATA"] | {"root": str(work.folder / root), "loader": loader}
+def open_ours(work: Work, root: str, loader: str, **changes: Any) -> Loader:
+    data = load_config("vit-b16", [])["DATA"] | {"root": str(work.folder / root), "loader": loader} | changes
     place = dict(image_size=SIDE, dp_rank=0, dp_size=1, seed=0, device=torch.device("cpu"))
     return build_train_loader(data, work.batch, work.batch, **place)
 
@@ -179,11 +179,16 @@ def write_images(folder: Path, count: int, width: int, height: int) -> None:
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         for side in ("", "320", "256"):
             prepare([str(folder / "images"), str(folder / f"shards{side}"), *(["--short-side", side] if side else [])])
+    write_tars(folder, WORKERS)
+
+
+def write_tars(folder: Path, number: int) -> None:
+    """Write the training images of an image folder as ``tars/*.tar`` for webdataset."""
     (folder / "tars").mkdir()
     paths = sorted((folder / "images" / "train").rglob("*.jpg"))
-    for worker in range(WORKERS):
-        with tarfile.open(folder / "tars" / f"{worker}.tar", "w") as tar:
-            for path in paths[worker::WORKERS]:
+    for first in range(number):
+        with tarfile.open(folder / "tars" / f"{first}.tar", "w") as tar:
+            for path in paths[first::number]:
                 for suffix, content in ((".jpg", path.read_bytes()), (".cls", path.parent.name.encode())):
                     entry = tarfile.TarInfo(path.stem + suffix)
                     entry.size = len(content)

@@ -11,7 +11,7 @@ TASKS = {"imagenet_dali", "caltech101_amp", "cifar10_benchmark"}
 OURS = TASKS | {"common", "configs"}
 FILES = sorted(path for package in OURS for path in (ROOT / package).rglob("*.py"))
 # Each room of common/ and those that its modules may import, beside their own and the files of common/ itself.
-BASE = {"errors", "files", "hardware", "plot", "table"}
+BASE = {"errors", "files", "hardware", "object_store", "plot", "table"}
 ROOMS = {
     "colossal": set(),
     "config": {"colossal"},

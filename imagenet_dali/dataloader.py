@@ -1,5 +1,6 @@
 """The loaders of a prepared data set, which DALI or Pillow decodes, or of an image folder, which Pillow decodes."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +9,14 @@ from typing import Any
 from common.config.batch_plan import DataSummary
 from common.config.load import refuse_unused
 from common.data import photographs
+from common.data.block_cache import BlockCache
 from common.data.crops import Crop
 from common.data.image_folder import FolderSplit
 from common.data.loader import BatchReader, Loader
 from common.data.photographs import build_eval_crop
 from common.errors import UserError
 from common.files import fingerprint_of
+from common.object_store import StorePath, as_path
 from imagenet_dali.dataset import Split, open_split
 from imagenet_dali.manifest import MANIFEST, data_fingerprint, earlier_fingerprints, read_manifest
 from imagenet_dali.sources import list_source
@@ -61,15 +64,25 @@ def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
 
     Only the torchvision loader reads image folders that were not prepared.
     """
-    root = Path(data["root"])
-    if data["loader"] == "dali" or (root / MANIFEST).is_file():
-        return open_split(root, split)
+    root = as_path(data["root"])
+    if data["loader"] == "dali" or isinstance(root, StorePath) or (root / MANIFEST).is_file():
+        args = root, split, data.get("cache"), data.get("cache_gb", 0)
+        return _open_remote(*args) if isinstance(root, StorePath) else _open(*args)
+    refuse_unused(data, ("cache",))
     source = list_source(root)
     if split not in source.splits:
         raise UserError(f"DATA.root={root} has no {split} split: add {root / split}/<class>/*")
     if source.places:
         raise UserError(f"DATA.root={root}: tars and parquet files are read by `python -m imagenet_dali.prepare` only")
     return FolderSplit(root, source.class_names, source.splits[split])
+
+
+def _open(root: Path, split: str, folder: str | None, cache_gb: float) -> Split:
+    cache = BlockCache(Path(folder).expanduser().absolute(), round(1e9 * cache_gb)) if folder else None
+    return open_split(root, split, cache)
+
+
+_open_remote = functools.cache(_open)  # some ten requests; and shards must not change after the first
 
 
 def _blocks(images: Split | FolderSplit, data: Mapping[str, Any]) -> dict[str, Any]:

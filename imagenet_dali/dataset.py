@@ -1,21 +1,25 @@
 """A prepared data set: open it with cheap checks, read one image of it."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
+from common.data.block_cache import BlockCache
 from common.errors import UserError
+from common.object_store import StorePath, as_path
 from imagenet_dali.manifest import (
     COPY_BACK,
     REPAIR,
-    find_faults,
     find_missing,
+    find_short,
+    list_shards,
     read_labels,
     read_manifest,
-    records_path,
+    read_table,
     split_fingerprint,
 )
 from imagenet_dali.records import BadRecordError, unframe
@@ -32,6 +36,8 @@ class Split:
     records: np.ndarray  # of RECORD, memory-mapped
     class_names: list[str]
     fingerprint: str  # of the content of shards and table, independent of their location
+    versions: Sequence[str | None] = ()  # ETags of the shards, which must not change; for objects only
+    cache: BlockCache | None = None
 
     @property
     def num_classes(self) -> int:
@@ -53,10 +59,20 @@ class Split:
         start = min(offset for _, offset, *_ in rows)
         try:
             length = max(offset + size for _, offset, size, *_ in rows) - start
-            data = memoryview(read_range(self.shards[rows[0][0]], start, length))
+            data = self._read(rows[0][0], start, length)
         except OSError as error:
             return [self.fault(index, error) for index in range(first, end)]
         return [self._unpack(index, row, data[row[1] - start :]) for index, row in enumerate(rows, first)]
+
+    def _read(self, shard: int, offset: int, length: int) -> memoryview:
+        def fetch() -> bytes:
+            path = self.shards[shard]
+            if isinstance(path, StorePath):
+                return path.read_range(offset, length, self.versions[shard])
+            return read_range(path, offset, length)
+
+        key = f"{self.fingerprint}/{shard}/{offset}/{length}"
+        return self.cache.read(key, fetch) if self.cache else memoryview(fetch())
 
     def _unpack(self, index: int, row: tuple[int, ...], data: memoryview) -> tuple[memoryview, int] | UserError:
         _, _, size, image_start, image_size, label, *_ = row
@@ -81,9 +97,17 @@ class Split:
         return np.concatenate([[0], starts, [len(self)]])
 
     @property
+    def is_remote(self) -> bool:
+        return isinstance(self.root, StorePath)
+
+    @property
     def nbytes(self) -> int:
         """Size of all records."""
-        return int(self.records["size"].sum(dtype=np.int64))
+        return self.span_bytes(0, len(self))
+
+    def span_bytes(self, first: int, end: int) -> int:
+        """Return the size of consecutive records."""
+        return int(self.records["size"][first:end].sum(dtype=np.int64))
 
     @property
     def is_shuffled(self) -> bool:
@@ -113,27 +137,35 @@ def read_range(path: Path, offset: int, length: int) -> bytes:
         os.close(descriptor)
 
 
-def open_split(root: Path | str, split: str) -> Split:
+def open_split(root: Path | str, split: str, cache: BlockCache | None = None) -> Split:
     """Open one split; its files are compared with the manifest, without reading the shards.
 
     Raises `UserError` naming the first file that is missing or differs.
     """
-    root = Path(root)
+    root = as_path(root)
     manifest = read_manifest(root)
     if split not in manifest["splits"]:
         raise UserError(
             f"{root}: no {split} split, only {', '.join(manifest['splits'])}; prepare the data set with one"
         )
-    for fault in find_missing(root, manifest, split):
+    found = list_shards(root, manifest, split)
+    for fault in find_missing(root, manifest, split, found):
         raise UserError(f"{fault}; {COPY_BACK}")
-    for fault in find_faults(root, manifest, split):
+    for fault in find_short(root, manifest, split, found):
         raise UserError(f"{fault}; {REPAIR.format(root=root)}")
+    try:
+        records = read_table(root, manifest, split)
+    except UserError as error:
+        raise UserError(f"{error}; {REPAIR.format(root=root)}") from error
     described = manifest["splits"][split]
+    names = [shard["name"] for shard in described["shards"]]
     return Split(
         root=root,
         name=split,
-        shards=[root / shard["name"] for shard in described["shards"]],
-        records=np.load(records_path(root, split), mmap_mode="r"),
+        shards=[root / name for name in names],
+        records=records,
         class_names=read_labels(root / "labels.txt"),
         fingerprint=split_fingerprint(described),
+        versions=[found[name].version for name in names],
+        cache=cache,
     )

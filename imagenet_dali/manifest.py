@@ -16,6 +16,7 @@ from pydantic import AfterValidator, FailFast, Field
 from common.data.image_folder import check_class_names
 from common.errors import UNPRINTABLE, UserError
 from common.files import Count, Schema, fingerprint_of, read_json, read_text, sha256_of
+from common.object_store import FileState, list_files, local_copy
 from imagenet_dali.records import RECORD
 
 FORMAT = 1
@@ -66,9 +67,9 @@ class Manifest(Schema):
 def read_manifest(root: Path) -> dict[str, Any]:
     """Return the manifest of the prepared data set at `root`; raise `UserError` with the remedy if there is none."""
     path = root / MANIFEST
-    if not root.is_dir():
-        raise UserError(f"{root}: no such folder; name the folder of a prepared data set")
     if not path.is_file():
+        if not root.is_dir():
+            raise UserError(f"{root}: no such folder; name the folder of a prepared data set")
         if (root / PARTIAL).is_dir():
             raise UserError(f"{path}: missing, preparation was stopped; rerun the command to finish it")
         if any(found.is_file() for found in (*root.glob("train/*"), *root.glob("train-*"))):
@@ -104,30 +105,29 @@ def earlier_fingerprints(manifest: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(repair["fingerprint"] for repair in manifest.get("repairs", ()))
 
 
-def find_missing(root: Path, manifest: Mapping[str, Any], split: str) -> Iterator[str]:
+def list_shards(root: Path, manifest: Mapping[str, Any], split: str) -> dict[str, FileState]:
+    """Return the state of those shards of a split that are there, by their names."""
+    return list_files(root, [shard["name"] for shard in manifest["splits"][split]["shards"]])
+
+
+def find_missing(root: Path, manifest: Mapping[str, Any], split: str, found: Mapping[str, FileState]) -> Iterator[str]:
     """Yield a line for each file of a split that is missing, or too large, and cannot be derived from the others."""
     labels, num_classes = root / "labels.txt", manifest["num_classes"]
     if not labels.is_file() or len(read_labels(labels)) != num_classes:
         yield f"{labels}: missing or not {num_classes} lines"
     for shard in manifest["splits"][split]["shards"]:
-        path = root / shard["name"]
-        if not path.is_file():
+        path, state = root / shard["name"], found.get(shard["name"])
+        if not state:
             yield f"{path}: missing"
-        elif path.stat().st_size > shard["bytes"]:  # sparse, it may seem to have any size
-            yield f"{path}: {path.stat().st_size} bytes, more than the {shard['bytes']} in the manifest"
+        elif state.size > shard["bytes"]:  # sparse, it may seem to have any size
+            yield f"{path}: {state.size} bytes, more than the {shard['bytes']} in the manifest"
 
 
-def find_faults(root: Path, manifest: Mapping[str, Any], split: str) -> Iterator[str]:
-    """Yield a line for each file that does not match the manifest, by sizes and tables; shards are not read."""
-    described = manifest["splits"][split]
-    for shard in described["shards"]:
-        path = root / shard["name"]
-        if path.is_file() and path.stat().st_size < shard["bytes"]:
-            yield f"{path}: {path.stat().st_size} bytes, not {shard['bytes']} as in the manifest"
-    try:
-        read_table(root, manifest, split)
-    except UserError as error:
-        yield str(error)
+def find_short(root: Path, manifest: Mapping[str, Any], split: str, found: Mapping[str, FileState]) -> Iterator[str]:
+    """Yield a line for each shard that is smaller than the manifest says."""
+    for shard in manifest["splits"][split]["shards"]:
+        if (state := found.get(shard["name"])) and state.size < shard["bytes"]:
+            yield f"{root / shard['name']}: {state.size} bytes, not {shard['bytes']} as in the manifest"
 
 
 def read_table(root: Path, manifest: Mapping[str, Any], split: str) -> np.ndarray:
@@ -135,14 +135,15 @@ def read_table(root: Path, manifest: Mapping[str, Any], split: str) -> np.ndarra
     table, described = records_path(root, split), manifest["splits"][split]
     if not table.is_file():
         raise UserError(f"{table}: missing")
-    # a table has no more bytes than so many rows and a header take
-    is_small = table.stat().st_size < 4096 + RECORD.itemsize * described["records"]
-    if not is_small or sha256_of(table) != described["records_sha256"]:
-        raise UserError(f"{table}: differs from the manifest")
-    try:
-        rows: np.ndarray = np.load(table, mmap_mode="r")  # which refuses pickled objects
-    except Exception:  # of a broken header numpy raises what tokenize and ast do, too
-        rows = np.empty(0)
+    with local_copy(table) as local:
+        # a table has no more bytes than so many rows and a header take
+        is_small = local.stat().st_size < 4096 + RECORD.itemsize * described["records"]
+        if not is_small or sha256_of(local) != described["records_sha256"]:
+            raise UserError(f"{table}: differs from the manifest")
+        try:
+            rows: np.ndarray = np.load(local, mmap_mode="r")  # which refuses pickled objects
+        except Exception:  # of a broken header numpy raises what tokenize and ast do, too
+            rows = np.empty(0)
     if rows.dtype != RECORD or rows.ndim != 1:
         raise UserError(f"{table}: not a table of records")
     _check_rows(table, rows, described["shards"], manifest["num_classes"])

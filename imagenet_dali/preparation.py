@@ -2,7 +2,6 @@
 
 import json
 import random
-import shutil
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from common.data.corrupt_images import MAX_BAD_SHARE, join_some, print_some
 from common.data.image_folder import Files
 from common.errors import UserError, counted, printable
 from common.files import folder_lock, read_json
+from common.object_store import remove_tree
 from imagenet_dali.images import RESAMPLING
 from imagenet_dali.manifest import MANIFEST, PARTIAL, read_manifest
 from imagenet_dali.sources import Source, list_source
@@ -77,7 +77,7 @@ def prepare(
     counts = {"refused": len(refused), "converted": sum(report["converted"] for report in reports.values())}
     resampling = {"resampling": RESAMPLING.name.lower()} if options.short_side else {}
     write_dataset(dest, shards, listed.class_names, 0, {**job, **resampling, **counts})
-    shutil.rmtree(dest / PARTIAL)
+    remove_tree(dest / PARTIAL)
     for split, written in shards.items():
         print(f"{dest}: {sum(len(shard.rows) for shard in written)} {split} images in {counted(len(written), 'shard')}")
     print(f"{dest}: {len(listed.class_names)} classes; {counts['converted']} images converted, {len(refused)} refused")
@@ -142,7 +142,7 @@ def _is_complete(dest: Path, job: dict[str, Any]) -> bool:
             f"{dest}: holds a data set made with other {', '.join(changed)}; choose another DEST or delete it"
         )
     if is_complete := (dest / MANIFEST).is_file():
-        shutil.rmtree(dest / PARTIAL, ignore_errors=True)  # left by a run that was stopped after its last step
+        remove_tree(dest / PARTIAL)  # left by a run that was stopped after its last step
     return is_complete
 
 
@@ -161,7 +161,7 @@ def _report_refused(dest: Path, source: Source, refused: list[tuple[str, str]], 
     print_some(lines)
     if len(refused) > max_refused * total or lost:
         for folder in (PARTIAL, *source.splits):
-            shutil.rmtree(dest / folder, ignore_errors=True)
+            remove_tree(dest / folder)
         what = f"all training images of class {lost[0]}" if lost else f"more than {100 * max_refused:g}% of {total}"
         remedy = "fix or remove them, or raise --max-refused, and rerun the command"
         raise UserError(f"{dest / REFUSED}: {counted(len(refused), 'image')} refused, {what}; {remedy}")

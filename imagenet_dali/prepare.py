@@ -14,6 +14,7 @@ from common.data.corrupt_images import MAX_BAD_SHARE, print_some
 from common.errors import UserError, run_command
 from common.files import explain_os_error
 from common.hardware import cores
+from common.object_store import as_path
 from imagenet_dali.adopt import adopt
 from imagenet_dali.preparation import prepare
 from imagenet_dali.repair import repair
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> None:
             _verify(args)
         else:
             options = Options(**{field.name: getattr(args, field.name) for field in fields(Options)})
-            prepare(args.source, args.dest, options, args.workers, args.max_refused)
+            prepare(Path(args.source), as_path(args.dest), options, args.workers, args.max_refused)
     except OSError as error:  # such as a full disk, which names no file
         path = error.filename or args.dest or args.source
         raise UserError(f"{path}: {explain_os_error(error, Path(path))}; fix that and rerun the command") from error
@@ -46,8 +47,8 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     source = "SOURCE/[train/]<class>/*, ImageNet, or tars or parquet files in SOURCE; DIR with --check, --adopt"
-    add("source", nargs="?", type=Path, metavar="SOURCE", help=source)
-    add("dest", nargs="?", type=Path, metavar="DEST", help="a new folder for the data set")
+    add("source", nargs="?", metavar="SOURCE", help=source)
+    add("dest", nargs="?", metavar="DEST", help="a new folder for the data set, or s3://, gs://, az:// and a prefix")
     add("--check", action="store_true", help="verify every byte of the prepared data set DIR")
     add("--adopt", action="store_true", help="verify and describe existing TFRecord shards in DIR")
     add("--repair", action="store_true", help="with --check, --adopt: exclude bad records, up to --max-refused")
@@ -87,7 +88,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 
 def _verify(args: argparse.Namespace) -> None:
-    root = args.source
+    root = as_path(args.source)
     if args.adopt:
         faults = adopt(root, args.labels, args.workers, args.max_refused if args.repair else None)
     else:

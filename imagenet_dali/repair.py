@@ -1,6 +1,5 @@
 """Exclude corrupt records from a prepared data set."""
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,14 @@ import numpy as np
 from common.data.corrupt_images import MAX_BAD_SHARE, join_some
 from common.errors import UserError
 from common.files import folder_lock, sha256_of
+from common.object_store import remove_tree
 from imagenet_dali.manifest import (
     COPY_BACK,
     MANIFEST,
     PARTIAL,
     data_fingerprint,
     find_missing,
+    list_shards,
     read_manifest,
     records_path,
 )
@@ -36,13 +37,13 @@ def repair(root: Path, workers: int, max_refused: float = MAX_BAD_SHARE) -> list
         try:
             return _repair(root, manifest, workers, max_refused)
         finally:
-            shutil.rmtree(root / PARTIAL)
+            remove_tree(root / PARTIAL)
 
 
 def _repair(root: Path, manifest: dict[str, Any], workers: int, max_refused: float) -> list[str]:
     _settle(root, manifest)
     for split in manifest["splits"]:
-        for missing in find_missing(root, manifest, split):
+        for missing in find_missing(root, manifest, split, list_shards(root, manifest, split)):
             raise UserError(f"{missing}; {COPY_BACK}")
     verified = verify_shards(root, manifest, workers)
     splits = {split: [shard for shard, _ in members] for split, members in verified.items()}

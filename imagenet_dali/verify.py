@@ -9,9 +9,10 @@ from tqdm import tqdm
 
 from common.errors import UserError
 from common.files import sha256_of
+from common.object_store import local_copy
 from imagenet_dali.dataset import read_range
 from imagenet_dali.images import BadImageError, check_jpeg
-from imagenet_dali.manifest import find_faults, find_missing, read_manifest, read_table
+from imagenet_dali.manifest import find_missing, find_short, list_shards, read_manifest, read_table
 from imagenet_dali.records import RECORD, BadRecordError, parse_example, scan, unframe
 from imagenet_dali.workers import parallel_map
 from imagenet_dali.writer import Shard
@@ -39,11 +40,15 @@ def inspect_record(record: bytes, offset: int, labels: range) -> tuple[int, ...]
 
 def inspect_shard(task: Task) -> Verified:
     """Verify the records of a shard: those in its table, or all up to the last that can be found."""
-    root, name, rows, labels = task
+    with local_copy(task[0] / task[1]) as local:
+        return _inspect(local, *task)
+
+
+def _inspect(local: Path, root: Path, name: str, rows: np.ndarray | None, labels: range) -> Verified:
     path = root / name
     good, faults, number, end = [], [], 0, 0
     try:
-        for offset, record in scan(path) if rows is None else _read_rows(path, rows):
+        for offset, record in scan(local) if rows is None else _read_rows(local, rows):
             try:
                 row = inspect_record(record, offset, labels)
                 if rows is not None and row[1:] != rows[number].item()[1:]:
@@ -54,7 +59,7 @@ def inspect_shard(task: Task) -> Verified:
             number, end = number + 1, offset + len(record)
     except BadRecordError as error:
         faults.append(describe_fault(path, number, end, error))
-    return Shard(name, sha256_of(path), np.array(good, RECORD)), faults
+    return Shard(name, sha256_of(local), np.array(good, RECORD)), faults
 
 
 def _read_rows(path: Path, rows: np.ndarray) -> Iterator[tuple[int, bytes]]:
@@ -78,7 +83,12 @@ def check(root: Path, workers: int) -> list[str]:
     manifest = read_manifest(root)
     faults = []
     for split in manifest["splits"]:
-        faults += (*find_missing(root, manifest, split), *find_faults(root, manifest, split))
+        found = list_shards(root, manifest, split)
+        faults += (*find_missing(root, manifest, split, found), *find_short(root, manifest, split, found))
+        try:
+            read_table(root, manifest, split)
+        except UserError as error:
+            faults.append(str(error))
     for split, verified in verify_shards(root, manifest, workers).items():
         known = {shard["name"]: shard["sha256"] for shard in manifest["splits"][split]["shards"]}
         for shard, bad in verified:
@@ -97,10 +107,9 @@ def verify_shards(root: Path, manifest: Mapping[str, Any], workers: int) -> dict
     splits = {split: described["shards"] for split, described in manifest["splits"].items()}
     tasks = []
     for split, shards in splits.items():
-        table = find_table(root, manifest, split)
+        table, there = find_table(root, manifest, split), list_shards(root, manifest, split)
         for number, shard in enumerate(shards):
-            path = root / shard["name"]
-            if path.is_file() and path.stat().st_size <= shard["bytes"]:
+            if (state := there.get(shard["name"])) and state.size <= shard["bytes"]:
                 tasks.append((root, shard["name"], None if table is None else table[table["shard"] == number], labels))
     found = inspect_shards(tasks, workers)
     return {

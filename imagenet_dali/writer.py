@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from pydantic import FailFast
 from common.data.image_folder import Files
 from common.errors import printable
 from common.files import Count, Schema, read_json
+from common.object_store import StorePath, list_files
 from imagenet_dali.images import BadImageError, convert_image
 from imagenet_dali.manifest import FORMAT, MANIFEST, PARTIAL, records_path
 from imagenet_dali.records import RECORD, build_example, frame
@@ -136,7 +138,10 @@ def build_tables(root: Path, splits: dict[str, list[Shard]]) -> tuple[dict[str, 
     """Return the manifest's entries for the splits, and the content of each table by its path."""
     described, tables = {}, {}
     for split, shards in splits.items():
-        rows = np.concatenate([shard.rows for shard in shards])
+        rows, files = (
+            np.concatenate([shard.rows for shard in shards]),
+            list_files(root, [shard.name for shard in shards]),
+        )
         rows["shard"] = np.repeat(np.arange(len(shards)), [len(shard.rows) for shard in shards])
         buffer = io.BytesIO()
         np.save(buffer, rows)
@@ -147,7 +152,7 @@ def build_tables(root: Path, splits: dict[str, list[Shard]]) -> tuple[dict[str, 
             "shards": [
                 {
                     "name": shard.name,
-                    "bytes": (root / shard.name).stat().st_size,
+                    "bytes": files[shard.name].size,
                     "records": len(shard.rows),
                     "sha256": shard.sha256,
                 }
@@ -159,7 +164,13 @@ def build_tables(root: Path, splits: dict[str, list[Shard]]) -> tuple[dict[str, 
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing that gets its name only when it is complete and on disk."""
+    """Open a file for writing that gets its name only when it is complete and on disk, or uploaded."""
+    if isinstance(path, StorePath):
+        with tempfile.TemporaryFile() as file:
+            yield file  # pyright: ignore[reportReturnType]
+            file.seek(0)
+            path.upload(file)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(
         f".{path.name}.tmp"

@@ -69,6 +69,8 @@ ELSEWHERE = {
         rf"\.venv/bin/python scripts/bench/{name}.py": f"scripts/bench/bench_test.py::test_{name}"
         for name in ("step", "lamb", "loader", "start", "waiting", "saving")
     },
+    r"python -m imagenet_dali.prepare .*s3://": "imagenet_dali/remote_test.py::test_preparation_is_resumed",
+    r"torchrun .*=s3://": "imagenet_dali/remote_test.py::test_training_and_evaluation",
     r"python scripts/sweep.py ": "common/tools/sweep_test.py::test_trains_a_task",
     r"python scripts/gpu_campaign.py ": "scripts/gpu_campaign_test.py::test_every_piece",
     r"from configs\.|parallel = |from colossalai\.amp": "common/config/load_test.py::test_every_config_snippet_loads",

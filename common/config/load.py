@@ -16,6 +16,7 @@ from common.config.schema import Config, Data, plain_values
 from common.config.settings import override, parse_settings
 from common.errors import UserError, did_you_mean, is_first_process
 from common.files import short_path
+from common.object_store import as_path, is_url
 
 
 def load_config(name: str, settings: Sequence[str] = (), base: str | None = None) -> dict[str, Any]:
@@ -119,6 +120,10 @@ def data_root(config: Mapping[str, Any], download: str = "") -> str:
     root = config["DATA"]["root"] or os.environ.get("DATA")
     if not root:
         raise UserError("DATA.root is not set: say where the data set is with DATA=/path or --set DATA.root=/path")
+    if is_url(root):
+        if download:
+            raise UserError(f"DATA.root={as_path(root)}: this task reads folders only; name one that has {download}")
+        return str(as_path(root))
     is_filled = Path(root).is_dir() and any(Path(root).iterdir())
     if not is_filled and not config["DATA"]["download"]:
         state = "is empty" if Path(root).is_dir() else "is not a folder"

@@ -19,7 +19,7 @@ from common.hardware import rank_cores
 # keys of DATA for small images, which are held in memory
 UNUSED = ("crop_padding", "autoaugment")
 # and for shards
-SHARDS_ONLY = ("order", "block", "window")
+SHARDS_ONLY = ("order", "block", "window", "cache", "cache_gb")
 
 
 # Builds what reads ``images``; of the keywords those of `TorchvisionReader`, and ``batch``, its largest draw.

@@ -8,6 +8,7 @@ from common.checkpoint.content import read_about
 from common.config.batch_plan import DataSummary
 from common.data.block_order import window_bytes
 from common.hardware import memory_bytes
+from common.object_store import is_url
 
 
 def choose_order(
@@ -27,11 +28,12 @@ def choose_order(
         # "random" was the only order of older runs
         order, why = read_about(start_from)["config"]["DATA"].get("order") or "random", "as before"
     else:
-        is_larger = data.shard_bytes > memory
-        order = "blocks" if is_larger and data.is_shuffled else "random"
-        do = "exceed" if is_larger else "fit into"
-        why = f"since {_size(data.shard_bytes)} of training shards {do} the {_size(memory)} of memory"
-        why += " but are sorted by class: prepare them again for large reads" if is_larger and order == "random" else ""
+        is_remote = is_url(options.get("root"))
+        is_large = is_remote or data.shard_bytes > memory
+        order = "blocks" if is_large and data.is_shuffled else "random"
+        does = "are remote" if is_remote else f"{'exceed' if is_large else 'fit into'} the {_size(memory)} of memory"
+        why = f"since {_size(data.shard_bytes)} of training shards {does}"
+        why += " but are sorted by class: prepare them again for large reads" if is_large and order == "random" else ""
     if order == "random":
         return order, f"in random order, {why}"
     held = min(data.shard_bytes, window_bytes(1e6 * options["block"], options["window"], processes))

@@ -55,6 +55,7 @@ PIECES = {
     "cuda_prefetch": "gpu.data",
     "dali_beside_training": "gpu.dali",
     "dali": "gpu.dali",
+    "jpeg_engine": "gpu.dali",
 }
 
 

@@ -11,14 +11,20 @@ import torch
 from torch import Tensor
 
 from common.config.load import load_config
+from common.data.crops import UNIFORMS_PER_SAMPLE, RandomCrop
+from common.data.loader import Loader
+from common.data.sampling import TrainSampler
 from common.hardware import cores
 from common.testing.photographs import write_photographs
 from common.tools.harness import Row, WrongError
 from gpu.data import measure_overlap, repeat
 from gpu.job import ROUNDS, TINY, VIT_S16, Job
 from imagenet_dali.dataloader import build_eval_loader, build_train_loader
+from imagenet_dali.dataset import open_split
+from imagenet_dali.imagenet_dali_dataloader import DaliReader
 from imagenet_dali.prepare import main as prepare
 
+LOADS = (None, 0.0, 0.65, 1.0)  # 65% is DALI's default
 TOLERANCE = 0.02  # mean difference of pixels that a GPU decodes, in units of the normalised images
 
 
@@ -56,6 +62,25 @@ def dali(job: Job) -> Iterator[Row]:
     yield row | {"decoded_on": f"{job.device.type} against cpu", "mean_difference": mean, "largest_difference": largest}
     if not mean <= TOLERANCE:
         raise WrongError(f"decoded on {job.device.type}, pixels are {mean:.3f} off in the mean")
+
+
+def jpeg_engine(job: Job) -> Iterator[Row]:
+    """Decode the windows of crops, or whole images of which the GPU's JPEG engine decodes a share."""
+    data, size, batch = _prepare(job)
+    split, first = open_split(data["root"], "train"), {}
+    sampler = TrainSampler(len(split), batch, batch, uniforms=UNIFORMS_PER_SAMPLE)
+    for load in LOADS:
+        place = dict(batch=batch, size=size, mean=data["mean"], std=data["std"], threads=cores(), device=job.device)
+        loader = Loader(sampler, DaliReader(split, RandomCrop(), **place, resizes=True, hardware_load=load))
+        seconds = job.time(lambda loader=loader: [None for _ in loader])
+        rate = len(loader) * batch / statistics.median(seconds)
+        loader.load_state_dict({"epoch": 0, "samples": 0})
+        first[load] = _first_batch(loader)
+        difference = (first[load] - first[None]).abs().mean().item()
+        decoded = "windows" if load is None else f"whole images, engine's share {load:.0%}"
+        yield {"decoded": decoded, "threads": cores(), "images_per_s": rate, "mean_difference": difference, "n": ROUNDS}
+        if not difference <= TOLERANCE:
+            raise WrongError(f"{decoded}: pixels are {difference:.3f} off in the mean")
 
 
 def _prepare(job: Job) -> tuple[dict[str, Any], int, int]:

@@ -33,7 +33,16 @@ from imagenet_dali import imagenet_dali_dataloader  # noqa: F401
 
 PAGE = ROOT / "docs" / "reliability.md"
 HEADING = "## Injected faults\n"
-for module in ("kills", "stops", "ranks", "numerics", "disks", "bad_data", "elastic"):  # the order of the table
+for module in (
+    "kills",
+    "stops",
+    "ranks",
+    "numerics",
+    "disks",
+    "bad_data",
+    "storage",
+    "elastic",
+):  # the order of the table
     importlib.import_module(f"faults.{module}")
 SECONDS = 180.0  # that a try may take
 

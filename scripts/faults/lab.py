@@ -106,7 +106,7 @@ class Trial:
         mode: Mode,
         output: Path | None = None,
         settings: Sequence[str] = (),
-        data: Path | None = None,
+        data: Path | str | None = None,
     ) -> None:
         self.lab, self.mode, self.seconds = lab, mode, 0.0
         self.output = output or lab.new_folder()

@@ -12,13 +12,14 @@ from common.data.corrupt_images import reason_of
 from common.data.download import fetch
 from common.data.image_folder import FolderSplit, list_classes, list_folders, open_image
 from common.errors import UserError
-from common.files import fingerprint_of
+from common.files import fingerprint_of, read_bytes
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 MD5 = "c58f30108f718f92721af3b95e74349a"
 DOWNLOAD = "CIFAR-10 (170 MB)"
 TRAIN_SAMPLES = 50_000
 ARCHIVE = "cifar-10-python.tar.gz"
+MAX_BATCH = 1 << 25  # bytes; CIFAR-10's have 31 million
 BATCHES = "cifar-10-batches-py"
 MD5_OF_BATCHES = {
     "train": {
@@ -67,9 +68,9 @@ class CifarBatches:
     def _load_batch(self, path: Path, md5: str) -> Images:
         remedy = f"remove {self.folder} and unpack {ARCHIVE} again"
         try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}; {remedy}") from error
+            content = read_bytes(path, MAX_BATCH)
+        except UserError as error:
+            raise UserError(f"{error}; {remedy}") from error
         if hashlib.md5(content).hexdigest() != md5:  # nothing else is unpickled: a pickle may run code
             raise UserError(f"{path}: not CIFAR-10's file, its MD5 differs; {remedy}")
         batch = pickle.loads(content, encoding="bytes")

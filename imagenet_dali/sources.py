@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from common.data.image_folder import (
+    MAX_BYTES,
     Files,
     check_class_names,
     file_state,
@@ -22,7 +23,7 @@ from common.files import fingerprint_of, read_bytes, read_text
 from imagenet_dali.containers import EVALUATION_FOLDERS, find_containers, list_containers
 from imagenet_dali.images import BadImageError
 from imagenet_dali.parquet_source import read_rows
-from imagenet_dali.tar_source import MAX_BYTES, Place, list_tar, read_devkit, read_member, tar_members
+from imagenet_dali.tar_source import Place, list_tar, read_devkit, read_member, tar_members
 from imagenet_dali.workers import parallel_map
 
 TRAIN_FOLDERS = ("train", "imagenet21k_train")

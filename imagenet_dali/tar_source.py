@@ -8,12 +8,11 @@ from typing import BinaryIO, NamedTuple
 
 from pydantic_core import from_json
 
-from common.data.image_folder import MAX_PIXELS
+from common.data.image_folder import MAX_BYTES
 from common.errors import UserError, first_line
 from common.files import MAX_TEXT, regular_size
 from imagenet_dali.images import BadImageError
 
-MAX_BYTES = 4 * MAX_PIXELS + (1 << 20)  # of an image: four channels without compression, and metadata
 MAX_LABEL_BYTES = 1 << 20  # of a .cls or .json file; the rest is not read
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "tif", "tiff")
 

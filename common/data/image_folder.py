@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from common.errors import UNPRINTABLE, UserError, printable
-from common.files import fingerprint_of
+from common.files import fingerprint_of, read_bytes
 
 # Pillow's other formats run programs, or are not for photographs
 FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")
@@ -23,6 +23,8 @@ IMAGE_SUFFIX = re.compile(
     re.IGNORECASE,
 )
 MAX_PIXELS = 100_000_000  # 300 MB when decoded; beyond it, a header that lies is likelier than a photograph
+MAX_BYTES = 4 * MAX_PIXELS + (1 << 20)  # of an image: four channels without compression, and metadata
+Image.MAX_IMAGE_PIXELS = None  # `check_pixels` refuses what Pillow would only warn of
 
 Files = list[tuple[str, int]]  # (path relative to the root, label)
 
@@ -130,9 +132,9 @@ class FolderSplit:
         """Return ``(content of the file, label)`` of one image."""
         path = self.path(index)
         try:
-            return path.read_bytes(), int(self._labels[index])
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}; the folder changed after it was listed") from error
+            return read_bytes(path, MAX_BYTES), int(self._labels[index])
+        except UserError as error:
+            raise UserError(f"{error}; remove or replace this image") from error
 
     def fault(self, index: int, reason: object) -> UserError:
         """Return the error for an image that cannot be used."""

@@ -24,10 +24,10 @@ from common.checkpoint.saved_run import SavedRun, build_parser
 from common.colossal import Predictor
 from common.data.corrupt_images import UNREADABLE
 from common.data.crops import CenterCrop
-from common.data.image_folder import list_files, open_image
+from common.data.image_folder import MAX_BYTES, list_files, open_image
 from common.data.pixels import Normalizer, crop_image
 from common.errors import UNPRINTABLE, UserError, printable
-from common.files import short_path
+from common.files import read_bytes, short_path
 
 STDIN = "-"
 BATCH = 64
@@ -94,8 +94,12 @@ def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
 def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
     """Return an image as the network sees it, uint8 [size, size, 3], or an error message."""
     try:
-        data = sys.stdin.buffer.read() if image == STDIN else Path(image).read_bytes()
+        data = sys.stdin.buffer.read(MAX_BYTES + 1) if image == STDIN else read_bytes(Path(image), MAX_BYTES)
+        if len(data) > MAX_BYTES:
+            return f"more than {MAX_BYTES:,} bytes"
         return crop_image(np.array(open_image(data)), crop, size)
+    except UserError as error:
+        return str(error).removeprefix(f"{Path(image)}: ")
     except UnidentifiedImageError:
         return f"{UNREADABLE}not of a kind that Pillow reads"
     except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -97,6 +98,21 @@ def test_what_is_no_image_is_named_and_the_others_are_answered(run, pictures, tm
         predict.main([str(run), *map(str, names), "--json"])
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert ["error" in answer for answer in answers] == [True, True, True, False, False]
+
+
+def test_what_never_ends_is_named(run, pictures, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(predict, "MAX_BYTES", 1000)
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "zero.jpg").symlink_to("/dev/zero")
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(bytes(1001))))
+    with pytest.raises(SystemExit):
+        predict.main([str(run), str(tmp_path), str(pictures / "c.bmp"), "-"])
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: {tmp_path / 'pipe.jpg'}: not a regular file",
+        f"error: {tmp_path / 'zero.jpg'}: not a regular file",
+        f"error: {pictures / 'c.bmp'}: 7,974 bytes, more than 1,000",
+        "error: -: more than 1,000 bytes",
+    ]
 
 
 def test_an_empty_folder_is_refused(run, tmp_path):

@@ -1,6 +1,8 @@
 """Mistakes of the user's, and how every command of the project reports them."""
 
 import difflib
+import errno
+import io
 import json
 import os
 import re
@@ -14,7 +16,9 @@ from pathlib import Path
 
 PATIENCE = 5.0  # seconds in which the first process can speak before a launcher ends it because another has left
 # Control characters, line separators, and bytes of a file's name that are not UTF-8.
-UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+UNWRITABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+# Overrides of the direction of text too, which let a name pass for another.
+UNPRINTABLE = re.compile(f"{UNWRITABLE.pattern}|[\u202a-\u202e\u2066-\u2069]")
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
@@ -63,12 +67,14 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
 
     ``--debug`` anywhere in the arguments shows the traceback instead. Before the processes of a run have joined they
     all see the same mistake, and only the first speaks, unless it is a `RankError`; later each speaks for itself,
-    unless it is an `AgreedError`. Ctrl-C, and a standard output that is closed or full, end the process without a
-    traceback.
+    unless it is an `AgreedError`. A path that is too long is such a mistake too. Ctrl-C, and a standard output that is
+    closed or full, end the process without a traceback; what its encoding lacks is escaped.
     """
     is_whole_program, argv = argv is None, sys.argv[1:] if argv is None else argv
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # by `end_quietly_on_ctrl_c`
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             main(argv)
@@ -76,6 +82,9 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
             if ended.code or not {"-h", "--help"} & set(argv):
                 raise
             print()  # argparse ignores that it could not print its help
+        except (OSError, RuntimeError) as error:
+            _refuse_path(error)
+            raise
         sys.stdout.flush()
     except UserError as error:
         if "--debug" in argv:
@@ -104,6 +113,16 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
             signals.stop_signals.restore()
         if is_whole_program:  # all is written, and Python's own shutdown would answer Ctrl-C with a traceback
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _refuse_path(error: Exception) -> None:
+    """Raise `UserError` for a path that is too long, or a link to itself, which most functions of `Path` raise."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        path = str(error.filename)
+        shown = path[:100] + "..." * (len(path) > 100)
+        raise UserError(f"{shown}: {error.strerror}; choose a shorter path") from error
+    if str(error).startswith("Symlink loop"):  # by `Path.resolve` until Python 3.12
+        raise UserError(f"{error}; remove the link or choose another path") from error
 
 
 def end_quietly_on_ctrl_c() -> None:

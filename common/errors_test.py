@@ -1,5 +1,6 @@
 """Who of a run's processes says what went wrong."""
 
+import io
 import signal
 import socket
 import subprocess
@@ -38,11 +39,33 @@ def test_who_speaks(error: type, rank: str, joined: bool, speaks: bool, monkeypa
 
 def test_an_error_is_one_line_that_does_nothing_to_a_terminal(capsys: pytest.CaptureFixture) -> None:
     def main(argv: list[str]) -> None:
-        raise UserError("a\nb\x1b[2J\u2028\udcff: ü漢\u200d")
+        raise UserError("a\nb\x1b[2J\u2028\u202e\udcff: ü漢\u200d")
 
     with pytest.raises(SystemExit):
         run_command(main, [])
-    assert capsys.readouterr().err == "error: a\\nb\\x1b[2J\\u2028\\udcff: ü漢\u200d\n"
+    assert capsys.readouterr().err == "error: a\\nb\\x1b[2J\\u2028\\u202e\\udcff: ü漢\u200d\n"
+
+
+def test_a_path_that_is_too_long_is_one_line(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run_command(lambda argv: Path("x" * 5000).is_file(), [])
+    assert capsys.readouterr().err == f"error: {'x' * 100}...: File name too long; choose a shorter path\n"
+
+
+def test_a_loop_of_links_is_one_line(capsys: pytest.CaptureFixture) -> None:
+    def main(argv: list[str]) -> None:
+        raise RuntimeError("Symlink loop from '/loop'")  # as Path.resolve until Python 3.12
+
+    with pytest.raises(SystemExit, match="2"):
+        run_command(main, [])
+    assert capsys.readouterr().err == "error: Symlink loop from '/loop'; remove the link or choose another path\n"
+
+
+def test_what_the_encoding_of_standard_output_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", output)
+    run_command(lambda argv: print("ü"), [])
+    assert output.buffer.getvalue() == b"\\xfc\n"
 
 
 def test_a_line_is_one_write_where_python_does_not_buffer() -> None:

@@ -15,7 +15,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from common.errors import UserError
+from common.errors import UserError, printable
 from common.object_store import StorePath
 
 MAX_TEXT = 1 << 24  # bytes of a file that is read whole: a manifest of 50,000 shards, and little enough to be wrong
@@ -34,10 +34,10 @@ S = TypeVar("S", bound=BaseModel)
 
 
 def short_path(path: Path) -> str:
-    """Return ``path`` relative to the current folder if it is below it."""
+    """Return ``path``, to be printed, relative to the current folder if it is below it."""
     with contextlib.suppress(OSError, ValueError):  # the current folder is gone, or ``path`` is elsewhere
-        return str(path.resolve().relative_to(Path.cwd()))
-    return str(path)
+        path = path.resolve().relative_to(Path.cwd())
+    return printable(path)
 
 
 def regular_size(path: Path, most: float = math.inf) -> int:

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.errors import printable
+
 Row = Mapping[str, Any]
 
 
@@ -19,7 +21,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def format_table(rows: Sequence[Row]) -> str:
     """Return the rows as a table for the terminal, which is Markdown too."""
-    header, *body = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+    header, *body = [list(rows[0]), *([printable(value) for value in row.values()] for row in rows)]
     widths = [max(2, *map(len, column)) for column in zip(header, *body, strict=True)]  # Markdown needs a dash
     lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in (header, *body)]
     lines.insert(1, ["-" * (width - 1) + ":" for width in widths])

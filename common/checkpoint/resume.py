@@ -12,7 +12,7 @@ from common.checkpoint.content import Starts, read_about, read_config
 from common.checkpoint.save import CONFIG, TRAINER, find_fault, list_checkpoints, load_trainer_state, put_back_old
 from common.colossal import ParallelMode, gpc
 from common.config.batch_plan import DataSummary
-from common.errors import AgreedError, UserError
+from common.errors import AgreedError, UserError, printable
 from common.files import read_json
 from common.model.freeze import is_frozen
 from common.model.vit import parameter_shapes
@@ -97,7 +97,7 @@ def _newest_intact(folder: Path) -> Path | None:
     for path in checkpoints:
         if (fault := find_fault(path)) is None:
             return path
-        print(f"warning: {path} is damaged ({fault}) and is skipped", file=sys.stderr, flush=True)
+        print(printable(f"warning: {path} is damaged ({fault}) and is skipped"), file=sys.stderr, flush=True)
     if checkpoints:
         raise UserError(
             f"{folder}: none of the {len(checkpoints)} checkpoints is intact; start again in another folder"

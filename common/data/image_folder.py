@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from common.errors import UNPRINTABLE, UserError, printable
+from common.errors import UNWRITABLE, UserError, printable
 from common.files import fingerprint_of, read_bytes
 
 # Pillow's other formats run programs, or are not for photographs
@@ -59,7 +59,7 @@ def list_files(path: Path, others: list[str] | None = None) -> list[Path]:
 def check_class_names(names: Iterable[str], place: Path) -> None:
     """Raise `UserError` for a name that a line of text, JSON or a terminal could not hold as it is."""
     for name in names:
-        if UNPRINTABLE.search(name):
+        if UNWRITABLE.search(name):
             raise UserError(
                 f"{place}: class {printable(name)[:200]} has a control character, a line separator or bytes that are "
                 "not UTF-8 in its name: rename it"

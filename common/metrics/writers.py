@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from common.errors import UserError
+from common.errors import UserError, printable
 from common.files import parse_json, read_bytes
 from common.metrics.record import Record, RecordSchema, select_metrics
 from common.metrics.trackers import TRACKERS
@@ -71,7 +71,7 @@ class Guarded:
 def warn(text: str) -> None:
     """Print one line on stderr, above a progress bar; do nothing if stderr is closed."""
     with suppress(OSError):
-        tqdm.write(f"warning: {' '.join(text.split())}", file=sys.stderr)
+        tqdm.write(f"warning: {printable(' '.join(text.split()))}", file=sys.stderr)
 
 
 class JsonLines:

@@ -49,7 +49,8 @@ def main(argv: list[str]) -> None:
             print(printable(f"error: {answer['image']}: {answer['error']}"), file=sys.stderr)
         if args.json:
             line = json.dumps(answer, ensure_ascii=False)
-            print(json.dumps(answer) if UNPRINTABLE.search(line) else line, flush=True)
+            is_text = not UNPRINTABLE.search(line) and sys.stdout.encoding.lower().startswith("utf")
+            print(line if is_text else json.dumps(answer), flush=True)
         elif "classes" in answer:
             named = (f"{found['class']} {100 * found['probability']:.1f} %" for found in answer["classes"])
             print(printable(f"{answer['image']}: {'; '.join(named)}"), flush=True)

@@ -94,6 +94,16 @@ def parse_json(text: bytes, schema: type[S], where: str) -> S:
     raise UserError(f"{where}: {place}{': ' if place else ''}{message}{found}")
 
 
+def own_file(path: Path) -> Path:
+    """Return ``path``, which is going to be written; raise `UserError` if that would write elsewhere, or wait.
+
+    A link in the folder of a stranger's run may lead to any file of ours; a pipe waits for a reader.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise UserError(f"{path}: a link, or not a regular file; remove it, or choose another place with --output")
+    return path
+
+
 def sha256_of(path: Path, most: float = math.inf) -> str:
     """Return the checksum of a regular file of at most ``most`` bytes, in hexadecimal; a sparse file may claim any."""
     regular_size(path, most)

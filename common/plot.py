@@ -4,6 +4,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.files import own_file
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -40,6 +42,6 @@ def save_figure(figure: "Figure", path: Path, *, jpeg: bool = False) -> None:
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # of a class's name, drawn as a box
         canvas.draw()
     picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-    picture.save(path.with_suffix(".png"), dpi=(DPI, DPI))
+    picture.save(own_file(path.with_suffix(".png")), dpi=(DPI, DPI))
     if jpeg:
-        picture.save(path.with_suffix(".jpeg"), dpi=(DPI, DPI), quality=90)
+        picture.save(own_file(path.with_suffix(".jpeg")), dpi=(DPI, DPI), quality=90)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import printable
+from common.files import own_file
 
 Row = Mapping[str, Any]
 
@@ -30,7 +31,7 @@ def format_table(rows: Sequence[Row]) -> str:
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
     """Write the rows under a header."""
-    with path.open("w", newline="") as file:
+    with own_file(path).open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

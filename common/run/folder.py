@@ -10,7 +10,7 @@ from common.checkpoint.content import read_about
 from common.checkpoint.resume import AUTO, check_changes, check_data, choose_checkpoint, finished_step
 from common.checkpoint.save import BEST, CONFIG, METRICS, find_fault, newest_checkpoint
 from common.errors import UserError
-from common.files import explain_os_error, lock_folder, sign_lock, unlock_folder
+from common.files import explain_os_error, lock_folder, own_file, sign_lock, unlock_folder
 from common.metrics.writers import read_metrics
 from common.run.prepare import Prepared
 
@@ -75,10 +75,10 @@ def write_start(output: Path, about: dict[str, Any], start_from: Path | None) ->
     """Write config.json, and metrics.jsonl up to the checkpoint ``start_from``."""
     try:
         partial = output / ".config.partial"
-        partial.write_text(json.dumps(about, indent=2, default=str) + "\n")
+        own_file(partial).write_text(json.dumps(about, indent=2, default=str) + "\n")
         partial.replace(output / CONFIG)
         metrics = b"" if start_from is None else (start_from / METRICS).read_bytes()
-        (output / METRICS).write_bytes(metrics)
+        own_file(output / METRICS).write_bytes(metrics)
     except OSError as error:
         raise UserError(
             f"--output {output}: cannot be written ({explain_os_error(error, output)}); choose another"

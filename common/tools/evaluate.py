@@ -23,7 +23,7 @@ from common.colossal import ParallelMode, Predictor, gpc, shutdown
 from common.config.batch_plan import DataSummary
 from common.config.load import data_root
 from common.errors import UserError
-from common.files import short_path
+from common.files import own_file, short_path
 from common.launch.launcher import add_launch_arguments, detect_launch, start
 from common.metrics.hook import count_correct
 from common.metrics.provenance import describe_run
@@ -116,7 +116,7 @@ def _report(run: SavedRun, tally: Tally, output: Path, argv: list[str]) -> None:
     about |= describe_run(argv)
     try:
         output.mkdir(parents=True, exist_ok=True)
-        (output / "evaluation.json").write_text(json.dumps(metrics | about, indent=2) + "\n")
+        own_file(output / "evaluation.json").write_text(json.dumps(metrics | about, indent=2) + "\n")
         write_csv(rows, output / "classes.csv")
         is_drawn = draw_confusion(run.class_names, tally.answers, output / "confusion.png")
     except OSError as error:

@@ -81,6 +81,27 @@ def test_nothing_in_a_run_is_unpickled(data: Path, hostile: Path, name: str) -> 
     assert not (hostile.parent / "proof").exists()
 
 
+@pytest.mark.parametrize(
+    ("main", "name"),
+    [
+        (report.main, "report.html"),
+        *(
+            (evaluate.main, f"evaluation/{{step}}/{name}")
+            for name in ("evaluation.json", "classes.csv", "confusion.png")
+        ),
+    ],
+)
+def test_nothing_is_written_through_a_link_in_a_run(hostile: Path, tmp_path: Path, main, name: str) -> None:
+    step = newest_checkpoint(hostile / "checkpoints").name
+    link, ours = hostile / name.format(step=step), tmp_path / "ours"
+    ours.write_text("ours")
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(ours)
+    with pytest.raises(UserError, match=f"{link}: a link, or not a regular file; remove it"):
+        main([str(hostile)])
+    assert ours.read_text() == "ours"
+
+
 def test_the_proof_would_be_there(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Evil(tmp_path / "proof")))
     assert (tmp_path / "proof").exists()

@@ -23,7 +23,7 @@ from markupsafe import Markup
 
 from common.checkpoint.content import METRICS, RunInfo, read_about
 from common.errors import UserError, counted
-from common.files import short_path
+from common.files import own_file, short_path
 from common.metrics.provenance import name_hardware
 from common.metrics.record import Record
 from common.metrics.writers import read_metrics
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> None:
     output = args.output or Path(os.path.commonpath([named.resolve() for named in args.runs]), "report.html")
     replaced = "; the earlier one is replaced" * output.exists()
     try:
-        output.write_text(render(runs), encoding="utf-8")
+        own_file(output).write_text(render(runs), encoding="utf-8")
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written ({error.strerror}); choose another") from error
     print(f"{short_path(output)}  ({counted(len(runs), 'run')}{replaced})")

@@ -1,7 +1,6 @@
 """Mistakes of the user's, and how every command of the project reports them."""
 
 import difflib
-import errno
 import io
 import json
 import os
@@ -67,7 +66,7 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
 
     ``--debug`` anywhere in the arguments shows the traceback instead. Before the processes of a run have joined they
     all see the same mistake, and only the first speaks, unless it is a `RankError`; later each speaks for itself,
-    unless it is an `AgreedError`. A path that is too long is such a mistake too. Ctrl-C, and a standard output that is
+    unless it is an `AgreedError`. So does a file that the system refuses. Ctrl-C, and a standard output that is
     closed or full, end the process without a traceback; what its encoding lacks is escaped.
     """
     is_whole_program, argv = argv is None, sys.argv[1:] if argv is None else argv
@@ -116,11 +115,11 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
 
 
 def _refuse_path(error: Exception) -> None:
-    """Raise `UserError` for a path that is too long, or a link to itself, which most functions of `Path` raise."""
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+    """Raise `UserError` for a file that the system refuses, as one that is too long, and for a link to itself."""
+    if isinstance(error, OSError) and error.filename is not None:
         path = str(error.filename)
         shown = path[:100] + "..." * (len(path) > 100)
-        raise UserError(f"{shown}: {error.strerror}; choose a shorter path") from error
+        raise UserError(f"{shown}: {error.strerror}; choose another path (--debug shows what needs it)") from error
     if str(error).startswith("Symlink loop"):  # by `Path.resolve` until Python 3.12
         raise UserError(f"{error}; remove the link or choose another path") from error
 

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.colossal import BaseHook, ParallelMode, Trainer, gpc
+from common.errors import UserError
 from common.files import short_path
+from common.metrics.writers import warn
 from common.plot import build_figure, place_legend, save_figure
 from common.table import write_csv
 
@@ -69,10 +71,13 @@ class LearningRateFinder(BaseHook):
         fall, noise = fall_and_noise(self.rows)
         if fall < SIGNIFICANT * noise:
             best = None
-        write_csv(self.rows, self.folder / "find_lr.csv")
-        _draw(self.rows, best, self.folder / "find_lr.png")
         shown = short_path(self.folder)
-        print(f"curve        {shown}/find_lr.png\n             {shown}/find_lr.csv")
+        try:
+            write_csv(self.rows, self.folder / "find_lr.csv")
+            _draw(self.rows, best, self.folder / "find_lr.png")
+            print(f"curve        {shown}/find_lr.png\n             {shown}/find_lr.csv")
+        except (OSError, UserError) as error:
+            warn(f"{shown}: the curve could not be written ({getattr(error, 'strerror', None) or error})")
         if best is None:
             print(f"no suggestion: the loss falls by less than {SIGNIFICANT:g} times its noise of {noise:.2g}")
             print("take more steps (--find-lr 500) or a larger TOTAL_BATCH_SIZE", flush=True)

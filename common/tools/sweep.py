@@ -11,6 +11,7 @@ the command to resume: finished runs are skipped, the others continue from their
 
 import argparse
 import itertools
+import math
 import re
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from common.table import format_table
 from common.tools.sweep_results import draw, is_finished, read_sweep, tabulate
 
 ROOT = Path(__file__).parents[2]
+MAX_RUNS = 1000
 # by the beginning of a recipe's name
 TRAIN_SCRIPTS = {
     "vit_lite": "cifar10_benchmark/train.py",
@@ -54,6 +56,8 @@ def train(args: argparse.Namespace) -> dict[str, int]:
 
     Returns the exit statuses of the runs that failed after their start, by name.
     """
+    if args.processes < 1:
+        raise UserError(f"--processes {args.processes}: choose 1 or more")
     script = args.train or find_script(args.config)
     if not script.is_file():
         raise UserError(f"--train {script}: no such file; name a task's script, such as imagenet_dali/train_dali.py")
@@ -87,12 +91,19 @@ def plan_jobs(
     for key in keys:
         if keys.count(key) > 1 or any(setting.startswith(f"{key}=") for setting in settings):
             raise UserError(f"--grid {key}: named twice; put all its values into one --grid, and none into --set")
+    if "OUTPUT" in keys:
+        raise UserError("--grid OUTPUT: a run's folder is named after its combination, in --output DIR")
+    number = math.prod(len(values) for _, values in axes)
+    if number > MAX_RUNS:
+        raise UserError(f"--grid: {number:,} combinations are more than {MAX_RUNS:,} runs: give fewer values")
     path = str(find_config(config).resolve())
     jobs = {}
     for values in itertools.product(*(values for _, values in axes)):
         chosen = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
         build_plan(load_config(path, [*settings, *chosen]), processes, None)
         folder = output.resolve() / (",".join(re.sub(r"[^\w.=+-]", "_", part) for part in chosen) or "run")
+        if folder in jobs:
+            raise UserError(f"--grid: two combinations would share the folder {folder.name}: choose values that differ")
         words = [word for setting in [*settings, *chosen] for word in ("--set", setting)]
         jobs[folder] = ["--config", path, *words, "--output", str(folder)]
     return jobs
@@ -120,7 +131,10 @@ def report(output: Path, best: str | None, failed: Mapping[str, int]) -> None:
     runs = read_sweep(output)
     print(format_table(tabulate(runs, failed)))
     picture = output / "sweep.png"
-    print(picture if draw(runs, picture, best) else "no picture yet: no run has been evaluated")
+    try:
+        print(picture if draw(runs, picture, best) else "no picture yet: no run has been evaluated")
+    except OSError as error:
+        raise UserError(f"{picture}: {error.strerror}; free space, or make the folder writable") from error
 
 
 def _build_parser() -> argparse.ArgumentParser:

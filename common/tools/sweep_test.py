@@ -144,6 +144,10 @@ def test_points_are_means_over_seeds_and_the_best_rate(tmp_path: Path, monkeypat
         (["--grid", "LEARNING_RATE=1,1"], "write it as KEY=VALUE,VALUE with values that differ"),
         (["--grid", "LEARNING_RATE"], "write it as KEY=VALUE,VALUE"),
         (["--grid", "LEARNING_RATE=1", "--set", "LEARNING_RATE=2"], "LEARNING_RATE: named twice"),
+        (["--grid", "OUTPUT=a,b"], "OUTPUT: a run's folder is named after its combination"),
+        (["--grid", "INIT=a/b,a_b"], "two combinations would share the folder INIT=a_b"),
+        (["--grid", f"SEED={','.join(map(str, range(1001)))}"], "1,001 combinations are more than 1,000 runs"),
+        (["--grid", "LEARNING_RATE=1", "--processes", "0"], "--processes 0: choose 1 or more"),
         (["--grid", "LEARNING_RATE=1", "--train", "none.py"], "--train none.py: no such file"),
     ],
 )
@@ -151,6 +155,14 @@ def test_mistakes_are_refused_before_the_first_run(words: list[str], tmp_path: P
     with pytest.raises(UserError, match=message):
         sweep.main([*words, *arguments])
     assert not (tmp_path / "sweep").exists()
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "read_sweep", lambda folder: [])
+    monkeypatch.setattr(sweep, "tabulate", lambda runs, failed: [{"run": "a"}])
+    monkeypatch.setattr(sweep, "draw", lambda runs, path, best: path.open("w"))
+    with pytest.raises(UserError, match=r"sweep.png: No such file or directory; free space"):
+        sweep.report(tmp_path / "gone", None, {})
 
 
 def test_a_finished_run_of_other_settings_is_not_taken_for_this_one(words: Sequence[str], tmp_path: Path) -> None:

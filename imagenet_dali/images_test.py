@@ -39,39 +39,27 @@ def test_rgb_jpeg_passes_byte_for_byte(options):
 
 WORDS = np.linspace(0, 65535, 40).astype(np.uint16)[None].repeat(24, 0)
 RAMP = Image.fromarray((WORDS / 257).astype(np.uint8))  # 16 bits are scaled, not clipped
+ROTATED = gradient().transpose(Image.Transpose.ROTATE_270)
+PALETTE = gradient().quantize(64)
+FRAMES = dict(save_all=True, append_images=[gradient(seed=1)])
 ODD = {
     "gray JPEG": (encode(gradient().convert("L")), gradient().convert("L")),
     "CMYK JPEG": (encode(gradient().convert("CMYK")), gradient()),
     "RGB colour space JPEG": (jpeg(keep_rgb=True, subsampling=0), gradient()),
-    "rotated by EXIF": (jpeg(exif=exif(EXIF_ROTATED)), gradient().transpose(Image.Transpose.ROTATE_270)),
+    "rotated by EXIF": (jpeg(exif=exif(EXIF_ROTATED)), ROTATED),
     "PNG": (encode(gradient(), "PNG"), gradient()),
     "PNG with alpha": (encode(gradient().convert("RGBA"), "PNG"), gradient()),
-    "PNG with palette": (encode(gradient().quantize(64), "PNG"), gradient().quantize(64)),
-    "PNG with transparent palette": (
-        encode(gradient().quantize(64), "PNG", transparency=bytes(range(64))),
-        gradient().quantize(64),
-    ),
-    "PNG rotated by EXIF": (
-        encode(gradient(), "PNG", exif=exif(EXIF_ROTATED)),
-        gradient().transpose(Image.Transpose.ROTATE_270),
-    ),
+    "PNG with palette": (encode(PALETTE, "PNG"), PALETTE),
+    "PNG with transparent palette": (encode(PALETTE, "PNG", transparency=bytes(range(64))), PALETTE),
+    "PNG rotated by EXIF": (encode(gradient(), "PNG", exif=exif(EXIF_ROTATED)), ROTATED),
     "one-bit PNG": (encode(gradient().convert("1"), "PNG"), gradient().convert("1")),
     "WebP": (encode(gradient(), "WEBP", lossless=True), gradient()),
     "BMP": (encode(gradient(), "BMP"), gradient()),
     "PPM": (encode(gradient(), "PPM"), gradient()),
     "TIFF": (encode(gradient(), "TIFF"), gradient()),
-    "TIFF rotated": (
-        encode(gradient(), "TIFF", tiffinfo={274: EXIF_ROTATED}),
-        gradient().transpose(Image.Transpose.ROTATE_270),
-    ),
-    "PNG of several frames": (
-        encode(gradient(), "PNG", save_all=True, append_images=[gradient(seed=1)]),
-        gradient(),
-    ),
-    "WebP of several frames": (
-        encode(gradient(), "WEBP", lossless=True, save_all=True, append_images=[gradient(seed=1)]),
-        gradient(),
-    ),
+    "TIFF rotated": (encode(gradient(), "TIFF", tiffinfo={274: EXIF_ROTATED}), ROTATED),
+    "PNG of several frames": (encode(gradient(), "PNG", **FRAMES), gradient()),
+    "WebP of several frames": (encode(gradient(), "WEBP", lossless=True, **FRAMES), gradient()),
     "CMYK TIFF": (encode(gradient().convert("CMYK"), "TIFF"), gradient()),
     "PNG of gray and alpha": (encode(gradient().convert("LA"), "PNG"), gradient().convert("L")),
     "16-bit PNG": (encode(Image.fromarray(WORDS), "PNG"), RAMP),

@@ -116,17 +116,9 @@ def test_a_run_resumes_on_a_cpu_with_other_instructions(config, data, tmp_path, 
 
 
 def test_spare_classes_are_a_warning(config, data, tmp_path, capsys):
-    arguments = [
-        "--config",
-        str(config),
-        "--output",
-        str(tmp_path),
-        "--set",
-        f"DATA.root={data}",
-        "--set",
-        "MAX_STEPS=1",
-    ]
-    train_dali.main([*arguments, "--set", "MODEL.num_classes=5"])
+    settings = [f"DATA.root={data}", "MAX_STEPS=1", "MODEL.num_classes=5"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    train_dali.main(["--config", str(config), "--output", str(tmp_path), *words])
     line = "warning: MODEL.num_classes=5 is more than the data set's 3 classes; None takes as many as it has"
     assert capsys.readouterr().err.splitlines().count(line) == 1
 

@@ -80,31 +80,16 @@ def fp16_lines(mode: str | None) -> str:
 
 
 # name in the originals' repositories: the task's script, its base, GPUs, the file
-FILES = {
-    **{
-        f"imagenet1k/vit_{name}.py": (
-            "imagenet_dali/train.py",
-            "vit_s16_vanilla",
-            8,
-            IMAGENET.format(parallel=parallel_lines(name)),
-        )
-        for name in SIZES
-    },
-    **{
-        f"cifar/vit_{name}.py": (
-            "cifar10_benchmark/train.py",
-            "vit_lite_vanilla",
-            8,
-            CIFAR.format(parallel=parallel_lines(name)),
-        )
-        for name in SIZES
-    },
-    **{
-        f"amp/config_{name}.py": ("caltech101_amp/train.py", "config_fp32", 4, AMP.format(fp16=fp16_lines(mode)))
-        for name, mode in {"fp32": None, "AMP_torch": "TORCH", "AMP_naive": "NAIVE", "AMP_apex": "APEX"}.items()
-    },
-    "data_parallel/config.py": ("imagenet_dali/train_dali.py", "vit-b16", 8, DATA_PARALLEL),
-}
+FILES: dict[str, tuple[str, str, int, str]] = {}
+for name in SIZES:
+    text = IMAGENET.format(parallel=parallel_lines(name))
+    FILES[f"imagenet1k/vit_{name}.py"] = "imagenet_dali/train.py", "vit_s16_vanilla", 8, text
+for name in SIZES:
+    text = CIFAR.format(parallel=parallel_lines(name))
+    FILES[f"cifar/vit_{name}.py"] = "cifar10_benchmark/train.py", "vit_lite_vanilla", 8, text
+for name, mode in {"fp32": None, "AMP_torch": "TORCH", "AMP_naive": "NAIVE", "AMP_apex": "APEX"}.items():
+    FILES[f"amp/config_{name}.py"] = "caltech101_amp/train.py", "config_fp32", 4, AMP.format(fp16=fp16_lines(mode))
+FILES["data_parallel/config.py"] = "imagenet_dali/train_dali.py", "vit-b16", 8, DATA_PARALLEL
 SHAPES = {(384, 16): "ViT-S/16", (768, 16): "ViT-B/16", (256, 4): "ViT-Lite-7/4"}
 
 

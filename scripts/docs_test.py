@@ -67,7 +67,7 @@ ELSEWHERE = {
     ),
     **{
         rf"\.venv/bin/python scripts/bench/{name}.py": f"scripts/bench/bench_test.py::test_{name}"
-        for name in ("step", "lamb", "loader", "start", "waiting", "saving")
+        for name in ("step", "lamb", "loader", "io", "quickstart", "saving")
     },
     r"python -m imagenet_dali.prepare .*s3://": "imagenet_dali/remote_test.py::test_preparation_is_resumed",
     r"torchrun .*=s3://": "imagenet_dali/remote_test.py::test_training_and_evaluation",

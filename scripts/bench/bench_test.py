@@ -8,11 +8,10 @@ from pathlib import Path
 import lamb
 import loader
 import pytest
+import quickstart
 import saving
-import start
 import step
 import torch
-import waiting
 
 from common.errors import UserError
 from common.tools.harness import Row
@@ -70,14 +69,15 @@ def test_saving(run_tiny: Run) -> None:
 
 
 @pytest.mark.slow
-def test_start(run_tiny: Run, tmp_path: Path) -> None:
-    rows = run_tiny(start.main, "--config", str(write_config(tmp_path)), "--data", str(prepare_data(tmp_path)))
-    assert [row["variant"] for row in rows] == ["warm", "without bytecode"]
-
-
-def test_start_tells_what_failed() -> None:
-    with pytest.raises(UserError, match="failed: out of disk"):
-        start.run(["-c", "raise SystemExit('out of disk')"], {})
+@pytest.mark.timeout(600)  # eight trainings
+def test_quickstart(run_tiny: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quickstart, "WARMUP", 2)
+    rows = run_tiny(quickstart.main, "--config", str(write_config(tmp_path)), "--data", str(prepare_data(tmp_path)))
+    expected = [("to the first step", name) for name in ("warm", "without bytecode")]
+    expected += [(part, name) for part in ("alone", "beside a busy process") for name in quickstart.WAITING]
+    assert [(row["part"], row["variant"]) for row in rows] == expected
+    with pytest.raises(UserError, match="failed: error: --config none: no such file or recipe"):
+        run_tiny(quickstart.main, "--config", "none")
 
 
 @pytest.mark.slow
@@ -130,14 +130,3 @@ def test_shards_and_folder_hold_the_images(tmp_path: Path) -> None:
         assert sorted(labels.tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
         assert (images.shape, images.dtype) == ((8, 3, 224, 224), torch.float32)
         data.close()
-
-
-@pytest.mark.slow
-def test_waiting(run_tiny: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, shards = write_config(tmp_path), prepare_data(tmp_path)
-    monkeypatch.setattr(waiting, "WARMUP", 2)
-    rows = run_tiny(waiting.main, "--config", str(config), "--data", str(shards))
-    parts = ("alone", "beside a busy process")
-    assert [(row["part"], row["variant"]) for row in rows] == [
-        (part, name) for part in parts for name in waiting.WAITING
-    ]

@@ -1,3 +1,4 @@
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,10 @@ from PIL import Image
 from common.config.schema import Data, plain_values
 from common.data.sampling import NO_LABEL
 from common.errors import UserError
+from imagenet_dali import imagenet_dali_dataloader
 from imagenet_dali.dataloader import build_eval_loader, build_train_loader, describe_data, open_images
 from imagenet_dali.dataset import open_split
+from imagenet_dali.imagenet_dali_dataloader import DaliReader
 from imagenet_dali.manifest import data_fingerprint, read_manifest
 from imagenet_dali.repair import repair
 from imagenet_dali.testing import spoil_record
@@ -44,15 +47,17 @@ def test_describes_a_folder_and_what_was_prepared_from_it(folder, root):
 
 
 @pytest.mark.parametrize(
-    ("interpolation", "order", "crop", "randaugment"),
+    ("interpolation", "order", "crop", "randaugment", "resizes"),
     [
-        ("bilinear", "random", "random_resized", None),
-        ("bicubic", "blocks", "random_resized", None),
-        ("bicubic", "random", "simple", None),
-        ("bicubic", "random", "random_resized", (2, 10)),
+        ("bilinear", "random", "random_resized", None, False),
+        ("bicubic", "blocks", "random_resized", None, False),
+        ("bicubic", "random", "simple", None, False),
+        ("bicubic", "random", "random_resized", (2, 10), False),
+        ("bicubic", "random", "random_resized", (2, 10), True),  # as on a GPU: in batches after DALI
     ],
 )
-def test_both_loaders_show_the_same(root, interpolation, order, crop, randaugment):
+def test_both_loaders_show_the_same(root, interpolation, order, crop, randaugment, resizes, monkeypatch):
+    monkeypatch.setattr(imagenet_dali_dataloader, "DaliReader", partial(DaliReader, resizes=resizes))
     shown = {}
     for name in ("dali", "torchvision"):
         data = {**DATA, "root": str(root), "loader": name, "interpolation": interpolation, "order": order}

@@ -52,6 +52,7 @@ PIECES = {
     "lamb": "gpu.parts",
     "attention": "gpu.parts",
     "patch_embedding": "gpu.parts",
+    "rand_augment": "gpu.parts",
     "cuda_prefetch": "gpu.data",
     "dali_beside_training": "gpu.dali",
     "dali": "gpu.dali",

@@ -4,16 +4,20 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from bench import lamb as benchmark
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from common.data.rand_augment import RandAugment
 from common.model.vit import PatchEmbed
-from common.tools.harness import Row
+from common.testing.host_sync import forbid_waiting
+from common.tools.harness import Row, WrongError
 from gpu.job import Job
 
+ROUNDED = 0.01  # fraction of pixels that may be rounded otherwise on a GPU; a wrong operation changes most
 KERNELS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
 
@@ -48,6 +52,22 @@ def patch_embedding(job: Job) -> Iterator[Row]:
                 embed(images).sum().backward()
 
         yield {"layout": str(layout).removeprefix("torch.")} | job.milliseconds(step)
+
+
+def rand_augment(job: Job) -> Iterator[Row]:
+    """Time RandAugment(2, 10) on a batch of 256, as after DALI; it must not wait, and must give what the CPU gives."""
+    size, batch = (32, 4) if job.tiny else (224, 256)
+    random = np.random.default_rng(0)
+    images = torch.from_numpy(random.integers(0, 256, (batch, 3, size, size), np.uint8))
+    augment, numbers = RandAugment(2, 10), random.random((batch, 4))
+    on_device = augment.augment_batch(images.clone().to(job.device), numbers)  # makes the tables of moved pixels too
+    difference = (on_device.cpu().short() - augment.augment_batch(images.clone(), numbers).short()).abs()
+    with forbid_waiting(job.device):
+        augment.augment_batch(on_device, numbers)
+    row = {"batch": batch, "differing_pixels": (difference > 0).double().mean().item()}
+    yield row | job.milliseconds(lambda: augment.augment_batch(on_device, numbers))
+    if row["differing_pixels"] > ROUNDED:
+        raise WrongError(f"{row['differing_pixels']:.2%} of the pixels differ from the CPU's")
 
 
 def lamb(job: Job) -> Iterator[Row]:

@@ -122,7 +122,8 @@ class CheckpointHook(BaseHook):
     def _agree(self, trainer: Trainer, step: int | None = None) -> tuple[bool, bool]:
         """Return, equal on all ranks, whether to stop, and whether a checkpoint is due after ``step``.
 
-        Of several ranks this is what they knew in the last call, so that none waits for the others.
+        Of several ranks this is what they knew in the last call, so that none waits for the others; in an evaluation,
+        without ``step``, what they know now, since it may be the last thing that the run does.
         """
         seconds = time.monotonic() - self.saved_at
         is_due = self.every_seconds is not None and seconds >= self.every_seconds
@@ -133,7 +134,7 @@ class CheckpointHook(BaseHook):
                 flags[1] = 0
             group = gpc.get_cpu_group(ParallelMode.GLOBAL)
             self.exchange = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, group, async_op=True)
-            flags = agreed
+            flags = agreed if step is not None else agreed.maximum(self._finish_exchange())
         stop_signals.agreed, self.loader_failed = int(flags[0]), bool(flags[2])
         if self.every_steps is not None:
             is_due = step is not None and step % self.every_steps == 0

@@ -7,6 +7,7 @@ may be, so that the messages here are our own.
 import contextlib
 import errno
 import io
+import itertools
 import os
 import re
 import shutil
@@ -37,8 +38,8 @@ CREDENTIALS = {
     "az:": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
 }
 WEB = ("https:", "http:")  # read only, without lists
-PATIENCE = timedelta(minutes=3)  # how long a read of a shard is retried
-OPENING_RETRIES = 4  # of other requests, which do not end a run that has begun
+PATIENCE = timedelta(minutes=3)  # how long reading and writing is retried
+OPENING_RETRIES = 4  # of other requests, which come before
 WHOLE = 1 << 40  # bytes: more than an object that is read at once has
 PIECE = 16_000_000  # bytes of a request or a part of an upload
 TRIES = 10  # of reading the rest of an incomplete answer
@@ -102,7 +103,11 @@ class StorePath(PosixPath):
         return UserError(f"{self}: {reason}; {AGAIN}")
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        return os.stat_result((stat.S_IFREG, 0, 0, 0, 0, 0, self._request("head")["size"], 0, 0, 0))
+        return os.stat_result((stat.S_IFREG, 0, 0, 0, 0, 0, self.state().size, 0, 0, 0))
+
+    def state(self) -> FileState:
+        found = self._request("head")
+        return FileState(found["size"], found["e_tag"])
 
     def is_file(self, **_: Any) -> bool:
         with contextlib.suppress(FileNotFoundError):
@@ -127,14 +132,9 @@ class StorePath(PosixPath):
 
     def walk_objects(self) -> Iterator[tuple["StorePath", FileState]]:
         """Yield the objects below this prefix."""
-        base, pages = StorePath(*self.parts[:2]), self._request("list")
-        while page := self._next(pages):
-            for found in page:
-                yield base / found["path"], FileState(found["size"], found["e_tag"])
-
-    def _next(self, pages: Iterator[Any]) -> Any:
         try:
-            return next(pages, None)
+            for found in itertools.chain.from_iterable(self._request("list")):
+                yield StorePath(*self.parts[:2], found["path"]), FileState(found["size"], found["e_tag"])
         except BaseError as error:
             raise self._explain(error) from None
 
@@ -157,7 +157,7 @@ class StorePath(PosixPath):
         """Write a file in parts; the object is there when all of them are."""
         if self.is_web:
             raise UserError(f"{self}: web servers are only read; write to a folder or a bucket")
-        self._request("put", file, chunk_size=PIECE, max_concurrency=4)
+        self._request("put", file, is_patient=True, chunk_size=PIECE, max_concurrency=4)
 
     def read_range(self, offset: int, length: int, version: str | None = None) -> bytes:
         """Return a part of the object; it is shorter than ``length`` where the object ends.
@@ -165,10 +165,9 @@ class StorePath(PosixPath):
         Raises `UserError` if the object's ETag is not ``version``.
         """
         data, end = b"", offset + length
+        is_pinned = version and not version.startswith("W/")  # a weak ETag matches nothing
         for _ in range(TRIES):  # the body of an answer may be shorter than its header says
-            if offset + len(data) >= end:
-                return data
-            options = {"range": (offset + len(data), end)} | ({"if_match": version} if version else {})
+            options = {"range": (offset + len(data), end)} | ({"if_match": version} if is_pinned else {})
             try:
                 answer = self._request("get", options=options, is_patient=True)
                 end = min(end, answer.meta["size"])
@@ -179,6 +178,8 @@ class StorePath(PosixPath):
                 raise UserError(f"{self}: not there any more; restore it and rerun the command") from None
             except BaseError as error:  # in the midst of the body
                 raise self._explain(error) from None
+            if offset + len(data) >= end:
+                return data
         raise UserError(f"{self}: the server's answers are incomplete; {AGAIN}")
 
 
@@ -226,8 +227,7 @@ def list_files(root: Path, names: Iterable[str]) -> dict[str, FileState]:
         path = root / name
         try:
             if isinstance(path, StorePath):
-                found = path._request("head")
-                return FileState(found["size"], found["e_tag"])
+                return path.state()
             return FileState(path.stat().st_size) if path.is_file() else None
         except FileNotFoundError:
             return None

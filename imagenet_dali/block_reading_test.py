@@ -2,15 +2,17 @@
 
 import json
 import os
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from common.checkpoint.save import newest_checkpoint
-from common.data.record_reader import RecordReader
+from common.data.record_reader import BYTES_AHEAD, RecordReader
 from common.data.sampling import EvalSampler, TrainSampler
 from common.errors import UserError
 from common.run.read_order import choose_order
@@ -73,6 +75,17 @@ def test_opens_and_reads_are_few_and_large(split: Split, kind: str, dp_size: int
     assert counts["reads"] <= 0.02 * SAMPLES
     assert counts["bytes"] / counts["reads"] >= 4e6
     assert counts["bytes"] == sum(path.stat().st_size for path in split.shards)
+
+
+def test_reading_ahead_is_bounded_by_bytes() -> None:
+    begun: list[int] = []
+    source = SimpleNamespace(read_span=lambda first, _: begun.append(first) or [(b"", 0)], span_bytes=lambda *_: 30**5)
+    reader = RecordReader(source)
+    for number, _ in enumerate(reader.read(TrainSampler(100, 1, 1).draws(0))):
+        time.sleep(0.002)  # for the threads to get ahead
+        assert len(begun) <= number + 1 + BYTES_AHEAD // 30**5 + 1
+    assert sorted(begun) == list(range(100))
+    reader.close()
 
 
 def test_shards_sorted_by_class_are_not_read_in_blocks(split: Split, monkeypatch) -> None:

@@ -21,11 +21,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("MODEL.width=1000000000", "MODEL.width=1000000000, depth=2, num_classes=7: 1.6e+19 parameters take 256,000,"),
         ("MODEL.depth=100000000000", "MODEL.width=32, depth=100000000000, "),
         ("TOTAL_BATCH_SIZE=1000000000000000", "more than the 70 training images"),
-        ("LEARNING_RATE=0", "LEARNING_RATE=0: expected number > 0"),
-        ("LEARNING_RATE=float('inf')", "expected number > 0"),
-        ("LEARNING_RATE=1e999", "LEARNING_RATE=inf: expected number > 0"),
-        ("DATA.std=(1, 0, 1)", "expected (R, G, B), each >= 1e-6"),
-        ("DATA.std=(1e-320, 1, 1)", "expected (R, G, B), each >= 1e-6"),
     ],
 )
 def test_what_no_machine_has_is_refused_at_once(

@@ -2,18 +2,32 @@
 
 import itertools
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from common.data.image_folder import Files
 from common.errors import UserError
 from common.files import read_text
 from imagenet_dali.parquet_source import class_names_of, list_parquet
-from imagenet_dali.tar_source import Member, Place, list_webdataset
+from imagenet_dali.tar_source import Places, list_webdataset
 from imagenet_dali.workers import parallel_map
 
 EVALUATION_FOLDERS = ("val", "validation", "test", "imagenet21k_val")
 CONTAINER_FOLDERS = (".", "data", "train", *EVALUATION_FOLDERS)  # which are searched
 CLASS_NAMES = "labels.txt"  # a class name a line, for class numbers without names
+
+MOST_CLASSES = 1 << 30  # a larger label is said to be this one
+
+
+class Listing(NamedTuple):
+    """The images of a container: names, labels and, as in `Places`, where they are."""
+
+    names: list[str]
+    labels: np.ndarray
+    spans: np.ndarray
 
 
 def find_containers(root: Path) -> list[str]:
@@ -26,9 +40,7 @@ def find_containers(root: Path) -> list[str]:
     return []
 
 
-def list_containers(
-    root: Path, containers: list[str], workers: int
-) -> tuple[list[str], dict[str, Files], dict[str, Place]]:
+def list_containers(root: Path, containers: list[str], workers: int) -> tuple[list[str], dict[str, Files], Places]:
     """Return the class names, the images of each split and where they are.
 
     The first of train, val, validation and test in the path of a container is its split.
@@ -43,37 +55,44 @@ def list_containers(
         chosen["validation"] = by_split[held_out]
     tasks = [(root, container) for container in itertools.chain(*chosen.values())]
     found = dict(parallel_map(_list_container, tasks, min(workers, len(tasks))))
-    names = [name for members in found.values() for name, _, _ in members]
+    names = [name for listing in found.values() for name in listing.names]
     if len(set(names)) < len(names):  # files of the same name in other folders, or numbers in each container
-        found = {
-            file: [(f"{file}/{number}/{name}", label, place) for number, (name, label, place) in enumerate(members)]
-            for file, members in found.items()
-        }
-    splits = {split: [member for file in files for member in found[file]] for split, files in chosen.items()}
-    for split, members in splits.items():
-        if not members:
+        for file, listing in found.items():
+            unique = [f"{file}/{number}/{name}" for number, name in enumerate(listing.names)]
+            found[file] = listing._replace(names=unique)
+    for split, members in chosen.items():
+        if not any(found[file].names for file in members):
             raise UserError(f"{root}: no labelled images for the split {split} in {', '.join(containers[:3])}")
     class_names = class_names_of(root / containers[0]) if containers[0].endswith(".parquet") else None
     if class_names is None and (root / CLASS_NAMES).is_file():
         class_names = read_text(root / CLASS_NAMES).splitlines()
-    class_names = _check_labels(root, splits, class_names)
-    places = {name: place for members in splits.values() for name, _, place in members}
-    files = {split: sorted((name, label) for name, label, _ in members) for split, members in splits.items()}
-    return class_names, files, places
+    train = np.concatenate([found[file].labels for file in chosen["train"]])
+    class_names = _check_labels(root, found, train, class_names)
+    files = {}
+    for split, members in chosen.items():
+        listings = [found[file] for file in members]
+        files[split] = sorted(pair for each in listings for pair in zip(each.names, each.labels.tolist(), strict=True))
+    return class_names, files, Places((file, listing.names, listing.spans) for file, listing in found.items())
 
 
-def _list_container(task: tuple[Path, str]) -> tuple[str, list[Member]]:
+def _list_container(task: tuple[Path, str]) -> tuple[str, Listing]:
     root, container = task
-    return container, (list_parquet if container.endswith(".parquet") else list_webdataset)(root, container)
+    members = (list_parquet if container.endswith(".parquet") else list_webdataset)(root, container)
+    labels = np.array([max(-1, min(label, MOST_CLASSES)) for _, label, _ in members], np.int32)
+    spans = np.array([place[1:] for _, _, place in members], np.int64).reshape(-1, 2)
+    return container, Listing([name for name, _, _ in members], labels, spans)
 
 
-def _check_labels(root: Path, splits: dict[str, list[Member]], class_names: list[str] | None) -> list[str]:
-    """Return the class names, which are the class numbers if there are none."""
-    present = {label for _, label, _ in splits["train"]}
-    number = len(class_names) if class_names else max(present) + 1
-    for name, label, place in itertools.chain(*splits.values()):
-        if not 0 <= label < number:
-            raise UserError(f"{root / place.container}: {name}: label {label}, out of range for {number} classes")
+def _check_labels(
+    root: Path, found: Mapping[str, Listing], train: np.ndarray, class_names: list[str] | None
+) -> list[str]:
+    """Return the class names, which are the class numbers if there are none; ``train`` are the labels of training."""
+    present = np.unique(train)
+    number = len(class_names) if class_names else int(present[-1]) + 1
+    for container, listing in found.items():
+        for row in np.flatnonzero((listing.labels < 0) | (listing.labels >= number))[:1]:
+            place = f"{root / container}: {listing.names[row]}"
+            raise UserError(f"{place}: label {listing.labels[row]}, out of range for {number} classes")
     if not class_names and len(present) < number:
         gap = next(label for label in itertools.count() if label not in present)
         raise UserError(f"{root}: labels to {number - 1} without {gap}; name all classes in {root / CLASS_NAMES}")

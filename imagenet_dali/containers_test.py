@@ -5,6 +5,7 @@ import io
 import json
 import sys
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from common.testing.commands import read_folder, run_forked
 from imagenet_dali import preparation
 from imagenet_dali.prepare import main, prepare
 from imagenet_dali.sources import list_source, read_images
+from imagenet_dali.tar_source import Place, Places
 from imagenet_dali.testing import jpeg, write_photographs
 from imagenet_dali.writer import Options
 
@@ -116,6 +118,21 @@ def test_a_truncated_tar_is_refused_wherever_it_ends(sources, tmp_path):
     (tmp_path / "ILSVRC2012_img_train.tar").write_bytes(outer)
     with pytest.raises(UserError, match="img_train.tar: truncated or damaged at n02.tar"):
         list_source(tmp_path)
+
+
+def test_places_take_few_bytes_and_equal_those_of_a_dict():
+    names = [f"{number:07d}.jpg" for number in np.random.default_rng(0).permutation(20_000)]
+    spans = np.stack([np.arange(20_000), np.arange(20_000) + (1 << 40)], 1)
+    tracemalloc.start()
+    places = Places([("b.tar", names[:15_000], spans[:15_000]), ("a.tar", names[15_000:], spans[15_000:])])
+    assert tracemalloc.get_traced_memory()[0] < 32 * len(names)
+    tracemalloc.stop()
+    containers = ["b.tar"] * 15_000 + ["a.tar"] * 5_000
+    assert places == {
+        name: Place(container, *span) for name, container, span in zip(names, containers, spans.tolist(), strict=True)
+    }
+    assert places.get("8.jpg") is None
+    assert Places().get("8.jpg") is None
 
 
 @pytest.mark.parametrize("name", ["train-0.tar.gz", "train-0.tgz", "train-0.tar"])

@@ -21,7 +21,7 @@ from imagenet_dali.manifest import MANIFEST, PARTIAL, read_manifest
 from imagenet_dali.sources import Source, list_source
 from imagenet_dali.tar_source import Place
 from imagenet_dali.workers import parallel_map
-from imagenet_dali.writer import Options, ShardTask, atomic_file, to_shard, write_dataset, write_shard
+from imagenet_dali.writer import Options, Shard, ShardTask, atomic_file, to_shard, write_dataset, write_shard
 
 REFUSED = "refused.txt"
 IMAGES_PER_SHARD = 1250  # 1,024 shards for ImageNet's training images, as is usual
@@ -55,26 +55,25 @@ def prepare(
     if _is_complete(dest, job):
         print(f"{dest}: complete already")
         return
-    reports = {}
-    tasks = [
+    done: dict[str, Shard] = {}
+    refused, converted = [], 0
+    tasks = (
         ShardTask(
             source, dest, name, files, [listed.places.get(file[0]) for file in files], listed.class_names, options
         )
         for name, files in plan.items()
-    ]
+    )
     total = sum(len(files) for files in plan.values())
     with folder_lock(dest / PARTIAL), tqdm(total=total, unit="image", disable=None) as progress:
         for report in parallel_map(write_shard, tasks, workers):
-            reports[report["name"]] = report
+            name = report["name"]
+            done[name] = to_shard(report)  # an eighth of the report's memory
+            refused += [(plan[name][number][0], reason) for number, reason in report["refused"]]
+            converted += report["converted"]
             progress.update(len(report["rows"]) + len(report["refused"]))
-    refused = sorted(
-        (plan[name][number][0], reason) for name, report in reports.items() for number, reason in report["refused"]
-    )
-    _report_refused(dest, listed, refused, max_refused)
-    shards = {
-        split: [to_shard(reports[name]) for name in plan if name.startswith(f"{split}/")] for split in listed.splits
-    }
-    counts = {"refused": len(refused), "converted": sum(report["converted"] for report in reports.values())}
+    _report_refused(dest, listed, sorted(refused), max_refused)
+    shards = {split: [done[name] for name in plan if name.startswith(f"{split}/")] for split in listed.splits}
+    counts = {"refused": len(refused), "converted": converted}
     resampling = {"resampling": RESAMPLING.name.lower()} if options.short_side else {}
     write_dataset(dest, shards, listed.class_names, 0, {**job, **resampling, **counts})
     remove_tree(dest / PARTIAL)

@@ -23,7 +23,7 @@ from common.files import fingerprint_of, read_bytes, read_text
 from imagenet_dali.containers import EVALUATION_FOLDERS, find_containers, list_containers
 from imagenet_dali.images import BadImageError
 from imagenet_dali.parquet_source import read_rows
-from imagenet_dali.tar_source import Place, list_tar, read_devkit, read_member, tar_members
+from imagenet_dali.tar_source import Place, Places, list_tar, read_devkit, read_member, tar_members
 from imagenet_dali.workers import parallel_map
 
 TRAIN_FOLDERS = ("train", "imagenet21k_train")
@@ -46,7 +46,7 @@ class Source:
     root: Path
     class_names: list[str]
     splits: dict[str, Files]
-    places: dict[str, Place] = field(default_factory=dict)
+    places: Places = field(default_factory=Places)
     others: Sequence[str] = ()
 
     @property
@@ -54,8 +54,7 @@ class Source:
         """A checksum over the names, labels, sizes and times of the images, without reading them."""
         files = sorted(itertools.chain(*self.splits.values()))
         described = ((*file, *(self.places.get(file[0]) or file_state(self.root / file[0]))) for file in files)
-        containers = sorted({place.container for place in self.places.values()})
-        states = itertools.chain.from_iterable(file_state(self.root / container) for container in containers)
+        states = itertools.chain.from_iterable(file_state(self.root / name) for name in self.places.containers)
         return fingerprint_of([*self.class_names, *itertools.chain.from_iterable(described), *states])
 
 
@@ -148,13 +147,13 @@ def _list_imagenet_tars(root: Path, workers: int) -> Source:
     if (root / VALIDATION_TAR).is_file():
         tasks.append((root, VALIDATION_TAR, "val", 0, None))
     found = dict(parallel_map(list_tar, tasks, min(workers, len(tasks))))
-    places = dict(itertools.chain(*found.values()))
-    flat = [name for name, _ in found.pop("val", [])]
-    for folder, files in found.items():
+    places = Places(found.values())
+    _, flat, _ = found.pop("val", ("", [], None))
+    for folder, (_, files, _) in found.items():
         if not files or len(found) < 2:
             raise UserError(f"{root / TRAIN_TAR}: {folder}: no images, or the only class; download it again")
     splits = {
-        "train": [(name, label) for label, folder in enumerate(sorted(found)) for name, _ in sorted(found[folder])]
+        "train": [(name, label) for label, folder in enumerate(sorted(found)) for name in sorted(found[folder][1])]
     }
     classes = [folder.removeprefix("train/") for folder in sorted(found)]
     if flat:

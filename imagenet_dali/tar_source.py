@@ -2,10 +2,12 @@
 
 import io
 import tarfile
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+import numpy as np
 from pydantic_core import from_json
 
 from common.data.image_folder import MAX_BYTES
@@ -31,6 +33,35 @@ class Place(NamedTuple):
 
 
 Member = tuple[str, int, Place]  # name, label, place
+
+
+class Places(Mapping[str, Place]):
+    """The places of images by their names, in 28 bytes each beside the name: a tuple in a dict takes 200.
+
+    ``parts`` are containers, the names of images in them, and the start and the size of each, int64 [N, 2].
+    """
+
+    def __init__(self, parts: Iterable[tuple[str, Sequence[str], np.ndarray]] = ()) -> None:
+        parts = list(parts)
+        self.containers = sorted({container for container, _, _ in parts})
+        names = np.array([name for _, members, _ in parts for name in members], object)
+        numbers = [self.containers.index(container) for container, _, _ in parts]
+        order = np.argsort(names, kind="stable")
+        self._names = names[order]
+        self._numbers = np.repeat(np.array(numbers, np.int32), [len(members) for _, members, _ in parts])[order]
+        self._spans = np.concatenate([np.empty((0, 2), np.int64), *(spans for _, _, spans in parts)])[order]
+
+    def __getitem__(self, name: str) -> Place:
+        at = bisect_left(self._names, name)
+        if at == len(self) or self._names[at] != name:
+            raise KeyError(name)
+        return Place(self.containers[self._numbers[at]], *self._spans[at].tolist())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def read_member(file: BinaryIO, start: int, size: int) -> bytes:
@@ -71,13 +102,17 @@ def tar_members(path: Path, start: int = 0, size: int | None = None) -> Iterator
             raise UserError(f"{path}: truncated or damaged at {name}; download it again") from error
 
 
-def list_tar(task: tuple[Path, str, str, int, int | None]) -> tuple[str, list[tuple[str, Place]]]:
-    """Return the members of the tar at ``(root, container, folder, start, size)`` as files of ``folder``."""
+def list_tar(task: tuple[Path, str, str, int, int | None]) -> tuple[str, tuple[str, list[str], np.ndarray]]:
+    """Return ``folder`` and, as its files, the members of the tar at ``(root, container, folder, start, size)``.
+
+    They are as in `Places`.
+    """
     root, container, folder, start, size = task
-    members = (member for member, _ in tar_members(root / container, start, size))
-    return folder, [
-        (f"{folder}/{member.name}", Place(container, member.offset_data, member.size)) for member in members
-    ]
+    names, spans = [], []
+    for member, _ in tar_members(root / container, start, size):
+        names.append(f"{folder}/{member.name}")
+        spans.append((member.offset_data, member.size))
+    return folder, (container, names, np.array(spans, np.int64).reshape(-1, 2))
 
 
 def list_webdataset(root: Path, container: str) -> list[Member]:

@@ -1,11 +1,12 @@
 """Run one function over many tasks on all cores."""
 
+import itertools
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
@@ -13,24 +14,35 @@ from common.errors import UserError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
+AHEAD = 3
 
 
 def parallel_map(function: Callable[[Task], Result], tasks: Iterable[Task], workers: int) -> Iterator[Result]:
     """Yield ``function(task)`` of each task as it completes, in any order, from `workers` spawned processes.
 
-    With one worker, this process does the work. Workers end with this process, however it ends.
+    `AHEAD` tasks for each worker are taken ahead. With one worker, this process does the work. Workers end with this
+    process, however it ends.
     """
     if workers == 1:
         yield from map(function, tasks)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_follow_parent) as pool:
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a worker inherits it while it still imports
-        futures = [pool.submit(function, task) for task in tasks]
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        pending: set[Future[Result]] = set()
+        remaining = iter(tasks)
         try:
-            for future in as_completed(futures):
-                yield future.result()
+            while True:
+                mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited while a worker imports
+                try:
+                    taken = itertools.islice(remaining, AHEAD * workers - len(pending))
+                    pending |= {pool.submit(function, task) for task in taken}
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                if not pending:
+                    return
+                completed, pending = wait(pending, return_when=FIRST_COMPLETED)
+                for future in completed:
+                    yield future.result()
         except BrokenProcessPool as error:
             raise UserError(
                 f"--workers={workers}: a worker process died, perhaps for lack of memory; "

@@ -30,7 +30,7 @@ from common.model.freeze import freeze
 from common.optim.build import build_optimizer
 from common.optim.lr_schedule import build_lr_scheduler
 from common.testing.checkpoints import build_about, read_result
-from common.testing.parity_cases import CASES, MODEL, OPTIMIZERS, build_tiny_model
+from common.testing.parity_cases import CASES, CONFIGS, MODEL, OPTIMIZERS, build_tiny_model
 from common.testing.ranks import launched, run_ranks
 
 TRAIN, EVAL, BATCH = 70, 21, 16
@@ -132,16 +132,17 @@ ONE_EPOCH = {"NUM_EPOCHS": 1, "WARMUP_EPOCHS": 0}
         ("dp2", "fp32", [(3, False), (4, True)]),
         ("dp2", "TORCH float16", [(3, False)]),
         ("1d-2", "TORCH float16 head", [(3, False)]),
-        *((mode, "fp32", [(3, False)]) for mode in ("1d-2", "2d-4", "3d-8", "dp2 x 1d-2")),
+        *((mode, "fp32", [(3, False)]) for mode in ("1d-2", "2d-4", "3d-8", "dp2 x 1d-2", "zero 3 x 1d-2")),
+        ("zero 1", "TORCH float16", [(4, True)]),
         pytest.param("2.5d-8", "fp32", [(3, False)], marks=pytest.mark.slow),
     ],
 )
 def test_resumes_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]], tmp_path: Path) -> None:
-    gpus, parallel = CASES.get(mode, (2, None))
-    settings = {"parallel": parallel, "fp16": AMP[amp.removesuffix(" head")], "EMA": 0.0 if amp == "TORCH" else 0.9}
+    gpus, parallel = CONFIGS.get(mode, (2, {"parallel": None}))
+    settings = parallel | {"fp16": AMP[amp.removesuffix(" head")], "EMA": 0.0 if amp == "TORCH" else 0.9}
     settings["FREEZE"] = "body" if amp.endswith(" head") else None
     epochs, steps = 2, STEPS
-    if mode in CASES and gpus > 1:
+    if mode in CONFIGS and gpus > 1:
         settings |= ONE_EPOCH
         epochs, steps = 1, STEPS // 2
     run_ranks(gpus, train, tmp_path / "whole", gpus, settings)
@@ -163,11 +164,12 @@ def test_resumes_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]],
 
 @pytest.mark.parametrize("frozen", [None, "body"])
 def test_resumes_with_the_same_batches_in_another_mode(frozen: str | None, tmp_path: Path) -> None:
-    """One process, then two of data parallelism, then four of 2d; without dropout the losses stay the same."""
+    """One process, then two of data parallelism, `zero` and four of 2d; without dropout the losses stay the same."""
     settings = {"FREEZE": frozen, "fp16": None}
     run_ranks(1, train, tmp_path / "whole", 1, settings)
     run_ranks(1, train, tmp_path / "run", 1, settings, (2, False))
-    run_ranks(2, train, tmp_path / "run", 2, settings, (5, False))
+    run_ranks(2, train, tmp_path / "run", 2, settings, (4, False))
+    run_ranks(2, train, tmp_path / "run", 2, settings | {"zero": {"stage": 3}}, (6, False))
     run_ranks(4, train, tmp_path / "run", 4, settings | {"parallel": CASES["2d-4"][1]})
     whole, pieces = (read_metrics(tmp_path / name) for name in ("whole", "run"))
     assert [(r["kind"], r["step"]) for r in pieces] == [(r["kind"], r["step"]) for r in whole]

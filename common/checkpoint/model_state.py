@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.colossal import canonical_state, cut_piece, gather_whole, load_canonical_state, whole_shape
+from common.colossal import canonical_state, cut_piece, gather_whole, load_canonical_state, named_shards, whole_shape
 from common.errors import UserError
 
 MODEL, OPTIMIZER, EMA = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
@@ -30,7 +30,7 @@ def copy_state(
     The optimizer's are named ``<state>/<parameter>``, e.g. ``exp_avg/head.weight``. Every rank must call it; only rank
     0 copies. The next call with the same ``buffers`` overwrites the copies, instead of allocating and pinning memory.
     """
-    parameters = dict(model.named_parameters())
+    parameters = named_shards(model)
     files = {MODEL: canonical_state(model), OPTIMIZER: _gather_moments(parameters, optimizer)}
     if averages is not None:
         files[EMA] = ((name, gather_whole(p, averages.get(name))) for name, p in parameters.items())
@@ -75,14 +75,15 @@ def load_state(
     _load_moments(path, load_file(path / OPTIMIZER), model, optimizer)
     if averages is not None:
         whole = load_file(path / EMA) if (path / EMA).exists() else weights
+        parameters = named_shards(model)
         for name, average in averages.items():
-            average.copy_(cut_piece(model.get_parameter(name), whole[name]))
+            average.copy_(cut_piece(parameters[name], whole[name]))
 
 
 def check_architecture(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -> None:
     """Raise UserError if ``weights``, read from ``path``, are not the whole parameters of ``model``, or not finite."""
     saved = {name: list(tensor.shape) for name, tensor in weights.items()}
-    check_shapes(path, saved, {name: list(whole_shape(parameter)) for name, parameter in model.named_parameters()})
+    check_shapes(path, saved, {name: list(whole_shape(parameter)) for name, parameter in named_shards(model).items()})
     for name, tensor in weights.items():
         if not tensor.is_meta and not tensor.isfinite().all():
             raise UserError(f"{path}: {name} holds numbers that are not finite: start from other weights")
@@ -101,7 +102,7 @@ def check_shapes(path: Path, saved: Mapping[str, list[int]], wanted: Mapping[str
 
 def _load_moments(path: Path, moments: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
     """Give every parameter its pieces of ``moments``, whose names are ``<state>/<parameter>``."""
-    parameters = dict(model.named_parameters())
+    parameters = named_shards(model)
     state: dict[Tensor, dict[str, Tensor]] = {}
     for place, whole in moments.items():
         key, _, name = place.partition("/")

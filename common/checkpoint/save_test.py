@@ -25,13 +25,13 @@ from common.checkpoint.save import (
     put_back_old,
     write_checkpoint,
 )
-from common.colossal import canonical_state
+from common.colossal import canonical_state, named_shards
 from common.errors import UserError
 from common.optim.build import build_optimizer
 from common.testing.checkpoints import build_content
 from common.testing.parity_cases import (
     ACCUMULATION,
-    CASES,
+    CONFIGS,
     MAX_NORM,
     OPTIMIZERS,
     build_engine,
@@ -42,14 +42,14 @@ from common.testing.parity_cases import (
 from common.testing.ranks import launched, run_ranks
 
 aten = torch.ops.aten
-MODES = ["none", "1d-2", "2d-4", "2.5d-8", "3d-8"]
+MODES = ["none", "1d-2", "2d-4", "2.5d-8", "3d-8", "zero 3", "zero 1 x 1d-2"]
 BEFORE, AFTER = 2, 1  # optimizer steps
 BATCHES = list(micro_batches(BEFORE + AFTER))
 CUT = BEFORE * ACCUMULATION
 
 
 def config(case: str) -> dict:
-    return {"parallel": CASES[case][1], "clip_grad_norm": MAX_NORM, "gradient_accumulation": ACCUMULATION}
+    return CONFIGS[case][1] | {"clip_grad_norm": MAX_NORM, "gradient_accumulation": ACCUMULATION}
 
 
 def train_and_save(case: str, folder: Path) -> dict[str, list[float]]:
@@ -106,7 +106,7 @@ def load_and_train(case: str, folder: Path) -> dict[tuple[str, str], list[float]
             name = list(OPTIMIZERS)[(MODES.index(case) + number) % len(OPTIMIZERS)]
             model, optimizer, engine = build_engine(name)
             with torch.no_grad():
-                for parameter in model.parameters():
+                for parameter in named_shards(model).values():
                     parameter.zero_()
             load_state(checkpoint_path(folder / saved_in / name, BEFORE), model, optimizer)
             losses[saved_in, name] = fit(engine, BATCHES[CUT:])
@@ -117,7 +117,7 @@ def load_and_train(case: str, folder: Path) -> dict[tuple[str, str], list[float]
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
     """Checkpoints of every mode and optimizer, and the losses of the uninterrupted runs without tensor parallelism."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    uninterrupted = {case: run_ranks(CASES[case][0], train_and_save, case, folder)[0] for case in MODES}
+    uninterrupted = {case: run_ranks(CONFIGS[case][0], train_and_save, case, folder)[0] for case in MODES}
     return folder, uninterrupted["none"]
 
 
@@ -125,7 +125,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
 @pytest.mark.slow
 def test_any_mode_resumes_from_any_other(case: str, saved: tuple[Path, dict[str, list[float]]]) -> None:
     folder, uninterrupted = saved
-    for losses in run_ranks(CASES[case][0], load_and_train, case, folder):
+    for losses in run_ranks(CONFIGS[case][0], load_and_train, case, folder):
         assert len(losses) == len(MODES)
         for (saved_in, name), values in losses.items():
             assert values == pytest.approx(uninterrupted[name], rel=1e-5), (saved_in, name)

@@ -16,11 +16,12 @@ from common.colossal.tensor_parallel.sharding import (
     cut_piece,
     gather_whole,
     load_canonical_state,
-    shard_model,
+    named_shards,
     whole_shape,
 )
 from common.colossal.trainer import Trainer
 from common.colossal.upstream import AMP_TYPE, BaseHook, LinearWarmupLR, ParallelMode, gpc
+from common.colossal.zero import STAGES, check_zero, shard_model
 
 repair_old_paths()
 repair_cpu_timers()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,7 +25,7 @@ from common.colossal.upstream import (
     sync_model_param,
 )
 from common.colossal.whole_steps import WholeSteps
-from common.errors import UserError
+from common.colossal.zero import set_communication
 
 
 class Engine(UpstreamEngine):
@@ -52,6 +53,8 @@ class Engine(UpstreamEngine):
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Tensor:
         model: Any = self.model
         local = isinstance(model, DistributedDataParallel) and not self.optimizer.completes_step
+        if isinstance(model, FSDPModule):
+            set_communication(model, model.training, self.optimizer.completes_step)
         with model.no_sync() if local else nullcontext(), self.precision.autocast(self.device):
             return model(*inputs, **named_inputs).float()
 
@@ -75,15 +78,13 @@ def initialize(
     optimizer step.
     """
     config = gpc.config
-    if config.get("zero") is not None:
-        raise UserError("zero is not supported: remove it from the config")
     torch.backends.cudnn.benchmark = config.get("cudnn_benchmark", False)
     torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
     allow_tf32(config.get("TF32", True))
     device = get_accelerator().get_current_device()
     accumulation = config.get("gradient_accumulation") or 1
     precision = build_mixed_precision(config.get("fp16"), device.type)
-    precision.apply(model.to(device))
+    precision.apply(model if isinstance(model, FSDPModule) else model.to(device))
     max_skipped = config.get("MAX_SKIPPED", MAX_SKIPPED)
     step_optimizer = StepOptimizer(optimizer, accumulation, precision.scaler, max_skipped)
     if should_compile(how := config.get("COMPILE", False), device.type):
@@ -128,7 +129,7 @@ def _synchronise(
             sync_model_param(model, ParallelMode.DATA)
         built = [build_gradient_handler(handler, model, optimizer) for handler in handlers]
         return model, [GradAccumGradientHandler(handler, optimizer.accumulation) for handler in built]
-    if gpc.get_world_size(ParallelMode.DATA) == 1:
+    if gpc.get_world_size(ParallelMode.DATA) == 1 or isinstance(model, FSDPModule):
         return model, []
     options = {"gradient_as_bucket_view": True} | (config.get("torch_ddp") or {})
     if get_accelerator().name == "cuda":

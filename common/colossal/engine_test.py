@@ -2,13 +2,11 @@
 
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.colossal import Engine, gpc, initialize
-from common.errors import UserError
 from common.testing.ranks import launched, run_ranks
 
 HANDLER = [{"type": "DataParallelGradientHandler"}]
@@ -76,8 +74,3 @@ def count() -> list[int]:
 
 def test_gradients_cross_ranks_once_per_step_and_hooks_survive_synchronization() -> None:
     assert run_ranks(2, count) == [[2, 2, 1]] * 2
-
-
-def test_zero_is_refused() -> None:
-    with launched(zero={"stage": 1}), pytest.raises(UserError, match="zero is not supported"):
-        initialize(*build())

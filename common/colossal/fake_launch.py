@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake", whose collectives do nothing
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.nn.parallel import DistributedDataParallel
 
 from common.colossal.context import RepairedContext, launch, shutdown
@@ -29,6 +30,8 @@ def allow_fake_launches() -> None:
     RepairedContext.detect_num_processes_on_current_node = lambda context: None  # gathers host names
     layers._random_stream = lambda device, number: nullcontext()  # reads a random state
     Tensor.item = lambda tensor: 0.0  # read by the loss scaler for overflows
+    # FSDP cuts every parameter into as many tensors as there are ranks, of which rank 0 keeps the first
+    _fsdp_param._chunk_with_empty = lambda tensor, parts, dim: [tensor.narrow(dim, 0, -(-tensor.size(dim) // parts))]
     nn.Module.to = _convert_in_place  # swaps tensors, which fake tensors do not support
     warnings.simplefilter("ignore")  # the run itself will warn
 

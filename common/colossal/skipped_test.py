@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.colossal import AMP_TYPE, Engine, ParallelMode, gpc, initialize
+from common.colossal import AMP_TYPE, Engine, ParallelMode, gpc, initialize, named_shards
 from common.colossal.precision_test import MODES
 from common.errors import AgreedError, UserError
 from common.optim.build import build_optimizer
-from common.testing.parity_cases import CASES, OPTIMIZERS, blended_loss, build_engine, micro_batches
+from common.testing.parity_cases import CASES, CONFIGS, OPTIMIZERS, blended_loss, build_engine, micro_batches
 from common.testing.ranks import launched, run_ranks
 
 ACCUMULATION = 2
@@ -32,7 +32,7 @@ class FaultyLoss:
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
     """Return weights, moments and step counts, bit by bit."""
-    tensors = [p for p in model.parameters() if p.requires_grad]
+    tensors = [p for p in named_shards(model).values() if p.requires_grad]
     tensors += [value for p in tensors for value in optimizer.state.get(p, {}).values()]
     return [tensor.detach().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
@@ -127,7 +127,8 @@ def skip_together(config: dict, faulty: int) -> list[list[bool]]:
         (2, {}),
         (2, {"gradient_handler": [{"type": "DataParallelGradientHandler"}]}),
         (2, {"fp16": FP16}),
-        *((CASES[case][0], {"parallel": CASES[case][1]}) for case in ("1d-2", "2d-4", "dp2 x 1d-2", "3d-8")),
+        *(CONFIGS[case] for case in ("1d-2", "2d-4", "dp2 x 1d-2", "3d-8", "zero 1", "zero 3 x 1d-2")),
+        (2, CONFIGS["zero 1"][1] | {"fp16": FP16}),
         (2, {"parallel": CASES["1d-2"][1], "fp16": FP16}),
         (2, {"parallel": CASES["1d-2"][1], "fp16": FP16 | {"mode": AMP_TYPE.NAIVE}}),
         (2, {"parallel": CASES["1d-2"][1], "fp16": {"mode": AMP_TYPE.APEX, "opt_level": "O3", "dtype": "bfloat16"}}),

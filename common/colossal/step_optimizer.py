@@ -1,5 +1,6 @@
 """One weight update from the gradients of several micro-batches, skipped if they are not finite."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 from common.colossal.tensor_parallel.gradients import global_grad_norm, sum_partial_gradients
 from common.colossal.upstream import OptimizerWrapper
+from common.colossal.zero import collect_gradients
 from common.errors import AgreedError
 
 MAX_SKIPPED = 20  # consecutive updates
@@ -103,12 +105,14 @@ class StepOptimizer(OptimizerWrapper):
         A non-finite loss may have a finite gradient: cross-entropy without a label is NaN, its gradient 0.
         """
         factor = torch.where(loss.detach().isfinite(), 0.0, torch.nan)
-        return factor * min(self.parameters, key=Tensor.numel).flatten()[0]
+        smallest = min(self.parameters, key=lambda parameter: parameter.numel() or math.inf)
+        return factor * smallest.flatten()[:1].sum()
 
     def clip_grad_by_norm(self, max_norm: float) -> None:
         """Set ``grad_norm``, and scale the gradient down to ``max_norm`` if that is above 0."""
         if self.accumulated < self.accumulation:
             return
+        collect_gradients(self.parameters)
         sum_partial_gradients(self.parameters)
         if self.scaler:
             self.scaler.unscale_(self.optim)

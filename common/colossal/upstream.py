@@ -30,6 +30,7 @@ with quiet_import():
     from colossalai.legacy.trainer import Trainer as UpstreamTrainer
     from colossalai.legacy.trainer.hooks import BaseHook
     from colossalai.legacy.utils import sync_model_param
+    from colossalai.legacy.zero import shard_utils
     from colossalai.nn.lr_scheduler import LinearWarmupLR
 
 gpc: Any = global_context  # Any: upstream does not annotate attributes set by a launch

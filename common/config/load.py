@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from common.colossal import resolve_parallel
+from common.colossal import check_zero, resolve_parallel
 from common.config.execute import FOLDER, blaming, execute
 from common.config.fields import parse
 from common.config.originals import RENAMED, fill_in, translate
@@ -47,6 +47,7 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
     _derive_the_other(values, overrides)
     config = _check(values, where=str(path))
     _resolve_parallel(config)
+    check_zero(config)
     return config
 
 

@@ -4,6 +4,7 @@ Those files hold few keys, because the train scripts beside them hard-code the r
 base, says what those scripts did; `docs/from-colossalai-examples.md` lists the files.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,7 +52,7 @@ def translate(values: dict[str, Any], used: set[str], recipe: Mapping[str, Any])
     `UserError` where a file says a key under both names.
     """
     notes = [_rename(values, old, new) for old, new in RENAMED.items() if old in values and not _is_of_2p5d(old, used)]
-    notes += _read_dali(values)
+    notes += _read_dali(values) + _read_zero(values)
     if ignored := [name for name in IGNORED if values.pop(name, None) is not None]:
         notes.append(f"{', '.join(ignored)} as nothing: no effect here")
     batch, accumulation = values.get("BATCH_SIZE"), values.get("gradient_accumulation") or 1
@@ -92,3 +93,20 @@ def _read_dali(values: dict[str, Any]) -> list[str]:
     if dali:
         raise UserError(f"unknown key dali.{next(iter(dali))}: known are dali.mixup_alpha and dali.gpu_aug")
     return notes
+
+
+def _read_zero(values: dict[str, Any]) -> list[str]:
+    """Read the two forms of ``zero`` in Colossal-AI's examples: ``type=`` of an optimizer, and sharded models (v2)."""
+    zero = values.get("zero")
+    if not isinstance(zero, Mapping) or "stage" in zero:
+        return []
+    if level := re.fullmatch(r"ZeroRedundancyOptimizer_Level_(\d)", str(zero.get("type"))):
+        values["zero"] = {key: value for key, value in zero.items() if key != "type"} | {"stage": int(level[1])}
+        return [f"zero.type as zero.stage={level[1]}"]
+    if not isinstance(model := zero.get("model_config"), Mapping):
+        return []
+    place = model.get("tensor_placement_policy", "cpu" if "offload_config" in model else "cuda")
+    if place == "cpu":
+        raise UserError("zero.model_config: offloading to the CPU is not supported; set zero=dict(stage=3)")
+    values["zero"] = {"stage": 3}
+    return ["zero.model_config as zero.stage=3" + ", without offloading" * (place == "auto")]

@@ -209,11 +209,29 @@ def test_pipelines_are_refused_in_one_line(tmp_path, stages, mode, size):
         ("dali = dict(mixup=1)", "unknown key dali.mixup: known are"),
         ("DROP_RATE = 2", "MODEL.dropout=2: expected number >= 0 and < 1"),
         ("BATCH_SIZE = 'all'", "BATCH_SIZE='all': expected integer"),
+        ("zero = dict(type='ZeroRedundancyOptimizer_Level_2')", "zero.stage=2: expected 1, 3"),
+        ("zero = dict(model_config=dict(tensor_placement_policy='cpu'))", "offloading to the CPU is not supported"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(tmp_path, lines, words):
     with pytest.raises(UserError, match=words):
         load(tmp_path, f"BATCH_SIZE = 8\n{lines}\n", "vit_s16_vanilla")
+
+
+@pytest.mark.parametrize(
+    ("lines", "stage"),
+    [
+        ("zero = dict(type='ZeroRedundancyOptimizer_Level_3')", 3),
+        ("zero = dict(type='ZeroRedundancyOptimizer_Level_1')", 1),
+        (
+            "from colossalai.zero.shard_utils import TensorShardStrategy\n"
+            "zero = dict(model_config=dict(shard_strategy=TensorShardStrategy()), optimizer_config=dict())",
+            3,
+        ),
+    ],
+)
+def test_zero_is_read_as_its_stage(tmp_path, lines, stage):
+    assert load(tmp_path, f"BATCH_SIZE = 8\n{lines}\n", "vit_s16_vanilla")["zero"] == {"stage": stage}
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,10 @@ class GradientHandler(Section):
     type: Literal["DataParallelGradientHandler"] = key(..., "its name in Colossal-AI")
 
 
+class Zero(Section):
+    stage: Literal[1, 3] = key(..., "1: shard the optimizer's state; 3: parameters and gradients too")
+
+
 MINUTES = r"\d{1,9}(\.\d{1,9})? ?min(utes?)?"
 STEPS_OR_MINUTES = Annotated[
     Int | str, _hold(lambda every: every >= 1 if isinstance(every, int) else re.fullmatch(MINUTES, every))
@@ -321,6 +325,11 @@ class Config(Section):
     TENSOR_PARALLEL_SIZE: Int = key(1, "GPUs that share one model; `parallel` is made from it", ge=1)
     TENSOR_PARALLEL_MODE: Literal[None, "1d", "2d", "2.5d", "3d"] = key(None, "how they share it")
     parallel: Parallel | None = key(None, "Colossal-AI's form of the two keys above")
+    zero: Zero | None = key(
+        None,
+        "ZeRO over the data-parallel GPUs, with or without 1d tensor parallelism ([parallel-modes.md]"
+        "(parallel-modes.md)); `None`: every data-parallel GPU holds the whole state",
+    )
     fp16: Fp16 | None = key(None, "mixed precision; `None`: float32")
     TF32: bool = key(True, "let float32 products round their inputs to TF32 on GPUs that have it")
     COMPILE: bool | Literal["model", "graphs"] | None = key(

@@ -72,6 +72,7 @@ def _print_wrapped(name: str, text: str) -> None:
 
 def _describe_plan(config: Mapping[str, Any], plan: Plan, data: DataSummary | None) -> dict[str, str]:
     cut = f"{plan.data_parallel} data parallel x {plan.tensor_parallel} tensor parallel"
+    cut += f", zero stage {config['zero']['stage']}" if config["zero"] else ""
     rows = {
         "processes": f"{counted(plan.gpus, 'GPU')} = {cut}",
         "global batch": plan.batch_formula(),
@@ -140,6 +141,8 @@ def _print_modes(config: Mapping[str, Any], plan: Plan, images: int, cluster: Cl
     if not fitting:
         print(f"no mode fits in {cluster.memory / 1e9:.0f} GB")
         return
+    if not predictions[0].fits and (sharded := [p.zero for p in fitting if p.zero and not p.tensor["mode"]]):
+        print(f"data parallel does not fit in {cluster.memory / 1e9:.0f} GB: set zero=dict(stage={min(sharded)})")
     best = min(fitting, key=lambda prediction: prediction.step)
     print(f"fastest that fits: {best.mode}, {_images_per_s(best, plan)} images/s")
     times = sorted(plan.epochs * images / plan.total_batch * step for step in (best.step, best.fastest_step))

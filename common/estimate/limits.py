@@ -23,12 +23,13 @@ def check_limits(config: Mapping[str, Any], plan: Plan, memory: float, place: st
     tensor, fp16 = plan.tensor_parallel, config["fp16"] or {}
     parameters, number = parameter_count(**model), 2 if fp16.get("opt_level") == "O3" else 4
     trained = count_trained(config["FREEZE"], **model)
-    state = number * (parameters + trained * (1 + MOMENTS[config["OPTIMIZER"]["name"]])) // tensor
+    state = number * (parameters + trained * (1 + MOMENTS[config["OPTIMIZER"]["name"]]))
+    state //= plan.gpus if config["zero"] else tensor
     if state > memory:
         raise UserError(
             f"MODEL.width={model['width']}, depth={model['depth']}, num_classes={model['num_classes']}: "
             f"{parameters:.3g} parameters take {_gigabytes(state)} per process, {place} has {_gigabytes(memory)}: "
-            "use a smaller model, or split it over more GPUs"
+            "use a smaller model, or split it over more GPUs (zero, tensor parallelism)"
         )
     tokens, blocks = (model["image_size"] // model["patch_size"]) ** 2, model["depth"]
     stream = 2 * tokens * model["width"] * (1 if model["activation_checkpoint"] else blocks)

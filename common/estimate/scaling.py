@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sympy import divisors
 
-from common.colossal import check_tensor_parallel
+from common.colossal import check_tensor_parallel, check_zero
 from common.config.batch_plan import Plan
 from common.errors import UserError
 from common.estimate.cluster import Cluster
@@ -35,6 +35,7 @@ class Prediction:
     """
 
     tensor: Mapping[str, Any]
+    zero: int | None
     data_parallel: int
     micro_batch: int
     accumulation: int
@@ -50,7 +51,9 @@ class Prediction:
 
     @property
     def mode(self) -> str:
-        """Short name, such as "2.5d 2 x 2 x 1"."""
+        """Short name, such as "2.5d 2 x 2 x 1" or "1d 2, zero 3"."""
+        if self.zero:
+            return f"{replace(self, zero=None).mode}, zero {self.zero}" if self.tensor["mode"] else f"zero {self.zero}"
         mode, size, depth = self.tensor["mode"], self.tensor["size"], self.tensor.get("depth", 1)
         if mode is None:
             return "data parallel"
@@ -74,10 +77,14 @@ class Prediction:
 def predict_modes(config: Mapping[str, Any], plan: Plan, cluster: Cluster, rate: float) -> list[Prediction]:
     """Return a prediction for each way to split the model that the plan's GPUs and global batch allow.
 
+    Those with `zero` are included if it is set, or if data parallelism alone does not fit.
     A GPU sustains ``rate`` FLOP/s. Micro-batches hold as many samples per GPU as the plan, or the most that fit in
     memory.
     """
-    ways = [_predict(config, tensor, plan, cluster, rate) for tensor in _ways(plan.gpus)]
+    ways = [_predict(config, tensor, None, plan, cluster, rate) for tensor in _ways(plan.gpus)]
+    if config["zero"] or (ways[0] and not ways[0].fits):
+        sharded = [(WHOLE, 1), (WHOLE, 3), *((way.tensor, 3) for way in ways if way and way.tensor["mode"] == "1d")]
+        ways += [_predict(config, *way, plan, cluster, rate) for way in sharded if way[0]["size"] < plan.gpus]
     return [prediction for prediction in ways if prediction]
 
 
@@ -106,9 +113,15 @@ def _parallel(tensor: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _predict(
-    config: Mapping[str, Any], tensor: Mapping[str, Any], plan: Plan, cluster: Cluster, rate: float
+    config: Mapping[str, Any],
+    tensor: Mapping[str, Any],
+    zero: int | None,
+    plan: Plan,
+    cluster: Cluster,
+    rate: float,
 ) -> Prediction | None:
     """Return the prediction with the largest micro-batch that fits; None if the model cannot be split this way."""
+    config = {**config, "parallel": _parallel(tensor), "zero": {"stage": zero} if zero else None}
     data_parallel, usable = plan.gpus // tensor["size"], USABLE * cluster.memory
     samples, rest = divmod(plan.total_batch, data_parallel)
     largest = plan.micro_batch * tensor["size"] / plan.tensor_parallel
@@ -117,16 +130,17 @@ def _predict(
     prediction = None
     for accumulation in (int(n) for n in divisors(samples) if samples / n <= largest):
         micro_batch = samples // accumulation
-        if not _can_cut(config, tensor, micro_batch, plan.gpus):
+        if not _can_cut(config, micro_batch, plan.gpus):
             continue
         if prediction and _scaled_memory(prediction.estimate, micro_batch / prediction.micro_batch) > usable:
             continue
-        estimate = estimate_step({**config, "parallel": _parallel(tensor)}, plan.gpus, micro_batch, accumulation)
+        estimate = estimate_step(config, plan.gpus, micro_batch, accumulation)
         compute = estimate.flops / rate
         between_ranks, gradients = _communication(estimate, cluster)
         overlap = 0.0 if config["gradient_handler"] else BACKWARD_SHARE * compute / accumulation
         prediction = Prediction(
             tensor,
+            zero,
             data_parallel,
             micro_batch,
             accumulation,
@@ -145,9 +159,10 @@ def _predict(
     return prediction
 
 
-def _can_cut(config: Mapping[str, Any], tensor: Mapping[str, Any], micro_batch: int, gpus: int) -> bool:
+def _can_cut(config: Mapping[str, Any], micro_batch: int, gpus: int) -> bool:
     try:
-        check_tensor_parallel(_parallel(tensor), config["MODEL"], micro_batch, gpus)
+        check_zero(config)
+        check_tensor_parallel(config["parallel"], config["MODEL"], micro_batch, gpus)
     except UserError:
         return False
     return True

@@ -23,6 +23,7 @@ from common.colossal import (
     fake_launch,
     gpc,
     initialize,
+    named_shards,
     reduce_without_waiting,
     shard_model,
 )
@@ -97,7 +98,8 @@ def _estimate_step(
 
 def _estimate_all_blocks(config: Mapping[str, Any], micro_batch: int, accumulation: int) -> StepEstimate:
     depth = config["MODEL"]["depth"]
-    shallow = 2 if config["MODEL"]["drop_path"] else 1  # blocks; the first one drops no paths, all others do the same
+    # blocks; the first one drops no paths, and `zero` gathers a block during another's backward pass
+    shallow = 3 if config["zero"] else 2 if config["MODEL"]["drop_path"] else 1
     if depth <= shallow + 1:
         return _estimate_depth(config, depth, micro_batch, accumulation)
     first, second = (_estimate_depth(config, blocks, micro_batch, accumulation) for blocks in (shallow, shallow + 1))
@@ -124,7 +126,7 @@ def _estimate_depth(config: Mapping[str, Any], depth: int, micro_batch: int, acc
         averages = EmaHook(model, config["EMA"]).averages if config["EMA"] else {}
         step = _Step(engine, memory, micro_batch, config["MODEL"]["image_size"])
         step.run(accumulation)
-        parameters = list(model.parameters())
+        parameters = list(named_shards(model).values())
         state = _nbytes(value for state in optimizer.state.values() for value in state.values())
         return StepEstimate(
             parameters=sum(parameter.numel() for parameter in parameters),
@@ -181,7 +183,7 @@ class _Step:
             self._count(self._micro_batch, times=accumulation - 1)
         self._count(self._micro_batch)
         self.training_peak = self.memory.peak
-        self.gradients = _nbytes(p.grad for p in self.engine.model.parameters() if p.grad is not None)
+        self.gradients = _nbytes(self.engine.optimizer.parameters)
         self.memory.restart_peak()
         self._count(self.engine.step)
 

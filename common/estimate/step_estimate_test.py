@@ -17,11 +17,11 @@ from common.estimate.traffic import Traffic
 from common.model.freeze import freeze
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
-from common.testing.parity_cases import CASES
+from common.testing.parity_cases import CONFIGS
 from common.testing.ranks import launched, run_ranks
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-TRAFFIC_CASES = {"dp2": (2, None)} | {name: CASES[name] for name in ("dp2 x 1d-2", "2d-4", "2.5d-8", "3d-8")}
+TRAFFIC_CASES = CONFIGS | {"dp2": (2, {"parallel": None})}
 TINY = {"image_size": 16, "patch_size": 4, "width": 32, "depth": 4, "heads": 4, "mlp_ratio": 2.0, "num_classes": 8}
 STEPS = 3  # DDP settles in the second
 
@@ -53,7 +53,7 @@ def train(config: dict[str, Any], micro_batch: int, accumulation: int) -> Traffi
 
 
 def launch_config(config: dict[str, Any], accumulation: int) -> dict[str, Any]:
-    options = {key: config[key] for key in ("parallel", "fp16", "clip_grad_norm")}
+    options = {key: config[key] for key in ("parallel", "zero", "fp16", "clip_grad_norm")}
     return options | {"gradient_accumulation": accumulation}
 
 
@@ -69,12 +69,12 @@ def by_group_size(nbytes: Counter) -> Counter:
     return sizes
 
 
-@pytest.mark.parametrize("case", ["dp2", "dp2 x 1d-2", "2d-4", slow("2.5d-8"), slow("3d-8")])
+@pytest.mark.parametrize("case", ["dp2", "dp2 x 1d-2", "2d-4", "zero 1", "zero 3 x 1d-2", slow("2.5d-8"), slow("3d-8")])
 def test_bytes_are_those_of_real_processes(case):
-    processes, parallel = TRAFFIC_CASES[case]
+    processes, mode = TRAFFIC_CASES[case]
     optimizer = {"name": "lamb", "max_grad_norm": 1.0}
     # float16, because its loss scaler sends too
-    config = build_config(processes, parallel, TINY | {"drop_path": 0.1}, fp16=FLOAT16, OPTIMIZER=optimizer)
+    config = build_config(processes, model=TINY | {"drop_path": 0.1}, fp16=FLOAT16, OPTIMIZER=optimizer, **mode)
     counted = run_ranks(processes, count_traffic, config, 8, 2)
     estimated = estimate_step(config, processes, 8, 2, "cpu")
     assert estimated.nbytes == counted[0]
@@ -133,11 +133,13 @@ def test_memory_is_within_a_tenth_of_the_measured(model, fp16, optimizer, micro_
     assert estimate_step(config, 1, micro_batch, accumulation, "cpu").peak == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.parametrize("case", ["1d-2", slow("dp2"), slow("2d-4"), slow("3d-8")])
+@pytest.mark.parametrize(
+    "case", ["1d-2", "zero 1", slow("dp2"), slow("2d-4"), slow("3d-8"), slow("zero 3"), slow("zero 3 x 1d-2")]
+)
 def test_memory_of_a_cut_model_is_within_a_tenth_of_the_measured(case):
-    processes, parallel = (TRAFFIC_CASES | CASES)[case]
+    processes, mode = TRAFFIC_CASES[case]
     model = {"image_size": 64, "width": 192, "depth": 6, "heads": 4, "num_classes": 100}
-    config = build_config(processes, parallel, model, OPTIMIZER={"name": "lamb"}, fp16=TORCH)
+    config = build_config(processes, model=model, OPTIMIZER={"name": "lamb"}, fp16=TORCH, **mode)
     micro_batch = 64  # takes more than the whole model, which a rank builds first, in what is a GPU's host memory
     measured = run_ranks(processes, measure_peak, config, micro_batch, 1)
     assert estimate_step(config, processes, micro_batch, 1, "cpu").peak == pytest.approx(max(measured), rel=0.1)

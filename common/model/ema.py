@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.colossal import BaseHook, Trainer
+from common.colossal import BaseHook, Trainer, named_shards
 
 
 class EmaHook(BaseHook):
@@ -22,7 +22,7 @@ class EmaHook(BaseHook):
     def __init__(self, model: nn.Module, decay: float) -> None:
         super().__init__(priority=5)  # before a checkpoint is saved, which also contains the weights
         self.decay = decay
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = {name: p for name, p in named_shards(model).items() if p.requires_grad}
         self.averages = {name: p.detach().float().clone() for name, p in self.parameters.items()}
         self._weights: list[Tensor] = []  # while the averages replace them
 

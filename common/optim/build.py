@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from common.colossal import build_norm_reducer
+from common.colossal import build_norm_reducer, named_shards
 from common.errors import did_you_mean
 from common.optim.lamb import Lamb
 
@@ -74,7 +74,7 @@ def _parameter_groups(
     model: nn.Module, learning_rate: float, decay_all: bool, layer_decay: float
 ) -> list[dict[str, Any]]:
     """Group the parameters that are trained: with weight decay before without, and by learning rate."""
-    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    trained = {name: param for name, param in named_shards(model).items() if param.requires_grad}
     above = dict.fromkeys(trained, 0) if layer_decay == 1 else layers_above(trained)
     groups: dict[tuple[bool, int], list[nn.Parameter]] = {}
     for name, param in trained.items():

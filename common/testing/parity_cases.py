@@ -27,6 +27,13 @@ CASES = {
     "dp2 x 2.5d-8": (16, {"tensor": {"mode": "2.5d", "size": 8, "depth": 2}}),
     "dp2 x 3d-8": (16, {"tensor": {"mode": "3d", "size": 8}}),
 }
+# name: (processes, the config), with `zero` too
+CONFIGS = {name: (processes, {"parallel": parallel}) for name, (processes, parallel) in CASES.items()} | {
+    "zero 1": (2, {"parallel": None, "zero": {"stage": 1}}),
+    "zero 3": (4, {"parallel": None, "zero": {"stage": 3}}),
+    "zero 1 x 1d-2": (4, {"parallel": CASES["1d-2"][1], "zero": {"stage": 1}}),
+    "zero 3 x 1d-2": (4, {"parallel": CASES["1d-2"][1], "zero": {"stage": 3}}),
+}
 MODEL = {"image_size": 16, "patch_size": 4, "width": 32, "depth": 2, "heads": 4, "mlp_ratio": 2.0, "num_classes": 8}
 MICRO_BATCH, ACCUMULATION, STEPS = 16, 2, 3  # of all data-parallel ranks together
 MAX_NORM = 0.3

@@ -51,6 +51,7 @@ TENSOR_PARALLEL = {
     name: Mode(name, CASES[name][0], f"parallel = {CASES[name][1]!r}")
     for name in ("1d-2", "2d-4", "2.5d-4", "2.5d-8", "3d-8", "dp2 x 1d-2")
 }
+ZERO = Mode("zero 3 x 1d-2", 4, f"parallel = {CASES['1d-2'][1]!r}\nzero = dict(stage=3)")
 WORKERS = Mode("dp2, torchvision workers", 2, 'DATA = dict(loader="torchvision", workers=2)')
 SCALE = "init_scale=2.0**18, growth_interval=3"  # overflows at first, then grows again
 PRECISION = [
@@ -62,7 +63,7 @@ PRECISION = [
     Mode("APEX O3", 0, 'fp16 = dict(mode=AMP_TYPE.APEX, opt_level="O3")\nOPTIMIZER = dict(name="adamw")'),
 ]
 BLOCKS = Mode("dp2, blocks", 2, 'DATA = dict(workers=1, order="blocks", block=0.005)')
-MODES = [ONE, TWO, FOUR, *TENSOR_PARALLEL.values(), WORKERS, BLOCKS, *PRECISION]
+MODES = [ONE, TWO, FOUR, *TENSOR_PARALLEL.values(), ZERO, WORKERS, BLOCKS, *PRECISION]
 # without what depends on a rank's random numbers
 NO_CHANCE = 'MODEL["dropout"] = 0.0\nMIXUP = CUTMIX = ERASING = 0.0\nfp16 = None'
 

@@ -14,7 +14,20 @@ import common.checkpoint.hook
 from common.data.loader import Batch, Loader
 from common.data.sampling import TrainSampler
 from common.metrics.writers import read_metrics
-from faults.lab import NO_CHANCE, ONE, TENSOR_PARALLEL, TWO, WORKERS, Lab, Mode, Recovery, Trial, fault, read_result
+from faults.lab import (
+    NO_CHANCE,
+    ONE,
+    TENSOR_PARALLEL,
+    TWO,
+    WORKERS,
+    ZERO,
+    Lab,
+    Mode,
+    Recovery,
+    Trial,
+    fault,
+    read_result,
+)
 from faults.places import Place, at, before_call, choose_place, in_order, kill, on, signal_self
 from faults.processes import PATIENT, expect
 
@@ -125,7 +138,8 @@ CHAINS = [
     [TENSOR_PARALLEL["1d-2"], ONE, TENSOR_PARALLEL["3d-8"]],
     [TENSOR_PARALLEL["2.5d-4"], TWO],
     [TWO, ONE],
+    [TWO, ZERO, ONE],
 ]
 for chain in CHAINS:
     names = ", ".join(mode.name for mode in chain)
-    fault(f"killed, resumed in another mode: {names}", 1, int(chain == CHAINS[-1]), modes=chain)(resumed_in_other_modes)
+    fault(f"killed, resumed in another mode: {names}", 1, int(chain == CHAINS[-2]), modes=chain)(resumed_in_other_modes)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.colossal.tensor_parallel.layout import TENSOR
+from common.colossal.tensor_parallel.sharding import named_shards, sharing_group
 from common.colossal.upstream import gpc
 
 
@@ -41,7 +41,7 @@ def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     for parameter in trained:
         grads_by_copies[_copies(parameter)].append(parameter.grad)
     square = sum(_norm(grads).square() / copies for copies, grads in grads_by_copies.items())
-    dist.all_reduce(square, group=gpc.get_group(TENSOR))
+    dist.all_reduce(square, group=gpc.get_group(sharing_group(trained)))
     return square.sqrt()
 
 
@@ -55,13 +55,13 @@ def build_norm_reducer(model: nn.Module) -> Callable[[Tensor, list[Tensor]], Ten
 
     It uses one all-reduce. None if the model is not sharded.
     """
-    return _reduce_norms if any(map(_is_piece, model.parameters())) else None
+    return _reduce_norms if any(map(_is_piece, named_shards(model).values())) else None
 
 
 def _reduce_norms(squares_RP: Tensor, parameters: list[Tensor]) -> Tensor:
     shares_P = torch.tensor([1 / _copies(parameter) for parameter in parameters], dtype=squares_RP.dtype)
     squares_RP = squares_RP * shares_P.to(squares_RP.device, non_blocking=True)
-    dist.all_reduce(squares_RP, group=gpc.get_group(TENSOR))
+    dist.all_reduce(squares_RP, group=gpc.get_group(sharing_group(parameters)))
     return squares_RP
 
 

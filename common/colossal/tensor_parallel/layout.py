@@ -42,6 +42,7 @@ class Shard:
         fused: number of matrices stacked along dimension 0 that are split separately (3 for q, k and v).
         transposed: whether the shard is stored as [in, out].
         shape: shape of the whole parameter.
+        part: (dimension, start, length) of this shard that this data-parallel rank holds, with ``zero``.
     """
 
     cuts: tuple[tuple[int, ParallelMode], ...] = ()
@@ -50,13 +51,18 @@ class Shard:
     fused: int = 1
     transposed: bool = False
     shape: tuple[int, ...] = ()
+    part: tuple[int, int, int] | None = None
 
     def piece(self, whole: Tensor) -> Tensor:
         """Return a copy of this rank's shard of ``whole``."""
-        return self._orient(self._view(whole).flatten(0, 1)).clone(memory_format=torch.contiguous_format)
+        piece = self._orient(self._view(whole).flatten(0, 1))
+        return (piece.narrow(*self.part) if self.part else piece).clone(memory_format=torch.contiguous_format)
 
     def place(self, piece: Tensor, whole: Tensor) -> None:
         """Write ``piece`` to its position in ``whole``."""
+        if self.part:
+            (padded := replace(self, part=None).piece(whole)).narrow(*self.part).copy_(piece)
+            piece = padded
         self._view(whole).copy_(self._orient(piece).unflatten(0, (self.fused, -1)))
 
     def numel(self, sizes: Mapping[ParallelMode | None, int]) -> int:

@@ -1,6 +1,6 @@
 """Shard a model, and gather it again."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -27,7 +27,7 @@ PAIRS = {
 }
 
 
-def shard_model(model: nn.Module) -> nn.Module:
+def shard_tensor_parallel(model: nn.Module) -> nn.Module:
     """Replace a Vision Transformer in place by this rank's shard in the launch's tensor-parallel mode, if any.
 
     Call it after the launch and before building the optimizer, with equal weights on all ranks of a tensor-parallel
@@ -87,6 +87,11 @@ def _gather_samples(model: nn.Module, inputs: tuple[Tensor], logits: Tensor, gro
     return gather_forward_split_backward(logits, group, 0)
 
 
+def named_shards(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return what this rank holds of each parameter, by name: what the optimizer updates."""
+    return getattr(model, "shards", None) or dict(model.named_parameters())
+
+
 def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """Return the shape of the unsharded parameter."""
     shard = getattr(parameter, "shard", None)
@@ -97,7 +102,7 @@ def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 def gather_whole(parameter: nn.Parameter, value: Tensor | None = None) -> Tensor | None:
     """Gather ``parameter``, or a ``value`` sharded like it (gradient, moment), on the first rank; None on the others.
 
-    All ranks of the tensor-parallel group must call it.
+    All ranks of `sharing_group` must call it.
     """
     value = parameter.detach() if value is None else value
     shard = getattr(parameter, "shard", None)
@@ -106,8 +111,14 @@ def gather_whole(parameter: nn.Parameter, value: Tensor | None = None) -> Tensor
     whole = value.new_zeros(shard.shape)
     if shard.copies is None or gpc.get_local_rank(shard.copies) == 0:
         shard.place(value, whole)
-    dist.reduce(whole, gpc.get_ranks_in_group(TENSOR)[0], group=gpc.get_group(TENSOR))
-    return whole if gpc.get_local_rank(TENSOR) == 0 else None
+    group = sharing_group([parameter])
+    dist.reduce(whole, gpc.get_ranks_in_group(group)[0], group=gpc.get_group(group))
+    return whole if gpc.get_local_rank(group) == 0 else None
+
+
+def sharing_group(parameters: Sequence[Tensor]) -> ParallelMode:
+    """Return the group whose ranks together hold a whole model, given any of its sharded parameters."""
+    return ParallelMode.GLOBAL if parameters and parameters[0].shard.part else TENSOR
 
 
 def cut_piece(parameter: nn.Parameter, whole: Tensor) -> Tensor:
@@ -118,7 +129,7 @@ def cut_piece(parameter: nn.Parameter, whole: Tensor) -> Tensor:
 
 def canonical_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Gather all parameters with `gather_whole`, one after the other; empty on all ranks but the first."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_shards(model).items():
         if (whole := gather_whole(parameter)) is not None:
             yield name, whole
 
@@ -126,5 +137,5 @@ def canonical_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 @torch.no_grad()
 def load_canonical_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy whole parameters into a model that may be sharded."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_shards(model).items():
         parameter.copy_(cut_piece(parameter, state[name]))

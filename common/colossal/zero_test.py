@@ -1,0 +1,89 @@
+"""`zero` beside data parallelism; parity_test.py, skipped_test.py and hook_test.py have more."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.colossal import AMP_TYPE, ParallelMode, gpc, named_shards
+from common.config.load import load_config
+from common.errors import UserError
+from common.model.ema import EmaHook
+from common.testing.parity_cases import build_engine, build_tiny_model, fit, micro_batches
+from common.testing.ranks import launched, run_ranks
+
+RECOMPUTED = {"activation_checkpoint": True, "init_values": 0.5, "drop_path": 0.3}
+PRECISIONS = {
+    "TORCH": {"mode": AMP_TYPE.TORCH, "dtype": "bfloat16"},
+    "TORCH float16": {"mode": AMP_TYPE.TORCH, "dtype": "float16"},
+    "NAIVE": {"mode": AMP_TYPE.NAIVE, "dtype": "bfloat16"},
+}
+
+
+def train(stage: int | None) -> dict[str, list[float]]:
+    """Return the losses in each precision."""
+    losses = {}
+    with launched(zero=stage and {"stage": stage}, clip_grad_norm=0.3, gradient_accumulation=2):
+        for name, fp16 in PRECISIONS.items():
+            gpc.config["fp16"] = fp16
+            engine = build_engine("sgd", **RECOMPUTED)[2]
+            place = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
+            losses[name] = fit(engine, list(micro_batches(3, *place)))
+    return losses
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_mixed_precision_and_recomputed_blocks_are_those_of_data_parallelism(stage: int) -> None:
+    (found, _), (expected, _) = run_ranks(2, train, stage), run_ranks(2, train, None)
+    for name, losses in found.items():
+        assert losses == pytest.approx(expected[name], rel=1e-6), name
+
+
+def evaluate(stage: int | None) -> list[Tensor]:
+    """Return the logits with averaged weights, and of the training after it, which must not see them."""
+    logits: list[Tensor] = []
+    with launched(zero=stage and {"stage": stage}):
+        model, _, engine = build_engine("adamw")
+        hook: Any = EmaHook(model, 0.9)
+        images, labels = next(micro_batches())
+        for _ in range(2):
+            engine.train()
+            engine.zero_grad()
+            logits.append(engine(images))
+            engine.backward(engine.criterion(logits[-1], **labels))
+            engine.step()
+            hook.before_test(None)
+            engine.eval()
+            for _ in range(2):
+                with torch.no_grad():
+                    logits.append(engine(images))
+            hook.after_test(None)
+        held = sum(p.numel() for p in named_shards(model).values())
+        assert held * (4 if stage else 1) == sum(p.numel() for p in build_tiny_model().parameters())
+    return [tensor.detach() for tensor in logits]
+
+
+def test_evaluation_with_averages_leaves_the_weights() -> None:
+    expected = run_ranks(4, evaluate, None)[0]
+    for stage in (1, 3):
+        for rank in run_ranks(4, evaluate, stage):
+            for ours, theirs in zip(rank, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["TENSOR_PARALLEL_SIZE=4", "TENSOR_PARALLEL_MODE=2d"], "parallel.tensor.mode='2d': set it to '1d' or None"),
+        (["torch_ddp.static_graph=True"], "torch_ddp={'static_graph': True}: set it to dict()"),
+        (["gradient_handler=[{'type':'DataParallelGradientHandler'}]"], "gradient_handler: set it to None"),
+        (["COMPILE=graphs"], "COMPILE='graphs': set it to True"),
+        (["fp16={'mode':'AMP_TYPE.APEX','opt_level':'O3'}"], "fp16.opt_level='O3': set it to 'O2'"),
+    ],
+)
+def test_contradictions_are_refused_with_both_keys(settings: list[str], words: str) -> None:
+    assert load_config("vit_s16_vanilla", ["zero.stage=3"])["zero"] == {"stage": 3}
+    with pytest.raises(UserError) as caught:
+        load_config("vit_s16_vanilla", ["zero.stage=3", *settings])
+    assert str(caught.value) == f"zero={{'stage': 3}} does not support {words}, or zero=None"

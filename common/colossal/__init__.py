@@ -21,7 +21,7 @@ from common.colossal.tensor_parallel.sharding import (
 )
 from common.colossal.trainer import Trainer
 from common.colossal.upstream import AMP_TYPE, BaseHook, LinearWarmupLR, ParallelMode, gpc
-from common.colossal.zero import STAGES, check_zero, shard_model
+from common.colossal.zero import check_zero, shard_model
 
 repair_old_paths()
 repair_cpu_timers()

@@ -26,7 +26,6 @@ from common.colossal.upstream import ParallelMode, get_accelerator, gpc
 from common.errors import UserError
 
 DATA = ParallelMode.DATA
-STAGES = (1, 3)
 
 
 def check_zero(config: Mapping[str, Any]) -> None:

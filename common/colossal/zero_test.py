@@ -1,12 +1,15 @@
 """`zero` beside data parallelism; parity_test.py, skipped_test.py and hook_test.py have more."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from common.colossal import AMP_TYPE, ParallelMode, gpc, named_shards
+from common.colossal import AMP_TYPE, ParallelMode, compiled, gpc, named_shards
+from common.colossal import engine as engine_module
 from common.config.load import load_config
 from common.errors import UserError
 from common.model.ema import EmaHook
@@ -21,13 +24,16 @@ PRECISIONS = {
 }
 
 
-def train(stage: int | None) -> dict[str, list[float]]:
-    """Return the losses in each precision."""
+def train(stage: int | None, names: Sequence[str], compiles: bool = False) -> dict[str, list[float]]:
+    """Return the losses in each precision of ``names``, with recomputed blocks in the first."""
     losses = {}
-    with launched(zero=stage and {"stage": stage}, clip_grad_norm=0.3, gradient_accumulation=2):
-        for name, fp16 in PRECISIONS.items():
-            gpc.config["fp16"] = fp16
-            engine = build_engine("sgd", **RECOMPUTED)[2]
+    compiled._missing = lambda _: ""
+    engine_module.compile_model = partial(compiled.compile_model, backend="aot_eager")
+    zero = stage and {"stage": stage}
+    with launched(zero=zero, clip_grad_norm=0.3, gradient_accumulation=2, COMPILE=compiles):
+        for name in names:
+            gpc.config["fp16"] = PRECISIONS[name]
+            engine = build_engine("sgd", **RECOMPUTED if name == "TORCH" else {})[2]
             place = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
             losses[name] = fit(engine, list(micro_batches(3, *place)))
     return losses
@@ -35,9 +41,19 @@ def train(stage: int | None) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_mixed_precision_and_recomputed_blocks_are_those_of_data_parallelism(stage: int) -> None:
-    (found, _), (expected, _) = run_ranks(2, train, stage), run_ranks(2, train, None)
+    (found, _), (expected, _) = (
+        run_ranks(2, train, stage, list(PRECISIONS)),
+        run_ranks(2, train, None, list(PRECISIONS)),
+    )
     for name, losses in found.items():
         assert losses == pytest.approx(expected[name], rel=1e-6), name
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # looked at by Dynamo
+def test_compiled_blocks_are_the_same() -> None:
+    names = ["TORCH float16"]
+    (found, _), (expected, _) = run_ranks(2, train, 3, names, True), run_ranks(2, train, 3, names)
+    assert found[names[0]] == pytest.approx(expected[names[0]], rel=1e-4)
 
 
 def evaluate(stage: int | None) -> list[Tensor]:

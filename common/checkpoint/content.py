@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, model_validator
 from safetensors import SafetensorError, safe_open
 from typing_extensions import TypedDict
 
 from common.checkpoint.model_state import EMA, MODEL, OPTIMIZER, check_shapes
 from common.config.batch_plan import DataSummary, Plan
 from common.config.load import restore_config
-from common.errors import UserError
+from common.errors import UNWRITABLE, UserError, printable
 from common.files import Count, Schema, read_json, regular_size
 from common.hardware import memory_bytes
 from common.metrics.writers import read_metrics
@@ -73,10 +73,16 @@ class RunInfo(Open):
     hardware: Hardware | None = None
 
 
+def _check_class(name: str) -> str:
+    if UNWRITABLE.search(name):
+        raise ValueError(f"{printable(name)[:200]} has a control character or a line separator")
+    return name
+
+
 @dataclass(frozen=True)
 class DataInfo(DataSummary):
     earlier: Annotated[tuple[str, ...], FailFast()] = ()
-    class_names: Annotated[list[str], FailFast()] = ()  # pyright: ignore[reportAssignmentType]
+    class_names: Annotated[list[Annotated[str, AfterValidator(_check_class)]], FailFast()] = ()  # pyright: ignore[reportAssignmentType]
     loaders: str = ""
 
 

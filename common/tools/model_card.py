@@ -7,6 +7,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from common.checkpoint.saved_run import SavedRun
+from common.errors import printable
 from common.metrics.provenance import format_command, name_hardware
 from common.model.vit import parameter_count
 
@@ -32,7 +33,7 @@ def write_model_card(run: SavedRun, target: str, folder: Path) -> None:
         command=format_command(about["argv"]),
         hardware=name_hardware(about["hardware"]),
     )
-    (folder / "README.md").write_text(f"{card}\n")
+    (folder / "README.md").write_text("".join(f"{printable(line)}\n" for line in str(card).split("\n")))
 
 
 def _metadata(run: SavedRun, target: str, data: str) -> ModelCardData:

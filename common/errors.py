@@ -18,7 +18,11 @@ PATIENCE = 5.0  # seconds in which the first process can speak before a launcher
 UNWRITABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 # Overrides of the direction of text too, which let a name pass for another.
 UNPRINTABLE = re.compile(f"{UNWRITABLE.pattern}|[\u202a-\u202e\u2066-\u2069]")
-RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+RANK_AND_SIZE = (  # variables of torchrun, mpirun and srun
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+)
 
 
 class UserError(ValueError):
@@ -163,8 +167,15 @@ def _give_up_lost_output(probe: bytes = b"") -> bool:
 
 
 def is_first_process() -> bool:
-    """Return whether this process is the first of those that its launcher started, as far as the environment says."""
-    return next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0"
+    """Return whether this process is the first of those that its launcher started, as far as the environment says.
+
+    A rank that cannot be is left to speak for itself.
+    """
+    for place in RANK_AND_SIZE:
+        rank, size = map(os.environ.get, place)
+        if rank and size:
+            return not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
+    return True
 
 
 def _joined() -> bool:

@@ -19,6 +19,8 @@ from common.testing.commands import wait_until
     [
         (UserError, "0", False, True),
         (UserError, "1", False, False),
+        (UserError, "7", False, True),  # which no process can be
+        (UserError, "x", False, True),
         (UserError, "1", True, True),
         (RankError, "1", False, True),
         (AgreedError, "0", True, True),
@@ -30,6 +32,7 @@ def test_who_speaks(error: type, rank: str, joined: bool, speaks: bool, monkeypa
         raise error("KEY=1: choose 2")
 
     monkeypatch.setenv("SLURM_PROCID", rank)
+    monkeypatch.setenv("SLURM_NTASKS", "2")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: joined)
     with pytest.raises(SystemExit) as ended:
         run_command(main, [])

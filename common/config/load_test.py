@@ -217,6 +217,7 @@ def test_dicts_of_a_base_config_can_be_changed_in_place_and_a_setting_goes_befor
         (["MODEL.mlp_ratio=1e999"], "MODEL.mlp_ratio=inf: expected number > 0"),
         (["OPTIMIZER.name=lamb", "OPTIMIZER.trust_range=(1, 0)"], "OPTIMIZER.trust_range=.1, 0.: expected .low, high"),
         (["CHECKPOINT_EVERY=10 s"], "CHECKPOINT_EVERY='10 s': expected optimizer steps, as 500, or minutes"),
+        (["CHECKPOINT_EVERY=0.0 min"], "CHECKPOINT_EVERY='0.0 min': expected optimizer steps"),
         (["LOG.trackers=['wand']"], "LOG.trackers=.'wand'.: expected list of 'wandb', 'mlflow'; did you mean 'wandb'"),
     ],
 )

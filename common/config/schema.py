@@ -251,7 +251,7 @@ class Zero(Section):
     stage: Literal[1, 3] = key(..., "1: shard the optimizer's state; 3: parameters and gradients too")
 
 
-MINUTES = r"\d{1,9}(\.\d{1,9})? ?min(utes?)?"
+MINUTES = r"(?=.*[1-9])\d{1,9}(\.\d{1,9})? ?min(utes?)?"
 STEPS_OR_MINUTES = Annotated[
     Int | str, _hold(lambda every: every >= 1 if isinstance(every, int) else re.fullmatch(MINUTES, every))
 ]

@@ -143,6 +143,7 @@ def test_a_process_without_a_gpu_of_its_own_is_refused(launcher, gpus, is_refuse
 )
 def test_the_last_process_reports_what_the_first_does_not_see(flag, said, monkeypatch, capsys) -> None:
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr("common.errors.PATIENCE", 0)
     with pytest.raises(SystemExit):
         run_command(lambda argv: detect(*argv, TORCHRUN), [flag])

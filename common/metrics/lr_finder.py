@@ -69,7 +69,7 @@ class LearningRateFinder(BaseHook):
             return
         best = suggest_rate(self.rows)
         fall, noise = fall_and_noise(self.rows)
-        if fall < SIGNIFICANT * noise:
+        if fall <= SIGNIFICANT * noise:
             best = None
         shown = short_path(self.folder)
         try:
@@ -126,7 +126,8 @@ def _draw(rows: list[dict[str, float]], best: float | None, path: Path) -> None:
     if best:
         axes.axvline(best, color="tab:red", linestyle="--", label=f"suggested: {best:.1e}")
     bottom, top = min(row["smoothed"] for row in rows), rows[0]["smoothed"]
-    axes.set_ylim(bottom - 0.5 * (top - bottom), top + 0.5 * (top - bottom))  # leave out the diverged end
+    margin = 0.5 * (top - bottom) or 0.5  # the loss may never fall below the first
+    axes.set_ylim(bottom - margin, top + margin)  # leave out the diverged end
     axes.set(xscale="log", xlabel="learning rate", ylabel="training loss (cross-entropy)")
     place_legend(axes)
     save_figure(figure, path)

@@ -75,9 +75,9 @@ def test_goes_by_the_smoothed_loss_and_never_by_one_that_is_not_finite():
     assert suggest_rate(rows[3:]) == pytest.approx(100.0)
 
 
-def test_a_curve_within_its_noise_suggests_nothing(tmp_path, capsys):
+@pytest.mark.parametrize("losses", [[2.0, 2.2, 1.9, 2.1, 1.98], [2.0]])
+def test_a_curve_within_its_noise_suggests_nothing(losses, tmp_path, capsys):
     finder = LearningRateFinder(tmp_path, 5, is_main=True)
-    losses = [2.0, 2.2, 1.9, 2.1, 1.98]
     finder.rows = [dict(learning_rate=1e-3, loss=loss, smoothed=2 - 0.01 * n) for n, loss in enumerate(losses)]
     finder.after_train(None)
     assert "no suggestion: the loss falls by less than 3 times its noise of" in capsys.readouterr().out

@@ -4,7 +4,7 @@ import argparse
 import shutil
 
 from common.checkpoint.resume import AUTO, NEVER
-from common.config.schema import describe_keys
+from common.config.schema import describe_keys, find_key
 from common.errors import UserError
 from common.estimate.cluster import FLAGS, add_cluster_arguments
 from common.launch.launcher import add_launch_arguments
@@ -65,6 +65,8 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
     for name in ("config", "output", "resume", "init"):
         if getattr(args, name) == "":
             raise UserError(f'--{name} "" is empty: set a value or omit the flag')
+    for key in args.allow_change:
+        find_key(key)
     if args.gpus is not None and (not args.dry_run or args.gpus < 1):
         raise UserError(f"--gpus {args.gpus}: requires --dry-run and a number >= 1; a run counts its processes itself")
     for name in FLAGS:

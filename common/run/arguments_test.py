@@ -29,3 +29,5 @@ def test_help_on_the_config_needs_no_config(words, key, capsys, monkeypatch):
 def test_help_on_an_unknown_key_names_the_nearest(name, known):
     with pytest.raises(UserError, match=f"{name}: unknown key; did you mean '{known}'"):
         parse_arguments(["--help-config", name], "")
+    with pytest.raises(UserError, match=f"{name}: unknown key"):
+        parse_arguments(["--config", "quickstart", "--allow-change", name], "")

@@ -265,6 +265,7 @@ def test_what_holds_no_weights_is_refused(tmp_path: Path) -> None:
             open_source(str(tmp_path / name))
         assert str(raised.value).startswith(f"{tmp_path / name}: ")
         assert "\n" not in str(raised.value)
+        assert "weights_only" not in str(raised.value)  # torch's advice to run the code
 
 
 def test_ranks_refuse_together(saved: Path, data: Path, tmp_path: Path) -> None:

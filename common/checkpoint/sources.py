@@ -5,6 +5,7 @@ A model of the Hub is named ``hf-hub:<user>/<name>[@revision]``, or as timm does
 
 import math
 import os
+import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -116,6 +117,8 @@ def _read_file(name: str, file: Path) -> dict[str, Tensor]:
         found = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
     except Exception as error:  # safetensors, torch and its unpickler have no type in common
         reason = (getattr(error, "strerror", None) or first_line(error)).removeprefix(f"{file}: ")
+        if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the code in the file
+            reason = "not by torch.save, or more than tensors, which is not read since it may run code"
         raise UserError(
             f"{name}: {file.name} holds no weights that can be read ({reason}): name a run, a checkpoint, a file of "
             "weights, a timm model, or hf-hub:<user>/<name>"

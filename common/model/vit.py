@@ -133,7 +133,7 @@ class LayerScale(nn.Module):
         self.gamma = nn.Parameter(torch.full((width,), float(init_value)))
 
     def forward(self, branch_BND: Tensor) -> Tensor:
-        return branch_BND * self.gamma
+        return (branch_BND * self.gamma).to(branch_BND.dtype)
 
 
 class Block(nn.Module):
@@ -172,11 +172,13 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
         x_BND = self.patch_embed(images_BCYX)
+        pos_embed = self.pos_embed.to(x_BND.dtype)  # under autocast all blocks add in its dtype, unlike timm's
         if not self.embedded_prefix:
-            x_BND = x_BND + self.pos_embed
-        prefix = [t.expand(x_BND.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
+            x_BND = x_BND + pos_embed
+        tokens = [t.to(x_BND.dtype) for t in (self.cls_token, self.reg_token) if t is not None]
+        prefix = [t.expand(x_BND.shape[0], -1, -1) for t in tokens]
         x_BND = torch.cat([*prefix, x_BND], dim=1) if prefix else x_BND
-        x_BND = self.dropout(x_BND + self.pos_embed if self.embedded_prefix else x_BND)
+        x_BND = self.dropout(x_BND + pos_embed if self.embedded_prefix else x_BND)
         for block in self.blocks:
             if self.activation_checkpoint and self.training:
                 x_BND = checkpoint(block, x_BND, use_reentrant=False)

@@ -77,6 +77,24 @@ def test_options_equal_timm(options: dict) -> None:
     assert_equal_to_timm(**TINY | options)
 
 
+@pytest.mark.parametrize("options", [{"reg_tokens": 1, "init_values": 0.3}, {"pool": "avg", "no_embed_class": True}])
+def test_the_residual_stream_has_autocasts_dtype(options: dict) -> None:
+    model, images = build_model(**TINY, **options, drop_path=0.2), torch.randn(2, 3, 16, 16)
+    seen = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, inputs, output: seen.extend((inputs[0], output)))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(images).sum().backward()
+    assert {x.dtype for x in seen} == {torch.bfloat16}
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+    seen.clear()
+    model(images)
+    tokens = [t.expand(2, -1, -1) for t in (model.cls_token, model.reg_token) if t is not None]
+    expected = torch.cat([*tokens, model.patch_embed(images)], dim=1) + model.pos_embed
+    assert torch.equal(seen[0], expected)
+    assert {x.dtype for x in seen} == {torch.float32}
+
+
 def test_evaluation_is_free_of_dropout() -> None:
     model = build_model(**TINY, dropout=0.5, drop_path=0.5).eval()
     images = torch.randn(2, 3, 16, 16)

@@ -8,11 +8,14 @@ import contextlib
 import errno
 import io
 import itertools
+import math
 import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -38,13 +41,17 @@ CREDENTIALS = {
     "az:": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
 }
 WEB = ("https:", "http:")  # read only, without lists
-PATIENCE = timedelta(minutes=3)  # how long reading and writing is retried
+PATIENCE = 180.0  # seconds for which a read is retried
+RETRYING = timedelta(seconds=20)  # by obstore, without a warning
 OPENING_RETRIES = 4  # of other requests, which come before
 WHOLE = 1 << 40  # bytes: more than an object that is read at once has
 PIECE = 16_000_000  # bytes of a request or a part of an upload
-TRIES = 10  # of reading the rest of an incomplete answer
 CONNECTIONS = 32
 AGAIN = "check the network and the service, and rerun the command"
+
+
+class NoAnswerError(UserError):
+    """No complete answer, which may come later."""
 
 
 class FileState(NamedTuple):
@@ -100,7 +107,7 @@ class StorePath(PosixPath):
         retries = re.search(r"after (\d+) retries", text)
         reason = f"the server answers {status}" if status else "no complete answer"
         reason += f" after {retries[1]} retries" if retries else ""
-        return UserError(f"{self}: {reason}; {AGAIN}")
+        return NoAnswerError(f"{self}: {reason}; {AGAIN}")
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         return os.stat_result((stat.S_IFREG, 0, 0, 0, 0, 0, self.state().size, 0, 0, 0))
@@ -164,35 +171,53 @@ class StorePath(PosixPath):
 
         Raises `UserError` if the object's ETag is not ``version``.
         """
-        data, end = b"", offset + length
+        data, end, deadline = b"", offset + length, time.monotonic() + PATIENCE
         is_pinned = version and not version.startswith("W/")  # a weak ETag matches nothing
-        for _ in range(TRIES):  # the body of an answer may be shorter than its header says
+        while offset + len(data) < end:
             options = {"range": (offset + len(data), end)} | ({"if_match": version} if is_pinned else {})
             try:
                 answer = self._request("get", options=options, is_patient=True)
                 end = min(end, answer.meta["size"])
-                data += bytes(answer.bytes())
+                piece = self._read_body(answer)
+                if not piece and offset + len(data) < end:  # bodies may be shorter than their headers say
+                    raise NoAnswerError(f"{self}: the server's answers are incomplete; {AGAIN}")
+                data, deadline = data + piece, time.monotonic() + PATIENCE
             except EOFError:  # the object ends before
-                return data
+                break
             except FileNotFoundError:
                 raise UserError(f"{self}: not there any more; restore it and rerun the command") from None
-            except BaseError as error:  # in the midst of the body
-                raise self._explain(error) from None
-            if offset + len(data) >= end:
-                return data
-        raise UserError(f"{self}: the server's answers are incomplete; {AGAIN}")
+            except NoAnswerError as error:
+                if time.monotonic() > deadline:
+                    raise
+                _warn(error)
+                time.sleep(1)
+        return data
+
+    def _read_body(self, answer: Any) -> bytes:
+        try:
+            return bytes(answer.bytes())
+        except BaseError as error:
+            raise self._explain(error) from None
+
+
+def _warn(error: NoAnswerError) -> None:
+    """Say once a minute that reading is tried again."""
+    if time.monotonic() - _warned.get("at", -math.inf) > 60:
+        _warned["at"] = time.monotonic()
+        sys.stderr.write(f"warning: {str(error).partition(';')[0]}; retrying for {PATIENCE / 60:g} minutes\n")
 
 
 @cache
 def _connect(base: str, is_patient: bool) -> Any:
     from_url: Any = obstore.store.from_url  # its overloads have no place for a URL that is not known
-    retries = {"max_retries": 10_000, "retry_timeout": PATIENCE} if is_patient else {"max_retries": OPENING_RETRIES}
+    retries = {"max_retries": 10_000, "retry_timeout": RETRYING} if is_patient else {"max_retries": OPENING_RETRIES}
     # http only where the URL, or an endpoint in the environment, says so
     options = {"allow_http": True, "timeout": timedelta(minutes=1)}
     return from_url(base, client_options=options, retry_config=retries)
 
 
 _used_by: dict[str, int] = {}
+_warned: dict[str, float] = {}
 
 
 def is_url(text: object) -> bool:

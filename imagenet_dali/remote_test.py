@@ -106,7 +106,7 @@ def test_latency_is_hidden_by_reading_ahead(store: Store) -> None:
 
 def read_after(change: Callable[[], object]) -> str:
     """Return the error of reading a shard that ``change`` comes before, after the data set was opened."""
-    object_store.PATIENCE = timedelta(seconds=0.5)
+    object_store.PATIENCE, object_store.RETRYING = 0.5, timedelta(seconds=0.2)
     split = open_split(URL, "train")
     change()
     try:
@@ -116,7 +116,7 @@ def read_after(change: Callable[[], object]) -> str:
     return ""
 
 
-def test_a_shard_that_changes_under_the_run_is_named(store: Store, prepared: Path) -> None:
+def test_a_shard_that_changes_under_the_run_is_named(store: Store, prepared: Path, capfd) -> None:
     def put(content: bytes) -> None:
         store.request("PUT", f"/{BUCKET}/data/{SHARD}", content)
 
@@ -134,6 +134,7 @@ def test_a_shard_that_changes_under_the_run_is_named(store: Store, prepared: Pat
         error = in_fork(read_after, lambda: None)
         assert error.startswith(f"{URL}/train/")
         assert message in error
+        assert message.removesuffix(" after") in capfd.readouterr().err.partition("warning: s3://")[2]
 
 
 def shards_only(*faults: int | str | None) -> Callable[[str, str], int | str | None]:

@@ -97,8 +97,8 @@ def build_parser(program: str, description: str | None, others: str = "") -> arg
         program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", metavar="RUN_OR_CHECKPOINT", help=f"a run's folder, or one in its checkpoints/{others}")
-    parser.add_argument("--raw", action="store_true", help="use the weights themselves where EMA averaged them")
-    parser.add_argument("--debug", action="store_true", help="show a traceback for mistakes too")
+    parser.add_argument("--raw", action="store_true", help="use the weights instead of their moving average (EMA)")
+    parser.add_argument("--debug", action="store_true", help="show a traceback for user errors too")
     return parser
 
 

@@ -54,8 +54,8 @@ class Model(ModelArguments):
 class Data(Section):
     root: str | None = key(
         None,
-        "the data set's folder, or s3://, gs://, az:// or https:// and a prefix; the environment variable `DATA` "
-        "stands in for it",
+        "the data set's folder, or s3://, gs://, az:// or https:// and a prefix; `None`: the environment "
+        "variable `DATA`",
     )
     cache: str | None = key(None, "folder on a local disk that keeps what is read of shards (data.md)")
     cache_gb: Number = key(100, "most that `cache` takes of its disk", unit="GB", ge=1e-6, le=1e6)
@@ -277,7 +277,7 @@ class Config(Section):
     GPUS: Int = key(1, "GPUs the recipe is written for; default GPU count for `--dry-run`", ge=1, le=10**6)
     NUM_EPOCHS: Int = key(..., "passes over the training data", unit="epochs", ge=1)
     WARMUP_EPOCHS: Number = key(0, "linear warm-up; less than `NUM_EPOCHS`", unit="epochs", ge=0)
-    MAX_STEPS: Int | None = key(None, "end early; the schedule stays", unit="optimizer steps", ge=1)
+    MAX_STEPS: Int | None = key(None, "stop early; the schedule is unchanged", unit="optimizer steps", ge=1)
     EVAL_EVERY: Int = key(1, "epochs between evaluations; the last epoch is always evaluated", unit="epochs", ge=1)
     CHECKPOINT_EVERY: STEPS_OR_MINUTES = key(
         "10 min", "interval between checkpoints", says="optimizer steps, as 500, or minutes, as '10 min'"
@@ -295,7 +295,7 @@ class Config(Section):
     INIT: str | None = key(
         None,
         "weights to start from: a run, a checkpoint, a .safetensors file, a state_dict, a model of timm's by name, or "
-        "hf-hub:USER/NAME; where they do not tell MODEL.heads, say that beside it",
+        "hf-hub:USER/NAME; set MODEL.heads too for a file that does not contain it",
     )
     FREEZE: Literal[None, "body"] = key(
         None, "`body`: train the head alone, on the features of `INIT`'s weights (linear probing)"

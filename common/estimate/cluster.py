@@ -1,6 +1,7 @@
 """Hardware of a cluster, for predictions."""
 
 import argparse
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,8 +67,8 @@ def parse_cluster(args: argparse.Namespace) -> Cluster:
     """Return the cluster described by the flags; raise `UserError` for a value that is not positive."""
     for name in FLAGS:
         value = getattr(args, name)
-        if value is not None and min(value if name == "links" else [value]) <= 0:
-            raise UserError(f"--{name.replace('_', '-')} {value}: must be above 0")
+        if value is not None and not all(0 < one < math.inf for one in (value if name == "links" else [value])):
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be above 0 and finite")
     given = dict(memory=args.gpu_memory and 1e9 * args.gpu_memory, node=args.gpus_per_node)
     given["inside"], given["between"] = (1e9 * value for value in args.links) if args.links else (None, None)
     given["images_per_s"], given["decode"] = args.images_per_s, args.decode_images_per_s

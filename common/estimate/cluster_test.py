@@ -31,8 +31,9 @@ def test_flags_describe_the_cluster():
     words = "--gpu-memory 40 --gpus-per-node 4 --links 300 25 --images-per-s 500"
     assert parse_cluster(parser.parse_args(words.split())) == Cluster(40e9, 4, 300e9, 25e9, images_per_s=500)
     assert parse_cluster(parser.parse_args([])) == Cluster()
-    with pytest.raises(UserError, match="--links"):
-        parse_cluster(parser.parse_args(["--links", "300", "0"]))
+    for flags in (["--links", "300", "0"], ["--links", "nan", "1"], ["--images-per-s", "nan"], ["--gpu-memory", "inf"]):
+        with pytest.raises(UserError, match=f"{flags[0]} .*: must be above 0 and finite"):
+            parse_cluster(parser.parse_args(flags))
 
 
 @pytest.mark.parametrize("flag", ["--gpu-memory 40", "--links 300 25"])

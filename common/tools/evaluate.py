@@ -98,13 +98,13 @@ def _check_labels(run: SavedRun, data: DataSummary) -> None:
     root, outputs = run.config["DATA"]["root"], run.config["MODEL"]["num_classes"]
     if data.num_classes > outputs:
         raise UserError(
-            f"{root} has {data.num_classes} classes, the model {outputs}: name its own data set with --data"
+            f"{root} has {data.num_classes} classes, the model {outputs}: pass its own data set with --data"
         )
     known = run.about.get("data", {}).get("class_names", ())
     for label, (ours, theirs) in enumerate(zip(known, data.class_names, strict=False)):
         if ours != theirs:
             raise UserError(
-                f"{root}: label {label} is {theirs!r}, the model learned {ours!r}: name its own data set with --data"
+                f"{root}: label {label} is {theirs!r}, the model learned {ours!r}: pass its own data set with --data"
             )
 
 

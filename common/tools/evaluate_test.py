@@ -108,11 +108,11 @@ def test_other_data_is_refused_unless_its_labels_mean_the_same(run, data, tmp_pa
     other = write_images(tmp_path / "other")
     for split in ("train", "test"):
         (other / split / "red").rename(other / split / "orange")
-    with pytest.raises(UserError, match="label 4 is 'orange', the model learned 'red': name its own data set with"):
+    with pytest.raises(UserError, match="label 4 is 'orange', the model learned 'red': pass its own data set with"):
         evaluate.main([str(run), "--data", str(other)])
     for split in ("train", "test"):
         (other / split / "black").mkdir()
-    with pytest.raises(UserError, match="other has 8 classes, the model 7: name its own data set with --data"):
+    with pytest.raises(UserError, match="other has 8 classes, the model 7: pass its own data set with --data"):
         evaluate.main([str(run), "--data", str(other)])
     with pytest.raises(UserError, match="DATA.root=/nonexistent is not a folder"):
         evaluate.main([str(run), "--data", "/nonexistent"])

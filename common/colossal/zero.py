@@ -74,6 +74,9 @@ def _shard_data_parallel(model: nn.Module) -> None:
     for block in model.get_submodule("blocks").children():
         fully_shard([block.attn, block.mlp], mp_policy=policy, **options)  # all that autocast computes in half
     fully_shard(model, **options)
+    for layer in model.modules():
+        if isinstance(layer, FSDPModule):
+            layer.set_force_sum_reduction_for_comms(True)  # not every gloo has an average
     model.shards = {}
     for name, source in model.named_parameters():
         dim = _placement_dim(shapes[name], size)

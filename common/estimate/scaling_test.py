@@ -76,6 +76,15 @@ def test_the_micro_batch_shrinks_until_it_fits():
     assert not predict(8, Cluster(memory=1e6), **WHOLE_ONLY)["data parallel"].fits
 
 
+def test_zero_is_predicted_where_data_parallelism_does_not_fit():
+    config = build_config(**WHOLE_ONLY) | {"TOTAL_BATCH_SIZE": 8, "gradient_accumulation": 1}
+    plan = build_plan(config, 8, None)
+    found = {memory: predict_modes(config, plan, Cluster(memory=memory), RATE) for memory in (80e6, 120e6)}
+    assert {p.mode: p.fits for p in found[80e6]} == {"data parallel": False, "zero 1": True, "zero 3": True}
+    assert [p.mode for p in found[120e6]] == ["data parallel"]
+    assert found[80e6][2].estimate == estimate_step(config | {"zero": {"stage": 3}}, 8, 1)
+
+
 def test_a_prediction_is_the_estimate_of_its_mode():
     cut, parallel = predict(8)["1d 2"], resolve_parallel({"tensor": {"mode": "1d", "size": 2}}, 8)
     assert cut.estimate == estimate_step(build_config() | {"parallel": parallel}, 8, cut.micro_batch, cut.accumulation)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -66,12 +66,12 @@ def decode_and_resize(
     """
     jpegs, start, shape, region_start, region_end, flip, labels = fn.external_source(source, num_outputs=7)
     # upsampling is the CPU's way, so that a GPU sees the same pixels
-    options = dict(device=device, adjust_orientation=False, jpeg_fancy_upsampling=True)
+    options: dict[str, Any] = dict(device=device, adjust_orientation=False, jpeg_fancy_upsampling=True)
     if hardware_load is None:
         images = fn.decoders.image_slice(jpegs, start=start, shape=shape, axes=(0, 1), **options)
     else:
         images = fn.decoders.image(jpegs, hw_decoder_load=hardware_load, **options)
-        window = dict(normalized_anchor=False, normalized_shape=False, axes=(0, 1))
+        window: dict[str, Any] = dict(normalized_anchor=False, normalized_shape=False, axes=(0, 1))
         images = fn.slice(images, start, shape, **window)
     images = fn.resize(
         images, size=(size, size), interp_type=FILTERS[filter_], roi_start=region_start, roi_end=region_end

@@ -144,7 +144,7 @@ class _Batches:
                 view = crop_image(image, self.crop, self.size, uniforms[row : row + 1])
                 if self.augment:
                     view = self.augment(Image.fromarray(view), uniforms[row, -self.augment.uniforms :])
-                images[row] = view
+                images[row] = np.asarray(view)
                 labels[row] = label
         return _Batch(images, labels, bad)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from common.data.corrupt_images import reason_of
 from common.data.download import fetch
-from common.data.image_folder import FolderSplit, list_classes, list_folders, open_image
+from common.data.image_folder import FolderSplit, decode_image, list_classes, list_folders
 from common.errors import UserError
 from common.files import fingerprint_of, read_bytes
 
@@ -114,7 +114,7 @@ class ImageFolder:
         for index in range(len(opened)):
             content, label = opened.read(index)
             try:
-                image = np.asarray(open_image(content))
+                image = decode_image(content)
             except Exception as error:  # decoders raise a dozen unrelated types for damaged files
                 raise opened.fault(index, reason_of(error)) from error
             images.append(image)

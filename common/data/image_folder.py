@@ -6,10 +6,12 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+import simplejpeg
+from PIL import ExifTags, Image, ImageOps
 
 from common.errors import UNWRITABLE, UserError, printable
 from common.files import fingerprint_of, read_bytes
@@ -162,11 +164,15 @@ def check_pixels(height: int, width: int) -> None:
         raise ValueError(f"{width}x{height} is more than {MAX_PIXELS // 1_000_000} million pixels")
 
 
-def open_image(data: bytes | memoryview) -> Image.Image:
-    """Decode an image to RGB, turned as its EXIF block says.
+def decode_image(data: bytes | memoryview) -> np.ndarray:
+    """Decode an image to RGB, uint8 [Y, X, 3], turned as its EXIF block says.
 
     Raises `ValueError` beyond `MAX_PIXELS`, what `to_rgb` raises, and what Pillow does.
     """
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     check_pixels(image.height, image.width)
-    return to_rgb(ImageOps.exif_transpose(image))
+    is_turned = image.getexif().get(ExifTags.Base.Orientation) in range(2, 9)
+    if image.format == "JPEG" and image.mode == "RGB" and not is_turned:
+        with suppress(ValueError):  # Pillow repairs more
+            return simplejpeg.decode_jpeg(data)  # the same pixels in less than half the time
+    return np.array(to_rgb(ImageOps.exif_transpose(image)))

@@ -16,7 +16,7 @@ from torch import Tensor
 from common.data.corrupt_images import BadImages, reason_of
 from common.data.crops import Crop
 from common.data.cuda_prefetch import prefetch
-from common.data.image_folder import open_image
+from common.data.image_folder import decode_image
 from common.data.pixels import Normalizer, crop_image
 from common.data.record_reader import Record, RecordReader, RecordSource
 from common.data.sampling import NO_LABEL, PADDING, Draw
@@ -153,6 +153,6 @@ class _Batches:
             raise record
         data, label = record or self.split.read(index)
         try:
-            return simplejpeg.decode_jpeg(data) if self.split.is_prepared else np.array(open_image(data)), label
+            return simplejpeg.decode_jpeg(data) if self.split.is_prepared else decode_image(data), label
         except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
             raise self.split.fault(index, reason_of(error)) from error

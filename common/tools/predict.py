@@ -24,7 +24,7 @@ from common.checkpoint.saved_run import SavedRun, build_parser
 from common.colossal import Predictor
 from common.data.corrupt_images import UNREADABLE
 from common.data.crops import CenterCrop
-from common.data.image_folder import MAX_BYTES, list_files, open_image
+from common.data.image_folder import MAX_BYTES, decode_image, list_files
 from common.data.pixels import Normalizer, crop_image
 from common.errors import UNPRINTABLE, UserError, printable
 from common.files import read_bytes, short_path
@@ -98,7 +98,7 @@ def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
         data = sys.stdin.buffer.read(MAX_BYTES + 1) if image == STDIN else read_bytes(Path(image), MAX_BYTES)
         if len(data) > MAX_BYTES:
             return f"more than {MAX_BYTES:,} bytes"
-        return crop_image(np.array(open_image(data)), crop, size)
+        return crop_image(decode_image(data), crop, size)
     except UserError as error:
         return str(error).removeprefix(f"{Path(image)}: ")
     except UnidentifiedImageError:

@@ -125,6 +125,11 @@ class DropPath(nn.Module):
         return branch_BND * (mask_B11 / keep)
 
 
+def bfloat16_as(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return ``tensor`` in bfloat16 if ``other`` is; float16's range is too small for a residual stream."""
+    return tensor.bfloat16() if other.dtype == torch.bfloat16 else tensor
+
+
 class LayerScale(nn.Module):
     """Multiply each channel of a residual branch by a learned factor (arXiv 2103.17239)."""
 
@@ -133,7 +138,7 @@ class LayerScale(nn.Module):
         self.gamma = nn.Parameter(torch.full((width,), float(init_value)))
 
     def forward(self, branch_BND: Tensor) -> Tensor:
-        return (branch_BND * self.gamma).to(branch_BND.dtype)
+        return bfloat16_as(branch_BND * self.gamma, branch_BND)
 
 
 class Block(nn.Module):
@@ -172,10 +177,10 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
         x_BND = self.patch_embed(images_BCYX)
-        pos_embed = self.pos_embed.to(x_BND.dtype)  # under autocast all blocks add in its dtype, unlike timm's
+        pos_embed = bfloat16_as(self.pos_embed, x_BND)  # else autocast makes the stream float32, as in timm
         if not self.embedded_prefix:
             x_BND = x_BND + pos_embed
-        tokens = [t.to(x_BND.dtype) for t in (self.cls_token, self.reg_token) if t is not None]
+        tokens = [bfloat16_as(t, x_BND) for t in (self.cls_token, self.reg_token) if t is not None]
         prefix = [t.expand(x_BND.shape[0], -1, -1) for t in tokens]
         x_BND = torch.cat([*prefix, x_BND], dim=1) if prefix else x_BND
         x_BND = self.dropout(x_BND + pos_embed if self.embedded_prefix else x_BND)

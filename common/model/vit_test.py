@@ -78,7 +78,7 @@ def test_options_equal_timm(options: dict) -> None:
 
 
 @pytest.mark.parametrize("options", [{"reg_tokens": 1, "init_values": 0.3}, {"pool": "avg", "no_embed_class": True}])
-def test_the_residual_stream_has_autocasts_dtype(options: dict) -> None:
+def test_bfloat16_autocast_makes_the_residual_stream_bfloat16(options: dict) -> None:
     model, images = build_model(**TINY, **options, drop_path=0.2), torch.randn(2, 3, 16, 16)
     seen = []
     for block in model.blocks:
@@ -87,6 +87,10 @@ def test_the_residual_stream_has_autocasts_dtype(options: dict) -> None:
         model(images).sum().backward()
     assert {x.dtype for x in seen} == {torch.bfloat16}
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+    seen.clear()
+    with torch.autocast("cpu", torch.float16):
+        model(images)
+    assert {x.dtype for x in seen} == {torch.float32}
     seen.clear()
     model(images)
     tokens = [t.expand(2, -1, -1) for t in (model.cls_token, model.reg_token) if t is not None]

@@ -169,7 +169,7 @@ BAD_IMAGES: dict[str, tuple[Callable[[int], bytes], str]] = {
     "PNG cut": (lambda seed: encode(gradient(seed=seed), "PNG")[:-40], "Truncated"),
     "PNG with a flipped bit": (lambda seed: with_flipped_bit(encode(gradient(seed=seed), "PNG"), 80), "checksum"),
     "PNG that decodes to 144 million pixels": (lambda seed: png_bomb(12_000, 18_012_000), "100 million pixels"),
-    "PNG that says it has 2 billion pixels": (lambda seed: png_bomb(45_000, 1000), "bomb"),
+    "PNG that says it has 2 billion pixels": (lambda seed: png_bomb(45_000, 1000), "100 million pixels"),
     "BMP cut": (lambda seed: encode(gradient(seed=seed), "BMP")[:-40], "truncated"),
     "TIFF cut": (lambda seed: encode(gradient(seed=seed), "TIFF")[:-400], "truncated"),
     "WebP cut": (lambda seed: encode(gradient(seed=seed), "WEBP")[:-40], "decoder"),

@@ -1,4 +1,4 @@
-"""Every tensor-parallel mode, alone and with data parallelism, equals a plain PyTorch loop in one process.
+"""Every tensor-parallel mode and `zero`, alone and with data parallelism, equals a plain PyTorch loop in one process.
 
 python -m common.colossal.tensor_parallel.parity_test          # prints the table; --slow adds 16 processes
 

@@ -53,8 +53,8 @@ class Engine(UpstreamEngine):
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Tensor:
         model: Any = self.model
         local = isinstance(model, DistributedDataParallel) and not self.optimizer.completes_step
-        if isinstance(model, FSDPModule):
-            set_communication(model, model.training, self.optimizer.completes_step)
+        if isinstance(self.model, FSDPModule):
+            set_communication(self.model, model.training, self.optimizer.completes_step)
         with model.no_sync() if local else nullcontext(), self.precision.autocast(self.device):
             return model(*inputs, **named_inputs).float()
 

@@ -72,7 +72,8 @@ def _shard_data_parallel(model: nn.Module) -> None:
     options: dict[str, Any] = dict(mesh=mesh, shard_placement_fn=_placement)
     policy = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
     for block in model.get_submodule("blocks").children():
-        fully_shard([block.attn, block.mlp], mp_policy=policy, **options)  # all that autocast computes in half
+        computed_in_half = [block.get_submodule("attn"), block.get_submodule("mlp")]
+        fully_shard(computed_in_half, mp_policy=policy, **options)
     fully_shard(model, **options)
     for layer in model.modules():
         if isinstance(layer, FSDPModule):

@@ -84,7 +84,9 @@ def predict_modes(config: Mapping[str, Any], plan: Plan, cluster: Cluster, rate:
     ways = [_predict(config, tensor, None, plan, cluster, rate) for tensor in _ways(plan.gpus)]
     if config["zero"] or (ways[0] and not ways[0].fits):
         sharded = [(WHOLE, 1), (WHOLE, 3), *((way.tensor, 3) for way in ways if way and way.tensor["mode"] == "1d")]
-        ways += [_predict(config, *way, plan, cluster, rate) for way in sharded if way[0]["size"] < plan.gpus]
+        for tensor, stage in sharded:
+            if tensor["size"] < plan.gpus:
+                ways.append(_predict(config, tensor, stage, plan, cluster, rate))
     return [prediction for prediction in ways if prediction]
 
 

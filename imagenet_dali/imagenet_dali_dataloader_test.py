@@ -11,6 +11,7 @@ from torchvision.transforms import functional as F
 
 from common.data.crops import UNIFORMS_PER_SAMPLE, CenterCrop, RandomCrop
 from common.data.loader import Loader
+from common.data.record_reader import Record
 from common.data.sampling import NO_LABEL, EvalSampler, TrainSampler
 from common.errors import UserError
 from imagenet_dali.dataset import Split, open_split
@@ -144,9 +145,12 @@ class Corrupt:
     def __len__(self) -> int:
         return len(self.split)
 
-    def read(self, index: int) -> tuple[memoryview, int]:
-        jpeg, label = self.split.read(index)
-        return (jpeg[: len(jpeg) // 2] if index == self.index else jpeg), label
+    def read_span(self, first: int, end: int) -> list[Record]:
+        records = list(self.split.read_span(first, end))
+        if first <= self.index < end:
+            jpeg, label = records[self.index - first]
+            records[self.index - first] = jpeg[: len(jpeg) // 2], label
+        return records
 
 
 def test_an_image_that_does_not_decode_is_named(root, closing):

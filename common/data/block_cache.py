@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from crc32c import crc32c
@@ -78,10 +79,13 @@ class BlockCache:
 
     def _evict(self, room: float) -> int:
         """Remove the files that were not read for longest, what killed processes left among them, down to ``room``."""
-        files = [entry for entry in os.scandir(self.folder) if entry.name != ".used"]
-        states = sorted((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path) for entry in files)
+        states = []
+        for entry in os.scandir(self.folder):
+            with suppress(FileNotFoundError):  # another process renames what it has written
+                if entry.name != ".used":
+                    states.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
         used = sum(size for _, size, _ in states)
-        for _, size, path in states:
+        for _, size, path in sorted(states):
             if used <= room:
                 break
             Path(path).unlink(missing_ok=True)

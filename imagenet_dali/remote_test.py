@@ -78,7 +78,7 @@ def test_faults_of_the_service_neither_lose_nor_change_anything(store: Store, pr
     whole = global_batches(prepared, 1)
     assert sorted(itertools.chain(*whole)) == sorted(map(_plain, map(open_split(prepared, "train").read, range(240))))
     web = f"http://{store.host}/{BUCKET}/data"
-    for url, dp_size, start in ((URL, 1, 0), (URL, 2, 0), (URL, 4, 7), (web, 2, 7)):
+    for url, dp_size, start in ((URL, 1, 0), (URL, 2, 0), (URL, 4, 7), (URL, 8, 0), (web, 2, 7)):
         store.fault = shards_only(503, None, "cut", None, "short", None, 500, None)
         assert in_fork(global_batches, url, dp_size, start) == whole[start:], (url, dp_size, start)
     store.fault = lambda *_: None

@@ -100,7 +100,9 @@ class StorePath(PosixPath):
         if isinstance(error, NotSupportedError):
             return UserError(f"{self}: the server does not support ranges of bytes; use another")
         known = CREDENTIALS.get(self.parts[0], "web servers are read without any")
-        if re.search(r"latest/(api|meta-data)|computeMetadata|metadata/identity|Account must be specified", text):
+        if re.search(
+            r"latest/(api|meta-data)|computeMetadata|metadata/identity|Account must be specified|Missing\w*Key", text
+        ):
             return UserError(f"{self}: no credentials in the environment; set {known}")
         if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or status in ("401", "403"):
             return UserError(f"{self}: access denied; check the credentials in the environment ({known})")

@@ -17,8 +17,8 @@ from common.errors import UserError, counted, printable
 from common.files import folder_lock, read_json
 from common.object_store import remove_tree
 from imagenet_dali.images import RESAMPLING
-from imagenet_dali.manifest import MANIFEST, PARTIAL, read_manifest
-from imagenet_dali.sources import Source, list_source
+from imagenet_dali.manifest import MANIFEST, PARTIAL, find_missing, find_short, list_shards, read_manifest
+from imagenet_dali.sources import VALIDATION_SHARE, Source, list_source
 from imagenet_dali.tar_source import Place
 from imagenet_dali.workers import parallel_map
 from imagenet_dali.writer import Options, Shard, ShardTask, atomic_file, to_shard, write_dataset, write_shard
@@ -51,6 +51,8 @@ def prepare(
         suffixes = sorted({Path(name).suffix.lower() for name in listed.others})
         print(f"{counted(len(listed.others), 'other file')} ignored: {printable(join_some(suffixes))}")
     job = {"source": printable(source.resolve()), "files": listed.fingerprint, **asdict(options)}
+    if options.validation_share is None:
+        job["validation_share"] = VALIDATION_SHARE
     plan = plan_shards(listed, options.shards, options.seed)
     if _is_complete(dest, job):
         print(f"{dest}: complete already")
@@ -141,6 +143,11 @@ def _is_complete(dest: Path, job: dict[str, Any]) -> bool:
             f"{dest}: holds a data set made with other {', '.join(changed)}; choose another DEST or delete it"
         )
     if is_complete := (dest / MANIFEST).is_file():
+        manifest = read_manifest(dest)
+        for split in manifest["splits"]:
+            found = list_shards(dest, manifest, split)
+            for fault in (*find_missing(dest, manifest, split, found), *find_short(dest, manifest, split, found)):
+                raise UserError(f"{fault}; restore it, or delete {dest} and prepare the data set again")
         remove_tree(dest / PARTIAL)  # left by a run that was stopped after its last step
     return is_complete
 

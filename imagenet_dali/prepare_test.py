@@ -123,8 +123,14 @@ def test_the_same_job_again_does_nothing_and_another_one_is_refused(folders, cap
     source, dest = folders
     main([str(source), str(dest), "--workers=1"])
     before = read_folder(dest)
-    main([str(source), str(dest), "--workers=1"])
+    main([str(source), str(dest), "--workers=1", "--validation-share=0.2"])
     assert "complete already" in capsys.readouterr().out
+    shard = next((dest / "train").iterdir())
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1])
+    with pytest.raises(UserError, match=f"^{shard}: .* restore it, or delete {dest} and prepare the data set again$"):
+        main([str(source), str(dest), "--workers=1"])
+    shard.write_bytes(content)
     with pytest.raises(UserError, match="made with other quality"):
         main([str(source), str(dest), "--quality=90"])
     (source / "class_0" / "new.jpg").write_bytes(jpeg())

@@ -26,6 +26,7 @@ from imagenet_dali.parquet_source import read_rows
 from imagenet_dali.tar_source import Place, Places, list_tar, read_devkit, read_member, tar_members
 from imagenet_dali.workers import parallel_map
 
+VALIDATION_SHARE = 0.2
 TRAIN_FOLDERS = ("train", "imagenet21k_train")
 TRAIN_TAR, VALIDATION_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"  # the number of each validation image's class, and the synset of each number
@@ -65,7 +66,7 @@ def list_source(root: Path, validation_share: float | None = None, seed: int = 0
     ``train/<synset>/*`` with a flat ``val/*`` and a file of validation labels, or its tars; ImageNet-21k-P's
     ``imagenet21k_{train,val}``; WebDataset tars or parquet files whose names tell the split. Labels number the sorted
     class folders from 0, as in torchvision's ImageFolder. Without an evaluation split `validation_share` of each class,
-    chosen by `seed`, becomes the validation split (default 0.2). `workers` processes list tars and parquet files.
+    chosen by `seed`, becomes the validation split. `workers` processes list tars and parquet files.
     """
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; SOURCE is a folder of images, SOURCE/<class>/*")
@@ -79,7 +80,7 @@ def list_source(root: Path, validation_share: float | None = None, seed: int = 0
     else:
         source = _list_folder(root, train)
     if "validation" not in source.splits:
-        share = 0.2 if validation_share is None else validation_share
+        share = VALIDATION_SHARE if validation_share is None else validation_share
         return replace(source, splits=_split(source.splits["train"], share, seed))
     if validation_share is not None:
         raise UserError(f"--validation-share={validation_share}: {root} has a validation split already; drop it")

@@ -1,6 +1,7 @@
 """Estimate the memory, traffic and FLOPs of one of N GPUs in an optimizer step, on fake tensors."""
 
 import multiprocessing
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -79,12 +80,12 @@ def estimate_step(
     ``config`` is a whole one, with ``parallel`` resolved. Takes seconds at most.
     Runs in a separate process, because `allow_fake_launches` patches PyTorch.
     """
-    return _process().submit(_estimate_step, config, processes, micro_batch, accumulation, device).result()
+    return _process(os.getpid()).submit(_estimate_step, config, processes, micro_batch, accumulation, device).result()
 
 
 @cache
-def _process() -> ProcessPoolExecutor:
-    """Return a process to reuse: PyTorch's first use of fake tensors is slow."""
+def _process(parent: int) -> ProcessPoolExecutor:
+    """Return a process of ``parent`` to reuse: PyTorch's first use of fake tensors is slow."""
     start = "spawn" if torch.cuda.is_available() else "fork"  # a fork cannot use CUDA, and autograd's threads try to
     return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(start), initializer=allow_fake_launches)
 

@@ -17,6 +17,7 @@ from common.estimate.traffic import Traffic
 from common.model.freeze import freeze
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
+from common.testing.commands import run_forked
 from common.testing.parity_cases import CONFIGS
 from common.testing.ranks import launched, run_ranks
 
@@ -80,6 +81,13 @@ def test_bytes_are_those_of_real_processes(case):
     assert estimated.nbytes == counted[0]
     assert sum(estimated.nbytes.values()) > 0
     assert all(by_group_size(nbytes) == by_group_size(estimated.nbytes) for nbytes in counted)
+
+
+def test_a_fork_estimates_in_a_process_of_its_own():
+    config = build_config(1, None, TINY)
+    flops = estimate_step(config, 1, 8, device="cpu").flops
+    ended = run_forked(lambda _: print(estimate_step(config, 1, 8, device="cpu").flops), [], timeout=60)
+    assert ended.stdout == f"{flops}\n"
 
 
 def measure_peak(config: dict[str, Any], micro_batch: int, accumulation: int) -> int:
@@ -173,4 +181,4 @@ def test_an_estimate_leaves_nothing_behind():
 def test_the_process_that_estimates_is_not_forked_where_there_is_a_gpu(monkeypatch):
     """CUDA does not survive a fork, and autograd's threads initialise it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert _process.__wrapped__()._mp_context.get_start_method() == "spawn"
+    assert _process.__wrapped__(0)._mp_context.get_start_method() == "spawn"

@@ -116,6 +116,7 @@ def read_after(change: Callable[[], object]) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_shard_that_changes_under_the_run_is_named(store: Store, prepared: Path, capfd) -> None:
     def put(content: bytes) -> None:
         store.request("PUT", f"/{BUCKET}/data/{SHARD}", content)
@@ -179,6 +180,7 @@ def objects(store: Store, prefix: str) -> dict[str, bytes]:
     return in_fork(read)
 
 
+@pytest.mark.slow
 def test_preparation_is_resumed(store: Store, tmp_path: Path) -> None:
     images, url, puts = write_images(tmp_path / "images", 40), f"s3://{BUCKET}/made", []
     command = [images, url, "--workers", "1", "--shards", "4"]

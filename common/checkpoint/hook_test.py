@@ -133,7 +133,7 @@ ONE_EPOCH = {"NUM_EPOCHS": 1, "WARMUP_EPOCHS": 0}
         ("dp2", "TORCH float16", [(3, False)]),
         ("1d-2", "TORCH float16 head", [(3, False)]),
         *((mode, "fp32", [(3, False)]) for mode in ("1d-2", "2d-4", "3d-8", "dp2 x 1d-2", "zero 1 x 1d-2")),
-        ("zero 3", "TORCH float16", [(4, True)]),
+        pytest.param("zero 3", "TORCH float16", [(4, True)], marks=pytest.mark.slow),
         pytest.param("2.5d-8", "fp32", [(3, False)], marks=pytest.mark.slow),
     ],
 )

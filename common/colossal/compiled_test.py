@@ -72,7 +72,7 @@ NAIVE, AUTOCAST = ({"mode": mode, "dtype": "bfloat16"} for mode in (AMP_TYPE.NAI
         # compiled code may draw its random numbers in another order
         (True, 1, AUTOCAST, {"dropout": 0.1, "drop_path": 0.2}, 0.2),
         ("model", 1, None, {"activation_checkpoint": True}, 1e-5),
-        ("graphs", 2, None, {}, 1e-5),
+        pytest.param("graphs", 2, None, {}, 1e-5, marks=pytest.mark.slow),
         ("graphs", 1, AUTOCAST, {"dropout": 0.1, "drop_path": 0.2}, 0.2),
     ],
 )

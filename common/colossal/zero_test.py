@@ -49,6 +49,7 @@ def test_mixed_precision_and_recomputed_blocks_are_those_of_data_parallelism(sta
         assert losses == pytest.approx(expected[name], rel=1e-6), name
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # looked at by Dynamo
 def test_compiled_blocks_are_the_same() -> None:
     names = ["TORCH float16"]

@@ -53,7 +53,14 @@ def assert_equal_to_timm(batch: int = 2, **arguments: object) -> None:
         assert (value - reference[name]).abs().max() <= 1e-5, name
 
 
-@pytest.mark.parametrize("shape", [B16, S16, VIT_LITE], ids=["B/16", "S/16", "ViT-Lite-7/4"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(B16, marks=pytest.mark.slow, id="B/16"),
+        pytest.param(S16, id="S/16"),
+        pytest.param(VIT_LITE, id="ViT-Lite-7/4"),
+    ],
+)
 def test_logits_and_gradients_equal_timm(shape: dict) -> None:
     assert_equal_to_timm(**shape, batch=1)
 

@@ -24,6 +24,8 @@ PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md"
 # Replacements for the data and the hardware that a command names, in this order.
 SUBSTITUTIONS = {
     r"/data/imagenet\b": "data/shards",  # 65 images of three colours
+    r"/data/caltech101/101_ObjectCategories\b": "data/images",
+    r"/data/caltech\b": "data/caltech",
     r"\bIMAGES\b": "data/images",
     r"\bDEST\b": "data/shards",
     r"\bFOLDER\b": "data/folder",

@@ -128,12 +128,10 @@ class Heartbeat:
     def _beat(self) -> None:
         began = time.monotonic()
         self._exchange(began + self.beat)
-        stood_still = time.monotonic() - began - self.beat
-        if stood_still > self.beat:  # this process was suspended; do not count that time as silence
-            self.heard = {rank: words._replace(when=words.when + stood_still) for rank, words in self.heard.items()}
-            self.moved = {rank: (count, since + stood_still) for rank, (count, since) in self.moved.items()}
-        if self.verdict is None and not self.closing.is_set():
-            self.verdict = self._judge(time.monotonic())
+        now = time.monotonic()
+        was_suspended = now - began > 2 * self.beat  # then it has yet to read what the others sent in the meantime
+        if not was_suspended and self.verdict is None and not self.closing.is_set():
+            self.verdict = self._judge(now)
 
     def _exchange(self, until: float) -> None:
         """Send this rank's state, then receive until the next beat."""

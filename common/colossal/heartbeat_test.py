@@ -1,9 +1,9 @@
 """The stacks of a process that makes no progress, and whose messages count."""
 
-import faulthandler
 import json
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,22 +64,13 @@ def test_where_no_datagram_comes_nobody_is_blamed(capfd: pytest.CaptureFixture[s
 
 
 def test_who_stood_still_itself_does_not_blame_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank1, exchanges = Heartbeat(1, 2, timeout=4.0), []
-
-    def exchange(until: float) -> None:
-        exchanges.append(until)
-        clock.now = until if len(exchanges) > 1 else until + 100  # suspended for 100 s in the first beat
-        if len(exchanges) == 5:
-            rank1.closing.set()
-
-    clock = type("Clock", (), {"now": 0.0, "monotonic": lambda self: self.now})()
-    monkeypatch.setattr(heartbeat, "time", clock)
-    monkeypatch.setattr(rank1, "_exchange", exchange)
-    rank1.socket, rank1.heard = socket.socket(), {0: Heard(0.0, "step 1", "running")}
-    rank1._run()
-    faulthandler.cancel_dump_traceback_later()
-    assert len(exchanges) == 5
-    assert rank1.verdict is None
+    rank1, clock = Heartbeat(1, 2, timeout=4.0), SimpleNamespace(now=0.0)
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    rank1.heard = {0: Heard(0.0, "step 1", "running")}
+    for seconds, verdict in ((100.0, None), (rank1.beat, "rank 0 is gone; last seen: step 1")):  # first suspended
+        monkeypatch.setattr(rank1, "_exchange", lambda _, seconds=seconds: setattr(clock, "now", clock.now + seconds))
+        rank1._beat()
+        assert rank1.verdict == verdict
 
 
 def test_strangers_are_not_heard() -> None:
@@ -108,18 +99,6 @@ def test_strangers_are_not_heard() -> None:
     assert time.monotonic() - started < 5  # a rank that is missed is waited for 10 s
 
 
-class Stream:
-    """The stream of a GPU that does not finish its work, or is broken."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def query(self) -> bool:
-        if self.device.index == 1:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return self.device.index == 2
-
-
 @pytest.mark.parametrize(
     ("waiting", "verdict"),
     [
@@ -135,10 +114,9 @@ class Stream:
 def test_who_waits_for_a_gpu_is_not_blamed_for_being_behind(waiting, verdict, noticed, monkeypatch) -> None:
     """Without a failed collective, and after another rank has noticed one, where progress does not count."""
     rank0, long_ago = Heartbeat(0, 4, timeout=10.0), time.monotonic() - 100
-    monkeypatch.setattr(torch.cuda, "default_stream", Stream)
+    monkeypatch.setattr(rank0, "_waits_for_gpu", lambda: waiting[0][0])
     monkeypatch.setattr(heartbeat, "_doing", "rank 0's work")
     monkeypatch.setattr(heartbeat, "_changes", waiting[0][1])
-    rank0.changed_at, rank0.device = long_ago, torch.device("cuda", 0 if waiting[0][0] else 2)
     now = time.monotonic()
     rank0.heard = {rank: Heard(now, f"rank {rank}'s work", "running", gpu) for rank, (gpu, _) in enumerate(waiting)}
     rank0.moved = {rank: (count, long_ago) for rank, (_, count) in enumerate(waiting)}
@@ -148,6 +126,18 @@ def test_who_waits_for_a_gpu_is_not_blamed_for_being_behind(waiting, verdict, no
         verdict = "; ".join(idle) or verdict
     assert (rank0._judge(now) or "").startswith(verdict or "")
     assert verdict or rank0._judge(now) is None
+
+
+class Stream:
+    """The stream of a GPU that does not finish its work, or is broken."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def query(self) -> bool:
+        if self.device.index == 1:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return self.device.index == 2
 
 
 def test_a_gpu_is_asked_only_without_progress_and_may_be_broken(monkeypatch) -> None:

@@ -1,76 +1,38 @@
 """What crosses ranks in a step of the engine; parity_test.py and precision_test.py have what it computes."""
 
-from unittest import mock
-
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from common.colossal import Engine, gpc, initialize
+from common.estimate.traffic import Traffic
 from common.testing.ranks import launched, run_ranks
 
-HANDLER = [{"type": "DataParallelGradientHandler"}]
 
-
-def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Build a model with weights that differ between ranks."""
+def build_engine(calls: list[torch.Tensor]) -> Engine:
+    """Build a model with weights that differ between ranks, and a gradient hook registered before they are equal."""
     model = nn.Linear(3, 1)
     nn.init.constant_(model.weight, gpc.get_global_rank())
-    return model, torch.optim.SGD(model.parameters(), lr=0.5)
-
-
-def build_engine() -> Engine:
-    model, optimizer = build()
-    engine, *_ = initialize(model, optimizer, nn.MSELoss())
+    model.weight.register_hook(calls.append)
+    engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), nn.MSELoss())
     assert not model.weight.any()  # those of rank 0
     return engine
 
 
-def run_two_steps(engine: Engine) -> None:
-    for _ in range(8):
-        engine.zero_grad()
-        engine.execute_schedule(iter([(torch.ones(2, 3), torch.ones(2, 1))]))
-        engine.step()
-
-
-def count_all_reduces() -> int:
-    """Count how often DDP reduces a gradient bucket in 2 steps of 4 micro-batches."""
-    buckets, engine = [], build_engine()
-
-    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        buckets.append(bucket.index())
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    engine.model.register_comm_hook(None, hook)
-    run_two_steps(engine)
-    return len(buckets)
-
-
-def count_handler_calls() -> int:
-    calls, engine = [], build_engine()
-    with mock.patch.object(dist, "all_reduce", lambda *args, **_: calls.append(args)):
-        run_two_steps(engine)
-    return len(calls)
-
-
-def count_hook_calls() -> int:
-    """Count the calls of a gradient hook that was registered before the ranks' weights were synchronized."""
-    (model, optimizer), calls = build(), []
-    model.weight.register_hook(calls.append)
-    initialize(model, optimizer, nn.MSELoss())
-    model(torch.ones(2, 3)).sum().backward()
-    return len(calls)
-
-
-def count() -> list[int]:
-    """Return how often gradients cross ranks by DDP and by handlers, and how often a hook is called."""
+def count() -> list[tuple[int, int]]:
+    """Return for DDP and for handlers how often gradients cross ranks in 2 steps, and how often a hook is called."""
+    counts = []
     with launched(gradient_accumulation=4):
-        by_ddp = count_all_reduces()
-        gpc.config["gradient_handler"] = HANDLER
-        return [by_ddp, count_handler_calls(), count_hook_calls()]
+        for gpc.config["gradient_handler"] in (None, [{"type": "DataParallelGradientHandler"}]):
+            calls: list[torch.Tensor] = []
+            engine = build_engine(calls)
+            with Traffic() as traffic:
+                for _ in range(8):
+                    engine.zero_grad()
+                    engine.execute_schedule(iter([(torch.ones(2, 3), torch.ones(2, 1))]))
+                    engine.step()
+            counts.append((traffic.calls["all_reduce", (0, 1)], len(calls)))
+    return counts
 
 
 def test_gradients_cross_ranks_once_per_step_and_hooks_survive_synchronization() -> None:
-    assert run_ranks(2, count) == [[2, 2, 1]] * 2
+    assert run_ranks(2, count) == [[(2, 8), (2, 8)]] * 2

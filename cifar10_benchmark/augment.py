@@ -3,30 +3,25 @@
 Shape suffixes: B batch, C colours, Y X pixel rows and columns, P Q offsets of a crop.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cifar10_benchmark.autoaugment import UNIFORMS_PER_SAMPLE as UNIFORMS_OF_AUTOAUGMENT
-from cifar10_benchmark.autoaugment import auto_augment
+from common.data.auto_augment import AutoAugment
 
 # top, left and flip; then AutoAugment's
-UNIFORMS_PER_SAMPLE = 3 + UNIFORMS_OF_AUTOAUGMENT
+UNIFORMS_PER_SAMPLE = 3 + AutoAugment.UNIFORMS
 
 
-@dataclass(frozen=True)
 class Augment:
     """Pad images by ``padding`` black pixels and crop them back, mirror half of them, and apply AutoAugment.
 
     ``autoaugment`` is None or "cifar10".
     """
 
-    padding: int = 4
-    flip: bool = True
-    autoaugment: str | None = None
+    def __init__(self, padding: int = 4, flip: bool = True, autoaugment: str | None = None) -> None:
+        self.padding, self.flip, self.policy = padding, flip, AutoAugment() if autoaugment else None
 
     def __call__(self, images_BCYX: Tensor, uniforms: np.ndarray) -> Tensor:
         """Return new images, uint8 [B, 3, Y, X], from ``uniforms`` float64 [B, `UNIFORMS_PER_SAMPLE`]."""
@@ -38,7 +33,7 @@ class Augment:
         top_B, left_B = offsets_B2.unbind(1)
         images_BCYX = crop(images_BCYX, top_B, left_B, self.padding)
         images_BCYX[mirrored_rows] = images_BCYX[mirrored_rows].flip(-1)
-        return auto_augment(images_BCYX, uniforms[:, 3:]) if self.autoaugment else images_BCYX
+        return self.policy.augment_batch(images_BCYX, uniforms[:, 3:]) if self.policy else images_BCYX
 
 
 def crop(images_BCYX: Tensor, top_B: Tensor, left_B: Tensor, padding: int) -> Tensor:

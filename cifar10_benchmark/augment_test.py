@@ -4,7 +4,7 @@ import torch
 from torchvision.transforms.v2 import functional as tv
 
 from cifar10_benchmark.augment import UNIFORMS_PER_SAMPLE, Augment
-from cifar10_benchmark.autoaugment import auto_augment
+from common.data.auto_augment import AutoAugment
 
 IMAGES = torch.randint(0, 256, (300, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 UNIFORMS = np.random.default_rng(1).random((len(IMAGES), UNIFORMS_PER_SAMPLE))
@@ -18,15 +18,11 @@ def reference(image: torch.Tensor, uniforms: np.ndarray, padding: int, flip: boo
 
 
 @pytest.mark.parametrize(("padding", "flip"), [(4, True), (2, False), (0, True), (0, False)])
-def test_crops_and_flips_are_torchvisions(padding, flip):
+def test_crops_and_flips_are_torchvisions_and_autoaugment_comes_last(padding, flip):
     before = IMAGES.clone()
     augmented = Augment(padding, flip)(IMAGES, UNIFORMS)
     expected = [reference(image, row, padding, flip) for image, row in zip(IMAGES, UNIFORMS, strict=True)]
     assert torch.equal(augmented, torch.stack(expected))
+    both = Augment(padding, flip, "cifar10")(IMAGES, UNIFORMS)
+    assert torch.equal(both, AutoAugment().augment_batch(augmented, UNIFORMS[:, 3:]))
     assert torch.equal(IMAGES, before)
-
-
-def test_autoaugment_comes_last():
-    plain, augmented = Augment(4, True)(IMAGES, UNIFORMS), Augment(4, True, "cifar10")(IMAGES, UNIFORMS)
-    assert torch.equal(augmented, auto_augment(plain, UNIFORMS[:, 3:]))
-    assert not torch.equal(augmented, plain)

@@ -84,7 +84,7 @@ def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
 def _build_rand_augment(data: Mapping[str, Any]) -> Augment | None:
     if data["randaugment"] is None:
         return None
-    from common.data.rand_augment import RandAugment  # torchvision takes a second to import
+    from common.data.auto_augment import RandAugment  # torchvision takes a second to import
 
     return RandAugment(*data["randaugment"])
 

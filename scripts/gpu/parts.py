@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common.data.rand_augment import RandAugment
+from common.data.auto_augment import RandAugment
 from common.model.vit import PatchEmbed
 from common.testing.host_sync import forbid_waiting
 from common.tools.harness import Row, WrongError

@@ -1,0 +1,92 @@
+"""Both policies against torchvision's, of single images and of batches."""
+
+from collections.abc import Iterator
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from common.data.auto_augment import AutoAugment, Policy, RandAugment
+from common.testing.host_sync import forbid_waiting
+
+RANDOM = np.random.default_rng(0)
+NOISE = RANDOM.integers(0, 256, (4, 5, 3), np.uint8)
+IMAGE = Image.fromarray(NOISE).resize((31, 20), Image.Resampling.BICUBIC)
+ROUNDED = ("Contrast", "Color", "Sharpness", "AutoContrast")  # where the last bit of a value may differ
+
+
+def batch_of(images: list[Image.Image]) -> torch.Tensor:
+    return torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2).contiguous()
+
+
+def rand_augment(magnitude: int, numbers: np.ndarray) -> Image.Image:
+    """Return torchvision's result where it draws ``numbers``: by pairs, one for the operation, one for the sign."""
+    pairs: Iterator[np.ndarray] = iter(numbers.reshape(-1, 2))
+    signs = []
+
+    def randint(count: int, _: tuple) -> int:
+        which, sign = next(pairs)
+        signs.append(torch.tensor(sign))
+        return int(count * which)
+
+    with mock.patch("torch.randint", randint), mock.patch("torch.rand", side_effect=lambda _: signs[-1]):
+        return v2.RandAugment(2, magnitude, fill=128)(IMAGE)
+
+
+def auto_augment(numbers: np.ndarray) -> Image.Image:
+    """Return what torchvision's functions make of the image."""
+    theirs, image = v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10), IMAGE
+    for (name, probability, level), (applied, sign) in zip(
+        theirs._policies[int(25 * numbers[0])], numbers[1:].reshape(2, 2), strict=True
+    ):
+        if applied >= probability:
+            continue
+        magnitudes, is_signed = theirs._AUGMENTATION_SPACE[name]
+        values = magnitudes(10, image.height, image.width)
+        value = 0.0 if values is None else float(values[level])
+        value = -value if is_signed and sign < 0.5 else value
+        image = theirs._apply_image_or_video_transform(image, name, value, theirs.interpolation, theirs._fill)
+    return image
+
+
+@pytest.mark.parametrize(
+    ("policy", "theirs"),
+    [
+        (AutoAugment(), auto_augment),
+        *((RandAugment(2, m), lambda numbers, m=m: rand_augment(3 * m, numbers)) for m in (0, 3, 7, 10)),
+    ],
+)
+def test_an_image_is_augmented_as_by_torchvision(policy: Policy, theirs) -> None:
+    state = torch.get_rng_state()
+    for numbers in RANDOM.random((100, policy.uniforms)):
+        assert np.array_equal(policy(IMAGE, numbers), theirs(numbers))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("magnitude", [0, 3, 9.5, 10])
+def test_each_operation_on_a_batch_is_that_on_an_image_within_rounding(magnitude: float) -> None:
+    augment = RandAugment(1, magnitude)
+    numbers = np.array([[(which + 0.5) / 14, sign] for which in range(14) for sign in (0.2, 0.8)])
+    for image in (IMAGE, Image.new("RGB", IMAGE.size, (7, 0, 255))):
+        batch = batch_of([image] * 28)
+        augment.augment_batch(batch.clone(), numbers)  # makes the tables of moved pixels
+        with forbid_waiting(torch.device("cpu")):
+            augmented = augment.augment_batch(batch, numbers)
+        for row, found in enumerate(augmented.permute(0, 2, 3, 1).numpy()):
+            expected = np.asarray(augment(image, numbers[row]), int)
+            assert np.abs(found - expected).max() <= (augment.names[row // 2] in ROUNDED), augment.names[row // 2]
+
+
+@pytest.mark.parametrize("policy", [AutoAugment(), RandAugment(2, 10)])
+def test_an_image_of_a_batch_depends_on_its_own_numbers(policy: Policy) -> None:
+    numbers = RANDOM.random((200, policy.uniforms))
+    batch = batch_of([IMAGE] * 200)
+    whole = policy.augment_batch(batch.clone(), numbers)
+    assert len({image.numpy().tobytes() for image in whole}) > 40
+    assert torch.equal(whole, torch.cat([policy.augment_batch(batch[:1].clone(), row[None]) for row in numbers]))
+    alone = batch_of([policy(IMAGE, row) for row in numbers])
+    # a last bit may grow in the second operation, if a threshold or a bin of a histogram lies there
+    assert ((whole.int() - alone.int()).abs() > 1).float().mean() < 0.01

@@ -48,7 +48,7 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     """Count samples and classes of the data set, which is downloaded first if needed."""
     refuse_unused(data, UNUSED)
     images = open_images(data)
-    counts = images.count("train"), images.count("test"), images.num_classes
+    counts = len(images.train.labels), len(images.test.labels), len(images.class_names)
     return DataSummary(*counts, images.fingerprint, class_names=images.class_names)
 
 
@@ -91,7 +91,7 @@ def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
 
 
 def _load(data: Mapping[str, Any], split: str, image_size: int) -> Images:
-    images = open_images(data).load(split)
+    images: Images = getattr(open_images(data), split)
     side = images.images.shape[-1]
     if side != image_size:
         raise UserError(

@@ -47,7 +47,7 @@ def test_step(run_tiny: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert [row.get("not_run") for row in rows] == [
         "not installed" if row["variant"] in step.PEERS else None for row in rows
     ]
-    assert "| part | precision |" in capsys.readouterr().out.replace("  ", "")
+    assert "| part | precision | threads |" in capsys.readouterr().out.replace("  ", "")
 
 
 def test_lamb(run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,14 @@
 """Compare our training loop with a bare one, timm's, Lightning's and accelerate's.
 
-python scripts/bench/step.py [--rounds 4] [--steps 4] [--set KEY=VALUE ...]
+python scripts/bench/step.py [--rounds 4] [--steps 4] [--threads 1] [--only LOOP ...] [--set KEY=VALUE ...]
 
 ViT-Lite-7/4 as in configs/vit_lite_vanilla.py, in bfloat16 if the CPU supports it, else in float32, at batch 64 by
-default, random images in memory, one thread. Each loop runs in its own process; they are interleaved, --steps optimizer
+default, random images in memory. Each loop runs in its own process; they are interleaved, --steps optimizer
 steps per round. Two processes with the same code differ more than the loops do, so all are restarted for each round;
 the first round after a start is not counted. `loop alone` is training without restarts on a model so small (the same
-number of tensors, width 8, one image) that the loop dominates. Libraries of requirements-bench.txt that are not
+number of tensors, width 8, one image) that the loop dominates. `float32 stream` is bare PyTorch with the residual
+stream in float32 under autocast, as timm has it. `matrix products` does a step's FLOPs as products of 1024 x 1024
+matrices, so its ratio to a loop is the MFU of that loop. Libraries of requirements-bench.txt that are not
 installed are skipped.
 """
 
@@ -23,6 +25,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +38,8 @@ from common.config.load import load_config
 from common.config.model_arguments import timm_arguments
 from common.errors import run_command
 from common.hardware import is_fast
+from common.model import vit
+from common.model.flops import flops_per_image
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
 from common.optim.lr_schedule import build_lr_scheduler
@@ -57,6 +62,7 @@ class Job:
     settings: tuple[str, ...]
     steps: int
     rounds: int
+    threads: int = 1
 
     @property
     def config(self) -> dict[str, Any]:
@@ -131,6 +137,23 @@ def bare(job: Job, rounds: Rounds) -> None:
         criterion(output.float(), labels).backward()
         optimizer.step()
         schedule.step()
+
+
+def float32_stream(job: Job, rounds: Rounds) -> None:
+    """Train like `bare`, with cls_token, pos_embed and LayerScale in float32 under autocast."""
+    with patch.object(vit, "bfloat16_as", lambda tensor, other: tensor):
+        bare(job, rounds)
+
+
+def matrix_products(job: Job, rounds: Rounds) -> None:
+    """Multiply matrices for as many FLOPs as the steps have."""
+    matrix = torch.ones(1024, 1024, dtype=getattr(torch, job.precision), device=job.device)
+    flops = flops_per_image(job.config["MODEL"]) * job.config["TOTAL_BATCH_SIZE"] * job.steps
+    for _ in rounds:
+        for _ in range(round(flops / (2 * 1024**3))):
+            matrix @ matrix
+        if job.device == "cuda":
+            torch.cuda.synchronize()
 
 
 def timm(job: Job, rounds: Rounds, *, own_model: bool = True, compiled: bool = False) -> None:
@@ -244,6 +267,8 @@ def ours(job: Job, rounds: Rounds) -> None:
 Loop = Callable[[Job, Rounds], None]
 LOOPS: dict[str, Loop] = {
     "bare": bare,
+    "float32 stream": float32_stream,
+    "matrix products": matrix_products,
     "ours": ours,
     "timm": timm,
     "timm's loop, our model": partial(timm, own_model=False),
@@ -254,20 +279,25 @@ LOOPS: dict[str, Loop] = {
 
 def main(argv: list[str]) -> None:
     steps = dict(type=int, default=4, help="optimizer steps per round (default: 4)")
+    threads = dict(type=int, default=1, help="threads of each loop (default: 1)")
+    only = dict(nargs="+", choices=LOOPS, metavar="LOOP", help="bare and these loops, and no loop alone")
     settings = dict(action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe")
     packages = list(PEERS.values())
-    run_benchmark("step", measure, argv, __doc__, rounds=4, packages=packages, steps=steps, set=settings)
+    options = dict(steps=steps, threads=threads, only=only, set=settings)
+    run_benchmark("step", measure, argv, __doc__, rounds=4, packages=packages, **options)
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
     """Yield the rows of training, and of the loop alone."""
     rounds, steps = (2, 2) if args.tiny else (args.rounds, args.steps)
     settings = ("TOTAL_BATCH_SIZE=64", *args.set, *(NO_WORK if args.tiny else ()))
-    job = Job(settings, steps, rounds=2)
-    small = Job((*settings, *NO_WORK), steps if args.tiny else 25 * steps, rounds + 1)
-    names = {"precision": job.precision}
-    yield from summarise(compare(LOOPS, job, rounds), "bare", steps, part="training", **names)
-    yield from summarise(compare(LOOPS, small), "bare", small.steps, part="loop alone", **names)
+    job = Job(settings, steps, 2, args.threads)
+    names = {"precision": job.precision, "threads": job.threads}
+    loops = {name: loop for name, loop in LOOPS.items() if not args.only or name in ("bare", *args.only)}
+    yield from summarise(compare(loops, job, rounds), "bare", steps, part="training", **names)
+    if not args.only:
+        small = Job((*settings, *NO_WORK), steps if args.tiny else 25 * steps, rounds + 1, args.threads)
+        yield from summarise(compare(LOOPS, small), "bare", small.steps, part="loop alone", **names)
 
 
 def compare(loops: Mapping[str, Loop], job: Job, starts: int = 1) -> dict[str, list[Row] | None]:
@@ -283,8 +313,8 @@ def compare(loops: Mapping[str, Loop], job: Job, starts: int = 1) -> dict[str, l
 
 
 def run_quietly(loop: Loop, job: Job, rounds: Rounds) -> None:
-    """Run the loop on one thread, discarding its output."""
-    torch.set_num_threads(1)
+    """Run the loop on its threads, discarding its output."""
+    torch.set_num_threads(job.threads)
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
         loop(job, rounds)
 

@@ -1,5 +1,6 @@
 """Mistakes of the user's, and how every command of the project reports them."""
 
+import argparse
 import difflib
 import io
 import json
@@ -63,6 +64,13 @@ def nearest_multiples(value: int, unit: int) -> str:
     """Return the multiples of ``unit`` next to ``value``, which is none, as ``"4 or 8"``."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
+
+
+def command_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser that prints ``description`` as it is written, with the ``--debug`` of `run_command`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--debug", action="store_true", help="show a traceback for user errors too")
+    return parser
 
 
 def run_command(main: Callable[[list[str]], object], argv: list[str] | None = None) -> None:

@@ -6,7 +6,6 @@ An example must be accepted, or refused in one line (`UserError`), within 20 s a
 Exit status 1 if anything is broken.
 """
 
-import argparse
 import contextlib
 import io
 import re
@@ -27,7 +26,7 @@ from fuzzing.files import ENTRY, NAME, checkpoint_example, data_example, images_
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from common.errors import UserError, printable, run_command
+from common.errors import UserError, command_parser, printable, run_command
 from common.table import format_table
 
 SECONDS, MEMORY, LINE = 20, 2 << 30, 4000
@@ -114,7 +113,7 @@ def fuzz(kind: str, examples: int, number: int) -> Counter:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--examples", type=int, default=5000, help="number of examples over all kinds (default: 5000)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     parser.add_argument("--only", choices=KINDS, help="test only this kind")

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from common.errors import UserError, did_you_mean, run_command
+from common.errors import UserError, command_parser, did_you_mean, run_command
 from common.metrics.provenance import PACKAGES, describe_run
 from common.tools.harness import COMPLETE, FAILED, ROOT, UNFINISHED, NotRunError, Row, run_piece
 from common.tools.result_rows import INTERRUPTED, Record, add_line, format_records, read_records
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--only", nargs="+", default=list(PIECES), metavar="PIECE", help="pieces to run (default: all)")
     parser.add_argument("--tiny", action="store_true", help="smallest sizes, to check that everything runs")
     parser.add_argument("--again", action="store_true", help="rerun complete pieces too")
@@ -90,7 +90,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--caltech", type=Path, metavar="DIR", help="Caltech-101's folder")
     parser.add_argument("--list", action="store_true", help="print the pieces and exit")
     parser.add_argument("--table", action="store_true", help="print the results and exit")
-    parser.add_argument("--debug", action="store_true", help="show a traceback for user errors too")
     args = parser.parse_args(argv)
     for name in args.only:
         if name not in PIECES:

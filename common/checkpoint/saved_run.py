@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from common.checkpoint.content import check_weights, read_about, read_config
 from common.checkpoint.model_state import EMA, MODEL
 from common.checkpoint.save import BEST, CONFIG, MARKER, load_model_state, load_trainer_state, newest_checkpoint
-from common.errors import UserError
+from common.errors import UserError, command_parser
 from common.hardware import memory_bytes
 from common.metrics.writers import Record, read_metrics
 from common.model.vit import build_model
@@ -91,14 +91,11 @@ class SavedRun:
         return importlib.import_module(name)
 
 
-def build_parser(program: str, description: str | None, others: str = "") -> argparse.ArgumentParser:
+def build_parser(description: str | None, others: str = "") -> argparse.ArgumentParser:
     """Return the parser of a command whose first argument is what `open_run` opens, or one of the ``others``."""
-    parser = argparse.ArgumentParser(
-        program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(description)
     parser.add_argument("run", metavar="RUN_OR_CHECKPOINT", help=f"a run's folder, or one in its checkpoints/{others}")
     parser.add_argument("--raw", action="store_true", help="use the weights instead of their moving average (EMA)")
-    parser.add_argument("--debug", action="store_true", help="show a traceback for user errors too")
     return parser
 
 

@@ -5,7 +5,7 @@ import shutil
 
 from common.checkpoint.resume import AUTO, NEVER
 from common.config.schema import describe_keys, find_key
-from common.errors import UserError
+from common.errors import UserError, command_parser
 from common.estimate.cluster import FLAGS, add_cluster_arguments
 from common.launch.launcher import add_launch_arguments
 from common.metrics.lr_finder import STEPS
@@ -13,7 +13,7 @@ from common.metrics.lr_finder import STEPS
 
 def parse_arguments(argv: list[str], description: str | None) -> argparse.Namespace:
     """Return the arguments of ``train*.py``; raise `UserError` for conflicting ones."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(description)
     parser.add_argument("--config", required=True, help="a config file, or the name of a recipe in configs/")
     parser.add_argument(
         "--help-config",
@@ -58,7 +58,6 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
     parser.add_argument(
         "--from_torch", "--use_trainer", action="store_true", help="accepted for compatibility; no effect"
     )
-    parser.add_argument("--debug", action="store_true", help="show a traceback for user errors too")
     add_cluster_arguments(parser)
     add_launch_arguments(parser)
     args = parser.parse_args(argv)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from common.colossal import initialize, shard_model
-from common.errors import UserError
+from common.errors import UserError, command_parser
 from common.hardware import peak_memory
 from common.model.freeze import freeze
 from common.model.vit import build_model
@@ -20,11 +20,10 @@ from common.run.start import start_run
 
 def build_parser(description: str | None, steps: int, output: str) -> argparse.ArgumentParser:
     """Return a parser with the common arguments and the given defaults of ``--steps`` and ``--output``."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(description)
     parser.add_argument("--steps", type=int, default=steps, help=f"optimizer steps (default: {steps})")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
     parser.add_argument("--output", type=Path, default=Path(output), help=f"default: {output}")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.errors import command_parser
 from common.metrics.provenance import PACKAGES, describe_run
 from common.tools.harness import COMPLETE, ROOT, Row
 from common.tools.result_rows import Record, add_line, format_records
@@ -29,11 +30,10 @@ def run_benchmark(
     ``options`` are the benchmark's own: names and arguments of `add_argument`. Provenance includes the versions of
     ``packages``.
     """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(doc)
     parser.add_argument("--rounds", type=int, default=rounds, help=f"rounds of each variant (default: {rounds})")
     parser.add_argument("--tiny", action="store_true", help="so small that it shows only that everything runs")
     parser.add_argument("--output", type=Path, help=f"file to add rows to (default: {RESULTS.relative_to(ROOT)})")
-    parser.add_argument("--debug", action="store_true", help="show a traceback for user errors too")
     for option, arguments in options.items():
         parser.add_argument(f"--{option}", **arguments)
     args = parser.parse_args(argv)

@@ -85,7 +85,7 @@ class Tally:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = build_parser("python scripts/evaluate.py", __doc__, OTHERS)
+    parser = build_parser(__doc__, OTHERS)
     parser.add_argument("--data", metavar="DIR", help="the data set (default: the run's)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config")
     parser.add_argument("--output", metavar="DIR", help="default: evaluation/<checkpoint> in the run's folder")

@@ -148,7 +148,7 @@ def _save(model: nn.Module, output: Path, metadata: dict[str, str]) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = build_parser("python scripts/export.py", __doc__)
+    parser = build_parser(__doc__)
     parser.add_argument("--to", required=True, choices=WRITERS, help="format")
     parser.add_argument("--output", metavar="DIR", help="default: export/<checkpoint>/<format> in the run's folder")
     parser.add_argument("--push", metavar="USER/NAME", help="upload the export to the Hugging Face Hub")

@@ -117,7 +117,7 @@ def _best(probabilities_C: torch.Tensor, names: Sequence[str]) -> Answer:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = build_parser("python scripts/predict.py", __doc__, OTHERS)
+    parser = build_parser(__doc__, OTHERS)
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="a file, a folder with images, or - for stdin")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line, for each image")
     return parser.parse_args(argv)

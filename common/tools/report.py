@@ -4,7 +4,6 @@ It holds the curves of every metric in metrics.jsonl, a summary, the environment
 run's, and what differs between those of several.
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -22,7 +21,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from common.checkpoint.content import METRICS, RunInfo, read_about
-from common.errors import UserError, counted
+from common.errors import UserError, command_parser, counted
 from common.files import own_file, short_path
 from common.metrics.provenance import name_hardware
 from common.metrics.record import Record
@@ -75,7 +74,7 @@ class FinishedRun:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="folder of a run or a sweep; several are compared"
     )
@@ -85,7 +84,6 @@ def main(argv: list[str]) -> None:
         metavar="FILE",
         help="default: report.html in RUN, or in the folder that holds all of them",
     )
-    parser.add_argument("--debug", action="store_true", help="show a traceback for user errors too")
     args = parser.parse_args(argv)
     folders = [folder for named in args.runs for folder in find_runs(named)]
     names = [folder.resolve().name for folder in folders]

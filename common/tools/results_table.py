@@ -1,12 +1,11 @@
 """Add a finished run to a task's table of results: ``python scripts/record.py RUN TASK/results.csv``."""
 
-import argparse
 import csv
 import math
 import time
 from pathlib import Path
 
-from common.errors import UserError
+from common.errors import UserError, command_parser
 from common.metrics.provenance import format_command, name_hardware
 from common.tools.report import load_run
 
@@ -17,10 +16,9 @@ COLUMNS = [
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_parser(__doc__)
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("table", type=Path, help="CSV file; made if it is not there")
-    parser.add_argument("--debug", action="store_true", help="show a traceback for user errors too")
     args = parser.parse_args(argv)
     row = summarise(args.run)
     new = not args.table.exists()

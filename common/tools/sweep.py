@@ -22,7 +22,7 @@ from pathlib import Path
 
 from common.config.batch_plan import build_plan
 from common.config.load import find_config, load_config
-from common.errors import UserError
+from common.errors import UserError, command_parser
 from common.launch.stop_signals import SIGNALS, exit_code, signal_name
 from common.table import format_table
 from common.tools.sweep_results import draw, is_finished, read_sweep, tabulate
@@ -138,7 +138,7 @@ def report(output: Path, best: str | None, failed: Mapping[str, int]) -> None:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("sweep.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--config", help="a config file, or the name of a recipe; without it, only report")
     parser.add_argument(
         "--grid", action="append", default=[], metavar="KEY=A,B", help="a key and its values; repeat for more keys"
@@ -148,7 +148,6 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--best", metavar="KEY", help="draw only the best of the values of this --grid key")
     parser.add_argument("--train", type=Path, metavar="SCRIPT", help="the task's script (default: the recipe's)")
     parser.add_argument("--processes", type=int, default=1, help="GPUs of each run, started by torchrun (default: 1)")
-    parser.add_argument("--debug", action="store_true", help="show a traceback for user errors too")
     return parser
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, command_parser
 from common.metrics.provenance import describe_run
 from common.tools.harness import ROOT, Row, run_piece
 from common.tools.result_rows import format_provenance, format_rows
@@ -71,13 +71,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one or two tries of the cheap rows; page not written")
     parser.add_argument("--only", default="", metavar="NAME", help="only rows with this in their name")
     parser.add_argument("--tries", type=int, metavar="N", help="tries of each row (default: each row's own)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     parser.add_argument("--list", action="store_true", help="print the rows' names")
-    parser.add_argument("--debug", action="store_true", help="show a traceback for user errors too")
     return parser.parse_args(argv)
 
 

@@ -124,11 +124,16 @@ class StopSignals:
         if self._previous:
             signal.set_wakeup_fd(-1)
             self._previous = {}  # it may `install` for itself
-            _PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != self._forking.parent:  # it has died already
-                os._exit(1)
+            die_with(self._forking.parent)
         else:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
+
+
+def die_with(parent: int) -> None:
+    """Let this process be killed when ``parent``, the process that started it, ends."""
+    _PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
 
 
 def _kill_children() -> None:

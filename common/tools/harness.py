@@ -23,6 +23,7 @@ import psutil
 import torch
 
 from common.errors import UserError
+from common.launch.stop_signals import die_with
 
 ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]
@@ -30,7 +31,6 @@ Rounds = Iterator[Row]  # of a variant; the work of a round is the body of ``for
 COMPLETE, NOT_RUN, UNFINISHED, FAILED = "complete", "not run", "unfinished", "failed"
 LEAVING = 30.0  # seconds for a variant to clean up after its last round
 LIMIT = 1800.0  # seconds for a variant's set-up, or a round
-_parent_ends: set[Connection] = set()
 
 
 class NotRunError(Exception):
@@ -52,8 +52,7 @@ class Child:
         # a new interpreter takes seconds to import torch, but a forked process cannot use a GPU
         context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
         self.connection, theirs = context.Pipe()
-        _parent_ends.add(self.connection)  # pyright: ignore[reportArgumentType]
-        self._process = context.Process(target=_call, args=(function, theirs, args))  # pyright: ignore[reportAttributeAccessIssue]
+        self._process = context.Process(target=_call, args=(os.getpid(), function, theirs, args))  # pyright: ignore[reportAttributeAccessIssue]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork() with threads around
             self._process.start()
@@ -74,7 +73,6 @@ class Child:
 
     def end(self, grace: float = 0.0) -> int:
         """Wait ``grace`` seconds, then kill the process and all its children; return its exit code."""
-        _parent_ends.discard(self.connection)
         self.connection.close()
         self._process.join(grace)
         with suppress(psutil.NoSuchProcess):
@@ -88,10 +86,9 @@ class Child:
         return self._process.exitcode
 
 
-def _call(function: Callable[..., None], connection: Connection, args: tuple[Any, ...]) -> None:
-    for parent_end in _parent_ends:  # a copy held here would hide the parent's end from its other children
-        parent_end.close()
+def _call(parent: int, function: Callable[..., None], connection: Connection, args: tuple[Any, ...]) -> None:
     os.setsid()
+    die_with(parent)
     function(connection, *args)
 
 
@@ -167,13 +164,11 @@ def in_processes(variants: Mapping[str, Callable[[Rounds], None]]) -> Iterator[d
 
 
 def _run_variant(connection: Connection, variant: Callable[[Rounds], None]) -> None:
-    try:
-        variant(_do_rounds(connection))
-    except UserError as error:
-        with suppress(OSError):  # the parent ended with another variant's
+    with suppress(EOFError, ConnectionError):  # another variant has failed
+        try:
+            variant(_do_rounds(connection))
+        except UserError as error:
             connection.send(error)
-    except (EOFError, ConnectionError):  # the parent has ended
-        pass
 
 
 def _do_round(name: str, child: Child) -> Row:

@@ -1,6 +1,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -20,7 +21,6 @@ from common.tools.harness import (
     Row,
     UnfinishedError,
     WrongError,
-    cpu_seconds,
     in_processes,
     interleave,
     run_piece,
@@ -81,12 +81,6 @@ def test_a_piece_over_its_limit_is_killed_with_what_it_started() -> None:
     assert all(map(has_ended, saved[0]["children"]))
 
 
-def burn(seconds: float) -> None:
-    until = cpu_seconds() + seconds
-    while cpu_seconds() < until:
-        pass
-
-
 def test_the_order_rotates() -> None:
     called = []
     variants = {name: lambda name=name: called.append(name) or {"name": name} for name in "abc"}
@@ -96,14 +90,8 @@ def test_the_order_rotates() -> None:
 
 
 def test_cpu_time_counts_children() -> None:
-    def in_a_child() -> None:
-        if (child := os.fork()) == 0:
-            burn(0.1)
-            os._exit(0)
-        os.waitpid(child, 0)
-
-    measured = timed(in_a_child)
-    assert measured["cpu"] >= 0.1
+    measured = timed(lambda: subprocess.run([sys.executable, "-Sc", "import time\nwhile time.process_time() < 0.2: 0"]))
+    assert measured["cpu"] >= 0.2
     assert measured["wall"] > 0
 
 
@@ -122,35 +110,19 @@ def test_processes_answer_round_by_round() -> None:
     assert all(one["wall"] >= 0 and one["cpu"] >= 0 for one in measured["a"])
 
 
-def never_end(rounds: Rounds) -> None:
-    answer_with_pid(rounds)
-    time.sleep(600)
-
-
-def test_a_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "LEAVING", 0.1)
-    with in_processes({"a": never_end}) as variants:
-        measured = interleave(variants, 1)
-    assert not os.path.exists(f"/proc/{measured['a'][0]['pid']}")
-
-
 def refuse(rounds: Rounds) -> None:
     raise UserError("--steps 0: at least 1")
 
 
-def die(rounds: Rounds) -> None:
-    os._exit(1)
-
-
-def hang(rounds: Rounds) -> None:
-    time.sleep(600)
-
-
 @pytest.mark.parametrize(
     ("variant", "message"),
-    [(refuse, "--steps 0: at least 1"), (die, "b failed: its own"), (hang, "b failed: no answer within 2 s")],
+    [
+        (refuse, "--steps 0: at least 1"),
+        (lambda rounds: os._exit(1), "b failed: its own"),
+        (lambda rounds: time.sleep(600), "b failed: no answer within 2 s"),
+    ],
 )
-def test_a_variant_that_fails_is_told(variant, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variant_that_fails_is_reported(variant, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "LIMIT", 2.0)
     monkeypatch.setattr(harness, "LEAVING", 0.1)
     with pytest.raises(UserError, match=message), in_processes({"a": answer_with_pid, "b": variant}):
@@ -158,7 +130,6 @@ def test_a_variant_that_fails_is_told(variant, message: str, monkeypatch: pytest
 
 
 def test_a_variant_ends_with_its_parent() -> None:
-    """Where the parent is killed, its end of the pipe closes, though the variants were forked one after another."""
     receiver, sender = Pipe(duplex=False)
     parent = os.fork()
     if parent == 0:
@@ -169,9 +140,3 @@ def test_a_variant_ends_with_its_parent() -> None:
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
     wait_until(lambda: all(map(has_ended, pids)), seconds=20)
-
-
-def test_a_mistake_that_another_variant_has_told_before_is_left_alone() -> None:
-    parents, theirs = Pipe()
-    parents.close()
-    harness._run_variant(theirs, refuse)

@@ -19,7 +19,6 @@ SETTINGS = ["MAX_STEPS=12", f"SEED={SEED}"]
 
 
 def prepare_quietly(*arguments: object) -> str:
-    """Run the command ``prepare``; return its stdout."""
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(io.StringIO()):
         prepare.main([*map(str, arguments), "--workers", "1"])
     return printed.getvalue()
@@ -42,7 +41,6 @@ def spoiled(lab: Lab, choice: random.Random, mode: Mode, *settings: str) -> tupl
 
 @fault("a record goes bad: DALI stops, repair, resume", 2)
 def record_goes_bad(lab: Lab, choice: random.Random) -> None:
-    """Flip a bit of a record during a run: DALI stops and names it; after a repair the run resumes."""
     trial, data, index, spoil = spoiled(lab, choice, TWO)
     row = open_split(data, "train").records[index]
     ended = trial.run(spoil)
@@ -67,7 +65,6 @@ def image_is_skipped(lab: Lab, choice: random.Random) -> None:
 
 @fault("another data set: refused, unless allowed")
 def another_data_set(lab: Lab, choice: random.Random) -> None:
-    """Resume with another data set: refused, unless allowed."""
     stopped, data = Trial(lab, TWO).stop_at_step_10(), prepare_more(lab)
     Trial(lab, TWO, stopped.output, data=data).run().expect(
         2, "DATA.root differs from the data set of", "DATA.allow_change=True"

@@ -26,7 +26,6 @@ from common.metrics.provenance import describe_run
 from common.tools.harness import ROOT, Row, run_piece
 from common.tools.result_rows import format_provenance, format_rows
 from faults.lab import FAULTS, Fault, Lab, Recovery
-from faults.processes import RunLostError
 
 # imported once, for all forked processes
 from imagenet_dali import imagenet_dali_dataloader  # noqa: F401
@@ -81,7 +80,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def inject(fault: Fault, lab: Lab, seed: int, tries: int) -> Row:
-    """Return a row of the table."""
     recoveries: list[Row] = []
     seeds = [f"{seed}/{fault.name}/{number}" for number in range(tries)]
     status, why = run_piece(attempt, fault, lab, seeds, seconds=SECONDS * tries, save=recoveries.append)
@@ -106,10 +104,8 @@ def attempt(fault: Fault, lab: Lab, seeds: Sequence[str]) -> Iterator[Row]:
         recovery: dict[str, Any] = {"survived": False}
         try:
             recovery = {"survived": True} | (fault.inject(lab, random.Random(seed)) or Recovery())._asdict()
-        except RunLostError as reason:
-            print(f"    NOT SURVIVED: {reason}", flush=True)
         except Exception:
-            print(f"    NOT SURVIVED: {traceback.format_exc()}", flush=True)
+            print(f"    NOT SURVIVED: {traceback.format_exc(limit=-2)}", flush=True)
         yield recovery
 
 
@@ -119,7 +115,6 @@ def has_survived(row: Mapping[str, Any]) -> bool:
 
 
 def write_page(table: str, provenance: str) -> None:
-    """Replace the page's content after `HEADING`."""
     before, heading, _ = PAGE.read_text().partition(HEADING)
     assert heading, f"{PAGE} has no {HEADING!r}"
     PAGE.write_text(f"{before}{HEADING}\n{provenance}\n\n{table}\n")

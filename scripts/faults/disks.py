@@ -3,7 +3,6 @@
 import itertools
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -18,24 +17,20 @@ from faults.lab import ONE, TWO, Lab, Recovery, Trial, fault
 from faults.places import Place, at, in_order, on, signal_self
 from faults.processes import PATIENT, expect
 
-LARGEST = 32_768  # bytes: larger than a run's logs, smaller than its tensors
 SAVED = Place("step", 5)  # the checkpoint of step 3 is there, or soon will be
 LATER = Place("step", 8)
-IS_ROOT = os.geteuid() == 0
-FULL = "No space left on device" if IS_ROOT else "too large"
+IS_ROOT = os.geteuid() == 0  # and may mount file systems
 
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """Mount a file system of 8 MB and 300 inodes; without the permission, yield a plain folder."""
+    """Mount a file system of 8 MB and 300 inodes."""
     folder.mkdir()
-    if IS_ROOT:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m,nr_inodes=300", "tmpfs", folder], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m,nr_inodes=300", "tmpfs", folder], check=True)
     try:
         yield folder
     finally:
-        if os.path.ismount(folder):
-            subprocess.run(["umount", "--recursive", "--lazy", folder], check=True)
+        subprocess.run(["umount", "--recursive", "--lazy", folder], check=True)
 
 
 def await_checkpoint(output: Path) -> None:
@@ -44,18 +39,22 @@ def await_checkpoint(output: Path) -> None:
 
 
 def fill(output: Path) -> None:
-    """Fill the disk; for a plain folder, limit the size of this process's files instead."""
     await_checkpoint(output)
-    if not os.path.ismount(output.parent):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST, resource.RLIM_INFINITY))
-        return
-    with suppress(OSError), (output.parent / "ballast").open("wb", buffering=0) as ballast:
+    fill_disk(output.parent / "ballast")
+
+
+def fill_disk(file: Path) -> None:
+    """Write to ``file`` until the disk is full."""
+    with suppress(OSError), file.open("wb", buffering=0) as ballast:
         while True:
             ballast.write(bytes(4096))
 
 
+def make_room(output: Path) -> None:
+    (output.parent / "ballast").unlink(missing_ok=True)
+
+
 def use_inodes(output: Path) -> None:
-    """Fill the disk with empty files."""
     await_checkpoint(output)
     (output.parent / "ballast").mkdir()
     with suppress(OSError):
@@ -65,11 +64,6 @@ def use_inodes(output: Path) -> None:
 
 def free_inodes(output: Path) -> None:
     shutil.rmtree(output.parent / "ballast")
-
-
-def make_room(output: Path) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    (output.parent / "ballast").unlink(missing_ok=True)
 
 
 def turn_read_only(output: Path) -> None:
@@ -98,20 +92,19 @@ def disk_fails(
         return trial.resume()
 
 
-fault("disk full", 2, fail=fill, mend=make_room, reason=FULL)(disk_fails)
-if IS_ROOT:
-    fault("inodes exhausted", 2, 0, fail=use_inodes, mend=free_inodes, reason="no inodes left")(disk_fails)
-    fault("disk turns read-only", 2, 0, fail=turn_read_only, mend=turn_writable, reason="Read-only file")(disk_fails)
-
-
-@fault("disk full for a while", 2, 0)
-def disk_full_for_a_while(lab: Lab, choice: random.Random) -> Recovery:
-    """Fill the disk from step 5 to 8: the run ends with the same result."""
+def full_for_a_while(lab: Lab, choice: random.Random) -> Recovery:
     with small_disk(lab.new_folder()) as disk:
         trial = Trial(lab, ONE, disk / "run")
         changes = at(SAVED, lambda: fill(trial.output)), at(LATER, lambda: make_room(trial.output))
         trial.run(in_order(*changes)).expect(0, "training continues")
         return trial.compare()
+
+
+if IS_ROOT:
+    fault("disk full", 2, fail=fill, mend=make_room, reason="No space left on device")(disk_fails)
+    fault("inodes exhausted", 2, 0, fail=use_inodes, mend=free_inodes, reason="no inodes left")(disk_fails)
+    fault("disk turns read-only", 2, 0, fail=turn_read_only, mend=turn_writable, reason="Read-only file")(disk_fails)
+    fault("disk full for a while", 2, 0)(full_for_a_while)
 
 
 @fault("output folder moved away", 1, 0)
@@ -149,7 +142,6 @@ def hostile_files(lab: Lab, choice: random.Random) -> Recovery:
 
 @fault("two runs into one folder: the second is refused")
 def two_runs(lab: Lab, choice: random.Random) -> Recovery:
-    """Start a second run into the folder of a running one: it is refused, and the first is not affected."""
     trial = Trial(lab, TWO)
     paused, resumed = (trial.output.with_name(name) for name in ("paused", "resumed"))
 
@@ -168,7 +160,6 @@ def two_runs(lab: Lab, choice: random.Random) -> Recovery:
 
 @fault("TensorBoard and curves fail")
 def writers_fail(lab: Lab, choice: random.Random) -> Recovery:
-    """Make TensorBoard and the curves fail at their first record."""
     trial = Trial(lab, ONE, settings=["LOG.tensorboard=True"])
 
     def fail(*_: object) -> None:

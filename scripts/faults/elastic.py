@@ -66,7 +66,6 @@ class Torchrun:
 
 @fault("torchrun --max-restarts: a rank is killed", 1, 0)
 def restarted(lab: Lab, choice: random.Random) -> Recovery:
-    """Kill a rank under ``--max-restarts``: torchrun restarts all ranks, and they resume."""
     trial = Trial(lab, TWO.but(NO_CHANCE))
     agent = Torchrun(trial, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
     printed = agent.wait(0, time.monotonic() + LIMIT)

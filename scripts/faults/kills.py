@@ -30,7 +30,6 @@ SAVING_CALLS = 60  # in a run of 12 steps, after its first checkpoint
 
 
 def killed(lab: Lab, choice: random.Random, mode: Mode, times: int = 1) -> Recovery:
-    """Kill a random rank at a random place, ``times`` times; then resume."""
     trial = Trial(lab, mode)
     for _ in range(times):
         last = newest_checkpoint(trial.checkpoints)
@@ -105,7 +104,6 @@ fault("newest checkpoint without COMPLETE", damage=remove_marker)(damaged)
 
 @fault("every checkpoint damaged: refused")
 def all_damaged(lab: Lab, choice: random.Random) -> None:
-    """Damage every checkpoint: the run is refused, and does not start from scratch on top of them."""
     trial = Trial(lab, ONE).stop_at_step_10()
     for path in list_checkpoints(trial.checkpoints):
         truncate(path, choice)

@@ -37,7 +37,6 @@ class Mode(NamedTuple):
     lines: str = ""
 
     def but(self, lines: str) -> "Mode":
-        """Return this mode with additional config lines."""
         return Mode(f"{self.name}, {lines}", self.size, f"{self.lines}\n{lines}")
 
     def choose_rank(self, choice: random.Random) -> int:
@@ -83,7 +82,6 @@ class Lab:
         self.data = prepare_data(folder / "data")
 
     def new_folder(self) -> Path:
-        """Return a folder that does not exist yet."""
         return Path(tempfile.mkdtemp(dir=self.folder)) / "run"
 
     def reference(self, mode: Mode) -> tuple[float, dict[str, Any]]:
@@ -173,7 +171,6 @@ def fault(name: str, tries: int = 1, quick: int = 1, **options: Any) -> Callable
 
 
 def read_result(output: Path) -> dict[str, Any]:
-    """Return the result of a run that has ended."""
     last = newest_checkpoint(output / "checkpoints")
     expect(last is not None and last.name == f"step-{STEPS:08d}", f"{output}: the last checkpoint is {last}")
     return checkpoints.read_result(output)

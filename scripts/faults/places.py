@@ -82,7 +82,6 @@ class _AtPlace(BaseHook):
 
 
 def add_hook(hook: BaseHook) -> None:
-    """Add a hook to the run's."""
     build = Run.build_hooks
     Run.build_hooks = lambda self, *arguments: [*build(self, *arguments), hook]
 

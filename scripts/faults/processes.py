@@ -81,7 +81,6 @@ class Ranks:
         return [process.pid for process in self.processes]
 
     def send(self, number: int, ranks: Sequence[int] | None = None) -> None:
-        """Send a signal to ranks, by default to all."""
         for rank in range(len(self.processes)) if ranks is None else ranks:
             if self.processes[rank].exitcode is None:
                 os.kill(self.processes[rank].pid, number)
@@ -138,7 +137,6 @@ def remove_processes(sessions: Sequence[int]) -> list[int]:
 
 
 def processes_of(sessions: Sequence[int]) -> list[int]:
-    """Return the processes of the sessions that have not ended."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError):

@@ -16,7 +16,6 @@ LONG_STEP = 15.0  # seconds, in which a second Ctrl-C must end the run
 
 
 def signalled(lab: Lab, choice: random.Random, number: int, scope: str, mode: Mode) -> Recovery:
-    """Send a signal at a random place of training, evaluation or start-up; then resume."""
     trial = Trial(lab, mode)
     place = choose_place(choice, "step", "accumulation", "evaluation", *["start-up"] * (scope == "all ranks"))
     if place.event == "start-up":  # the handlers are installed in the first call
@@ -66,7 +65,6 @@ def has_handlers(pid: int) -> bool:
 
 @fault("a second Ctrl-C", 1, 0)
 def second_ctrl_c(lab: Lab, choice: random.Random) -> Recovery:
-    """Press Ctrl-C twice during a long step: the second ends the run immediately."""
     trial = Trial(lab, TWO)
 
     def press_twice() -> None:

@@ -4,11 +4,11 @@ import os
 import random
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from unittest import mock
 
 from common.testing.object_store import running_store
-from faults.disks import IS_ROOT, LATER, SAVED, small_disk
+from faults.disks import IS_ROOT, LATER, SAVED, fill_disk, small_disk
 from faults.lab import BLOCKS, Lab, Recovery, Trial, fault
 from faults.places import at, choose_place, in_order, kill
 
@@ -35,14 +35,11 @@ def killed(lab: Lab, choice: random.Random) -> Recovery:
 
 
 def cache_fails(lab: Lab, choice: random.Random) -> Recovery:
-    """Start with a full disk for the cache, free it at step 5 and wipe the cache at step 8."""
     with unreliable_store(lab, choice) as url, small_disk(lab.new_folder()) as disk:
         cache, ballast = disk / "cache", disk / "ballast"
         cache.mkdir()
         (cache / ".used").touch()
-        with suppress(OSError), ballast.open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))
+        fill_disk(ballast)
         trial = Trial(lab, BLOCKS, settings=[f"DATA.cache={cache}", "DATA.cache_gb=0.004"], data=url)
         free = at(SAVED, lambda: ballast.unlink(missing_ok=True))
         wipe = at(LATER, lambda: shutil.rmtree(cache, ignore_errors=True))

@@ -50,6 +50,5 @@ def open_cifar(data: Mapping[str, Any], batch: int, side: int, device: torch.dev
 
 
 def repeat(loader: Iterable[Any]) -> Iterator[Any]:
-    """Yield pass after pass."""
     while True:
         yield from loader

@@ -88,7 +88,6 @@ class Job:
         return self.seconds - (time.monotonic() - self.started)
 
     def new_folder(self, name: str) -> Path:
-        """Return an empty subfolder ``name``."""
         shutil.rmtree(self.folder / name, ignore_errors=True)
         (self.folder / name).mkdir(parents=True)
         return self.folder / name
@@ -114,7 +113,6 @@ class Job:
         return (time.perf_counter() - started) / repeats
 
     def milliseconds(self, work: Callable[[], object]) -> Row:
-        """Return the median time of ``work``."""
         return {"ms": 1e3 * statistics.median(self.time(work)), "n": ROUNDS}
 
     def peak_memory(self) -> Row:
@@ -125,7 +123,6 @@ class Job:
         return {"memory_gb": allocated / 1e9, "reserved_gb": reserved / 1e9}
 
     def random_batch(self, model: Mapping[str, Any], batch: int) -> tuple[Tensor, Tensor]:
-        """Return images and labels on the device."""
         random = torch.Generator().manual_seed(1)
         images = torch.randn(batch, 3, model["image_size"], model["image_size"], generator=random)
         return images.to(self.device), torch.randint(model["num_classes"], (batch,), generator=random).to(self.device)

@@ -92,7 +92,7 @@ def test_a_changed_key_is_refused_in_one_line(trained: Trained) -> None:
     rate = json.loads(before["config.json"])["config"]["LEARNING_RATE"]
     assert line.startswith(f"error: LEARNING_RATE=5 (was {rate!r}): ")
     assert " is finished; " in line
-    for way in ("--output DIR", "raise NUM_EPOCHS", "--allow-change LEARNING_RATE"):
+    for way in ("--output DIR", "--resume ", "--allow-change LEARNING_RATE"):
         assert way in line
     assert read_folder(trained.output) == before
 

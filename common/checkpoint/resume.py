@@ -14,8 +14,6 @@ from common.colossal import ParallelMode, gpc
 from common.config.batch_plan import DataSummary
 from common.errors import AgreedError, UserError, printable
 from common.files import read_json
-from common.model.freeze import is_frozen
-from common.model.vit import parameter_shapes
 from common.table import flatten
 
 NEVER, AUTO = "never", "auto"
@@ -167,28 +165,13 @@ def check_changes(path: Path, config: Mapping[str, Any], output: Path, allowed: 
         return
     refused = {key: values for key, values in changed.items() if _changes_training(key, *values, allowed)}
     if refused:
-        keys = sorted(refused, key=lambda key: key == "NUM_EPOCHS")  # last: it only moves the end
-        shown = ", ".join(f"{key}={refused[key][1]!r} (was {refused[key][0]!r})" for key in keys[:3])
-        shown += f" and {len(keys) - 3} more" * (len(keys) > 3)
-        state = (
-            "is finished" if (is_finished := finished_step(path, last_step) is not None) else "would train otherwise"
-        )
-        allow = " ".join(f"--allow-change {key}" for key in keys)
-        ways = (
-            f", or raise NUM_EPOCHS and add {allow}"
-            if is_finished
-            else f", branch off with --resume {path} --output DIR, or add {allow}"
-        )
-        if _trained_shapes(read_config(path, read_about(path))) != _trained_shapes(config):
-            ways = " (--init takes the weights)"  # no optimizer state fits
+        shown = ", ".join(f"{key}={now!r} (was {then!r})" for key, (then, now) in refused.items())
+        allow = " ".join(f"--allow-change {key}" for key in refused)
+        state = "would train otherwise" if finished_step(path, last_step) is None else "is finished"
         raise UserError(
-            f"{shown}: the run in {output} {state}; keep the earlier values, start another run with --output DIR{ways}"
+            f"{shown}: the run in {output} {state}; keep the earlier values, start another run with --output DIR, "
+            f"branch off with --resume {path} --output DIR, or add {allow}"
         )
-
-
-def _trained_shapes(config: Mapping[str, Any]) -> dict[str, list[int]]:
-    shapes = parameter_shapes(**config["MODEL"])
-    return {name: shape for name, shape in shapes.items() if not is_frozen(name, config["FREEZE"])}
 
 
 def _changes_training(key: str, then: Any, now: Any, allowed: Sequence[str]) -> bool:

@@ -117,29 +117,12 @@ def test_what_changes_training_is_refused_unless_allowed_or_branched_off(
     changed, key = restore_config(CONFIG, [setting], where=""), setting.partition("=")[0]
     with pytest.raises(UserError, match=words) as refused:
         check_changes(path, changed, tmp_path, ["SEED"], 10)
-    assert f"--resume {path} --output DIR" in str(refused.value)
-    assert str(refused.value).endswith(f"--allow-change {key}")
-    with pytest.raises(UserError, match=f" is finished; keep .*, or raise NUM_EPOCHS and add --allow-change {key}$"):
+    assert str(refused.value).endswith(f"branch off with --resume {path} --output DIR, or add --allow-change {key}")
+    with pytest.raises(UserError, match=" is finished; keep "):
         check_changes(path, changed, tmp_path, [], 9)  # where the run has ended
     check_changes(path, changed, tmp_path, [key], 10)
     check_changes(path, changed, tmp_path, [key.partition(".")[0]], 10)
     check_changes(path, changed, tmp_path / "branch", [], 10)
-
-
-def test_all_changes_are_named_the_length_last(tmp_path: Path) -> None:
-    (path,) = write(tmp_path, 9)
-    changed = restore_config(CONFIG, ["NUM_EPOCHS=4", "LEARNING_RATE=0.2", "MIXUP=0.1", "CUTMIX=0.1"], where="")
-    with pytest.raises(UserError, match=r"0.2 \(was 0.1\), .*MIXUP=.* and 1 more: .* --allow-change NUM_EPOCHS$"):
-        check_changes(path, changed, tmp_path, [], 10)
-
-
-@pytest.mark.parametrize("setting", ["MODEL.width=128", "MODEL.pool='avg'", "FREEZE='body'"])
-def test_what_no_optimizer_state_fits_is_not_offered(tmp_path: Path, setting: str) -> None:
-    (path,) = write(tmp_path, 9)
-    with pytest.raises(
-        UserError, match=r"; keep the earlier values, start .* --output DIR \(--init takes the weights\)$"
-    ):
-        check_changes(path, restore_config(CONFIG, [setting], where=""), tmp_path, [], 10)
 
 
 @pytest.mark.parametrize("setting", ["TOTAL_BATCH_SIZE=32", "SEED=2", "OPTIMIZER.name='sgd'"])

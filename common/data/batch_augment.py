@@ -42,11 +42,6 @@ class BatchAugment:
         seed: int,
         colors: ColorAugment | None = None,
     ) -> None:
-        for name, value in (("mixup", mixup), ("cutmix", cutmix)):
-            if not value >= 0:
-                raise ValueError(f"{name}={value} must be at least 0, which turns it off")
-        if not 0 <= erasing <= 1:
-            raise ValueError(f"erasing={erasing} is a probability: it must be from 0 to 1")
         self.loader, self.mixup, self.cutmix, self.erasing, self.seed = loader, mixup, cutmix, erasing, seed
         self.colors = colors
 

@@ -1,5 +1,6 @@
 """Download an archive, verify its checksum and unpack it."""
 
+import hashlib
 import shutil
 import tarfile
 import zipfile
@@ -29,18 +30,17 @@ def fetch(folder: Path, archive: Path, url: str, md5: str, allow_download: bool,
     with folder_lock(root, wait=True):
         if folder.is_dir():  # another process was first
             return
-        if archive.is_file():
-            check_md5(archive, md5)
-        else:
+        if not archive.is_file():
             download(url, archive, md5)
+        elif (found := _md5_of(archive)) != md5:
+            raise UserError(f"{archive}: MD5 {found} is not {md5}; remove the file and download it again")
         extract(archive, folder.name, root)
 
 
 def download(url: str, path: Path, md5: str) -> None:
-    """Download ``url`` to ``path``, unless it is there already; it appears only when it is whole and its MD5 right.
+    """Download ``url`` to ``path``, which appears only when it is whole and its MD5 right.
 
-    Raises `UserError` where the server cannot be reached or refuses, the MD5 is wrong, or the disk is full. Several
-    processes must not do this at once (see `common.files.folder_lock`).
+    Raises `UserError` where the server cannot be reached or refuses, the MD5 is wrong, or the disk is full.
     """
     import pooch  # takes 0.2 seconds to import, and few runs download
 
@@ -55,12 +55,9 @@ def download(url: str, path: Path, md5: str) -> None:
         raise UserError(f"{url}: {reason}; rerun the command, or download the file yourself to {path}") from error
 
 
-def check_md5(path: Path, md5: str) -> None:
-    """Raise `UserError` if the file's MD5 is another."""
-    import pooch
-
-    if (found := pooch.file_hash(str(path), "md5")) != md5:
-        raise UserError(f"{path}: MD5 {found} is not {md5}; remove the file and download it again")
+def _md5_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "md5").hexdigest()
 
 
 def extract(archive: Path, name: str, folder: Path) -> None:

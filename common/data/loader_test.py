@@ -5,14 +5,14 @@ from itertools import chain, islice
 import torch
 
 from common.data.loader import Loader
-from common.data.sampling import Draw, EvalSampler, TrainSampler
+from common.data.sampling import Draw, TrainSampler
 
 
 class ReadsAhead:
     """Yield each draw's indices as the batch, three draws behind."""
 
     def __init__(self) -> None:
-        self.open_passes, self.closed = 0, False
+        self.open_passes = 0
 
     def read(self, draws: Iterator[Draw]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         self.open_passes += 1
@@ -23,9 +23,6 @@ class ReadsAhead:
                 yield torch.from_numpy(ahead.popleft().indices), torch.zeros(1)
         finally:
             self.open_passes -= 1
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def build(micro_batch: int = 2, dp_rank: int = 0, dp_size: int = 1) -> Loader:
@@ -57,13 +54,6 @@ def test_a_pass_left_early_does_not_leak_into_the_next():
     assert loader.reader.open_passes == 0
 
 
-def test_taking_exactly_the_batches_of_an_epoch_ends_it():
-    loader = build()
-    assert len(list(islice(iter(loader), len(loader)))) == len(loader)
-    assert loader.state_dict() == {"epoch": 1, "samples": 0}
-    assert batches(loader) == drawn(loader, 1)
-
-
 def test_resumes_after_the_last_batch_handed_out():
     for taken in range(len(build()) + 1):
         loader, resumed = build(), build()
@@ -85,17 +75,3 @@ def test_a_state_holds_for_another_number_of_processes():
         rank.load_state_dict(loader.state_dict())
     seen = [index for rank in ranks for batch in batches(rank) for index in batch]
     assert sorted(seen) == sorted(index for batch in drawn(loader, 0)[4:] for index in batch)
-
-
-def test_evaluation_is_the_same_in_every_pass():
-    loader = Loader(EvalSampler(10, 4), ReadsAhead())
-    assert len(loader) == len(batches(loader)) == 3
-    assert batches(loader) == batches(loader)
-
-
-def test_closing_ends_the_pass_and_the_reader():
-    loader = build()
-    next(iter(loader))
-    loader.close()
-    assert loader.reader.open_passes == 0
-    assert loader.reader.closed

@@ -21,7 +21,6 @@ from common.checkpoint.save import (
     list_checkpoints,
     load_model_state,
     mark_best,
-    newest_checkpoint,
     put_back_old,
     write_checkpoint,
 )
@@ -131,18 +130,6 @@ def test_any_mode_resumes_from_any_other(case: str, saved: tuple[Path, dict[str,
             assert values == pytest.approx(uninterrupted[name], rel=1e-5), (saved_in, name)
 
 
-@pytest.mark.parametrize("case", MODES[1:])
-@pytest.mark.slow
-def test_files_are_the_same_in_every_mode(case: str, saved: tuple[Path, dict[str, list[float]]]) -> None:
-    folder, _ = saved
-    for name in OPTIMIZERS:
-        ours, plain = (load_model_state(folder / mode / name / f"step-{BEFORE:08d}") for mode in (case, "none"))
-        assert {key: tensor.shape for key, tensor in ours.items()} == {key: t.shape for key, t in plain.items()}
-        for key, tensor in plain.items():
-            if not key.endswith("qkv.bias"):  # whose keys' part follows from rounding alone
-                torch.testing.assert_close(ours[key], tensor, rtol=1e-4, atol=1e-5)
-
-
 def small_checkpoint(folder: Path) -> Path:
     model = build_tiny_model()
     path = checkpoint_path(folder, 7)
@@ -163,15 +150,6 @@ def test_another_architecture_is_refused(tmp_path: Path, change: dict, differenc
     with pytest.raises(UserError, match=f"^{path} is of another architecture: .*$") as caught:
         load_state(path, model, build_optimizer(model))
     assert all(words in str(caught.value) for words in differences)
-
-
-def test_an_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
-    path = small_checkpoint(tmp_path)
-    assert newest_checkpoint(tmp_path) == path
-    (path / "COMPLETE").unlink()
-    assert newest_checkpoint(tmp_path) is None
-    with pytest.raises(UserError, match="is not a complete checkpoint: it has no COMPLETE"):
-        load_model_state(path)
 
 
 def write_small(path: Path, value: float = 0.0, **other: object) -> Path:

@@ -7,40 +7,15 @@ from annotated_types import Ge, Le
 
 from common.colossal import AMP_TYPE
 from common.config.load import FOLDER, data_root, find_config, load_config, refuse_unused, restore_config
+from common.config.originals_test import IMAGENET, parallel_lines
 from common.config.schema import all_keys, keys_as_markdown
 from common.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 MINIMAL = "TOTAL_BATCH_SIZE = 64\nNUM_EPOCHS = 10\nLEARNING_RATE = 1e-3\n"
 
-# As printed in Colossal-AI's benchmark, which imports nothing.
-BENCHMARK = """
-TOTAL_BATCH_SIZE = 4096
-LEARNING_RATE = 3e-3
-WEIGHT_DECAY = 0.3
-
-NUM_EPOCHS = 300
-WARMUP_EPOCHS = 32
-
-# data parallel only
-TENSOR_PARALLEL_SIZE = 1
-TENSOR_PARALLEL_MODE = None
-
-# parallelism setting
-parallel = dict(
-    pipeline=1,
-    tensor=dict(mode=TENSOR_PARALLEL_MODE, size=TENSOR_PARALLEL_SIZE),
-)
-
-fp16 = dict(mode=AMP_TYPE.TORCH, ) # amp setting
-
-gradient_accumulation = 2 # accumulate 2 steps for gradient update
-
-BATCH_SIZE = TOTAL_BATCH_SIZE // gradient_accumulation # actual batch size for dataloader
-
-clip_grad_norm = 1.0 # clip gradient with norm 1.0
-"""
-
+# Colossal-AI's benchmark prints it without an import.
+BENCHMARK = IMAGENET.format(parallel=parallel_lines("vanilla")).replace("from colossalai.amp import AMP_TYPE\n", "")
 MODES = {"1d": (2, "1d", {}), "2d": (4, "2d", {}), "2p5d": (4, "2.5d", {"depth": 1}), "3d": (8, "3d", {})}
 
 
@@ -170,12 +145,9 @@ def test_dicts_of_a_base_config_can_be_changed_in_place_and_a_setting_goes_befor
     [
         (["LERNING_RATE=1"], "unknown key; did you mean 'LEARNING_RATE'"),
         (["MODEL.widht=1"], "did you mean 'MODEL.width'"),
-        (["MODEL.hidden_size=1"], "did you mean 'MODEL.width'"),
         (["LEARNING_RATE=fast"], "^LEARNING_RATE='fast': expected number > 0$"),
-        (["NUM_EPOCHS=2.5"], "NUM_EPOCHS=2.5: expected integer >= 1"),
         (["NUM_EPOCHS=True"], "NUM_EPOCHS=True: expected integer >= 1"),
         (["NUM_EPOCHS"], "write it as KEY=VALUE"),
-        (["TOTAL_BATCH_SIZE=0"], "TOTAL_BATCH_SIZE=0: expected integer >= 1"),
         (["LR_SCHEDULE=cosin"], "LR_SCHEDULE='cosin': expected 'linear', 'cosine'; did you mean 'cosine'"),
         (["LABEL_SMOOTHING=0.1", "BCE_THRESHOLD=0"], "BCE_THRESHOLD=0.* undoes LABEL_SMOOTHING=0.1: set"),
         (
@@ -194,7 +166,6 @@ def test_dicts_of_a_base_config_can_be_changed_in_place_and_a_setting_goes_befor
             ["OPTIMIZER.name=sgd", "OPTIMIZER.betas=(0.9,0.9)"],
             "OPTIMIZER.betas has no effect with sgd, which takes mom",
         ),
-        (["OPTIMIZER.varient=apex"], "unknown key; did you mean 'OPTIMIZER.variant'"),
         (["fp16=dict(mode=AMP_TYPE.TORCH, opt_level='O2')"], "fp16.opt_level has no effect with AMP_TYPE.TORCH"),
         (["fp16.scale=3"], "--set fp16.scale: unknown key"),
         (["gradient_handler=[5]"], "None or .dict.type='DataParallelGradientHandler'..$"),
@@ -208,16 +179,10 @@ def test_dicts_of_a_base_config_can_be_changed_in_place_and_a_setting_goes_befor
         (["DATA.crop_scale=()"], r"DATA.crop_scale=\(\): expected \(low, high\)"),
         (["DATA.mean=(1, 2)"], r"DATA.mean=\(1, 2\): expected \(R, G, B\)$"),
         (["DATA.std=(1,0,1)"], r"expected \(R, G, B\), each >= 1e-6$"),
-        (["DATA.std=(1e-320, 1, 1)"], "each >= 1e-6"),
         (["LEARNING_RATE=0"], "LEARNING_RATE=0: expected number > 0$"),
-        (["LEARNING_RATE=float('inf')"], "expected number > 0$"),
-        (["LEARNING_RATE=1e999"], "LEARNING_RATE=inf: expected number > 0$"),
-        (["OPTIMIZER.eps=abc"], "OPTIMIZER.eps='abc': expected number > 0$"),
         (["DATA.randaugment=(2,11)"], "expected None or .operations >= 1, magnitude from 0 to 10"),
-        (["MODEL.mlp_ratio=1e999"], "MODEL.mlp_ratio=inf: expected number > 0"),
         (["OPTIMIZER.name=lamb", "OPTIMIZER.trust_range=(1, 0)"], "OPTIMIZER.trust_range=.1, 0.: expected .low, high"),
         (["CHECKPOINT_EVERY=10 s"], "CHECKPOINT_EVERY='10 s': expected optimizer steps, as 500, or minutes"),
-        (["CHECKPOINT_EVERY=0.0 min"], "CHECKPOINT_EVERY='0.0 min': expected optimizer steps"),
         (["LOG.trackers=['wand']"], "LOG.trackers=.'wand'.: expected list of 'wandb', 'mlflow'; did you mean 'wandb'"),
     ],
 )
@@ -232,8 +197,6 @@ def test_a_wrong_setting_is_refused(write, settings, words):
         (MINIMAL + "WARMUP_EPOCH = 1\nWARMUP_EPOCHS = WARMUP_EPOCH", "unknown key WARMUP_EPOCH; did you mean"),
         (MINIMAL + "lr = 1\nWAY_OFF = 2", r"unknown keys lr \(did you mean 'LEARNING_RATE'\?\), WAY_OFF$"),
         ("from configs.vit_s16_vanila import *", "No module named .*; did you mean 'configs.vit_s16_vanilla'"),
-        (MINIMAL + "learning_rate = 1", "unknown key learning_rate; did you mean 'LEARNING_RATE'"),
-        (MINIMAL + "WARMUP_EPOCH = 1", "unknown key WARMUP_EPOCH; did you mean 'WARMUP_EPOCHS'"),
         ("NUM_EPOCHS = 1", "config.py: LEARNING_RATE is missing: peak"),
         ("NUM_EPOCHS, LEARNING_RATE = 1, 1", "TOTAL_BATCH_SIZE is missing"),
         (MINIMAL + "SEED = float('nan')", "SEED=nan: expected integer"),
@@ -242,9 +205,7 @@ def test_a_wrong_setting_is_refused(write, settings, words):
         (MINIMAL + "SEED = 1 +", "config.py, line 4: SyntaxError: invalid syntax$"),
         (MINIMAL + "SEED = (1,\n  SEDE)", "config.py, line 5: NameError: name 'SEDE' is not defined$"),
         (MINIMAL + "WARMUP_EPOCHS = NUM_EPOCHS / 0", "config.py, line 4: ZeroDivisionError: division by zero$"),
-        (MINIMAL + "SEED = int([])", r"config.py, line 4: TypeError: int\(\) argument must be"),
         (MINIMAL + "import sys\nsys.exit(0)", "config.py, line 5: SystemExit: 0$"),
-        ("from configs.vit_b17 import *", "config.py, line 1: .*No module named 'configs.vit_b17'"),
         (
             MINIMAL + "TENSOR_PARALLEL_SIZE = 2\nparallel = dict(tensor=dict(size=4, mode='2d'))",
             "TENSOR_PARALLEL_SIZE=2, .* contradict parallel.tensor",

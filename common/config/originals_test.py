@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from common.colossal import AMP_TYPE
 from common.config.batch_plan import build_plan
 from common.config.load import find_config, load_config
 from common.errors import UserError
@@ -246,8 +245,3 @@ def test_zero_is_read_as_its_stage(tmp_path, lines, stage):
 def test_upstream_names_of_recipes(name, base, recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_config(name, base).stem == recipe
-
-
-def test_the_config_of_seed_002_gets_what_its_script_hard_coded(tmp_path):
-    config = load(tmp_path, IMAGENET.format(parallel=parallel_lines("vanilla")), "vit_s16_vanilla")
-    assert (config["LABEL_SMOOTHING"], config["SEED"], config["fp16"]) == (0.1, 42, {"mode": AMP_TYPE.TORCH})

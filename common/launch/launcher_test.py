@@ -112,9 +112,11 @@ def test_the_derived_port_is_that_of_the_step() -> None:
         ("", MPIRUN, "--host missing"),
         ("--world_size 2 --rank 2 --host h --port 1", {}, "--rank=2 is out of range: expected 0 to 1"),
         ("--world_size 0 --rank 0 --host h --port 1", {}, "--world_size=0"),
+        ("--backend nccl", {}, "--backend nccl needs a GPU"),
     ],
 )
-def test_what_is_refused(line: str, environ: dict[str, str], message: str) -> None:
+def test_what_is_refused(line: str, environ: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError) as refusal:
         detect(line, environ)
     assert message in str(refusal.value)
@@ -148,12 +150,6 @@ def test_the_last_process_reports_what_the_first_does_not_see(flag, said, monkey
     with pytest.raises(SystemExit):
         run_command(lambda argv: detect(*argv, TORCHRUN), [flag])
     assert capsys.readouterr().err == said
-
-
-def test_nccl_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="--backend nccl needs a GPU"):
-        detect("--backend nccl", {})
 
 
 def test_a_single_process_needs_no_port() -> None:

@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,38 +11,29 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
 
-from common.checkpoint.hook import CheckpointHook, parse_minutes
-from common.checkpoint.resume import choose_checkpoint
+from common.checkpoint.hook import CheckpointHook
 from common.checkpoint.save import list_checkpoints, load_trainer_state, newest_checkpoint, write_checkpoint
-from common.colossal import AMP_TYPE, BaseHook, Trainer, initialize, resolve_parallel, shard_model
-from common.config.batch_plan import DataSummary, build_plan
-from common.config.load import load_config
-from common.data.loader import Loader
-from common.data.sampling import Draw, EvalSampler, TrainSampler
-from common.errors import UserError
+from common.colossal import BaseHook, Trainer
 from common.launch.stop_signals import stop_signals
-from common.metrics.hook import MetricsHook
 from common.metrics.writers import read_metrics
-from common.model.ema import EmaHook
-from common.model.freeze import freeze
-from common.optim.build import build_optimizer
-from common.optim.lr_schedule import build_lr_scheduler
-from common.testing.checkpoints import build_about, read_result
-from common.testing.parity_cases import CASES, CONFIGS, MODEL, OPTIMIZERS, build_tiny_model
+from common.run.run import Run
+from common.testing import tiny_task
+from common.testing.checkpoints import read_result
+from common.testing.parity_cases import CASES, CONFIGS
 from common.testing.ranks import launched, run_ranks
 
-TRAIN, EVAL, BATCH = 70, 21, 16
 STEPS = 8  # two epochs
+SETTINGS = ["TOTAL_BATCH_SIZE=16", "EVAL_EVERY=1", "CHECKPOINT_EVERY=3", "KEEP=20", "LOG.every=3"]
+SETTINGS += ["MODEL.patch_size=4", "MODEL.heads=4", "MODEL.dropout=0.1"]
 AMP = {
-    "fp32": None,
-    "TORCH": dict(mode=AMP_TYPE.TORCH, dtype="bfloat16"),
-    "TORCH float16": dict(mode=AMP_TYPE.TORCH, dtype="float16", init_scale=2.0**18, growth_interval=3),
-    "NAIVE": dict(mode=AMP_TYPE.NAIVE, dtype="bfloat16"),
-    "O1": dict(mode=AMP_TYPE.APEX, opt_level="O1", dtype="bfloat16"),
-    "O2": dict(mode=AMP_TYPE.APEX, opt_level="O2", dtype="bfloat16"),
-    "O3": dict(mode=AMP_TYPE.APEX, opt_level="O3", dtype="bfloat16"),
+    "fp32": "None",
+    "TORCH": "dict(mode=AMP_TYPE.TORCH, dtype='bfloat16')",
+    "TORCH float16": "dict(mode=AMP_TYPE.TORCH, dtype='float16', init_scale=262144.0, growth_interval=3)",
+    "NAIVE": "dict(mode=AMP_TYPE.NAIVE, dtype='bfloat16')",
+    "O1": "dict(mode=AMP_TYPE.APEX, opt_level='O1', dtype='bfloat16')",
+    "O2": "dict(mode=AMP_TYPE.APEX, opt_level='O2', dtype='bfloat16')",
+    "O3": "dict(mode=AMP_TYPE.APEX, opt_level='O3', dtype='bfloat16')",
 }
 
 
@@ -52,20 +43,9 @@ def without_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.metrics.writers.draw_curves", lambda *_: None)
 
 
-class NoiseReader:
-    """Images that are a function of their index and their uniforms."""
-
-    def read(self, draws: Iterator[Draw]) -> Iterator[tuple[Tensor, Tensor]]:
-        for draw in draws:
-            generator = torch.Generator()
-            seeds = [int(i) + 1 for i in draw.indices]
-            images = torch.stack([torch.randn(3, 16, 16, generator=generator.manual_seed(seed)) for seed in seeds])
-            images += torch.from_numpy(draw.uniforms).float().mean(1)[:, None, None, None] if draw.uniforms.size else 0
-            labels = torch.from_numpy(draw.indices) % MODEL["num_classes"]
-            yield images, labels.masked_fill(torch.from_numpy(draw.indices) < 0, -100)
-
-    def close(self) -> None:
-        pass
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_task.write_images(tmp_path_factory.mktemp("task") / "data")
 
 
 class StopAfter(BaseHook):
@@ -85,43 +65,22 @@ class StopAfter(BaseHook):
 
 
 def train(
-    output: Path, gpus: int, settings: dict[str, Any], stop: tuple[int, bool] | None = None, every: int | str = 3
+    data: Path,
+    output: Path,
+    settings: Sequence[str] = (),
+    stop: tuple[int, bool] | None = None,
+    flags: Sequence[str] = (),
 ) -> list[dict]:
-    """Train into ``output``, resuming the run in it; return the records so far."""
-    output.mkdir(exist_ok=True, parents=True)
-    stop_signals.received = stop_signals.agreed = 0
-    config = load_config("quickstart", ["NUM_EPOCHS=2", "WARMUP_EPOCHS=1", f"TOTAL_BATCH_SIZE={BATCH}", "EVAL_EVERY=1"])
-    config["MODEL"] |= MODEL
-    config |= settings | {"LOG": {"every": 3, "tensorboard": False}}
-    config["parallel"] = resolve_parallel(config["parallel"], gpus)
-    plan = build_plan(config, gpus, DataSummary(TRAIN, EVAL, MODEL["num_classes"], fingerprint=""))
-    with launched(**config):
-        torch.manual_seed(0)
-        model = build_tiny_model(dropout=0.1)
-        freeze(model, config["FREEZE"])
-        model = shard_model(model)
-        optimizer = build_optimizer(model, "adamw", **OPTIMIZERS["adamw"])
-        schedule = build_lr_scheduler(optimizer, "linear", plan.total_steps, plan.warmup_steps)
-        rank = torch.distributed.get_rank()
-        place = dict(dp_rank=rank // plan.tensor_parallel, dp_size=plan.data_parallel)
-        samplers = TrainSampler(TRAIN, BATCH, plan.micro_batch, uniforms=4, **place), EvalSampler(EVAL, 8, **place)
-        loaders = [Loader(sampler, NoiseReader()) for sampler in samplers]
-        engine, train_loader, eval_loader, _ = initialize(model, optimizer, nn.CrossEntropyLoss(), *loaders, schedule)
-        writers = dict(tensorboard=False, trackers=(), is_main=rank == 0)
-        metrics = MetricsHook(plan, output, every=3, **writers, peak_samples_per_s=1.0)
-        about = build_about() | {"plan": asdict(plan), "config": config}
-        ema = [EmaHook(model, config["EMA"])] if config["EMA"] else []
-        saved = dict(about=about, averages=ema[0].averages if ema else None)
-        options = dict(every=every, keep=20, start_from=choose_checkpoint("auto", output))
-        saver = CheckpointHook(output / "checkpoints", model, optimizer, metrics, **saved, **options)
-        hooks = [metrics, *ema, saver] + ([StopAfter(*stop)] if stop else [])
-        Trainer(engine).fit(train_loader, plan.epochs, plan.last_step, eval_loader, 1, hooks)
-    assert stop_signals.deferring == bool(stop_signals.agreed)  # until the process ends
-    return read_metrics(output) if rank == 0 else []
+    """Train into ``output``, resuming the run in it; return the records so far. ``stop`` is for ranks."""
+    if stop:
+        build = Run.build_hooks
+        Run.build_hooks = lambda self, *arguments: [*build(self, *arguments), StopAfter(*stop)]
+    with suppress(SystemExit):  # of a run that is stopped
+        tiny_task.train(data, output, *SETTINGS, *settings, flags=flags)
+    return read_metrics(output)
 
 
 EVERYWHERE = [(1, False), (3, False), (4, False), (6, False), (8, False), (4, True), (8, True)]
-ONE_EPOCH = {"NUM_EPOCHS": 1, "WARMUP_EPOCHS": 0}
 
 
 @pytest.mark.parametrize(
@@ -137,16 +96,17 @@ ONE_EPOCH = {"NUM_EPOCHS": 1, "WARMUP_EPOCHS": 0}
         pytest.param("2.5d-8", "fp32", [(3, False)], marks=pytest.mark.slow),
     ],
 )
-def test_resumes_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]], tmp_path: Path) -> None:
-    gpus, parallel = CONFIGS.get(mode, (2, {"parallel": None}))
-    settings = parallel | {"fp16": AMP[amp.removesuffix(" head")], "EMA": 0.0 if amp == "TORCH" else 0.9}
-    settings["FREEZE"] = "body" if amp.endswith(" head") else None
-    epochs, steps = 2, STEPS
-    if mode in CONFIGS and gpus > 1:
-        settings |= ONE_EPOCH
-        epochs, steps = 1, STEPS // 2
-    run_ranks(gpus, train, tmp_path / "whole", gpus, settings)
-    whole = read_result(tmp_path / "whole")
+def test_resumes_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]], data: Path, tmp_path: Path) -> None:
+    gpus, options = CONFIGS.get(mode, (2, {}))
+    settings = [f"{key}={value!r}" for key, value in options.items()] + [f"fp16={AMP[amp.removesuffix(' head')]}"]
+    settings += ["EMA=0.9"] * (amp != "TORCH")
+    if amp.endswith(" head"):
+        train(data, tmp_path / "body", ["MAX_STEPS=1"])
+        settings += ["FREEZE=body", f"INIT={tmp_path / 'body'}"]
+    epochs = 1 if mode in CONFIGS and gpus > 1 else 2
+    settings.append(f"NUM_EPOCHS={epochs}")
+    run_ranks(gpus, train, data, tmp_path / "whole", settings)
+    whole, steps = read_result(tmp_path / "whole"), STEPS // 2 * epochs
     assert ("ema.safetensors" in whole) == (amp != "TORCH")
     assert whole["trainer.json"]["trainer"] == {
         "step": steps,
@@ -156,33 +116,31 @@ def test_resumes_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]],
     }
     for number, stop in enumerate(stops):
         pieces = tmp_path / f"pieces {number}"
-        run_ranks(gpus, train, pieces, gpus, settings, stop)
-        run_ranks(gpus, train, pieces, gpus, settings)
+        run_ranks(gpus, train, data, pieces, settings, stop)
+        run_ranks(gpus, train, data, pieces, settings)
         found = read_result(pieces)
         assert [file for file in whole if found[file] != whole[file]] == []
 
 
-@pytest.mark.parametrize("frozen", [None, "body"])
-def test_resumes_with_the_same_batches_in_another_mode(frozen: str | None, tmp_path: Path) -> None:
-    """One process, then two of data parallelism, `zero` and four of 2d; without dropout the losses stay the same."""
-    settings = {"FREEZE": frozen, "fp16": None}
-    run_ranks(1, train, tmp_path / "whole", 1, settings)
-    run_ranks(1, train, tmp_path / "run", 1, settings, (2, False))
-    run_ranks(2, train, tmp_path / "run", 2, settings, (4, False))
-    run_ranks(2, train, tmp_path / "run", 2, settings | {"zero": {"stage": 3}}, (6, False))
-    run_ranks(4, train, tmp_path / "run", 4, settings | {"parallel": CASES["2d-4"][1]})
+def test_resumes_with_the_same_batches_in_another_mode(data: Path, tmp_path: Path) -> None:
+    """One process, then two of data parallelism, `zero` and four of 2d; dropout's masks would differ between ranks."""
+    settings = ["MODEL.dropout=0.0"]
+    run_ranks(1, train, data, tmp_path / "whole", settings)
+    run_ranks(1, train, data, tmp_path / "run", settings, (2, False))
+    run_ranks(2, train, data, tmp_path / "run", settings, (4, False))
+    run_ranks(2, train, data, tmp_path / "run", [*settings, "zero=dict(stage=3)"], (6, False))
+    run_ranks(4, train, data, tmp_path / "run", [*settings, f"parallel={CASES['2d-4'][1]!r}"])
     whole, pieces = (read_metrics(tmp_path / name) for name in ("whole", "run"))
     assert [(r["kind"], r["step"]) for r in pieces] == [(r["kind"], r["step"]) for r in whole]
-    for one, other in zip(whole, pieces, strict=True):
-        # the masks of dropout, which a frozen body has none of, differ between ranks
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5 if frozen else 0.1)
+    assert [r["loss"] for r in pieces] == pytest.approx([r["loss"] for r in whole], rel=1e-5)
 
 
-def test_averages_begin_at_the_weights_of_a_checkpoint_that_has_none(tmp_path: Path) -> None:
-    train(tmp_path, 1, {"parallel": None}, (3, False))
-    weights = load_file(tmp_path / "checkpoints" / "step-00000003" / "model.safetensors")
-    train(tmp_path, 1, {"parallel": None, "EMA": 0.9}, (4, True), every=1)
-    last = tmp_path / "checkpoints" / "step-00000004"
+def test_averages_begin_at_the_weights_of_a_checkpoint_that_has_none(data: Path, tmp_path: Path) -> None:
+    run_ranks(1, train, data, tmp_path / "run", [], (3, False))
+    weights = load_file(tmp_path / "run/checkpoints/step-00000003/model.safetensors")
+    averaging = ["EMA=0.9", "CHECKPOINT_EVERY=1"]
+    run_ranks(1, train, data, tmp_path / "run", averaging, (4, True), ["--allow-change", "EMA"])
+    last = tmp_path / "run/checkpoints/step-00000004"
     trained, averages = load_file(last / "model.safetensors"), load_file(last / "ema.safetensors")
     for name, average in averages.items():
         torch.testing.assert_close(average, weights[name].lerp(trained[name], 1 - 5 / 14))
@@ -192,11 +150,11 @@ def saved_steps(run: Path) -> list[int]:
     return [load_trainer_state(path)["trainer"]["step"] for path in list_checkpoints(run / "checkpoints")]
 
 
-def test_saves_when_due_and_marks_the_best(tmp_path: Path) -> None:
-    records = train(tmp_path, 1, {"parallel": None, "fp16": None}, every=3)
+def test_saves_when_due_and_marks_the_best(data: Path, tmp_path: Path) -> None:
+    records = train(data, tmp_path / "run")
     top1 = {r["step"]: r["top1"] for r in records if r["kind"] == "eval"}
-    assert saved_steps(tmp_path) == [8, 6, 4, 3]
-    best = load_trainer_state(tmp_path / "checkpoints" / "best")
+    assert saved_steps(tmp_path / "run") == [8, 6, 4, 3]
+    best = load_trainer_state(tmp_path / "run/checkpoints/best")
     assert best["best_top1"] == max(top1.values()) == top1[best["trainer"]["step"]]
 
 
@@ -209,14 +167,9 @@ def test_of_equal_accuracies_the_lower_loss_is_the_best() -> None:
     assert [figures["loss"] for figures in saved] == [2, 1, 5]
 
 
-def test_saves_after_minutes(tmp_path: Path) -> None:
-    train(tmp_path, 1, {"parallel": None}, every="0.00001 min")
-    assert saved_steps(tmp_path) == [8, 7, 6, 5, 4, 3, 2, 1]
-
-
-@pytest.mark.parametrize(("text", "minutes"), [("10 min", 10), ("1.5min", 1.5), ("90 minutes", 90), ("1 minute", 1)])
-def test_minutes(text: str, minutes: float) -> None:
-    assert parse_minutes(text) == minutes
+def test_saves_after_minutes(data: Path, tmp_path: Path) -> None:
+    train(data, tmp_path / "run", ["CHECKPOINT_EVERY=0.00001 min"])
+    assert saved_steps(tmp_path / "run") == [8, 7, 6, 5, 4, 3, 2, 1]
 
 
 def write_with(monkeypatch: pytest.MonkeyPatch, before: Callable[[Path], None]) -> None:
@@ -229,39 +182,38 @@ def write_with(monkeypatch: pytest.MonkeyPatch, before: Callable[[Path], None]) 
     monkeypatch.setattr("common.checkpoint.hook.write_checkpoint", write)
 
 
-def test_a_failed_write_is_reported_and_training_continues(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_failed_write_is_reported_and_training_continues(data: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     def fail_at_step_3(path: Path) -> None:
         if path.name == "step-00000003":
             raise OSError(28, "No space left on device", str(path))
 
     write_with(monkeypatch, fail_at_step_3)
-    train(tmp_path, 1, {"parallel": None}, every=3)
+    train(data, tmp_path / "run")
     error = capsys.readouterr().err
     assert "warning: " in error
     assert "step-00000003 could not be written (No space left on device): it takes 0." in error
     assert "MB are free; the newest checkpoint is none; training continues" in error
-    assert saved_steps(tmp_path)[0] == 8
+    assert saved_steps(tmp_path / "run")[0] == 8
 
 
-def test_if_the_last_write_fails_the_run_fails(tmp_path: Path, monkeypatch) -> None:
+def test_if_the_last_write_fails_the_run_fails(data: Path, tmp_path: Path, monkeypatch) -> None:
     def fail(path: Path) -> None:
         raise OSError(30, "Read-only file system", str(path))
 
     write_with(monkeypatch, fail)
-    with pytest.raises(UserError, match=r"step-00000008 could not be written \(Read-only file system\)"):
-        train(tmp_path, 1, {"parallel": None}, every=3)
-    stop_signals.deferring = False
+    with pytest.raises(RuntimeError, match=r"Error: .*step-00000008 could not be written \(Read-only file system\)"):
+        run_ranks(1, train, data, tmp_path / "run")
 
 
-def last_checkpoint_of_a_stopped_run(output: Path) -> str:
-    train(output, 2, {}, stop=(2, False))
+def last_checkpoint_of_a_stopped_run(data: Path, output: Path) -> str:
+    train(data, output, stop=(2, False))
     return newest_checkpoint(output / "checkpoints").name
 
 
-def test_no_rank_leaves_before_the_last_checkpoint_is_written(tmp_path: Path, monkeypatch) -> None:
+def test_no_rank_leaves_before_the_last_checkpoint_is_written(data: Path, tmp_path: Path, monkeypatch) -> None:
     write_with(monkeypatch, lambda _: time.sleep(1))
     # the signal of step 2 is known to all after step 3
-    assert run_ranks(2, last_checkpoint_of_a_stopped_run, tmp_path / "run") == ["step-00000003"] * 2
+    assert run_ranks(2, last_checkpoint_of_a_stopped_run, data, tmp_path / "run") == ["step-00000003"] * 2
 
 
 def agree_with_a_late_rank() -> tuple[float, list[tuple[bool, bool]]]:
@@ -290,11 +242,11 @@ def test_ranks_do_not_wait_for_each_other_and_agree_a_call_later() -> None:
     assert answers == others == [(False, False), (True, True), (False, False), (True, False)]
 
 
-def test_a_checkpoint_holds_the_state_of_its_own_step(tmp_path: Path, monkeypatch) -> None:
+def test_a_checkpoint_holds_the_state_of_its_own_step(data: Path, tmp_path: Path, monkeypatch) -> None:
     """The checkpoints of a slow disk, written while training continues, equal those of a fast one."""
-    train(tmp_path / "fast", 1, {"parallel": None}, every=3)
+    run_ranks(1, train, data, tmp_path / "fast")
     write_with(monkeypatch, lambda _: time.sleep(0.3))
-    train(tmp_path / "slow", 1, {"parallel": None}, every=3)
+    run_ranks(1, train, data, tmp_path / "slow")
     for step in (3, 6, 8):
         fast, slow = (tmp_path / name / "checkpoints" / f"step-{step:08d}" for name in ("fast", "slow"))
         for file in ("model.safetensors", "optimizer.safetensors", "random.safetensors", "trainer.json"):

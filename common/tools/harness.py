@@ -41,10 +41,6 @@ class UnfinishedError(Exception):
     """A piece stopped before its time limit; the next call resumes it."""
 
 
-class WrongError(Exception):
-    """A piece is complete and shows that something is wrong."""
-
-
 class Child:
     """A process that calls ``function(connection, *args)``: forked without a GPU, else a new interpreter."""
 
@@ -97,7 +93,8 @@ def run_piece(
 ) -> tuple[str, str | None]:
     """Call ``piece(*args)`` in a process, and ``save`` with each row; return its status and the reason.
 
-    The process and its children are killed after ``seconds``, and when this one is interrupted.
+    A piece fails where a row has a key ``wrong``, which says why. The process and its children are killed after
+    ``seconds``, and when this one is interrupted.
     """
     until = time.monotonic() + seconds
     child = Child(_send_rows, piece, args)
@@ -115,9 +112,13 @@ def run_piece(
 
 def _send_rows(connection: Connection, piece: Callable[..., Iterator[Row]], args: tuple[Any, ...]) -> None:
     end: tuple[str, str | None] = COMPLETE, None
+    wrong: list[str] = []
     try:
         for row in piece(*args):
             connection.send(row)
+            wrong += [row["wrong"]] if "wrong" in row else []
+        if wrong:
+            end = FAILED, "; ".join(wrong)
     except NotRunError as reason:
         end = NOT_RUN, str(reason)
     except UnfinishedError as reason:

@@ -17,7 +17,7 @@ from common.config.batch_plan import Plan
 from common.config.load import load_config
 from common.metrics.hook import MetricsHook
 from common.testing import host_sync
-from common.tools.harness import ROOT, Row, WrongError
+from common.tools.harness import ROOT, Row
 from gpu.data import open_cifar
 from gpu.job import PRECISIONS, TINY, Job, open_engine
 
@@ -32,17 +32,13 @@ def no_sync(job: Job) -> Iterator[Row]:
     loader = open_cifar(load_config("vit_lite_vanilla")["DATA"], BATCH, model["image_size"], job.device)
     cases = [("on the device", optimizer, mode, batches) for optimizer, mode in product(("adamw", "lamb"), PRECISIONS)]
     cases.append(("CIFAR-10's, augmented", "adamw", "bf16" if job.has_bfloat16 else "fp32", loader))
-    waits = 0
     for data, optimizer, mode, source in cases:
         row = {"batches": data, "optimizer": optimizer, "mode": mode} | job.lacks(mode)
         if "not_run" not in row:
             hook = ForbidWaiting(job.device)
             where = _train(job, model, PRECISIONS[mode], optimizer, source, hook)
-            waits += where is not None
-            row |= {"steps": hook.steps, "waits": where or "no"}
+            row |= {"steps": hook.steps} | ({"wrong": f"the host waits at {where}"} if where else {})
         yield row
-    if waits:
-        raise WrongError(f"the host waits for the device in {waits} cases")
 
 
 class ForbidWaiting(BaseHook):

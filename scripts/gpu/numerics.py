@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
-from common.tools.harness import Row, WrongError
+from common.tools.harness import Row
 from gpu.job import MODES, TINY, WEIGHT_DECAY, Job, open_engine, train_step
 
 MODEL = dict(image_size=64, patch_size=16, width=192, depth=4, heads=3, num_classes=10)
@@ -37,7 +37,6 @@ def numerics(job: Job) -> Iterator[Row]:
     images = torch.randn(STEPS, batch, 3, model["image_size"], model["image_size"], generator=random)
     labels = torch.randint(model["num_classes"], (STEPS, batch), generator=random)
     expected = {optimizer: _reference(model, optimizer, images, labels) for optimizer in OPTIMIZERS}
-    wrong = []
     for optimizer, (mode, config) in product(OPTIMIZERS, MODES.items()):
         row = {"optimizer": optimizer, "mode": mode} | job.lacks(mode)
         if "not_run" not in row:
@@ -47,10 +46,9 @@ def numerics(job: Job) -> Iterator[Row]:
             is_right = (
                 row["loss_error"] <= loss_limit and row["update_error"] <= limit and row["grad_norm_error"] <= limit
             )
-            wrong += [] if is_right and not row["skipped"] else [f"{optimizer} {mode}"]
+            if not is_right or row["skipped"]:
+                row["wrong"] = f"{optimizer} {mode}: beyond the tolerance, or updates skipped"
         yield row
-    if wrong:
-        raise WrongError(f"beyond the tolerance, or updates skipped: {', '.join(wrong)}")
 
 
 def _reference(model: Mapping[str, Any], optimizer: str, images: Tensor, labels: Tensor) -> Expected:

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from common.data.auto_augment import RandAugment
 from common.model.vit import PatchEmbed
 from common.testing.host_sync import forbid_waiting
-from common.tools.harness import Row, WrongError
+from common.tools.harness import Row
 from gpu.job import Job
 
 ROUNDED = 0.01  # fraction of pixels that may be rounded otherwise on a GPU; a wrong operation changes most
@@ -64,10 +64,10 @@ def rand_augment(job: Job) -> Iterator[Row]:
     difference = (on_device.cpu().short() - augment.augment_batch(images.clone(), numbers).short()).abs()
     with forbid_waiting(job.device):
         augment.augment_batch(on_device, numbers)
-    row = {"batch": batch, "differing_pixels": (difference > 0).double().mean().item()}
-    yield row | job.milliseconds(lambda: augment.augment_batch(on_device, numbers))
+    row: Row = {"batch": batch, "differing_pixels": (difference > 0).double().mean().item()}
     if row["differing_pixels"] > ROUNDED:
-        raise WrongError(f"{row['differing_pixels']:.2%} of the pixels differ from the CPU's")
+        row["wrong"] = f"{row['differing_pixels']:.2%} of the pixels differ from the CPU's"
+    yield row | job.milliseconds(lambda: augment.augment_batch(on_device, numbers))
 
 
 def lamb(job: Job) -> Iterator[Row]:

@@ -15,7 +15,7 @@ from common.config.load import load_config
 from common.errors import UserError
 from common.model.flops import peak_images_per_s
 from common.testing.photographs import write_photographs
-from common.tools.harness import Row, WrongError, in_processes
+from common.tools.harness import Row, in_processes
 from gpu.job import MODES, PRECISIONS, ROUNDS, TINY, VIT_B16, VIT_S16, Job, open_engine, train_step
 
 BATCH = 256  # per GPU, as in configs/vit-b16.py
@@ -107,20 +107,18 @@ def small_model(job: Job) -> Iterator[Row]:
     model, batches, precision = VIT_LITE, (128, 512), "bf16"
     if job.tiny:
         model, batches, precision = TINY, (4,), "fp32"
-    wrong = []
     for batch in batches:
         rows = [
             {"batch": batch, "compile": str(how)}
             | _measure(job, model, {**PRECISIONS[precision], "COMPILE": how}, batch, accumulation=2)
             for how in (False, "graphs", True, "model")[: 2 if job.tiny else 4]
         ]
-        yield from rows
-        for row in rows[1:]:
+        for row in rows:
             known = {"loss", "grad_norm"} & row.keys() & rows[0].keys()
             differences = [abs(row[name] / rows[0][name] - 1) for name in known]
-            wrong += [f"{row['compile']} at batch {batch}"] if max(differences, default=0) > TOLERANCE else []
-    if wrong:
-        raise WrongError(f"more than {TOLERANCE:.0%} from eager training: {', '.join(wrong)}")
+            if max(differences, default=0) > TOLERANCE:
+                row["wrong"] = f"{row['compile']} at batch {batch}: more than {TOLERANCE:.0%} from eager training"
+            yield row
 
 
 def amp_imagenet(job: Job) -> Iterator[Row]:

@@ -115,11 +115,7 @@ def _bounds(metadata: Any) -> str:
     inner = [item for part in metadata for item in (part.metadata if isinstance(part, FieldInfo) else [part])]
     signs = {Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "le")}
     said = [(sign, getattr(item, name)) for kind, (sign, name) in signs.items() for item in inner if type(item) is kind]
-    return "".join(f"{' and' * (number > 0)} {sign} {bound}" for number, (sign, bound) in enumerate(_shown(said)))
-
-
-def _shown(bounds: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    return [(sign, bound) for sign, bound in bounds if abs(bound) != INT64]
+    return "".join(f"{' and' * (number > 0)} {sign} {bound}" for number, (sign, bound) in enumerate(said))
 
 
 def _explain(error: ValidationError, section: type[Section], values: Mapping[str, Any], where: str) -> str:

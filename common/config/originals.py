@@ -51,7 +51,8 @@ def translate(values: dict[str, Any], used: set[str], recipe: Mapping[str, Any])
     ``used`` are the names that the file reads itself, ``recipe`` is the task's base, if there is one. Raises
     `UserError` where a file says a key under both names.
     """
-    notes = [_rename(values, old, new) for old, new in RENAMED.items() if old in values and not _is_of_2p5d(old, used)]
+    of_2p5d = {"DEPTH"} & used  # which the file puts into ``parallel``, unlike the number of blocks
+    notes = [_rename(values, old, new) for old, new in RENAMED.items() if old in values and old not in of_2p5d]
     notes += _read_dali(values) + _read_zero(values)
     if ignored := [name for name in IGNORED if values.pop(name, None) is not None]:
         notes.append(f"{', '.join(ignored)} as nothing: no effect here")
@@ -65,11 +66,6 @@ def translate(values: dict[str, Any], used: set[str], recipe: Mapping[str, Any])
             values["TOTAL_BATCH_SIZE"] = batch * accumulation
             notes.append(f"BATCH_SIZE as TOTAL_BATCH_SIZE={batch * accumulation}, over all GPUs")
     return notes
-
-
-def _is_of_2p5d(name: str, used: set[str]) -> bool:
-    """Tell the DEPTH that a file puts into ``parallel`` from the number of blocks."""
-    return name == "DEPTH" and name in used
 
 
 def _rename(values: dict[str, Any], old: str, new: str) -> str:

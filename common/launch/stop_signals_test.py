@@ -60,24 +60,6 @@ def test_before_training_a_signal_ends_the_process(start, number: str, code: int
     assert end(process) == (code, f"{name}: exiting\n")
 
 
-def test_a_forked_process_can_take_over_the_signals_itself() -> None:
-    program = """
-import os, signal, time
-from common.launch.stop_signals import stop_signals
-stop_signals.install()
-stop_signals.deferring = True
-if (child := os.fork()) == 0:
-    stop_signals.install()
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(20)
-    os._exit(1)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]  # 3.12: a fork beside a thread
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert (ended.stdout, ended.stderr) == ("143\n", "SIGTERM: exiting\n")
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_while_training_it_is_noted(start, number: signal.Signals) -> None:
     process = start("deferring")

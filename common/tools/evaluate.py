@@ -5,7 +5,6 @@ torchrun --nproc_per_node 8 scripts/evaluate.py outputs/vit-b16/checkpoints/step
 python scripts/evaluate.py vit_small_patch16_224.augreg_in21k_ft_in1k --data /data/imagenet
 """
 
-import argparse
 import json
 import os
 from pathlib import Path
@@ -34,7 +33,12 @@ ONE_PROCESS = dict(pipeline=1, tensor=dict(size=1, mode=None))  # a model that i
 
 
 def main(argv: list[str]) -> None:
-    args = _parse(argv)
+    parser = build_parser(__doc__, OTHERS)
+    parser.add_argument("--data", metavar="DIR", help="the data set (default: the run's)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config")
+    parser.add_argument("--output", metavar="DIR", help="default: evaluation/<checkpoint> in the run's folder")
+    add_launch_arguments(parser)
+    args = parser.parse_args(argv)
     launch = detect_launch(args, os.environ)
     run = open_model(args.run, [*args.set, *([f"DATA.root={args.data}"] if args.data else [])], raw=args.raw)
     data = run.config["DATA"]
@@ -82,15 +86,6 @@ class Tally:
             group = gpc.get_cpu_group(ParallelMode.GLOBAL)
             dist.gather_object(mine, parts if dist.get_rank() == 0 else None, group=group)
         self.answers = np.concatenate(parts, axis=1)
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = build_parser(__doc__, OTHERS)
-    parser.add_argument("--data", metavar="DIR", help="the data set (default: the run's)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config")
-    parser.add_argument("--output", metavar="DIR", help="default: evaluation/<checkpoint> in the run's folder")
-    add_launch_arguments(parser)
-    return parser.parse_args(argv)
 
 
 def _check_labels(run: SavedRun, data: DataSummary) -> None:

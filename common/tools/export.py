@@ -11,7 +11,6 @@ Beside it lie README.md, the model card, and config.json: architecture, preproce
 ``--push`` uploads all of it to the Hugging Face Hub, with the token in HF_TOKEN or that of `hf auth login`.
 """
 
-import argparse
 import json
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -39,7 +38,11 @@ Forward = Callable[[Tensor], Tensor]
 
 
 def main(argv: list[str]) -> None:
-    args = _parse(argv)
+    parser = build_parser(__doc__)
+    parser.add_argument("--to", required=True, choices=WRITERS, help="format")
+    parser.add_argument("--output", metavar="DIR", help="default: export/<checkpoint>/<format> in the run's folder")
+    parser.add_argument("--push", metavar="USER/NAME", help="upload the export to the Hugging Face Hub")
+    args = parser.parse_args(argv)
     run = open_run(args.run, raw=args.raw)
     if args.push and not get_token():
         raise UserError(f"--push {args.push} needs a token of the Hugging Face Hub: set HF_TOKEN, or run hf auth login")
@@ -145,11 +148,3 @@ WRITERS: dict[str, Callable[[nn.Module, int, Path], Forward]] = {
 def _save(model: nn.Module, output: Path, metadata: dict[str, str]) -> None:
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     (output / WEIGHTS).write_bytes(save(weights, metadata))  # save_file would let nobody else read it
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = build_parser(__doc__)
-    parser.add_argument("--to", required=True, choices=WRITERS, help="format")
-    parser.add_argument("--output", metavar="DIR", help="default: export/<checkpoint>/<format> in the run's folder")
-    parser.add_argument("--push", metavar="USER/NAME", help="upload the export to the Hugging Face Hub")
-    return parser.parse_args(argv)

@@ -5,7 +5,6 @@ python scripts/predict.py hf-hub:timm/vit_small_patch16_224.augreg_in21k_ft_in1k
 curl -s https://example.org/cat.jpg | python scripts/predict.py outputs/vit-b16 - --json
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -37,7 +36,10 @@ Answer = dict[str, Any]
 
 
 def main(argv: list[str]) -> None:
-    args = _parse(argv)
+    parser = build_parser(__doc__, OTHERS)
+    parser.add_argument("images", nargs="+", metavar="IMAGE", help="a file, a folder with images, or - for stdin")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line, for each image")
+    args = parser.parse_args(argv)
     images = list_images(args.images)
     run = open_model(args.run, raw=args.raw)
     if not args.json:
@@ -114,10 +116,3 @@ def _best(probabilities_C: torch.Tensor, names: Sequence[str]) -> Answer:
     return {
         "classes": [{"class": names[label], "label": label, "probability": round(value, 6)} for value, label in found]
     }
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = build_parser(__doc__, OTHERS)
-    parser.add_argument("images", nargs="+", metavar="IMAGE", help="a file, a folder with images, or - for stdin")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line, for each image")
-    return parser.parse_args(argv)

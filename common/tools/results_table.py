@@ -9,11 +9,6 @@ from common.errors import UserError, command_parser
 from common.metrics.provenance import format_command, name_hardware
 from common.tools.report import load_run
 
-COLUMNS = [
-    *("date", "config", "hardware", "processes", "global_batch", "epochs", "steps", "first_loss", "last_loss"),
-    *("top1", "top5", "eval_images", "minutes", "versions", "commit", "command"),
-]
-
 
 def main(argv: list[str]) -> None:
     parser = command_parser(__doc__)
@@ -21,17 +16,17 @@ def main(argv: list[str]) -> None:
     parser.add_argument("table", type=Path, help="CSV file; made if it is not there")
     args = parser.parse_args(argv)
     row = summarise(args.run)
-    new = not args.table.exists()
+    is_new = not args.table.exists()
     with args.table.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
+        writer = csv.DictWriter(file, row, lineterminator="\n")
+        if is_new:
             writer.writeheader()
         writer.writerow(row)
-    print(", ".join(f"{name}={row[name]}" for name in COLUMNS[:-3]))
+    print(", ".join(f"{name}={value}" for name, value in list(row.items())[:-3]))
 
 
 def summarise(run: Path) -> dict[str, object]:
-    """Return the row of a run, a value for each of `COLUMNS`; losses are those of the first and last train record."""
+    """Return the row of a run; losses are those of the first and last train record."""
     loaded = load_run(run, run.name)
     about, train, evaluations = loaded.about, loaded.of_kind("train"), loaded.of_kind("eval")
     if not train or not evaluations:

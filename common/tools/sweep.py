@@ -39,7 +39,17 @@ TRAIN_SCRIPTS = {
 
 
 def main(argv: list[str]) -> None:
-    args = _build_parser().parse_args(argv)
+    parser = command_parser(__doc__)
+    parser.add_argument("--config", help="a config file, or the name of a recipe; without it, only report")
+    parser.add_argument(
+        "--grid", action="append", default=[], metavar="KEY=A,B", help="a key and its values; repeat for more keys"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key in all runs")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="holds a folder for each run")
+    parser.add_argument("--best", metavar="KEY", help="draw only the best of the values of this --grid key")
+    parser.add_argument("--train", type=Path, metavar="SCRIPT", help="the task's script (default: the recipe's)")
+    parser.add_argument("--processes", type=int, default=1, help="GPUs of each run, started by torchrun (default: 1)")
+    args = parser.parse_args(argv)
     if not args.config and (args.grid or args.set):
         raise UserError("--grid and --set need --config: which recipe to train")
     failed = train(args) if args.config else {}
@@ -128,20 +138,6 @@ def report(output: Path, best: str | None, failed: Mapping[str, int]) -> None:
         print(picture if draw(runs, picture, best) else "no picture yet: no run has been evaluated")
     except OSError as error:
         raise UserError(f"{picture}: {error.strerror}; free space, or make the folder writable") from error
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = command_parser(__doc__)
-    parser.add_argument("--config", help="a config file, or the name of a recipe; without it, only report")
-    parser.add_argument(
-        "--grid", action="append", default=[], metavar="KEY=A,B", help="a key and its values; repeat for more keys"
-    )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key in all runs")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="holds a folder for each run")
-    parser.add_argument("--best", metavar="KEY", help="draw only the best of the values of this --grid key")
-    parser.add_argument("--train", type=Path, metavar="SCRIPT", help="the task's script (default: the recipe's)")
-    parser.add_argument("--processes", type=int, default=1, help="GPUs of each run, started by torchrun (default: 1)")
-    return parser
 
 
 def find_script(config: str) -> Path:

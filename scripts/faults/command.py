@@ -9,7 +9,6 @@ Each try depends only on the seed, the row's name and the try's number; each row
 limit. Needs Linux; as root, the disks that fill up are real file systems. Exit status 1 if a row does not survive.
 """
 
-import argparse
 import importlib
 import random
 import shutil
@@ -47,7 +46,13 @@ SECONDS = 180.0  # that a try may take
 
 
 def main(argv: Sequence[str]) -> int:
-    args = parse(argv)
+    parser = command_parser(__doc__)
+    parser.add_argument("--quick", action="store_true", help="one or two tries of the cheap rows; page not written")
+    parser.add_argument("--only", default="", metavar="NAME", help="only rows with this in their name")
+    parser.add_argument("--tries", type=int, metavar="N", help="tries of each row (default: each row's own)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    parser.add_argument("--list", action="store_true", help="print the rows' names")
+    args = parser.parse_args(argv)
     faults = [fault for fault in FAULTS if args.only in fault.name and (fault.quick or not args.quick)]
     if not faults:
         raise UserError(f"--only {args.only!r}: no row has this in its name; --list prints them")
@@ -67,16 +72,6 @@ def main(argv: Sequence[str]) -> int:
         minutes = (time.time() - run["started"]) / 60
         write_page(table, f"{format_provenance(run)}; {minutes:.0f} minutes.")
     return int(not survived)
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = command_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="one or two tries of the cheap rows; page not written")
-    parser.add_argument("--only", default="", metavar="NAME", help="only rows with this in their name")
-    parser.add_argument("--tries", type=int, metavar="N", help="tries of each row (default: each row's own)")
-    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
-    parser.add_argument("--list", action="store_true", help="print the rows' names")
-    return parser.parse_args(argv)
 
 
 def inject(fault: Fault, lab: Lab, seed: int, tries: int) -> Row:

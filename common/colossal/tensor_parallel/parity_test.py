@@ -43,7 +43,7 @@ TRAINED = {
     # 9 classes: `zero` over 4 ranks leaves nothing of the head to the last one
     "lamb, head": ("lamb", "body", {"dropout": 0.1, "drop_path": 0.1, "num_classes": 9}),
 }
-Curve = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]  # losses, gradients, weights
+Curve = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]  # losses and last gradient norm, gradients, weights
 
 
 @functools.cache
@@ -64,6 +64,7 @@ def plain_training(name: str) -> Curve:
             optimizer.step()
             if number < STEPS * ACCUMULATION:
                 optimizer.zero_grad()
+    losses.append(norm.item())
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     return losses, gradients, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
@@ -77,6 +78,7 @@ def sharded_training(config: dict[str, Any]) -> dict[str, tuple[Curve, dict[str,
             model, optimizer, engine = build_engine(optimizer_name, frozen=frozen, **arguments)
             shards = named_shards(model)
             losses = fit(engine, list(micro_batches(STEPS, *place)))
+            losses.append(engine.optimizer.grad_norm.item())
             gradients = {name: gather_whole(p, p.grad) for name, p in shards.items() if p.requires_grad}
             assert len(optimizer.state) == len(gradients)
             weights = {name: gather_whole(p) for name, p in shards.items()}

@@ -8,9 +8,8 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,10 @@ from torch import library
 from common.errors import UserError
 
 VERSION = "0.5.0"
-STUBBED = ("peft", "galore_torch", "bitsandbytes")
+STUBBED = (
+    *("peft", "peft.utils", "peft.utils.other", "peft.utils.save_and_load"),
+    *("galore_torch", "bitsandbytes", "bitsandbytes.optim", "bitsandbytes.optim.optimizer"),
+)
 
 
 def check_version() -> None:
@@ -76,33 +78,19 @@ def _skip_upstream(impl: Callable[..., None]) -> Callable[..., None]:
 class _Stub(types.ModuleType):
     """A module that has a class for every attribute."""
 
-    __path__: Any = ()
-
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
             raise AttributeError(name)
         return type(name, (), {})
 
 
-class _StubFinder(MetaPathFinder, Loader):
-    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in STUBBED else None
-
-    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        return _Stub(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
 @contextmanager
 def _import_stubs() -> Iterator[None]:
-    """Stub the packages in `STUBBED` that are not installed; remove the stubs on exit."""
-    finder = _StubFinder()
-    sys.meta_path.append(finder)  # last, so that an installed package comes first
+    """Stub the modules in `STUBBED` whose packages are not installed; remove the stubs on exit."""
+    stubs = {name: _Stub(name) for name in STUBBED if find_spec(name.partition(".")[0]) is None}
+    sys.modules.update(stubs)
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)
-        for name in [name for name, module in sys.modules.items() if isinstance(module, _Stub)]:
+        for name in stubs:
             del sys.modules[name]

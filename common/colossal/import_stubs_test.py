@@ -51,10 +51,10 @@ def test_an_installed_package_is_not_stood_in_for(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(tmp_path)
     with quiet_import():
         import peft
-        from galore_torch.anything import Name
+        from bitsandbytes.optim.optimizer import Name
     assert peft.real
     assert isinstance(Name, type)
-    assert "galore_torch" not in sys.modules
+    assert "bitsandbytes" not in sys.modules
     del sys.modules["peft"]
 
 

@@ -76,7 +76,7 @@ class StepOptimizer(OptimizerWrapper):
     ):
         super().__init__(optim)
         self.accumulation, self.scaler, self.max_skipped = accumulation, scaler, max_skipped
-        self.accumulated, self.clips, self.keeps_gradients = 0, False, False
+        self.accumulated, self.keeps_gradients = 0, False
         self.grad_norm = torch.tensor(torch.nan)
         self.counter = SkipCounter(self.parameters[0].device)
 
@@ -117,8 +117,7 @@ class StepOptimizer(OptimizerWrapper):
         if self.scaler:
             self.scaler.unscale_(self.optim)
         self.grad_norm = global_grad_norm(self.parameters)
-        self.clips = max_norm > 0
-        if self.clips:
+        if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, self.grad_norm)
 
     def step(self) -> None:
@@ -148,14 +147,10 @@ class StepOptimizer(OptimizerWrapper):
 
     def _describe_skips(self) -> str:
         scale = f"; the float16 loss scale is down to {self.scaler.get_scale():.1e}" if self.scaler else ""
-        remedies = ["lower LEARNING_RATE", "raise WARMUP_EPOCHS"]
-        remedies += ["set clip_grad_norm"] * (not self.clips) + ["use fp16.dtype='bfloat16'"] * (
-            self.scaler is not None
-        )
         return (
             f"by step {self.counter.updates}, {self.counter.longest.item()} consecutive updates were skipped because "
-            f"the loss or a gradient was not finite (MAX_SKIPPED={self.max_skipped}){scale}: "
-            f"{', '.join(remedies[:-1])} or {remedies[-1]}"
+            f"the loss or a gradient was not finite (MAX_SKIPPED={self.max_skipped}){scale}: lower LEARNING_RATE, "
+            "raise WARMUP_EPOCHS, set clip_grad_norm, or use bfloat16 instead of float16"
         )
 
     def step_state(self) -> dict[str, Any]:

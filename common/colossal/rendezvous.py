@@ -45,8 +45,8 @@ def open_store(rank: int, world_size: int, host: str, port: int, timeout: float,
     held = store.multi_get([f"here/{other}" for other in range(world_size)])
     backends, others = zip(*(words.decode().split(" ") for words in held), strict=True)
     _check_backends(backends, rank)
-    if _is_loopback(mine):  # either this machine's /etc/hosts maps the name to it, or all processes are here
-        mine = next((_source_address(other) for other in others if other and not _is_loopback(other)), mine)
+    if is_loopback(mine):  # either this machine's /etc/hosts maps the name to it, or all processes are here
+        mine = next((_source_address(other) for other in others if other and not is_loopback(other)), mine)
     if interface := _interface_of(mine):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     return store
@@ -60,10 +60,6 @@ def _source_address(host: str) -> str:
             probe.connect(address)
             return str(probe.getsockname()[0])
     return ""
-
-
-def _is_loopback(address: str) -> bool:
-    return address != "" and ipaddress.ip_address(address).is_loopback
 
 
 def _interface_of(address: str) -> str | None:
@@ -126,7 +122,7 @@ def address_to_bind(host: str) -> tuple[socket.AddressFamily, str]:
         family, *_, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
         raise UserError(f"--host={host} cannot be resolved ({error.strerror}): pass its address") from error
-    if ipaddress.ip_address(address).is_loopback and not is_loopback(host):
+    if is_loopback(address) and not is_loopback(host):
         return socket.AF_INET, ""
     with socket.socket(family) as probe:
         try:
@@ -138,7 +134,6 @@ def address_to_bind(host: str) -> tuple[socket.AddressFamily, str]:
 
 def is_loopback(host: str) -> bool:
     """Return whether ``host`` is a loopback address or "localhost", so that all processes run on this machine."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return False
+    with suppress(ValueError):  # a name
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"

@@ -56,7 +56,9 @@ def fit(
         return trainer
 
 
-def test_hooks_are_called_in_order() -> None:
+def test_hooks_are_called_in_order_and_the_heartbeat_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[str] = []
+    monkeypatch.setattr("common.colossal.trainer.doing", reported.append)
     recorder = Recorder()
     fit([recorder], batches=2, test_batches=1)
     assert recorder.names == [
@@ -65,12 +67,6 @@ def test_hooks_are_called_in_order() -> None:
         *("after_train_epoch", "before_test", "before_test_epoch", "before_test_iter", "after_test_iter"),
         *("after_test_epoch", "after_test", "after_train"),
     ]
-
-
-def test_reports_what_it_is_doing(monkeypatch: pytest.MonkeyPatch) -> None:
-    reported: list[str] = []
-    monkeypatch.setattr("common.colossal.trainer.doing", reported.append)
-    fit(batches=2, test_batches=1)
     phases = ("waiting for data", "forward and backward", "hooks after the step")
     assert reported == [
         *(f"step {step}: {phase}" for step in (1, 2) for phase in phases),

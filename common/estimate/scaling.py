@@ -26,12 +26,10 @@ WHOLE = {"mode": None, "size": 1}
 
 @dataclass(frozen=True)
 class Prediction:
-    """One way to train on N GPUs: how batch and model are split, and the seconds of each part of a step.
+    """One way to train on N GPUs: how batch and model are split, and the seconds of a step.
 
-    ``compute``: forward and backward passes at the assumed or measured rate; ``launches``: launching their kernels;
-    ``update``: the optimizer; ``decode``: decoding the samples of a step on the host. ``hidden`` seconds of
-    ``communication`` can overlap with the last micro-batch's backward pass. ``speedup``: of a well-tuned GPU over
-    ``compute``; 1 if the rate was measured.
+    ``step``: the worst case, in which nothing overlaps but decoding. ``fastest_step``: the best case, a well-tuned GPU
+    that sends gradients during the last micro-batch's backward pass.
     """
 
     tensor: Mapping[str, Any]
@@ -41,13 +39,8 @@ class Prediction:
     accumulation: int
     estimate: StepEstimate
     fits: bool
-    compute: float
-    launches: float
-    update: float
-    decode: float
-    communication: float
-    hidden: float
-    speedup: float
+    step: float
+    fastest_step: float
 
     @property
     def mode(self) -> str:
@@ -61,17 +54,6 @@ class Prediction:
             return f"1d {size}"
         side = round(size ** (1 / 3)) if mode == "3d" else math.isqrt(size // depth)
         return f"{mode} {side} x {side}" + {"2d": "", "2.5d": f" x {depth}", "3d": f" x {side}"}[mode]
-
-    @property
-    def step(self) -> float:
-        """Seconds of a step in the worst case: nothing overlaps but decoding."""
-        return max(max(self.compute, self.launches) + self.update + self.communication, self.decode)
-
-    @property
-    def fastest_step(self) -> float:
-        """Seconds of a step in the best case: a well-tuned GPU, gradients sent during the backward pass."""
-        exposed = self.communication - self.hidden / self.speedup
-        return max(max(self.compute / self.speedup, self.launches) + self.update + max(0.0, exposed), self.decode)
 
 
 def predict_modes(config: Mapping[str, Any], plan: Plan, cluster: Cluster, rate: float) -> list[Prediction]:
@@ -137,25 +119,9 @@ def _predict(
         if prediction and _scaled_memory(prediction.estimate, micro_batch / prediction.micro_batch) > usable:
             continue
         estimate = estimate_step(config, plan.gpus, micro_batch, accumulation)
-        compute = estimate.flops / rate
-        between_ranks, gradients = _communication(estimate, cluster)
-        overlap = 0.0 if config["gradient_handler"] else BACKWARD_SHARE * compute / accumulation
-        prediction = Prediction(
-            tensor,
-            zero,
-            data_parallel,
-            micro_batch,
-            accumulation,
-            estimate,
-            fits=estimate.peak <= usable,
-            compute=compute,
-            launches=LAUNCH * config["MODEL"]["depth"] * accumulation,
-            update=TRAFFIC[config["OPTIMIZER"]["name"]] * estimate.gradients / MEMORY_BANDWIDTH,
-            decode=samples / cluster.decode,
-            communication=between_ranks + gradients,
-            hidden=min(gradients, overlap),
-            speedup=1.0 if cluster.images_per_s else BEST_MFU / ASSUMED_MFU,
-        )
+        times = _step_times(config, estimate, samples, accumulation, cluster, rate)
+        fits = estimate.peak <= usable
+        prediction = Prediction(tensor, zero, data_parallel, micro_batch, accumulation, estimate, fits, *times)
         if prediction.fits:
             break
     return prediction
@@ -175,9 +141,26 @@ def _scaled_memory(estimate: StepEstimate, share: float) -> float:
     return estimate.peak - (1 - share) * estimate.activations
 
 
-def _communication(estimate: StepEstimate, cluster: Cluster) -> tuple[float, float]:
-    """Return the seconds per step of tensor-parallel and of data-parallel collectives."""
-    seconds = {True: 0.0, False: 0.0}
+def _step_times(
+    config: Mapping[str, Any],
+    estimate: StepEstimate,
+    samples: int,
+    accumulation: int,
+    cluster: Cluster,
+    rate: float,
+) -> tuple[float, float]:
+    """Return the seconds of a step of ``samples`` per GPU in the worst and in the best case, as in `Prediction`."""
+    compute = estimate.flops / rate
+    launches = LAUNCH * config["MODEL"]["depth"] * accumulation
+    update = TRAFFIC[config["OPTIMIZER"]["name"]] * estimate.gradients / MEMORY_BANDWIDTH
+    seconds = {True: 0.0, False: 0.0}  # of data-parallel and of tensor-parallel collectives
     for (name, ranks), nbytes in estimate.nbytes.items():
         seconds[ranks == estimate.data_ranks] += cluster.seconds(name, ranks, estimate.calls[name, ranks], nbytes)
-    return seconds[False], seconds[True]
+    hidden = 0.0 if config["gradient_handler"] else min(seconds[True], BACKWARD_SHARE * compute / accumulation)
+    speedup = 1.0 if cluster.images_per_s else BEST_MFU / ASSUMED_MFU
+
+    def step(compute: float, hidden: float) -> float:
+        communication = seconds[True] + seconds[False] - hidden
+        return max(max(compute, launches) + update + communication, samples / cluster.decode)
+
+    return step(compute, 0.0), step(compute / speedup, hidden / speedup)

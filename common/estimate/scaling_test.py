@@ -33,36 +33,30 @@ def test_every_mode_that_the_model_and_the_gpus_allow_is_there():
 
 def test_one_gpu_needs_its_arithmetic_and_nothing_else():
     (alone,) = predict(1).values()
-    assert alone.communication == 0
-    assert alone.compute == pytest.approx(4096 * whole_model_flops(build_config()) / RATE)
-    assert alone.update == pytest.approx(7 * 4 * alone.estimate.parameters / MEMORY_BANDWIDTH)  # AdamW
-    assert alone.step == pytest.approx(alone.compute + alone.update)
-    assert alone.fastest_step == pytest.approx(alone.compute * ASSUMED_MFU / BEST_MFU + alone.update)
+    compute = 4096 * whole_model_flops(build_config()) / RATE
+    update = 7 * 4 * alone.estimate.parameters / MEMORY_BANDWIDTH  # AdamW
+    assert alone.step == pytest.approx(compute + update)
+    assert alone.fastest_step == pytest.approx(compute * ASSUMED_MFU / BEST_MFU + update)
 
 
 def test_small_micro_batches_and_slow_decoding_bound_the_step():
     small = predict(2048, **WHOLE_ONLY)["data parallel"]
-    assert small.compute < small.launches == 2 * LAUNCH * small.accumulation < small.step
+    assert small.estimate.flops / RATE < 2 * LAUNCH * small.accumulation < small.fastest_step < small.step
     decoding = predict(1, Cluster(decode=100.0), **WHOLE_ONLY)["data parallel"]
     assert decoding.step == decoding.fastest_step == pytest.approx(4096 / 100)
 
 
-def test_a_measured_rate_leaves_only_the_overlap_open():
-    measured = predict(16, Cluster(images_per_s=1000.0, decode=1e9), **WHOLE_ONLY)["data parallel"]
-    assert measured.hidden > 0
-    assert measured.step - measured.fastest_step == pytest.approx(measured.hidden)
-
-
-def test_data_parallel_reduces_while_it_computes():
-    slow = Cluster(between=1e6)
-    fast = predict(16, **WHOLE_ONLY)["data parallel"]
-    assert 0 < fast.hidden == fast.communication
-    exposed = predict(16, slow, **WHOLE_ONLY)["data parallel"]
-    gradients = exposed.estimate.gradients
-    seconds = 2 * 15 / 16 * gradients / (8 * 1e6)
-    assert exposed.hidden == pytest.approx(2 / 3 * exposed.compute / exposed.accumulation)
-    calls = sum(exposed.estimate.calls.values())
-    assert exposed.communication == pytest.approx(seconds + calls * LATENCY)
+@pytest.mark.parametrize(("between", "all_hidden"), [(50e9, True), (1e6, False)])
+def test_gradients_are_reduced_during_the_last_backward_pass(between, all_hidden):
+    """With a measured rate, nothing else is open."""
+    cluster = Cluster(inside=400e9, between=between, decode=1e9, images_per_s=1000.0)
+    found = predict(16, cluster, **WHOLE_ONLY)["data parallel"]
+    estimate, compute = found.estimate, found.estimate.flops / RATE
+    reduction = 2 * 15 / 16 * estimate.gradients / (8 * between) + sum(estimate.calls.values()) * LATENCY
+    overlap = 2 / 3 * compute / found.accumulation
+    assert (reduction < overlap) == all_hidden
+    assert found.step == pytest.approx(compute + 7 * estimate.gradients / MEMORY_BANDWIDTH + reduction)
+    assert found.step - found.fastest_step == pytest.approx(min(reduction, overlap))
 
 
 def test_the_micro_batch_shrinks_until_it_fits():

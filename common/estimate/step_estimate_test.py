@@ -170,14 +170,6 @@ def test_a_moving_average_holds_every_weight_once_more():
     assert averaged.peak - without.peak == averaged.weights - without.weights == 4 * without.parameters
 
 
-def test_an_estimate_leaves_nothing_behind():
-    config = build_config(1, None, TINY)
-    estimate_step(config, 512, 8)
-    with launched(parallel=config["parallel"]):
-        assert torch.distributed.get_world_size() == 1
-        assert torch.empty(2).is_cpu
-
-
 def test_the_process_that_estimates_is_not_forked_where_there_is_a_gpu(monkeypatch):
     """CUDA does not survive a fork, and autograd's threads initialise it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

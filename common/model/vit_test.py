@@ -149,13 +149,6 @@ def test_sincos2d_is_the_papers_formula() -> None:
         assert entry == pytest.approx([math.sin(x), math.cos(x), math.sin(y), math.cos(y)], abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("shape", "millions"), [(B16, 86.6), (S16, 22.1), (VIT_LITE, 3.7), ({"width": 192, "heads": 3}, 5.7)]
-)
-def test_parameter_count(shape: dict, millions: float) -> None:
-    assert round(parameter_count(**shape) / 1e6, 1) == millions
-
-
 SIZES = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12), "large": (1024, 24, 16)}
 DEIT3 = {"init_values": 1e-6, "no_embed_class": True}
 

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,34 +28,32 @@ def serve_rounds(config: str, settings: list[str], output: Path, steps: int, rou
     batches = _repeat(run.loader)
     workers = run.config["DATA"]["workers"]
     read_ahead = 2 * (rank_cores() if workers is None else workers)
-    is_gpu = run.device.type == "cuda"
     for measurements in rounds:
-        if is_gpu:
+        if run.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         for _ in range(read_ahead):  # prefetched since the last round
             next(batches)
         for _ in range(WARM_UP):
             _step(run, batches)
-        marks = [_now(is_gpu), *(mark for _ in range(steps) for mark in _step(run, batches))]
-        phases = np.diff(_seconds(marks)).reshape(steps, len(PHASES)).mean(0).tolist()
+        marks = [_now(), *(mark for _ in range(steps) for mark in _step(run, batches))]
+        phases = np.diff(marks).reshape(steps, len(PHASES)).mean(0).tolist()
         measurements |= dict(zip(PHASES, phases, strict=True)) | {"step": sum(phases)}
         measurements |= {"batch": run.plan.total_batch, "memory": run.peak_memory()}
-        if is_gpu:
+        if run.device.type == "cuda":
             torch.cuda.empty_cache()  # leave memory for the other modes
 
 
-def _step(run: MeasuredRun, batches: Iterator[tuple[Tensor, Tensor]]) -> list[Any]:
+def _step(run: MeasuredRun, batches: Iterator[tuple[Tensor, Tensor]]) -> list[float]:
     """Take an optimizer step; return the time at the end of each phase."""
-    is_gpu = run.device.type == "cuda"
     images, labels = next(batches)
-    marks = [_now(is_gpu)]
+    marks = [_now()]
     loss = run.loss(run.engine(images), labels)
-    marks.append(_now(is_gpu))
+    marks.append(_now())
     run.engine.backward(loss)
-    marks.append(_now(is_gpu))
+    marks.append(_now())
     run.engine.step()
     run.engine.zero_grad()
-    return [*marks, _now(is_gpu)]
+    return [*marks, _now()]
 
 
 def _repeat(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -64,17 +61,8 @@ def _repeat(loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, T
         yield from loader
 
 
-def _now(is_gpu: bool) -> torch.cuda.Event | float:
-    """Return the time; on a GPU, an event of its stream, without waiting."""
-    if not is_gpu:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds(marks: list[Any]) -> list[float]:
-    if isinstance(marks[0], float):
-        return marks
-    marks[-1].synchronize()
-    return [marks[0].elapsed_time(mark) / 1e3 for mark in marks]
+def _now() -> float:
+    """Return the time, on a GPU when its work is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -56,8 +56,7 @@ def print_dry_run(
     if plan.tensor_parallel > 1:
         with torch.device("meta"):
             model = build_model(**_model(config))
-        for line in describe_tensor_parallel(config["parallel"], model, plan.micro_batch):
-            _print_wrapped("", line)
+        _print_wrapped("each rank holds", describe_tensor_parallel(config["parallel"], model, plan.micro_batch))
     if cluster:
         _print_modes(config, plan, data.train_samples if data else images, cluster)
 

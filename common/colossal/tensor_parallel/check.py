@@ -88,38 +88,20 @@ def check_tensor_parallel(
             )
 
 
-def describe_tensor_parallel(parallel: Mapping[str, Any], model: nn.Module, micro_batch: int) -> list[str]:
-    """Return a line for each rank of the first tensor-parallel group with the shards it holds.
+def describe_tensor_parallel(parallel: Mapping[str, Any], model: nn.Module, micro_batch: int) -> str:
+    """Return what each rank of a tensor-parallel group holds: all hold equal amounts.
 
-    ``parallel`` is resolved; ``model`` is not sharded, and may be on the meta device.
+    ``parallel`` is resolved and has a mode; ``model`` is not sharded, and may be on the meta device.
     """
     tensor = parallel["tensor"]
-    mode, size, depth = tensor["mode"], tensor["size"], tensor.get("depth", 1)
-    if mode is None:
-        return []
-    layout, sizes = LAYOUTS[mode], group_sizes(mode, size, depth)
+    mode, size = tensor["mode"], tensor["size"]
+    layout, sizes = LAYOUTS[mode], group_sizes(mode, size, tensor.get("depth", 1))
     shards = [shard for _, shard in plan_shards(model, mode)]
     held, whole = sum(shard.numel(sizes) for shard in shards), sum(math.prod(shard.shape) for shard in shards)
-    lines = []
-    for rank in range(size):
-        samples, channels = _place(mode, rank, sizes[layout.channels])
-        parts = [
-            _slice("samples", samples, micro_batch, sizes[layout.samples]),
-            _slice("channels", channels, model.head.in_features, sizes[layout.channels]),
-        ]
-        if mode == "1d":
-            attention = model.blocks[0].attn
-            parts.append(_slice("heads", rank, attention.proj.in_features // attention.head_width, size))
-        lines.append(f"rank {rank}: {', '.join(parts)}, {held:,} of {whole:,} parameters")
-    return lines
-
-
-def _place(mode: str, rank: int, side: int) -> tuple[int, int]:
-    """Return the indices of the sample slice and the channel slice that a rank of the group holds between blocks."""
-    if mode == "1d":
-        return 0, 0
-    return (rank % side**2, rank // side**2) if mode == "3d" else (rank // side, rank % side)
-
-
-def _slice(name: str, number: int, total: int, parts: int) -> str:
-    return f"{name} {number * total // parts}-{(number + 1) * total // parts - 1} of {total}"
+    attention, width = model.blocks[0].attn, model.head.in_features
+    heads, side = width // attention.head_width, size if mode == "1d" else sizes[layout.channels]
+    return (
+        f"{micro_batch // sizes[layout.samples]} of {micro_batch} samples, "
+        f"{width // sizes[layout.channels]} of {width} channels between blocks, {heads // side} of {heads} heads, "
+        f"{held:,} of {whole:,} parameters"
+    )

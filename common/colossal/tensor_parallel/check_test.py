@@ -1,12 +1,11 @@
 """What is refused before anything starts, and what is said to fit."""
 
 import pytest
-import torch
 
-from common.colossal import check_tensor_parallel, describe_tensor_parallel
+from common.colossal import check_tensor_parallel
 from common.colossal.tensor_parallel.check import resolve_parallel
 from common.errors import UserError
-from common.testing.parity_cases import CASES, MODEL, build_tiny_model
+from common.testing.parity_cases import CASES, MODEL
 
 
 def tensor(mode: str | None, size: int, **more: int) -> dict:
@@ -64,16 +63,3 @@ def test_what_is_tested_is_allowed(case: str) -> None:
 def test_shapes_that_are_refused(parallel: dict, model: dict, micro_batch: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_tensor_parallel(parallel, MODEL | model, micro_batch, 8)
-
-
-def test_description_without_process_groups() -> None:
-    with torch.device("meta"):
-        model = build_tiny_model()
-    assert describe_tensor_parallel(tensor(None, 1), model, 8) == []
-    lines = describe_tensor_parallel(tensor("1d", 2), model, 8)
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    assert [line.split(", ")[:3] for line in lines] == [
-        ["rank 0: samples 0-7 of 8", "channels 0-31 of 32", "heads 0-1 of 4"],
-        ["rank 1: samples 0-7 of 8", "channels 0-31 of 32", "heads 2-3 of 4"],
-    ]
-    assert lines[0].endswith(f"of {whole:,} parameters")

@@ -8,16 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from common.colossal import ParallelMode, canonical_state, describe_tensor_parallel, gpc, shard_model
-from common.colossal.tensor_parallel.layout import LAYOUTS, group_sizes
-from common.testing.parity_cases import (
-    CASES,
-    MICRO_BATCH,
-    MODEL,
-    blended_loss,
-    build_engine,
-    build_tiny_model,
-    micro_batches,
-)
+from common.colossal.tensor_parallel.layout import LAYOUTS
+from common.testing.parity_cases import CASES, blended_loss, build_engine, build_tiny_model, micro_batches
 from common.testing.ranks import launched, run_ranks
 
 MODES = ["1d-2", "2d-4", "2.5d-8", "3d-8", "dp2 x 1d-2"]
@@ -35,10 +27,21 @@ def look_around(case: str) -> dict[str, Any]:
         groups = (ParallelMode.DATA, layout.samples, layout.channels)
         return {
             "place": tuple(gpc.get_local_rank(group) if group else 0 for group in groups),
-            "parameters": sum(parameter.numel() for parameter in shard_model(build_tiny_model()).parameters()),
+            "holds": holds(),
             "masks": masks(),
             "recomputed": recomputed_gradients(),
         }
+
+
+def holds() -> tuple[int, ...]:
+    """Return how many samples, channels, heads and parameters this rank has of 16 samples."""
+    model, shapes = shard_model(build_tiny_model()), []
+    block = model.blocks[0]
+    block.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
+    block.attn.qkv.register_forward_hook(lambda _, inputs, output: shapes.append(output.shape))
+    model(torch.randn(16, 3, 16, 16))
+    (samples, _, channels), (*_, qkv) = shapes
+    return samples, channels, qkv // 3 // block.attn.head_width, sum(p.numel() for p in model.parameters())
 
 
 def masks() -> dict[str, Tensor]:
@@ -68,20 +71,14 @@ def recomputed_gradients() -> tuple[list[Tensor], list[Tensor]]:
     return tuple(answers)
 
 
-@pytest.mark.parametrize("case", MODES[:4])
-def test_ranks_hold_what_was_announced(case: str) -> None:
-    parallel = CASES[case][1]
-    layout, sizes = LAYOUTS[parallel["tensor"]["mode"]], group_sizes(**parallel["tensor"])
-    samples = MICRO_BATCH // sizes[layout.samples]
-    channels = MODEL["width"] // sizes[layout.channels]
-    lines = describe_tensor_parallel(parallel, build_tiny_model(), MICRO_BATCH)
-    for rank, (line, answer) in enumerate(zip(lines, on_ranks(case), strict=True)):
-        first_sample, first_channel = answer["place"][1] * samples, answer["place"][2] * channels
-        assert line.startswith(
-            f"rank {rank}: samples {first_sample}-{first_sample + samples - 1} of {MICRO_BATCH}, "
-            f"channels {first_channel}-{first_channel + channels - 1} of {MODEL['width']}"
-        )
-        assert f" {answer['parameters']:,} of " in line
+@pytest.mark.parametrize("case", MODES)
+def test_ranks_hold_what_is_announced(case: str) -> None:
+    model = build_tiny_model()
+    whole, line = sum(p.numel() for p in model.parameters()), describe_tensor_parallel(CASES[case][1], model, 16)
+    for answer in on_ranks(case):
+        samples, channels, heads, parameters = answer["holds"]
+        words = f"{samples} of 16 samples, {channels} of 32 channels between blocks, {heads} of 4 heads"
+        assert line == f"{words}, {parameters:,} of {whole:,} parameters"
 
 
 @pytest.mark.parametrize("case", MODES)

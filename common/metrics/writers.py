@@ -19,9 +19,8 @@ from common.metrics.record import Record, RecordSchema, select_metrics
 from common.metrics.trackers import TRACKERS
 from common.plot import build_figure, place_legend, save_figure
 
-DRAWING_SHARE = 0.003  # largest fraction of a run's time spent redrawing its curves
+DRAWING_EVERY = 100.0  # seconds, at least; a drawing takes 0.3
 MAX_METRICS, MAX_LINE = 1 << 29, 1 << 16  # bytes of metrics.jsonl, some 1,500,000 records, and of a record
-FIRST_DRAWING = 0.5  # seconds: most of it imports matplotlib
 
 
 def open_writers(
@@ -181,23 +180,20 @@ class _Lines:
 
 
 class Curves:
-    """Redraw loss.jpeg and acc.jpeg after evaluations, within `DRAWING_SHARE` of the time, and at the end."""
+    """Redraw loss.jpeg and acc.jpeg after evaluations, at most every `DRAWING_EVERY` seconds, and at the end."""
 
     def __init__(self, folder: Path):
-        self.folder, self.stale = folder, False
-        self.drawn, self.seconds = time.perf_counter(), FIRST_DRAWING
+        self.folder, self.stale, self.drawn = folder, False, time.perf_counter()
 
     def __call__(self, record: Record) -> None:
         self.stale = True
-        if record["kind"] == "eval" and time.perf_counter() - self.drawn >= self.seconds / DRAWING_SHARE:
+        if record["kind"] == "eval" and time.perf_counter() - self.drawn >= DRAWING_EVERY:
             self.close()
 
     def close(self) -> None:
         if self.stale:
-            started = time.perf_counter()
             draw_curves(self.folder)
             self.drawn, self.stale = time.perf_counter(), False
-            self.seconds = self.drawn - started
 
 
 def read_metrics(folder: Path) -> list[Record]:

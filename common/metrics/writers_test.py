@@ -2,7 +2,6 @@ import json
 import re
 import resource
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,31 +19,18 @@ EVAL = {"kind": "eval", "step": 4, "epoch": 1.0, "loss": 1.5, "top1": 0.25, "top
 
 def write_to_a_full_disk(argv: list[str]) -> None:
     """Limit the size of files: the kernel refuses what is beyond, in the middle of a line too."""
-
-    def limit(size: int) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-    def write_all(step: int) -> None:
+    folder, sizes = Path(argv[0]), []
+    opened = writers.open_writers(folder, 50, tensorboard=False, trackers=[])
+    for step in range(50):
+        most = 1000 if 0 < step < 49 else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
         for writer in opened:
             writer(TRAIN | {"step": step, "loss": 1 / 3})
-
-    threading.excepthook = lambda args: None  # TensorBoard's thread prints a traceback of its own in between
-    folder = Path(argv[0])
-    opened = writers.open_writers(folder, 50, tensorboard=True, trackers=[])
-    write_all(0)
-    opened[2].writer.writer.flush()  # TensorBoard's thread writes when it likes
-    limit(1000)
-    for step in range(1, 49):
-        write_all(step)
-        if opened[2].writer:
-            with suppress(OSError):
-                opened[2].writer.writer.flush()
-    size = (folder / "metrics.jsonl").stat().st_size
-    limit(resource.RLIM_INFINITY)
-    write_all(49)
+        sizes.append((folder / "metrics.jsonl").stat().st_size)
     for writer in opened:
         writer.close()
-    print(size, [record["step"] for record in read_metrics(folder)] == list(range(50)), (folder / "loss.jpeg").exists())
+    whole = [record["step"] for record in read_metrics(folder)] == list(range(50))
+    print(sizes[48], whole, (folder / "loss.jpeg").exists())
 
 
 def write(folder, *records) -> None:
@@ -77,11 +63,9 @@ def test_a_broken_line_before_the_last_is_named(tmp_path):
 def test_a_full_disk_neither_stops_training_nor_loses_a_line(tmp_path):
     child = run_forked(write_to_a_full_disk, [tmp_path])
     assert child.stdout == "1000 True True\n", child.stderr
-    warnings = [line.partition("warning: ")[2] for line in child.stderr.splitlines() if "warning: " in line]
-    assert sorted(warnings) == [
-        f"{tmp_path}/metrics.jsonl: File too large; its lines are kept in memory until they can be written",
-        "TensorBoard: OSError: [Errno 27] File too large; training continues without it",
-    ]
+    (warning,) = [line.partition("warning: ")[2] for line in child.stderr.splitlines() if "warning: " in line]
+    words = "File too large; its lines are kept in memory until they can be written"
+    assert warning == f"{tmp_path}/metrics.jsonl: {words}"
 
 
 def test_lines_that_are_lost_are_counted(capsys):
@@ -121,27 +105,18 @@ def test_an_interrupt_is_no_failure_of_a_writer():
         Guarded("tracker", lambda: interrupt)(TRAIN)
 
 
-def test_curves_are_redrawn_within_their_share_of_the_time(tmp_path, monkeypatch):
+def test_curves_are_redrawn_every_100_s_and_at_the_end(tmp_path, monkeypatch):
     now, drawn = [0.0], []
-
-    def draw(folder):
-        drawn.append(now[0])
-        now[0] += 0.25  # seconds that a drawing takes
-
-    monkeypatch.setattr(writers, "draw_curves", draw)
+    monkeypatch.setattr(writers, "draw_curves", lambda _: drawn.append(now[0]))
     monkeypatch.setattr(writers.time, "perf_counter", lambda: now[0])
     curves = Curves(tmp_path)
-    for _ in range(1000):
-        now[0] += 1
+    for now[0] in (99, 100, 101, 250):
         curves(TRAIN)
         curves(EVAL)
-    assert drawn[0] == 167  # 0.3 % of it is what a first drawing may take
-    assert 0.0024 < 0.25 * len(drawn) / now[0] <= 0.003
-    before = len(drawn)
     curves(TRAIN)
     for _ in range(2):
         curves.close()
-    assert len(drawn) == before + 1  # the end is always drawn, once
+    assert drawn == [100, 250, 250]
 
 
 def test_curves_are_pictures_also_with_a_gap(tmp_path):

@@ -63,7 +63,7 @@ class Data(Section):
     allow_change: bool = key(False, "resume from a checkpoint that was trained on another data set")
     loader: Literal["dali", "torchvision"] = key("dali", "which loader decodes")
     workers: Int | None = key(
-        None, "decoding threads (DALI) or processes of a rank; `None`: its share of the cores", ge=0
+        None, "decoding threads (DALI) or processes of a rank; `None`: its share of the cores", ge=0, le=1024
     )
     order: Literal[None, "blocks", "random"] = key(
         None,

@@ -9,12 +9,11 @@ from common.model.freeze import count_trained
 from common.model.vit import parameter_count
 
 NO_MACHINE = 10**14  # bytes: more than any GPU or host has
-WORKER = 10**7  # bytes that a decoding process takes, not counting shared memory
 MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 0}
 
 
 def check_limits(config: Mapping[str, Any], plan: Plan, memory: float, place: str) -> None:
-    """Raise `UserError` for a model, micro-batch or workers that certainly need more than ``memory`` bytes.
+    """Raise `UserError` for a model or micro-batch that certainly needs more than ``memory`` bytes.
 
     ``place`` describes what has that memory. This is a lower bound: weights, gradients and moments in float32 (16 bits
     with APEX O3), and as activations one residual stream per block in 16 bits.
@@ -38,12 +37,6 @@ def check_limits(config: Mapping[str, Any], plan: Plan, memory: float, place: st
         raise UserError(
             f"TOTAL_BATCH_SIZE={plan.total_batch}: micro-batches of {plan.micro_batch:,} images take at least "
             f"{_gigabytes(batch)}, {place} has {_gigabytes(memory)}: set MICRO_BATCH_SIZE or gradient_accumulation"
-        )
-    workers = config["DATA"]["workers"] or 0
-    if workers * WORKER > memory:
-        raise UserError(
-            f"DATA.workers={workers} take at least {_gigabytes(workers * WORKER)}, {place} has "
-            f"{_gigabytes(memory)}: omit it for one per core"
         )
 
 

@@ -21,7 +21,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("MODEL.depth=100000000000", "MODEL.width=32, depth=100000000000, ", False),
         ("TOTAL_BATCH_SIZE=1000000000000000", "more than the 70 training images", False),
         ("MODEL.depth=100000000", "this machine has", True),
-        ("DATA.workers=1000000", "DATA.workers=1000000 take at least 10,000.0 GB", True),
+        ("DATA.workers=1000000", "DATA.workers=1000000: expected", False),
     ],
 )
 def test_what_no_machine_has_is_refused_at_once_and_what_this_one_lacks_by_a_start_only(

@@ -12,6 +12,7 @@ is the increase of the process's peak since before the model was built.
 
 import argparse
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from caltech101_amp.measure import PHASES, serve_rounds
 from common.colossal import compute_dtype
 from common.config.load import load_config
 from common.errors import UserError, run_command
-from common.metrics.provenance import describe_columns, format_command
+from common.metrics.provenance import describe_run, format_command, name_hardware
 from common.plot import build_figure, place_legend, save_figure
 from common.run.comparison import build_parser, with_defaults
 from common.table import format_table, write_csv
@@ -94,11 +95,15 @@ def summarise(mode: str, measurements: Mapping[str, Sequence[Row]]) -> dict[str,
 
 def provenance(args: argparse.Namespace, argv: list[str], settings: Sequence[str]) -> dict[str, Any]:
     """Return the columns on how the measurements were made."""
+    about = describe_run(argv)
     return {
         "steps": args.steps,
         "rounds": args.rounds,
         "settings": " ".join(setting for setting in settings if not setting.startswith("DATA.")),
-        **describe_columns(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime(about["started"])),
+        "hardware": name_hardware(about["hardware"]),
+        "versions": " ".join(f"{name}={number}" for name, number in about["versions"].items() if number),
+        "commit": about["commit"],
         "command": format_command(["python", "-m", "caltech101_amp.compare", *argv]),
     }
 

@@ -36,17 +36,6 @@ def describe_run(argv: list[str], packages: Iterable[str] = PACKAGES) -> dict[st
     }
 
 
-def describe_columns(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
-    """Return date, hardware, versions and commit as columns of a results table."""
-    about = describe_run([], packages)
-    return {
-        "date": time.strftime("%Y-%m-%d", time.gmtime(about["started"])),
-        "hardware": name_hardware(about["hardware"]),
-        "versions": " ".join(f"{name}={number}" for name, number in about["versions"].items() if number),
-        "commit": about["commit"],
-    }
-
-
 def name_hardware(hardware: Mapping[str, Any]) -> str:
     """Return the GPU's name, or for CPUs a text like "2 cores of AMD EPYC, AVX2", as clouds hide the exact model."""
     if hardware["gpu"]:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.colossal import AMP_TYPE, ParallelMode, compiled, gpc, named_shards
+from common.colossal import ParallelMode, compiled, gpc, named_shards
 from common.colossal import engine as engine_module
+from common.colossal.precision_test import MODES
 from common.config.load import load_config
 from common.errors import UserError
 from common.model.ema import EmaHook
@@ -17,11 +18,7 @@ from common.testing.parity_cases import build_engine, build_tiny_model, fit, mic
 from common.testing.ranks import launched, run_ranks
 
 RECOMPUTED = {"activation_checkpoint": True, "init_values": 0.5, "drop_path": 0.3}
-PRECISIONS = {
-    "TORCH": {"mode": AMP_TYPE.TORCH, "dtype": "bfloat16"},
-    "TORCH float16": {"mode": AMP_TYPE.TORCH, "dtype": "float16"},
-    "NAIVE": {"mode": AMP_TYPE.NAIVE, "dtype": "bfloat16"},
-}
+PRECISIONS = ["TORCH bfloat16", "TORCH float16", "NAIVE bfloat16"]
 
 
 def train(stage: int | None, names: Sequence[str], compiles: bool = False) -> dict[str, list[float]]:
@@ -32,8 +29,8 @@ def train(stage: int | None, names: Sequence[str], compiles: bool = False) -> di
     zero = stage and {"stage": stage}
     with launched(zero=zero, clip_grad_norm=0.3, gradient_accumulation=2, COMPILE=compiles):
         for name in names:
-            gpc.config["fp16"] = PRECISIONS[name]
-            engine = build_engine("sgd", **RECOMPUTED if name == "TORCH" else {})[2]
+            gpc.config["fp16"] = MODES[name]
+            engine = build_engine("sgd", **RECOMPUTED if name == PRECISIONS[0] else {})[2]
             place = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
             losses[name] = fit(engine, list(micro_batches(3, *place)))
     return losses
@@ -41,10 +38,7 @@ def train(stage: int | None, names: Sequence[str], compiles: bool = False) -> di
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_mixed_precision_and_recomputed_blocks_are_those_of_data_parallelism(stage: int) -> None:
-    (found, _), (expected, _) = (
-        run_ranks(2, train, stage, list(PRECISIONS)),
-        run_ranks(2, train, None, list(PRECISIONS)),
-    )
+    (found, _), (expected, _) = (run_ranks(2, train, each, PRECISIONS) for each in (stage, None))
     for name, losses in found.items():
         assert losses == pytest.approx(expected[name], rel=1e-6), name
 

@@ -34,7 +34,7 @@ def test_every_mode_that_the_model_and_the_gpus_allow_is_there():
 def test_one_gpu_needs_its_arithmetic_and_nothing_else():
     (alone,) = predict(1).values()
     compute = 4096 * whole_model_flops(build_config()) / RATE
-    update = 7 * 4 * alone.estimate.parameters / MEMORY_BANDWIDTH  # AdamW
+    update = 7 * alone.estimate.gradients / MEMORY_BANDWIDTH  # AdamW
     assert alone.step == pytest.approx(compute + update)
     assert alone.fastest_step == pytest.approx(compute * ASSUMED_MFU / BEST_MFU + update)
 

@@ -42,7 +42,6 @@ class StepEstimate:
     """One process's optimizer step.
 
     Attributes:
-        parameters: number of parameters in this process's shard.
         weights, optimizer: bytes of the parameters (with their moving average) and of the optimizer state.
         gradients: bytes of all gradients.
         training_peak, update_peak: peak bytes in the forward and backward passes and in the update.
@@ -51,7 +50,6 @@ class StepEstimate:
         data_ranks: the data-parallel group of this process.
     """
 
-    parameters: int
     weights: int
     optimizer: int
     gradients: int
@@ -130,7 +128,6 @@ def _estimate_depth(config: Mapping[str, Any], depth: int, micro_batch: int, acc
         parameters = list(named_shards(model).values())
         state = _nbytes(value for state in optimizer.state.values() for value in state.values())
         return StepEstimate(
-            parameters=sum(parameter.numel() for parameter in parameters),
             weights=_nbytes([*parameters, *averages.values()]),
             optimizer=state,
             gradients=step.gradients,

@@ -1,13 +1,11 @@
 """Process groups and random state."""
 
-import itertools
 import os
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from colossalai.accelerator import api
 from colossalai.legacy.global_variables import tensor_parallel_env
 
@@ -63,17 +61,3 @@ def test_seeds() -> None:
     drawn = torch.rand(3)
     shutdown()
     assert torch.equal(torch.rand(3, generator=torch.Generator().manual_seed(2**40)), drawn)
-
-
-def random_draws() -> list[torch.Tensor]:
-    with launched(parallel={"tensor": {"mode": "1d", "size": 2}}):
-        weights = torch.rand(4)
-        gpc.separate_data_parallel_seeds()
-        return [weights, F.dropout(torch.ones(64), 0.5)]
-
-
-def test_ranks_share_weights_and_within_a_model_masks() -> None:
-    draws = run_ranks(4, random_draws)  # two models of two ranks each
-    for one, two in itertools.combinations(range(4), 2):
-        agree = [torch.equal(*drawn) for drawn in zip(draws[one], draws[two], strict=True)]
-        assert agree == [True, one // 2 == two // 2]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from common import object_store
+from common.checkpoint.save import newest_checkpoint
 from common.data.record_reader import RecordReader
 from common.data.sampling import TrainSampler
 from common.errors import UserError
@@ -144,7 +145,7 @@ def shards_only(*faults: int | str | None) -> Callable[[str, str], int | str | N
     return lambda method, path: next(following) if method == "GET" and "/train/" in path else None
 
 
-def test_training_and_evaluation(store: Store, tmp_path: Path) -> None:
+def test_training_and_evaluation(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, config = prepare_data(tmp_path / "tiny"), write_config(tmp_path)
     url, models = store.upload(data), []
     for root, output in ((data, tmp_path / "local"), (url, tmp_path / "remote")):
@@ -156,6 +157,20 @@ def test_training_and_evaluation(store: Store, tmp_path: Path) -> None:
         assert ended.code == 0, ended.stderr
         models.append((output / "checkpoints/step-00000006/model.safetensors").read_bytes())
     assert models[0] == models[1]
+    resumed, words = tmp_path / "resumed", words[:8]  # without the cache
+    command = ["--config", config, "--output", resumed, *words]
+    shards = itertools.count()
+    store.fault = lambda method, path: 500 if "/train/" in path and next(shards) > 20 else None
+    with monkeypatch.context() as patch:
+        patch.setattr(object_store, "PATIENCE", 0.5)
+        patch.setattr(object_store, "RETRYING", timedelta(seconds=0.2))
+        failed = run_forked(train_dali.main, command)
+    checkpoint, line = newest_checkpoint(resumed / "checkpoints"), failed.stderr.splitlines()[-1]
+    assert (failed.code, line.startswith(f"error: {url}/train/"), checkpoint.name) == (2, True, "step-00000003")
+    assert line.endswith(f"check the network and the service, and rerun the command to resume from {checkpoint}")
+    store.fault = lambda *_: None
+    assert run_forked(train_dali.main, command).code == 0
+    assert (newest_checkpoint(resumed / "checkpoints") / "model.safetensors").read_bytes() == models[0]
     assert "reading in blocks, since 0.1 MB of training shards are remote; holding" in ended.stdout
     seen: list[str] = []
     store.fault = lambda _, path: seen.append(path)

@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,10 @@ from safetensors.torch import load_file
 from common.checkpoint.hook import CheckpointHook
 from common.checkpoint.save import list_checkpoints, load_trainer_state, newest_checkpoint, write_checkpoint
 from common.colossal import BaseHook, Trainer
+from common.data.crops import CenterCrop, RandomCrop
+from common.data.sampling import Draw
+from common.data.torchvision_dataloader import TorchvisionReader
+from common.errors import AgreedError, UserError
 from common.launch.stop_signals import stop_signals
 from common.metrics.writers import read_metrics
 from common.run.run import Run
@@ -122,6 +127,48 @@ def test_resumes_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]],
         assert [file for file in whole if found[file] != whole[file]] == []
 
 
+def train_until_storage_fails(*args: Any, good: tuple[int | None, int | None]) -> str:
+    """Return the error of a run whose last rank can read so many batches of training and of evaluation."""
+    read, left = TorchvisionReader.read, dict(zip((RandomCrop, CenterCrop), good, strict=True))
+
+    def fail(self: TorchvisionReader, draws: Iterator[Draw]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        crop = type(self._pool.function.crop)
+        for batch in read(self, draws):
+            if left[crop] is not None and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+                if left[crop] == 0:
+                    raise UserError("the storage has gone; bring it back, and rerun the command")
+                left[crop] -= 1
+            yield batch
+
+    TorchvisionReader.read = fail
+    with pytest.raises(AgreedError) as caught:
+        train(*args)
+    return str(caught.value)
+
+
+# batches that can be read: in step 2, 4 (the last before an evaluation), 5 and 8, the last; in the evaluations
+FAILURES = {(3, None): 1, (6, None): 3, (8, None): 4, (15, None): 7, (None, 0): 4, (None, 7): 8}
+
+
+@pytest.mark.parametrize(("mode", "failures"), [("none", 6), ("dp2", 6), ("1d-2", 1)])
+def test_nothing_is_lost_when_storage_fails(mode: str, failures: int, data: Path, tmp_path: Path) -> None:
+    gpus, options = CONFIGS.get(mode, (1, {})) if mode != "none" else (1, {})
+    settings = [f"{key}={value!r}" for key, value in options.items()]
+    settings += ["EMA=0.9", "gradient_accumulation=2", "CHECKPOINT_EVERY=4"]
+    run_ranks(gpus, train, data, tmp_path / "whole", settings)
+    whole = read_result(tmp_path / "whole")
+    for good, saved in list(FAILURES.items())[:failures]:
+        output = tmp_path / f"{good}"
+        (line, *_) = run_ranks(gpus, partial(train_until_storage_fails, good=good), data, output, settings)
+        path = newest_checkpoint(output / "checkpoints")
+        assert path.name == f"step-{saved:08d}", good
+        who = f"rank {gpus - 1}: " if gpus > 1 else ""
+        assert line == f"{who}the storage has gone; bring it back, and rerun the command to resume from {path}"
+        run_ranks(gpus, train, data, output, settings)
+        found = read_result(output)
+        assert [file for file in whole if found[file] != whole[file]] == [], good
+
+
 def test_resumes_with_the_same_batches_in_another_mode(data: Path, tmp_path: Path) -> None:
     """One process, then two of data parallelism, `zero` and four of 2d; dropout's masks would differ between ranks."""
     settings = ["MODEL.dropout=0.0"]
@@ -160,7 +207,8 @@ def test_saves_when_due_and_marks_the_best(data: Path, tmp_path: Path) -> None:
 
 def test_of_equal_accuracies_the_lower_loss_is_the_best() -> None:
     saved = []
-    hook: Any = SimpleNamespace(best=(-1.0, 0.0), _save=lambda trainer, **_: saved.append(trainer.states["eval"]))
+    hook: Any = SimpleNamespace(best=(-1.0, 0.0), states=[{}], _host_state=lambda _: {})
+    hook._save = lambda trainer, **_: saved.append(trainer.states["eval"])
     for top1, loss in ((0.5, 2), (0.5, 3), (0.5, 1), (0.4, 0.1), (0.6, math.nan), (0.6, 5)):
         trainer: Any = SimpleNamespace(states={"eval": {"top1": top1, "loss": loss}})
         CheckpointHook.after_test(hook, trainer)
@@ -220,6 +268,7 @@ def agree_with_a_late_rank() -> tuple[float, list[tuple[bool, bool]]]:
     """Return how long the first call takes where the other rank is late, and what all calls return."""
     with launched():
         hook = CheckpointHook.__new__(CheckpointHook)
+        hook.blank_from = hook.void_from = 0
         hook.exchange, hook.every_steps, hook.every_seconds, hook.saved_at = None, None, 3600.0, time.monotonic()
         trainer: Any = SimpleNamespace(loader_failure="")
         rank, answers = torch.distributed.get_rank(), []

@@ -1,21 +1,26 @@
 """The state of a process's random number generators, as tensors."""
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-def generator_states() -> dict[str, Tensor]:
-    """Return the states of torch's, Python's and numpy's generators."""
-    states = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    _, words, gauss = random.getstate()
+def capture_generators() -> tuple[Any, ...]:
+    """Return the states of torch's, Python's and numpy's generators, for `generator_states`; this takes no time."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
+
+
+def generator_states(captured: tuple[Any, ...] | None = None) -> dict[str, Tensor]:
+    """Return the states of the generators, now or when they were captured."""
+    of_torch, cuda, (_, words, gauss), of_numpy = captured or capture_generators()
+    states = {"torch": of_torch} | ({} if cuda is None else {"cuda": cuda})
     states["python"] = torch.tensor(words)
     states["python.gauss"] = torch.tensor([] if gauss is None else [gauss], dtype=torch.float64)
-    _, keys, position, has_gauss, gauss = np.random.get_state()
+    _, keys, position, has_gauss, gauss = of_numpy
     states["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss])
     states["numpy.gauss"] = torch.tensor([gauss], dtype=torch.float64)
     return states

@@ -71,7 +71,7 @@ class TorchvisionReader:
         dp_size: int = 1,
         augment: Augment | None = None,
     ) -> None:
-        self.device = device
+        self.size, self.device = size, device
         self._records = RecordReader(cast(RecordSource, split))  # called for draws with spans and remote data only
         self._is_remote = getattr(split, "is_remote", False)  # what reads it does not survive a fork
         self._bad = BadImages(len(split) / dp_size)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,10 +60,10 @@ class MetricsHook(BaseHook):
         self.micro_batches = self.untimed = 0
         self.started, self.waited = time.perf_counter(), trainer.data_wait
 
-    def state_dict(self) -> dict[str, float]:
-        """Return this rank's running totals for the next train record."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's running totals for the next train record; the loss stays on the device."""
         steps = self.micro_batches // self.plan.accumulation
-        return {"steps": steps, "micro_batches": self.micro_batches, "loss": self.loss.item()}
+        return {"steps": steps, "micro_batches": self.micro_batches, "loss": self.loss}
 
     def load_state_dict(self, states: Sequence[Mapping[str, float]], rank: int | None) -> None:
         """Resume from the states of all ranks: from that of ``rank``, or from their mean if it is None."""
@@ -75,7 +76,7 @@ class MetricsHook(BaseHook):
         self.loss.fill_(loss)
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
-        self.loss += loss.detach()
+        self.loss = self.loss + loss.detach()  # not in place, see `state_dict`
         self.micro_batches += 1
         if not trainer.update_done:
             return

@@ -13,7 +13,7 @@ class EmaHook(BaseHook):
 
     The decay at step t is ``min(decay, (1 + t) / (10 + t))``, the warm-up of TensorFlow's ExponentialMovingAverage, so
     that short runs do not end near their random initialisation. It depends only on the step, so resuming reproduces
-    the averages. A skipped update counts as a step with unchanged weights.
+    the averages. A skipped update leaves them unchanged too.
 
     Attributes:
         averages: of the trained parameters, by name, float32; of a sharded model, this rank's shards.
@@ -30,7 +30,10 @@ class EmaHook(BaseHook):
         if trainer.update_done:
             decay = min(self.decay, (1 + trainer.step) / (10 + trainer.step))
             weights = [p.detach().float() for p in self.parameters.values()]
-            torch._foreach_lerp_(list(self.averages.values()), weights, 1 - decay)
+            averages = list(self.averages.values())
+            changes = torch._foreach_sub(weights, averages)
+            torch._foreach_mul_(changes, (1 - decay) * trainer.engine.optimizer.grad_norm.isfinite())
+            torch._foreach_add_(averages, changes)
 
     def before_test(self, trainer: Trainer) -> None:
         self._weights = [p.detach().clone() for p in self.parameters.values()]

@@ -12,7 +12,8 @@ from common.model.ema import EmaHook
 
 
 def trainer_at(step: int, update_done: bool = True) -> SimpleNamespace:
-    return SimpleNamespace(step=step, update_done=update_done)
+    engine = SimpleNamespace(optimizer=SimpleNamespace(grad_norm=torch.tensor(1.0)))
+    return SimpleNamespace(step=step, update_done=update_done, engine=engine)
 
 
 def update(averages: list[Tensor], weights: list[Tensor], step: Tensor, decay: float) -> None:

@@ -76,7 +76,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_its_name_and_a_checkpoint(dat
     assert ended.code == 2, ended.stderr
     checkpoint = newest_checkpoint(output / "checkpoints")
     line = ended.stderr.splitlines()[-1]
-    assert line.startswith("error: rank 0: DATA.workers=2: a worker has died, process ")
+    assert line.startswith("error: DATA.workers=2: a worker has died, process ")
     assert "was killed by SIGKILL" in line
     assert line.endswith(f"rerun the command to resume from {checkpoint}")
     done = int(checkpoint.name.removeprefix("step-"))

@@ -12,8 +12,8 @@ from common.data.block_cache import BlockCache
 from common.errors import UserError
 from common.object_store import StorePath, as_path
 from imagenet_dali.manifest import (
-    COPY_BACK,
     REPAIR,
+    copy_back,
     find_missing,
     find_short,
     list_shards,
@@ -150,7 +150,7 @@ def open_split(root: Path | str, split: str, cache: BlockCache | None = None) ->
         )
     found = list_shards(root, manifest, split)
     for fault in find_missing(root, manifest, split, found):
-        raise UserError(f"{fault}; {COPY_BACK}")
+        raise UserError(f"{fault}; {copy_back(root)}")
     for fault in find_short(root, manifest, split, found):
         raise UserError(f"{fault}; {REPAIR.format(root=root)}")
     try:

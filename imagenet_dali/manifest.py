@@ -23,7 +23,6 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"  # the job and a report per finished shard, while preparation runs
 REPAIR = "run `python -m imagenet_dali.prepare --check --repair {root}` to continue without the bad records"
-COPY_BACK = "copy it from where the data set came from, or prepare the images again"
 
 
 def _stay_inside(name: str) -> str:
@@ -62,6 +61,12 @@ class Manifest(Schema):
     splits: dict[Literal["train", "validation"], SplitEntry]
     made: dict[str, Any]
     repairs: Annotated[list[RepairEntry], FailFast()] = Field([])
+
+
+def copy_back(root: Path) -> str:
+    """Return the remedy for what cannot be repaired."""
+    again = f"delete {root} and rerun `python -m imagenet_dali.prepare SOURCE {root}`"
+    return f"copy it from where the data set came from, or {again}"
 
 
 def read_manifest(root: Path) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from common.data.corrupt_images import MAX_BAD_SHARE, print_some
 from common.errors import UserError, run_command
 from common.files import explain_os_error
 from common.hardware import cores
-from common.object_store import as_path
+from common.object_store import as_path, is_url
 from imagenet_dali.adopt import adopt
+from imagenet_dali.manifest import copy_back
 from imagenet_dali.preparation import prepare
 from imagenet_dali.repair import repair
 from imagenet_dali.verify import check
@@ -78,6 +79,8 @@ def fraction(text: str) -> float:
 def _check_arguments(args: argparse.Namespace) -> None:
     if args.source is None or args.check + args.adopt + (args.dest is not None) != 1:
         raise UserError("give SOURCE and DEST, or --check DIR, or --adopt DIR; see --help")
+    if args.dest is not None and is_url(args.source):
+        raise UserError(f"{args.source}: SOURCE has to be a local folder; only DEST may be a URL")
     if args.repair and args.dest is not None:
         raise UserError("--repair goes with --check DIR or --adopt DIR")
     limits = dict(validation_share=(0, 0.99), quality=(1, 100), workers=(1, 1024), shards=(1, 50_000))
@@ -95,10 +98,10 @@ def _verify(args: argparse.Namespace) -> None:
         faults = repair(root, args.workers, args.max_refused) if args.repair else check(root, args.workers)
     print_some(faults)
     if faults and not args.repair:
-        raise UserError(
-            f"{root}: faults found: {len(faults)}; {'--adopt' if args.adopt else '--check'} --repair continues without "
-            "bad records; or prepare the images again"
-        )
+        remedy = f"{'--adopt' if args.adopt else '--check'} --repair continues without bad records"
+        if any(fault.endswith(copy_back(root)) for fault in faults):
+            remedy = f"replace what is missing, then {remedy}"
+        raise UserError(f"{root}: faults found: {len(faults)}; {remedy}")
     if faults:
         print(f"{root}: the records above are excluded; manifest.json lists them")
     print(f"{root}: every {'remaining ' if args.repair else ''}record is verified")

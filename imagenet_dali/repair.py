@@ -11,9 +11,9 @@ from common.errors import UserError
 from common.files import folder_lock, sha256_of
 from common.object_store import remove_tree
 from imagenet_dali.manifest import (
-    COPY_BACK,
     MANIFEST,
     PARTIAL,
+    copy_back,
     data_fingerprint,
     find_missing,
     list_shards,
@@ -44,7 +44,7 @@ def _repair(root: Path, manifest: dict[str, Any], workers: int, max_refused: flo
     _settle(root, manifest)
     for split in manifest["splits"]:
         for missing in find_missing(root, manifest, split, list_shards(root, manifest, split)):
-            raise UserError(f"{missing}; {COPY_BACK}")
+            raise UserError(f"{missing}; {copy_back(root)}")
     verified = verify_shards(root, manifest, workers)
     splits = {split: [shard for shard, _ in members] for split, members in verified.items()}
     faults = [fault for members in verified.values() for _, found in members for fault in found]
@@ -93,7 +93,7 @@ def _check_losses(
     if lost > 0 and lost + lost_earlier > max_refused * (before + lost_earlier):
         raise UserError(
             f"{root}: {lost + lost_earlier:,} of {before + lost_earlier:,} records are bad, more than "
-            f"{100 * max_refused:g}%: {join_some(faults)}; nothing was changed: {COPY_BACK}"
+            f"{100 * max_refused:g}%: {join_some(faults)}; nothing was changed: {copy_back(root)}"
         )
     for split, shards in splits.items():
         left = np.concatenate([shard.rows["label"] for shard in shards])
@@ -101,5 +101,5 @@ def _check_losses(
         gone = set(table["label"].tolist() if table is not None else ()) - set(left.tolist())
         if not len(left) or (gone and split == "train"):
             what = f"class {min(gone)}" if len(left) else "all classes"
-            raise UserError(f"{root}: {what} would lose all its {split} images; nothing was changed: {COPY_BACK}")
+            raise UserError(f"{root}: {what} would lose all its {split} images; nothing was changed: {copy_back(root)}")
     return lost

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from common.errors import UserError
+from common.errors import UserError, counted
 from common.files import sha256_of
 from common.object_store import local_copy
 from imagenet_dali.dataset import read_range
 from imagenet_dali.images import BadImageError, check_jpeg
-from imagenet_dali.manifest import find_missing, find_short, list_shards, read_manifest, read_table
+from imagenet_dali.manifest import copy_back, find_missing, list_shards, read_manifest, read_table
 from imagenet_dali.records import RECORD, BadRecordError, parse_example, scan, unframe
 from imagenet_dali.workers import parallel_map
 from imagenet_dali.writer import Shard
@@ -47,6 +47,8 @@ def inspect_shard(task: Task) -> Verified:
 def _inspect(local: Path, root: Path, name: str, rows: np.ndarray | None, labels: range) -> Verified:
     path = root / name
     good, faults, number, end = [], [], 0, 0
+    if rows is not None:
+        rows, cut = np.split(rows, [np.searchsorted(rows["offset"] + rows["size"], local.stat().st_size, side="right")])
     try:
         for offset, record in scan(local) if rows is None else _read_rows(local, rows):
             try:
@@ -59,6 +61,10 @@ def _inspect(local: Path, root: Path, name: str, rows: np.ndarray | None, labels
             number, end = number + 1, offset + len(record)
     except BadRecordError as error:
         faults.append(describe_fault(path, number, end, error))
+    if rows is not None and len(cut):
+        faults.append(
+            describe_fault(path, number, end, f"the shard is cut off here: {counted(len(cut), 'record')} lost")
+        )
     return Shard(name, sha256_of(local), np.array(good, RECORD)), faults
 
 
@@ -84,7 +90,7 @@ def check(root: Path, workers: int) -> list[str]:
     faults = []
     for split in manifest["splits"]:
         found = list_shards(root, manifest, split)
-        faults += (*find_missing(root, manifest, split, found), *find_short(root, manifest, split, found))
+        faults += (f"{fault}; {copy_back(root)}" for fault in find_missing(root, manifest, split, found))
         try:
             read_table(root, manifest, split)
         except UserError as error:
@@ -92,7 +98,7 @@ def check(root: Path, workers: int) -> list[str]:
     for split, verified in verify_shards(root, manifest, workers).items():
         known = {shard["name"]: shard["sha256"] for shard in manifest["splits"][split]["shards"]}
         for shard, bad in verified:
-            if shard.sha256 != known[shard.name]:
+            if shard.sha256 != known[shard.name] and not bad:
                 faults.append(f"{root / shard.name}: content differs from the manifest (sha256)")
             faults += bad
     return faults

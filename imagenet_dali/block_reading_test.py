@@ -15,7 +15,7 @@ from common.checkpoint.save import newest_checkpoint
 from common.data.record_reader import BYTES_AHEAD, RecordReader
 from common.data.sampling import EvalSampler, TrainSampler
 from common.errors import UserError
-from common.run.read_order import choose_order
+from common.run.read_order import choose_order, warn_of_order
 from imagenet_dali import train_dali
 from imagenet_dali.dataloader import describe_data
 from imagenet_dali.dataset import Split
@@ -105,6 +105,15 @@ def test_shards_sorted_by_class_are_not_read_in_blocks(split: Split, monkeypatch
     monkeypatch.setattr("common.run.read_order.memory_bytes", lambda: 1)
     order, why = choose_order(config, describe_data(data), 8)
     assert (order, why.split(" but ")[1]) == ("random", "are sorted by class: prepare them again for large reads")
+    remote = {"root": "s3://bucket/data", "order": "random", "cache": "/nvme"}
+    warning = warn_of_order(remote, describe_data(data))
+    assert warning.startswith(
+        "warning: DATA.order='random' asks s3://bucket/data for each of 2,000 images by itself, and"
+    )
+    assert warning.endswith(
+        "DATA.cache=/nvme will hold as many files; prepare the data set again, shuffled, for 'blocks'"
+    )
+    assert warn_of_order(remote | {"order": "blocks"}, describe_data(data)) == ""
 
 
 def test_a_run_in_blocks_resumes_to_the_bit_on_a_host_with_more_memory(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -68,7 +68,11 @@ def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
     if data["loader"] == "dali" or isinstance(root, StorePath) or (root / MANIFEST).is_file():
         args = root, split, data.get("cache"), data.get("cache_gb", 0)
         return _open_remote(*args) if isinstance(root, StorePath) else _open(*args)
-    refuse_unused(data, ("cache",))
+    if data.get("cache"):
+        raise UserError(
+            f"DATA.cache={data['cache']}: of a folder of images nothing is cached; leave it out, or make shards with "
+            "`python -m imagenet_dali.prepare`"
+        )
     source = list_source(root)
     if split not in source.splits:
         raise UserError(f"DATA.root={root} has no {split} split: add {root / split}/<class>/*")
@@ -78,10 +82,11 @@ def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
 
 
 def _open(root: Path, split: str, folder: str | None, cache_gb: float) -> Split:
-    cache = BlockCache(Path(folder).expanduser().absolute(), round(1e9 * cache_gb)) if folder else None
+    cache = _open_cache(Path(folder).expanduser().absolute(), round(1e9 * cache_gb)) if folder else None
     return open_split(root, split, cache)
 
 
+_open_cache = functools.cache(BlockCache)  # which warns once
 _open_remote = functools.cache(_open)  # some ten requests; and shards must not change after the first
 
 

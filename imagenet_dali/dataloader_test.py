@@ -149,8 +149,15 @@ def test_wrong_places_are_refused(folder, root, tmp_path):
     for loader, place, split, message in cases:
         with pytest.raises(UserError, match=message):
             open_images({"root": str(place), "loader": loader}, split)
+    with pytest.raises(UserError, match="DATA.cache=/nvme: of a folder of images nothing is cached"):
+        open_images({"root": str(folder), "loader": "torchvision", "cache": "/nvme"}, "train")
     with pytest.raises(UserError, match=r"DATA.order='blocks': .* has no shards; `python -m imagenet_dali"):
         describe_data(DATA | {"root": str(folder), "loader": "torchvision", "order": "blocks"})
+
+
+def test_splits_share_a_cache(root, tmp_path):
+    data = {"root": str(root), "loader": "dali", "cache": str(tmp_path), "cache_gb": 1}
+    assert open_images(data, "train").cache is open_images(data, "validation").cache
 
 
 def test_randaugment_follows_the_crop_and_differs_between_samples_and_epochs(root):

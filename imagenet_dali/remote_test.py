@@ -172,6 +172,7 @@ def test_training_and_evaluation(store: Store, tmp_path: Path, monkeypatch: pyte
     assert run_forked(train_dali.main, command).code == 0
     assert (newest_checkpoint(resumed / "checkpoints") / "model.safetensors").read_bytes() == models[0]
     assert "reading in blocks, since 0.1 MB of training shards are remote; holding" in ended.stdout
+    assert f" of them per process; caching up to 0.1 GB in {tmp_path / 'cache'}\n" in ended.stdout
     seen: list[str] = []
     store.fault = lambda _, path: seen.append(path)
     evaluated = run_forked(evaluate.main, [output])
@@ -222,7 +223,7 @@ def test_preparation_is_resumed(store: Store, tmp_path: Path) -> None:
     store.request("PUT", f"/{BUCKET}/made/{name}", spoilt)
     checked = run_forked(prepare.main, ["--check", url, "--workers", "1"])
     assert f"{url}/{name}: record 0 at byte 0: checksum of the data does not match" in checked.stdout
-    assert (checked.code, checked.stderr.startswith(f"error: {url}: faults found: 2;")) == (2, True)
+    assert (checked.code, checked.stderr.startswith(f"error: {url}: faults found: 1;")) == (2, True)
     repaired = run_forked(prepare.main, ["--check", "--repair", "--max-refused", "0.1", url, "--workers", "1"])
     assert repaired.stdout.splitlines()[-1] == f"{url}: every remaining record is verified"
     assert in_fork(lambda: len(open_split(url, "train"))) == 63
@@ -253,6 +254,12 @@ REFUSED: dict[str, tuple[str, dict[str, str], int | None, str]] = {
     ),
     "not allowed": (URL, {}, 403, f"{URL}/manifest.json: access denied; check the credentials in the environment"),
     "no answer": (URL, {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, None, f"{URL}/manifest.json: no complete answer"),
+    "a source": (
+        f"s3://{BUCKET}/images s3://{BUCKET}/data",
+        {},
+        None,
+        f"s3://{BUCKET}/images: SOURCE has to be a local folder; only DEST may be a URL",
+    ),
     "query": (f"{URL}?X-Amz-Signature={SECRET}", {}, None, f"{URL}: give the URL without user, password or query"),
     "no bucket": ("s3:///data", {}, None, "s3:///data: no bucket or host in this URL"),
 }
@@ -265,7 +272,7 @@ def test_bad_places_are_named_with_the_remedy(store: Store, name: str, monkeypat
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     store.fault = lambda *_: fault
-    ended = run_forked(prepare.main, ["--check", url], **environ)
+    ended = run_forked(prepare.main, url.split() if " " in url else ["--check", url], **environ)
     assert ended.code == 2
     assert ended.stderr.startswith(f"error: {message}")
     assert len(ended.stderr.splitlines()) == 1

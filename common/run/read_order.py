@@ -34,10 +34,24 @@ def choose_order(
         does = "are remote" if is_remote else f"{'exceed' if is_large else 'fit into'} the {_size(memory)} of memory"
         why = f"since {_size(data.shard_bytes)} of training shards {does}"
         why += " but are sorted by class: prepare them again for large reads" if is_large and order == "random" else ""
+    cache = options.get("cache")
+    caching = f"; caching up to {options['cache_gb']:g} GB in {cache}" if cache else ""
     if order == "random":
-        return order, f"in random order, {why}"
+        return order, f"in random order, {why}{caching}"
     held = min(data.shard_bytes, window_bytes(1e6 * options["block"], options["window"], processes))
-    return order, f"in blocks, {why}; holding up to {_size(held)} of them per process"
+    return order, f"in blocks, {why}; holding up to {_size(held)} of them per process{caching}"
+
+
+def warn_of_order(options: Mapping[str, Any], data: DataSummary) -> str:
+    """Return a warning where ``DATA`` reads single records of remote shards, else an empty string."""
+    if options["order"] != "random" or not (data.shard_bytes and is_url(options["root"])):
+        return ""
+    files = f", and DATA.cache={options['cache']} will hold as many files" if options["cache"] else ""
+    return (
+        f"warning: DATA.order='random' asks {options['root']} for each of {data.train_samples:,} images by itself"
+        f"{files}; "
+        + ("set DATA.order='blocks'" if data.is_shuffled else "prepare the data set again, shuffled, for 'blocks'")
+    )
 
 
 def _size(nbytes: float) -> str:

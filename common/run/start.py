@@ -30,7 +30,7 @@ from common.run.arguments import parse_arguments
 from common.run.folder import find_start
 from common.run.on_cpu import explain_cpu
 from common.run.prepare import DescribeData, prepare_run
-from common.run.read_order import choose_order
+from common.run.read_order import choose_order, warn_of_order
 from common.run.run import Measurement, Run
 
 
@@ -81,7 +81,7 @@ def start_run(
     if launch.rank == 0:
         if line := explain_cpu(config, plan.total_batch, plan.gpus):
             print(line, file=sys.stderr, flush=True)
-        if line := _spare_classes(config, data):
+        for line in filter(None, (_spare_classes(config, data), warn_of_order(config["DATA"], data))):
             print(line, file=sys.stderr, flush=True)
         _announce(args.config, config, plan, data)
         if reading:

@@ -6,8 +6,10 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -19,6 +21,8 @@ PATIENCE = 5.0  # seconds in which the first process can speak before a launcher
 UNWRITABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 # Overrides of the direction of text too, which let a name pass for another.
 UNPRINTABLE = re.compile(f"{UNWRITABLE.pattern}|[\u202a-\u202e\u2066-\u2069]")
+# Paragraphs of a description that keep their lines: commands, and what is indented or in columns.
+COMMANDS = re.compile(r"^ |^(\w+=\S+ )?(python|torchrun|curl) |\S {3}", re.MULTILINE)
 RANK_AND_SIZE = (  # variables of torchrun, mpirun and srun
     ("RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -67,8 +71,12 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 
 def command_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser that prints ``description`` as it is written, with the ``--debug`` of `run_command`."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Return a parser with the ``--debug`` of `run_command`; it wraps the prose of ``description`` to the terminal."""
+    width = shutil.get_terminal_size().columns - 2
+    paragraphs = (description or "").strip().split("\n\n")
+    wrapped = [text if COMMANDS.search(text) else textwrap.fill(text, width) for text in paragraphs]
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description="\n\n".join(wrapped), formatter_class=raw)
     parser.add_argument("--debug", action="store_true", help="show a traceback for user errors too")
     return parser
 

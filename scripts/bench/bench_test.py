@@ -16,6 +16,7 @@ import torch
 from common.errors import UserError
 from common.tools.harness import Row
 from common.tools.result_rows import read_records
+from imagenet_dali import prepare
 from imagenet_dali.testing import prepare_data, write_config
 
 Run = Callable[..., list[Row]]
@@ -106,6 +107,13 @@ def test_io(run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(counted) == (ours if shutil.which("strace") else [])
     for row in counted.values():
         assert row["opens_per_image"] == 1 or row["variant"] != "torchvision, files"
+
+
+@pytest.mark.parametrize("main", [lamb.main, loader.main, quickstart.main, saving.main, step.main, prepare.main])
+def test_help_fits_a_terminal(main: Callable[[list[str]], None], capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

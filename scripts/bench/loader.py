@@ -1,6 +1,6 @@
 """Compare our loaders with torchvision's, timm's and webdataset's, and with decoding alone.
 
-python scripts/bench/loader.py [--rounds 4] [--size 500x400] [--batch 64] [--images 1024]
+python scripts/bench/loader.py [--rounds 4] [--size 500x400] [--batch 64]
 
 Random crops of 224 x 224 with random flips, as normalised float32 batches, from generated JPEGs of smooth noise, about
 0.3 bytes per pixel; times are per image. Each loader follows its documentation, with one process or thread per core.

@@ -1,6 +1,6 @@
 """Measure a training command: the time to its first step, and steps by how OpenMP's threads wait at barriers.
 
-python scripts/bench/quickstart.py [--rounds 3] [--config quickstart] [--data DIR]
+python scripts/bench/quickstart.py [--rounds 3] [--config NAME] [--data DIR]
 
 The command is `python imagenet_dali/train_dali.py --config quickstart`; metrics.jsonl records the times. The first step
 is measured `warm` and `without bytecode`, as after an installation; the others, 60 after a warm-up of 20, alone and

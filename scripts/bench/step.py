@@ -1,6 +1,6 @@
 """Compare our training loop with a bare one, timm's, Lightning's and accelerate's.
 
-python scripts/bench/step.py [--rounds 4] [--steps 4] [--threads 1] [--only LOOP ...] [--set KEY=VALUE ...]
+python scripts/bench/step.py [--rounds 4] [--steps 4] [--set KEY=VALUE ...]
 
 ViT-Lite-7/4 as in configs/vit_lite_vanilla.py, in bfloat16 if the CPU supports it, else in float32, at batch 64 by
 default, random images in memory. Each loop runs in its own process; they are interleaved, --steps optimizer

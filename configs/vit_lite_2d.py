@@ -10,4 +10,3 @@ from configs.vit_lite_vanilla import *  # noqa: F403
 
 TENSOR_PARALLEL_SIZE = 4
 TENSOR_PARALLEL_MODE = "2d"
-parallel = dict(pipeline=1, tensor=dict(mode=TENSOR_PARALLEL_MODE, size=TENSOR_PARALLEL_SIZE))

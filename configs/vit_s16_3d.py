@@ -10,4 +10,3 @@ from configs.vit_s16_vanilla import *  # noqa: F403
 
 TENSOR_PARALLEL_SIZE = 8
 TENSOR_PARALLEL_MODE = "3d"
-parallel = dict(pipeline=1, tensor=dict(mode=TENSOR_PARALLEL_MODE, size=TENSOR_PARALLEL_SIZE))

@@ -1,14 +1,11 @@
 """Run a config file, and the configs that it imports, so that what they derive follows what is set."""
 
 import ast
-import importlib.util
-import sys
 import traceback
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +36,7 @@ def execute(path: Path, overrides: Overrides, used: set[str] | None = None) -> d
         raise
     except (Exception, SystemExit) as error:
         message = error.msg if isinstance(error, SyntaxError) else error
-        module, near = getattr(error, "name", None) or "", ""
-        if isinstance(error, ImportError) and module.startswith("configs."):
-            near = did_you_mean(module, ["configs." + file.stem.replace("-", "_") for file in FOLDER.glob("*.py")])
-        raise UserError(f"{_place(error, path)}: {type(error).__name__}: {message}{near}") from error
+        raise UserError(f"{_place(error, path)}: {type(error).__name__}: {message}") from error
 
 
 def _place(error: BaseException, path: Path) -> str:
@@ -75,24 +69,37 @@ def _run(path: Path, overrides: Overrides, used: set[str]) -> dict[str, Any]:
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     used |= {node.id for node in names if isinstance(node.ctx, ast.Load)}
     stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-    code = compile(tree, str(path), "exec")
-    values = _execute(code, path, overrides, overrides, used)
+    values = _execute(tree, path, overrides, overrides, used)
     own = {name: values[name] for name in stored if name in values}
     if len(own) == len(values):  # it imports nothing
         return values
     fixed = {name: (deepcopy(value),) for name, value in own.items()}
     with blaming({name: value for name, value in own.items() if name not in overrides}, f"{path}: "):
-        return _execute(code, path, overrides, {**overrides, **fixed}, used) | own
+        return _execute(tree, path, overrides, {**overrides, **fixed}, used) | own
 
 
-def _execute(
-    code: types.CodeType, path: Path, overrides: Overrides, in_bases: Overrides, used: set[str]
-) -> dict[str, Any]:
+def _execute(tree: ast.Module, path: Path, overrides: Overrides, in_bases: Overrides, used: set[str]) -> dict[str, Any]:
     namespace = {"__name__": NAME, "__file__": str(path), **PREDEFINED}
-    with _base_configs(in_bases, used):
-        exec(code, namespace, _Assignments(namespace, overrides))  # pyright: ignore[reportArgumentType]
+    assignments: Any = _Assignments(namespace, overrides)
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("configs."):
+            namespace |= _import(node, path, in_bases, used)
+        else:
+            exec(compile(ast.Module([node], []), str(path), "exec"), namespace, assignments)
     skipped = (types.ModuleType, type)
     return {k: v for k, v in namespace.items() if not k.startswith("_") and not isinstance(v, skipped)}
+
+
+def _import(node: ast.ImportFrom, path: Path, overrides: Overrides, used: set[str]) -> dict[str, Any]:
+    """Run the config that ``from configs.x import ...`` names, ``vit_b16`` for ``vit-b16.py`` too; return the names."""
+    files = {f"configs.{file.stem.replace('-', '_')}": file for file in FOLDER.glob("*.py")}
+    if node.module not in files:
+        raise UserError(f"{path}, line {node.lineno}: no recipe {node.module}{did_you_mean(str(node.module), files)}")
+    values = _run(files[node.module], overrides, used)
+    names = {alias.name: alias.asname or alias.name for alias in node.names}
+    if missing := names.keys() - values.keys() - {"*"}:
+        raise UserError(f"{path}, line {node.lineno}: {node.module} has no {', '.join(missing)}")
+    return values if "*" in names else {name: values[theirs] for theirs, name in names.items()}
 
 
 class _Assignments:
@@ -109,32 +116,3 @@ class _Assignments:
 
     def __delitem__(self, name: str) -> None:
         del self.namespace[name]
-
-
-@contextmanager
-def _base_configs(overrides: Overrides, used: set[str]) -> Iterator[None]:
-    """Let ``from configs.x import *`` run x with ``overrides``; ``vit_b16`` finds ``vit-b16.py`` too."""
-
-    class Loader(SourceFileLoader):
-        def exec_module(self, module: types.ModuleType) -> None:
-            module.__dict__.update(_run(Path(self.path), overrides, used))
-
-    class Finder:
-        @staticmethod
-        def find_spec(name: str, path: object, target: object = None) -> ModuleSpec | None:
-            for file in FOLDER.glob("*.py"):
-                if name == "configs." + file.stem.replace("-", "_"):
-                    return importlib.util.spec_from_file_location(name, file, loader=Loader(name, str(file)))
-            return None
-
-    def take_modules() -> dict[str, types.ModuleType]:
-        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("configs.")}
-
-    outer = take_modules()
-    sys.meta_path.insert(0, Finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(Finder)
-        take_modules()
-        sys.modules.update(outer)

@@ -48,11 +48,6 @@ def without_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.metrics.writers.draw_curves", lambda *_: None)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_task.write_images(tmp_path_factory.mktemp("task") / "data")
-
-
 class StopAfter(BaseHook):
     """Receive a signal during step ``step``, or in the evaluation after it."""
 

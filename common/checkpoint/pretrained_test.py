@@ -19,20 +19,15 @@ from common.metrics.writers import read_metrics
 from common.model.vit import build_model
 from common.testing.commands import run_forked
 from common.testing.ranks import run_ranks
-from common.testing.tiny_task import MODEL, train, write_images
+from common.testing.tiny_task import MODEL, train
 from common.tools import export
 
 OTHER = MODEL | {"num_classes": 7}
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return write_images(tmp_path_factory.mktemp("task") / "data")
-
-
-@pytest.fixture(scope="module")
-def trained(data) -> Path:
-    return train(data, data.parent / "run", "EMA=0.9")
+def trained(data, tmp_path_factory) -> Path:
+    return train(data, tmp_path_factory.mktemp("task") / "run", "EMA=0.9")
 
 
 @pytest.fixture

@@ -14,14 +14,13 @@ from common.colossal import AMP_TYPE
 from common.errors import UserError
 from common.metrics.writers import read_metrics
 from common.testing.ranks import run_ranks
-from common.testing.tiny_task import NAMES, train, write_images
+from common.testing.tiny_task import NAMES, train
 from common.tools import evaluate
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("task")
-    return train(write_images(folder / "data"), folder / "run", "fp16.mode=AMP_TYPE.TORCH")
+def trained(data, tmp_path_factory) -> Path:
+    return train(data, tmp_path_factory.mktemp("task") / "run", "fp16.mode=AMP_TYPE.TORCH")
 
 
 @pytest.fixture
@@ -47,9 +46,8 @@ def test_a_run_is_its_newest_checkpoint_unless_there_is_a_best(run):
     assert open_run(str(run)).chosen == "the best"
 
 
-def test_the_averages_are_used_unless_the_weights_themselves_are_asked_for(trained, tmp_path):
-    root = open_run(str(trained)).config["DATA"]["root"]
-    run = train(root, tmp_path / "run", "EMA=0.9")
+def test_the_averages_are_used_unless_the_weights_themselves_are_asked_for(data, tmp_path):
+    run = train(data, tmp_path / "run", "EMA=0.9")
     averaged, raw = open_run(str(run)), open_run(str(run), raw=True)
     assert averaged.chosen == "the best; moving average of the weights"
     for opened, file in ((averaged, "ema.safetensors"), (raw, "model.safetensors")):
@@ -107,8 +105,8 @@ def test_anything_else_is_refused_in_one_line(run, file, old, new, words):
     assert str(run) in str(error.value)
 
 
-def test_a_run_of_two_tensor_parallel_ranks_is_evaluated_by_one_process(trained, tmp_path):
-    run, data = tmp_path / "run", open_run(str(trained)).config["DATA"]["root"]
+def test_a_run_of_two_tensor_parallel_ranks_is_evaluated_by_one_process(data, tmp_path):
+    run = tmp_path / "run"
     run_ranks(2, train, data, run, "TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d")
     measured, last = evaluated(run), read_metrics(run)[-1]
     assert (measured["top1"], measured["samples"]) == (last["top1"], last["samples"])

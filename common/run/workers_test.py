@@ -15,15 +15,10 @@ import pytest
 from common.checkpoint.save import newest_checkpoint
 from common.metrics.writers import read_metrics
 from common.testing.commands import run_forked
-from common.testing.tiny_task import train, write_images
+from common.testing.tiny_task import train
 
 CLONE_NEWNS = 0x20000
 WORKERS = ("DATA.workers=2", "TOTAL_BATCH_SIZE=35", "LOG.every=1")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("images"))
 
 
 def when_training(output: Path, action: Callable[[], None]) -> None:

@@ -4,12 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from common.testing.tiny_task import train, write_images
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("task") / "data")
+from common.testing.tiny_task import train
 
 
 @pytest.fixture(scope="session")

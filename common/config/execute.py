@@ -3,8 +3,6 @@
 import ast
 import traceback
 import types
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -30,8 +28,7 @@ def execute(path: Path, overrides: Overrides, used: set[str] | None = None) -> d
     Raises `UserError` for a file that does not run, with the line that fails.
     """
     try:
-        with blaming({key: value[0] for key, value in overrides.items() if isinstance(value, tuple)}):
-            return _run(path, overrides, set() if used is None else used)
+        return _run(path, overrides, set() if used is None else used)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -48,22 +45,6 @@ def _place(error: BaseException, path: Path) -> str:
     return f"{lines[-1][0]}, line {lines[-1][1]}" if lines else str(path)
 
 
-@contextmanager
-def blaming(values: Mapping[str, Any], where: str = "") -> Iterator[None]:
-    """Blame a failure of what derives from ``values`` on the first that is wrong by itself, if one is.
-
-    ``where`` names the file that assigns them.
-    """
-    try:
-        yield
-    except Exception:
-        try:
-            check_given(Config, values)
-        except ValueError as error:
-            raise UserError(f"{where}{error}") from None
-        raise
-
-
 def _run(path: Path, overrides: Overrides, used: set[str]) -> dict[str, Any]:
     tree = ast.parse(read_bytes(path), str(path))
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
@@ -74,18 +55,21 @@ def _run(path: Path, overrides: Overrides, used: set[str]) -> dict[str, Any]:
     if len(own) == len(values):  # it imports nothing
         return values
     fixed = {name: (deepcopy(value),) for name, value in own.items()}
-    with blaming({name: value for name, value in own.items() if name not in overrides}, f"{path}: "):
-        return _execute(tree, path, overrides, {**overrides, **fixed}, used) | own
+    return _execute(tree, path, overrides, {**overrides, **fixed}, used) | own
 
 
 def _execute(tree: ast.Module, path: Path, overrides: Overrides, in_bases: Overrides, used: set[str]) -> dict[str, Any]:
     namespace = {"__name__": NAME, "__file__": str(path), **PREDEFINED}
     assignments: Any = _Assignments(namespace, overrides)
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("configs."):
-            namespace |= _import(node, path, in_bases, used)
-        else:
-            exec(compile(ast.Module([node], []), str(path), "exec"), namespace, assignments)
+    try:
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("configs."):
+                namespace |= _import(node, path, in_bases, used)
+            else:
+                exec(compile(ast.Module([node], []), str(path), "exec"), namespace, assignments)
+    except Exception:  # blame it on a given value that is wrong by itself, if one is, not on what derives from it
+        check_given(Config, {key: value[0] for key, value in overrides.items() if isinstance(value, tuple)})
+        raise
     skipped = (types.ModuleType, type)
     return {k: v for k, v in namespace.items() if not k.startswith("_") and not isinstance(v, skipped)}
 

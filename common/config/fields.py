@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WrapValidator, create_model
 from pydantic.fields import FieldInfo
 
-from common.errors import did_you_mean
+from common.errors import UserError, did_you_mean
 
 INT64 = 2**63 - 1
 ALIASES = {  # what others call a key
@@ -65,12 +65,15 @@ def parse(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
 
 
 def check_given(section: type[Section], values: Mapping[str, Any]) -> None:
-    """Raise `ValueError`, as `parse` does, for a wrong one of ``values``; any key may be missing or unknown."""
+    """Raise `UserError` for a wrong one of ``values``, as `parse` does; any key may be missing or unknown."""
     given = {name: value for name, value in values.items() if name in section.model_fields}
     fields: dict[str, Any] = {
         name: (section.model_fields[name].annotation, section.model_fields[name]) for name in given
     }
-    parse(create_model("Given", __base__=Section, **fields), given)
+    try:
+        parse(create_model("Given", __base__=Section, **fields), given)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def extra_of(field: FieldInfo, name: str) -> Any:

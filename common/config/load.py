@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.colossal import check_zero, resolve_parallel
-from common.config.execute import FOLDER, blaming, execute
+from common.config.execute import FOLDER, execute
 from common.config.fields import parse
 from common.config.originals import RENAMED, fill_in, translate
 from common.config.schema import Config, Data, plain_values
@@ -30,12 +30,10 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
     overrides = parse_settings(settings)
     values = execute(path, overrides, used)
     values = {key: value for key, value in values.items() if not _is_helper(key, used)}
-    _refuse_pipeline(values, path)
     recipe = {}
     if base:
         fixed = {key: (deepcopy(value),) for key, value in values.items()}
-        with blaming({key: value for key, value in values.items() if key not in overrides}, f"{path}: "):
-            recipe = execute(find_config(base), {**overrides, **fixed})
+        recipe = execute(find_config(base), {**overrides, **fixed})
     left_out = fill_in(values, recipe)
     notes = translate(values, used, recipe)
     if left_out:
@@ -58,18 +56,6 @@ def _derive_the_other(values: dict[str, Any], overrides: Mapping[str, Any]) -> N
         values["gradient_accumulation"] = values["BATCH_SIZE"] = None
     elif accumulation and not micro:
         values["MICRO_BATCH_SIZE"] = None
-
-
-def _refuse_pipeline(values: Mapping[str, Any], path: Path) -> None:
-    """Refuse the configs of Colossal-AI's hybrid example before their other keys are looked at."""
-    parallel = values.get("parallel")
-    stages = parallel.get("pipeline", 1) if isinstance(parallel, Mapping) else 1
-    stages = stages.get("size", 1) if isinstance(stages, Mapping) else stages
-    if stages != 1:
-        raise UserError(
-            f"{path}: parallel.pipeline={stages}: pipeline parallelism is not supported; set it to 1, and use data or "
-            "tensor parallelism"
-        )
 
 
 def _is_helper(name: str, used: set[str]) -> bool:

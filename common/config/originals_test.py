@@ -240,8 +240,10 @@ def test_zero_is_read_as_its_stage(tmp_path, lines, stage):
         ("configs/vit_2p5d.py", "vit_lite_vanilla", "vit_lite_2p5d"),
         ("vit_1d", "vit_lite_vanilla", "vit_lite_1d"),
         ("./config/config_AMP_naive.py", "config_fp32", "config_AMP_naive"),
+        ("vit-b16.py", None, "vit-b16"),
+        ("configs/vit-b16", None, "vit-b16"),
     ],
 )
-def test_upstream_names_of_recipes(name, base, recipe, tmp_path, monkeypatch):
+def test_a_recipe_is_found_by_each_of_its_names(name, base, recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_config(name, base).stem == recipe

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from common.checkpoint.sources import resolve_source
 from common.colossal import MixedPrecision, build_mixed_precision, check_tensor_parallel, name_dtype
@@ -19,7 +18,6 @@ from common.estimate.limits import NO_MACHINE, check_limits
 from common.hardware import memory_bytes
 from common.launch.launcher import Launch
 from common.metrics.trackers import check_trackers
-from common.optim.build import build_optimizer
 
 DescribeData = Callable[[Mapping[str, Any]], DataSummary]
 
@@ -90,13 +88,9 @@ def _memory(is_dry_run: bool) -> tuple[float, str]:
 
 
 def _check_builds(config: Mapping[str, Any], plan: Plan, is_dry_run: bool) -> MixedPrecision:
-    """Raise `UserError` for what model, sharding, optimizer or trackers would refuse; return the mixed precision."""
+    """Raise `UserError` for what model, sharding or trackers would refuse; return the mixed precision."""
     check_limits(config, plan, *_memory(is_dry_run))
     model = {**config["MODEL"], "num_classes": config["MODEL"]["num_classes"] or 1}
     check_tensor_parallel(config["parallel"], model, plan.micro_batch, plan.gpus)
-    try:
-        build_optimizer(nn.Linear(1, 1), weight_decay=config["WEIGHT_DECAY"], **config["OPTIMIZER"])
-    except ValueError as error:
-        raise UserError(f"OPTIMIZER={config['OPTIMIZER']}: {error}") from error
     check_trackers(config["LOG"]["trackers"])
     return build_mixed_precision(config["fp16"], "cuda" if torch.cuda.is_available() else "cpu")

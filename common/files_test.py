@@ -116,7 +116,6 @@ def _hold(folder: Path, log: Path) -> None:
             time.sleep(0.02)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_those_that_wait_enter_one_at_a_time(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_hold, args=(tmp_path / "new", tmp_path / "log")) for _ in range(4)]

@@ -220,7 +220,6 @@ def write_and_die(path: Path, value: float, calls: int) -> bool:
     return process.exitcode == 9
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12, with threads around
 def test_after_a_kill_at_any_point_the_old_or_the_new_checkpoint_is_whole(small: Path) -> None:
     seen = []
     while write_and_die(small, 2.0, calls=len(seen) + 1):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import _python_exit
 from contextlib import contextmanager
@@ -38,9 +37,7 @@ def forked(
         for path in outputs:
             path.touch()
         process = multiprocessing.get_context("fork").Process(target=_run, args=(main, argv, outputs, environ))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork() with threads around
-            process.start()
+        process.start()
         try:
             yield process, *outputs
         finally:

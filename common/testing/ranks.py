@@ -7,7 +7,6 @@ import pickle
 import socket
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
@@ -46,9 +45,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(target=_run_rank, args=(sender, rank, world_size, port, function, args))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork() with threads around
-                process.start()
+            process.start()
             sender.close()
             processes.append(process)
             pending[receiver] = rank

@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -49,9 +48,7 @@ class Child:
         context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_call, args=(os.getpid(), function, theirs, args))  # pyright: ignore[reportAttributeAccessIssue]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork() with threads around
-            self._process.start()
+        self._process.start()
         theirs.close()
 
     def receive(self, seconds: float) -> Any:

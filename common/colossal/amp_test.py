@@ -6,7 +6,6 @@ from torch import nn
 
 from common.colossal import AMP_TYPE, amp, initialize
 from common.colossal.amp import Cast, build_mixed_precision, compute_dtype, name_dtype
-from common.errors import UserError
 from common.testing.ranks import launched
 
 TORCH, NAIVE, APEX = AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX
@@ -63,22 +62,6 @@ def test_the_default_of_a_gpu_is_the_type_that_it_has(capability, dtype, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert compute_dtype(dict(mode=TORCH), "cuda") == dtype
-
-
-@pytest.mark.parametrize(
-    ("fp16", "message"),
-    [
-        (dict(mode="torch"), "fp16.mode='torch': expected AMP_TYPE.TORCH, AMP_TYPE.NAIVE or AMP_TYPE.APEX"),
-        (dict(mode=TORCH, dtype="fp8"), "fp16.dtype='fp8': expected 'float16' or 'bfloat16'"),
-        (dict(mode=NAIVE, dtype=FLOAT32), "fp16.dtype=torch.float32: expected"),
-        (dict(mode=TORCH, int_scale=1), "fp16.int_scale has no effect.*did you mean 'init_scale'"),
-        (dict(mode=NAIVE, opt_level="O1"), "fp16.opt_level has no effect with AMP_TYPE.NAIVE: omit it"),
-        (dict(mode=APEX, opt_level="O4"), "fp16.opt_level='O4' is not one of O0, O1, O2, O3"),
-    ],
-)
-def test_config_that_is_refused(fp16: dict, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        build_mixed_precision(fp16, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from common.colossal.tensor_parallel.layout import LAYOUTS, group_sizes, plan_shards
-from common.errors import UserError, did_you_mean, nearest_multiples
+from common.errors import UserError, nearest_multiples
 
 
 def resolve_parallel(parallel: Mapping[str, Any] | None, world_size: int) -> dict[str, Any]:
@@ -36,11 +36,9 @@ def resolve_parallel(parallel: Mapping[str, Any] | None, world_size: int) -> dic
 
 
 def _check_size(mode: str | None, size: int, depth: int | None) -> None:
-    if mode is None:
-        raise UserError(f"parallel.tensor.size={size} needs parallel.tensor.mode: one of '1d', '2d', '2.5d', '3d'")
     if mode not in LAYOUTS:
-        hint = did_you_mean(str(mode), LAYOUTS)
-        raise UserError(f"parallel.tensor.mode={mode!r} is not one of '1d', '2d', '2.5d', '3d'{hint}")
+        modes = ", ".join(map(repr, LAYOUTS))
+        raise UserError(f"parallel.tensor.size={size} needs parallel.tensor.mode: one of {modes}, not {mode!r}")
     if mode != "2.5d" and depth is not None:
         raise UserError(f"parallel.tensor.depth={depth} requires mode '2.5d', not {mode!r}: remove it")
     if mode == "2.5d" and (not isinstance(depth, int) or depth < 1):
@@ -98,8 +96,8 @@ def describe_tensor_parallel(parallel: Mapping[str, Any], model: nn.Module, micr
     layout, sizes = LAYOUTS[mode], group_sizes(mode, size, tensor.get("depth", 1))
     shards = [shard for _, shard in plan_shards(model, mode)]
     held, whole = sum(shard.numel(sizes) for shard in shards), sum(math.prod(shard.shape) for shard in shards)
-    attention, width = model.blocks[0].attn, model.head.in_features
-    heads, side = width // attention.head_width, size if mode == "1d" else sizes[layout.channels]
+    width: Any = model.head.in_features
+    heads, side = width // model.blocks[0].attn.head_width, size if mode == "1d" else sizes[layout.channels]
     return (
         f"{micro_batch // sizes[layout.samples]} of {micro_batch} samples, "
         f"{width // sizes[layout.channels]} of {width} channels between blocks, {heads // side} of {heads} heads, "

@@ -22,7 +22,6 @@ def test_size_1_is_no_tensor_parallelism(parallel: dict | None) -> None:
     [
         ({"pipeline": 2}, "parallel.pipeline=2: pipeline parallelism is not supported; set it to 1"),
         (tensor(None, 2), "parallel.tensor.size=2 needs parallel.tensor.mode: one of '1d', '2d', '2.5d', '3d'"),
-        (tensor("2p5d", 4), "parallel.tensor.mode='2p5d' is not one of '1d', '2d', '2.5d', '3d'; did you mean '2.5d'?"),
         (tensor("2d", 6), "size=6 is not a square with sides of at least 2.*; nearest: 4 or 9"),
         (tensor("2d", 10**15), "size=1000000000000000 is not a square .* 999999961946176 or 1000000025191729"),
         (tensor("3d", 9), "size=9 is not a cube with sides of at least 2.*; nearest: 8 or 27"),

@@ -51,15 +51,9 @@ def decode_windows(source: Callable[[], tuple]) -> DataNode:
 
 @pipeline_def
 def decode_and_resize(
-    source: Callable[[], tuple],
-    size: int,
-    filter_: str,
-    mean: Sequence[float],
-    std: Sequence[float],
-    device: str,
-    hardware_load: float | None,
+    source: Callable[[], tuple], size: int, filter_: str, device: str, hardware_load: float | None
 ) -> tuple[DataNode, DataNode]:
-    """Return the graph for a GPU: decode a window, resample a region of it to ``size``, mirror, normalise (if ``std``).
+    """Return the graph for a GPU: decode a window, resample a region of it to ``size``, mirror; uint8 [3, Y, X] each.
 
     ``source`` returns a batch: JPEG bytes, start and shape of the windows, start and end of the regions, flips, labels.
     ``device`` is "mixed", or "cpu" for tests. With ``hardware_load`` whole images are decoded.
@@ -76,14 +70,8 @@ def decode_and_resize(
     images = fn.resize(
         images, size=(size, size), interp_type=FILTERS[filter_], roi_start=region_start, roi_end=region_end
     )
-    images = fn.crop_mirror_normalize(  # pyright: ignore[reportCallIssue]
-        images,  # pyright: ignore[reportArgumentType]
-        mirror=flip,
-        mean=[255 * value for value in mean] or 0.0,
-        std=[255 * value for value in std] or 1.0,
-        dtype=types.FLOAT if std else types.UINT8,  # pyright: ignore[reportAttributeAccessIssue]
-        output_layout="CHW",
-    )
+    mirrored: dict[str, Any] = dict(mirror=flip, dtype=types.UINT8, output_layout="CHW")  # pyright: ignore[reportAttributeAccessIssue]
+    images = fn.crop_mirror_normalize(images, **mirrored)
     return images, labels.gpu() if device == "mixed" else labels
 
 
@@ -112,7 +100,7 @@ class DaliReader:
         hardware_load: float | None = None,
     ) -> None:
         self.split, self.crop, self.batch, self.device, self.augment = split, crop, batch, device, augment
-        self.size, self.threads, self._means, self._stds = size, threads, mean, std
+        self.size, self.threads = size, threads
         self._normalizer = Normalizer(mean, std, device)
         self.resizes = device.type == "cuda" if resizes is None else resizes
         self.hardware_load = hardware_load
@@ -173,9 +161,8 @@ class DaliReader:
         place = dict(batch_size=batch, num_threads=threads, device_id=self.device.index if on_gpu else None)
         if not self.resizes:
             return decode_windows(source, **place)
-        mean, std = ((), ()) if self.augment else (self._means, self._stds)
         how = "mixed" if on_gpu else "cpu", self.hardware_load
-        return decode_and_resize(source, self.size, self.crop.interpolation, mean, std, *how, **place)
+        return decode_and_resize(source, self.size, self.crop.interpolation, *how, **place)
 
     def _run(self) -> tuple[RawBatch, tuple] | None:
         """Return the oldest batch in flight and what DALI made of it; None at the end of the pass."""
@@ -196,7 +183,7 @@ class DaliReader:
         images, samples = _shift(images, raw.crops), raw.samples
         if self.augment:
             images = self.augment.augment_batch(images.clone(), raw.uniforms[:, -self.augment.uniforms :])
-            images = images.float().sub_(self._normalizer.mean).div_(self._normalizer.std)
+        images = images.float().sub_(self._normalizer.mean).div_(self._normalizer.std)
         missing = self.batch - samples
         if missing:
             images = torch.cat([images[:samples], images.new_zeros(missing, *images.shape[1:])])

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import simplejpeg
-from PIL import ExifTags, Image, ImageOps
+from PIL import Image
 
 from common.data.corrupt_images import UNREADABLE
-from common.data.image_folder import FORMATS, check_pixels, to_rgb
+from common.data.image_folder import FORMATS, check_pixels, decode_image, is_turned
 
 RESAMPLING = Image.Resampling.LANCZOS
 _JPEG_MAGIC = b"\xff\xd8\xff"
@@ -76,26 +76,13 @@ def _convert(data: bytes, quality: int, short_side: int | None) -> Jpeg:
         Image.open(io.BytesIO(data), formats=FORMATS).verify()  # checksums that decoding ignores
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     check_pixels(image.height, image.width)
-    upright = _orientation(image) not in range(2, 9)
-    fits = upright and (short_side is None or min(image.size) <= short_side)
-    if is_jpeg and fits and color_space == "YCbCr":
+    shorter = min(image.size)
+    target = min(short_side or shorter, shorter)
+    if is_jpeg and target == shorter and color_space == "YCbCr" and not is_turned(image):
         return Jpeg(data, height, width, converted=False)
-    image.load()
-    pixels = np.asarray(_shrink(to_rgb(image if upright else ImageOps.exif_transpose(image)), short_side))
+    pixels = decode_image(data)
+    if target < shorter:
+        height, width = (round(side * target / shorter) for side in pixels.shape[:2])
+        pixels = np.asarray(Image.fromarray(pixels).resize((width, height), RESAMPLING))
     encoded = simplejpeg.encode_jpeg(pixels, quality, "RGB", "444")
     return Jpeg(encoded, pixels.shape[0], pixels.shape[1], converted=True)
-
-
-def _orientation(image: Image.Image) -> int:
-    try:
-        return image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # a damaged EXIF block says nothing against the pixels
-        return 1
-
-
-def _shrink(image: Image.Image, short_side: int | None) -> Image.Image:
-    shorter = min(image.size)
-    if short_side is None or shorter <= short_side:
-        return image
-    width, height = (round(side * short_side / shorter) for side in image.size)
-    return image.resize((width, height), RESAMPLING)

@@ -171,8 +171,17 @@ def decode_image(data: bytes | memoryview) -> np.ndarray:
     """
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     check_pixels(image.height, image.width)
-    is_turned = image.getexif().get(ExifTags.Base.Orientation) in range(2, 9)
-    if image.format == "JPEG" and image.mode == "RGB" and not is_turned:
+    if is_turned(image):
+        return np.array(to_rgb(ImageOps.exif_transpose(image)))
+    if image.format == "JPEG" and image.mode == "RGB":
         with suppress(ValueError):  # Pillow repairs more
             return simplejpeg.decode_jpeg(data)  # the same pixels in less than half the time
-    return np.array(to_rgb(ImageOps.exif_transpose(image)))
+    return np.array(to_rgb(image))
+
+
+def is_turned(image: Image.Image) -> bool:
+    """Return whether an image's EXIF block says that it is to be turned or mirrored."""
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation) in range(2, 9)
+    except Exception:  # a damaged EXIF block says nothing against the pixels
+        return False

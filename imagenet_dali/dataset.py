@@ -13,9 +13,7 @@ from common.errors import UserError
 from common.object_store import StorePath, as_path
 from imagenet_dali.manifest import (
     REPAIR,
-    copy_back,
-    find_missing,
-    find_short,
+    find_faults,
     list_shards,
     read_labels,
     read_manifest,
@@ -149,10 +147,8 @@ def open_split(root: Path | str, split: str, cache: BlockCache | None = None) ->
             f"{root}: no {split} split, only {', '.join(manifest['splits'])}; prepare the data set with one"
         )
     found = list_shards(root, manifest, split)
-    for fault in find_missing(root, manifest, split, found):
-        raise UserError(f"{fault}; {copy_back(root)}")
-    for fault in find_short(root, manifest, split, found):
-        raise UserError(f"{fault}; {REPAIR.format(root=root)}")
+    for fault, _ in find_faults(root, manifest, split, found):
+        raise UserError(fault)
     try:
         records = read_table(root, manifest, split)
     except UserError as error:

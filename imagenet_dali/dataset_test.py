@@ -3,10 +3,8 @@
 import hashlib
 import json
 import os
-import pickle
 import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +13,9 @@ import pytest
 from common.errors import UserError
 from common.testing.commands import read_folder
 from imagenet_dali.dataset import open_split
-from imagenet_dali.preparation import prepare
 from imagenet_dali.repair import repair
 from imagenet_dali.testing import spoil_record, write_images
 from imagenet_dali.verify import check
-from imagenet_dali.writer import Options
 
 FIRST = "train-00000-of-00003"
 
@@ -43,10 +39,6 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 
 
-def drop_line(path: Path) -> None:
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-
-
 def raise_label(rows: np.ndarray) -> np.ndarray:
     rows["label"][3] = 2
     return rows
@@ -63,13 +55,15 @@ FAULTS = {
     "missing shard": (lambda root: (root / "train" / FIRST).unlink(), f"{FIRST}: missing"),
     "large shard": (
         lambda root: os.truncate(root / "train" / FIRST, 1 << 42),
-        f"{FIRST}: 4398046511104 bytes, more than the",
+        f"{FIRST}: 4398046511104 bytes, not .* as in the manifest",
     ),
-    "truncated shard": (lambda root: truncate(root / "train" / FIRST), f"{FIRST}: .* bytes, not .* as in the manifest"),
+    "truncated shard": (
+        lambda root: truncate(root / "train" / FIRST),
+        f"{FIRST}: .*(bytes, not .* as in|cut off here: 1 record)",
+    ),
     "missing table": (lambda root: (root / "records/train.npy").unlink(), "train.npy: missing"),
     "changed table": (lambda root: truncate(root / "records/train.npy"), "train.npy: differs from the manifest"),
     "short table": (lambda root: edit_table(root, lambda rows: rows[:-1]), "239 rows, not 240 in 3 shards"),
-    "table of numbers": (lambda root: edit_table(root, lambda rows: np.zeros(240)), "npy: not a table of records"),
     "table of pickled objects": (
         lambda root: edit_table(root, lambda rows: np.array([Evil()], object)),
         "train.npy: not a table of records",
@@ -78,8 +72,7 @@ FAULTS = {
         lambda root: edit_table(root, raise_label),
         "train.npy: labels 0 to 2, out of range for 2 classes",
     ),
-    "missing labels": (lambda root: (root / "labels.txt").unlink(), "labels.txt: missing or not 2 lines"),
-    "short labels": (lambda root: drop_line(root / "labels.txt"), "labels.txt: missing or not 2 lines"),
+    "short labels": (lambda root: (root / "labels.txt").write_text("one\n"), "labels.txt: missing or not 2 lines"),
 }
 
 
@@ -90,7 +83,7 @@ def test_files_that_do_not_fit_the_manifest_are_refused(data, name, monkeypatch)
     corrupt(data)
     with pytest.raises(UserError, match=message) as caught:
         open_split(data, "train")
-    copy_back = name in ("missing shard", "large shard", "missing labels", "short labels")
+    copy_back = name in ("missing shard", "large shard", "short labels")
     assert ("copy it from where" if copy_back else f"prepare --check --repair {data}") in str(caught.value)
     assert "\n" not in str(caught.value)
     assert any(re.search(message, fault) for fault in check(data, 1))
@@ -148,21 +141,3 @@ def test_a_record_that_went_bad_is_named(data):
     split.shards[2].unlink()
     with pytest.raises(UserError, match="No such file"):
         split.read(len(split) - 1)
-
-
-def test_threads_and_other_processes_read_the_same(prepared):
-    split = open_split(prepared, "train")
-    expected = [split.read(index) for index in range(len(split))]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(split.read, list(range(len(split))) * 10)) == expected * 10
-    copy = pickle.loads(pickle.dumps(split))
-    assert [copy.read(index) for index in range(len(split))] == expected
-
-
-def test_the_fingerprint_follows_the_content_and_not_the_place(prepared, data, tmp_path):
-    train = open_split(prepared, "train").fingerprint
-    assert read_folder(prepared) == read_folder(data)
-    assert open_split(data, "train").fingerprint == train
-    assert open_split(data, "validation").fingerprint != train
-    prepare(prepared.parent / "images", tmp_path / "other", Options(shards=3, seed=1))
-    assert open_split(tmp_path / "other", "train").fingerprint != train

@@ -115,24 +115,21 @@ def list_shards(root: Path, manifest: Mapping[str, Any], split: str) -> dict[str
     return list_files(root, [shard["name"] for shard in manifest["splits"][split]["shards"]])
 
 
-def find_missing(root: Path, manifest: Mapping[str, Any], split: str, found: Mapping[str, FileState]) -> Iterator[str]:
-    """Yield a line for each file of a split that is missing, or too large, and cannot be derived from the others."""
+def find_faults(
+    root: Path, manifest: Mapping[str, Any], split: str, found: Mapping[str, FileState]
+) -> Iterator[tuple[str, bool]]:
+    """Yield a line for each file of a split that is missing or has another size, and whether a repair helps."""
     labels, num_classes = root / "labels.txt", manifest["num_classes"]
     if not labels.is_file() or len(read_labels(labels)) != num_classes:
-        yield f"{labels}: missing or not {num_classes} lines"
+        yield f"{labels}: missing or not {num_classes} lines; {copy_back(root)}", False
     for shard in manifest["splits"][split]["shards"]:
         path, state = root / shard["name"], found.get(shard["name"])
         if not state:
-            yield f"{path}: missing"
-        elif state.size > shard["bytes"]:  # sparse, it may seem to have any size
-            yield f"{path}: {state.size} bytes, more than the {shard['bytes']} in the manifest"
-
-
-def find_short(root: Path, manifest: Mapping[str, Any], split: str, found: Mapping[str, FileState]) -> Iterator[str]:
-    """Yield a line for each shard that is smaller than the manifest says."""
-    for shard in manifest["splits"][split]["shards"]:
-        if (state := found.get(shard["name"])) and state.size < shard["bytes"]:
-            yield f"{root / shard['name']}: {state.size} bytes, not {shard['bytes']} as in the manifest"
+            yield f"{path}: missing; {copy_back(root)}", False
+        elif state.size != shard["bytes"]:  # a sparse file may seem to have any
+            is_short = state.size < shard["bytes"]
+            remedy = REPAIR.format(root=root) if is_short else copy_back(root)
+            yield f"{path}: {state.size} bytes, not {shard['bytes']} as in the manifest; {remedy}", is_short
 
 
 def read_table(root: Path, manifest: Mapping[str, Any], split: str) -> np.ndarray:

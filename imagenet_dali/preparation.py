@@ -17,7 +17,7 @@ from common.errors import UserError, counted, printable
 from common.files import folder_lock, read_json
 from common.object_store import remove_tree
 from imagenet_dali.images import RESAMPLING
-from imagenet_dali.manifest import MANIFEST, PARTIAL, find_missing, find_short, list_shards, read_manifest
+from imagenet_dali.manifest import MANIFEST, PARTIAL, find_faults, list_shards, read_manifest
 from imagenet_dali.sources import VALIDATION_SHARE, Source, list_source
 from imagenet_dali.tar_source import Place
 from imagenet_dali.workers import parallel_map
@@ -145,9 +145,8 @@ def _is_complete(dest: Path, job: dict[str, Any]) -> bool:
     if is_complete := (dest / MANIFEST).is_file():
         manifest = read_manifest(dest)
         for split in manifest["splits"]:
-            found = list_shards(dest, manifest, split)
-            for fault in (*find_missing(dest, manifest, split, found), *find_short(dest, manifest, split, found)):
-                raise UserError(f"{fault}; restore it, or delete {dest} and prepare the data set again")
+            for fault, _ in find_faults(dest, manifest, split, list_shards(dest, manifest, split)):
+                raise UserError(fault)
         remove_tree(dest / PARTIAL)  # left by a run that was stopped after its last step
     return is_complete
 

@@ -128,7 +128,7 @@ def test_the_same_job_again_does_nothing_and_another_one_is_refused(folders, cap
     shard = next((dest / "train").iterdir())
     content = shard.read_bytes()
     shard.write_bytes(content[:-1])
-    with pytest.raises(UserError, match=f"^{shard}: .* restore it, or delete {dest} and prepare the data set again$"):
+    with pytest.raises(UserError, match=f"^{shard}: .* bytes, not .*--check --repair {dest}` to continue"):
         main([str(source), str(dest), "--workers=1"])
     shard.write_bytes(content)
     with pytest.raises(UserError, match="made with other quality"):

@@ -15,7 +15,7 @@ from imagenet_dali.manifest import (
     PARTIAL,
     copy_back,
     data_fingerprint,
-    find_missing,
+    find_faults,
     list_shards,
     read_manifest,
     records_path,
@@ -43,8 +43,9 @@ def repair(root: Path, workers: int, max_refused: float = MAX_BAD_SHARE) -> list
 def _repair(root: Path, manifest: dict[str, Any], workers: int, max_refused: float) -> list[str]:
     _settle(root, manifest)
     for split in manifest["splits"]:
-        for missing in find_missing(root, manifest, split, list_shards(root, manifest, split)):
-            raise UserError(f"{missing}; {copy_back(root)}")
+        for fault, is_repairable in find_faults(root, manifest, split, list_shards(root, manifest, split)):
+            if not is_repairable:
+                raise UserError(fault)
     verified = verify_shards(root, manifest, workers)
     splits = {split: [shard for shard, _ in members] for split, members in verified.items()}
     faults = [fault for members in verified.values() for _, found in members for fault in found]

@@ -12,7 +12,7 @@ from common.files import sha256_of
 from common.object_store import local_copy
 from imagenet_dali.dataset import read_range
 from imagenet_dali.images import BadImageError, check_jpeg
-from imagenet_dali.manifest import copy_back, find_missing, list_shards, read_manifest, read_table
+from imagenet_dali.manifest import find_faults, list_shards, read_manifest, read_table
 from imagenet_dali.records import RECORD, BadRecordError, parse_example, scan, unframe
 from imagenet_dali.workers import parallel_map
 from imagenet_dali.writer import Shard
@@ -90,7 +90,7 @@ def check(root: Path, workers: int) -> list[str]:
     faults = []
     for split in manifest["splits"]:
         found = list_shards(root, manifest, split)
-        faults += (f"{fault}; {copy_back(root)}" for fault in find_missing(root, manifest, split, found))
+        faults += (fault for fault, is_repairable in find_faults(root, manifest, split, found) if not is_repairable)
         try:
             read_table(root, manifest, split)
         except UserError as error:

@@ -133,18 +133,6 @@ def test_a_bad_record_is_listed_and_nothing_is_written(tmp_path, capsys, key, va
     assert read_folder(tmp_path) == before
 
 
-def test_every_bad_record_is_counted_and_the_first_twenty_listed(tmp_path, capsys):
-    write_foreign(tmp_path / "train" / "a", [(b"not an image", 0)] * 15)
-    (tmp_path / "train" / "b").write_bytes(frame(b"\xff" * 10) * 15)
-    (tmp_path / "train" / "c").write_bytes(frame(b"x" * 10)[:-1])
-    with pytest.raises(UserError, match="faults found: 31"):
-        main(["--adopt", str(tmp_path), "--workers=1"])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 21
-    assert lines[-1] == "... and 11 more"
-    assert adopt(tmp_path, None, workers=1)[-1] == f"{tmp_path}/train/c: record 0 at byte 0: truncated"
-
-
 def test_few_bad_records_may_be_left_out(tmp_path, capsys):
     records = [frame(build_example(jpeg(20, 30, number), number % 2, "", "", 20, 30)) for number in range(300)]
     records[7] = with_flipped_bit(records[7], len(records[7]) // 2)

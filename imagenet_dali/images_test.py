@@ -7,7 +7,7 @@ import pytest
 import simplejpeg
 from PIL import Image
 
-from imagenet_dali.images import BadImageError, check_jpeg, convert_image
+from imagenet_dali.images import BadImageError, convert_image
 from imagenet_dali.testing import BAD_IMAGES, encode, gradient, jpeg
 
 EXIF_ROTATED = 6  # the camera was turned: the picture must be rotated by 90 degrees clockwise
@@ -105,10 +105,3 @@ def test_every_truncation_of_a_jpeg_is_refused():
     for length in range(len(data)):
         with pytest.raises(BadImageError):
             convert_image(data[:length])
-
-
-def test_check_jpeg_returns_what_pillow_sees():
-    assert check_jpeg(memoryview(jpeg())) == (24, 40, "YCbCr")
-    assert check_jpeg(encode(gradient().convert("L"))) == (24, 40, "Gray")
-    with pytest.raises(BadImageError, match="not a JPEG"):
-        check_jpeg(encode(gradient(), "PNG"))

@@ -1,14 +1,10 @@
 """A step of 32,768 images of vit-b16.py with a small ViT, compared with a plain loop of timm's model."""
 
-import io
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
@@ -19,33 +15,27 @@ from common.config.model_arguments import timm_arguments
 from common.data.batch_augment import BatchAugment
 from common.metrics.writers import read_metrics
 from common.model.vit import build_model
+from common.testing.photographs import write_photographs
 from imagenet_dali import prepare
 from imagenet_dali.dataloader import build_train_loader
 from imagenet_dali.testing import run
 
 # Dropout is off, because its masks depend on how a batch is split.
-MODEL = dict(image_size=16, patch_size=8, width=32, depth=2, heads=2, mlp_ratio=2.0, num_classes=10, dropout=0.0)
+MODEL = dict(image_size=16, patch_size=8, width=32, depth=2, heads=2, mlp_ratio=2.0, num_classes=9, dropout=0.0)
 RANKS = 2
 MAX_NORM = 0.05  # below every gradient's norm here, so that clipping acts
 BETA1 = 0.9
-DIFFERENT = 509  # images; the others are links to them, with all labels; every crop is another one
-
-
 TOTAL, MICRO = 32 * 1024, 256  # images of an optimizer step and of a process's micro-batch, as in the recipe
 
 
 def prepare_images(folder: Path, count: int) -> Path:
-    """Prepare ``count`` JPEGs of 20 x 20 pixels in ten classes, and a few for validation."""
-    random = np.random.default_rng(0)
-    for number in range(count + 50):
-        path = folder / "images" / ("train" if number < count else "validation") / str(number % 10) / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        original = folder / f"{number % DIFFERENT}.jpg"
-        if number < DIFFERENT:
-            small = Image.fromarray(random.integers(0, 256, (4, 4, 3), np.uint8))
-            small.resize((20, 20), Image.Resampling.BILINEAR).save(file := io.BytesIO(), "JPEG")
-            original.write_bytes(file.getvalue())
-        os.link(original, path)
+    """Prepare ``count`` JPEGs of 20 x 20 pixels in nine classes, and a few for validation.
+
+    Few files differ, but every class has all of them, and every crop is another one.
+    """
+    names = "abcdefghi"  # nine, which shares no factor with the number of files that differ
+    for split, images in (("train", count), ("validation", 50)):
+        write_photographs(folder / "images" / split, names, images, 20, 20)
     prepare.main([str(folder / "images"), str(folder / "shards"), "--workers", "2"])
     return folder / "shards"
 

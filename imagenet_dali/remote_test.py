@@ -15,6 +15,7 @@ import torch
 
 from common import object_store
 from common.checkpoint.save import newest_checkpoint
+from common.config.schema import Data, plain_values
 from common.data.record_reader import RecordReader
 from common.data.sampling import TrainSampler
 from common.errors import UserError
@@ -66,9 +67,7 @@ def global_batches(root: Path | str, dp_size: int, start: int = 0) -> list[list[
 
 def random_batches(root: Path | str) -> list[torch.Tensor]:
     """Return the images that workers decode in random order."""
-    data = dict(root=str(root), loader="torchvision", order="random", workers=1, crop="random_resized", repeats=1)
-    data |= dict(crop_scale=(0.5, 1), crop_ratio=(1, 1), flip=True, interpolation="bilinear", randaugment=None)
-    data |= dict(mean=(0, 0, 0), std=(1, 1, 1), block=16, window=2, cache=None)
+    data = plain_values(Data(root=str(root), loader="torchvision", order="random", workers=1))
     loader = build_train_loader(data, 48, 48, image_size=8, dp_rank=0, dp_size=1, seed=0, device=torch.device("cpu"))
     found = [images for images, _ in loader]
     loader.close()

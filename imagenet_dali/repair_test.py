@@ -1,4 +1,4 @@
-"""`--check --repair` leaves out exactly the bad records, lists them, and is atomic."""
+"""`--check` finds all damage; `--repair` leaves out exactly the bad records, lists them, and is atomic."""
 
 import json
 import os
@@ -55,11 +55,33 @@ def test_bad_records_are_left_out_and_nothing_else(data, capsys):
     assert [f"{data}/{fault}" for fault in done["dropped"]] == lines
 
 
+def test_check_lists_all_that_is_wrong(data, capsys):
+    split = open_split(data, "train")
+    first, second, third = split.shards
+    spoil_record(data, "train", 2)
+    second.write_bytes(second.read_bytes()[: int(split.records["offset"][150]) + 20])
+    third.unlink()
+    (data / "records" / "validation.npy").unlink()
+    faults = check(data, 1)
+    expected = [
+        f"{data}/records/validation.npy: missing",
+        f"{first}: record 2 at byte {split.records[2]['offset']}: checksum of the data does not match",
+        f"{second}: record 70 at byte {split.records[150]['offset']}: the shard is cut off here: 10 records lost",
+        f"{third}: missing; copy it from where the data set came from, or delete {data} and rerun `python -m",
+    ]
+    assert len(faults) == len(expected)
+    assert all(text in fault for text, fault in zip(sorted(expected), sorted(faults), strict=True))
+    with pytest.raises(UserError, match="faults found: 4; replace what is missing, then --check --repair continues"):
+        main(["--check", str(data), "--workers=1"])
+    assert capsys.readouterr().out.count("\n") == 4
+
+
 def test_repairing_what_is_good_changes_nothing(data, capsys):
     before = read_folder(data)
-    assert repair(data, 1) == []
-    main(["--check", "--repair", str(data), "--workers=1"])
-    assert "every remaining record is verified" in capsys.readouterr().out
+    assert check(data, 1) == check(data, 2) == repair(data, 1) == []
+    for flags, line in (([], "every record is verified"), (["--repair"], "every remaining record is verified")):
+        main(["--check", *flags, str(data), "--workers=1"])
+        assert line in capsys.readouterr().out
     assert read_folder(data) == before
     spoil_record(data, "train", 5)
     assert len(repair(data, 1)) == 1

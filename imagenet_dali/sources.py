@@ -70,18 +70,20 @@ def list_source(root: Path, validation_share: float | None = None, seed: int = 0
     """
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; SOURCE is a folder of images, SOURCE/<class>/*")
-    train = next((root / name for name in TRAIN_FOLDERS if (root / name).is_dir() and list_folders(root / name)), root)
-    is_folder = train != root or len(set(list_folders(root)) - {"data", "train", *EVALUATION_FOLDERS}) > 1
+    folders = (root / name for name in TRAIN_FOLDERS)
+    images = next((folder for folder in folders if folder.is_dir() and list_folders(folder)), root)
+    is_folder = images != root or len(set(list_folders(root)) - {"data", "train", *EVALUATION_FOLDERS}) > 1
     if not is_folder and (root / TRAIN_TAR).is_file():
         source = _list_imagenet_tars(root, workers)
     elif not is_folder and (containers := find_containers(root)):
         class_names, splits, places = list_containers(root, containers, workers)
         source = Source(root, _class_names(root, class_names), splits, places)
     else:
-        source = _list_folder(root, train)
+        source = _list_folder(root, images)
     if "validation" not in source.splits:
         share = VALIDATION_SHARE if validation_share is None else validation_share
-        return replace(source, splits=_split(source.splits["train"], share, seed))
+        train, validation = split_by_class(source.splits["train"], share, seed)
+        return replace(source, splits={"train": train} | ({"validation": validation} if validation else {}))
     if validation_share is not None:
         raise UserError(f"--validation-share={validation_share}: {root} has a validation split already; drop it")
     return source
@@ -212,8 +214,3 @@ def _class_names(root: Path, classes: list[str]) -> list[str]:
     names = [words.get(name, name) for name in classes]
     check_class_names(names, path)
     return names
-
-
-def _split(files: Files, share: float, seed: int) -> dict[str, Files]:
-    train, validation = split_by_class(files, share, seed)
-    return {"train": train} | ({"validation": validation} if validation else {})

@@ -10,6 +10,7 @@ import torch
 
 from common.checkpoint.save import load_model_state, newest_checkpoint
 from common.config.model_arguments import timm_arguments
+from common.config.schema import Data, plain_values
 from common.errors import run_command
 from common.hardware import instruction_set
 from common.metrics.writers import read_metrics
@@ -36,8 +37,7 @@ def timm_top1(checkpoint: Path, data: Path) -> tuple[int, int]:
     """Return (correct, samples) of timm's own model on the validation images, loaded strictly."""
     model = timm.models.vision_transformer.VisionTransformer(**timm_arguments(**MODEL)).eval()
     model.load_state_dict(load_model_state(checkpoint), strict=True)
-    reading = dict(root=str(data), loader="torchvision", workers=0, block=16, eval_crop=0.875, interpolation="bilinear")
-    reading |= dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+    reading = plain_values(Data(root=str(data), loader="torchvision", workers=0))
     loader = build_eval_loader(reading, 7, image_size=16, dp_rank=0, dp_size=1, device=torch.device("cpu"))
     correct = samples = 0
     with torch.no_grad():

@@ -1,7 +1,4 @@
-import pytest
-
 from common.data.corrupt_images import NAMED, BadImages, join_some, reason_of
-from common.errors import UserError
 
 
 def test_each_image_is_named_once_and_not_more_than_twenty(capsys):
@@ -15,15 +12,6 @@ def test_each_image_is_named_once_and_not_more_than_twenty(capsys):
     assert lines[0] == "skipped: 0"
     assert lines[-1] == "skipped: 17; further images are not named"
     assert bad.count == 31
-
-
-def test_the_share_is_that_of_one_pass():
-    bad = BadImages(200)
-    for _ in range(3):
-        bad.start_pass()
-        bad.add(["a", "b"])
-    with pytest.raises(UserError, match="c; with it 3 of the 200 images .* are bad, more than 1%"):
-        bad.add(["c"])
 
 
 def test_a_reason_is_one_line_and_the_same_each_time():

@@ -70,43 +70,11 @@ def test_repeated_augmentation_is_timms(samples, batch, dp_size, monkeypatch):
             assert len(np.unique(micro_batch)) == len(micro_batch)
 
 
-def test_order_is_a_permutation_of_seed_and_epoch():
-    order = epoch_order(1000, seed=0, epoch=0)
-    np.testing.assert_array_equal(np.sort(order), np.arange(1000))
-    np.testing.assert_array_equal(order, epoch_order(1000, seed=0, epoch=0))
-    for other in (epoch_order(1000, seed=0, epoch=1), epoch_order(1000, seed=1, epoch=0)):
-        assert abs(np.corrcoef(order, other)[0, 1]) < 0.1
-    assert abs(np.corrcoef(order, np.arange(1000))[0, 1]) < 0.1
-
-
 def test_the_draws_of_a_seed_stay_the_same_for_ever():
     assert epoch_order(8, seed=42, epoch=3).tolist() == [5, 3, 4, 7, 6, 1, 0, 2]
     np.testing.assert_array_equal(
         sample_uniforms(42, 3, 1, 2, 1, 3), [[0.44243122935824586, 0.205813289885728, 0.01969606774345667]]
     )
-
-
-def test_uniforms_are_uniform_and_independent():
-    uniforms = sample_uniforms(seed=0, epoch=0, step=0, row=0, rows=20000, count=7)
-    assert uniforms.shape == (20000, 7)
-    assert uniforms.min() >= 0
-    assert uniforms.max() < 1
-    np.testing.assert_allclose(np.quantile(uniforms, [0.1, 0.5, 0.9], axis=0).T, [[0.1, 0.5, 0.9]] * 7, atol=0.015)
-    next_step = sample_uniforms(seed=0, epoch=0, step=1, row=0, rows=20000, count=7)
-    correlation = np.corrcoef(np.concatenate([uniforms[:-1].T, uniforms[1:].T, next_step[1:].T]))
-    assert np.abs(correlation - np.eye(21)).max() < 0.04
-
-
-@pytest.mark.parametrize("options", [{}, {"blocks": np.arange(0, 41, 4)}])
-def test_an_epoch_resumes_from_any_micro_batch(options):
-    sampler = TrainSampler(40, 8, 2, dp_rank=1, dp_size=2, seed=1, uniforms=2, **options)
-    whole = list(sampler.draws(epoch=4))
-    for start in (0, 1, 5, len(sampler)):
-        rest = list(sampler.draws(4, start))
-        assert len(rest) == len(sampler) - start
-        for got, expected in zip(rest, whole[start:], strict=True):
-            for array, whole_array in zip(got, expected, strict=True):
-                np.testing.assert_array_equal(array, whole_array)
 
 
 def test_fewer_samples_than_a_batch_are_refused():

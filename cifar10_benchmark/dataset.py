@@ -11,7 +11,7 @@ from torchvision.datasets import CIFAR10
 
 from common.data.corrupt_images import reason_of
 from common.data.download import fetch
-from common.data.image_folder import FolderSplit, decode_image, list_classes, list_folders
+from common.data.image_folder import FolderSplit, decode_image, list_splits
 from common.errors import UserError
 from common.files import fingerprint_of
 
@@ -65,36 +65,27 @@ def _open(root: Path, allow_download: bool) -> DataSet:
 
 def _read_folders(root: Path) -> DataSet:
     """Read ``train/<class>/*`` and ``test/<class>/*``; labels index the sorted class folders."""
-    classes = list_folders(root / "train")
-    if len(classes) < 2:
-        raise UserError(f"{root / 'train'}: {len(classes)} class folders, at least 2 are needed")
-    return DataSet(classes, *(_read_folder(root, split, classes) for split in ("train", "test")))
+    classes, splits = list_splits(root, {split: root / split for split in ("train", "test")})
+    return DataSet(classes, *(_decode(FolderSplit(root, classes, files)) for files in splits.values()))
 
 
-def _read_folder(root: Path, name: str, classes: Sequence[str]) -> Images:
+def _decode(split: FolderSplit) -> Images:
     """Decode square images of one size."""
-    folder = root / name
-    found = list_folders(folder) if folder.is_dir() else []
-    if odd := set(found) ^ set(classes):
-        raise UserError(f"{folder / min(odd)}: {name}/ needs train's class folders; add or remove this one")
-    files = list_classes(root, folder, classes)
-    if empty := set(range(len(classes))) - {label for _, label in files}:
-        path = folder / classes[min(empty)]
-        raise UserError(f"{path}: no images; fill the folder, or remove it in train/ and test/")
-    split, images = FolderSplit(root, classes, files), []
+    images, labels = [], []
     for index in range(len(split)):
-        content, _ = split.read(index)
+        content, label = split.read(index)
         try:
             images.append(decode_image(content))
         except Exception as error:  # decoders raise a dozen unrelated types for damaged files
             raise split.fault(index, reason_of(error)) from error
+        labels.append(label)
         (height, width, _), (first_height, first_width, _) = images[-1].shape, images[0].shape
         if not height == width == first_height == first_width:
             raise UserError(
-                f"{split.path(index)}: {width} x {height} pixels, the first of {folder} has "
+                f"{split.path(index)}: {width} x {height} pixels, the first of the split has "
                 f"{first_width} x {first_height}; make all images squares of one size"
             )
-    return _to_images(np.stack(images), [label for _, label in files])
+    return _to_images(np.stack(images), labels)
 
 
 def _to_images(images_BYXC: np.ndarray, labels: Sequence[int]) -> Images:

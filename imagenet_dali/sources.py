@@ -13,9 +13,9 @@ from common.data.image_folder import (
     Files,
     check_class_names,
     file_state,
-    list_classes,
     list_files,
     list_folders,
+    list_splits,
     split_by_class,
 )
 from common.errors import UserError
@@ -121,21 +121,15 @@ def read_image(path: Path) -> bytes:
 
 
 def _list_folder(root: Path, train: Path) -> Source:
-    classes = list_folders(train)
-    if len(classes) < 2:
-        hint = f"; is {train / classes[0]} the folder you mean?" if classes else ""
-        raise UserError(f"{train}: {len(classes)} class folders, at least 2 are needed, as {train}/<class>/*{hint}")
     others: list[str] = []
-    splits = {"train": _list_classes(root, train, classes, others)}
-    if empty := set(range(len(classes))) - {label for _, label in splits["train"]}:
-        raise UserError(f"{train / classes[min(empty)]}: no images; remove the folder or fill it")
     folders = (root / name for name in EVALUATION_FOLDERS if train != root and (root / name).is_dir())
-    if evaluation := next(folders, None):
-        if list_folders(evaluation):
-            splits["validation"] = _list_classes(root, evaluation, classes, others)
-        else:
-            files = [path.relative_to(root).as_posix() for path in list_files(evaluation, others)]
-            splits["validation"] = _label_flat(root, evaluation, files, classes)
+    evaluation = next(folders, None)
+    is_flat = evaluation and not list_folders(evaluation)
+    labelled = {"train": train} | ({"validation": evaluation} if evaluation and not is_flat else {})
+    classes, splits = list_splits(root, labelled, others)
+    if evaluation and is_flat:
+        files = [path.relative_to(root).as_posix() for path in list_files(evaluation, others)]
+        splits["validation"] = _label_flat(root, evaluation, files, classes)
     return Source(root, _class_names(root, classes), splits, others=others)
 
 
@@ -162,13 +156,6 @@ def _list_imagenet_tars(root: Path, workers: int) -> Source:
     if flat:
         splits["validation"] = _label_flat(root, root / VALIDATION_TAR, sorted(flat), classes)
     return Source(root, _class_names(root, classes), splits, places)
-
-
-def _list_classes(root: Path, folder: Path, classes: list[str], others: list[str]) -> Files:
-    unknown = sorted(set(list_folders(folder)) - set(classes))
-    if unknown:
-        raise UserError(f"{folder / unknown[0]}: this class has no training images; remove it or add them")
-    return list_classes(root, folder, classes, others)
 
 
 def _label_flat(root: Path, folder: Path, files: list[str], classes: list[str]) -> Files:

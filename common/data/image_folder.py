@@ -5,7 +5,7 @@ import os
 import random
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -85,6 +85,31 @@ def list_classes(root: Path, folder: Path, classes: Sequence[str], others: list[
         for label, name in enumerate(classes)
         for path in list_files(folder / name, others)
     ]
+
+
+def list_splits(
+    root: Path, folders: Mapping[str, Path], others: list[str] | None = None
+) -> tuple[list[str], dict[str, Files]]:
+    """Return the class folders of ``folders["train"]``, and what `list_classes` finds of them in each of ``folders``.
+
+    Raises `UserError` for fewer than two classes, for a class or a split without images, and for one that has no
+    training images.
+    """
+    train = folders["train"]
+    classes = list_folders(train)
+    if len(classes) < 2:
+        hint = f"; is {train / classes[0]} the folder you mean?" if classes else ""
+        raise UserError(f"{train}: {len(classes)} class folders, at least 2 are needed, as {train}/<class>/*{hint}")
+    splits = {}
+    for split, folder in folders.items():
+        if unknown := set(list_folders(folder) if folder.is_dir() else []) - set(classes):
+            raise UserError(f"{folder / min(unknown)}: this class has no training images; remove it or add them")
+        splits[split] = list_classes(root, folder, classes, others)
+        if not splits[split]:
+            raise UserError(f"{folder}: no images; they are expected as {folder}/<class>/*")
+    if empty := set(range(len(classes))) - {label for _, label in splits["train"]}:
+        raise UserError(f"{train / classes[min(empty)]}: no images; remove the folder or fill it")
+    return classes, splits
 
 
 def split_by_class(files: Files, share: float, seed: int) -> tuple[Files, Files]:

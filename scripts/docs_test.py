@@ -72,6 +72,7 @@ ELSEWHERE = {
         for name in ("step", "lamb", "loader", "io", "quickstart", "saving")
     },
     r"python -m imagenet_dali.prepare .*s3://": "imagenet_dali/remote_test.py::test_preparation_is_resumed",
+    r"moto_server |curl -X PUT |export AWS_": "imagenet_dali/remote_test.py::test_preparation_is_resumed",
     r"torchrun .*=s3://": "imagenet_dali/remote_test.py::test_training_and_evaluation",
     r"python scripts/sweep.py ": "common/tools/sweep_test.py::test_trains_a_task",
     r"python scripts/gpu_campaign.py ": "scripts/gpu_campaign_test.py::test_every_piece",

@@ -1,12 +1,11 @@
 """Inject faults into real multi-process runs, and print the results.
 
 python scripts/faults.py                          all rows, also written to docs/reliability.md
-python scripts/faults.py --quick                  one or two tries of the cheap rows
 python scripts/faults.py --only NAME --seed 7     rows with NAME in their name, with another random seed
 python scripts/faults.py --list                   the rows
 
 Each try depends only on the seed, the row's name and the try's number; each row runs in its own process, with a time
-limit. Needs Linux; as root, the disks that fill up are real file systems. Exit status 1 if a row does not survive.
+limit. Needs Linux; the rows of disks need root. Exit status 1 if a row does not survive.
 """
 
 import importlib
@@ -31,44 +30,34 @@ from imagenet_dali import imagenet_dali_dataloader  # noqa: F401
 
 PAGE = ROOT / "docs" / "reliability.md"
 HEADING = "## Injected faults\n"
-for module in (
-    "kills",
-    "stops",
-    "ranks",
-    "numerics",
-    "disks",
-    "bad_data",
-    "storage",
-    "elastic",
-):  # the order of the table
+MODULES = ("kills", "stops", "ranks", "numerics", "disks", "bad_data", "storage", "elastic")  # the order of the table
+for module in MODULES:
     importlib.import_module(f"faults.{module}")
 SECONDS = 180.0  # that a try may take
 
 
 def main(argv: Sequence[str]) -> int:
     parser = command_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="one or two tries of the cheap rows; page not written")
     parser.add_argument("--only", default="", metavar="NAME", help="only rows with this in their name")
     parser.add_argument("--tries", type=int, metavar="N", help="tries of each row (default: each row's own)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     parser.add_argument("--list", action="store_true", help="print the rows' names")
     args = parser.parse_args(argv)
-    faults = [fault for fault in FAULTS if args.only in fault.name and (fault.quick or not args.quick)]
+    faults = [fault for fault in FAULTS if args.only in fault.name]
     if not faults:
         raise UserError(f"--only {args.only!r}: no row has this in its name; --list prints them")
     if args.list:
         print("\n".join(fault.name for fault in faults))
         return 0
     folder, run = Path(tempfile.mkdtemp(prefix="faults-")), describe_run(list(argv))
-    lab, rows = Lab(folder), []
-    for fault in faults:
-        rows.append(inject(fault, lab, args.seed, args.tries or (fault.quick if args.quick else fault.tries)))
+    lab = Lab(folder)
+    rows = [inject(fault, lab, args.seed, args.tries or fault.tries) for fault in faults]
     table = format_rows(rows)
     print(table)
     survived = all(map(has_survived, rows))
     if survived:
         shutil.rmtree(folder)
-    if not (args.only or args.quick or args.tries):
+    if not (args.only or args.tries):
         minutes = (time.time() - run["started"]) / 60
         write_page(table, f"{format_provenance(run)}; {minutes:.0f} minutes.")
     return int(not survived)

@@ -149,7 +149,7 @@ class Trial:
 
 
 class Fault(NamedTuple):
-    """A row of the table: ``inject`` raises `RunLostError`; number of tries, and of those in a quick run."""
+    """A row of the table: ``inject`` raises `RunLostError`; number of tries, and of those in CI."""
 
     name: str
     inject: Callable[[Lab, random.Random], Recovery | None]

@@ -180,8 +180,7 @@ def _hardware(run: FinishedRun) -> str:
 
 def _config_keys(runs: Sequence[FinishedRun]) -> dict[str, list[str]]:
     """Return the dotted config keys: those whose values are not the same in all runs, or all of a single run's."""
-    flat = [_flat_text(run.about["config"]) for run in runs]
-    rows = {key: [config.get(key, ABSENT) for config in flat] for config in flat for key in config}
+    rows = _align([_flat_text(run.about["config"]) for run in runs])
     return {key: cells for key, cells in rows.items() if len(runs) == 1 or len(set(cells)) > 1}
 
 
@@ -193,7 +192,13 @@ def _environment(runs: Sequence[FinishedRun]) -> dict[str, list[str]]:
         rows = {"started": _utc(first)} if first else {}
         rows |= {f"start {number}": _describe_start(start) for number, start in enumerate(run.starts, 1)}
         flat.append(rows | _flat_text(about))
-    return {key: [about.get(key, ABSENT) for about in flat] for about in flat for key in about}
+    return _align(flat)
+
+
+def _align(columns: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """Return ``{key: cells}`` for every key of any column."""
+    keys = dict.fromkeys(itertools.chain.from_iterable(columns))
+    return {key: [column.get(key, ABSENT) for column in columns] for key in keys}
 
 
 def _describe_start(start: Mapping[str, Any]) -> str:

@@ -43,7 +43,7 @@ def prepare(
     are left out and listed in ``refused.txt``; more than `max_refused` of them, or a class that loses all its
     training images, raises `UserError` and leaves only that list.
     """
-    options = options or Options()
+    options, shown = options or Options(), printable(dest)
     if dest.resolve().is_relative_to(source.resolve()):
         raise UserError(f"{dest}: lies inside SOURCE; choose a folder outside {source}")
     listed = list_source(source, options.validation_share, options.seed, workers)
@@ -55,7 +55,7 @@ def prepare(
         job["validation_share"] = VALIDATION_SHARE
     plan = plan_shards(listed, options.shards, options.seed)
     if _is_complete(dest, job):
-        print(f"{dest}: complete already")
+        print(f"{shown}: complete already")
         return
     done: dict[str, Shard] = {}
     refused, converted = [], 0
@@ -80,8 +80,9 @@ def prepare(
     write_dataset(dest, shards, listed.class_names, 0, {**job, **resampling, **counts})
     remove_tree(dest / PARTIAL)
     for split, written in shards.items():
-        print(f"{dest}: {sum(len(shard.rows) for shard in written)} {split} images in {counted(len(written), 'shard')}")
-    print(f"{dest}: {len(listed.class_names)} classes; {counts['converted']} images converted, {len(refused)} refused")
+        images, files = sum(len(shard.rows) for shard in written), counted(len(written), "shard")
+        print(f"{shown}: {images} {split} images in {files}")
+    print(f"{shown}: {len(listed.class_names)} classes; {counts['converted']} images converted, {len(refused)} refused")
 
 
 def plan_shards(source: Source, shards: int | None, seed: int) -> dict[str, Files]:

@@ -6,12 +6,14 @@ python -m imagenet_dali.prepare --adopt [--repair] DIR
 """
 
 import argparse
+import multiprocessing
+import signal
 import sys
 from dataclasses import fields
 from pathlib import Path
 
 from common.data.corrupt_images import MAX_BAD_SHARE, print_some
-from common.errors import UserError, run_command
+from common.errors import UserError, printable, run_command
 from common.files import explain_os_error
 from common.hardware import cores
 from common.object_store import as_path, is_url
@@ -36,9 +38,9 @@ def main(argv: list[str]) -> None:
     except OSError as error:  # such as a full disk, which names no file
         path = error.filename or args.dest or args.source
         raise UserError(f"{path}: {explain_os_error(error, Path(path))}; fix that and rerun the command") from error
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         print("stopped; rerun the command to resume", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(128 + (stopped.args or (signal.SIGINT,))[0])
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -103,9 +105,17 @@ def _verify(args: argparse.Namespace) -> None:
             remedy = f"replace what is missing, then {remedy}"
         raise UserError(f"{root}: faults found: {len(faults)}; {remedy}")
     if faults:
-        print(f"{root}: the records above are excluded; manifest.json lists them")
-    print(f"{root}: every {'remaining ' if args.repair else ''}record is verified")
+        print(f"{printable(root)}: the records above are excluded; manifest.json lists them")
+    print(f"{printable(root)}: every {'remaining ' if args.repair else ''}record is verified")
+
+
+def _stop(number: int, _: object) -> None:
+    """End on a signal as on Ctrl-C: killed, Python would warn of semaphores that nobody has released."""
+    for worker in multiprocessing.active_children():
+        worker.terminate()
+    raise KeyboardInterrupt(number)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)
     run_command(main)

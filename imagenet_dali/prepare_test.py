@@ -88,16 +88,15 @@ def test_killed_and_restarted_equals_never_stopped(tmp_path):
     assert read_folder(dest) == read_folder(tmp_path / "uninterrupted")
 
 
-def test_ctrl_c_leaves_no_process_and_no_traceback(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_leaves_no_process_and_one_line(tmp_path, number):
     source, dest = write_images(tmp_path / "images", 500), tmp_path / "data"
     process = start(source, dest, stderr=subprocess.PIPE, start_new_session=True)
     wait_until(lambda: any(dest.glob(".partial/train/*.json")))
     workers = [child.pid for child in psutil.Process(process.pid).children()]
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, number)
     _, stderr = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "stopped; rerun the command to resume" in stderr.decode()
-    assert "Traceback" not in stderr.decode()
+    assert (process.returncode, stderr.decode()) == (128 + number, "stopped; rerun the command to resume\n")
     wait_until(lambda: all(map(has_ended, workers)))
 
 
@@ -125,6 +124,13 @@ def test_the_same_job_again_does_nothing_and_another_one_is_refused(folders, cap
     with pytest.raises(UserError, match="made with other files"):
         main([str(source), str(dest)])
     assert read_folder(dest) == before
+
+
+def test_a_folder_with_control_characters_is_printed_escaped(folders, tmp_path, capsys):
+    dest = tmp_path / "\x1b[31mred"
+    for words in ([folders[0], dest], [folders[0], dest], ["--check", dest]):
+        main([*map(str, words), "--workers=1"])
+        assert str(tmp_path / "\\x1b[31mred: ") in capsys.readouterr().out
 
 
 def test_a_second_process_on_the_same_job_is_refused(folders, monkeypatch):

@@ -29,9 +29,9 @@ def execute(path: Path, overrides: Overrides, used: set[str] | None = None) -> d
     """
     try:
         return _run(path, overrides, set() if used is None else used)
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         message = error.msg if isinstance(error, SyntaxError) else error
         raise UserError(f"{_place(error, path)}: {type(error).__name__}: {message}") from error
 

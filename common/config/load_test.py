@@ -186,6 +186,7 @@ def test_a_wrong_setting_is_refused(write, settings, words):
         (MINIMAL + "SEED = (1,\n  SEDE)", "config.py, line 5: NameError: name 'SEDE' is not defined$"),
         (MINIMAL + "WARMUP_EPOCHS = NUM_EPOCHS / 0", "config.py, line 4: ZeroDivisionError: division by zero$"),
         (MINIMAL + "import sys\nsys.exit(0)", "config.py, line 5: SystemExit: 0$"),
+        (MINIMAL + "raise BaseException('no')", "config.py, line 4: BaseException: no$"),
         (
             MINIMAL + "TENSOR_PARALLEL_SIZE = 2\nparallel = dict(tensor=dict(size=4, mode='2d'))",
             "TENSOR_PARALLEL_SIZE=2, .* contradict parallel.tensor",

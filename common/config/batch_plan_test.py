@@ -15,6 +15,7 @@ def config(**keys):
         NUM_EPOCHS=300,
         WARMUP_EPOCHS=150,
         MAX_STEPS=None,
+        DATA=dict(repeats=3),
         parallel=dict(tensor=dict(size=1, mode=None)),
     )
     return defaults | keys
@@ -67,6 +68,7 @@ def test_max_steps_ends_the_run_and_leaves_the_schedule():
         (dict(BATCH_SIZE=256, gradient_accumulation=16), 8, "BATCH_SIZE=256 is not .* = 2048"),
         (dict(parallel=dict(tensor=dict(size=4, mode="2d"))), 6, "size=4 does not divide .* 6: start 4 or 8"),
         (dict(WARMUP_EPOCHS=299.999), 8, "WARMUP_EPOCHS=299.999 makes 11700 of 11700 steps the warm-up"),
+        (dict(TOTAL_BATCH_SIZE=2), 1, "DATA.repeats=3 is more than TOTAL_BATCH_SIZE=2, "),
         (
             dict(TOTAL_BATCH_SIZE=2_000_000),
             1,

@@ -86,7 +86,8 @@ class Data(Section):
     repeats: Int = key(
         1,
         "repeated augmentation (arXiv 1901.09335): "
-        "draws of an image in a global batch; an epoch has as many draws as without, of one in `repeats` of the images",
+        "draws of an image in a row, in one global batch or, where `repeats` does not divide it, two; an epoch has as "
+        "many draws as without, of one in `repeats` of the images",
         ge=1,
         le=1024,
     )

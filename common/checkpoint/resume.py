@@ -60,9 +60,12 @@ def choose_checkpoint(resume: str, output: Path) -> Path | None:
     if resume == AUTO:
         return _newest_intact(output / "checkpoints")
     path = Path(resume).resolve()
+    is_branch = holds_run and _is_branch(output, path)
+    if not is_branch and not path.exists():
+        raise UserError(f"--resume {resume}: no such folder; give the path of a run or a checkpoint, or {NEVER}")
     if not holds_run or path.is_relative_to(output):
         return _find(path)
-    if not _is_branch(output, path):
+    if not is_branch:
         raise UserError(f"--output {output} holds another run than --resume {path}: choose another folder")
     return _newest_intact(output / "checkpoints") or _find(path)
 
@@ -85,7 +88,9 @@ def _find(path: Path) -> Path:
         return path
     found = _newest_intact(path / "checkpoints") if path.is_dir() else None
     if found is None:
-        raise UserError(f"--resume {path}: neither a checkpoint nor a run with one; write never, or the path of one")
+        raise UserError(
+            f"--resume {path}: neither a checkpoint nor a run with one; give the path of one of these, or {NEVER}"
+        )
     return found
 
 

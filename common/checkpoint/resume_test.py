@@ -76,8 +76,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
         choose_checkpoint("never", tmp_path / "a")
     with pytest.raises(UserError, match=r"b holds another run than --resume .*/a"):
         choose_checkpoint(str(tmp_path / "a"), tmp_path / "b")
+    (tmp_path / "c").mkdir()
     with pytest.raises(UserError, match="neither a checkpoint nor a run with one"):
         choose_checkpoint(str(tmp_path / "c"), tmp_path / "d")
+    for output in ("a", "d"):
+        with pytest.raises(UserError, match="^--resume nope: no such folder"):
+            choose_checkpoint("nope", tmp_path / output)
 
 
 def test_what_has_changed_is_found_with_newer_keys_at_their_defaults(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from common.files import parse_json, read_json, regular_size
 from common.hardware import memory_bytes
 
 HUB = "hf-hub:"
+CONNECT = 5.0  # seconds in which the Hub accepts a connection
 WRAPPERS = ("state_dict", "model")  # under which timm, DeiT and others keep the parameters in a torch file
 
 
@@ -148,7 +149,7 @@ def _read_description(file: Path) -> Mapping[str, Any]:
 def _open_hub(name: str) -> Source:
     from timm.models import load_model_config_from_hf, load_state_dict_from_hf
 
-    hub_id = name.removeprefix(HUB)
+    hub_id, offline = name.removeprefix(HUB), _go_offline_without_hub()
     try:
         preprocessing, architecture, arguments = load_model_config_from_hf(hub_id)
         heads = _heads_of_timm(name, architecture, arguments)
@@ -156,10 +157,29 @@ def _open_hub(name: str) -> Source:
     except UserError:
         raise
     except Exception as error:  # the Hub's, the network's and timm's have no type in common
+        reason = offline or first_line(error)[:200]
         raise UserError(
-            f"{name}: not a timm model that can be read from the Hugging Face Hub ({first_line(error)[:200]}): check "
-            "name and network; a private one needs HF_TOKEN"
+            f"{name}: not a timm model that can be read from the Hugging Face Hub ({reason}): check name and network; "
+            "a private one needs HF_TOKEN"
         ) from error
+
+
+def _go_offline_without_hub() -> str:
+    """Return why the Hub cannot be reached, and only use its cache then; an empty string if it can.
+
+    Its client retries a connection that fails for 23 s, and one that is not answered for 6 minutes.
+    """
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return ""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=CONNECT)
+    except Exception as error:  # httpx's, or requests' in older versions
+        if type(error).__name__ in ("ConnectError", "ConnectTimeout", "ConnectionError"):
+            constants.HF_HUB_OFFLINE = True
+            return f"{constants.ENDPOINT} cannot be reached: {first_line(error)[:200]}"
+    return ""
 
 
 def _heads_of_timm(name: str, architecture: str, arguments: Mapping[str, Any]) -> int:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from PIL import Image
 from safetensors.torch import save
 from timm.data import create_transform
 
-from common.checkpoint.sources import resolve_source
+from common.checkpoint.sources import open_source, resolve_source
 from common.errors import UserError
 from common.metrics.writers import read_metrics
 from common.testing.commands import Ended, run_forked
@@ -77,7 +78,7 @@ def test_two_processes_start_from_it_with_one_download_or_are_told_what_fits(
         train(data, tmp_path / output, "MAX_STEPS=1", *settings)
 
     run_ranks(2, start, ["run", "INIT=hf_hub:timm/vit_tiny_patch16_224.augreg_in21k", "MODEL.heads=4"])
-    assert capfd.readouterr().out.count("a new head of 7 classes, not its 1000") == 1
+    assert " ".join(capfd.readouterr().out.split()).count("a new head of 7 classes, not its 1000") == 1
     assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["INIT"].startswith("hf-hub:timm/")
     downloads = [request for request in hub.requests if re.match("GET .*/resolve/", request)]
     assert sorted(request.rpartition("/")[2] for request in downloads) == ["config.json", "model.safetensors"]
@@ -129,6 +130,24 @@ def test_a_push_that_fails_says_why_and_keeps_the_export(hub: Hub, run: Path, tm
     assert "401" in ended.stderr
     assert "hf_wrong" not in ended.stderr
     assert (tmp_path / "timm" / "model.safetensors").is_file()
+
+
+def test_a_hub_that_cannot_be_reached_is_said_at_once_or_its_cache_is_used(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(words: list[str]) -> None:
+        print(len(open_source(f"hf-hub:{words[0]}").weights))
+
+    expected = run_forked(start, ["timm/vit_tiny_patch16_224.augreg_in21k"])
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    assert run_forked(start, ["timm/vit_tiny_patch16_224.augreg_in21k"]) == expected
+    started = time.monotonic()
+    ended = run_forked(start, ["user/none"])
+    assert ended.stderr == (
+        "error: hf-hub:user/none: not a timm model that can be read from the Hugging Face Hub (http://127.0.0.1:1 "
+        "cannot be reached: [Errno 111] Connection refused): check name and network; a private one needs HF_TOKEN\n"
+    )
+    assert time.monotonic() - started < 20  # the client's retries take 23 s
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def fit_pretrained(model: nn.Module, source: str, *, heads_stated: bool = True) 
     except UserError as error:
         raise UserError(f"INIT={error}") from error
     _check_shape(source, weights, heads, model, heads_stated)
-    notes = [_fit_head(weights, model), _fit_position(source, weights, model)]
+    notes = [_fit_head(weights, model), _fit_position(weights, model)]
     check_architecture(Path(source), weights, model)
     return weights, "; ".join(
         [f"starting from the weights of {source}{chosen and f' ({chosen})'}", *filter(None, notes)]
@@ -44,7 +44,7 @@ def fit_pretrained(model: nn.Module, source: str, *, heads_stated: bool = True) 
 
 
 def _check_shape(source: str, weights: Mapping[str, Tensor], heads: int | None, model: Any, heads_stated: bool) -> None:
-    """Refuse weights of another shape than ``model`` in terms of MODEL's keys."""
+    """Refuse weights of another shape than ``model``; name every key of MODEL that has to change."""
     theirs, own = infer_model(source, weights), infer_model("", dict(model.named_parameters()))
     own["heads"] = own["width"] // model.blocks[0].attn.head_width
     theirs["heads"] = heads or own["heads"]
@@ -52,18 +52,33 @@ def _check_shape(source: str, weights: Mapping[str, Tensor], heads: int | None, 
     own["no_embed_class"] = model.prefix_tokens > 0 and model.embedded_prefix == 0  # pyright: ignore
     if math.isqrt(patches) ** 2 == patches:
         theirs["no_embed_class"] = own["no_embed_class"]  # 9 positions are 3 x 3, or 2 x 2 and 5 of the prefix
-    differing = [key for key in theirs if key != "image_size" and theirs[key] != own[key]]
+    own["position"] = theirs["position"] = "learned"
+    if not model.pos_embed.requires_grad:
+        own["position"], theirs["position"] = "sincos2d", _position_of(weights["pos_embed"], theirs)
+    if own["image_size"] % theirs["patch_size"] == 0:
+        del theirs["image_size"]  # the position embedding is resampled
+    differing = [key for key in theirs if theirs[key] != own[key]]
+    fitting = " ".join(f"--set MODEL.{key}={theirs[key]}" for key in differing)
+    unknown, width = heads is None and (not heads_stated or theirs["width"] % own["heads"] != 0), theirs["width"]
     if differing:
-        fitting = " ".join(f"--set MODEL.{key}={theirs[key]}" for key in differing)
+        more = f"; set MODEL.heads too, which the weights do not tell (often width / 64: {width / 64:g})" * unknown
         raise UserError(
             f"INIT={source}: its model differs from {', '.join(f'MODEL.{key}={own[key]}' for key in differing)}: "
-            f"{fitting} fits, or start from other weights"
+            f"{fitting} fits, or start from other weights{more}"
         )
-    if heads is None and not heads_stated:
+    if unknown:
         raise UserError(
             f"INIT={source}: the weights do not tell their number of attention heads: confirm "
             f"--set MODEL.heads={own['heads']} or set another"
         )
+
+
+def _position_of(saved: Tensor, model: Mapping[str, Any]) -> str:
+    """Return MODEL.position of a table of positions; ``model`` is its model's shape."""
+    prefix = 0 if model["no_embed_class"] else (model["pool"] == "cls") + model["reg_tokens"]
+    fixed = build_sincos2d(model["image_size"] // model["patch_size"], model["width"], prefix)
+    is_fixed = fixed.shape == saved.shape and torch.allclose(saved.float(), fixed, atol=1e-2)
+    return "sincos2d" if is_fixed else "learned"
 
 
 def _fit_head(weights: dict[str, Tensor], model: Any) -> str | None:
@@ -75,7 +90,7 @@ def _fit_head(weights: dict[str, Tensor], model: Any) -> str | None:
     return f"a new head of {classes} classes" + (f", not its {len(saved)}" if saved is not None else "")
 
 
-def _fit_position(source: str, weights: dict[str, Tensor], model: Any) -> str | None:
+def _fit_position(weights: dict[str, Tensor], model: Any) -> str | None:
     """Bring the position embedding to the grid of ``model``."""
     saved, own = weights["pos_embed"], model.pos_embed
     prefix: int = model.embedded_prefix  # pyright: ignore[reportAssignmentType]
@@ -83,10 +98,6 @@ def _fit_position(source: str, weights: dict[str, Tensor], model: Any) -> str | 
     if old**2 + prefix != saved.shape[1]:
         return None  # another architecture, which is refused with all that differs
     if not own.requires_grad:  # fixed, and computed for any grid
-        if not torch.allclose(saved.float(), build_sincos2d(old, own.shape[2], prefix), atol=1e-2):
-            raise UserError(
-                f"INIT={source}: its position embedding was learned: --set MODEL.position=learned, or start from others"
-            )
         weights["pos_embed"] = own.detach()
         return None
     if old == new:

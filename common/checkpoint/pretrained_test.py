@@ -117,7 +117,8 @@ def test_every_mode_starts_from_the_same(trained: Path, data: Path, gpus: int, m
 def test_a_run_that_resumes_does_not_start_again(saved: Path, data: Path, tmp_path: Path, capsys) -> None:
     train(data, tmp_path / "run", f"INIT={saved}", "MODEL.heads=2", "MAX_STEPS=4", "LEARNING_RATE=1e-50")
     first = newest_checkpoint(tmp_path / "run" / "checkpoints")
-    assert f"starting from the weights of {saved}; a new head of 7 classes, not its 9" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"starting from the weights of {saved}; a new head of 7 classes, not its 9" in said
     weights = load_file(first / "model.safetensors")
     assert torch.equal(weights["blocks.0.attn.qkv.weight"], load_file(saved)["blocks.0.attn.qkv.weight"])
     saved.unlink()
@@ -184,7 +185,13 @@ def test_a_head_on_nothing_is_refused(data: Path, tmp_path: Path, settings: list
             "from MODEL.no_embed_class=True, MODEL.reg_tokens=2, MODEL.init_values=1e-06: "
             "--set MODEL.no_embed_class=False --set MODEL.reg_tokens=0 --set MODEL.init_values=None fits",
         ),
-        ({"position": "sincos2d"}, "its position embedding was learned: --set MODEL.position=learned"),
+        ({"position": "sincos2d"}, "differs from MODEL.position=sincos2d: --set MODEL.position=learned fits"),
+        (
+            {"image_size": 28, "patch_size": 7, "width": 48, "heads": 3, "position": "sincos2d"},
+            "from MODEL.image_size=28, MODEL.patch_size=7, MODEL.width=48, MODEL.position=sincos2d: "
+            "--set MODEL.image_size=16 --set MODEL.patch_size=8 --set MODEL.width=32 --set MODEL.position=learned fits"
+            ".*; set MODEL.heads too, which the weights do not tell .often width / 64: 0.5.$",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(saved: Path, change: dict, message: str) -> None:

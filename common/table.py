@@ -1,6 +1,8 @@
-"""Tables of results: rows are dicts with the same keys, nested ones flattened."""
+"""Text for the terminal, and tables of results: rows are dicts with the same keys, nested ones flattened."""
 
 import csv
+import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,15 @@ from common.errors import printable
 from common.files import own_file
 
 Row = Mapping[str, Any]
+WIDTH = 80
+
+
+def print_wrapped(text: str, indent: int = 4, *, is_warning: bool = False) -> None:
+    """Print ``text`` in lines of at most 80 columns, the later ones indented, but for longer words such as paths."""
+    wrap = textwrap.TextWrapper(
+        WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False, expand_tabs=False
+    )
+    print(wrap.fill(printable(text)), file=sys.stderr if is_warning else sys.stdout, flush=True)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -79,7 +79,7 @@ def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> M
     name = f"AMP_TYPE.APEX {opt_level}: by PyTorch instead of apex.amp; in " if opt_level else ""
     if dtype == torch.float32:
         why = f"float32, because this CPU ({instruction_set()}) has no bfloat16 instructions"
-        return MixedPrecision(note=(name or "fp16: computing in ") + why)
+        return MixedPrecision(note=(name or "fp16: ") + why)
     warning = _warn_of_slow(dtype) if device_type == "cpu" and explicit is not None else None
     scaler = None
     if dtype == torch.float16 and cast is not Cast.PARAMETERS and options.pop("enabled", True):

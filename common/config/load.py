@@ -17,6 +17,7 @@ from common.config.settings import override, parse_settings
 from common.errors import UserError, did_you_mean, is_first_process
 from common.files import short_path
 from common.object_store import as_path, is_url
+from common.table import print_wrapped
 
 
 def load_config(name: str, settings: Sequence[str] = (), base: str | None = None) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
     if left_out:
         notes.append(f"left out, so as in the recipe {base}: {', '.join(left_out)}")
     if notes and is_first_process():
-        print(f"{path}: {'; '.join(notes)}", flush=True)
+        print_wrapped(f"{path}: {'; '.join(notes)}")
     for key, setting in overrides.items():
         values[key] = override(setting, values.get(key, {}))
     _derive_the_other(values, overrides)

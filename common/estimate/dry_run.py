@@ -1,6 +1,5 @@
-"""``--dry-run``: print the resolved config, the batch arithmetic, memory, and predictions for all parallel modes."""
+"""``--dry-run``: print the resolved config, the batch arithmetic, memory, time, and predictions for parallel modes."""
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -18,17 +17,18 @@ from common.estimate.scaling import (
     Prediction,
     assumed_flops,
     predict_modes,
+    predict_plan,
     whole_model_flops,
 )
-from common.estimate.step_estimate import StepEstimate, estimate_step
 from common.hardware import instruction_set
 from common.model.flops import flops_per_image
 from common.model.freeze import count_trained
 from common.model.vit import build_model, parameter_count
-from common.table import flatten
+from common.table import flatten, print_wrapped
 
-WIDTH, INDENT = 80, 23
+INDENT = 23
 UNITS = {"hours": 3600, "minutes": 60, "seconds": 1}
+ZERO = {1: "optimizer state", 3: "parameters, gradients and optimizer state"}
 IMAGENET = 1_281_167  # training images of ImageNet-1k
 
 
@@ -50,37 +50,44 @@ def print_dry_run(
     for name, value in flat.items():
         print(f"{name:<{width}}  {value if isinstance(value, Enum) else repr(value)}")
     print()
-    for name, value in (_describe_plan(config, plan, data) | (notes or {})).items():
+    images, assumed = data.train_samples if data else images, cluster or Cluster()
+    prediction = predict_plan(config, plan, assumed, _flops_per_s(config, assumed))
+    rows = _describe_plan(config, plan, data) | {"memory per GPU": _describe_memory(prediction, assumed)}
+    if not cluster:
+        rows["time"] = (
+            f"{_describe_time(prediction, plan, images)}, on {counted(plan.gpus, 'H100')}; --gpus {plan.gpus} lists "
+            "the assumptions and compares parallel modes"
+        )
+    for name, value in (rows | (notes or {})).items():
         if value:
-            _print_wrapped(name, value)
+            _print_row(name, value)
     if plan.tensor_parallel > 1:
         with torch.device("meta"):
             model = build_model(**_model(config))
-        _print_wrapped("each rank holds", describe_tensor_parallel(config["parallel"], model, plan.micro_batch))
+        _print_row("each rank holds", describe_tensor_parallel(config["parallel"], model, plan.micro_batch))
     if cluster:
-        _print_modes(config, plan, data.train_samples if data else images, cluster)
+        _print_modes(config, plan, images, cluster)
 
 
 def _model(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config["MODEL"], "num_classes": config["MODEL"]["num_classes"] or 1000}
 
 
-def _print_wrapped(name: str, text: str) -> None:
-    print(textwrap.fill(f"{name:<{INDENT}}{text}", WIDTH, subsequent_indent=" " * INDENT, break_on_hyphens=False))
+def _print_row(name: str, text: str) -> None:
+    print_wrapped(f"{name:<{INDENT}}{text}", INDENT)
 
 
 def _describe_plan(config: Mapping[str, Any], plan: Plan, data: DataSummary | None) -> dict[str, str]:
-    cut = f"{plan.data_parallel} data parallel x {plan.tensor_parallel} tensor parallel"
-    cut += f", zero stage {config['zero']['stage']}" if config["zero"] else ""
+    count = parameter_count(**_model(config))
     rows = {
-        "processes": f"{counted(plan.gpus, 'GPU')} = {cut}",
+        "processes": f"{counted(plan.gpus, 'GPU')} = "
+        f"{plan.data_parallel} data parallel x {plan.tensor_parallel} tensor parallel",
         "global batch": plan.batch_formula(),
-        "parameters": _describe_parameters(config),
+        "parameters": f"{count:,} ({count / 1e6:.1f} M)",
         "computation": f"{flops_per_image(_model(config), config['FREEZE']) / 1e9:.1f} GFLOP per image, "
         "forward and backward",
         "precision": _describe_precision(config, plan),
-        **_describe_layer_decay(config),
-        "memory per GPU": _describe_memory(estimate_step(config, plan.gpus, plan.micro_batch, plan.accumulation)),
+        **describe_options(config, plan),
     }
     if data is None:
         return rows | {"data": "none (set DATA=... or DATA.root): steps are not counted"}
@@ -90,18 +97,20 @@ def _describe_plan(config: Mapping[str, Any], plan: Plan, data: DataSummary | No
     return rows | {"data": images, "steps": steps + end}
 
 
-def _describe_parameters(config: Mapping[str, Any]) -> str:
-    model = _model(config)
-    count, trained = parameter_count(**model), count_trained(config["FREEZE"], **model)
-    return f"{count:,} ({count / 1e6:.1f} M)" + (f", trained: {trained:,} of the head" if config["FREEZE"] else "")
-
-
-def _describe_layer_decay(config: Mapping[str, Any]) -> dict[str, str]:
-    decay, layers = config["OPTIMIZER"].get("layer_decay", 1.0), config["MODEL"]["depth"] + 1
-    if decay == 1:
-        return {}
-    lowest = f"{decay:g}^{layers} = {decay**layers:.2g}"
-    return {"learning rates": f"{lowest} (embeddings) to 1 (head) x {config['LEARNING_RATE']:g}"}
+def describe_options(config: Mapping[str, Any], plan: Plan) -> dict[str, str]:
+    """Return what FREEZE, OPTIMIZER.layer_decay and zero do, by key, if they are set."""
+    model, rows = _model(config), {}
+    if config["FREEZE"]:
+        trained = count_trained(config["FREEZE"], **model)
+        rows["FREEZE"] = f"{trained:,} of {parameter_count(**model):,} parameters are trained: the head"
+    decay, layers = config["OPTIMIZER"].get("layer_decay", 1.0), model["depth"] + 1
+    if decay != 1:
+        lowest = f"{decay:g}^{layers} = {decay**layers:.2g}"
+        rows["OPTIMIZER.layer_decay"] = f"learning rate x {lowest} (embeddings) to 1 (head)"
+    if config["zero"]:
+        stage, shards = config["zero"]["stage"], counted(plan.data_parallel, "data-parallel process")
+        rows["zero"] = f"stage {stage}, {ZERO[stage]} sharded over {shards}"
+    return rows
 
 
 def _describe_precision(config: Mapping[str, Any], plan: Plan) -> str:
@@ -112,13 +121,25 @@ def _describe_precision(config: Mapping[str, Any], plan: Plan) -> str:
     return f"{plan.dtype} on this CPU ({instruction_set()}), {on_gpus} on GPUs"
 
 
-def _describe_memory(estimate: StepEstimate) -> str:
+def _describe_memory(prediction: Prediction, cluster: Cluster) -> str:
+    estimate = prediction.estimate
     unit, size = _memory_unit(estimate.peak)
-    return (
+    parts = (
         f"{estimate.peak / size:.2f} {unit} at the peak: {estimate.weights / size:.2f} weights, "
         f"{estimate.gradients / size:.2f} gradients, {estimate.optimizer / size:.2f} optimizer, "
         f"{estimate.activations / size:.2f} activations and temporaries"
     )
+    if prediction.fits:
+        return f"{parts}; fits in {_usable(cluster)}"
+    return (
+        f"{parts}; does not fit in {_usable(cluster)}: lower MICRO_BATCH_SIZE, set MODEL.activation_checkpoint=True or "
+        "zero=dict(stage=1)"
+    )
+
+
+def _usable(cluster: Cluster) -> str:
+    memory = cluster.memory / 1e9
+    return f"the usable {USABLE * memory:.3g} GB ({USABLE:.0%}) of a GPU with {memory:.3g} GB"
 
 
 def _memory_unit(most: float) -> tuple[str, float]:
@@ -127,25 +148,34 @@ def _memory_unit(most: float) -> tuple[str, float]:
 
 def _print_modes(config: Mapping[str, Any], plan: Plan, images: int, cluster: Cluster) -> None:
     """Print the assumptions, the table of all modes, and the fastest mode that fits."""
-    rate = cluster.images_per_s * whole_model_flops(config) if cluster.images_per_s else assumed_flops(config)
+    rate = _flops_per_s(config, cluster)
     predictions = predict_modes(config, plan, cluster, rate)
     print()
     for line in _assumptions(rate, cluster):
-        print(textwrap.fill(line, WIDTH, initial_indent="- ", subsequent_indent="  "))
+        print_wrapped(f"- {line}", 2)
     print()
     unit = _memory_unit(max(prediction.estimate.peak for prediction in predictions))
     _print_columns([_row(prediction, plan, cluster, *unit) for prediction in predictions])
     print()
     fitting = [prediction for prediction in predictions if prediction.fits]
     if not fitting:
-        print(f"no mode fits in {cluster.memory / 1e9:.0f} GB")
+        print_wrapped(f"no mode fits in {_usable(cluster)}")
         return
     if not predictions[0].fits and (sharded := [p.zero for p in fitting if p.zero and not p.tensor["mode"]]):
-        print(f"data parallel does not fit in {cluster.memory / 1e9:.0f} GB: set zero=dict(stage={min(sharded)})")
+        print_wrapped(f"data parallel does not fit in {_usable(cluster)}: set zero=dict(stage={min(sharded)})")
     best = min(fitting, key=lambda prediction: prediction.step)
     print(f"fastest that fits: {best.mode}, {_images_per_s(best, plan)} images/s")
-    times = sorted(plan.epochs * images / plan.total_batch * step for step in (best.step, best.fastest_step))
-    print(f"{plan.epochs} epochs of {images:,} images: {_duration(times)}, without evaluation")
+    print(f"{_describe_time(best, plan, images)}, without evaluation")
+
+
+def _flops_per_s(config: Mapping[str, Any], cluster: Cluster) -> float:
+    return cluster.images_per_s * whole_model_flops(config) if cluster.images_per_s else assumed_flops(config)
+
+
+def _describe_time(prediction: Prediction, plan: Plan, images: int) -> str:
+    steps = plan.epochs * images / plan.total_batch
+    times = sorted(steps * step for step in (prediction.step, prediction.fastest_step))
+    return f"{plan.epochs} epochs of {images:,} images: {_duration(times)}"
 
 
 def _duration(seconds: Sequence[float]) -> str:

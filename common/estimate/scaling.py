@@ -72,6 +72,11 @@ def predict_modes(config: Mapping[str, Any], plan: Plan, cluster: Cluster, rate:
     return [prediction for prediction in ways if prediction]
 
 
+def predict_plan(config: Mapping[str, Any], plan: Plan, cluster: Cluster, rate: float) -> Prediction:
+    """Return the prediction for the plan as it is: the config's mode and micro-batch."""
+    return _predict_batch(config, plan.micro_batch, plan.accumulation, plan, cluster, rate)
+
+
 def whole_model_flops(config: Mapping[str, Any]) -> int:
     """Return the FLOPs per image, including recomputation, of one GPU training the whole model."""
     return estimate_step({**config, "parallel": _parallel(WHOLE)}, 1, 1).flops
@@ -118,13 +123,21 @@ def _predict(
             continue
         if prediction and _scaled_memory(prediction.estimate, micro_batch / prediction.micro_batch) > usable:
             continue
-        estimate = estimate_step(config, plan.gpus, micro_batch, accumulation)
-        times = _step_times(config, estimate, samples, accumulation, cluster, rate)
-        fits = estimate.peak <= usable
-        prediction = Prediction(tensor, zero, data_parallel, micro_batch, accumulation, estimate, fits, *times)
+        prediction = _predict_batch(config, micro_batch, accumulation, plan, cluster, rate)
         if prediction.fits:
             break
     return prediction
+
+
+def _predict_batch(
+    config: Mapping[str, Any], micro_batch: int, accumulation: int, plan: Plan, cluster: Cluster, rate: float
+) -> Prediction:
+    """Return the prediction for the mode of ``config`` and this micro-batch."""
+    tensor, zero = config["parallel"]["tensor"], config["zero"] and config["zero"]["stage"]
+    estimate = estimate_step(config, plan.gpus, micro_batch, accumulation)
+    times = _step_times(config, estimate, micro_batch * accumulation, accumulation, cluster, rate)
+    fits = estimate.peak <= USABLE * cluster.memory
+    return Prediction(tensor, zero, plan.gpus // tensor["size"], micro_batch, accumulation, estimate, fits, *times)
 
 
 def _can_cut(config: Mapping[str, Any], micro_batch: int, gpus: int) -> bool:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tu
     """
     config, plan, data, _ = prepared
     lock_folder(output, sign=False)
+    folder = output / "checkpoints"
+    if os.path.lexists(folder) and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise UserError(f"{folder}: not a folder that can be written; remove or rename it, or choose another --output")
     path = choose_checkpoint(args.resume, output)
     if path is not None:
         check_data(path, data, config["DATA"]["allow_change"])  # pyright: ignore[reportArgumentType]

@@ -24,6 +24,7 @@ from common.metrics.profiler import ProfilerHook
 from common.model.ema import EmaHook
 from common.model.flops import peak_images_per_s
 from common.run.folder import describe_best, last_top1, write_start
+from common.table import print_wrapped
 
 Measurement = LearningRateFinder | ProfilerHook
 
@@ -54,7 +55,7 @@ class Run:
         if not self.is_main:
             load_pretrained(model, source)
         else:
-            print(done, flush=True)
+            print_wrapped(done)
 
     def build_hooks(self, model: nn.Module, optimizer: Optimizer) -> list[BaseHook]:
         """Write the run's folder, now that all checks have passed, and return the hooks."""
@@ -103,7 +104,8 @@ class Run:
         print(f"checkpoint   {checkpoint and short_path(checkpoint)}")
         print(f"tensorboard  tensorboard --logdir {quote(f'{shown}/tensorboard')}")
         report = short_path(Path(__file__).parents[2] / "scripts" / "report.py")
-        print(f"next         python {quote(report)} {quote(shown)}  # or evaluate.py, predict.py, export.py")
+        print(f"next         python {quote(report)} {quote(shown)}")
+        print("             # or evaluate.py, predict.py, export.py")
         if best := describe_best(self.output):
             print(f"best         {best}")
         print(f"top1={last_top1(self.output)}", flush=True)

@@ -36,10 +36,11 @@ def test_a_run_ends_well_without_its_figures(
     with launched():
         run = Run(None, output, True, torch.device("cpu"), {}, start_from=None, measurement=None)
         run.finish()
-    curves, more, _, board, following, last = capsys.readouterr().out.splitlines()
+    curves, more, _, board, following, other, last = capsys.readouterr().out.splitlines()
     assert (curves.split(maxsplit=1)[1], more.strip()) == ("a run/loss.jpeg", "a run/acc.jpeg")
     assert shlex.split(board)[1:] == ["tensorboard", "--logdir", "a run/tensorboard"]
-    _, python, script, folder = shlex.split(following, comments=True)
+    _, python, script, folder = shlex.split(following)
     assert (python, folder) == ("python", "a run")
     assert Path(script).is_file()
+    assert other.strip() == "# or evaluate.py, predict.py, export.py"
     assert words in last

@@ -18,7 +18,7 @@ from common.colossal import MixedPrecision, progress, shutdown
 from common.config.batch_plan import DataSummary, Plan
 from common.errors import UserError
 from common.estimate.cluster import parse_cluster
-from common.estimate.dry_run import IMAGENET, print_dry_run
+from common.estimate.dry_run import IMAGENET, describe_options, print_dry_run
 from common.files import lock_folder
 from common.launch.launcher import detect_launch, set_data_key, start
 from common.launch.stop_signals import stop_signals
@@ -32,6 +32,7 @@ from common.run.on_cpu import explain_cpu
 from common.run.prepare import DescribeData, prepare_run
 from common.run.read_order import choose_order, warn_of_order
 from common.run.run import Measurement, Run
+from common.table import print_wrapped
 
 
 def start_run(
@@ -79,13 +80,10 @@ def start_run(
     about["data"] = {"loaders": describe_data.__module__, **asdict(data)}
     about["starts"] = ask_first_rank(lambda: note_start(about, start_from))
     if launch.rank == 0:
-        if line := explain_cpu(config, plan.total_batch, plan.gpus):
-            print(line, file=sys.stderr, flush=True)
-        for line in filter(None, (_spare_classes(config, data), warn_of_order(config["DATA"], data))):
-            print(line, file=sys.stderr, flush=True)
-        _announce(args.config, config, plan, data)
-        if reading:
-            print(f"reading {reading}", flush=True)
+        warnings = explain_cpu(config, plan.total_batch, plan.gpus), _spare_classes(config, data)
+        for warning in filter(None, (*warnings, warn_of_order(config["DATA"], data))):
+            print_wrapped(warning, is_warning=True)
+        _announce(args.config, config, plan, data, reading)
         _announce_precision(precision)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     return Run(plan, output, launch.rank == 0, device, about, start_from, measurement)
@@ -126,7 +124,7 @@ def _leave(why: str, is_main: bool) -> None:
     shutdown()
     stop_signals.restore()
     if is_main:
-        print(why, flush=True)
+        print_wrapped(why)
 
 
 def _build_measurement(args: argparse.Namespace, output: Path, is_main: bool) -> Measurement | None:
@@ -135,20 +133,22 @@ def _build_measurement(args: argparse.Namespace, output: Path, is_main: bool) ->
     return ProfilerHook(output, args.profile, is_main) if args.profile else None
 
 
-def _announce(name: str, config: Mapping[str, Any], plan: Plan, data: DataSummary) -> None:
-    print(
+def _announce(name: str, config: Mapping[str, Any], plan: Plan, data: DataSummary, reading: str) -> None:
+    lines = [
         f"{name}: {data.train_samples:,} training and {data.eval_samples:,} evaluation images, "
-        f"{data.num_classes} classes\n"
-        f"global batch {plan.batch_formula('GPU' if torch.cuda.is_available() else 'process')}\n"
-        f"{plan.last_step:,} of {plan.total_steps:,} steps, {plan.steps_per_epoch:,} per epoch\n"
+        f"{data.num_classes} classes",
+        f"global batch {plan.batch_formula('GPU' if torch.cuda.is_available() else 'process')}",
+        f"{plan.last_step:,} of {plan.total_steps:,} steps, {plan.steps_per_epoch:,} per epoch",
         f"{config['OPTIMIZER']['name']}, learning rate {config['LEARNING_RATE']} after {plan.warmup_steps:,} steps of "
         f"warm-up, then {config['LR_SCHEDULE']} to 0",
-        flush=True,
-    )
+        *(f"{key}: {effect}" for key, effect in describe_options(config, plan).items()),
+    ]
+    for line in [*lines, f"reading {reading}"] if reading else lines:
+        print_wrapped(line)
 
 
 def _announce_precision(precision: MixedPrecision) -> None:
     if precision.note:
-        print(precision.note, flush=True)
+        print_wrapped(precision.note)
     if precision.warning:
-        print(precision.warning, file=sys.stderr, flush=True)
+        print_wrapped(precision.warning, is_warning=True)

@@ -1,0 +1,42 @@
+"""What a run prints when it starts, and refuses before it trains."""
+
+from pathlib import Path
+
+import pytest
+
+from common.testing.commands import Ended, run_forked
+from common.testing.tiny_task import train, write_images
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("images"))
+
+
+def start(data: Path, output: Path, *settings: str) -> Ended:
+    return run_forked(lambda words: train(data, output, "MAX_STEPS=1", *words), settings)
+
+
+def test_the_first_lines_name_what_is_set_within_80_columns(data: Path, tmp_path: Path) -> None:
+    whole = start(data, tmp_path / "whole", "OPTIMIZER.layer_decay=0.5", "zero=dict(stage=3)", "MODEL.num_classes=9")
+    head = start(data, tmp_path / "head", f"INIT={tmp_path / 'whole'}", "FREEZE=body")
+    for ended, lines in (
+        (whole, ["OPTIMIZER.layer_decay: learning rate x 0.5^3 = 0.12 (embeddings) to 1 (head)"]),
+        (whole, ["zero: stage 3, parameters, gradients and optimizer state sharded over 1 data-parallel process"]),
+        (whole, ["warning: MODEL.num_classes=9 is more than the data set's 7 classes; None takes as many as it has"]),
+        (head, ["FREEZE: 231 of 23,751 parameters are trained: the head", "a new head of 7 classes, not its 9"]),
+    ):
+        assert ended.code == 0, ended.stderr
+        printed = [line for line in (ended.stdout + ended.stderr).splitlines() if str(tmp_path) not in line]
+        assert all(line in " ".join(" ".join(printed).split()) for line in lines)
+        assert max(map(len, (line for line in printed if "loss=" not in line))) <= 80
+
+
+@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere")])
+def test_what_is_no_folder_of_checkpoints_is_refused_first(data: Path, tmp_path: Path, make) -> None:
+    (tmp_path / "run").mkdir()
+    make(tmp_path / "run" / "checkpoints")
+    ended = start(data, tmp_path / "run")
+    assert (ended.code, ended.stderr.count("\n")) == (2, 1)
+    assert ended.stderr.startswith(f"error: {tmp_path / 'run' / 'checkpoints'}: not a folder that can be written; ")
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"checkpoints", ".lock"}

@@ -18,7 +18,7 @@ from common.errors import UserError
 from common.files import fingerprint_of
 from common.object_store import StorePath, as_path
 from imagenet_dali.dataset import Split, open_split
-from imagenet_dali.manifest import MANIFEST, data_fingerprint, earlier_fingerprints, read_manifest
+from imagenet_dali.manifest import MANIFEST, data_fingerprint, read_manifest
 from imagenet_dali.sources import list_source
 
 __all__ = ["build_eval_crop", "build_eval_loader", "build_train_loader", "describe_data", "open_images"]
@@ -30,7 +30,8 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     train, validation = open_images(data, "train"), open_images(data, "validation")
     if isinstance(train, Split):
         manifest = read_manifest(train.root)
-        fingerprint, earlier = data_fingerprint(manifest), earlier_fingerprints(manifest)
+        fingerprint = data_fingerprint(manifest)
+        earlier = tuple(repair["fingerprint"] for repair in manifest.get("repairs", ()))
     else:
         fingerprint, earlier = fingerprint_of([train.fingerprint, validation.fingerprint]), ()
     summary = DataSummary(len(train), len(validation), train.num_classes, fingerprint, earlier, train.class_names)

@@ -71,7 +71,7 @@ def decode_and_resize(
         images, size=(size, size), interp_type=FILTERS[filter_], roi_start=region_start, roi_end=region_end
     )
     mirrored: dict[str, Any] = dict(mirror=flip, dtype=types.UINT8, output_layout="CHW")  # pyright: ignore[reportAttributeAccessIssue]
-    images = fn.crop_mirror_normalize(images, **mirrored)
+    images = fn.crop_mirror_normalize(images, **mirrored)  # pyright: ignore[reportCallIssue, reportArgumentType]
     return images, labels.gpu() if device == "mixed" else labels
 
 

@@ -105,11 +105,6 @@ def data_fingerprint(manifest: Mapping[str, Any]) -> str:
     return fingerprint_of(split_fingerprint(described) for _, described in sorted(manifest["splits"].items()))
 
 
-def earlier_fingerprints(manifest: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the fingerprints that the data set had before each of its repairs."""
-    return tuple(repair["fingerprint"] for repair in manifest.get("repairs", ()))
-
-
 def list_shards(root: Path, manifest: Mapping[str, Any], split: str) -> dict[str, FileState]:
     """Return the state of those shards of a split that are there, by their names."""
     return list_files(root, [shard["name"] for shard in manifest["splits"][split]["shards"]])

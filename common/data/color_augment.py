@@ -33,28 +33,21 @@ class ColorAugment:
         mean, std = (_copy(np.array(values)[:, None, None] * 255, images) for values in (self.mean, self.std))
         pixels = images.mul_(std).add_(mean).round_()
         choices = np.floor(3 * uniforms[:, 0])
-        for number, change in enumerate((grey, solarize, blur) if self.three_augment else ()):
+        changes = (
+            lambda pixels, _: luma(pixels).expand_as(pixels),
+            lambda pixels, _: torch.where(pixels >= 128, 255 - pixels, pixels),  # solarised
+            blur,
+        )
+        for number, change in enumerate(changes if self.three_augment else ()):
             (rows,) = np.nonzero(choices == number)
             place = torch.from_numpy(rows).to(images.device, non_blocking=True)
             sigmas = _copy(SIGMA[0] + (SIGMA[1] - SIGMA[0]) * uniforms[rows, 1], pixels)
             if len(rows):
-                pixels[place] = change(pixels[place], sigmas).round_()
+                pixels[place] = change(pixels[place], sigmas).round()
         if self.jitter:
             factors = _copy(1 + self.jitter * (2 * uniforms[:, 2:] - 1), pixels)
             pixels.copy_(adjust(pixels, *factors.T[..., None, None, None]).round_())
         pixels.sub_(mean).div_(std)
-
-
-def grey(pixels: Tensor, sigmas: Tensor) -> Tensor:
-    """Return images of 0 to 255 with the luma of `LUMA` in every channel."""
-    del sigmas
-    return luma(pixels).expand_as(pixels).clone()
-
-
-def solarize(pixels: Tensor, sigmas: Tensor) -> Tensor:
-    """Return images of 0 to 255 with the values from 128 on inverted."""
-    del sigmas
-    return torch.where(pixels >= 128, 255 - pixels, pixels)
 
 
 def blur(pixels: Tensor, sigmas: Tensor) -> Tensor:

@@ -59,12 +59,6 @@ def test_the_configs_say_only_what_differs():
     assert all(config == configs["fp32"] for config in configs.values())
 
 
-def test_learns_from_images_that_are_randomly_augmented(root):
-    settings = "DATA.randaugment=(2,3)", "MIXUP=0.2", "NUM_EPOCHS=10"
-    train.main(arguments("fp32", root, *settings))
-    assert read_metrics(root.parent / "fp32")[-1]["top1"] > 0.5
-
-
 def test_dry_run_of_a_recipe_needs_no_data(capsys, monkeypatch):
     monkeypatch.delenv("DATA", raising=False)
     train.main(["--config", "config/config_AMP_apex.py", "--dry-run"])

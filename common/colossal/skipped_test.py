@@ -161,23 +161,19 @@ def test_counters_and_scale_survive_a_checkpoint() -> None:
         return initialize(model, build_optimizer(model, "sgd"))[0]
 
     with launched(MAX_SKIPPED=3):
-        engine = build(FP16)
+        engine, resumed, without_scale = (build(fp16) for fp16 in (FP16, FP16, None))
         for gradient in (1.0, torch.nan, 1.0, torch.nan, torch.nan):
             update(engine, gradient)
         state = engine.optimizer.step_state()
         assert (state["updates"], state["skipped"], state["skipped_in_a_row"]) == (5, 3, 2)
-        resumed = build(FP16)
-        resumed.optimizer.load_step_state(state)
-        assert resumed.optimizer.step_state() == state
-        for each in (engine, resumed):
-            update(each, torch.nan)
-            assert each.optimizer.skipped == 4
-            assert each.optimizer.scaler.get_scale() == 2.0**6
-            with pytest.raises(UserError, match="by step 7, 4 consecutive updates"):
-                update(each, torch.nan)
-        without_scale = build(None)
-        without_scale.optimizer.load_step_state(state)
-        assert without_scale.optimizer.step_state() == state | {"scaler": None}
+        for loaded, expected in ((resumed, state), (without_scale, state | {"scaler": None})):
+            loaded.optimizer.load_step_state(state)
+            assert loaded.optimizer.step_state() == expected
+        update(resumed, torch.nan)
+        assert resumed.optimizer.skipped == 4
+        assert resumed.optimizer.scaler.get_scale() == 2.0**6
+        with pytest.raises(UserError, match="by step 7, 4 consecutive updates"):
+            update(resumed, torch.nan)
 
 
 def test_an_optimizer_that_is_not_fused_skips_too() -> None:

@@ -80,7 +80,9 @@ def initialize(
     config = gpc.config
     torch.backends.cudnn.benchmark = config.get("cudnn_benchmark", False)
     torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
-    allow_tf32(config.get("TF32", True))
+    allows_tf32 = config.get("TF32", True)  # in matrix products and convolutions, whose defaults differ
+    torch.set_float32_matmul_precision("high" if allows_tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = allows_tf32  # torch.export fails after setting cudnn.conv.fp32_precision
     device = get_accelerator().get_current_device()
     accumulation = config.get("gradient_accumulation") or 1
     precision = build_mixed_precision(config.get("fp16"), device.type)
@@ -108,12 +110,6 @@ def initialize(
     if test_dataloader is not None:
         test_dataloader = WholeSteps(test_dataloader)
     return engine, train_dataloader, test_dataloader, lr_scheduler
-
-
-def allow_tf32(allowed: bool) -> None:
-    """Allow or forbid TF32 in both matrix products and convolutions (PyTorch's defaults differ)."""
-    torch.set_float32_matmul_precision("high" if allowed else "highest")
-    torch.backends.cudnn.allow_tf32 = allowed  # torch.export fails after setting cudnn.conv.fp32_precision
 
 
 def _synchronise(

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from common.colossal.engine import Engine
 from common.colossal.heartbeat import doing
@@ -74,8 +73,10 @@ class Trainer(UpstreamTrainer):
         self.step, self._cur_epoch = state["step"], state["epoch"]
         self.epoch_step, self.evaluated_step = state["epoch_step"], state["evaluated_step"]
         self._cur_step = self.step * self.engine.optimizer.accumulation
-        if self.engine.lr_scheduler is not None:
-            move_schedule(self.engine.lr_scheduler, self.step)
+        if (schedule := self.engine.lr_scheduler) is not None:  # its rates depend on the step alone
+            schedule.optimizer._opt_called = True  # called in the resumed run; otherwise torch warns
+            schedule.last_epoch = self.step - 1
+            schedule.step()
 
     @naming_lost_ranks()
     def fit(
@@ -193,10 +194,3 @@ class Trainer(UpstreamTrainer):
 
     def _has_ended(self) -> bool:
         return self._cur_epoch >= self._max_epochs or (self._max_steps is not None and self.step >= self._max_steps)
-
-
-def move_schedule(schedule: LRScheduler, step: int) -> None:
-    """Move ``schedule``, a pure function of the step, to ``step`` and set its learning rates."""
-    schedule.optimizer._opt_called = True  # called in the resumed run; otherwise torch warns
-    schedule.last_epoch = step - 1
-    schedule.step()

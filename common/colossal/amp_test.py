@@ -51,7 +51,7 @@ def test_config(fp16: dict | None, device: str, cast: Cast | None, dtype: torch.
     start = f"warning: fp16.dtype='{name_dtype(dtype)}': this CPU (AVX2) has no instructions for it"
     assert (precision.warning or "").startswith(start) == is_slow == bool(precision.warning)
     if cast is None and fp16 and device == "cpu":
-        assert precision.note.endswith("in float32, because this CPU (AVX2) has no bfloat16 instructions")
+        assert precision.note.endswith("float32, because this CPU (AVX2) has no bfloat16 instructions")
     elif fp16 and fp16["mode"] == APEX and cast:
         words = f"by PyTorch instead of apex.amp; in {name_dtype(dtype)}: {cast.value}"
         assert precision.note == f"AMP_TYPE.APEX {fp16.get('opt_level', 'O1')}: {words}"

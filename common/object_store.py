@@ -107,7 +107,8 @@ class StorePath(PosixPath):
         if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or status in ("401", "403"):
             return UserError(f"{self}: access denied; check the credentials in the environment ({known})")
         retries = re.search(r"after (\d+) retries", text)
-        reason = f"the server answers {status}" if status else "no complete answer"
+        silence = "no connection" if "kind: Connect" in text else "no complete answer"
+        reason = f"the server answers {status}" if status else silence
         reason += f" after {retries[1]} retries" if retries else ""
         return NoAnswerError(f"{self}: {reason}; {AGAIN}")
 
@@ -173,25 +174,28 @@ class StorePath(PosixPath):
 
         Raises `UserError` if the object's ETag is not ``version``.
         """
-        data, end, deadline = b"", offset + length, time.monotonic() + PATIENCE
+        data, end = b"", offset + length
+        deadline = time.monotonic() + (PATIENCE if self.parts[1] not in _silent else 0.0)
         is_pinned = version and not version.startswith("W/")  # a weak ETag matches nothing
         while offset + len(data) < end:
             options = {"range": (offset + len(data), end)} | ({"if_match": version} if is_pinned else {})
             try:
-                answer = self._request("get", options=options, is_patient=True)
+                answer = self._request("get", options=options, is_patient=self.parts[1] not in _silent)
                 end = min(end, answer.meta["size"])
                 piece = self._read_body(answer)
                 if not piece and offset + len(data) < end:  # bodies may be shorter than their headers say
                     raise NoAnswerError(f"{self}: the server's answers are incomplete; {AGAIN}")
                 data, deadline = data + piece, time.monotonic() + PATIENCE
+                _silent.discard(self.parts[1])
             except EOFError:  # the object ends before
                 break
             except FileNotFoundError:
                 raise UserError(f"{self}: not there any more; restore it and rerun the command") from None
             except NoAnswerError as error:
                 if time.monotonic() > deadline:
+                    _silent.add(self.parts[1])
                     raise
-                _warn(error)
+                _warn(error, deadline)
                 time.sleep(1)
         return data
 
@@ -202,11 +206,11 @@ class StorePath(PosixPath):
             raise self._explain(error) from None
 
 
-def _warn(error: NoAnswerError) -> None:
+def _warn(error: NoAnswerError, deadline: float) -> None:
     """Say once a minute that reading is tried again."""
-    if time.monotonic() - _warned.get("at", -math.inf) > 60:
-        _warned["at"] = time.monotonic()
-        sys.stderr.write(f"warning: {str(error).partition(';')[0]}; retrying for {PATIENCE / 60:g} minutes\n")
+    if (now := time.monotonic()) - _warned.get("at", -math.inf) > 60:
+        _warned["at"] = now
+        sys.stderr.write(f"warning: {str(error).partition(';')[0]}; retrying for {deadline - now:.0f} more seconds\n")
 
 
 @cache
@@ -220,6 +224,7 @@ def _connect(base: str, is_patient: bool) -> Any:
 
 _used_by: dict[str, int] = {}
 _warned: dict[str, float] = {}
+_silent: set[str] = set()  # buckets and hosts that did not answer a read for `PATIENCE`: the next one does not wait
 
 
 def is_url(text: object) -> bool:

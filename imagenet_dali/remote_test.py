@@ -116,6 +116,21 @@ def read_after(change: Callable[[], object]) -> str:
     return ""
 
 
+def test_only_the_first_read_waits_for_a_server_that_is_silent(store: Store) -> None:
+    def seconds() -> list[float]:
+        object_store.PATIENCE, object_store.RETRYING = 3.0, timedelta(seconds=0.2)
+        split, clock = open_split(URL, "train"), [time.monotonic()]
+        for _ in range(2):
+            with pytest.raises(UserError, match="the server answers 500"):
+                split.read(0)
+            clock.append(time.monotonic())
+        return [end - start for start, end in itertools.pairwise(clock)]
+
+    store.fault = lambda method, path: 500 if method == "GET" and SHARD in path else None
+    first, second = in_fork(seconds)
+    assert first > 3.0 > second
+
+
 @pytest.mark.slow
 def test_a_shard_that_changes_under_the_run_is_named(store: Store, prepared: Path, capfd) -> None:
     def put(content: bytes) -> None:
@@ -253,7 +268,7 @@ REFUSED: dict[str, tuple[str, dict[str, str], int | None, str]] = {
         f"{URL}/manifest.json: no credentials in the environment; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     ),
     "not allowed": (URL, {}, 403, f"{URL}/manifest.json: access denied; check the credentials in the environment"),
-    "no answer": (URL, {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, None, f"{URL}/manifest.json: no complete answer"),
+    "no answer": (URL, {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, None, f"{URL}/manifest.json: no connection"),
     "a source": (
         f"s3://{BUCKET}/images s3://{BUCKET}/data",
         {},

@@ -54,7 +54,7 @@ def _run(path: Path, overrides: Overrides, used: set[str]) -> dict[str, Any]:
     own = {name: values[name] for name in stored if name in values}
     if len(own) == len(values):  # it imports nothing
         return values
-    fixed = {name: (deepcopy(value),) for name, value in own.items()}
+    fixed = {name: (copied(value),) for name, value in own.items()}
     return _execute(tree, path, overrides, {**overrides, **fixed}, used) | own
 
 
@@ -76,7 +76,7 @@ def _execute(tree: ast.Module, path: Path, overrides: Overrides, in_bases: Overr
 
 def _import(node: ast.ImportFrom, path: Path, overrides: Overrides, used: set[str]) -> dict[str, Any]:
     """Run the config that ``from configs.x import ...`` names, ``vit_b16`` for ``vit-b16.py`` too; return the names."""
-    files = {f"configs.{file.stem.replace('-', '_')}": file for file in FOLDER.glob("*.py")}
+    files = {f"configs.{file.stem.replace('-', '_')}": file for file in FOLDER.glob("[!_]*.py")}
     if node.module not in files:
         raise UserError(f"{path}, line {node.lineno}: no recipe {node.module}{did_you_mean(str(node.module), files)}")
     values = _run(files[node.module], overrides, used)
@@ -84,6 +84,14 @@ def _import(node: ast.ImportFrom, path: Path, overrides: Overrides, used: set[st
     if missing := names.keys() - values.keys() - {"*"}:
         raise UserError(f"{path}, line {node.lineno}: {node.module} has no {', '.join(missing)}")
     return values if "*" in names else {name: values[theirs] for theirs, name in names.items()}
+
+
+def copied(value: Any) -> Any:
+    """Return a deep copy of ``value``, or ``value`` itself if it has none, such as an open file."""
+    try:
+        return deepcopy(value)
+    except Exception:
+        return value
 
 
 class _Assignments:

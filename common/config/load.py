@@ -3,13 +3,12 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from common.colossal import check_zero, resolve_parallel
-from common.config.execute import FOLDER, execute
+from common.config.execute import FOLDER, copied, execute
 from common.config.fields import parse
 from common.config.originals import RENAMED, fill_in, translate
 from common.config.schema import Config, Data, plain_values
@@ -33,7 +32,7 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
     values = {key: value for key, value in values.items() if not _is_helper(key, used)}
     recipe = {}
     if base:
-        fixed = {key: (deepcopy(value),) for key, value in values.items()}
+        fixed = {key: (copied(value),) for key, value in values.items()}
         recipe = execute(find_config(base), {**overrides, **fixed})
     left_out = fill_in(values, recipe)
     notes = translate(values, used, recipe)

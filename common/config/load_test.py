@@ -177,6 +177,7 @@ def test_a_wrong_setting_is_refused(write, settings, words):
         (MINIMAL + "lr = 1\nWAY_OFF = 2", r"unknown keys lr \(did you mean 'LEARNING_RATE'\?\), WAY_OFF$"),
         ("from configs.vit_s16_vanila import *", "line 1: no recipe .*; did you mean 'configs.vit_s16_vanilla'"),
         ("from configs.vit_b16 import MODLE", "line 1: configs.vit_b16 has no MODLE"),
+        ("from configs.quickstart import *\nwith open('/dev/null') as f: pass", "unknown key f"),
         ("NUM_EPOCHS = 1", "config.py: LEARNING_RATE is missing: peak"),
         ("NUM_EPOCHS, LEARNING_RATE = 1, 1", "TOTAL_BATCH_SIZE is missing"),
         (MINIMAL + "SEED = float('nan')", "SEED=nan: expected integer"),

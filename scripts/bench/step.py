@@ -103,6 +103,8 @@ class Job:
 class RoundBatches:
     """A data loader that yields each round's batches, and waits between the rounds."""
 
+    is_blank = False
+
     def __init__(self, job: Job, rounds: Rounds) -> None:
         self.job, self.rounds = job, rounds
 
@@ -121,6 +123,9 @@ class RoundBatches:
     def state_dict(self) -> dict[str, int]:
         """Return a position, for the checkpoint at the end."""
         return {}
+
+    def defer_errors(self) -> None:
+        """Do nothing: no storage is read that could fail."""
 
 
 # --- the loops --------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def arguments(tmp_path, monkeypatch) -> list[str]:
 
 
 @pytest.mark.parametrize("has_bfloat16", [True, False])
-def test_writes_table_and_chart_of_the_modes_that_this_cpu_has(has_bfloat16, arguments, tmp_path, capfd, monkeypatch):
+def test_table_and_chart(has_bfloat16, arguments, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("common.colossal.amp.is_fast", lambda _: has_bfloat16)
     compare.main(arguments)
     with (tmp_path / "out" / "compare.csv").open(newline="") as file:

@@ -63,7 +63,7 @@ ELSEWHERE = {
     r"python -m cifar10_benchmark.compare\b": (
         "cifar10_benchmark/compare_test.py::test_modes_learn_alike_and_send_what_the_formula_says"
     ),
-    r"python -m caltech101_amp.compare\b": "caltech101_amp/compare_test.py::test_writes_table_and_chart",
+    r"python -m caltech101_amp.compare\b": "caltech101_amp/compare_test.py::test_table_and_chart",
     r"python -m common.colossal.tensor_parallel.parity_test": (
         "common/colossal/tensor_parallel/parity_test.py::test_equals_one_process"
     ),

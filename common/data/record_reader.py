@@ -11,7 +11,7 @@ from common.data.sampling import PADDING, Draw
 from common.errors import UserError
 
 # more threads than cores, because they wait for the disk; in large parts, because from memory they are bound by the GIL
-READING_THREADS = 8
+READING_THREADS = 16
 RECORDS_PER_READ = 64  # of those that are read one by one
 DRAWS_AHEAD, BYTES_AHEAD, MOST_DRAWS_AHEAD = 3, 128_000_000, 64
 

@@ -1,6 +1,6 @@
 """Compare what loaders ask of storage, and how fast they are where it is slow.
 
-python scripts/bench/io.py [--rounds 1] [--images 2000] [--latency 0,5,50]
+python scripts/bench/io.py [--rounds 1] [--images 2000] [--latency 0,5,50] [--only LOADER ...]
 
 Each loader makes one pass over the same JPEGs, in random crops of 224 x 224 as in loader.py: ours in both orders and
 DALI's reader from 8 TFRecord shards, webdataset from 8 tars, MosaicML Streaming from MDS shards of 16 MB, and
@@ -204,6 +204,7 @@ def main(argv: list[str]) -> None:
         size=dict(default="500x400", help="width and height of the images (default: 500x400)"),
         batch=dict(type=int, default=64, help="images per batch (default: 64)"),
         latency=dict(default="0,5,50", help="ms that a request waits (default: 0,5,50)"),
+        only=dict(nargs="+", choices=LOADERS, metavar="LOADER", help="ours in blocks and these loaders"),
     )
 
 
@@ -212,7 +213,8 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     images, size, batch, latencies = args.images, args.size, args.batch, args.latency
     if args.tiny:
         images, size, batch, latencies = 32, "64x48", 4, "1"
-    loaders = {name: open_ for name, open_ in LOADERS.items() if find_spec(PACKAGES.get(name, "torch"))}
+    names = LOADERS if args.only is None else ("ours, blocks", *args.only)
+    loaders = {name: LOADERS[name] for name in LOADERS if name in names and find_spec(PACKAGES.get(name, "torch"))}
     for module in MODULES:
         importlib.import_module(module)
     with TemporaryDirectory() as folder:

@@ -1,7 +1,6 @@
 """The results of a sweep: a table, and a picture of the accuracy against the first key."""
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -15,6 +14,7 @@ from common.tools.report import ABSENT, FinishedRun, load_run
 
 SEED = "SEED"  # its values are repetitions, of which the picture shows the mean and the range
 STYLES = ("-", "--", ":", "-.")
+LONG = 12  # characters of a value, from which on it is rotated below the axis and alone in a row of the legend
 LOG_FROM = 8  # greatest / least x from which on the axis is logarithmic
 Line = tuple[tuple[str, Any], ...]  # (key, value) of what else the sweep varies
 Point = tuple[Any, Line]
@@ -36,11 +36,13 @@ def _keys(runs: Sequence[FinishedRun]) -> list[str]:
 
 
 def _value(run: FinishedRun, key: str) -> int | float | str:
-    """Return the value of a dotted key in the run's config, as JSON if it is neither a number nor text."""
+    """Return the value of a dotted key in the run's config, as text unless it is a number."""
     value: Any = run.about["config"]
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
-    return value if isinstance(value, (int, float, str)) else json.dumps(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={each}" for name, each in value.items())
+    return value if isinstance(value, (int, float, str)) else str(value)
 
 
 def is_finished(folder: Path, arguments: Sequence[str]) -> bool:
@@ -154,7 +156,7 @@ def _draw_curves(axes: Any, runs: Sequence[FinishedRun], keys: Sequence[str], li
         axes.plot([], [], color=color, label=f"{keys[0]}={value}" if keys else value)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set(xlabel="epoch", ylabel="top-1 of every run, %")
-    place_legend(axes, columns=2)
+    place_legend(axes, columns=1 if any(len(str(value)) > LONG for value in values) else 2)
 
 
 def _draw_line(axes: Any, points: Mapping[Any, list[float]], style: Mapping[str, str]) -> None:
@@ -163,7 +165,7 @@ def _draw_line(axes: Any, points: Mapping[Any, list[float]], style: Mapping[str,
     below = [middle - min(points[x]) for x, middle in zip(places, middles, strict=True)]
     above = [max(points[x]) - middle for x, middle in zip(places, middles, strict=True)]
     xs = places if _is_numeric(points) else [str(x) for x in places]
-    axes.plot(xs, middles, marker="o", **style)
+    axes.plot(xs, middles, marker="o", **style | ({} if _is_numeric(points) else {"linestyle": ""}))
     if any([*below, *above]):
         axes.errorbar(xs, middles, [below, above], capsize=3, fmt="none", color=style["color"])
 
@@ -176,6 +178,8 @@ def _label_axis(axes: Any, places: Sequence[Any], keys: Sequence[str]) -> None:
         ticks = sorted(set(places))
         axes.set_xticks(ticks, [f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in ticks])
         axes.minorticks_off()
+    elif any(len(str(place)) > LONG for place in places):
+        axes.tick_params(axis="x", rotation=15)
 
 
 def _is_numeric(values: Any) -> bool:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,22 @@ def test_points_are_means_over_seeds_and_the_best_rate(tmp_path: Path, monkeypat
     assert all(tick == int(tick) for tick in right.get_xticks())
     with pytest.raises(UserError, match="--best LERNING_RATE: none of the keys .*did you mean 'LEARNING_RATE'"):
         draw(runs, tmp_path / "sweep.png", "LERNING_RATE")
+
+
+def test_values_that_are_no_numbers_are_places_without_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runs = []
+    for top1, fp16 in ((0.5, None), (0.7, {"mode": "AMP_TYPE.APEX", "opt_level": "O1"})):
+        run = replace(finished_run(14, 0.1, 1, top1), name=f"fp16={fp16}")
+        run.about["config"]["fp16"] = fp16
+        runs.append(run)
+    drawn = []
+    monkeypatch.setattr(sweep_results, "save_figure", lambda figure, path: drawn.append(figure))
+    assert draw(runs, tmp_path / "sweep.png")
+    left, right = drawn[0].axes
+    names = ["None", "mode=AMP_TYPE.APEX, opt_level=O1"]
+    assert [str(place) for place in left.lines[0].get_xdata()] == names
+    assert left.lines[0].get_linestyle() == "None"
+    assert legend_of(right) == [f"fp16={name}" for name in names]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from common.table import flatten
 from common.tools.report_curves import collect_charts
 
 ABSENT = "-"
+MANY = 7  # colours of the palette; more runs are the rows of the tables, not their columns
 
 
 @dataclass(frozen=True)
@@ -86,22 +87,31 @@ def main(argv: list[str]) -> None:
     )
     args = parser.parse_args(argv)
     folders = [folder for named in args.runs for folder in find_runs(named)]
-    names = [folder.resolve().name for folder in folders]
+    names = drop_shared([folder.resolve().name for folder in folders])
     names = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
     runs = [load_run(folder, name) for folder, name in zip(folders, names, strict=True)]
     output = args.output or Path(os.path.commonpath([named.resolve() for named in args.runs]), "report.html")
     replaced = "; the earlier one is replaced" * output.exists()
     try:
-        own_file(output).write_text(render(runs), encoding="utf-8")
+        own_file(output).write_text(render(runs, output.resolve().parent.name), encoding="utf-8")
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written ({error.strerror}); choose another") from error
     print(f"{short_path(output)}  ({counted(len(runs), 'run')}{replaced})")
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return ``folder``, or the runs in it if it is a sweep's."""
-    inside = sorted(path.parent for path in folder.glob("*/config.json"))
+    """Return ``folder``, or the runs in it if it is a sweep's, in the order of their numbers."""
+    inside = [path.parent for path in folder.glob("*/config.json")]
+    inside.sort(key=lambda run: [(part.isdigit() and int(part), part) for part in re.split(r"(\d+)", run.name)])
     return inside if inside and not (folder / "config.json").exists() else [folder]
+
+
+def drop_shared(names: Sequence[str]) -> list[str]:
+    """Return the names of a sweep's runs, ``KEY=VALUE,KEY=VALUE``, without the parts that all of them have."""
+    parts = [name.split(",") for name in names]
+    shared = set(parts[0]).intersection(*parts) if len(names) > 1 else set()
+    kept = [",".join(part for part in each if part not in shared or "=" not in part) for each in parts]
+    return kept if all(kept) else list(names)
 
 
 def load_run(folder: Path, name: str) -> FinishedRun:
@@ -113,8 +123,9 @@ def load_run(folder: Path, name: str) -> FinishedRun:
     return FinishedRun(name, about, records, max(saved, default=0))
 
 
-def render(runs: Sequence[FinishedRun]) -> str:
-    """Return the page."""
+def render(runs: Sequence[FinishedRun], title: str = "") -> str:
+    """Return the page; ``title`` stands for the names of many runs, which are the rows of its tables."""
+    many = len(runs) > MANY
     charts = {"runs": [run.name for run in runs], "charts": collect_charts([run.records for run in runs])}
     page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     return (
@@ -122,7 +133,8 @@ def render(runs: Sequence[FinishedRun]) -> str:
         .from_string(page)
         .render(
             runs=runs,
-            title=", ".join(run.name for run in runs),
+            many=many,
+            title=f"{title}: {len(runs)} runs" if many else ", ".join(run.name for run in runs),
             summary=_summary(runs),
             keys=_config_keys(runs),
             environment=_environment(runs),

@@ -143,6 +143,24 @@ def test_configs_that_differ(tmp_path):
     }
 
 
+def test_many_runs_are_the_rows_of_the_tables(tmp_path):
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    for batch in (512, 64):
+        for rate in range(4):
+            write_run(sweep / f"B={batch},C=1,R={rate}", [evaluation(4, rate / 10)], {"B": batch, "C": 1, "R": rate})
+    report.main([str(sweep)])
+    page = (sweep / "report.html").read_text()
+    assert "<title>sweep: 8 runs</title>" in page
+    summary, shared, config, *_ = tables_of(page)
+    names = [f"B={batch},R={rate}" for batch in (64, 512) for rate in range(4)]
+    assert list(summary) == ["", *names]
+    assert summary[""] == ["Top-1, last evaluation", "Top-1, best evaluation"]
+    assert summary["B=64,R=3"] == ["30.00%", "30.00% at step 4"]
+    assert shared["Steps"] == ["4"]
+    assert config == {"": ["B", "R"]} | {name: [part[2:] for part in name.split(",")] for name in names}
+
+
 def test_equal_folder_names_are_told_apart(tmp_path):
     for parent in ("x", "y"):
         (tmp_path / parent).mkdir()

@@ -31,7 +31,7 @@ from cifar10_benchmark import dataloader
 from cifar10_benchmark.formulas import expected_bytes
 from common.colossal import BaseHook, Trainer
 from common.config.load import load_config
-from common.errors import UserError, run_command
+from common.errors import UserError, counted, run_command
 from common.estimate.traffic import NAMES, Traffic
 from common.hardware import cores
 from common.plot import build_figure, place_legend, save_figure
@@ -84,7 +84,10 @@ def run_mode(name: str, args: argparse.Namespace, *, is_control: bool = False) -
         if not start_ranks(processes, words, threads):
             raise UserError(f"{name} failed in {processes} processes: see their output above")
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
-    result = ranks[0] | {"config": f"{name}, {threads} threads" if is_control else name, "processes": processes}
+    result = ranks[0] | {
+        "config": f"{name}, {counted(threads, 'thread')}" if is_control else name,
+        "processes": processes,
+    }
     result["parameters"], result["memory"] = (max(rank[key] for rank in ranks) for key in ("parameters", "memory"))
     result["sent"] = {key: statistics.mean(rank["sent"].get(key, 0) for rank in ranks) for key in NAMES}
     return result
@@ -129,7 +132,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     window = max(1, len(results[0]["losses"]) // 20)
     for number, result in enumerate(results):
         # the curves coincide: later ones are drawn thinner, so that all are visible
-        line = dict(label=result["config"], color=f"C{number}", linewidth=2 * (len(results) - number))
+        line = dict(label=result["config"], color=f"C{number}", linewidth=1 + 1.2 * (len(results) - 1 - number))
         means = np.convolve(result["losses"], np.full(window, 1 / window), "valid")
         curves.plot(range(window - 1, len(result["losses"])), means, **line)
         if number:

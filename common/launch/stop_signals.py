@@ -99,17 +99,17 @@ class StopSignals:
             self._seen, self._seen_at = progress, now
         elif now - max(self._seen_at, self._received_at) > self._patience:
             _say(f"{signal_name(self.received)}: no progress for {self._patience:g} s (TIMEOUT); exiting")
-            os._exit(exit_code(self.received))
+            os._exit(exit_code(self.received, has_saved=False))
 
     def _receive(self, number: int) -> None:
         if not self.deferring:
-            _leave(number, exit_code(number))
+            _leave(number)
         if not self.received:
             self.received, self._received_at = number, time.monotonic()
             if is_first_process():
                 _say(f"{signal_name(number)}: stopping after this step")
         elif number == signal.SIGINT == self.received and time.monotonic() - self._received_at > SAME_PRESS:
-            _leave(number, 128 + number)
+            _leave(number)
 
     def before_fork(self) -> None:
         """Block the signals, which the child would otherwise write into its parent's pipe."""
@@ -142,9 +142,11 @@ def _kill_children() -> None:
         child.kill()
 
 
-def exit_code(number: int) -> int:
-    """Return the exit code of a run stopped by a signal: 0 for Ctrl-C, else 143."""
-    return 0 if number == signal.SIGINT else 128 + signal.SIGTERM
+def exit_code(number: int, *, has_saved: bool = True) -> int:
+    """Return the exit code of a run stopped by a signal: 143, but 0 for Ctrl-C, or 130 if no checkpoint was saved."""
+    if number == signal.SIGINT:
+        return 0 if has_saved else 128 + number
+    return 128 + signal.SIGTERM
 
 
 def signal_name(number: int) -> str:
@@ -152,10 +154,10 @@ def signal_name(number: int) -> str:
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
-def _leave(number: int, code: int) -> None:
+def _leave(number: int) -> None:
     if is_first_process():
         _say(f"{signal_name(number)}: exiting")
-    os._exit(code)
+    os._exit(exit_code(number, has_saved=False))
 
 
 def _say(line: str) -> None:

@@ -52,7 +52,7 @@ def end(process: subprocess.Popen) -> tuple[int, str]:
     return process.returncode, error
 
 
-@pytest.mark.parametrize(("number", "code"), [("SIGTERM", 143), ("SIGUSR1", 143), ("SIGINT", 0), ("SIGHUP", 143)])
+@pytest.mark.parametrize(("number", "code"), [("SIGTERM", 143), ("SIGUSR1", 143), ("SIGINT", 130), ("SIGHUP", 143)])
 def test_before_training_a_signal_ends_the_process(start, number: str, code: int) -> None:
     process = start("starting")
     process.send_signal(signal.Signals[number])

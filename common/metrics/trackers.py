@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from common.errors import UserError
+from common.files import own_file, read_text
 from common.metrics.record import Record, select_metrics
 
 PROJECT = "vit-large-batch"
@@ -34,7 +35,7 @@ def _read_config(folder: Path) -> dict:
 
 
 def _read_id(path: Path) -> str | None:
-    return path.read_text() if path.exists() else None
+    return read_text(path, most=1000) if own_file(path).exists() else None
 
 
 class WandbTracker:

@@ -8,6 +8,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,6 +54,22 @@ print(json.dumps({"rows": rows, "depth": config["MODEL"]["depth"]}))
 
 WANDB = "LOG.trackers=['wandb']: wandb is not installed; pip install wandb"
 MLFLOW = "LOG.trackers=['mlflow']: alembic is not installed; pip install mlflow-skinny sqlalchemy alembic"
+
+
+def test_the_id_is_neither_read_nor_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = SimpleNamespace(init=lambda **_: SimpleNamespace(id="1"), Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    run, ours = tmp_path / "run", tmp_path / "ours"
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps({"config": CONFIG}))
+    for target in ("ours", "nothing"):
+        ours.write_text("ours")
+        (run / "wandb_id").unlink(missing_ok=True)
+        (run / "wandb_id").symlink_to(tmp_path / target)
+        with pytest.raises(UserError, match="wandb_id: a link, or not a regular file"):
+            trackers.WandbTracker(run)
+        assert ours.read_text() == "ours"
+        assert not (tmp_path / "nothing").exists()
 
 
 @pytest.mark.parametrize(

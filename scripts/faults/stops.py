@@ -23,8 +23,10 @@ def signalled(lab: Lab, choice: random.Random, number: int, scope: str, mode: Mo
     rank = mode.choose_rank(choice) if scope == "one rank" else None
     print(f"    {mode.name}: {scope} at {place}", flush=True)
     send = (lambda: os.killpg(0, number)) if scope == "process group" else (lambda: signal_self(number))
-    words = "exiting" if place.event == "start-up" else "stopped; rerun the command to resume from"
-    trial.run(at(place, send, rank), PATIENT).expect(exit_code(number), f"{signal_name(number)}: {words}")
+    has_saved = place.event != "start-up"
+    words = "stopped; rerun the command to resume from" if has_saved else "exiting"
+    code = exit_code(number, has_saved=has_saved)
+    trial.run(at(place, send, rank), PATIENT).expect(code, f"{signal_name(number)}: {words}")
     return trial.resume()
 
 
@@ -49,7 +51,8 @@ def signalled_any_time(lab: Lab, choice: random.Random) -> Recovery:
     ranks.send(number)
     stopped = ranks.wait(grace=PATIENT)
     trial.seconds += stopped.seconds
-    expect(set(stopped.codes) <= {exit_code(number), 0}, f"{stopped.codes}: {stopped.printed}")  # 0: it was finished
+    codes = {exit_code(number), exit_code(number, has_saved=False), 0}  # 0: it was finished
+    expect(set(stopped.codes) <= codes, f"{stopped.codes}: {stopped.printed}")
     stopped.expect(stopped.codes)
     return trial.resume()
 

@@ -133,6 +133,12 @@ def test_spare_classes_are_a_warning(config, data, tmp_path, capsys):
     assert " ".join(capsys.readouterr().err.split()).count(line) == 1
 
 
+def test_dry_run_of_data_on_another_machine(capsys):
+    train_dali.main(["--config", "quickstart", "--dry-run", "--set", "DATA.root=/nowhere/digits"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert " data /nowhere/digits is not on this machine: time for 1,281,167 images" in printed
+
+
 def test_dry_run_needs_no_data_and_prints_once(capsys, monkeypatch):
     monkeypatch.delenv("DATA", raising=False)
     for words, expected in (

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from common.estimate.limits import NO_MACHINE, check_limits
 from common.hardware import memory_bytes
 from common.launch.launcher import Launch
 from common.metrics.trackers import check_trackers
+from common.object_store import is_url
 
 DescribeData = Callable[[Mapping[str, Any]], DataSummary]
 
@@ -36,15 +38,16 @@ def prepare_run(
 ) -> Prepared:
     """Resolve the config for ``launch``, count the data set and compute the plan.
 
-    ``--dry-run`` needs neither data nor GPUs. Raises `UserError` for everything that would fail later.
+    ``--dry-run`` needs neither data, which may be on another machine, nor GPUs. Raises `UserError` for everything that
+    would fail later.
     """
     config = load_config(args.config, [*args.set, *([f"INIT={args.init}"] if args.init else [])], base)
     config["INIT"] = _resolve_init(config["INIT"])
     gpus = launch.world_size
     if args.dry_run and launch.launcher == "single":
         gpus = args.gpus or args.world_size or config["GPUS"]
-    data = None
-    if not args.dry_run or config["DATA"]["root"] or os.environ.get("DATA"):
+    data, root = None, config["DATA"]["root"] or os.environ.get("DATA")
+    if not args.dry_run or (root and (is_url(root) or Path(root).exists())):
         config["DATA"]["root"] = data_root(config, getattr(sys.modules[describe_data.__module__], "DOWNLOAD", ""))
         data = describe_data(config["DATA"])
         config["MODEL"]["num_classes"] = _check_classes(config["MODEL"]["num_classes"], data)

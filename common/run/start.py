@@ -54,6 +54,8 @@ def start_run(
                 notes["classes"] = _spare_classes(config, data)
                 config["DATA"]["order"], notes["reading"] = choose_order(config, data, plan.data_parallel)
             images = getattr(sys.modules[describe_data.__module__], "TRAIN_SAMPLES", IMAGENET)
+            if not data and (root := config["DATA"]["root"] or os.environ.get("DATA")):
+                notes["data"] = f"{root} is not on this machine: time for {images:,} images"
             print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None, notes, images)
         return None
     assert data is not None

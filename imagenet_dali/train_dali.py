@@ -5,8 +5,7 @@ torchrun --nproc_per_node 8 train_dali.py --config vit-b16.py --set DATA.root=/p
 """
 
 from common.colossal import Trainer, gpc, initialize, shard_model
-from common.data.batch_augment import BatchAugment
-from common.data.color_augment import ColorAugment
+from common.data.batch_augment import build_batch_augment
 from common.data.mixup import MixupLoss
 from common.errors import run_command
 from common.model.freeze import freeze
@@ -33,9 +32,7 @@ def main(argv: list[str], base: str = "vit-b16") -> None:
     lr_scheduler = build_lr_scheduler(optimizer, config.LR_SCHEDULE, plan.total_steps, plan.warmup_steps)
     loaders = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)
     train_loader = build_train_loader(config.DATA, plan.total_batch, plan.micro_batch, seed=config.SEED, **loaders)
-    blends = dict(mixup=config.MIXUP, cutmix=config.CUTMIX, erasing=config.ERASING)
-    colors = ColorAugment(config.THREE_AUGMENT, config.COLOR_JITTER, config.DATA.mean, config.DATA.std)
-    train_loader = BatchAugment(train_loader, **blends, colors=colors, seed=config.SEED)
+    train_loader = build_batch_augment(train_loader, config)
     eval_loader = build_eval_loader(config.DATA, plan.micro_batch, **loaders)
 
     criterion = MixupLoss(config.LABEL_SMOOTHING, config.BCE_THRESHOLD)

@@ -1,6 +1,6 @@
 """Augmentation of training batches on their device: colours, random erasing, then Mixup or CutMix."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,15 @@ class BatchAugment:
         if cuts:
             return cut_and_paste(images, labels, random.beta(self.cutmix, self.cutmix), tuple(center))
         return mix(images, labels, random.beta(self.mixup, self.mixup))
+
+
+def build_batch_augment(loader: Loader, config: Mapping[str, Any]) -> BatchAugment:
+    """Return ``loader`` with the augmentations that the config's keys turn on."""
+    colors = ColorAugment(
+        config["THREE_AUGMENT"], config["COLOR_JITTER"], config["DATA"]["mean"], config["DATA"]["std"]
+    )
+    blends = dict(mixup=config["MIXUP"], cutmix=config["CUTMIX"], erasing=config["ERASING"])
+    return BatchAugment(loader, **blends, colors=colors, seed=config["SEED"])
 
 
 def erase(images: Tensor, uniforms: np.ndarray, probability: float) -> None:

@@ -55,12 +55,15 @@ def patience_of(timeout: float) -> float:
 
 
 class Heard(NamedTuple):
-    """What a rank last said of itself, and when."""
+    """What a rank last said of itself, when, and since when its progress is the same."""
 
+    rank: int
     when: float
-    doing: str
-    state: str
+    moved_at: float
+    doing: str = "starting"
+    state: str = "running"
     waits_for_gpu: bool = False
+    progress: int = -1  # it has said nothing yet
 
 
 class Heartbeat:
@@ -79,7 +82,6 @@ class Heartbeat:
         self.heard: dict[int, Heard] = {}  # by rank
         self.unheard: set[int] = set()  # ranks not heard yet
         self.warn_at = float("inf")  # when to warn of them
-        self.moved: dict[int, tuple[int, float]] = {}  # on rank 0, by rank: `progress` and the time of its last change
         self.noticed_at = float("inf")
         self.verdict: str | None = None
         self.judged, self.closing = threading.Event(), threading.Event()
@@ -106,7 +108,7 @@ class Heartbeat:
             self.socket.connect(server)
         self.token = place["token"]
         now = time.monotonic()
-        self.heard = dict.fromkeys(range(self.world_size) if not self.rank else [0], Heard(now, "starting", "running"))
+        self.heard = {rank: Heard(rank, now, now) for rank in (range(self.world_size) if not self.rank else [0])}
         self.unheard, self.warn_at = set(self.heard) - {self.rank}, now + HANGING * self.beat
 
     # --- the thread ---------------------------------------------------------------------------------------------------
@@ -149,9 +151,11 @@ class Heartbeat:
                 self._hear(json.loads(data), sender)
 
     def _message(self) -> bytes:
-        words = {"token": self.token, "rank": self.rank, "doing": _doing[:500], "state": self.state}
-        words |= {"progress": _changes, "waits_for_gpu": self._waits_for_gpu(), "verdict": self.verdict}
-        return json.dumps(words).encode()
+        return json.dumps(self._own_state() | {"token": self.token, "verdict": self.verdict}).encode()
+
+    def _own_state(self) -> dict[str, Any]:
+        state = {"rank": self.rank, "doing": _doing[:500], "state": self.state}
+        return state | {"waits_for_gpu": self._waits_for_gpu(), "progress": _changes}
 
     def _waits_for_gpu(self) -> bool:
         """Return whether the GPU has unfinished work; asked only of a process without progress for long."""
@@ -161,56 +165,45 @@ class Heartbeat:
             return not torch.cuda.default_stream(self.device).query()
         return True
 
-    def _hear(self, words: dict[str, Any], sender: Any) -> None:
-        if words["token"] != self.token or words["rank"] not in self.heard:
+    def _hear(self, message: dict[str, Any], sender: Any) -> None:
+        if message["token"] != self.token or message["rank"] not in self.heard:
             return
-        now = time.monotonic()
-        self.heard[words["rank"]] = Heard(now, words["doing"], words["state"], words["waits_for_gpu"])
-        self.unheard.discard(words["rank"])
+        self._note(message)
         if self.rank == 0:
-            self._follow(words["rank"], words["progress"], now)
             self.socket.sendto(self._message(), sender)
-        elif words["verdict"]:
-            self.verdict = words["verdict"]
+        elif message["verdict"]:
+            self.verdict = message["verdict"]
 
-    def _follow(self, rank: int, progress: int, now: float) -> None:
-        if self.moved.get(rank, (None,))[0] != progress:
-            self.moved[rank] = (progress, now)
+    def _note(self, state: dict[str, Any]) -> None:
+        now, rank, progress = time.monotonic(), state["rank"], state["progress"]
+        moved_at = self.heard[rank].moved_at if self.heard[rank].progress == progress else now
+        self.heard[rank] = Heard(rank, now, moved_at, state["doing"], state["state"], state["waits_for_gpu"], progress)
+        self.unheard.discard(rank)
 
     def _judge(self, now: float) -> str | None:
         """Return the lost ranks and what they were doing; "" if a collective failed but none is lost; else None."""
         if self.rank == 0:
-            self.heard[0] = Heard(now, _doing, self.state, self._waits_for_gpu())
-            self._follow(0, _changes, now)
+            self._note(self._own_state())
             self._warn_of_unheard(now)
-        heard = {rank: words for rank, words in self.heard.items() if rank not in self.unheard}
-        running = {rank: words for rank, words in heard.items() if words.state in ("running", "failed")}
-        if any(words.state == "noticed" for words in self.heard.values()) or self.state == "noticed":
+        if self.state == "noticed" or any(last.state == "noticed" for last in self.heard.values()):
             self.noticed_at = min(self.noticed_at, now)
+        heard = [last for rank, last in self.heard.items() if rank not in self.unheard]
+        running = [last for last in heard if last.state in ("running", "failed")]
         limit = SILENT * self.beat if self.noticed_at <= now else self.patience
-        silent = {rank: words for rank, words in running.items() if now - words.when > limit}
-        if silent:
-            return "; ".join(f"rank {rank} is gone; last seen: {words.doing}" for rank, words in silent.items())
+        if silent := [last for last in running if now - last.when > limit]:
+            return "; ".join(f"rank {last.rank} is gone; last seen: {last.doing}" for last in silent)
         if self.rank == 0 and now - self.noticed_at > HANGING * self.beat:
             return _name_hanging(running)
-        if self.moved and all(now - since > self.timeout for _, since in self.moved.values()):
-            return self._name_last(running)
+        if self.rank == 0 and all(now - last.moved_at > self.timeout for last in heard):
+            return _name_behind(running, heard)
         return None
-
-    def _name_last(self, running: dict[int, Heard]) -> str | None:
-        """Return the ranks that are behind where none makes progress; None if all have come equally far."""
-        counts = {rank: count for rank, (count, _) in self.moved.items() if not self.heard[rank].waits_for_gpu}
-        if running and not counts.keys() & running:
-            return _name_hanging(running)
-        behind = {rank: words for rank, words in running.items() if counts.get(rank) == min(counts.values())}
-        return _name_hanging(behind) if 0 < len(behind) < len(self.moved) else None
 
     def _warn_of_unheard(self, now: float) -> None:
         if self.unheard and now > self.warn_at:
             self.warn_at = float("inf")
             ranks, port = ", ".join(map(str, sorted(self.unheard))), self.socket.getsockname()[1]
-            words = f"no datagram from rank {ranks} at UDP port {port}: behind a firewall, a lost rank is not reported"
-            print(f"warning: {words}", file=sys.__stderr__, flush=True)
+            text = f"no datagram from rank {ranks} at UDP port {port}: behind a firewall, a lost rank is not reported"
+            print(f"warning: {text}", file=sys.__stderr__, flush=True)
 
     def _end(self, verdict: str) -> None:
         """Send the verdict to the other ranks; exit unless this process is in `await_verdict`."""
@@ -234,9 +227,9 @@ class Heartbeat:
             self.thread.join(LEAVING * self.beat + 1)  # it sends the verdict
         return self.verdict or ""
 
-    def fail(self, words: str) -> None:
-        """Send the error message ``words`` to the other ranks before this process exits."""
-        doing(words)
+    def fail(self, error: str) -> None:
+        """Send the message ``error`` to the other ranks before this process exits."""
+        doing(error)
         self.state = "failed"
         self.closing.wait(LEAVING * self.beat if self.world_size > 1 else 0)
 
@@ -255,10 +248,20 @@ class Heartbeat:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _name_hanging(ranks: dict[int, Heard]) -> str:
-    idle = {rank: words for rank, words in ranks.items() if not words.waits_for_gpu}
+def _name_behind(running: list[Heard], heard: list[Heard]) -> str | None:
+    """Return the ranks that are behind where none makes progress; None if all have come equally far."""
+    judged = [last for last in running if not last.waits_for_gpu]
+    if running and not judged:
+        return _name_hanging(running)
+    least = min((last.progress for last in heard if not last.waits_for_gpu), default=0)
+    behind = [last for last in judged if last.progress == least]
+    return _name_hanging(behind) if 0 < len(behind) < len(heard) else None
+
+
+def _name_hanging(ranks: list[Heard]) -> str:
+    idle = [last for last in ranks if not last.waits_for_gpu]
     how = "hangs" if idle else "waits for its GPU"
-    named = "; ".join(f"rank {rank} {how}; last seen: {words.doing}" for rank, words in (idle or ranks).items())
+    named = "; ".join(f"rank {last.rank} {how}; last seen: {last.doing}" for last in idle or ranks)
     return named if idle or not ranks else f"one GPU hangs, or NCCL between them: {named}"
 
 

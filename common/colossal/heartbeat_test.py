@@ -66,7 +66,7 @@ def test_where_no_datagram_comes_nobody_is_blamed(capfd: pytest.CaptureFixture[s
 def test_who_stood_still_itself_does_not_blame_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     rank1, clock = Heartbeat(1, 2, timeout=4.0), SimpleNamespace(now=0.0)
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    rank1.heard = {0: Heard(0.0, "step 1", "running")}
+    rank1.heard = {0: Heard(0, 0.0, 0.0, "step 1")}
     for seconds, verdict in ((100.0, None), (rank1.beat, "rank 0 is gone; last seen: step 1")):  # first suspended
         monkeypatch.setattr(rank1, "_exchange", lambda _, seconds=seconds: setattr(clock, "now", clock.now + seconds))
         rank1._beat()
@@ -90,7 +90,7 @@ def test_strangers_are_not_heard() -> None:
                 peer.send(message)
             peer.send(json.dumps(words).encode())
             assert json.loads(peer.recv(4096))["rank"] == 0
-            assert rank0.heard[1][1:] == ("mine", "running", False)
+            assert rank0.heard[1][3:] == ("mine", "running", False, 0)
             peer.send(json.dumps(words | {"state": "ended"}).encode())
             peer.recv(4096)
     finally:
@@ -118,10 +118,11 @@ def test_who_waits_for_a_gpu_is_not_blamed_for_being_behind(waiting, verdict, no
     monkeypatch.setattr(heartbeat, "_doing", "rank 0's work")
     monkeypatch.setattr(heartbeat, "_changes", waiting[0][1])
     now = time.monotonic()
-    rank0.heard = {rank: Heard(now, f"rank {rank}'s work", "running", gpu) for rank, (gpu, _) in enumerate(waiting)}
-    rank0.moved = {rank: (count, long_ago) for rank, (_, count) in enumerate(waiting)}
+    rank0.heard = {
+        rank: Heard(rank, now, long_ago, f"rank {rank}'s work", "running", *state) for rank, state in enumerate(waiting)
+    }
     if noticed:
-        rank0.heard[3], rank0.noticed_at = Heard(now, "rank 3's work", "noticed"), long_ago
+        rank0.heard[3], rank0.noticed_at = Heard(3, now, now, "rank 3's work", "noticed"), long_ago
         idle = [f"rank {rank} hangs; last seen: rank {rank}'s work" for rank, (gpu, _) in enumerate(waiting) if not gpu]
         verdict = "; ".join(idle) or verdict
     assert (rank0._judge(now) or "").startswith(verdict or "")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint.model_state import check_architecture
-from common.checkpoint.sources import infer_model, open_source
+from common.checkpoint.model_state import check_architecture, infer_model
+from common.checkpoint.sources import open_source
 from common.errors import UserError
 from common.model.vit import build_sincos2d
 
@@ -75,8 +75,8 @@ def _check_shape(source: str, weights: Mapping[str, Tensor], heads: int | None, 
 
 def _position_of(saved: Tensor, model: Mapping[str, Any]) -> str:
     """Return MODEL.position of a table of positions; ``model`` is its model's shape."""
-    prefix = 0 if model["no_embed_class"] else (model["pool"] == "cls") + model["reg_tokens"]
-    fixed = build_sincos2d(model["image_size"] // model["patch_size"], model["width"], prefix)
+    side = model["image_size"] // model["patch_size"]
+    fixed = build_sincos2d(side, model["width"], max(0, saved.shape[1] - side**2))
     is_fixed = fixed.shape == saved.shape and torch.allclose(saved.float(), fixed, atol=1e-2)
     return "sincos2d" if is_fixed else "learned"
 

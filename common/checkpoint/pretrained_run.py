@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from common.checkpoint.model_state import MODEL
+from common.checkpoint.model_state import MODEL, infer_model
 from common.checkpoint.save import MARKER
 from common.checkpoint.saved_run import LOADERS, SavedRun, open_run
-from common.checkpoint.sources import HUB, infer_model, open_source, resolve_source
+from common.checkpoint.sources import HUB, open_source, resolve_source
 from common.config.load import restore_config
 from common.errors import UserError
 

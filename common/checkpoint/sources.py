@@ -3,7 +3,6 @@
 A model of the Hub is named ``hf-hub:<user>/<name>[@revision]``, or as timm does, ``vit_tiny_patch16_224.augreg_in21k``.
 """
 
-import math
 import os
 import pickle
 import re
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from common.checkpoint.model_state import EMA, MODEL
 from common.checkpoint.save import CONFIG, MARKER
 from common.checkpoint.saved_run import open_run
-from common.config.model_arguments import DEIT3_INIT_VALUES
+from common.config.model_arguments import timm_arguments
 from common.errors import UserError, did_you_mean, first_line
 from common.files import parse_json, read_json, regular_size
 from common.hardware import memory_bytes
@@ -40,18 +39,7 @@ class Source(NamedTuple):
 
 
 # timm.create_model's other arguments load further files and unpickle them.
-SHAPE = {"img_size", "patch_size", "embed_dim", "num_heads", "mlp_ratio", "num_classes", "global_pool", "class_token"}
-SHAPE |= {
-    "qkv_bias",
-    "no_embed_class",
-    "reg_tokens",
-    "pre_norm",
-    "fc_norm",
-    "act_layer",
-    "norm_layer",
-    "init_values",
-    "in_chans",
-}
+SHAPE = {"qkv_bias", "pre_norm", "fc_norm", "act_layer", "norm_layer", "in_chans", *timm_arguments()}
 
 
 class Description(BaseModel):
@@ -193,7 +181,7 @@ def _heads_of_timm(name: str, architecture: str, arguments: Mapping[str, Any]) -
         if type(timm.create_model(architecture)) is not VisionTransformer:
             raise UserError(f"{name}: {architecture} is no plain Vision Transformer; choose a vit_* or deit3_*")
         shape = {key: value for key, value in arguments.items() if key in SHAPE}
-        model = timm.create_model(architecture, **shape, depth=1)  # blocks are alike
+        model = timm.create_model(architecture, **shape | {"depth": 1})  # blocks are alike
     block: Any = model.blocks[0]
     has_gelu = type(block.mlp.act) is nn.GELU and block.mlp.act.approximate == "none"
     has_norm = isinstance(block.norm1, nn.LayerNorm) and block.norm1.eps == 1e-6
@@ -204,26 +192,3 @@ def _heads_of_timm(name: str, architecture: str, arguments: Mapping[str, Any]) -
             "another"
         )
     return block.attn.num_heads
-
-
-def infer_model(name: str, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what the shapes of ``weights`` tell of MODEL: all of its shape but ``heads`` and ``num_classes``."""
-    try:
-        width, _, patch_size, _ = weights["patch_embed.proj.weight"].shape
-        _, tokens, _ = weights["pos_embed"].shape
-        hidden = len(weights["blocks.0.mlp.fc1.weight"])
-    except (KeyError, ValueError, IndexError) as error:
-        raise UserError(
-            f"{name}: no Vision Transformer with timm's parameter names ({first_line(error)}); choose other weights"
-        ) from error
-    registers = weights["reg_token"].shape[1] if "reg_token" in weights else 0
-    depth = len({key.split(".")[1] for key in weights if key.startswith("blocks.")})
-    pool, ratio = "cls" if "cls_token" in weights else "avg", hidden / width
-    ratio = ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
-    prefix = (pool == "cls") + registers
-    no_embed_class = prefix > 0 and math.isqrt(tokens) ** 2 == tokens
-    side = math.isqrt(max(0, tokens - (0 if no_embed_class else prefix)))
-    shape = dict(image_size=side * patch_size, patch_size=patch_size, width=width, depth=depth, mlp_ratio=ratio)
-    # any factor will do, as the weights replace it
-    init_values = DEIT3_INIT_VALUES if "blocks.0.ls1.gamma" in weights else None
-    return shape | dict(pool=pool, no_embed_class=no_embed_class, reg_tokens=registers, init_values=init_values)

@@ -52,10 +52,10 @@ class Engine(UpstreamEngine):
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Tensor:
         model: Any = self.model
-        local = isinstance(model, DistributedDataParallel) and not self.optimizer.completes_step
+        skips_sync = isinstance(model, DistributedDataParallel) and not self.optimizer.completes_step
         if isinstance(self.model, FSDPModule):
             set_communication(self.model, model.training, self.optimizer.completes_step)
-        with model.no_sync() if local else nullcontext(), self.precision.autocast(self.device):
+        with model.no_sync() if skips_sync else nullcontext(), self.precision.autocast(self.device):
             return model(*inputs, **named_inputs).float()
 
 
@@ -71,24 +71,21 @@ def initialize(
     """Set up ``(engine, train_dataloader, test_dataloader, lr_scheduler)`` from ``gpc.config``, after a launch.
 
     Reads ``fp16``, ``clip_grad_norm``, ``gradient_accumulation``, ``torch_ddp``, ``gradient_handler``,
-    ``MAX_SKIPPED``, ``COMPILE``, ``TF32``, ``cudnn_benchmark`` and ``cudnn_deterministic``. Also gives each
-    data-parallel rank its own random numbers.
+    ``MAX_SKIPPED``, ``COMPILE``, ``TF32``, ``cudnn_benchmark`` and ``cudnn_deterministic``; the engine also reads
+    ``zero`` if `shard_model` sharded the model by it. Gives each data-parallel rank its own random numbers.
 
     Replaces legacy/initialize.py:242, which wraps ``lr_scheduler`` to count micro-batches; `Trainer` steps it once per
     optimizer step.
     """
     config = gpc.config
-    torch.backends.cudnn.benchmark = config.get("cudnn_benchmark", False)
-    torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
-    allows_tf32 = config.get("TF32", True)  # in matrix products and convolutions, whose defaults differ
-    torch.set_float32_matmul_precision("high" if allows_tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = allows_tf32  # torch.export fails after setting cudnn.conv.fp32_precision
+    _set_backends(config)
     device = get_accelerator().get_current_device()
     accumulation = config.get("gradient_accumulation") or 1
     precision = build_mixed_precision(config.get("fp16"), device.type)
-    precision.apply(model if isinstance(model, FSDPModule) else model.to(device))
-    max_skipped = config.get("MAX_SKIPPED", MAX_SKIPPED)
-    step_optimizer = StepOptimizer(optimizer, accumulation, precision.scaler, max_skipped)
+    if not isinstance(model, FSDPModule):
+        model.to(device)
+    precision.apply(model)
+    step_optimizer = StepOptimizer(optimizer, accumulation, precision.scaler, config.get("MAX_SKIPPED", MAX_SKIPPED))
     if should_compile(how := config.get("COMPILE", False), device.type):
         compile_model(model, how)
         if how == GRAPHS:
@@ -110,6 +107,14 @@ def initialize(
     if test_dataloader is not None:
         test_dataloader = WholeSteps(test_dataloader)
     return engine, train_dataloader, test_dataloader, lr_scheduler
+
+
+def _set_backends(config: Mapping[str, Any]) -> None:
+    torch.backends.cudnn.benchmark = config.get("cudnn_benchmark", False)
+    torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
+    allows_tf32 = config.get("TF32", True)  # in matrix products and convolutions, whose defaults differ
+    torch.set_float32_matmul_precision("high" if allows_tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = allows_tf32  # torch.export fails after setting cudnn.conv.fp32_precision
 
 
 def _synchronise(

@@ -8,7 +8,6 @@ from common.colossal.generators import capture_generators, generator_states, set
 from common.colossal.heartbeat import doing, progress
 from common.colossal.inference import Predictor
 from common.colossal.launchers import get_default_parser, launch_from_openmpi, launch_from_slurm, launch_from_torch
-from common.colossal.repairs import repair_cpu_timers, repair_old_paths
 from common.colossal.tensor_parallel.check import check_tensor_parallel, describe_tensor_parallel, resolve_parallel
 from common.colossal.tensor_parallel.gradients import build_norm_reducer
 from common.colossal.tensor_parallel.sharding import (
@@ -23,6 +22,4 @@ from common.colossal.trainer import Trainer
 from common.colossal.upstream import AMP_TYPE, BaseHook, LinearWarmupLR, ParallelMode, gpc
 from common.colossal.zero import check_zero, shard_model
 
-repair_old_paths()
-repair_cpu_timers()
 repair_context()

@@ -1,5 +1,6 @@
-"""All imports from Colossal-AI, in one place."""
+"""All imports from Colossal-AI, in one place, and the repairs that these need."""
 
+import sys
 from typing import Any
 
 from common.colossal.import_stubs import check_version, quiet_import
@@ -34,3 +35,21 @@ with quiet_import():
     from colossalai.nn.lr_scheduler import LinearWarmupLR
 
 gpc: Any = global_context  # Any: upstream does not annotate attributes set by a launch
+
+
+def repair_old_paths() -> None:
+    """Make `from colossalai.amp import AMP_TYPE` and `colossalai.zero.shard_utils` work, as configs import them.
+
+    0.5.0 moved them to legacy/amp/amp_type.py:7 and legacy/zero/shard_utils, and left amp/__init__.py empty.
+    """
+    colossalai.amp.AMP_TYPE = AMP_TYPE
+    sys.modules["colossalai.zero.shard_utils"] = shard_utils
+
+
+def repair_cpu_timers() -> None:
+    """Make `MultiTimer`, an argument of `Trainer`, work on CPUs: accelerator/cpu_accelerator.py:57 raises."""
+    CpuAccelerator.synchronize = lambda self, device=None: None
+
+
+repair_old_paths()
+repair_cpu_timers()

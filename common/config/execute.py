@@ -28,7 +28,7 @@ def execute(path: Path, overrides: Overrides, used: set[str] | None = None) -> d
     Raises `UserError` for a file that does not run, with the line that fails.
     """
     try:
-        return _run(path, overrides, set() if used is None else used)
+        return _execute_twice(path, overrides, set() if used is None else used)
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
@@ -45,26 +45,32 @@ def _place(error: BaseException, path: Path) -> str:
     return f"{lines[-1][0]}, line {lines[-1][1]}" if lines else str(path)
 
 
-def _run(path: Path, overrides: Overrides, used: set[str]) -> dict[str, Any]:
+def _execute_twice(path: Path, overrides: Overrides, used: set[str]) -> dict[str, Any]:
+    """Execute a file for what it assigns, then, if it imports recipes, once more with that in force in them.
+
+    So the last file of a chain of n imports is executed up to 2**n times.
+    """
     tree = ast.parse(read_bytes(path), str(path))
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     used |= {node.id for node in names if isinstance(node.ctx, ast.Load)}
     stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-    values = _execute(tree, path, overrides, overrides, used)
+    values = _execute_once(tree, path, overrides, overrides, used)
     own = {name: values[name] for name in stored if name in values}
     if len(own) == len(values):  # it imports nothing
         return values
     fixed = {name: (copied(value),) for name, value in own.items()}
-    return _execute(tree, path, overrides, {**overrides, **fixed}, used) | own
+    return _execute_once(tree, path, overrides, {**overrides, **fixed}, used) | own
 
 
-def _execute(tree: ast.Module, path: Path, overrides: Overrides, in_bases: Overrides, used: set[str]) -> dict[str, Any]:
+def _execute_once(
+    tree: ast.Module, path: Path, overrides: Overrides, in_bases: Overrides, used: set[str]
+) -> dict[str, Any]:
     namespace = {"__name__": NAME, "__file__": str(path), **PREDEFINED}
     assignments: Any = _Assignments(namespace, overrides)
     try:
         for node in tree.body:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("configs."):
-                namespace |= _import(node, path, in_bases, used)
+                namespace |= _execute_recipe(node, path, in_bases, used)
             else:
                 exec(compile(ast.Module([node], []), str(path), "exec"), namespace, assignments)
     except Exception:  # blame it on a given value that is wrong by itself, if one is, not on what derives from it
@@ -74,12 +80,12 @@ def _execute(tree: ast.Module, path: Path, overrides: Overrides, in_bases: Overr
     return {k: v for k, v in namespace.items() if not k.startswith("_") and not isinstance(v, skipped)}
 
 
-def _import(node: ast.ImportFrom, path: Path, overrides: Overrides, used: set[str]) -> dict[str, Any]:
+def _execute_recipe(node: ast.ImportFrom, path: Path, overrides: Overrides, used: set[str]) -> dict[str, Any]:
     """Run the config that ``from configs.x import ...`` names, ``vit_b16`` for ``vit-b16.py`` too; return the names."""
     files = {f"configs.{file.stem.replace('-', '_')}": file for file in FOLDER.glob("[!_]*.py")}
     if node.module not in files:
         raise UserError(f"{path}, line {node.lineno}: no recipe {node.module}{did_you_mean(str(node.module), files)}")
-    values = _run(files[node.module], overrides, used)
+    values = _execute_twice(files[node.module], overrides, used)
     names = {alias.name: alias.asname or alias.name for alias in node.names}
     if missing := names.keys() - values.keys() - {"*"}:
         raise UserError(f"{path}, line {node.lineno}: {node.module} has no {', '.join(missing)}")

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from common.errors import UserError, printable
 from common.object_store import StorePath
 
+ROOT = Path(__file__).resolve().parents[1]  # of the repository
 MAX_TEXT = 1 << 24  # bytes of a file that is read whole: a manifest of 50,000 shards, and little enough to be wrong
 SHOWN = 100  # characters of a value in an error
 MANY = 1000  # errors beyond which none is described: a million take pydantic 6 s and 0.5 GB
@@ -109,6 +110,12 @@ def sha256_of(path: Path, most: float = math.inf) -> str:
     regular_size(path, most)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def md5_of(path: Path) -> str:
+    """Return the MD5 sum of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "md5").hexdigest()
 
 
 def fingerprint_of(parts: Iterable[object]) -> str:

@@ -1,6 +1,5 @@
 """Download an archive, verify its checksum and unpack it."""
 
-import hashlib
 import shutil
 import tarfile
 import zipfile
@@ -9,7 +8,7 @@ from lzma import LZMAError
 from pathlib import Path
 
 from common.errors import UserError
-from common.files import folder_lock
+from common.files import folder_lock, md5_of
 
 TIMEOUT = 30.0  # seconds without a byte
 RETRIES = 3  # after pauses of 1, 2 and 3 seconds
@@ -32,7 +31,7 @@ def fetch(folder: Path, archive: Path, url: str, md5: str, allow_download: bool,
             return
         if not archive.is_file():
             download(url, archive, md5)
-        elif (found := _md5_of(archive)) != md5:
+        elif (found := md5_of(archive)) != md5:
             raise UserError(f"{archive}: MD5 {found} is not {md5}; remove the file and download it again")
         extract(archive, folder.name, root)
 
@@ -53,11 +52,6 @@ def download(url: str, path: Path, md5: str) -> None:
     except (OSError, ValueError) as error:  # of requests; of a wrong checksum
         reason = " ".join(str(error).split())
         raise UserError(f"{url}: {reason}; rerun the command, or download the file yourself to {path}") from error
-
-
-def _md5_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "md5").hexdigest()
 
 
 def extract(archive: Path, name: str, folder: Path) -> None:

@@ -15,16 +15,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
 from common.errors import UserError
+from common.files import ROOT
 from common.launch.stop_signals import die_with
 
-ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]
 Rounds = Iterator[Row]  # of a variant; the work of a round is the body of ``for measured in rounds``
 COMPLETE, NOT_RUN, UNFINISHED, FAILED = "complete", "not run", "unfinished", "failed"

@@ -22,11 +22,11 @@ from pathlib import Path
 from common.config.batch_plan import build_plan
 from common.config.load import find_config, load_config
 from common.errors import UserError, command_parser
+from common.files import ROOT
 from common.launch.stop_signals import SIGNALS, exit_code, signal_name
 from common.table import format_table
 from common.tools.sweep_results import draw, is_finished, read_sweep, tabulate
 
-ROOT = Path(__file__).parents[2]
 # by the beginning of a recipe's name
 TRAIN_SCRIPTS = {
     "vit_lite": "cifar10_benchmark/train.py",

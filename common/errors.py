@@ -13,10 +13,11 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 PATIENCE = 5.0  # seconds in which the first process can speak before a launcher ends it because another has left
+AT_END = ExitStack()  # what `run_command` undoes, whatever ends its main function
 # Control characters, line separators, and bytes of a file's name that are not UTF-8.
 UNWRITABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 # Overrides of the direction of text too, which let a name pass for another.
@@ -128,8 +129,7 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
         sys.exit(2)
     finally:
         _give_up_lost_output()
-        if signals := sys.modules.get("common.launch.stop_signals"):
-            signals.stop_signals.restore()
+        AT_END.close()
         if is_whole_program:  # all is written, and Python's own shutdown would answer Ctrl-C with a traceback
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 

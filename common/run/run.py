@@ -16,7 +16,7 @@ from common.checkpoint.resume import ask_first_rank
 from common.checkpoint.save import newest_checkpoint
 from common.colossal import BaseHook, ParallelMode, gpc, shutdown
 from common.config.batch_plan import Plan
-from common.files import short_path, unlock_folder
+from common.files import ROOT, short_path, unlock_folder
 from common.launch.stop_signals import exit_code, signal_name, stop_signals
 from common.metrics.hook import MetricsHook
 from common.metrics.lr_finder import LearningRateFinder
@@ -69,7 +69,7 @@ class Run:
         metrics = MetricsHook(
             self.plan, self.output, is_main=self.is_main, peak_samples_per_s=peak, start=start, **config["LOG"]
         )
-        ema = [EmaHook(model, config["EMA"])] if config["EMA"] else []
+        ema = EmaHook(model, config["EMA"]) if config["EMA"] else None
         checkpoints = CheckpointHook(
             self.output / "checkpoints",
             model,
@@ -79,9 +79,9 @@ class Run:
             every=config["CHECKPOINT_EVERY"],
             keep=config["KEEP"],
             start_from=self.start_from,
-            averages=ema[0].averages if ema else None,
+            averages=ema.averages if ema else None,
         )
-        return [metrics, *ema, checkpoints]
+        return [hook for hook in (metrics, ema, checkpoints) if hook is not None]
 
     def finish(self) -> None:
         """Leave the process group and print the output paths; the last line is the final top-1.
@@ -103,7 +103,7 @@ class Run:
         print(f"curves       {shown}/loss.jpeg\n             {shown}/acc.jpeg")
         print(f"checkpoint   {checkpoint and short_path(checkpoint)}")
         print(f"tensorboard  tensorboard --logdir {quote(f'{shown}/tensorboard')}")
-        report = short_path(Path(__file__).parents[2] / "scripts" / "report.py")
+        report = short_path(ROOT / "scripts" / "report.py")
         print(f"next         python {quote(report)} {quote(shown)}")
         print("             # or evaluate.py, predict.py, export.py")
         if best := describe_best(self.output):

@@ -16,7 +16,7 @@ from common.checkpoint.resume import AUTO, NEVER, ask_first_rank, note_start
 from common.checkpoint.save import CONFIG
 from common.colossal import MixedPrecision, progress, shutdown
 from common.config.batch_plan import DataSummary, Plan
-from common.errors import UserError
+from common.errors import AT_END, UserError
 from common.estimate.cluster import parse_cluster
 from common.estimate.dry_run import IMAGENET, describe_options, print_dry_run
 from common.files import lock_folder
@@ -59,6 +59,7 @@ def start_run(
             print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None, notes, images)
         return None
     assert data is not None
+    AT_END.callback(stop_signals.restore)
     stop_signals.install(launch.launcher == "torch", progress, config["TIMEOUT"])
     output = Path(args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem).resolve()
     start(launch, config)

@@ -275,9 +275,16 @@ def test_every_config_snippet_loads(write, page, snippet):
     assert all(config[name] is not None for name in names)
 
 
+REGENERATE = r""".venv/bin/python -c '
+from pathlib import Path
+from common.config.schema import keys_as_markdown
+page = Path("docs/config.md")
+page.write_text(page.read_text().partition("| key |")[0] + keys_as_markdown() + "\n")'"""
+
+
 def test_the_documentation_lists_the_keys_as_they_are():
     page = ROOT / "docs" / "config.md"
-    assert keys_as_markdown() in page.read_text()
+    assert keys_as_markdown() in page.read_text(), f"regenerate its table:\n{REGENERATE}"
 
 
 def test_every_bound_is_kept() -> None:

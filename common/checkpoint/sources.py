@@ -180,8 +180,8 @@ def _heads_of_timm(name: str, architecture: str, arguments: Mapping[str, Any]) -
     with torch.device("meta"):
         if type(timm.create_model(architecture)) is not VisionTransformer:
             raise UserError(f"{name}: {architecture} is no plain Vision Transformer; choose a vit_* or deit3_*")
-        shape = {key: value for key, value in arguments.items() if key in SHAPE}
-        model = timm.create_model(architecture, **shape | {"depth": 1})  # blocks are alike
+        shape: dict[str, Any] = {key: arguments[key] for key in arguments.keys() & SHAPE} | {"depth": 1}
+        model = timm.create_model(architecture, **shape)  # blocks are alike
     block: Any = model.blocks[0]
     has_gelu = type(block.mlp.act) is nn.GELU and block.mlp.act.approximate == "none"
     has_norm = isinstance(block.norm1, nn.LayerNorm) and block.norm1.eps == 1e-6

@@ -56,12 +56,12 @@ def compile_model(model: nn.Module, how: bool | str | None, backend: str | Calla
     continues; a whole model has all its gradients at the end.
     """
     # with AMP_TYPE.NAIVE or drop_path every block is compiled separately; beyond the limit dynamo stops compiling
-    limit = GRAPHS_PER_BLOCK * len(model.blocks)
+    blocks = list(model.get_submodule("blocks").children())
+    limit = GRAPHS_PER_BLOCK * len(blocks)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     # do not split graphs at DDP's bucket boundaries: blocks are small enough to overlap with communication
     torch._dynamo.config.optimize_ddp = False
-    parts = [model] if how in (MODEL, GRAPHS) else model.get_submodule("blocks").children()
-    for part in parts:
+    for part in [model] if how in (MODEL, GRAPHS) else blocks:
         part.compile(backend=backend, mode="reduce-overhead" if how == GRAPHS else None)
 
 

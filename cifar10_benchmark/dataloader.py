@@ -22,8 +22,8 @@ from common.config.load import refuse_unused
 from common.data.crops import CenterCrop
 from common.data.cuda_prefetch import prefetch
 from common.data.loader import Loader
+from common.data.micro_batches import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
 from common.data.photographs import SHARDS_ONLY
-from common.data.sampling import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
 from common.errors import UserError
 
 # keys of DATA for photographs only

@@ -10,8 +10,9 @@ import numpy as np
 from torchvision.datasets import CIFAR10
 
 from common.data.corrupt_images import reason_of
+from common.data.decode import decode_image
 from common.data.download import fetch
-from common.data.image_folder import FolderSplit, decode_image, list_splits
+from common.data.image_folder import FolderSplit, list_splits
 from common.errors import UserError
 from common.files import fingerprint_of
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from common.config.schema import Data, plain_values
 from common.data.loader import Loader
-from common.data.sampling import NO_LABEL
+from common.data.micro_batches import NO_LABEL
 from common.errors import UserError
 from imagenet_dali import imagenet_dali_dataloader
 from imagenet_dali.dataloader import build_eval_loader, build_train_loader, describe_data, open_images

@@ -19,9 +19,9 @@ from PIL import Image
 from torch import Tensor
 
 from common.data.crops import Crop, Crops, reflected
+from common.data.micro_batches import NO_LABEL, Draw
 from common.data.pixels import Normalizer, resample
 from common.data.record_reader import Record, RecordReader
-from common.data.sampling import NO_LABEL, Draw
 from common.data.torchvision_dataloader import Augment
 from common.errors import UserError
 from imagenet_dali.dataset import Split

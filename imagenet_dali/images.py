@@ -9,7 +9,7 @@ import simplejpeg
 from PIL import Image
 
 from common.data.corrupt_images import UNREADABLE
-from common.data.image_folder import FORMATS, check_pixels, decode_image, is_turned
+from common.data.decode import FORMATS, check_pixels, decode_image, is_turned
 
 RESAMPLING = Image.Resampling.LANCZOS
 _JPEG_MAGIC = b"\xff\xd8\xff"

@@ -17,7 +17,7 @@ from common.checkpoint.hook import CheckpointHook
 from common.checkpoint.save import list_checkpoints, load_trainer_state, newest_checkpoint, write_checkpoint
 from common.colossal import BaseHook, Trainer
 from common.data.crops import CenterCrop, RandomCrop
-from common.data.sampling import Draw
+from common.data.micro_batches import Draw
 from common.data.torchvision_dataloader import TorchvisionReader
 from common.errors import AgreedError, UserError
 from common.launch.stop_signals import stop_signals

@@ -12,8 +12,8 @@ from common.data.color_augment import ColorAugment
 from common.data.crops import UNIFORMS_PER_SAMPLE as UNIFORMS_PER_CROP
 from common.data.crops import RandomCrop
 from common.data.loader import Loader
+from common.data.micro_batches import COLORS, ERASING, TrainSampler, sample_uniforms
 from common.data.mixup import cut_and_paste, mix
-from common.data.sampling import COLORS, ERASING, TrainSampler, sample_uniforms
 
 # area and aspect ratio of the erased rectangle, as in torchvision and timm
 ERASED = RandomCrop(scale=(0.02, 1 / 3), ratio=(0.3, 3.3), flip=False)

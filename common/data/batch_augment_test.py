@@ -10,7 +10,7 @@ from torchvision.transforms import v2
 from common.data.batch_augment import UNIFORMS_PER_SAMPLE, BatchAugment, erase
 from common.data.color_augment import ColorAugment
 from common.data.loader import Loader
-from common.data.sampling import Draw, TrainSampler
+from common.data.micro_batches import Draw, TrainSampler
 
 SIDE = 6
 

@@ -7,8 +7,8 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as F
 
 from common.data.crops import UNIFORMS_PER_SAMPLE, CenterCrop, Crops, RandomCrop, SimpleCrop
+from common.data.micro_batches import sample_uniforms
 from common.data.pixels import crop_image
-from common.data.sampling import sample_uniforms
 
 DRAWS = 4000
 

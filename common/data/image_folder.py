@@ -1,32 +1,25 @@
-"""Labelled images in folders: list them, split them, read and decode one."""
+"""Labelled images in folders: list them, split them, read one."""
 
-import io
 import os
 import random
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import simplejpeg
-from PIL import ExifTags, Image, ImageOps
 
+from common.data.decode import MAX_PIXELS
 from common.errors import UNWRITABLE, UserError, printable
 from common.files import fingerprint_of, read_bytes
 
-# Pillow's other formats run programs, or are not for photographs
-FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")
 # Suffixes of images, or none; of kinds too that are not read, so that such images are refused and not ignored.
 IMAGE_SUFFIX = re.compile(
     r"(\.(a?png|arw|avif|bmp|cr[23]|dib|dng|gif|hei[cf]|ico|j2k|jp2|jpe?g?|ji?fif?|jxl|nef|p[bgnp]m|pcx|psd|svg|tga|"
     r"tiff?|webp))?",
     re.IGNORECASE,
 )
-MAX_PIXELS = 100_000_000  # 300 MB when decoded; beyond it, a header that lies is likelier than a photograph
 MAX_BYTES = 4 * MAX_PIXELS + (1 << 20)  # of an image: four channels without compression, and metadata
-Image.MAX_IMAGE_PIXELS = None  # `check_pixels` refuses what Pillow would only warn of
 
 Files = list[tuple[str, int]]  # (path relative to the root, label)
 
@@ -127,16 +120,6 @@ def split_by_class(files: Files, share: float, seed: int) -> tuple[Files, Files]
     return kept, held_out
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Return an image in RGB: alpha is dropped, 16 bits become 8; raise ValueError where the range is not known."""
-    # 16 bits, which Pillow would clip at 255; those of a PPM file are in mode "I"
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
-        image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise ValueError("32-bit pixels, whose range is not known")
-    return image.convert("RGB")
-
-
 class FolderSplit:
     """One split of the images below ``root``."""
 
@@ -181,32 +164,3 @@ class FolderSplit:
             except OSError:
                 size = -1  # reading it fails, and counts it as a bad image
             yield f"{label} {size} {path}"
-
-
-def check_pixels(height: int, width: int) -> None:
-    """Raise `ValueError` for an image that is too large to be decoded."""
-    if height * width > MAX_PIXELS:
-        raise ValueError(f"{width}x{height} is more than {MAX_PIXELS // 1_000_000} million pixels")
-
-
-def decode_image(data: bytes | memoryview) -> np.ndarray:
-    """Decode an image to RGB, uint8 [Y, X, 3], turned as its EXIF block says.
-
-    Raises `ValueError` beyond `MAX_PIXELS`, what `to_rgb` raises, and what Pillow does.
-    """
-    image = Image.open(io.BytesIO(data), formats=FORMATS)
-    check_pixels(image.height, image.width)
-    if is_turned(image):
-        return np.array(to_rgb(ImageOps.exif_transpose(image)))
-    if image.format == "JPEG" and image.mode == "RGB":
-        with suppress(ValueError):  # Pillow repairs more
-            return simplejpeg.decode_jpeg(data)  # the same pixels in less than half the time
-    return np.array(to_rgb(image))
-
-
-def is_turned(image: Image.Image) -> bool:
-    """Return whether an image's EXIF block says that it is to be turned or mirrored."""
-    try:
-        return image.getexif().get(ExifTags.Base.Orientation) in range(2, 9)
-    except Exception:  # a damaged EXIF block says nothing against the pixels
-        return False

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.data.sampling import Draw, EvalSampler, TrainSampler
+from common.data.micro_batches import Draw, EvalSampler, TrainSampler
 from common.errors import AgreedError, UserError
 
 Batch = tuple[Tensor, Tensor]

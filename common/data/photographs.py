@@ -12,7 +12,7 @@ import torch
 
 from common.data.crops import UNIFORMS_PER_SAMPLE, CenterCrop, Crop, RandomCrop, SimpleCrop
 from common.data.loader import BatchReader, Loader
-from common.data.sampling import EvalSampler, TrainSampler
+from common.data.micro_batches import EvalSampler, TrainSampler
 from common.data.torchvision_dataloader import Augment, ImageSplit, TorchvisionReader
 from common.hardware import rank_cores
 

@@ -7,8 +7,8 @@ from PIL import Image
 from torchvision.transforms import functional as F
 
 from common.data.crops import UNIFORMS_PER_SAMPLE, RandomCrop
+from common.data.micro_batches import sample_uniforms
 from common.data.pixels import Normalizer, crop_image
-from common.data.sampling import sample_uniforms
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])

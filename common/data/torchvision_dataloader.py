@@ -16,10 +16,10 @@ from torch import Tensor
 from common.data.corrupt_images import BadImages, reason_of
 from common.data.crops import Crop
 from common.data.cuda_prefetch import prefetch
-from common.data.image_folder import decode_image
+from common.data.decode import decode_image
+from common.data.micro_batches import NO_LABEL, PADDING, Draw
 from common.data.pixels import Normalizer, crop_image
 from common.data.record_reader import Record, RecordReader, RecordSource
-from common.data.sampling import NO_LABEL, PADDING, Draw
 from common.data.worker_pool import WorkerPool
 from common.errors import UserError
 

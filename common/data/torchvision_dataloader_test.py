@@ -12,7 +12,7 @@ from torchvision.transforms import functional as F
 from common.data.crops import UNIFORMS_PER_SAMPLE, CenterCrop, RandomCrop
 from common.data.image_folder import FolderSplit, list_files
 from common.data.loader import Loader
-from common.data.sampling import NO_LABEL, EvalSampler, TrainSampler
+from common.data.micro_batches import NO_LABEL, EvalSampler, TrainSampler
 from common.data.torchvision_dataloader import TorchvisionReader
 from common.errors import UserError
 

@@ -5,7 +5,7 @@ import io
 import random
 from pathlib import Path
 
-from common.data.sampling import epoch_order
+from common.data.micro_batches import epoch_order
 from common.metrics.writers import read_metrics
 from faults.lab import ONE, TWO, Lab, Mode, Trial, fault, read_result
 from faults.places import Place, at

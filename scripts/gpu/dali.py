@@ -13,7 +13,7 @@ from torch import Tensor
 from common.config.load import load_config
 from common.data.crops import UNIFORMS_PER_SAMPLE, RandomCrop
 from common.data.loader import Loader
-from common.data.sampling import TrainSampler
+from common.data.micro_batches import TrainSampler
 from common.hardware import cores
 from common.testing.photographs import write_photographs
 from common.tools.harness import Row

@@ -11,7 +11,7 @@ from cifar10_benchmark.dataloader import READ_AHEAD, MemoryReader
 from cifar10_benchmark.dataset import Images
 from common.config.load import load_config
 from common.data.loader import Loader
-from common.data.sampling import TrainSampler
+from common.data.micro_batches import TrainSampler
 from common.tools.harness import Row
 from gpu.job import PRECISIONS, TINY, Job, open_engine, train_step
 

@@ -1,4 +1,4 @@
-"""Add a finished run to a task's table of results: ``python scripts/record.py RUN TASK/results.csv``."""
+"""Add finished runs, or those of a sweep, to a task's results: ``python scripts/record.py RUN TASK/results.csv``."""
 
 import csv
 import math
@@ -7,22 +7,23 @@ from pathlib import Path
 
 from common.errors import UserError, command_parser
 from common.metrics.provenance import format_command, name_hardware
-from common.tools.report import load_run
+from common.tools.report import find_runs, load_run
 
 
 def main(argv: list[str]) -> None:
     parser = command_parser(__doc__)
-    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run or a sweep")
     parser.add_argument("table", type=Path, help="CSV file; made if it is not there")
     args = parser.parse_args(argv)
-    row = summarise(args.run)
+    rows = [summarise(run) for named in args.runs for run in find_runs(named)]
     is_new = not args.table.exists()
     with args.table.open("a", newline="") as file:
-        writer = csv.DictWriter(file, row, lineterminator="\n")
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         if is_new:
             writer.writeheader()
-        writer.writerow(row)
-    print(", ".join(f"{name}={value}" for name, value in list(row.items())[:-3]))
+        writer.writerows(rows)
+    for row in rows:
+        print(", ".join(f"{name}={value}" for name, value in list(row.items())[:-3]))
 
 
 def summarise(run: Path) -> dict[str, object]:

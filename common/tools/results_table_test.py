@@ -28,13 +28,16 @@ def write(folder, records) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
 
 
-def test_a_run_becomes_a_row_and_a_second_run_another(tmp_path):
-    write(tmp_path, RECORDS)
-    for _ in range(2):
-        record.main([str(tmp_path), str(tmp_path / "results.csv")])
-    rows = list(csv.DictReader((tmp_path / "results.csv").read_text().splitlines()))
-    assert len(rows) == 2
-    row = rows[1]
+def test_a_run_becomes_a_row_and_those_of_a_sweep_others(tmp_path):
+    sweep, table = tmp_path / "sweep", tmp_path / "results.csv"
+    for name in ("A=1", "A=2"):
+        (sweep / name).mkdir(parents=True)
+        write(sweep / name, RECORDS)
+    for named in (sweep / "A=1", sweep):
+        record.main([str(named), str(table)])
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert len(rows) == 3
+    row = rows[2]
     assert (row["top1"], row["first_loss"], row["last_loss"], row["minutes"]) == ("0.2500", "2.0000", "1.0000", "1.5")
     assert row["hardware"] == "2 cores of A CPU, AVX2"
     assert (row["versions"], row["commit"]) == ("torch=2.15.0", "0123456789ab")

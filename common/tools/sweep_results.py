@@ -91,7 +91,7 @@ def draw(runs: Sequence[FinishedRun], path: Path, best: str | None = None) -> bo
 
     On the right the colour tells the first key's value; on both sides the style of a line tells the other keys. Runs
     that differ only in `SEED` are one point, their mean, with a bar from the least to the greatest. ``best`` names a
-    key of whose values only the one with the highest mean is drawn.
+    key of whose values only the one with the highest mean is drawn, on both sides.
     """
     keys = _keys(runs)
     if best is not None and best not in keys[1:]:
@@ -100,9 +100,11 @@ def draw(runs: Sequence[FinishedRun], path: Path, best: str | None = None) -> bo
         return False
     figure, (against_key, against_epoch) = build_figure(11, 4.5, columns=2)
     points = chosen_points(runs, best)
+    if best is not None and points:
+        runs = [run for chosen in points.values() for run in chosen]
     lines = list(dict.fromkeys(_line(run, keys, best) for run in runs))
     for number, line in enumerate(lines):
-        tops = {x: tops for (x, of), tops in points.items() if of == line}
+        tops = {x: [_top1(run) for run in chosen] for (x, of), chosen in points.items() if of == line}
         label = ", ".join(f"{key}={value}" for key, value in line)
         if tops:
             style = dict(label=label, color=f"C{number % 10}", linestyle=STYLES[number % len(STYLES)])
@@ -115,22 +117,27 @@ def draw(runs: Sequence[FinishedRun], path: Path, best: str | None = None) -> bo
     return True
 
 
-def chosen_points(runs: Sequence[FinishedRun], best: str | None) -> dict[Point, list[float]]:
-    """Return the final top-1, in per cent, of the finished runs at each point; there are several if seeds differ.
+def chosen_points(runs: Sequence[FinishedRun], best: str | None) -> dict[Point, list[FinishedRun]]:
+    """Return the finished runs at each point; there are several if seeds differ.
 
     Of the points that differ only in the key ``best`` only the one with the highest mean stays, without that key.
     """
     keys = _keys(runs)
-    points: dict[Point, list[float]] = {}
+    points: dict[Point, list[FinishedRun]] = {}
     for run in filter(_is_complete, runs):
         x = _value(run, keys[0]) if keys else run.name
-        points.setdefault((x, _line(run, keys)), []).append(100 * run.of_kind("eval")[-1]["top1"])
-    chosen: dict[Point, list[float]] = {}
-    for (x, line), tops in points.items():
+        points.setdefault((x, _line(run, keys)), []).append(run)
+    chosen: dict[Point, list[FinishedRun]] = {}
+    for (x, line), same in points.items():
         rest = x, tuple((key, value) for key, value in line if key != best)
-        if rest not in chosen or mean(tops) > mean(chosen[rest]):
-            chosen[rest] = tops
+        if rest not in chosen or mean(map(_top1, same)) > mean(map(_top1, chosen[rest])):
+            chosen[rest] = same
     return chosen
+
+
+def _top1(run: FinishedRun) -> float:
+    """Return the final top-1 in per cent."""
+    return 100 * float(run.of_kind("eval")[-1]["top1"])
 
 
 def _line(run: FinishedRun, keys: Sequence[str], best: str | None = None) -> Line:
@@ -155,7 +162,7 @@ def _draw_curves(axes: Any, runs: Sequence[FinishedRun], keys: Sequence[str], li
     for value, color in colors.items():  # one entry for all runs of a value, in a solid line
         axes.plot([], [], color=color, label=f"{keys[0]}={value}" if keys else value)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.set(xlabel="epoch", ylabel="top-1 of every run, %")
+    axes.set(xlabel="epoch", ylabel="top-1 of each run, %")
     place_legend(axes, columns=1 if any(len(str(value)) > LONG for value in values) else 2)
 
 
@@ -165,7 +172,7 @@ def _draw_line(axes: Any, points: Mapping[Any, list[float]], style: Mapping[str,
     below = [middle - min(points[x]) for x, middle in zip(places, middles, strict=True)]
     above = [max(points[x]) - middle for x, middle in zip(places, middles, strict=True)]
     xs = places if _is_numeric(points) else [str(x) for x in places]
-    axes.plot(xs, middles, marker="o", **style | ({} if _is_numeric(points) else {"linestyle": ""}))
+    axes.plot(xs, middles, marker="o", **{**style, **({} if _is_numeric(points) else {"linestyle": ""})})
     if any([*below, *above]):
         axes.errorbar(xs, middles, [below, above], capsize=3, fmt="none", color=style["color"])
 

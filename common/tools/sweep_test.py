@@ -116,14 +116,17 @@ def test_points_are_means_over_seeds_and_the_best_rate(tmp_path: Path, monkeypat
     runs = [finished_run(14, 0.1, 1, 0.5), finished_run(14, 0.1, 2, 0.7)]  # 60 % on average
     runs += [finished_run(14, 0.2, 1, 0.65), finished_run(14, 0.3, 1, 0.9, last_step=40)]  # the last is unfinished
     assert chosen_points(runs, None) == {
-        (14, (("LEARNING_RATE", 0.1),)): pytest.approx([50, 70]),
-        (14, (("LEARNING_RATE", 0.2),)): pytest.approx([65]),
+        (14, (("LEARNING_RATE", 0.1),)): runs[:2],
+        (14, (("LEARNING_RATE", 0.2),)): runs[2:3],
     }
-    assert chosen_points(runs, "LEARNING_RATE") == {(14, ()): pytest.approx([65])}
-    assert draw(runs, tmp_path / "sweep.png", "LEARNING_RATE")
-    runs[-1].about["config"]["TOTAL_BATCH_SIZE"] = 28
+    assert chosen_points(runs, "LEARNING_RATE") == {(14, ()): runs[2:3]}
     drawn = []
     monkeypatch.setattr(sweep_results, "save_figure", lambda figure, path: drawn.append(figure))
+    assert draw(runs, tmp_path / "sweep.png", "LEARNING_RATE")
+    left, right = drawn.pop().axes
+    assert left.lines[0].get_ydata() == pytest.approx([65])
+    assert [line.get_ydata() for line in right.lines if len(line.get_ydata())] == [pytest.approx([65])]
+    runs[-1].about["config"]["TOTAL_BATCH_SIZE"] = 28
     assert draw(runs, tmp_path / "sweep.png")
     left, right = drawn[0].axes
     assert legend_of(left) == ["LEARNING_RATE=0.1", "LEARNING_RATE=0.2"]

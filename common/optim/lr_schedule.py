@@ -26,7 +26,10 @@ def learning_rate_factor(name: str, step: int, total_steps: int, warmup_steps: i
 
 
 def build_lr_scheduler(optimizer: Optimizer, name: str, total_steps: int, warmup_steps: int = 0) -> LambdaLR:
-    """Build the schedule `name` ("linear" or "cosine"), to be stepped once an optimizer step."""
-    assert 0 <= warmup_steps < total_steps, "as `build_plan` has checked"
+    """Build the schedule ``name``, to be stepped once an optimizer step; raise ValueError for other arguments."""
+    if name not in ("linear", "cosine") or not 0 <= warmup_steps < total_steps:
+        raise ValueError(
+            f"schedule {name!r}, {warmup_steps} of {total_steps} steps warm-up: use linear or cosine, and fewer"
+        )
     factor = functools.partial(learning_rate_factor, name, total_steps=total_steps, warmup_steps=warmup_steps)
     return LambdaLR(optimizer, factor)

@@ -38,3 +38,9 @@ def test_equals_colossalais_linear_and_torchs_cosine_schedule(total: int, warmup
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 def test_the_rate_stays_0_after_the_last_step(name: str) -> None:
     assert [learning_rate_factor(name, step, total_steps=20, warmup_steps=5) for step in (20, 1000)] == [0, 0]
+
+
+@pytest.mark.parametrize(("name", "warmup_steps"), [("step", 0), ("cosine", -1), ("linear", 10)])
+def test_arguments_out_of_range_are_refused(name, warmup_steps):
+    with pytest.raises(ValueError, match=f"schedule '{name}', {warmup_steps} of 10 steps"):
+        build_lr_scheduler(build_sgd(), name, 10, warmup_steps)

@@ -88,7 +88,7 @@ RUN = r"((\w+=\S+ )*(python|\.venv/bin/python|torchrun|bash) |export \w+=|source
 def commands(page: str) -> list[tuple[str, str]]:
     """Return (language, command) of the code blocks: each shell command, and each Python block as a whole."""
     found = []
-    for language, block in re.findall(r"^```(\w+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+    for language, block in re.findall(r"^```(?!mermaid)(\w+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
         if language == "python":
             found.append((language, block))
         else:

@@ -96,6 +96,7 @@ def test_nothing_is_written_through_a_link_in_a_run(hostile: Path, tmp_path: Pat
     link, ours = hostile / name.format(step=step), tmp_path / "ours"
     ours.write_text("ours")
     link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)  # of an evaluation by another test
     link.symlink_to(ours)
     with pytest.raises(UserError, match=f"{link}: a link, or not a regular file; remove it"):
         main([str(hostile)])

@@ -6,6 +6,10 @@ import math
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from common.errors import did_you_mean
+
+_NAMES = ("linear", "cosine")
+
 
 def learning_rate_factor(name: str, step: int, total_steps: int, warmup_steps: int) -> float:
     """Return the learning rate of optimizer step ``step``, counted from 0, as a fraction of the peak.
@@ -22,14 +26,17 @@ def learning_rate_factor(name: str, step: int, total_steps: int, warmup_steps: i
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1 if name == "linear" else warmup_steps)
     progress = min((step - warmup_steps) / (total_steps - warmup_steps), 1.0)
-    return {"linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[name]
+    return 1 - progress if name == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def build_lr_scheduler(optimizer: Optimizer, name: str, total_steps: int, warmup_steps: int = 0) -> LambdaLR:
-    """Build the schedule ``name``, to be stepped once an optimizer step; raise ValueError for other arguments."""
-    if name not in ("linear", "cosine") or not 0 <= warmup_steps < total_steps:
-        raise ValueError(
-            f"schedule {name!r}, {warmup_steps} of {total_steps} steps warm-up: use linear or cosine, and fewer"
-        )
+    """Build the schedule `name` ("linear" or "cosine"), to be stepped once an optimizer step.
+
+    Raises ValueError for an unknown name, and for a warm-up that leaves no step to train at the peak.
+    """
+    if name not in _NAMES:
+        raise ValueError(f"name={name!r} is none of {', '.join(_NAMES)}{did_you_mean(name, _NAMES)}")
+    if not 0 <= warmup_steps < total_steps:
+        raise ValueError(f"warmup_steps={warmup_steps} must be at least 0 and below total_steps={total_steps}")
     factor = functools.partial(learning_rate_factor, name, total_steps=total_steps, warmup_steps=warmup_steps)
     return LambdaLR(optimizer, factor)

@@ -161,6 +161,22 @@ def torchrun_on(hosts: list[str], arguments: str, **environ: str) -> subprocess.
         second.wait()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_torchrun_saves_a_checkpoint_and_prints_no_traceback(data, tmp_path, number):
+    settings = f"--output={tmp_path}/run --set NUM_EPOCHS=9999 --set EVAL_EVERY=9999"
+    command = f"bash scripts/train_torchrun.sh imagenet_dali/train_dali.py --config={write_config(tmp_path)} {settings}"
+    environ = os.environ | {"DATA": data, "NPROC_PER_NODE": "2"}
+    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with subprocess.Popen(command.split(), cwd=ROOT, env=environ, **streams) as process:
+        wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists() and read_metrics(tmp_path / "run"), seconds=120)
+        process.send_signal(number)
+        printed = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + number
+    assert "Traceback" not in printed
+    assert "rerun the command to resume from" in printed
+    assert newest_checkpoint(tmp_path / "run/checkpoints") is not None
+
+
 @pytest.mark.parametrize(
     ("environ", "words"),
     [

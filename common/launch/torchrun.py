@@ -1,11 +1,13 @@
 """torchrun without its traceback: ``python -m common.launch.torchrun`` takes torchrun's arguments.
 
-A training script that exits with status 2 has printed its error; torchrun would add some 45 lines.
+A training script that exits with status 2 has printed its error; torchrun would add some 45 lines. After SIGTERM or
+Ctrl-C, which torchrun passes on, the exit status is 128 plus the signal's number.
 """
 
 import logging
 import sys
 
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
@@ -13,10 +15,12 @@ MISTAKE = 2  # exit status of a training script after its own error message
 
 
 def run() -> None:
-    for name in ("api", "errors", "errors.error_handler"):  # each has its own level
-        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
+    for name in ("multiprocessing.api", "multiprocessing.errors", "multiprocessing.errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)  # each has its own level
     try:
         main()
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
         if MISTAKE in codes:  # torchrun sent SIGTERM to the others

@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from crc32c import crc32c
 from common.errors import UserError, printable
 from common.files import explain_os_error
 
+OWN = re.compile(r"[0-9a-f]{64}(\.\d+\.\d+)?")  # the names of our files, complete or being written
 SUM = 4  # bytes of the checksum that ends a file
 KEPT = 0.9  # of the bound, after an eviction
 
@@ -78,11 +80,14 @@ class BlockCache:
         return True
 
     def _evict(self, room: float) -> int:
-        """Remove the files that were not read for longest, what killed processes left among them, down to ``room``."""
+        """Remove the files that were not read for longest, what killed processes left among them, down to ``room``.
+
+        The folder may hold files of the user's, which are neither counted nor removed.
+        """
         states = []
         for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):  # another process renames what it has written
-                if entry.name != ".used":
+                if OWN.fullmatch(entry.name):
                     states.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
         used = sum(size for _, size, _ in states)
         for _, size, path in sorted(states):

@@ -19,7 +19,7 @@ def fetch(key: str) -> bytes:
 
 
 def disk_usage(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir() if path.name != ".used")
+    return sum(path.stat().st_size for path in folder.iterdir() if len(path.name) >= 64)
 
 
 def is_hit(cache: BlockCache, key: str) -> bool:
@@ -30,6 +30,8 @@ def is_hit(cache: BlockCache, key: str) -> bool:
 
 def test_the_least_recently_read_is_evicted(tmp_path: Path) -> None:
     cache = BlockCache(tmp_path / "cache", 10 * (1000 + SUM))
+    thesis = tmp_path / "cache" / "thesis.tex"
+    thesis.write_bytes(bytes(100_000))
     for key in "abcdefghij":
         assert not is_hit(cache, key)
         time.sleep(0.002)  # a file's time has the kernel's resolution
@@ -38,6 +40,7 @@ def test_the_least_recently_read_is_evicted(tmp_path: Path) -> None:
     assert disk_usage(cache.folder) <= cache.most
     assert all(is_hit(BlockCache(cache.folder, cache.most), key) for key in "ahijk")
     assert not is_hit(cache, "b")
+    assert thesis.exists()
     small = BlockCache(tmp_path / "small", 500)
     assert not is_hit(small, "a")
     assert not is_hit(small, "a")

@@ -54,23 +54,24 @@ class Split:
     def read_span(self, first: int, end: int) -> list[tuple[memoryview, int] | UserError]:
         """Return what `read` does for each of consecutive records of a shard, read at once; errors are not raised."""
         rows = self.records[first:end].tolist()
-        start = min(offset for _, offset, *_ in rows)
-        try:
-            length = max(offset + size for _, offset, size, *_ in rows) - start
-            data = self._read(rows[0][0], start, length)
-        except OSError as error:
-            return [self.fault(index, error) for index in range(first, end)]
-        return [self._unpack(index, row, data[row[1] - start :]) for index, row in enumerate(rows, first)]
+        shard, start = rows[0][0], min(offset for _, offset, *_ in rows)
+        length = max(offset + size for _, offset, size, *_ in rows) - start
+        key = f"{self.fingerprint}/{shard}/{start}/{length}"
 
-    def _read(self, shard: int, offset: int, length: int) -> memoryview:
         def fetch() -> bytes:
             path = self.shards[shard]
             if isinstance(path, StorePath):
-                return path.read_range(offset, length, self.versions[shard])
-            return read_range(path, offset, length)
+                return path.read_range(start, length, self.versions[shard])
+            return read_range(path, start, length)
 
-        key = f"{self.fingerprint}/{shard}/{offset}/{length}"
-        return self.cache.read(key, fetch) if self.cache else memoryview(fetch())
+        try:
+            data = self.cache.read(key, fetch) if self.cache else memoryview(fetch())
+        except OSError as error:
+            return [self.fault(index, error) for index in range(first, end)]
+        records = [self._unpack(index, row, data[row[1] - start :]) for index, row in enumerate(rows, first)]
+        if self.cache and any(isinstance(record, UserError) for record in records):
+            self.cache.drop(key)  # or a shard that is restored would still be read as it was
+        return records
 
     def _unpack(self, index: int, row: tuple[int, ...], data: memoryview) -> tuple[memoryview, int] | UserError:
         _, _, size, image_start, image_size, label, *_ = row

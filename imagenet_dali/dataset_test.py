@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.data.block_cache import BlockCache
 from common.errors import UserError
 from common.testing.commands import read_folder
 from imagenet_dali.dataset import open_split
@@ -141,3 +142,16 @@ def test_a_record_that_went_bad_is_named(data):
     split.shards[2].unlink()
     with pytest.raises(UserError, match="No such file"):
         split.read(len(split) - 1)
+
+
+def test_a_restored_shard_is_read_again_in_spite_of_the_cache(data, tmp_path):
+    path = data / "train" / FIRST
+    content = path.read_bytes()
+    spoil_record(data, "train", 3)
+    split = open_split(data, "train", BlockCache(tmp_path / "cache", 10**9))
+    assert isinstance(split.read_span(0, 5)[3], UserError)
+    path.write_bytes(content)
+    records = split.read_span(0, 5)
+    assert not any(isinstance(record, UserError) for record in records)
+    path.unlink()
+    assert split.read_span(0, 5) == records  # from the cache

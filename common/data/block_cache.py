@@ -37,11 +37,19 @@ class BlockCache:
 
     def read(self, key: str, fetch: Callable[[], bytes]) -> memoryview:
         """Return what is stored under ``key``, or what ``fetch()`` returns, which is then stored."""
-        path = self.folder / hashlib.sha256(key.encode()).hexdigest()
+        path = self._path(key)
         if (data := _load(path)) is None:
             data = memoryview(fetch())
             self._store(path, data)
         return data
+
+    def drop(self, key: str) -> None:
+        """Forget what is stored under ``key``."""
+        with suppress(OSError):  # a disk that cannot be written, of which `_store` has warned
+            self._path(key).unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / hashlib.sha256(key.encode()).hexdigest()
 
     def _store(self, path: Path, data: memoryview) -> None:
         temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")

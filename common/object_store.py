@@ -141,10 +141,11 @@ class StorePath(PosixPath):
         return self.read_range(0, WHOLE)
 
     def walk_objects(self) -> Iterator[tuple["StorePath", FileState]]:
-        """Yield the objects below this prefix."""
+        """Yield the objects below this prefix, but not the empty one by which consoles show it as a folder."""
         try:
             for found in itertools.chain.from_iterable(self._request("list")):
-                yield StorePath(*self.parts[:2], found["path"]), FileState(found["size"], found["e_tag"])
+                if found["path"] != self._key:
+                    yield StorePath(*self.parts[:2], found["path"]), FileState(found["size"], found["e_tag"])
         except BaseError as error:
             raise self._explain(error) from None
 

@@ -19,7 +19,7 @@ from common.config.schema import Data, plain_values
 from common.data.micro_batches import TrainSampler
 from common.data.record_reader import RecordReader
 from common.errors import UserError
-from common.object_store import PIECE, as_path
+from common.object_store import PIECE, as_path, list_files
 from common.testing.commands import forked, read_folder, run_forked
 from common.testing.object_store import BUCKET, SECRET, Store, running_store
 from common.testing.ranks import free_port, run_ranks
@@ -292,6 +292,18 @@ def test_bad_places_are_named_with_the_remedy(store: Store, name: str, monkeypat
     assert ended.stderr.startswith(f"error: {message}")
     assert len(ended.stderr.splitlines()) == 1
     assert SECRET not in ended.stdout + ended.stderr
+
+
+def test_a_folder_that_was_made_in_a_console_is_empty(store: Store) -> None:
+    def look() -> tuple[bool, list[Path], list[str]]:
+        root = as_path(f"s3://{BUCKET}/folder")
+        before = root.exists()
+        with Path(__file__).open("rb") as file:
+            (root / "train-0").upload(file)
+        return before, list(root.iterdir()), list(list_files(root, ["train-0", "manifest.json"]))
+
+    store.request("PUT", f"/{BUCKET}/folder/")
+    assert in_fork(look) == (False, [as_path(f"s3://{BUCKET}/folder/train-0")], ["train-0"])
 
 
 def test_what_the_manifest_does_not_fit_is_refused(store: Store, prepared: Path) -> None:

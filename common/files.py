@@ -48,6 +48,8 @@ def regular_size(path: Path, most: float = math.inf) -> int:
     """
     try:
         state = path.stat()
+    except UserError:  # of object storage
+        raise
     except (OSError, ValueError) as error:  # the latter for a name with a null character
         raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if not stat.S_ISREG(state.st_mode):

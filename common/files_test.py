@@ -22,6 +22,7 @@ from common.files import (
     sha256_of,
     unlock_folder,
 )
+from common.object_store import StorePath, as_path
 
 HOLD = "import sys; from pathlib import Path; from common.files import lock_folder; lock_folder(Path(sys.argv[1]))"
 
@@ -62,6 +63,15 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
         for read in (read_text, sha256_of, lambda path: read_json(path, Point)):
             with pytest.raises(UserError, match="not a regular file|No such file|Too many levels|null"):
                 read(tmp_path / name)
+
+
+def test_an_error_of_object_storage_names_the_object_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stat(path: StorePath) -> os.stat_result:
+        raise UserError(f"{path}: access denied")
+
+    monkeypatch.setattr(StorePath, "stat", stat)
+    with pytest.raises(UserError, match="^s3://bucket/labels.txt: access denied$"):
+        read_text(as_path("s3://bucket/labels.txt"))
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "file in the way"])

@@ -149,6 +149,9 @@ def clear_old(folder: Path, keep: int) -> None:
     best = (folder / BEST).resolve()
     old = [path for path in list_checkpoints(folder)[keep:] if path.resolve() != best]
     for path in [*old, *folder.glob(".*.partial"), *folder.glob(".*.old")]:
+        if path.is_symlink():  # that of an interrupted `mark_best`, or to a checkpoint elsewhere
+            path.unlink()
+            continue
         # without its marker it no longer counts, should removing it be interrupted
         (path / MARKER).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)

@@ -237,6 +237,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
         if step == 2:
             mark_best(path)
         (tmp_path / ".step-00000099.partial").mkdir()
+        (tmp_path / ".best.partial").symlink_to(path.name)  # as where `mark_best` is killed
         clear_old(tmp_path, keep=2)
     assert [path.name for path in list_checkpoints(tmp_path)] == [f"step-0000000{step}" for step in (6, 5, 2)]
     assert (tmp_path / "best").resolve() == checkpoint_path(tmp_path, 2)

@@ -64,7 +64,14 @@ def choose_checkpoint(resume: str, output: Path) -> Path | None:
     if not is_branch and not path.exists():
         raise UserError(f"--resume {resume}: no such folder; give the path of a run or a checkpoint, or {NEVER}")
     if not holds_run or path.is_relative_to(output):
-        return _find(path)
+        found = _find(path)
+        later = [other for other in list_checkpoints(output / "checkpoints") if other.name > found.name]
+        if newest := next((other for other in later if not find_fault(other)), None):
+            raise UserError(
+                f"--resume {path}: the run in {output} has continued to {newest.name}; remove the later checkpoints "
+                "to go back, or branch off with --output DIR"
+            )
+        return found
     if not is_branch:
         raise UserError(f"--output {output} holds another run than --resume {path}: choose another folder")
     return _newest_intact(output / "checkpoints") or _find(path)

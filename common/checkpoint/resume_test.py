@@ -29,7 +29,11 @@ def write(output: Path, *steps: int) -> list[Path]:
 def test_the_newest_is_chosen(tmp_path: Path) -> None:
     first, second = write(tmp_path, 9, 12)
     assert choose_checkpoint("auto", tmp_path) == second
-    assert choose_checkpoint(str(first), tmp_path) == first
+    assert choose_checkpoint(str(first), tmp_path / "other") == first
+    with pytest.raises(UserError, match="--resume .*-00000009: .* has continued to step-00000012; .* --output DIR$"):
+        choose_checkpoint(str(first), tmp_path)  # a rerun would resume from the later one, of the abandoned training
+    for path in (second, tmp_path):
+        assert choose_checkpoint(str(path), tmp_path) == second
     assert choose_checkpoint(str(tmp_path), tmp_path / "other") == second
     assert choose_checkpoint("auto", tmp_path / "other") is None
     assert choose_checkpoint("never", tmp_path / "other") is None

@@ -7,9 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.content import read_about
-from common.checkpoint.resume import AUTO, check_changes, check_data, choose_checkpoint, finished_step
-from common.checkpoint.save import BEST, CONFIG, METRICS, find_fault, newest_checkpoint
+from common.checkpoint.resume import check_changes, check_data, choose_checkpoint, finished_step
+from common.checkpoint.save import BEST, CONFIG, METRICS
 from common.errors import UserError
 from common.files import explain_os_error, lock_folder, own_file, sign_lock, unlock_folder
 from common.metrics.writers import read_metrics
@@ -30,30 +29,16 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tu
     if path is not None:
         check_data(path, data, config["DATA"]["allow_change"])  # pyright: ignore[reportArgumentType]
         check_changes(path, config, output, args.allow_change, plan.last_step)
-        if path.is_relative_to(output):
-            if args.resume != AUTO and _is_before_end(path, newest_checkpoint(output / "checkpoints")):
-                raise UserError(
-                    f"--resume {path}: its run is finished, and resuming there would overwrite its record; branch off "
-                    "with --output DIR"
-                )
-            if (step := finished_step(path, plan.last_step)) is not None:
-                unlock_folder(output)
-                longer = "MAX_STEPS" if plan.last_step < plan.total_steps else "NUM_EPOCHS"
-                return path, (
-                    f"{output}: this run is finished, at step {step} with top1={last_top1(output)}; nothing "
-                    f"was trained. Extend it with --set {longer}=N (now {config[longer]}), or start another with "
-                    "--output DIR"
-                )
+        if path.is_relative_to(output) and (step := finished_step(path, plan.last_step)) is not None:
+            unlock_folder(output)
+            longer = "MAX_STEPS" if plan.last_step < plan.total_steps else "NUM_EPOCHS"
+            return path, (
+                f"{output}: this run is finished, at step {step} with top1={last_top1(output)}; nothing "
+                f"was trained. Extend it with --set {longer}=N (now {config[longer]}), or start another with "
+                "--output DIR"
+            )
     sign_lock(output)
     return path, ""
-
-
-def _is_before_end(path: Path, newest: Path | None) -> bool:
-    """Return whether ``newest`` is an intact checkpoint other than ``path`` at the end of its run."""
-    if newest is None or newest == path or find_fault(newest):
-        return False
-    last_step = read_about(newest)["plan"]["last_step"]
-    return finished_step(newest, last_step) is not None
 
 
 def last_top1(output: Path) -> str:
@@ -82,7 +67,8 @@ def write_start(output: Path, about: dict[str, Any], start_from: Path | None) ->
         own_file(partial).write_text(json.dumps(about, indent=2, default=str) + "\n")
         partial.replace(output / CONFIG)
         metrics = b"" if start_from is None else (start_from / METRICS).read_bytes()
-        own_file(output / METRICS).write_bytes(metrics)
+        whole = metrics.rfind(b"\n") + 1  # a disk that was full may have taken part of the last line
+        own_file(output / METRICS).write_bytes(metrics[:whole])
     except OSError as error:
         raise UserError(
             f"--output {output}: cannot be written ({explain_os_error(error, output)}); choose another"

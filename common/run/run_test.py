@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.run.folder import write_start
 from common.run.run import Run
 from common.testing.ranks import launched
 
@@ -22,6 +23,13 @@ def test_the_best_evaluation_is_named_where_it_is_not_the_last(tmp_path: Path, c
     one, two = capsys.readouterr().out.split("top1=0.5000\n")
     assert not one.splitlines()[-1].startswith("best ")
     assert two.endswith("best         top1 0.5000 at step 1 (checkpoints/best)\ntop1=0.2500\n")
+
+
+def test_a_line_that_a_full_disk_cut_is_not_continued(tmp_path: Path) -> None:
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / "metrics.jsonl").write_text(f"{FIGURES}\n{FIGURES[:9]}")
+    write_start(tmp_path, {}, tmp_path / "step")
+    assert (tmp_path / "metrics.jsonl").read_text() == f"{FIGURES}\n"
 
 
 @pytest.mark.parametrize(("lines", "words"), [(None, "top1=?"), ("", "top1=?"), (FIGURES, "top1=0.5000")])

@@ -76,7 +76,7 @@ def start_run(
             _leave(finished, launch.rank == 0)
             return None
     if start_from is not None:  # its weights replace those of INIT; the key is kept as a record
-        config["INIT"] = read_about(start_from)["config"].get("INIT")
+        config["INIT"] = ask_first_rank(lambda: read_about(start_from)["config"].get("INIT"))
     order, reading = ask_first_rank(lambda: choose_order(config, data, plan.data_parallel, start_from))
     set_data_key(config, "order", order)
     about = {"name": Path(args.config).stem, "config": config, "plan": asdict(plan), **describe_run(argv)}

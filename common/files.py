@@ -192,7 +192,8 @@ def lock_folder(folder: Path, *, wait: bool = False, sign: bool = True) -> None:
 def sign_lock(folder: Path) -> None:
     """Write into the lock of ``folder``, which this process holds, who that is."""
     os.ftruncate(_held[folder], 0)
-    os.pwrite(_held[folder], f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+    with contextlib.suppress(OSError):  # the disk is full, of which a file that matters will tell
+        os.pwrite(_held[folder], f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
 
 
 @contextlib.contextmanager

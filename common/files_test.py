@@ -1,5 +1,6 @@
 """Files read with limits, checksums, and the lock of a folder between processes."""
 
+import errno
 import multiprocessing
 import os
 import subprocess
@@ -81,6 +82,15 @@ def test_a_lock_that_cannot_be_written_is_refused(kind: str, tmp_path: Path) -> 
     with pytest.raises(UserError, match="cannot be written"):
         lock_folder(tmp_path / "target" / "run" if kind == "file in the way" else tmp_path)
     assert (tmp_path / "target").read_text() == "content"
+
+
+def test_a_full_disk_does_not_keep_a_folder_from_being_locked(tmp_path: Path, monkeypatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    lock_folder(tmp_path)
+    unlock_folder(tmp_path)
 
 
 def test_a_fingerprint_tells_parts_and_their_order_apart() -> None:

@@ -73,6 +73,9 @@ class LearningRateFinder(BaseHook):
             print(f"curve        {shown}/find_lr.png\n             {shown}/find_lr.csv")
         except (OSError, UserError) as error:
             warn(f"{shown}: the curve could not be written ({getattr(error, 'strerror', None) or error})")
+        if not math.isfinite(self.rows[0]["loss"]):
+            print(f"no suggestion: the loss of the first step is {self.rows[0]['loss']}", flush=True)
+            return
         if suggested is None:
             print("no suggestion: the loss does not fall by more than its noise")
             print("take more steps (--find-lr 500) or a larger TOTAL_BATCH_SIZE", flush=True)
@@ -87,7 +90,7 @@ def suggest_rate(rows: list[dict[str, float]]) -> float | None:
     The first tenth of the losses (at least five), at rates too low to change them, gives the initial loss and its
     standard deviation.
     """
-    first = [row["loss"] for row in rows[: max(5, len(rows) // 10)]]
+    first = [row["loss"] for row in rows[: max(5, len(rows) // 10)] if math.isfinite(row["loss"])]
     finite = [row for row in rows[len(rows) // 10 :] if math.isfinite(row["smoothed"])]
     if len(first) < 2 or not finite:
         return None
@@ -113,8 +116,9 @@ def _draw(rows: list[dict[str, float]], best: float | None, path: Path) -> None:
     if best:
         axes.axvline(best, color="tab:red", linestyle="--", label=f"suggested: {best:.1e}")
     bottom, top = min(row["smoothed"] for row in rows), rows[0]["smoothed"]
-    margin = 0.5 * (top - bottom) or 0.5  # the loss may never fall below the first
-    axes.set_ylim(bottom - margin, top + margin)  # leave out the diverged end
+    if math.isfinite(top):
+        margin = 0.5 * (top - bottom) or 0.5  # the loss may never fall below the first
+        axes.set_ylim(bottom - margin, top + margin)  # leave out the diverged end
     axes.set(xscale="log", xlabel="learning rate", ylabel="training loss (cross-entropy)")
     place_legend(axes)
     save_figure(figure, path)

@@ -81,7 +81,10 @@ def test_noise_alone_suggests_nothing(tmp_path, capsys):
             rows.append(dict(learning_rate=1.0, loss=loss, smoothed=average / (1 - 0.9**number)))
         found += suggest_rate(rows) is not None
     assert found < 50
-    finder = LearningRateFinder(tmp_path, 5, is_main=True)
-    finder.rows = [dict(learning_rate=1e-3, loss=2.0, smoothed=2.0)]
-    finder.after_train(None)
-    assert "no suggestion: the loss does not fall by more than its noise" in capsys.readouterr().out
+    noise = "no suggestion: the loss does not fall by more than its noise"
+    nan = "no suggestion: the loss of the first step is nan"
+    for losses, line in (([2.0], noise), ([2.0, 2.0, math.inf], noise), ([math.nan], nan)):
+        finder = LearningRateFinder(tmp_path, 5, is_main=True)
+        finder.rows = [dict(learning_rate=1e-3, loss=loss, smoothed=loss) for loss in losses]
+        finder.after_train(None)
+        assert line in capsys.readouterr().out

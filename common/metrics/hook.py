@@ -67,8 +67,9 @@ class MetricsHook(BaseHook):
 
     def load_state_dict(self, states: Sequence[Mapping[str, float]], rank: int | None) -> None:
         """Resume from the states of all ranks: from that of ``rank``, or from their mean if it is None."""
-        steps, micro_batches, loss = states[rank or 0].values()
-        if rank is None and steps:
+        states = states if rank is None else [states[rank]]
+        steps, micro_batches, loss = states[0].values()
+        if steps and (rank is None or micro_batches != steps * self.plan.accumulation):  # of another size
             mean = fmean(state["loss"] / state["micro_batches"] for state in states)
             micro_batches = steps * self.plan.accumulation
             loss = mean * micro_batches

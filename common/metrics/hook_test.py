@@ -1,8 +1,11 @@
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from common.metrics.hook import count_correct
+from common.metrics.hook import MetricsHook, count_correct
 
 
 @pytest.mark.parametrize("classes", [3, 10, 3000])
@@ -21,3 +24,11 @@ def test_counts_every_sample_once_and_padding_never(classes):
 
 def test_a_batch_of_nothing_but_padding_counts_nothing():
     assert count_correct(torch.randn(4, 10), torch.full((4,), -100)).tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_record_resumed_with_another_accumulation_weighs_all_steps_alike(rank: int | None) -> None:
+    hook: Any = SimpleNamespace(plan=SimpleNamespace(accumulation=2), loss=torch.zeros(()))
+    states = [{"steps": 3, "micro_batches": 12, "loss": loss} for loss in (24.0, 12.0)]
+    MetricsHook.load_state_dict(hook, states, rank)
+    assert (hook.micro_batches, hook.loss.item()) == (6, 6.0 if rank else 9.0)

@@ -93,6 +93,9 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
     is_whole_program, argv = argv is None, sys.argv[1:] if argv is None else argv
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # by `end_quietly_on_ctrl_c`
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell, as by `>&-`
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

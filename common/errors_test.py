@@ -74,6 +74,13 @@ def test_what_the_encoding_of_standard_output_lacks_is_escaped(monkeypatch: pyte
     assert output.buffer.getvalue() == b"\\xfc\n"
 
 
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_stream_that_the_shell_has_closed_ends_no_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, name, None)  # as Python has it after `>&-`
+    run_command(lambda argv: getattr(sys, name).write("text"), [])
+    getattr(sys, name).close()
+
+
 def test_a_line_is_one_write_where_python_does_not_buffer() -> None:
     program = """
 from common.errors import UserError, run_command

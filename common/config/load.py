@@ -50,7 +50,9 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
 
 
 def _derive_the_other(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Let only one of the file's MICRO_BATCH_SIZE and ``gradient_accumulation`` stand where the other is overridden."""
+    """Keep only the overridden one of MICRO_BATCH_SIZE and ``gradient_accumulation`` if TOTAL_BATCH_SIZE gives both."""
+    if values.get("TOTAL_BATCH_SIZE") is None:
+        return
     micro, accumulation = (key in overrides and values[key] for key in ("MICRO_BATCH_SIZE", "gradient_accumulation"))
     if micro and not accumulation:
         values["gradient_accumulation"] = values["BATCH_SIZE"] = None

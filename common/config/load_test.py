@@ -51,6 +51,10 @@ def test_what_the_file_derives_follows_a_setting(write):
     assert (config["MICRO_BATCH_SIZE"], config["gradient_accumulation"], config["BATCH_SIZE"]) == (64, None, None)
     config = load_config(write(MINIMAL + "MICRO_BATCH_SIZE = 64\n"), ["gradient_accumulation=4"])
     assert (config["MICRO_BATCH_SIZE"], config["gradient_accumulation"]) == (None, 4)
+    text = MINIMAL.replace("64", "None") + "MICRO_BATCH_SIZE = 64\ngradient_accumulation = 4\n"  # which make the total
+    for setting, both in {"gradient_accumulation=2": (64, 2), "MICRO_BATCH_SIZE=32": (32, 4)}.items():
+        config = load_config(write(text), [setting])
+        assert (config["MICRO_BATCH_SIZE"], config["gradient_accumulation"]) == both
 
 
 def test_settings_reach_into_dicts_and_into_a_base_config(write):

@@ -10,7 +10,7 @@ from typing import Any
 from common.colossal import check_zero, resolve_parallel
 from common.config.execute import FOLDER, copied, execute
 from common.config.fields import parse
-from common.config.originals import RENAMED, fill_in, translate
+from common.config.originals import RENAMED, fill_in, read_dali, translate
 from common.config.schema import Config, Data, plain_values
 from common.config.settings import override, parse_settings
 from common.errors import UserError, did_you_mean, is_first_process
@@ -31,11 +31,15 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
     values = execute(path, overrides, used)
     values = {key: value for key, value in values.items() if not _is_helper(key, used)}
     recipe = {}
-    if base:
-        fixed = {key: (copied(value),) for key, value in values.items()}
-        recipe = execute(find_config(base), {**overrides, **fixed})
+    if base:  # a config with MODEL takes nothing from it
+        fixed = {} if "MODEL" in values else {**overrides, **{key: (copied(value),) for key, value in values.items()}}
+        recipe = execute(find_config(base), fixed)
+    notes = read_dali(values)
     left_out = fill_in(values, recipe)
-    notes = translate(values, used, recipe)
+    had_batch = "BATCH_SIZE" in values
+    notes += translate(values, used, recipe)
+    if had_batch and "BATCH_SIZE" not in values:  # read as another key, its setting included
+        overrides.pop("BATCH_SIZE", None)
     if left_out:
         notes.append(f"left out, so as in the recipe {base}: {', '.join(left_out)}")
     if notes and is_first_process():

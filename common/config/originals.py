@@ -53,7 +53,7 @@ def translate(values: dict[str, Any], used: set[str], recipe: Mapping[str, Any])
     """
     of_2p5d = {"DEPTH"} & used  # which the file puts into ``parallel``, unlike the number of blocks
     notes = [_rename(values, old, new) for old, new in RENAMED.items() if old in values and old not in of_2p5d]
-    notes += _read_dali(values) + _read_zero(values)
+    notes += _read_zero(values)
     if ignored := [name for name in IGNORED if values.pop(name, None) is not None]:
         notes.append(f"{', '.join(ignored)} as nothing: no effect here")
     batch, accumulation = values.get("BATCH_SIZE"), values.get("gradient_accumulation") or 1
@@ -71,13 +71,18 @@ def translate(values: dict[str, Any], used: set[str], recipe: Mapping[str, Any])
 def _rename(values: dict[str, Any], old: str, new: str) -> str:
     value = values.pop(old)
     section, _, key = new.partition(".")
+    inside = values.get(section) or {}
     if not key and section in values:
         raise UserError(f"{old}={value!r} and {new}={values[new]!r} are the same key: keep {new}")
-    values[section] = {**(values.get(section) or {}), key: value} if key else value
+    if not key:
+        values[section] = value
+    elif isinstance(inside, Mapping):  # else it is refused later
+        values[section] = {**inside, key: value}
     return f"{old} as {new}={value!r}"
 
 
-def _read_dali(values: dict[str, Any]) -> list[str]:
+def read_dali(values: dict[str, Any]) -> list[str]:
+    """Replace ``dali`` in ``values``; return how it was read. Call it before `fill_in`, which keeps its MIXUP."""
     if not isinstance(values.get("dali"), Mapping):
         return []
     dali, notes = dict(values.pop("dali")), []

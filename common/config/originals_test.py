@@ -163,6 +163,7 @@ def test_one_line_says_how_each_key_was_read(tmp_path, capsys):
         "left out, so as in the recipe vit-b16: GPUS, WARMUP_EPOCHS, LR_SCHEDULE, LEARNING_RATE, ",
     ):
         assert words in line
+    assert "MIXUP" not in line.partition("left out")[2]
     load(tmp_path, CIFAR.format(parallel=parallel_lines("1d")), "vit_lite_vanilla")
     line = " ".join(capsys.readouterr().out.split())
     assert "seed as SEED=42" in line
@@ -177,6 +178,8 @@ def test_settings_go_before_the_file_and_before_the_recipe(tmp_path):
     assert config["MODEL"]["dropout"] == 0.0
     config = load(tmp_path, CIFAR.format(parallel=parallel_lines("1d")), "vit_lite_vanilla", "BATCH_SIZE=64", "SEED=1")
     assert (config["TOTAL_BATCH_SIZE"], config["SEED"]) == (64, 1)
+    config = load(tmp_path, DATA_PARALLEL, "vit-b16", "BATCH_SIZE=128")  # per GPU
+    assert build_plan(config, 8, None).total_batch == 128 * 16 * 8
 
 
 def test_the_models_keys_are_understood(tmp_path, capsys):
@@ -190,6 +193,8 @@ def test_the_models_keys_are_understood(tmp_path, capsys):
 def test_a_config_with_a_model_or_a_recipe_is_complete(tmp_path, capsys):
     lines = "TOTAL_BATCH_SIZE = 8\nNUM_EPOCHS = 1\nLEARNING_RATE = 1.0\nMODEL = dict(depth=1)\n"
     assert load(tmp_path, lines, "vit-b16")["MIXUP"] == 0
+    # from which the base could not derive its own BATCH_SIZE
+    assert load(tmp_path, lines, "vit_s16_vanilla", "gradient_accumulation=None")["MODEL"]["depth"] == 1
     assert load(tmp_path, "from configs.vit_s16_plain import *\n", "vit_s16_vanilla")["LABEL_SMOOTHING"] == 0
     assert capsys.readouterr().out == ""
 
@@ -207,6 +212,7 @@ def test_pipelines_are_refused_in_one_line(tmp_path, stages, mode, size):
         ("dali = dict(mixup=1)", "unknown key dali.mixup: known are"),
         ("DROP_RATE = 2", "MODEL.dropout=2: expected number >= 0 and < 1"),
         ("BATCH_SIZE = 'all'", "BATCH_SIZE='all': expected integer"),
+        ("NUM_EPOCHS = LEARNING_RATE = 1\nDROP_RATE = 0.1\nMODEL = 'small'", "MODEL='small': expected dict"),
         ("zero = dict(type='ZeroRedundancyOptimizer_Level_2')", "zero.stage=2: expected 1, 3"),
         ("zero = dict(model_config=dict(tensor_placement_policy='cpu'))", "offloading to the CPU is not supported"),
     ],

@@ -124,7 +124,7 @@ def _cut(config: Mapping[str, Any], total: int, data_parallel: int) -> tuple[int
     if micro and accumulation and micro * accumulation * data_parallel != total:
         raise UserError(
             f"MICRO_BATCH_SIZE={micro} x gradient_accumulation={accumulation} x {data_parallel} processes is "
-            f"{micro * accumulation * data_parallel}, not TOTAL_BATCH_SIZE={total}: set one of the first two to None"
+            f"{micro * accumulation * data_parallel}, not TOTAL_BATCH_SIZE={total}: leave one of the first two out"
         )
     unit = (micro or accumulation or 1) * data_parallel
     if total % unit:

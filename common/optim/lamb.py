@@ -177,7 +177,8 @@ class Lamb(Optimizer):
 
 
 def _squared_norms(tensors: list[Tensor]) -> Tensor:
-    """Return the sum of squares of each tensor, [len(tensors)]."""
-    if tensors[0].is_cpu:  # where a dot product takes half the time of a norm
+    """Return the sum of squares of each tensor, [len(tensors)], at least in float32: float16 ends at 65,504."""
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    if tensors[0].is_cpu and tensors[0].dtype == dtype:  # where a dot product takes half the time of a norm
         return torch.stack([torch.dot(t.flatten(), t.flatten()) for t in tensors])
-    return torch.stack(torch._foreach_norm(tensors)).square()
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype)).square()

@@ -134,6 +134,22 @@ def test_reduce_norms_makes_shards_step_as_the_whole() -> None:
     assert calls == 6 * [[id(p) for p in halves]]  # one for the clipping, one for all trust ratios, a step
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_parameters_in_half_precision_move_as_far_as_in_float32(dtype: torch.dtype, is_sharded: bool) -> None:
+    """The squared norm of this direction, 0.1 / sqrt(0.001) in each of 16,384 places, is beyond float16."""
+    torch.manual_seed(0)
+    start, gradient = 0.02 * torch.randn(128, 128).to(dtype), torch.randn(128, 128).to(dtype)
+    moved = []
+    for kind in (dtype, torch.float32):
+        param = nn.Parameter(start.to(kind, copy=True))
+        optimizer = Lamb([param], lr=0.5, reduce_norms=(lambda squares, _: squares) if is_sharded else None)
+        param.grad = gradient.to(kind)
+        optimizer.step()
+        moved.append((param.detach().float() - start.float()).norm().item())
+    assert moved[0] == pytest.approx(moved[1], rel=0.01)
+
+
 def test_state_dict_round_trip(tmp_path: Path) -> None:
     params = parameters()
     optimizer = Lamb(params, lr=1e-2, weight_decay=0.1, variant="apex")

@@ -22,4 +22,5 @@ MODEL = dict(MODEL, image_size=224)
 BCE_THRESHOLD = None
 LABEL_SMOOTHING = 0.1
 THREE_AUGMENT = False
+COLOR_JITTER = 0.0  # timm has none beside RandAugment
 DATA = dict(randaugment=(2, 9), interpolation="bicubic", eval_crop=1.0)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from timm.data import create_transform
 
 from common.config.load import load_config
 from common.config.originals_test import FILES
@@ -103,3 +104,12 @@ def test_a_recipes_dry_run_counts_the_parameters_of_timms_model(recipe: str, nam
     with torch.device("meta"):
         count = sum(p.numel() for p in timm.create_model(name, img_size=size, num_classes=1000).parameters())
     assert f"{count:,} (" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", ["b16", "l16", "h14"])
+def test_fine_tuning_has_no_colour_jitter_where_timm_has_none(size: str) -> None:
+    """The source passes these two arguments to timm."""
+    theirs = create_transform(224, is_training=True, color_jitter=0.3, auto_augment="rand-m9-mstd0.5-inc1")
+    config = load_config(f"deit3_{size}_finetune")
+    assert config["DATA"]["randaugment"]
+    assert bool(config["COLOR_JITTER"]) == ("ColorJitter" in str(theirs))

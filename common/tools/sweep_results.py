@@ -41,7 +41,7 @@ def _value(run: FinishedRun, key: str) -> int | float | str:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}={each}" for name, each in value.items())
+        return ", ".join(f"{name}={str(each).removeprefix('AMP_TYPE.')}" for name, each in value.items())
     return value if isinstance(value, (int, float, str)) else str(value)
 
 
@@ -186,7 +186,8 @@ def _label_axis(axes: Any, places: Sequence[Any], keys: Sequence[str]) -> None:
         axes.set_xticks(ticks, [f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in ticks])
         axes.minorticks_off()
     elif any(len(str(place)) > LONG for place in places):
-        axes.tick_params(axis="x", rotation=15)
+        for label in axes.get_xticklabels():
+            label.set(rotation=15, rotation_mode="anchor", horizontalalignment="right")
 
 
 def _is_numeric(values: Any) -> bool:

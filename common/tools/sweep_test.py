@@ -149,7 +149,7 @@ def test_values_that_are_no_numbers_are_places_without_a_line(monkeypatch: pytes
     monkeypatch.setattr(sweep_results, "save_figure", lambda figure, path: drawn.append(figure))
     assert draw(runs, tmp_path / "sweep.png")
     left, right = drawn[0].axes
-    names = ["None", "mode=AMP_TYPE.APEX, opt_level=O1"]
+    names = ["None", "mode=APEX, opt_level=O1"]
     assert [str(place) for place in left.lines[0].get_xdata()] == names
     assert left.lines[0].get_linestyle() == "None"
     assert legend_of(right) == [f"fp16={name}" for name in names]

@@ -32,10 +32,10 @@ def list_folders(path: Path) -> list[str]:
 def list_files(path: Path, others: list[str] | None = None) -> list[Path]:
     """Return every file below ``path`` that is not hidden and has an image's name or no suffix, sorted.
 
-    The names of the other files are added to ``others``.
+    The names of the other files are added to ``others``. A folder that cannot be read raises OSError.
     """
     found, visited = [], set()
-    for folder, subfolders, names in os.walk(path, followlinks=True):
+    for folder, subfolders, names in os.walk(path, onerror=_raise_if_there, followlinks=True):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         if (place := os.path.realpath(folder)) in visited:  # a link to a folder above would be followed without end
             subfolders.clear()
@@ -49,6 +49,11 @@ def list_files(path: Path, others: list[str] | None = None) -> list[Path]:
             elif others is not None:
                 others.append(name)
     return sorted(found)
+
+
+def _raise_if_there(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def check_class_names(names: Iterable[str], place: Path) -> None:

@@ -72,12 +72,16 @@ def list_source(root: Path, validation_share: float | None = None, seed: int = 0
         raise UserError(f"{root}: no such folder; SOURCE is a folder of images, SOURCE/<class>/*")
     folders = (root / name for name in TRAIN_FOLDERS)
     images = next((folder for folder in folders if folder.is_dir() and list_folders(folder)), root)
-    is_folder = images != root or len(set(list_folders(root)) - {"data", "train", *EVALUATION_FOLDERS}) > 1
+    names = list_folders(root)
+    classes = set(names) - {"data", "train", *EVALUATION_FOLDERS}
+    is_folder = images != root or len(classes) > 1
     if not is_folder and (root / TRAIN_TAR).is_file():
         source = _list_imagenet_tars(root, workers)
     elif not is_folder and (containers := find_containers(root)):
         class_names, splits, places = list_containers(root, containers, workers)
         source = Source(root, _class_names(root, class_names), splits, places)
+    elif not is_folder and not classes and len(names) > 1:
+        raise UserError(f"{root}: {', '.join(names)} are splits, not classes; sort the images into train/<class>/*")
     else:
         source = _list_folder(root, images)
     if "validation" not in source.splits:

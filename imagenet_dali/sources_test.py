@@ -1,5 +1,7 @@
 """Every layout of a source folder, and every folder that is none."""
 
+import errno
+import os
 from collections import Counter
 
 import pytest
@@ -40,6 +42,19 @@ def test_split_folders_share_their_labels(tmp_path, evaluation):
     }
     with pytest.raises(UserError, match="--validation-share=0.5"):
         list_source(tmp_path, validation_share=0.5)
+
+
+def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
+    def scandir(path):
+        if str(path).endswith("deep"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    real = os.scandir
+    fill(tmp_path, *(f"{name}/{i}.jpg" for name in "ab" for i in range(5)), "b/deep/1.jpg")
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(PermissionError, match="b/deep"):
+        list_source(tmp_path)
 
 
 def imagenet(root):
@@ -85,6 +100,7 @@ def test_imagenet_with_the_labels_of_kaggle(tmp_path):
         (["1.jpg", "2.jpg"], "0 class folders"),
         (["wrapper/a/1", "wrapper/b/2"], "is .*wrapper the folder you mean"),
         (["train/a/1", "train/b/2", "val/c/3"], "val/c: this class has no training images"),
+        (["train/1.jpg", "train/2.jpg", "test/3.jpg"], "test, train are splits, not classes"),
         (["a/1", "b/.hidden"], "b: no images"),
         (["train/a/1", "train/b/2", "val/.hidden"], "val: no images"),
     ],

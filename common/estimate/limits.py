@@ -31,7 +31,7 @@ def check_limits(config: Mapping[str, Any], plan: Plan, memory: float, place: st
             "use a smaller model, or split it over more GPUs (zero, tensor parallelism)"
         )
     tokens, blocks = (model["image_size"] // model["patch_size"]) ** 2, model["depth"]
-    stream = 2 * tokens * model["width"] * (1 if model["activation_checkpoint"] else blocks)
+    stream = 2 * tokens * model["width"] * (1 if model["activation_checkpoint"] or config["FREEZE"] else blocks)
     batch = plan.micro_batch * (12 * model["image_size"] ** 2 + stream) // tensor
     if batch > memory:
         raise UserError(

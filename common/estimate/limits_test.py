@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from common.config.batch_plan import build_plan
+from common.config.load import load_config
+from common.errors import UserError
+from common.estimate.limits import check_limits
 from common.testing.commands import run_forked
 from common.testing.tiny_task import train, write_images
 
@@ -36,3 +40,18 @@ def test_what_no_machine_has_is_refused_at_once_and_what_this_one_lacks_by_a_sta
             assert (ended.code, ended.stderr.count("\n"), words in ended.stderr) == (2, 1, True), ended.stderr
         assert not (tmp_path / "run").exists()
         assert time.perf_counter() - started < 20
+
+
+def test_a_frozen_body_keeps_the_activations_of_one_block() -> None:
+    for settings in ([], ["FREEZE=body"]):
+        config = load_config(
+            "quickstart", ["MODEL.depth=1000", "TOTAL_BATCH_SIZE=1024", "gradient_accumulation=1", *settings]
+        )
+        plan = build_plan(config, 1, None)
+        if settings:
+            check_limits(config, plan, 3e9, "a GPU here")
+        else:
+            with pytest.raises(
+                UserError, match="micro-batches of 1,024 images take at least 4.2 GB, a GPU here has 3.0"
+            ):
+                check_limits(config, plan, 3e9, "a GPU here")

@@ -141,7 +141,9 @@ def _estimate_depth(config: Mapping[str, Any], depth: int, micro_batch: int, acc
 
 
 def _launch_config(config: Mapping[str, Any], accumulation: int, device: str) -> dict[str, Any]:
-    options = {"torch_ddp": {**(config.get("torch_ddp") or {}), "init_sync": False}}
+    # DDP's options that need its own reduction, which the estimate replaces, change nothing that it counts
+    unused = dict(init_sync=False, find_unused_parameters=False, static_graph=False)
+    options = {"torch_ddp": {**(config.get("torch_ddp") or {}), **unused}}
     return {**config, **options, "gradient_accumulation": min(accumulation, 2), "fp16": _precision(config, device)}
 
 

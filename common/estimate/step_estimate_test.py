@@ -170,6 +170,12 @@ def test_a_moving_average_holds_every_weight_once_more():
     assert averaged.peak - without.peak == averaged.weights - without.weights == without.weights
 
 
+@pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters"])
+def test_options_of_ddp_that_need_its_own_reduction_can_be_estimated(option):
+    config = build_config(2, None, TINY)
+    assert estimate_step(config | {"torch_ddp": {option: True}}, 2, 8) == estimate_step(config, 2, 8)
+
+
 def test_the_process_that_estimates_is_not_forked_where_there_is_a_gpu(monkeypatch):
     """CUDA does not survive a fork, and autograd's threads initialise it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,6 +1,7 @@
 """Colossal-AI 0.5.0, repaired. All other code imports its names from here, never from `colossalai`."""
 
 from common.colossal.amp import MixedPrecision, build_mixed_precision, compute_dtype, name_dtype
+from common.colossal.compiled import check_compile
 from common.colossal.context import launch, repair_context, shutdown
 from common.colossal.engine import Engine, initialize
 from common.colossal.fake_launch import allow_fake_launches, fake_launch, reduce_without_waiting

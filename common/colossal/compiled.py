@@ -19,15 +19,20 @@ MODEL, GRAPHS = "model", "graphs"  # values of the config's COMPILE, besides Tru
 GRAPHS_PER_BLOCK = 4  # training and evaluation, with and without gradients
 
 
+def check_compile(asked: bool | str | None, tensor_size: int) -> None:
+    """Raise `UserError` for tensor-parallel blocks: their matrix products are Colossal-AI's autograd functions."""
+    if asked and tensor_size > 1:
+        raise UserError(f"COMPILE={asked!r} does not support tensor parallelism: omit COMPILE or the tensor mode")
+
+
 def should_compile(asked: bool | str | None, device_type: str) -> bool:
     """Return whether to compile a model, from the config's ``COMPILE``; default: on GPUs without tensor parallelism.
 
-    Raises `UserError` for tensor-parallel blocks: their matrix products are Colossal-AI's autograd functions. Warns if
-    no compiler is available.
+    Raises `UserError` as `check_compile` does. Warns if no compiler is available.
     """
-    is_cut = gpc.get_world_size(ParallelMode.TENSOR) > 1
-    if asked and is_cut:
-        raise UserError(f"COMPILE={asked!r} does not support tensor parallelism: omit COMPILE or the tensor mode")
+    tensor_size = gpc.get_world_size(ParallelMode.TENSOR)
+    check_compile(asked, tensor_size)
+    is_cut = tensor_size > 1
     if asked is False or (asked is None and (is_cut or device_type != "cuda")):
         return False
     missing = _missing(device_type)

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from common.colossal import check_zero, resolve_parallel
+from common.colossal import check_compile, check_zero, resolve_parallel
 from common.config.execute import FOLDER, copied, execute
 from common.config.fields import parse
 from common.config.originals import RENAMED, fill_in, read_dali, translate
@@ -50,6 +50,7 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
     config = _check(values, where=str(path))
     _resolve_parallel(config)
     check_zero(config)
+    check_compile(config["COMPILE"], config["parallel"]["tensor"]["size"])
     return config
 
 

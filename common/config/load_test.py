@@ -141,6 +141,7 @@ def test_dicts_of_a_base_config_can_be_changed_in_place_and_a_setting_goes_befor
         (["fp16.mode=AMP_TYPE.FAST"], "expected AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX or None"),
         (["parallel.pipeline=2"], "parallel.pipeline=2: pipeline parallelism is not supported"),
         (["TENSOR_PARALLEL_SIZE=2"], "size=2 needs parallel.tensor.mode"),
+        (["TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d", "COMPILE=True"], "COMPILE=True does not support tensor"),
         (["TENSOR_PARALLEL_MODE=4d"], "TENSOR_PARALLEL_MODE='4d': expected None, '1d'"),
         (["TENSOR_PARALLEL_SIZE=5", "TENSOR_PARALLEL_MODE=2d"], "size=5 is not a square .* nearest: 4 or 9"),
         (["parallel.tensor=4"], r"parallel.tensor=4: expected dict\(size=..., mode=..., depth=...\)"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from sympy import divisors
 
-from common.colossal import check_tensor_parallel, check_zero
+from common.colossal import check_compile, check_tensor_parallel, check_zero, compute_dtype, name_dtype
 from common.config.batch_plan import Plan
 from common.errors import UserError
 from common.estimate.cluster import Cluster
@@ -85,7 +85,8 @@ def whole_model_flops(config: Mapping[str, Any]) -> int:
 def assumed_flops(config: Mapping[str, Any]) -> float:
     """Return the FLOP/s that a GPU is assumed to sustain."""
     half, tf32, single = PEAKS["H100"]
-    return ASSUMED_MFU * (half if config["fp16"] else tf32 if config["TF32"] else single) * 1e12
+    in_half = name_dtype(compute_dtype(config["fp16"], "cuda")) != "float32"
+    return ASSUMED_MFU * (half if in_half else tf32 if config["TF32"] else single) * 1e12
 
 
 def _ways(gpus: int) -> Iterator[dict[str, Any]]:
@@ -143,6 +144,7 @@ def _predict_batch(
 def _can_cut(config: Mapping[str, Any], micro_batch: int, gpus: int) -> bool:
     try:
         check_zero(config)
+        check_compile(config["COMPILE"], config["parallel"]["tensor"]["size"])
         check_tensor_parallel(config["parallel"], config["MODEL"], micro_batch, gpus)
     except UserError:
         return False

@@ -6,7 +6,15 @@ from common.colossal import resolve_parallel
 from common.config.batch_plan import build_plan
 from common.config.load import load_config
 from common.estimate.cluster import LATENCY, Cluster
-from common.estimate.scaling import ASSUMED_MFU, BEST_MFU, LAUNCH, MEMORY_BANDWIDTH, predict_modes, whole_model_flops
+from common.estimate.scaling import (
+    ASSUMED_MFU,
+    BEST_MFU,
+    LAUNCH,
+    MEMORY_BANDWIDTH,
+    assumed_flops,
+    predict_modes,
+    whole_model_flops,
+)
 from common.estimate.step_estimate import estimate_step
 
 CLUSTER = Cluster(memory=80e9, node=8, inside=400e9, between=50e9, decode=1e9)
@@ -29,6 +37,17 @@ def predict(gpus: int, cluster: Cluster = CLUSTER, **model: object) -> dict:
 def test_every_mode_that_the_model_and_the_gpus_allow_is_there():
     assert set(predict(8)) == {"data parallel", "1d 2", "2d 2 x 2", "2.5d 2 x 2 x 2", "3d 2 x 2 x 2"}
     assert set(predict(8, **WHOLE_ONLY)) == {"data parallel"}
+    config = build_config() | {"COMPILE": True}  # which tensor parallelism refuses
+    plan = build_plan(config, 8, None)
+    assert [prediction.mode for prediction in predict_modes(config, plan, CLUSTER, RATE)] == ["data parallel"]
+
+
+def test_the_assumed_speed_is_that_of_the_precision():
+    tf32, half, full = (
+        assumed_flops(load_config("vit_s16_vanilla", settings))
+        for settings in (["fp16=dict(mode=AMP_TYPE.APEX, opt_level='O0')"], [], ["fp16=None", "TF32=False"])
+    )
+    assert (half / tf32, tf32 / full) == (pytest.approx(2), pytest.approx(494.7 / 66.9))
 
 
 def test_one_gpu_needs_its_arithmetic_and_nothing_else():

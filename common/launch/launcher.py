@@ -42,6 +42,8 @@ class Launch:
             raise UserError(f"--world_size={self.world_size}: a run has at least 1 process")
         if not 0 <= self.rank < self.world_size:
             raise UserError(f"--rank={self.rank} is out of range: expected 0 to {self.world_size - 1}")
+        if self.world_size > 1 and not 0 < self.port < 1 << 16:
+            raise UserError(f"--port={self.port} is out of range: expected 1 to 65535")
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:

@@ -112,6 +112,8 @@ def test_the_derived_port_is_that_of_the_step() -> None:
         ("", MPIRUN, "--host missing"),
         ("--world_size 2 --rank 2 --host h --port 1", {}, "--rank=2 is out of range: expected 0 to 1"),
         ("--world_size 0 --rank 0 --host h --port 1", {}, "--world_size=0"),
+        ("--world_size 2 --rank 1 --host h --port 65536", {}, "--port=65536 is out of range: expected 1 to 65535"),
+        ("", TORCHRUN | {"MASTER_PORT": "0"}, "--port=0 is out of range"),
         ("--backend nccl", {}, "--backend nccl needs a GPU"),
     ],
 )

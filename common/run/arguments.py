@@ -66,6 +66,10 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
             raise UserError(f'--{name} "" is empty: set a value or omit the flag')
     for key in args.allow_change:
         find_key(key)
+    if (args.find_lr or args.profile) and args.resume != AUTO:
+        raise UserError(
+            f"--resume {args.resume}: --find-lr and --profile do not resume; omit it, or use --init for its weights"
+        )
     if args.gpus is not None and (not args.dry_run or args.gpus < 1):
         raise UserError(f"--gpus {args.gpus}: requires --dry-run and a number >= 1; a run counts its processes itself")
     for name in FLAGS:

@@ -31,3 +31,9 @@ def test_help_on_an_unknown_key_names_the_nearest(name, known):
         parse_arguments(["--help-config", name], "")
     with pytest.raises(UserError, match=f"{name}: unknown key"):
         parse_arguments(["--config", "quickstart", "--allow-change", name], "")
+
+
+@pytest.mark.parametrize("words", [["--find-lr"], ["--profile", "3"]])
+def test_what_a_measurement_ignores_is_refused(words: list[str]) -> None:
+    with pytest.raises(UserError, match="--resume run: .* use --init"):
+        parse_arguments(["--config", "quickstart", "--resume", "run", *words], "")

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import os
 import time
 from pathlib import Path
 
@@ -16,10 +17,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("table", type=Path, help="CSV file; made if it is not there")
     args = parser.parse_args(argv)
     rows = [summarise(run) for named in args.runs for run in find_runs(named)]
-    is_new = not args.table.exists()
-    with args.table.open("a", newline="") as file:
+    with args.table.open("a+", newline="") as file:
+        file.seek(0)
+        header = next(csv.reader(file), [])
+        if header not in ([], list(rows[0])):
+            raise UserError(f"{args.table}: its columns are {', '.join(header)}, not a run's: name another table")
+        file.seek(0, os.SEEK_END)
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        if is_new:
+        if not header:
             writer.writeheader()
         writer.writerows(rows)
     for row in rows:

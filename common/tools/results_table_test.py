@@ -51,3 +51,12 @@ def test_what_is_no_finished_run_is_refused(tmp_path, records, words):
     with pytest.raises(UserError, match=words):
         record.main([str(tmp_path), str(tmp_path / "results.csv")])
     assert not (tmp_path / "results.csv").exists()
+
+
+def test_a_table_of_other_columns_is_left_alone(tmp_path):
+    write(tmp_path, RECORDS)
+    table = tmp_path / "parallel.csv"
+    table.write_text("mode,ranks\n1d,2\n")
+    with pytest.raises(UserError, match=r"parallel.csv: its columns are mode, ranks, not a run's: "):
+        record.main([str(tmp_path), str(table)])
+    assert table.read_text() == "mode,ranks\n1d,2\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.hardware import CpuLimits, cores, cpu_limits, share_of_cores
+from common.hardware import CpuLimits, cores, cpu_limits, memory_bytes, share_of_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,6 +47,22 @@ def test_the_quota_of_a_cgroup(tmp_path, mounts, groups, files, quota, group) ->
     assert limits.quota == quota
     assert limits.group == (f"{tmp_path}/{group}" if group else "")
     assert limits.cpus == os.sched_getaffinity(0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "file"),
+    [
+        ("cgroup2 cgroup2 rw", "0::/a", "memory.max"),
+        ("cgroup cgroup rw,memory", "5:memory:/a", "memory.limit_in_bytes"),
+    ],
+)
+def test_the_memory_limit_of_a_cgroup(tmp_path, kind, group, file) -> None:
+    (tmp_path / "cgroup").write_text(f"9:cpu:/b\n{group}\n")
+    (tmp_path / "mountinfo").write_text(f"31 23 0:28 / {tmp_path} rw shared:9 - {kind}\n")
+    whole = memory_bytes(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / file).write_text("123456\n")
+    assert memory_bytes(tmp_path) == 123456 < whole
 
 
 def test_without_cgroups_the_mask_counts(tmp_path) -> None:

@@ -157,17 +157,18 @@ def cpu_limits(proc: Path = Path("/proc/self")) -> CpuLimits:
     return CpuLimits(platform.node(), frozenset(os.sched_getaffinity(0)), quota, group)
 
 
-def memory_bytes() -> int:
+def memory_bytes(proc: Path = Path("/proc/self")) -> int:
     """Return the bytes of memory that this process may use: the machine's, or the limit of its cgroup if lower."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for folder in _cgroup_folders(Path("/proc/self")):
-        with suppress(OSError, ValueError):  # ValueError: "max"
-            limits.append(int((folder / "memory.max").read_text()))
+    for folder in _cgroup_folders(proc, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # of version 2 and 1
+            with suppress(OSError, ValueError):  # ValueError: "max"
+                limits.append(int((folder / name).read_text()))
     return min(limits)
 
 
-def _cgroup_folders(proc: Path) -> Iterator[Path]:
-    """Yield the folders of the cgroups that may limit this process's CPU time: its own and those above it."""
+def _cgroup_folders(proc: Path, controller: str = "cpu") -> Iterator[Path]:
+    """Yield the folders of the cgroups that may limit what this process uses: its own and those above it."""
     try:
         groups = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
         mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
@@ -175,10 +176,10 @@ def _cgroup_folders(proc: Path) -> Iterator[Path]:
         return
     for mount in mounts:
         kind, options = mount[mount.index("-") + 1], mount[-1].split(",")
-        if kind != "cgroup2" and not (kind == "cgroup" and "cpu" in options):
+        if kind != "cgroup2" and not (kind == "cgroup" and controller in options):
             continue
         for _, controllers, path in groups:
-            if controllers == "" if kind == "cgroup2" else "cpu" in controllers.split(","):
+            if controllers == "" if kind == "cgroup2" else controller in controllers.split(","):
                 root, top = PurePosixPath(mount[3]), Path(mount[4])
                 inside = PurePosixPath(path)
                 below = top / (inside.relative_to(root) if inside.is_relative_to(root) else "")

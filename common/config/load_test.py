@@ -152,6 +152,7 @@ def test_dicts_of_a_base_config_can_be_changed_in_place_and_a_setting_goes_befor
         ),
         (["fp16=dict(mode=AMP_TYPE.TORCH, opt_level='O2')"], "fp16.opt_level has no effect with AMP_TYPE.TORCH"),
         (["fp16.scale=3"], "--set fp16.scale: unknown key"),
+        (["gradient_handler=[]"], r"gradient_handler=\[\]: expected None or .dict"),  # no rank would get the others'
         (["gradient_handler=[5]"], "None or .dict.type='DataParallelGradientHandler'..$"),
         # what no computation could use: not finite, beyond 64 bits, of another length, of another type inside
         ([f"SEED={2**64}"], f"SEED={2**64}: expected integer >= 0 of at most 64 bits$"),

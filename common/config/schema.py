@@ -342,7 +342,7 @@ class Config(Section):
     gradient_accumulation: Int | None = key(None, "micro-batches per optimizer step", ge=1)
     clip_grad_norm: Number = key(0.0, "largest norm of the gradient of all weights; 0: no clipping", ge=0)
     torch_ddp: TorchDdp = key(TorchDdp(), "options of torch's DistributedDataParallel")
-    gradient_handler: list[GradientHandler] | None = key(
+    gradient_handler: Annotated[list[GradientHandler], _hold(bool)] | None = key(
         None,
         "Colossal-AI's gradient handlers, instead of DistributedDataParallel",
         says="None or [dict(type='DataParallelGradientHandler')]",

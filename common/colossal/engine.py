@@ -53,6 +53,8 @@ class Engine(UpstreamEngine):
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Tensor:
         model: Any = self.model
         skips_sync = isinstance(model, DistributedDataParallel) and not self.optimizer.completes_step
+        if skips_sync and model.static_graph:  # which is recorded in a first pass that must not skip it
+            skips_sync = model._static_graph_delay_allreduce_enqueued
         if isinstance(self.model, FSDPModule):
             set_communication(self.model, model.training, self.optimizer.completes_step)
         with model.no_sync() if skips_sync else nullcontext(), self.precision.autocast(self.device):

@@ -19,10 +19,12 @@ def build_engine(calls: list[torch.Tensor]) -> Engine:
 
 
 def count() -> list[tuple[int, int]]:
-    """Return for DDP and for handlers how often gradients cross ranks in 2 steps, and how often a hook is called."""
+    """Return for DDP, with a static graph too, and for handlers the all-reduces and the calls of a hook in 2 steps."""
     counts = []
     with launched(gradient_accumulation=4):
-        for gpc.config["gradient_handler"] in (None, [{"type": "DataParallelGradientHandler"}]):
+        handlers = [{"type": "DataParallelGradientHandler"}]
+        for keys in ({}, {"torch_ddp": {"static_graph": True}}, {"gradient_handler": handlers}):
+            gpc.config.update(keys)
             calls: list[torch.Tensor] = []
             engine = build_engine(calls)
             with Traffic() as traffic:
@@ -35,4 +37,4 @@ def count() -> list[tuple[int, int]]:
 
 
 def test_gradients_cross_ranks_once_per_step_and_hooks_survive_synchronization() -> None:
-    assert run_ranks(2, count) == [[(2, 8), (2, 8)]] * 2
+    assert run_ranks(2, count) == [[(2, 8), (4, 8), (2, 8)]] * 2  # the first pass reduces too, and what it used

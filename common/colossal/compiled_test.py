@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
-from common.colossal import AMP_TYPE, compiled, initialize, shard_model
+from common.colossal import AMP_TYPE, Predictor, compiled, initialize, shard_model
 from common.colossal import engine as engine_module
 from common.colossal.compiled import compile_model, should_compile
 from common.errors import UserError
@@ -129,4 +129,7 @@ def test_tf32_is_on_unless_switched_off() -> None:
             model = nn.Linear(2, 2)
             initialize(model, build_optimizer(model))
             precisions.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
-    assert precisions == [("highest", False), ("high", True), ("highest", False)]
+            Predictor(model, {"fp16": None, "TF32": "TF32" in config})  # the other
+            precisions.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+    full, fast = ("highest", False), ("high", True)
+    assert precisions == [full, fast, fast, full, full, fast]

@@ -80,7 +80,7 @@ def initialize(
     optimizer step.
     """
     config = gpc.config
-    _set_backends(config)
+    set_backends(config)
     device = get_accelerator().get_current_device()
     accumulation = config.get("gradient_accumulation") or 1
     precision = build_mixed_precision(config.get("fp16"), device.type)
@@ -111,7 +111,8 @@ def initialize(
     return engine, train_dataloader, test_dataloader, lr_scheduler
 
 
-def _set_backends(config: Mapping[str, Any]) -> None:
+def set_backends(config: Mapping[str, Any]) -> None:
+    """Set PyTorch's precision of float32 products, and cuDNN's kernels, from the config."""
     torch.backends.cudnn.benchmark = config.get("cudnn_benchmark", False)
     torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
     allows_tf32 = config.get("TF32", True)  # in matrix products and convolutions, whose defaults differ

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from common.colossal.amp import build_mixed_precision
+from common.colossal.engine import set_backends
 from common.colossal.upstream import get_accelerator
 from common.errors import is_first_process
 from common.hardware import limit_threads
@@ -16,11 +17,12 @@ from common.hardware import limit_threads
 class Predictor:
     """Map images on any device to float32 logits on ``device``."""
 
-    def __init__(self, model: nn.Module, fp16: Mapping[str, Any] | None) -> None:
-        """Move ``model`` in place to this process's device and to the precision of the config's ``fp16``."""
+    def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
+        """Move ``model`` in place to this process's device and to the precision of ``config`` (``fp16``, ``TF32``)."""
         limit_threads()
+        set_backends(config)
         self.device = get_accelerator().get_current_device()
-        self._precision = build_mixed_precision(fp16, self.device.type)
+        self._precision = build_mixed_precision(config["fp16"], self.device.type)
         if is_first_process():  # on stderr: stdout is the command's result
             for line in filter(None, (self._precision.note, self._precision.warning)):
                 print(line, file=sys.stderr, flush=True)

@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
     start(launch, run.config | {"parallel": ONE_PROCESS})
     if launch.rank == 0:
         print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
-    predict = Predictor(run.load_model(), run.config["fp16"])
+    predict = Predictor(run.load_model(), run.config)
     place = dict(dp_rank=launch.rank, dp_size=launch.world_size, device=predict.device)
     loader = loaders.build_eval_loader(data, run.batch, image_size=run.config["MODEL"]["image_size"], **place)
     tally = Tally(predict.device)

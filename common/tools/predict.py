@@ -79,7 +79,7 @@ def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
     """
     size, data = run.config["MODEL"]["image_size"], run.config["DATA"]
     read = partial(_read, crop=run.import_loaders().build_eval_crop(data, size), size=size)
-    predictor = Predictor(run.load_model(), run.config["fp16"])
+    predictor = Predictor(run.load_model(), run.config)
     normalize = Normalizer(data["mean"], data["std"], predictor.device)
     names, remaining = run.class_names, iter(images)
     with ThreadPoolExecutor() as pool:

@@ -27,8 +27,9 @@ from imagenet_dali.writer import Options
 
 def main(argv: list[str]) -> None:
     """Run the command line; raise `UserError` if the data or the arguments are wrong."""
-    args = _build_parser().parse_args(argv)
-    _check_arguments(args)
+    parser = _build_parser()
+    args = parser.parse_args(argv)
+    _check_arguments(args, parser)
     try:
         if args.check or args.adopt:
             _verify(args)
@@ -78,13 +79,18 @@ def fraction(text: str) -> float:
     return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
 
 
-def _check_arguments(args: argparse.Namespace) -> None:
+def _check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if args.source is None or args.check + args.adopt + (args.dest is not None) != 1:
         raise UserError("give SOURCE and DEST, or --check DIR, or --adopt DIR; see --help")
     if args.dest is not None and is_url(args.source):
         raise UserError(f"{args.source}: SOURCE has to be a local folder; only DEST may be a URL")
     if args.repair and args.dest is not None:
         raise UserError("--repair goes with --check DIR or --adopt DIR")
+    unused = [field.name for field in fields(Options)] if args.dest is None else []
+    unused += ["max_refused"] * (args.dest is None and not args.repair) + ["labels"] * (not args.adopt)
+    for name in unused:
+        if (value := getattr(args, name)) != parser.get_default(name):
+            raise UserError(f"--{name.replace('_', '-')}={value} has no effect here: leave it out, or see --help")
     limits = dict(validation_share=(0, 0.99), quality=(1, 100), workers=(1, 1024), shards=(1, 50_000))
     for name, (low, high) in (limits | dict(short_side=(1, 65_535), max_refused=(0, 1))).items():
         value = getattr(args, name)

@@ -266,6 +266,10 @@ def test_wrong_folders_are_refused_before_anything_is_written(folders, tmp_path)
         ((source, dest, "--check"), "give SOURCE and DEST"),
         ((source, "--check", "--adopt"), "give SOURCE and DEST"),
         ((source, dest, "--repair"), "--repair goes with --check DIR"),
+        ((source, dest, "--labels=names.txt"), "--labels=names.txt has no effect here"),
+        (("--check", source, "--labels=names.txt"), "--labels=names.txt has no effect here"),
+        (("--adopt", source, "--short-side=256"), "--short-side=256 has no effect here"),
+        (("--check", source, "--max-refused=0.1"), "--max-refused=0.1 has no effect here"),
     ]:
         with pytest.raises(UserError, match=message):
             main([str(argument) for argument in arguments])

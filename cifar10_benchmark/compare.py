@@ -182,7 +182,7 @@ def measure(args: argparse.Namespace) -> None:
         "model": run.config["MODEL"],
         "parallel": run.config["parallel"],
     }
-    (args.measure / f"{name}.{os.environ['RANK']}.json").write_text(json.dumps(result))
+    (args.measure / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

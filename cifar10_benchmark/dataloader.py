@@ -24,6 +24,7 @@ from common.data.cuda_prefetch import prefetch
 from common.data.loader import Loader
 from common.data.micro_batches import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
 from common.data.photographs import SHARDS_ONLY
+from common.data.pixels import per_channel
 from common.errors import UserError
 
 # keys of DATA for photographs only
@@ -119,7 +120,7 @@ class MemoryReader:
     ) -> None:
         self._images, self._labels = (torch.from_numpy(array).to(device) for array in images)
         self.size, self.device = self._images.shape[-1], device
-        self._mean, self._std = (torch.tensor(values, device=device)[:, None, None] * 255 for values in (mean, std))
+        self._mean, self._std = (per_channel(values, device) for values in (mean, std))
         self._augment = augment
         self.together = 1 if device.type == "cpu" else READ_AHEAD
 

@@ -3,7 +3,7 @@
 train/  validation/              TFRecord shards
 records/<split>.npy              one `RECORD` row for each image, in shard order
 labels.txt                       one class name a line; the line number, from 0, is the label
-manifest.json                    checksums of all of these, and what repairs left out; written last
+manifest.json                    checksums of shards and tables, and what repairs left out; written last
 """
 
 from collections.abc import Iterator, Mapping, Sequence

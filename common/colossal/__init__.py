@@ -9,6 +9,7 @@ from common.colossal.generators import capture_generators, generator_states, set
 from common.colossal.heartbeat import doing, progress
 from common.colossal.inference import Predictor
 from common.colossal.launchers import get_default_parser, launch_from_openmpi, launch_from_slurm, launch_from_torch
+from common.colossal.lost_ranks import naming_lost_ranks
 from common.colossal.tensor_parallel.check import check_tensor_parallel, describe_tensor_parallel, resolve_parallel
 from common.colossal.tensor_parallel.gradients import build_norm_reducer
 from common.colossal.tensor_parallel.sharding import (

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from common.checkpoint.pretrained_run import OTHERS, open_model
 from common.checkpoint.saved_run import SavedRun, build_parser
-from common.colossal import ParallelMode, Predictor, gpc, shutdown
+from common.colossal import ParallelMode, Predictor, gpc, naming_lost_ranks, shutdown
 from common.config.batch_plan import DataSummary
 from common.config.load import data_root
 from common.errors import UserError
@@ -52,10 +52,11 @@ def main(argv: list[str]) -> None:
     place = dict(dp_rank=launch.rank, dp_size=launch.world_size, device=predict.device)
     loader = loaders.build_eval_loader(data, run.batch, image_size=run.config["MODEL"]["image_size"], **place)
     tally = Tally(predict.device)
-    for images, labels in tqdm(loader, unit="batch", leave=False, disable=None if launch.rank == 0 else True):
-        tally.add(predict(images), labels)
-    loader.close()
-    tally.sum_over_ranks()
+    with naming_lost_ranks():
+        for images, labels in tqdm(loader, unit="batch", leave=False, disable=None if launch.rank == 0 else True):
+            tally.add(predict(images), labels)
+        loader.close()
+        tally.sum_over_ranks()
     shutdown()
     if launch.rank == 0:
         _report(run, tally, Path(args.output or run.folder / "evaluation" / run.checkpoint.name), argv)

@@ -3,6 +3,7 @@
 import csv
 import json
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from sklearn.metrics import confusion_matrix, precision_score, recall_score, top
 from torchvision.datasets import ImageFolder
 
 from common.colossal import shutdown
+from common.data.torchvision_dataloader import TorchvisionReader
 from common.errors import UserError
 from common.metrics.writers import read_metrics
 from common.testing.ranks import launched, run_ranks
@@ -45,6 +47,24 @@ def test_equals_it_in_two_processes(run, tmp_path):
     found, expected = json.loads((tmp_path / "evaluation.json").read_text()), read_metrics(run)[-1]
     assert (found["top1"], found["top5"], found["samples"]) == (expected["top1"], expected["top5"], SAMPLES["test"])
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def evaluate_until_storage_fails(run: Path, output: Path) -> str:
+    def fail(self: TorchvisionReader, draws: Iterator) -> Iterator:
+        if torch.distributed.get_rank() == 1:
+            raise UserError("the storage has gone")
+        yield from read(self, draws)
+
+    read, TorchvisionReader.read = TorchvisionReader.read, fail
+    with pytest.raises(UserError) as caught:
+        evaluate.main([str(run), "--output", str(output), "--set", "TIMEOUT=8"])
+    return str(caught.value)
+
+
+def test_an_error_of_one_process_is_named_by_the_other(run, tmp_path):
+    first, second = run_ranks(2, evaluate_until_storage_fails, run, tmp_path)
+    assert second == "the storage has gone"
+    assert first.startswith("of 2 processes, rank 1 is gone; last seen: UserError: the storage has gone; ")
 
 
 def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):

@@ -18,7 +18,7 @@ from common.errors import UserError
 from common.files import fingerprint_of
 from common.object_store import StorePath, as_path
 from imagenet_dali.dataset import Split, open_split
-from imagenet_dali.manifest import MANIFEST, data_fingerprint, read_manifest
+from imagenet_dali.manifest import MANIFEST, PARTIAL, data_fingerprint, read_manifest
 from imagenet_dali.sources import list_source
 
 __all__ = ["build_eval_crop", "build_eval_loader", "build_train_loader", "describe_data", "open_images"]
@@ -66,20 +66,28 @@ def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
     Only the torchvision loader reads image folders that were not prepared.
     """
     root = as_path(data["root"])
-    if data["loader"] == "dali" or isinstance(root, StorePath) or (root / MANIFEST).is_file():
+    is_remote = isinstance(root, StorePath)
+    # the latter while it is prepared
+    if data["loader"] == "dali" or is_remote or any((root / name).exists() for name in (MANIFEST, PARTIAL)):
         args = root, split, data.get("cache"), data.get("cache_gb", 0)
-        return _open_remote(*args) if isinstance(root, StorePath) else _open(*args)
+        return _open_remote(*args) if is_remote else _open(*args)
     if data.get("cache"):
         raise UserError(
             f"DATA.cache={data['cache']}: of a folder of images nothing is cached; leave it out, or make shards with "
             "`python -m imagenet_dali.prepare`"
         )
-    source = list_source(root)
-    if split not in source.splits:
+    splits = _open_folder(root)
+    if split not in splits:
         raise UserError(f"DATA.root={root} has no {split} split: add {root / split}/<class>/*")
+    return splits[split]
+
+
+@functools.cache  # listing a million files takes 12 s
+def _open_folder(root: Path) -> dict[str, FolderSplit]:
+    source = list_source(root)
     if source.places:
         raise UserError(f"DATA.root={root}: tars and parquet files are read by `python -m imagenet_dali.prepare` only")
-    return FolderSplit(root, source.class_names, source.splits[split])
+    return {split: FolderSplit(root, source.class_names, files) for split, files in source.splits.items()}
 
 
 def _open(root: Path, split: str, folder: str | None, cache_gb: float) -> Split:

@@ -68,6 +68,8 @@ def test_describes_a_folder_and_what_was_prepared_from_it(folder, root):
     assert found[0].fingerprint != found[1].fingerprint
     assert found[1] == found[2]
     assert found[1].fingerprint == data_fingerprint(read_manifest(root))
+    images = {"root": str(folder), "loader": "torchvision"}
+    assert open_images(images, "train") is open_images(images, "train")  # listed once
 
 
 @pytest.mark.parametrize(
@@ -140,9 +142,12 @@ def test_wrong_places_are_refused(folder, root, tmp_path):
     for name in ("ape", "bee"):
         (tmp_path / "images" / name).mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(tmp_path / "images" / name / "only.png")
+    for name in ("unfinished/train", "unfinished/validation", "unfinished/.partial"):
+        (tmp_path / name).mkdir(parents=True)
     cases = [
+        ("torchvision", tmp_path / "unfinished", "train", "manifest.json: missing, preparation was stopped"),
         ("dali", folder, "train", "manifest.json: missing; run `python -m imagenet_dali.prepare"),
-        ("torchvision", tmp_path, "train", "1 class folders"),
+        ("torchvision", tmp_path / "unfinished" / "train", "train", "0 class folders"),
         ("torchvision", tmp_path / "nowhere", "train", "no such folder"),
         ("torchvision", tmp_path / "images", "validation", f"DATA.root={tmp_path}/images has no validation split"),
     ]

@@ -148,9 +148,10 @@ def test_dicts_of_a_base_config_can_be_changed_in_place_and_a_setting_goes_befor
         (["MODEL.heads=5"], "MODEL.width=384 is not a multiple of heads=5; the nearest that are: 380 or 385"),
         (
             ["OPTIMIZER.name=sgd", "OPTIMIZER.betas=(0.9,0.9)"],
-            "OPTIMIZER.betas has no effect with sgd, which takes mom",
+            "OPTIMIZER.betas has no effect with name=sgd, which takes mom",
         ),
-        (["fp16=dict(mode=AMP_TYPE.TORCH, opt_level='O2')"], "fp16.opt_level has no effect with AMP_TYPE.TORCH"),
+        (["fp16=dict(mode=AMP_TYPE.TORCH, opt_level='O2')"], "fp16.opt_level has no effect with mode=AMP_TYPE.TORCH"),
+        (["fp16.dtype=float16"], "fp16.dtype has no effect with mode=None, which takes none$"),
         (["fp16.scale=3"], "--set fp16.scale: unknown key"),
         (["gradient_handler=[]"], r"gradient_handler=\[\]: expected None or .dict"),  # no rank would get the others'
         (["gradient_handler=[5]"], "None or .dict.type='DataParallelGradientHandler'..$"),

@@ -6,13 +6,25 @@ UPPER CASE is ours, lower case is Colossal-AI's.
 import re
 import textwrap
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 from pydantic.fields import FieldInfo
 
 from common.colossal import AMP_TYPE
-from common.config.fields import Int, Number, Pair, Section, Triple, extra_of, key, section_of, suggest_key, values_of
+from common.config.fields import (
+    NONE,
+    Int,
+    Number,
+    Pair,
+    Section,
+    Triple,
+    extra_of,
+    key,
+    section_of,
+    suggest_key,
+    values_of,
+)
 from common.config.model_arguments import ModelArguments
 from common.errors import UserError
 
@@ -43,7 +55,9 @@ class Options(Section):
             of = extra_of(type(self).model_fields[name], "of")
             if of and choice not in of:
                 known = [name for name, field in type(self).model_fields.items() if choice in extra_of(field, "of")]
-                raise ValueError(f"{name} has no effect with {choice}, which takes {', '.join(known) or 'none'}")
+                raise ValueError(
+                    f"{name} has no effect with {self.CHOICE}={choice}, which takes {', '.join(known) or 'none'}"
+                )
         return self
 
 
@@ -220,6 +234,7 @@ class Fp16(Options):
         None,
         "compute dtype; `None`: bfloat16 where the device has it, else float16 on GPUs, float32 on CPUs",
         says="'float16', 'bfloat16' or None",
+        of=SCALED,
     )
     opt_level: Literal["O0", "O1", "O2", "O3"] = key(
         "O1", "O0: full precision; O1: as TORCH; O2: as NAIVE; O3: without float32 weights", of=("AMP_TYPE.APEX",)
@@ -443,7 +458,7 @@ def _default(field: FieldInfo) -> str:
         return "required"
     if isinstance(field.default, Section) or field.default == []:
         return ""
-    if field.default is None and extra_of(field, "of"):
+    if field.default is None and extra_of(field, "of") and NONE not in get_args(field.annotation):
         return "by variant"
     text = field.default
     if isinstance(text, tuple):

@@ -112,6 +112,8 @@ class Trainer(UpstreamTrainer):
                     loader.close()
 
     def _run(self, test_interval: int) -> None:
+        if self.epoch_step >= self._steps_per_epoch:  # the data set has shrunk: the loader starts the next epoch
+            self._cur_epoch, self.epoch_step = self._cur_epoch + 1, 0
         try:
             while not self.stopping:
                 if self.test_dataloader is not None and self._is_evaluation_due(test_interval):
@@ -151,7 +153,7 @@ class Trainer(UpstreamTrainer):
     def _count_step(self) -> None:
         self.step += 1
         self.epoch_step += 1
-        if self.epoch_step >= self._steps_per_epoch:  # greater if the data set has shrunk since the state was saved
+        if self.epoch_step == self._steps_per_epoch:
             self._cur_epoch, self.epoch_step = self._cur_epoch + 1, 0
         self.learning_rate = max(group["lr"] for group in self.engine.optimizer.param_groups)
         if self.engine.lr_scheduler is not None:

@@ -160,6 +160,13 @@ def test_resumes_where_another_stopped(stop: int, evaluating: bool) -> None:
     assert seen(first, second) == seen(whole)
 
 
+def test_resumes_with_the_next_epoch_where_the_data_set_has_shrunk() -> None:
+    recorder = Recorder(lambda trainer: (trainer.cur_epoch, trainer.epoch_step))
+    state = {"step": 5, "epoch": 0, "epoch_step": 5, "evaluated_step": 5}
+    fit([StopAt(state=state), recorder], batches=4, epochs=3)
+    assert recorder.seen("before_train_iter") == [(epoch, step) for epoch in (1, 2) for step in range(4)]
+
+
 def test_evaluate_alone() -> None:
     with launched():
         model = nn.Linear(3, 2)

@@ -64,7 +64,7 @@ def test_adopting_what_preparation_wrote_gives_the_same_tables(prepared, tmp_pat
 def write_names(folder: Path, names: str | None) -> Path | None:
     if names is None:
         return None
-    (folder / "names").write_text("".join(f"{name}\n" for name in names))
+    (folder / "names").write_text("".join(f"{name}\n" for name in names) + "\n")
     return folder / "names"
 
 

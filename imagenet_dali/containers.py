@@ -10,7 +10,7 @@ import numpy as np
 
 from common.data.image_folder import Files
 from common.errors import UserError
-from common.files import read_text
+from imagenet_dali.manifest import read_labels
 from imagenet_dali.parquet_source import class_names_of, list_parquet
 from imagenet_dali.tar_source import Places, list_webdataset
 from imagenet_dali.workers import parallel_map
@@ -65,7 +65,7 @@ def list_containers(root: Path, containers: list[str], workers: int) -> tuple[li
             raise UserError(f"{root}: no labelled images for the split {split} in {', '.join(containers[:3])}")
     class_names = class_names_of(root / containers[0]) if containers[0].endswith(".parquet") else None
     if class_names is None and (root / CLASS_NAMES).is_file():
-        class_names = read_text(root / CLASS_NAMES).splitlines()
+        class_names = read_labels(root / CLASS_NAMES)
     train = np.concatenate([found[file].labels for file in chosen["train"]])
     class_names = _check_labels(root, found, train, class_names)
     files = {}

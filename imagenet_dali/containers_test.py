@@ -157,7 +157,7 @@ def test_compressed_tars_are_refused(tmp_path, name):
 )
 def test_samples_without_a_right_label_are_refused(tmp_path, members, message):
     tar_of(members, tmp_path / "t.tar")
-    (tmp_path / "labels.txt").write_text("cat\ndog\n")
+    (tmp_path / "labels.txt").write_text("cat\ndog\n\n")
     with pytest.raises(UserError, match=message):
         list_source(tmp_path)
 

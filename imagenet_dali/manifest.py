@@ -89,8 +89,8 @@ def read_manifest(root: Path) -> dict[str, Any]:
 
 
 def read_labels(path: Path) -> list[str]:
-    """Return the class names in a file with one on each line."""
-    names = read_text(path).splitlines()
+    """Return the class names in a file with one on each line; empty lines at its end are none."""
+    names = read_text(path).rstrip("\r\n").splitlines()
     check_class_names(names, path)
     return names
 

@@ -2,17 +2,21 @@
 
 import argparse
 import os
+import signal
 import socket
+import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.run import parse_args
 
 from common.colossal import ParallelMode, gpc, shutdown
 from common.errors import UserError, run_command
 from common.hardware import rank_cores
+from common.launch import torchrun
 from common.launch.launcher import Launch, add_launch_arguments, detect_launch, start
 from common.testing.ranks import run_ranks
 
@@ -205,3 +209,17 @@ def test_ranks_divide_the_cores_of_their_mask() -> None:
     cpus = os.sched_getaffinity(0)
     share = max(1, len(cpus) // 2)
     assert run_ranks(2, cores_and_threads, cpus) == [(share, min(2, share))] * 2
+
+
+def test_under_nohup_torchrun_leaves_sighup_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(torchrun, "main", calls.append)
+    monkeypatch.setattr(sys, "argv", ["torchrun", "train.py"])
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        torchrun.run()
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    ((option, script),) = calls
+    assert "SIGHUP" not in parse_args([option, script]).signals_to_handle
+    assert script == "train.py"

@@ -115,7 +115,8 @@ def plan_jobs(
 def run_child(command: Sequence[str]) -> tuple[int, int]:
     """Run ``command`` and forward stop signals to it; return its exit status and the first signal, or 0."""
     received: list[int] = []
-    previous = {number: signal.signal(number, lambda number, _: received.append(number)) for number in SIGNALS}
+    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # by nohup
+    previous = {number: signal.signal(number, lambda number, _: received.append(number)) for number in heeded}
     try:
         child, forwarded = subprocess.Popen(command), 0
         while (status := child.poll()) is None:
@@ -160,5 +161,5 @@ def _parse_grid(text: str) -> tuple[str, list[str]]:
 
 
 def _launcher(processes: int) -> list[str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    torchrun = ["-m", "common.launch.torchrun", "--standalone", "--nproc_per_node", str(processes)]
     return [sys.executable, *(torchrun if processes > 1 else [])]

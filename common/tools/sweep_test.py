@@ -221,6 +221,15 @@ def test_a_stop_signal_reaches_the_run_and_ends_the_sweep(words: Sequence[str], 
     assert trained(folder) == ["LEARNING_RATE=1", f"stopped by {signal.SIGTERM.value}"]
 
 
+def test_under_nohup_the_run_ignores_a_closed_terminal() -> None:
+    program = "import signal; raise SystemExit(7 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else 1)"
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert sweep.run_child([sys.executable, "-c", program]) == (7, 0)
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[!_]*.py")), ids=lambda path: path.stem)
 def test_every_recipe_has_a_script(path: Path) -> None:
     script = sweep.find_script(path.stem)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from safetensors.torch import load_file
 
-from common.checkpoint.save import load_model_state, newest_checkpoint
+from common.checkpoint.save import newest_checkpoint
 from common.config.model_arguments import timm_arguments
 from common.config.schema import Data, plain_values
 from common.errors import run_command
@@ -46,7 +47,7 @@ def config(tmp_path) -> Path:
 def timm_top1(checkpoint: Path, data: Path) -> tuple[int, int]:
     """Return (correct, samples) of timm's own model on the validation images, loaded strictly."""
     model = timm.models.vision_transformer.VisionTransformer(**timm_arguments(**MODEL)).eval()
-    model.load_state_dict(load_model_state(checkpoint), strict=True)
+    model.load_state_dict(load_file(checkpoint / "model.safetensors"), strict=True)
     reading = plain_values(Data(root=str(data), loader="torchvision", workers=0))
     loader = build_eval_loader(reading, 7, image_size=16, dp_rank=0, dp_size=1, device=torch.device("cpu"))
     correct = samples = 0

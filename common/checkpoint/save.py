@@ -20,8 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import save_file
 
 from common.checkpoint.content import (
     CONFIG,
@@ -155,14 +154,6 @@ def clear_old(folder: Path, keep: int) -> None:
         # without its marker it no longer counts, should removing it be interrupted
         (path / MARKER).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
-
-
-def load_model_state(path: Path, file: str = MODEL) -> dict[str, Tensor]:
-    """Return the parameters in the checkpoint folder ``path``, of ``file``, `MODEL` or `EMA`.
-
-    They load strictly into timm's model of that shape.
-    """
-    return load_file(path / file)
 
 
 def load_trainer_state(path: Path) -> dict[str, Any]:

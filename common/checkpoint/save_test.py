@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common.checkpoint.save
@@ -19,7 +20,6 @@ from common.checkpoint.save import (
     clear_old,
     find_fault,
     list_checkpoints,
-    load_model_state,
     mark_best,
     put_back_old,
     write_checkpoint,
@@ -164,7 +164,7 @@ def small(tmp_path: Path) -> Path:
 
 def value_of(path: Path) -> float:
     assert find_fault(path) is None
-    return load_model_state(path)["head.bias"][0].item()
+    return load_file(path / "model.safetensors")["head.bias"][0].item()
 
 
 def test_checksums_and_modes_are_those_of_the_shell(small: Path, tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from common.checkpoint.content import check_weights, read_about, read_config
 from common.checkpoint.model_state import EMA, MODEL
-from common.checkpoint.save import BEST, CONFIG, MARKER, load_model_state, load_trainer_state, newest_checkpoint
+from common.checkpoint.save import BEST, CONFIG, MARKER, load_trainer_state, newest_checkpoint
 from common.errors import UserError, command_parser
 from common.hardware import memory_bytes
 from common.metrics.writers import Record, read_metrics
@@ -74,7 +75,7 @@ class SavedRun:
 
     def load_weights(self) -> dict[str, Tensor]:
         """Return the parameters of `load_model` by name."""
-        return load_model_state(self.checkpoint, self.weights)
+        return load_file(self.checkpoint / self.weights)
 
     def import_loaders(self) -> ModuleType:
         """Return the task's module of loaders, of which config.json holds the name.

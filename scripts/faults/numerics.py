@@ -3,9 +3,10 @@
 import random
 from typing import Any
 
+from safetensors.torch import load_file
 from torch import Tensor
 
-from common.checkpoint.save import find_fault, load_model_state, newest_checkpoint
+from common.checkpoint.save import find_fault, newest_checkpoint
 from common.colossal import BaseHook, Trainer
 from common.metrics.writers import read_metrics
 from faults.lab import TENSOR_PARALLEL, TWO, Lab, Recovery, Trial, fault, read_result
@@ -46,7 +47,7 @@ def skipped(lab: Lab, choice: random.Random, what: str) -> Recovery:
     pieces.run().expect(0)
     counts = [record["skipped"] for record in read_metrics(whole.output) if record["kind"] == "train"]
     expect(counts == [0, 0, 1, 1, 1, 1], f"skipped updates: {counts}")
-    weights = load_model_state(newest_checkpoint(whole.checkpoints))
+    weights = load_file(newest_checkpoint(whole.checkpoints) / "model.safetensors")
     expect(all(tensor.isfinite().all() for tensor in weights.values()), "weights are not finite")
     return Recovery(read_result(pieces.output) == read_result(whole.output), pieces.seconds - whole.seconds)
 

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     parser = build_parser(__doc__, OTHERS)
     parser.add_argument("--data", metavar="DIR", help="the data set (default: the run's)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config")
-    parser.add_argument("--output", metavar="DIR", help="default: evaluation/<checkpoint> in the run's folder")
+    parser.add_argument("--output", metavar="DIR", help="default: evaluation/<checkpoint>[-raw] in the run's folder")
     add_launch_arguments(parser)
     args = parser.parse_args(argv)
     launch = detect_launch(args, os.environ)
@@ -59,7 +59,8 @@ def main(argv: list[str]) -> None:
         tally.sum_over_ranks()
     shutdown()
     if launch.rank == 0:
-        _report(run, tally, Path(args.output or run.folder / "evaluation" / run.checkpoint.name), argv)
+        name = f"{run.checkpoint.name}{'-raw' * args.raw}"
+        _report(run, tally, Path(args.output or run.folder / "evaluation" / name), argv)
 
 
 class Tally:

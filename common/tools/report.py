@@ -164,7 +164,7 @@ def _best_top1(run: FinishedRun) -> str:
     evaluations = run.of_kind("eval")
     if not evaluations:
         return ABSENT
-    best = max(evaluations, key=lambda record: record["top1"])
+    best = max(evaluations, key=lambda record: (record["top1"], -record["loss"]))  # as checkpoints/best
     return f"{best['top1']:.2%} at step {best['step']:,}"
 
 

@@ -27,13 +27,13 @@ def train(step: int, **metrics) -> dict:
     return {"kind": "train", "step": step, "epoch": step / 10, "time": 1000.0 + 60 * step} | metrics
 
 
-def evaluation(step: int, top1: float) -> dict:
+def evaluation(step: int, top1: float, loss: float = 1.0) -> dict:
     return {
         "kind": "eval",
         "step": step,
         "epoch": step / 10,
         "time": 1001.0 + 60 * step,
-        "loss": 1.0,
+        "loss": loss,
         "top1": top1,
         "top5": 1.0,
     }
@@ -64,7 +64,7 @@ def charts_of(page: str) -> list[dict]:
 def test_summary(tmp_path):
     speeds = [10.0, 1000.0, 30.0, 20.0, 1240.0]
     records = [train(step, samples_per_s=speed) for step, speed in enumerate(speeds)]
-    records += [evaluation(2, 0.75), evaluation(4, 0.5)]
+    records += [evaluation(1, 0.75, loss=2.0), evaluation(2, 0.75), evaluation(3, 0.75, loss=3.0), evaluation(4, 0.5)]
     gpu, cpu = (
         {"gpu": "H100", "cpus": 16, "cpu": "AMD EPYC"},
         {"gpu": None, "cpus": 2, "cpu": "AMD EPYC", "instruction_set": "AVX2"},

@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+from common.checkpoint.content import read_about
 from common.errors import UserError, command_parser
 from common.metrics.provenance import format_command, name_hardware
 from common.tools.report import find_runs, load_run
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> None:
 def summarise(run: Path) -> dict[str, object]:
     """Return the row of a run; losses are those of the first and last train record."""
     loaded = load_run(run, run.name)
-    about, train, evaluations = loaded.about, loaded.of_kind("train"), loaded.of_kind("eval")
+    about, train, evaluations = read_about(run), loaded.of_kind("train"), loaded.of_kind("eval")
     if not train or not evaluations:
         raise UserError(
             f"{run} has no evaluation yet, so no result to record: train it for longer, or lower EVAL_EVERY"

@@ -60,3 +60,12 @@ def test_a_table_of_other_columns_is_left_alone(tmp_path):
     with pytest.raises(UserError, match=r"parallel.csv: its columns are mode, ranks, not a run's: "):
         record.main([str(tmp_path), str(table)])
     assert table.read_text() == "mode,ranks\n1d,2\n"
+
+
+def test_a_run_without_its_plan_is_refused(tmp_path):
+    write(tmp_path, RECORDS)
+    about = json.loads((tmp_path / "config.json").read_text())
+    del about["plan"]
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    with pytest.raises(UserError, match="config.json: plan: Field required"):
+        record.main([str(tmp_path), str(tmp_path / "results.csv")])

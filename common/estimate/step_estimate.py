@@ -30,6 +30,7 @@ from common.colossal import (
 )
 from common.estimate.memory import TensorMemory
 from common.estimate.traffic import Traffic
+from common.hardware import is_gpu_older_than_bfloat16
 from common.model.ema import EmaHook
 from common.model.flops import FlopCount
 from common.model.freeze import freeze
@@ -78,6 +79,7 @@ def estimate_step(
     ``config`` is a whole one, with ``parallel`` resolved. Takes seconds at most.
     Runs in a separate process, because `allow_fake_launches` patches PyTorch.
     """
+    config = {**config, "fp16": _precision(config["fp16"], device)}
     return _process(os.getpid()).submit(_estimate_step, config, processes, micro_batch, accumulation, device).result()
 
 
@@ -91,7 +93,7 @@ def _process(parent: int) -> ProcessPoolExecutor:
 def _estimate_step(
     config: Mapping[str, Any], processes: int, micro_batch: int, accumulation: int, device: str
 ) -> StepEstimate:
-    with fake_launch(_launch_config(config, accumulation, device), processes), _choosing_as_on(device):
+    with fake_launch(_launch_config(config, accumulation), processes), _choosing_as_on(device):
         return _estimate_all_blocks(config, micro_batch, accumulation)
 
 
@@ -140,19 +142,18 @@ def _estimate_depth(config: Mapping[str, Any], depth: int, micro_batch: int, acc
         )
 
 
-def _launch_config(config: Mapping[str, Any], accumulation: int, device: str) -> dict[str, Any]:
+def _launch_config(config: Mapping[str, Any], accumulation: int) -> dict[str, Any]:
     # DDP's options that need its own reduction, which the estimate replaces, change nothing that it counts
     unused = dict(init_sync=False, find_unused_parameters=False, static_graph=False)
     options = {"torch_ddp": {**(config.get("torch_ddp") or {}), **unused}}
-    return {**config, **options, "gradient_accumulation": min(accumulation, 2), "fp16": _precision(config, device)}
+    return {**config, **options, "gradient_accumulation": min(accumulation, 2)}
 
 
-def _precision(config: Mapping[str, Any], device: str) -> dict[str, Any] | None:
+def _precision(fp16: Mapping[str, Any] | None, device: str) -> Mapping[str, Any] | None:
     """Say the type of mixed precision that is the device's default, which is not that of the CPU that estimates."""
-    fp16 = config["fp16"]
     if not fp16 or fp16.get("mode") is None or device == "cpu":
         return fp16
-    return {**fp16, "dtype": fp16.get("dtype") or "float16"}
+    return {**fp16, "dtype": fp16.get("dtype") or ("float16" if is_gpu_older_than_bfloat16() else "bfloat16")}
 
 
 def _build(model: nn.Module, config: Mapping[str, Any]) -> tuple[nn.Module, Optimizer, Engine]:

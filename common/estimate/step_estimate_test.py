@@ -176,6 +176,17 @@ def test_options_of_ddp_that_need_its_own_reduction_can_be_estimated(option):
     assert estimate_step(config | {"torch_ddp": {option: True}}, 2, 8) == estimate_step(config, 2, 8)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_default_precision_is_that_of_the_gpu(dtype, monkeypatch):
+    """Where there is none, that of one with bfloat16; the residual stream is float32 in float16."""
+    monkeypatch.setattr("common.estimate.step_estimate.is_gpu_older_than_bfloat16", lambda: dtype == "float16")
+    default, explicit, other = (
+        estimate_step(build_config(1, None, TINY, fp16=TORCH | option), 1, 64)
+        for option in ({}, {"dtype": dtype}, {"dtype": "float16" if dtype == "bfloat16" else "bfloat16"})
+    )
+    assert default == explicit != other
+
+
 def test_the_process_that_estimates_is_not_forked_where_there_is_a_gpu(monkeypatch):
     """CUDA does not survive a fork, and autograd's threads initialise it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

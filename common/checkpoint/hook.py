@@ -191,6 +191,7 @@ class CheckpointHook(BaseHook):
             "loader": trainer.train_dataloader.state_dict(),
             "metrics": self.metrics.state_dict(),
             "random": capture_generators(),
+            "scale": trainer.engine.optimizer.copy_scale(),
         }
 
     def _save(self, trainer: Trainer, host: dict[str, Any] | None = None, is_best: bool = False) -> None:
@@ -209,6 +210,7 @@ class CheckpointHook(BaseHook):
         if ranks is None or any(0 < rank["blank_from"] <= step for rank in ranks):  # rank 0 writes, but no void step
             return
         skipped, counts = trainer.step - step, trainer.engine.optimizer.step_state()
+        (counts["scaler"] or {}).update({name: torch.as_tensor(value).item() for name, value in host["scale"].items()})
         state = {
             "trainer": self.saved,
             "loader": host["loader"],

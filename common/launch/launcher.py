@@ -49,16 +49,16 @@ class Launch:
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the launch flags; an empty value, as from an unset shell variable, counts as not given."""
     group = parser.add_argument_group("launch", "needed only without a launcher; otherwise must match its environment")
-    group.add_argument("--rank", type=_optional_int, help="rank over all nodes")
-    group.add_argument("--local_rank", "--local-rank", type=_optional_int, help="rank on this node; selects the GPU")
-    group.add_argument("--world_size", "--world-size", type=_optional_int, help="number of processes")
+    group.add_argument("--rank", type=integer, help="rank over all nodes")
+    group.add_argument("--local_rank", "--local-rank", type=integer, help="rank on this node; selects the GPU")
+    group.add_argument("--world_size", "--world-size", type=integer, help="number of processes")
     group.add_argument("--host", help="host of rank 0")
-    group.add_argument("--port", type=_optional_int, help="a free port on that host")
+    group.add_argument("--port", type=integer, help="a free port on that host")
     group.add_argument("--backend", choices=("nccl", "gloo"), help="default: nccl with GPUs, gloo without")
     group.add_argument("--launcher", choices=("single", "args", *VARIABLES), help="default: auto-detect")
 
 
-def _optional_int(text: str) -> int | None:
+def integer(text: str) -> int | None:
     return int(text) if text else None
 
 

@@ -223,3 +223,9 @@ def test_under_nohup_torchrun_leaves_sighup_ignored(monkeypatch: pytest.MonkeyPa
     ((option, script),) = calls
     assert "SIGHUP" not in parse_args([option, script]).signals_to_handle
     assert script == "train.py"
+
+
+def test_a_flag_that_is_no_number_is_named(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        detect("--rank x", {})
+    assert capsys.readouterr().err.endswith("error: argument --rank: invalid integer value: 'x'\n")

@@ -68,8 +68,8 @@ def choose_checkpoint(resume: str, output: Path) -> Path | None:
         later = [other for other in list_checkpoints(output / "checkpoints") if other.name > found.name]
         if newest := next((other for other in later if not find_fault(other)), None):
             raise UserError(
-                f"--resume {path}: the run in {output} has continued to {newest.name}; remove the later checkpoints "
-                "to go back, or branch off with --output DIR"
+                f"--resume {path}: the run in {output} has continued to {newest.name}; omit --resume to resume "
+                "from there, remove the later checkpoints to go back, or branch off with --output DIR"
             )
         return found
     if not is_branch:

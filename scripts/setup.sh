@@ -16,7 +16,7 @@ python=${PYTHON:-python3}
 }
 echo "setting up .venv (a few minutes and 7 GB the first time) ..."
 rm -f "$stamp"
-[ -x .venv/bin/python ] || "$python" -m venv .venv
+[ -x .venv/bin/pip ] || "$python" -m venv .venv # pip: Debian without python3-venv makes half a .venv
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 # --no-deps: requirements.txt lists every package, and colossalai 0.5.0 pins obsolete versions.
 .venv/bin/python -m pip install --quiet --no-deps --requirement requirements.txt

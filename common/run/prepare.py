@@ -51,8 +51,7 @@ def prepare_run(
         config["DATA"]["root"] = data_root(config, getattr(sys.modules[describe_data.__module__], "DOWNLOAD", ""))
         data = describe_data(config["DATA"])
         config["MODEL"]["num_classes"] = _check_classes(config["MODEL"]["num_classes"], data)
-    if args.dry_run:
-        config = shrink_micro_batch(config, gpus)
+    config = shrink_micro_batch(config, gpus)
     try:
         plan = build_plan(config, gpus, data)
     except UserError as error:

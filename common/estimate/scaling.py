@@ -63,7 +63,8 @@ def predict_modes(config: Mapping[str, Any], plan: Plan, cluster: Cluster, rate:
     A GPU sustains ``rate`` FLOP/s. Micro-batches hold as many samples per GPU as the plan, or the most that fit in
     memory.
     """
-    ways = [_predict(config, tensor, None, plan, cluster, rate) for tensor in _ways(plan.gpus)]
+    tensors = _ways(plan.gpus, config["parallel"]["tensor"])
+    ways = [_predict(config, tensor, None, plan, cluster, rate) for tensor in tensors]
     if config["zero"] or (ways[0] and not ways[0].fits):
         sharded = [(WHOLE, 1), (WHOLE, 3), *((way.tensor, 3) for way in ways if way and way.tensor["mode"] == "1d")]
         for tensor, stage in sharded:
@@ -89,13 +90,14 @@ def assumed_flops(config: Mapping[str, Any]) -> float:
     return ASSUMED_MFU * (half if in_half else tf32 if config["TF32"] else single) * 1e12
 
 
-def _ways(gpus: int) -> Iterator[dict[str, Any]]:
-    """Yield the tensor-parallel settings of up to 64 GPUs; 2.5d has depth 2 to the side, as in its paper."""
+def _ways(gpus: int, own: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield ``own`` and the tensor-parallel settings of up to 64 GPUs; 2.5d has depth 2 to the side, as its paper."""
     tensors = [WHOLE, *({"mode": "1d", "size": size} for size in range(2, 65))]
     tensors += [{"mode": "2d", "size": side**2} for side in range(2, 9)]
     tensors += [{"mode": "2.5d", "size": n * side**2, "depth": n} for side in range(2, 9) for n in range(2, side + 1)]
     tensors += [{"mode": "3d", "size": side**3} for side in range(2, 5)]
-    yield from (tensor for tensor in tensors if gpus % tensor["size"] == 0 and tensor["size"] <= 64)
+    fitting = [tensor for tensor in tensors if gpus % tensor["size"] == 0 and tensor["size"] <= 64]
+    yield from fitting if own in fitting else [*fitting, own]
 
 
 def _parallel(tensor: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,6 +42,13 @@ def test_every_mode_that_the_model_and_the_gpus_allow_is_there():
     assert [prediction.mode for prediction in predict_modes(config, plan, CLUSTER, RATE)] == ["data parallel"]
 
 
+def test_the_mode_of_the_config_is_there():
+    parallel = resolve_parallel({"tensor": {"mode": "2.5d", "size": 4, "depth": 1}}, 4)
+    config = build_config(heads=2) | {"parallel": parallel}
+    found = predict_modes(config, build_plan(config, 4, None), CLUSTER, RATE)
+    assert [prediction.mode for prediction in found] == ["data parallel", "1d 2", "2d 2 x 2", "2.5d 2 x 2 x 1"]
+
+
 def test_the_assumed_speed_is_that_of_the_precision():
     tf32, half, full = (
         assumed_flops(load_config("vit_s16_vanilla", settings))

@@ -3,6 +3,7 @@
 import math
 import os
 import platform
+import re
 import resource
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -62,12 +63,26 @@ def is_gpu_older_than_bfloat16() -> bool:
 
 
 def peak_memory() -> int:
-    """Return the most bytes that this process has held so far: on its GPU, else in total."""
+    """Return the most bytes that this process has held since `reset_peak_memory`: on its GPU, else in total.
+
+    Where the kernel's status file lacks it, it is getrusage's, which begins with that of the starting process.
+    """
     import torch
 
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
+    return int(found[1] if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
+
+
+def reset_peak_memory() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5)
 
 
 @cache  # oneDNN, too, reads its variables once

@@ -58,3 +58,13 @@ def test_what_is_called_fast_is_fast() -> None:
     print(hardware.instruction_set(), ratios)
     for name, ratio in ratios.items():  # without instructions: 1.5 (bfloat16 in AVX-512), 8 (float16) to 100
         assert ratio < 2.5 if hardware.is_fast(name) else ratio > 1.1, name
+
+
+def test_peak_memory_is_that_since_it_was_reset() -> None:
+    hardware.reset_peak_memory()
+    before = hardware.peak_memory()
+    tensor = torch.ones(50_000_000)
+    del tensor
+    assert hardware.peak_memory() > before + 190e6
+    hardware.reset_peak_memory()
+    assert hardware.peak_memory() < before + 100e6

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from common.colossal import initialize, shard_model
 from common.errors import UserError, command_parser
-from common.hardware import peak_memory
+from common.hardware import peak_memory, reset_peak_memory
 from common.model.freeze import freeze
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
@@ -53,6 +53,7 @@ class MeasuredRun:
             device=run.device,
             **run.data_parallel,
         )
+        reset_peak_memory()  # of decoding all images, which may take more than training
         self._memory_before = peak_memory()
         model = build_model(**config["MODEL"])
         freeze(model, config["FREEZE"])
@@ -70,5 +71,5 @@ class MeasuredRun:
         self.loader = batches
 
     def peak_memory(self) -> int:
-        """Return the increase in this process's peak memory since before the model was built, in bytes."""
+        """Return the most bytes that this process has held since the model was built, less those held before."""
         return peak_memory() - self._memory_before

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint.content import RunInfo, read_about
 from common.checkpoint.resume import check_changes, check_data, choose_checkpoint, finished_step
 from common.checkpoint.save import BEST, CONFIG, METRICS
 from common.errors import UserError
@@ -37,8 +38,21 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tu
                 f"was trained. Extend it with --set {longer}=N (now {config[longer]}), or start another with "
                 "--output DIR"
             )
+    elif _has_finished(output):
+        raise UserError(
+            f"{output} holds a finished run without checkpoints, whose record would be overwritten; choose another "
+            "--output, or remove it"
+        )
     sign_lock(output)
     return path, ""
+
+
+def _has_finished(output: Path) -> bool:
+    """Return whether the record in ``output``, if there is one, reaches the end of its run."""
+    with suppress(UserError, KeyError):
+        last_step = read_about(output, RunInfo)["plan"]["last_step"]
+        return any(record["kind"] == "eval" and record["step"] >= last_step for record in read_metrics(output))
+    return False
 
 
 def last_top1(output: Path) -> str:

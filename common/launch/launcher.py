@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from common import colossal
-from common.errors import RankError, UserError
+from common.errors import AgreedError, RankError, UserError
 from common.hardware import cpu_limits, limit_threads, set_processes
 
 LOOPBACK = "127.0.0.1"
@@ -85,7 +85,7 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
 def start(launch: Launch, config: Mapping[str, Any]) -> None:
     """Join the process group, set device and seed (``SEED``), and put ``config`` into ``gpc.config``.
 
-    Raises `UserError` on rank 0 if the port is in use.
+    Raises `UserError` on rank 0 if the port is in use, on all ranks if they would compute in different dtypes.
     """
     gpus = torch.cuda.device_count()
     is_bound = gpus == 1 and launch.launcher != "torch"  # Slurm and Open MPI may show each process its own GPU only
@@ -112,6 +112,7 @@ def start(launch: Launch, config: Mapping[str, Any]) -> None:
             raise
         raise UserError(f"--port={launch.port} is in use on {launch.host}: choose another") from error
     _share_cores(launch.world_size)
+    _check_dtypes(config.get("fp16"), launch.world_size)
 
 
 def set_data_key(config: Mapping[str, Any], key: str, value: Any) -> None:
@@ -121,11 +122,30 @@ def set_data_key(config: Mapping[str, Any], key: str, value: Any) -> None:
 
 def _share_cores(world_size: int) -> None:
     """Divide the cores of this host among its ranks, according to their CPU masks and cgroups."""
-    limits: list[Any] = [cpu_limits()] * world_size
-    if world_size > 1:
-        dist.all_gather_object(limits, limits[0], group=colossal.gpc.get_cpu_group(colossal.ParallelMode.GLOBAL))
-    set_processes(limits)
+    set_processes(_gather(cpu_limits(), world_size))
     limit_threads()
+
+
+def _check_dtypes(fp16: Mapping[str, Any] | None, world_size: int) -> None:
+    """Raise `UserError` if the default dtypes of the ranks' devices differ: tensors in exchange would not match."""
+    dtype = colossal.compute_dtype(fp16, "cuda" if torch.cuda.is_available() else "cpu")
+    dtypes = _gather(colossal.name_dtype(dtype), world_size)
+    if len(set(dtypes)) > 1:
+        ranks = (
+            f"{name} on rank {', '.join(str(r) for r, n in enumerate(dtypes) if n == name)}" for name in set(dtypes)
+        )
+        raise AgreedError(
+            f"fp16 without dtype means {', '.join(sorted(ranks))}, because their devices differ: set fp16.dtype, or "
+            "fp16=None for float32"
+        )
+
+
+def _gather(value: Any, world_size: int) -> list[Any]:
+    """Return the ``value`` of each rank."""
+    values = [value] * world_size
+    if world_size > 1:
+        dist.all_gather_object(values, value, group=colossal.gpc.get_cpu_group(colossal.ParallelMode.GLOBAL))
+    return values
 
 
 def _find_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> str:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.run import parse_args
 
-from common.colossal import ParallelMode, gpc, shutdown
-from common.errors import UserError, run_command
+from common.colossal import AMP_TYPE, ParallelMode, gpc, shutdown
+from common.errors import AgreedError, UserError, run_command
 from common.hardware import rank_cores
 from common.launch import torchrun
 from common.launch.launcher import Launch, add_launch_arguments, detect_launch, start
@@ -138,6 +138,7 @@ def test_a_process_without_a_gpu_of_its_own_is_refused(launcher, gpus, is_refuse
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr("common.colossal.launch", lambda *_, **options: used.append(options["local_rank"]))
     monkeypatch.setattr("common.launch.launcher._share_cores", lambda _: None)
+    monkeypatch.setattr("common.launch.launcher._gather", lambda value, _: [value])
     used: list[int] = []
     refused = pytest.raises(UserError, match=f"process 5 of this node has no GPU: torch finds {gpus}")
     with refused if is_refused else nullcontext():
@@ -209,6 +210,26 @@ def test_ranks_divide_the_cores_of_their_mask() -> None:
     cpus = os.sched_getaffinity(0)
     share = max(1, len(cpus) // 2)
     assert run_ranks(2, cores_and_threads, cpus) == [(share, min(2, share))] * 2
+
+
+def dtypes_refused() -> str:
+    """Start two ranks of which only the first has bfloat16 instructions."""
+    parser = argparse.ArgumentParser()
+    add_launch_arguments(parser)
+    launch = detect_launch(parser.parse_args([]), os.environ)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("common.colossal.amp.is_fast", lambda dtype: os.environ["RANK"] == "0")
+        with pytest.raises(AgreedError) as refused:
+            start(launch, {"fp16": {"mode": AMP_TYPE.TORCH}})
+    shutdown()
+    return str(refused.value)
+
+
+def test_devices_with_different_default_dtypes_are_refused() -> None:
+    assert set(run_ranks(2, dtypes_refused)) == {
+        "fp16 without dtype means bfloat16 on rank 0, float32 on rank 1, because their devices differ: set fp16.dtype, "
+        "or fp16=None for float32"
+    }
 
 
 def test_under_nohup_torchrun_leaves_sighup_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

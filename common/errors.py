@@ -106,7 +106,7 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
                 raise
             print()  # argparse ignores that it could not print its help
         except (OSError, RuntimeError) as error:
-            _refuse_path(error)
+            refuse_path(error)
             raise
         sys.stdout.flush()
     except UserError as error:
@@ -137,7 +137,7 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _refuse_path(error: Exception) -> None:
+def refuse_path(error: Exception) -> None:
     """Raise `UserError` for a file that the system refuses, as one that is too long, and for a link to itself."""
     if isinstance(error, OSError) and error.filename is not None:
         path = str(error.filename)

@@ -1,5 +1,6 @@
 """Which checkpoint is resumed, and what is refused."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -153,10 +154,10 @@ def test_another_data_set_is_refused_unless_allowed(tmp_path: Path, capsys) -> N
     assert "another data set from here on" in capsys.readouterr().out
 
 
-def ask(refuses: bool) -> object:
+def ask(refusal: Exception | None) -> object:
     def question() -> int:
-        if refuses:
-            raise UserError("no")
+        if refusal:
+            raise refusal
         return torch.distributed.get_rank() + 7
 
     with launched():
@@ -167,5 +168,7 @@ def ask(refuses: bool) -> object:
 
 
 def test_the_first_rank_answers_for_all() -> None:
-    assert run_ranks(2, ask, False) == [7, 7]
-    assert run_ranks(2, ask, True) == ["no", "no"]
+    assert run_ranks(2, ask, None) == [7, 7]
+    assert run_ranks(2, ask, UserError("no")) == ["no", "no"]
+    said = "run/.lock: Input/output error; choose another path (--debug shows what needs it)"
+    assert run_ranks(2, ask, OSError(errno.EIO, "Input/output error", "run/.lock")) == [said, said]

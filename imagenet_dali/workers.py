@@ -2,14 +2,13 @@
 
 import itertools
 import multiprocessing
-import os
 import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
+from common.data.worker_pool import follow_parent
 from common.errors import UserError
 
 Task = TypeVar("Task")
@@ -27,7 +26,7 @@ def parallel_map(function: Callable[[Task], Result], tasks: Iterable[Task], work
         yield from map(function, tasks)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_follow_parent) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start) as pool:
         pending: set[Future[Result]] = set()
         remaining = iter(tasks)
         try:
@@ -52,13 +51,8 @@ def parallel_map(function: Callable[[Task], Result], tasks: Iterable[Task], work
             pool.shutdown(cancel_futures=True)
 
 
-def _follow_parent() -> None:
-    """End quietly on Ctrl-C, and with the parent even if it is killed: an orphan would wait for its queue forever."""
+def _start() -> None:
+    """End quietly on Ctrl-C, and with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-    def wait_for_parent() -> None:
-        multiprocessing.parent_process().join()  # pyright: ignore[reportOptionalMemberAccess]
-        os._exit(1)
-
-    threading.Thread(target=wait_for_parent, daemon=True).start()
+    follow_parent()

@@ -1,6 +1,8 @@
 """Worker processes that apply one function to a stream of tasks, in order; the death of one is survived."""
 
 import multiprocessing
+import os
+import threading
 import time
 import warnings
 from collections import deque
@@ -12,8 +14,6 @@ from itertools import islice
 from multiprocessing.process import BaseProcess
 from signal import SIGTERM, Signals
 from typing import Any
-
-import torch
 
 AHEAD = 2  # tasks for each worker that are done before they are asked for
 _function: Callable[[Any], Any]  # of a worker
@@ -111,10 +111,23 @@ def _describe_exit(code: int) -> str:
 
 
 def _set_function(function: Callable[[Any], Any]) -> None:
+    import torch  # seconds, which processes that only `follow_parent` do not need
+
     global _function
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     _function = function
+    follow_parent()
 
 
 def _call(task: Any) -> Any:
     return _function(task)
+
+
+def follow_parent() -> None:
+    """End this worker with its parent, even if that is killed: an orphan would wait for tasks forever."""
+
+    def wait_for_parent() -> None:
+        multiprocessing.parent_process().join()  # pyright: ignore[reportOptionalMemberAccess]
+        os._exit(1)
+
+    threading.Thread(target=wait_for_parent, daemon=True).start()

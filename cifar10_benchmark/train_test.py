@@ -82,6 +82,15 @@ def test_learns_from_images_that_are_blended_cut_and_erased(root, tmp_path, loss
     assert last["top1"] > 0.6
 
 
+def test_dry_run_downloads_nothing(tmp_path, capsys):
+    settings = [f"DATA.root={tmp_path}", "DATA.download=True"]
+    train.main(
+        ["--config", "vit_lite_vanilla", "--dry-run", *(word for setting in settings for word in ("--set", setting))]
+    )
+    assert "is not on this machine: time for 50,000 images" in " ".join(capsys.readouterr().out.split())
+    assert not list(tmp_path.iterdir())
+
+
 def test_dry_run_of_the_recipes_needs_no_data(capsys, monkeypatch):
     monkeypatch.delenv("DATA", raising=False)
     for recipe, batch in (("vit_lite_vanilla", "8 GPUs x 64 x 1 = 512"), ("vit_lite_cct", "1 GPU x 128 x 1 = 128")):

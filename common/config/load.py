@@ -106,12 +106,17 @@ def find_config(name: str, base: str | None = None) -> Path:
     )
 
 
+def named_root(config: Mapping[str, Any]) -> str:
+    """Return ``DATA.root``, else the environment variable DATA, else ""; ~ is the home folder."""
+    return os.path.expanduser(config["DATA"]["root"] or os.environ.get("DATA") or "")
+
+
 def data_root(config: Mapping[str, Any], download: str = "") -> str:
-    """Return the data set's folder: ``DATA.root``, else the environment variable DATA; refuse one that is not there.
+    """Return the data set's folder, as `named_root` does; refuse one that is not there.
 
     ``download`` names what DATA.download fetches in this task.
     """
-    root = config["DATA"]["root"] or os.environ.get("DATA")
+    root = named_root(config)
     if not root:
         raise UserError("DATA.root is not set: say where the data set is with DATA=/path or --set DATA.root=/path")
     if is_url(root):

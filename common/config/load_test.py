@@ -246,6 +246,8 @@ def test_data_root_comes_from_the_config_else_from_the_environment(tmp_path, mon
         data_root({"DATA": {"root": None, "download": False}})
     (tmp_path / "train").mkdir()
     assert data_root({"DATA": {"root": None, "download": False}}) == str(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    assert data_root({"DATA": {"root": f"~/{tmp_path.name}", "download": False}}) == str(tmp_path)
     with pytest.raises(UserError, match=r"is not a folder: point it at a data set \(python -m imagenet_dali.prepare"):
         data_root({"DATA": {"root": str(tmp_path / "absent"), "download": False}})
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,6 @@
 """Config, data set and plan of a run, with every check that is possible before the launch."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,7 +12,7 @@ import torch
 from common.checkpoint.sources import resolve_source
 from common.colossal import MixedPrecision, build_mixed_precision, check_tensor_parallel, name_dtype
 from common.config.batch_plan import DataSummary, Plan, build_plan, shrink_micro_batch
-from common.config.load import data_root, load_config
+from common.config.load import data_root, load_config, named_root
 from common.errors import UserError
 from common.estimate.limits import NO_MACHINE, check_limits
 from common.hardware import memory_bytes
@@ -46,8 +45,9 @@ def prepare_run(
     gpus = launch.world_size
     if args.dry_run and launch.launcher == "single":
         gpus = args.gpus or args.world_size or config["GPUS"]
-    data, root = None, config["DATA"]["root"] or os.environ.get("DATA")
-    if not args.dry_run or (root and (is_url(root) or Path(root).exists())):
+    data, root = None, named_root(config)
+    is_to_fetch = config["DATA"]["download"] and Path(root).is_dir() and not any(Path(root).iterdir())
+    if not args.dry_run or (root and (is_url(root) or Path(root).exists()) and not is_to_fetch):
         config["DATA"]["root"] = data_root(config, getattr(sys.modules[describe_data.__module__], "DOWNLOAD", ""))
         data = describe_data(config["DATA"])
         config["MODEL"]["num_classes"] = _check_classes(config["MODEL"]["num_classes"], data)

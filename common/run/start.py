@@ -16,6 +16,7 @@ from common.checkpoint.resume import AUTO, NEVER, ask_first_rank, note_start
 from common.checkpoint.save import CONFIG
 from common.colossal import MixedPrecision, progress, shutdown
 from common.config.batch_plan import DataSummary, Plan
+from common.config.load import named_root
 from common.errors import AT_END, UserError
 from common.estimate.cluster import parse_cluster
 from common.estimate.dry_run import IMAGENET, describe_options, print_dry_run
@@ -54,7 +55,7 @@ def start_run(
                 notes["classes"] = _spare_classes(config, data)
                 config["DATA"]["order"], notes["reading"] = choose_order(config, data, plan.data_parallel)
             images = getattr(sys.modules[describe_data.__module__], "TRAIN_SAMPLES", IMAGENET)
-            if not data and (root := config["DATA"]["root"] or os.environ.get("DATA")):
+            if not data and (root := named_root(config)):
                 notes["data"] = f"{root} is not on this machine: time for {images:,} images"
             print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None, notes, images)
         return None

@@ -95,7 +95,7 @@ def run_mode(name: str, args: argparse.Namespace, *, is_control: bool = False) -
 
 def start_ranks(processes: int, words: list[str], threads: int) -> bool:
     """Run this module with ``words`` in as many processes of ``threads`` each; return whether they succeeded."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    torchrun = [sys.executable, "-m", "common.launch.torchrun", "--standalone", "--nproc_per_node", str(processes)]
     environ = os.environ | {"OMP_NUM_THREADS": str(threads)}
     command = [*torchrun, "-m", "cifar10_benchmark.compare", *words]
     return subprocess.run(command, env=environ, check=False).returncode == 0

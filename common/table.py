@@ -42,7 +42,7 @@ def format_table(rows: Sequence[Row]) -> str:
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
     """Write the rows under a header."""
-    with own_file(path).open("w", newline="") as file:
+    with own_file(path).open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

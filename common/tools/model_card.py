@@ -33,7 +33,8 @@ def write_model_card(run: SavedRun, target: str, folder: Path) -> None:
         command=format_command(about["argv"]),
         hardware=name_hardware(about["hardware"]),
     )
-    (folder / "README.md").write_text("".join(f"{printable(line)}\n" for line in str(card).split("\n")))
+    text = "".join(f"{printable(line)}\n" for line in str(card).split("\n"))
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def _metadata(run: SavedRun, target: str, data: str) -> ModelCardData:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from common.config.batch_plan import build_plan
 from common.config.load import find_config, load_config
-from common.errors import UserError, command_parser
+from common.errors import UserError, command_parser, did_you_mean
 from common.files import ROOT
 from common.launch.stop_signals import SIGNALS, exit_code, signal_name
 from common.table import format_table
@@ -52,6 +52,11 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if not args.config and (args.grid or args.set):
         raise UserError("--grid and --set need --config: which recipe to train")
+    if args.config and args.best is not None:
+        lines = [text.partition("=")[0] for text in (*args.grid[1:], *args.set)]
+        if args.best not in lines:
+            hint = did_you_mean(args.best, lines)
+            raise UserError(f"--best {args.best}: none of the --grid keys beside the first{hint}")
     failed = train(args) if args.config else {}
     report(args.output, args.best, failed)
     if failed:

@@ -92,6 +92,9 @@ def test_every_combination_is_trained_once(words: Sequence[str], tmp_path: Path,
     sweep.main([*words, "--grid", "TOTAL_BATCH_SIZE=28", "--grid", "LEARNING_RATE=1"])  # joins the others
     assert trained(folder) == ["TOTAL_BATCH_SIZE=28,LEARNING_RATE=1"]
     capsys.readouterr()
+    with pytest.raises(UserError, match="--best LERNING_RATE: none of the .*did you mean 'LEARNING_RATE'"):
+        sweep.main([*words, *grid, "--output", str(tmp_path / "new"), "--best", "LERNING_RATE"])
+    assert not (tmp_path / "new").exists()
     sweep.main(["--output", str(folder), "--best", "LEARNING_RATE"])
     assert trained(folder) == []
     assert len(table(capsys.readouterr().out)) == 2 + 5

@@ -1,6 +1,7 @@
 """From the command line to a trained run: an image folder, one process and two, the recipes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,6 @@ def test_dry_run_of_the_recipes_needs_no_data(capsys, monkeypatch):
         assert batch in printed
         assert "3.7 M" in printed  # arXiv 2104.05704, table 3
         assert "epochs of 50,000 images: " in printed
+        assert "(the host's limit)" in printed
+    train.main(["--config", "vit_lite_vanilla", "--dry-run", "--gpus", "8", "--decode-images-per-s", "1e6"])
+    assert not re.search(r"host's limit|  \*\d", capsys.readouterr().out)

@@ -161,6 +161,8 @@ class TrainerState(Schema):
 
 def read_about(folder: Path, schema: type[RunInfo] = FullInfo) -> dict[str, Any]:
     """Return config.json of a run or a checkpoint; raise `UserError` where it is none."""
+    if not (folder / CONFIG).exists():
+        raise UserError(f"{folder} holds no run: {CONFIG} is missing")
     return read_json(folder / CONFIG, schema).model_dump(exclude_unset=True, by_alias=True)
 
 

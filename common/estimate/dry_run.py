@@ -55,8 +55,8 @@ def print_dry_run(
     rows = _describe_plan(config, plan, data) | {"memory per GPU": _describe_memory(prediction, assumed)}
     if not cluster:
         rows["time"] = (
-            f"{_describe_time(prediction, plan, images)}, on {counted(plan.gpus, 'H100')}; --gpus {plan.gpus} lists "
-            "the assumptions and compares parallel modes"
+            f"{_describe_time(prediction, plan, images, assumed)}, on {counted(plan.gpus, 'H100')}; "
+            f"--gpus {plan.gpus} lists the assumptions and compares parallel modes"
         )
     for name, value in (rows | (notes or {})).items():
         if value:
@@ -165,17 +165,23 @@ def _print_modes(config: Mapping[str, Any], plan: Plan, images: int, cluster: Cl
         print_wrapped(f"data parallel does not fit in {_usable(cluster)}: set zero=dict(stage={min(sharded)})")
     best = min(fitting, key=lambda prediction: prediction.step)
     print(f"fastest that fits: {best.mode}, {_images_per_s(best, plan)} images/s")
-    print(f"{_describe_time(best, plan, images)}, without evaluation")
+    print_wrapped(f"{_describe_time(best, plan, images, cluster)}, without evaluation")
 
 
 def _flops_per_s(config: Mapping[str, Any], cluster: Cluster) -> float:
     return cluster.images_per_s * whole_model_flops(config) if cluster.images_per_s else assumed_flops(config)
 
 
-def _describe_time(prediction: Prediction, plan: Plan, images: int) -> str:
+def _describe_time(prediction: Prediction, plan: Plan, images: int, cluster: Cluster) -> str:
     steps = plan.epochs * images / plan.total_batch
     times = sorted(steps * step for step in (prediction.step, prediction.fastest_step))
-    return f"{plan.epochs} epochs of {images:,} images: {_duration(times)}"
+    limit = " (the host's limit)" if _is_host_limited(prediction.fastest_step, prediction, plan, cluster) else ""
+    return f"{plan.epochs} epochs of {images:,} images: {_duration(times)}{limit}"
+
+
+def _is_host_limited(step: float, prediction: Prediction, plan: Plan, cluster: Cluster) -> bool:
+    """Return whether a step of these seconds is the time in which the host prepares its images."""
+    return step <= 1.001 * plan.total_batch / prediction.data_parallel / cluster.decode
 
 
 def _duration(seconds: Sequence[float]) -> str:
@@ -199,8 +205,10 @@ def _assumptions(flops_per_s: float, cluster: Cluster) -> list[str]:
         f"A GPU sends {cluster.inside / 1e9:.0f} GB/s within its node of {cluster.node} and "
         f"{cluster.between / 1e9:.0f} GB/s beyond (--links); a collective takes at least {1e6 * LATENCY:.0f} us. "
         "The slower time assumes no overlap of computation and communication.",
-        f"The host decodes {cluster.decode:,.0f} images/s per GPU (assumed; --decode-images-per-s).",
+        f"The host decodes and augments {cluster.decode:,.0f} images/s per GPU (assumed; --decode-images-per-s). "
+        "A * marks steps that wait for it.",
         f"Memory and bytes are counted; {USABLE:.0%} of {cluster.memory / 1e9:.0f} GB is usable.",
+        "batch: data parallel x micro-batch x accumulation; sent: by a GPU in a step, within + between nodes.",
     ]
 
 
@@ -216,7 +224,8 @@ def _row(prediction: Prediction, plan: Plan, cluster: Cluster, unit: str, size: 
         "images/s": "",
     }
     if prediction.fits:
-        row["step ms"] = _range([1e3 * prediction.fastest_step, 1e3 * prediction.step], ",.0f")
+        limited = "*" if _is_host_limited(prediction.fastest_step, prediction, plan, cluster) else ""
+        row["step ms"] = limited + _range([1e3 * prediction.fastest_step, 1e3 * prediction.step], ",.0f")
         row["images/s"] = _images_per_s(prediction, plan)
     return row
 

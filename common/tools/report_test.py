@@ -187,7 +187,7 @@ def test_names_are_text(tmp_path):
 @pytest.mark.parametrize(
     ("config", "metrics", "message"),
     [
-        (None, None, "{run}/config.json: No such file or directory"),
+        (None, None, "{run} holds no run: config.json is missing"),
         (b"{", None, "{run}/config.json: Invalid JSON: EOF"),
         (b"[]", b"", "{run}/config.json: Input should be an object"),
         (b'{"config": {}}', b"1\n", "{run}/metrics.jsonl line 1: Input should be an object"),

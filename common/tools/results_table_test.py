@@ -44,7 +44,7 @@ def test_a_run_becomes_a_row_and_those_of_a_sweep_others(tmp_path):
     assert row["command"] == "train_dali.py --config configs/tiny.py --set DATA.root=x"
 
 
-@pytest.mark.parametrize(("records", "words"), [(None, "No such file"), (RECORDS[:2], "has no evaluation yet")])
+@pytest.mark.parametrize(("records", "words"), [(None, "holds no run"), (RECORDS[:2], "has no evaluation yet")])
 def test_what_is_no_finished_run_is_refused(tmp_path, records, words):
     if records:
         write(tmp_path, records)

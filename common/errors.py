@@ -74,7 +74,7 @@ def nearest_multiples(value: int, unit: int) -> str:
 def command_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the ``--debug`` of `run_command`; it wraps the prose of ``description`` to the terminal."""
     width = shutil.get_terminal_size().columns - 2
-    paragraphs = (description or "").strip().split("\n\n")
+    paragraphs = (description or "").replace("``", "`").strip().split("\n\n")
     wrapped = [text if COMMANDS.search(text) else textwrap.fill(text, width) for text in paragraphs]
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description="\n\n".join(wrapped), formatter_class=raw)

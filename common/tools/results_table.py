@@ -15,7 +15,7 @@ from common.tools.report import find_runs, load_run
 def main(argv: list[str]) -> None:
     parser = command_parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run or a sweep")
-    parser.add_argument("table", type=Path, help="CSV file; made if it is not there")
+    parser.add_argument("table", type=Path, metavar="TABLE", help="CSV file; made if it is not there")
     args = parser.parse_args(argv)
     rows = [summarise(run) for named in args.runs for run in find_runs(named)]
     with args.table.open("a+", newline="") as file:

@@ -10,9 +10,7 @@ The last columns split the step time into waiting for data, forward pass with lo
 is the increase of the process's peak since before the model was built.
 """
 
-import argparse
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,9 +22,8 @@ from caltech101_amp.measure import PHASES, serve_rounds
 from common.colossal import compute_dtype
 from common.config.load import load_config
 from common.errors import UserError, run_command
-from common.metrics.provenance import describe_run, format_command, name_hardware
 from common.plot import build_figure, place_legend, save_figure
-from common.run.comparison import build_parser, with_defaults
+from common.run.comparison import build_parser, provenance, with_defaults
 from common.table import format_table, write_csv
 from common.tools.harness import Row, in_processes, interleave
 
@@ -52,7 +49,10 @@ def main(argv: list[str]) -> None:
     not_run = dict.fromkeys(summarise("fp32", measurements), "") | {"memory_gb": "not run: this CPU has no bfloat16"}
     rows = [summarise(mode, measurements) if mode in measurements else not_run | {"mode": mode} for mode in CONFIGS]
     args.output.mkdir(parents=True, exist_ok=True)
-    write_csv([row | provenance(args, argv, settings) for row in rows], args.output / "compare.csv")
+    chosen = " ".join(setting for setting in settings if not setting.startswith("DATA."))
+    about = {"steps": args.steps, "rounds": args.rounds, "settings": chosen}
+    about |= provenance("caltech101_amp.compare", argv)
+    write_csv([row | about for row in rows], args.output / "compare.csv")
     draw(measurements, args.output / "compare.png")
     print(format_table(rows))
     print(f"{args.output}/compare.csv {args.output}/compare.png")
@@ -90,21 +90,6 @@ def summarise(mode: str, measurements: Mapping[str, Sequence[Row]]) -> dict[str,
         "samples_per_s": f"{measurements[mode][0]['batch'] / step:.1f}",
         "x_fp32_speed": f"{statistics.median(fp32['step'] / ours['step'] for ours, fp32 in pairs):.2f}",
         **{phase: f"{median(phase) / step:.1%}" for phase in PHASES},
-    }
-
-
-def provenance(args: argparse.Namespace, argv: list[str], settings: Sequence[str]) -> dict[str, Any]:
-    """Return the columns on how the measurements were made."""
-    about = describe_run(argv)
-    return {
-        "steps": args.steps,
-        "rounds": args.rounds,
-        "settings": " ".join(setting for setting in settings if not setting.startswith("DATA.")),
-        "date": time.strftime("%Y-%m-%d", time.gmtime(about["started"])),
-        "hardware": name_hardware(about["hardware"]),
-        "versions": " ".join(f"{name}={number}" for name, number in about["versions"].items() if number),
-        "commit": about["commit"],
-        "command": format_command(["python", "-m", "caltech101_amp.compare", *argv]),
     }
 
 

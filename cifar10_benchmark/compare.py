@@ -35,7 +35,7 @@ from common.errors import UserError, counted, run_command
 from common.estimate.traffic import NAMES, Traffic
 from common.hardware import cores
 from common.plot import build_figure, place_legend, save_figure
-from common.run.comparison import MeasuredRun, build_parser, with_defaults
+from common.run.comparison import MeasuredRun, build_parser, provenance, with_defaults
 from common.table import format_table, write_csv
 
 CONFIGS = ("vit_lite_vanilla", "vit_lite_1d", "vit_lite_2d", "vit_lite_2p5d", "vit_lite_3d")
@@ -61,7 +61,8 @@ def main(argv: list[str]) -> None:
     if args.control:
         results.insert(1, run_mode(args.configs[0], args, is_control=True))
     rows = [summarise(result, results[0]) for result in results]
-    write_csv(rows, args.output / "compare.csv")
+    about = provenance("cifar10_benchmark.compare", argv)
+    write_csv([row | about for row in rows], args.output / "compare.csv")
     draw(results, args.output / "compare.png")
     print(format_table(rows))
     print(f"{args.output}/compare.csv {args.output}/compare.png")

@@ -41,6 +41,7 @@ def test_modes_learn_alike_and_send_what_the_formula_says(folder, tmp_path, capf
     assert float(rows[1]["loss_difference"]) < 1e-5
     assert float(rows[0]["sent_mb"]) == 0
     assert rows[1]["sent_mb"] == rows[1]["formula_mb"] == rows[1]["all_reduce_mb"] != "0.00"
+    assert rows[0]["command"].startswith("python -m cifar10_benchmark.compare --steps 4 --configs ")
     assert int(rows[1]["parameters"]) < int(rows[0]["parameters"])
     with Image.open(tmp_path / "out" / "compare.png") as picture:
         assert picture.format == "PNG"

@@ -1,6 +1,7 @@
 """Shared by the commands that compare modes: arguments, and a run that only measures."""
 
 import argparse
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from common.colossal import initialize, shard_model
 from common.errors import UserError, command_parser
 from common.hardware import peak_memory, reset_peak_memory
+from common.metrics.provenance import describe_run, format_command, name_hardware
 from common.model.freeze import freeze
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
@@ -25,6 +27,18 @@ def build_parser(description: str | None, steps: int, output: str) -> argparse.A
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
     parser.add_argument("--output", type=Path, default=Path(output), help=f"default: {output}")
     return parser
+
+
+def provenance(module: str, argv: list[str]) -> dict[str, str]:
+    """Return columns on how ``python -m module`` measures with these arguments: date, hardware, versions, command."""
+    about = describe_run(argv)
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime(about["started"])),
+        "hardware": name_hardware(about["hardware"]),
+        "versions": " ".join(f"{name}={number}" for name, number in about["versions"].items() if number),
+        "commit": about["commit"],
+        "command": format_command(["python", "-m", module, *argv]),
+    }
 
 
 def with_defaults(settings: Sequence[str], defaults: Sequence[str]) -> list[str]:

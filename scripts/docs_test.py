@@ -60,6 +60,9 @@ ELSEWHERE = {
     r"scancel --signal=TERM ": "scripts/launchers_test.py::test_a_job_that_is_stopped_saves_and_ends",
     r"mpirun ": "scripts/launchers_test.py::test_mpirun",
     r"NNODES=2 ": "scripts/launchers_test.py::test_torchrun_on_two_hosts",
+    r"torchrun --nproc_per_node 2 cifar10_benchmark/train.py ": (
+        "cifar10_benchmark/train_test.py::test_two_processes_train_as_one_does"
+    ),
     r"python -m cifar10_benchmark.compare\b": (
         "cifar10_benchmark/compare_test.py::test_modes_learn_alike_and_send_what_the_formula_says"
     ),

@@ -175,13 +175,13 @@ def _flops_per_s(config: Mapping[str, Any], cluster: Cluster) -> float:
 def _describe_time(prediction: Prediction, plan: Plan, images: int, cluster: Cluster) -> str:
     steps = plan.epochs * images / plan.total_batch
     times = sorted(steps * step for step in (prediction.step, prediction.fastest_step))
-    limit = " (the host's limit)" if _is_host_limited(prediction.fastest_step, prediction, plan, cluster) else ""
+    limit = " (the host's limit)" if _is_host_limited(prediction, plan, cluster) else ""
     return f"{plan.epochs} epochs of {images:,} images: {_duration(times)}{limit}"
 
 
-def _is_host_limited(step: float, prediction: Prediction, plan: Plan, cluster: Cluster) -> bool:
-    """Return whether a step of these seconds is the time in which the host prepares its images."""
-    return step <= 1.001 * plan.total_batch / prediction.data_parallel / cluster.decode
+def _is_host_limited(prediction: Prediction, plan: Plan, cluster: Cluster) -> bool:
+    """Return whether the fastest step waits for the host, which prepares its images."""
+    return prediction.fastest_step <= 1.001 * plan.total_batch / prediction.data_parallel / cluster.decode
 
 
 def _duration(seconds: Sequence[float]) -> str:
@@ -224,7 +224,7 @@ def _row(prediction: Prediction, plan: Plan, cluster: Cluster, unit: str, size: 
         "images/s": "",
     }
     if prediction.fits:
-        limited = "*" if _is_host_limited(prediction.fastest_step, prediction, plan, cluster) else ""
+        limited = "*" if _is_host_limited(prediction, plan, cluster) else ""
         row["step ms"] = limited + _range([1e3 * prediction.fastest_step, 1e3 * prediction.step], ",.0f")
         row["images/s"] = _images_per_s(prediction, plan)
     return row

@@ -63,22 +63,13 @@ ELSEWHERE = {
     r"torchrun --nproc_per_node 2 cifar10_benchmark/train.py ": (
         "cifar10_benchmark/train_test.py::test_two_processes_train_as_one_does"
     ),
-    r"python -m cifar10_benchmark.compare\b": (
-        "cifar10_benchmark/compare_test.py::test_modes_learn_alike_and_send_what_the_formula_says"
-    ),
-    r"python -m caltech101_amp.compare\b": "caltech101_amp/compare_test.py::test_table_and_chart",
     r"python -m common.colossal.tensor_parallel.parity_test": (
         "common/colossal/tensor_parallel/parity_test.py::test_equals_one_process"
     ),
-    **{
-        rf"\.venv/bin/python scripts/bench/{name}.py": f"scripts/bench/bench_test.py::test_{name}"
-        for name in ("step", "lamb", "loader", "io", "quickstart", "saving")
-    },
     r"python -m imagenet_dali.prepare .*s3://": "imagenet_dali/remote_test.py::test_preparation_is_resumed",
     r"moto_server |curl -X PUT |export AWS_": "imagenet_dali/remote_test.py::test_preparation_is_resumed",
     r"torchrun .*=s3://": "imagenet_dali/remote_test.py::test_training_and_evaluation",
     r"python scripts/sweep.py ": "common/tools/sweep_test.py::test_trains_a_task",
-    r"python scripts/gpu_campaign.py ": "scripts/gpu_campaign_test.py::test_every_piece",
     r"from configs\.|parallel = |from colossalai\.amp": "common/config/load_test.py::test_every_config_snippet_loads",
     r"from common import colossal": "scripts/launchers_test.py::test_srun_of_a_script_of_ones_own",
     r"bash scripts/test.sh": ".ci/run",

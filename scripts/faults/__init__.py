@@ -1,1 +1,0 @@
-"""Faults injected into real multi-process runs by `python scripts/faults.py`."""

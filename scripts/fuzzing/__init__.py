@@ -1,1 +1,0 @@
-"""Invalid inputs for `python scripts/fuzz.py`."""

@@ -21,9 +21,9 @@ ROOMS = {
     "optim": {"config", "colossal"},
     "metrics": {"config", "colossal"},
     "checkpoint": {"metrics", "launch", "model", "config", "colossal"},
-    "estimate": {"model", "optim", "config", "colossal"},
+    "planner": {"model", "optim", "config", "colossal"},
     "tools": {"checkpoint", "metrics", "data", "model", "optim", "launch", "config", "colossal"},
-    "run": {"estimate", "checkpoint", "metrics", "data", "model", "optim", "launch", "config", "colossal"},
+    "run": {"planner", "checkpoint", "metrics", "data", "model", "optim", "launch", "config", "colossal"},
 }
 
 

@@ -6,9 +6,9 @@ import shutil
 from common.checkpoint.resume import AUTO, NEVER
 from common.config.schema import describe_keys, find_key
 from common.errors import UserError, command_parser
-from common.estimate.cluster import FLAGS, add_cluster_arguments
 from common.launch.launcher import add_launch_arguments
 from common.metrics.lr_finder import STEPS
+from common.planner.cluster import FLAGS, add_cluster_arguments
 
 
 def parse_arguments(argv: list[str], description: str | None) -> argparse.Namespace:

@@ -14,11 +14,11 @@ from common.colossal import MixedPrecision, build_mixed_precision, check_tensor_
 from common.config.batch_plan import DataSummary, Plan, build_plan, shrink_micro_batch
 from common.config.load import data_root, load_config, named_root
 from common.errors import UserError
-from common.estimate.limits import NO_MACHINE, check_limits
 from common.hardware import memory_bytes
 from common.launch.launcher import Launch
 from common.metrics.trackers import check_trackers
 from common.object_store import is_url
+from common.planner.limits import NO_MACHINE, check_limits
 
 DescribeData = Callable[[Mapping[str, Any]], DataSummary]
 

@@ -18,8 +18,6 @@ from common.colossal import MixedPrecision, progress, shutdown
 from common.config.batch_plan import DataSummary, Plan
 from common.config.load import named_root
 from common.errors import AT_END, UserError
-from common.estimate.cluster import parse_cluster
-from common.estimate.dry_run import IMAGENET, describe_options, print_dry_run
 from common.files import lock_folder
 from common.launch.launcher import detect_launch, set_data_key, start
 from common.launch.stop_signals import stop_signals
@@ -27,6 +25,8 @@ from common.metrics.lr_finder import LearningRateFinder
 from common.metrics.profiler import ProfilerHook
 from common.metrics.provenance import describe_run
 from common.model.vit import build_model
+from common.planner.cluster import parse_cluster
+from common.planner.dry_run import IMAGENET, describe_options, print_dry_run
 from common.run.arguments import parse_arguments
 from common.run.folder import find_start
 from common.run.on_cpu import explain_cpu

@@ -3,7 +3,7 @@ import argparse
 import pytest
 
 from common.errors import UserError
-from common.estimate.cluster import LATENCY, Cluster, add_cluster_arguments, parse_cluster
+from common.planner.cluster import LATENCY, Cluster, add_cluster_arguments, parse_cluster
 from common.run.arguments import parse_arguments
 
 CLUSTER = Cluster(memory=80e9, node=8, inside=400e9, between=50e9)

@@ -28,14 +28,14 @@ from common.colossal import (
     reduce_without_waiting,
     shard_model,
 )
-from common.estimate.memory import TensorMemory
-from common.estimate.traffic import Traffic
 from common.hardware import is_gpu_older_than_bfloat16
 from common.model.ema import EmaHook
 from common.model.flops import FlopCount
 from common.model.freeze import freeze
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
+from common.planner.memory import TensorMemory
+from common.planner.traffic import Traffic
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,12 @@ import torch
 from common.colossal import compute_dtype, describe_tensor_parallel, name_dtype
 from common.config.batch_plan import DataSummary, Plan
 from common.errors import counted
-from common.estimate.cluster import LATENCY, Cluster
-from common.estimate.scaling import (
+from common.hardware import instruction_set
+from common.model.flops import flops_per_image
+from common.model.freeze import count_trained
+from common.model.vit import build_model, parameter_count
+from common.planner.cluster import LATENCY, Cluster
+from common.planner.scaling import (
     ASSUMED_MFU,
     BEST_MFU,
     USABLE,
@@ -20,10 +24,6 @@ from common.estimate.scaling import (
     predict_plan,
     whole_model_flops,
 )
-from common.hardware import instruction_set
-from common.model.flops import flops_per_image
-from common.model.freeze import count_trained
-from common.model.vit import build_model, parameter_count
 from common.table import flatten, print_wrapped
 
 INDENT = 23

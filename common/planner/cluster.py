@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.errors import UserError
-from common.estimate.traffic import Route, sent_share
+from common.planner.traffic import Route, sent_share
 
 LATENCY = 20e-6  # least seconds per collective; an assumption
 

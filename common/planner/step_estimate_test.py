@@ -12,11 +12,11 @@ from torch.profiler import profile, record_function
 
 from common.colossal import AMP_TYPE, initialize, resolve_parallel, shard_model
 from common.config.load import load_config
-from common.estimate.step_estimate import _process, estimate_step
-from common.estimate.traffic import Traffic
 from common.model.freeze import freeze
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
+from common.planner.step_estimate import _process, estimate_step
+from common.planner.traffic import Traffic
 from common.testing.commands import run_forked
 from common.testing.parity_cases import CONFIGS
 from common.testing.ranks import launched, run_ranks
@@ -179,7 +179,7 @@ def test_options_of_ddp_that_need_its_own_reduction_can_be_estimated(option):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_default_precision_is_that_of_the_gpu(dtype, monkeypatch):
     """Where there is none, that of one with bfloat16; the residual stream is float32 in float16."""
-    monkeypatch.setattr("common.estimate.step_estimate.is_gpu_older_than_bfloat16", lambda: dtype == "float16")
+    monkeypatch.setattr("common.planner.step_estimate.is_gpu_older_than_bfloat16", lambda: dtype == "float16")
     default, explicit, other = (
         estimate_step(build_config(1, None, TINY, fp16=TORCH | option), 1, 64)
         for option in ({}, {"dtype": dtype}, {"dtype": "float16" if dtype == "bfloat16" else "bfloat16"})

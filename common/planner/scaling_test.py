@@ -5,8 +5,8 @@ import pytest
 from common.colossal import resolve_parallel
 from common.config.batch_plan import build_plan
 from common.config.load import load_config
-from common.estimate.cluster import LATENCY, Cluster
-from common.estimate.scaling import (
+from common.planner.cluster import LATENCY, Cluster
+from common.planner.scaling import (
     ASSUMED_MFU,
     BEST_MFU,
     LAUNCH,
@@ -15,7 +15,7 @@ from common.estimate.scaling import (
     predict_modes,
     whole_model_flops,
 )
-from common.estimate.step_estimate import estimate_step
+from common.planner.step_estimate import estimate_step
 
 CLUSTER = Cluster(memory=80e9, node=8, inside=400e9, between=50e9, decode=1e9)
 RATE = 1e14

@@ -10,9 +10,9 @@ from sympy import divisors
 from common.colossal import check_compile, check_tensor_parallel, check_zero, compute_dtype, name_dtype
 from common.config.batch_plan import Plan
 from common.errors import UserError
-from common.estimate.cluster import Cluster
-from common.estimate.step_estimate import StepEstimate, estimate_step
 from common.model.flops import PEAKS
+from common.planner.cluster import Cluster
+from common.planner.step_estimate import StepEstimate, estimate_step
 
 ASSUMED_MFU = 0.23  # of an H100's peak: 2,100 images/s of ViT-B/16 at 224 pixels, a good end-to-end run
 BEST_MFU = 0.40  # compiled, with a bfloat16 residual stream

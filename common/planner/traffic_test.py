@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.estimate.traffic import Traffic
+from common.planner.traffic import Traffic
 from common.testing.ranks import launched, run_ranks
 
 

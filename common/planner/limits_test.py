@@ -8,7 +8,7 @@ import pytest
 from common.config.batch_plan import build_plan
 from common.config.load import load_config
 from common.errors import UserError
-from common.estimate.limits import check_limits
+from common.planner.limits import check_limits
 from common.testing.commands import run_forked
 from common.testing.tiny_task import train, write_images
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from caltech101_amp.dataset import DOWNLOAD, TRAIN_SAMPLES, open_split
-from common.config.batch_plan import DataSummary
 from common.config.load import refuse_unused
+from common.config.plan import DataSummary
 from common.data import photographs
 from common.data.loader import Loader
 from common.data.photographs import build_eval_crop

@@ -17,8 +17,8 @@ from cifar10_benchmark.augment import UNIFORMS_PER_SAMPLE, Augment
 from cifar10_benchmark.dataset import DOWNLOAD as DOWNLOAD
 from cifar10_benchmark.dataset import TRAIN_SAMPLES as TRAIN_SAMPLES
 from cifar10_benchmark.dataset import Images, open_images
-from common.config.batch_plan import DataSummary
 from common.config.load import refuse_unused
+from common.config.plan import DataSummary
 from common.data.crops import CenterCrop
 from common.data.cuda_prefetch import prefetch
 from common.data.loader import Loader

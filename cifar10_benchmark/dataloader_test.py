@@ -6,8 +6,8 @@ from torchvision.transforms import v2
 
 from cifar10_benchmark.dataloader import READ_AHEAD, build_eval_loader, build_train_loader, describe_data
 from cifar10_benchmark.dataset import open_images
-from common.config.batch_plan import DataSummary
 from common.config.load import load_config
+from common.config.plan import DataSummary
 from common.errors import UserError
 from common.testing.host_sync import forbid_waiting
 from common.testing.photographs import write_colours

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.config.batch_plan import DataSummary
 from common.config.load import refuse_unused
+from common.config.plan import DataSummary
 from common.data import photographs
 from common.data.block_cache import BlockCache
 from common.data.crops import Crop

@@ -2,8 +2,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from common.config.batch_plan import DataSummary, build_plan
 from common.config.load import load_config
+from common.config.plan import DataSummary, build_plan
 
 
 def test_the_benchmarks_script_plans_its_recipe(capsys, monkeypatch):

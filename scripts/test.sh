@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up, then run the tests in three processes, as many tests wait. Arguments are passed to pytest instead:
-#   bash scripts/test.sh common/config/batch_plan_test.py -k batch
+#   bash scripts/test.sh common/config/plan_test.py -k batch
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh

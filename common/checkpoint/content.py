@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from typing_extensions import TypedDict
 
 from common.checkpoint.model_state import EMA, MODEL, OPTIMIZER, check_shapes
-from common.config.batch_plan import DataSummary, Plan
 from common.config.load import restore_config
+from common.config.plan import DataSummary, Plan
 from common.errors import UNWRITABLE, UserError, printable
 from common.files import Count, Schema, read_json, regular_size
 from common.hardware import memory_bytes

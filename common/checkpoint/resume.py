@@ -11,7 +11,7 @@ import torch.distributed as dist
 from common.checkpoint.content import Starts, read_about, read_config
 from common.checkpoint.save import CONFIG, TRAINER, find_fault, list_checkpoints, load_trainer_state, put_back_old
 from common.colossal import ParallelMode, gpc
-from common.config.batch_plan import DataSummary
+from common.config.plan import DataSummary
 from common.errors import AgreedError, UserError, printable, refuse_path
 from common.files import read_json
 from common.table import flatten

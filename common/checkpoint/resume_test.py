@@ -9,8 +9,8 @@ import torch
 
 from common.checkpoint.resume import ask_first_rank, changed_keys, check_changes, check_data, choose_checkpoint
 from common.checkpoint.save import checkpoint_path, write_checkpoint
-from common.config.batch_plan import DataSummary
 from common.config.load import restore_config
+from common.config.plan import DataSummary
 from common.errors import AgreedError, UserError
 from common.testing.checkpoints import build_about, build_content
 from common.testing.ranks import launched, run_ranks

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config.batch_plan import build_plan
 from common.config.load import find_config, load_config
+from common.config.plan import build_plan
 from common.errors import UserError
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-colossalai-examples.md"

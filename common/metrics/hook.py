@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.colossal import BaseHook, ParallelMode, Trainer, gpc
-from common.config.batch_plan import Plan
+from common.config.plan import Plan
 from common.hardware import peak_memory
 from common.metrics.writers import open_writers
 

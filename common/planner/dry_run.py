@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from common.colossal import compute_dtype, describe_tensor_parallel, name_dtype
-from common.config.batch_plan import DataSummary, Plan
+from common.config.plan import DataSummary, Plan
 from common.errors import counted
 from common.hardware import instruction_set
 from common.model.flops import flops_per_image

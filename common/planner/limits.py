@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from common.config.batch_plan import Plan
+from common.config.plan import Plan
 from common.errors import UserError
 from common.model.freeze import count_trained
 from common.model.vit import parameter_count

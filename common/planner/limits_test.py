@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config.batch_plan import build_plan
 from common.config.load import load_config
+from common.config.plan import build_plan
 from common.errors import UserError
 from common.planner.limits import check_limits
 from common.testing.commands import run_forked

@@ -8,7 +8,7 @@ from typing import Any
 from sympy import divisors
 
 from common.colossal import check_compile, check_tensor_parallel, check_zero, compute_dtype, name_dtype
-from common.config.batch_plan import Plan
+from common.config.plan import Plan
 from common.errors import UserError
 from common.model.flops import PEAKS
 from common.planner.cluster import Cluster

@@ -3,8 +3,8 @@ import functools
 import pytest
 
 from common.colossal import resolve_parallel
-from common.config.batch_plan import build_plan
 from common.config.load import load_config
+from common.config.plan import build_plan
 from common.planner.cluster import LATENCY, Cluster
 from common.planner.scaling import (
     ASSUMED_MFU,

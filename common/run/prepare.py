@@ -11,8 +11,8 @@ import torch
 
 from common.checkpoint.sources import resolve_source
 from common.colossal import MixedPrecision, build_mixed_precision, check_tensor_parallel, name_dtype
-from common.config.batch_plan import DataSummary, Plan, build_plan, shrink_micro_batch
 from common.config.load import data_root, load_config, named_root
+from common.config.plan import DataSummary, Plan, build_plan, shrink_micro_batch
 from common.errors import UserError
 from common.hardware import memory_bytes
 from common.launch.launcher import Launch

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.content import read_about
-from common.config.batch_plan import DataSummary
+from common.config.plan import DataSummary
 from common.data.block_order import window_bytes
 from common.hardware import memory_bytes
 from common.object_store import is_url

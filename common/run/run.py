@@ -15,7 +15,7 @@ from common.checkpoint.pretrained import load_pretrained
 from common.checkpoint.resume import ask_first_rank
 from common.checkpoint.save import newest_checkpoint
 from common.colossal import BaseHook, ParallelMode, gpc, shutdown
-from common.config.batch_plan import Plan
+from common.config.plan import Plan
 from common.files import ROOT, short_path, unlock_folder
 from common.launch.stop_signals import exit_code, signal_name, stop_signals
 from common.metrics.hook import MetricsHook

@@ -15,8 +15,8 @@ from common.checkpoint.pretrained import fit_pretrained
 from common.checkpoint.resume import AUTO, NEVER, ask_first_rank, note_start
 from common.checkpoint.save import CONFIG
 from common.colossal import MixedPrecision, progress, shutdown
-from common.config.batch_plan import DataSummary, Plan
 from common.config.load import named_root
+from common.config.plan import DataSummary, Plan
 from common.errors import AT_END, UserError
 from common.files import lock_folder
 from common.launch.launcher import detect_launch, set_data_key, start

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from common.checkpoint.content import MOMENTS
 from common.checkpoint.model_state import MODEL, OPTIMIZER, Tensors
 from common.checkpoint.save import CONFIG, METRICS, RANDOM, TRAINER, load_trainer_state, newest_checkpoint
-from common.config.batch_plan import DataSummary, build_plan
 from common.config.load import load_config
+from common.config.plan import DataSummary, build_plan
 from common.metrics.provenance import describe_run
 from common.metrics.writers import read_metrics
 from common.model.vit import parameter_shapes

@@ -9,7 +9,7 @@ from torch import nn
 
 from common.colossal import AMP_TYPE, Trainer, initialize
 from common.colossal.step_optimizer import CHECK_EVERY
-from common.config.batch_plan import Plan
+from common.config.plan import Plan
 from common.metrics.hook import MetricsHook
 from common.model.vit import build_model
 from common.optim.build import build_optimizer

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from common.checkpoint.saved_run import LOADERS
 from common.colossal import Trainer, gpc, initialize, shard_model
-from common.config.batch_plan import DataSummary
 from common.config.model_arguments import timm_arguments
+from common.config.plan import DataSummary
 from common.data import photographs
 from common.data.image_folder import FolderSplit, list_files
 from common.data.loader import Loader

@@ -19,8 +19,8 @@ from tqdm import tqdm
 from common.checkpoint.pretrained_run import OTHERS, open_model
 from common.checkpoint.saved_run import SavedRun, build_parser
 from common.colossal import ParallelMode, Predictor, gpc, naming_lost_ranks, shutdown
-from common.config.batch_plan import DataSummary
 from common.config.load import data_root
+from common.config.plan import DataSummary
 from common.errors import UserError
 from common.files import own_file, short_path
 from common.launch.launcher import add_launch_arguments, detect_launch, start

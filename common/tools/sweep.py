@@ -19,8 +19,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from common.config.batch_plan import build_plan
 from common.config.load import find_config, load_config
+from common.config.plan import build_plan
 from common.errors import UserError, command_parser, did_you_mean
 from common.files import ROOT
 from common.launch.stop_signals import SIGNALS, exit_code, signal_name

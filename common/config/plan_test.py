@@ -1,6 +1,6 @@
 import pytest
 
-from common.config.batch_plan import DataSummary, build_plan, shrink_micro_batch
+from common.config.plan import DataSummary, build_plan, shrink_micro_batch
 from common.errors import UserError
 
 IMAGENET = DataSummary(train_samples=1_281_167, eval_samples=50_000, num_classes=1000, fingerprint="")

@@ -119,7 +119,6 @@ class MemoryReader:
         device: torch.device,
     ) -> None:
         self._images, self._labels = (torch.from_numpy(array).to(device) for array in images)
-        self.size, self.device = self._images.shape[-1], device
         self._mean, self._std = (per_channel(values, device) for values in (mean, std))
         self._augment = augment
         self.together = 1 if device.type == "cpu" else READ_AHEAD

@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 import time
-from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -35,13 +34,12 @@ from common.colossal import (
     BaseHook,
     ParallelMode,
     Trainer,
-    capture_generators,
     doing,
     generator_states,
     gpc,
     set_generator_states,
 )
-from common.errors import AgreedError, RankError, UserError, counted, printable
+from common.errors import RankError, UserError, printable
 from common.files import explain_os_error
 from common.launch.stop_signals import stop_signals
 from common.metrics.hook import MetricsHook
@@ -53,12 +51,9 @@ class CheckpointHook(BaseHook):
 
     The training loop waits for a copy of the weights and the optimizer's state; a thread of rank 0 writes it. A write
     that fails is reported, and training continues; if it is the last one, the run ends with `UserError`. The newest
-    ``keep`` checkpoints stay, and the best. A signal that any rank has received, and a loader of any rank that has
-    failed, end the training of all ranks after the same step. Ranks exchange this after every step without waiting, and
-    act on it a step later; so do they save after minutes.
-
-    A loader that fails yields NaN for the rest of the training, so that all ranks skip these steps' updates: what is
-    saved is the state before them.
+    ``keep`` checkpoints stay, and the best. A signal that any rank has received ends the training of all ranks after
+    the same step. Ranks exchange this after every step without waiting, and act on it a step later; so do they save
+    after minutes.
 
     ``start_from`` is the checkpoint to resume from; ``about`` what config.json holds; ``averages`` those of `EmaHook`.
     """
@@ -85,9 +80,6 @@ class CheckpointHook(BaseHook):
         self.every_steps = every if isinstance(every, int) else None
         self.every_seconds = None if isinstance(every, int) else parse_minutes(every) * 60
         self.buffers: dict[str, Tensors] = {}  # the writer's
-        self.loader_failed = False  # of any rank
-        self.states: deque[dict[str, Any]] = deque(maxlen=3)  # of the last steps, see `_host_state`
-        self.blank_from = self.void_from = 0  # the first step whose data this rank lacked; and that any rank lacked
         self.best = -1.0, 0.0  # top-1, and less its loss, which decides between equals
         self.saved: dict[str, int] = {}  # where the trainer stood
         self.saved_at = time.monotonic()
@@ -100,18 +92,11 @@ class CheckpointHook(BaseHook):
             doing("loading the checkpoint")
             self._load(self.start_from, trainer)
             self.saved, trainer.states["checkpoint"] = trainer.state_dict(), self.start_from
-        self.states.append(self._host_state(trainer))
-        for loader in (trainer.train_dataloader, trainer.test_dataloader):
-            if loader is not None:
-                loader.defer_errors()
         stop_signals.deferring = True
 
     def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
         if not trainer.update_done:
             return
-        self.states.append(self._host_state(trainer))
-        if trainer.train_dataloader.is_blank and not self.blank_from:
-            self.blank_from = trainer.step
         trainer.stopping, is_due = self._agree(trainer, trainer.step)
         if is_due and not trainer.stopping:
             self._save(trainer)
@@ -120,36 +105,19 @@ class CheckpointHook(BaseHook):
         trainer.stopping = self._agree(trainer)[0]
 
     def after_test(self, trainer: Trainer) -> None:
-        self.states[-1] = self._host_state(trainer)  # which says that there was an evaluation
         figures = trainer.states["eval"]
         if math.isfinite(figures["loss"]) and (reached := (figures["top1"], -figures["loss"])) > self.best:
             self.best = reached
             self._save(trainer, is_best=True)
 
     def after_train(self, trainer: Trainer) -> None:
-        self.void_from = self.void_from or int(self._finish_exchange()[3])
-        state = self._host_state(trainer)
-        if self.void_from:
-            self.loader_failed = True
-            (state,) = (state for state in self.states if state["trainer"]["step"] == self.void_from - 1)
-        if self.saved != state["trainer"] and state["trainer"]["step"]:
-            self._save(trainer, state)
+        self._finish_exchange()
+        if trainer.step and self.saved != trainer.state_dict():
+            self._save(trainer)
         doing("writing the last checkpoint")
         # no rank leaves before the write is done: the launcher would kill rank 0
         ask_first_rank(self.wait)
         stop_signals.deferring = trainer.stopping  # a stopped run ends normally
-        if self.loader_failed:
-            self._refuse_to_continue(trainer)
-
-    def _refuse_to_continue(self, trainer: Trainer) -> None:
-        failures = _gather(trainer.loader_failure) or []
-        failed = [rank for rank, failure in enumerate(failures) if failure] or [0]
-        others = f" and {counted(len(failed) - 1, 'other')}" if len(failed) > 1 else ""
-        who = f"rank {failed[0]}{others}: " if len(failures) > 1 else ""
-        failure = failures[failed[0]] if failures else ""
-        rerun = "" if failure.endswith("rerun the command") else "; rerun the command"
-        checkpoint = trainer.states.get("checkpoint")
-        raise AgreedError(f"{who}{failure}{rerun}{f' to resume from {checkpoint}' if checkpoint else ''}")
 
     def _agree(self, trainer: Trainer, step: int | None = None) -> tuple[bool, bool]:
         """Return, equal on all ranks, whether to stop, and whether a checkpoint is due after ``step``.
@@ -159,7 +127,7 @@ class CheckpointHook(BaseHook):
         """
         seconds = time.monotonic() - self.saved_at
         is_due = self.every_seconds is not None and seconds >= self.every_seconds
-        flags = torch.tensor([stop_signals.received, is_due, trainer.loader_failure != "", self.blank_from])
+        flags = torch.tensor([stop_signals.received, is_due])
         if gpc.get_world_size(ParallelMode.GLOBAL) > 1:
             agreed = self._finish_exchange()
             if agreed[1]:  # it is saved now
@@ -167,54 +135,35 @@ class CheckpointHook(BaseHook):
             group = gpc.get_cpu_group(ParallelMode.GLOBAL)
             self.exchange = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, group, async_op=True)
             flags = agreed if step is not None else agreed.maximum(self._finish_exchange())
-        stop_signals.agreed, self.loader_failed = int(flags[0]), bool(flags[2])
-        self.void_from = self.void_from or int(flags[3])
+        stop_signals.agreed = int(flags[0])
         if self.every_steps is not None:
             is_due = step is not None and step % self.every_steps == 0
         else:
             is_due = step is not None and bool(flags[1])
-        return stop_signals.agreed != 0 or self.loader_failed, is_due
+        return stop_signals.agreed != 0, is_due
 
     def _finish_exchange(self) -> Tensor:
         """Return the flags that the ranks began to exchange last; zeros before the first exchange."""
         exchange, self.exchange = self.exchange, None
         if exchange is None:
-            return torch.zeros(4, dtype=torch.int64)
+            return torch.zeros(2, dtype=torch.int64)
         flags, work = exchange
         work.wait()
         return flags
 
-    def _host_state(self, trainer: Trainer) -> dict[str, Any]:
-        """Return this rank's part of a checkpoint other than model and optimizer, without waiting for the device."""
-        return {
-            "trainer": trainer.state_dict(),
-            "loader": trainer.train_dataloader.state_dict(),
-            "metrics": self.metrics.state_dict(),
-            "random": capture_generators(),
-            "scale": trainer.engine.optimizer.copy_scale(),
-        }
-
-    def _save(self, trainer: Trainer, host: dict[str, Any] | None = None, is_best: bool = False) -> None:
-        """Copy the state, which takes all ranks, and let rank 0 write it; waits for the write before this one.
-
-        ``host`` is a `_host_state` since which all updates were skipped; default: the current one.
-        """
+    def _save(self, trainer: Trainer, is_best: bool = False) -> None:
+        """Copy the state, which takes all ranks, and let rank 0 write it; waits for the write before this one."""
         doing("saving a checkpoint")
         self._join_writer()
-        host = host or self._host_state(trainer)
         content: dict[str, Tensors | bytes] = dict(copy_state(self.model, self.optimizer, self.averages, self.buffers))
-        totals = host["metrics"] | {"loss": host["metrics"]["loss"].item()}
-        ranks = _gather({"random": generator_states(host["random"]), "metrics": totals, "blank_from": self.blank_from})
-        self.saved, self.saved_at = host["trainer"], time.monotonic()
-        step = self.saved["step"]
-        if ranks is None or any(0 < rank["blank_from"] <= step for rank in ranks):  # rank 0 writes, but no void step
+        ranks = _gather({"random": generator_states(), "metrics": self.metrics.state_dict()})
+        self.saved, self.saved_at = trainer.state_dict(), time.monotonic()
+        if ranks is None:  # rank 0 writes
             return
-        skipped, counts = trainer.step - step, trainer.engine.optimizer.step_state()
-        (counts["scaler"] or {}).update({name: torch.as_tensor(value).item() for name, value in host["scale"].items()})
         state = {
             "trainer": self.saved,
-            "loader": host["loader"],
-            "optimizer": {k: v - skipped if isinstance(v, int) else v for k, v in counts.items()},
+            "loader": trainer.train_dataloader.state_dict(),
+            "optimizer": trainer.engine.optimizer.step_state(),
             "metrics": [rank["metrics"] for rank in ranks],
             "best_top1": self.best[0],
             "best_loss": -self.best[1],
@@ -224,9 +173,8 @@ class CheckpointHook(BaseHook):
         content[TRAINER] = json.dumps(state, indent=2).encode()
         content[CONFIG] = json.dumps(self.about, indent=2, default=str).encode()
         metrics = self.folder.parent / METRICS
-        lines = metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else []
-        content[METRICS] = b"".join(line for line in lines if not skipped or json.loads(line)["step"] <= step)
-        path = checkpoint_path(self.folder, step)
+        content[METRICS] = metrics.read_bytes() if metrics.exists() else b""
+        path = checkpoint_path(self.folder, self.saved["step"])
         self.writing = self.writer.submit(self._write, trainer, path, content, is_best)
 
     def _write(self, trainer: Trainer, path: Path, content: dict[str, Tensors | bytes], is_best: bool) -> None:

@@ -5,7 +5,7 @@ from common.colossal.compiled import check_compile
 from common.colossal.context import launch, repair_context, shutdown
 from common.colossal.engine import Engine, initialize
 from common.colossal.fake_launch import allow_fake_launches, fake_launch, reduce_without_waiting
-from common.colossal.generators import capture_generators, generator_states, set_generator_states
+from common.colossal.generators import generator_states, set_generator_states
 from common.colossal.heartbeat import doing, progress
 from common.colossal.inference import Predictor
 from common.colossal.launchers import get_default_parser, launch_from_openmpi, launch_from_slurm, launch_from_torch

@@ -1,23 +1,18 @@
 """The state of a process's random number generators, as tensors."""
 
 import random
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-def capture_generators() -> tuple[Any, ...]:
-    """Return the states of torch's, Python's and numpy's generators, for `generator_states`; this takes no time."""
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
-
-
-def generator_states(captured: tuple[Any, ...] | None = None) -> dict[str, Tensor]:
-    """Return the states of the generators, now or when they were captured."""
-    of_torch, cuda, (_, words, gauss), of_numpy = captured or capture_generators()
-    states = {"torch": of_torch} | ({} if cuda is None else {"cuda": cuda})
+def generator_states() -> dict[str, Tensor]:
+    """Return the states of torch's, Python's and numpy's generators."""
+    (_, words, gauss), of_numpy = random.getstate(), np.random.get_state()
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
     states["python"] = torch.tensor(words)
     states["python.gauss"] = torch.tensor([] if gauss is None else [gauss], dtype=torch.float64)
     _, keys, position, has_gauss, gauss = of_numpy

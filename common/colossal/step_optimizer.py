@@ -157,15 +157,6 @@ class StepOptimizer(OptimizerWrapper):
         """Return the JSON state that a checkpoint needs besides the optimizer's; waits for the device."""
         return self.counter.state_dict() | {"scaler": self.scaler.state_dict() if self.scaler else None}
 
-    def copy_scale(self) -> dict[str, Any]:
-        """Return what an update changes of the scaler's state, still on the device; {} without a scaler."""
-        if self.scaler is None:
-            return {}
-        scale, growth = self.scaler._scale, self.scaler._growth_tracker
-        if scale is None or growth is None:  # before its first use
-            return {"scale": self.scaler.get_scale(), "_growth_tracker": self.scaler._get_growth_tracker()}
-        return {"scale": scale.clone(), "_growth_tracker": growth.clone()}
-
     def load_step_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `step_state`; the loss scale only if both runs have one."""
         self.counter.load_state_dict(state)

@@ -50,12 +50,6 @@ class Trainer(UpstreamTrainer):
         self.test_dataloader: Any = None
 
     @property
-    def loader_failure(self) -> str:
-        """Why this process's loaders failed, with the remedy; "" if they did not."""
-        failures = (getattr(loader, "failure", "") for loader in (self.train_dataloader, self.test_dataloader))
-        return next(filter(None, failures), "")
-
-    @property
     def device(self) -> torch.device:
         return self.engine.device
 

@@ -4,20 +4,16 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from common.data.micro_batches import Draw, EvalSampler, TrainSampler
-from common.errors import AgreedError, UserError
+from common.errors import AgreedError
 
 Batch = tuple[Tensor, Tensor]
 
 
 class BatchReader(Protocol):
-    """Turns draws into batches, in order; may read as far ahead as it likes. ``size`` is the side of the images."""
-
-    size: int
-    device: torch.device
+    """Turns draws into batches, in order; may read as far ahead as it likes."""
 
     def read(self, draws: Iterator[Draw]) -> Generator[Batch, None, None]: ...
 
@@ -36,7 +32,6 @@ class Loader:
         self.sampler, self.reader = sampler, reader
         self._pass: Generator[Batch, None, None] | None = None
         self._next_pass = self._position = (0, 0)
-        self._defers_errors, self._error = False, ""
 
     def __len__(self) -> int:
         """Return the batches of a whole pass."""
@@ -66,23 +61,6 @@ class Loader:
         # beyond the end: the data set has shrunk since
         self._next_pass = self._position = (state["epoch"], done) if done < len(self) else (state["epoch"] + 1, 0)
 
-    @property
-    def failure(self) -> str:
-        """Why the run should end, and the remedy; "" as long as the reader works."""
-        return self._error or getattr(self.reader, "failure", "")
-
-    @property
-    def is_blank(self) -> bool:
-        """Whether the last batches were NaN because of a deferred error."""
-        return self._error != ""
-
-    def defer_errors(self) -> None:
-        """Instead of raising a `UserError` of the reader, report it as ``failure`` and continue with NaN images.
-
-        The other ranks are in the same step, and cannot end it without this one; NaN makes all of them skip its update.
-        """
-        self._defers_errors = True
-
     def close(self) -> None:
         """End the pass and the reader's threads and processes."""
         self._end_pass()
@@ -94,18 +72,7 @@ class Loader:
             self._pass = None
 
     def _batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        done = start
-        try:
-            if not self._error:
-                with closing(self.reader.read(self.sampler.draws(epoch, start))) as batches:
-                    for done, batch in enumerate(batches, start + 1):
-                        self._position = (epoch, done) if done < len(self) else (epoch + 1, 0)
-                        yield batch
-        except UserError as error:
-            if not self._defers_errors:
-                raise
-            self._error = str(error)
-        for _ in range(done, len(self)):  # after an error
-            batch, size, device = self.sampler.stride // self.sampler.dp_size, self.reader.size, self.reader.device
-            nan = torch.full((batch, 3, size, size), torch.nan, device=device)
-            yield nan, torch.zeros(batch, dtype=torch.int64, device=device)
+        with closing(self.reader.read(self.sampler.draws(epoch, start))) as batches:
+            for done, batch in enumerate(batches, start + 1):
+                self._position = (epoch, done) if done < len(self) else (epoch + 1, 0)
+                yield batch

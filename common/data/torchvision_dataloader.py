@@ -55,7 +55,7 @@ class TorchvisionReader:
     read once, and of remote data the workers only decode. Rows of padding, and of images that cannot be read, are zeros
     with label -100.
     The latter are named on stderr; more than `MAX_BAD_SHARE` of what one of ``dp_size`` processes reads in a pass
-    raises `UserError`. After a worker has died, ``failure`` says so, and this process makes the batches.
+    raises `UserError`, and so does a worker that dies.
     """
 
     def __init__(
@@ -71,17 +71,12 @@ class TorchvisionReader:
         dp_size: int = 1,
         augment: Augment | None = None,
     ) -> None:
-        self.size, self.device = size, device
+        self.device = device
         self._records = RecordReader(cast(RecordSource, split))  # called for draws with spans and remote data only
         self._is_remote = getattr(split, "is_remote", False)  # what reads it does not survive a fork
         self._bad = BadImages(len(split) / dp_size)
         self._normalize = Normalizer(mean, std, device)
         self._pool = WorkerPool(_Batches(split, crop, size, augment), workers)
-
-    @property
-    def failure(self) -> str:
-        """Which worker has died, and what to do about it; "" while all live."""
-        return self._pool.failure
 
     def read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:
         """Yield the batch of each draw, in order."""

@@ -61,9 +61,9 @@ class MetricsHook(BaseHook):
         self.started, self.waited = time.perf_counter(), trainer.data_wait
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's running totals for the next train record; the loss stays on the device."""
+        """Return this rank's running totals for the next train record; waits for the device."""
         steps = self.micro_batches // self.plan.accumulation
-        return {"steps": steps, "micro_batches": self.micro_batches, "loss": self.loss}
+        return {"steps": steps, "micro_batches": self.micro_batches, "loss": self.loss.item()}
 
     def load_state_dict(self, states: Sequence[Mapping[str, float]], rank: int | None) -> None:
         """Resume from the states of all ranks: from that of ``rank``, or from their mean if it is None."""

@@ -6,11 +6,9 @@ import fcntl
 import hashlib
 import math
 import os
-import platform
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import NoneType
 from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -20,8 +18,7 @@ from common.object_store import StorePath
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
 MAX_TEXT = 1 << 24  # bytes of a file that is read whole: a manifest of 50,000 shards, and little enough to be wrong
-SHOWN = 100  # characters of a value in an error
-MANY = 1000  # errors beyond which none is described: a million take pydantic 6 s and 0.5 GB
+SHOWN = 400  # characters of an error
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
@@ -48,10 +45,8 @@ def regular_size(path: Path, most: float = math.inf) -> int:
     """
     try:
         state = path.stat()
-    except UserError:  # of object storage
-        raise
-    except (OSError, ValueError) as error:  # the latter for a name with a null character
-        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
     if not stat.S_ISREG(state.st_mode):
         raise UserError(f"{path}: not a regular file")
     if state.st_size > most:
@@ -87,14 +82,10 @@ def parse_json(text: bytes, schema: type[S], where: str) -> S:
     try:
         return schema.model_validate_json(text)
     except ValidationError as error:
-        if error.error_count() > MANY:
-            raise UserError(f"{where}: {error.error_count():,} values do not fit") from None
         first = error.errors(include_url=False, include_context=False)[0]
-    place = ".".join(str(part)[:SHOWN] for part in first["loc"])
-    has_value = place and isinstance(first["input"], (str, int, float, NoneType))
-    found = f", not {str(first['input'])[:SHOWN]!r}" if has_value and first["msg"].startswith("Input") else ""
-    message = first["msg"].removeprefix("Value error, ")
-    raise UserError(f"{where}: {place}{': ' if place else ''}{message}{found}")
+    place = "".join(f"{part}: " for part in [".".join(map(str, first["loc"]))] if part)
+    value = f", not {first['input']!r}" if first["type"] not in ("missing", "json_invalid") else ""
+    raise UserError(f"{where}: {place}{first['msg']}{value}"[:SHOWN])
 
 
 def own_file(path: Path) -> Path:
@@ -152,48 +143,30 @@ def sync(path: Path) -> None:
 _held: dict[Path, int] = {}  # descriptors: a file object left open warns at exit
 
 
-def _held_by(holder: str, folder: Path) -> UserError:
-    return UserError(f"{folder} is being written by {holder}: choose another folder, or wait for its end")
-
-
-def lock_folder(folder: Path, *, wait: bool = False, sign: bool = True) -> None:
+def lock_folder(folder: Path, *, wait: bool = False) -> None:
     """Create ``folder`` and hold its lock until `unlock_folder`, or until this process ends, however it ends.
 
     Forked processes do not hold it. Raises `UserError` if another process holds it and ``wait`` is false, and if the
-    folder cannot be written. Without ``sign`` an existing lock file is not changed before `sign_lock`. On a file system
-    without locks nothing is locked.
+    folder cannot be written. On a file system without locks nothing is locked.
     """
     if folder in _held:  # to close a second handle would release the lock
-        raise _held_by("this process", folder)
+        raise UserError(f"{folder} is being written by this process: choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # no link, through which another file would be overwritten, and no pipe
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        handle = os.open(folder / ".lock", flags, 0o666)
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            os.close(handle)
-            raise OSError(".lock is not a regular file")
+        own_file(folder / ".lock")
+        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        reason = explain_os_error(error, folder)
-        raise UserError(f"{folder}: cannot be written ({reason}); choose another") from error
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another") from error
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
-        holder = os.read(handle, 1000).decode(errors="replace").strip() or "another process"
         os.close(handle)
-        raise _held_by(holder, folder) from error
+        raise UserError(
+            f"{folder} is being written by another process: choose another folder, or wait for its end"
+        ) from error
     except OSError:  # a file system without locks
         pass
     _held[folder] = handle
-    if sign:
-        sign_lock(folder)
-
-
-def sign_lock(folder: Path) -> None:
-    """Write into the lock of ``folder``, which this process holds, who that is."""
-    os.ftruncate(_held[folder], 0)
-    with contextlib.suppress(OSError):  # the disk is full, of which a file that matters will tell
-        os.pwrite(_held[folder], f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
 
 
 @contextlib.contextmanager

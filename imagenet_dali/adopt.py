@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.errors import UNWRITABLE, UserError
+from common.errors import UNPRINTABLE, UserError
 from imagenet_dali.manifest import MANIFEST, read_labels
 from imagenet_dali.verify import ANY_LABEL, describe_fault, inspect_shards
 from imagenet_dali.writer import Shard, relative_to_root, write_dataset
@@ -76,7 +76,7 @@ def _find_shards(root: Path, split: str) -> list[str]:
     paths = folder.iterdir() if folder.is_dir() else root.glob(f"{split}-*")
     is_shard = (p for p in paths if p.is_file() and p.suffix != ".idx" and not p.name.startswith("."))
     names = sorted(path.relative_to(root).as_posix() for path in is_shard)
-    if odd := next(filter(UNWRITABLE.search, names), None):
+    if odd := next(filter(UNPRINTABLE.search, names), None):
         raise UserError(f"{root}: {odd}: the manifest could not hold this name: rename the shard")
     return names
 

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import AfterValidator, FailFast, Field
 
 from common.data.image_folder import check_class_names
-from common.errors import UNWRITABLE, UserError
+from common.errors import UNPRINTABLE, UserError
 from common.files import Count, Schema, fingerprint_of, read_json, read_text, sha256_of
 from common.object_store import FileState, list_files, local_copy
 from imagenet_dali.records import RECORD
@@ -27,7 +27,7 @@ REPAIR = "run `python -m imagenet_dali.prepare --check --repair {root}` to conti
 
 def _stay_inside(name: str) -> str:
     """Refuse a name that leads out of the data set: repairs derive paths from it."""
-    if Path(name).is_absolute() or ".." in Path(name).parts or UNWRITABLE.search(name):
+    if Path(name).is_absolute() or ".." in Path(name).parts or UNPRINTABLE.search(name):
         raise ValueError(f"{name!r} is no path inside the data set")
     return name
 

@@ -19,7 +19,7 @@ from imagenet_dali.testing import jpeg, write_config
 CLASSES = [
     *("Cat", "cat", "CON", "nul", "None", "-x", "--help", "labels.txt", "a b", " b ", "100 %s", "#1", "a,b;c|d=e"),
     *("$(touch x)", "$\\frac$", "{x}", "'a' \"b\"", "<b>&amp;", "a\\nb", "=1+1", "~", "*?", "é漢\u200d"),
-    *("e\u0301", "\u00e9", "\u05e9\u05dc\u05d5\u05dd", "\u202eabc", "👩\u200d🔬", "n" * 255, "é" * 127),
+    *("e\u0301", "\u00e9", "\u05e9\u05dc\u05d5\u05dd", "👩\u200d🔬", "n" * 255, "é" * 127),
 ]
 FILES = [b"0.jpg", b"\xff.jpg", b"a\nb\x1b[2J.jpg", "\u2028.jpg".encode(), b"-x %s#'\".jpg", b"n" * 251 + b".jpg"]
 PLACE = 'it\'s "a" 100 %s #1 <b>é'  # the folder of everything

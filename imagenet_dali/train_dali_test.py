@@ -31,7 +31,6 @@ VIT_E = [
     "--set",
     "MODEL.mlp_ratio=8.5715",
 ]
-FULL = "error: standard output: No space left on device"
 
 
 @pytest.fixture(scope="module")
@@ -210,17 +209,8 @@ def test_a_mistake_is_one_line_and_writes_nothing(config, data, tmp_path, capfd,
 
 @pytest.mark.slow
 def test_torchruns_own_lines_do_not_hide_a_mistake(config, tmp_path):
-    """The launch script shows our line alone; torchrun itself ends its report with it."""
+    """The launch script shows our line alone."""
     arguments = f"train_dali.py --config {config} --output {tmp_path}/run --set TOTAL_BATCH_SIZ=1"
     ours = "error: --set TOTAL_BATCH_SIZ: unknown key; did you mean 'TOTAL_BATCH_SIZE'?"
     answer = run(f"bash ../scripts/train_torchrun.sh {arguments}", code=2, NPROC_PER_NODE="2")
     assert answer.stderr.splitlines() == [ours]
-
-
-@pytest.mark.parametrize(("reader", "code"), [("| true", 128 + 13), ("> /dev/full", 2)])
-@pytest.mark.parametrize("prints", ["print('line\\n' * 80)", "argparse.ArgumentParser().parse_args(argv)"])
-def test_a_standard_output_that_takes_no_more_ends_quietly(reader, code, prints):
-    program = f"import argparse; from common.errors import run_command; run_command(lambda argv: {prints})"
-    unbuffered = "-u" if "argparse" in prints else ""  # where argparse sees the error, and ignores it
-    answer = run(f'python {unbuffered} -c "{program}" --help {reader}; exit ${{PIPESTATUS[0]}}', ROOT, code=code)
-    assert answer.stderr.splitlines() == ([FULL] if "full" in reader else [])

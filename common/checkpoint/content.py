@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from common.checkpoint.model_state import EMA, MODEL, OPTIMIZER, check_shapes
 from common.config.load import restore_config
 from common.config.plan import DataSummary, Plan
-from common.errors import UNWRITABLE, UserError, printable
+from common.errors import UNPRINTABLE, UserError, printable
 from common.files import Count, Schema, read_json, regular_size
 from common.hardware import memory_bytes
 from common.metrics.writers import read_metrics
@@ -74,7 +74,7 @@ class RunInfo(Open):
 
 
 def _check_class(name: str) -> str:
-    if UNWRITABLE.search(name):
+    if UNPRINTABLE.search(name):
         raise ValueError(f"{printable(name)[:200]} has a control character or a line separator")
     return name
 

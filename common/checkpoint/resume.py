@@ -12,7 +12,7 @@ from common.checkpoint.content import Starts, read_about, read_config
 from common.checkpoint.save import CONFIG, TRAINER, find_fault, list_checkpoints, load_trainer_state, put_back_old
 from common.colossal import ParallelMode, gpc
 from common.config.plan import DataSummary
-from common.errors import AgreedError, UserError, printable, refuse_path
+from common.errors import AgreedError, UserError, printable
 from common.files import read_json
 from common.table import flatten
 
@@ -31,19 +31,12 @@ Answer = TypeVar("Answer")
 
 
 def ask_first_rank(question: Callable[[], Answer]) -> Answer:
-    """Return rank 0's answer to ``question()`` on all ranks; if that raises `UserError`, all raise `AgreedError`.
-
-    So they do for a file that the system refuses to rank 0.
-    """
+    """Return rank 0's answer to ``question()`` on all ranks, or raise its `UserError` or OSError as `AgreedError`."""
     answer: list[Any] = [None, None]
     if gpc.get_global_rank() == 0:
         try:
-            try:
-                answer[0] = question()
-            except OSError as error:
-                refuse_path(error)
-                raise
-        except UserError as error:
+            answer[0] = question()
+        except (UserError, OSError) as error:
             answer[1] = str(error)
     if gpc.get_world_size(ParallelMode.GLOBAL) > 1:
         dist.broadcast_object_list(answer, src=0, group=gpc.get_cpu_group(ParallelMode.GLOBAL))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from common.data.decode import MAX_PIXELS
-from common.errors import UNWRITABLE, UserError, printable
+from common.errors import UNPRINTABLE, UserError, printable
 from common.files import fingerprint_of, read_bytes
 
 # Suffixes of images, or none; of kinds too that are not read, so that such images are refused and not ignored.
@@ -59,7 +59,7 @@ def _raise_if_there(error: OSError) -> None:
 def check_class_names(names: Iterable[str], place: Path) -> None:
     """Raise `UserError` for a name that a line of text, JSON or a terminal could not hold as it is."""
     for name in names:
-        if UNWRITABLE.search(name):
+        if UNPRINTABLE.search(name):
             raise UserError(
                 f"{place}: class {printable(name)[:200]} has a control character, a line separator or bytes that are "
                 "not UTF-8 in its name: rename it"

@@ -11,7 +11,7 @@ from common.checkpoint.content import RunInfo, read_about
 from common.checkpoint.resume import check_changes, check_data, choose_checkpoint, finished_step
 from common.checkpoint.save import BEST, CONFIG, METRICS
 from common.errors import UserError
-from common.files import explain_os_error, lock_folder, own_file, sign_lock, unlock_folder
+from common.files import explain_os_error, lock_folder, own_file, unlock_folder
 from common.metrics.writers import read_metrics
 from common.run.prepare import Prepared
 
@@ -22,7 +22,7 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tu
     Raises `UserError`, before changing any file, if the run cannot be resumed this way.
     """
     config, plan, data, _ = prepared
-    lock_folder(output, sign=False)
+    lock_folder(output)
     folder = output / "checkpoints"
     if os.path.lexists(folder) and not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise UserError(f"{folder}: not a folder that can be written; remove or rename it, or choose another --output")
@@ -43,7 +43,6 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tu
             f"{output} holds a finished run without checkpoints, whose record would be overwritten; choose another "
             "--output, or remove it"
         )
-    sign_lock(output)
     return path, ""
 
 

@@ -4,7 +4,7 @@ python train.py --config config_AMP_torch --set DATA.root=/path/to/caltech101 --
 DATA=/path/to/caltech101 torchrun --nproc_per_node 4 train.py --config config/config_AMP_naive.py
 """
 
-from caltech101_amp.dataloader import build_eval_loader, build_train_loader, describe_data
+from caltech101_amp.task import TASK, build_eval_loader, build_train_loader
 from common.colossal import Trainer, gpc, initialize, shard_model
 from common.data.batch_augment import build_batch_augment
 from common.data.mixup import MixupLoss
@@ -17,7 +17,7 @@ from common.run.start import start_run
 
 
 def main(argv: list[str]) -> None:
-    run = start_run(argv, __doc__, describe_data, base="config_fp32")
+    run = start_run(argv, __doc__, TASK)
     if run is None:  # --dry-run, or finished already
         return
     config, plan = gpc.config, run.plan

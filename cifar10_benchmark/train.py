@@ -4,7 +4,7 @@ python train.py --config vit_lite_vanilla --set DATA.root=/path/to/cifar10 --set
 DATA=/path/to/cifar10 torchrun --nproc_per_node 4 train.py --config vit_lite_2d
 """
 
-from cifar10_benchmark.dataloader import build_eval_loader, build_train_loader, describe_data
+from cifar10_benchmark.task import TASK, build_eval_loader, build_train_loader
 from common.colossal import Trainer, gpc, initialize, shard_model
 from common.data.batch_augment import build_batch_augment
 from common.data.mixup import MixupLoss
@@ -17,7 +17,7 @@ from common.run.start import start_run
 
 
 def main(argv: list[str]) -> None:
-    run = start_run(argv, __doc__, describe_data, base="vit_lite_vanilla")
+    run = start_run(argv, __doc__, TASK)
     if run is None:  # --dry-run, or finished already
         return
     config, plan = gpc.config, run.plan

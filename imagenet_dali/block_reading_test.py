@@ -17,9 +17,9 @@ from common.data.record_reader import BYTES_AHEAD, RecordReader
 from common.errors import UserError
 from common.run.read_order import choose_order, warn_of_order
 from imagenet_dali import train_dali
-from imagenet_dali.dataloader import describe_data
 from imagenet_dali.dataset import Split
 from imagenet_dali.records import RECORD, frame
+from imagenet_dali.task import describe_data
 from imagenet_dali.testing import prepare_data, write_config
 
 SHARDS, PER_SHARD, IMAGE = 2, 1000, 100_000  # bytes of an image
@@ -96,8 +96,8 @@ def test_shards_sorted_by_class_are_not_read_in_blocks(split: Split, monkeypatch
     one_class["label"] = 3
     assert not classes_of_one_size.is_shuffled
     assert replace(split, records=one_class).is_shuffled
-    monkeypatch.setattr("imagenet_dali.dataloader.open_images", lambda *_: classes_of_one_size)
-    monkeypatch.setattr("imagenet_dali.dataloader.read_manifest", lambda _: {"splits": {}})
+    monkeypatch.setattr("imagenet_dali.task.open_images", lambda *_: classes_of_one_size)
+    monkeypatch.setattr("imagenet_dali.task.read_manifest", lambda _: {"splits": {}})
     data = {"root": "/data/adopted", "loader": "dali"}
     with pytest.raises(UserError, match=r"DATA.order='blocks': DATA.root=/data/adopted has shards sorted by class"):
         describe_data(data | {"order": "blocks"})

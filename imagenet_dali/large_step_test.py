@@ -17,7 +17,7 @@ from common.metrics.writers import read_metrics
 from common.model.vit import build_model
 from common.testing.photographs import write_photographs
 from imagenet_dali import prepare
-from imagenet_dali.dataloader import build_train_loader
+from imagenet_dali.task import build_train_loader
 from imagenet_dali.testing import run
 
 # Dropout is off, because its masks depend on how a batch is split.

@@ -25,8 +25,8 @@ from common.testing.object_store import BUCKET, SECRET, Store, running_store
 from common.testing.ranks import free_port, run_ranks
 from common.tools import evaluate
 from imagenet_dali import prepare, train_dali
-from imagenet_dali.dataloader import build_train_loader
 from imagenet_dali.dataset import open_split
+from imagenet_dali.task import build_train_loader
 from imagenet_dali.testing import prepare_data, with_flipped_bit, write_config, write_images
 
 SHARD = "train/train-00000-of-00003"

@@ -9,13 +9,13 @@ import pytest
 
 from common.errors import UserError
 from common.testing.commands import read_folder, run_forked
-from imagenet_dali.dataloader import describe_data
 from imagenet_dali.dataset import open_split
 from imagenet_dali.manifest import records_path
 from imagenet_dali.preparation import prepare
 from imagenet_dali.prepare import main
 from imagenet_dali.records import build_example, frame
 from imagenet_dali.repair import repair
+from imagenet_dali.task import describe_data
 from imagenet_dali.testing import jpeg, spoil_record, write_images
 from imagenet_dali.verify import check
 

@@ -5,10 +5,12 @@ torchrun --nproc_per_node 8 train.py --config vit_s16_vanilla --set DATA.root=/p
 The benchmark's name for train_dali.py, with another default recipe; DATA.loader chooses DALI or torchvision.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from common.errors import run_command
+from imagenet_dali.task import TASK
 from imagenet_dali.train_dali import main
 
 if __name__ == "__main__":
-    run_command(partial(main, base="vit_s16_vanilla"))
+    run_command(partial(main, task=replace(TASK, recipe="vit_s16_vanilla")))

@@ -13,11 +13,12 @@ from common.model.vit import build_model
 from common.optim.build import build_optimizer
 from common.optim.lr_schedule import build_lr_scheduler
 from common.run.start import start_run
-from imagenet_dali.dataloader import build_eval_loader, build_train_loader, describe_data
+from common.task import Task
+from imagenet_dali.task import TASK, build_eval_loader, build_train_loader
 
 
-def main(argv: list[str], base: str = "vit-b16") -> None:
-    run = start_run(argv, __doc__, describe_data, base)
+def main(argv: list[str], task: Task = TASK) -> None:
+    run = start_run(argv, __doc__, task)
     if run is None:  # --dry-run, or finished already
         return
     config, plan = gpc.config, run.plan

@@ -17,7 +17,7 @@ from common.hardware import instruction_set
 from common.metrics.writers import read_metrics
 from common.tools import evaluate
 from imagenet_dali import train_dali
-from imagenet_dali.dataloader import build_eval_loader, open_images
+from imagenet_dali.task import build_eval_loader, open_images
 from imagenet_dali.testing import MODEL, prepare_data, run, write_config
 
 ROOT = Path(__file__).parent.parent

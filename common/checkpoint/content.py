@@ -83,7 +83,6 @@ def _check_class(name: str) -> str:
 class DataInfo(DataSummary):
     earlier: Annotated[tuple[str, ...], FailFast()] = ()
     class_names: Annotated[list[Annotated[str, AfterValidator(_check_class)]], FailFast()] = ()  # pyright: ignore[reportAssignmentType]
-    loaders: str = ""
 
 
 class Starts(Open):
@@ -94,6 +93,7 @@ class FullInfo(Starts, RunInfo):
     """config.json, all of it."""
 
     name: str  # pyright: ignore[reportGeneralTypeIssues]
+    task: str = ""  # which older runs do not have
     plan: Plan  # pyright: ignore[reportIncompatibleVariableOverride]
     data: DataInfo
     started: Second  # pyright: ignore[reportGeneralTypeIssues]

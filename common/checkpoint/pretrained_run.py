@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.checkpoint.model_state import MODEL, infer_model
 from common.checkpoint.save import MARKER
-from common.checkpoint.saved_run import LOADERS, SavedRun, open_run
+from common.checkpoint.saved_run import SavedRun, open_run
 from common.checkpoint.sources import HUB, open_source, resolve_source
 from common.config.load import restore_config
 from common.errors import UserError
@@ -58,7 +58,7 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
         checkpoint=Path(source),
         chosen="pretrained" if is_known else f"pretrained; images are resized bilinearly here, not {how}",
         config=restore_config(values, settings, where=source),
-        about={"data": {"class_names": names, "loaders": LOADERS[0]}, "plan": {"micro_batch": BATCH}},
+        about={"task": "imagenet_dali", "data": {"class_names": names}, "plan": {"micro_batch": BATCH}},
         state=weights,
         descriptions=descriptions,
     )

@@ -1,11 +1,9 @@
 """What a run left, or has left so far: its config, the checkpoint to use, and the model in it."""
 
 import argparse
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from safetensors.torch import load_file
@@ -18,9 +16,6 @@ from common.errors import UserError, command_parser
 from common.hardware import memory_bytes
 from common.metrics.writers import Record, read_metrics
 from common.model.vit import build_model
-
-# The modules that config.json may name as those of a run's loaders: no other name in the folder of a run is imported.
-LOADERS = ["imagenet_dali.dataloader", "caltech101_amp.dataloader", "cifar10_benchmark.dataloader"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +33,11 @@ class SavedRun:
     config: dict[str, Any]
     about: dict[str, Any]
     weights: str = MODEL
+
+    @property
+    def task(self) -> str:
+        """The name of its task, for `find_task`."""
+        return self.about.get("task", "")
 
     @property
     def batch(self) -> int:
@@ -76,20 +76,6 @@ class SavedRun:
     def load_weights(self) -> dict[str, Tensor]:
         """Return the parameters of `load_model` by name."""
         return load_file(self.checkpoint / self.weights)
-
-    def import_loaders(self) -> ModuleType:
-        """Return the task's module of loaders, of which config.json holds the name.
-
-        It has ``describe_data``, ``build_eval_loader`` and ``build_eval_crop``, ``DOWNLOAD`` if it fetches data, and
-        ``TRAIN_SAMPLES`` if that is not ImageNet. A name, not an import, because the tasks build on ``common``, which
-        knows none of them.
-        """
-        name = self.about["data"]["loaders"]
-        if name not in LOADERS:
-            raise UserError(
-                f"{self.folder}: config.json: data.loaders={name!r} is none of {', '.join(LOADERS)}: restore the file"
-            )
-        return importlib.import_module(name)
 
 
 def build_parser(description: str | None, others: str = "") -> argparse.ArgumentParser:

@@ -29,7 +29,6 @@ from common.table import flatten, print_wrapped
 INDENT = 23
 UNITS = {"hours": 3600, "minutes": 60, "seconds": 1}
 ZERO = {1: "optimizer state", 3: "parameters, gradients and optimizer state"}
-IMAGENET = 1_281_167  # training images of ImageNet-1k
 
 
 def print_dry_run(
@@ -37,8 +36,8 @@ def print_dry_run(
     plan: Plan,
     data: DataSummary | None,
     cluster: Cluster | None,
-    notes: dict[str, str] | None = None,
-    images: int = IMAGENET,
+    notes: dict[str, str],
+    images: int,
 ) -> None:
     """Print the config, one key per line in ``--set`` syntax, the plan, and the table of all modes on ``cluster``.
 
@@ -58,7 +57,7 @@ def print_dry_run(
             f"{_describe_time(prediction, plan, images, assumed)}, on {counted(plan.gpus, 'H100')}; "
             f"--gpus {plan.gpus} lists the assumptions and compares parallel modes"
         )
-    for name, value in (rows | (notes or {})).items():
+    for name, value in (rows | notes).items():
         if value:
             _print_row(name, value)
     if plan.tensor_parallel > 1:

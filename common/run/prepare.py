@@ -1,8 +1,7 @@
 """Config, data set and plan of a run, with every check that is possible before the launch."""
 
 import argparse
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +18,7 @@ from common.launch.launcher import Launch
 from common.metrics.trackers import check_trackers
 from common.object_store import is_url
 from common.planner.limits import NO_MACHINE, check_limits
-
-DescribeData = Callable[[Mapping[str, Any]], DataSummary]
+from common.task import Task
 
 
 class Prepared(NamedTuple):
@@ -32,15 +30,13 @@ class Prepared(NamedTuple):
     precision: MixedPrecision  # of ``fp16`` on this machine
 
 
-def prepare_run(
-    args: argparse.Namespace, launch: Launch, describe_data: DescribeData, base: str | None = None
-) -> Prepared:
+def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepared:
     """Resolve the config for ``launch``, count the data set and compute the plan.
 
     ``--dry-run`` needs neither data, which may be on another machine, nor GPUs. Raises `UserError` for everything that
     would fail later.
     """
-    config = load_config(args.config, [*args.set, *([f"INIT={args.init}"] if args.init else [])], base)
+    config = load_config(args.config, [*args.set, *([f"INIT={args.init}"] if args.init else [])], task.recipe)
     config["INIT"] = _resolve_init(config["INIT"])
     gpus = launch.world_size
     if args.dry_run and launch.launcher == "single":
@@ -48,8 +44,8 @@ def prepare_run(
     data, root = None, named_root(config)
     is_to_fetch = config["DATA"]["download"] and Path(root).is_dir() and not any(Path(root).iterdir())
     if not args.dry_run or (root and (is_url(root) or Path(root).exists()) and not is_to_fetch):
-        config["DATA"]["root"] = data_root(config, getattr(sys.modules[describe_data.__module__], "DOWNLOAD", ""))
-        data = describe_data(config["DATA"])
+        config["DATA"]["root"] = data_root(config, task.download)
+        data = task.describe(config["DATA"])
         config["MODEL"]["num_classes"] = _check_classes(config["MODEL"]["num_classes"], data)
     config = shrink_micro_batch(config, gpus)
     try:

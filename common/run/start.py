@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,38 +25,35 @@ from common.metrics.profiler import ProfilerHook
 from common.metrics.provenance import describe_run
 from common.model.vit import build_model
 from common.planner.cluster import parse_cluster
-from common.planner.dry_run import IMAGENET, describe_options, print_dry_run
+from common.planner.dry_run import describe_options, print_dry_run
 from common.run.arguments import parse_arguments
 from common.run.folder import find_start
 from common.run.on_cpu import explain_cpu
-from common.run.prepare import DescribeData, prepare_run
+from common.run.prepare import prepare_run
 from common.run.read_order import choose_order, warn_of_order
 from common.run.run import Measurement, Run
 from common.table import print_wrapped
+from common.task import Task
 
 
-def start_run(
-    argv: list[str], description: str | None, describe_data: DescribeData, base: str | None = None
-) -> Run | None:
+def start_run(argv: list[str], description: str | None, task: Task) -> Run | None:
     """Run all checks, then start the process group and put the config into ``gpc.config``.
 
-    ``describe_data`` counts the data set of the config's ``DATA``; config.json records its module, where tools find the
-    task's loaders. ``base`` is the recipe that fills in missing keys of a config without MODEL. Returns None if there
-    is nothing to train: after ``--dry-run``, which needs neither data nor GPUs, and for a finished run.
+    config.json records the task's name, by which tools find it. Returns None if there is nothing to train: after
+    ``--dry-run``, which needs neither data nor GPUs, and for a finished run.
     """
     args = parse_arguments(argv, description)
     launch = detect_launch(args, os.environ)
-    prepared = config, plan, data, precision = prepare_run(args, launch, describe_data, base)
+    prepared = config, plan, data, precision = prepare_run(args, launch, task)
     if args.dry_run:
         if launch.rank == 0:
             notes = {"weights": _check_init(config, args)}
             if data:
                 notes["classes"] = _spare_classes(config, data)
                 config["DATA"]["order"], notes["reading"] = choose_order(config, data, plan.data_parallel)
-            images = getattr(sys.modules[describe_data.__module__], "TRAIN_SAMPLES", IMAGENET)
             if not data and (root := named_root(config)):
-                notes["data"] = f"{root} is not on this machine: time for {images:,} images"
-            print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None, notes, images)
+                notes["data"] = f"{root} is not on this machine: time for {task.train_samples:,} images"
+            print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None, notes, task.train_samples)
         return None
     assert data is not None
     AT_END.callback(stop_signals.restore)
@@ -80,8 +76,8 @@ def start_run(
         config["INIT"] = ask_first_rank(lambda: read_about(start_from)["config"].get("INIT"))
     order, reading = ask_first_rank(lambda: choose_order(config, data, plan.data_parallel, start_from))
     set_data_key(config, "order", order)
-    about = {"name": Path(args.config).stem, "config": config, "plan": asdict(plan), **describe_run(argv)}
-    about["data"] = {"loaders": describe_data.__module__, **asdict(data)}
+    about = {"name": Path(args.config).stem, "task": task.name, "config": config, "plan": asdict(plan)}
+    about |= {"data": asdict(data), **describe_run(argv)}
     about["starts"] = ask_first_rank(lambda: note_start(about, start_from))
     if launch.rank == 0:
         warnings = explain_cpu(config, plan.total_batch, plan.gpus), _spare_classes(config, data)

@@ -11,23 +11,19 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from common.checkpoint.saved_run import LOADERS
 from common.colossal import Trainer, gpc, initialize, shard_model
 from common.config.model_arguments import timm_arguments
 from common.config.plan import DataSummary
 from common.data import photographs
 from common.data.image_folder import FolderSplit, list_files
 from common.data.loader import Loader
-from common.data.photographs import build_eval_crop
 from common.model.freeze import freeze
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
 from common.optim.lr_schedule import build_lr_scheduler
 from common.run.start import start_run
+from common.task import TASKS, Task
 
-__all__ = ["build_eval_crop", "build_eval_loader", "describe_data", "timm_logits", "train", "write_images"]
-
-LOADERS.append(__name__)
 NAMES = ("blue", "cyan", "green", "magenta", "red", "white", "yellow")
 CHANNELS = ((2,), (1, 2), (1,), (0, 2), (0,), (0, 1, 2), (0, 1))
 SAMPLES = {"train": 70, "test": 45}
@@ -65,7 +61,7 @@ def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -
     partial.write_text(CONFIG)
     partial.replace(config)
     words = [word for setting in (f"DATA.root={root}", *settings) for word in ("--set", setting)]
-    run = start_run(["--config", str(config), "--output", str(output), *words, *flags], __doc__, describe_data)
+    run = start_run(["--config", str(config), "--output", str(output), *words, *flags], __doc__, TASK)
     if run is None:  # finished already
         return output
     config, plan = gpc.config, run.plan
@@ -80,9 +76,7 @@ def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -
         model,
         optimizer,
         nn.CrossEntropyLoss(),
-        photographs.build_train_loader(
-            _open(config.DATA, "train"), config.DATA, plan.total_batch, plan.micro_batch, seed=config.SEED, **place
-        ),
+        build_train_loader(config.DATA, plan.total_batch, plan.micro_batch, seed=config.SEED, **place),
         build_eval_loader(config.DATA, plan.micro_batch, **place),
         lr_scheduler,
     )
@@ -111,6 +105,11 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     return DataSummary(len(train), len(test), train.num_classes, train.fingerprint, class_names=train.class_names)
 
 
+def build_train_loader(data: Mapping[str, Any], total_batch: int, micro_batch: int, **place: Any) -> Loader:
+    """Return the loader of the training split."""
+    return photographs.build_train_loader(_open(data, "train"), data, total_batch, micro_batch, **place)
+
+
 def build_eval_loader(data: Mapping[str, Any], batch: int, **place: Any) -> Loader:
     """Return the loader of the test split."""
     return photographs.build_eval_loader(_open(data, "test"), data, batch, **place)
@@ -121,3 +120,17 @@ def _open(data: Mapping[str, Any], split: str) -> FolderSplit:
     names = sorted(path.name for path in root.iterdir())
     files = [(path.relative_to(root).as_posix(), names.index(path.parent.name)) for path in list_files(root)]
     return FolderSplit(root, names, files)
+
+
+TASK = Task(
+    name="tiny",
+    script="common/testing/tiny_task.py",
+    recipe="vit-b16",
+    recipes=("tiny",),
+    describe=describe_data,
+    build_train_loader=build_train_loader,
+    build_eval_loader=build_eval_loader,
+    build_eval_crop=photographs.build_eval_crop,
+    train_samples=SAMPLES["train"],
+)
+TASKS["tiny"] = __name__

@@ -27,6 +27,7 @@ from common.launch.launcher import add_launch_arguments, detect_launch, start
 from common.metrics.hook import count_correct
 from common.metrics.provenance import describe_run
 from common.table import write_csv
+from common.task import find_task
 from common.tools.class_report import DRAWN, describe_classes, draw_confusion, print_extremes
 
 ONE_PROCESS = dict(pipeline=1, tensor=dict(size=1, mode=None))  # a model that is not cut
@@ -42,15 +43,15 @@ def main(argv: list[str]) -> None:
     launch = detect_launch(args, os.environ)
     run = open_model(args.run, [*args.set, *([f"DATA.root={args.data}"] if args.data else [])], raw=args.raw)
     data = run.config["DATA"]
-    loaders = run.import_loaders()
-    data["root"] = data_root(run.config, getattr(loaders, "DOWNLOAD", ""))
-    _check_labels(run, loaders.describe_data(data))
+    task = find_task(run.task)
+    data["root"] = data_root(run.config, task.download)
+    _check_labels(run, task.describe(data))
     start(launch, run.config | {"parallel": ONE_PROCESS})
     if launch.rank == 0:
         print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
     predict = Predictor(run.load_model(), run.config)
     place = dict(dp_rank=launch.rank, dp_size=launch.world_size, device=predict.device)
-    loader = loaders.build_eval_loader(data, run.batch, image_size=run.config["MODEL"]["image_size"], **place)
+    loader = task.build_eval_loader(data, run.batch, image_size=run.config["MODEL"]["image_size"], **place)
     tally = Tally(predict.device)
     with naming_lost_ranks():
         for images, labels in tqdm(loader, unit="batch", leave=False, disable=None if launch.rank == 0 else True):

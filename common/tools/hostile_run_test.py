@@ -56,11 +56,11 @@ def commands(run: Path) -> list[tuple[Callable[[list[str]], object], list[str]]]
 def test_no_module_that_a_run_names_is_imported(hostile: Path) -> None:
     for file in (hostile / "config.json", newest_checkpoint(hostile / "checkpoints") / "config.json"):
         about = json.loads(file.read_text())
-        about["data"]["loaders"] = "evil"
+        about["task"] = "evil"
         file.write_text(json.dumps(about))
     sign(hostile)
     for main, argv in commands(hostile):
-        with pytest.raises(UserError, match="data.loaders='evil' is none of imagenet_dali.dataloader"):
+        with pytest.raises(UserError, match="config.json: task='evil' is none of imagenet_dali, "):
             main(argv)
     assert not (hostile.parent / "proof").exists()
 

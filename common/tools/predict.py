@@ -28,6 +28,7 @@ from common.data.image_folder import MAX_BYTES, list_files
 from common.data.pixels import Normalizer, crop_image
 from common.errors import UNPRINTABLE, UserError, printable
 from common.files import read_bytes, short_path
+from common.task import find_task
 
 STDIN = "-"
 BATCH = 64
@@ -78,7 +79,7 @@ def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
     A class has ``class`` (its name), ``label`` and ``probability``. Images are prepared as for the run's evaluation.
     """
     size, data = run.config["MODEL"]["image_size"], run.config["DATA"]
-    read = partial(_read, crop=run.import_loaders().build_eval_crop(data, size), size=size)
+    read = partial(_read, crop=find_task(run.task).build_eval_crop(data, size), size=size)
     predictor = Predictor(run.load_model(), run.config)
     normalize = Normalizer(data["mean"], data["std"], predictor.device)
     names, remaining = run.class_names, iter(images)

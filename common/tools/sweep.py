@@ -25,17 +25,8 @@ from common.errors import UserError, command_parser, did_you_mean
 from common.files import ROOT
 from common.launch.stop_signals import SIGNALS, exit_code, signal_name
 from common.table import format_table
+from common.task import TASKS, find_task
 from common.tools.sweep_results import draw, is_finished, read_sweep, tabulate
-
-# by the beginning of a recipe's name
-TRAIN_SCRIPTS = {
-    "vit_lite": "cifar10_benchmark/train.py",
-    "vit_s16": "imagenet_dali/train.py",
-    "vit-": "imagenet_dali/train_dali.py",
-    "deit3": "imagenet_dali/train_dali.py",
-    "quickstart": "imagenet_dali/train_dali.py",
-    "config_": "caltech101_amp/train.py",
-}
 
 
 def main(argv: list[str]) -> None:
@@ -148,11 +139,11 @@ def report(output: Path, best: str | None, failed: Mapping[str, int]) -> None:
 
 def find_script(config: str) -> Path:
     """Return the training script of the recipe ``config``; raise `UserError` for a config of the user's own."""
-    stem = Path(config).stem
-    for prefix, script in TRAIN_SCRIPTS.items():
-        if stem.startswith(prefix):
-            return ROOT / script
-    scripts = ", ".join(dict.fromkeys(TRAIN_SCRIPTS.values()))
+    tasks = [find_task(name) for name in TASKS]
+    for task in tasks:
+        if Path(config).stem.startswith(task.recipes):
+            return ROOT / task.script
+    scripts = ", ".join(task.script for task in tasks)
     raise UserError(f"--config {config} is no recipe of configs/: add --train SCRIPT, which is one of {scripts}")
 
 

@@ -237,8 +237,8 @@ def test_under_nohup_the_run_ignores_a_closed_terminal() -> None:
 def test_every_recipe_has_a_script(path: Path) -> None:
     script = sweep.find_script(path.stem)
     assert script.is_file()
-    named = "quickstart.sh" if path.stem == "quickstart" else script.name
-    assert named in path.read_text().split('"""')[1]
+    data_set = "quickstart.sh" if path.stem == "quickstart" else script.parent.name.partition("_")[0]
+    assert data_set in path.read_text().split('"""')[1].lower()
 
 
 def test_a_config_of_ones_own_needs_a_script() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from common.checkpoint.saved_run import SavedRun
 from common.config.model_arguments import timm_arguments, timm_name
+from common.task import find_task
 
 ANY_PLAIN_VIT = "vit_base_patch16_224"  # the arguments override its every shape
 
@@ -16,7 +17,7 @@ def describe_for_timm(run: SavedRun) -> dict[str, Any]:
     """
     arguments = timm_arguments(**run.config["MODEL"])
     size, data = arguments["img_size"], run.config["DATA"]
-    short_side = run.import_loaders().build_eval_crop(data, size).short_side
+    short_side = find_task(run.task).build_eval_crop(data, size).short_side
     return {
         "architecture": timm_name(**run.config["MODEL"]) or ANY_PLAIN_VIT,
         "num_classes": arguments["num_classes"],

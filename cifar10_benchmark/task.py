@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from cifar10_benchmark.augment import UNIFORMS_PER_SAMPLE, Augment
-from cifar10_benchmark.dataset import DOWNLOAD as DOWNLOAD
-from cifar10_benchmark.dataset import TRAIN_SAMPLES as TRAIN_SAMPLES
-from cifar10_benchmark.dataset import Images, open_images
+from cifar10_benchmark.dataset import DOWNLOAD, TRAIN_SAMPLES, Images, open_images
 from common.config.load import refuse_unused
 from common.config.plan import DataSummary
 from common.data.crops import CenterCrop
@@ -26,6 +24,7 @@ from common.data.micro_batches import NO_LABEL, PADDING, Draw, EvalSampler, Trai
 from common.data.photographs import SHARDS_ONLY
 from common.data.pixels import per_channel
 from common.errors import UserError
+from common.task import Task
 
 # keys of DATA for photographs only
 UNUSED = (
@@ -150,3 +149,17 @@ class MemoryReader:
 
     def close(self) -> None:
         """Do nothing: there are no threads or processes."""
+
+
+TASK = Task(
+    name="cifar10_benchmark",
+    script="cifar10_benchmark/train.py",
+    recipe="vit_lite_vanilla",
+    recipes=("vit_lite",),
+    describe=describe_data,
+    build_train_loader=build_train_loader,
+    build_eval_loader=build_eval_loader,
+    build_eval_crop=build_eval_crop,
+    train_samples=TRAIN_SAMPLES,
+    download=DOWNLOAD,
+)

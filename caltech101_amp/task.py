@@ -1,4 +1,4 @@
-"""The loaders of Caltech-101; Pillow decodes in worker processes."""
+"""The task of Caltech-101: its data set and loaders; Pillow decodes in worker processes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,10 +8,8 @@ from common.config.load import refuse_unused
 from common.config.plan import DataSummary
 from common.data import photographs
 from common.data.loader import Loader
-from common.data.photographs import build_eval_crop
 from common.files import fingerprint_of
-
-__all__ = ["DOWNLOAD", "TRAIN_SAMPLES", "build_eval_crop", "build_eval_loader", "build_train_loader", "describe_data"]
+from common.task import Task
 
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
@@ -30,3 +28,17 @@ def build_train_loader(data: Mapping[str, Any], total_batch: int, micro_batch: i
 def build_eval_loader(data: Mapping[str, Any], batch: int, **place: Any) -> Loader:
     """Return the loader of the test split; ``place`` is as in `photographs.build_eval_loader`."""
     return photographs.build_eval_loader(open_split(data, "test"), data, batch, **place)
+
+
+TASK = Task(
+    name="caltech101_amp",
+    script="caltech101_amp/train.py",
+    recipe="config_fp32",
+    recipes=("config_",),
+    describe=describe_data,
+    build_train_loader=build_train_loader,
+    build_eval_loader=build_eval_loader,
+    build_eval_crop=photographs.build_eval_crop,
+    train_samples=TRAIN_SAMPLES,
+    download=DOWNLOAD,
+)

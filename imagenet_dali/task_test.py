@@ -16,12 +16,12 @@ from common.data.loader import Loader
 from common.data.micro_batches import NO_LABEL
 from common.errors import UserError
 from imagenet_dali import imagenet_dali_dataloader
-from imagenet_dali.dataloader import build_eval_loader, build_train_loader, describe_data, open_images
 from imagenet_dali.dataset import open_split
 from imagenet_dali.imagenet_dali_dataloader import DaliReader
 from imagenet_dali.manifest import data_fingerprint, read_manifest
 from imagenet_dali.records import frame, unframe
 from imagenet_dali.repair import repair
+from imagenet_dali.task import build_eval_loader, build_train_loader, describe_data, open_images
 from imagenet_dali.testing import spoil_record
 
 # Python 3.12 warns of every fork beside threads, which is how torch starts its workers there
@@ -217,7 +217,7 @@ def test_what_dali_cannot_read_is_named(data):
 @pytest.mark.slow
 def test_a_process_that_leaves_a_pass_early_ends_quietly(root):
     program = f"""
-from imagenet_dali.dataloader_test import train_loader
+from imagenet_dali.task_test import train_loader
 loader = train_loader({str(root)!r})
 running = iter(loader)
 next(running)

@@ -4,8 +4,8 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from cifar10_benchmark.dataloader import READ_AHEAD, build_eval_loader, build_train_loader, describe_data
 from cifar10_benchmark.dataset import open_images
+from cifar10_benchmark.task import READ_AHEAD, build_eval_loader, build_train_loader, describe_data
 from common.config.load import load_config
 from common.config.plan import DataSummary
 from common.errors import UserError

@@ -13,15 +13,13 @@ from common.data.block_cache import BlockCache
 from common.data.crops import Crop
 from common.data.image_folder import FolderSplit
 from common.data.loader import BatchReader, Loader
-from common.data.photographs import build_eval_crop
 from common.errors import UserError
 from common.files import fingerprint_of
 from common.object_store import StorePath, as_path
+from common.task import Task
 from imagenet_dali.dataset import Split, open_split
 from imagenet_dali.manifest import MANIFEST, PARTIAL, data_fingerprint, read_manifest
 from imagenet_dali.sources import list_source
-
-__all__ = ["build_eval_crop", "build_eval_loader", "build_train_loader", "describe_data", "open_images"]
 
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
@@ -112,3 +110,16 @@ def _read_with_dali(images: Split, crop: Crop, *, workers: int, dp_size: int, **
     from imagenet_dali.imagenet_dali_dataloader import DaliReader
 
     return DaliReader(images, crop, threads=max(1, workers), **options)
+
+
+TASK = Task(
+    name="imagenet_dali",
+    script="imagenet_dali/train_dali.py",
+    recipe="vit-b16",
+    recipes=("vit-", "vit_s16", "deit3", "quickstart"),
+    describe=describe_data,
+    build_train_loader=build_train_loader,
+    build_eval_loader=build_eval_loader,
+    build_eval_crop=photographs.build_eval_crop,
+    train_samples=1_281_167,
+)

@@ -9,7 +9,7 @@ from caltech101_amp import train
 from caltech101_amp.testing import expect_miniature, write_categories
 from common.config.load import load_config
 from common.errors import UserError
-from common.metrics.writers import read_metrics
+from common.metrics.curves import read_metrics
 from common.testing.ranks import run_ranks
 from common.tools import evaluate
 

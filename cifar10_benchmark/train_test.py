@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from cifar10_benchmark import train
-from common.metrics.writers import read_metrics
+from common.metrics.curves import read_metrics
 from common.testing.commands import run_forked
 from common.testing.photographs import write_colours
 from common.testing.ranks import free_port, run_ranks

@@ -14,7 +14,7 @@ from common.config.model_arguments import timm_arguments
 from common.config.schema import Data, plain_values
 from common.errors import run_command
 from common.hardware import instruction_set
-from common.metrics.writers import read_metrics
+from common.metrics.curves import read_metrics
 from common.tools import evaluate
 from imagenet_dali import train_dali
 from imagenet_dali.task import build_eval_loader, open_images

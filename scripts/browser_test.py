@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common.metrics.writers import read_metrics
+from common.metrics.curves import read_metrics
 from common.tools import report
 from imagenet_dali.testing import prepare_data, run, write_config
 

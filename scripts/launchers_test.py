@@ -22,7 +22,7 @@ from psutil import Error, Process, process_iter
 
 from common.checkpoint.save import newest_checkpoint
 from common.colossal.heartbeat import patience_of
-from common.metrics.writers import read_metrics
+from common.metrics.curves import read_metrics
 from common.testing.commands import copy_working_tree, wait_until
 from common.testing.ranks import free_port
 from imagenet_dali.testing import prepare_data, run, write_config

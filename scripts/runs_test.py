@@ -10,7 +10,7 @@ import pytest
 from caltech101_amp import train as train_caltech
 from caltech101_amp.testing import expect_miniature, write_categories
 from cifar10_benchmark import train as train_cifar
-from common.metrics.writers import read_metrics
+from common.metrics.curves import read_metrics
 from common.testing.commands import Ended, read_folder, run_forked
 from common.testing.photographs import write_colours
 from imagenet_dali import train_dali

@@ -21,7 +21,7 @@ from common.config.plan import DataSummary, Plan
 from common.errors import UNPRINTABLE, UserError, printable
 from common.files import Count, Schema, read_json, regular_size
 from common.hardware import memory_bytes
-from common.metrics.writers import read_metrics
+from common.metrics.curves import read_metrics
 from common.model.freeze import is_frozen
 from common.model.vit import parameter_count, parameter_shapes
 

@@ -43,7 +43,7 @@ from common.errors import RankError, UserError, printable
 from common.files import explain_os_error
 from common.launch.stop_signals import stop_signals
 from common.metrics.hook import MetricsHook
-from common.metrics.writers import warn
+from common.metrics.loggers import warn
 
 
 class CheckpointHook(BaseHook):

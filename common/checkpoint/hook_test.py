@@ -20,7 +20,7 @@ from common.data.micro_batches import Draw
 from common.data.torchvision_dataloader import TorchvisionReader
 from common.errors import UserError, run_command
 from common.launch.stop_signals import stop_signals
-from common.metrics.writers import read_metrics
+from common.metrics.curves import read_metrics
 from common.run.run import Run
 from common.testing import tiny_task
 from common.testing.checkpoints import read_result
@@ -44,7 +44,7 @@ AMP = {
 @pytest.fixture(autouse=True)
 def without_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes longer than training here."""
-    monkeypatch.setattr("common.metrics.writers.draw_curves", lambda *_: None)
+    monkeypatch.setattr("common.metrics.curves.draw_curves", lambda *_: None)
 
 
 class StopAfter(BaseHook):

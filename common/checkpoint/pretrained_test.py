@@ -15,7 +15,7 @@ from common.checkpoint.save import newest_checkpoint
 from common.checkpoint.sources import open_source
 from common.config.model_arguments import timm_arguments
 from common.errors import UserError
-from common.metrics.writers import read_metrics
+from common.metrics.curves import read_metrics
 from common.model.vit import build_model
 from common.testing.commands import run_forked
 from common.testing.ranks import run_ranks

@@ -35,7 +35,7 @@ from common.checkpoint.content import (
 from common.checkpoint.model_state import EMA, MODEL, OPTIMIZER, Tensors
 from common.errors import UserError
 from common.files import read_json, read_text, sha256_of, sync
-from common.metrics.writers import MAX_METRICS
+from common.metrics.curves import MAX_METRICS
 from common.model.vit import parameter_count
 
 FILES = (MODEL, OPTIMIZER, RANDOM, TRAINER, CONFIG, METRICS)

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from common.checkpoint.content import check_weights, read_about, read_config
 from common.checkpoint.model_state import EMA, MODEL
-from common.checkpoint.save import BEST, CONFIG, MARKER, load_trainer_state, newest_checkpoint
+from common.checkpoint.save import BEST, CONFIG, MARKER, newest_checkpoint
 from common.errors import UserError, command_parser
 from common.hardware import memory_bytes
-from common.metrics.writers import Record, read_metrics
 from common.model.vit import build_model
 
 
@@ -53,19 +52,6 @@ class SavedRun:
         """A name for every output of the model; the number of those that the data set had no name for."""
         names = self.about["data"]["class_names"]
         return names + [str(label) for label in range(len(names), self.config["MODEL"]["num_classes"])]
-
-    @property
-    def step(self) -> int:
-        """The optimizer steps after which the checkpoint was saved."""
-        return load_trainer_state(self.checkpoint)["trainer"]["step"]
-
-    @property
-    def evaluation(self) -> Record | None:
-        """What training measured on the evaluation set with these weights, if it did."""
-        if self.weights == MODEL and (self.checkpoint / EMA).is_file():
-            return None
-        records = read_metrics(self.checkpoint)
-        return next((record for record in records if record["kind"] == "eval" and record["step"] == self.step), None)
 
     def load_model(self) -> nn.Module:
         """Return the unsharded model with the checkpoint's weights, which may be of any parallel mode."""

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from common.checkpoint.saved_run import open_run
 from common.colossal import AMP_TYPE
 from common.errors import UserError
-from common.metrics.writers import read_metrics
+from common.metrics.curves import read_metrics
 from common.testing.ranks import run_ranks
 from common.testing.tiny_task import NAMES, train
 from common.tools import evaluate
@@ -55,8 +55,6 @@ def test_the_averages_are_used_unless_the_weights_themselves_are_asked_for(data,
         expected = load_file(opened.checkpoint / file)
         assert all(torch.equal(p, expected[name]) for name, p in opened.load_model().named_parameters())
     assert not torch.equal(averaged.load_weights()["head.weight"], raw.load_weights()["head.weight"])
-    assert averaged.evaluation == read_metrics(run)[-1]
-    assert raw.evaluation is None
     measured, last = evaluated(run), read_metrics(run)[-1]
     assert measured.items() >= {name: last[name] for name in ("top1", "top5", "samples")}.items()
     assert measured["loss"] == pytest.approx(last["loss"], rel=1e-6)
@@ -71,14 +69,12 @@ def test_the_config_comes_back_as_it_was(trained):
     assert (opened.batch, opened.config["DATA"]["eval_crop"]) == (5, 1.0)
     assert open_run(str(trained)).batch == 14
     assert opened.class_names == list(NAMES)
-    assert opened.evaluation == read_metrics(trained)[-1]
 
 
 def test_a_checkpoint_that_was_copied_elsewhere_is_whole(run, tmp_path):
     copy = shutil.copytree(run / "checkpoints" / "step-00000010", tmp_path / "elsewhere" / "vit")
     opened = open_run(str(copy))
     assert opened.folder == copy.parent
-    assert opened.evaluation == read_metrics(run)[-1]
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,17 @@ class Engine(UpstreamEngine):
     ):
         super().__init__(*args, **kwargs)
         self.precision, self.lr_scheduler = precision, lr_scheduler
+        self.on_phase: Callable[[str], object] = lambda phase: None  # called in training where a phase begins
         self.device = get_accelerator().get_current_device()
 
+    def backward(self, loss: Tensor) -> None:
+        self.on_phase("backward")
+        super().backward(loss)
+        self.on_phase("rest")
+
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Tensor:
+        if self.training:
+            self.on_phase("forward")
         model: Any = self.model
         skips_sync = isinstance(model, DistributedDataParallel) and not self.optimizer.completes_step
         if skips_sync and model.static_graph:  # which is recorded in a first pass that must not skip it

@@ -188,8 +188,8 @@ class Optimizer(Options):
 class Log(Section):
     every: Int = key(10, "steps between two lines of metrics.jsonl", unit="optimizer steps", ge=1)
     tensorboard: bool = key(True, "write TensorBoard event files too")
-    trackers: Annotated[list[Literal["wandb", "mlflow"]], BeforeValidator(lambda names: _to_list(names))] = key(
-        [], "additional trackers; offline unless `WANDB_MODE`, `MLFLOW_TRACKING_URI` is set"
+    trackers: Annotated[list[str], BeforeValidator(lambda names: _to_list(names))] = key(
+        [], "additional loggers: `wandb`, offline unless `WANDB_MODE` is set"
     )
 
 

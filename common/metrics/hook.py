@@ -14,16 +14,18 @@ from torch import Tensor
 from common.colossal import BaseHook, ParallelMode, Trainer, gpc
 from common.config.plan import Plan
 from common.hardware import peak_memory
-from common.metrics.writers import open_writers
+from common.metrics.loggers import open_loggers
+from common.metrics.profiler import PhaseClock
 
 
 class MetricsHook(BaseHook):
-    """Read each metric of the run once, and pass it to every writer; only rank 0 writes.
+    """Read each metric of the run once, and pass it to every logger; only rank 0 has loggers.
 
     A ``train`` record covers the optimizer steps since the previous one: mean ``loss``; ``lr`` and ``grad_norm``
     (before clipping) of the last step; ``skipped``, the total of updates skipped because of non-finite values;
     ``samples_per_s`` over all GPUs; ``mfu``, its ratio to ``peak_samples_per_s``; ``data_wait``, the fraction of time
-    that this process waited for its loader; ``peak_memory_gb`` of this process (on a GPU only PyTorch's allocator,
+    that this process waited for its loader; ``forward_s`` and ``backward_s``, seconds of a step in the forward passes
+    with the loss and in the backward passes; ``peak_memory_gb`` of this process (on a GPU only PyTorch's allocator,
     without DALI's buffers). An ``eval`` record counts every sample of the evaluation set once: mean cross-entropy
     ``loss``, ``top1`` and ``top5`` (0 to 1), ``samples``. Both have ``step`` (optimizer step), ``epoch`` (fractional)
     and ``time`` (Unix, seconds). Every rank has the last evaluation's metrics in the trainer's ``states["eval"]``.
@@ -47,12 +49,13 @@ class MetricsHook(BaseHook):
         super().__init__(priority=0)
         self.plan, self.every, self.peak_samples_per_s = plan, every, peak_samples_per_s
         self.has_shown_loss = False
-        self.writers = []
+        self.loggers = []
         if is_main:
-            self.writers = open_writers(folder, plan.last_step, start, tensorboard=tensorboard, trackers=trackers)
-        self.progress = self.writers[-1] if is_main else None
+            self.loggers = open_loggers(folder, start, plan.last_step, tensorboard=tensorboard, trackers=trackers)
+        self.progress = self.loggers[-1] if is_main else None
 
     def before_train(self, trainer: Trainer) -> None:
+        self.clock = trainer.engine.on_phase = PhaseClock(trainer.device.type)
         self._restart_window(trainer)
 
     def _restart_window(self, trainer: Trainer) -> None:
@@ -97,6 +100,7 @@ class MetricsHook(BaseHook):
         loss = self._mean_loss()
         elapsed, timed = time.perf_counter() - self.started, self.micro_batches - self.untimed
         samples_per_s = timed * self.plan.micro_batch * self.plan.data_parallel / elapsed
+        phases = self.clock.read()  # the loss has waited for the device
         return {
             "loss": loss,
             "lr": trainer.learning_rate,
@@ -105,6 +109,8 @@ class MetricsHook(BaseHook):
             "samples_per_s": samples_per_s,
             "mfu": samples_per_s / self.peak_samples_per_s,
             "data_wait": (trainer.data_wait - self.waited) / elapsed,
+            "forward_s": phases["forward"] * self.plan.accumulation / timed,
+            "backward_s": phases["backward"] * self.plan.accumulation / timed,
             "peak_memory_gb": peak_memory() / 1e9,
         }
 
@@ -126,13 +132,13 @@ class MetricsHook(BaseHook):
 
     def _write(self, kind: str, trainer: Trainer, metrics: dict) -> None:
         epoch = round(trainer.step / self.plan.steps_per_epoch, 4)
-        record = {"kind": kind, "step": trainer.step, "epoch": epoch, "time": round(time.time(), 2)} | metrics
-        for writer in self.writers:
-            writer(record)
+        when = {"kind": kind, "step": trainer.step, "epoch": epoch, "time": round(time.time(), 2)}
+        for logger in self.loggers:
+            logger(when | metrics)
 
     def after_train(self, trainer: Trainer) -> None:
-        for writer in self.writers:
-            writer.close()
+        for logger in self.loggers:
+            logger.close()
 
 
 def count_correct(logits_BC: Tensor, labels_B: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from common.colossal import BaseHook, ParallelMode, Trainer, gpc
 from common.errors import UserError
 from common.files import short_path
-from common.metrics.writers import warn
+from common.metrics.loggers import warn
 from common.plot import build_figure, place_legend, save_figure
 from common.table import write_csv
 

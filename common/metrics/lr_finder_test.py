@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
+from common.metrics.curves import read_metrics
 from common.metrics.lr_finder import LearningRateFinder, suggest_rate
-from common.metrics.writers import read_metrics
 from common.testing.ranks import run_ranks
 from common.testing.tiny_task import train, write_images
 

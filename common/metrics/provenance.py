@@ -36,6 +36,21 @@ def describe_run(argv: list[str], packages: Iterable[str] = PACKAGES) -> dict[st
     }
 
 
+def result_columns(about: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the columns of a table of results that say where `describe_run`'s result is from."""
+    return {
+        "date": format_time(about["started"])[:10],
+        "hardware": name_hardware(about["hardware"]),
+        "versions": " ".join(f"{name}={number}" for name, number in about["versions"].items() if number),
+        "commit": about["commit"],
+        "command": format_command(about["argv"]),
+    }
+
+
+def format_time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+
+
 def name_hardware(hardware: Mapping[str, Any]) -> str:
     """Return the GPU's name, or for CPUs a text like "2 cores of AMD EPYC, AVX2", as clouds hide the exact model."""
     if hardware["gpu"]:

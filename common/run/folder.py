@@ -12,7 +12,7 @@ from common.checkpoint.resume import check_changes, check_data, choose_checkpoin
 from common.checkpoint.save import BEST, CONFIG, METRICS
 from common.errors import UserError
 from common.files import explain_os_error, lock_folder, own_file, unlock_folder
-from common.metrics.writers import read_metrics
+from common.metrics.curves import read_metrics
 from common.run.prepare import Prepared
 
 
@@ -58,14 +58,14 @@ def last_top1(output: Path) -> str:
     """Return the last evaluation's top-1 as text, "?" without one."""
     try:
         last = [record for record in read_metrics(output) if record["kind"] == "eval"][-1]
-    except (UserError, IndexError):  # the disk was full or the folder is gone; the writers have warned
+    except (UserError, IndexError):  # the disk was full or the folder is gone; the loggers have warned
         return "?"
     return f"{last['top1']:.4f}"
 
 
 def describe_best(output: Path) -> str:
     """Return where the best evaluation is if a better one came before the last, else an empty string."""
-    with suppress(UserError):  # the writers have warned of it
+    with suppress(UserError):  # the loggers have warned of it
         evaluations = [record for record in read_metrics(output) if record["kind"] == "eval"]
         best = max(evaluations, key=lambda record: (record["top1"], -record["loss"]), default=None)
         if best and best["step"] != evaluations[-1]["step"] and (output / "checkpoints" / BEST).exists():

@@ -15,7 +15,7 @@ from common.config.plan import DataSummary, Plan, build_plan, shrink_micro_batch
 from common.errors import UserError
 from common.hardware import memory_bytes
 from common.launch.launcher import Launch
-from common.metrics.trackers import check_trackers
+from common.metrics.loggers import check_trackers
 from common.object_store import is_url
 from common.planner.limits import NO_MACHINE, check_limits
 from common.task import Task

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint.save import newest_checkpoint
-from common.metrics.writers import read_metrics
+from common.metrics.curves import read_metrics
 from common.testing.commands import run_forked
 from common.testing.tiny_task import train
 

@@ -13,8 +13,8 @@ from common.checkpoint.model_state import MODEL, OPTIMIZER, Tensors
 from common.checkpoint.save import CONFIG, METRICS, RANDOM, TRAINER, load_trainer_state, newest_checkpoint
 from common.config.load import load_config
 from common.config.plan import DataSummary, build_plan
+from common.metrics.curves import read_metrics
 from common.metrics.provenance import describe_run
-from common.metrics.writers import read_metrics
 from common.model.vit import parameter_shapes
 
 TINY = ["width=8", "depth=1", "heads=2", "image_size=8", "patch_size=4", "num_classes=3"]

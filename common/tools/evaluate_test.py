@@ -16,7 +16,7 @@ from torchvision.datasets import ImageFolder
 from common.colossal import shutdown
 from common.data.torchvision_dataloader import TorchvisionReader
 from common.errors import UserError
-from common.metrics.writers import read_metrics
+from common.metrics.curves import read_metrics
 from common.testing.ranks import launched, run_ranks
 from common.testing.tiny_task import NAMES, SAMPLES, timm_logits, train, write_images
 from common.tools import class_report, evaluate

@@ -1,4 +1,4 @@
-"""Write a saved model for other programs, compare what they compute from it, and describe it in a model card.
+"""Write a saved model for other programs, and compare what they compute from it.
 
 python scripts/export.py outputs/vit-b16 --to timm
 python scripts/export.py outputs/vit-b16 --to onnx --output /tmp/vit
@@ -7,68 +7,52 @@ timm            model.safetensors, for timm.create_model; the folder is laid out
 safetensors     model.safetensors alone, with everything that config.json says in its header
 onnx            model.onnx, for batches of any size
 
-Beside it lie README.md, the model card, and config.json: architecture, preprocessing and class names, as timm has them.
-``--push`` uploads all of it to the Hugging Face Hub, with the token in HF_TOKEN or that of `hf auth login`.
+Beside it lies config.json: architecture, preprocessing and class names, as timm has them.
 """
 
 import json
+import math
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
-from huggingface_hub import HfApi, get_token
 from safetensors import safe_open
 from safetensors.torch import save
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from common.checkpoint.saved_run import SavedRun, build_parser, open_run
-from common.errors import UserError, first_line
+from common.config.model_arguments import timm_arguments, timm_name
+from common.errors import UserError
 from common.files import short_path
-from common.tools.model_card import write_model_card
-from common.tools.timm_format import describe_for_timm
+from common.task import find_task
 
 WEIGHTS = "model.safetensors"
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-4  # of the largest logit; float32 in another order of operations stays below a tenth of it
+ANY_PLAIN_VIT = "vit_base_patch16_224"  # the arguments override its every shape
 
 Forward = Callable[[Tensor], Tensor]
 
 
 def main(argv: list[str]) -> None:
     parser = build_parser(__doc__)
-    parser.add_argument("--to", required=True, choices=WRITERS, help="format")
+    parser.add_argument("--to", required=True, choices=FORMATS, help="format")
     parser.add_argument("--output", metavar="DIR", help="default: export/<checkpoint>/<format> in the run's folder")
-    parser.add_argument("--push", metavar="USER/NAME", help="upload the export to the Hugging Face Hub")
     args = parser.parse_args(argv)
     run = open_run(args.run, raw=args.raw)
-    if args.push and not get_token():
-        raise UserError(f"--push {args.push} needs a token of the Hugging Face Hub: set HF_TOKEN, or run hf auth login")
     output = Path(args.output or run.folder / "export" / run.checkpoint.name / args.to)
     difference = export(run, args.to, output)
     print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})")
     print(f"checked    logits differ from the checkpoint's by {difference:.1e} of the largest")
     print(f"exported   {short_path(output)}", flush=True)
-    if args.push:
-        print(f"pushed     {push(output, args.push)}")
-
-
-def push(folder: Path, name: str) -> str:
-    """Upload ``folder`` as the Hugging Face Hub's model ``<user>/<name>``, made if it is not there; return its URL."""
-    try:
-        url = HfApi().create_repo(name, exist_ok=True)
-        HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message="Export")
-    except Exception as error:  # the Hub's and the network's have no type in common
-        raise UserError(
-            f"--push {name}: {first_line(error)}; the export is in {folder}: `hf upload {name} {folder}` uploads it"
-        ) from error
-    return url
 
 
 def export(run: SavedRun, target: str, output: Path) -> float:
-    """Write the run's model to the folder ``output`` for ``target``, a key of `WRITERS`; read it back and compare.
+    """Write the run's model to the folder ``output`` for ``target``, a key of `FORMATS`; read it back and compare.
 
     Returns the largest difference between the logits of what was written and the model's, as a share of the largest
     logit. Raises `UserError` where that is more than rounding explains.
@@ -82,8 +66,7 @@ def export(run: SavedRun, target: str, output: Path) -> float:
     try:
         output.mkdir(parents=True, exist_ok=True)
         (output / "config.json").write_text(json.dumps(describe_for_timm(run), indent=2) + "\n")
-        exported = WRITERS[target](model, size, output)
-        write_model_card(run, target, output)
+        exported = FORMATS[target](model, size, output)
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written ({error.strerror}); choose another") from error
     difference = _compare(model, exported, size)
@@ -92,6 +75,42 @@ def export(run: SavedRun, target: str, output: Path) -> float:
             f"{output}: its logits differ from the checkpoint's by {difference:.1e} of the largest: do not use it"
         )
     return difference
+
+
+def describe_for_timm(run: SavedRun) -> dict[str, Any]:
+    """Return what ``timm.create_model("local-dir:...")`` needs to know: architecture, shape, preprocessing, classes.
+
+    The layout is that of timm/models/_hub.py, `save_config_for_hf`.
+    """
+    arguments = timm_arguments(**run.config["MODEL"])
+    size, data = arguments["img_size"], run.config["DATA"]
+    short_side = find_task(run.task).build_eval_crop(data, size).short_side
+    return {
+        "architecture": timm_name(**run.config["MODEL"]) or ANY_PLAIN_VIT,
+        "num_classes": arguments["num_classes"],
+        "num_features": arguments["embed_dim"],
+        "global_pool": arguments["global_pool"],
+        "label_names": run.class_names,
+        "model_args": {name: value for name, value in arguments.items() if not name.endswith("_rate")},
+        "pretrained_cfg": {
+            "num_classes": arguments["num_classes"],
+            "input_size": [3, size, size],
+            "fixed_input_size": True,
+            "interpolation": data["interpolation"],
+            "crop_pct": crop_share(size, short_side),
+            "crop_mode": "center",
+            "mean": list(data["mean"]),
+            "std": list(data["std"]),
+            "first_conv": "patch_embed.proj",
+            "classifier": "head",
+        },
+    }
+
+
+def crop_share(size: int, short_side: int) -> float:
+    """Return the ``crop_pct`` from which timm works out ``short_side``, as ``floor(size / crop_pct)``."""
+    share = size / short_side
+    return share if math.floor(size / share) == short_side else math.nextafter(share, 0)
 
 
 @torch.no_grad()
@@ -109,8 +128,7 @@ def _write_timm(model: nn.Module, size: int, output: Path) -> Forward:
 
 
 def _write_safetensors(model: nn.Module, size: int, output: Path) -> Forward:
-    metadata = {"format": "pt", "config": (output / "config.json").read_text()}
-    _save(model, output, metadata)
+    _save(model, output, {"format": "pt", "config": (output / "config.json").read_text()})
     with safe_open(output / WEIGHTS, "pt") as file:
         read = VisionTransformer(**json.loads(file.metadata()["config"])["model_args"]).eval()
         read.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118, it is no dict
@@ -138,7 +156,7 @@ def _write_onnx(model: nn.Module, size: int, output: Path) -> Forward:
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
 
 
-WRITERS: dict[str, Callable[[nn.Module, int, Path], Forward]] = {
+FORMATS: dict[str, Callable[[nn.Module, int, Path], Forward]] = {
     "timm": _write_timm,
     "safetensors": _write_safetensors,
     "onnx": _write_onnx,

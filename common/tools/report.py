@@ -23,9 +23,8 @@ from markupsafe import Markup
 from common.checkpoint.content import METRICS, RunInfo, read_about
 from common.errors import UserError, command_parser, counted
 from common.files import own_file, short_path
+from common.metrics.curves import Metrics, read_metrics
 from common.metrics.provenance import name_hardware
-from common.metrics.record import Record
-from common.metrics.writers import read_metrics
 from common.table import flatten
 from common.tools.report_curves import collect_charts
 
@@ -39,7 +38,7 @@ class FinishedRun:
 
     name: str
     about: Mapping[str, Any]
-    records: Sequence[Record]
+    records: Sequence[Metrics]
     saved_step: int = 0
 
     @property
@@ -70,7 +69,7 @@ class FinishedRun:
         """The command line that started it last."""
         return shlex.join(["python", *map(str, self.about.get("argv", []))])
 
-    def of_kind(self, kind: str) -> list[Record]:
+    def of_kind(self, kind: str) -> list[Metrics]:
         return [record for record in self.records if record["kind"] == kind]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from common.metrics.record import WHEN, Record
+from common.metrics.curves import WHEN, Metrics
 
 MAX_BUCKETS = 300  # of a long curve; each keeps its lowest and its highest point
 Point = tuple[float, float | None]
@@ -36,7 +36,7 @@ METRICS = {
 NOT_SHOWN = {*WHEN, "samples"}  # the size of the evaluation set is constant
 
 
-def collect_charts(runs: Sequence[Sequence[Record]]) -> list[dict[str, Any]]:
+def collect_charts(runs: Sequence[Sequence[Metrics]]) -> list[dict[str, Any]]:
     """Return a chart for every metric in the runs' records, known ones first, with a line for each run and kind."""
     names = dict.fromkeys(METRICS) | {name: None for run in runs for record in run for name in record}
     charts = []
@@ -48,7 +48,7 @@ def collect_charts(runs: Sequence[Sequence[Record]]) -> list[dict[str, Any]]:
     return charts
 
 
-def _collect_lines(run: Sequence[Record], number: int, name: str, scale: float) -> list[dict[str, Any]]:
+def _collect_lines(run: Sequence[Metrics], number: int, name: str, scale: float) -> list[dict[str, Any]]:
     curves: dict[str, list[Point]] = {}
     for record in run:
         if name in record:

@@ -1,0 +1,216 @@
+"""The loggers of a run: each is called with the metrics of every record, and closed at the end."""
+
+import json
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from common.errors import UserError, did_you_mean, printable
+from common.files import own_file, read_text
+from common.metrics.curves import WHEN, Curves, Metrics
+
+PROJECT = "vit-large-batch"
+
+
+def open_loggers(
+    folder: Path, start: int, total_steps: int, *, tensorboard: bool, trackers: Iterable[str]
+) -> list["Guarded"]:
+    """Return the loggers of a run; the last is the progress bar.
+
+    ``folder`` contains config.json; ``start``: optimizer steps completed before.
+    """
+    chosen = {name: LOGGERS[name] for name in (*["tensorboard"] * tensorboard, *trackers)}
+    builders = {"metrics.jsonl": JsonLines, "curves": Curves, **chosen}
+    builders["progress bar"] = ProgressBar  # last: it starts its clock
+    return [Guarded(name, partial(build, folder, start, total_steps)) for name, build in builders.items()]
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise `UserError` for the first of ``LOG.trackers`` that is unknown or not installed."""
+    for name in names:
+        if name not in LOGGERS:
+            raise UserError(f"LOG.trackers={list(names)}: expected {', '.join(LOGGERS)}{did_you_mean(name, LOGGERS)}")
+        if find_spec(name) is None:
+            raise UserError(f"LOG.trackers={list(names)}: {name} is not installed; pip install {name}")
+
+
+class Guarded:
+    """Wrap a logger that may fail: its first error becomes a warning, and training continues without it."""
+
+    def __init__(self, name: str, build: Callable[[], Any]):
+        self.name, self.logger = name, None
+        self.logger = self._attempt(build)
+
+    def __call__(self, metrics: Metrics) -> None:
+        if self.logger:
+            self._attempt(self.logger, metrics)
+
+    def step(self, loss: float | None = None) -> None:
+        if self.logger:
+            self._attempt(self.logger.step, loss)
+
+    def close(self) -> None:
+        if self.logger:
+            self._attempt(self.logger.close)
+
+    def _attempt(self, action: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return action(*args)
+        except Exception as error:  # a tracker's error must not end the run
+            self.logger = None
+            warn(f"{self.name}: {type(error).__name__}: {error}; training continues without it")
+            return None
+
+
+def warn(text: str) -> None:
+    """Print one line on stderr, above a progress bar; do nothing if stderr is closed."""
+    with suppress(OSError):
+        tqdm.write(f"warning: {printable(' '.join(text.split()))}", file=sys.stderr)
+
+
+class JsonLines:
+    """Append the metrics as a line of JSON to metrics.jsonl; those that are not finite become null.
+
+    Lines that cannot be written, for example on a full disk, are kept and retried.
+    """
+
+    def __init__(self, folder: Path, *_: int):
+        self.path = folder / "metrics.jsonl"
+        self.file = self.path.open("ab", buffering=0)  # so that we know how much of a line was written
+        self.pending = b""
+        self.warned = False
+
+    def __call__(self, metrics: Metrics) -> None:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
+        self.pending += json.dumps(finite).encode() + b"\n"
+        try:
+            while self.pending:
+                self.pending = self.pending[self.file.write(self.pending) :]
+        except OSError as error:
+            if not self.warned:
+                warn(f"{self.path}: {error.strerror}; its lines are kept in memory until they can be written")
+            self.warned = True
+
+    def close(self) -> None:
+        self.file.write(self.pending)
+        self.file.close()
+
+
+class TensorBoard:
+    """Write each metric as a scalar ``<kind>/<name>`` over optimizer steps."""
+
+    def __init__(self, folder: Path, start: int, _: int):
+        """Hide an interrupted run's events after step ``start``."""
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+
+    def __call__(self, metrics: Metrics) -> None:
+        for name, value in _select(metrics).items():
+            self.writer.add_scalar(name, value, metrics["step"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """Log to Weights & Biases, offline in the run's folder unless WANDB_MODE is set; a resumed run keeps its id.
+
+    Offline, each start creates another ``offline-run-*``; ``wandb sync`` uploads and merges them. WANDB_PROJECT
+    overrides `PROJECT`.
+    """
+
+    def __init__(self, folder: Path, *_: int):
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        id_file = own_file(folder / "wandb_id")
+        mode = os.environ.get("WANDB_MODE", "offline")
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=folder.name,
+            id=read_text(id_file, most=1000) if id_file.exists() else None,
+            resume="allow" if mode == "online" else None,
+            dir=str(folder),
+            config=json.loads((folder / "config.json").read_text())["config"],
+            mode=mode,
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        id_file.write_text(self.run.id)
+
+    def __call__(self, metrics: Metrics) -> None:
+        self.run.log(_select(metrics), step=metrics["step"])
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+# What a config chooses, by the package that it needs: LOG.tensorboard the first, LOG.trackers any.
+LOGGERS: dict[str, Callable[[Path, int, int], Any]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+
+
+def _select(metrics: Metrics) -> dict[str, float]:
+    """Return the numbers as ``{"<kind>/<name>": value}``."""
+    kind = metrics["kind"]
+    return {f"{kind}/{name}": value for name, value in metrics.items() if name not in WHEN and value is not None}
+
+
+class ProgressBar:
+    """Show steps done, time left, images per second, the last loss and top-1, and skipped updates.
+
+    On a terminal, one line that fits in 80 columns; elsewhere, a line at the start, every 30 s and at the end.
+    """
+
+    def __init__(self, _: Path, start: int, total_steps: int):
+        # tqdm's default lock is shared with forked processes; a killed one may never release it
+        tqdm.set_lock(threading.RLock())
+        options: dict[str, Any] = dict(mininterval=30, file=_Lines())
+        if sys.stderr.isatty():
+            short = "{percentage:.0f}% {n_fmt}/{total_fmt} {remaining} left{postfix}"  # no bar, no steps/s
+            options = dict(mininterval=0.5, dynamic_ncols=True, bar_format=short)
+        self.bar = tqdm(total=total_steps, initial=start, unit="step", maxinterval=60, **options)
+        self.shown: dict[str, str] = {}
+
+    def step(self, loss: float | None = None) -> None:
+        """Count a step; show ``loss`` if the step has no record."""
+        if loss is not None:
+            self._show(loss=f"{loss:.4f}")
+        self.bar.update()
+
+    def __call__(self, metrics: Metrics) -> None:
+        if metrics["kind"] == "train":
+            self._show(**{"loss": f"{metrics['loss']:.4f}", "img/s": f"{metrics['samples_per_s']:,.0f}"})
+            if metrics["skipped"]:
+                self._show(skipped=f"{metrics['skipped']}")
+        else:
+            self._show(top1=f"{metrics['top1']:.3f}")
+            text = "epoch {epoch:g}: top1 {top1:.4f}, top5 {top5:.4f}, loss {loss:.4f} on {samples:,} images"
+            with suppress(OSError):  # standard output is closed
+                self.bar.write(text.format(**metrics))
+
+    def _show(self, **values: str) -> None:
+        self.shown |= values
+        self.bar.set_postfix(self.shown, refresh=False)
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+class _Lines:
+    """Write each state of a progress bar as one line on stderr, if it is not a terminal."""
+
+    def write(self, text: str) -> None:
+        if line := text.strip():
+            sys.stderr.write(f"{line}\n")  # one write, unlike print, since ranks share stderr
+
+    def flush(self) -> None:
+        sys.stderr.flush()

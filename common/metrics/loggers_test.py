@@ -1,0 +1,204 @@
+"""Loggers; the test marked ``trackers`` needs the real package: ``bash scripts/test.sh -m trackers``."""
+
+import json
+import re
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from tqdm.std import TqdmDefaultWriteLock
+
+from common.errors import UserError
+from common.metrics import curves, loggers
+from common.metrics.curves import Curves, draw_curves, read_metrics
+from common.metrics.loggers import Guarded, JsonLines, ProgressBar, check_trackers
+from common.testing.commands import run_forked
+
+TRAIN = {"kind": "train", "step": 2, "epoch": 0.5, "loss": 2.0, "samples_per_s": 10.0, "skipped": 0}
+EVAL = {"kind": "eval", "step": 4, "epoch": 1.0, "loss": 1.5, "top1": 0.25, "top5": 0.5, "samples": 8}
+WRITE_WANDB = """
+import sys
+from pathlib import Path
+from common.metrics.loggers import open_loggers
+
+folder, start = Path(sys.argv[1]), int(sys.argv[2])
+loggers = open_loggers(folder, start, 4, tensorboard=False, trackers=["wandb"])
+for step in range(start, start + 2):
+    for logger in loggers:
+        logger({"kind": "train", "step": step, "epoch": 0.1, "loss": step / 2, "skipped": 0, "samples_per_s": 1.0})
+for logger in loggers:
+    logger.close()
+"""
+# A .wandb file is LevelDB's log: 7 bytes, then records, each after 4 bytes of checksum, 2 of length and 1 of type.
+READ_WANDB = """
+import json
+import sys
+from wandb.proto.wandb_internal_pb2 import Record
+
+data = open(sys.argv[1], "rb").read()
+start = 7
+while start < len(data):
+    length = int.from_bytes(data[start + 4 : start + 6], "little")
+    record = Record.FromString(data[start + 7 : start + 7 + length])
+    start += 7 + length
+    row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+    if row:
+        print(row["_step"], row["train/loss"])
+"""
+
+
+def write(folder: Path, *lines: dict) -> None:
+    logger = JsonLines(folder)
+    for line in lines:
+        logger(line)
+    logger.close()
+
+
+def test_a_value_that_is_not_finite_is_null(tmp_path):
+    write(tmp_path, TRAIN | {"loss": float("inf"), "lr": float("nan")})
+    assert '"loss": null' in (tmp_path / "metrics.jsonl").read_text()
+    (line,) = read_metrics(tmp_path)
+    assert (str(line["loss"]), line["lr"]) == ("nan", None)
+
+
+def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path):
+    write(tmp_path, TRAIN, EVAL)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tra')
+    assert read_metrics(tmp_path) == [TRAIN, EVAL]
+
+
+def write_to_a_full_disk(argv: list[str]) -> None:
+    """Limit the size of files: the kernel refuses what is beyond, in the middle of a line too."""
+    folder, sizes = Path(argv[0]), []
+    opened = loggers.open_loggers(folder, 0, 50, tensorboard=False, trackers=[])
+    for step in range(50):
+        most = 1000 if 0 < step < 49 else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+        for logger in opened:
+            logger(TRAIN | {"step": step, "loss": 1 / 3})
+        sizes.append((folder / "metrics.jsonl").stat().st_size)
+    for logger in opened:
+        logger.close()
+    whole = [line["step"] for line in read_metrics(folder)] == list(range(50))
+    print(sizes[48], whole, (folder / "loss.jpeg").exists())
+
+
+def test_a_full_disk_neither_stops_training_nor_loses_a_line(tmp_path):
+    child = run_forked(write_to_a_full_disk, [tmp_path])
+    assert child.stdout == "1000 True True\n", child.stderr
+    (warning,) = [line.partition("warning: ")[2] for line in child.stderr.splitlines() if "warning: " in line]
+    words = "File too large; its lines are kept in memory until they can be written"
+    assert warning == f"{tmp_path}/metrics.jsonl: {words}"
+
+
+def test_a_logger_that_fails_is_dropped_with_one_warning(capsys):
+    calls = []
+
+    def fail(metrics):
+        calls.append(metrics)
+        raise RuntimeError("several\nlines")
+
+    warning = "warning: tracker: RuntimeError: several lines; training continues without it\n"
+    Guarded("tracker", lambda: fail(TRAIN))(EVAL)
+    assert (calls.pop(), capsys.readouterr().err) == (TRAIN, warning)
+    logger = Guarded("tracker", lambda: fail)
+    logger(TRAIN)
+    logger(EVAL)
+    logger.step()
+    logger.close()
+    assert (calls, capsys.readouterr().err) == ([TRAIN], warning)
+
+
+def test_curves_are_redrawn_every_100_s_and_at_the_end(tmp_path, monkeypatch):
+    now, drawn = [0.0], []
+    monkeypatch.setattr(curves, "draw_curves", lambda _: drawn.append(now[0]))
+    monkeypatch.setattr(curves.time, "perf_counter", lambda: now[0])
+    logger = Curves(tmp_path)
+    for now[0] in (99, 100, 101, 250):
+        logger(TRAIN)
+        logger(EVAL)
+    logger(TRAIN)
+    for _ in range(2):
+        logger.close()
+    assert drawn == [100, 250, 250]
+
+
+def test_curves_are_pictures_also_with_a_gap(tmp_path):
+    write(tmp_path, TRAIN, TRAIN | {"loss": float("inf"), "step": 3}, EVAL)
+    draw_curves(tmp_path)
+    for name in ("loss.jpeg", "acc.jpeg", "loss.png", "acc.png"):
+        with Image.open(tmp_path / name) as picture:
+            assert picture.format == name.partition(".")[2].upper()
+            assert picture.size == (960, 600)
+            assert len(picture.getcolors(2**24)) > 50  # lines, not an empty page
+
+
+def test_all_metrics_fit_in_a_terminal_of_80_columns(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loggers.sys.stderr, "isatty", lambda: True)
+    progress = ProgressBar(tmp_path, 0, 28000)
+    progress.bar.dynamic_ncols = lambda file: (80, 24)
+    progress.step(loss=2.5)
+    progress(TRAIN | {"loss": 2.25})
+    assert "loss=2.2500, img/s=10" in str(progress.bar)
+    assert "skipped" not in str(progress.bar)
+    progress(TRAIN | {"loss": 6.90775, "samples_per_s": 10480.0, "skipped": 12})
+    progress(EVAL)
+    progress.bar.n, progress.bar.start_t = 14000, progress.bar.start_t - 10 * 3600
+    words = r"50% 14000/28000 10:00:0\d left, loss=6.9078, img/s=10,480, skipped=12, top1=0.250"
+    assert re.fullmatch(words, str(progress.bar))
+    progress.close()
+
+
+def test_the_bar_needs_no_lock_that_a_killed_process_may_hold(tmp_path):
+    TqdmDefaultWriteLock()  # makes it
+    with TqdmDefaultWriteLock.mp_lock:
+        thread = threading.Thread(target=lambda: ProgressBar(tmp_path, 0, 3).close(), daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_progress_is_whole_lines_where_stderr_is_no_terminal(tmp_path, capsys):
+    progress = ProgressBar(tmp_path, 0, 3)
+    progress.step(loss=2.5)
+    for _ in range(2):
+        progress.step()
+    progress(TRAIN)
+    progress(EVAL)
+    progress.close()
+    out, err = capsys.readouterr()
+    assert out == "epoch 1: top1 0.2500, top5 0.5000, loss 1.5000 on 8 images\n"
+    assert "\r" not in err
+    assert "3/3" in err.splitlines()[-1]
+    assert "loss=2.0000, img/s=10, top1=0.250" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wandb", "LOG.trackers=['wandb']: wandb is not installed; pip install wandb"),
+        ("wand", "LOG.trackers=['wand']: expected tensorboard, wandb; did you mean 'wandb'?"),
+    ],
+)
+def test_unusable_trackers_are_refused(name, message, monkeypatch):
+    monkeypatch.setattr(loggers, "find_spec", lambda module: None)
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_trackers([name])
+
+
+@pytest.mark.trackers
+def test_wandb_continues_under_the_same_id(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"MODEL": {"depth": 2}}}))
+    for start in (1, 3):
+        command = [sys.executable, "-c", WRITE_WANDB, tmp_path, str(start)]
+        assert "warning" not in subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    first, second = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert first.name == second.name  # it holds the id
+    for path, steps in ((first, (1, 2)), (second, (3, 4))):
+        read = subprocess.run([sys.executable, "-c", READ_WANDB, path], capture_output=True, text=True, check=True)
+        assert read.stdout.splitlines() == [f"{step} {step / 2:g}" for step in steps]

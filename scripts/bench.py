@@ -39,6 +39,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
+from cifar10_benchmark.task import TASK
 from common.colossal import Trainer, initialize, shard_model
 from common.config.load import load_config
 from common.config.model_arguments import timm_arguments
@@ -52,8 +53,8 @@ from common.optim.lamb import Lamb
 from common.optim.lr_schedule import build_lr_scheduler
 from common.run.start import start_run
 from common.testing.photographs import write_photographs
-from imagenet_dali.dataloader import build_train_loader
 from imagenet_dali.prepare import main as prepare
+from imagenet_dali.task import build_train_loader
 
 SMALL = ("TOTAL_BATCH_SIZE=2", "MODEL.image_size=32", "MODEL.width=8", "MODEL.heads=2", "MODEL.num_classes=10")
 SIDE, BATCH = 224, 64  # of the loaders' crops
@@ -163,20 +164,21 @@ def timm(work: Work, times: Times) -> None:
 
 def ours(work: Work, times: Times) -> None:
     """Train like cifar10_benchmark/train.py, with all its hooks."""
-    batches, data = Batches(work, times), DataSummary(64 * work.total_steps, 10_000, 10, fingerprint="none")
+    data = DataSummary(64 * work.total_steps, 10_000, 10, fingerprint="none")
+    task = replace(TASK, describe=lambda _: data)
     precision = ["fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bfloat16'"] if BFLOAT16 else ["fp16=None"]
     with TemporaryDirectory() as folder:
         Path(folder, "unread").touch()  # the folder of the data must not be empty
         settings = [*work.settings, *precision, f"COMPILE={work.compiled}", f"DATA.root={folder}"]
         words = [word for setting in (*settings, f"MAX_STEPS={work.total_steps}") for word in ("--set", setting)]
-        run = start_run(["--config", "vit_lite_vanilla", "--output", f"{folder}/run", *words], None, lambda _: data)
+        run = start_run(["--config", "vit_lite_vanilla", "--output", f"{folder}/run", *words], None, task)
         assert run is not None
         model, optimizer = build(work)
         model = shard_model(model)
         criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
         schedule = build_lr_scheduler(optimizer, "cosine", work.total_steps, warmup_steps=1)
         hooks = run.build_hooks(model, optimizer)
-        engine, loader, *_ = initialize(model, optimizer, criterion, batches, None, schedule)
+        engine, loader, *_ = initialize(model, optimizer, criterion, Batches(work, times), None, schedule)
         Trainer(engine).fit(loader, 1, work.total_steps, hooks=hooks)
 
 
@@ -279,9 +281,8 @@ def main(argv: list[str]) -> None:
     place = f"commit {run['commit']}, {name_hardware(run['hardware'])}, {versions}"
     print(f"`{format_command(['scripts/bench.py', *argv])}`, {place}")
     with TemporaryDirectory() as folder:
-        work = Work(
-            (*(SMALL if args.tiny else ["TOTAL_BATCH_SIZE=64"]), *args.set), steps, warm_up, Path(folder), args.compile
-        )
+        settings = (*(SMALL if args.tiny else ["TOTAL_BATCH_SIZE=64"]), *args.set)
+        work = Work(settings, steps, warm_up, Path(folder), args.compile)
         for part in args.parts or PARTS:
             images = {"step": work.config()["TOTAL_BATCH_SIZE"], "lamb": 0, "loader": count}[part]
             if part == "loader":

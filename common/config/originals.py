@@ -30,30 +30,17 @@ IGNORED = ("SEQ_LENGTH", "NUM_MICRO_BATCHES", "TENSOR_SHAPE", "SUMMA_DIM")
 STATED = {"TOTAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "BATCH_SIZE", "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"}
 
 
-def fill_in(values: dict[str, Any], recipe: Mapping[str, Any]) -> list[str]:
-    """Give a config without MODEL the UPPER CASE keys that it leaves out from its task's base; return their names.
+def read_original(values: dict[str, Any], recipe: Mapping[str, Any], name: str | None) -> list[str]:
+    """Replace the examples' key names in ``values``, add what is left out, and return how each key was read.
 
-    What belongs to Colossal-AI (lower case) means without a value what it means there.
+    ``recipe`` is that of the task, called ``name``, for a config without MODEL; else it is empty. Colossal-AI's keys
+    (lower case) mean without a value what they mean there. Raises `UserError` for a key under both names.
     """
-    if "MODEL" in values:
-        return []
-    named = {RENAMED.get(name, name) for name in values}
-    left_out = [
-        name for name in recipe if name.isupper() and name in Config.model_fields and name not in named | STATED
-    ]
+    notes = _read_dali(values) + _read_zero(values)
+    named = {RENAMED.get(name, name) for name in values} | STATED
+    left_out = [name for name in recipe if name.isupper() and name in Config.model_fields and name not in named]
     values.update({name: recipe[name] for name in left_out})
-    return left_out
-
-
-def translate(values: dict[str, Any], used: set[str], recipe: Mapping[str, Any]) -> list[str]:
-    """Replace the originals' key names in ``values``; return how each was read.
-
-    ``used`` are the names that the file reads itself, ``recipe`` is the task's base, if there is one. Raises
-    `UserError` where a file says a key under both names.
-    """
-    of_2p5d = {"DEPTH"} & used  # which the file puts into ``parallel``, unlike the number of blocks
-    notes = [_rename(values, old, new) for old, new in RENAMED.items() if old in values and old not in of_2p5d]
-    notes += _read_zero(values)
+    notes += [_rename(values, old, new) for old, new in RENAMED.items() if old in values]
     if ignored := [name for name in IGNORED if values.pop(name, None) is not None]:
         notes.append(f"{', '.join(ignored)} as nothing: no effect here")
     batch, accumulation = values.get("BATCH_SIZE"), values.get("gradient_accumulation") or 1
@@ -65,24 +52,25 @@ def translate(values: dict[str, Any], used: set[str], recipe: Mapping[str, Any])
         else:
             values["TOTAL_BATCH_SIZE"] = batch * accumulation
             notes.append(f"BATCH_SIZE as TOTAL_BATCH_SIZE={batch * accumulation}, over all GPUs")
+    if left_out:
+        notes.append(f"left out, so as in the recipe {name}: {', '.join(left_out)}")
     return notes
 
 
 def _rename(values: dict[str, Any], old: str, new: str) -> str:
     value = values.pop(old)
     section, _, key = new.partition(".")
-    inside = values.get(section) or {}
-    if not key and section in values:
+    if key:
+        inside = values.get(section) or {}
+        values[section] = {**inside, key: value} if isinstance(inside, Mapping) else inside
+    elif section in values:
         raise UserError(f"{old}={value!r} and {new}={values[new]!r} are the same key: keep {new}")
-    if not key:
+    else:
         values[section] = value
-    elif isinstance(inside, Mapping):  # else it is refused later
-        values[section] = {**inside, key: value}
     return f"{old} as {new}={value!r}"
 
 
-def read_dali(values: dict[str, Any]) -> list[str]:
-    """Replace ``dali`` in ``values``; return how it was read. Call it before `fill_in`, which keeps its MIXUP."""
+def _read_dali(values: dict[str, Any]) -> list[str]:
     if not isinstance(values.get("dali"), Mapping):
         return []
     dali, notes = dict(values.pop("dali")), []

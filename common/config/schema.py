@@ -28,9 +28,6 @@ from common.config.fields import (
 from common.config.model_arguments import ModelArguments
 from common.errors import UserError
 
-# Names a config may use without importing them, as the recipes of Colossal-AI's benchmark are printed.
-PREDEFINED = {"AMP_TYPE": AMP_TYPE}
-
 
 def _hold(condition: Any) -> AfterValidator:
     """Refuse a value for which ``condition`` does not hold."""

@@ -255,7 +255,7 @@ def test_data_root_comes_from_the_config_else_from_the_environment(tmp_path, mon
     assert data_root({"DATA": {"root": None, "download": False}}) == str(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path.parent))
     assert data_root({"DATA": {"root": f"~/{tmp_path.name}", "download": False}}) == str(tmp_path)
-    with pytest.raises(UserError, match=r"is not a folder .*: point it at a data set \(python -m imagenet_dali.prepare"):
+    with pytest.raises(UserError, match=r"is not a folder .* \(python -m imagenet_dali.prepare makes one"):
         data_root({"DATA": {"root": str(tmp_path / "absent"), "download": False}})
     monkeypatch.chdir(tmp_path)
     with pytest.raises(

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torchvision.datasets import CIFAR10
 
-from common.data.corrupt_images import reason_of
-from common.data.decode import decode_image
+from common.data.decode import decode_image, reason_of
 from common.data.download import fetch
 from common.data.image_folder import FolderSplit, list_splits
 from common.errors import UserError

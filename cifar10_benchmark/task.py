@@ -17,12 +17,10 @@ from cifar10_benchmark.augment import UNIFORMS_PER_SAMPLE, Augment
 from cifar10_benchmark.dataset import DOWNLOAD, TRAIN_SAMPLES, Images, open_images
 from common.config.load import refuse_unused
 from common.config.plan import DataSummary
-from common.data.crops import CenterCrop
-from common.data.cuda_prefetch import prefetch
-from common.data.loader import Loader
-from common.data.micro_batches import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
-from common.data.photographs import SHARDS_ONLY
-from common.data.pixels import per_channel
+from common.data.crops import CenterCrop, per_channel
+from common.data.image_loaders import SHARDS_ONLY
+from common.data.loader import Loader, prefetch
+from common.data.sampler import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
 from common.errors import UserError
 from common.task import Task
 

@@ -6,8 +6,7 @@ DATA=/path/to/cifar10 torchrun --nproc_per_node 4 train.py --config vit_lite_2d
 
 from cifar10_benchmark.task import TASK, build_eval_loader, build_train_loader
 from common.colossal import Trainer, gpc, initialize, shard_model
-from common.data.batch_augment import build_batch_augment
-from common.data.mixup import MixupLoss
+from common.data.batch_augment import MixupLoss, build_batch_augment
 from common.errors import run_command
 from common.model.freeze import freeze
 from common.model.vit import build_model

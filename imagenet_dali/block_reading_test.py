@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from common.checkpoint.save import newest_checkpoint
-from common.data.micro_batches import EvalSampler, TrainSampler
 from common.data.record_reader import BYTES_AHEAD, RecordReader
+from common.data.sampler import EvalSampler, TrainSampler
 from common.errors import UserError
 from common.run.read_order import choose_order, warn_of_order
 from imagenet_dali import train_dali

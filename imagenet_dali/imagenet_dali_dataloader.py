@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,13 +18,14 @@ from nvidia.dali.data_node import DataNode
 from PIL import Image
 from torch import Tensor
 
-from common.data.crops import Crop, Crops, reflected
-from common.data.micro_batches import NO_LABEL, Draw
-from common.data.pixels import Normalizer, resample
+from common.data.crops import Crop, Crops, Normalizer, reflected, resample
 from common.data.record_reader import Record, RecordReader
-from common.data.torchvision_dataloader import Augment
+from common.data.sampler import NO_LABEL, Draw
 from common.errors import UserError
 from imagenet_dali.dataset import Split
+
+if TYPE_CHECKING:
+    from common.data.auto_augment import Policy
 
 FILTERS = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -95,7 +96,7 @@ class DaliReader:
         std: Sequence[float],
         threads: int,
         device: torch.device,
-        augment: Augment | None = None,
+        augment: "Policy | None" = None,
         resizes: bool | None = None,
         hardware_load: float | None = None,
     ) -> None:

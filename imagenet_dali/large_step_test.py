@@ -73,7 +73,7 @@ def micro_batches(data: Path) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     for rank in range(RANKS):
         place = dict(image_size=MODEL["image_size"], device=torch.device("cpu"), dp_rank=rank, dp_size=RANKS)
         loader = build_train_loader(config["DATA"], TOTAL, MICRO, seed=config["SEED"], **place)
-        yield from BatchAugment(loader, mixup=config["MIXUP"], cutmix=0.0, erasing=0.0, seed=config["SEED"])
+        yield from BatchAugment(loader, (), config["MIXUP"], 0.0, config["SEED"])
         loader.close()
 
 

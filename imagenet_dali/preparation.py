@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from tqdm import tqdm
 
-from common.data.corrupt_images import MAX_BAD_SHARE, join_some, print_some
+from common.data.decode import MAX_BAD_SHARE, join_some, print_some
 from common.data.image_folder import Files
 from common.errors import UserError, counted, printable
 from common.files import folder_lock, read_json

@@ -12,7 +12,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from common.data.corrupt_images import MAX_BAD_SHARE, print_some
+from common.data.decode import MAX_BAD_SHARE, print_some
 from common.errors import UserError, printable, run_command
 from common.files import explain_os_error
 from common.hardware import cores

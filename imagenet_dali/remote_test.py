@@ -16,8 +16,8 @@ import torch
 from common import object_store
 from common.checkpoint.save import newest_checkpoint
 from common.config.schema import Data, plain_values
-from common.data.micro_batches import TrainSampler
 from common.data.record_reader import RecordReader
+from common.data.sampler import TrainSampler
 from common.errors import UserError
 from common.object_store import PIECE, as_path, list_files
 from common.testing.commands import forked, read_folder, run_forked

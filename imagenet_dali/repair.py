@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from common.data.corrupt_images import MAX_BAD_SHARE, join_some
+from common.data.decode import MAX_BAD_SHARE, join_some
 from common.errors import UserError
 from common.files import folder_lock, sha256_of
 from common.object_store import remove_tree

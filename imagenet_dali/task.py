@@ -8,7 +8,7 @@ from typing import Any
 
 from common.config.load import refuse_unused
 from common.config.plan import DataSummary
-from common.data import photographs
+from common.data import image_loaders
 from common.data.block_cache import BlockCache
 from common.data.crops import Crop
 from common.data.image_folder import FolderSplit
@@ -24,7 +24,7 @@ from imagenet_dali.sources import list_source
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
     """Count samples and classes of the data set, without reading an image."""
-    refuse_unused(data, (*photographs.UNUSED, "download"))
+    refuse_unused(data, (*image_loaders.UNUSED, "download"))
     train, validation = open_images(data, "train"), open_images(data, "validation")
     if isinstance(train, Split):
         manifest = read_manifest(train.root)
@@ -45,17 +45,17 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
 
 
 def build_train_loader(data: Mapping[str, Any], total_batch: int, micro_batch: int, **place: Any) -> Loader:
-    """Return the loader of the training split; ``place`` is as in `photographs.build_train_loader`."""
+    """Return the loader of the training split; ``place`` is as in `image_loaders.build_train_loader`."""
     images = open_images(data, "train")
     place |= _reader(data) | (_blocks(images, data) if data["order"] == "blocks" else {})
-    return photographs.build_train_loader(images, data, total_batch, micro_batch, **place)  # pyright: ignore[reportArgumentType]
+    return image_loaders.build_train_loader(images, data, total_batch, micro_batch, **place)  # pyright: ignore[reportArgumentType]
 
 
 def build_eval_loader(data: Mapping[str, Any], batch: int, **place: Any) -> Loader:
-    """Return the loader of the validation split; ``place`` is as in `photographs.build_eval_loader`."""
+    """Return the loader of the validation split; ``place`` is as in `image_loaders.build_eval_loader`."""
     images = open_images(data, "validation")
     place |= _reader(data) | _blocks(images, data)
-    return photographs.build_eval_loader(images, data, batch, **place)  # pyright: ignore[reportArgumentType]
+    return image_loaders.build_eval_loader(images, data, batch, **place)  # pyright: ignore[reportArgumentType]
 
 
 def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
@@ -120,6 +120,6 @@ TASK = Task(
     describe=describe_data,
     build_train_loader=build_train_loader,
     build_eval_loader=build_eval_loader,
-    build_eval_crop=photographs.build_eval_crop,
+    build_eval_crop=image_loaders.build_eval_crop,
     train_samples=1_281_167,
 )

@@ -13,7 +13,7 @@ from PIL import Image
 
 from common.config.schema import Data, plain_values
 from common.data.loader import Loader
-from common.data.micro_batches import NO_LABEL
+from common.data.sampler import NO_LABEL
 from common.errors import UserError
 from imagenet_dali import imagenet_dali_dataloader
 from imagenet_dali.dataset import open_split
@@ -185,7 +185,7 @@ def test_a_record_that_went_bad_is_left_out_until_it_is_repaired(data, workers, 
         loader = eval_loader(data, 16, loader="torchvision", workers=workers)
         return [label for _, labels in read(loader) for label in labels.tolist() if label != NO_LABEL]
 
-    monkeypatch.setattr("common.data.corrupt_images.MAX_BAD_SHARE", 0.02)  # one of 60
+    monkeypatch.setattr("common.data.decode.MAX_BAD_SHARE", 0.02)  # one of 60
     labels = open_split(data, "validation").records["label"].tolist()
     shard = spoil_record(data, "validation", 11)
     assert read_labels() == labels[:11] + labels[12:]

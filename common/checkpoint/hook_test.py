@@ -16,8 +16,8 @@ from common.checkpoint.hook import CheckpointHook
 from common.checkpoint.save import list_checkpoints, load_trainer_state, newest_checkpoint, write_checkpoint
 from common.colossal import BaseHook, ParallelMode, Trainer, gpc
 from common.data.crops import RandomCrop
-from common.data.micro_batches import Draw
-from common.data.torchvision_dataloader import TorchvisionReader
+from common.data.image_loaders import TorchvisionReader
+from common.data.sampler import Draw
 from common.errors import UserError, run_command
 from common.launch.stop_signals import stop_signals
 from common.metrics.curves import read_metrics

@@ -1,75 +1,92 @@
-"""Augmentation of training batches on their device: colours, random erasing, then Mixup or CutMix."""
+"""Augmentation of training batches on their device, after any loader, and the loss that goes with it.
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+Colours: 3-Augment (DeiT III, arXiv 2204.07118) and colour jitter. Random erasing (arXiv 1708.04896). Mixup (Zhang et
+al., arXiv 1710.09412) and CutMix (Yun et al., arXiv 1905.04899).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from common.data.color_augment import UNIFORMS_PER_SAMPLE as UNIFORMS_PER_COLORS
-from common.data.color_augment import ColorAugment
-from common.data.crops import UNIFORMS_PER_SAMPLE as UNIFORMS_PER_CROP
-from common.data.crops import RandomCrop
+from common.data.crops import CROP_UNIFORMS, RandomCrop
 from common.data.loader import Loader
-from common.data.micro_batches import COLORS, ERASING, TrainSampler, sample_uniforms
-from common.data.mixup import cut_and_paste, mix
+from common.data.sampler import COLORS, ERASING, TrainSampler, sample_uniforms
 
+LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as in Pillow
+SIGMA = (0.1, 2.0)
+RADIUS = 8  # of the blur's kernel: four times the largest sigma
+COLOR_UNIFORMS = 5
 # area and aspect ratio of the erased rectangle, as in torchvision and timm
 ERASED = RandomCrop(scale=(0.02, 1 / 3), ratio=(0.3, 3.3), flip=False)
-UNIFORMS_PER_SAMPLE = UNIFORMS_PER_CROP + 1
+ERASING_UNIFORMS = CROP_UNIFORMS + 1
+
+Blended = tuple[Tensor, Tensor | dict[str, Tensor]]  # images, and labels or the arguments of `MixupLoss`
+
+
+class Change(NamedTuple):
+    """An augmentation of single images: ``apply`` changes a batch in place, with ``uniforms`` numbers for each image.
+
+    ``kind`` is that of `sample_uniforms`, which keeps the draws of two augmentations apart.
+    """
+
+    kind: int
+    uniforms: int
+    apply: Callable[[Tensor, np.ndarray], None]
+
+
+def build_changes(config: Mapping[str, Any]) -> list[Change]:
+    """Return what the config's keys turn on, in this order. A new augmentation is a new entry."""
+    three_augment, jitter = config["THREE_AUGMENT"], config["COLOR_JITTER"]
+    colors = partial(augment_colors, three_augment, jitter, config["DATA"]["mean"], config["DATA"]["std"])
+    table = [
+        (three_augment or jitter, Change(COLORS, COLOR_UNIFORMS, colors)),
+        (config["ERASING"], Change(ERASING, ERASING_UNIFORMS, partial(erase, config["ERASING"]))),
+    ]
+    return [change for is_on, change in table if is_on]
+
+
+def build_batch_augment(loader: Loader, config: Mapping[str, Any]) -> "BatchAugment":
+    """Return ``loader`` with the augmentations that the config's keys turn on."""
+    return BatchAugment(loader, build_changes(config), config["MIXUP"], config["CUTMIX"], config["SEED"])
 
 
 class BatchAugment:
-    """Change the colours of a training loader's images, erase from them, then blend them with one another, in place.
+    """Change a training loader's images, then blend them with one another, in place.
 
-    ``erasing`` is the probability that a rectangle of an image is set to 0, the mean colour (arXiv 1708.04896).
     ``mixup`` and ``cutmix`` are the alphas of the Beta distributions that the share of the first image is drawn from,
-    once a micro-batch; if both are above 0, each is used for half of the micro-batches, as in timm. The labels of
-    blended images become the arguments of `MixupLoss` beside the logits. 0 turns each of them off.
+    once a micro-batch; if both are above 0, each is used for half of the micro-batches, as in timm. 0 turns one off.
+    The labels of blended images become the arguments of `MixupLoss` beside the logits.
 
     All draws are pure functions of ``seed``, the loader's position and, for blending, the rank, so that a resumed run
     draws the same.
     """
 
-    def __init__(
-        self,
-        loader: Loader,
-        *,
-        mixup: float,
-        cutmix: float,
-        erasing: float,
-        seed: int,
-        colors: ColorAugment | None = None,
-    ) -> None:
-        self.loader, self.mixup, self.cutmix, self.erasing, self.seed = loader, mixup, cutmix, erasing, seed
-        self.colors = colors
+    def __init__(self, loader: Loader, changes: Sequence[Change], mixup: float, cutmix: float, seed: int) -> None:
+        self.loader, self.changes, self.mixup, self.cutmix, self.seed = loader, changes, mixup, cutmix, seed
 
     def __len__(self) -> int:
         return len(self.loader)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor | dict[str, Tensor]]]:
-        batches = iter(self.loader)
+    def __iter__(self) -> Iterator[Blended]:
+        batches, sampler = iter(self.loader), self.loader.sampler
+        assert isinstance(sampler, TrainSampler)
         start = self.loader.state_dict()
-        first = start["samples"] // self.loader.sampler.stride
-        for number, (images, labels) in enumerate(batches, first):
-            if self.colors:
-                self.colors(images, self._uniforms(start["epoch"], number, UNIFORMS_PER_COLORS, COLORS))
-            if self.erasing:
-                erase(images, self._uniforms(start["epoch"], number, UNIFORMS_PER_SAMPLE, ERASING), self.erasing)
+        for number, (images, labels) in enumerate(batches, start["samples"] // sampler.stride):
+            for kind, count, apply in self.changes:
+                place = *sampler.place(number), sampler.micro_batch
+                apply(images, sample_uniforms(self.seed, start["epoch"], *place, count, kind))
             yield self._blend(images, labels, start["epoch"], number)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)  # its position, failure and close
+        return getattr(self.loader, name)  # its position, and close
 
-    def _uniforms(self, epoch: int, number: int, count: int, kind: int) -> np.ndarray:
-        sampler = self.loader.sampler
-        assert isinstance(sampler, TrainSampler)
-        return sample_uniforms(self.seed, epoch, *sampler.place(number), sampler.micro_batch, count, kind)
-
-    def _blend(
-        self, images: Tensor, labels: Tensor, epoch: int, number: int
-    ) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
+    def _blend(self, images: Tensor, labels: Tensor, epoch: int, number: int) -> Blended:
         if not (self.mixup or self.cutmix):
             return images, labels
         random = np.random.default_rng([self.seed, epoch, number, self.loader.sampler.dp_rank])
@@ -80,20 +97,77 @@ class BatchAugment:
         return mix(images, labels, random.beta(self.mixup, self.mixup))
 
 
-def build_batch_augment(loader: Loader, config: Mapping[str, Any]) -> BatchAugment:
-    """Return ``loader`` with the augmentations that the config's keys turn on."""
-    colors = ColorAugment(
-        config["THREE_AUGMENT"], config["COLOR_JITTER"], config["DATA"]["mean"], config["DATA"]["std"]
+def augment_colors(
+    three_augment: bool,
+    jitter: float,
+    mean: Sequence[float],
+    std: Sequence[float],
+    images: Tensor,
+    uniforms: np.ndarray,
+) -> None:
+    """Change the colours of normalised ``images`` [B, 3, Y, X] in place; ``uniforms`` are [B, `COLOR_UNIFORMS`].
+
+    With ``three_augment`` an image is made grey, solarised or blurred, each for a third of the images. Then its
+    brightness, contrast and saturation are multiplied by factors from ``1 - jitter`` to ``1 + jitter``, clipped once at
+    the end. Values are rounded to 8 bits. DeiT's own code differs by rounding, by Pillow's approximation of the
+    Gaussian, and by clipping between the jitter's three operations, whose order is otherwise without effect.
+    """
+    mean_C11, std_C11 = (_copy(np.array(values)[:, None, None] * 255, images) for values in (mean, std))
+    pixels = images.mul_(std_C11).add_(mean_C11).round_()
+    choices = np.floor(3 * uniforms[:, 0])
+    changes = (
+        lambda pixels, _: luma(pixels).expand_as(pixels),
+        lambda pixels, _: torch.where(pixels >= 128, 255 - pixels, pixels),  # solarised
+        blur,
     )
-    blends = dict(mixup=config["MIXUP"], cutmix=config["CUTMIX"], erasing=config["ERASING"])
-    return BatchAugment(loader, **blends, colors=colors, seed=config["SEED"])
+    for number, change in enumerate(changes if three_augment else ()):
+        (rows,) = np.nonzero(choices == number)
+        place = torch.from_numpy(rows).to(images.device, non_blocking=True)
+        sigmas = _copy(SIGMA[0] + (SIGMA[1] - SIGMA[0]) * uniforms[rows, 1], pixels)
+        if len(rows):
+            pixels[place] = change(pixels[place], sigmas).round()
+    if jitter:
+        factors = _copy(1 + jitter * (2 * uniforms[:, 2:] - 1), pixels)
+        pixels.copy_(adjust(pixels, *factors.T[..., None, None, None]).round_())
+    pixels.sub_(mean_C11).div_(std_C11)
 
 
-def erase(images: Tensor, uniforms: np.ndarray, probability: float) -> None:
-    """Set a rectangle of some of `images` [B, 3, Y, X] to 0, as ``uniforms`` [B, `UNIFORMS_PER_SAMPLE`] say."""
+def blur(pixels: Tensor, sigmas: Tensor) -> Tensor:
+    """Return images [B, 3, Y, X], each blurred by a Gaussian of its sigma [B]; the edge is repeated around them."""
+    distance = torch.arange(-RADIUS, RADIUS + 1, device=pixels.device)
+    kernels = torch.exp(-0.5 * (distance / sigmas[:, None]) ** 2)
+    kernels = (kernels / kernels.sum(1, keepdim=True))[:, :, None, None, None]
+    for dim, padding in ((3, (RADIUS, RADIUS, 0, 0)), (2, (0, 0, RADIUS, RADIUS))):
+        padded, size = F.pad(pixels, padding, mode="replicate"), pixels.shape[dim]
+        parts = (kernels[:, tap] * padded.narrow(dim, tap, size) for tap in range(2 * RADIUS + 1))
+        pixels = sum(parts, start=torch.zeros_like(pixels))
+    return pixels
+
+
+def adjust(pixels: Tensor, brightness: Tensor, contrast: Tensor, saturation: Tensor) -> Tensor:
+    """Return images of 0 to 255 with those factors applied."""
+    grey_level = luma(pixels)
+    average = grey_level.mean((1, 2, 3), keepdim=True)
+    pixels = torch.lerp(average, torch.lerp(grey_level, pixels, saturation), contrast)
+    return (brightness * pixels).clamp_(0, 255)
+
+
+def luma(pixels: Tensor) -> Tensor:
+    """Return the rounded luma [B, 1, Y, X]."""
+    red, green, blue = pixels.split(1, dim=1)
+    return (LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue).round_()
+
+
+def _copy(values: np.ndarray, like: Tensor) -> Tensor:
+    """Return ``values`` on the device and in the type of ``like``, without waiting for a GPU."""
+    return torch.from_numpy(values).to(like, non_blocking=True)
+
+
+def erase(probability: float, images: Tensor, uniforms: np.ndarray) -> None:
+    """Set a rectangle of some ``images`` [B, 3, Y, X] to 0, the mean, by ``uniforms`` [B, `ERASING_UNIFORMS`]."""
     batch, _, height, width = images.shape
     crops = ERASED(np.full(batch, height), np.full(batch, width), uniforms)
-    erased = uniforms[:, UNIFORMS_PER_CROP] < probability
+    erased = uniforms[:, CROP_UNIFORMS] < probability
     start_B2, stop_B2 = (
         torch.from_numpy(corner).to(images.device, non_blocking=True)
         for corner in (crops.start, np.where(erased[:, None], crops.start + crops.shape, 0))
@@ -103,3 +177,78 @@ def erase(images: Tensor, uniforms: np.ndarray, probability: float) -> None:
         for dim, place in enumerate(torch.arange(size, device=images.device) for size in (height, width))
     )
     images.masked_fill_((rows_BY[:, :, None] & columns_BX[:, None])[:, None], 0)
+
+
+def mix(images: Tensor, labels: Tensor, share: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mix sample i with sample B-1-i in place: share * x[i] + (1 - share) * x[B-1-i].
+
+    Returns `images` [B, 3, H, W] and the keyword arguments of `MixupLoss`.
+    """
+    images.lerp_(images.flip(0), 1 - share)
+    return images, _two_labels(labels, share)
+
+
+def cut_and_paste(
+    images: Tensor, labels: Tensor, share: float, center: tuple[float, float]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """CutMix: copy one box from sample B-1-i into sample i, in place.
+
+    The box has the aspect ratio of the image and the fraction ``1 - share`` of its area. It is centred at `center`
+    (y, x from 0 to 1) and clipped to the image; the label weights follow the clipped area.
+    """
+    height, width = images.shape[-2:]
+    top, bottom = _span(height, share, center[0])
+    left, right = _span(width, share, center[1])
+    images[..., top:bottom, left:right] = images[..., top:bottom, left:right].flip(0)
+    return images, _two_labels(labels, 1 - (bottom - top) * (right - left) / (height * width))
+
+
+def _span(size: int, share: float, center: float) -> tuple[int, int]:
+    length = int(size * math.sqrt(1 - share))
+    start = int(size * center) - length // 2
+    return max(start, 0), min(start + length, size)
+
+
+def _two_labels(labels: Tensor, share: float) -> dict[str, Tensor]:
+    # filled on the device: no transfer from the host
+    share_on_device = torch.full((), share, dtype=torch.float32, device=labels.device)
+    return {"target": labels, "other": labels.flip(0), "share": share_on_device}
+
+
+class MixupLoss(nn.Module):
+    """Loss against the two weighted labels of a mixed image, in fp32.
+
+    Cross-entropy against the weighted one-hot labels. With ``bce_threshold``: binary cross-entropy, averaged over the
+    classes, with target 1 for classes whose weight exceeds it (DeiT III, arXiv 2204.07118).
+    """
+
+    def __init__(self, label_smoothing: float = 0.0, bce_threshold: float | None = None) -> None:
+        super().__init__()
+        self.label_smoothing, self.bce_threshold = label_smoothing, bce_threshold
+
+    def forward(
+        self, logits: Tensor, target: Tensor, other: Tensor | None = None, share: Tensor | None = None
+    ) -> Tensor:
+        """Return the mean loss of `logits` [B, num_classes]; labels of -100 are ignored, and the mean of none is 0."""
+        if self.bce_threshold is not None:
+            return self._binary_cross_entropy(logits.float(), target, other, share)
+        loss = self._cross_entropy(logits, target)
+        if other is None:
+            return loss
+        assert share is not None
+        return torch.lerp(self._cross_entropy(logits, other), loss, share)
+
+    def _cross_entropy(self, logits: Tensor, target: Tensor) -> Tensor:
+        options: dict[str, Any] = dict(label_smoothing=self.label_smoothing, reduction="sum")
+        return F.cross_entropy(logits.float(), target, **options) / (target >= 0).sum().clamp(min=1)
+
+    def _binary_cross_entropy(
+        self, logits: Tensor, target: Tensor, other: Tensor | None, share: Tensor | None
+    ) -> Tensor:
+        assert self.bce_threshold is not None
+        valid, blend = target >= 0, torch.zeros_like(logits)
+        shares = [(target, 1.0)] if other is None or share is None else [(target, share), (other, 1 - share)]
+        for labels, part in shares:
+            blend.scatter_add_(1, labels.clamp(min=0)[:, None], (part * (labels >= 0).float())[:, None])
+        losses = F.binary_cross_entropy_with_logits(logits, (blend > self.bce_threshold).float(), reduction="none")
+        return (losses.mean(1) * valid).sum() / valid.sum().clamp(min=1)

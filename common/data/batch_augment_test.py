@@ -1,18 +1,39 @@
+"""Augmentation of batches against torchvision, Pillow and timm; its draws in any number of processes; the loss."""
+
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageFilter, ImageOps
+from timm.data.mixup import cutmix_bbox_and_lam, mixup_target
+from timm.loss import BinaryCrossEntropy
 from torch import Tensor
+from torch.nn import functional as F
+from torchvision.transforms import functional as tv
 from torchvision.transforms import v2
 
-from common.data.batch_augment import UNIFORMS_PER_SAMPLE, BatchAugment, erase
-from common.data.color_augment import ColorAugment
+from common.data.batch_augment import (
+    COLOR_UNIFORMS,
+    ERASING_UNIFORMS,
+    BatchAugment,
+    MixupLoss,
+    augment_colors,
+    build_batch_augment,
+    cut_and_paste,
+    erase,
+)
 from common.data.loader import Loader
-from common.data.micro_batches import Draw, TrainSampler
+from common.data.sampler import Draw, TrainSampler
 
 SIDE = 6
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SMALL = np.random.default_rng(0).integers(0, 256, (5, 6, 3), np.uint8)
+IMAGE = Image.fromarray(SMALL).resize((40, 30), Image.Resampling.BICUBIC)
+OFF = dict(THREE_AUGMENT=False, COLOR_JITTER=0.0, ERASING=0.0, MIXUP=0.0, CUTMIX=0.0, SEED=7)
+CHANGES = dict(THREE_AUGMENT=True, COLOR_JITTER=0.3, ERASING=0.5)
 
 
 class ConstantReader:
@@ -27,58 +48,47 @@ class ConstantReader:
         pass
 
 
-def build_loader(dp_rank: int = 0, dp_size: int = 2, micro_batch: int = 4) -> Loader:
+def build(dp_rank: int = 0, dp_size: int = 2, micro_batch: int = 4, **config: Any) -> BatchAugment:
     sampler = TrainSampler(48, global_batch=16, micro_batch=micro_batch, dp_rank=dp_rank, dp_size=dp_size, seed=1)
-    return Loader(sampler, ConstantReader())
-
-
-def build_augment(
-    dp_rank: int = 0, mixup: float = 0.2, cutmix: float = 0.0, erasing: float = 0.0, seed: int = 7, **ranks: int
-) -> BatchAugment:
-    colors = ColorAugment(True, 0.3, (0.5,) * 3, (2.0,) * 3) if erasing else None
-    blends = dict(mixup=mixup, cutmix=cutmix, erasing=erasing)
-    return BatchAugment(build_loader(dp_rank, **ranks), **blends, colors=colors, seed=seed)
+    data = {"DATA": {"mean": (0.5,) * 3, "std": (2.0,) * 3}}
+    return build_batch_augment(Loader(sampler, ConstantReader()), OFF | data | config)
 
 
 def shares(augment: BatchAugment) -> list[float]:
     return [labels["share"].item() for _, labels in augment]
 
 
-def advance(augment: BatchAugment, batches: int) -> BatchAugment:
-    """Return another one that resumes after ``batches`` of this one."""
+def resume(config: dict[str, Any], batches: int) -> BatchAugment:
+    """Return one that resumes where another left after ``batches``."""
+    augment, resumed = build(**config), build(**config)
     for _ in islice(augment, batches):
         pass
-    resumed = build_augment(mixup=augment.mixup, erasing=augment.erasing)
     resumed.load_state_dict(augment.state_dict())
     return resumed
 
 
 def test_images_and_labels_have_the_same_share() -> None:
-    batches = list(build_augment())
-    assert len(batches) == len(build_augment()) == 6
+    batches = list(build(MIXUP=0.2))
+    assert len(batches) == len(build()) == 6
     for images, labels in batches:
         values = labels["share"] * labels["target"] + (1 - labels["share"]) * labels["other"]
         assert torch.allclose(images, 1 + values[:, None, None, None].expand_as(images), atol=1e-5)
 
 
 def test_shares_differ_by_epoch_step_rank_and_seed_only() -> None:
-    augment = build_augment()
+    augment = build(MIXUP=0.2)
     first, second = shares(augment), shares(augment)
-    drawn = [*first, *second, *shares(build_augment(dp_rank=1)), *shares(build_augment(seed=8))]
+    drawn = [*first, *second, *shares(build(dp_rank=1, MIXUP=0.2)), *shares(build(MIXUP=0.2, SEED=8))]
     assert len(set(drawn)) == len(drawn)
-    assert shares(build_augment()) == first
+    assert shares(resume({"MIXUP": 0.2}, 2)) == first[2:]
 
 
 def test_shares_are_beta_distributed() -> None:
     """Mean 1/2 and variance 1 / (4 (2 alpha + 1)), within five standard errors of 600 draws."""
-    augment = build_augment(mixup=0.2)
+    augment = build(MIXUP=0.2)
     drawn = torch.tensor([share for _ in range(100) for share in shares(augment)])
     assert drawn.mean().item() == pytest.approx(0.5, abs=0.09)
     assert drawn.var().item() == pytest.approx(1 / (4 * 1.4), abs=0.03)
-
-
-def test_resumed_pass_draws_the_same() -> None:
-    assert shares(advance(build_augment(), 2)) == shares(build_augment())[2:]
 
 
 def test_mixup_and_cutmix_alternate() -> None:
@@ -92,18 +102,28 @@ def test_mixup_and_cutmix_alternate() -> None:
             found.append(bool((images == sources).any(0).all()))
         return found
 
-    both = build_augment(mixup=0.8, cutmix=1.0)
+    both = build(MIXUP=0.8, CUTMIX=1.0)
     drawn = [is_cut for _ in range(100) for is_cut in cut(both)]
     assert np.mean(drawn) == pytest.approx(0.5, abs=5 * 0.5 / len(drawn) ** 0.5)
-    assert all(cut(build_augment(mixup=0.0, cutmix=1.0)))
-    assert not any(cut(build_augment(mixup=1.0)))
+    assert all(cut(build(CUTMIX=1.0)))
+    assert not any(cut(build(MIXUP=1.0)))
+
+
+def test_colors_and_erasing_are_the_same_in_any_number_of_processes_and_after_a_restart() -> None:
+    one = [images for images, _ in build(dp_size=1, micro_batch=16, **CHANGES)]
+    two = [list(build(rank, **CHANGES)) for rank in range(2)]
+    for step, images in enumerate(one):
+        parts = [two[rank][2 * step + micro][0] for rank in range(2) for micro in range(2)]
+        assert torch.equal(torch.cat(parts), images)
+    for (images, _), (expected, _) in zip(resume(CHANGES, 4), two[0][4:], strict=True):
+        assert torch.equal(images, expected)
 
 
 def test_what_is_erased_is_what_torchvision_erases() -> None:
     """As often, of the same areas and shapes: quantiles of 3,000 samples; each erased part is a whole rectangle."""
     samples, side = 3000, 40
     images = torch.ones(samples, 3, side, side)
-    erase(images, np.random.default_rng(0).random((samples, UNIFORMS_PER_SAMPLE)), 0.7)
+    erase(0.7, images, np.random.default_rng(0).random((samples, ERASING_UNIFORMS)))
     transform = v2.RandomErasing(p=0.7, scale=(0.02, 1 / 3), ratio=(0.3, 3.3))
     torch.manual_seed(0)
     theirs = torch.stack([transform(torch.ones(3, side, side)) for _ in range(samples)])
@@ -124,12 +144,114 @@ def test_what_is_erased_is_what_torchvision_erases() -> None:
     assert (distance < torch.tensor([0.02, 0.1, 0.06, 0.06])).all(), distance
 
 
-def test_colors_and_erasing_are_the_same_in_any_number_of_processes_and_after_a_restart() -> None:
-    one = [images for images, _ in build_augment(mixup=0, erasing=0.5, dp_size=1, micro_batch=16)]
-    two = [list(build_augment(rank, mixup=0, erasing=0.5)) for rank in range(2)]
-    for step, images in enumerate(one):
-        parts = [two[rank][2 * step + micro][0] for rank in range(2) for micro in range(2)]
-        assert torch.equal(torch.cat(parts), images)
-    resumed = advance(build_augment(mixup=0, erasing=0.5), 4)
-    for (images, _), (expected, _) in zip(resumed, two[0][4:], strict=True):
-        assert torch.equal(images, expected)
+def colored(
+    uniforms: list[float], three_augment: bool = True, jitter: float = 0.0, image: Image.Image = IMAGE
+) -> np.ndarray:
+    images = tv.normalize(tv.to_tensor(image), MEAN, STD)[None].clone()
+    augment_colors(three_augment, jitter, MEAN, STD, images, np.array([uniforms]))
+    return (255 * (images[0].permute(1, 2, 0) * torch.tensor(STD) + torch.tensor(MEAN))).numpy()
+
+
+@pytest.mark.parametrize(
+    ("uniforms", "expected", "most", "mean"),
+    [
+        ([0.1, 0.0], ImageOps.grayscale(IMAGE).convert("RGB"), 1.01, 0.05),
+        ([0.5, 0.0], ImageOps.solarize(IMAGE), 0.01, 0.01),
+        ([0.9, 0.0], IMAGE.filter(ImageFilter.GaussianBlur(0.1)), 1.01, 0.05),
+        ([0.9, 0.5], IMAGE.filter(ImageFilter.GaussianBlur(1.05)), 4, 0.8),
+        ([0.9, 1.0], IMAGE.filter(ImageFilter.GaussianBlur(2.0)), 4, 0.8),
+    ],
+)
+def test_each_operation_of_3_augment_is_deits(
+    uniforms: list[float], expected: Image.Image, most: float, mean: float
+) -> None:
+    difference = np.abs(colored([*uniforms, 0.5, 0.5, 0.5]) - np.asarray(expected, float))
+    assert difference.max() <= most
+    assert difference.mean() <= mean
+
+
+def test_jitter_is_torchvisions_in_any_order() -> None:
+    """Within a level for each of the three roundings, of an image in which nothing is clipped."""
+    factors, soft = dict(brightness=0.9, contrast=0.8, saturation=1.2), IMAGE.point(lambda value: 70 + 0.4 * value)
+    found = colored([0, 0, 1 / 3, 1 / 6, 5 / 6], three_augment=False, jitter=0.3, image=soft)
+    for order in (list(factors), list(factors)[::-1]):
+        expected = soft
+        for name in order:
+            expected = getattr(tv, f"adjust_{name}")(expected, factors[name])
+        assert np.abs(found - np.asarray(expected, float)).max() <= 3
+
+
+def test_each_operation_is_for_a_third_of_the_images_whatever_the_others_are() -> None:
+    uniforms = np.random.default_rng(1).random((300, COLOR_UNIFORMS))
+    assert np.bincount(np.floor(3 * uniforms[:, 0]).astype(int)).min() > 70
+
+    def augmented(rows: slice) -> Tensor:
+        images = torch.randn(300, 3, 9, 7, generator=torch.Generator().manual_seed(0))[rows].clone()
+        augment_colors(True, 0.3, MEAN, STD, images, uniforms[rows])
+        return images
+
+    parts = [augmented(slice(0, 100)), augmented(slice(100, 300))]
+    torch.testing.assert_close(torch.cat(parts), augmented(slice(None)))
+
+
+@pytest.mark.parametrize("center", [(0.5, 0.5), (0.0, 0.99), (0.31, 0.07)])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.71, 1.0])
+def test_cuts_and_pastes_the_rectangle_that_timm_does(share: float, center: tuple[float, float], monkeypatch) -> None:
+    images, labels = torch.rand(5, 3, 9, 12), torch.arange(5)
+    places = iter(center)
+    monkeypatch.setattr(np.random, "randint", lambda low, high, size: int(next(places) * high))
+    (top, bottom, left, right), area_share = cutmix_bbox_and_lam(images.shape, share)
+    expected = images.clone()
+    expected[:, :, top:bottom, left:right] = images.flip(0)[:, :, top:bottom, left:right]
+    pasted, arguments = cut_and_paste(images, labels, share, center)
+    assert pasted is images
+    assert torch.equal(pasted, expected)
+    assert arguments["share"].item() == pytest.approx(area_share)
+    assert torch.equal(arguments["target"], labels)
+    assert arguments["other"].tolist() == [4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_loss_equals_cross_entropy_of_blended_targets(label_smoothing: float) -> None:
+    torch.manual_seed(0)
+    logits, target, other = torch.randn(8, 5), torch.randint(5, (8,)), torch.randint(5, (8,))
+    soft = 0.3 * F.one_hot(target, 5) + 0.7 * F.one_hot(other, 5)
+    expected = F.cross_entropy(logits, soft, label_smoothing=label_smoothing)
+    criterion = MixupLoss(label_smoothing)
+    blended = criterion(logits, target=target, other=other, share=torch.tensor(0.3))
+    torch.testing.assert_close(blended, expected, rtol=1e-6, atol=0)
+    plain = F.cross_entropy(logits, target, label_smoothing=label_smoothing)
+    assert torch.equal(criterion(logits, target), plain)
+
+
+def test_loss_is_fp32_and_leaves_out_padding() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(4, 5, dtype=torch.bfloat16)
+    loss = MixupLoss()(logits, torch.tensor([1, -100, 3, -100]))
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, F.cross_entropy(logits[::2].float(), torch.tensor([1, 3])))
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_a_batch_of_nothing_but_padding_has_neither_loss_nor_gradient(label_smoothing: float) -> None:
+    logits, padding = torch.randn(4, 5, requires_grad=True), torch.full((4,), -100)
+    loss = MixupLoss(label_smoothing)(logits, padding, other=padding, share=torch.tensor(0.3))
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.equal(logits.grad, torch.zeros(4, 5))
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.2, 0.5])
+def test_binary_cross_entropy_is_timms(threshold: float) -> None:
+    torch.manual_seed(0)
+    logits, target, other = torch.randn(9, 5), torch.randint(5, (9,)), torch.randint(5, (9,))
+    theirs, criterion = BinaryCrossEntropy(smoothing=0, target_threshold=threshold), MixupLoss(0.0, threshold)
+    for share in (0.0, 0.1, 0.3, 0.85, 1.0):
+        blend = mixup_target(target, 5, share)  # with the mirrored batch, as `mix`
+        mixed = criterion(logits, target=target, other=target.flip(0), share=torch.tensor(share))
+        torch.testing.assert_close(mixed, theirs(logits, blend), rtol=1e-6, atol=0)
+    torch.testing.assert_close(criterion(logits, target), theirs(logits, target), rtol=1e-6, atol=0)
+    padded = torch.cat([target, torch.full((3,), -100)]), torch.cat([other, torch.full((3,), -100)])
+    found = criterion(torch.cat([logits, logits[:3]]).bfloat16(), *padded, torch.tensor(0.3))
+    torch.testing.assert_close(found, criterion(logits.bfloat16(), target, other, torch.tensor(0.3)))
+    assert found.dtype == torch.float32

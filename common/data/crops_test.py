@@ -1,3 +1,5 @@
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -6,15 +8,14 @@ from torchvision import transforms
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as F
 
-from common.data.crops import UNIFORMS_PER_SAMPLE, CenterCrop, Crops, RandomCrop, SimpleCrop
-from common.data.micro_batches import sample_uniforms
-from common.data.pixels import crop_image
+from common.data.crops import CROP_UNIFORMS, CenterCrop, Crops, Normalizer, RandomCrop, SimpleCrop, crop_image
+from common.data.sampler import sample_uniforms
 
 DRAWS = 4000
 
 
 def random_crops(height: int, width: int, crop: RandomCrop | SimpleCrop | None = None, draws: int = DRAWS) -> Crops:
-    uniforms = sample_uniforms(seed=0, epoch=0, step=0, row=0, rows=draws, count=UNIFORMS_PER_SAMPLE)
+    uniforms = sample_uniforms(seed=0, epoch=0, step=0, row=0, rows=draws, count=CROP_UNIFORMS)
     return (crop or RandomCrop())(np.full(draws, height), np.full(draws, width), uniforms)
 
 
@@ -86,7 +87,7 @@ def test_simple_crop_shows_what_torchvision_shows(size, interpolation):
     for height, width in [(375, 500), (31, 47), (64, 64), (9, 13), *random.integers(20, 400, (20, 2)).tolist()]:
         image = Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8))
         for row in range(4):
-            uniforms = sample_uniforms(seed=0, epoch=height, step=width, row=row, rows=1, count=UNIFORMS_PER_SAMPLE)
+            uniforms = sample_uniforms(seed=0, epoch=height, step=width, row=row, rows=1, count=CROP_UNIFORMS)
             shown = crop_image(np.array(image), crop, size, uniforms)
             difference = np.abs(np.asarray(shown, int) - np.asarray(simple_crop(image, crop, uniforms[0]), int))
             assert difference.mean() < 0.5, (height, width)
@@ -103,7 +104,7 @@ def test_simple_crop_reaches_every_place_of_torchvision():
     assert np.abs(np.bincount(places + 4) - np.bincount(np.array(theirs) + 4)).max() < 80  # of 210, each +- 14
     assert abs(crops.flip.mean() - 0.5) < 0.03
     assert not random_crops(40, 30, SimpleCrop(30, flip=False)).flip.any()
-    view = crop_image(np.full((2, 3, 3), 200, np.uint8), SimpleCrop(1), 1, np.zeros((1, UNIFORMS_PER_SAMPLE)))
+    view = crop_image(np.full((2, 3, 3), 200, np.uint8), SimpleCrop(1), 1, np.zeros((1, CROP_UNIFORMS)))
     assert view.tolist() == [[[200] * 3]]  # no smaller square can be padded
 
 
@@ -113,3 +114,35 @@ def test_centre_crop_decodes_no_more_than_it_needs():
     assert (crops.start + crops.shape <= [[375, 1000], [400, 300], [1, 9000]]).all()
     assert crops.shape[0].max() <= 375 * 224 / 256 + 8
     assert not crops.flip.any()
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_a_random_crop_has_the_pixels_of_pillow(interpolation):
+    random = np.random.default_rng(0)
+    crop = RandomCrop(interpolation=interpolation)
+    for number, (height, width) in enumerate([(375, 500), (30, 41), (9, 13), *random.integers(20, 400, (20, 2))]):
+        image = random.integers(0, 256, (height, width, 3), np.uint8)
+        uniforms = sample_uniforms(seed=0, epoch=0, step=number, row=0, rows=1, count=CROP_UNIFORMS)
+        crops = crop(np.array([height]), np.array([width]), uniforms)
+        place = *crops.start[0].tolist(), *crops.shape[0].tolist(), [224, 224]
+        expected = F.resized_crop(Image.fromarray(image), *place, F.InterpolationMode(interpolation))
+        expected = np.asarray(F.hflip(expected) if crops.flip[0] else expected, int)
+        difference = np.abs(crop_image(image, crop, 224, uniforms) - expected)
+        assert difference.max() <= 1 or interpolation == "bicubic"  # of noise, clipped between the passes
+        assert difference.mean() < 0.5
+
+
+def test_normalisation_is_that_of_torchvision_and_reuses_memory_that_nobody_holds():
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    normalize = Normalizer(mean, std, torch.device("cpu"))
+    images = torch.randint(0, 256, (2, 5, 7, 3), dtype=torch.uint8)
+    first = normalize(images)
+    torch.testing.assert_close(first, F.normalize(images.permute(0, 3, 1, 2) / 255, mean, std))
+    address, held = first.data_ptr(), first[1:]
+    del first
+    gc.collect()
+    assert normalize(images).data_ptr() != address  # a view of it is held
+    del held
+    gc.collect()
+    assert address in {batch.data_ptr() for batch in [normalize(images), normalize(images)]}
+    assert normalize(images[:1]).shape == (1, 3, 5, 7)

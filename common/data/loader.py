@@ -1,12 +1,17 @@
-"""Passes over a data set: which batch comes next, and how to resume from there after a restart."""
+"""Passes over a data set: which batch comes next, and how to resume from there after a restart.
+
+A loader yields ``(images float32 [B, 3, Y, X], labels int64 [B])`` on the device, in whole micro-batches. Evaluation
+pads its last batches with zeros of label -100, which `torch.nn.functional.cross_entropy` ignores.
+"""
 
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from common.data.micro_batches import Draw, EvalSampler, TrainSampler
+from common.data.sampler import Draw, EvalSampler, TrainSampler
 from common.errors import AgreedError
 
 Batch = tuple[Tensor, Tensor]
@@ -76,3 +81,27 @@ class Loader:
             for done, batch in enumerate(batches, start + 1):
                 self._position = (epoch, done) if done < len(self) else (epoch + 1, 0)
                 yield batch
+
+
+def prefetch(batches: Generator[Batch, None, None], device: torch.device) -> Generator[Batch, None, None]:
+    """Yield the batches unchanged; on a GPU, run what ``batches`` queues there on a stream of its own.
+
+    Since the host runs ahead of the GPU, copies and kernels of the next batch overlap with the last step's.
+    """
+    with closing(batches):
+        yield from batches if device.type == "cpu" else _prefetch(batches, device)
+
+
+def _prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))  # on which the inputs were made
+    while True:
+        with torch.cuda.stream(stream):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        training = torch.cuda.current_stream(device)
+        training.wait_stream(stream)
+        for tensor in batch:
+            tensor.record_stream(training)  # or its memory would be reused too early
+        yield batch

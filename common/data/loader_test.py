@@ -5,7 +5,7 @@ from itertools import chain, islice
 import torch
 
 from common.data.loader import Loader
-from common.data.micro_batches import Draw, TrainSampler
+from common.data.sampler import Draw, TrainSampler
 
 
 class ReadsAhead:

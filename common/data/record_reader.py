@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from common.data.micro_batches import PADDING, Draw
+from common.data.sampler import PADDING, Draw
 from common.errors import UserError
 
 # more threads than cores, because they wait for the disk; in large parts, because from memory they are bound by the GIL

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from common.colossal import Trainer, gpc, initialize, shard_model
 from common.config.model_arguments import timm_arguments
 from common.config.plan import DataSummary
-from common.data import photographs
+from common.data import image_loaders
 from common.data.image_folder import FolderSplit, list_files
 from common.data.loader import Loader
 from common.model.freeze import freeze
@@ -107,12 +107,12 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
 
 def build_train_loader(data: Mapping[str, Any], total_batch: int, micro_batch: int, **place: Any) -> Loader:
     """Return the loader of the training split."""
-    return photographs.build_train_loader(_open(data, "train"), data, total_batch, micro_batch, **place)
+    return image_loaders.build_train_loader(_open(data, "train"), data, total_batch, micro_batch, **place)
 
 
 def build_eval_loader(data: Mapping[str, Any], batch: int, **place: Any) -> Loader:
     """Return the loader of the test split."""
-    return photographs.build_eval_loader(_open(data, "test"), data, batch, **place)
+    return image_loaders.build_eval_loader(_open(data, "test"), data, batch, **place)
 
 
 def _open(data: Mapping[str, Any], split: str) -> FolderSplit:
@@ -130,7 +130,7 @@ TASK = Task(
     describe=describe_data,
     build_train_loader=build_train_loader,
     build_eval_loader=build_eval_loader,
-    build_eval_crop=photographs.build_eval_crop,
+    build_eval_crop=image_loaders.build_eval_crop,
     train_samples=SAMPLES["train"],
 )
 TASKS["tiny"] = __name__

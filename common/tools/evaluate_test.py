@@ -14,7 +14,7 @@ from sklearn.metrics import confusion_matrix, precision_score, recall_score, top
 from torchvision.datasets import ImageFolder
 
 from common.colossal import shutdown
-from common.data.torchvision_dataloader import TorchvisionReader
+from common.data.image_loaders import TorchvisionReader
 from common.errors import UserError
 from common.metrics.curves import read_metrics
 from common.testing.ranks import launched, run_ranks

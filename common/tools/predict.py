@@ -21,11 +21,9 @@ from PIL import UnidentifiedImageError
 from common.checkpoint.pretrained_run import OTHERS, open_model
 from common.checkpoint.saved_run import SavedRun, build_parser
 from common.colossal import Predictor
-from common.data.corrupt_images import UNREADABLE
-from common.data.crops import CenterCrop
-from common.data.decode import decode_image
+from common.data.crops import CenterCrop, Normalizer, crop_image
+from common.data.decode import UNREADABLE, decode_image
 from common.data.image_folder import MAX_BYTES, list_files
-from common.data.pixels import Normalizer, crop_image
 from common.errors import UNPRINTABLE, UserError, printable
 from common.files import read_bytes, short_path
 from common.task import find_task

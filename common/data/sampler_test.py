@@ -6,7 +6,7 @@ import pytest
 import torch
 from timm.data.distributed_sampler import RepeatAugSampler
 
-from common.data.micro_batches import PADDING, Draw, EvalSampler, TrainSampler, epoch_order, sample_uniforms
+from common.data.sampler import PADDING, Draw, EvalSampler, TrainSampler, epoch_order, sample_uniforms
 from common.errors import UserError
 
 BLOCKS = np.append(np.arange(0, 1000, 7), 1000)  # the last is shorter

@@ -1,0 +1,217 @@
+"""Loaders of encoded images, which are decoded, cropped and augmented as they are read.
+
+`TorchvisionReader` decodes with Pillow in worker processes. The reader of `imagenet_dali` sees the same samples, crops
+and flips, and the same pixels to within rounding.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+import simplejpeg
+import torch
+from PIL import Image
+from torch import Tensor
+
+from common.data.crops import CROP_UNIFORMS, CenterCrop, Crop, Normalizer, RandomCrop, SimpleCrop, crop_image
+from common.data.decode import BadImages, decode_image, reason_of
+from common.data.loader import Batch, BatchReader, Loader, prefetch
+from common.data.record_reader import Record, RecordReader, RecordSource
+from common.data.sampler import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
+from common.data.worker_pool import WorkerPool
+from common.errors import UserError
+from common.hardware import rank_cores
+
+if TYPE_CHECKING:
+    from common.data.auto_augment import Policy
+
+# keys of DATA for small images, which are held in memory
+UNUSED = ("crop_padding", "autoaugment")
+# and for shards
+SHARDS_ONLY = ("order", "block", "window", "cache", "cache_gb")
+
+
+class ImageSplit(Protocol):
+    """What is read: encoded images and their labels, by number."""
+
+    @property
+    def is_prepared(self) -> bool: ...  # whether all are RGB JPEGs whose orientation in EXIF is to be ignored
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> tuple[bytes | memoryview, int]: ...
+
+    def fault(self, index: int, reason: object) -> UserError: ...
+
+
+# Builds what reads ``images``; of the keywords those of `TorchvisionReader`, and ``batch``, its largest draw.
+BuildReader = Callable[..., BatchReader]
+
+
+def _read_with_torchvision(images: ImageSplit, crop: Crop, *, batch: int, **options: Any) -> BatchReader:
+    del batch
+    return TorchvisionReader(images, crop, **options)
+
+
+def build_train_loader(
+    images: ImageSplit,
+    data: Mapping[str, Any],
+    total_batch: int,
+    micro_batch: int,
+    *,
+    image_size: int,
+    dp_rank: int,
+    dp_size: int,
+    seed: int,
+    device: torch.device,
+    blocks: np.ndarray | None = None,
+    build_reader: BuildReader = _read_with_torchvision,
+) -> Loader:
+    """Return the loader of random crops: a new permutation of ``images``, or of their ``blocks``, in every epoch."""
+    augment = _build_rand_augment(data)
+    uniforms = CROP_UNIFORMS + (augment.uniforms if augment else 0)
+    draws = dict(dp_rank=dp_rank, dp_size=dp_size, seed=seed, uniforms=uniforms, repeats=data["repeats"])
+    sampler = TrainSampler(len(images), total_batch, micro_batch, **draws, blocks=blocks, window=data["window"])
+    crop = RandomCrop(data["crop_scale"], data["crop_ratio"], data["flip"], data["interpolation"])
+    if data["crop"] == "simple":
+        crop = SimpleCrop(image_size, data["flip"], data["interpolation"])
+    options = _reader_options(data, image_size, dp_size, device)
+    return Loader(sampler, build_reader(images, crop, augment=augment, batch=micro_batch, **options))
+
+
+def build_eval_loader(
+    images: ImageSplit,
+    data: Mapping[str, Any],
+    batch: int,
+    *,
+    image_size: int,
+    dp_rank: int,
+    dp_size: int,
+    device: torch.device,
+    blocks: np.ndarray | None = None,
+    build_reader: BuildReader = _read_with_torchvision,
+) -> Loader:
+    """Return the loader of centre crops of ``images``, each sample exactly once over all ranks."""
+    sampler = EvalSampler(len(images), batch, dp_rank=dp_rank, dp_size=dp_size, blocks=blocks)
+    crop = build_eval_crop(data, image_size)
+    options = _reader_options(data, image_size, dp_size, device)
+    return Loader(sampler, build_reader(images, crop, augment=None, batch=batch, **options))
+
+
+def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
+    """Return the crop of evaluation: the centre, ``DATA.eval_crop`` of the short side."""
+    return CenterCrop(image_size, int(image_size / data["eval_crop"]), data["interpolation"])
+
+
+def _build_rand_augment(data: Mapping[str, Any]) -> "Policy | None":
+    if data["randaugment"] is None:
+        return None
+    from common.data.auto_augment import RandAugment  # torchvision takes a second to import
+
+    return RandAugment(*data["randaugment"])
+
+
+def _reader_options(data: Mapping[str, Any], image_size: int, dp_size: int, device: torch.device) -> dict[str, Any]:
+    workers = rank_cores() if data["workers"] is None else data["workers"]
+    return dict(size=image_size, mean=data["mean"], std=data["std"], workers=workers, device=device, dp_size=dp_size)
+
+
+class TorchvisionReader:
+    """Read draws of a split as normalised images, float32 [B, 3, size, size], and labels, int64 [B], on ``device``.
+
+    ``mean`` and ``std`` are of RGB values from 0 to 1. ``crop`` takes the first numbers of a draw, ``augment`` the
+    last. Whole batches are made by ``workers`` processes, or in this one if 0; of draws with spans, each of which is
+    read once, and of remote data the workers only decode. Rows of padding, and of images that cannot be read, are zeros
+    with label -100. The latter are named on stderr; more than `MAX_BAD_SHARE` of what one of ``dp_size`` processes
+    reads in a pass raises `UserError`, and so does a worker that dies.
+    """
+
+    def __init__(
+        self,
+        split: ImageSplit,
+        crop: Crop,
+        *,
+        size: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        workers: int,
+        device: torch.device,
+        dp_size: int = 1,
+        augment: "Policy | None" = None,
+    ) -> None:
+        self.device = device
+        self._records = RecordReader(cast(RecordSource, split))  # called for draws with spans and remote data only
+        self._is_remote = getattr(split, "is_remote", False)  # what reads it does not survive a fork
+        self._bad = BadImages(len(split) / dp_size)
+        self._normalize = Normalizer(mean, std, device)
+        self._pool = WorkerPool(_DrawDecoder(split, crop, size, augment), workers)
+
+    def read(self, draws: Iterator[Draw]) -> Generator[Batch, None, None]:
+        """Yield the batch of each draw, in order."""
+        self._bad.start_pass()
+        return prefetch(self._read(draws), self.device)
+
+    def _read(self, draws: Iterator[Draw]) -> Generator[Batch, None, None]:
+        for images_BHWC, labels, bad in self._pool.map(self._tasks(draws)):
+            self._bad.add(bad)
+            has_padding = NO_LABEL in labels
+            images, labels = (self._to_device(torch.from_numpy(array)) for array in (images_BHWC, labels))
+            images = self._normalize(images)
+            if has_padding:
+                images.masked_fill_((labels == NO_LABEL)[:, None, None, None], 0)
+            yield images, labels
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def close(self) -> None:
+        """End the worker processes and the reading threads."""
+        self._pool.close()
+        self._records.close()
+
+    def _tasks(self, draws: Iterator[Draw]) -> Iterator[tuple[Draw, list[Record] | None]]:
+        """Yield the draws with records that can be sent to another process, or with None for a worker to read them."""
+        for first in draws:
+            if first.spans is None and not self._is_remote:
+                yield first, None
+                continue
+            for draw, records in self._records.read(chain([first], draws)):
+                yield draw, [each if isinstance(each, UserError) else (bytes(each[0]), each[1]) for each in records]
+
+
+class _DrawDecoder:
+    """Makes the batch of a draw and its records; without them it reads the images itself."""
+
+    def __init__(self, split: ImageSplit, crop: Crop, size: int, augment: "Policy | None") -> None:
+        self.split, self.crop, self.size, self.augment = split, crop, size, augment
+
+    def __call__(self, task: tuple[Draw, list[Record] | None]) -> tuple[np.ndarray, np.ndarray, list[str]]:
+        """Return images, uint8 [B, size, size, 3], labels, int64 [B], and a message for each that cannot be read."""
+        (indices, uniforms, _), records = task
+        images = np.zeros((len(indices), self.size, self.size, 3), np.uint8)
+        labels = np.full(len(indices), NO_LABEL)
+        bad = []
+        for row in np.flatnonzero(indices != PADDING):
+            try:
+                image, label = self._load(int(indices[row]), records[row] if records else None)
+            except UserError as error:
+                bad.append(str(error))
+            else:
+                view = crop_image(image, self.crop, self.size, uniforms[row : row + 1])
+                if self.augment:
+                    view = self.augment(Image.fromarray(view), uniforms[row, -self.augment.uniforms :])
+                images[row] = np.asarray(view)
+                labels[row] = label
+        return images, labels, bad
+
+    def _load(self, index: int, record: Record | None) -> tuple[np.ndarray, int]:
+        if isinstance(record, UserError):
+            raise record
+        data, label = record or self.split.read(index)
+        try:
+            return simplejpeg.decode_jpeg(data) if self.split.is_prepared else decode_image(data), label
+        except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
+            raise self.split.fault(index, reason_of(error)) from error

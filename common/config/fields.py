@@ -1,17 +1,16 @@
 """How the config's keys are declared (pydantic), and the one line for a value that does not fit."""
 
+import reprlib
 import types
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WrapValidator, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
 from pydantic.fields import FieldInfo
 
 from common.errors import UserError, did_you_mean
 
-INT64 = 2**63 - 1
 ALIASES = {  # what others call a key
     **dict.fromkeys(("hidden_size", "embed_dim"), "MODEL.width"),
     **dict.fromkeys(("num_heads", "num_attention_heads"), "MODEL.heads"),
@@ -21,18 +20,12 @@ ALIASES = {  # what others call a key
     "epochs": "NUM_EPOCHS",
 }
 NONE = type(None)
-# A validator, because pydantic lets the last of several bounds replace the others.
-Int = Annotated[int, AfterValidator(lambda value: _check_int64(value))]
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = 100
 # Finite; an integer stays one.
 Number = Annotated[float, Field(allow_inf_nan=False), WrapValidator(lambda value, check: (check(value), value)[1])]
 Pair = Annotated[tuple[Number, Number], Field(strict=False)]  # or a list
 Triple = Annotated[tuple[Number, Number, Number], Field(strict=False)]
-
-
-def _check_int64(value: int) -> int:
-    if abs(value) > INT64:
-        raise ValueError
-    return value
 
 
 class Section(BaseModel):
@@ -61,19 +54,18 @@ def parse(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
     try:
         return section.model_validate(dict(values))
     except ValidationError as error:
-        raise ValueError(_explain(error, section, values, f"{where}: " if where else "")) from None
+        problem = min(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
+        raise ValueError(_explain(problem, section, values, f"{where}: " if where else "")) from None
 
 
 def check_given(section: type[Section], values: Mapping[str, Any]) -> None:
     """Raise `UserError` for a wrong one of ``values``, as `parse` does; any key may be missing or unknown."""
-    given = {name: value for name, value in values.items() if name in section.model_fields}
-    fields: dict[str, Any] = {
-        name: (section.model_fields[name].annotation, section.model_fields[name]) for name in given
-    }
     try:
-        parse(create_model("Given", __base__=Section, **fields), given)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+        section.model_validate(dict(values))
+    except ValidationError as error:
+        for problem in error.errors(include_url=False):
+            if problem["loc"] and problem["type"] not in ("missing", "extra_forbidden"):
+                raise UserError(_explain(problem, section, values, "")) from None
 
 
 def extra_of(field: FieldInfo, name: str) -> Any:
@@ -115,69 +107,35 @@ def _describe(kind: Any, metadata: Any = ()) -> str:
 
 
 def _bounds(metadata: Any) -> str:
-    inner = [item for part in metadata for item in (part.metadata if isinstance(part, FieldInfo) else [part])]
-    signs = {Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "le")}
-    said = [(sign, getattr(item, name)) for kind, (sign, name) in signs.items() for item in inner if type(item) is kind]
-    return "".join(f"{' and' * (number > 0)} {sign} {bound}" for number, (sign, bound) in enumerate(said))
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    said = [
+        f" {sign} {getattr(item, name)}" for name, sign in signs.items() for item in metadata if hasattr(item, name)
+    ]
+    return " and".join(said)
 
 
-def _explain(error: ValidationError, section: type[Section], values: Mapping[str, Any], where: str) -> str:
-    """Return one line for all unknown keys, else for the first error."""
-    problems = error.errors(include_url=False)
-    if unknown := _find_unknown(section, values, problems):
-        if len(unknown) == 1:
-            return f"{where}unknown key {''.join(*unknown.items())}"
-        return f"{where}unknown keys {', '.join(name + (hint and f' ({hint[2:]})') for name, hint in unknown.items())}"
-    first = problems[0]
-    names, place, inside, field, value = _find(section, values, first["loc"])
-    dotted = ".".join(names)
-    if first["type"] == "missing" and not place and field:
-        return f"{where}{dotted} is missing: {field.description}"
-    if first["type"] == "value_error" and inside:  # of the section as a whole
-        return ".".join([*names, str(first["ctx"]["error"])])  # pyright: ignore[reportTypedDictNotRequiredAccess]
-    assert field
-    hint = did_you_mean(_shorten(value).strip("'"), _choices(field))
-    wide = " of at most 64 bits" if isinstance(value, int) and abs(value) > INT64 else ""
-    return f"{dotted}={_shorten(value)}: expected {values_of(field)}{wide}{hint}"
-
-
-def _find_unknown(section: type[Section], values: Any, problems: Iterable[Any]) -> dict[str, str]:
-    """Return the unknown keys, and what each may mean."""
-    unknown = {}
-    for problem in problems:
-        names, place, inside, *_ = _find(section, values, problem["loc"])
-        if problem["type"] == "extra_forbidden" and inside and len(place) == 1:
-            name = ".".join([*names, *place])
-            unknown[name] = suggest_key(name, [".".join([*names, known]) for known in inside.model_fields])
-    return unknown
-
-
-def _find(section: type[Section], values: Any, loc: Iterable[Any]) -> tuple[list[str], list[str], Any, Any, Any]:
-    """Return the known part of the place ``loc``, the rest of it, and section, key and value of the known part."""
+def _explain(problem: Any, section: type[Section], values: Mapping[str, Any], where: str) -> str:
+    """Return one line on an error of pydantic's: the key, its value, and what it may be."""
     names: list[str] = []
-    field, inside, value, place = None, section, values, [str(part) for part in loc]
+    inside, field, value, place = section, None, values, [str(part) for part in problem["loc"]]
     while inside and place and place[0] in inside.model_fields:
-        name = place.pop(0)
-        field, value = inside.model_fields[name], value.get(name) if isinstance(value, Mapping) else value
-        names.append(name)
+        names.append(place.pop(0))
+        field = inside.model_fields[names[-1]]
+        value = value.get(names[-1]) if isinstance(value, Mapping) else value
         inside = section_of(field)
-    return names, place, inside, field, value
+    key = ".".join(names)
+    if problem["type"] == "extra_forbidden" and inside:
+        unknown, known = ".".join([*names, *place]), [".".join([*names, name]) for name in inside.model_fields]
+        return f"{where}unknown key {unknown}{suggest_key(unknown, known)}"
+    if problem["type"] == "missing" and field and not place:
+        return f"{where}{key} is missing: {field.description}"
+    if problem["type"] == "value_error" and inside:  # of the section as a whole
+        return ".".join([*names, str(problem["ctx"]["error"])])
+    assert field
+    return f"{key}={SHORT.repr(value)}: expected {values_of(field)}"
 
 
 def suggest_key(name: str, known: Iterable[str]) -> str:
     """Return what `did_you_mean` does, of a key; names from other libraries are known too."""
     alias = ALIASES.get(name.rpartition(".")[2].lower())
     return did_you_mean(alias, [alias]) if alias else did_you_mean(name, known)
-
-
-def _choices(field: FieldInfo) -> list[str]:
-    kinds = (field.annotation, *get_args(field.annotation))
-    return [str(choice) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-
-
-def _shorten(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # Python prints no integer of more than 4,300 digits
-        return f"<integer of {value.bit_length()} bits>" if isinstance(value, int) else f"<{type(value).__name__}>"
-    return text if len(text) <= 100 else f"{text[:60]}...{text[-20:]}"

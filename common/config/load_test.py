@@ -131,7 +131,7 @@ def test_dicts_of_a_base_config_can_be_changed_in_place_and_a_setting_goes_befor
         (["LEARNING_RATE=fast"], "^LEARNING_RATE='fast': expected number > 0$"),
         (["NUM_EPOCHS=True"], "NUM_EPOCHS=True: expected integer >= 1"),
         (["NUM_EPOCHS"], "write it as KEY=VALUE"),
-        (["LR_SCHEDULE=cosin"], "LR_SCHEDULE='cosin': expected 'linear', 'cosine'; did you mean 'cosine'"),
+        (["LR_SCHEDULE=cosin"], "LR_SCHEDULE='cosin': expected 'linear', 'cosine'$"),
         (["LABEL_SMOOTHING=0.1", "BCE_THRESHOLD=0"], "BCE_THRESHOLD=0.* undoes LABEL_SMOOTHING=0.1: set"),
         (
             ["DATA.crop=simple", "DATA.crop_scale=(0.5, 1.0)"],
@@ -155,8 +155,7 @@ def test_dicts_of_a_base_config_can_be_changed_in_place_and_a_setting_goes_befor
         (["fp16.scale=3"], "--set fp16.scale: unknown key"),
         (["gradient_handler=[]"], r"gradient_handler=\[\]: expected None or .dict"),  # no rank would get the others'
         (["gradient_handler=[5]"], "None or .dict.type='DataParallelGradientHandler'..$"),
-        # what no computation could use: not finite, beyond 64 bits, of another length, of another type inside
-        ([f"SEED={2**64}"], f"SEED={2**64}: expected integer >= 0 of at most 64 bits$"),
+        # what no computation could use: not finite, of another length, of another type inside
         (["TIMEOUT=1e999"], r"TIMEOUT=inf: expected number >= 1 and <= 10000000 \(seconds\)$"),
         (
             ["DATA.crop_scale=(0.5, 0.1)"],
@@ -180,7 +179,7 @@ def test_a_wrong_setting_is_refused(write, settings, words):
     ("text", "words"),
     [
         (MINIMAL + "WARMUP_EPOCH = 1\nWARMUP_EPOCHS = WARMUP_EPOCH", "unknown key WARMUP_EPOCH; did you mean"),
-        (MINIMAL + "lr = 1\nWAY_OFF = 2", r"unknown keys lr \(did you mean 'LEARNING_RATE'\?\), WAY_OFF$"),
+        (MINIMAL + "lr = 1\nWAY_OFF = 2", "unknown key lr; did you mean 'LEARNING_RATE'"),
         ("from configs.vit_s16_vanila import *", "line 1: no recipe .*; did you mean 'configs.vit_s16_vanilla'"),
         ("from configs.vit_b16 import MODLE", "line 1: configs.vit_b16 has no MODLE"),
         (
@@ -196,7 +195,6 @@ def test_a_wrong_setting_is_refused(write, settings, words):
         ("NUM_EPOCHS, LEARNING_RATE = 1, 1", "TOTAL_BATCH_SIZE is missing"),
         (MINIMAL + "SEED = float('nan')", "SEED=nan: expected integer"),
         (MINIMAL + "LEARNING_RATE = float('nan')", "LEARNING_RATE=nan: expected number"),
-        (MINIMAL + "SEED = 10**5000", "SEED=<integer of 16610 bits>: expected"),
         (MINIMAL + "SEED = 1 +", "config.py, line 4: SyntaxError: invalid syntax$"),
         (MINIMAL + "SEED = (1,\n  SEDE)", "config.py, line 5: NameError: name 'SEDE' is not defined$"),
         (MINIMAL + "WARMUP_EPOCHS = NUM_EPOCHS / 0", "config.py, line 4: ZeroDivisionError: division by zero$"),

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from common.config.fields import Int, Number, Section, key, parse
+from common.config.fields import Number, Section, key, parse
 from common.errors import nearest_multiples
 
 _TIMM_SIZES = {(192, 12, 3): "tiny", (384, 12, 6): "small", (768, 12, 12): "base", (1024, 24, 16): "large"}
@@ -21,13 +21,13 @@ DEIT3_INIT_VALUES = 1e-6
 class ModelArguments(Section):
     """What the config's MODEL may say; the defaults are ViT-S/16 for ImageNet-1k."""
 
-    image_size: Int = key(224, "side of the square input", unit="pixels", ge=1, le=65536)
-    patch_size: Int = key(16, "side of a patch; divides `image_size`", unit="pixels", ge=1, le=65536)
-    width: Int = key(384, "channels of a token", ge=1)
-    depth: Int = key(12, "number of blocks", ge=1)
-    heads: Int = key(6, "attention heads; divides `width`", ge=1)
+    image_size: int = key(224, "side of the square input", unit="pixels", ge=1, le=65536)
+    patch_size: int = key(16, "side of a patch; divides `image_size`", unit="pixels", ge=1, le=65536)
+    width: int = key(384, "channels of a token", ge=1)
+    depth: int = key(12, "number of blocks", ge=1)
+    heads: int = key(6, "attention heads; divides `width`", ge=1)
     mlp_ratio: Number = key(4.0, "hidden channels of the MLP / `width`", gt=0, le=1000)
-    num_classes: Int = key(1000, "classes of the head", ge=1, le=10**8)
+    num_classes: int = key(1000, "classes of the head", ge=1, le=10**8)
     dropout: Number = key(0.0, "after the position embedding and after every projection of a block but qkv", ge=0, lt=1)
     drop_path: Number = key(
         0.0, "stochastic depth (arXiv 1603.09382): rate of the last block, rising from 0", ge=0, lt=1
@@ -37,7 +37,7 @@ class ModelArguments(Section):
     )
     position: Literal["learned", "sincos2d"] = key("learned", "position embedding; `sincos2d` is fixed")
     no_embed_class: bool = key(False, "no position embedding for the class token and the registers")
-    reg_tokens: Int = key(0, "register tokens (arXiv 2309.16588), which the head does not read", ge=0, le=65536)
+    reg_tokens: int = key(0, "register tokens (arXiv 2309.16588), which the head does not read", ge=0, le=65536)
     init_values: Number | None = key(
         None,
         "LayerScale (arXiv 2103.17239): initial factor of every residual branch; `None`: no LayerScale",

@@ -14,7 +14,6 @@ from pydantic.fields import FieldInfo
 from common.colossal import AMP_TYPE
 from common.config.fields import (
     NONE,
-    Int,
     Number,
     Pair,
     Section,
@@ -59,7 +58,7 @@ class Options(Section):
 
 
 class Model(ModelArguments):
-    num_classes: Int | None = key(None, "classes of the head; `None`: as many as the data set has", ge=1, le=10**8)
+    num_classes: int | None = key(None, "classes of the head; `None`: as many as the data set has", ge=1, le=10**8)
 
 
 class Data(Section):
@@ -73,7 +72,7 @@ class Data(Section):
     download: bool = key(False, "CIFAR-10, Caltech-101: fetch the data set into `root` if it is not there")
     allow_change: bool = key(False, "resume from a checkpoint that was trained on another data set")
     loader: Literal["dali", "torchvision"] = key("dali", "which loader decodes")
-    workers: Int | None = key(
+    workers: int | None = key(
         None, "decoding threads (DALI) or processes of a rank; `None`: its share of the cores", ge=0, le=1024
     )
     order: Literal[None, "blocks", "random"] = key(
@@ -82,7 +81,7 @@ class Data(Section):
         "image; `None`: blocks where the training shards are remote or exceed the host's memory",
     )
     block: Number = key(16, "most that is read at once in blocks", unit="MB", ge=1e-3, le=1e4)
-    window: Int = key(2, "blocks that each of the 64 streams of `order='blocks'` shuffles", ge=1, le=10**4)
+    window: int = key(2, "blocks that each of the 64 streams of `order='blocks'` shuffles", ge=1, le=10**4)
     crop: Literal["random_resized", "simple"] = key(
         "random_resized",
         "training crop; `simple` (DeiT III): the short side resized to the image size, padded by 4 reflected pixels, "
@@ -94,7 +93,7 @@ class Data(Section):
     crop_ratio: Annotated[Pair, _hold(lambda pair: 0 < pair[0] <= pair[1] <= 100)] = key(
         (3 / 4, 4 / 3), "width / height of a training crop", says="(low, high), 0 < low <= high <= 100"
     )
-    repeats: Int = key(
+    repeats: int = key(
         1,
         "repeated augmentation (arXiv 1901.09335): "
         "draws of an image in a row, in one global batch or, where `repeats` does not divide it, two; an epoch has as "
@@ -103,10 +102,10 @@ class Data(Section):
         le=1024,
     )
     flip: bool = key(True, "mirror half of the training images")
-    crop_padding: Int = key(
+    crop_padding: int = key(
         4, "CIFAR-10: black border around an image before its training crop", unit="pixels", ge=0, le=1024
     )
-    randaugment: Annotated[tuple[Int, Number], _hold(lambda pair: pair[0] >= 1 and 0 <= pair[1] <= 10)] | None = key(
+    randaugment: Annotated[tuple[int, Number], _hold(lambda pair: pair[0] >= 1 and 0 <= pair[1] <= 10)] | None = key(
         None,
         "torchvision's RandAugment: operations per image, and their largest magnitude",
         says="None or (operations >= 1, magnitude from 0 to 10)",
@@ -183,7 +182,7 @@ class Optimizer(Options):
 
 
 class Log(Section):
-    every: Int = key(10, "steps between two lines of metrics.jsonl", unit="optimizer steps", ge=1)
+    every: int = key(10, "steps between two lines of metrics.jsonl", unit="optimizer steps", ge=1)
     tensorboard: bool = key(True, "write TensorBoard event files too")
     trackers: Annotated[list[str], BeforeValidator(lambda names: _to_list(names))] = key(
         [], "additional loggers: `wandb`, offline unless `WANDB_MODE` is set"
@@ -195,13 +194,13 @@ def _to_list(names: Any) -> Any:
 
 
 class Tensor(Options):
-    size: Int = key(1, "GPUs that share one model", ge=1)
+    size: int = key(1, "GPUs that share one model", ge=1)
     mode: Literal[None, "1d", "2d", "2.5d", "3d"] = key(None, "how they share it")
-    depth: Int = key(1, "2.5d: squares that make up the size", ge=1)
+    depth: int = key(1, "2.5d: squares that make up the size", ge=1)
 
 
 class Parallel(Options):
-    pipeline: Annotated[Int, BeforeValidator(lambda stages: _stages(stages))] = key(
+    pipeline: Annotated[int, BeforeValidator(lambda stages: _stages(stages))] = key(
         1, "pipeline parallelism is not supported: 1", ge=1
     )
     tensor: Tensor = key(Tensor(), "tensor parallelism; made from `TENSOR_PARALLEL_SIZE` and `_MODE`")
@@ -239,7 +238,7 @@ class Fp16(Options):
     init_scale: Number = key(2.0**16, "first scale of the loss, in float16", of=SCALED, gt=0)
     growth_factor: Number = key(2.0, "raises the scale of the loss", of=SCALED, gt=1)
     backoff_factor: Number = key(0.5, "lowers the scale of the loss after an overflow", of=SCALED, gt=0, lt=1)
-    growth_interval: Int = key(2000, "between two raises without an overflow", unit="optimizer steps", of=SCALED, ge=1)
+    growth_interval: int = key(2000, "between two raises without an overflow", unit="optimizer steps", of=SCALED, ge=1)
     enabled: bool = key(True, "scale the loss in float16", of=SCALED)
 
 
@@ -266,36 +265,36 @@ class Zero(Section):
 
 MINUTES = r"(?=.*[1-9])\d{1,9}(\.\d{1,9})? ?min(utes?)?"
 STEPS_OR_MINUTES = Annotated[
-    Int | str, _hold(lambda every: every >= 1 if isinstance(every, int) else re.fullmatch(MINUTES, every))
+    int | str, _hold(lambda every: every >= 1 if isinstance(every, int) else re.fullmatch(MINUTES, every))
 ]
 
 
 class Config(Section):
-    TOTAL_BATCH_SIZE: Int | None = key(
+    TOTAL_BATCH_SIZE: int | None = key(
         None,
         "samples per optimizer step over all GPUs; `None`: `MICRO_BATCH_SIZE` x `gradient_accumulation` x processes",
         unit="images",
         ge=1,
     )
-    MICRO_BATCH_SIZE: Int | None = key(
+    MICRO_BATCH_SIZE: int | None = key(
         None, "samples per GPU and forward pass; derives the accumulation", unit="images", ge=1
     )
-    BATCH_SIZE: Int | None = key(
+    BATCH_SIZE: int | None = key(
         None,
         "checked: `TOTAL_BATCH_SIZE // gradient_accumulation`; without the first, see `BATCH_SIZE` in "
         "[from-colossalai-examples.md](from-colossalai-examples.md)",
         unit="images",
         ge=1,
     )
-    GPUS: Int = key(1, "GPUs the recipe is written for; default GPU count for `--dry-run`", ge=1, le=10**6)
-    NUM_EPOCHS: Int = key(..., "passes over the training data", unit="epochs", ge=1)
+    GPUS: int = key(1, "GPUs the recipe is written for; default GPU count for `--dry-run`", ge=1, le=10**6)
+    NUM_EPOCHS: int = key(..., "passes over the training data", unit="epochs", ge=1)
     WARMUP_EPOCHS: Number = key(0, "linear warm-up; less than `NUM_EPOCHS`", unit="epochs", ge=0)
-    MAX_STEPS: Int | None = key(None, "stop early; the schedule is unchanged", unit="optimizer steps", ge=1)
-    EVAL_EVERY: Int = key(1, "epochs between evaluations; the last epoch is always evaluated", unit="epochs", ge=1)
+    MAX_STEPS: int | None = key(None, "stop early; the schedule is unchanged", unit="optimizer steps", ge=1)
+    EVAL_EVERY: int = key(1, "epochs between evaluations; the last epoch is always evaluated", unit="epochs", ge=1)
     CHECKPOINT_EVERY: STEPS_OR_MINUTES = key(
         "10 min", "interval between checkpoints", says="optimizer steps, as 500, or minutes, as '10 min'"
     )
-    KEEP: Int = key(2, "newest checkpoints that are kept, beside the best", ge=1)
+    KEEP: int = key(2, "newest checkpoints that are kept, beside the best", ge=1)
     LEARNING_RATE: Number = key(..., "peak, at the end of warm-up", gt=0)
     WEIGHT_DECAY: Number = key(0.0, "decoupled for AdamW and LAMB", ge=0)
     LR_SCHEDULE: Literal["linear", "cosine"] = key("cosine", "decay after warm-up, to 0")
@@ -330,12 +329,12 @@ class Config(Section):
     )
     DATA: Data = key(Data(), "where the images are and how they are read")
     LOG: Log = key(Log(), "what is written while training")
-    MAX_SKIPPED: Int = key(20, "updates in a row that may be skipped for numbers that are not finite", ge=0)
+    MAX_SKIPPED: int = key(20, "updates in a row that may be skipped for numbers that are not finite", ge=0)
     TIMEOUT: Number = key(
         600, "after which a rank that is lost or hangs is named and the run ends", unit="seconds", ge=1, le=10**7
     )
-    SEED: Int = key(1024, "seed for initialisation, sampling, augmentation, dropout", ge=0)
-    TENSOR_PARALLEL_SIZE: Int = key(1, "GPUs that share one model; `parallel` is made from it", ge=1)
+    SEED: int = key(1024, "seed for initialisation, sampling, augmentation, dropout", ge=0)
+    TENSOR_PARALLEL_SIZE: int = key(1, "GPUs that share one model; `parallel` is made from it", ge=1)
     TENSOR_PARALLEL_MODE: Literal[None, "1d", "2d", "2.5d", "3d"] = key(None, "how they share it")
     parallel: Parallel | None = key(None, "Colossal-AI's form of the two keys above")
     zero: Zero | None = key(
@@ -351,7 +350,7 @@ class Config(Section):
         "graphs, for small models; `None`: True on GPUs without tensor parallelism",
         says="True, False, None, 'model' or 'graphs'",
     )
-    gradient_accumulation: Int | None = key(None, "micro-batches per optimizer step", ge=1)
+    gradient_accumulation: int | None = key(None, "micro-batches per optimizer step", ge=1)
     clip_grad_norm: Number = key(0.0, "largest norm of the gradient of all weights; 0: no clipping", ge=0)
     torch_ddp: TorchDdp = key(TorchDdp(), "options of torch's DistributedDataParallel")
     gradient_handler: Annotated[list[GradientHandler], _hold(bool)] | None = key(

@@ -14,13 +14,13 @@ FILES = sorted(path for package in OURS for path in (ROOT / package).rglob("*.py
 BASE = {"errors", "files", "hardware", "object_store", "plot", "table"}
 ROOMS = {
     "colossal": set(),
-    "config": {"colossal"},
+    "optim": {"colossal"},
+    "config": {"optim", "colossal"},
     "launch": {"colossal"},
     "data": {"config"},
     "model": {"config", "colossal"},
-    "optim": {"config", "colossal"},
     "metrics": {"config", "colossal"},
-    "checkpoint": {"metrics", "launch", "model", "config", "colossal"},
+    "checkpoint": {"metrics", "launch", "model", "optim", "config", "colossal"},
     "planner": {"model", "optim", "config", "colossal"},
     "tools": {"task", "checkpoint", "metrics", "data", "model", "optim", "launch", "config", "colossal"},
     "task": {"data", "config"},

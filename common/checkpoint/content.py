@@ -24,11 +24,10 @@ from common.hardware import memory_bytes
 from common.metrics.curves import read_metrics
 from common.model.freeze import is_frozen
 from common.model.vit import parameter_count, parameter_shapes
+from common.optim.build import state_names
 
 RANDOM, TRAINER, CONFIG, METRICS = "random.safetensors", "trainer.json", "config.json", "metrics.jsonl"
 GENERATOR = re.compile(r"\d+/(torch|cuda|mode\.\w+|python|python\.gauss|numpy|numpy\.gauss)")
-_ADAM = ("step", "exp_avg", "exp_avg_sq")
-MOMENTS = {"adamw": _ADAM, "lamb": _ADAM, "sgd": ("momentum_buffer",)}
 Second = Annotated[float, Field(ge=0, le=1e11)]
 ScalerKey = Literal["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
 Shapes = dict[str, list[int]]
@@ -210,11 +209,10 @@ def check_content(path: Path) -> None:
 
 def _check_moments(file: Path, weights: Shapes, config: dict[str, Any], step: int) -> None:
     """Raise `UserError` unless every parameter that is trained has the optimizer's state, of its shape."""
-    options = config["OPTIMIZER"]
-    names = MOMENTS[options["name"]] if options.get("momentum", 0.9) else ()
     fixed = () if config["MODEL"]["position"] == "learned" else ("pos_embed",)
     trained = [name for name in weights if name not in fixed and not is_frozen(name, config["FREEZE"])]
-    wanted = {f"{key}/{name}": [] if key == "step" else weights[name] for key in names for name in trained}
+    keys = state_names(config["OPTIMIZER"])
+    wanted = {f"{key}/{name}": [] if key == "step" else weights[name] for key in keys for name in trained}
     found = tensor_shapes(file)
     if step or found:
         check_shapes(file, found, wanted)

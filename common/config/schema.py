@@ -26,6 +26,8 @@ from common.config.fields import (
 )
 from common.config.model_arguments import ModelArguments
 from common.errors import UserError
+from common.optim.build import OPTIMIZERS
+from common.optim.lr_schedule import SCHEDULES
 
 
 def _hold(condition: Any) -> AfterValidator:
@@ -139,9 +141,16 @@ Limit = Annotated[float, _hold(lambda value: value >= 0)]
 LIMITS = Annotated[tuple[Limit, Limit], _hold(lambda pair: pair[0] <= pair[1])]
 
 
+def _of(option: str) -> tuple[str, ...]:
+    """Return the optimizers that take an option."""
+    return tuple(name for name, entry in OPTIMIZERS.items() if option in entry.options)
+
+
 class Optimizer(Options):
     CHOICE = "name"
-    name: Literal["lamb", "adamw", "sgd"] = key("adamw", "`lamb`: common/optim/lamb.py; the others are torch's")
+    name: Literal[*OPTIMIZERS] = key(  # pyright: ignore[reportInvalidTypeForm]
+        "adamw", "`lamb`: common/optim/lamb.py; the others are torch's"
+    )
     decay_all: bool = key(
         True, "`False`: no weight decay on biases, norms, class token, registers and position embedding"
     )
@@ -152,26 +161,36 @@ class Optimizer(Options):
         (0.9, 0.999),
         "decay of the moments",
         says="(beta1, beta2), each >= 0 and < 1",
-        of=("lamb", "adamw"),
+        of=_of("betas"),
         strict=False,
     )
     eps: Number = key(
-        None, "added to the root of the second moment; `adamw` 1e-8, `lamb` by variant", of=("lamb", "adamw"), gt=0
+        None, "added to the root of the second moment; `adamw` 1e-8, `lamb` by variant", of=_of("eps"), gt=0
     )
     variant: Literal["colossalai", "apex", "deepspeed", "timm"] = key(
-        "colossalai", "LAMB implementation to match; sets defaults for the four options below and `eps`", of=("lamb",)
+        "colossalai",
+        "LAMB implementation to match; sets defaults for the four options below and `eps`",
+        of=_of("variant"),
     )
-    bias_correction: bool = key(None, "divide the moments by 1 - beta^step", of=("lamb",))
+    bias_correction: bool = key(None, "divide the moments by 1 - beta^step", of=_of("bias_correction"))
     max_grad_norm: Limit = key(
-        None, "clip the gradient's norm inside the optimizer; infinite: never", of=("lamb",), says="number > 0", gt=0
+        None,
+        "clip the gradient's norm inside the optimizer; infinite: never",
+        of=_of("max_grad_norm"),
+        says="number > 0",
+        gt=0,
     )
-    always_adapt: bool = key(None, "trust ratio for tensors without weight decay too", of=("lamb",))
+    always_adapt: bool = key(None, "trust ratio for tensors without weight decay too", of=_of("always_adapt"))
     trust_range: LIMITS = key(
-        None, "least and greatest trust ratio", of=("lamb",), says="(low, high), 0 <= low <= high", strict=False
+        None,
+        "least and greatest trust ratio",
+        of=_of("trust_range"),
+        says="(low, high), 0 <= low <= high",
+        strict=False,
     )
-    momentum: Number = key(0.9, "0: none", of=("sgd",), ge=0, lt=1)
-    dampening: Number = key(0.0, "of momentum", of=("sgd",), ge=0, le=1)
-    nesterov: bool = key(False, "Nesterov momentum", of=("sgd",))
+    momentum: Number = key(0.9, "0: none", of=_of("momentum"), ge=0, lt=1)
+    dampening: Number = key(0.0, "of momentum", of=_of("dampening"), ge=0, le=1)
+    nesterov: bool = key(False, "Nesterov momentum", of=_of("nesterov"))
 
     @model_validator(mode="after")
     def _check(self) -> "Optimizer":
@@ -297,7 +316,9 @@ class Config(Section):
     KEEP: int = key(2, "newest checkpoints that are kept, beside the best", ge=1)
     LEARNING_RATE: Number = key(..., "peak, at the end of warm-up", gt=0)
     WEIGHT_DECAY: Number = key(0.0, "decoupled for AdamW and LAMB", ge=0)
-    LR_SCHEDULE: Literal["linear", "cosine"] = key("cosine", "decay after warm-up, to 0")
+    LR_SCHEDULE: Literal[*SCHEDULES] = key(  # pyright: ignore[reportInvalidTypeForm]
+        "cosine", "decay after warm-up, to 0"
+    )
     OPTIMIZER: Optimizer = key(Optimizer(), "the optimizer, and its own options")
     EMA: Number = key(0.0, "decay of the weights' moving average, which is then evaluated; 0: none", ge=0, lt=1)
     MODEL: Model = key(Model(), "the Vision Transformer's shape")

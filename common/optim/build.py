@@ -1,7 +1,9 @@
 """The optimizers: LAMB, and AdamW and SGD from PyTorch, all of which skip an update on the device (`found_inf`)."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,8 +39,37 @@ NO_DECAY = ("cls_token", "reg_token", "pos_embed")
 _PLACE = re.compile(
     r"(?:^|\.)(?:blocks\.(?P<block>\d+)|(?P<embedding>cls_token|reg_token|pos_embed|patch_embed)|norm)\b"
 )
-# Class and default options.
-_OPTIMIZERS = {"adamw": (AdamW, {"fused": True}), "lamb": (Lamb, {}), "sgd": (FusedSGD, {"momentum": 0.9})}
+ADAM = ("step", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class OptimizerEntry:
+    """What config, planner and checkpoint know of an optimizer.
+
+    ``options`` are the keys of the config's OPTIMIZER for `build`. ``state`` names the tensors that it keeps for each
+    parameter: of the parameter's shape, but for "step", a number. ``traffic`` is how many numbers an update reads and
+    writes for each parameter.
+    """
+
+    build: Callable[..., Optimizer]
+    options: tuple[str, ...]
+    state: tuple[str, ...]
+    traffic: int
+
+
+LAMB_OPTIONS = ("variant", "bias_correction", "max_grad_norm", "always_adapt", "trust_range")
+OPTIMIZERS = {
+    "lamb": OptimizerEntry(Lamb, ("betas", "eps", *LAMB_OPTIONS), ADAM, traffic=14),
+    "adamw": OptimizerEntry(partial(AdamW, fused=True), ("betas", "eps"), ADAM, traffic=7),
+    "sgd": OptimizerEntry(
+        partial(FusedSGD, momentum=0.9), ("momentum", "dampening", "nesterov"), ("momentum_buffer",), traffic=5
+    ),
+}
+
+
+def state_names(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the tensors that the config's OPTIMIZER keeps for each parameter."""
+    return () if options.get("momentum") == 0 else OPTIMIZERS[options["name"]].state
 
 
 def build_optimizer(
@@ -50,7 +81,7 @@ def build_optimizer(
     layer_decay: float = 1.0,
     **options: Any,
 ) -> Optimizer:
-    """Build the optimizer `name` ("adamw", "lamb" or "sgd") of the parameters that are trained, sharded or not.
+    """Build the optimizer `name`, one of `OPTIMIZERS`, of the parameters that are trained, sharded or not.
 
     Weight decay is on every tensor, unless `decay_all` is false: then not on vectors (biases, norms) and `NO_DECAY`,
     as in timm. A parameter's learning rate is multiplied by `layer_decay` for each layer between it and the head, as by
@@ -59,11 +90,10 @@ def build_optimizer(
 
     Raises ValueError for a value that the optimizer refuses, TypeError for an unknown option.
     """
-    build, defaults = _OPTIMIZERS[name]
     if name == "lamb":
         options["reduce_norms"] = build_norm_reducer(model)
     groups = _parameter_groups(model, learning_rate, decay_all, layer_decay)
-    return build(groups, lr=learning_rate, weight_decay=weight_decay, **defaults | options)
+    return OPTIMIZERS[name].build(groups, lr=learning_rate, weight_decay=weight_decay, **options)
 
 
 def _parameter_groups(

@@ -1,42 +1,42 @@
 """The learning rate of every optimizer step: linear warm-up, then linear or cosine decay to zero."""
 
-import functools
 import math
+from collections.abc import Callable
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from common.errors import did_you_mean
+# The learning rate of an optimizer step, counted from 0, as a fraction of the peak; given the total and warm-up steps.
+Schedule = Callable[[int, int, int], float]
 
-_NAMES = ("linear", "cosine")
+
+def linear(step: int, total_steps: int, warmup_steps: int) -> float:
+    """Equals Colossal-AI's LinearWarmupLR: 1 / (W + 1) at first, 1 at step W of T, 1 / (T - W) at the last."""
+    return (step + 1) / (warmup_steps + 1) if step < warmup_steps else 1 - _progress(step, total_steps, warmup_steps)
 
 
-def learning_rate_factor(name: str, step: int, total_steps: int, warmup_steps: int) -> float:
-    """Return the learning rate of optimizer step ``step``, counted from 0, as a fraction of the peak.
+def cosine(step: int, total_steps: int, warmup_steps: int) -> float:
+    """Equals Colossal-AI's CosineAnnealingWarmupLR, but for its overshoot of the peak by 2 / (1 + cos(pi / (T - W))).
 
-    Equals Colossal-AI's LinearWarmupLR and, but for an overshoot of its peak by 2 / (1 + cos(pi / (T - W))),
-    CosineAnnealingWarmupLR, with W warm-up steps of T:
-
-        step    linear           cosine
-        0       1 / (W + 1)      1 / W, or 1 without warm-up
-        W       1                1
-        T - 1   1 / (T - W)      (1 + cos(pi (T - W - 1) / (T - W))) / 2
-        T...    0                0
+    1 / W at first, 1 at step W of T, (1 + cos(pi (T - W - 1) / (T - W))) / 2 at the last.
     """
     if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1 if name == "linear" else warmup_steps)
-    progress = min((step - warmup_steps) / (total_steps - warmup_steps), 1.0)
-    return 1 - progress if name == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        return (step + 1) / warmup_steps
+    return 0.5 * (1 + math.cos(math.pi * _progress(step, total_steps, warmup_steps)))
+
+
+def _progress(step: int, total_steps: int, warmup_steps: int) -> float:
+    return min((step - warmup_steps) / (total_steps - warmup_steps), 1.0)
+
+
+SCHEDULES: dict[str, Schedule] = {"linear": linear, "cosine": cosine}
 
 
 def build_lr_scheduler(optimizer: Optimizer, name: str, total_steps: int, warmup_steps: int = 0) -> LambdaLR:
-    """Build the schedule `name` ("linear" or "cosine"), to be stepped once an optimizer step.
+    """Build the schedule `name`, one of `SCHEDULES`, to be stepped once an optimizer step.
 
-    Raises ValueError for an unknown name, and for a warm-up that leaves no step to train at the peak.
+    Raises ValueError for a warm-up that leaves no step to train at the peak.
     """
-    if name not in _NAMES:
-        raise ValueError(f"name={name!r} is none of {', '.join(_NAMES)}{did_you_mean(name, _NAMES)}")
     if not 0 <= warmup_steps < total_steps:
         raise ValueError(f"warmup_steps={warmup_steps} must be at least 0 and below total_steps={total_steps}")
-    factor = functools.partial(learning_rate_factor, name, total_steps=total_steps, warmup_steps=warmup_steps)
-    return LambdaLR(optimizer, factor)
+    return LambdaLR(optimizer, lambda step: SCHEDULES[name](step, total_steps, warmup_steps))

@@ -7,9 +7,9 @@ from common.config.plan import Plan
 from common.errors import UserError
 from common.model.freeze import count_trained
 from common.model.vit import parameter_count
+from common.optim.build import state_names
 
 NO_MACHINE = 10**14  # bytes: more than any GPU or host has
-MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 0}
 
 
 def check_limits(config: Mapping[str, Any], plan: Plan, memory: float, place: str) -> None:
@@ -21,8 +21,9 @@ def check_limits(config: Mapping[str, Any], plan: Plan, memory: float, place: st
     model = config["MODEL"] | {"num_classes": config["MODEL"]["num_classes"] or 1}
     tensor, fp16 = plan.tensor_parallel, config["fp16"] or {}
     parameters, number = parameter_count(**model), 2 if fp16.get("opt_level") == "O3" else 4
+    moments = sum(name != "step" for name in state_names(config["OPTIMIZER"]))
     trained = count_trained(config["FREEZE"], **model)
-    state = number * (parameters + trained * (1 + MOMENTS[config["OPTIMIZER"]["name"]]))
+    state = number * (parameters + trained * (1 + moments))
     state //= plan.gpus if config["zero"] else tensor
     if state > memory:
         raise UserError(

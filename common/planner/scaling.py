@@ -11,6 +11,7 @@ from common.colossal import check_compile, check_tensor_parallel, check_zero, co
 from common.config.plan import Plan
 from common.errors import UserError
 from common.model.flops import PEAKS
+from common.optim.build import OPTIMIZERS
 from common.planner.cluster import Cluster
 from common.planner.step_estimate import StepEstimate, estimate_step
 
@@ -18,7 +19,6 @@ ASSUMED_MFU = 0.23  # of an H100's peak: 2,100 images/s of ViT-B/16 at 224 pixel
 BEST_MFU = 0.40  # compiled, with a bfloat16 residual stream
 LAUNCH = 1e-3  # least seconds per block and micro-batch: the host launches about 100 kernels
 MEMORY_BANDWIDTH = 2e12  # bytes/s that optimizer kernels reach; an H100 has 3.35e12
-TRAFFIC = {"lamb": 14, "adamw": 7, "sgd": 5}  # numbers read and written per trained parameter and update
 USABLE = 0.9  # of a GPU's memory; the rest is CUDA's context, NCCL's buffers and fragmentation
 BACKWARD_SHARE = 2 / 3  # of the time of both passes
 WHOLE = {"mode": None, "size": 1}
@@ -169,7 +169,7 @@ def _step_times(
     """Return the seconds of a step of ``samples`` per GPU in the worst and in the best case, as in `Prediction`."""
     compute = estimate.flops / rate
     launches = LAUNCH * config["MODEL"]["depth"] * accumulation
-    update = TRAFFIC[config["OPTIMIZER"]["name"]] * estimate.gradients / MEMORY_BANDWIDTH
+    update = OPTIMIZERS[config["OPTIMIZER"]["name"]].traffic * estimate.gradients / MEMORY_BANDWIDTH
     seconds = {True: 0.0, False: 0.0}  # of data-parallel and of tensor-parallel collectives
     for (name, ranks), nbytes in estimate.nbytes.items():
         seconds[ranks == estimate.data_ranks] += cluster.seconds(name, ranks, estimate.calls[name, ranks], nbytes)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from common.checkpoint.content import MOMENTS
 from common.checkpoint.model_state import MODEL, OPTIMIZER, Tensors
 from common.checkpoint.save import CONFIG, METRICS, RANDOM, TRAINER, load_trainer_state, newest_checkpoint
 from common.config.load import load_config
@@ -16,6 +15,7 @@ from common.config.plan import DataSummary, build_plan
 from common.metrics.curves import read_metrics
 from common.metrics.provenance import describe_run
 from common.model.vit import parameter_shapes
+from common.optim.build import state_names
 
 TINY = ["width=8", "depth=1", "heads=2", "image_size=8", "patch_size=4", "num_classes=3"]
 RUN = ["NUM_EPOCHS=5", "WARMUP_EPOCHS=0", "TOTAL_BATCH_SIZE=16", "DATA.root=a", "fp16=None"]
@@ -37,7 +37,6 @@ def build_content(step: int = 1, value: float = 0.0, *settings: str) -> dict[str
     """Return the files of a finished run's last checkpoint, all of whose numbers are ``value``."""
     about = build_about(*settings)
     weights = {name: torch.full(shape, value) for name, shape in parameter_shapes(**about["config"]["MODEL"]).items()}
-    keys = MOMENTS[about["config"]["OPTIMIZER"]["name"]]
     state = {
         "trainer": {"step": step, "epoch": 0, "epoch_step": step, "evaluated_step": step},
         "loader": {"epoch": 0, "samples": 16 * step},
@@ -50,7 +49,7 @@ def build_content(step: int = 1, value: float = 0.0, *settings: str) -> dict[str
         MODEL: weights,
         OPTIMIZER: {
             f"{key}/{name}": torch.tensor(float(step)) if key == "step" else weight.clone()
-            for key in keys
+            for key in state_names(about["config"]["OPTIMIZER"])
             for name, weight in weights.items()
         },
         RANDOM: {"0/torch": torch.get_rng_state()},

@@ -22,8 +22,7 @@ from common.errors import UNPRINTABLE, UserError, printable
 from common.files import Count, Schema, read_json, regular_size
 from common.hardware import memory_bytes
 from common.metrics.curves import read_metrics
-from common.model.freeze import is_frozen
-from common.model.vit import parameter_count, parameter_shapes
+from common.model.vit import is_frozen, parameter_count, parameter_shapes
 from common.optim.build import state_names
 
 RANDOM, TRAINER, CONFIG, METRICS = "random.safetensors", "trainer.json", "config.json", "metrics.jsonl"

@@ -4,7 +4,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common.colossal import AMP_TYPE
 from common.model.flops import flops_per_image, peak_flops, peak_images_per_s
-from common.model.vit import build_model
+from common.model.vit import build_model, freeze
 
 CPU = torch.device("cpu")
 
@@ -19,6 +19,14 @@ def test_flops_are_three_forward_passes_of_pytorchs_count(model):
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         build_model(**model)(torch.empty(2, 3, model["image_size"], model["image_size"]))
     assert flops_per_image(model) == 3 * counter.get_total_flops() / 2
+
+
+def test_flops_of_a_frozen_body_are_pytorchs_count() -> None:
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        model = build_model(**POOLED)
+        freeze(model, "body")
+        model(torch.empty(2, 3, 32, 32)).sum().backward()
+    assert flops_per_image(POOLED, "body") == counter.get_total_flops() / 2
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from common.config.model_arguments import ModelArguments, parse_model_arguments
-from common.model.dropout import Dropout
+
+LEVELS = 1 << 16  # 16 random bits per value of a dropout mask
 
 
 def build_model(**arguments: object) -> nn.Module:
@@ -72,6 +73,33 @@ class PatchEmbed(nn.Module):
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
         return self.proj(images_BCYX)
+
+
+class Dropout(nn.Dropout):
+    """`nn.Dropout`, except that on CPUs it draws other random numbers.
+
+    PyTorch draws one Bernoulli number per value on CPUs, which takes longer than a block's matrix products in bfloat16.
+    Here a 64-bit random integer serves four values. ``p`` is rounded to a multiple of 1/65536; kept values are scaled
+    by the inverse of the exact keep probability.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = round((1 - self.p) * LEVELS)
+        cuts_bits = self.training and 0 < kept < LEVELS and x.is_cpu and not torch.compiler.is_compiling()
+        return _drop(x, kept) if cuts_bits else super().forward(x)
+
+
+def _drop(x: Tensor, kept: int) -> Tensor:
+    """Keep each value of ``x`` with probability ``kept / LEVELS``, scaled by the inverse."""
+    count = x.numel()
+    # the default lower bound, 0, would never set the sign bit
+    bits = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    # in place and without bool tensors, which PyTorch converts slowly
+    mask = bits.lt_(kept - LEVELS // 2)[:count].view(x.shape).to(x.dtype)
+    return (x * mask).mul_(LEVELS / kept)
 
 
 class Attention(nn.Module):
@@ -217,3 +245,30 @@ def build_sincos2d(side: int, width: int, prefix: int) -> Tensor:
     rows, columns = angles.repeat_interleave(side, dim=0), angles.repeat(side, 1)
     table_ND = torch.cat([columns.sin(), columns.cos(), rows.sin(), rows.cos()], dim=1)
     return F.pad(table_ND, (0, 0, prefix, 0))[None]
+
+
+def is_frozen(name: str, part: str | None) -> bool:
+    """Return whether the parameter ``name`` is frozen by the config's FREEZE, ``part``."""
+    return part == "body" and not name.startswith("head.")
+
+
+def count_trained(part: str | None, **arguments: Any) -> int:
+    """Count the trained parameters of `build_model(**arguments)`."""
+    return parameter_count(**arguments) if part is None else (arguments["width"] + 1) * arguments["num_classes"]
+
+
+def freeze(model: nn.Module, part: str | None) -> None:
+    """Freeze everything but the head of a Vision Transformer in place, if ``part`` is "body".
+
+    Frozen parameters require no gradient, so an optimizer built later skips them. Dropout and stochastic depth, which
+    are in the body, are disabled: it computes as in evaluation. Call it before `shard_model`.
+    """
+    if part is None:
+        return
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and not is_frozen(name, part))
+    for layer in model.modules():
+        if isinstance(layer, DropPath):
+            layer.rate = 0.0
+        elif isinstance(layer, nn.Dropout):
+            layer.p = 0.0

@@ -1,19 +1,22 @@
+"""The ViT against timm's, its dropout against the formula, a frozen body against a linear layer on features."""
+
 import math
 
 import pytest
 import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.config.model_arguments import timm_arguments, timm_name
-from common.model.dropout import Dropout
-from common.model.vit import build_model, parameter_count
+from common.model.vit import LEVELS, Dropout, build_model, freeze, parameter_count
+from common.optim.build import build_optimizer
 
 B16 = {"width": 768, "heads": 12}
 S16 = {}
 VIT_LITE = {"image_size": 32, "patch_size": 4, "width": 256, "depth": 7, "heads": 4, "mlp_ratio": 2, "num_classes": 10}
+COUNT = 1 << 22  # values that dropout draws
 TINY = {"image_size": 16, "patch_size": 4, "width": 24, "depth": 3, "heads": 3, "num_classes": 5}
 
 
@@ -106,10 +109,49 @@ def test_bfloat16_autocast_makes_the_residual_stream_bfloat16(options: dict) -> 
     assert {x.dtype for x in seen} == {torch.float32}
 
 
-def test_evaluation_is_free_of_dropout() -> None:
-    model = build_model(**TINY, dropout=0.5, drop_path=0.5).eval()
-    images = torch.randn(2, 3, 16, 16)
-    assert torch.equal(model(images), model(images))
+def kept(p: float) -> Tensor:
+    return Dropout(p)(torch.ones(COUNT)) != 0
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 1 / 3, 0.97])
+def test_dropouts_rate_is_right_at_every_place_of_an_integer(p: float) -> None:
+    """Within five standard errors, for each of the four values that share a random integer."""
+    torch.manual_seed(0)
+    rates = kept(p).view(-1, 4).double().mean(0)
+    error = math.sqrt(p * (1 - p) * 4 / COUNT)
+    torch.testing.assert_close(rates, torch.full_like(rates, 1 - p), rtol=0, atol=5 * error)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropouts_neighbours_and_calls_are_independent(p: float) -> None:
+    torch.manual_seed(1)
+    centred, other = (kept(p).double() - (1 - p) for _ in range(2))
+    pairs = [(centred, other), *((centred[:-n], centred[n:]) for n in (1, 2, 3, 4, 8, 65, 256))]
+    for first, second in pairs:
+        correlation = (first * second).mean() / (p * (1 - p))
+        assert abs(correlation) < 5 / math.sqrt(COUNT)
+
+
+@pytest.mark.parametrize("p", [1e-5, 0.1, 0.99998])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dropout_scales_what_it_keeps_and_its_gradient(p: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    x = torch.randn(100_003).to(dtype).requires_grad_()
+    y = Dropout(p)(x)
+    y.backward(torch.ones_like(y))
+    factor = LEVELS / round((1 - p) * LEVELS)
+    assert factor == pytest.approx(1 / (1 - p), rel=0.4)  # of a probability as small as a level
+    assert y.dtype == dtype
+    assert torch.equal(y.detach(), torch.where(y == 0, 0, x * factor).detach())
+    assert torch.equal(x.grad, torch.where(y == 0, 0, torch.tensor(factor)).to(dtype))
+
+
+def test_without_training_or_rate_dropout_draws_nothing() -> None:
+    x, state = torch.randn(8), torch.get_rng_state()
+    assert Dropout(0.5).eval()(x) is x
+    assert Dropout(0.0)(x) is x
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not Dropout(1.0)(x).any()
 
 
 def test_activation_checkpoint_changes_nothing() -> None:
@@ -123,6 +165,31 @@ def test_activation_checkpoint_changes_nothing() -> None:
     mine, reference = logits_and_gradients(saving, images), logits_and_gradients(plain, images)
     assert len(passes) == 2  # the second one recomputes
     assert all(torch.equal(mine[name], reference[name]) for name in reference)
+
+
+@pytest.mark.parametrize("pool", ["cls", "avg"])
+def test_frozen_it_trains_a_linear_layer_on_fixed_features(pool: str) -> None:
+    torch.manual_seed(0)
+    arguments = TINY | {"pool": pool, "dropout": 0.5, "drop_path": 0.5}
+    model = build_model(**arguments)
+    theirs = TimmVisionTransformer(**timm_arguments(**arguments)).eval()
+    theirs.load_state_dict(model.state_dict())
+    images, labels = torch.randn(15, 3, 16, 16), torch.arange(15) % 5
+    with torch.no_grad():
+        features = theirs.forward_head(theirs.forward_features(images), pre_logits=True)
+    head = nn.Linear(24, 5)
+    head.load_state_dict(model.head.state_dict())
+    reference = torch.optim.AdamW(head.parameters(), lr=0.1, weight_decay=0.1)
+    freeze(model.train(), "body")
+    optimizer = build_optimizer(model, "adamw", 0.1, weight_decay=0.1)
+    for _ in range(3):
+        for step, logits in ((optimizer, model(images)), (reference, head(features))):
+            step.zero_grad()
+            F.cross_entropy(logits, labels).backward()
+            step.step()
+    torch.testing.assert_close(model.head.weight, head.weight, rtol=1e-5, atol=1e-6)
+    body = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")}
+    assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in body.items())
 
 
 def test_initialization_is_distributed_as_timms() -> None:

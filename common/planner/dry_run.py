@@ -11,8 +11,7 @@ from common.config.plan import DataSummary, Plan
 from common.errors import counted
 from common.hardware import instruction_set
 from common.model.flops import flops_per_image
-from common.model.freeze import count_trained
-from common.model.vit import build_model, parameter_count
+from common.model.vit import build_model, count_trained, parameter_count
 from common.planner.cluster import LATENCY, Cluster
 from common.planner.scaling import (
     ASSUMED_MFU,

@@ -5,8 +5,7 @@ from typing import Any
 
 from common.config.plan import Plan
 from common.errors import UserError
-from common.model.freeze import count_trained
-from common.model.vit import parameter_count
+from common.model.vit import count_trained, parameter_count
 from common.optim.build import state_names
 
 NO_MACHINE = 10**14  # bytes: more than any GPU or host has

@@ -31,8 +31,7 @@ from common.colossal import (
 from common.hardware import is_gpu_older_than_bfloat16
 from common.model.ema import EmaHook
 from common.model.flops import FlopCount
-from common.model.freeze import freeze
-from common.model.vit import build_model
+from common.model.vit import build_model, freeze
 from common.optim.build import build_optimizer
 from common.planner.memory import TensorMemory
 from common.planner.traffic import Traffic

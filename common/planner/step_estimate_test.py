@@ -12,8 +12,7 @@ from torch.profiler import profile, record_function
 
 from common.colossal import AMP_TYPE, initialize, resolve_parallel, shard_model
 from common.config.load import load_config
-from common.model.freeze import freeze
-from common.model.vit import build_model
+from common.model.vit import build_model, freeze
 from common.optim.build import build_optimizer
 from common.planner.step_estimate import _process, estimate_step
 from common.planner.traffic import Traffic

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.colossal import BaseHook, Engine, ParallelMode, Trainer, gpc, initialize, shard_model
-from common.model.freeze import freeze
-from common.model.vit import build_model
+from common.model.vit import build_model, freeze
 from common.optim.build import build_optimizer
 
 # name: (processes, the config's `parallel`)

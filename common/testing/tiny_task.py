@@ -17,8 +17,7 @@ from common.config.plan import DataSummary
 from common.data import image_loaders
 from common.data.image_folder import FolderSplit, list_files
 from common.data.loader import Loader
-from common.model.freeze import freeze
-from common.model.vit import build_model
+from common.model.vit import build_model, freeze
 from common.optim.build import build_optimizer
 from common.optim.lr_schedule import build_lr_scheduler
 from common.run.start import start_run

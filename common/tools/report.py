@@ -1,9 +1,12 @@
 """Write one self-contained HTML page about a run or several: ``python scripts/report.py RUN [RUN...]``.
 
 It holds the curves of every metric in metrics.jsonl, a summary, the environment, and the config: the whole of a single
-run's, and what differs between those of several.
+run's, and what differs between those of several. ``--csv`` prints a row for each run instead, as in results.csv:
+
+python scripts/report.py outputs/vit_lite_vanilla --csv >> cifar10_benchmark/results.csv
 """
 
+import csv
 import itertools
 import json
 import math
@@ -11,9 +14,10 @@ import os
 import re
 import shlex
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +27,29 @@ from markupsafe import Markup
 from common.checkpoint.content import METRICS, RunInfo, read_about
 from common.errors import UserError, command_parser, counted
 from common.files import own_file, short_path
-from common.metrics.curves import Metrics, read_metrics
-from common.metrics.provenance import name_hardware
+from common.metrics.curves import WHEN, Metrics, read_metrics
+from common.metrics.provenance import format_time, name_hardware, result_columns
 from common.table import flatten
-from common.tools.report_curves import collect_charts
 
 ABSENT = "-"
-MANY = 7  # colours of the palette; more runs are the rows of the tables, not their columns
+BUCKETS = 300  # of a long curve
+# Title, factor from file to page, and whether the axis starts at 0.
+CHARTS: dict[str, tuple[str, float, bool]] = {
+    "loss": ("Loss", 1, False),
+    "top1": ("Top-1 accuracy, %", 100, False),
+    "top5": ("Top-5 accuracy, %", 100, False),
+    "lr": ("Learning rate", 1, True),
+    "grad_norm": ("Gradient norm before clipping", 1, True),
+    "skipped": ("Updates skipped so far", 1, True),
+    "samples_per_s": ("Images per second, all GPUs", 1, True),
+    "mfu": ("Model FLOPs utilisation, %", 100, True),
+    "data_wait": ("Time waiting for data, %", 100, True),
+    "forward_s": ("Forward passes of a step, ms", 1e3, True),
+    "backward_s": ("Backward passes of a step, ms", 1e3, True),
+    "peak_memory_gb": ("Peak memory of a process, GB", 1, True),
+}
+
+Point = tuple[int, float | None]
 
 
 @dataclass(frozen=True)
@@ -38,25 +58,23 @@ class FinishedRun:
 
     name: str
     about: Mapping[str, Any]
-    records: Sequence[Metrics]
+    metrics: Sequence[Metrics]
     saved_step: int = 0
 
     @property
     def steps(self) -> str:
         """The optimizer steps that are done, and of how many if the run has not ended."""
-        done = max((record["step"] for record in self.records), default=0)
+        done = max((line["step"] for line in self.metrics), default=0)
         done = max(done, self.saved_step)  # a run that was stopped has saved the steps since its last record
         planned = self.about.get("plan", {}).get("last_step", done)
         return f"{done:,}" if done == planned else f"{done:,} of {planned:,}"
 
     @property
-    def seconds(self) -> float | None:
+    def seconds(self) -> float:
         """The wall time up to the last record, without the pauses before a start."""
-        times = [record["time"] for record in self.records if record.get("time")]
-        if not times or not self.about.get("started"):
-            return None
-        starts = [start["started"] for start in self.starts if start.get("started")]
-        spans = itertools.pairwise([*(starts or [min(self.about["started"], *times)]), math.inf])
+        times = [line["time"] for line in self.metrics if "time" in line]
+        starts = [start["started"] for start in self.starts if "started" in start]
+        spans = itertools.pairwise([*starts, math.inf])
         return sum(max((when for when in times if start <= when < end), default=start) - start for start, end in spans)
 
     @property
@@ -70,7 +88,12 @@ class FinishedRun:
         return shlex.join(["python", *map(str, self.about.get("argv", []))])
 
     def of_kind(self, kind: str) -> list[Metrics]:
-        return [record for record in self.records if record["kind"] == kind]
+        return [line for line in self.metrics if line["kind"] == kind]
+
+    def median(self, name: str, form: str) -> str:
+        """Return the median of a training metric, scaled as in `CHARTS`, by the format ``form``."""
+        values = [line[name] for line in self.of_kind("train") if line.get(name) is not None]
+        return form.format(CHARTS[name][1] * statistics.median(values)) if values else ABSENT
 
 
 def main(argv: list[str]) -> None:
@@ -84,17 +107,18 @@ def main(argv: list[str]) -> None:
         metavar="FILE",
         help="default: report.html in RUN, or in the folder that holds all of them",
     )
+    parser.add_argument("--csv", action="store_true", help="print a row of results.csv for each run, and write no page")
     args = parser.parse_args(argv)
     folders = [folder for named in args.runs for folder in find_runs(named)]
     names = drop_shared([folder.resolve().name for folder in folders])
     names = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
     runs = [load_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    if args.csv:
+        csv.writer(sys.stdout, lineterminator="\n").writerows(result_row(run).values() for run in runs)
+        return
     output = args.output or Path(os.path.commonpath([named.resolve() for named in args.runs]), "report.html")
     replaced = "; the earlier one is replaced" * output.exists()
-    try:
-        own_file(output).write_text(render(runs, output.resolve().parent.name), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--output {output}: cannot be written ({error.strerror}); choose another") from error
+    own_file(output).write_text(render(runs), encoding="utf-8")
     print(f"{short_path(output)}  ({counted(len(runs), 'run')}{replaced})")
 
 
@@ -116,112 +140,138 @@ def drop_shared(names: Sequence[str]) -> list[str]:
 def load_run(folder: Path, name: str) -> FinishedRun:
     """Read a run's config.json and metrics.jsonl; the run may still be running."""
     about = read_about(folder, RunInfo)
-    records = read_metrics(folder) if (folder / METRICS).exists() else []  # before the first step
+    metrics = read_metrics(folder) if (folder / METRICS).exists() else []  # before the first step
     found = [re.fullmatch(r"step-(\d{1,18})", path.parent.name) for path in folder.glob("checkpoints/step-*/COMPLETE")]
-    saved = [int(match[1]) for match in found if match]
-    return FinishedRun(name, about, records, max(saved, default=0))
+    return FinishedRun(name, about, metrics, max((int(match[1]) for match in found if match), default=0))
 
 
-def render(runs: Sequence[FinishedRun], title: str = "") -> str:
-    """Return the page; ``title`` stands for the names of many runs, which are the rows of its tables."""
-    many = len(runs) > MANY
-    charts = {"runs": [run.name for run in runs], "charts": collect_charts([run.records for run in runs])}
+def result_row(run: FinishedRun) -> dict[str, Any]:
+    """Return a run's row of results.csv; losses are those of the first and last train record."""
+    about, train, evaluations = run.about, run.of_kind("train"), run.of_kind("eval")
+    if not train or not evaluations:
+        raise UserError(f"{run.name} has no evaluation yet, so no result: train it for longer, or lower EVAL_EVERY")
+    last, provenance = evaluations[-1], result_columns(about)
+    return {
+        "date": provenance.pop("date"),
+        "config": about["name"],
+        "hardware": provenance.pop("hardware"),
+        "processes": about["plan"]["gpus"],
+        "global_batch": about["plan"]["total_batch"],
+        "epochs": f"{last['epoch']:g}",
+        "steps": last["step"],
+        "first_loss": f"{train[0]['loss']:.4f}",
+        "last_loss": f"{train[-1]['loss']:.4f}",
+        "top1": f"{last['top1']:.4f}",
+        "top5": f"{last['top5']:.4f}",
+        "eval_images": last["samples"],
+        "minutes": f"{run.seconds / 60:.1f}",
+        **provenance,
+    }
+
+
+def render(runs: Sequence[FinishedRun]) -> str:
+    """Return the page."""
+    charts = {"runs": [run.name for run in runs], "charts": collect_charts(runs)}
+    configs = _align(_flat_text(run.about["config"]) for run in runs)
     page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     return (
         Environment(autoescape=True)
         .from_string(page)
         .render(
             runs=runs,
-            many=many,
-            title=f"{title}: {len(runs)} runs" if many else ", ".join(run.name for run in runs),
-            summary=_summary(runs),
-            keys=_config_keys(runs),
-            environment=_environment(runs),
+            title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
+            summary={title: [cell(run) for run in runs] for title, cell in SUMMARY.items()},
+            keys={key: cells for key, cells in configs.items() if len(runs) == 1 or len(set(cells)) > 1},
+            environment=_align(map(_environment, runs)),
             charts=Markup(json.dumps(charts, separators=(",", ":")).replace("<", "\\u003c")),
-            wbr=Markup("<wbr>"),
         )
     )
-
-
-def _summary(runs: Sequence[FinishedRun]) -> dict[str, list[str]]:
-    rows: dict[str, Callable[[FinishedRun], str]] = {
-        "Top-1, last evaluation": lambda run: _percent([record["top1"] for record in run.of_kind("eval")][-1:]),
-        "Top-1, best evaluation": _best_top1,
-        "Steps": lambda run: run.steps if " of " not in run.steps else f"{run.steps} (unfinished)",
-        "Wall time": _wall_time,
-        "Images per second, median": _median_speed,
-        "Hardware": _hardware,
-    }
-    return {title: [cell(run) for run in runs] for title, cell in rows.items()}
-
-
-def _percent(values: Sequence[float]) -> str:
-    return f"{values[0]:.2%}" if values else ABSENT
 
 
 def _best_top1(run: FinishedRun) -> str:
     evaluations = run.of_kind("eval")
     if not evaluations:
         return ABSENT
-    best = max(evaluations, key=lambda record: (record["top1"], -record["loss"]))  # as checkpoints/best
+    best = max(evaluations, key=lambda line: (line["top1"], -line["loss"]))  # as checkpoints/best
     return f"{best['top1']:.2%} at step {best['step']:,}"
 
 
 def _wall_time(run: FinishedRun) -> str:
-    if run.seconds is None:
-        return ABSENT
-    minutes, seconds = divmod(round(run.seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s"
-
-
-def _median_speed(run: FinishedRun) -> str:
-    speeds = [record["samples_per_s"] for record in run.of_kind("train") if record.get("samples_per_s") is not None]
-    return f"{statistics.median(speeds):,.0f}" if speeds else ABSENT
+    hours, minutes = divmod(round(run.seconds) // 60, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {round(run.seconds) % 60:02} s"
 
 
 def _hardware(run: FinishedRun) -> str:
-    hardware = run.about.get("hardware", {})
-    processes = run.about.get("plan", {}).get("gpus", 1)
-    if not hardware:
+    if "hardware" not in run.about:
         return ABSENT
-    name = name_hardware(hardware)
-    return f"{processes} x {name}" if hardware["gpu"] else f"{name}, processes: {processes}"
+    return f"{name_hardware(run.about['hardware'])}, processes: {run.about.get('plan', {}).get('gpus', 1)}"
 
 
-def _config_keys(runs: Sequence[FinishedRun]) -> dict[str, list[str]]:
-    """Return the dotted config keys: those whose values are not the same in all runs, or all of a single run's."""
-    rows = _align([_flat_text(run.about["config"]) for run in runs])
-    return {key: cells for key, cells in rows.items() if len(runs) == 1 or len(set(cells)) > 1}
+SUMMARY: dict[str, Callable[[FinishedRun], str]] = {
+    "Top-1, last evaluation": lambda run: next((f"{line['top1']:.2%}" for line in run.of_kind("eval")[::-1]), ABSENT),
+    "Top-1, best evaluation": _best_top1,
+    "Steps": lambda run: run.steps,
+    "Wall time": _wall_time,
+    "Images per second, median": lambda run: run.median("samples_per_s", "{:,.0f}"),
+    "Hardware": _hardware,
+}
 
 
-def _environment(runs: Sequence[FinishedRun]) -> dict[str, list[str]]:
-    flat = []
-    for run in runs:
-        about = {k: v for k, v in run.about.items() if k not in ("name", "config", "plan", "argv", "starts", "started")}
-        first = next(iter(run.starts), {}).get("started") or run.about.get("started")
-        rows = {"started": _utc(first)} if first else {}
-        rows |= {f"start {number}": _describe_start(start) for number, start in enumerate(run.starts, 1)}
-        flat.append(rows | _flat_text(about))
-    return _align(flat)
+def _environment(run: FinishedRun) -> dict[str, str]:
+    """Return each start as "step 65, 2026-11-22 09:01 UTC, bfloat16, processes: 2", and the rest of config.json."""
+    rows = {}
+    for number, start in enumerate(run.starts, 1):
+        parts = [f"step {start.get('step', 0):,}", format_time(start["started"]) if "started" in start else ""]
+        parts += [start.get("dtype", ""), f"processes: {start['gpus']}" if "gpus" in start else ""]
+        rows[f"start {number}"] = ", ".join(filter(None, parts))
+    shown = {"name", "config", "plan", "argv", "starts", "started"}
+    return rows | _flat_text({key: value for key, value in run.about.items() if key not in shown})
 
 
-def _align(columns: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+def _align(columns: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:
     """Return ``{key: cells}`` for every key of any column."""
+    columns = list(columns)
     keys = dict.fromkeys(itertools.chain.from_iterable(columns))
     return {key: [column.get(key, ABSENT) for column in columns] for key in keys}
 
 
-def _describe_start(start: Mapping[str, Any]) -> str:
-    """Return a start as "step 65, 2026-11-22 09:01 UTC, bfloat16, processes: 2"."""
-    parts = [f"step {start.get('step', 0):,}", _utc(start["started"]) if start.get("started") else ""]
-    parts += [start.get("dtype", ""), f"processes: {start['gpus']}" if "gpus" in start else ""]
-    return ", ".join(filter(None, parts))
-
-
-def _utc(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
-
-
 def _flat_text(values: Mapping[str, Any]) -> dict[str, str]:
     return {key: value if isinstance(value, str) else repr(value) for key, value in flatten(values).items()}
+
+
+def collect_charts(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
+    """Return a chart for every metric of the runs, known ones first, with a line for each run and kind."""
+    names = dict.fromkeys([*CHARTS, *(name for run in runs for line in run.metrics for name in line)])
+    charts = []
+    for name in [name for name in names if name not in (*WHEN, "samples")]:
+        title, scale, from_zero = CHARTS.get(name, (name.replace("_", " "), 1, False))
+        lines = [line for number, run in enumerate(runs) for line in _lines(run, number, name, scale)]
+        if lines:
+            charts.append({"name": name, "title": title, "fromZero": from_zero, "lines": lines})
+    return charts
+
+
+def _lines(run: FinishedRun, number: int, name: str, scale: float) -> list[dict[str, Any]]:
+    curves: dict[str, list[Point]] = {}
+    for line in run.metrics:
+        if name in line:
+            value = math.nan if line[name] is None else line[name]
+            shown = float(f"{value * scale:.6g}") if math.isfinite(value) else None
+            curves.setdefault(line["kind"], []).append((line["step"], shown))
+    lines = []
+    for kind, points in curves.items():
+        if any(value is not None for _, value in points):
+            kept = thin_out(points)
+            lines.append({"run": number, "kind": kind, "x": [x for x, _ in kept], "y": [y for _, y in kept]})
+    return lines
+
+
+def thin_out(points: Sequence[Point]) -> list[Point]:
+    """Return the points, or where they are many, of each of `BUCKETS` its ends, its extremes and a gap."""
+    size, kept = -(-len(points) // BUCKETS), []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        finite = sorted(((x, y) for x, y in part if y is not None), key=itemgetter(1))
+        gap = [point for point in part if point[1] is None][:1]
+        kept += sorted({part[0], part[-1], *finite[:1], *finite[-1:], *gap}, key=itemgetter(0))
+    return kept

@@ -1,12 +1,14 @@
-"""Train a config once for each combination of values, one run after another; print a table and draw a picture.
+"""Train a config once for each combination of values, one run after another; print two tables and draw a picture.
 
     python scripts/sweep.py --config vit_lite_vanilla --output DIR --set DATA.root=/data/cifar10 \\
         --grid TOTAL_BATCH_SIZE=256,1024 --grid LEARNING_RATE=1e-3,3e-3
-    python scripts/sweep.py --output DIR      # the table and DIR/sweep.png of the runs so far
+    python scripts/sweep.py --output DIR --set DATA.root=/data/cifar10 --grid CONFIG=vit_lite_vanilla,vit_lite_1d
+    python scripts/sweep.py --output DIR      # the tables and DIR/sweep.png of the runs so far
 
-The first --grid key is the picture's x axis. A folder in DIR for each run has its combination as its name; more
-commands may add runs to DIR. A run that fails is in the table, the others are trained, and the exit status is 1. Rerun
-the command to resume: finished runs are skipped, the others continue from their checkpoints.
+The key CONFIG takes the place of --config. The first --grid key is the picture's x axis. A run has as many processes
+as its parallel mode needs, or --processes if that is more. A folder in DIR for each run has its combination as its
+name; more commands may add runs to DIR. A run that fails is in the table, the others are trained, and the exit status
+is 1. Rerun the command to resume: finished runs are skipped, the others continue from their checkpoints.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.config.load import find_config, load_config
@@ -24,14 +26,14 @@ from common.config.plan import build_plan
 from common.errors import UserError, command_parser, did_you_mean
 from common.files import ROOT
 from common.launch.stop_signals import SIGNALS, exit_code, signal_name
-from common.table import format_table
+from common.table import format_table, print_wrapped
 from common.task import TASKS, find_task
-from common.tools.sweep_results import draw, is_finished, read_sweep, tabulate
+from common.tools.sweep_results import CONFIG, COSTS, draw, is_finished, keys_of, read_sweep, tabulate, tabulate_costs
 
 
 def main(argv: list[str]) -> None:
     parser = command_parser(__doc__)
-    parser.add_argument("--config", help="a config file, or the name of a recipe; without it, only report")
+    parser.add_argument("--config", help="a config file, or the name of a recipe; without any, only report")
     parser.add_argument(
         "--grid", action="append", default=[], metavar="KEY=A,B", help="a key and its values; repeat for more keys"
     )
@@ -41,15 +43,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--train", type=Path, metavar="SCRIPT", help="the task's script (default: the recipe's)")
     parser.add_argument("--processes", type=int, default=1, help="GPUs of each run, started by torchrun (default: 1)")
     args = parser.parse_args(argv)
-    if not args.config and (args.grid or args.set):
-        raise UserError("--grid and --set need --config: which recipe to train")
-    if args.config and args.best is not None:
-        lines = [text.partition("=")[0] for text in (*args.grid[1:], *args.set)]
-        if args.best not in lines:
-            hint = did_you_mean(args.best, lines)
-            raise UserError(f"--best {args.best}: none of the --grid keys beside the first{hint}")
-    failed = train(args) if args.config else {}
-    report(args.output, args.best, failed)
+    failed = train(args) if args.config or args.grid or args.set else {}
+    runs = read_sweep(args.output)
+    _check_best(args.best, keys_of(runs))
+    print(format_table(tabulate(runs, failed)))
+    print_wrapped(COSTS, 0)
+    print(format_table(tabulate_costs(runs)))
+    picture = args.output / "sweep.png"
+    print(picture if draw(runs, picture, args.best) else "no picture yet: no run has been evaluated")
     if failed:
         print(f"failed: {', '.join(failed)}; rerun the command to resume", file=sys.stderr)
         sys.exit(1)
@@ -60,19 +61,20 @@ def train(args: argparse.Namespace) -> dict[str, int]:
 
     Returns the exit statuses of the runs that failed after their start, by name.
     """
-    if args.processes < 1:
-        raise UserError(f"--processes {args.processes}: choose 1 or more")
-    script = args.train or find_script(args.config)
-    if not script.is_file():
-        raise UserError(f"--train {script}: no such file; name a task's script, such as imagenet_dali/train_dali.py")
-    jobs = plan_jobs(args.config, args.set, args.grid, args.output, args.processes)
+    grid = dict(map(_parse_grid, args.grid))
+    if len(grid) < len(args.grid):
+        raise UserError("--grid: a key is named twice: put all its values into one --grid")
+    if not args.config and CONFIG not in grid:
+        raise UserError("--grid and --set need --config, or --grid CONFIG=A,B: which recipes to train")
+    _check_best(args.best, list(grid))
+    commands = plan_commands(args, grid)
     failed = {}
-    for number, (folder, arguments) in enumerate(jobs.items(), 1):
-        finished = is_finished(folder, arguments)
-        print(f"[{number}/{len(jobs)}] {folder.name}{': finished already' if finished else ''}", flush=True)
+    for number, (folder, command) in enumerate(commands.items(), 1):
+        finished = is_finished(folder, command)
+        print(f"[{number}/{len(commands)}] {folder.name}{': finished already' if finished else ''}", flush=True)
         if finished:
             continue
-        status, stop = run_child([*_launcher(args.processes), str(script.resolve()), *arguments])
+        status, stop = run_child(command)
         if stop:
             print(f"{signal_name(stop)}: {folder.name} was stopped; rerun the command to resume", file=sys.stderr)
             sys.exit(exit_code(stop))
@@ -83,29 +85,31 @@ def train(args: argparse.Namespace) -> dict[str, int]:
     return failed
 
 
-def plan_jobs(
-    config: str, settings: Sequence[str], grids: Sequence[str], output: Path, processes: int
-) -> dict[Path, list[str]]:
-    """Return the training script's arguments by run folder, for each combination of the ``grids`` (``KEY=a,b``).
+def plan_commands(args: argparse.Namespace, grid: dict[str, list[str]]) -> dict[Path, list[str]]:
+    """Return the command of each combination by its run's folder; the last key of ``grid`` changes fastest.
 
-    The last grid changes fastest. Raises `UserError` for a combination that ``processes`` cannot train.
+    Raises `UserError` for a combination that cannot be trained.
     """
-    axes = [_parse_grid(grid) for grid in grids]
-    keys = [key for key, _ in axes]
-    for key in keys:
-        if keys.count(key) > 1 or any(setting.startswith(f"{key}=") for setting in settings):
-            raise UserError(f"--grid {key}: named twice; put all its values into one --grid, and none into --set")
-    path = str(find_config(config).resolve())
-    jobs = {}
-    for values in itertools.product(*(values for _, values in axes)):
-        chosen = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
-        build_plan(load_config(path, [*settings, *chosen]), processes, None)
-        folder = output.resolve() / (",".join(re.sub(r"[^\w.=+-]", "_", part) for part in chosen) or "run")
-        if folder in jobs:
+    commands = {}
+    for values in itertools.product(*grid.values()):
+        chosen = dict(zip(grid, values, strict=True))
+        path = str(find_config(chosen.get(CONFIG) or args.config).resolve())
+        settings = [*args.set, *(f"{key}={value}" for key, value in chosen.items() if key != CONFIG)]
+        config = load_config(path, settings)
+        processes = max(args.processes, config["parallel"]["tensor"]["size"])
+        build_plan(config, processes, None)
+        names = [re.sub(r"[^\w.=+-]", "_", f"{key}={value}") for key, value in chosen.items()]
+        folder = args.output.resolve() / (",".join(names) or "run")
+        if folder in commands:
             raise UserError(f"--grid: two combinations would share the folder {folder.name}: choose values that differ")
-        words = [word for setting in [*settings, *chosen] for word in ("--set", setting)]
-        jobs[folder] = ["--config", path, *words, "--output", str(folder)]
-    return jobs
+        script = args.train or find_script(path)
+        if not script.is_file():
+            raise UserError(f"--train {script}: no such file; name a task's script: imagenet_dali/train_dali.py, ...")
+        torchrun = ["-m", "common.launch.torchrun", "--standalone", "--nproc_per_node", str(processes)]
+        words = [word for setting in settings for word in ("--set", setting)]
+        start = [sys.executable, *(torchrun if processes > 1 else []), str(script.resolve())]
+        commands[folder] = [*start, "--config", path, *words, "--output", str(folder)]
+    return commands
 
 
 def run_child(command: Sequence[str]) -> tuple[int, int]:
@@ -126,17 +130,6 @@ def run_child(command: Sequence[str]) -> tuple[int, int]:
             signal.signal(number, handler)
 
 
-def report(output: Path, best: str | None, failed: Mapping[str, int]) -> None:
-    """Print the table of the runs in ``output`` and draw ``output/sweep.png``."""
-    runs = read_sweep(output)
-    print(format_table(tabulate(runs, failed)))
-    picture = output / "sweep.png"
-    try:
-        print(picture if draw(runs, picture, best) else "no picture yet: no run has been evaluated")
-    except OSError as error:
-        raise UserError(f"{picture}: {error.strerror}; free space, or make the folder writable") from error
-
-
 def find_script(config: str) -> Path:
     """Return the training script of the recipe ``config``; raise `UserError` for a config of the user's own."""
     tasks = [find_task(name) for name in TASKS]
@@ -149,13 +142,13 @@ def find_script(config: str) -> Path:
 
 def _parse_grid(text: str) -> tuple[str, list[str]]:
     """Return the key of ``KEY=a,b`` and its values; commas within brackets are theirs."""
-    key, equals, values = text.partition("=")
+    key, _, values = text.partition("=")
     parts = [part.strip() for part in re.split(r",(?![^(\[{]*[)\]}])", values)]
-    if not equals or not key or not all(parts) or len(set(parts)) < len(parts):
-        raise UserError(f"--grid {text}: write it as KEY=VALUE,VALUE with values that differ")
+    if not key or not all(parts):
+        raise UserError(f"--grid {text}: write it as KEY=VALUE,VALUE")
     return key, parts
 
 
-def _launcher(processes: int) -> list[str]:
-    torchrun = ["-m", "common.launch.torchrun", "--standalone", "--nproc_per_node", str(processes)]
-    return [sys.executable, *(torchrun if processes > 1 else [])]
+def _check_best(best: str | None, keys: Sequence[str]) -> None:
+    if best is not None and best not in keys[1:]:
+        raise UserError(f"--best {best}: none of the --grid keys beside the first{did_you_mean(best, keys)}")

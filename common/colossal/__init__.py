@@ -6,10 +6,9 @@ from common.colossal.context import launch, repair_context, shutdown
 from common.colossal.engine import Engine, initialize
 from common.colossal.fake_launch import allow_fake_launches, fake_launch, reduce_without_waiting
 from common.colossal.generators import generator_states, set_generator_states
-from common.colossal.heartbeat import doing, progress
 from common.colossal.inference import Predictor
 from common.colossal.launchers import get_default_parser, launch_from_openmpi, launch_from_slurm, launch_from_torch
-from common.colossal.lost_ranks import naming_lost_ranks
+from common.colossal.lost_ranks import doing, naming_lost_ranks, progress
 from common.colossal.tensor_parallel.check import check_tensor_parallel, describe_tensor_parallel, resolve_parallel
 from common.colossal.tensor_parallel.gradients import build_norm_reducer
 from common.colossal.tensor_parallel.sharding import (

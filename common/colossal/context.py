@@ -10,8 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common.colossal.heartbeat import Heartbeat
-from common.colossal.rendezvous import DEFAULT_TIMEOUT, open_store
+from common.colossal.lost_ranks import Watcher, open_store
 from common.colossal.tensor_parallel.check import resolve_parallel
 from common.colossal.upstream import (
     Config,
@@ -24,6 +23,7 @@ from common.colossal.upstream import (
 )
 
 DATA_PARALLEL_SEED_STRIDE = 2**20
+DEFAULT_TIMEOUT = 1800.0  # seconds; PyTorch's own, for gloo
 NCCL_GRACE = 120.0  # seconds after TIMEOUT at which NCCL's watchdog aborts the process, without naming a rank
 
 
@@ -31,19 +31,19 @@ class RepairedContext(ParallelContext):
     """`ParallelContext` (legacy/context/parallel_context.py) that starts, seeds and stops on CPUs and GPUs alike.
 
     Attributes:
-        heartbeat: detects lost ranks; None without a timeout.
+        watcher: names lost ranks; None without a timeout.
     """
 
-    heartbeat: Heartbeat | None = None
+    watcher: Watcher | None = None
 
     def timeout_of(self, backend: str) -> timedelta | None:
         """Return the timeout of a backend's collectives; None for PyTorch's default.
 
-        gloo's is shorter than the launch's, to leave time for detecting the lost rank; NCCL's is a longer fallback.
+        NCCL's is longer than the launch's: it aborts the process before the watcher has named a rank.
         """
-        if self.heartbeat is None:
+        if self.watcher is None:
             return None
-        return timedelta(seconds=self.heartbeat.patience if backend == "gloo" else self.heartbeat.timeout + NCCL_GRACE)
+        return timedelta(seconds=self.watcher.timeout + (0 if backend == "gloo" else NCCL_GRACE))
 
     def init_global_dist(self, rank: int, world_size: int, backend: str, host: str, port: int) -> None:
         """Join the default process group; a single process or a fake launch needs no host and port.
@@ -52,13 +52,15 @@ class RepairedContext(ParallelContext):
         and keeps the device found at import, which a forked process may not have.
         """
         auto_set_accelerator()
-        timeout = self.heartbeat.timeout if self.heartbeat else DEFAULT_TIMEOUT
-        alone = world_size == 1 or backend == "fake"
-        store = None if alone else open_store(rank, world_size, host, port, timeout, backend)
-        if self.heartbeat is not None:
-            self.heartbeat.start(store, host)
+        if world_size == 1 or backend == "fake":
+            store: dist.Store = dist.HashStore()
+        else:
+            timeout = self.watcher.timeout if self.watcher else DEFAULT_TIMEOUT
+            store = open_store(rank, world_size, host, port, timeout, backend)
+        if self.watcher is not None:
+            self.watcher.start(store)
         place = {"rank": rank, "world_size": world_size, "timeout": self.timeout_of(backend)}
-        dist.init_process_group(backend, store=store or dist.HashStore(), **place)
+        dist.init_process_group(backend, store=store, **place)
         ranks = list(range(world_size))
         cpu_group = None
         if backend not in ("gloo", "fake"):
@@ -101,13 +103,13 @@ class RepairedContext(ParallelContext):
 
         Upstream (parallel_context.py:514) keeps ranks and the layers' settings.
         """
-        if self.heartbeat is not None:
-            self.heartbeat.close()
+        if self.watcher is not None:
+            self.watcher.stop("closed")
         super().destroy()
         tensor_parallel_env.load()
         for table in (self._global_ranks, self._local_ranks, self._world_sizes, self._cpu_groups, self._ranks_in_group):
             table.clear()
-        self._config = self.heartbeat = None
+        self._config = self.watcher = None
 
 
 def launch(
@@ -124,13 +126,11 @@ def launch(
 ) -> None:
     """Join the process groups, set device and seed, and put ``config`` into ``gpc.config``, like upstream's `launch`.
 
-    After ``timeout`` seconds a rank stops waiting for the others and reports the lost ones; default: PyTorch's timeout
-    (30 minutes for gloo), without a report.
+    After ``timeout`` seconds without progress a rank reports the missing ones and ends; default: PyTorch's timeout (30
+    minutes for gloo), without a report.
     """
-    gpc.heartbeat = None if timeout is None else Heartbeat(rank, world_size, timeout)
+    gpc.watcher = Watcher(rank, world_size, timeout) if timeout and world_size > 1 else None
     upstream_launch(config, rank, world_size, host, port, backend, local_rank, seed, verbose)
-    if gpc.heartbeat is not None and torch.cuda.is_available():
-        gpc.heartbeat.device = torch.device("cuda", torch.cuda.current_device())  # the thread's own is 0
 
 
 def shutdown() -> None:

@@ -1,6 +1,7 @@
 """Process groups and random state."""
 
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -10,7 +11,6 @@ from colossalai.accelerator import api
 from colossalai.legacy.global_variables import tensor_parallel_env
 
 from common.colossal import ParallelMode, gpc, launch, shutdown
-from common.colossal.heartbeat import patience_of
 from common.testing.ranks import launched, run_ranks
 
 
@@ -45,15 +45,15 @@ def test_the_device_is_found_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_every_group_has_the_timeout_and_nccl_outlives_the_others_verdict(backend: str) -> None:
-    launch({}, 0, 1, "", 0, backend="gloo", verbose=False, timeout=600.0)
+def test_every_group_has_the_timeout_and_nccl_outlives_the_others_verdict(backend: str, monkeypatch) -> None:
+    launch({}, 0, 1, "", 0, backend="gloo", verbose=False)
+    monkeypatch.setattr(gpc, "watcher", SimpleNamespace(timeout=600.0, stop=lambda state: None))
     groups, chosen = mock.patch.dict(gpc._groups), mock.patch.object(dist, "get_backend", return_value=backend)
     with groups, chosen, mock.patch.object(dist, "new_group") as new_group:
         gpc.init_parallel_groups()
     shutdown()
     seconds = {(given, timeout.total_seconds()) for (_, timeout, given), _ in new_group.call_args_list}
-    patience = patience_of(600.0)
-    assert seconds == ({(None, patience)} if backend == "gloo" else {(None, 720.0), ("gloo", patience)})
+    assert seconds == ({(None, 600.0)} if backend == "gloo" else {(None, 720.0), ("gloo", 600.0)})
 
 
 def test_seeds() -> None:

@@ -1,42 +1,195 @@
-"""Report the lost ranks when a collective fails."""
+"""The store of a launch, and the ranks that are missing at its start or later."""
 
 import atexit
+import faulthandler
 import os
+import socket
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 
+import psutil
 import torch.distributed as dist
 
-from common.colossal.heartbeat import Heartbeat, describe
 from common.colossal.upstream import gpc
-from common.errors import UserError
+from common.errors import RankError, UserError
+
+POLL = 1.0  # seconds between two looks at the store
+ANSWER = 5.0  # seconds within which a rank that lives answers in the store
+LOOPBACK = ("127.", "::1", "localhost")  # how such addresses begin
+
+_doing = "starting"
+_changes = 0
+
+
+def doing(what: str) -> None:
+    """Record what this process is doing, for its own report; this counts as progress."""
+    global _doing, _changes
+    _doing, _changes = what, _changes + 1
+
+
+def progress() -> int:
+    """Return how often `doing` was called."""
+    return _changes
+
+
+class Watcher:
+    """A thread that ends this process if a rank is lost, or after ``timeout`` seconds without progress.
+
+    A rank whose collective fails, or that makes no progress, asks all ranks in the store of the launch. Their threads
+    answer, whatever the processes wait for; a rank that does not answer is missing. Every rank then prints one line
+    with the missing ranks and with what it was doing, and its stacks if none is missing.
+    """
+
+    def __init__(self, rank: int, world_size: int, timeout: float):
+        self.rank, self.world_size, self.timeout = rank, world_size, timeout
+        self.state = "running"  # then "failed", by a collective, or "closed"
+        self.verdict = ""
+        self.woken = threading.Event()
+
+    def start(self, store: dist.Store) -> None:
+        """Start the thread, with a connection of its own: a wait on ``store`` blocks all who share it."""
+        self.store = store.clone()
+        self.thread = threading.Thread(target=self._run, name="watcher", daemon=True)
+        self.thread.start()
+        atexit.register(self.stop, "closed")  # a thread in C++ must not outlive the interpreter
+
+    def stop(self, state: str) -> None:
+        self.state = state
+        self.woken.set()
+        self.thread.join(ANSWER + 3 * POLL)
+
+    def await_verdict(self, error: Exception) -> str:
+        """Return the message about lost ranks after a failed collective; "" if its ``error`` says more."""
+        self.stop("failed")
+        if self.thread.is_alive():
+            return self._describe("0")
+        return self.verdict or (self._describe("") if "Timed out" in str(error) else "")
+
+    def _run(self) -> None:
+        seen, still = -1, 0.0  # the time in which the process is suspended does not count
+        while self.state == "running" and still < self.timeout and not self._is_asked():
+            self.woken.wait(POLL)
+            seen, still = progress(), still + POLL if seen == progress() else 0.0
+        if self.state == "closed":
+            return
+        missing = self._find_missing()
+        self.verdict = self._describe(missing) if missing else ""
+        if self.state == "running":  # else the main thread raises
+            if not missing:
+                faulthandler.dump_traceback()
+            os.write(2, f"error: {self._describe(missing)}\n".encode())
+            os._exit(2)
+
+    def _is_asked(self) -> bool:
+        with suppress(RuntimeError):  # rank 0 has ended; collectives fail if it was needed
+            return self.store.check(["asked"])
+        return False
+
+    def _find_missing(self) -> str:
+        """Ask all ranks; return those that do not answer."""
+        keys = [f"answer/{rank}" for rank in range(self.world_size)]
+        try:
+            self.store.set("asked", "")
+            self.store.set(keys[self.rank], "")
+            deadline = time.monotonic() + ANSWER
+            while not self.store.check(keys) and time.monotonic() < deadline:
+                time.sleep(POLL / 10)
+            missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not self.store.check([key]))
+        except RuntimeError:
+            return "0"
+        time.sleep(2 * POLL if self.rank == 0 else 0)  # it may serve the store
+        return missing
+
+    def _describe(self, missing: str) -> str:
+        lost = f"rank {missing} is missing, see its output" if missing else f"one hangs (TIMEOUT={self.timeout:g})"
+        return (
+            f"of {self.world_size} processes, {lost}; rank {self.rank} was at {_doing!r}; rerun the command to resume"
+        )
 
 
 @contextmanager
 def naming_lost_ranks() -> Iterator[None]:
-    """Turn a failed collective into a `UserError` with the lost ranks; send any other exception to the other ranks.
+    """Turn the error of a failed collective into a `UserError` that names the lost ranks.
 
-    A collective fails at once if a rank has died, and within the launch's ``timeout`` if one hangs.
+    A collective on CPUs fails at once if a rank has died, and within the launch's ``timeout`` if one hangs. NCCL's may
+    wait forever: then the `Watcher` ends the process.
     """
     try:
         yield
     except Exception as error:
-        if gpc.heartbeat is None:
+        if gpc.watcher is None:
             raise
-        explained = _explain(error, gpc.heartbeat)
+        is_lost_connection = isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
+        is_collectives = isinstance(error, RuntimeError) and is_lost_connection
+        verdict = gpc.watcher.await_verdict(error) if is_collectives else ""
         if dist.get_backend() == "nccl":  # its clean-up would wait for kernels that never end
             # runs after all threads, such as the checkpoint writer, have ended, and after the error was printed
-            atexit.register(os._exit, 2 if isinstance(explained, UserError) else 1)
-        if explained is error:
+            atexit.register(os._exit, 2 if verdict or isinstance(error, UserError) else 1)
+        if not verdict:
             raise
-        raise explained from error
+        raise UserError(verdict) from error
 
 
-def _explain(error: Exception, heartbeat: Heartbeat) -> Exception:
-    """Return a `UserError` with the lost ranks instead of the error of their lost connections."""
-    is_lost_connection = isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
-    if not isinstance(error, RuntimeError) or not is_lost_connection:
-        heartbeat.fail(f"{type(error).__name__}: {error}".partition("\n")[0])
-        return error
-    verdict = heartbeat.await_verdict()
-    return UserError(describe(verdict, dist.get_world_size())) if verdict else error
+def open_store(rank: int, world_size: int, host: str, port: int, timeout: float, backend: str) -> dist.Store:
+    """Return the launch's store once all ranks have joined; rank 0 or torchrun's agent serves it.
+
+    If ``host`` is the loopback interface, rank 0 listens on that only (PyTorch: on all). Raises `UserError` with the
+    ranks that do not join within ``timeout`` seconds; `RankError` if rank 0 does not.
+    """
+    is_agents = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (host, str(port))
+    serves = rank == 0 and not (is_agents and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    options = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False}
+    try:
+        if serves:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            bound = host if host.startswith(LOOPBACK) else ""
+            options["master_listen_fd"] = socket.create_server((bound, port), family=family).detach()
+        store = dist.TCPStore(host, port, is_master=serves, **options)
+        # an agent may serve several attempts of the same run
+        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        _meet(store, rank, world_size, timeout, backend, _source_address(host))
+    except (OSError, dist.DistError) as error:
+        why = str(error).splitlines()[0] if serves else f"rank 0 was not found there within {timeout:g} s (TIMEOUT)"
+        raise RankError(f"--host={host} --port={port}: {why}") from error
+    except UserError:
+        time.sleep(2 * POLL if rank == 0 else 0)  # it may serve the store
+        raise
+    return store
+
+
+def _meet(store: dist.Store, rank: int, world_size: int, seconds: float, backend: str, address: str) -> None:
+    """Wait for all ranks, check that their backends are the same, and choose gloo's interface.
+
+    gloo binds the interface with the route to the other processes, unless GLOO_SOCKET_IFNAME is set. PyTorch's default,
+    the address of the host name, is 127.0.1.1 on Debian.
+    """
+    keys = [f"here/{other}" for other in range(world_size)]
+    store.set(keys[rank], f"{backend} {address}")
+    deadline = time.monotonic() + seconds
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            absent = ", ".join(str(other) for other, key in enumerate(keys) if not store.check([key]))
+            raise UserError(f"rank {absent} of {world_size} processes did not start within {seconds:g} s (TIMEOUT)")
+        time.sleep(POLL / 20)
+    backends, addresses = zip(*(words.decode().split(" ") for words in store.multi_get(keys)), strict=True)
+    if len(set(backends)) > 1:  # their groups would wait for each other until the timeout
+        on_cpu = ", ".join(str(other) for other, name in enumerate(backends) if name == "gloo")
+        raise UserError(
+            f"torch finds no GPU on rank {on_cpu}: check nvidia-smi there, or start all with --backend gloo"
+        )
+    if address.startswith(LOOPBACK):  # this machine's /etc/hosts maps the name to it, or all processes are here
+        address = next((_source_address(other) for other in addresses if not other.startswith(LOOPBACK)), address)
+    held = {one.address: name for name, ones in psutil.net_if_addrs().items() for one in ones}
+    if address in held:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", held[address])
+
+
+def _source_address(host: str) -> str:
+    """Return this machine's source address for packets to ``host``; sends nothing."""
+    family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])

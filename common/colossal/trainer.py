@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from common.colossal.engine import Engine
-from common.colossal.heartbeat import doing
-from common.colossal.lost_ranks import naming_lost_ranks
+from common.colossal.lost_ranks import doing, naming_lost_ranks
 from common.colossal.upstream import BaseHook, UpstreamTrainer
 from common.errors import AgreedError
 
@@ -23,7 +22,7 @@ class Trainer(UpstreamTrainer):
     - evaluation computes no loss;
     - the engine's schedule is stepped once per optimizer step, before ``after_train_iter``;
     - it can resume with `load_state_dict`, also in the middle of an epoch or before an evaluation;
-    - it reports what it is doing to the heartbeat.
+    - it says what it is doing, for `Watcher`.
 
     Attributes, for hooks:
         step: optimizer steps completed; in ``after_train_iter`` including the current one.

@@ -56,7 +56,7 @@ def fit(
         return trainer
 
 
-def test_hooks_are_called_in_order_and_the_heartbeat_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_are_called_in_order_and_progress_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[str] = []
     monkeypatch.setattr("common.colossal.trainer.doing", reported.append)
     recorder = Recorder()

@@ -1,7 +1,6 @@
 """Detect the launcher (torchrun, srun, mpirun, flags, or none) and initialise the process group."""
 
 import argparse
-import errno
 import re
 import zlib
 from collections.abc import Mapping
@@ -85,7 +84,7 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
 def start(launch: Launch, config: Mapping[str, Any]) -> None:
     """Join the process group, set device and seed (``SEED``), and put ``config`` into ``gpc.config``.
 
-    Raises `UserError` on rank 0 if the port is in use, on all ranks if they would compute in different dtypes.
+    Raises `UserError` if the ranks would compute in different dtypes.
     """
     gpus = torch.cuda.device_count()
     is_bound = gpus == 1 and launch.launcher != "torch"  # Slurm and Open MPI may show each process its own GPU only
@@ -93,24 +92,19 @@ def start(launch: Launch, config: Mapping[str, Any]) -> None:
         raise UserError(
             f"process {launch.local_rank} of this node has no GPU: torch finds {gpus}, so start at most {gpus} here"
         )
-    try:
-        colossal.launch(
-            dict(config),
-            launch.rank,
-            launch.world_size,
-            launch.host,
-            launch.port,
-            launch.backend,
-            # if the launcher binds tasks to GPUs, each process sees only its own GPU, as number 0
-            local_rank=launch.local_rank % gpus if gpus else launch.local_rank,
-            seed=config.get("SEED", 1024),
-            verbose=False,
-            timeout=config.get("TIMEOUT"),
-        )
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise UserError(f"--port={launch.port} is in use on {launch.host}: choose another") from error
+    colossal.launch(
+        dict(config),
+        launch.rank,
+        launch.world_size,
+        launch.host,
+        launch.port,
+        launch.backend,
+        # if the launcher binds tasks to GPUs, each process sees only its own GPU, as number 0
+        local_rank=launch.local_rank % gpus if gpus else launch.local_rank,
+        seed=config.get("SEED", 1024),
+        verbose=False,
+        timeout=config.get("TIMEOUT"),
+    )
     _share_cores(launch.world_size)
     _check_dtypes(config.get("fp16"), launch.world_size)
 

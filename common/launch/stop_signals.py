@@ -17,6 +17,7 @@ from common.errors import is_first_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 CHECK = 0.5  # seconds between two progress checks after a signal
+TORCHRUN_PATIENCE = 25.0  # seconds; torchrun kills 30 s after SIGTERM, which it sends when another rank has died
 SAME_PRESS = 1.0  # seconds within which a second SIGINT is the first one, forwarded by a launcher
 PR_SET_PDEATHSIG = 1
 
@@ -45,13 +46,13 @@ class StopSignals:
     ) -> None:
         """Install the handlers; call it from the main thread.
 
-        ``follow_parent``: get SIGTERM when the parent process dies. After a recorded signal, the process exits if
-        ``progress()`` does not change for ``patience`` seconds.
+        ``follow_parent``: get SIGTERM when the parent process, torchrun, dies. After a recorded signal, the process
+        exits if ``progress()`` does not change for ``patience`` seconds.
         """
         if self._previous:
             return
         self.received, self.agreed, self.deferring = 0, 0, False
-        self._progress, self._patience = progress, patience
+        self._progress, self._patience = progress, min(patience, TORCHRUN_PATIENCE) if follow_parent else patience
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         # the handler does nothing, but without a handler nothing is written to the pipe
@@ -98,7 +99,7 @@ class StopSignals:
         if progress != self._seen:
             self._seen, self._seen_at = progress, now
         elif now - max(self._seen_at, self._received_at) > self._patience:
-            _say(f"{signal_name(self.received)}: no progress for {self._patience:g} s (TIMEOUT); exiting")
+            _say(f"{signal_name(self.received)}: no progress for {self._patience:g} s; exiting")
             os._exit(exit_code(self.received, has_saved=False))
 
     def _receive(self, number: int) -> None:

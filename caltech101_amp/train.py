@@ -9,8 +9,7 @@ from common.colossal import Trainer, gpc, initialize, shard_model
 from common.data.batch_augment import MixupLoss, build_batch_augment
 from common.errors import run_command
 from common.model.vit import build_model, freeze
-from common.optim.build import build_optimizer
-from common.optim.lr_schedule import build_lr_scheduler
+from common.optim.build import build_lr_scheduler, build_optimizer
 from common.run.start import start_run
 
 

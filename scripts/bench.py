@@ -48,9 +48,8 @@ from common.errors import command_parser, run_command
 from common.hardware import cores, is_fast
 from common.metrics.provenance import describe_run, format_command, name_hardware
 from common.model.vit import build_model
-from common.optim.build import build_optimizer
+from common.optim.build import build_lr_scheduler, build_optimizer
 from common.optim.lamb import Lamb
-from common.optim.lr_schedule import build_lr_scheduler
 from common.run.start import start_run
 from common.testing.photographs import write_photographs
 from imagenet_dali.prepare import main as prepare

@@ -26,8 +26,7 @@ from common.config.fields import (
 )
 from common.config.model_arguments import ModelArguments
 from common.errors import UserError
-from common.optim.build import OPTIMIZERS
-from common.optim.lr_schedule import SCHEDULES
+from common.optim.build import OPTIMIZERS, SCHEDULES
 
 
 def _hold(condition: Any) -> AfterValidator:

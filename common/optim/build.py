@@ -1,5 +1,10 @@
-"""The optimizers: LAMB, and AdamW and SGD from PyTorch, all of which skip an update on the device (`found_inf`)."""
+"""The optimizers and the schedules of the learning rate.
 
+LAMB is ours, AdamW and SGD are PyTorch's; all skip an update on the device (`found_inf`). A schedule is a linear
+warm-up, then a decay to 0.
+"""
+
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -8,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from common.colossal import build_norm_reducer, named_shards
 from common.optim.lamb import Lamb
@@ -126,3 +132,39 @@ def layers_above(names: Iterable[str]) -> dict[str, int]:
         return depth + 1 if place["embedding"] else depth - int(place["block"] or depth - 1)
 
     return {name: count(place) for name, place in places.items()}
+
+
+# The learning rate of an optimizer step, counted from 0, as a fraction of the peak; given the total and warm-up steps.
+Schedule = Callable[[int, int, int], float]
+
+
+def linear(step: int, total_steps: int, warmup_steps: int) -> float:
+    """Equals Colossal-AI's LinearWarmupLR: 1 / (W + 1) at first, 1 at step W of T, 1 / (T - W) at the last."""
+    return (step + 1) / (warmup_steps + 1) if step < warmup_steps else 1 - _progress(step, total_steps, warmup_steps)
+
+
+def cosine(step: int, total_steps: int, warmup_steps: int) -> float:
+    """Equals Colossal-AI's CosineAnnealingWarmupLR, but for its overshoot of the peak by 2 / (1 + cos(pi / (T - W))).
+
+    1 / W at first, 1 at step W of T, (1 + cos(pi (T - W - 1) / (T - W))) / 2 at the last.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return 0.5 * (1 + math.cos(math.pi * _progress(step, total_steps, warmup_steps)))
+
+
+def _progress(step: int, total_steps: int, warmup_steps: int) -> float:
+    return min((step - warmup_steps) / (total_steps - warmup_steps), 1.0)
+
+
+SCHEDULES: dict[str, Schedule] = {"linear": linear, "cosine": cosine}
+
+
+def build_lr_scheduler(optimizer: Optimizer, name: str, total_steps: int, warmup_steps: int = 0) -> LambdaLR:
+    """Build the schedule `name`, one of `SCHEDULES`, to be stepped once an optimizer step.
+
+    Raises ValueError for a warm-up that leaves no step to train at the peak.
+    """
+    if not 0 <= warmup_steps < total_steps:
+        raise ValueError(f"warmup_steps={warmup_steps} must be at least 0 and below total_steps={total_steps}")
+    return LambdaLR(optimizer, lambda step: SCHEDULES[name](step, total_steps, warmup_steps))

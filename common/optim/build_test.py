@@ -5,13 +5,15 @@ from timm.optim import param_groups_layer_decay
 from timm.optim.lamb import Lamb as TimmLamb
 from torch import nn
 from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
+from common.colossal import LinearWarmupLR
 from common.config.model_arguments import timm_arguments
 from common.model.vit import build_model
-from common.optim.build import build_optimizer
+from common.optim.build import SCHEDULES, build_lr_scheduler, build_optimizer
 from common.optim.lamb import Lamb
-from common.optim.lr_schedule import build_lr_scheduler
 
+PEAK = 1.8e-2
 TINY = {"image_size": 8, "patch_size": 4, "width": 16, "depth": 1, "heads": 2, "num_classes": 3}
 
 
@@ -76,13 +78,6 @@ def test_decays_all_unless_told() -> None:
     assert {name: decay for name, (_, decay) in scales.items()} == {name: 0.1 * (name in decayed) for name in names}
 
 
-def test_leaves_out_frozen_parameters() -> None:
-    model = build_model(**TINY, position="sincos2d")
-    for decay_all in (True, False):
-        groups = build_optimizer(model, decay_all=decay_all).param_groups
-        assert all(p is not model.pos_embed for group in groups for p in group["params"])
-
-
 @pytest.mark.parametrize(
     "parts",
     [
@@ -102,7 +97,7 @@ def test_layer_decay_has_timms_groups(parts: dict) -> None:
     ("arguments", "message"),
     [
         ({"name": "sgd", "betas": (0.9, 0.99)}, "unexpected keyword argument 'betas'"),
-        ({"name": "lamb", "varient": "apex"}, "varient is not an option of LAMB"),
+        ({"name": "lamb", "varient": "apex"}, "unexpected options of LAMB: varient"),
         ({"name": "adamw", "betas": (1.5, 0.9)}, "Invalid beta"),
         ({"name": "sgd", "nesterov": True, "momentum": 0}, "Nesterov"),
     ],
@@ -110,3 +105,40 @@ def test_layer_decay_has_timms_groups(parts: dict) -> None:
 def test_bad_arguments(arguments: dict, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         build_optimizer(build_model(**TINY), **arguments)
+
+
+def build_sgd() -> SGD:
+    return SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+
+
+def learning_rates(optimizer: SGD, scheduler: LRScheduler, steps: int) -> list[float]:
+    """Return the learning rate that each optimizer step is taken with."""
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize(("total", "warmup"), [(20, 0), (20, 5), (300, 150), (7, 6)])
+def test_equals_colossalais_linear_and_torchs_cosine_schedule(total: int, warmup: int) -> None:
+    ours, theirs = build_sgd(), build_sgd()
+    mine = learning_rates(ours, build_lr_scheduler(ours, "linear", total, warmup), total)
+    reference = learning_rates(theirs, LinearWarmupLR(theirs, total_steps=total, warmup_steps=warmup), total)
+    assert mine == pytest.approx(reference, rel=1e-9)
+    ours, theirs = build_sgd(), build_sgd()
+    mine = learning_rates(ours, build_lr_scheduler(ours, "cosine", total, warmup), total)
+    reference = learning_rates(theirs, CosineAnnealingLR(theirs, total - warmup), total - warmup)
+    assert mine == pytest.approx([PEAK * (step + 1) / warmup for step in range(warmup)] + reference, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_the_rate_stays_0_after_the_last_step(name: str) -> None:
+    assert [SCHEDULES[name](step, 20, 5) for step in (20, 1000)] == [0, 0]
+
+
+@pytest.mark.parametrize(("total", "warmup"), [(10, 10), (10, 11), (10, -1), (0, 0)])
+def test_warmup_has_to_leave_steps(total: int, warmup: int) -> None:
+    with pytest.raises(ValueError, match=f"warmup_steps={warmup} must .* total_steps={total}"):
+        build_lr_scheduler(build_sgd(), "linear", total, warmup)

@@ -11,21 +11,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from common.errors import did_you_mean
-
 # What four libraries mean by LAMB: `colossalai/nn/optimizer/lamb.py` (0.5.0), `csrc/multi_tensor_lamb.cu` of NVIDIA's
 # apex, `csrc/lamb/fused_lamb_cuda_kernel.cu` of DeepSpeed (which corrects the moments today; it used to fold the bias
 # correction into the step size), `timm/optim/lamb.py` (1.0.31).
-_VARIANTS = {
+VARIANTS = {
     "colossalai": dict(eps=1e-6, bias_correction=False, max_grad_norm=inf, always_adapt=True, trust_range=(0.0, inf)),
     "apex": dict(eps=1e-6, bias_correction=True, max_grad_norm=1.0, always_adapt=False, trust_range=(0.0, inf)),
     "deepspeed": dict(eps=1e-8, bias_correction=True, max_grad_norm=inf, always_adapt=True, trust_range=(0.01, 10.0)),
 }
-_VARIANTS["timm"] = _VARIANTS["apex"]  # timm follows apex; its `trust_clip` is trust_range=(0, 1)
+VARIANTS["timm"] = VARIANTS["apex"]  # timm follows apex; its `trust_clip` is trust_range=(0, 1)
 
 # Makes the squared norms [rows, parameters] of shards those of whole tensors, given the parameters they belong to.
 ReduceNorms = Callable[[Tensor, list[Tensor]], Tensor]
-Batch = tuple[list[Tensor], dict]  # parameters that are updated together, and the options of their group
+Bucket = tuple[list[Tensor], dict]  # parameters that are updated together, and the options of their group
 
 
 class Lamb(Optimizer):
@@ -41,8 +39,7 @@ class Lamb(Optimizer):
 
     The state is `exp_avg`, `exp_avg_sq` and `step`, all tensors of the parameter's device. As with torch's fused
     optimizers, an attribute `found_inf`, a 0-dim float32 tensor there, makes `step` change nothing where it is 1. Under
-    tensor parallelism `reduce_norms` sums the squared norms over the shards, once a step for all trust ratios. Raises
-    ValueError for an unknown variant or option, or betas out of range.
+    tensor parallelism `reduce_norms` sums the squared norms over the shards, once a step for all trust ratios.
     """
 
     def __init__(
@@ -55,38 +52,28 @@ class Lamb(Optimizer):
         reduce_norms: ReduceNorms | None = None,
         **options: object,
     ) -> None:
-        if variant not in _VARIANTS:
-            hint = did_you_mean(variant, _VARIANTS)
-            raise ValueError(f"variant={variant!r} is none of {', '.join(_VARIANTS)}{hint}")
-        for name in options:
-            if name not in _VARIANTS[variant]:
-                raise ValueError(f"{name} is not an option of LAMB{did_you_mean(name, _VARIANTS[variant])}")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas={betas} must be two numbers, at least 0 and below 1")
+        if unknown := options.keys() - VARIANTS[variant].keys():
+            raise TypeError(f"unexpected options of LAMB: {', '.join(sorted(unknown))}")
         # `capturable` has load_state_dict bring `step` to the parameter's device.
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "capturable": True}
-        super().__init__(params, defaults | _VARIANTS[variant] | options)
+        super().__init__(params, defaults | VARIANTS[variant] | options)
         self._step_supports_amp_scaling = True  # what torch calls taking `found_inf`
         self.reduce_norms = reduce_norms
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Update every parameter that has a gradient; return what `closure`, if given, returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient."""
+        del closure
         clip = self._clip_divisor()
-        batches = [(params, group) for group in self.param_groups for params in self._batches(group["params"])]
+        buckets = [(params, group) for group in self.param_groups for params in self._buckets(group["params"])]
         if self.reduce_norms is None:
-            for batch in batches:
-                self._update([batch], clip)
-        elif batches:
-            self._update(batches, clip)
-        return loss
+            for bucket in buckets:
+                self._update([bucket], clip)
+        elif buckets:
+            self._update(buckets, clip)
 
-    def _batches(self, params: list[Tensor]) -> list[list[Tensor]]:
-        """Group the parameters that have a gradient into batches that are updated together.
+    def _buckets(self, params: list[Tensor]) -> list[list[Tensor]]:
+        """Group the parameters that have a gradient into buckets that are updated together.
 
         On a CPU, one tensor at a time, so that its direction is still in the cache when it is applied. On a GPU, or
         with a reduction over ranks, all of them: fewer kernel launches and fewer messages.
@@ -106,20 +93,20 @@ class Lamb(Optimizer):
             squares_1P = self.reduce_norms(squares_1P, params)
         return (squares_1P.sum().sqrt() / max_norm).clamp(min=1.0).float()  # the type that the fused kernel takes
 
-    def _update(self, batches: list[Batch], clip: Tensor | None) -> None:
-        """Update batches whose norms are reduced together."""
+    def _update(self, buckets: list[Bucket], clip: Tensor | None) -> None:
+        """Update buckets whose norms are reduced together."""
         directions, squares = [], []
-        for params, group in batches:
+        for params, group in buckets:
             # Before the direction, because it brings the parameters into a CPU's cache for all that follows.
             param_squares_P = _squared_norms(params)
             directions.append(self._directions(params, group, clip))
             squares.append(torch.stack([param_squares_P, _squared_norms(directions[-1])]))
         squares_2P = torch.cat(squares, dim=1)
         if self.reduce_norms is not None:
-            squares_2P = self.reduce_norms(squares_2P, [p for params, _ in batches for p in params])
-        split_2P = squares_2P.split([len(params) for params, _ in batches], dim=1)
-        for batch, batch_directions, batch_squares_2P in zip(batches, directions, split_2P, strict=True):
-            self._apply(*batch, batch_directions, batch_squares_2P)
+            squares_2P = self.reduce_norms(squares_2P, [p for params, _ in buckets for p in params])
+        split_2P = squares_2P.split([len(params) for params, _ in buckets], dim=1)
+        for bucket, bucket_directions, bucket_squares_2P in zip(buckets, directions, split_2P, strict=True):
+            self._apply(*bucket, bucket_directions, bucket_squares_2P)
 
     def _apply(self, params: list[Tensor], group: dict, directions: list[Tensor], squares_2P: Tensor) -> None:
         if group["weight_decay"] == 0 and not group["always_adapt"]:

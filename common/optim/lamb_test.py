@@ -150,39 +150,11 @@ def test_parameters_in_half_precision_move_as_far_as_in_float32(dtype: torch.dty
     assert moved[0] == pytest.approx(moved[1], rel=0.01)
 
 
-def test_state_dict_round_trip(tmp_path: Path) -> None:
-    params = parameters()
-    optimizer = Lamb(params, lr=1e-2, weight_decay=0.1, variant="apex")
-    for step in range(3):
-        set_gradients(params, step)
-        optimizer.step()
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    assert set(optimizer.state[params[0]]) == {"step", "exp_avg", "exp_avg_sq"}
-    resumed = Lamb([nn.Parameter(p.detach().clone()) for p in params])
-    resumed.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
-    assert resumed.state[resumed.param_groups[0]["params"][0]]["step"].item() == 3
-    run_both(resumed, optimizer, tolerance=0.0)
-
-
 def test_parameters_without_gradient_stay() -> None:
     params = parameters()
     params[0].grad = torch.ones_like(params[0])
     before = [p.detach().clone() for p in params]
     optimizer = Lamb(params, lr=0.1, variant="apex")
-    loss = optimizer.step(lambda: params[0].square().sum())
-    assert loss.requires_grad
+    optimizer.step()
     assert [torch.equal(p, b) for p, b in zip(params, before, strict=True)] == [False, True, True, True, True]
     assert list(optimizer.state) == [params[0]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"variant": "colosalai"}, r"variant='colosalai'.*did you mean 'colossalai'"),
-        ({"trust_rang": (0, 1)}, r"trust_rang .*did you mean 'trust_range'"),
-        ({"betas": (1.0, 0.9)}, r"betas=\(1.0, 0.9\) must be two numbers"),
-    ],
-)
-def test_bad_arguments(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Lamb(parameters(), **arguments)

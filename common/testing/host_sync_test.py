@@ -12,8 +12,7 @@ from common.colossal.step_optimizer import CHECK_EVERY
 from common.config.plan import Plan
 from common.metrics.hook import MetricsHook
 from common.model.vit import build_model
-from common.optim.build import build_optimizer
-from common.optim.lr_schedule import build_lr_scheduler
+from common.optim.build import build_lr_scheduler, build_optimizer
 from common.testing.host_sync import forbid_waiting
 from common.testing.ranks import launched
 

@@ -18,8 +18,7 @@ from common.data import image_loaders
 from common.data.image_folder import FolderSplit, list_files
 from common.data.loader import Loader
 from common.model.vit import build_model, freeze
-from common.optim.build import build_optimizer
-from common.optim.lr_schedule import build_lr_scheduler
+from common.optim.build import build_lr_scheduler, build_optimizer
 from common.run.start import start_run
 from common.task import TASKS, Task
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm.std import TqdmDefaultWriteLock
 
 from common.errors import UserError
 from common.metrics import curves, loggers
 from common.metrics.curves import Curves, draw_curves, read_metrics
-from common.metrics.loggers import Guarded, JsonLines, ProgressBar, check_trackers
+from common.metrics.loggers import Guarded, JsonLines, ProgressBar, TensorBoard, check_trackers
 from common.testing.commands import run_forked
 
 TRAIN = {"kind": "train", "step": 2, "epoch": 0.5, "loss": 2.0, "samples_per_s": 10.0, "skipped": 0}
@@ -176,6 +177,18 @@ def test_progress_is_whole_lines_where_stderr_is_no_terminal(tmp_path, capsys):
     assert "\r" not in err
     assert "3/3" in err.splitlines()[-1]
     assert "loss=2.0000, img/s=10, top1=0.250" in err.splitlines()[-1]
+
+
+def test_tensorboard_reads_every_metric(tmp_path):
+    logger = TensorBoard(tmp_path, 0, 4)
+    for line in (TRAIN, EVAL):
+        logger(line)
+    logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    shown = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    when = {"kind", "step", "epoch", "time"}
+    both = [(line, name) for line in (TRAIN, EVAL) for name in line.keys() - when]
+    assert shown == {f"{line['kind']}/{name}": [(line["step"], line[name])] for line, name in both}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Files: read with limits and checked against a schema, checksums, fsync, and the lock of a folder."""
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import math
@@ -118,17 +117,6 @@ def fingerprint_of(parts: Iterable[object]) -> str:
         text = os.fsencode(str(part))  # the names of files need not be valid text
         digest.update(len(text).to_bytes(8, "little") + text)
     return digest.hexdigest()
-
-
-def explain_os_error(error: Exception, path: Path, files: int = 2) -> str:
-    """Return the reason for which ``files`` could not be written to ``path``; a full disk may lack bytes or inodes."""
-    reason = getattr(error, "strerror", None) or str(error)
-    if getattr(error, "errno", None) != errno.ENOSPC and os.strerror(errno.ENOSPC) not in reason:
-        return reason
-    disk = os.statvfs(next(folder for folder in (path, *path.absolute().parents) if folder.exists()))
-    if disk.f_files and disk.f_favail < files:
-        return f"no inodes left: the file system has {disk.f_favail} for {files} files, see df -i"
-    return reason
 
 
 def sync(path: Path) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from common.data.decode import MAX_BAD_SHARE, print_some
 from common.errors import UserError, printable, run_command
-from common.files import explain_os_error
 from common.hardware import cores
 from common.object_store import as_path, is_url
 from imagenet_dali.adopt import adopt
@@ -38,7 +37,7 @@ def main(argv: list[str]) -> None:
             prepare(Path(args.source), as_path(args.dest), options, args.workers, args.max_refused)
     except OSError as error:  # such as a full disk, which names no file
         path = error.filename or args.dest or args.source
-        raise UserError(f"{path}: {explain_os_error(error, Path(path))}; fix that and rerun the command") from error
+        raise UserError(f"{path}: {error.strerror}; fix that and rerun the command") from error
     except KeyboardInterrupt as stopped:
         print("stopped; rerun the command to resume", file=sys.stderr)
         sys.exit(128 + (stopped.args or (signal.SIGINT,))[0])

@@ -1,7 +1,18 @@
-"""What the files of a run and its checkpoints must hold, checked before any of it is used.
+"""What the files of a run and its checkpoints hold, and the check that they do.
 
-The folder of a run may come from anybody: a file in it may be a pipe, claim any size, or have the right checksum and
-the wrong content.
+checkpoints/step-00001234/
+    model.safetensors       parameters under timm's names
+    ema.safetensors         their moving averages, with EMA
+    optimizer.safetensors   `<state>/<parameter>`, e.g. `exp_avg/head.weight`
+    random.safetensors      `<rank>/<generator>`: states of every rank's random number generators
+    trainer.json            where the run stood
+    config.json             the run's own
+    metrics.jsonl           the run's own, so far
+    COMPLETE                written last: SHA-256 of the others, for `sha256sum -c COMPLETE` too
+checkpoints/best            symbolic link to the checkpoint of the best evaluation
+
+Nothing in it is code: reading a checkpoint runs none. The folder of a run may come from anybody, so a file in it may be
+a pipe, claim any size, or have the right checksum and the wrong content.
 """
 
 import math
@@ -9,26 +20,26 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from safetensors import SafetensorError, safe_open
 from typing_extensions import TypedDict
 
-from common.checkpoint.model_state import EMA, MODEL, OPTIMIZER, check_shapes
+from common.checkpoint.state import EMA, MODEL, OPTIMIZER, check_shapes
 from common.config.load import restore_config
 from common.config.plan import DataSummary, Plan
-from common.errors import UNPRINTABLE, UserError, printable
-from common.files import Count, Schema, read_json, regular_size
-from common.hardware import memory_bytes
-from common.metrics.curves import read_metrics
+from common.errors import UserError, first_line
+from common.files import Count, Schema, read_json, read_text, regular_size, sha256_of
+from common.metrics.curves import MAX_METRICS, read_metrics
 from common.model.vit import is_frozen, parameter_count, parameter_shapes
 from common.optim.build import state_names
 
 RANDOM, TRAINER, CONFIG, METRICS = "random.safetensors", "trainer.json", "config.json", "metrics.jsonl"
-GENERATOR = re.compile(r"\d+/(torch|cuda|mode\.\w+|python|python\.gauss|numpy|numpy\.gauss)")
-Second = Annotated[float, Field(ge=0, le=1e11)]
-ScalerKey = Literal["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
+FILES = (MODEL, OPTIMIZER, RANDOM, TRAINER, CONFIG, METRICS)
+MARKER, BEST = "COMPLETE", "best"
+HEADER = 1 << 27  # bytes that a safetensors header may have, and more
+Seconds = Annotated[float, Field(ge=0, le=1e11)]
 Shapes = dict[str, list[int]]
 
 
@@ -51,7 +62,7 @@ class PlanSoFar(TypedDict, total=False):
 
 class Start(Open):
     step: Count = 0
-    started: Second = 0
+    started: Seconds = 0
     gpus: Count = 0
     dtype: str = ""
     origin: str | None = Field(None, alias="from")
@@ -62,43 +73,27 @@ class RunInfo(Open):
 
     config: dict[str, Any]
     name: str = ""
+    task: str = ""
     plan: PlanSoFar = Field(PlanSoFar())
-    started: Second = 0
-    starts: Annotated[list[Start], FailFast()] = Field([])
-    argv: Annotated[list[str], FailFast()] = Field([])
+    started: Seconds = 0
+    starts: list[Start] = Field([], min_length=1)
+    argv: list[str] = Field([])
     commit: str | None = None
     versions: dict[str, str | None] = Field({})
     hardware: Hardware | None = None
 
 
-def _check_class(name: str) -> str:
-    if UNPRINTABLE.search(name):
-        raise ValueError(f"{printable(name)[:200]} has a control character or a line separator")
-    return name
-
-
 @dataclass(frozen=True)
 class DataInfo(DataSummary):
-    earlier: Annotated[tuple[str, ...], FailFast()] = ()
-    class_names: Annotated[list[Annotated[str, AfterValidator(_check_class)]], FailFast()] = ()  # pyright: ignore[reportAssignmentType]
+    loaders: str = ""  # a module of the task, in runs without `task`
 
 
-class Starts(Open):
-    starts: Annotated[list[Start], FailFast(), Field(min_length=1)]
+class FullInfo(RunInfo):
+    """config.json, as far as a checkpoint needs it."""
 
-
-class FullInfo(Starts, RunInfo):
-    """config.json, all of it."""
-
-    name: str  # pyright: ignore[reportGeneralTypeIssues]
-    task: str = ""  # which older runs do not have
     plan: Plan  # pyright: ignore[reportIncompatibleVariableOverride]
     data: DataInfo
-    started: Second  # pyright: ignore[reportGeneralTypeIssues]
-    argv: Annotated[list[str], FailFast()]
-    commit: str | None  # pyright: ignore[reportGeneralTypeIssues]
-    versions: dict[str, str | None]
-    hardware: Hardware  # pyright: ignore[reportGeneralTypeIssues]
+    starts: list[Start] = Field(min_length=1)
 
 
 class Position(Schema):
@@ -113,11 +108,19 @@ class LoaderPosition(Schema):
     samples: Count
 
 
+class Scaler(TypedDict):
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    _growth_tracker: int
+
+
 class Updates(Schema):
     updates: Count
     skipped: Count
     skipped_in_a_row: Count
-    scaler: Annotated[dict[ScalerKey, int | float], Field(min_length=5)] | None
+    scaler: Scaler | None
 
 
 class Window(Schema):
@@ -126,12 +129,6 @@ class Window(Schema):
     steps: Count
     micro_batches: Count
     loss: float
-
-    @model_validator(mode="after")
-    def _counts(self) -> "Window":
-        if self.steps > self.micro_batches:
-            raise ValueError("more steps than micro-batches")
-        return self
 
 
 class Ranks(Schema):
@@ -145,7 +142,7 @@ class TrainerState(Schema):
     trainer: Position
     loader: LoaderPosition
     optimizer: Updates
-    metrics: Annotated[list[Window], FailFast()]
+    metrics: list[Window]
     best_top1: float = Field(ge=-1, le=1)
     best_loss: float = 0.0  # which older runs do not have
     ranks: Ranks
@@ -172,9 +169,24 @@ def read_config(folder: Path, about: dict[str, Any], settings: Sequence[str] = (
     return config
 
 
+def read_trainer_state(path: Path) -> dict[str, Any]:
+    """Return what ``trainer.json`` of the checkpoint folder ``path`` says."""
+    return read_json(path / TRAINER, TrainerState).model_dump()
+
+
+def read_shapes(file: Path) -> Shapes:
+    """Return the shapes in a safetensors file by name, from its header, which fits the file."""
+    regular_size(file)
+    try:
+        with safe_open(file, "pt") as opened:
+            return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118, it is no dict
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file}: {first_line(error)}") from error
+
+
 def check_weights(file: Path, model: dict[str, Any]) -> Shapes:
     """Return the shapes in a file of weights; raise `UserError` unless they are those of the config's ``MODEL``."""
-    shapes = tensor_shapes(file)
+    shapes = read_shapes(file)
     found, expected = sum(map(math.prod, shapes.values())), parameter_count(**model)
     if found != expected:  # or a MODEL of any size would be built to compare
         raise UserError(f"{file}: {found:,} parameters, not the {expected:,} of its config.json's MODEL")
@@ -182,28 +194,35 @@ def check_weights(file: Path, model: dict[str, Any]) -> Shapes:
     return shapes
 
 
-def tensor_shapes(file: Path) -> Shapes:
-    """Return the shapes in a safetensors file by name, from its header, which fits the file."""
-    regular_size(file, memory_bytes())
+def find_fault(path: Path) -> str | None:
+    """Return what is wrong with the checkpoint folder ``path``, every byte of it checked; None if nothing is."""
     try:
-        with safe_open(file, "pt") as opened:
-            return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118, it is no dict
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: {str(error).splitlines()[0]}") from error
+        _check_sums(path)
+        config, state = read_config(path, read_about(path)), read_trainer_state(path)
+        read_metrics(path)
+        weights = check_weights(path / MODEL, config["MODEL"])
+        if (path / EMA).exists():
+            check_weights(path / EMA, config["MODEL"])
+        read_shapes(path / RANDOM)
+        _check_moments(path / OPTIMIZER, weights, config, state["trainer"]["step"])
+    except UserError as error:
+        return str(error).removeprefix(f"{path}/")
+    return None
 
 
-def check_content(path: Path) -> None:
-    """Raise `UserError` unless the files of the checkpoint ``path`` are what a run writes, and belong together."""
-    config = read_config(path, read_about(path))
-    state = read_json(path / TRAINER, TrainerState)
-    read_metrics(path)
-    weights = check_weights(path / MODEL, config["MODEL"])
-    if (path / EMA).exists():
-        check_weights(path / EMA, config["MODEL"])
-    _check_moments(path / OPTIMIZER, weights, config, state.trainer.step)
-    for name in tensor_shapes(path / RANDOM):
-        if not GENERATOR.fullmatch(name) or int(name.partition("/")[0]) >= state.ranks.gpus:
-            raise UserError(f"{path / RANDOM}: {name} is the state of no generator of this run")
+def _check_sums(path: Path) -> None:
+    """Raise `UserError` unless ``COMPLETE`` lists the checkpoint's files with their checksums."""
+    lines = read_text(path / MARKER).splitlines()
+    found = [re.fullmatch(r"([0-9a-f]{64})  ([\w.]+)", line) for line in lines]
+    sums = {match[2]: match[1] for match in found if match}
+    if len(sums) != len(lines) or not set(FILES) <= sums.keys() <= {*FILES, EMA}:
+        raise UserError(f"{path / MARKER}: does not list {', '.join(FILES)} and at most {EMA}, each with its SHA-256")
+    most = MAX_METRICS
+    for name in sorted(sums, key=lambda name: name.endswith(".safetensors")):
+        if name.endswith(".safetensors"):  # no larger than config.json's model makes them: they may be sparse
+            most = HEADER + 24 * parameter_count(**read_config(path, read_about(path))["MODEL"])
+        if sha256_of(path / name, most) != sums[name]:
+            raise UserError(f"{path / name} has changed since it was written")
 
 
 def _check_moments(file: Path, weights: Shapes, config: dict[str, Any], step: int) -> None:
@@ -212,6 +231,6 @@ def _check_moments(file: Path, weights: Shapes, config: dict[str, Any], step: in
     trained = [name for name in weights if name not in fixed and not is_frozen(name, config["FREEZE"])]
     keys = state_names(config["OPTIMIZER"])
     wanted = {f"{key}/{name}": [] if key == "step" else weights[name] for key in keys for name in trained}
-    found = tensor_shapes(file)
+    found = read_shapes(file)
     if step or found:
         check_shapes(file, found, wanted)

@@ -16,20 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.checkpoint.model_state import Tensors, copy_state, load_state
+from common.checkpoint.content import CONFIG, METRICS, RANDOM, TRAINER, read_trainer_state
 from common.checkpoint.resume import ask_first_rank
-from common.checkpoint.save import (
-    CONFIG,
-    METRICS,
-    RANDOM,
-    TRAINER,
-    checkpoint_path,
-    clear_old,
-    load_trainer_state,
-    mark_best,
-    newest_checkpoint,
-    write_checkpoint,
-)
+from common.checkpoint.save import checkpoint_path, clear_old, mark_best, newest_checkpoint, write_checkpoint
+from common.checkpoint.state import Tensors, full_state_dict, load_full_state_dict
 from common.colossal import (
     BaseHook,
     ParallelMode,
@@ -40,7 +30,6 @@ from common.colossal import (
     set_generator_states,
 )
 from common.errors import RankError, UserError, printable
-from common.files import explain_os_error
 from common.launch.stop_signals import stop_signals
 from common.metrics.hook import MetricsHook
 from common.metrics.loggers import warn
@@ -155,7 +144,9 @@ class CheckpointHook(BaseHook):
         """Copy the state, which takes all ranks, and let rank 0 write it; waits for the write before this one."""
         doing("saving a checkpoint")
         self._join_writer()
-        content: dict[str, Tensors | bytes] = dict(copy_state(self.model, self.optimizer, self.averages, self.buffers))
+        content: dict[str, Tensors | bytes] = {
+            **full_state_dict(self.model, self.optimizer, self.averages, self.buffers)
+        }
         ranks = _gather({"random": generator_states(), "metrics": self.metrics.state_dict()})
         self.saved, self.saved_at = trainer.state_dict(), time.monotonic()
         if ranks is None:  # rank 0 writes
@@ -190,7 +181,7 @@ class CheckpointHook(BaseHook):
     def _explain(self, path: Path, content: Mapping[str, Tensors | bytes], error: Exception) -> str:
         size = sum(len(v) if isinstance(v, bytes) else sum(t.nbytes for t in v.values()) for v in content.values())
         free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
-        reason = explain_os_error(error, path, files=len(content) + 2)
+        reason = getattr(error, "strerror", None) or error
         return (
             f"{path} could not be written ({reason}): it takes {size / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free; "
             f"the newest checkpoint is {newest_checkpoint(self.folder) or 'none'}"
@@ -212,8 +203,8 @@ class CheckpointHook(BaseHook):
     def _load(self, path: Path, trainer: Trainer) -> None:
         if not path.exists():
             raise RankError(f"{path} is not there on this node: --output must be on a file system that all nodes share")
-        state = load_trainer_state(path)
-        load_state(path, self.model, self.optimizer, self.averages)
+        state = read_trainer_state(path)
+        load_full_state_dict(path, self.model, self.optimizer, self.averages)
         trainer.load_state_dict(state["trainer"])
         trainer.train_dataloader.load_state_dict(state["loader"])
         trainer.engine.optimizer.load_step_state(state["optimizer"])
@@ -222,8 +213,9 @@ class CheckpointHook(BaseHook):
         rank = gpc.get_global_rank()
         self.metrics.load_state_dict(state["metrics"], rank if is_same else None)
         if is_same:  # otherwise dropout's masks differ, and nothing else
-            states, prefix = load_file(path / RANDOM), f"{rank}/"
+            prefix = f"{rank}/"
             try:
+                states = load_file(path / RANDOM)
                 set_generator_states({k.removeprefix(prefix): v for k, v in states.items() if k.startswith(prefix)})
             except Exception as error:  # torch, numpy and Python answer states that are none with many types
                 reason = f"{type(error).__name__}: {printable(error)}"

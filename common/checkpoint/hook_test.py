@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from common.checkpoint.content import read_trainer_state
 from common.checkpoint.hook import CheckpointHook
-from common.checkpoint.save import list_checkpoints, load_trainer_state, newest_checkpoint, write_checkpoint
+from common.checkpoint.save import list_checkpoints, newest_checkpoint, write_checkpoint
 from common.colossal import BaseHook, ParallelMode, Trainer, gpc
 from common.data.crops import RandomCrop
 from common.data.image_loaders import TorchvisionReader
@@ -174,14 +175,14 @@ def test_averages_begin_at_the_weights_of_a_checkpoint_that_has_none(data: Path,
 
 
 def saved_steps(run: Path) -> list[int]:
-    return [load_trainer_state(path)["trainer"]["step"] for path in list_checkpoints(run / "checkpoints")]
+    return [read_trainer_state(path)["trainer"]["step"] for path in list_checkpoints(run / "checkpoints")]
 
 
 def test_saves_when_due_and_marks_the_best(data: Path, tmp_path: Path) -> None:
     records = train(data, tmp_path / "run")
     top1 = {r["step"]: r["top1"] for r in records if r["kind"] == "eval"}
     assert saved_steps(tmp_path / "run") == [8, 6, 4, 3]
-    best = load_trainer_state(tmp_path / "run/checkpoints/best")
+    best = read_trainer_state(tmp_path / "run/checkpoints/best")
     assert best["best_top1"] == max(top1.values()) == top1[best["trainer"]["step"]]
 
 

@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from common.checkpoint.content import Starts, read_about, read_config
-from common.checkpoint.save import CONFIG, TRAINER, find_fault, list_checkpoints, load_trainer_state, put_back_old
+from common.checkpoint.content import CONFIG, TRAINER, find_fault, read_about, read_config, read_trainer_state
+from common.checkpoint.save import list_checkpoints, put_back_old
 from common.colossal import ParallelMode, gpc
 from common.config.plan import DataSummary
 from common.errors import AgreedError, UserError, printable
-from common.files import read_json
 from common.table import flatten
 
 NEVER, AUTO = "never", "auto"
@@ -80,10 +79,10 @@ def choose_checkpoint(resume: str, output: Path) -> Path | None:
 def _is_branch(output: Path, path: Path) -> bool:
     """Return whether the run in ``output`` branched off from ``path``, a checkpoint or a run."""
     try:
-        starts = read_json(output / CONFIG, Starts).starts
+        starts = read_about(output)["starts"]
     except UserError:  # nothing that this project wrote
         return False
-    origins = [Path(start.origin) for start in starts if start.origin]
+    origins = [Path(start["from"]) for start in starts if start.get("from")]
     elsewhere = [origin for origin in origins if not origin.is_relative_to(output)]
     return bool(elsewhere) and elsewhere[-1].is_relative_to(path)
 
@@ -122,7 +121,7 @@ def note_start(about: Mapping[str, Any], start_from: Path | None) -> list[dict[s
     now |= {"gpus": plan["gpus"], "dtype": plan["dtype"]}
     if start_from is None:
         return [now]
-    now |= {"step": load_trainer_state(start_from)["trainer"]["step"], "from": str(start_from)}
+    now |= {"step": read_trainer_state(start_from)["trainer"]["step"], "from": str(start_from)}
     print(f"resuming from {start_from}")
     for key, (then, value) in changed_keys(start_from, about["config"]).items():
         print(f"{key}={value!r} from here on (was {then!r}){_note_schedule(key, then, value)}")
@@ -141,7 +140,7 @@ def _note_schedule(key: str, then: Any, now: Any) -> str:
 
 def finished_step(path: Path, last_step: int) -> int | None:
     """Return the step of the checkpoint ``path`` if a run that ends after ``last_step`` has ended there, else None."""
-    state = load_trainer_state(path)["trainer"]
+    state = read_trainer_state(path)["trainer"]
     return state["step"] if state["step"] >= last_step and state["evaluated_step"] == state["step"] else None
 
 

@@ -45,10 +45,10 @@ def test_a_branch_is_resumed_from_its_own_checkpoint(tmp_path: Path) -> None:
     branch = tmp_path / "branch"
     starts = [{"step": 0}, {"from": str(first)}, {"from": str(second)}, {"from": f"{branch}/checkpoints/step-00000013"}]
     branch.mkdir()
-    (branch / "config.json").write_text(json.dumps({"starts": starts}))
+    (branch / "config.json").write_text(json.dumps(build_about() | {"starts": starts}))
     assert choose_checkpoint(str(second), branch) == second  # it was stopped before it saved one
     (own,) = write(branch, 14)
-    (branch / "config.json").write_text(json.dumps({"starts": starts}))
+    (branch / "config.json").write_text(json.dumps(build_about() | {"starts": starts}))
     assert choose_checkpoint(str(second), branch) == choose_checkpoint(str(tmp_path / "a"), branch) == own
     with pytest.raises(UserError, match="branch holds another run than --resume .*step-00000009"):
         choose_checkpoint(str(first), branch)  # from which the first run itself was resumed

@@ -13,17 +13,16 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common.checkpoint.save
-from common.checkpoint.model_state import copy_state, load_state
+from common.checkpoint.content import FILES, find_fault
 from common.checkpoint.save import (
-    FILES,
     checkpoint_path,
     clear_old,
-    find_fault,
     list_checkpoints,
     mark_best,
     put_back_old,
     write_checkpoint,
 )
+from common.checkpoint.state import full_state_dict, load_full_state_dict
 from common.colossal import canonical_state, named_shards
 from common.errors import UserError
 from common.optim.build import build_optimizer
@@ -58,7 +57,7 @@ def train_and_save(case: str, folder: Path) -> dict[str, list[float]]:
         for name in OPTIMIZERS:
             model, optimizer, engine = build_engine(name)
             fit(engine, BATCHES[:CUT])
-            state = copy_state(model, optimizer)
+            state = full_state_dict(model, optimizer)
             if torch.distributed.get_rank() == 0:
                 write_checkpoint(checkpoint_path(folder / case / name, BEFORE), state)
             if case == "none":
@@ -80,10 +79,10 @@ def save_twice(case: str) -> tuple[int, int, bool]:
         model, optimizer, engine = build_engine("lamb")
         fit(engine, BATCHES[:CUT])
         buffers: dict = {}
-        first = copy_state(model, optimizer, buffers=buffers)
+        first = full_state_dict(model, optimizer, buffers=buffers)
         fit(engine, BATCHES[CUT:])
         with CopyCount() as count:
-            second = copy_state(model, optimizer, buffers=buffers)
+            second = full_state_dict(model, optimizer, buffers=buffers)
         pairs = [(t, first[file][name]) for file in second for name, t in second[file].items()]
         whole = dict(canonical_state(model))
         is_new = all(torch.equal(whole[name], tensor) for name, tensor in second["model.safetensors"].items())
@@ -107,7 +106,7 @@ def load_and_train(case: str, folder: Path) -> dict[tuple[str, str], list[float]
             with torch.no_grad():
                 for parameter in named_shards(model).values():
                     parameter.zero_()
-            load_state(checkpoint_path(folder / saved_in / name, BEFORE), model, optimizer)
+            load_full_state_dict(checkpoint_path(folder / saved_in / name, BEFORE), model, optimizer)
             losses[saved_in, name] = fit(engine, BATCHES[CUT:])
     return losses
 
@@ -133,7 +132,7 @@ def test_any_mode_resumes_from_any_other(case: str, saved: tuple[Path, dict[str,
 def small_checkpoint(folder: Path) -> Path:
     model = build_tiny_model()
     path = checkpoint_path(folder, 7)
-    write_checkpoint(path, copy_state(model, build_optimizer(model)) | {"trainer.json": b"{}"})
+    write_checkpoint(path, full_state_dict(model, build_optimizer(model)) | {"trainer.json": b"{}"})
     return path
 
 
@@ -148,7 +147,7 @@ def small_checkpoint(folder: Path) -> Path:
 def test_another_architecture_is_refused(tmp_path: Path, change: dict, differences: list[str]) -> None:
     path, model = small_checkpoint(tmp_path), build_tiny_model(**change)
     with pytest.raises(UserError, match=f"^{path} is of another architecture: .*$") as caught:
-        load_state(path, model, build_optimizer(model))
+        load_full_state_dict(path, model, build_optimizer(model))
     assert all(words in str(caught.value) for words in differences)
 
 

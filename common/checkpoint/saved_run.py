@@ -9,9 +9,9 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from common.checkpoint.content import check_weights, read_about, read_config
-from common.checkpoint.model_state import EMA, MODEL
-from common.checkpoint.save import BEST, CONFIG, MARKER, newest_checkpoint
+from common.checkpoint.content import BEST, CONFIG, MARKER, check_weights, read_about, read_config
+from common.checkpoint.save import newest_checkpoint
+from common.checkpoint.state import EMA, MODEL
 from common.errors import UserError, command_parser
 from common.hardware import memory_bytes
 from common.model.vit import build_model
@@ -36,7 +36,7 @@ class SavedRun:
     @property
     def task(self) -> str:
         """The name of its task, for `find_task`."""
-        return self.about.get("task", "")
+        return self.about.get("task") or self.about["data"].get("loaders", "").partition(".")[0]  # of older runs
 
     @property
     def batch(self) -> int:

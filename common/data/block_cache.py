@@ -13,7 +13,6 @@ from pathlib import Path
 from crc32c import crc32c
 
 from common.errors import UserError, printable
-from common.files import explain_os_error
 
 OWN = re.compile(r"[0-9a-f]{64}(\.\d+\.\d+)?")  # the names of our files, complete or being written
 SUM = 4  # bytes of the checksum that ends a file
@@ -67,9 +66,7 @@ class BlockCache:
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
-                reason = (
-                    f"{explain_os_error(error, self.folder)}; continuing without it: lower DATA.cache_gb, or free it"
-                )
+                reason = f"{error.strerror}; continuing without it: lower DATA.cache_gb, or free it"
                 sys.stderr.write(f"warning: DATA.cache={printable(self.folder)}: {reason}\n")
 
     def _reserve(self, size: int) -> bool:

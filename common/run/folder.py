@@ -7,11 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.content import RunInfo, read_about
+from common.checkpoint.content import BEST, CONFIG, METRICS, RunInfo, read_about
 from common.checkpoint.resume import check_changes, check_data, choose_checkpoint, finished_step
-from common.checkpoint.save import BEST, CONFIG, METRICS
 from common.errors import UserError
-from common.files import explain_os_error, lock_folder, own_file, unlock_folder
+from common.files import lock_folder, own_file, unlock_folder
 from common.metrics.curves import read_metrics
 from common.run.prepare import Prepared
 
@@ -83,6 +82,4 @@ def write_start(output: Path, about: dict[str, Any], start_from: Path | None) ->
         whole = metrics.rfind(b"\n") + 1  # a disk that was full may have taken part of the last line
         own_file(output / METRICS).write_bytes(metrics[:whole])
     except OSError as error:
-        raise UserError(
-            f"--output {output}: cannot be written ({explain_os_error(error, output)}); choose another"
-        ) from error
+        raise UserError(f"--output {output}: cannot be written ({error.strerror}); choose another") from error

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common.checkpoint.sources import resolve_source
+from common.checkpoint.weights import resolve_source
 from common.colossal import MixedPrecision, build_mixed_precision, check_tensor_parallel, name_dtype
 from common.config.load import data_root, load_config, named_root
 from common.config.plan import DataSummary, Plan, build_plan, shrink_micro_batch

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from common.checkpoint.hook import CheckpointHook
-from common.checkpoint.pretrained import load_pretrained
 from common.checkpoint.resume import ask_first_rank
 from common.checkpoint.save import newest_checkpoint
+from common.checkpoint.weights import load_pretrained
 from common.colossal import BaseHook, ParallelMode, gpc, shutdown
 from common.config.plan import Plan
 from common.files import ROOT, short_path, unlock_folder

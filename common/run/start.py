@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from common.checkpoint.content import read_about
-from common.checkpoint.pretrained import fit_pretrained
+from common.checkpoint.content import CONFIG, read_about
 from common.checkpoint.resume import AUTO, NEVER, ask_first_rank, note_start
-from common.checkpoint.save import CONFIG
+from common.checkpoint.weights import fit_pretrained
 from common.colossal import MixedPrecision, progress, shutdown
 from common.config.load import named_root
 from common.config.plan import DataSummary, Plan

@@ -46,21 +46,6 @@ def test_trains_with_almost_no_shared_memory(data: Path, tmp_path: Path) -> None
     assert ended.stdout.splitlines()[-1].startswith("top1=")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a file system")
-@pytest.mark.parametrize(("options", "words"), [("nr_inodes=24", "no inodes left"), ("size=600k", "No space left")])
-def test_a_disk_without_inodes_is_told_from_a_full_one(data: Path, tmp_path: Path, options: str, words: str) -> None:
-    def main(argv: list[str]) -> None:
-        assert ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) == 0
-        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-        (tmp_path / "disk").mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", tmp_path / "disk"], check=True)
-        train(data, tmp_path / "disk" / "run", "CHECKPOINT_EVERY=1", "DATA.workers=0")
-
-    ended = run_forked(main, [])
-    assert (ended.code, words in ended.stderr) == (2, True), ended.stderr
-    assert ended.stderr.splitlines()[-1].startswith("error: ")
-
-
 def test_a_worker_that_is_killed_ends_the_run_which_can_be_resumed(data: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from common.checkpoint.model_state import MODEL, OPTIMIZER, Tensors
-from common.checkpoint.save import CONFIG, METRICS, RANDOM, TRAINER, load_trainer_state, newest_checkpoint
+from common.checkpoint.content import CONFIG, METRICS, RANDOM, TRAINER, read_trainer_state
+from common.checkpoint.save import newest_checkpoint
+from common.checkpoint.state import MODEL, OPTIMIZER, Tensors
 from common.config.load import load_config
 from common.config.plan import DataSummary, build_plan
 from common.metrics.curves import read_metrics
@@ -67,4 +68,4 @@ def read_result(output: Path) -> dict[str, Any]:
     generators = {n: t.tolist() for n, t in load_file(last / RANDOM).items() if not n.endswith("/python")}
     files = {file.name: file.read_bytes() for file in last.glob("*.safetensors") if file.name != RANDOM}
     records = [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(output)]
-    return files | {RANDOM: generators, TRAINER: load_trainer_state(last), METRICS: records}
+    return files | {RANDOM: generators, TRAINER: read_trainer_state(last), METRICS: records}

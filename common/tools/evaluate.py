@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from common.checkpoint.pretrained_run import OTHERS, open_model
 from common.checkpoint.saved_run import SavedRun, build_parser
+from common.checkpoint.weights import OTHERS, open_model
 from common.colossal import ParallelMode, Predictor, gpc, naming_lost_ranks, shutdown
 from common.config.load import data_root
 from common.config.plan import DataSummary

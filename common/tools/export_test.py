@@ -16,8 +16,8 @@ from safetensors import safe_open
 from timm.data import create_transform, resolve_data_config
 from timm.models.vision_transformer import VisionTransformer
 
-from common.checkpoint.pretrained import load_pretrained
 from common.checkpoint.saved_run import open_run
+from common.checkpoint.weights import load_pretrained
 from common.errors import UserError
 from common.model.vit import build_model
 from common.testing.tiny_task import NAMES, timm_logits, train

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint.save import FILES, MARKER, newest_checkpoint
+from common.checkpoint.content import FILES, MARKER
+from common.checkpoint.save import newest_checkpoint
 from common.colossal import shutdown
 from common.errors import UserError
 from common.files import sha256_of

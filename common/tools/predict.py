@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from PIL import UnidentifiedImageError
 
-from common.checkpoint.pretrained_run import OTHERS, open_model
 from common.checkpoint.saved_run import SavedRun, build_parser
+from common.checkpoint.weights import OTHERS, open_model
 from common.colossal import Predictor
 from common.data.crops import CenterCrop, Normalizer, crop_image
 from common.data.decode import UNREADABLE, decode_image

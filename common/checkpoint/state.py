@@ -1,6 +1,5 @@
-"""The unsharded state of a model and its optimizer under timm's names, as files hold it."""
+"""The full state dict of a model and its optimizer under timm's names, whatever the parallel mode."""
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.colossal import canonical_state, cut_piece, gather_whole, load_canonical_state, named_shards, whole_shape
-from common.config.model_arguments import DEIT3_INIT_VALUES
-from common.errors import UserError, first_line
+from common.errors import UserError
 
 MODEL, OPTIMIZER, EMA = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
 SHOWN = 3  # parameters that an error lists
@@ -21,7 +19,7 @@ SHOWN = 3  # parameters that an error lists
 Tensors = dict[str, Tensor]
 
 
-def copy_state(
+def full_state_dict(
     model: nn.Module,
     optimizer: Optimizer,
     averages: Mapping[str, Tensor] | None = None,
@@ -63,7 +61,7 @@ def _copy(tensors: Iterable[tuple[str, Tensor | None]], buffers: Tensors) -> Ten
     return copies
 
 
-def load_state(
+def load_full_state_dict(
     path: Path, model: nn.Module, optimizer: Optimizer, averages: Mapping[str, Tensor] | None = None
 ) -> None:
     """Load the checkpoint folder ``path``, saved in any parallel mode, into a model that is sharded or not.
@@ -100,36 +98,6 @@ def check_shapes(path: Path, saved: Mapping[str, list[int]], wanted: Mapping[str
         raise UserError(
             f"{path} is of another architecture: {', '.join(shown)}{more}; keep the MODEL it was trained with"
         )
-
-
-def infer_model(name: str, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what the shapes of ``weights`` tell of MODEL: all of its shape but ``heads`` and ``num_classes``."""
-    try:
-        width, _, patch_size, _ = weights["patch_embed.proj.weight"].shape
-        _, tokens, _ = weights["pos_embed"].shape
-        hidden = len(weights["blocks.0.mlp.fc1.weight"])
-        registers = weights["reg_token"].shape[1] if "reg_token" in weights else 0
-    except (KeyError, ValueError, IndexError) as error:
-        raise UserError(
-            f"{name}: no Vision Transformer with timm's parameter names ({first_line(error)}); choose other weights"
-        ) from error
-    depth = len({key.split(".")[1] for key in weights if key.startswith("blocks.")})
-    ratio = hidden / width
-    ratio = ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
-    prefix = ("cls_token" in weights) + registers
-    no_embed_class = prefix > 0 and math.isqrt(tokens) ** 2 == tokens
-    side = math.isqrt(max(0, tokens - (0 if no_embed_class else prefix)))
-    return dict(
-        image_size=side * patch_size,
-        patch_size=patch_size,
-        width=width,
-        depth=depth,
-        mlp_ratio=ratio,
-        pool="cls" if "cls_token" in weights else "avg",
-        no_embed_class=no_embed_class,
-        reg_tokens=registers,
-        init_values=DEIT3_INIT_VALUES if "blocks.0.ls1.gamma" in weights else None,  # the weights replace any
-    )
 
 
 def _load_moments(path: Path, moments: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:

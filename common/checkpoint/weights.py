@@ -1,0 +1,342 @@
+"""Weights to start from, and how they are fitted to a model: a run's, a file's, an export's, timm's and the Hub's.
+
+A model of the Hugging Face Hub is named ``hf-hub:<user>/<name>[@revision]``, or as timm does,
+``vit_tiny_patch16_224.augreg_in21k``. A head for other classes is replaced, and the position embedding of another image
+size is resampled.
+"""
+
+import math
+import os
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from common.checkpoint.content import CONFIG, MARKER
+from common.checkpoint.saved_run import SavedRun, open_run
+from common.checkpoint.state import EMA, MODEL, check_architecture
+from common.config.load import restore_config
+from common.config.model_arguments import DEIT3_INIT_VALUES, timm_arguments
+from common.errors import UserError, did_you_mean, first_line
+from common.files import parse_json, read_json
+from common.model.vit import build_sincos2d
+
+HUB = "hf-hub:"
+OTHERS = ", a folder that export wrote for timm, a model of timm's by name, or hf-hub:<user>/<name>"
+BATCH = 64  # images that are evaluated at once, unless ``MICRO_BATCH_SIZE`` is set
+DATA = {"mean": "mean", "std": "std", "eval_crop": "crop_pct"}  # keys of DATA, and what timm calls them
+WRAPPERS = ("state_dict", "model")  # under which timm, DeiT and others keep the parameters in a torch file
+# timm.create_model's other arguments load further files and unpickle them.
+SHAPE = {"qkv_bias", "pre_norm", "fc_norm", "act_layer", "norm_layer", "in_chans", *timm_arguments()}
+
+
+class Source(NamedTuple):
+    """Parameters by timm's names, the attention heads, which their shapes do not tell, and timm's pretrained_cfg."""
+
+    weights: dict[str, Tensor]
+    heads: int | None
+    preprocessing: Mapping[str, Any] = {}
+    chosen: str = ""  # the checkpoint of a run, and why that one
+
+
+class Description(BaseModel):
+    """config.json beside weights: a run's, or as timm and the Hub have it."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    architecture: str = ""
+    model_args: dict[str, Any] = Field({})
+    pretrained_cfg: dict[str, Any] = Field({})
+    label_names: list[str] | None = None
+    config: dict[str, Any] = Field({})
+
+
+def resolve_source(name: str) -> str:
+    """Return ``hf-hub:<id>`` for a model of the Hub or of timm, an absolute path for all else."""
+    if re.match("hf[-_]hub:", name):
+        return HUB + name[len(HUB) :]
+    if os.path.exists(name) or "/" in name:
+        return str(Path(name).resolve())
+    import timm  # takes a second
+    from timm.models import get_pretrained_cfg
+
+    if not timm.is_model(name.partition(".")[0]):
+        return str(Path(name).resolve())
+    known = timm.list_pretrained(f"{name.partition('.')[0]}.*")
+    if "." in name and name not in known:
+        raise UserError(
+            f"{name}: timm has no such weights{did_you_mean(name, known)}; timm.list_pretrained() lists all"
+        )
+    cfg = get_pretrained_cfg(name)
+    if cfg is None or not cfg.hf_hub_id:
+        raise UserError(f"{name}: timm has no weights of it on the Hugging Face Hub; choose another")
+    return HUB + cfg.hf_hub_id
+
+
+def open_source(name: str) -> Source:
+    """Read the weights that `resolve_source` named; raise `UserError` for what holds none of a Vision Transformer."""
+    path, is_hub = Path(name), name.startswith(HUB)
+    if not is_hub and ((path / MARKER).is_file() or (path / "checkpoints").is_dir()):
+        run = open_run(name)
+        chosen = "" if run.checkpoint == path.resolve() else f"{run.chosen}: {run.checkpoint.name}"
+        return Source(run.load_weights(), run.config["MODEL"]["heads"], chosen=chosen)
+    try:
+        return _open_hub(name) if is_hub else _open_file(name, path / MODEL if path.is_dir() else path)
+    except UserError:
+        raise
+    except Exception as error:  # safetensors', torch's, timm's, the Hub's and the network's have no type in common
+        reason = getattr(error, "strerror", None) or first_line(error)[:200]
+        if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the code in the file
+            reason = "not by torch.save, or more than tensors, which is not read since it may run code"
+        if is_hub:
+            problem, remedy = "not a timm model that can be read from the Hugging Face Hub", "check name and network; "
+            remedy += "a private one needs HF_TOKEN, and HF_HUB_OFFLINE=1 uses the cache alone"
+        else:
+            problem, remedy = "holds no weights that can be read", "name a run, a checkpoint, a file of weights, "
+            remedy += "a timm model, or hf-hub:<user>/<name>"
+        raise UserError(f"{name}: {problem} ({reason}): {remedy}") from error
+
+
+def _open_hub(name: str) -> Source:
+    from timm.models import load_model_config_from_hf, load_state_dict_from_hf
+
+    hub_id = name.removeprefix(HUB)
+    preprocessing, architecture, arguments = load_model_config_from_hf(hub_id)
+    heads = _heads_of_timm(name, architecture, arguments)
+    return Source(load_state_dict_from_hf(hub_id), heads, preprocessing)
+
+
+def _open_file(name: str, file: Path) -> Source:
+    weights = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+    weights = next((weights[key] for key in WRAPPERS if isinstance(weights, Mapping) and key in weights), weights)
+    if not (isinstance(weights, Mapping) and weights and all(isinstance(value, Tensor) for value in weights.values())):
+        raise UserError(f"{name}: {file.name} is no state_dict: save model.state_dict() alone")
+    weights, about = dict(weights), _read_description(file)
+    if "config" in about:  # a run's
+        return Source(weights, about["config"]["MODEL"]["heads"])
+    if "architecture" not in about:
+        return Source(weights, None)
+    heads = _heads_of_timm(name, about["architecture"], about.get("model_args", {}))
+    return Source(weights, heads, {**about.get("pretrained_cfg", about), "label_names": about.get("label_names")})
+
+
+def _read_description(file: Path) -> Mapping[str, Any]:
+    """Return what describes the weights in ``file``: config.json beside a model's, else the file's own header."""
+    beside = file.with_name(CONFIG)
+    if file.name in (MODEL, EMA) and beside.is_file():
+        return read_json(beside, Description).model_dump(exclude_unset=True)
+    if file.suffix != ".safetensors":
+        return {}
+    with safe_open(file, "pt") as opened:
+        header = (opened.metadata() or {}).get("config", "{}").encode()
+    return parse_json(header, Description, str(file)).model_dump(exclude_unset=True)
+
+
+def _heads_of_timm(name: str, architecture: str, arguments: Mapping[str, Any]) -> int:
+    """Return the heads of timm's ``architecture``; refuse one that computes something else than `build_model`'s."""
+    import timm
+    from timm.models.vision_transformer import VisionTransformer
+
+    if not timm.is_model(architecture):
+        raise UserError(f"{name}: architecture {architecture!r} is no model of timm's")
+    with torch.device("meta"):
+        if type(timm.create_model(architecture)) is not VisionTransformer:
+            raise UserError(f"{name}: {architecture} is no plain Vision Transformer; choose a vit_* or deit3_*")
+        shape: dict[str, Any] = {key: arguments[key] for key in arguments.keys() & SHAPE} | {"depth": 1}
+        model = timm.create_model(architecture, **shape)  # blocks are alike
+    block: Any = model.blocks[0]
+    has_gelu = type(block.mlp.act) is nn.GELU and block.mlp.act.approximate == "none"
+    has_norm = isinstance(block.norm1, nn.LayerNorm) and block.norm1.eps == 1e-6
+    pools = model.global_pool == ("token" if model.has_class_token else "avg") and not model.pool_include_prefix
+    if not (has_gelu and has_norm and pools):
+        raise UserError(
+            f"{name}: {architecture} has another activation, norm or pooling than the plain Vision Transformer; choose "
+            "another"
+        )
+    return block.attn.num_heads
+
+
+def infer_model(name: str, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return what the shapes of ``weights`` tell of MODEL: all of its shape but ``heads`` and ``num_classes``."""
+    try:
+        width, _, patch_size, _ = weights["patch_embed.proj.weight"].shape
+        _, tokens, _ = weights["pos_embed"].shape
+        hidden = len(weights["blocks.0.mlp.fc1.weight"])
+        registers = weights["reg_token"].shape[1] if "reg_token" in weights else 0
+    except (KeyError, ValueError, IndexError) as error:
+        raise UserError(
+            f"{name}: no Vision Transformer with timm's parameter names ({first_line(error)}); choose other weights"
+        ) from error
+    depth = len({key.split(".")[1] for key in weights if key.startswith("blocks.")})
+    ratio = hidden / width
+    ratio = ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
+    prefix = ("cls_token" in weights) + registers
+    no_embed_class = prefix > 0 and math.isqrt(tokens) ** 2 == tokens
+    side = math.isqrt(max(0, tokens - (0 if no_embed_class else prefix)))
+    return dict(
+        image_size=side * patch_size,
+        patch_size=patch_size,
+        width=width,
+        depth=depth,
+        mlp_ratio=ratio,
+        pool="cls" if "cls_token" in weights else "avg",
+        no_embed_class=no_embed_class,
+        reg_tokens=registers,
+        init_values=DEIT3_INIT_VALUES if "blocks.0.ls1.gamma" in weights else None,  # the weights replace any
+    )
+
+
+def load_pretrained(model: nn.Module, source: str) -> str:
+    """Give ``model``, which is whole, the weights that `fit_pretrained` returns; return its line."""
+    weights, done = fit_pretrained(model, source)
+    model.load_state_dict(weights)
+    return done
+
+
+def fit_pretrained(model: nn.Module, source: str, *, heads_stated: bool = True) -> tuple[dict[str, Tensor], str]:
+    """Return the weights of ``source`` as far as they fit ``model``, and what was done to them, in a line.
+
+    ``source`` is a run or checkpoint of ours, a folder with model.safetensors, a .safetensors file, one of torch's
+    with a `state_dict` and nothing else to unpickle, or ``hf-hub:<id>``. Raises `UserError` for anything else, for
+    weights of another architecture, and, unless ``heads_stated``, where only the user can know the number of heads.
+    """
+    try:
+        weights, heads, _, chosen = open_source(source)
+    except UserError as error:
+        raise UserError(f"INIT={error}") from error
+    _check_shape(source, weights, heads, model, heads_stated)
+    notes = [_fit_head(weights, model), _fit_position(weights, model)]
+    check_architecture(Path(source), weights, model)
+    return weights, "; ".join(
+        [f"starting from the weights of {source}{chosen and f' ({chosen})'}", *filter(None, notes)]
+    )
+
+
+def _check_shape(source: str, weights: Mapping[str, Tensor], heads: int | None, model: Any, heads_stated: bool) -> None:
+    """Refuse weights of another shape than ``model``; name every key of MODEL that has to change."""
+    theirs, own = infer_model(source, weights), infer_model("", dict(model.named_parameters()))
+    own["heads"] = own["width"] // model.blocks[0].attn.head_width
+    theirs["heads"] = heads or own["heads"]
+    patches = max(0, weights["pos_embed"].shape[1] - model.embedded_prefix)  # pyright: ignore
+    own["no_embed_class"] = model.prefix_tokens > 0 and model.embedded_prefix == 0  # pyright: ignore
+    if math.isqrt(patches) ** 2 == patches:
+        theirs["no_embed_class"] = own["no_embed_class"]  # 9 positions are 3 x 3, or 2 x 2 and 5 of the prefix
+    own["position"] = theirs["position"] = "learned"
+    if not model.pos_embed.requires_grad:
+        own["position"], theirs["position"] = "sincos2d", _position_of(weights["pos_embed"], theirs)
+    if own["image_size"] % theirs["patch_size"] == 0:
+        del theirs["image_size"]  # the position embedding is resampled
+    differing = [key for key in theirs if theirs[key] != own[key]]
+    fitting = " ".join(f"--set MODEL.{key}={theirs[key]}" for key in differing)
+    unknown, width = heads is None and (not heads_stated or theirs["width"] % own["heads"] != 0), theirs["width"]
+    if differing:
+        more = f"; set MODEL.heads too, which the weights do not tell (often width / 64: {width / 64:g})" * unknown
+        raise UserError(
+            f"INIT={source}: its model differs from {', '.join(f'MODEL.{key}={own[key]}' for key in differing)}: "
+            f"{fitting} fits, or start from other weights{more}"
+        )
+    if unknown:
+        raise UserError(
+            f"INIT={source}: the weights do not tell their number of attention heads: confirm "
+            f"--set MODEL.heads={own['heads']} or set another"
+        )
+
+
+def _position_of(saved: Tensor, model: Mapping[str, Any]) -> str:
+    """Return MODEL.position of a table of positions; ``model`` is its model's shape."""
+    side = model["image_size"] // model["patch_size"]
+    fixed = build_sincos2d(side, model["width"], max(0, saved.shape[1] - side**2))
+    is_fixed = fixed.shape == saved.shape and torch.allclose(saved.float(), fixed, atol=1e-2)
+    return "sincos2d" if is_fixed else "learned"
+
+
+def _fit_head(weights: dict[str, Tensor], model: Any) -> str | None:
+    """Put the head of ``model`` in place of one for another number of classes."""
+    saved, classes = weights.get("head.bias"), len(model.head.bias)
+    if saved is not None and len(saved) == classes:
+        return None
+    weights |= {f"head.{name}": parameter.detach() for name, parameter in model.head.named_parameters()}
+    return f"a new head of {classes} classes" + (f", not its {len(saved)}" if saved is not None else "")
+
+
+def _fit_position(weights: dict[str, Tensor], model: Any) -> str | None:
+    """Bring the position embedding to the grid of ``model``."""
+    saved, own = weights["pos_embed"], model.pos_embed
+    prefix: int = model.embedded_prefix  # pyright: ignore[reportAssignmentType]
+    old, new = (math.isqrt(max(0, table.shape[1] - prefix)) for table in (saved, own))
+    if old**2 + prefix != saved.shape[1]:
+        return None  # another architecture, which is refused with all that differs
+    if not own.requires_grad:  # fixed, and computed for any grid
+        weights["pos_embed"] = own.detach()
+        return None
+    if old == new:
+        return None
+    from timm.layers import resample_abs_pos_embed  # timm takes a second to import
+
+    weights["pos_embed"] = resample_abs_pos_embed(saved, [new, new], [old, old], prefix)
+    return f"position embedding resampled to {new} x {new} patches from {old} x {old}"
+
+
+@dataclass(frozen=True)
+class PretrainedRun(SavedRun):
+    """A model that no run of this project trained; ``descriptions`` are its classes' names in words."""
+
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    descriptions: Sequence[str] = ()
+
+    @property
+    def class_names(self) -> list[str]:
+        return list(self.descriptions) or super().class_names
+
+    def load_weights(self) -> dict[str, Tensor]:
+        return dict(self.state)
+
+
+def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> SavedRun:
+    """Open what `open_run` does, and models that `resolve_source` names or `export` wrote for timm.
+
+    Their images are prepared as timm's configuration says, but for interpolations that training does not know.
+    """
+    source = resolve_source(name)
+    path = Path(source)
+    if not source.startswith(HUB) and ((path / MARKER).is_file() or not (path / MODEL).is_file()):
+        return open_run(name, settings, raw=raw)
+    weights, heads, about, _ = open_source(source)
+    if heads is None or "head.bias" not in weights:
+        raise UserError(f"{name}: it has no {'classes' if heads else 'config.json'}, so there is nothing to evaluate")
+    names, descriptions = _name_classes(about, classes := len(weights["head.bias"]))
+    model = infer_model(source, weights) | {"heads": heads, "num_classes": classes}
+    data = {key: about[theirs] for key, theirs in DATA.items() if about.get(theirs)}
+    values = {"TOTAL_BATCH_SIZE": BATCH, "NUM_EPOCHS": 1, "LEARNING_RATE": 1, "MODEL": model, "DATA": data}
+    how = about.get("interpolation", "bilinear")
+    if is_known := how in ("bilinear", "bicubic"):
+        data["interpolation"] = how
+    return PretrainedRun(
+        folder=Path("outputs"),
+        checkpoint=Path(source),
+        chosen="pretrained" if is_known else f"pretrained; images are resized bilinearly here, not {how}",
+        config=restore_config(values, settings, where=source),
+        about={"task": "imagenet_dali", "data": {"class_names": names}, "plan": {"micro_batch": BATCH}},
+        state=weights,
+        descriptions=descriptions,
+    )
+
+
+def _name_classes(about: Mapping[str, Any], count: int) -> tuple[list[str], list[str]]:
+    """Return the classes' names and what they mean; of ImageNet's those that timm knows."""
+    from timm.data import ImageNetInfo, infer_imagenet_subset
+
+    if about.get("label_names"):
+        return list(about["label_names"]), []
+    subset = infer_imagenet_subset({"num_classes": count})
+    if subset is None:
+        return [], []
+    info = ImageNetInfo(subset)
+    return info.label_names(), [info.index_to_description(label) for label in range(count)]

@@ -15,7 +15,7 @@ import torch
 
 from common import object_store
 from common.checkpoint.save import newest_checkpoint
-from common.config.schema import Data, plain_values
+from common.config.schema import Data
 from common.data.record_reader import RecordReader
 from common.data.sampler import TrainSampler
 from common.errors import UserError
@@ -67,7 +67,7 @@ def global_batches(root: Path | str, dp_size: int, start: int = 0) -> list[list[
 
 def random_batches(root: Path | str) -> list[torch.Tensor]:
     """Return the images that workers decode in random order."""
-    data = plain_values(Data(root=str(root), loader="torchvision", order="random", workers=1))
+    data = Data(root=str(root), loader="torchvision", order="random", workers=1).model_dump()
     loader = build_train_loader(data, 48, 48, image_size=8, dp_rank=0, dp_size=1, seed=0, device=torch.device("cpu"))
     found = [images for images, _ in loader]
     loader.close()

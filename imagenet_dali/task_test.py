@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from common.config.schema import Data, plain_values
+from common.config.schema import Data
 from common.data.loader import Loader
 from common.data.sampler import NO_LABEL
 from common.errors import UserError
@@ -28,7 +28,7 @@ from imagenet_dali.testing import spoil_record
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 STD = 0.25
-DATA = plain_values(Data(workers=1, mean=(0.5, 0.5, 0.5), std=(STD,) * 3, order="random"))
+DATA = Data(workers=1, mean=(0.5, 0.5, 0.5), std=(STD,) * 3, order="random").model_dump()
 PLACED = {"image_size": 28, "dp_rank": 0, "dp_size": 1, "device": torch.device("cpu")}
 
 

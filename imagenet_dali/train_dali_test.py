@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from common.checkpoint.save import newest_checkpoint
 from common.config.model_arguments import timm_arguments
-from common.config.schema import Data, plain_values
+from common.config.schema import Data
 from common.errors import run_command
 from common.hardware import instruction_set
 from common.metrics.curves import read_metrics
@@ -47,7 +47,7 @@ def timm_top1(checkpoint: Path, data: Path) -> tuple[int, int]:
     """Return (correct, samples) of timm's own model on the validation images, loaded strictly."""
     model = timm.models.vision_transformer.VisionTransformer(**timm_arguments(**MODEL)).eval()
     model.load_state_dict(load_file(checkpoint / "model.safetensors"), strict=True)
-    reading = plain_values(Data(root=str(data), loader="torchvision", workers=0))
+    reading = Data(root=str(data), loader="torchvision", workers=0).model_dump()
     loader = build_eval_loader(reading, 7, image_size=16, dp_rank=0, dp_size=1, device=torch.device("cpu"))
     correct = samples = 0
     with torch.no_grad():

@@ -37,12 +37,12 @@ class Section(BaseModel):
 S = TypeVar("S", bound=Section)
 
 
-def key(default: Any, meaning: str, *, unit: str = "", says: str = "", of: tuple[str, ...] = (), **bounds: Any) -> Any:
+def key(default: Any, meaning: str, *, unit: str = "", says: str = "", **bounds: Any) -> Any:
     """Declare a key: its ``default`` (``...``: required), meaning, unit and bounds (``ge``, ``gt``, ``le``, ``lt``).
 
-    ``says`` describes the values where type and bounds do not; ``of`` names the choices that an option belongs to.
+    ``says`` describes the values where type and bounds do not.
     """
-    extra = {"unit": unit, "says": says, "of": list(of)}
+    extra: Any = {"unit": unit, "says": says}
     return Field(default, description=meaning, json_schema_extra=extra, validate_default=False, **bounds)
 
 
@@ -68,11 +68,6 @@ def check_given(section: type[Section], values: Mapping[str, Any]) -> None:
                 raise UserError(_explain(problem, section, values, "")) from None
 
 
-def extra_of(field: FieldInfo, name: str) -> Any:
-    """Return what `key` declared as ``unit``, ``says`` or ``of``."""
-    return (field.json_schema_extra or {}).get(name)
-
-
 def section_of(field: FieldInfo) -> type[Section] | None:
     """Return the section that a key's value is, or None for any other value."""
     kinds = (field.annotation, *get_args(field.annotation))
@@ -81,9 +76,9 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 
 def values_of(field: FieldInfo) -> str:
     """Describe the values that a key may have."""
-    text = extra_of(field, "says") or _describe(field.annotation, field.metadata)
-    unit = extra_of(field, "unit")
-    return f"{text} ({unit})" if unit else text
+    extra: Any = field.json_schema_extra
+    text = extra["says"] or _describe(field.annotation, field.metadata)
+    return f"{text} ({extra['unit']})" if extra["unit"] else text
 
 
 def _describe(kind: Any, metadata: Any = ()) -> str:

@@ -11,7 +11,7 @@ from common.colossal import check_compile, check_zero, resolve_parallel
 from common.config.execute import FOLDER, Overrides, execute, override, parse_settings
 from common.config.fields import parse
 from common.config.originals import RENAMED, read_original
-from common.config.schema import Config, Data, plain_values
+from common.config.schema import Config, Data
 from common.errors import UserError, did_you_mean, is_first_process
 from common.files import short_path
 from common.object_store import as_path, is_url
@@ -93,7 +93,7 @@ def _leave_one(values: dict[str, Any], overrides: Overrides) -> None:
 
 def _check(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     try:
-        return plain_values(parse(Config, values, where))
+        return parse(Config, values, where).model_dump()
     except ValueError as error:
         raise UserError(str(error)) from None
 

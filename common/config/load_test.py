@@ -138,7 +138,7 @@ def test_dicts_of_a_base_config_can_be_changed_in_place_and_a_setting_goes_befor
             r"crop_scale=\(0.5, 1.0\) has no effect with crop=.simple",
         ),
         (["WARMUP_EPOCHS=10"], "WARMUP_EPOCHS=10 .* less than NUM_EPOCHS=10"),
-        (["fp16.mode=AMP_TYPE.FAST"], "expected AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX or None"),
+        (["fp16.mode=AMP_TYPE.FAST"], "expected AMP_TYPE.APEX, AMP_TYPE.TORCH, AMP_TYPE.NAIVE or None"),
         (["parallel.pipeline=2"], "parallel.pipeline=2: pipeline parallelism is not supported"),
         (["TENSOR_PARALLEL_SIZE=2"], "size=2 needs parallel.tensor.mode"),
         (["TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d", "COMPILE=True"], "COMPILE=True does not support tensor"),
@@ -151,7 +151,7 @@ def test_dicts_of_a_base_config_can_be_changed_in_place_and_a_setting_goes_befor
             "OPTIMIZER.betas has no effect with name=sgd, which takes mom",
         ),
         (["fp16=dict(mode=AMP_TYPE.TORCH, opt_level='O2')"], "fp16.opt_level has no effect with mode=AMP_TYPE.TORCH"),
-        (["fp16.dtype=float16"], "fp16.dtype has no effect with mode=None, which takes none$"),
+        (["fp16.dtype=float16"], "fp16.dtype has no effect with mode=None: set mode to one of AMP_TYPE$"),
         (["fp16.scale=3"], "--set fp16.scale: unknown key"),
         (["gradient_handler=[]"], r"gradient_handler=\[\]: expected None or .dict"),  # no rank would get the others'
         (["gradient_handler=[5]"], "None or .dict.type='DataParallelGradientHandler'..$"),

@@ -5,10 +5,10 @@ UPPER CASE is ours, lower case is Colossal-AI's.
 
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_serializer, model_validator
 from pydantic.fields import FieldInfo
 
 from common.colossal import AMP_TYPE
@@ -18,7 +18,6 @@ from common.config.fields import (
     Pair,
     Section,
     Triple,
-    extra_of,
     key,
     section_of,
     suggest_key,
@@ -41,21 +40,32 @@ def _hold(condition: Any) -> AfterValidator:
 
 
 class Options(Section):
-    """Options of which only those that a config names are passed on; they are keys of some choices of ``CHOICE``."""
+    """Options of which only those that a config names are passed on.
+
+    ``TAKES`` lists the options that belong to some values of the key ``CHOICE`` only.
+    """
 
     CHOICE: ClassVar[str] = ""
+    TAKES: ClassVar[Mapping[str, Sequence[str]]] = {}
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for name, field in cls.model_fields.items():
+            if choices := [choice.removeprefix("AMP_TYPE.") for choice, names in cls.TAKES.items() if name in names]:
+                field.description = f"{', '.join(choices)}: {field.description}"
 
     @model_validator(mode="after")
     def _belong(self) -> "Options":
         choice = str(getattr(self, self.CHOICE, ""))
-        for name in self.model_fields_set:
-            of = extra_of(type(self).model_fields[name], "of")
-            if of and choice not in of:
-                known = [name for name, field in type(self).model_fields.items() if choice in extra_of(field, "of")]
-                raise ValueError(
-                    f"{name} has no effect with {self.CHOICE}={choice}, which takes {', '.join(known) or 'none'}"
-                )
+        taken = self.TAKES.get(choice, ())
+        if wrong := self.model_fields_set & set().union(*self.TAKES.values()) - {*taken}:
+            known = ", ".join(taken) or "none"
+            raise ValueError(f"{min(wrong)} has no effect with {self.CHOICE}={choice}, which takes {known}")
         return self
+
+    @model_serializer
+    def _named(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
 
 class Model(ModelArguments):
@@ -64,9 +74,7 @@ class Model(ModelArguments):
 
 class Data(Section):
     root: str | None = key(
-        None,
-        "the data set's folder, or s3://, gs://, az:// or https:// and a prefix; `None`: the environment "
-        "variable `DATA`",
+        None, "the data set: a folder, or s3://, gs://, az:// or https:// and a prefix; `None`: `$DATA`"
     )
     cache: str | None = key(None, "folder on a local disk that keeps what is read of shards (data.md)")
     cache_gb: Number = key(100, "most that `cache` takes of its disk", unit="GB", ge=1e-6, le=1e6)
@@ -78,15 +86,13 @@ class Data(Section):
     )
     order: Literal[None, "blocks", "random"] = key(
         None,
-        "order of an epoch over shards (data.md); blocks: in large reads, shuffled within windows; random: image by "
-        "image; `None`: blocks where the training shards are remote or exceed the host's memory",
+        "order over shards (data.md); blocks: in large reads, shuffled within windows; random: image by image; `None`: "
+        "blocks where the training shards are remote or exceed the host's memory",
     )
     block: Number = key(16, "most that is read at once in blocks", unit="MB", ge=1e-3, le=1e4)
     window: int = key(2, "blocks that each of the 64 streams of `order='blocks'` shuffles", ge=1, le=10**4)
     crop: Literal["random_resized", "simple"] = key(
-        "random_resized",
-        "training crop; `simple` (DeiT III): the short side resized to the image size, padded by 4 reflected pixels, "
-        "and a random square",
+        "random_resized", "training crop; `simple` (DeiT III): a random square of the resized image, padded by 4 pixels"
     )
     crop_scale: Annotated[Pair, _hold(lambda pair: 0 < pair[0] <= pair[1] <= 1)] = key(
         (0.08, 1.0), "share of the image's area that a training crop takes", says="(low, high), 0 < low <= high <= 1"
@@ -94,28 +100,14 @@ class Data(Section):
     crop_ratio: Annotated[Pair, _hold(lambda pair: 0 < pair[0] <= pair[1] <= 100)] = key(
         (3 / 4, 4 / 3), "width / height of a training crop", says="(low, high), 0 < low <= high <= 100"
     )
-    repeats: int = key(
-        1,
-        "repeated augmentation (arXiv 1901.09335): "
-        "draws of an image in a row, in one global batch or, where `repeats` does not divide it, two; an epoch has as "
-        "many draws as without, of one in `repeats` of the images",
-        ge=1,
-        le=1024,
-    )
+    repeats: int = key(1, "repeated augmentation (arXiv 1901.09335): draws of an image in a batch", ge=1, le=1024)
     flip: bool = key(True, "mirror half of the training images")
-    crop_padding: int = key(
-        4, "CIFAR-10: black border around an image before its training crop", unit="pixels", ge=0, le=1024
-    )
+    crop_padding: int = key(4, "CIFAR-10: border around an image before its crop", unit="pixels", ge=0, le=1024)
     randaugment: Annotated[tuple[int, Number], _hold(lambda pair: pair[0] >= 1 and 0 <= pair[1] <= 10)] | None = key(
-        None,
-        "torchvision's RandAugment: operations per image, and their largest magnitude",
-        says="None or (operations >= 1, magnitude from 0 to 10)",
-        strict=False,
+        None, "torchvision's RandAugment", says="None or (operations >= 1, magnitude from 0 to 10)", strict=False
     )
     autoaugment: Literal[None, "cifar10"] = key(None, "CIFAR-10: AutoAugment's policy for training")
-    interpolation: Literal["bilinear", "bicubic"] = key(
-        "bilinear", "antialiased filter that resizes images, in training, evaluation and prediction"
-    )
+    interpolation: Literal["bilinear", "bicubic"] = key("bilinear", "antialiased filter that resizes images")
     eval_crop: Number = key(0.875, "share of the short side that evaluation's centre crop takes", ge=0.1, le=1)
     mean: Triple = key((0.485, 0.456, 0.406), "subtracted from R, G, B (0 to 1)", says="(R, G, B)")
     std: Annotated[Triple, _hold(lambda colour: min(colour) >= 1e-6)] = key(
@@ -125,71 +117,42 @@ class Data(Section):
     @model_validator(mode="after")
     def _check(self) -> "Data":
         for name in ("crop_scale", "crop_ratio"):
-            value, default = getattr(self, name), type(self).model_fields[name].default
-            if self.crop == "simple" and value != default:
-                raise ValueError(
-                    f"{name}={value} has no effect with crop='simple': set it to its default, {default}, or crop to "
-                    "'random_resized'"
-                )
+            value = getattr(self, name)
+            if self.crop == "simple" and value != type(self).model_fields[name].default:
+                raise ValueError(f"{name}={value} has no effect with crop='simple': leave it out")
         return self
 
 
 BETAS = Annotated[Pair, _hold(lambda pair: all(0 <= beta < 1 for beta in pair))]
 # The upper limit may be infinite, which is written float("inf").
 Limit = Annotated[float, _hold(lambda value: value >= 0)]
-LIMITS = Annotated[tuple[Limit, Limit], _hold(lambda pair: pair[0] <= pair[1])]
-
-
-def _of(option: str) -> tuple[str, ...]:
-    """Return the optimizers that take an option."""
-    return tuple(name for name, entry in OPTIMIZERS.items() if option in entry.options)
+LIMITS = Annotated[tuple[Limit, Limit], Field(strict=False), _hold(lambda pair: pair[0] <= pair[1])]
 
 
 class Optimizer(Options):
     CHOICE = "name"
+    TAKES: ClassVar = {name: entry.options for name, entry in OPTIMIZERS.items()}
     name: Literal[*OPTIMIZERS] = key(  # pyright: ignore[reportInvalidTypeForm]
         "adamw", "`lamb`: common/optim/lamb.py; the others are torch's"
     )
-    decay_all: bool = key(
-        True, "`False`: no weight decay on biases, norms, class token, registers and position embedding"
-    )
+    decay_all: bool = key(True, "`False`: no weight decay on biases, norms, class token, registers, position embedding")
     layer_decay: Number = key(
         1.0, "factor of the learning rate per layer from the head down, as timm's `layer_decay`; 1: none", gt=0, le=1
     )
-    betas: BETAS = key(
-        (0.9, 0.999),
-        "decay of the moments",
-        says="(beta1, beta2), each >= 0 and < 1",
-        of=_of("betas"),
-        strict=False,
-    )
-    eps: Number = key(
-        None, "added to the root of the second moment; `adamw` 1e-8, `lamb` by variant", of=_of("eps"), gt=0
-    )
+    betas: BETAS = key((0.9, 0.999), "decay of the moments", says="(beta1, beta2), each >= 0 and < 1")
+    eps: Number = key(None, "added to the root of the second moment; `adamw` 1e-8, `lamb` by variant", gt=0)
     variant: Literal["colossalai", "apex", "deepspeed", "timm"] = key(
-        "colossalai",
-        "LAMB implementation to match; sets defaults for the four options below and `eps`",
-        of=_of("variant"),
+        "colossalai", "LAMB implementation to match; sets defaults for the four options below and `eps`"
     )
-    bias_correction: bool = key(None, "divide the moments by 1 - beta^step", of=_of("bias_correction"))
+    bias_correction: bool = key(None, "divide the moments by 1 - beta^step")
     max_grad_norm: Limit = key(
-        None,
-        "clip the gradient's norm inside the optimizer; infinite: never",
-        of=_of("max_grad_norm"),
-        says="number > 0",
-        gt=0,
+        None, "clip the gradient's norm inside the optimizer; infinite: never", says="number > 0", gt=0
     )
-    always_adapt: bool = key(None, "trust ratio for tensors without weight decay too", of=_of("always_adapt"))
-    trust_range: LIMITS = key(
-        None,
-        "least and greatest trust ratio",
-        of=_of("trust_range"),
-        says="(low, high), 0 <= low <= high",
-        strict=False,
-    )
-    momentum: Number = key(0.9, "0: none", of=_of("momentum"), ge=0, lt=1)
-    dampening: Number = key(0.0, "of momentum", of=_of("dampening"), ge=0, le=1)
-    nesterov: bool = key(False, "Nesterov momentum", of=_of("nesterov"))
+    always_adapt: bool = key(None, "trust ratio for tensors without weight decay too")
+    trust_range: LIMITS = key(None, "least and greatest trust ratio", says="(low, high), 0 <= low <= high")
+    momentum: Number = key(0.9, "0: none", ge=0, lt=1)
+    dampening: Number = key(0.0, "of momentum", ge=0, le=1)
+    nesterov: bool = key(False, "Nesterov momentum")
 
     @model_validator(mode="after")
     def _check(self) -> "Optimizer":
@@ -202,13 +165,9 @@ class Optimizer(Options):
 class Log(Section):
     every: int = key(10, "steps between two lines of metrics.jsonl", unit="optimizer steps", ge=1)
     tensorboard: bool = key(True, "write TensorBoard event files too")
-    trackers: Annotated[list[str], BeforeValidator(lambda names: _to_list(names))] = key(
+    trackers: Annotated[list[str], Field(strict=False)] = key(
         [], "additional loggers: `wandb`, offline unless `WANDB_MODE` is set"
     )
-
-
-def _to_list(names: Any) -> Any:
-    return list(names) if isinstance(names, tuple) else names
 
 
 class Tensor(Options):
@@ -218,51 +177,39 @@ class Tensor(Options):
 
 
 class Parallel(Options):
-    pipeline: Annotated[int, BeforeValidator(lambda stages: _stages(stages))] = key(
-        1, "pipeline parallelism is not supported: 1", ge=1
-    )
+    pipeline: Annotated[
+        int, BeforeValidator(lambda stages: stages.get("size", 1) if isinstance(stages, dict) else stages)
+    ] = key(1, "pipeline parallelism is not supported: 1", ge=1)
     tensor: Tensor = key(Tensor(), "tensor parallelism; made from `TENSOR_PARALLEL_SIZE` and `_MODE`")
 
 
-def _stages(pipeline: Any) -> Any:
-    return pipeline.get("size", 1) if isinstance(pipeline, dict) else pipeline
-
-
-def _member(mode: Any) -> Any:
-    """Take AMP_TYPE.TORCH as --set and config.json spell it."""
-    member = re.fullmatch(r"AMP_TYPE\.(\w+)", mode) if isinstance(mode, str) else None
-    return AMP_TYPE.__members__.get(member[1], mode) if member else mode
-
-
-SCALED = ("AMP_TYPE.TORCH", "AMP_TYPE.NAIVE", "AMP_TYPE.APEX")
+# As config.json spells it too.
+Mode = Annotated[AMP_TYPE, BeforeValidator(lambda mode: {str(known): known for known in AMP_TYPE}.get(str(mode), mode))]
 
 
 class Fp16(Options):
     CHOICE = "mode"
-    mode: Annotated[AMP_TYPE, BeforeValidator(_member)] | None = key(
-        None,
-        "TORCH: autocast; NAIVE: layers in half precision; APEX: by `opt_level`; `None`: full precision",
-        says="AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX or None",
+    TAKES: ClassVar = {"AMP_TYPE.APEX": ["opt_level"]}
+    mode: Mode | None = key(
+        None, "TORCH: autocast; NAIVE: layers in half precision; APEX: by `opt_level`; `None`: full precision"
     )
-    dtype: Annotated[Literal["float16", "bfloat16"], BeforeValidator(lambda kind: _dtype_name(kind))] | None = key(
-        None,
-        "compute dtype; `None`: bfloat16 where the device has it, else float16 on GPUs, float32 on CPUs",
-        says="'float16', 'bfloat16' or None",
-        of=SCALED,
+    dtype: Literal["float16", "bfloat16"] | None = key(
+        None, "compute dtype; `None`: bfloat16 where the device has it, else float16 on GPUs, float32 on CPUs"
     )
     opt_level: Literal["O0", "O1", "O2", "O3"] = key(
-        "O1", "O0: full precision; O1: as TORCH; O2: as NAIVE; O3: without float32 weights", of=("AMP_TYPE.APEX",)
+        "O1", "O0: full precision; O1: as TORCH; O2: as NAIVE; O3: without float32 weights"
     )
-    init_scale: Number = key(2.0**16, "first scale of the loss, in float16", of=SCALED, gt=0)
-    growth_factor: Number = key(2.0, "raises the scale of the loss", of=SCALED, gt=1)
-    backoff_factor: Number = key(0.5, "lowers the scale of the loss after an overflow", of=SCALED, gt=0, lt=1)
-    growth_interval: int = key(2000, "between two raises without an overflow", unit="optimizer steps", of=SCALED, ge=1)
-    enabled: bool = key(True, "scale the loss in float16", of=SCALED)
+    init_scale: Number = key(2.0**16, "first scale of the loss, in float16", gt=0)
+    growth_factor: Number = key(2.0, "raises the scale of the loss", gt=1)
+    backoff_factor: Number = key(0.5, "lowers the scale of the loss after an overflow", gt=0, lt=1)
+    growth_interval: int = key(2000, "between two raises without an overflow", unit="optimizer steps", ge=1)
+    enabled: bool = key(True, "scale the loss in float16")
 
-
-def _dtype_name(kind: Any) -> Any:
-    name = str(kind)  # torch.float16 too
-    return name.removeprefix("torch.") if name.startswith("torch.") else kind
+    @model_validator(mode="after")
+    def _needs_mode(self) -> "Fp16":
+        if self.mode is None and (named := self.model_fields_set - {"mode"}):
+            raise ValueError(f"{min(named)} has no effect with mode=None: set mode to one of AMP_TYPE")
+        return self
 
 
 class TorchDdp(Options):
@@ -289,18 +236,15 @@ STEPS_OR_MINUTES = Annotated[
 
 class Config(Section):
     TOTAL_BATCH_SIZE: int | None = key(
-        None,
-        "samples per optimizer step over all GPUs; `None`: `MICRO_BATCH_SIZE` x `gradient_accumulation` x processes",
-        unit="images",
-        ge=1,
+        None, "samples per optimizer step over all GPUs; `None`: from `MICRO_BATCH_SIZE`", unit="images", ge=1
     )
     MICRO_BATCH_SIZE: int | None = key(
         None, "samples per GPU and forward pass; derives the accumulation", unit="images", ge=1
     )
     BATCH_SIZE: int | None = key(
         None,
-        "checked: `TOTAL_BATCH_SIZE // gradient_accumulation`; without the first, see `BATCH_SIZE` in "
-        "[from-colossalai-examples.md](from-colossalai-examples.md)",
+        "checked: `TOTAL_BATCH_SIZE // gradient_accumulation`; see [from-colossalai-examples.md]"
+        "(from-colossalai-examples.md)",
         unit="images",
         ge=1,
     )
@@ -321,29 +265,21 @@ class Config(Section):
     OPTIMIZER: Optimizer = key(Optimizer(), "the optimizer, and its own options")
     EMA: Number = key(0.0, "decay of the weights' moving average, which is then evaluated; 0: none", ge=0, lt=1)
     MODEL: Model = key(Model(), "the Vision Transformer's shape")
-    OUTPUT: str | None = key(
-        None, "folder of the run, unless `--output` names one; `None`: outputs/<name of the config>"
-    )
+    OUTPUT: str | None = key(None, "folder of the run without `--output`; `None`: outputs/<name of the config>")
     INIT: str | None = key(
         None,
-        "weights to start from: a run, a checkpoint, a .safetensors file, a state_dict, a model of timm's by name, or "
-        "hf-hub:USER/NAME; set MODEL.heads too for a file that does not contain it",
+        "weights to start from: a run, a checkpoint, a file (set MODEL.heads), timm's name, or hf-hub:USER/NAME",
     )
-    FREEZE: Literal[None, "body"] = key(
-        None, "`body`: train the head alone, on the features of `INIT`'s weights (linear probing)"
-    )
+    FREEZE: Literal[None, "body"] = key(None, "`body`: train the head alone, on `INIT`'s features (linear probing)")
     MIXUP: Number = key(0.0, "alpha of Mixup's Beta distribution; 0: no Mixup", ge=0, le=1000)
     CUTMIX: Number = key(0.0, "alpha of CutMix's Beta distribution; beside `MIXUP`, half of the batches", ge=0, le=1000)
     THREE_AUGMENT: bool = key(False, "3-Augment (DeiT III): an image is made grey, solarised or blurred")
-    COLOR_JITTER: Number = key(
-        0.0, "range of the factors of brightness, contrast and saturation around 1; 0: none", ge=0, le=1
-    )
+    COLOR_JITTER: Number = key(0.0, "range of brightness, contrast, saturation around 1; 0: none", ge=0, le=1)
     ERASING: Number = key(0.0, "probability that a rectangle of a training image is erased", ge=0, le=1)
     LABEL_SMOOTHING: Number = key(0.0, "share of the target spread over all classes", ge=0, lt=1)
     BCE_THRESHOLD: Number | None = key(
         None,
-        "binary cross-entropy over the classes: those with more than this share of the label (after Mixup, CutMix) are "
-        "on; DeiT III: 0; `None`: cross-entropy",
+        "binary cross-entropy; on: classes above this share of the mixed label; `None`: cross-entropy",
         ge=0,
         lt=1,
     )
@@ -359,15 +295,14 @@ class Config(Section):
     parallel: Parallel | None = key(None, "Colossal-AI's form of the two keys above")
     zero: Zero | None = key(
         None,
-        "ZeRO over the data-parallel GPUs, with or without 1d tensor parallelism ([parallel-modes.md]"
-        "(parallel-modes.md)); `None`: every data-parallel GPU holds the whole state",
+        "ZeRO over the data-parallel GPUs, also with 1d tensor parallelism ([parallel-modes.md](parallel-modes.md))",
     )
     fp16: Fp16 | None = key(None, "mixed precision; `None`: float32")
     TF32: bool = key(True, "let float32 products round their inputs to TF32 on GPUs that have it")
     COMPILE: bool | Literal["model", "graphs"] | None = key(
         None,
-        "torch.compile: True: the transformer's blocks; 'model': the whole model; 'graphs': that, replayed as CUDA "
-        "graphs, for small models; `None`: True on GPUs without tensor parallelism",
+        "torch.compile: True: the blocks; 'model': the model; 'graphs': as CUDA graphs, for small models; `None`: True "
+        "on GPUs without tensor parallelism",
         says="True, False, None, 'model' or 'graphs'",
     )
     gradient_accumulation: int | None = key(None, "micro-batches per optimizer step", ge=1)
@@ -386,20 +321,11 @@ class Config(Section):
         if self.TOTAL_BATCH_SIZE is None and self.MICRO_BATCH_SIZE is None:
             raise ValueError(f"TOTAL_BATCH_SIZE is missing: {type(self).model_fields['TOTAL_BATCH_SIZE'].description}")
         if self.WARMUP_EPOCHS >= self.NUM_EPOCHS:
-            raise ValueError(
-                f"WARMUP_EPOCHS={self.WARMUP_EPOCHS} leaves no epoch after warm-up: it must be less than "
-                f"NUM_EPOCHS={self.NUM_EPOCHS}"
-            )
-        if self.FREEZE and self.OPTIMIZER.layer_decay != 1:
-            raise ValueError(
-                f"FREEZE={self.FREEZE!r} trains the head alone, on which OPTIMIZER.layer_decay="
-                f"{self.OPTIMIZER.layer_decay} has no effect: set OPTIMIZER.layer_decay=1 or FREEZE=None"
-            )
-        if self.BCE_THRESHOLD is not None and self.LABEL_SMOOTHING:
-            raise ValueError(
-                f"BCE_THRESHOLD={self.BCE_THRESHOLD} undoes LABEL_SMOOTHING={self.LABEL_SMOOTHING}: set "
-                "LABEL_SMOOTHING=0 or BCE_THRESHOLD=None"
-            )
+            raise ValueError(f"WARMUP_EPOCHS={self.WARMUP_EPOCHS} must be less than NUM_EPOCHS={self.NUM_EPOCHS}")
+        if self.FREEZE and (decay := self.OPTIMIZER.layer_decay) != 1:
+            raise ValueError(f"FREEZE={self.FREEZE!r} trains the head alone: leave out OPTIMIZER.layer_decay={decay}")
+        if self.BCE_THRESHOLD is not None and (smoothing := self.LABEL_SMOOTHING):
+            raise ValueError(f"BCE_THRESHOLD={self.BCE_THRESHOLD} undoes LABEL_SMOOTHING={smoothing}: set one of them")
         return self
 
 
@@ -419,54 +345,27 @@ def find_key(name: str) -> FieldInfo:
     return keys[name]
 
 
-def plain_values(section: Section) -> dict[str, Any]:
-    """Return a section as a dict of plain values; of `Options` only those that were named."""
-    names = section.model_fields_set if isinstance(section, Options) else set(type(section).model_fields)
-    return {name: _plain(getattr(section, name)) for name in type(section).model_fields if name in names}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Section):
-        return plain_values(value)
-    return [_plain(item) for item in value] if isinstance(value, list) else value
-
-
 def keys_as_markdown() -> str:
     """Return the table of all keys that docs/config.md holds."""
     rows = ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
     rows += [
-        f"| `{key}` | {'dict' if section_of(field) else values_of(field)} | {_default(field)} | {_meaning(field)} |"
+        f"| `{key}` | {'dict' if section_of(field) else values_of(field)} | {_default(field)} | {field.description} |"
         for key, field in all_keys()
     ]
     return "\n".join(rows)
 
 
 def describe_keys(name: str = "", width: int = 80) -> str:
-    """Return what the key ``name`` means, and those inside it, or a line on each key, wrapped at ``width`` columns."""
-    if not name:
-        return "\n".join(_wrap(f"{key:<27} {_meaning(field)}", width, 28) for key, field in all_keys())
-    find_key(name)
-    shown = [(key, field) for key, field in all_keys() if key == name or key.startswith(f"{name}.")]
-    return "\n".join(
-        _wrap(line, width, indent)
-        for key, field in shown
-        for line, indent in (
-            (f"{key}: {_meaning(field)}", 4),
-            (f"    values   {values_of(field)}", 13),
-            (f"    default  {_default(field)}", 13),
-        )
-    )
-
-
-def _wrap(markdown: str, width: int, indent: int) -> str:
-    text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"docs/\1", markdown).replace("`", "")
-    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)
-
-
-def _meaning(field: FieldInfo) -> str:
-    of = extra_of(field, "of")
-    of = [] if set(of) == set(SCALED) else [name.removeprefix("AMP_TYPE.") for name in of]
-    return f"{', '.join(of)}: {field.description}" if of else field.description  # pyright: ignore[reportReturnType]
+    """Return a paragraph on the key ``name`` and on each inside it, or on all keys, wrapped at ``width`` columns."""
+    if name:
+        find_key(name)
+    lines = [
+        f"{key}: {field.description}; values: {values_of(field)}; default: {_default(field) or 'a dict'}"
+        for key, field in all_keys()
+        if not name or key == name or key.startswith(f"{name}.")
+    ]
+    text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"docs/\1", "\n".join(lines)).replace("`", "")
+    return "\n".join(textwrap.fill(line, width, subsequent_indent="    ") for line in text.splitlines())
 
 
 def _default(field: FieldInfo) -> str:
@@ -474,9 +373,6 @@ def _default(field: FieldInfo) -> str:
         return "required"
     if isinstance(field.default, Section) or field.default == []:
         return ""
-    if field.default is None and extra_of(field, "of") and NONE not in get_args(field.annotation):
+    if field.default is None and not {None, NONE} & {*get_args(field.annotation)}:
         return "by variant"
-    text = field.default
-    if isinstance(text, tuple):
-        return "`(" + ", ".join(f"{item:.4g}" for item in text) + ")`"
-    return f"`{text!r}`"
+    return f"`{field.default!r}`"

@@ -6,7 +6,7 @@ from common.errors import UserError
 from common.run.arguments import parse_arguments
 
 
-@pytest.mark.parametrize(("words", "key"), [(["--help-config", "fp16"], "fp16.dtype"), (["--help-config"], "MIXUP ")])
+@pytest.mark.parametrize(("words", "key"), [(["--help-config", "fp16"], "fp16.dtype"), (["--help-config"], "MIXUP: ")])
 def test_help_on_the_config_needs_no_config(words, key, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as ended:

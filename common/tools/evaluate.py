@@ -7,6 +7,7 @@ python scripts/evaluate.py vit_small_patch16_224.augreg_in21k_ft_in1k --data /da
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,15 @@ from common.files import own_file, short_path
 from common.launch.launcher import add_launch_arguments, detect_launch, start
 from common.metrics.hook import count_correct
 from common.metrics.provenance import describe_run
-from common.table import write_csv
+from common.plot import build_figure, save_figure
+from common.table import Row, format_table, write_csv
 from common.task import find_task
-from common.tools.class_report import DRAWN, describe_classes, draw_confusion, print_extremes
 
 ONE_PROCESS = dict(pipeline=1, tensor=dict(size=1, mode=None))  # a model that is not cut
+
+SHOWN = 5  # classes at either end of the table for the terminal
+NAMED = 50  # classes up to which the picture names them
+DRAWN = 2000  # classes up to which there is a picture
 
 
 def main(argv: list[str]) -> None:
@@ -47,7 +52,9 @@ def main(argv: list[str]) -> None:
     data["root"] = data_root(run.config, task.download)
     _check_labels(run, task.describe(data))
     start(launch, run.config | {"parallel": ONE_PROCESS})
+    output = Path(args.output or run.folder / "evaluation" / f"{run.checkpoint.name}{'-raw' * args.raw}")
     if launch.rank == 0:
+        output.mkdir(parents=True, exist_ok=True)
         print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
     predict = Predictor(run.load_model(), run.config)
     place = dict(dp_rank=launch.rank, dp_size=launch.world_size, device=predict.device)
@@ -60,8 +67,7 @@ def main(argv: list[str]) -> None:
         tally.sum_over_ranks()
     shutdown()
     if launch.rank == 0:
-        name = f"{run.checkpoint.name}{'-raw' * args.raw}"
-        _report(run, tally, Path(args.output or run.folder / "evaluation" / name), argv)
+        _report(run, tally, output, argv)
 
 
 class Tally:
@@ -94,16 +100,13 @@ class Tally:
 def _check_labels(run: SavedRun, data: DataSummary) -> None:
     """Raise `UserError` for a data set whose labels are not those that the model was trained with."""
     root, outputs = run.config["DATA"]["root"], run.config["MODEL"]["num_classes"]
+    remedy = "pass its own data set with --data"
     if data.num_classes > outputs:
-        raise UserError(
-            f"{root} has {data.num_classes} classes, the model {outputs}: pass its own data set with --data"
-        )
+        raise UserError(f"{root} has {data.num_classes} classes, the model {outputs}: {remedy}")
     known = run.about.get("data", {}).get("class_names", ())
     for label, (ours, theirs) in enumerate(zip(known, data.class_names, strict=False)):
         if ours != theirs:
-            raise UserError(
-                f"{root}: label {label} is {theirs!r}, the model learned {ours!r}: pass its own data set with --data"
-            )
+            raise UserError(f"{root}: label {label} is {theirs!r}, the model learned {ours!r}: {remedy}")
 
 
 def _report(run: SavedRun, tally: Tally, output: Path, argv: list[str]) -> None:
@@ -112,16 +115,72 @@ def _report(run: SavedRun, tally: Tally, output: Path, argv: list[str]) -> None:
     rows = describe_classes(run.class_names, tally.answers)
     about = {"checkpoint": str(run.checkpoint), "weights": run.weights, "data": run.config["DATA"]["root"]}
     about |= describe_run(argv)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        own_file(output / "evaluation.json").write_text(json.dumps(metrics | about, indent=2) + "\n")
-        write_csv(rows, output / "classes.csv")
-        is_drawn = draw_confusion(run.class_names, tally.answers, output / "confusion.png")
-    except OSError as error:
-        raise UserError(f"--output {output}: cannot be written ({error.strerror}); choose another") from error
+    own_file(output / "evaluation.json").write_text(json.dumps(metrics | about, indent=2) + "\n")
+    write_csv(rows, output / "classes.csv")
+    is_drawn = draw_confusion(run.class_names, tally.answers, output / "confusion.png")
     print_extremes(rows)
     shown = short_path(output)
     picture = f"{shown}/confusion.png" if is_drawn else f"no confusion.png of more than {DRAWN:,} classes"
     print(f"classes    {shown}/classes.csv\n           {picture}")
     print(f"metrics    {shown}/evaluation.json")
     print("top1={top1:.4f} top5={top5:.4f} loss={loss:.4f} samples={samples}".format(**metrics), flush=True)
+
+
+def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[Row]:
+    """Return a row for each class that has samples.
+
+    ``answers`` holds [label, answer, whether the label is among the first five answers] in its rows, by samples.
+    ``top1``, ``top5`` and ``precision`` (correct answers of all such answers; empty where there is none) are fractions
+    of 1.
+    """
+    labels, best, is_among_5 = answers
+    is_wrong = labels != best
+    samples, wrong, top5, answered, misleading = (
+        np.bincount(of, minlength=len(names))
+        for of in (labels, labels[is_wrong], labels[is_among_5 > 0], best, best[is_wrong])
+    )
+    mistakes: dict[int, tuple[int, int]] = {}  # by label: the most frequent wrong answer, and how often
+    for (label, answer), count in zip(*np.unique(answers[:2, is_wrong].T, axis=0, return_counts=True), strict=True):
+        if count > mistakes.get(label, (0, 0))[1]:
+            mistakes[label] = answer, count
+    return [
+        {
+            "label": label,
+            "class": names[label],
+            "samples": int(samples[label]),
+            "top1": round(float(1 - wrong[label] / samples[label]), 4),
+            "top5": round(float(top5[label] / samples[label]), 4),
+            "precision": round(float(1 - misleading[label] / answered[label]), 4) if answered[label] else "",
+            "mistaken for": f"{names[mistakes[label][0]]} ({mistakes[label][1]})" if wrong[label] else "",
+        }
+        for label in np.flatnonzero(samples).tolist()
+    ]
+
+
+def print_extremes(rows: Sequence[Row]) -> None:
+    """Print the classes by top-1, the worst first; of many only the first and the last."""
+    ordered = sorted(rows, key=lambda row: (row["top1"], row["class"]))
+    if len(ordered) <= 2 * SHOWN:
+        print(format_table(ordered))
+        return
+    print(f"the {SHOWN} worst of {len(ordered)} classes\n{format_table(ordered[:SHOWN])}\n")
+    print(f"the {SHOWN} best\n{format_table(ordered[-SHOWN:])}\n")
+
+
+def draw_confusion(names: Sequence[str], answers: np.ndarray, path: Path) -> bool:
+    """Draw which shares of each class's images are taken for which; return False if there are more than `DRAWN`."""
+    count = len(names)
+    if count > DRAWN:
+        return False
+    confusion = np.bincount(answers[0] * count + answers[1], minlength=count**2).reshape(count, count)
+    side = max(5.0, min(14.0, 0.35 * count))
+    figure, axes = build_figure(side + 1.5, side)
+    axes.grid(False)
+    shares = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
+    figure.colorbar(axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the class's images")
+    axes.set(xlabel="predicted", ylabel="true class", title=f"Confusion matrix, {confusion.sum():,} images")
+    if count <= NAMED:
+        axes.set_xticks(range(count), names, rotation=90, parse_math=False)  # "$" is no formula
+        axes.set_yticks(range(count), names, parse_math=False)
+    save_figure(figure, path)
+    return True

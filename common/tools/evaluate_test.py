@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.metrics.curves import read_metrics
 from common.testing.ranks import launched, run_ranks
 from common.testing.tiny_task import NAMES, SAMPLES, timm_logits, train, write_images
-from common.tools import class_report, evaluate
+from common.tools import evaluate
 
 
 def read(run: Path) -> dict:
@@ -97,10 +97,10 @@ def test_of_many_classes_the_ends_are_shown(capsys, tmp_path):
     confusion = np.diag(np.arange(60)) + 1  # class n: n + 1 of n + 60 correct
     pairs = np.argwhere(confusion).repeat(confusion[confusion > 0], axis=0).T
     answers = np.vstack([pairs, np.ones_like(pairs[0])])
-    class_report.print_extremes(class_report.describe_classes(names, answers))
+    evaluate.print_extremes(evaluate.describe_classes(names, answers))
     shown = [line.split("|")[2].strip() for line in capsys.readouterr().out.splitlines() if "| class " in line]
     assert shown == names[:5] + names[-5:]
-    assert class_report.draw_confusion(names, answers, tmp_path / "confusion.png")
+    assert evaluate.draw_confusion(names, answers, tmp_path / "confusion.png")
     assert (tmp_path / "confusion.png").stat().st_size > 1000
 
 
@@ -114,8 +114,8 @@ def test_of_21k_classes_no_matrix_is_made(tmp_path):
         tally = evaluate.Tally(torch.device("cpu"))
         tally.add(logits, labels)
         tally.sum_over_ranks()
-    rows = class_report.describe_classes([str(label) for label in range(classes)], tally.answers)
-    assert not class_report.draw_confusion(range(classes), tally.answers, tmp_path / "confusion.png")
+    rows = evaluate.describe_classes([str(label) for label in range(classes)], tally.answers)
+    assert not evaluate.draw_confusion(range(classes), tally.answers, tmp_path / "confusion.png")
     assert tracemalloc.get_traced_memory()[1] < 50e6  # a matrix of bytes: 480 MB
     tracemalloc.stop()
     assert sum(row["top1"] * row["samples"] for row in rows) == 32

@@ -24,7 +24,7 @@ from common.colossal import Predictor
 from common.data.crops import CenterCrop, Normalizer, crop_image
 from common.data.decode import UNREADABLE, decode_image
 from common.data.image_folder import MAX_BYTES, list_files
-from common.errors import UNPRINTABLE, UserError, printable
+from common.errors import UserError, printable
 from common.files import read_bytes, short_path
 from common.task import find_task
 
@@ -50,9 +50,7 @@ def main(argv: list[str]) -> None:
         if "error" in answer:
             print(printable(f"error: {answer['image']}: {answer['error']}"), file=sys.stderr)
         if args.json:
-            line = json.dumps(answer, ensure_ascii=False)
-            is_text = not UNPRINTABLE.search(line) and sys.stdout.encoding.lower().startswith("utf")
-            print(line if is_text else json.dumps(answer), flush=True)
+            print(json.dumps(answer), flush=True)
         elif "classes" in answer:
             named = (f"{found['class']} {100 * found['probability']:.1f} %" for found in answer["classes"])
             print(printable(f"{answer['image']}: {'; '.join(named)}"), flush=True)
@@ -85,13 +83,12 @@ def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
         while batch := list(islice(remaining, BATCH)):
             views = list(pool.map(read, batch))
             decoded = [view for view in views if isinstance(view, np.ndarray)]
-            probabilities = iter(())
+            found = iter(())
             if decoded:
                 pixels = torch.from_numpy(np.stack(decoded)).to(predictor.device)
-                probabilities = iter(predictor(normalize(pixels)).softmax(1).cpu())
+                found = map(partial(_best, names), predictor(normalize(pixels)).softmax(1).cpu())
             for image, view in zip(batch, views, strict=True):
-                is_read = isinstance(view, np.ndarray)
-                yield {"image": image} | (_best(next(probabilities), names) if is_read else {"error": view})
+                yield {"image": image} | ({"error": view} if isinstance(view, str) else {"classes": next(found)})
 
 
 def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
@@ -110,9 +107,7 @@ def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
         return reason or UNREADABLE + (" ".join(str(error).split()) or type(error).__name__)
 
 
-def _best(probabilities_C: torch.Tensor, names: Sequence[str]) -> Answer:
+def _best(names: Sequence[str], probabilities_C: torch.Tensor) -> list[Answer]:
     values, labels = probabilities_C.topk(min(BEST, len(names)))
     found = zip(values.tolist(), labels.tolist(), strict=True)
-    return {
-        "classes": [{"class": names[label], "label": label, "probability": round(value, 6)} for value, label in found]
-    }
+    return [{"class": names[label], "label": label, "probability": round(value, 6)} for value, label in found]

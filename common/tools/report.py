@@ -15,7 +15,7 @@ import re
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -27,7 +27,7 @@ from markupsafe import Markup
 from common.checkpoint.content import METRICS, RunInfo, read_about
 from common.errors import UserError, command_parser, counted
 from common.files import own_file, short_path
-from common.metrics.curves import WHEN, Metrics, read_metrics
+from common.metrics.curves import Metrics, read_metrics
 from common.metrics.provenance import format_time, name_hardware, result_columns
 from common.table import flatten
 
@@ -73,19 +73,9 @@ class FinishedRun:
     def seconds(self) -> float:
         """The wall time up to the last record, without the pauses before a start."""
         times = [line["time"] for line in self.metrics if "time" in line]
-        starts = [start["started"] for start in self.starts if "started" in start]
+        starts = [start["started"] for start in self.about.get("starts", ()) if "started" in start]
         spans = itertools.pairwise([*starts, math.inf])
         return sum(max((when for when in times if start <= when < end), default=start) - start for start, end in spans)
-
-    @property
-    def starts(self) -> list[Mapping[str, Any]]:
-        """When, how and from which step it was started, each time."""
-        return self.about.get("starts", [])
-
-    @property
-    def command(self) -> str:
-        """The command line that started it last."""
-        return shlex.join(["python", *map(str, self.about.get("argv", []))])
 
     def of_kind(self, kind: str) -> list[Metrics]:
         return [line for line in self.metrics if line["kind"] == kind]
@@ -98,15 +88,8 @@ class FinishedRun:
 
 def main(argv: list[str]) -> None:
     parser = command_parser(__doc__)
-    parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="folder of a run or a sweep; several are compared"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="default: report.html in RUN, or in the folder that holds all of them",
-    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run or a sweep")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the folder of all runs")
     parser.add_argument("--csv", action="store_true", help="print a row of results.csv for each run, and write no page")
     args = parser.parse_args(argv)
     folders = [folder for named in args.runs for folder in find_runs(named)]
@@ -183,6 +166,7 @@ def render(runs: Sequence[FinishedRun]) -> str:
             summary={title: [cell(run) for run in runs] for title, cell in SUMMARY.items()},
             keys={key: cells for key, cells in configs.items() if len(runs) == 1 or len(set(cells)) > 1},
             environment=_align(map(_environment, runs)),
+            commands={run.name: shlex.join(["python", *run.about.get("argv", ())]) for run in runs},
             charts=Markup(json.dumps(charts, separators=(",", ":")).replace("<", "\\u003c")),
         )
     )
@@ -220,7 +204,7 @@ SUMMARY: dict[str, Callable[[FinishedRun], str]] = {
 def _environment(run: FinishedRun) -> dict[str, str]:
     """Return each start as "step 65, 2026-11-22 09:01 UTC, bfloat16, processes: 2", and the rest of config.json."""
     rows = {}
-    for number, start in enumerate(run.starts, 1):
+    for number, start in enumerate(run.about.get("starts", ()), 1):
         parts = [f"step {start.get('step', 0):,}", format_time(start["started"]) if "started" in start else ""]
         parts += [start.get("dtype", ""), f"processes: {start['gpus']}" if "gpus" in start else ""]
         rows[f"start {number}"] = ", ".join(filter(None, parts))
@@ -240,30 +224,22 @@ def _flat_text(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def collect_charts(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
-    """Return a chart for every metric of the runs, known ones first, with a line for each run and kind."""
-    names = dict.fromkeys([*CHARTS, *(name for run in runs for line in run.metrics for name in line)])
+    """Return a chart for every metric that the runs have, with a line for each run and kind."""
     charts = []
-    for name in [name for name in names if name not in (*WHEN, "samples")]:
-        title, scale, from_zero = CHARTS.get(name, (name.replace("_", " "), 1, False))
+    for name, (title, scale, from_zero) in CHARTS.items():
         lines = [line for number, run in enumerate(runs) for line in _lines(run, number, name, scale)]
         if lines:
             charts.append({"name": name, "title": title, "fromZero": from_zero, "lines": lines})
     return charts
 
 
-def _lines(run: FinishedRun, number: int, name: str, scale: float) -> list[dict[str, Any]]:
-    curves: dict[str, list[Point]] = {}
-    for line in run.metrics:
-        if name in line:
-            value = math.nan if line[name] is None else line[name]
-            shown = float(f"{value * scale:.6g}") if math.isfinite(value) else None
-            curves.setdefault(line["kind"], []).append((line["step"], shown))
-    lines = []
-    for kind, points in curves.items():
-        if any(value is not None for _, value in points):
-            kept = thin_out(points)
-            lines.append({"run": number, "kind": kind, "x": [x for x, _ in kept], "y": [y for _, y in kept]})
-    return lines
+def _lines(run: FinishedRun, number: int, name: str, scale: float) -> Iterator[dict[str, Any]]:
+    for kind in ("train", "eval"):
+        pairs = [(line["step"], line[name]) for line in run.of_kind(kind) if name in line]
+        points = [(x, None if y is None or math.isnan(y) else float(f"{y * scale:.6g}")) for x, y in pairs]
+        if any(y is not None for _, y in points):
+            xs, ys = zip(*thin_out(points), strict=True)
+            yield {"run": number, "kind": kind, "x": xs, "y": ys}
 
 
 def thin_out(points: Sequence[Point]) -> list[Point]:

@@ -130,12 +130,11 @@ def test_equal_folder_names_are_told_apart_and_names_are_text(tmp_path):
     report.main(list(map(str, folders)))
     assert str(folders[1]) in (tmp_path / "report.html").read_text()
     evil = {EVIL: EVIL}
-    run = write_run(tmp_path / "run", [train(1, **{EVIL: 1.0})], config=evil, argv=[EVIL], versions=evil)
+    run = write_run(tmp_path / "run", [train(1, loss=1.0)], config=evil, argv=[EVIL], versions=evil)
     page = report.render([report.load_run(run, EVIL), report.load_run(folders[0], "other")])
     assert "<script>alert" not in page
     assert EVIL in unescape(re.search("<pre>(.*?)</pre>", page)[1])
     assert tables_of(page)[2][EVIL] == [EVIL, "-"]
-    assert charts_of(page)[0]["name"] == EVIL
 
 
 def test_csv_is_a_row_of_the_results(data, tmp_path, capsys):
@@ -172,17 +171,17 @@ def test_a_foreign_or_broken_folder_is_one_line(config, metrics, message, tmp_pa
 
 
 def test_charts_hold_every_number_and_know_their_runs():
-    first = [train(1, loss=2.0, new_figure=0.4, mfu=0.5, data_wait=0.25), evaluation(2, 0.5)]
+    first = [train(1, loss=2.0, mfu=0.5, data_wait=0.25), evaluation(2, 0.5)]
     runs = [FinishedRun("a", {}, first), FinishedRun("b", {}, [train(1, loss=3.0)])]
     charts = {chart["name"]: chart["lines"] for chart in collect_charts(runs)}
-    assert list(charts) == ["loss", "top1", "top5", "mfu", "data_wait", "new_figure"]
+    assert list(charts) == ["loss", "top1", "top5", "mfu", "data_wait"]
     assert charts["loss"] == [
-        {"run": 0, "kind": "train", "x": [1], "y": [2.0]},
-        {"run": 0, "kind": "eval", "x": [2], "y": [1.0]},
-        {"run": 1, "kind": "train", "x": [1], "y": [3.0]},
+        {"run": 0, "kind": "train", "x": (1,), "y": (2.0,)},
+        {"run": 0, "kind": "eval", "x": (2,), "y": (1.0,)},
+        {"run": 1, "kind": "train", "x": (1,), "y": (3.0,)},
     ]
-    assert charts["top1"][0]["y"] == [50.0]
-    assert charts["data_wait"][0]["y"] == [25.0]
+    assert charts["top1"][0]["y"] == (50.0,)
+    assert charts["data_wait"][0]["y"] == (25.0,)
 
 
 def test_thinned_out_curves_keep_extremes_ends_and_gaps():

@@ -5,8 +5,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import numpy as np
-
 from common.errors import UserError
 from common.plot import build_figure, place_legend, save_figure
 from common.tools.report import ABSENT, FinishedRun, load_run
@@ -16,11 +14,8 @@ COSTS = (
     "GB: peak memory of a process; data: share of the time waiting for images; fwd, bwd: of a step; d(loss): largest "
     "difference of the train loss from the first run's"
 )
-STYLES = ("-", "--", ":", "-.")
-LONG = 12  # characters of a value, from which on it is alone in a row of the legend
 LOG_FROM = 8  # greatest / least x from which on the axis is logarithmic
 Line = tuple[tuple[str, Any], ...]  # (key, value) of what else the sweep varies
-Point = tuple[Any, Line]
 
 
 def read_sweep(folder: Path) -> list[FinishedRun]:
@@ -31,7 +26,7 @@ def read_sweep(folder: Path) -> list[FinishedRun]:
     runs = [load_run(path.parent, path.parent.name) for path in folder.glob("*/config.json")]
     if not runs:
         raise UserError(f"--output {folder}: no run in it yet; start the sweep with --config and --grid")
-    runs.sort(key=lambda run: run.starts[0]["started"] if run.starts else run.name)
+    runs.sort(key=lambda run: run.about["starts"][0]["started"])
     keys = keys_of(runs)
     seen = {key: list(dict.fromkeys(_value(run, key) for run in runs)) for key in keys}
 
@@ -86,121 +81,66 @@ def tabulate(runs: Sequence[FinishedRun], failed: Mapping[str, int]) -> list[dic
 
 
 def tabulate_costs(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
-    """Return each run's memory, medians of rate and times, and the difference of its loss; `COSTS` explains them."""
-    keys, first = keys_of(runs), {line["step"]: line["loss"] for line in runs[0].of_kind("train") if "loss" in line}
-    rows = []
+    """Return each run's medians of memory, rate and times, and the difference of its loss; `COSTS` explains them."""
+    first, rows = {line["step"]: line["loss"] for line in runs[0].of_kind("train")}, []
     for run in runs:
-        pairs = [(line["loss"], first[line["step"]]) for line in run.of_kind("train") if line["step"] in first]
-        rows.append(
-            {
-                "run": ", ".join(str(_value(run, key)) for key in keys) or run.name,
-                "GB": run.median("peak_memory_gb", "{:.2f}"),
-                "img/s": run.median("samples_per_s", "{:,.0f}"),
-                "data": run.median("data_wait", "{:.1f} %"),
-                "fwd ms": run.median("forward_s", "{:.1f}"),
-                "bwd ms": run.median("backward_s", "{:.1f}"),
-                "d(loss)": f"{max(abs(ours - theirs) for ours, theirs in pairs):.1e}" if pairs else ABSENT,
-            }
-        )
+        train = run.of_kind("train")
+        differences = [abs(line["loss"] - first[line["step"]]) for line in train if line["step"] in first]
+        costs = {
+            "run": ", ".join(str(_value(run, key)) for key in keys_of(runs)) or run.name,
+            "GB": run.median("peak_memory_gb", "{:.2f}"),
+            "img/s": run.median("samples_per_s", "{:,.0f}"),
+            "data": run.median("data_wait", "{:.1f} %"),
+            "fwd ms": run.median("forward_s", "{:.1f}"),
+            "bwd ms": run.median("backward_s", "{:.1f}"),
+            "d(loss)": f"{max(differences):.1e}" if differences else ABSENT,
+        }
+        rows.append(costs)
     return rows
 
 
 def draw(runs: Sequence[FinishedRun], path: Path, best: str | None = None) -> bool:
-    """Draw top-1 of the finished runs against the first key, and of all against epochs; False if there is none yet.
+    """Draw top-1 of the finished runs against the first key, with a line for the others; False if there is none yet.
 
-    On the right the colour tells the first key's value; on both sides the style of a line tells the other keys. Runs
-    that differ only in `SEED` are one point, their mean, with a bar from the least to the greatest. ``best`` names a
-    key of whose values only the one with the highest mean is drawn, on both sides.
+    Runs that differ only in `SEED` are one point, their mean, with a bar from the least to the greatest. ``best`` names
+    a key of whose values only the one with the highest mean is drawn.
     """
-    if not any(run.of_kind("eval") for run in runs):
+    lines, keys = collect_points(runs, best), keys_of(runs)
+    if not lines:
         return False
-    keys = keys_of(runs)
-    figure, (against_key, against_epoch) = build_figure(11, 4.5, columns=2)
-    points = chosen_points(runs, best)
-    if best is not None and points:
-        runs = [run for chosen in points.values() for run in chosen]
-    lines = list(dict.fromkeys(_line(run, keys, best) for run in runs))
-    for number, line in enumerate(lines):
-        tops = {x: [_top1(run) for run in chosen] for (x, of), chosen in points.items() if of == line}
-        if tops:
-            label = ", ".join(f"{key}={value}" for key, value in line)
-            _draw_line(against_key, tops, f"C{number % 10}", STYLES[number % len(STYLES)], label)
-    _draw_curves(against_epoch, runs, keys, {line: STYLES[n % len(STYLES)] for n, line in enumerate(lines)}, best)
-    _label_axis(against_key, list(dict.fromkeys(x for x, _ in points)), keys)
-    if points and lines[0]:
-        place_legend(against_key, columns=1 if len(lines[0]) > 1 else 2)
-    save_figure(figure, path)
-    return True
-
-
-def chosen_points(runs: Sequence[FinishedRun], best: str | None) -> dict[Point, list[FinishedRun]]:
-    """Return the finished runs at each point; there are several if seeds differ.
-
-    Of the points that differ only in the key ``best`` only the one with the highest mean stays, without that key.
-    """
-    keys = keys_of(runs)
-    points: dict[Point, list[FinishedRun]] = {}
-    for run in filter(_is_complete, runs):
-        x = _value(run, keys[0]) if keys else run.name
-        points.setdefault((x, _line(run, keys)), []).append(run)
-    chosen: dict[Point, list[FinishedRun]] = {}
-    for (x, line), same in points.items():
-        rest = x, tuple((key, value) for key, value in line if key != best)
-        if rest not in chosen or mean(map(_top1, same)) > mean(map(_top1, chosen[rest])):
-            chosen[rest] = same
-    return chosen
-
-
-def _top1(run: FinishedRun) -> float:
-    """Return the final top-1 in per cent."""
-    return 100 * float(run.of_kind("eval")[-1]["top1"])
-
-
-def _line(run: FinishedRun, keys: Sequence[str], best: str | None = None) -> Line:
-    """Return the run's values of all keys but the first, `SEED` and ``best``."""
-    return tuple((key, _value(run, key)) for key in keys[1:] if key not in (SEED, best))
-
-
-def _draw_line(axes: Any, points: Mapping[Any, list[float]], color: str, style: str, label: str) -> None:
-    is_numeric, middles = _is_numeric(points), [mean(same) for same in points.values()]
-    xs = list(points) if is_numeric else list(map(str, points))
-    axes.plot(xs, middles, marker="o", color=color, linestyle=style if is_numeric else "", label=label)
-    if any(len(same) > 1 for same in points.values()):
-        spans = [(mean(same) - min(same), max(same) - mean(same)) for same in points.values()]
-        axes.errorbar(xs, middles, np.transpose(spans), capsize=3, fmt="none", color=color)
-
-
-def _draw_curves(
-    axes: Any, runs: Sequence[FinishedRun], keys: Sequence[str], styles: Mapping[Line, str], best: str | None
-) -> None:
-    """Draw top-1 of ``runs`` against epochs; ``styles`` are by the values of the other keys."""
-    from matplotlib import colormaps
-    from matplotlib.ticker import MaxNLocator
-
-    values = [_value(run, keys[0]) if keys else run.name for run in runs]
-    distinct = list(dict.fromkeys(values))
-    colors = dict(zip(distinct, colormaps["viridis"](np.linspace(0, 0.9, len(distinct))), strict=True))
-    for run, value in zip(runs, values, strict=True):
-        curve = [(line["epoch"], 100 * line["top1"]) for line in run.of_kind("eval")]
-        style = dict(color=colors[value], linestyle=styles[_line(run, keys, best)])
-        axes.plot(*np.reshape(curve, (-1, 2)).T, marker="." if len(curve) == 1 else "", **style)
-    for value, color in colors.items():  # one entry for all runs of a value, in a solid line
-        axes.plot([], [], color=color, label=f"{keys[0]}={value}" if keys else value)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.set(xlabel="epoch", ylabel="top-1 of each run, %")
-    place_legend(axes, columns=1 if any(len(str(value)) > LONG for value in values) else 2)
-
-
-def _label_axis(axes: Any, places: Sequence[Any], keys: Sequence[str]) -> None:
+    figure, axes = build_figure(7, 4.5)
+    places = list(dict.fromkeys(x for points in lines.values() for x in points))
+    is_numeric = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in places)
+    for number, (line, points) in enumerate(lines.items()):
+        xs, middles = list(points) if is_numeric else list(map(str, points)), list(map(mean, points.values()))
+        label = ", ".join(f"{key}={value}" for key, value in line)
+        axes.plot(xs, middles, "o-" if is_numeric else "o", color=f"C{number}", label=label)
+        bars = [(mean(tops) - min(tops), max(tops) - mean(tops)) for tops in points.values()]
+        axes.errorbar(xs, middles, list(zip(*bars, strict=True)), capsize=3, fmt="none", color=f"C{number}")
     axes.set(xlabel=keys[0] if keys else "run", ylabel="top-1 of finished runs at the end, %")
-    if not _is_numeric(places):
-        axes.tick_params(axis="x", rotation=15)
-    elif places:
+    if is_numeric:
         if min(places) > 0 and max(places) / min(places) >= LOG_FROM:
             axes.set_xscale("log")
         axes.set_xticks(places, [f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in places])
         axes.minorticks_off()
+    if any(lines):
+        place_legend(axes, columns=2)
+    save_figure(figure, path)
+    return True
 
 
-def _is_numeric(values: Any) -> bool:
-    return all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+def collect_points(runs: Sequence[FinishedRun], best: str | None) -> dict[Line, dict[Any, list[float]]]:
+    """Return the final top-1 of the finished runs in per cent, by line and x; there are several if seeds differ.
+
+    Of the points that differ only in the key ``best`` only the one with the highest mean stays, without that key.
+    """
+    keys, points = keys_of(runs), {}
+    for run in filter(_is_complete, runs):
+        values = {key: _value(run, key) for key in keys if key != SEED} or {"": run.name}
+        points.setdefault(tuple(values.items()), []).append(100 * run.of_kind("eval")[-1]["top1"])
+    lines: dict[Line, dict[Any, list[float]]] = {}
+    for ((_, x), *line), tops in points.items():
+        chosen = lines.setdefault(tuple(part for part in line if part[0] != best), {})
+        if x not in chosen or mean(tops) > mean(chosen[x]):
+            chosen[x] = tops
+    return lines

@@ -16,7 +16,7 @@ from common.testing.photographs import write_colours
 from common.testing.tiny_task import CONFIG
 from common.tools import sweep, sweep_results
 from common.tools.report import FinishedRun
-from common.tools.sweep_results import chosen_points, draw
+from common.tools.sweep_results import collect_points, draw
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -114,46 +114,28 @@ def finished_run(batch: int, rate: float, seed: int, top1: float, last_step: int
     return FinishedRun(name, {"name": "tiny", "config": config, "plan": {"last_step": last_step}}, [record])
 
 
-def legend_of(axes) -> list[str]:
-    return [text.get_text() for text in axes.get_legend().get_texts()]
-
-
 def test_points_are_means_over_seeds_and_the_best_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [finished_run(14, 0.1, 1, 0.5), finished_run(14, 0.1, 2, 0.7)]  # 60 % on average
     runs += [finished_run(14, 0.2, 1, 0.65), finished_run(14, 0.3, 1, 0.9, last_step=40)]  # the last is unfinished
-    assert chosen_points(runs, None) == {
-        (14, (("LEARNING_RATE", 0.1),)): runs[:2],
-        (14, (("LEARNING_RATE", 0.2),)): runs[2:3],
+    assert collect_points(runs, None) == {
+        (("LEARNING_RATE", 0.1),): {14: pytest.approx([50, 70])},
+        (("LEARNING_RATE", 0.2),): {14: pytest.approx([65])},
     }
-    assert chosen_points(runs, "LEARNING_RATE") == {(14, ()): runs[2:3]}
+    assert collect_points(runs, "LEARNING_RATE") == {(): {14: pytest.approx([65])}}
     drawn = []
     monkeypatch.setattr(sweep_results, "save_figure", lambda figure, path: drawn.append(figure))
-    assert draw(runs, tmp_path / "sweep.png", "LEARNING_RATE")
-    left, right = drawn.pop().axes
-    assert left.lines[0].get_ydata() == pytest.approx([65])
-    assert [line.get_ydata() for line in right.lines if len(line.get_ydata())] == [pytest.approx([65])]
-    runs[-1].about["config"]["TOTAL_BATCH_SIZE"] = 28
     assert draw(runs, tmp_path / "sweep.png")
-    left, right = drawn[0].axes
-    assert legend_of(left) == ["LEARNING_RATE=0.1", "LEARNING_RATE=0.2"]
-    assert len(left.containers) == 1  # a bar where seeds differ
-    assert legend_of(right) == ["TOTAL_BATCH_SIZE=14", "TOTAL_BATCH_SIZE=28"]
-    colors = [tuple(line.get_color()) for line in right.lines[:4]]
-    assert colors[0] == colors[1] == colors[2] != colors[3]
-
-
-def test_values_that_are_no_numbers_are_places_without_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (axes,) = drawn.pop().axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["LEARNING_RATE=0.1", "LEARNING_RATE=0.2"]
+    assert [line.get_ydata() for line in axes.lines if line.get_label()[0] != "_"] == pytest.approx([60, 65])
+    names = ["None", "mode=APEX, opt_level=O1"]
+    monkeypatch.setattr(sweep_results, "keys_of", lambda runs: ["fp16"])
     runs = [finished_run(14, 0.1, 1, 0.5, fp16=None)]
     runs += [finished_run(14, 0.1, 1, 0.7, fp16={"mode": "AMP_TYPE.APEX", "opt_level": "O1"})]
-    drawn = []
-    monkeypatch.setattr(sweep_results, "save_figure", lambda figure, path: drawn.append(figure))
-    monkeypatch.setattr(sweep_results, "keys_of", lambda runs: ["fp16"])
     assert draw(runs, tmp_path / "sweep.png")
-    left, right = drawn[0].axes
-    names = ["None", "mode=APEX, opt_level=O1"]
-    assert [str(place) for place in left.lines[0].get_xdata()] == names
-    assert left.lines[0].get_linestyle() == "None"
-    assert legend_of(right) == [f"fp16={name}" for name in names]
+    (axes,) = drawn.pop().axes
+    assert [str(place) for place in axes.lines[0].get_xdata()] == names
+    assert axes.lines[0].get_linestyle() == "None"
 
 
 @pytest.mark.parametrize(

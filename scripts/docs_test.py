@@ -69,7 +69,7 @@ ELSEWHERE = {
     r"python -m imagenet_dali.prepare .*s3://": "imagenet_dali/remote_test.py::test_preparation_is_resumed",
     r"moto_server |curl -X PUT |export AWS_": "imagenet_dali/remote_test.py::test_preparation_is_resumed",
     r"torchrun .*=s3://": "imagenet_dali/remote_test.py::test_training_and_evaluation",
-    r"python scripts/sweep.py ": "common/tools/sweep_test.py::test_trains_a_task",
+    r"python scripts/sweep.py ": "common/tools/sweep_test.py::test_parallel_modes_are_compared",
     r"from configs\.|parallel = |from colossalai\.amp": "common/config/load_test.py::test_every_config_snippet_loads",
     r"from common import colossal": "scripts/launchers_test.py::test_srun_of_a_script_of_ones_own",
     r"bash scripts/test.sh": ".ci/run",

@@ -18,7 +18,7 @@ ROOMS = {
     "config": {"optim", "colossal"},
     "launch": {"colossal"},
     "data": {"config"},
-    "model": {"config", "colossal"},
+    "model": {"optim", "config", "colossal"},
     "metrics": {"config", "colossal"},
     "checkpoint": {"metrics", "launch", "model", "optim", "config", "colossal"},
     "planner": {"model", "optim", "config", "colossal"},

@@ -40,15 +40,16 @@ from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
 from cifar10_benchmark.task import TASK
-from common.colossal import Trainer, initialize, shard_model
+from common.colossal import Trainer
 from common.config.load import load_config
 from common.config.model_arguments import timm_arguments
 from common.config.plan import DataSummary
 from common.errors import command_parser, run_command
 from common.hardware import cores, is_fast
 from common.metrics.provenance import describe_run, format_command, name_hardware
+from common.model.training import build_training
 from common.model.vit import build_model
-from common.optim.build import build_lr_scheduler, build_optimizer
+from common.optim.build import build_optimizer
 from common.optim.lamb import Lamb
 from common.run.start import start_run
 from common.testing.photographs import write_photographs
@@ -172,13 +173,10 @@ def ours(work: Work, times: Times) -> None:
         words = [word for setting in (*settings, f"MAX_STEPS={work.total_steps}") for word in ("--set", setting)]
         run = start_run(["--config", "vit_lite_vanilla", "--output", f"{folder}/run", *words], None, task)
         assert run is not None
-        model, optimizer = build(work)
-        model = shard_model(model)
-        criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-        schedule = build_lr_scheduler(optimizer, "cosine", work.total_steps, warmup_steps=1)
-        hooks = run.build_hooks(model, optimizer)
-        engine, loader, *_ = initialize(model, optimizer, criterion, Batches(work, times), None, schedule)
-        Trainer(engine).fit(loader, 1, work.total_steps, hooks=hooks)
+        criterion, loaders = nn.CrossEntropyLoss(label_smoothing=0.1), (Batches(work, times), None)
+        built = build_training(work.config(), criterion, loaders=loaders, steps=(work.total_steps, 1))
+        hooks = run.build_hooks(built.model, built.optimizer)
+        Trainer(built.engine).fit(built.train_loader, 1, work.total_steps, hooks=hooks)
 
 
 def step_optimizer(build: Callable[..., Optimizer], work: Work, times: Times) -> None:

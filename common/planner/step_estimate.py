@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from torch.optim import Optimizer
 
 from common.colossal import (
     Engine,
@@ -23,16 +22,14 @@ from common.colossal import (
     allow_fake_launches,
     fake_launch,
     gpc,
-    initialize,
     named_shards,
     reduce_without_waiting,
-    shard_model,
 )
 from common.hardware import is_gpu_older_than_bfloat16
 from common.model.ema import EmaHook
 from common.model.flops import FlopCount
-from common.model.vit import build_model, freeze
-from common.optim.build import build_optimizer
+from common.model.training import build_training
+from common.model.vit import build_model
 from common.planner.memory import TensorMemory
 from common.planner.traffic import Traffic
 
@@ -122,7 +119,11 @@ def _estimate_depth(config: Mapping[str, Any], depth: int, micro_batch: int, acc
     with torch.device("meta"):  # skips drawing initial weights
         model = build_model(**config["MODEL"] | {"depth": depth, "num_classes": config["MODEL"]["num_classes"] or 1000})
     with FakeTensorMode(), TensorMemory() as memory:
-        model, optimizer, engine = _build(model, config)
+        _use_fake_parameters(model)
+        criterion = nn.CrossEntropyLoss(label_smoothing=config["LABEL_SMOOTHING"])
+        model, optimizer, engine, *_ = build_training(config, criterion, model=model)
+        reduce_without_waiting(engine)
+        engine.train()
         averages = EmaHook(model, config["EMA"]).averages if config["EMA"] else {}
         step = _Step(engine, memory, micro_batch, config["MODEL"]["image_size"])
         step.run(accumulation)
@@ -155,18 +156,11 @@ def _precision(fp16: Mapping[str, Any] | None, device: str) -> Mapping[str, Any]
     return {**fp16, "dtype": fp16.get("dtype") or ("float16" if is_gpu_older_than_bfloat16() else "bfloat16")}
 
 
-def _build(model: nn.Module, config: Mapping[str, Any]) -> tuple[nn.Module, Optimizer, Engine]:
-    """Build optimizer and engine as in a train.py."""
+def _use_fake_parameters(model: nn.Module) -> None:
+    """Replace the parameters of a model on the meta device."""
     for layer in model.modules():
         for name, parameter in layer.named_parameters(recurse=False):
             setattr(layer, name, nn.Parameter(torch.empty(parameter.shape), parameter.requires_grad))
-    freeze(model, config["FREEZE"])
-    model = shard_model(model)
-    optimizer = build_optimizer(model, weight_decay=config["WEIGHT_DECAY"], **config["OPTIMIZER"])
-    engine, *_ = initialize(model, optimizer, nn.CrossEntropyLoss(label_smoothing=config["LABEL_SMOOTHING"]))
-    reduce_without_waiting(engine)
-    engine.train()
-    return model, optimizer, engine
 
 
 class _Step:

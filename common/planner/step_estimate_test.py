@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch.profiler import profile, record_function
 
-from common.colossal import AMP_TYPE, initialize, resolve_parallel, shard_model
+from common.colossal import AMP_TYPE, resolve_parallel
 from common.config.load import load_config
-from common.model.vit import build_model, freeze
-from common.optim.build import build_optimizer
+from common.model.training import build_training
 from common.planner.step_estimate import _process, estimate_step
 from common.planner.traffic import Traffic
 from common.testing.commands import run_forked
@@ -35,11 +34,7 @@ def build_config(processes: int, parallel: dict | None, model: dict[str, Any], *
 
 def train(config: dict[str, Any], micro_batch: int, accumulation: int) -> Traffic:
     """Train as a task does; return the traffic of the last step."""
-    model = build_model(**config["MODEL"])
-    freeze(model, config["FREEZE"])
-    model = shard_model(model)
-    optimizer = build_optimizer(model, **config["OPTIMIZER"])
-    engine, *_ = initialize(model, optimizer, torch.nn.CrossEntropyLoss())
+    engine = build_training(config, torch.nn.CrossEntropyLoss()).engine
     engine.train()
     images = torch.randn(micro_batch, 3, config["MODEL"]["image_size"], config["MODEL"]["image_size"])
     labels = torch.zeros(micro_batch, dtype=torch.long)

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from common.colossal import AMP_TYPE, Trainer, initialize
+from common.colossal import AMP_TYPE, Trainer
 from common.colossal.step_optimizer import CHECK_EVERY
 from common.config.plan import Plan
 from common.metrics.hook import MetricsHook
-from common.model.vit import build_model
-from common.optim.build import build_lr_scheduler, build_optimizer
+from common.model.training import build_training
 from common.testing.host_sync import forbid_waiting
 from common.testing.ranks import launched
 
@@ -48,11 +47,11 @@ def test_lets_pass_what_does_not() -> None:
 def test_a_trainers_steps_do_not_wait_between_records(tmp_path: Path, optimizer: str, dtype: str | None) -> None:
     fp16 = dtype and {"mode": AMP_TYPE.TORCH, "dtype": dtype}
     with launched(gradient_accumulation=2, clip_grad_norm=1.0, fp16=fp16):
-        model = build_model(**MODEL, dropout=0.1, drop_path=0.1)
-        step = build_optimizer(model, optimizer)
         batches = [(torch.randn(4, 3, 16, 16), torch.arange(4) % 3)] * 2 * (CHECK_EVERY - 1)
-        schedule = build_lr_scheduler(step, "cosine", 100, 10)
-        engine, batches, _, schedule = initialize(model, step, nn.CrossEntropyLoss(), batches, None, schedule)
+        config = {"MODEL": MODEL | {"dropout": 0.1, "drop_path": 0.1}, "OPTIMIZER": {"name": optimizer}}
+        config |= {"LEARNING_RATE": 1e-3, "WEIGHT_DECAY": 0.0, "LR_SCHEDULE": "cosine"}
+        training = build_training(config, nn.CrossEntropyLoss(), loaders=(batches, None), steps=(100, 10))
+        engine, batches = training.engine, training.train_loader
         engine.optimizer.counter.every = CHECK_EVERY  # as on a GPU
         metrics = MetricsHook(
             PLAN, tmp_path, every=1000, tensorboard=False, trackers=[], is_main=True, peak_samples_per_s=1.0

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.colossal import BaseHook, Engine, ParallelMode, Trainer, gpc, initialize, shard_model
-from common.model.vit import build_model, freeze
-from common.optim.build import build_optimizer
+from common.colossal import BaseHook, Engine, ParallelMode, Trainer, gpc
+from common.model.training import build_training
+from common.model.vit import build_model
 
 # name: (processes, the config's `parallel`)
 CASES = {
@@ -92,11 +92,10 @@ def build_engine(
     **arguments: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer, Engine]:
     """Build model, optimizer and engine in the mode of the launch."""
-    model = build_tiny_model(**arguments)
-    freeze(model, frozen)
-    model = shard_model(model)
-    optimizer = build_optimizer(model, optimizer_name, **OPTIMIZERS[optimizer_name])
-    return model, optimizer, initialize(model, optimizer, criterion)[0]
+    options = dict(OPTIMIZERS[optimizer_name], name=optimizer_name)
+    rates = {"LEARNING_RATE": options.pop("learning_rate"), "WEIGHT_DECAY": options.pop("weight_decay")}
+    config = {"FREEZE": frozen, "OPTIMIZER": options, **rates}
+    return build_training(config, criterion, model=build_tiny_model(**arguments))[:3]
 
 
 def fit(engine: Engine, batches: list[Batch]) -> list[float]:

@@ -11,14 +11,14 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from common.colossal import Trainer, gpc, initialize, shard_model
+from common.colossal import Trainer, gpc
 from common.config.model_arguments import timm_arguments
 from common.config.plan import DataSummary
 from common.data import image_loaders
 from common.data.image_folder import FolderSplit, list_files
 from common.data.loader import Loader
-from common.model.vit import build_model, freeze
-from common.optim.build import build_lr_scheduler, build_optimizer
+from common.model.training import build_training
+from common.model.vit import build_model
 from common.run.start import start_run
 from common.task import TASKS, Task
 
@@ -65,21 +65,15 @@ def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -
     config, plan = gpc.config, run.plan
     model = build_model(**config.MODEL)
     run.load_init(model)
-    freeze(model, config.FREEZE)
-    model = shard_model(model)
-    optimizer = build_optimizer(model, learning_rate=config.LEARNING_RATE, weight_decay=0.0, **config.OPTIMIZER)
-    lr_scheduler = build_lr_scheduler(optimizer, config.LR_SCHEDULE, plan.total_steps, plan.warmup_steps)
     place = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)
-    engine, train_loader, eval_loader, lr_scheduler = initialize(
-        model,
-        optimizer,
-        nn.CrossEntropyLoss(),
-        build_train_loader(config.DATA, plan.total_batch, plan.micro_batch, seed=config.SEED, **place),
-        build_eval_loader(config.DATA, plan.micro_batch, **place),
-        lr_scheduler,
+    train_loader = build_train_loader(config.DATA, plan.total_batch, plan.micro_batch, seed=config.SEED, **place)
+    eval_loader = build_eval_loader(config.DATA, plan.micro_batch, **place)
+    steps = plan.total_steps, plan.warmup_steps
+    built = build_training(config, nn.CrossEntropyLoss(), model=model, loaders=(train_loader, eval_loader), steps=steps)
+    hooks = run.build_hooks(built.model, built.optimizer)
+    Trainer(built.engine).fit(
+        built.train_loader, plan.epochs, plan.last_step, built.eval_loader, config.EVAL_EVERY, hooks
     )
-    hooks = run.build_hooks(model, optimizer)
-    Trainer(engine).fit(train_loader, plan.epochs, plan.last_step, eval_loader, config.EVAL_EVERY, hooks)
     run.finish()
     return output
 

@@ -1,0 +1,44 @@
+"""Model, optimizer, schedule and engine of a config, for all that trains without a train.py."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from common.colossal import Engine, initialize, shard_model
+from common.model.vit import build_model, freeze
+from common.optim.build import build_lr_scheduler, build_optimizer
+
+
+class Training(NamedTuple):
+    """What a train.py has before it calls `Trainer.fit`; the loaders and the schedule are None where not given."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    engine: Engine
+    train_loader: Any
+    eval_loader: Any
+    lr_scheduler: Any
+
+
+def build_training(
+    config: Mapping[str, Any],
+    criterion: Callable[..., Tensor] | None = None,
+    *,
+    model: nn.Module | None = None,
+    loaders: tuple[Any, Any] = (None, None),
+    steps: tuple[int, int] | None = None,
+) -> Training:
+    """Build what a train.py builds, in its order and in the mode of the launch.
+
+    ``model`` is whole; by default it is built from ``MODEL``. ``loaders`` are those of training and evaluation,
+    ``steps`` the total and the warm-up steps of the schedule.
+    """
+    model = build_model(**config["MODEL"]) if model is None else model
+    freeze(model, config.get("FREEZE"))
+    model = shard_model(model)
+    rates = dict(learning_rate=config["LEARNING_RATE"], weight_decay=config["WEIGHT_DECAY"])
+    optimizer = build_optimizer(model, **rates, **config["OPTIMIZER"])
+    schedule = build_lr_scheduler(optimizer, config["LR_SCHEDULE"], *steps) if steps else None
+    return Training(model, optimizer, *initialize(model, optimizer, criterion, *loaders, schedule))

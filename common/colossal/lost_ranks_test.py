@@ -38,10 +38,6 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def fail() -> None:
-    raise ArithmeticError
-
-
 def train(rank: int, port: int, lost: int, fault: Callable[[], None], others: Callable[[], None], _: object) -> None:
     launch({}, rank, SIZE, "127.0.0.1", port, "gloo", verbose=False, timeout=TIMEOUT)
     with naming_lost_ranks():
@@ -57,7 +53,6 @@ def train(rank: int, port: int, lost: int, fault: Callable[[], None], others: Ca
     [
         (kill, 0, wait_for_the_others, 0),
         (kill, 2, wait_for_the_others, 0),
-        (fail, 1, wait_for_the_others, 0),
         (kill, 1, compute, TIMEOUT),
         (stop, 0, wait_for_the_others, TIMEOUT),
         (compute, 1, wait_for_the_others, TIMEOUT),

@@ -20,7 +20,7 @@ from common.optim.build import state_names
 
 TINY = ["width=8", "depth=1", "heads=2", "image_size=8", "patch_size=4", "num_classes=3"]
 RUN = ["NUM_EPOCHS=5", "WARMUP_EPOCHS=0", "TOTAL_BATCH_SIZE=16", "DATA.root=a", "fp16=None"]
-MEASURED = ("time", "samples_per_s", "data_wait", "peak_memory_gb", "mfu")
+MEASURED = ("time", "samples_per_s", "data_wait", "forward_s", "backward_s", "peak_memory_gb", "mfu")
 SETTINGS = [*(f"MODEL.{setting}" for setting in TINY), *RUN]
 
 

@@ -229,8 +229,8 @@ def _check_moments(file: Path, weights: Shapes, config: dict[str, Any], step: in
     """Raise `UserError` unless every parameter that is trained has the optimizer's state, of its shape."""
     fixed = () if config["MODEL"]["position"] == "learned" else ("pos_embed",)
     trained = [name for name in weights if name not in fixed and not is_frozen(name, config["FREEZE"])]
-    keys = state_names(config["OPTIMIZER"])
-    wanted = {f"{key}/{name}": [] if key == "step" else weights[name] for key in keys for name in trained}
+    keys = [(key, name) for name in trained for key in state_names(config["OPTIMIZER"], name)]
+    wanted = {f"{key}/{name}": [] if key == "step" else weights[name] for key, name in keys}
     found = read_shapes(file)
     if step or found:
         check_shapes(file, found, wanted)

@@ -133,7 +133,7 @@ class Optimizer(Options):
     CHOICE = "name"
     TAKES: ClassVar = {name: entry.options for name, entry in OPTIMIZERS.items()}
     name: Literal[*OPTIMIZERS] = key(  # pyright: ignore[reportInvalidTypeForm]
-        "adamw", "`lamb`: common/optim/lamb.py; the others are torch's"
+        "adamw", "`lamb`, `muon`: common/optim/; the others are torch's"
     )
     decay_all: bool = key(True, "`False`: no weight decay on biases, norms, class token, registers, position embedding")
     layer_decay: Number = key(
@@ -150,7 +150,7 @@ class Optimizer(Options):
     )
     always_adapt: bool = key(None, "trust ratio for tensors without weight decay too")
     trust_range: LIMITS = key(None, "least and greatest trust ratio", says="(low, high), 0 <= low <= high")
-    momentum: Number = key(0.9, "0: none", ge=0, lt=1)
+    momentum: Number = key(0.9, "0: none; default of `muon`: 0.95", ge=0, lt=1)
     dampening: Number = key(0.0, "of momentum", ge=0, le=1)
     nesterov: bool = key(False, "Nesterov momentum")
 

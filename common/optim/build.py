@@ -16,7 +16,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from common.colossal import build_norm_reducer, named_shards
+from common.colossal.tensor_parallel.sharding import build_whole_mapper
 from common.optim.lamb import Lamb
+from common.optim.muon import Muon, count_matrices
 
 
 class FusedSGD(SGD):
@@ -53,29 +55,46 @@ class OptimizerEntry:
     """What config, planner and checkpoint know of an optimizer.
 
     ``options`` are the keys of the config's OPTIMIZER for `build`. ``state`` names the tensors that it keeps for each
-    parameter: of the parameter's shape, but for "step", a number. ``traffic`` is how many numbers an update reads and
-    writes for each parameter.
+    parameter: of the parameter's shape, but for "step", a number; ``matrix_state`` those for a matrix of a block, if
+    others. ``traffic`` is how many numbers an update reads and writes for each parameter. ``of_model`` returns further
+    arguments of ``build``.
     """
 
     build: Callable[..., Optimizer]
     options: tuple[str, ...]
     state: tuple[str, ...]
     traffic: int
+    matrix_state: tuple[str, ...] | None = None
+    of_model: Callable[[nn.Module], dict[str, Any]] = lambda _: {}
 
 
-LAMB_OPTIONS = ("variant", "bias_correction", "max_grad_norm", "always_adapt", "trust_range")
+def _norm_reducer(model: nn.Module) -> dict[str, Any]:
+    return {"reduce_norms": build_norm_reducer(model)}
+
+
+def _matrices(model: nn.Module) -> dict[str, Any]:
+    counts = {parameter: count_matrices(name) for name, parameter in named_shards(model).items()}
+    matrices = {parameter: count for parameter, count in counts.items() if count}
+    return {"matrices": matrices, "map_whole": build_whole_mapper(model)}
+
+
+LAMB_OPTIONS = ("betas", "eps", "variant", "bias_correction", "max_grad_norm", "always_adapt", "trust_range")
 OPTIMIZERS = {
-    "lamb": OptimizerEntry(Lamb, ("betas", "eps", *LAMB_OPTIONS), ADAM, traffic=14),
+    "lamb": OptimizerEntry(Lamb, LAMB_OPTIONS, ADAM, traffic=14, of_model=_norm_reducer),
     "adamw": OptimizerEntry(partial(AdamW, fused=True), ("betas", "eps"), ADAM, traffic=7),
+    "muon": OptimizerEntry(Muon, ("betas", "eps", "momentum"), ADAM, 8, ("momentum_buffer",), _matrices),
     "sgd": OptimizerEntry(
         partial(FusedSGD, momentum=0.9), ("momentum", "dampening", "nesterov"), ("momentum_buffer",), traffic=5
     ),
 }
 
 
-def state_names(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the tensors that the config's OPTIMIZER keeps for each parameter."""
-    return () if options.get("momentum") == 0 else OPTIMIZERS[options["name"]].state
+def state_names(options: Mapping[str, Any], parameter: str) -> tuple[str, ...]:
+    """Return the names of the tensors that the config's OPTIMIZER keeps for a parameter, given by name."""
+    entry = OPTIMIZERS[options["name"]]
+    if options["name"] == "sgd" and options.get("momentum") == 0:
+        return ()
+    return entry.matrix_state if entry.matrix_state is not None and count_matrices(parameter) else entry.state
 
 
 def build_optimizer(
@@ -96,10 +115,9 @@ def build_optimizer(
 
     Raises ValueError for a value that the optimizer refuses, TypeError for an unknown option.
     """
-    if name == "lamb":
-        options["reduce_norms"] = build_norm_reducer(model)
     groups = _parameter_groups(model, learning_rate, decay_all, layer_decay)
-    return OPTIMIZERS[name].build(groups, lr=learning_rate, weight_decay=weight_decay, **options)
+    entry = OPTIMIZERS[name]
+    return entry.build(groups, lr=learning_rate, weight_decay=weight_decay, **entry.of_model(model), **options)
 
 
 def _parameter_groups(

@@ -20,7 +20,7 @@ def check_limits(config: Mapping[str, Any], plan: Plan, memory: float, place: st
     model = config["MODEL"] | {"num_classes": config["MODEL"]["num_classes"] or 1}
     tensor, fp16 = plan.tensor_parallel, config["fp16"] or {}
     parameters, number = parameter_count(**model), 2 if fp16.get("opt_level") == "O3" else 4
-    moments = sum(name != "step" for name in state_names(config["OPTIMIZER"]))
+    moments = sum(name != "step" for name in state_names(config["OPTIMIZER"], "blocks.0.mlp.fc1.weight"))
     trained = count_trained(config["FREEZE"], **model)
     state = number * (parameters + trained * (1 + moments))
     state //= plan.gpus if config["zero"] else tensor

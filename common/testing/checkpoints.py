@@ -50,8 +50,8 @@ def build_content(step: int = 1, value: float = 0.0, *settings: str) -> dict[str
         MODEL: weights,
         OPTIMIZER: {
             f"{key}/{name}": torch.tensor(float(step)) if key == "step" else weight.clone()
-            for key in state_names(about["config"]["OPTIMIZER"])
             for name, weight in weights.items()
+            for key in state_names(about["config"]["OPTIMIZER"], name)
         },
         RANDOM: {"0/torch": torch.get_rng_state()},
         TRAINER: json.dumps(state).encode(),

@@ -39,6 +39,7 @@ FAST = [case for case in CONFIGS if case not in SLOW]
 TRAINED = {
     "adamw": ("adamw", None, {}),
     "lamb": ("lamb", None, {"init_values": 0.5, "reg_tokens": 2, "no_embed_class": True}),
+    "muon": ("muon", None, {}),
     "sgd": ("sgd", None, {}),
     # 9 classes: `zero` over 4 ranks leaves nothing of the head to the last one
     "lamb, head": ("lamb", "body", {"dropout": 0.1, "drop_path": 0.1, "num_classes": 9}),

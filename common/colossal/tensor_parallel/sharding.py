@@ -1,6 +1,6 @@
 """Shard a model, and gather it again."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -108,9 +108,7 @@ def gather_whole(parameter: nn.Parameter, value: Tensor | None = None) -> Tensor
     shard = getattr(parameter, "shard", None)
     if shard is None:
         return value
-    whole = value.new_zeros(shard.shape)
-    if shard.copies is None or gpc.get_local_rank(shard.copies) == 0:
-        shard.place(value, whole)
+    whole = _place(shard, value)
     group = sharing_group([parameter])
     dist.reduce(whole, gpc.get_ranks_in_group(group)[0], group=gpc.get_group(group))
     return whole if gpc.get_local_rank(group) == 0 else None
@@ -125,6 +123,44 @@ def cut_piece(parameter: nn.Parameter, whole: Tensor) -> Tensor:
     """Return this rank's shard of ``whole`` [`whole_shape`]; the inverse of `gather_whole`."""
     shard = getattr(parameter, "shard", None)
     return whole if shard is None else shard.piece(whole)
+
+
+def build_whole_mapper(model: nn.Module) -> Callable[..., list[Tensor]] | None:
+    """Return `map_whole`; None if the model is not sharded."""
+    return map_whole if any(hasattr(p, "shard") for p in named_shards(model).values()) else None
+
+
+@torch.no_grad()
+def map_whole(
+    functions: Sequence[Callable[[Tensor], Tensor]], parameters: Sequence[Tensor], values: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return this rank's shards of ``function(whole)``, for ``values`` that are sharded like their ``parameters``.
+
+    The ranks that share a model take turns: each computes every n-th whole tensor, n tensors at a time.
+    """
+    group = sharing_group(parameters)
+    ranks, handle, own = gpc.get_ranks_in_group(group), gpc.get_group(group), gpc.get_local_rank(group)
+    pieces = []
+    for start in range(0, len(parameters), len(ranks)):
+        chunk = range(start, min(start + len(ranks), len(parameters)))
+        wholes = [_place(parameters[number].shard, values[number]) for number in chunk]
+        pairs = list(zip(wholes, ranks[: len(chunk)], strict=True))
+        for whole, to in pairs:
+            dist.reduce(whole, to, group=handle)
+        if own < len(chunk):
+            wholes[own].copy_(functions[start + own](wholes[own]))
+        for whole, source in pairs:
+            dist.broadcast(whole, source, group=handle)
+        pieces += [cut_piece(parameters[number], whole) for number, whole in zip(chunk, wholes, strict=True)]
+    return pieces
+
+
+def _place(shard: Shard, value: Tensor) -> Tensor:
+    """Return a whole tensor, 0 but for this rank's ``value``; all 0 where another rank holds the same shard."""
+    whole = value.new_zeros(shard.shape)
+    if shard.copies is None or gpc.get_local_rank(shard.copies) == 0:
+        shard.place(value, whole)
+    return whole
 
 
 def canonical_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,110 @@
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): orthogonalized momentum, for matrices.
+
+All other parameters are updated by AdamW. One learning rate serves both: the root mean square of an update is 0.2 for
+either (Moonlight, arXiv 2502.16982; ``match_rms_adamw`` of `torch.optim.Muon`).
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import sqrt
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.optimizer import ParamsT
+
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the Newton-Schulz iteration, as in torch.optim.Muon
+ITERATIONS = 5
+EPS = 1e-7  # least norm that a matrix is divided by
+
+# Applies functions of whole matrices, given parameters and what this rank holds of each matrix; returns its shards.
+MapWhole = Callable[[list[Callable[[Tensor], Tensor]], list[Tensor], list[Tensor]], list[Tensor]]
+
+
+def count_matrices(name: str) -> int:
+    """Return how many matrices a block's parameter holds along dimension 0, 3 of queries, keys and values; 0: none."""
+    layer = re.search(r"(?:^|\.)blocks\.\d+\.(attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.weight$", name)
+    return 0 if layer is None else 3 if layer[1] == "attn.qkv" else 1
+
+
+class Muon(AdamW):
+    """Update the `matrices` by Muon, all other parameters by PyTorch's fused AdamW.
+
+    `matrices` says how many matrices a parameter holds along dimension 0, which are orthogonalized separately. Weight
+    decay is decoupled in both. The state of a matrix is `momentum_buffer`, that of other parameters AdamW's. An
+    attribute `found_inf`, a 0-dim float32 tensor, makes `step` change nothing where it is 1. Under tensor parallelism
+    and ZeRO `map_whole` gathers the matrices.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        matrices: Mapping[Tensor, int],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        map_whole: MapWhole | None = None,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, fused=True)
+        self.matrices, self.momentum, self.map_whole = matrices, momentum, map_whole or _map_here
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Update every parameter that has a gradient; return what `closure`, if given, returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        own = [(p, group) for group in self.param_groups for p in group["params"] if p in self.matrices]
+        trained = [(p, p.grad, group) for p, group in own if p.grad is not None]
+        for p, _, _ in trained:
+            p.grad = None  # AdamW leaves it alone
+        super().step()
+        for p, gradient, _ in trained:
+            p.grad = gradient
+        directions = [self._accumulate(p, gradient) for p, gradient, _ in trained]
+        functions = [partial(orthogonalize, stacked=self.matrices[p]) for p, _, _ in trained]
+        updates = self.map_whole(functions, [p for p, _, _ in trained], directions)
+        for (p, _, group), update in zip(trained, updates, strict=True):
+            decayed = p * (1 - group["lr"] * group["weight_decay"])
+            p.copy_(self._unless_skipped(decayed.sub_(update, alpha=group["lr"]), p))
+        return loss
+
+    def _accumulate(self, p: Tensor, gradient: Tensor) -> Tensor:
+        """Advance the momentum; return Nesterov's look-ahead of it."""
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        momentum = state["momentum_buffer"].lerp(gradient, 1 - self.momentum)
+        state["momentum_buffer"].copy_(self._unless_skipped(momentum, state["momentum_buffer"]))
+        return gradient.lerp(momentum, self.momentum)
+
+    def _unless_skipped(self, new: Tensor, old: Tensor) -> Tensor:
+        found_inf = getattr(self, "found_inf", None)
+        return new if found_inf is None else torch.where(found_inf.bool(), old, new)
+
+
+def orthogonalize(whole: Tensor, stacked: int = 1) -> Tensor:
+    """Return U V^T of each of the `stacked` matrices U S V^T in `whole` [stacked * M, N], times 0.2 sqrt(max(M, N)).
+
+    Five Newton-Schulz iterations bring the singular values to about 0.7 to 1.2: on a GPU in bfloat16, as
+    `torch.optim.Muon`, on a CPU in the dtype of `whole`.
+    """
+    a, b, c = COEFFICIENTS
+    parts = whole.unflatten(0, (stacked, -1))
+    rows, columns = parts.shape[1:]
+    x = parts if whole.is_cpu else parts.bfloat16()
+    x = x.mT if rows > columns else x
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = x.mT if rows > columns else x
+    return (0.2 * sqrt(max(rows, columns)) * x.to(whole.dtype)).flatten(0, 1)
+
+
+def _map_here(functions: list[Callable[[Tensor], Tensor]], _: list[Tensor], wholes: list[Tensor]) -> list[Tensor]:
+    return [function(whole) for function, whole in zip(functions, wholes, strict=True)]

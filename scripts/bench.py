@@ -46,7 +46,7 @@ from common.config.model_arguments import timm_arguments
 from common.config.plan import DataSummary
 from common.errors import command_parser, run_command
 from common.hardware import cores, is_fast
-from common.metrics.provenance import describe_run, format_command, name_hardware
+from common.metrics.provenance import describe_run, result_columns
 from common.model.training import build_training
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
@@ -273,10 +273,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tiny", action="store_true", help="so small that it shows only that everything runs")
     args = parser.parse_args(argv)
     rounds, steps, warm_up, count = (1, 1, 1, BATCH) if args.tiny else (args.rounds, 8, 4, 16 * BATCH)
-    run = describe_run(argv)
-    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    place = f"commit {run['commit']}, {name_hardware(run['hardware'])}, {versions}"
-    print(f"`{format_command(['scripts/bench.py', *argv])}`, {place}")
+    print("`{command}`, {date}, commit {commit}, {hardware}, {versions}".format(**result_columns(describe_run(argv))))
     with TemporaryDirectory() as folder:
         settings = (*(SMALL if args.tiny else ["TOTAL_BATCH_SIZE=64"]), *args.set)
         work = Work(settings, steps, warm_up, Path(folder), args.compile)

@@ -80,7 +80,7 @@ class MetricsHook(BaseHook):
         self.loss.fill_(loss)
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
-        self.loss = self.loss + loss.detach()  # not in place, see `state_dict`
+        self.loss += loss.detach()
         self.micro_batches += 1
         if not trainer.update_done:
             return

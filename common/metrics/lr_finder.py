@@ -9,9 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.colossal import BaseHook, ParallelMode, Trainer, gpc
-from common.errors import UserError
 from common.files import short_path
-from common.metrics.loggers import warn
 from common.plot import build_figure, place_legend, save_figure
 from common.table import write_csv
 
@@ -65,23 +63,18 @@ class LearningRateFinder(BaseHook):
     def after_train(self, trainer: Trainer) -> None:
         if not self.is_main:
             return
-        suggested = suggest_rate(self.rows)
-        shown = short_path(self.folder)
-        try:
-            write_csv(self.rows, self.folder / "find_lr.csv")
-            _draw(self.rows, suggested, self.folder / "find_lr.png")
-            print(f"curve        {shown}/find_lr.png\n             {shown}/find_lr.csv")
-        except (OSError, UserError) as error:
-            warn(f"{shown}: the curve could not be written ({getattr(error, 'strerror', None) or error})")
+        suggested, shown = suggest_rate(self.rows), short_path(self.folder)
+        write_csv(self.rows, self.folder / "find_lr.csv")
+        _draw(self.rows, suggested, self.folder / "find_lr.png")
+        print(f"curve        {shown}/find_lr.png\n             {shown}/find_lr.csv")
         if not math.isfinite(self.rows[0]["loss"]):
             print(f"no suggestion: the loss of the first step is {self.rows[0]['loss']}", flush=True)
-            return
-        if suggested is None:
+        elif suggested is None:
             print("no suggestion: the loss does not fall by more than its noise")
             print("take more steps (--find-lr 500) or a larger TOTAL_BATCH_SIZE", flush=True)
-            return
-        print(f"suggested    a tenth of {suggested * MARGIN:.1e}, where the smoothed loss is lowest")
-        print(f"LEARNING_RATE={suggested:.1e}", flush=True)
+        else:
+            print(f"suggested    a tenth of {suggested * MARGIN:.1e}, where the smoothed loss is lowest")
+            print(f"LEARNING_RATE={suggested:.1e}", flush=True)
 
 
 def suggest_rate(rows: list[dict[str, float]]) -> float | None:

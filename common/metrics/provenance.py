@@ -19,13 +19,13 @@ from common.hardware import cores, instruction_set
 PACKAGES = ("torch", "torchvision", "colossalai", "nvidia-dali-cuda130", "timm")
 
 
-def describe_run(argv: list[str], packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
+def describe_run(argv: list[str]) -> dict[str, Any]:
     """Return start time, command line, commit, versions and hardware of this process."""
     return {
         "started": round(time.time(), 2),
         "argv": [sys.argv[0], *argv],
         "commit": _commit(),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "hardware": {
             "host": platform.node(),
             "cpu": _cpu(),
@@ -76,9 +76,8 @@ def _commit() -> str | None:
 
 
 def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    found = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
+    return found[1] if found else platform.machine()
 
 
 def _version(package: str) -> str | None:

@@ -13,7 +13,6 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import UserError, printable
-from common.object_store import StorePath
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
 MAX_TEXT = 1 << 24  # bytes of a file that is read whole: a manifest of 50,000 shards, and little enough to be wrong
@@ -28,6 +27,11 @@ class Schema(BaseModel):
 
 
 S = TypeVar("S", bound=BaseModel)
+
+
+def is_url(place: object) -> bool:
+    """Return whether ``place`` is in object storage or on a web server."""
+    return "://" in str(place)
 
 
 def short_path(path: Path) -> str:
@@ -159,10 +163,7 @@ def lock_folder(folder: Path, *, wait: bool = False) -> None:
 
 @contextlib.contextmanager
 def folder_lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock of ``folder`` within the context; see `lock_folder`. Object storage has no locks."""
-    if isinstance(folder, StorePath):
-        yield
-        return
+    """Hold the lock of ``folder`` within the context; see `lock_folder`."""
     lock_folder(folder, wait=wait)
     try:
         yield

@@ -17,7 +17,7 @@ from common.data.sampler import EvalSampler, TrainSampler
 from common.errors import UserError
 from common.run.read_order import choose_order, warn_of_order
 from imagenet_dali import train_dali
-from imagenet_dali.dataset import Split
+from imagenet_dali.dataset import Split, read_file_range
 from imagenet_dali.records import RECORD, frame
 from imagenet_dali.task import describe_data
 from imagenet_dali.testing import prepare_data, write_config
@@ -37,7 +37,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
                 record = frame(number.to_bytes(8, "little") * (IMAGE // 8))
                 rows.append((shard, file.tell(), len(record), 12, IMAGE, number % 7, 1, 1))
                 file.write(record)
-    return Split(root, "train", paths, np.array(rows, RECORD), [""] * 7, "")
+    return Split(root, "train", paths, np.array(rows, RECORD), [""] * 7, "", read_file_range)
 
 
 @pytest.mark.parametrize("dp_size", [1, 4])
@@ -97,7 +97,6 @@ def test_shards_sorted_by_class_are_not_read_in_blocks(split: Split, monkeypatch
     assert not classes_of_one_size.is_shuffled
     assert replace(split, records=one_class).is_shuffled
     monkeypatch.setattr("imagenet_dali.task.open_images", lambda *_: classes_of_one_size)
-    monkeypatch.setattr("imagenet_dali.task.read_manifest", lambda _: {"splits": {}})
     data = {"root": "/data/adopted", "loader": "dali"}
     with pytest.raises(UserError, match=r"DATA.order='blocks': DATA.root=/data/adopted has shards sorted by class"):
         describe_data(data | {"order": "blocks"})

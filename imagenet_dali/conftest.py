@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from imagenet_dali.preparation import prepare
+from imagenet_dali.prepare import prepare
 from imagenet_dali.testing import write_images, write_photographs
 from imagenet_dali.writer import Options
 

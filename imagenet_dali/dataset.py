@@ -1,26 +1,71 @@
-"""A prepared data set: open it with cheap checks, read one image of it."""
+"""A prepared data set: open it with cheap checks, read records of it.
+
+train/  validation/              TFRecord shards
+records/<split>.npy              one `RECORD` row for each image, in shard order
+labels.txt                       one class name a line; the line number, from 0, is the label
+manifest.json                    checksums of shards and tables; written last
+"""
 
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+from pydantic import AfterValidator, FailFast, Field
 
-from common.data.block_cache import BlockCache
-from common.errors import UserError
-from common.object_store import StorePath, as_path
-from imagenet_dali.manifest import (
-    REPAIR,
-    find_faults,
-    list_shards,
-    read_labels,
-    read_manifest,
-    read_table,
-    split_fingerprint,
-)
+from common.data.image_folder import check_class_names
+from common.data.object_storage import BlockCache, RemoteFolder
+from common.errors import UNPRINTABLE, UserError
+from common.files import Count, Schema, fingerprint_of, is_url, read_json, read_text, sha256_of
 from imagenet_dali.records import BadRecordError, unframe
+
+FORMAT = 1
+MANIFEST, LABELS = "manifest.json", "labels.txt"
+PARTIAL = ".partial"  # the job and a report per finished shard, while preparation runs
+REMEDY = "copy the data set again, or delete it and prepare it again"
+
+
+def _stay_inside(name: str) -> str:
+    """Refuse a name that leads out of the data set."""
+    if Path(name).is_absolute() or ".." in Path(name).parts or UNPRINTABLE.search(name):
+        raise ValueError(f"{name!r} is no path inside the data set")
+    return name
+
+
+class ShardEntry(Schema):
+    name: Annotated[str, AfterValidator(_stay_inside)]
+    bytes: Count
+    records: Count
+    sha256: str
+    index_sha256: str = Field("", exclude=True)  # of older data sets
+
+
+class SplitEntry(Schema):
+    records: Count
+    records_sha256: str
+    shards: Annotated[list[ShardEntry], FailFast(), Field(min_length=1)]
+
+
+class Manifest(Schema):
+    """manifest.json."""
+
+    format: Literal[1]
+    num_classes: int = Field(ge=1, le=10**8)
+    label_base: Literal[0, 1]
+    splits: dict[Literal["train", "validation"], SplitEntry]
+    made: dict[str, Any]
+    repairs: list[Any] = Field([], exclude=True)  # of older data sets
+
+    @property
+    def fingerprint(self) -> str:
+        """A checksum over the content of all splits, wherever the data set lies."""
+        parts = [entry for _, entry in sorted(self.splits.items())]
+        return fingerprint_of(
+            fingerprint_of([entry.records_sha256, *(shard.sha256 for shard in entry.shards)]) for entry in parts
+        )
 
 
 @dataclass(frozen=True)
@@ -28,13 +73,13 @@ class Split:
     """One split of a prepared data set, opened by `open_split`."""
 
     is_prepared: ClassVar[bool] = True  # RGB JPEGs, turned as their EXIF blocks said
-    root: Path
+    root: Path | str
     name: str
-    shards: list[Path]
+    shards: Sequence[Path | str]
     records: np.ndarray  # of RECORD, memory-mapped
     class_names: list[str]
-    fingerprint: str  # of the content of shards and table, independent of their location
-    versions: Sequence[str | None] = ()  # ETags of the shards, which must not change; for objects only
+    fingerprint: str  # of the whole data set
+    read_range: Callable[[Any, int, int], bytes]  # part of a shard: its place, the first byte, the number of bytes
     cache: BlockCache | None = None
 
     @property
@@ -52,31 +97,35 @@ class Split:
         return record
 
     def read_span(self, first: int, end: int) -> list[tuple[memoryview, int] | UserError]:
-        """Return what `read` does for each of consecutive records of a shard, read at once; errors are not raised."""
+        """Return what `read` does for each of consecutive records of a shard, read at once.
+
+        Bad records are returned as errors; a failure of object storage is raised.
+        """
         rows = self.records[first:end].tolist()
         shard, start = rows[0][0], min(offset for _, offset, *_ in rows)
         length = max(offset + size for _, offset, size, *_ in rows) - start
-        key = f"{self.fingerprint}/{shard}/{start}/{length}"
 
         def fetch() -> bytes:
-            path = self.shards[shard]
-            if isinstance(path, StorePath):
-                return path.read_range(start, length, self.versions[shard])
-            return read_range(path, start, length)
+            return self.read_range(self.shards[shard], start, length)
+
+        def unpack(data: bytes) -> list[tuple[memoryview, int] | UserError]:
+            view = memoryview(data)
+            return [self._unpack(index, row, view[row[1] - start :]) for index, row in enumerate(rows, first)]
 
         try:
-            data = self.cache.read(key, fetch) if self.cache else memoryview(fetch())
+            if not self.cache:
+                return unpack(fetch())
+            key = f"{self.fingerprint}/{self.name}/{shard}/{start}/{length}"
+            records = unpack(self.cache.read(key, fetch))
+            if any(isinstance(record, UserError) for record in records):  # the cache's disk may have damaged them
+                self.cache.path(key).unlink(missing_ok=True)
+                records = unpack(fetch())
+            return records
         except OSError as error:
             return [self.fault(index, error) for index in range(first, end)]
-        records = [self._unpack(index, row, data[row[1] - start :]) for index, row in enumerate(rows, first)]
-        if self.cache and any(isinstance(record, UserError) for record in records):
-            self.cache.drop(key)  # or a shard that is restored would still be read as it was
-        return records
 
     def _unpack(self, index: int, row: tuple[int, ...], data: memoryview) -> tuple[memoryview, int] | UserError:
         _, _, size, image_start, image_size, label, *_ = row
-        if len(data) < size:
-            return self.fault(index, "the shard is shorter than its index")
         try:
             unframe(data[:size])
         except BadRecordError as error:
@@ -97,7 +146,7 @@ class Split:
 
     @property
     def is_remote(self) -> bool:
-        return isinstance(self.root, StorePath)
+        return is_url(self.root)
 
     @property
     def nbytes(self) -> int:
@@ -120,11 +169,11 @@ class Split:
         """Return the error that names the record of an image and the reason."""
         row = self.records[index]
         place = f"{self.shards[row['shard']]}: record {index} of {self.name} at byte {row['offset']}"
-        return UserError(f"{place}: {reason}; {REPAIR.format(root=self.root)}")
+        return UserError(f"{place}: {reason}; {REMEDY}")
 
 
-def read_range(path: Path, offset: int, length: int) -> bytes:
-    """Return a part of a shard; it is shorter than ``length`` where the shard ends."""
+def read_file_range(path: Path, offset: int, length: int) -> bytes:
+    """Return a part of a file; it is shorter than ``length`` where the file ends."""
     # opened for each: one descriptor for each of ImageNet's 1,064 shards would exceed the usual limit of 1,024
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -137,32 +186,81 @@ def read_range(path: Path, offset: int, length: int) -> bytes:
 
 
 def open_split(root: Path | str, split: str, cache: BlockCache | None = None) -> Split:
-    """Open one split; its files are compared with the manifest, without reading the shards.
+    """Open one split of the data set in a folder or below a URL; the shards themselves are not read.
 
-    Raises `UserError` naming the first file that is missing or differs.
+    Raises `UserError` naming the first file that is missing or differs from the manifest.
     """
-    root = as_path(root)
-    manifest = read_manifest(root)
-    if split not in manifest["splits"]:
-        raise UserError(
-            f"{root}: no {split} split, only {', '.join(manifest['splits'])}; prepare the data set with one"
-        )
-    found = list_shards(root, manifest, split)
-    for fault, _ in find_faults(root, manifest, split, found):
-        raise UserError(fault)
-    try:
-        records = read_table(root, manifest, split)
-    except UserError as error:
-        raise UserError(f"{error}; {REPAIR.format(root=root)}") from error
-    described = manifest["splits"][split]
-    names = [shard["name"] for shard in described["shards"]]
+    if not is_url(root):
+        return _open(Path(root), split, cache)
+    remote = RemoteFolder(str(root))
+    with tempfile.TemporaryDirectory() as folder:  # the table stays mapped after the removal
+        for name in (MANIFEST, LABELS, f"records/{split}.npy"):
+            (Path(folder) / name).parent.mkdir(exist_ok=True)
+            (Path(folder) / name).write_bytes(remote.read(name))
+        return _open(Path(folder), split, cache, remote)
+
+
+def _open(folder: Path, split: str, cache: BlockCache | None, remote: RemoteFolder | None = None) -> Split:
+    """Open a split by its tables in ``folder``; with ``remote`` the shards are elsewhere."""
+    manifest = read_manifest(folder)
+    if split not in manifest.splits:
+        raise UserError(f"{folder}: no {split} split, only {', '.join(manifest.splits)}; prepare the data set with one")
+    class_names = read_labels(folder / LABELS)
+    if len(class_names) != manifest.num_classes:
+        raise UserError(f"{folder / LABELS}: {len(class_names)} lines, not {manifest.num_classes}; {REMEDY}")
+    entries = manifest.splits[split].shards
+    for fault in () if remote else find_faults(folder, entries):
+        raise UserError(f"{fault}; {REMEDY}")
     return Split(
-        root=root,
+        root=remote.url if remote else folder,
         name=split,
-        shards=[root / name for name in names],
-        records=records,
-        class_names=read_labels(root / "labels.txt"),
-        fingerprint=split_fingerprint(described),
-        versions=[found[name].version for name in names],
+        shards=[f"{remote.url}/{entry.name}" if remote else folder / entry.name for entry in entries],
+        records=read_table(folder, manifest, split),
+        class_names=class_names,
+        fingerprint=manifest.fingerprint,
+        read_range=remote.read_range if remote else read_file_range,
         cache=cache,
     )
+
+
+def find_faults(root: Path, entries: Sequence[ShardEntry]) -> Iterator[str]:
+    """Yield a line for each shard that is missing or has another size than in the manifest."""
+    for entry in entries:
+        path = root / entry.name
+        if not path.is_file():
+            yield f"{path}: missing"
+        elif (size := path.stat().st_size) != entry.bytes:
+            yield f"{path}: {size} bytes, not {entry.bytes} as in the manifest"
+
+
+def read_manifest(root: Path) -> Manifest:
+    """Return the manifest of the prepared data set at `root`; raise `UserError` with the remedy if there is none."""
+    path = root / MANIFEST
+    if not path.is_file():
+        if not root.is_dir():
+            raise UserError(f"{root}: no such folder; name the folder of a prepared data set")
+        if (root / PARTIAL).is_dir():
+            raise UserError(f"{path}: missing, preparation was stopped; rerun the command to finish it")
+        raise UserError(
+            f"{path}: missing; run `python -m imagenet_dali.prepare SOURCE DEST` and name DEST, or "
+            f"`python -m imagenet_dali.prepare --adopt {root}` if these are shards"
+        )
+    try:
+        return read_json(path, Manifest)
+    except UserError as error:
+        raise UserError(f"{error}; prepare the data set again") from error
+
+
+def read_labels(path: Path) -> list[str]:
+    """Return the class names in a file with one on each line; empty lines at its end are none."""
+    names = read_text(path).rstrip("\r\n").splitlines()
+    check_class_names(names, path)
+    return names
+
+
+def read_table(root: Path, manifest: Manifest, split: str) -> np.ndarray:
+    """Return the `RECORD` rows of a split, memory-mapped; raise `UserError` if they differ from the manifest."""
+    table, entry = root / "records" / f"{split}.npy", manifest.splits[split]
+    if not table.is_file() or sha256_of(table) != entry.records_sha256:
+        raise UserError(f"{table}: missing, or differs from the manifest; {REMEDY}")
+    return np.load(table, mmap_mode="r")

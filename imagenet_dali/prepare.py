@@ -1,27 +1,42 @@
-"""Turn folders, tars or parquet files of images into a TFRecord data set for the loaders; verify, repair or adopt one.
+"""Turn folders, tars or parquet files of images into a TFRecord data set for the loaders; verify or adopt one.
 
 python -m imagenet_dali.prepare SOURCE DEST
-python -m imagenet_dali.prepare --check [--repair] DIR
-python -m imagenet_dali.prepare --adopt [--repair] DIR
+python -m imagenet_dali.prepare --check DIR
+python -m imagenet_dali.prepare --adopt DIR
 """
 
 import argparse
+import json
 import multiprocessing
+import random
+import shutil
 import signal
 import sys
-from dataclasses import fields
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
-from common.data.decode import MAX_BAD_SHARE, print_some
-from common.errors import UserError, printable, run_command
+import numpy as np
+from tqdm import tqdm
+
+from common.data.decode import MAX_BAD_SHARE, join_some, print_some
+from common.data.image_folder import Files
+from common.errors import UserError, counted, printable, run_command
+from common.files import folder_lock, is_url
 from common.hardware import cores
-from common.object_store import as_path, is_url
-from imagenet_dali.adopt import adopt
-from imagenet_dali.manifest import copy_back
-from imagenet_dali.preparation import prepare
-from imagenet_dali.repair import repair
-from imagenet_dali.verify import check
-from imagenet_dali.writer import Options
+from imagenet_dali.containers import Place
+from imagenet_dali.dataset import MANIFEST, PARTIAL, REMEDY, open_split, read_manifest
+from imagenet_dali.find_images import VALIDATION_SHARE, Source, list_source
+from imagenet_dali.images import RESAMPLING
+from imagenet_dali.records import RECORD
+from imagenet_dali.verify import adopt, check
+from imagenet_dali.writer import Options, ShardRows, ShardTask, atomic_file, parallel_map, write_dataset, write_shard
+
+REFUSED = "refused.txt"
+IMAGES_PER_SHARD = 1250  # 1,024 shards for ImageNet's training images, as is usual
+IMAGES_PER_WINDOW = 10 * IMAGES_PER_SHARD  # of parquet files that are shuffled together
 
 
 def main(argv: list[str]) -> None:
@@ -34,7 +49,7 @@ def main(argv: list[str]) -> None:
             _verify(args)
         else:
             options = Options(**{field.name: getattr(args, field.name) for field in fields(Options)})
-            prepare(Path(args.source), as_path(args.dest), options, args.workers, args.max_refused)
+            prepare(Path(args.source), Path(args.dest), options, args.workers, args.max_refused)
     except OSError as error:  # such as a full disk, which names no file
         path = error.filename or args.dest or args.source
         raise UserError(f"{path}: {error.strerror}; fix that and rerun the command") from error
@@ -51,11 +66,10 @@ def _build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     source = "SOURCE/[train/]<class>/*, ImageNet, or tars or parquet files in SOURCE; DIR with --check, --adopt"
     add("source", nargs="?", metavar="SOURCE", help=source)
-    add("dest", nargs="?", metavar="DEST", help="a new folder for the data set, or s3://, gs://, az:// and a prefix")
+    add("dest", nargs="?", metavar="DEST", help="a new folder for the data set")
     add("--check", action="store_true", help="verify every byte of the prepared data set DIR")
     add("--adopt", action="store_true", help="verify and describe existing TFRecord shards in DIR")
-    add("--repair", action="store_true", help="with --check, --adopt: exclude bad records, up to --max-refused")
-    refused = "of the images, records or bytes may be left out because they are bad, as 0.01 or 1%% (default: 0.01)"
+    refused = "of the images may be left out because they are bad, as 0.01 or 1%% (default: 0.01)"
     add("--max-refused", type=fraction, default=MAX_BAD_SHARE, metavar="SHARE", help=refused)
     add("--labels", type=Path, metavar="FILE", help="with --adopt: the class names, one per line")
     add("--workers", type=int, default=cores(), metavar="N", help="processes (default: cores)")
@@ -81,13 +95,10 @@ def fraction(text: str) -> float:
 def _check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if args.source is None or args.check + args.adopt + (args.dest is not None) != 1:
         raise UserError("give SOURCE and DEST, or --check DIR, or --adopt DIR; see --help")
-    if args.dest is not None and is_url(args.source):
-        raise UserError(f"{args.source}: SOURCE has to be a local folder; only DEST may be a URL")
-    if args.repair and args.dest is not None:
-        raise UserError("--repair goes with --check DIR or --adopt DIR")
-    unused = [field.name for field in fields(Options)] if args.dest is None else []
-    unused += ["max_refused"] * (args.dest is None and not args.repair) + ["labels"] * (not args.adopt)
-    for name in unused:
+    if url := next((place for place in (args.source, args.dest) if place and is_url(place)), None):
+        raise UserError(f"{url}: name a local folder, and copy the finished data set to its URL (docs/data.md)")
+    unused = [] if args.dest else ["max_refused", *(field.name for field in fields(Options))]
+    for name in unused + ["labels"] * (not args.adopt):
         if (value := getattr(args, name)) != parser.get_default(name):
             raise UserError(f"--{name.replace('_', '-')}={value} has no effect here: leave it out, or see --help")
     limits = dict(validation_share=(0, 0.99), quality=(1, 100), workers=(1, 1024), shards=(1, 50_000))
@@ -98,20 +109,148 @@ def _check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) 
 
 
 def _verify(args: argparse.Namespace) -> None:
-    root = as_path(args.source)
-    if args.adopt:
-        faults = adopt(root, args.labels, args.workers, args.max_refused if args.repair else None)
-    else:
-        faults = repair(root, args.workers, args.max_refused) if args.repair else check(root, args.workers)
+    root = Path(args.source)
+    faults = adopt(root, args.labels, args.workers) if args.adopt else check(root, args.workers)
     print_some(faults)
-    if faults and not args.repair:
-        remedy = f"{'--adopt' if args.adopt else '--check'} --repair continues without bad records"
-        if any(fault.endswith(copy_back(root)) for fault in faults):
-            remedy = f"replace what is missing, then {remedy}"
-        raise UserError(f"{root}: faults found: {len(faults)}; {remedy}")
     if faults:
-        print(f"{printable(root)}: the records above are excluded; manifest.json lists them")
-    print(f"{printable(root)}: every {'remaining ' if args.repair else ''}record is verified")
+        remedy = "leave these records out when the shards are written" if args.adopt else REMEDY
+        raise UserError(f"{root}: faults found: {len(faults)}; {remedy}")
+    print(f"{printable(root)}: every record is verified")
+
+
+def prepare(
+    source: Path, dest: Path, options: Options | None = None, workers: int = 1, max_refused: float = MAX_BAD_SHARE
+) -> None:
+    """Write the images of `source` as a data set into `dest`, resuming an interrupted call.
+
+    The result depends on the images and the options only, not on `workers` or interruptions. Every image is decoded
+    once, strictly: those that do not decode are left out and listed in ``refused.txt``; more than `max_refused` of
+    them, or a class that loses all its training images, raises `UserError` and leaves only that list.
+    """
+    options, shown = options or Options(), printable(dest)
+    if dest.resolve().is_relative_to(source.resolve()):
+        raise UserError(f"{dest}: lies inside SOURCE; choose a folder outside {source}")
+    listed = list_source(source, options.validation_share, options.seed)
+    if listed.others:
+        suffixes = sorted({Path(name).suffix.lower() for name in listed.others})
+        print(f"{counted(len(listed.others), 'other file')} ignored: {printable(join_some(suffixes))}")
+    job = {"source": printable(source.resolve()), "files": listed.fingerprint, **asdict(options)}
+    if options.validation_share is None:
+        job["validation_share"] = VALIDATION_SHARE
+    plan = plan_shards(listed, options.shards, options.seed)
+    if _is_complete(dest, job):
+        print(f"{shown}: complete already")
+        return
+    done: dict[str, ShardRows] = {}
+    refused, converted = [], 0
+    names = listed.class_names
+    tasks = (
+        ShardTask(source, dest, name, files, [listed.places.get(file) for file, _ in files], names, options)
+        for name, files in plan.items()
+    )
+    total = sum(len(files) for files in plan.values())
+    with folder_lock(dest / PARTIAL), tqdm(total=total, unit="image", disable=None) as progress:
+        for report in parallel_map(write_shard, tasks, workers):
+            rows = np.array([tuple(row) for row in report["rows"]], RECORD)  # an eighth of the report's memory
+            done[report["name"]] = ShardRows(report["name"], report["sha256"], rows)
+            refused += map(tuple, report["refused"])
+            converted += report["converted"]
+            progress.update(len(rows) + len(report["refused"]))
+    _report_refused(dest, listed, sorted(refused), max_refused)
+    shards = {split: [done[name] for name in plan if name.startswith(f"{split}/")] for split in listed.splits}
+    resampling = {"resampling": RESAMPLING.name.lower()} if options.short_side else {}
+    made = {**job, **resampling, "refused": len(refused), "converted": converted}
+    write_dataset(dest, shards, names, 0, made)
+    shutil.rmtree(dest / PARTIAL)
+    for split, written in shards.items():
+        images, files = sum(len(shard.rows) for shard in written), counted(len(written), "shard")
+        print(f"{shown}: {images} {split} images in {files}")
+    print(f"{shown}: {len(names)} classes; {converted} images converted, {len(refused)} refused")
+
+
+def plan_shards(source: Source, shards: int | None, seed: int) -> dict[str, Files]:
+    """Return the files of each shard by its name, shuffled over the whole split.
+
+    `shards` is the number for training; other splits get as many images per shard.
+    """
+    train = len(source.splits["train"])
+    shards = shards or max(1, train // IMAGES_PER_SHARD)
+    if shards > train:
+        raise UserError(f"--shards={shards}: more than the {train} training images; choose fewer")
+    plan = {}
+    for split, files in source.splits.items():
+        shuffled = _shuffle(files, source.places, random.Random(f"{seed}/{split}"))
+        number = max(1, round(shards * len(files) / train))
+        bounds = [len(files) * i // number for i in range(number + 1)]
+        for i in range(number):
+            plan[f"{split}/{split}-{i:05d}-of-{number:05d}"] = shuffled[bounds[i] : bounds[i + 1]]
+    return plan
+
+
+def _shuffle(files: Files, places: Mapping[str, Place], rng: random.Random) -> Files:
+    """Return all files in random order; those of parquet files in windows of whole, random row groups.
+
+    Of a row group, which is compressed as a whole, every shard of its window reads some rows.
+    """
+    blocks: dict[tuple[str, int], Files] = {}
+    for file in sorted(files):
+        place = places.get(file[0])
+        block = place[:2] if place and place.is_row and len(files) > IMAGES_PER_WINDOW else ("", 0)
+        blocks.setdefault(block, []).append(file)
+    order = list(blocks)
+    rng.shuffle(order)
+    shuffled, window = [], []
+    for number, block in enumerate(order, 1):
+        window += blocks[block]
+        if len(window) >= IMAGES_PER_WINDOW or number == len(order):
+            rng.shuffle(window)
+            shuffled += window
+            window = []
+    return shuffled
+
+
+def _is_complete(dest: Path, job: dict[str, Any]) -> bool:
+    """Return whether the job is done; if not, claim `dest` for it. Raise `UserError` if another job has claimed it."""
+    job_path, is_complete = dest / PARTIAL / "job.json", (dest / MANIFEST).is_file()
+    if is_complete:
+        earlier = read_manifest(dest).made
+    elif job_path.is_file():
+        earlier = json.loads(job_path.read_bytes())
+    elif dest.exists() and (not dest.is_dir() or {path.name for path in dest.iterdir()} - {REFUSED, PARTIAL}):
+        raise UserError(f"{dest}: not empty and not a data set; choose an empty folder for DEST")
+    else:
+        with atomic_file(job_path) as file:
+            file.write(json.dumps(job).encode())
+        return False
+    if changed := [key for key, value in job.items() if earlier.get(key) != value]:
+        raise UserError(
+            f"{dest}: holds a data set made with other {', '.join(changed)}; choose another DEST or delete it"
+        )
+    if is_complete:
+        for split in read_manifest(dest).splits:
+            open_split(dest, split)
+        shutil.rmtree(dest / PARTIAL, ignore_errors=True)  # left by a run that was stopped after its last step
+    return is_complete
+
+
+def _report_refused(dest: Path, source: Source, refused: list[tuple[str, str]], max_refused: float) -> None:
+    """List the refused images; if they are too many, remove all else from `dest` and raise `UserError`."""
+    if not refused:
+        (dest / REFUSED).unlink(missing_ok=True)
+        return
+    lines = [f"{printable(filename)}\t{reason}" for filename, reason in refused]
+    with atomic_file(dest / REFUSED) as file:
+        file.write("".join(f"{line}\n" for line in lines).encode())
+    print_some(lines)
+    names, total = {filename for filename, _ in refused}, sum(map(len, source.splits.values()))
+    left = Counter(label for filename, label in source.splits["train"] if filename not in names)
+    lost = [source.class_names[label] for _, label in source.splits["train"] if not left[label]]
+    if len(refused) > max_refused * total or lost:
+        for folder in (PARTIAL, *source.splits):
+            shutil.rmtree(dest / folder, ignore_errors=True)
+        what = f"all training images of class {lost[0]}" if lost else f"more than {100 * max_refused:g}% of {total}"
+        remedy = "fix or remove them, or raise --max-refused, and rerun the command"
+        raise UserError(f"{dest / REFUSED}: {counted(len(refused), 'image')} refused, {what}; {remedy}")
 
 
 def _stop(number: int, _: object) -> None:

@@ -9,31 +9,25 @@ from typing import Any
 from common.config.load import refuse_unused
 from common.config.plan import DataSummary
 from common.data import image_loaders
-from common.data.block_cache import BlockCache
 from common.data.crops import Crop
 from common.data.image_folder import FolderSplit
 from common.data.loader import BatchReader, Loader
+from common.data.object_storage import BlockCache
 from common.errors import UserError
-from common.files import fingerprint_of
-from common.object_store import StorePath, as_path
+from common.files import fingerprint_of, is_url
 from common.task import Task
-from imagenet_dali.dataset import Split, open_split
-from imagenet_dali.manifest import MANIFEST, PARTIAL, data_fingerprint, read_manifest
-from imagenet_dali.sources import list_source
+from imagenet_dali.dataset import MANIFEST, PARTIAL, Split, open_split
+from imagenet_dali.find_images import list_source
 
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
     """Count samples and classes of the data set, without reading an image."""
     refuse_unused(data, (*image_loaders.UNUSED, "download"))
     train, validation = open_images(data, "train"), open_images(data, "validation")
-    if isinstance(train, Split):
-        manifest = read_manifest(train.root)
-        fingerprint = data_fingerprint(manifest)
-        earlier = tuple(repair["fingerprint"] for repair in manifest.get("repairs", ()))
-    else:
-        fingerprint, earlier = fingerprint_of([train.fingerprint, validation.fingerprint]), ()
-    summary = DataSummary(len(train), len(validation), train.num_classes, fingerprint, earlier, train.class_names)
-    if isinstance(train, Split):
+    is_prepared = isinstance(train, Split)
+    fingerprint = train.fingerprint if is_prepared else fingerprint_of([train.fingerprint, validation.fingerprint])
+    summary = DataSummary(len(train), len(validation), train.num_classes, fingerprint, class_names=train.class_names)
+    if is_prepared:
         summary = replace(summary, shard_bytes=train.nbytes, is_shuffled=train.is_shuffled)
     if data.get("order") == "blocks" and not (summary.shard_bytes and summary.is_shuffled):
         fault = "has shards sorted by class, so batches would be too" if summary.shard_bytes else "has no shards"
@@ -63,12 +57,10 @@ def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
 
     Only the torchvision loader reads image folders that were not prepared.
     """
-    root = as_path(data["root"])
-    is_remote = isinstance(root, StorePath)
-    # the latter while it is prepared
+    root, is_remote = Path(data["root"]), is_url(data["root"])
     if data["loader"] == "dali" or is_remote or any((root / name).exists() for name in (MANIFEST, PARTIAL)):
-        args = root, split, data.get("cache"), data.get("cache_gb", 0)
-        return _open_remote(*args) if is_remote else _open(*args)
+        cache = data.get("cache") and _open_cache(data["cache"], round(1e9 * data["cache_gb"]))
+        return _open_remote(data["root"], split, cache) if is_remote else open_split(root, split, cache)
     if data.get("cache"):
         raise UserError(
             f"DATA.cache={data['cache']}: of a folder of images nothing is cached; leave it out, or make shards with "
@@ -88,13 +80,12 @@ def _open_folder(root: Path) -> dict[str, FolderSplit]:
     return {split: FolderSplit(root, source.class_names, files) for split, files in source.splits.items()}
 
 
-def _open(root: Path, split: str, folder: str | None, cache_gb: float) -> Split:
-    cache = _open_cache(Path(folder).expanduser().absolute(), round(1e9 * cache_gb)) if folder else None
-    return open_split(root, split, cache)
+_open_remote = functools.cache(open_split)  # a few requests
 
 
-_open_cache = functools.cache(BlockCache)  # which warns once
-_open_remote = functools.cache(_open)  # some ten requests; and shards must not change after the first
+@functools.cache  # which warns once
+def _open_cache(folder: str, most: int) -> BlockCache:
+    return BlockCache(Path(folder).expanduser().absolute(), most)
 
 
 def _blocks(images: Split | FolderSplit, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,7 +98,7 @@ def _reader(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_with_dali(images: Split, crop: Crop, *, workers: int, dp_size: int, **options: Any) -> BatchReader:
     # DALI takes half a second to import
-    from imagenet_dali.imagenet_dali_dataloader import DaliReader
+    from imagenet_dali.dali_reader import DaliReader
 
     return DaliReader(images, crop, threads=max(1, workers), **options)
 

@@ -178,18 +178,6 @@ BAD_IMAGES: dict[str, tuple[Callable[[int], bytes], str]] = {
 }
 
 
-def write_bad_images(folder: Path, count: int) -> dict[Path, str]:
-    """Write ``count`` images that must not reach training, cycling through all kinds; return the kind of each."""
-    folder.mkdir(parents=True, exist_ok=True)
-    kinds, written = list(BAD_IMAGES), {}
-    for number in range(count):
-        kind = kinds[number % len(kinds)]
-        path = folder / f"bad{number:05d}.jpg"
-        path.write_bytes(BAD_IMAGES[kind][0](number))
-        written[path] = kind
-    return written
-
-
 def spoil_record(root: Path, split: str, index: int) -> Path:
     """Flip a bit in the middle of an image of a prepared data set; return its shard."""
     opened = open_split(root, split)

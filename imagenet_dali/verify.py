@@ -1,131 +1,127 @@
-"""Verify every record of a data set."""
+"""Verify a prepared data set; turn existing TFRecord shards into one."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from common.errors import UserError, counted
+from common.errors import UNPRINTABLE, UserError
 from common.files import sha256_of
-from common.object_store import local_copy
-from imagenet_dali.dataset import read_range
+from imagenet_dali.dataset import MANIFEST, ShardEntry, Split, find_faults, open_split, read_labels, read_manifest
 from imagenet_dali.images import BadImageError, check_jpeg
-from imagenet_dali.manifest import find_faults, list_shards, read_manifest, read_table
 from imagenet_dali.records import RECORD, BadRecordError, parse_example, scan, unframe
-from imagenet_dali.workers import parallel_map
-from imagenet_dali.writer import Shard
+from imagenet_dali.writer import ShardRows, parallel_map, write_dataset
 
-Verified = tuple[Shard, list[str]]  # the shard with its good rows, and a line for each bad record
-Task = tuple[Path, str, np.ndarray | None, range]  # root, name of the shard, its rows of the table, labels as stored
+SPLITS = ("train", "validation")
 ANY_LABEL = range(2**31)
 
 
-def inspect_record(record: bytes, offset: int, labels: range) -> tuple[int, ...]:
-    """Return the `RECORD` row of one framed record, its label counted from 0; ``labels`` are those allowed as stored.
-
-    Raises `BadRecordError` or `BadImageError`.
-    """
-    image, label = parse_example(unframe(record))
-    if label not in ANY_LABEL:
-        raise BadRecordError(f"label {label} is no class number")
-    if label not in labels:
-        raise BadRecordError(f"label {label}, out of range for {len(labels)} classes from {labels.start}")
-    height, width, color_space = check_jpeg(image)
-    if color_space not in ("YCbCr", "Gray", "RGB"):
-        raise BadImageError(f"{color_space} JPEG, which decoders turn into different colours")
-    return 0, offset, len(record), record.find(image), len(image), label - labels.start, height, width
-
-
-def inspect_shard(task: Task) -> Verified:
-    """Verify the records of a shard: those in its table, or all up to the last that can be found."""
-    with local_copy(task[0] / task[1]) as local:
-        return _inspect(local, *task)
-
-
-def _inspect(local: Path, root: Path, name: str, rows: np.ndarray | None, labels: range) -> Verified:
-    path = root / name
-    good, faults, number, end = [], [], 0, 0
-    if rows is not None:
-        rows, cut = np.split(rows, [np.searchsorted(rows["offset"] + rows["size"], local.stat().st_size, side="right")])
-    try:
-        for offset, record in scan(local) if rows is None else _read_rows(local, rows):
-            try:
-                row = inspect_record(record, offset, labels)
-                if rows is not None and row[1:] != rows[number].item()[1:]:
-                    raise BadRecordError("differs from the record table")
-                good.append(row)
-            except (BadRecordError, BadImageError) as error:
-                faults.append(describe_fault(path, number, offset, error))
-            number, end = number + 1, offset + len(record)
-    except BadRecordError as error:
-        faults.append(describe_fault(path, number, end, error))
-    if rows is not None and len(cut):
-        faults.append(
-            describe_fault(path, number, end, f"the shard is cut off here: {counted(len(cut), 'record')} lost")
-        )
-    return Shard(name, sha256_of(local), np.array(good, RECORD)), faults
-
-
-def _read_rows(path: Path, rows: np.ndarray) -> Iterator[tuple[int, bytes]]:
-    for _, offset, size, *_ in rows.tolist():
-        yield offset, read_range(path, offset, size)
-
-
-def describe_fault(path: Path, number: int, offset: int, error: object) -> str:
-    """Return the line that names a record of a shard and what is wrong with it."""
-    return f"{path}: record {number} at byte {offset}: {error}"
-
-
-def inspect_shards(tasks: Sequence[Task], workers: int) -> dict[str, Verified]:
-    """Call `inspect_shard` with each of ``tasks``, in parallel; return the answers by the shard's name."""
-    results = tqdm(parallel_map(inspect_shard, tasks, workers), total=len(tasks), unit="shard", disable=None)
-    return {shard.name: (shard, faults) for shard, faults in results}
-
-
 def check(root: Path, workers: int) -> list[str]:
-    """Compare every byte of a prepared data set with its manifest; return a line for each fault."""
-    manifest = read_manifest(root)
+    """Compare every byte of a prepared data set with its manifest; return a line for each fault of a shard."""
     faults = []
-    for split in manifest["splits"]:
-        found = list_shards(root, manifest, split)
-        faults += (fault for fault, is_repairable in find_faults(root, manifest, split, found) if not is_repairable)
-        try:
-            read_table(root, manifest, split)
-        except UserError as error:
-            faults.append(str(error))
-    for split, verified in verify_shards(root, manifest, workers).items():
-        known = {shard["name"]: shard["sha256"] for shard in manifest["splits"][split]["shards"]}
-        for shard, bad in verified:
-            if shard.sha256 != known[shard.name] and not bad:
-                faults.append(f"{root / shard.name}: content differs from the manifest (sha256)")
-            faults += bad
+    for name, entry in read_manifest(root).splits.items():
+        if missing := list(find_faults(root, entry.shards)):
+            faults += missing
+            continue
+        split, ends = open_split(root, name), np.cumsum([shard.records for shard in entry.shards]).tolist()
+        tasks = list(zip(entry.shards, [0, *ends], ends, strict=False))
+        with ThreadPoolExecutor(workers) as pool:
+            found = pool.map(lambda task, split=split: _check_shard(split, *task), tasks)
+            faults += itertools.chain(*tqdm(found, total=len(tasks), unit="shard", disable=None))
     return faults
 
 
-def verify_shards(root: Path, manifest: Mapping[str, Any], workers: int) -> dict[str, list[Verified]]:
-    """Verify every record of each split's shards, by the split's table if that matches the manifest.
+def _check_shard(split: Split, entry: ShardEntry, first: int, end: int) -> list[str]:
+    path = Path(split.root) / entry.name
+    if sha256_of(path) == entry.sha256:
+        return []
+    bad = [str(record) for record in split.read_span(first, end) if isinstance(record, UserError)]
+    return bad or [f"{path}: content differs from the manifest (sha256)"]
 
-    Shards that are missing, or larger than the manifest says, are left out.
+
+def adopt(root: Path, labels: Path | None, workers: int) -> list[str]:
+    """Index and describe the shards below `root`, or return a line for each bad record and write nothing.
+
+    Shards are the files of ``train/`` and ``validation/``, or ``train-*`` and ``validation-*`` in `root` itself. Their
+    labels may start at 0 or 1. `labels` is a file with one class name per line; by default classes are named by their
+    number. Raises `UserError` if there are no shards, and if the first label is ambiguous.
     """
-    labels = range(manifest["label_base"], manifest["label_base"] + manifest["num_classes"])
-    splits = {split: described["shards"] for split, described in manifest["splits"].items()}
-    tasks = []
+    if not root.is_dir():
+        raise UserError(f"{root}: no such folder; name the one that holds train/ and validation/")
+    if (root / MANIFEST).exists():
+        raise UserError(f"{root / MANIFEST}: exists, the data set is prepared already; use --check to verify it")
+    names = {split: found for split in SPLITS if (found := _find_shards(root, split))}
+    if "train" not in names:
+        raise UserError(f"{root}: no shards; they are the files of train/, or files named train-*")
+    class_names = read_labels(labels) if labels else None
+    tasks = [(root, name) for name in itertools.chain(*names.values())]
+    results = tqdm(parallel_map(_inspect_shard, tasks, workers), total=len(tasks), unit="shard", disable=None)
+    found = {shard.name: (shard, faults) for shard, faults in results}
+    if faults := [fault for name in found for fault in found[name][1]]:
+        return sorted(faults)
+    splits = {split: [found[name][0] for name in shards] for split, shards in names.items()}
     for split, shards in splits.items():
-        table, there = find_table(root, manifest, split), list_shards(root, manifest, split)
-        for number, shard in enumerate(shards):
-            if (state := there.get(shard["name"])) and state.size <= shard["bytes"]:
-                tasks.append((root, shard["name"], None if table is None else table[table["shard"] == number], labels))
-    found = inspect_shards(tasks, workers)
-    return {
-        split: [found[shard["name"]] for shard in shards if shard["name"] in found] for split, shards in splits.items()
-    }
+        if not any(len(shard.rows) for shard in shards):
+            raise UserError(f"{root}: the {split} shards hold no records; remove them")
+    present = np.unique(np.concatenate([shard.rows["label"] for shard, _ in found.values()]))
+    base = _find_label_base(root, present.tolist(), class_names)
+    class_names = class_names or [str(label) for label in range(int(present[-1]) + 1 - base)]
+    if present[-1] - base >= len(class_names):
+        raise UserError(f"{root}: label {present[-1]}, out of range for {len(class_names)} classes from {base}")
+    for shard, _ in found.values():
+        shard.rows["label"] -= base
+    write_dataset(root, splits, class_names, base, made={"adopted": True})
+    return []
 
 
-def find_table(root: Path, manifest: Mapping[str, Any], split: str) -> np.ndarray | None:
-    """Return the rows of a split, or None if its table does not match the manifest."""
+def _find_shards(root: Path, split: str) -> list[str]:
+    folder = root / split
+    paths = folder.iterdir() if folder.is_dir() else root.glob(f"{split}-*")
+    is_shard = (p for p in paths if p.is_file() and p.suffix != ".idx" and not p.name.startswith("."))
+    names = sorted(path.relative_to(root).as_posix() for path in is_shard)
+    if odd := next(filter(UNPRINTABLE.search, names), None):
+        raise UserError(f"{root}: {odd}: the manifest could not hold this name: rename the shard")
+    return names
+
+
+def _inspect_shard(task: tuple[Path, str]) -> tuple[ShardRows, list[str]]:
+    """Return the rows of a shard's records, and a line for each that must not reach training."""
+    root, name = task
+    rows, faults, number, end = [], [], 0, 0
     try:
-        return read_table(root, manifest, split)
-    except UserError:
-        return None
+        for number, (offset, record) in enumerate(scan(root / name)):
+            end = offset + len(record)
+            try:
+                rows.append(_inspect_record(record, offset))
+            except (BadRecordError, BadImageError) as error:
+                faults.append(f"{root / name}: record {number} at byte {offset}: {error}")
+    except BadRecordError as error:
+        faults.append(f"{root / name}: after record {number}, at byte {end}: {error}")
+    return ShardRows(name, sha256_of(root / name), np.array(rows, RECORD)), faults
+
+
+def _inspect_record(record: bytes, offset: int) -> tuple[int, ...]:
+    """Return the `RECORD` row of one framed record, its label as stored."""
+    image, label = parse_example(unframe(record))
+    if label not in ANY_LABEL:
+        raise BadRecordError(f"label {label} is no class number")
+    height, width, color_space = check_jpeg(image)
+    if color_space not in ("YCbCr", "Gray", "RGB"):
+        raise BadImageError(f"{color_space} JPEG, which decoders turn into different colours")
+    return 0, offset, len(record), record.find(image), len(image), label, height, width
+
+
+def _find_label_base(root: Path, present: list[int], class_names: list[str] | None) -> int:
+    """Return 0 or 1, the label of the first class; `present` are the distinct labels, sorted."""
+    low, high = present[0], present[-1]
+    if class_names:
+        if low == 0 or len(class_names) in present:
+            return min(low, 1)
+        raise UserError(
+            f"{root}: labels {low} to {high} fit {len(class_names)} names counted from 0 and from 1; complete them"
+        )
+    if low > 1 or len(present) != high - low + 1:
+        raise UserError(f"{root}: labels run from {low} to {high} with gaps; name every class with --labels FILE")
+    return low

@@ -1,28 +1,32 @@
-"""Write a prepared data set: the shards, then the tables, then the manifest."""
+"""Write a prepared data set: the shards, by many processes, then the tables, then the manifest."""
 
 import contextlib
 import hashlib
 import io
 import json
+import multiprocessing
 import os
-import tempfile
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
-from pydantic import FailFast
 
 from common.data.image_folder import Files
-from common.errors import printable
-from common.files import Count, Schema, read_json
-from common.object_store import StorePath, list_files
+from common.data.worker_pool import follow_parent
+from common.errors import UserError, printable
+from imagenet_dali.containers import Place
+from imagenet_dali.dataset import FORMAT, LABELS, MANIFEST, PARTIAL
+from imagenet_dali.find_images import ImageReader
 from imagenet_dali.images import BadImageError, convert_image
-from imagenet_dali.manifest import FORMAT, MANIFEST, PARTIAL, records_path
-from imagenet_dali.records import RECORD, build_example, frame
-from imagenet_dali.sources import read_images
-from imagenet_dali.tar_source import Place
+from imagenet_dali.records import build_example, frame
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class ShardTask:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardRows:
     """One finished shard: its path from the root, its checksum and its rows (column ``shard`` not filled in yet)."""
 
     name: str
@@ -58,31 +62,47 @@ class Shard:
     rows: np.ndarray
 
 
-class Report(Schema):
-    """What became of the images of a shard; those that were refused are named by their number."""
+def parallel_map(function: Callable[[Task], Result], tasks: Iterable[Task], workers: int) -> Iterator[Result]:
+    """Yield ``function(task)`` of each task as it completes, in any order, from `workers` spawned processes.
 
-    name: str
-    sha256: str
-    rows: Annotated[list[tuple[Count, Count, Count, Count, Count, Count, Count, Count]], FailFast()]
-    refused: Annotated[list[tuple[Count, str]], FailFast()]
-    converted: Count
+    With one worker, this process does the work. Workers end with this process, however it ends.
+    """
+    if workers == 1:
+        yield from map(function, tasks)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
+        try:
+            for future in as_completed([pool.submit(function, task) for task in tasks]):
+                yield future.result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                f"--workers={workers}: a worker process died, perhaps for lack of memory; "
+                "rerun the command with fewer workers"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _start_worker() -> None:
+    """End quietly on Ctrl-C, and with the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    follow_parent()
 
 
 def write_shard(task: ShardTask) -> dict[str, Any]:
     """Write one shard and its report, unless an earlier call has; return the report."""
     report_path = task.dest / PARTIAL / f"{task.name}.json"
     if report_path.is_file() and (task.dest / task.name).is_file():
-        return read_json(report_path, Report, most=1 << 30).model_dump()
-    quality, short_side = task.options.quality, task.options.short_side
+        return json.loads(report_path.read_bytes())
+    reader, digest = ImageReader(task.source, task.files, task.places), hashlib.sha256()
     rows, refused, converted, offset = [], [], 0, 0
-    digest = hashlib.sha256()
     with atomic_file(task.dest / task.name) as shard:
-        reads = read_images(task.source, task.files, task.places)
-        for number, ((filename, label), read) in enumerate(zip(task.files, reads, strict=True)):
+        for number, (filename, label) in enumerate(task.files):
             try:
-                image = convert_image(read(), quality, short_side)
+                image = convert_image(reader.read(number), task.options.quality, task.options.short_side)
             except BadImageError as error:
-                refused.append((number, printable(error)))
+                refused.append((filename, printable(error)))
                 continue
             text = task.class_names[label]
             record = frame(build_example(image.data, label, text, filename, image.height, image.width))
@@ -98,83 +118,45 @@ def write_shard(task: ShardTask) -> dict[str, Any]:
     return report
 
 
-def to_shard(report: dict[str, Any]) -> Shard:
-    """Return the shard that a report of `write_shard` describes."""
-    return Shard(report["name"], report["sha256"], np.array([tuple(row) for row in report["rows"]], RECORD))
-
-
 def write_dataset(
-    root: Path, splits: dict[str, list[Shard]], class_names: list[str], label_base: int, made: dict[str, Any]
+    root: Path, splits: dict[str, list[ShardRows]], class_names: list[str], label_base: int, made: dict[str, Any]
 ) -> None:
     """Write everything but the shards; the manifest, which makes the folder a data set, is written last.
 
     `label_base` is the first label as stored in the shards; `made` describes how they were made.
     """
-    described, tables = build_tables(root, splits)
-    labels = "".join(f"{name}\n" for name in class_names).encode()
-    manifest = {
-        "format": FORMAT,
-        "num_classes": len(class_names),
-        "label_base": label_base,
-        "splits": described,
-        "made": made,
-    }
-    for path, content in (tables | {root / "labels.txt": labels, root / MANIFEST: manifest_text(manifest)}).items():
-        with atomic_file(path) as file:
-            file.write(content)
-
-
-def relative_to_root(root: Path, faults: list[str]) -> list[str]:
-    """Return lines that name files below `root` with relative paths, as stored in the manifest."""
-    return [fault.removeprefix(f"{root}/") for fault in faults]
-
-
-def manifest_text(manifest: dict[str, Any]) -> bytes:
-    """Return the content of a manifest's file."""
-    return json.dumps(manifest, indent=1).encode()
-
-
-def build_tables(root: Path, splits: dict[str, list[Shard]]) -> tuple[dict[str, Any], dict[Path, bytes]]:
-    """Return the manifest's entries for the splits, and the content of each table by its path."""
-    described, tables = {}, {}
+    described = {}
     for split, shards in splits.items():
-        rows, files = (
-            np.concatenate([shard.rows for shard in shards]),
-            list_files(root, [shard.name for shard in shards]),
-        )
+        rows = np.concatenate([shard.rows for shard in shards])
         rows["shard"] = np.repeat(np.arange(len(shards)), [len(shard.rows) for shard in shards])
-        buffer = io.BytesIO()
-        np.save(buffer, rows)
-        tables[records_path(root, split)] = buffer.getvalue()
+        np.save(buffer := io.BytesIO(), rows)
+        with atomic_file(root / "records" / f"{split}.npy") as file:
+            file.write(buffer.getvalue())
         described[split] = {
             "records": len(rows),
             "records_sha256": hashlib.sha256(buffer.getvalue()).hexdigest(),
             "shards": [
                 {
                     "name": shard.name,
-                    "bytes": files[shard.name].size,
+                    "bytes": (root / shard.name).stat().st_size,
                     "records": len(shard.rows),
                     "sha256": shard.sha256,
                 }
                 for shard in shards
             ],
         }
-    return described, tables
+    with atomic_file(root / LABELS) as file:
+        file.write("".join(f"{name}\n" for name in class_names).encode())
+    manifest = dict(format=FORMAT, num_classes=len(class_names), label_base=label_base, splits=described, made=made)
+    with atomic_file(root / MANIFEST) as file:
+        file.write(json.dumps(manifest, indent=1).encode())
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing that gets its name only when it is complete and on disk, or uploaded."""
-    if isinstance(path, StorePath):
-        with tempfile.TemporaryFile() as file:
-            yield file  # pyright: ignore[reportReturnType]
-            file.seek(0)
-            path.upload(file)
-        return
+    """Open a file for writing that gets its name only when it is complete and on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(
-        f".{path.name}.tmp"
-    )  # a fixed name, so that a restart overwrites what a killed process left
+    temporary = path.with_name(f".{path.name}.tmp")  # a restart overwrites what a killed process left
     try:
         with open(temporary, "wb") as file:
             yield file

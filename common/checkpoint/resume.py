@@ -145,9 +145,9 @@ def finished_step(path: Path, last_step: int) -> int | None:
 
 
 def check_data(path: Path, data: DataSummary, allow_change: bool) -> None:
-    """Raise `UserError` if the checkpoint ``path`` is from another data set; repaired ones are accepted."""
+    """Raise `UserError` if the checkpoint ``path`` is from another data set."""
     then = read_about(path)["data"]
-    if then["fingerprint"] in (data.fingerprint, *data.earlier):
+    if then["fingerprint"] == data.fingerprint:
         return
     counts = f"{then['train_samples']:,} training images then, {data.train_samples:,} now"
     if not allow_change:

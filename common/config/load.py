@@ -13,8 +13,7 @@ from common.config.fields import parse
 from common.config.originals import RENAMED, read_original
 from common.config.schema import Config, Data
 from common.errors import UserError, did_you_mean, is_first_process
-from common.files import short_path
-from common.object_store import as_path, is_url
+from common.files import is_url, short_path
 from common.table import print_wrapped
 
 
@@ -127,8 +126,8 @@ def data_root(config: Mapping[str, Any], download: str = "") -> str:
         raise UserError("DATA.root is not set: say where the data set is with DATA=/path or --set DATA.root=/path")
     if is_url(root):
         if download:
-            raise UserError(f"DATA.root={as_path(root)}: this task reads folders only; name one that has {download}")
-        return str(as_path(root))
+            raise UserError(f"DATA.root={root}: this task reads folders only; name one that has {download}")
+        return root
     path = Path(root).resolve()
     if not config["DATA"]["download"] and not (path.is_dir() and any(path.iterdir())):
         state = "is empty" if path.is_dir() else "is not a folder"

@@ -12,16 +12,14 @@ from common.files import Count
 class DataSummary:
     """A data set's sample counts, its classes, and which one it is.
 
-    ``fingerprint`` is a checksum over its content, wherever it lies; ``earlier`` are those it had before repairs.
-    ``shard_bytes`` are those of the training images in shards, 0 where there are none; ``is_shuffled`` tells whether
-    consecutive ones are of different classes.
+    ``fingerprint`` is a checksum over its content, wherever it lies. ``shard_bytes`` are those of the training images
+    in shards, 0 where there are none; ``is_shuffled`` tells whether consecutive ones are of different classes.
     """
 
     train_samples: Count
     eval_samples: Count
     num_classes: Count
     fingerprint: str
-    earlier: tuple[str, ...] = ()
     class_names: Sequence[str] = ()
     shard_bytes: Count = 0
     is_shuffled: bool = True

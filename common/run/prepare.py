@@ -13,10 +13,10 @@ from common.colossal import MixedPrecision, build_mixed_precision, check_tensor_
 from common.config.load import data_root, load_config, named_root
 from common.config.plan import DataSummary, Plan, build_plan, shrink_micro_batch
 from common.errors import UserError
+from common.files import is_url
 from common.hardware import memory_bytes
 from common.launch.launcher import Launch
 from common.metrics.loggers import check_trackers
-from common.object_store import is_url
 from common.planner.limits import NO_MACHINE, check_limits
 from common.task import Task
 

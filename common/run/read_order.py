@@ -7,8 +7,8 @@ from typing import Any
 from common.checkpoint.content import read_about
 from common.config.plan import DataSummary
 from common.data.block_order import window_bytes
+from common.files import is_url
 from common.hardware import memory_bytes
-from common.object_store import is_url
 
 
 def choose_order(

@@ -27,7 +27,7 @@ SETTINGS = [*(f"MODEL.{setting}" for setting in TINY), *RUN]
 def build_about(*settings: str) -> dict[str, Any]:
     """Return what config.json of a run with these settings holds."""
     config = load_config("quickstart", [*SETTINGS, *settings])
-    data = DataSummary(61, 10, 3, fingerprint="same", earlier=("before a repair",), class_names=("a", "b", "c"))
+    data = DataSummary(61, 10, 3, fingerprint="same", class_names=("a", "b", "c"))
     about = {"name": "tiny", "task": "", "config": config, "plan": asdict(build_plan(config, 1, data))}
     about |= {"data": asdict(data), **describe_run([])}
     about["starts"] = [{"step": 0, "dtype": "float32"}]

@@ -1,0 +1,158 @@
+"""Folders, tars and parquet files of the same images make the same data set; what is no source is refused by name."""
+
+import io
+import json
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow.parquet import write_table
+from scipy.io import savemat
+
+from common.errors import UserError
+from common.testing.commands import read_folder
+from imagenet_dali import prepare
+from imagenet_dali.find_images import ImageReader, list_source
+from imagenet_dali.testing import jpeg, write_photographs
+from imagenet_dali.writer import Options
+
+CLASSES = ["n01", "n02", "n03"]
+WORDS = ["tench, Tinca tinca", "goldfish", "great white shark"]
+Files = dict[str, bytes]  # content by path
+
+
+def fill(root: Path, files: Files) -> Path:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    return root
+
+
+def tar_of(members: Files, mode: str = "w") -> bytes:
+    with tarfile.open(fileobj=(buffer := io.BytesIO()), mode=mode) as tar:
+        for name, data in members.items():
+            (member := tarfile.TarInfo(name)).size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def parquet_of(rows: list[tuple[str | None, bytes | None, int | None]], names: list[str]) -> bytes:
+    """Return what the datasets library writes for images and class labels, four rows to a row group."""
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    features = {"image": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    columns = {"image": [dict(bytes=data, path=name) for name, data, _ in rows], "label": [row[2] for row in rows]}
+    schema = pa.schema([("image", image), ("label", pa.int64())], metadata)
+    write_table(pa.table(columns, schema), buffer := io.BytesIO(), row_group_size=4)
+    return buffer.getvalue()
+
+
+def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path: Path) -> None:
+    labels = [2, 0, 1, 1, 0, 2]
+    kinds = [("ILSVRC2012_ID", "i4"), ("WNID", "O"), ("words", "O"), ("num_children", "i4")]
+    synsets = [(7, "n02", WORDS[1], 0), (8, "n01", WORDS[0], 0), (9, "n03", WORDS[2], 0), (10, "n00", "fish", 3)]
+    savemat(mat := io.BytesIO(), {"synsets": np.array(synsets, kinds)[:, None]})
+    truth = "".join(f"{[8, 7, 9][label]}\n" for label in labels).encode()
+    devkit = {"kit/data/meta.mat": mat.getvalue(), "kit/data/ILSVRC2012_validation_ground_truth.txt": truth}
+    kit = {"ILSVRC2012_devkit_t12.tar.gz": tar_of(devkit, "w:gz")}
+    folder = write_photographs(fill(tmp_path / "folder", kit) / "train", CLASSES, 10).parent
+    fill(folder, {f"val/v_{number}.JPEG": jpeg(50, 60, number) for number in range(6)})
+    files = {name: data for name, data in sorted(read_folder(folder).items()) if "devkit" not in name}
+    rows = [(n, data, labels[int(n[6])] if n[:3] == "val" else CLASSES.index(n[6:9])) for n, data in files.items()]
+    train, val = rows[:30], rows[30:]
+
+    classes = {f"{name}.tar": tar_of({n[10:]: data for n, data, _ in train if name in n}) for name in CLASSES}
+    flat = tar_of({name[4:]: data for name, data, _ in val})
+    fill(tmp_path / "tars", kit | {"ILSVRC2012_img_train.tar": tar_of(classes), "ILSVRC2012_img_val.tar": flat})
+    webdataset, parquet = {"labels.txt": "".join(f"{name}\n" for name in WORDS).encode()}, {}
+    for number, (split, part) in enumerate((("train", train[::2]), ("train", train[1::2]), ("validation", val))):
+        members = {name: data for name, data, _ in part}
+        members |= {f"{name.split('.')[0]}.cls": str(label).encode() for name, _, label in part[::2]}
+        members |= {f"{n.split('.')[0]}.json": json.dumps({"label": label}).encode() for n, _, label in part[1::2]}
+        webdataset[f"{split}-{number}.tar"] = tar_of(members)
+        parquet[f"data/{split}-0000{number}-of-00002.parquet"] = parquet_of(part, WORDS)
+    fill(tmp_path / "webdataset", webdataset)
+    fill(tmp_path / "parquet", parquet)
+    made = []
+    for kind in ("folder", "tars", "webdataset", "parquet"):
+        prepare.prepare(tmp_path / kind, tmp_path / "made" / kind, Options(shards=3))
+        made.append({n: data for n, data in read_folder(tmp_path / "made" / kind).items() if "manifest" not in n})
+    assert made == made[:1] * 4
+    assert (tmp_path / "made/folder/labels.txt").read_text().splitlines() == WORDS
+    (folder / "ILSVRC2012_devkit_t12.tar.gz").unlink()
+    (folder / "imagenet_2012_validation_synset_labels.txt").write_text("\n".join(CLASSES[label] for label in labels))
+    assert list_source(folder).splits["validation"] == [(name, label) for name, _, label in val]
+
+
+def test_class_folders_are_split_by_class(tmp_path: Path) -> None:
+    fill(
+        tmp_path,
+        {f"{c}/{i}.jpg": b"1" for c, n in (("b", 20), ("a", 10), ("c", 1)) for i in range(n)} | {".git/x": b""},
+    )
+    source = list_source(tmp_path)
+    assert source.class_names == ["a", "b", "c"]
+    counts = {split: Counter(label for _, label in files) for split, files in source.splits.items()}
+    assert counts == {"train": {0: 8, 1: 16, 2: 1}, "validation": {0: 2, 1: 4}}
+    assert len({file for files in source.splits.values() for file in files}) == 31
+    assert list_source(tmp_path) == source
+    assert list_source(tmp_path, seed=1).splits != source.splits
+    assert list(list_source(tmp_path, validation_share=0).splits) == ["train"]
+
+
+def test_samples_of_one_name_are_all_there(tmp_path: Path) -> None:
+    samples = tar_of({f"{i}.{suffix}": b"%d" % (i % 3) for i in range(9) for suffix in ("jpg", "cls")})
+    source = list_source(fill(tmp_path / "tars", dict.fromkeys(("train/0.tar", "train/1.tar", "val/0.tar"), samples)))
+    assert source.class_names == ["0", "1", "2"]
+    assert {split: len(set(files)) for split, files in source.splits.items()} == {"train": 18, "validation": 9}
+    rows = parquet_of([("a.jpg", b"%d" % (i % 2), i % 2) for i in range(6)], ["cat", "dog"])
+    source = list_source(fill(tmp_path / "rows", {"t.parquet": rows}), validation_share=0)
+    files = source.splits["train"]
+    reader = ImageReader(source.root, files, [source.places[name] for name, _ in files])
+    assert [reader.read(number) for number in range(6)] == [b"%d" % label for _, label in files]
+
+
+def test_rows_of_large_parquet_sources_are_shuffled_in_windows_of_row_groups(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(prepare, "IMAGES_PER_WINDOW", 12)
+    rows = [(f"{i:02d}", b"1", i % 2) for i in range(40)]
+    source = list_source(fill(tmp_path, {"t.parquet": parquet_of(rows, ["cat", "dog"])}), validation_share=0)
+    order = [file for files in prepare.plan_shards(source, 5, seed=0).values() for file in files]
+    assert sorted(order) == sorted(source.splits["train"])
+    windows = [{source.places[name].start for name, _ in order[i : i + 12]} for i in range(0, 40, 12)]
+    assert [len(groups) for groups in windows] == [3, 3, 3, 1]
+    assert sorted(order[:12]) != order[:12]
+
+
+TAR, NAMES, EMPTY = (
+    tar_of({"a.jpg": b"1", "a.cls": b"1", "b.jpg": b"1", "b.cls": b"0"}),
+    {"labels.txt": b"cat\ndog\n\n"},
+    b"",
+)
+REFUSED: list[tuple[Files, str]] = [
+    ({}, "0 class folders"),
+    ({"wrapper/a/1": EMPTY, "wrapper/b/2": EMPTY}, "is .*wrapper the folder you mean"),
+    ({"train/a/1": EMPTY, "train/b/2": EMPTY, "val/c/3": EMPTY}, "val/c: this class has no training images"),
+    ({"train/1.jpg": EMPTY, "test/3.jpg": EMPTY}, "test, train are splits, not classes"),
+    ({"a/1": EMPTY, "b/.hidden": EMPTY}, "b: no images"),
+    ({"train/a/1": EMPTY, "train/b/2": EMPTY, "val/v": EMPTY}, "no class folders; put ILSVRC2012_devkit_t12.tar.gz or"),
+    ({"t.tar": tar_of({"a.jpg": b"1"})}, "t.tar: a.jpg: no label"),
+    ({"t.tar": tar_of({"a.jpg": b"1", "a.json": b'{"text": "cat"}'})}, "t.tar: a.jpg: no label"),
+    ({"t.tar": tar_of({"a.jpg": b"1", "a.cls": b"cat"})}, "t.tar: a.jpg: no label; its sample needs a class number"),
+    ({"t.tar": tar_of({"a.jpg": b"1", "a.cls": b"2"})} | NAMES, "t.tar: a.jpg: label 2, out of range for 2 classes"),
+    ({"t.tar": tar_of({"a.jpg": b"1", "a.cls": b"5"})}, "labels 5 to 5 with gaps; name all in .*labels.txt"),
+    ({"t.tar": tar_of({"a.txt": b"1"})}, "no labelled images .* in t.tar"),
+    ({"t.tar": TAR[:-10240]}, "t.tar: compressed, truncated or damaged at its first member"),
+    ({"t.tar": TAR[:2048] + b"x" + TAR[2049:]}, "t.tar: compressed, truncated or damaged at a.cls"),
+    ({"train-0.tar.gz": tar_of({"1.jpg": b"1"}, "w:gz")}, "train-0.tar.gz: compressed, .*; run gunzip on it"),
+    ({"t.parquet": parquet_of([("a.jpg", b"1", None)], ["a", "b"])}, "t.parquet: a.jpg: row 0 has no label"),
+    ({"t.parquet": parquet_of([(None, b"1", 2)], ["a", "b"])}, "t.parquet: t.parquet/0: label 2, out of range for 2"),
+    ({"t.parquet": parquet_of([("a.jpg", b"1", 0)], ["a", "b"])[:-5]}, "t.parquet: .*; download it again"),
+]
+
+
+@pytest.mark.parametrize(("files", "message"), REFUSED)
+def test_what_is_no_source_is_refused(tmp_path: Path, files: Files, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        list_source(fill(tmp_path, files))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from imagenet_dali.prepare import prepare
-from imagenet_dali.testing import write_images, write_photographs
+from imagenet_dali.testing import write_images
 from imagenet_dali.writer import Options
 
 
@@ -29,6 +29,6 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders ``{train,val}/{ape,bee}/`` of 24 and 10 images, prepared in ``shards``; not to be changed."""
     folder = tmp_path_factory.mktemp("photographs")
     for split, per_class in (("train", 12), ("val", 5)):
-        write_photographs(folder / "images" / split, ("ape", "bee"), per_class)
+        write_images(folder / "images" / split, per_class, ("ape", "bee"))
     prepare(folder / "images", folder / "shards")
     return folder

@@ -51,23 +51,16 @@ def decode_windows(source: Callable[[], tuple]) -> DataNode:
 
 
 @pipeline_def
-def decode_and_resize(
-    source: Callable[[], tuple], size: int, filter_: str, device: str, hardware_load: float | None
-) -> tuple[DataNode, DataNode]:
+def decode_and_resize(source: Callable[[], tuple], size: int, filter_: str, device: str) -> tuple[DataNode, DataNode]:
     """Return the graph for a GPU: decode a window, resample a region of it to ``size``, mirror; uint8 [3, Y, X] each.
 
     ``source`` returns a batch: JPEG bytes, start and shape of the windows, start and end of the regions, flips, labels.
-    ``device`` is "mixed", or "cpu" for tests. With ``hardware_load`` whole images are decoded.
+    ``device`` is "mixed", or "cpu" for tests.
     """
     jpegs, start, shape, region_start, region_end, flip, labels = fn.external_source(source, num_outputs=7)
     # upsampling is the CPU's way, so that a GPU sees the same pixels
     options: dict[str, Any] = dict(device=device, adjust_orientation=False, jpeg_fancy_upsampling=True)
-    if hardware_load is None:
-        images = fn.decoders.image_slice(jpegs, start=start, shape=shape, axes=(0, 1), **options)
-    else:
-        images = fn.decoders.image(jpegs, hw_decoder_load=hardware_load, **options)
-        window: dict[str, Any] = dict(normalized_anchor=False, normalized_shape=False, axes=(0, 1))
-        images = fn.slice(images, start, shape, **window)
+    images = fn.decoders.image_slice(jpegs, start=start, shape=shape, axes=(0, 1), **options)
     images = fn.resize(
         images, size=(size, size), interp_type=FILTERS[filter_], roi_start=region_start, roi_end=region_end
     )
@@ -80,9 +73,9 @@ class DaliReader:
     """Read draws of a split as normalised images, float32 [B, 3, size, size], and labels, int64 [B], on ``device``.
 
     ``mean`` and ``std`` are of RGB values from 0 to 1. ``crop`` takes the first numbers of a draw, ``augment`` the
-    last. Rows of padding are zeros with label -100. DALI does all but ``augment`` on a GPU, or if ``resizes``; with
-    ``hardware_load`` it decodes whole images, that share of them by the GPU's JPEG engine, instead of windows. A record
-    that does not decode raises `UserError` naming its shard, number and offset; the reader cannot be used after that.
+    last. Rows of padding are zeros with label -100. DALI does all but ``augment`` on a GPU, or if ``resizes``. A
+    record that does not decode raises `UserError` naming its shard, number and offset; the reader cannot be used after
+    that.
     """
 
     def __init__(
@@ -98,13 +91,11 @@ class DaliReader:
         device: torch.device,
         augment: "Policy | None" = None,
         resizes: bool | None = None,
-        hardware_load: float | None = None,
     ) -> None:
         self.split, self.crop, self.batch, self.device, self.augment = split, crop, batch, device, augment
         self.size, self.threads = size, threads
         self._normalizer = Normalizer(mean, std, device)
         self.resizes = device.type == "cuda" if resizes is None else resizes
-        self.hardware_load = hardware_load
         self.records = RecordReader(split)
         self._resizing = ThreadPoolExecutor(threads, thread_name_prefix="resize")
         self._raw_batches: Iterator[RawBatch] = iter(())
@@ -162,8 +153,8 @@ class DaliReader:
         place = dict(batch_size=batch, num_threads=threads, device_id=self.device.index if on_gpu else None)
         if not self.resizes:
             return decode_windows(source, **place)
-        how = "mixed" if on_gpu else "cpu", self.hardware_load
-        return decode_and_resize(source, self.size, self.crop.interpolation, *how, **place)
+        how = "mixed" if on_gpu else "cpu"
+        return decode_and_resize(source, self.size, self.crop.interpolation, how, **place)
 
     def _run(self) -> tuple[RawBatch, tuple] | None:
         """Return the oldest batch in flight and what DALI made of it; None at the end of the pass."""

@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.testing.commands import read_folder
 from imagenet_dali import prepare
 from imagenet_dali.find_images import ImageReader, list_source
-from imagenet_dali.testing import jpeg, write_photographs
+from imagenet_dali.testing import jpeg, write_images
 from imagenet_dali.writer import Options
 
 CLASSES = ["n01", "n02", "n03"]
@@ -58,7 +58,7 @@ def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path: Path)
     truth = "".join(f"{[8, 7, 9][label]}\n" for label in labels).encode()
     devkit = {"kit/data/meta.mat": mat.getvalue(), "kit/data/ILSVRC2012_validation_ground_truth.txt": truth}
     kit = {"ILSVRC2012_devkit_t12.tar.gz": tar_of(devkit, "w:gz")}
-    folder = write_photographs(fill(tmp_path / "folder", kit) / "train", CLASSES, 10).parent
+    folder = write_images(fill(tmp_path / "folder", kit) / "train", 10, CLASSES).parent
     fill(folder, {f"val/v_{number}.JPEG": jpeg(50, 60, number) for number in range(6)})
     files = {name: data for name, data in sorted(read_folder(folder).items()) if "devkit" not in name}
     rows = [(n, data, labels[int(n[6])] if n[:3] == "val" else CLASSES.index(n[6:9])) for n, data in files.items()]

@@ -124,10 +124,3 @@ def test_32k_images_in_float32(data: Path, weights: Path, gradient: dict[str, Te
     small = train(data, weights, tmp_path / "small", "fp16=None", f"TOTAL_BATCH_SIZE={2 * RANKS * MICRO}")
     print(f"peak memory: {peak_memory(large):.3f} GB, with two micro-batches a step {peak_memory(small):.3f} GB")
     assert peak_memory(large) <= 1.05 * peak_memory(small)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_32k_images_in_bfloat16(data: Path, weights: Path, gradient: dict[str, Tensor], tmp_path: Path) -> None:
-    output = train(data, weights, tmp_path / "run", "fp16.dtype=bfloat16")
-    assert_gradient_equals(output, gradient, 0.03)

@@ -33,7 +33,7 @@ def test_names_are_carried_exactly_to_predictions(tmp_path: Path) -> None:
             for file in FILES:
                 (images / split / name / os.fsdecode(file)).write_bytes(jpeg(16, 16, seed=number))
     os.symlink("nowhere", images / "train/cat/link\n.jpg")
-    run(prepare.main, images, data, "--workers=1", "--max-refused=2%")
+    run(prepare.main, images, data, "--workers=1", "--max-refused=0.02")
     assert open_split(data, "train").class_names == sorted(CLASSES)
     assert len(open_split(data, "train")) == len(FILES) * len(CLASSES)
     assert (data / "refused.txt").read_text() == "train/cat/link\\n.jpg\tNo such file or directory\n"

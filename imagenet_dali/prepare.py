@@ -69,8 +69,8 @@ def _build_parser() -> argparse.ArgumentParser:
     add("dest", nargs="?", metavar="DEST", help="a new folder for the data set")
     add("--check", action="store_true", help="verify every byte of the prepared data set DIR")
     add("--adopt", action="store_true", help="verify and describe existing TFRecord shards in DIR")
-    refused = "of the images may be left out because they are bad, as 0.01 or 1%% (default: 0.01)"
-    add("--max-refused", type=fraction, default=MAX_BAD_SHARE, metavar="SHARE", help=refused)
+    refused = "of the images may be left out because they are bad, (default: 0.01)"
+    add("--max-refused", type=float, default=MAX_BAD_SHARE, metavar="SHARE", help=refused)
     add("--labels", type=Path, metavar="FILE", help="with --adopt: the class names, one per line")
     add("--workers", type=int, default=cores(), metavar="N", help="processes (default: cores)")
     share = "of each class, if SOURCE has no validation split (default: 0.2)"
@@ -85,11 +85,6 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--short-side", type=int, metavar="N", help=short_side)
     add("--debug", action="store_true", help="show the traceback of an error")
     return parser
-
-
-def fraction(text: str) -> float:
-    """Return the share that ``0.05`` or ``5%`` says."""
-    return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
 
 
 def _check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

@@ -37,10 +37,8 @@ class BadRecordError(ValueError):
 
 def _load_example_pb2() -> ModuleType:
     # the package's own __init__ imports torch: seconds and 200 MB that preparation workers do not need
-    package = importlib.util.find_spec("tfrecord")
-    assert package is not None and package.submodule_search_locations is not None  # noqa: PT018
-    path = Path(package.submodule_search_locations[0]) / "example_pb2.py"
-    spec = importlib.util.spec_from_file_location("example_pb2", path)
+    (folder,) = importlib.util.find_spec("tfrecord").submodule_search_locations  # pyright: ignore[reportOptionalMemberAccess, reportOptionalIterable]
+    spec = importlib.util.spec_from_file_location("example_pb2", Path(folder) / "example_pb2.py")
     assert spec is not None and spec.loader is not None  # noqa: PT018
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -73,7 +73,10 @@ def parallel_map(function: Callable[[Task], Result], tasks: Iterable[Task], work
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
         try:
-            for future in as_completed([pool.submit(function, task) for task in tasks]):
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited while workers import
+            completed = as_completed([pool.submit(function, task) for task in tasks])  # and forgets each
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            for future in completed:
                 yield future.result()
         except BrokenProcessPool as error:
             raise UserError(
@@ -87,6 +90,7 @@ def parallel_map(function: Callable[[Task], Result], tasks: Iterable[Task], work
 def _start_worker() -> None:
     """End quietly on Ctrl-C, and with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     follow_parent()
 
 

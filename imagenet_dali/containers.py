@@ -179,11 +179,8 @@ def read_rows(root: Path, places: Iterator[Place]) -> dict[Place, bytes]:
 
 @contextmanager
 def _open_parquet(path: Path) -> Iterator["ParquetFile"]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f"{path}: reading parquet needs pyarrow: pip install pyarrow") from error
+    import pyarrow.parquet
+
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             yield file

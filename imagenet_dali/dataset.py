@@ -48,7 +48,7 @@ class Manifest(Schema):
     format: Literal[1]
     num_classes: int = Field(ge=1, le=10**8)
     label_base: Literal[0, 1]
-    splits: dict[Literal["train", "validation"], SplitEntry]
+    splits: dict[str, SplitEntry]
     made: dict[str, Any]
     repairs: list[Any] = Field([], exclude=True)  # of older data sets
 

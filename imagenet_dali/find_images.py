@@ -99,11 +99,10 @@ def _list_folder(root: Path, train: Path) -> Source:
     is_flat = evaluation and not list_folders(evaluation)
     labelled = {"train": train} | ({"validation": evaluation} if evaluation and not is_flat else {})
     classes, splits = list_splits(root, labelled, others)
-    words: Mapping[str, str] = {}
     if evaluation and is_flat:
         files = [path.relative_to(root).as_posix() for path in list_files(evaluation, others)]
-        splits["validation"], words = _label_flat(root, evaluation, files, classes)
-    return Source(root, [words.get(name, name) for name in classes], splits, others=others)
+        splits["validation"], classes = _label_flat(root, evaluation, files, classes)
+    return Source(root, classes, splits, others=others)
 
 
 def _list_imagenet_tars(root: Path) -> Source:
@@ -123,14 +122,13 @@ def _list_imagenet_tars(root: Path) -> Source:
         raise UserError(f"{root / TRAIN_TAR}: a class without images, or a single class; download it again")
     classes = [folder.removeprefix("train/") for folder in sorted(by_class)]
     splits = {"train": [(name, label) for label, folder in enumerate(sorted(by_class)) for name in by_class[folder]]}
-    words: Mapping[str, str] = {}
     if flat:
-        splits["validation"], words = _label_flat(root, root / VALIDATION_TAR, sorted(flat), classes)
-    return Source(root, [words.get(name, name) for name in classes], splits, places)
+        splits["validation"], classes = _label_flat(root, root / VALIDATION_TAR, sorted(flat), classes)
+    return Source(root, classes, splits, places)
 
 
-def _label_flat(root: Path, folder: Path, files: list[str], classes: list[str]) -> tuple[Files, Mapping[str, str]]:
-    """Label the sorted files of a flat folder or tar; return also the words of each synset, where they are known."""
+def _label_flat(root: Path, folder: Path, files: list[str], classes: list[str]) -> tuple[Files, list[str]]:
+    """Label the sorted files of a flat folder or tar; return also the names of the classes, which the devkit has."""
     words: Mapping[str, str] = {}
     if (path := root / DEVKIT).is_file():
         synsets, words = _read_devkit(path)
@@ -143,15 +141,14 @@ def _label_flat(root: Path, folder: Path, files: list[str], classes: list[str]) 
     labels = {name: label for label, name in enumerate(classes)}
     if unknown := set(synsets) - set(labels):
         raise UserError(f"{path}: {min(unknown)} is no class of the training images; complete the download")
-    return [(file, labels[synset]) for file, synset in zip(files, synsets, strict=True)], words
+    listed = [(file, labels[synset]) for file, synset in zip(files, synsets, strict=True)]
+    return listed, [words.get(name, name) for name in classes]
 
 
 def _read_devkit(path: Path) -> tuple[list[str], dict[str, str]]:
     """Return the synset of each of ImageNet's validation images, in order, and the words of each synset."""
-    try:
-        from scipy.io import loadmat
-    except ImportError as error:
-        raise UserError(f"{path}: reading it needs scipy: pip install scipy") from error
+    from scipy.io import loadmat
+
     with tarfile.open(path, "r:gz") as tar:
         content = {PurePosixPath(member.name).name: tar.extractfile(member) for member in tar if member.isreg()}
         truth = content["ILSVRC2012_validation_ground_truth.txt"].read()  # pyright: ignore[reportOptionalMemberAccess]

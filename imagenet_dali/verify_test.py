@@ -103,7 +103,7 @@ IMAGE, LABEL = "image/encoded", "image/class/label"
             {IMAGE: (encode(gradient().convert("CMYK")), "byte")},
             "which decoders turn into different colours",
         ),
-        ([1], None, {IMAGE: (7, "int")}, "image/encoded is int64_list"),
+        ([1], None, {IMAGE: (7, "int")}, "0 values in image/encoded as bytes_list, not one"),
         ([1], None, {LABEL: (-1, "int")}, "label -1 is no class number"),
         ([1], None, {LABEL: (2**31, "int")}, "label 2147483648 is no class number"),
     ],

@@ -35,8 +35,8 @@ class _Pending(NamedTuple):
 class RecordReader:
     """Yield draws with their records, while the next draws are read; a span stays in memory until its last use.
 
-    At least `DRAWS_AHEAD` draws are ahead, and more of them up to `BYTES_AHEAD` and `MOST_DRAWS_AHEAD`. What is no bad
-    record but a failure of the storage is raised.
+    At least `DRAWS_AHEAD` draws are ahead, and more of them up to `BYTES_AHEAD` and `MOST_DRAWS_AHEAD`. Bad records
+    are yielded as errors; a failure of the storage is raised.
     """
 
     def __init__(self, source: RecordSource) -> None:

@@ -76,30 +76,21 @@ def test_reading_ahead_is_bounded_by_bytes() -> None:
 
 
 def test_shards_sorted_by_class_are_not_read_in_blocks(split: Split, monkeypatch) -> None:
-    assert split.is_shuffled
     rows = split.records.copy()
     rows["label"].sort()
-    classes_of_one_size, one_class = replace(split, records=rows), rows.copy()
-    one_class["label"] = 3
-    assert not classes_of_one_size.is_shuffled
-    assert replace(split, records=one_class).is_shuffled
-    monkeypatch.setattr("imagenet_dali.task.open_images", lambda *_: classes_of_one_size)
-    data = {"root": "/data/adopted", "loader": "dali"}
-    with pytest.raises(UserError, match=r"DATA.order='blocks': DATA.root=/data/adopted has shards sorted by class"):
-        describe_data(data | {"order": "blocks"})
-    config = {"DATA": {"order": None}}
+    by_class = replace(split, records=rows)
+    assert (split.is_shuffled, by_class.is_shuffled) == (True, False)
+    monkeypatch.setattr("imagenet_dali.task.open_images", lambda *_: by_class)
     monkeypatch.setattr("common.run.read_order.memory_bytes", lambda: 1)
-    order, why = choose_order(config, describe_data(data), 8)
-    assert (order, why.split(" but ")[1]) == ("random", "are sorted by class: prepare them again for large reads")
-    remote = {"root": "s3://bucket/data", "order": "random", "cache": "/nvme"}
-    warning = warn_of_order(remote, describe_data(data))
-    assert warning.startswith(
-        "warning: DATA.order='random' asks s3://bucket/data for each of 2,000 images by itself, and"
-    )
-    assert warning.endswith(
-        "DATA.cache=/nvme will hold as many files; prepare the data set again, shuffled, for 'blocks'"
-    )
-    assert warn_of_order(remote | {"order": "blocks"}, describe_data(data)) == ""
+    data = {"root": "s3://bucket/data", "loader": "dali", "order": None, "cache": "/nvme", "cache_gb": 9}
+    with pytest.raises(UserError, match=r"DATA.order='blocks': DATA.root=s3://bucket/data has shards sorted by class"):
+        describe_data(data | {"order": "blocks"})
+    order, why = choose_order({"DATA": data}, describe_data(data), 8)
+    assert order == "random"
+    assert "are remote but are sorted by class: prepare them again for large reads; caching up to 9 GB in /nv" in why
+    warning = warn_of_order(data | {"order": order}, describe_data(data))
+    assert warning.startswith("warning: DATA.order='random' asks s3://bucket/data for each of 2,000 images by itself")
+    assert warn_of_order(data | {"order": "blocks"}, describe_data(data)) == ""
 
 
 def test_a_run_in_blocks_resumes_to_the_bit_on_a_host_with_more_memory(tmp_path: Path, monkeypatch, capsys) -> None:

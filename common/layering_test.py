@@ -70,8 +70,8 @@ def forbidden(package: str, file: str, module: str) -> str | None:
         return "tasks never import each other"
     if top == "colossalai" and package != "configs" and not (package == "common" and file.startswith("colossal/")):
         return "only common/colossal imports colossalai"
-    if module.startswith("nvidia.dali") and (package, file) != ("imagenet_dali", "dali_reader.py"):
-        return "only imagenet_dali/dali_reader.py imports nvidia.dali"
+    if module.startswith("nvidia.dali") and (package, file) != ("imagenet_dali", "imagenet_dali_dataloader.py"):
+        return "only imagenet_dali/imagenet_dali_dataloader.py imports nvidia.dali"
     return None
 
 

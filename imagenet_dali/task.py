@@ -41,14 +41,14 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
 def build_train_loader(data: Mapping[str, Any], total_batch: int, micro_batch: int, **place: Any) -> Loader:
     """Return the loader of the training split; ``place`` is as in `image_loaders.build_train_loader`."""
     images = open_images(data, "train")
-    place |= _reader(data) | (_blocks(images, data) if data["order"] == "blocks" else {})
+    place |= _options(images, data, in_blocks=data["order"] == "blocks")
     return image_loaders.build_train_loader(images, data, total_batch, micro_batch, **place)  # pyright: ignore[reportArgumentType]
 
 
 def build_eval_loader(data: Mapping[str, Any], batch: int, **place: Any) -> Loader:
     """Return the loader of the validation split; ``place`` is as in `image_loaders.build_eval_loader`."""
     images = open_images(data, "validation")
-    place |= _reader(data) | _blocks(images, data)
+    place |= _options(images, data, in_blocks=True)
     return image_loaders.build_eval_loader(images, data, batch, **place)  # pyright: ignore[reportArgumentType]
 
 
@@ -88,17 +88,17 @@ def _open_cache(folder: str, most: int) -> BlockCache:
     return BlockCache(Path(folder).expanduser().absolute(), most)
 
 
-def _blocks(images: Split | FolderSplit, data: Mapping[str, Any]) -> dict[str, Any]:
-    return {"blocks": images.block_bounds(round(1e6 * data["block"]))} if isinstance(images, Split) else {}
-
-
-def _reader(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {"build_reader": _read_with_dali} if data["loader"] == "dali" else {}
+def _options(images: Split | FolderSplit, data: Mapping[str, Any], in_blocks: bool) -> dict[str, Any]:
+    """Return what reads the images, and the bounds of the blocks that are read at once."""
+    options: dict[str, Any] = {"build_reader": _read_with_dali} if data["loader"] == "dali" else {}
+    if in_blocks and isinstance(images, Split):
+        options["blocks"] = images.block_bounds(round(1e6 * data["block"]))
+    return options
 
 
 def _read_with_dali(images: Split, crop: Crop, *, workers: int, dp_size: int, **options: Any) -> BatchReader:
     # DALI takes half a second to import
-    from imagenet_dali.dali_reader import DaliReader
+    from imagenet_dali.imagenet_dali_dataloader import DaliReader
 
     return DaliReader(images, crop, threads=max(1, workers), **options)
 

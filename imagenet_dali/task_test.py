@@ -15,9 +15,9 @@ from common.config.schema import Data
 from common.data.loader import Loader
 from common.data.sampler import NO_LABEL
 from common.errors import UserError
-from imagenet_dali import dali_reader
-from imagenet_dali.dali_reader import DaliReader
+from imagenet_dali import imagenet_dali_dataloader
 from imagenet_dali.dataset import open_split
+from imagenet_dali.imagenet_dali_dataloader import DaliReader
 from imagenet_dali.records import frame, unframe
 from imagenet_dali.task import build_eval_loader, build_train_loader, describe_data, open_images
 from imagenet_dali.testing import spoil_record
@@ -82,7 +82,7 @@ def test_describes_a_folder_and_what_was_prepared_from_it(folder, root):
 )
 def test_both_loaders_show_the_same(root, interpolation, order, crop, randaugment, resizes, monkeypatch):
     """After a pass that was left early, and after a restart in the middle of the next one."""
-    monkeypatch.setattr(dali_reader, "DaliReader", partial(DaliReader, resizes=resizes))
+    monkeypatch.setattr(imagenet_dali_dataloader, "DaliReader", partial(DaliReader, resizes=resizes))
     data = {"interpolation": interpolation, "order": order, "crop": crop, "randaugment": randaugment, "block": 0.004}
     shown = {}
     for name in ("dali", "torchvision"):
@@ -109,7 +109,7 @@ def test_both_loaders_show_the_same(root, interpolation, order, crop, randaugmen
 
 @pytest.mark.parametrize("resizes", [False, True])
 def test_a_rank_without_samples_gets_a_batch_of_padding(root, resizes, monkeypatch):
-    monkeypatch.setattr(dali_reader, "DaliReader", partial(DaliReader, resizes=resizes))
+    monkeypatch.setattr(imagenet_dali_dataloader, "DaliReader", partial(DaliReader, resizes=resizes))
     monkeypatch.setitem(PLACED, "dp_rank", 2)
     monkeypatch.setitem(PLACED, "dp_size", 3)
     ((images, labels),) = read(eval_loader(root, 8))

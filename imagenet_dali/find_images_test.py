@@ -64,7 +64,7 @@ def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path: Path)
     rows = [(n, data, labels[int(n[6])] if n[:3] == "val" else CLASSES.index(n[6:9])) for n, data in files.items()]
     train, val = rows[:30], rows[30:]
 
-    classes = {f"{name}.tar": tar_of({n[10:]: data for n, data, _ in train if name in n}) for name in CLASSES}
+    classes = {f"{name}.tar": tar_of({n[10:]: data for n, data, _ in train if name in n}) for name in CLASSES[::-1]}
     flat = tar_of({name[4:]: data for name, data, _ in val})
     fill(tmp_path / "tars", kit | {"ILSVRC2012_img_train.tar": tar_of(classes), "ILSVRC2012_img_val.tar": flat})
     webdataset, parquet = {"labels.txt": "".join(f"{name}\n" for name in WORDS).encode()}, {}
@@ -100,6 +100,13 @@ def test_class_folders_are_split_by_class(tmp_path: Path) -> None:
     assert list_source(tmp_path) == source
     assert list_source(tmp_path, seed=1).splits != source.splits
     assert list(list_source(tmp_path, validation_share=0).splits) == ["train"]
+
+
+def test_split_folders_share_their_labels(tmp_path: Path) -> None:
+    source = list_source(fill(tmp_path, dict.fromkeys(("train/a/1", "train/b/deep/er/2", "test/b/3"), b"1")))
+    assert source.splits == {"train": [("train/a/1", 0), ("train/b/deep/er/2", 1)], "validation": [("test/b/3", 1)]}
+    with pytest.raises(UserError, match="--validation-share=0.5: .* has a validation split already"):
+        list_source(tmp_path, validation_share=0.5)
 
 
 def test_samples_of_one_name_are_all_there(tmp_path: Path) -> None:

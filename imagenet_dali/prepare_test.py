@@ -43,6 +43,7 @@ def test_another_tool_reads_every_image_once(prepared):
             assert size == [row["height"], row["width"]] == list(Image.open(io.BytesIO(image)).size)[::-1]
             seen.append(path)
         assert len(split) == index + 1 == count
+        assert np.mean(split.records["label"][1:] == split.records["label"][:-1]) < 0.7  # shuffled
     assert sorted(seen) == sorted(source.rglob("*.jpg"))
     assert sorted(os.listdir(prepared)) == ["labels.txt", "manifest.json", "records", "train", "validation"]
 

@@ -87,6 +87,7 @@ def test_both_loaders_show_the_same(root, interpolation, order, crop, randaugmen
     shown = {}
     for name in ("dali", "torchvision"):
         train, resumed = (train_loader(root, loader=name, **data) for _ in range(2))
+        assert (train.sampler.blocks is None) == (order == "random")
         next(iter(train))
         first = list(itertools.islice(train, 3))
         resumed.load_state_dict(train.state_dict())

@@ -63,9 +63,7 @@ class Source:
 def list_source(root: Path, validation_share: float | None = None, seed: int = 0) -> Source:
     """Find every image below `root`; raise `UserError` if the folder has none of the layouts.
 
-    Layouts: ``<class>/*``; ``train/<class>/*`` with ``{val,validation,test}/<class>/*``; ImageNet's
-    ``train/<synset>/*`` with a flat ``val/*`` and a file of validation labels, or its tars; WebDataset tars or parquet
-    files whose names tell the split. Labels number the sorted class folders from 0, as in torchvision's ImageFolder.
+    Layouts: those in docs/own-images.md. Labels number the sorted class folders from 0, as in torchvision's ImageFolder.
     Without an evaluation split `validation_share` of each class, chosen by `seed`, becomes the validation split.
     """
     if not root.is_dir():
@@ -169,7 +167,11 @@ class ImageReader:
         """Return the content of an image; raise `BadImageError` if it cannot be one."""
         place = self.places[number]
         if place is None:
-            return read_image(self.root / self.files[number][0])
+            path = self.root / self.files[number][0]
+            try:
+                return read_bytes(path, MAX_BYTES)
+            except UserError as error:
+                raise BadImageError(str(error).removeprefix(f"{path}: ")) from error
         if place.is_row:
             if place not in self._rows:
                 self._rows = read_rows(self.root, filter(None, self.places[number : number + ROWS_IN_MEMORY]))
@@ -179,11 +181,3 @@ class ImageReader:
         with (self.root / place.container).open("rb") as tar:
             tar.seek(place.start)
             return tar.read(place.size)
-
-
-def read_image(path: Path) -> bytes:
-    """Return the content of an image file; raise `BadImageError` if it cannot be an image."""
-    try:
-        return read_bytes(path, MAX_BYTES)
-    except UserError as error:
-        raise BadImageError(str(error).removeprefix(f"{path}: ")) from error

@@ -63,7 +63,7 @@ class Source:
 def list_source(root: Path, validation_share: float | None = None, seed: int = 0) -> Source:
     """Find every image below `root`; raise `UserError` if the folder has none of the layouts.
 
-    Layouts: those in docs/own-images.md. Labels number the sorted class folders from 0, as in torchvision's ImageFolder.
+    Layouts: those in docs/own-images.md. Labels number the sorted class folders from 0, as in torchvision.
     Without an evaluation split `validation_share` of each class, chosen by `seed`, becomes the validation split.
     """
     if not root.is_dir():

@@ -47,7 +47,7 @@ def key(default: Any, meaning: str, *, unit: str = "", says: str = "", **bounds:
 
 
 def parse(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
-    """Return ``values`` as a ``section``; raise `ValueError` with one line: key, value, and what it may be.
+    """Return ``values`` as a ``section``; raise `UserError` with one line: key, value, and what it may be.
 
     ``where`` names the file in which a key is unknown or missing.
     """
@@ -55,7 +55,7 @@ def parse(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
         return section.model_validate(dict(values))
     except ValidationError as error:
         problem = min(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
-        raise ValueError(_explain(problem, section, values, f"{where}: " if where else "")) from None
+        raise UserError(_explain(problem, section, values, f"{where}: " if where else "")) from None
 
 
 def check_given(section: type[Section], values: Mapping[str, Any]) -> None:

@@ -30,15 +30,15 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
     assigned = set(values)
     recipe = {}
     if base and "MODEL" not in values:
-        recipe, _ = execute(find_config(base), {**overrides, **{key: (value,) for key, value in values.items()}})
+        recipe, _ = execute(find_config(base), {**overrides, **{key: [((), value)] for key, value in values.items()}})
     notes = read_original(values, recipe, base)
     if notes and is_first_process():
         print_wrapped(f"{path}: {'; '.join(notes)}")
-    for key, setting in overrides.items():
+    for key, changes in overrides.items():
         if key in values or key not in assigned:  # else read as another key, its setting included
-            values[key] = override(setting, values.get(key))
+            values[key] = override(changes, values.get(key))
     _leave_one(values, overrides)
-    config = _check(values, where=str(path))
+    config = parse(Config, values, where=str(path)).model_dump()
     config["parallel"] = _derive_parallel(config)
     check_zero(config)
     check_compile(config["COMPILE"], config["parallel"]["tensor"]["size"])
@@ -50,8 +50,8 @@ def restore_config(values: Mapping[str, Any], settings: Sequence[str], where: st
 
     Raises `UserError` for unknown keys and wrong values, naming the file ``where`` it comes from.
     """
-    changed = {key: override(setting, values.get(key)) for key, setting in parse_settings(settings).items()}
-    return _check({**values, **changed}, where)
+    changed = {key: override(changes, values.get(key)) for key, changes in parse_settings(settings).items()}
+    return parse(Config, {**values, **changed}, where).model_dump()
 
 
 def find_config(name: str, base: str | None = None) -> Path:
@@ -88,13 +88,6 @@ def _leave_one(values: dict[str, Any], overrides: Overrides) -> None:
         values["gradient_accumulation"] = values["BATCH_SIZE"] = None
     elif accumulation and not micro:
         values["MICRO_BATCH_SIZE"] = None
-
-
-def _check(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    try:
-        return parse(Config, values, where).model_dump()
-    except ValueError as error:
-        raise UserError(str(error)) from None
 
 
 def _derive_parallel(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ Those files hold few keys, because the train scripts beside them hard-code the r
 base, says what those scripts did; `docs/from-colossalai-examples.md` lists the files.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,7 +35,7 @@ def read_original(values: dict[str, Any], recipe: Mapping[str, Any], name: str |
     ``recipe`` is that of the task, called ``name``, for a config without MODEL; else it is empty. Colossal-AI's keys
     (lower case) mean without a value what they mean there. Raises `UserError` for a key under both names.
     """
-    notes = _read_dali(values) + _read_zero(values)
+    notes = _read_dali(values)
     named = {RENAMED.get(name, name) for name in values} | STATED
     left_out = [name for name in recipe if name.isupper() and name in Config.model_fields and name not in named]
     values.update({name: recipe[name] for name in left_out})
@@ -82,20 +81,3 @@ def _read_dali(values: dict[str, Any]) -> list[str]:
     if dali:
         raise UserError(f"unknown key dali.{next(iter(dali))}: known are dali.mixup_alpha and dali.gpu_aug")
     return notes
-
-
-def _read_zero(values: dict[str, Any]) -> list[str]:
-    """Read the two forms of ``zero`` in Colossal-AI's examples: ``type=`` of an optimizer, and sharded models (v2)."""
-    zero = values.get("zero")
-    if not isinstance(zero, Mapping) or "stage" in zero:
-        return []
-    if level := re.fullmatch(r"ZeroRedundancyOptimizer_Level_(\d)", str(zero.get("type"))):
-        values["zero"] = {key: value for key, value in zero.items() if key != "type"} | {"stage": int(level[1])}
-        return [f"zero.type as zero.stage={level[1]}"]
-    if not isinstance(model := zero.get("model_config"), Mapping):
-        return []
-    place = model.get("tensor_placement_policy", "cpu" if "offload_config" in model else "cuda")
-    if place == "cpu":
-        raise UserError("zero.model_config: offloading to the CPU is not supported; set zero=dict(stage=3)")
-    values["zero"] = {"stage": 3}
-    return ["zero.model_config as zero.stage=3" + ", without offloading" * (place == "auto")]

@@ -72,23 +72,13 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
         total = config["MICRO_BATCH_SIZE"] * (config["gradient_accumulation"] or 1) * data_parallel
     micro, accumulation = _cut(config, total, data_parallel)
     if (repeats := config["DATA"]["repeats"]) > total:
-        raise UserError(
-            f"DATA.repeats={repeats} is more than TOTAL_BATCH_SIZE={total}, so batches would hold one image: lower it "
-            "(3 is usual)"
-        )
+        raise UserError(f"DATA.repeats={repeats} is more than TOTAL_BATCH_SIZE={total}: lower it (3 is usual)")
     steps_per_epoch = data.train_samples // total if data else 0
     if data and not steps_per_epoch:
         raise UserError(
-            f"TOTAL_BATCH_SIZE={total} is more than the {data.train_samples} training images, so an epoch has no step: "
-            f"set it to {data.train_samples} or less"
+            f"TOTAL_BATCH_SIZE={total} is more than the {data.train_samples} training images: set it to at most that"
         )
     total_steps = config["NUM_EPOCHS"] * steps_per_epoch
-    warmup_steps = round(config["WARMUP_EPOCHS"] * steps_per_epoch)
-    if data and warmup_steps >= total_steps:
-        raise UserError(
-            f"WARMUP_EPOCHS={config['WARMUP_EPOCHS']} makes {warmup_steps} of {total_steps} steps the warm-up: "
-            f"lower it, or raise NUM_EPOCHS={config['NUM_EPOCHS']}"
-        )
     return Plan(
         gpus=gpus,
         tensor_parallel=tensor,
@@ -98,7 +88,7 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
         total_batch=total,
         epochs=config["NUM_EPOCHS"],
         steps_per_epoch=steps_per_epoch,
-        warmup_steps=warmup_steps,
+        warmup_steps=max(0, min(round(config["WARMUP_EPOCHS"] * steps_per_epoch), total_steps - 1)),
         total_steps=total_steps,
         last_step=min(total_steps, config["MAX_STEPS"] or total_steps),
     )
@@ -137,8 +127,6 @@ def _cut(config: Mapping[str, Any], total: int, data_parallel: int) -> tuple[int
     micro, accumulation = (micro, total // unit) if micro else (total // unit, accumulation or 1)
     stated = config["BATCH_SIZE"]
     if stated is not None and stated != total // accumulation:
-        raise UserError(
-            f"BATCH_SIZE={stated} is not TOTAL_BATCH_SIZE // gradient_accumulation = {total // accumulation}: "
-            f"correct it or leave it out"
-        )
+        expected = f"TOTAL_BATCH_SIZE // gradient_accumulation = {total // accumulation}"
+        raise UserError(f"BATCH_SIZE={stated} is not {expected}: correct it or leave it out")
     return micro, accumulation

@@ -73,17 +73,13 @@ class Model(ModelArguments):
 
 
 class Data(Section):
-    root: str | None = key(
-        None, "the data set: a folder, or s3://, gs://, az:// or https:// and a prefix; `None`: `$DATA`"
-    )
+    root: str | None = key(None, "folder or URL (s3, gs, az, https) of the data set; `None`: `$DATA`")
     cache: str | None = key(None, "folder on a local disk that keeps what is read of shards (data.md)")
     cache_gb: Number = key(100, "most that `cache` takes of its disk", unit="GB", ge=1e-6, le=1e6)
     download: bool = key(False, "CIFAR-10, Caltech-101: fetch the data set into `root` if it is not there")
     allow_change: bool = key(False, "resume from a checkpoint that was trained on another data set")
     loader: Literal["dali", "torchvision"] = key("dali", "which loader decodes")
-    workers: int | None = key(
-        None, "decoding threads (DALI) or processes of a rank; `None`: its share of the cores", ge=0, le=1024
-    )
+    workers: int | None = key(None, "decoding threads or processes per rank; `None`: its share of cores", ge=0, le=1024)
     order: Literal[None, "blocks", "random"] = key(
         None,
         "order over shards (data.md); blocks: in large reads, shuffled within windows; random: image by image; `None`: "
@@ -136,18 +132,14 @@ class Optimizer(Options):
         "adamw", "`lamb`, `muon`: common/optim/; the others are torch's"
     )
     decay_all: bool = key(True, "`False`: no weight decay on biases, norms, class token, registers, position embedding")
-    layer_decay: Number = key(
-        1.0, "factor of the learning rate per layer from the head down, as timm's `layer_decay`; 1: none", gt=0, le=1
-    )
+    layer_decay: Number = key(1.0, "factor of the learning rate per layer from the head down; 1: none", gt=0, le=1)
     betas: BETAS = key((0.9, 0.999), "decay of the moments", says="(beta1, beta2), each >= 0 and < 1")
     eps: Number = key(None, "added to the root of the second moment; `adamw` 1e-8, `lamb` by variant", gt=0)
     variant: Literal["colossalai", "apex", "deepspeed", "timm"] = key(
         "colossalai", "LAMB implementation to match; sets defaults for the four options below and `eps`"
     )
     bias_correction: bool = key(None, "divide the moments by 1 - beta^step")
-    max_grad_norm: Limit = key(
-        None, "clip the gradient's norm inside the optimizer; infinite: never", says="number > 0", gt=0
-    )
+    max_grad_norm: Limit = key(None, "clip the gradient's norm; infinite: never", says="number > 0", gt=0)
     always_adapt: bool = key(None, "trust ratio for tensors without weight decay too")
     trust_range: LIMITS = key(None, "least and greatest trust ratio", says="(low, high), 0 <= low <= high")
     momentum: Number = key(0.9, "0: none; default of `muon`: 0.95", ge=0, lt=1)
@@ -165,9 +157,7 @@ class Optimizer(Options):
 class Log(Section):
     every: int = key(10, "steps between two lines of metrics.jsonl", unit="optimizer steps", ge=1)
     tensorboard: bool = key(True, "write TensorBoard event files too")
-    trackers: Annotated[list[str], Field(strict=False)] = key(
-        [], "additional loggers: `wandb`, offline unless `WANDB_MODE` is set"
-    )
+    trackers: Annotated[list[str], Field(strict=False)] = key([], "`wandb`, offline unless `WANDB_MODE` is set")
 
 
 class Tensor(Options):
@@ -177,9 +167,7 @@ class Tensor(Options):
 
 
 class Parallel(Options):
-    pipeline: Annotated[
-        int, BeforeValidator(lambda stages: stages.get("size", 1) if isinstance(stages, dict) else stages)
-    ] = key(1, "pipeline parallelism is not supported: 1", ge=1)
+    pipeline: int = key(1, "pipeline parallelism is not supported: 1", ge=1)
     tensor: Tensor = key(Tensor(), "tensor parallelism; made from `TENSOR_PARALLEL_SIZE` and `_MODE`")
 
 
@@ -190,15 +178,11 @@ Mode = Annotated[AMP_TYPE, BeforeValidator(lambda mode: {str(known): known for k
 class Fp16(Options):
     CHOICE = "mode"
     TAKES: ClassVar = {"AMP_TYPE.APEX": ["opt_level"]}
-    mode: Mode | None = key(
-        None, "TORCH: autocast; NAIVE: layers in half precision; APEX: by `opt_level`; `None`: full precision"
-    )
+    mode: Mode | None = key(None, "TORCH: autocast; NAIVE: layers in half precision; APEX: by `opt_level`")
     dtype: Literal["float16", "bfloat16"] | None = key(
         None, "compute dtype; `None`: bfloat16 where the device has it, else float16 on GPUs, float32 on CPUs"
     )
-    opt_level: Literal["O0", "O1", "O2", "O3"] = key(
-        "O1", "O0: full precision; O1: as TORCH; O2: as NAIVE; O3: without float32 weights"
-    )
+    opt_level: Literal["O0", "O1", "O2", "O3"] = key("O1", "O0: float32; O1: TORCH; O2: NAIVE; O3: no float32 weights")
     init_scale: Number = key(2.0**16, "first scale of the loss, in float16", gt=0)
     growth_factor: Number = key(2.0, "raises the scale of the loss", gt=1)
     backoff_factor: Number = key(0.5, "lowers the scale of the loss after an overflow", gt=0, lt=1)
@@ -238,16 +222,8 @@ class Config(Section):
     TOTAL_BATCH_SIZE: int | None = key(
         None, "samples per optimizer step over all GPUs; `None`: from `MICRO_BATCH_SIZE`", unit="images", ge=1
     )
-    MICRO_BATCH_SIZE: int | None = key(
-        None, "samples per GPU and forward pass; derives the accumulation", unit="images", ge=1
-    )
-    BATCH_SIZE: int | None = key(
-        None,
-        "checked: `TOTAL_BATCH_SIZE // gradient_accumulation`; see [from-colossalai-examples.md]"
-        "(from-colossalai-examples.md)",
-        unit="images",
-        ge=1,
-    )
+    MICRO_BATCH_SIZE: int | None = key(None, "samples per GPU and forward pass", unit="images", ge=1)
+    BATCH_SIZE: int | None = key(None, "checked: `TOTAL_BATCH_SIZE // gradient_accumulation`", unit="images", ge=1)
     GPUS: int = key(1, "GPUs the recipe is written for; default GPU count for `--dry-run`", ge=1, le=10**6)
     NUM_EPOCHS: int = key(..., "passes over the training data", unit="epochs", ge=1)
     WARMUP_EPOCHS: Number = key(0, "linear warm-up; less than `NUM_EPOCHS`", unit="epochs", ge=0)
@@ -266,10 +242,7 @@ class Config(Section):
     EMA: Number = key(0.0, "decay of the weights' moving average, which is then evaluated; 0: none", ge=0, lt=1)
     MODEL: Model = key(Model(), "the Vision Transformer's shape")
     OUTPUT: str | None = key(None, "folder of the run without `--output`; `None`: outputs/<name of the config>")
-    INIT: str | None = key(
-        None,
-        "weights to start from: a run, a checkpoint, a file (set MODEL.heads), timm's name, or hf-hub:USER/NAME",
-    )
+    INIT: str | None = key(None, "weights to start from: a run, checkpoint, file, timm's name or hf-hub:USER/NAME")
     FREEZE: Literal[None, "body"] = key(None, "`body`: train the head alone, on `INIT`'s features (linear probing)")
     MIXUP: Number = key(0.0, "alpha of Mixup's Beta distribution; 0: no Mixup", ge=0, le=1000)
     CUTMIX: Number = key(0.0, "alpha of CutMix's Beta distribution; beside `MIXUP`, half of the batches", ge=0, le=1000)
@@ -278,25 +251,17 @@ class Config(Section):
     ERASING: Number = key(0.0, "probability that a rectangle of a training image is erased", ge=0, le=1)
     LABEL_SMOOTHING: Number = key(0.0, "share of the target spread over all classes", ge=0, lt=1)
     BCE_THRESHOLD: Number | None = key(
-        None,
-        "binary cross-entropy; on: classes above this share of the mixed label; `None`: cross-entropy",
-        ge=0,
-        lt=1,
+        None, "binary cross-entropy: classes above this share of the label are on; `None`: cross-entropy", ge=0, lt=1
     )
     DATA: Data = key(Data(), "where the images are and how they are read")
     LOG: Log = key(Log(), "what is written while training")
     MAX_SKIPPED: int = key(20, "updates in a row that may be skipped for numbers that are not finite", ge=0)
-    TIMEOUT: Number = key(
-        600, "after which a rank that is lost or hangs is named and the run ends", unit="seconds", ge=1, le=10**7
-    )
+    TIMEOUT: Number = key(600, "after which a lost or hanging rank ends the run", unit="seconds", ge=1, le=10**7)
     SEED: int = key(1024, "seed for initialisation, sampling, augmentation, dropout", ge=0)
     TENSOR_PARALLEL_SIZE: int = key(1, "GPUs that share one model; `parallel` is made from it", ge=1)
     TENSOR_PARALLEL_MODE: Literal[None, "1d", "2d", "2.5d", "3d"] = key(None, "how they share it")
     parallel: Parallel | None = key(None, "Colossal-AI's form of the two keys above")
-    zero: Zero | None = key(
-        None,
-        "ZeRO over the data-parallel GPUs, also with 1d tensor parallelism ([parallel-modes.md](parallel-modes.md))",
-    )
+    zero: Zero | None = key(None, "ZeRO over data-parallel GPUs ([parallel-modes.md](parallel-modes.md))")
     fp16: Fp16 | None = key(None, "mixed precision; `None`: float32")
     TF32: bool = key(True, "let float32 products round their inputs to TF32 on GPUs that have it")
     COMPILE: bool | Literal["model", "graphs"] | None = key(

@@ -1,13 +1,19 @@
-"""From the command line to a trained run: the data set, one process and two, the recipes."""
+"""A miniature of the data set: found, unpacked, split; trained on in one process and two, in every precision."""
 
+import hashlib
 import json
+import shutil
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from caltech101_amp import train
-from caltech101_amp.testing import expect_miniature, write_categories
+from caltech101_amp import dataset, train
+from caltech101_amp.dataset import open_split
+from caltech101_amp.testing import NAMES, PER_CATEGORY, expect_miniature, write_categories
 from common.config.load import load_config
+from common.data.image_folder import FolderSplit
 from common.errors import UserError
 from common.metrics.curves import read_metrics
 from common.testing.ranks import run_ranks
@@ -20,11 +26,67 @@ SMALL = ["MODEL.image_size=16", "MODEL.patch_size=8", "MODEL.width=32", "MODEL.d
          "LEARNING_RATE=0.1", "WEIGHT_DECAY=0.0", "LOG.every=1", "DATA.workers=0"]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def root(tmp_path, monkeypatch) -> Path:
     expect_miniature(monkeypatch)
-    write_categories(tmp_path / "data")
-    return tmp_path / "data"
+    return write_categories(tmp_path / "data" / dataset.FOLDER).parent
+
+
+def open_at(root: Path, split: str = "train") -> FolderSplit:
+    return open_split({"root": str(root), "download": False}, split)
+
+
+def paths(split: FolderSplit) -> list[str]:
+    return [split.path(index).relative_to(split.root).as_posix() for index in range(len(split))]
+
+
+def test_a_fifth_of_each_category_is_for_testing(root):
+    train, test = open_at(root), open_at(root, "test")
+    assert (len(train), len(test), train.class_names) == (48, 12, list(NAMES))
+    for label, name in enumerate(NAMES):
+        members = [path for path in paths(test) if path.startswith(name)]
+        assert len(members) == 4
+        assert test.read(paths(test).index(members[0]))[1] == label
+    everything = {f"{name}/image_{number:04d}.jpg" for name in NAMES for number in range(PER_CATEGORY)}
+    assert set(paths(train)) | set(paths(test)) == everything
+    # the same in every version of this project
+    assert paths(test)[:4] == [f"accordion/image_{number:04d}.jpg" for number in (4, 6, 11, 19)]
+
+
+def test_the_folder_may_move_but_its_files_may_not_change(root, tmp_path):
+    copy = shutil.copytree(root / dataset.FOLDER, tmp_path / "copy")  # the folder of categories itself is accepted too
+    assert open_at(copy).fingerprint == open_at(root).fingerprint
+    dataset._open.cache_clear()
+    (copy / "cup" / "image_0000.jpg").rename(copy / "bass" / "image_0020.jpg")
+    assert open_at(copy).fingerprint != open_at(root).fingerprint
+
+
+def test_either_archive_is_unpacked(root, tmp_path, monkeypatch):
+    for name in ("tar", "zip"):
+        (tmp_path / name).mkdir()
+    tar_path, zip_path = tmp_path / "tar" / dataset.ARCHIVE, tmp_path / "zip" / dataset.OUTER_ARCHIVE
+    with tarfile.open(tar_path, "w:gz") as tar:
+        tar.add(root / dataset.FOLDER, dataset.FOLDER)
+    with zipfile.ZipFile(zip_path, "w") as container:
+        container.write(tar_path, f"{dataset.OUTER_FOLDER}/{dataset.ARCHIVE}")
+    monkeypatch.setattr(dataset, "MD5", hashlib.md5(zip_path.read_bytes()).hexdigest())
+    for name in ("tar", "zip"):
+        assert len(open_at(tmp_path / name)) == 48
+
+
+@pytest.mark.parametrize(
+    ("removed", "words"),
+    [
+        ("", "has no 101_ObjectCategories/, .*--set DATA.download=True fetches Caltech-101"),
+        ("cup/image_0000.jpg", "101_ObjectCategories: 3 categories with 59 images, not 3 with 60; unpack"),
+        ("cup", "2 categories with 40 images, not 3 with 60"),
+    ],
+)
+def test_a_missing_or_partial_data_set_is_named_with_the_remedy(root, removed, words):
+    path = root / dataset.FOLDER / removed
+    path.unlink() if path.is_file() else shutil.rmtree(path)
+    with pytest.raises(UserError, match=words):
+        open_at(root)
 
 
 def arguments(config: str, root: Path, *settings: str) -> list[str]:
@@ -32,22 +94,23 @@ def arguments(config: str, root: Path, *settings: str) -> list[str]:
     return ["--config", f"config/config_{config}.py", "--output", str(root.parent / config), *words]
 
 
-def losses(root: Path, config: str) -> list[float]:
-    return [record["loss"] for record in read_metrics(root.parent / config) if record["kind"] == "train"]
+def losses(output: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(output) if record["kind"] == "train"]
 
 
 def test_every_mode_learns_the_colours_in_two_processes_as_in_one(root):
-    train.main(["--output", str(root.parent / "one"), *arguments("fp32", root)[:2], *arguments("fp32", root)[4:]])
-    expected = losses(root, "one")
-    assert len(expected) == 18
+    one = root.parent / "one"
+    train.main([*arguments("fp32", root), "--output", str(one)])
+    assert len(losses(one)) == 18
     for mode in MODES:
+        output = root.parent / mode
         run_ranks(2, train.main, arguments(mode, root))
-        assert losses(root, mode) == pytest.approx(expected, rel=1e-4 if mode == "fp32" else 3e-2)
-        evaluation = read_metrics(root.parent / mode)[-1]
+        assert losses(output) == pytest.approx(losses(one), rel=1e-4 if mode == "fp32" else 3e-2)
+        evaluation = read_metrics(output)[-1]
         assert evaluation["samples"] == 12
         assert evaluation["top1"] > 0.6
-        evaluate.main([str(root.parent / mode)])
-        (path,) = (root.parent / mode).glob("evaluation/*/evaluation.json")
+        evaluate.main([str(output)])
+        (path,) = output.glob("evaluation/*/evaluation.json")
         found = json.loads(path.read_text())
         assert (found["top1"], found["samples"]) == (evaluation["top1"], evaluation["samples"])
 
@@ -57,12 +120,6 @@ def test_the_configs_say_only_what_differs():
     assert {configs[mode].pop("fp16", None) and mode for mode in MODES[1:]} == set(MODES[1:])
     configs["fp32"].pop("fp16")
     assert all(config == configs["fp32"] for config in configs.values())
-
-
-def test_dry_run_of_a_recipe_needs_no_data(capsys, monkeypatch):
-    monkeypatch.delenv("DATA", raising=False)
-    train.main(["--config", "config/config_AMP_apex.py", "--dry-run"])
-    assert "1 GPU x 128 x 1 = 128" in capsys.readouterr().out
 
 
 def test_what_has_no_effect_is_refused(root):

@@ -74,7 +74,7 @@ def find_config(name: str, base: str | None = None) -> Path:
 
 def _is_helper(name: str, used: set[str]) -> bool:
     """Tell a variable of the file's own, which the file itself reads, from a misspelt key."""
-    if name in Config.model_fields or (name in RENAMED and name != "DEPTH"):
+    if name in Config.model_fields or name in RENAMED:
         return False
     return name in used and not get_close_matches(name, Config.model_fields, 1, 0.8)
 

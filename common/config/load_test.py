@@ -110,7 +110,6 @@ def test_each_file_is_executed_once(write, tmp_path, monkeypatch, capsys):
     ("changes", "words"),
     [
         (["LERNING_RATE=1"], "unknown key; did you mean 'LEARNING_RATE'"),
-        (["MODEL.widht=1"], "did you mean 'MODEL.width'"),
         (["NUM_EPOCHS"], "write it as KEY=VALUE"),
         (["LEARNING_RATE=fast"], "^LEARNING_RATE='fast': expected number > 0$"),
         (["LEARNING_RATE=0"], "LEARNING_RATE=0: expected number > 0$"),
@@ -119,9 +118,7 @@ def test_each_file_is_executed_once(write, tmp_path, monkeypatch, capsys):
         (["LR_SCHEDULE=cosin"], "LR_SCHEDULE='cosin': expected 'linear', 'cosine'$"),
         (["CHECKPOINT_EVERY=10 s"], "CHECKPOINT_EVERY='10 s': expected optimizer steps, as 500, or minutes"),
         (["fp16.mode=AMP_TYPE.FAST"], "expected AMP_TYPE.APEX, AMP_TYPE.TORCH, AMP_TYPE.NAIVE or None"),
-        (["DATA.mean=(1, 2)"], r"DATA.mean=\(1, 2\): expected \(R, G, B\)$"),
         (["DATA.crop_scale=(0.5, 0.1)"], r"\(0.5, 0.1\): expected \(low, high\), 0 < low <= high <= 1$"),
-        (["DATA.randaugment=(2,11)"], "expected None or .operations >= 1, magnitude from 0 to 10"),
         (["parallel.tensor=4"], r"parallel.tensor=4: expected dict\(size=..., mode=..., depth=...\)"),
         (["gradient_handler=[]"], r"gradient_handler=\[\]: expected None or .dict"),  # no rank would get the others'
         (
@@ -137,9 +134,8 @@ def test_each_file_is_executed_once(write, tmp_path, monkeypatch, capsys):
         (["MODEL.heads=5"], "MODEL.width=384 is not a multiple of heads=5; the nearest that are: 380 or 385"),
         (["parallel.pipeline=2"], "parallel.pipeline=2: pipeline parallelism is not supported"),
         (["TENSOR_PARALLEL_SIZE=2"], "size=2 needs parallel.tensor.mode"),
-        (["TENSOR_PARALLEL_SIZE=5", "TENSOR_PARALLEL_MODE=2d"], "size=5 is not a square .* nearest: 4 or 9"),
-        (["TENSOR_PARALLEL_SIZE=2", "parallel.tensor.size=4"], "TENSOR_PARALLEL_SIZE=2, .* contradict parallel.tensor"),
         ([*TENSOR, "COMPILE=True"], "COMPILE=True does not support tensor"),
+        (["TENSOR_PARALLEL_SIZE=2", "parallel.tensor.size=4"], "TENSOR_PARALLEL_SIZE=2, .* contradict parallel.tensor"),
     ],
 )
 def test_a_wrong_setting_is_refused(write, changes, words):

@@ -10,21 +10,7 @@ from typing import Any
 from common.config.schema import Config
 from common.errors import UserError
 
-RENAMED = {
-    "seed": "SEED",
-    "LOG_PATH": "OUTPUT",
-    "DROP_RATE": "MODEL.dropout",
-    "IMG_SIZE": "MODEL.image_size",
-    "PATCH_SIZE": "MODEL.patch_size",
-    "HIDDEN_SIZE": "MODEL.width",
-    "DEPTH": "MODEL.depth",
-    "NUM_HEADS": "MODEL.heads",
-    "MLP_RATIO": "MODEL.mlp_ratio",
-    "NUM_CLASSES": "MODEL.num_classes",
-    "CHECKPOINT": "MODEL.activation_checkpoint",
-}
-# Of pipelines, or shapes that follow from other keys.
-IGNORED = ("SEQ_LENGTH", "NUM_MICRO_BATCHES", "TENSOR_SHAPE", "SUMMA_DIM")
+RENAMED = {"seed": "SEED", "LOG_PATH": "OUTPUT", "DROP_RATE": "MODEL.dropout"}
 # What a config says for itself: how a batch is cut, and over how many GPUs.
 STATED = {"TOTAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "BATCH_SIZE", "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"}
 
@@ -40,8 +26,6 @@ def read_original(values: dict[str, Any], recipe: Mapping[str, Any], name: str |
     left_out = [name for name in recipe if name.isupper() and name in Config.model_fields and name not in named]
     values.update({name: recipe[name] for name in left_out})
     notes += [_rename(values, old, new) for old, new in RENAMED.items() if old in values]
-    if ignored := [name for name in IGNORED if values.pop(name, None) is not None]:
-        notes.append(f"{', '.join(ignored)} as nothing: no effect here")
     batch, accumulation = values.get("BATCH_SIZE"), values.get("gradient_accumulation") or 1
     if recipe and "TOTAL_BATCH_SIZE" not in values and isinstance(batch, int) and isinstance(accumulation, int):
         del values["BATCH_SIZE"]

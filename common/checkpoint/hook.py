@@ -66,8 +66,8 @@ class CheckpointHook(BaseHook):
         self.about, self.keep, self.start_from = about, keep, start_from
         # where these are equal, ranks do the same work and draw the same random numbers
         self.ranks = {"gpus": about["plan"]["gpus"], "parallel": about["config"]["parallel"]}
-        self.every_steps = every if isinstance(every, int) else None
-        self.every_seconds = None if isinstance(every, int) else parse_minutes(every) * 60
+        self.every_steps = every if isinstance(every, int) else math.inf
+        self.every_seconds = math.inf if isinstance(every, int) else 60 * float(every.partition("min")[0])
         self.buffers: dict[str, Tensors] = {}  # the writer's
         self.best = -1.0, 0.0  # top-1, and less its loss, which decides between equals
         self.saved: dict[str, int] = {}  # where the trainer stood
@@ -86,12 +86,12 @@ class CheckpointHook(BaseHook):
     def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
         if not trainer.update_done:
             return
-        trainer.stopping, is_due = self._agree(trainer, trainer.step)
+        trainer.stopping, is_due = self._agree(trainer.step)
         if is_due and not trainer.stopping:
             self._save(trainer)
 
     def after_test_iter(self, trainer: Trainer, *_: Any) -> None:
-        trainer.stopping = self._agree(trainer)[0]
+        trainer.stopping = self._agree()[0]
 
     def after_test(self, trainer: Trainer) -> None:
         figures = trainer.states["eval"]
@@ -108,14 +108,13 @@ class CheckpointHook(BaseHook):
         ask_first_rank(self.wait)
         stop_signals.deferring = trainer.stopping  # a stopped run ends normally
 
-    def _agree(self, trainer: Trainer, step: int | None = None) -> tuple[bool, bool]:
+    def _agree(self, step: int | None = None) -> tuple[bool, bool]:
         """Return, equal on all ranks, whether to stop, and whether a checkpoint is due after ``step``.
 
         Of several ranks this is what they knew in the last call, so that none waits for the others; in an evaluation,
         without ``step``, what they know now, since it may be the last thing that the run does.
         """
-        seconds = time.monotonic() - self.saved_at
-        is_due = self.every_seconds is not None and seconds >= self.every_seconds
+        is_due = time.monotonic() - self.saved_at >= self.every_seconds
         flags = torch.tensor([stop_signals.received, is_due])
         if gpc.get_world_size(ParallelMode.GLOBAL) > 1:
             agreed = self._finish_exchange()
@@ -125,11 +124,7 @@ class CheckpointHook(BaseHook):
             self.exchange = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, group, async_op=True)
             flags = agreed if step is not None else agreed.maximum(self._finish_exchange())
         stop_signals.agreed = int(flags[0])
-        if self.every_steps is not None:
-            is_due = step is not None and step % self.every_steps == 0
-        else:
-            is_due = step is not None and bool(flags[1])
-        return stop_signals.agreed != 0, is_due
+        return stop_signals.agreed != 0, bool(flags[1]) or (step or 1) % self.every_steps == 0
 
     def _finish_exchange(self) -> Tensor:
         """Return the flags that the ranks began to exchange last; zeros before the first exchange."""
@@ -222,11 +217,6 @@ class CheckpointHook(BaseHook):
                 raise RankError(
                     f"{path / RANDOM}: not the states of the generators of rank {rank} ({reason})"
                 ) from error
-
-
-def parse_minutes(text: str) -> float:
-    """Return the minutes in "10 min"."""
-    return float(text.partition("min")[0])
 
 
 def _gather(value: Any) -> list[Any] | None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,14 +64,8 @@ class StopAfter(BaseHook):
             stop_signals.received = 15
 
 
-def train(
-    data: Path,
-    output: Path,
-    settings: Sequence[str] = (),
-    stop: tuple[int, bool] | None = None,
-    flags: Sequence[str] = (),
-) -> list[dict]:
-    """Train into ``output``, resuming the run in it; return the records so far. ``stop`` is for ranks."""
+def train(data: Path, output: Path, settings: Sequence[str] = (), stop: Any = None, *flags: str) -> list[dict]:
+    """Train into ``output``, resuming the run in it; return the records so far. ``stop`` is as for `StopAfter`."""
     if stop:
         build = Run.build_hooks
         Run.build_hooks = lambda self, *arguments: [*build(self, *arguments), StopAfter(*stop)]
@@ -80,13 +74,10 @@ def train(
     return read_metrics(output)
 
 
-EVERYWHERE = [(1, False), (3, False), (4, False), (6, False), (8, False), (4, True), (8, True)]
-
-
 @pytest.mark.parametrize(
     ("mode", "amp", "stops"),
     [
-        ("none", "fp32", EVERYWHERE),
+        ("none", "fp32", [(1, False), (4, False), (4, True), (8, True)]),
         *(("none", amp, [(3, False)]) for amp in AMP if amp != "fp32"),
         ("dp2", "fp32", [(3, False), (4, True)]),
         ("dp2", "TORCH float16", [(3, False)]),
@@ -108,12 +99,7 @@ def test_resumes_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]],
     run_ranks(gpus, train, data, tmp_path / "whole", settings)
     whole, steps = read_result(tmp_path / "whole"), STEPS // 2 * epochs
     assert ("ema.safetensors" in whole) == (amp != "TORCH")
-    assert whole["trainer.json"]["trainer"] == {
-        "step": steps,
-        "epoch": epochs,
-        "epoch_step": 0,
-        "evaluated_step": steps,
-    }
+    assert list(whole["trainer.json"]["trainer"].values()) == [steps, epochs, 0, steps]
     for number, stop in enumerate(stops):
         pieces = tmp_path / f"pieces {number}"
         run_ranks(gpus, train, data, pieces, settings, stop)
@@ -168,21 +154,18 @@ def test_averages_begin_at_the_weights_of_a_checkpoint_that_has_none(data: Path,
     run_ranks(1, train, data, tmp_path / "run", [], (3, False))
     weights = load_file(tmp_path / "run/checkpoints/step-00000003/model.safetensors")
     averaging = ["EMA=0.9", "CHECKPOINT_EVERY=1"]
-    run_ranks(1, train, data, tmp_path / "run", averaging, (4, True), ["--allow-change", "EMA"])
+    run_ranks(1, train, data, tmp_path / "run", averaging, (4, True), "--allow-change", "EMA")
     last = tmp_path / "run/checkpoints/step-00000004"
     trained, averages = load_file(last / "model.safetensors"), load_file(last / "ema.safetensors")
     for name, average in averages.items():
         torch.testing.assert_close(average, weights[name].lerp(trained[name], 1 - 5 / 14))
 
 
-def saved_steps(run: Path) -> list[int]:
-    return [read_trainer_state(path)["trainer"]["step"] for path in list_checkpoints(run / "checkpoints")]
-
-
-def test_saves_when_due_and_marks_the_best(data: Path, tmp_path: Path) -> None:
-    records = train(data, tmp_path / "run")
+@pytest.mark.parametrize(("every", "steps"), [("3", [8, 6, 4, 3]), ("0.00001 min", [8, 7, 6, 5, 4, 3, 2, 1])])
+def test_saves_when_due_and_marks_the_best(every: str, steps: list[int], data: Path, tmp_path: Path) -> None:
+    records = train(data, tmp_path / "run", [f"CHECKPOINT_EVERY={every}"])
     top1 = {r["step"]: r["top1"] for r in records if r["kind"] == "eval"}
-    assert saved_steps(tmp_path / "run") == [8, 6, 4, 3]
+    assert [int(path.name[5:]) for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == steps
     best = read_trainer_state(tmp_path / "run/checkpoints/best")
     assert best["best_top1"] == max(top1.values()) == top1[best["trainer"]["step"]]
 
@@ -197,42 +180,12 @@ def test_of_equal_accuracies_the_lower_loss_is_the_best() -> None:
     assert [figures["loss"] for figures in saved] == [2, 1, 5]
 
 
-def test_saves_after_minutes(data: Path, tmp_path: Path) -> None:
-    train(data, tmp_path / "run", ["CHECKPOINT_EVERY=0.00001 min"])
-    assert saved_steps(tmp_path / "run") == [8, 7, 6, 5, 4, 3, 2, 1]
-
-
-def write_with(monkeypatch: pytest.MonkeyPatch, before: Callable[[Path], None]) -> None:
-    """Call ``before`` with the checkpoint's path before each write."""
-
+def write_slowly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     def write(path: Path, content: dict) -> None:
-        before(path)
+        time.sleep(seconds)
         write_checkpoint(path, content)
 
     monkeypatch.setattr("common.checkpoint.hook.write_checkpoint", write)
-
-
-def test_a_failed_write_is_reported_and_training_continues(data: Path, tmp_path: Path, monkeypatch, capsys) -> None:
-    def fail_at_step_3(path: Path) -> None:
-        if path.name == "step-00000003":
-            raise OSError(28, "No space left on device", str(path))
-
-    write_with(monkeypatch, fail_at_step_3)
-    train(data, tmp_path / "run")
-    error = capsys.readouterr().err
-    assert "warning: " in error
-    assert "step-00000003 could not be written (No space left on device): it takes 0." in error
-    assert "MB are free; the newest checkpoint is none; training continues" in error
-    assert saved_steps(tmp_path / "run")[0] == 8
-
-
-def test_if_the_last_write_fails_the_run_fails(data: Path, tmp_path: Path, monkeypatch) -> None:
-    def fail(path: Path) -> None:
-        raise OSError(30, "Read-only file system", str(path))
-
-    write_with(monkeypatch, fail)
-    with pytest.raises(RuntimeError, match=r"Error: .*step-00000008 could not be written \(Read-only file system\)"):
-        run_ranks(1, train, data, tmp_path / "run")
 
 
 def last_checkpoint_of_a_stopped_run(data: Path, output: Path) -> str:
@@ -241,7 +194,7 @@ def last_checkpoint_of_a_stopped_run(data: Path, output: Path) -> str:
 
 
 def test_no_rank_leaves_before_the_last_checkpoint_is_written(data: Path, tmp_path: Path, monkeypatch) -> None:
-    write_with(monkeypatch, lambda _: time.sleep(1))
+    write_slowly(monkeypatch, 1)
     # the signal of step 2 is known to all after step 3
     assert run_ranks(2, last_checkpoint_of_a_stopped_run, data, tmp_path / "run") == ["step-00000003"] * 2
 
@@ -250,8 +203,7 @@ def agree_with_a_late_rank() -> tuple[float, list[tuple[bool, bool]]]:
     """Return how long the first call takes where the other rank is late, and what all calls return."""
     with launched():
         hook = CheckpointHook.__new__(CheckpointHook)
-        hook.exchange, hook.every_steps, hook.every_seconds, hook.saved_at = None, None, 3600.0, time.monotonic()
-        trainer: Any = SimpleNamespace()
+        hook.exchange, hook.every_steps, hook.every_seconds, hook.saved_at = None, math.inf, 3600.0, time.monotonic()
         rank, answers = torch.distributed.get_rank(), []
         if rank == 1:
             time.sleep(1)
@@ -259,7 +211,7 @@ def agree_with_a_late_rank() -> tuple[float, list[tuple[bool, bool]]]:
         moments = [time.monotonic()]
         for step in (1, 2, 3, None):
             stop_signals.received = 15 if rank == 1 and step in (1, None) else 0
-            answers.append(hook._agree(trainer, step))
+            answers.append(hook._agree(step))
             moments.append(time.monotonic())
         hook._finish_exchange()
         return moments[1] - moments[0], answers
@@ -269,13 +221,13 @@ def test_ranks_do_not_wait_for_each_other_and_agree_a_call_later() -> None:
     (first, answers), (_, others) = run_ranks(2, agree_with_a_late_rank)
     assert first < 0.5
     # a save is not due twice; in the evaluation at the end nothing is a call late
-    assert answers == others == [(False, False), (True, True), (False, False), (True, False)]
+    assert answers == others == [(False, False), (True, True), (False, False), (True, True)]
 
 
 def test_a_checkpoint_holds_the_state_of_its_own_step(data: Path, tmp_path: Path, monkeypatch) -> None:
     """The checkpoints of a slow disk, written while training continues, equal those of a fast one."""
     run_ranks(1, train, data, tmp_path / "fast")
-    write_with(monkeypatch, lambda _: time.sleep(0.3))
+    write_slowly(monkeypatch, 0.3)
     run_ranks(1, train, data, tmp_path / "slow")
     for step in (3, 6, 8):
         fast, slow = (tmp_path / name / "checkpoints" / f"step-{step:08d}" for name in ("fast", "slow"))

@@ -5,6 +5,7 @@ A model of the Hugging Face Hub is named ``hf-hub:<user>/<name>[@revision]``, or
 size is resampled.
 """
 
+import json
 import math
 import os
 import pickle
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from common.checkpoint.state import EMA, MODEL, check_architecture
 from common.config.load import restore_config
 from common.config.model_arguments import DEIT3_INIT_VALUES, timm_arguments
 from common.errors import UserError, did_you_mean, first_line
-from common.files import parse_json, read_json
+from common.files import read_bytes
 from common.model.vit import build_sincos2d
 
 HUB = "hf-hub:"
@@ -45,17 +45,6 @@ class Source(NamedTuple):
     heads: int | None
     preprocessing: Mapping[str, Any] = {}
     chosen: str = ""  # the checkpoint of a run, and why that one
-
-
-class Description(BaseModel):
-    """config.json beside weights: a run's, or as timm and the Hub have it."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    architecture: str = ""
-    model_args: dict[str, Any] = Field({})
-    pretrained_cfg: dict[str, Any] = Field({})
-    label_names: list[str] | None = None
-    config: dict[str, Any] = Field({})
 
 
 def resolve_source(name: str) -> str:
@@ -131,12 +120,11 @@ def _read_description(file: Path) -> Mapping[str, Any]:
     """Return what describes the weights in ``file``: config.json beside a model's, else the file's own header."""
     beside = file.with_name(CONFIG)
     if file.name in (MODEL, EMA) and beside.is_file():
-        return read_json(beside, Description).model_dump(exclude_unset=True)
+        return json.loads(read_bytes(beside))
     if file.suffix != ".safetensors":
         return {}
     with safe_open(file, "pt") as opened:
-        header = (opened.metadata() or {}).get("config", "{}").encode()
-    return parse_json(header, Description, str(file)).model_dump(exclude_unset=True)
+        return json.loads((opened.metadata() or {}).get("config", "{}"))
 
 
 def _heads_of_timm(name: str, architecture: str, arguments: Mapping[str, Any]) -> int:

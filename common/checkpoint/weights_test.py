@@ -150,25 +150,6 @@ def test_the_head_alone_is_trained_and_resumed(trained: Path, data: Path, tmp_pa
     assert not any(torch.equal(tensor, source[name]) for name, tensor in tuned.items())
 
 
-@pytest.mark.parametrize("flag", [None, "--dry-run"])
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        (["FREEZE=body"], "FREEZE='body' without INIT trains a head on random weights: add --init"),
-        (
-            ["FREEZE=body", "OPTIMIZER.layer_decay=0.5"],
-            "FREEZE='body' trains the head alone, on which OPTIMIZER.layer_",
-        ),
-    ],
-)
-def test_a_head_on_nothing_is_refused(data: Path, tmp_path: Path, settings: list, line: str, flag: str | None) -> None:
-    ended = run_forked(lambda words: train(data, tmp_path / "run", *words, flags=[flag] if flag else []), settings)
-    assert ended.code == 2
-    assert line in ended.stderr
-    assert ended.stderr.count("\n") == 1
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -235,11 +216,12 @@ def test_a_start_and_its_dry_run_refuse_the_same(data: Path, saved: Path, tmp_pa
     for init, words, line in (
         (saved, [], "the weights do not tell their number of attention heads: confirm --set MODEL.heads=2 or set"),
         (saved, ["MODEL.depth=3"], "its model differs from MODEL.depth=3: --set MODEL.depth=2 fits"),
+        (None, ["FREEZE=body"], "FREEZE='body' without INIT trains a head on random weights: add --init"),
         (tmp_path / "none.pth", [], "holds no weights that can be read (No such file"),
     ):
         ended = run_forked(start, [f"INIT={init}", *words])
         assert ended.code == 2
-        assert ended.stderr.startswith(f"error: INIT={init}: {line}")
+        assert ended.stderr.startswith(f"error: {f'INIT={init}: ' if init else ''}{line}")
         assert ended.stderr.count("\n") == 1
         assert not (tmp_path / "run").exists()
     ended = run_forked(start, [f"INIT={saved}", "MODEL.heads=2", "MAX_STEPS=1"])

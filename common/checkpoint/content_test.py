@@ -1,0 +1,100 @@
+"""Whatever is in the folder of a run, it is read, or refused in one line that names it; nothing in it is executed."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.checkpoint.content import CONFIG, FILES, MARKER, METRICS
+from common.checkpoint.resume import changed_keys, choose_checkpoint, note_start
+from common.checkpoint.save import checkpoint_path, write_checkpoint
+from common.checkpoint.saved_run import open_run
+from common.errors import UserError
+from common.files import sha256_of
+from common.testing.checkpoints import build_about, build_content
+from common.tools.report import load_run, render
+
+DAMAGED = (*FILES, MARKER, f"../../{CONFIG}", f"../../{METRICS}")
+DAMAGE = (*["value"] * 9, "cut", "missing", "pipe", "endless", "deep", "sparse", "pickle")
+JUNK = [None, True, -1, 0, 10**9, 2**63, 1e308, "", "\x1b[2J", "é" * 300, "../../x", [], {}, [[1]], {"x": 1}]
+
+
+class Evil:
+    def __reduce__(self) -> tuple:
+        return os.mkdir, ("executed",)
+
+
+def change_value(text: bytes, choice: random.Random) -> bytes:
+    """Replace a value of the JSON in ``text``, at a random depth."""
+    above, key, node = {}, "", (tree := json.loads(text))
+    while isinstance(node, (dict, list)) and node and (not key or choice.random() < 0.7):
+        above, key = node, choice.choice(list(node) if isinstance(node, dict) else range(len(node)))
+        node = node[key]
+    above[key] = choice.choice(JUNK)
+    return json.dumps(tree).encode()
+
+
+def damage(file: Path, how: str, choice: random.Random) -> None:
+    content = file.read_bytes()
+    file.unlink()
+    if how == "value" and file.suffix == ".safetensors":
+        size = int.from_bytes(content[:8], "little")
+        header = change_value(content[8 : 8 + size], choice)
+        file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+    elif how == "value" and file.suffix in (".json", ".jsonl"):
+        file.write_bytes(change_value(content, choice) + b"\n")
+    elif how == "pipe":
+        os.mkfifo(file)
+    elif how == "endless":
+        file.symlink_to("/dev/zero")
+    elif how == "sparse":
+        os.truncate(os.open(file, os.O_CREAT | os.O_WRONLY), 2**43)
+    elif how != "missing":
+        file.write_bytes({"deep": b"[" * 10**6, "pickle": pickle.dumps(Evil())}.get(how, content[:-9]))
+
+
+def report(run: Path) -> None:
+    render([load_run(run, run.name)])
+
+
+def evaluate(run: Path) -> None:
+    opened = open_run(str(run))
+    opened.load_model()
+    assert len(opened.class_names) >= 3
+    assert opened.batch > 0
+
+
+def resume(run: Path) -> None:
+    path = choose_checkpoint("auto", run)
+    assert path
+    changed_keys(path, build_about()["config"])
+    note_start(build_about(), path)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(st.sampled_from(DAMAGED), st.sampled_from(DAMAGE), st.integers(0, 10**6), st.booleans())
+def test_damage_is_refused_in_one_line(tmp_path_factory: Any, name: str, how: str, seed: int, is_signed: bool) -> None:
+    run = tmp_path_factory.mktemp("damaged") / "run"
+    path = checkpoint_path(run / "checkpoints", 1)
+    write_checkpoint(path, build_content())
+    for file in (CONFIG, METRICS):
+        shutil.copy(path / file, run)
+    damage(path / name, how, random.Random(seed))
+    if is_signed and how != "sparse":  # whoever can write a file can write its checksum
+        with suppress(UserError):
+            (path / MARKER).write_text("".join(f"{sha256_of(path / each)}  {each}\n" for each in FILES))
+    refusals = []
+    for read in (report, evaluate, resume):
+        try:
+            read(run)
+        except UserError as error:
+            refusals.append(str(error))
+    assert all(str(run) in line and "\n" not in line for line in refusals)
+    assert not Path("executed").exists()

@@ -1,0 +1,161 @@
+"""A run that is interrupted, and whose command is rerun, ends with the uninterrupted run's result to the bit."""
+
+import errno
+import itertools
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.checkpoint import hook, save
+from common.checkpoint.content import MARKER
+from common.checkpoint.hook import CheckpointHook
+from common.checkpoint.save import list_checkpoints
+from common.testing import tiny_task
+from common.testing.checkpoints import read_result
+from common.testing.commands import Ended, run_forked
+from common.testing.ranks import become_rank, import_once, run_ranks
+
+SETTINGS = ("CHECKPOINT_EVERY=3", "EVAL_EVERY=1", "EMA=0.9", "MODEL.dropout=0.1", "LOG.every=2")  # 2 epochs of 5 steps
+Inject = Callable[[], object]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    import_once()
+
+
+def run(data: Path, output: Path, inject: Inject = lambda: None) -> Ended:
+    """Run the command in a process of its own, in which ``inject()`` is called first."""
+
+    def main(argv: list[str]) -> None:
+        become_rank(0, 0, 0)
+        inject()
+        tiny_task.train(data, output, *SETTINGS)
+
+    return run_forked(main, [])
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The result of the uninterrupted run."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    assert run(data, output).code == 0
+    return read_result(output)
+
+
+def rerun(data: Path, output: Path, whole: dict[str, Any]) -> Ended:
+    """Rerun the command to the end, and compare the result."""
+    ended = run(data, output)
+    assert ended.code == 0, ended.stderr
+    found = read_result(output)
+    assert [name for name in whole if found[name] != whole[name]] == []
+    return ended
+
+
+def at(owner: Any, name: str, call: int, action: Inject, until: float = 0) -> Inject:
+    """Return what lets ``action`` be called before call number ``call`` of a function, and before those ``until``."""
+
+    def inject() -> None:
+        function, calls = getattr(owner, name), itertools.count(1)
+
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            if call <= next(calls) <= max(call, until):
+                action()
+            return function(*arguments, **options)
+
+        setattr(owner, name, wrapped)
+
+    return inject
+
+
+def send(number: int) -> Inject:
+    return lambda: os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [
+        (CheckpointHook, "before_train", 1),  # starting
+        (CheckpointHook, "after_train_iter", 5),
+        (CheckpointHook, "after_test_iter", 2),  # evaluating
+        (save, "save_file", 7),  # in the middle of the second checkpoint
+        (hook, "clear_old", 3),
+    ],
+)
+def test_kill_9(owner: Any, name: str, call: int, data: Path, whole: dict[str, Any], tmp_path: Path) -> None:
+    assert run(data, tmp_path / "run", at(owner, name, call, send(signal.SIGKILL))).code == -signal.SIGKILL
+    rerun(data, tmp_path / "run", whole)
+
+
+def train_rank(data: Path, output: Path, inject: Inject = lambda: None) -> None:
+    if os.environ["RANK"] == "1":
+        inject()
+    tiny_task.train(data, output, *SETTINGS)
+
+
+def test_kill_9_of_one_of_two_ranks(data: Path, tmp_path: Path) -> None:
+    kill = at(CheckpointHook, "after_train_iter", 8, send(signal.SIGKILL))
+    with pytest.raises(RuntimeError, match="rank 1: died|rank 0: .*rank 1"):
+        run_ranks(2, train_rank, data, tmp_path / "run", kill)
+    assert list_checkpoints(tmp_path / "run" / "checkpoints")
+    for name in ("run", "whole"):
+        run_ranks(2, train_rank, data, tmp_path / name)
+    assert read_result(tmp_path / "run") == read_result(tmp_path / "whole")
+
+
+def test_a_job_that_is_stopped_and_requeued(data: Path, whole: dict[str, Any], tmp_path: Path) -> None:
+    """Slurm warns with SIGUSR1 before the time limit, and ends a job with SIGTERM."""
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        ended = run(data, tmp_path / "run", at(CheckpointHook, "after_train_iter", 3, send(number)))
+        assert ended.code == 143
+        newest = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
+        assert f"{number.name}: stopped; rerun the command to resume from {newest}\n" in ended.stdout
+    rerun(data, tmp_path / "run", whole)
+
+
+def test_a_full_disk(data: Path, whole: dict[str, Any], tmp_path: Path) -> None:
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    ended = run(data, tmp_path / "run", at(save, "save_file", 6, fail, until=float("inf")))
+    assert ended.code == 2
+    first = tmp_path / "run" / "checkpoints" / "step-00000003"
+    said = "could not be written (No space left on device): it takes 0.4 MB, "
+    assert f"warning: {first.with_name('step-00000005')} {said}" in ended.stderr
+    assert f"MB are free; the newest checkpoint is {first}; training continues\n" in ended.stderr
+    assert f"error: {first.with_name('step-00000010')} {said}" in ended.stderr.splitlines()[-1]
+    assert f"resuming from {first}\n" in rerun(data, tmp_path / "run", whole).stdout
+
+
+@pytest.fixture(scope="module")
+def stopped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("stopped") / "run"
+    run(data, output, at(CheckpointHook, "after_train_iter", 8, send(signal.SIGTERM)))
+    return output
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def flip_a_bit(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink])
+def test_a_damaged_checkpoint(
+    damage: Callable[[Path], None], stopped: Path, data: Path, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    output = shutil.copytree(stopped, tmp_path / "run", symlinks=True)
+    newest, before = list_checkpoints(output / "checkpoints")[:2]
+    damage(newest / (MARKER if damage is Path.unlink else "optimizer.safetensors"))
+    ended = rerun(data, output, whole)
+    assert f"resuming from {before}\n" in ended.stdout
+    reason = "is damaged (optimizer.safetensors has changed since it was written) and is skipped"
+    assert (f"warning: {newest} {reason}\n" in ended.stderr) == (damage is not Path.unlink)

@@ -17,9 +17,9 @@ from cifar10_benchmark.augment import UNIFORMS_PER_SAMPLE, Augment
 from cifar10_benchmark.dataset import DOWNLOAD, TRAIN_SAMPLES, Images, open_images
 from common.config.load import refuse_unused
 from common.config.plan import DataSummary
-from common.data.crops import CenterCrop, per_channel
+from common.data.crops import CenterCrop, Normalizer
 from common.data.image_loaders import SHARDS_ONLY
-from common.data.loader import Loader, prefetch
+from common.data.loader import Batch, Loader, prefetch
 from common.data.sampler import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
 from common.errors import UserError
 from common.task import Task
@@ -116,15 +116,15 @@ class MemoryReader:
         device: torch.device,
     ) -> None:
         self._images, self._labels = (torch.from_numpy(array).to(device) for array in images)
-        self._mean, self._std = (per_channel(values, device) for values in (mean, std))
+        self._normalize = Normalizer(mean, std, device)
         self._augment = augment
         self.together = 1 if device.type == "cpu" else READ_AHEAD
 
-    def read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:
+    def read(self, draws: Iterator[Draw]) -> Generator[Batch, None, None]:
         """Yield one batch per draw, in order."""
         return prefetch(self._read(draws), self._images.device)
 
-    def _read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:
+    def _read(self, draws: Iterator[Draw]) -> Generator[Batch, None, None]:
         while ahead := list(islice(draws, self.together)):
             indices, uniforms = (np.concatenate(arrays) for arrays in zip(*(draw[:2] for draw in ahead), strict=True))
             rows = self._on_device(np.where(indices == PADDING, 0, indices))
@@ -133,10 +133,10 @@ class MemoryReader:
                 images = self._augment(images, uniforms)
             batches = [draw.indices for draw in ahead]
             sizes = [len(batch) for batch in batches]
-            yield from map(self._normalize, images.split(sizes), labels.split(sizes), batches)
+            yield from map(self._finish, images.split(sizes), labels.split(sizes), batches)
 
-    def _normalize(self, images: Tensor, labels: Tensor, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        normalized = torch.sub(images, self._mean).div_(self._std)
+    def _finish(self, images: Tensor, labels: Tensor, indices: np.ndarray) -> Batch:
+        normalized = self._normalize(images)
         if PADDING not in indices:
             return normalized, labels
         is_padding = self._on_device(indices == PADDING)

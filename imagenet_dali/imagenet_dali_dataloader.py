@@ -94,7 +94,7 @@ class DaliReader:
     ) -> None:
         self.split, self.crop, self.batch, self.device, self.augment = split, crop, batch, device, augment
         self.size, self.threads = size, threads
-        self._normalizer = Normalizer(mean, std, device)
+        self._normalize = Normalizer(mean, std, device)
         self.resizes = device.type == "cuda" if resizes is None else resizes
         self.records = RecordReader(split)
         self._resizing = ThreadPoolExecutor(threads, thread_name_prefix="resize")
@@ -175,7 +175,7 @@ class DaliReader:
         images, samples = _shift(images, raw.crops), raw.samples
         if self.augment:
             images = self.augment.augment_batch(images.clone(), raw.uniforms[:, -self.augment.uniforms :])
-        images = images.float().sub_(self._normalizer.mean).div_(self._normalizer.std)
+        images = self._normalize(images)
         missing = self.batch - samples
         if missing:
             images = torch.cat([images[:samples], images.new_zeros(missing, *images.shape[1:])])
@@ -184,11 +184,10 @@ class DaliReader:
 
     def _resize(self, raw: RawBatch, outputs: tuple) -> Callable[[], tuple[Tensor, Tensor]]:
         """Resize and normalise the windows that DALI has decoded, in threads; return what waits for the batch."""
-        images = self._normalizer.empty(self.batch, 3, self.size, self.size)
+        images_BYXC = torch.empty(self.batch, self.size, self.size, 3, dtype=torch.uint8)
         labels = torch.full((self.batch,), NO_LABEL)
-        images[raw.samples :] = 0
         labels[: raw.samples] = torch.from_numpy(self._labels(raw))[: raw.samples]
-        arrays = images.numpy()
+        arrays = images_BYXC.numpy()
 
         def resize(first: int) -> None:
             for row in range(first, raw.samples, self.threads):
@@ -196,13 +195,15 @@ class DaliReader:
                 if self.augment:
                     uniforms = raw.uniforms[row, -self.augment.uniforms :]
                     view = np.asarray(self.augment(Image.fromarray(view), uniforms))
-                self._normalizer.write(view, arrays[row])
+                arrays[row] = view
 
         resized = self._resizing.map(resize, range(self.threads))
 
         def wait() -> tuple[Tensor, Tensor]:
             for _ in resized:
                 pass
+            images = self._normalize(images_BYXC.permute(0, 3, 1, 2).contiguous())
+            images[raw.samples :] = 0
             return images, labels
 
         return wait

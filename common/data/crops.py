@@ -4,7 +4,6 @@ Crops are computed from image sizes and uniform numbers before a pixel is decode
 processes, produce the same ones.
 """
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -187,43 +186,12 @@ def resample(window: np.ndarray, crops: Crops, row: int, size: int, interpolatio
     return view[:, ::-1] if crops.flip[row] else view
 
 
-def per_channel(values: Sequence[float], device: torch.device) -> Tensor:
-    """Return a value for each of R, G and B (0 to 1) as a tensor [3, 1, 1] of their scale in images (0 to 255)."""
-    return torch.tensor(values, device=device)[:, None, None] * 255
-
-
 class Normalizer:
-    """Normalise images to the network's input, (pixel - mean) / std, float32 [B, 3, Y, X]."""
+    """Normalise images to the network's input; ``mean`` and ``std`` are of RGB values from 0 to 1."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], device: torch.device) -> None:
-        self.mean, self.std = (per_channel(values, device) for values in (mean, std))
-        self._free: list[np.ndarray] = []
+        self.mean_C11, self.std_C11 = (torch.tensor(rgb, device=device)[:, None, None] * 255 for rgb in (mean, std))
 
-    def __call__(self, images_BHWC: Tensor) -> Tensor:
-        """Return uint8 images [B, Y, X, 3], which are on the device, normalised."""
-        if not images_BHWC.is_cpu:
-            return images_BHWC.permute(0, 3, 1, 2).contiguous().float().sub_(self.mean).div_(self.std)
-        batch, height, width, channels = images_BHWC.shape
-        normalized = self.empty(batch, channels, height, width)
-        for image, out in zip(images_BHWC.numpy(), normalized.numpy(), strict=True):
-            self.write(image, out)
-        return normalized
-
-    def write(self, image: np.ndarray, out: np.ndarray) -> None:
-        """Write an image, uint8 [Y, X, 3], normalised into ``out``, float32 [3, Y, X]."""
-        # channel by channel in the cache: a third of the time of PyTorch's operations on the batch
-        for channel, plane in enumerate(out):
-            np.subtract(image[..., channel], self.mean[channel].numpy(), out=plane)
-            plane /= self.std[channel].numpy()
-
-    def empty(self, *shape: int) -> Tensor:
-        """Return an uninitialised float32 tensor in the memory of an earlier one that is not used any more.
-
-        Fresh memory takes as long as resizing: the kernel clears each page at its first use.
-        """
-        memory = self._free.pop() if self._free else np.empty(0, np.float32)
-        if memory.shape != shape:
-            memory = np.empty(shape, np.float32)
-        array = memory.view()  # held by the tensor's storage, hence alive as long as any tensor that shares it
-        weakref.finalize(array, self._free.append, memory).atexit = False
-        return torch.from_numpy(array)
+    def __call__(self, images_BCYX: Tensor) -> Tensor:
+        """Return uint8 images, which are on the device, as (pixel - mean) / std, float32."""
+        return images_BCYX.float().sub_(self.mean_C11).div_(self.std_C11)

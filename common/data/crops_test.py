@@ -1,6 +1,5 @@
 """Crops and normalisation against torchvision: the distribution of the random ones, the pixels of all."""
 
-import gc
 from dataclasses import replace
 
 import numpy as np
@@ -116,17 +115,8 @@ def test_a_crop_shows_what_torchvision_shows(crop, size, interpolation):
         assert difference.max() <= 1 or interpolation == "bicubic", (height, width)  # which matters to negative weights
 
 
-def test_normalisation_is_that_of_torchvision_and_reuses_memory_that_nobody_holds():
+def test_normalisation_is_that_of_torchvision():
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    normalize = Normalizer(mean, std, torch.device("cpu"))
-    images = torch.randint(0, 256, (2, 5, 7, 3), dtype=torch.uint8)
-    first = normalize(images)
-    torch.testing.assert_close(first, F.normalize(images.permute(0, 3, 1, 2) / 255, mean, std))
-    address, held = first.data_ptr(), first[1:]
-    del first
-    gc.collect()
-    assert normalize(images).data_ptr() != address  # a view of it is held
-    del held
-    gc.collect()
-    assert address in {batch.data_ptr() for batch in [normalize(images), normalize(images)]}
-    assert normalize(images[:1]).shape == (1, 3, 5, 7)
+    images = torch.randint(0, 256, (2, 3, 5, 7), dtype=torch.uint8)
+    normalized = Normalizer(mean, std, torch.device("cpu"))(images)
+    torch.testing.assert_close(normalized, F.normalize(images / 255, mean, std))

@@ -157,7 +157,7 @@ class TorchvisionReader:
             self._bad.add(bad)
             has_padding = NO_LABEL in labels
             images, labels = (self._to_device(torch.from_numpy(array)) for array in (images_BHWC, labels))
-            images = self._normalize(images)
+            images = self._normalize(images.permute(0, 3, 1, 2).contiguous())
             if has_padding:
                 images.masked_fill_((labels == NO_LABEL)[:, None, None, None], 0)
             yield images, labels

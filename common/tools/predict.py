@@ -85,7 +85,7 @@ def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
             decoded = [view for view in views if isinstance(view, np.ndarray)]
             found = iter(())
             if decoded:
-                pixels = torch.from_numpy(np.stack(decoded)).to(predictor.device)
+                pixels = torch.from_numpy(np.stack(decoded)).to(predictor.device).permute(0, 3, 1, 2).contiguous()
                 found = map(partial(_best, names), predictor(normalize(pixels)).softmax(1).cpu())
             for image, view in zip(batch, views, strict=True):
                 yield {"image": image} | ({"error": view} if isinstance(view, str) else {"classes": next(found)})

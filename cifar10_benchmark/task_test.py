@@ -1,13 +1,17 @@
+"""The loaders: evaluation and augmentation as torchvision's, batches that are made together, and what is refused."""
+
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as F
 
-from cifar10_benchmark.dataset import open_images
+from cifar10_benchmark.augment import UNIFORMS_PER_SAMPLE, Augment
 from cifar10_benchmark.task import READ_AHEAD, build_eval_loader, build_train_loader, describe_data
 from common.config.load import load_config
-from common.config.plan import DataSummary
+from common.data.auto_augment import AutoAugment
 from common.errors import UserError
 from common.testing.host_sync import forbid_waiting
 from common.testing.photographs import write_colours
@@ -29,23 +33,20 @@ def data(root) -> dict:
     return load_config("vit_lite_vanilla", [f"DATA.root={root}"])["DATA"]
 
 
-def train_loader(data):
-    return build_train_loader(data, 16, 4, seed=5, image_size=8, dp_rank=0, dp_size=1, device=CPU)
+def train_loader(data, image_size=8):
+    return build_train_loader(data, 16, 4, seed=5, image_size=image_size, dp_rank=0, dp_size=1, device=CPU)
 
 
-def test_counts_the_data_set(data):
-    expected = DataSummary(TRAIN, TEST, 3, open_images(data).fingerprint, class_names=["b", "g", "r"])
-    assert describe_data(data) == expected
+def eval_loader(data):
+    return build_eval_loader(data, 4, image_size=8, dp_rank=0, dp_size=1, device=CPU)
 
 
 def test_evaluation_is_torchvisions(data, root):
     transform = v2.Compose(
         [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(data["mean"], data["std"])]
     )
-    expected = DataLoader(ImageFolder(f"{root}/test", transform), batch_size=TEST)
-    images, labels = next(iter(expected))
-    loader = build_eval_loader(data, 4, image_size=8, dp_rank=0, dp_size=1, device=CPU)
-    batches = list(loader)
+    images, labels = next(iter(DataLoader(ImageFolder(f"{root}/test", transform), batch_size=TEST)))
+    batches = list(eval_loader(data))
     assert [len(images) for images, _ in batches] == [4, 4, 4]
     ours = torch.cat([images for images, _ in batches])
     assert torch.allclose(ours[:TEST], images, atol=1e-5)
@@ -54,30 +55,35 @@ def test_evaluation_is_torchvisions(data, root):
     assert batches[-1][1][-1] == -100
 
 
-@pytest.mark.parametrize("build", [train_loader, lambda data: build_eval_loader(data, 4, image_size=8, device=CPU)])
-def test_batches_that_are_made_together_are_those_made_one_by_one(data, build):
-    """As they are on a GPU: twelve batches, and three."""
+@pytest.mark.parametrize(("padding", "flip"), [(4, True), (2, False), (0, True)])
+def test_crops_and_flips_are_torchvisions_and_autoaugment_comes_last(padding, flip):
+    images = torch.randint(0, 256, (300, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    before, uniforms = images.clone(), np.random.default_rng(1).random((len(images), UNIFORMS_PER_SAMPLE))
+    augmented = Augment(padding, flip)(images, uniforms)
+    for image, row, found in zip(images, uniforms, augmented, strict=True):
+        top, left = (int(uniform * (2 * padding + 1)) for uniform in row[:2])
+        expected = F.crop(F.pad(image, [padding]), top, left, 8, 8)
+        assert torch.equal(found, F.horizontal_flip(expected) if flip and row[2] < 0.5 else expected)
+    both = Augment(padding, flip, "cifar10")(images, uniforms)
+    assert torch.equal(both, AutoAugment().augment_batch(augmented, uniforms[:, 3:]))
+    assert torch.equal(images, before)
+
+
+@pytest.mark.parametrize("build", [train_loader, eval_loader])
+def test_batches_made_together_as_on_a_gpu_are_those_made_one_by_one_and_do_not_wait(data, build):
+    """Twelve batches, and three."""
     loaders = build(data | {"autoaugment": "cifar10"}), build(data | {"autoaugment": "cifar10"})
     assert [loader.reader.together for loader in loaders] == [1, 1]
-    loaders[1].reader.together = 8
-    for batch, expected in zip(*loaders, strict=True):
-        assert torch.equal(batch[0], expected[0])
-        assert torch.equal(batch[1], expected[1])
+    loaders[1].reader.together = READ_AHEAD
+    with forbid_waiting(CPU):
+        batches, expected = map(list, loaders)
+    for batch, other in zip(batches, expected, strict=True):
+        assert torch.equal(batch[0], other[0])
+        assert torch.equal(batch[1], other[1])
 
 
-def test_images_of_another_size_are_refused(data):
+def test_images_of_another_size_and_keys_without_effect_are_refused(data):
     with pytest.raises(UserError, match="MODEL.image_size=32: the train images of .* are 8 x 8 pixels.*=8"):
-        build_train_loader(data, 16, 4, image_size=32, dp_rank=0, dp_size=1, seed=0, device=CPU)
-
-
-def test_keys_for_photographs_are_refused(data):
+        train_loader(data, image_size=32)
     with pytest.raises(UserError, match="DATA.crop_scale=.* has no effect"):
         describe_data(data | dict(crop_scale=(0.5, 1.0)))
-
-
-@pytest.mark.parametrize("together", [1, READ_AHEAD])
-def test_making_batches_does_not_wait_for_the_device(data, together):
-    loader = train_loader({**data, "autoaugment": "cifar10"})
-    loader.reader.together = together
-    with forbid_waiting(CPU):
-        assert len(list(loader)) == len(loader)

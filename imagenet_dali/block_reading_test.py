@@ -13,7 +13,8 @@ from common.checkpoint.save import newest_checkpoint
 from common.data.record_reader import BYTES_AHEAD, RecordReader
 from common.data.sampler import EvalSampler, TrainSampler
 from common.errors import UserError
-from common.run.read_order import choose_order, warn_of_order
+from common.run.prepare import Prepared
+from common.run.start import choose_order
 from imagenet_dali import train_dali
 from imagenet_dali.dataset import Split, read_file_range
 from imagenet_dali.records import RECORD, frame
@@ -81,23 +82,20 @@ def test_shards_sorted_by_class_are_not_read_in_blocks(split: Split, monkeypatch
     by_class = replace(split, records=rows)
     assert (split.is_shuffled, by_class.is_shuffled) == (True, False)
     monkeypatch.setattr("imagenet_dali.task.open_images", lambda *_: by_class)
-    monkeypatch.setattr("common.run.read_order.memory_bytes", lambda: 1)
+    monkeypatch.setattr("common.run.start.memory_bytes", lambda: 1)
     data = {"root": "s3://bucket/data", "loader": "dali", "order": None, "cache": "/nvme", "cache_gb": 9}
     with pytest.raises(UserError, match=r"DATA.order='blocks': DATA.root=s3://bucket/data has shards sorted by class"):
         describe_data(data | {"order": "blocks"})
-    order, why = choose_order({"DATA": data}, describe_data(data), 8)
+    order, why = choose_order(Prepared({"DATA": data}, None, describe_data(data), None))
     assert order == "random"
     assert "are remote but are sorted by class: prepare them again for large reads; caching up to 9 GB in /nv" in why
-    warning = warn_of_order(data | {"order": order}, describe_data(data))
-    assert warning.startswith("warning: DATA.order='random' asks s3://bucket/data for each of 2,000 images by itself")
-    assert warn_of_order(data | {"order": "blocks"}, describe_data(data)) == ""
 
 
 def test_a_run_in_blocks_resumes_to_the_bit_on_a_host_with_more_memory(tmp_path: Path, monkeypatch, capsys) -> None:
     data, config = prepare_data(tmp_path / "data"), write_config(tmp_path)
 
     def train(output: str, *flags: str, memory: int = 10**12) -> str:
-        monkeypatch.setattr("common.run.read_order.memory_bytes", lambda: memory)
+        monkeypatch.setattr("common.run.start.memory_bytes", lambda: memory)
         said = [f"DATA.root={data}", "DATA.workers=1", "DATA.block=0.005", "NUM_EPOCHS=2", "CHECKPOINT_EVERY=4"]
         words = [word for setting in said for word in ("--set", setting)]
         train_dali.main(["--config", str(config), "--output", str(tmp_path / output), *words, *flags])
@@ -108,7 +106,7 @@ def test_a_run_in_blocks_resumes_to_the_bit_on_a_host_with_more_memory(tmp_path:
     steps = {path.name: path for path in (tmp_path / "whole/checkpoints").iterdir()}
     # a step into the second epoch
     assert "reading in blocks, as before; " in train("resumed", "--resume", str(steps["step-00000004"]))
-    assert json.loads((tmp_path / "resumed/config.json").read_text())["config"]["DATA"]["order"] == "blocks"
+    assert json.loads((tmp_path / "resumed/config.json").read_text())["plan"]["order"] == "blocks"
     resumed = newest_checkpoint(tmp_path / "resumed" / "checkpoints")
     assert resumed.name == "step-00000006"
     assert (resumed / "model.safetensors").read_bytes() == (steps[resumed.name] / "model.safetensors").read_bytes()

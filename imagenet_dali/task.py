@@ -38,10 +38,12 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     return summary
 
 
-def build_train_loader(data: Mapping[str, Any], total_batch: int, micro_batch: int, **place: Any) -> Loader:
-    """Return the loader of the training split; ``place`` is as in `image_loaders.build_train_loader`."""
+def build_train_loader(
+    data: Mapping[str, Any], total_batch: int, micro_batch: int, *, order: str | None = None, **place: Any
+) -> Loader:
+    """Return the loader of the training split in the plan's ``order``; ``place`` as in `image_loaders`."""
     images = open_images(data, "train")
-    place |= _options(images, data, in_blocks=data["order"] == "blocks")
+    place |= _options(images, data, in_blocks=order == "blocks")
     return image_loaders.build_train_loader(images, data, total_batch, micro_batch, **place)  # pyright: ignore[reportArgumentType]
 
 

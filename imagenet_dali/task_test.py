@@ -26,7 +26,7 @@ from imagenet_dali.testing import spoil_record
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 STD = 0.25
-DATA = Data(workers=1, mean=(0.5, 0.5, 0.5), std=(STD,) * 3, order="random").model_dump()
+DATA = Data(workers=1, mean=(0.5, 0.5, 0.5), std=(STD,) * 3).model_dump()
 PLACED = {"image_size": 28, "dp_rank": 0, "dp_size": 1, "device": torch.device("cpu")}
 
 
@@ -40,8 +40,8 @@ def root(photographs: Path) -> Path:
     return photographs / "shards"
 
 
-def train_loader(root: Path, **data: object) -> Loader:
-    return build_train_loader(DATA | data | {"root": str(root)}, 8, 4, seed=1, **PLACED)
+def train_loader(root: Path, order: str = "random", **data: object) -> Loader:
+    return build_train_loader(DATA | data | {"root": str(root)}, 8, 4, order=order, seed=1, **PLACED)
 
 
 def eval_loader(root: Path, batch: int = 4, **data: object) -> Loader:

@@ -29,7 +29,9 @@ def main(argv: list[str], task: Task = TASK) -> None:
     )
     lr_scheduler = build_lr_scheduler(optimizer, config.LR_SCHEDULE, plan.total_steps, plan.warmup_steps)
     loaders = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)
-    train_loader = build_train_loader(config.DATA, plan.total_batch, plan.micro_batch, seed=config.SEED, **loaders)
+    train_loader = build_train_loader(
+        config.DATA, plan.total_batch, plan.micro_batch, order=plan.order, seed=config.SEED, **loaders
+    )
     train_loader = build_batch_augment(train_loader, config)
     eval_loader = build_eval_loader(config.DATA, plan.micro_batch, **loaders)
 

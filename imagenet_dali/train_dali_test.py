@@ -164,7 +164,7 @@ def test_dry_run_compares_the_modes_on_more_gpus_than_the_recipe_has_micro_batch
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["TOTAL_BATCH=1"], "--set TOTAL_BATCH: unknown key; did you mean 'TOTAL_BATCH_SIZE'?"),
+        (["TOTAL_BATCH=1"], "TOTAL_BATCH: unknown key; did you mean 'TOTAL_BATCH_SIZE'?"),
         (["TOTAL_BATCH_SIZE=17"], "TOTAL_BATCH_SIZE=17 is not divisible by gradient_accumulation=2"),
         (["TOTAL_BATCH_SIZE=64"], "TOTAL_BATCH_SIZE=64 is more than the 53 training images"),
         (["WARMUP_EPOCHS=4"], "WARMUP_EPOCHS=4 must be less than NUM_EPOCHS=4"),

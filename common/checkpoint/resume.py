@@ -114,22 +114,26 @@ def _newest_intact(folder: Path) -> Path | None:
     return None
 
 
-def note_start(about: Mapping[str, Any], start_from: Path | None) -> list[dict[str, Any]]:
-    """Return when, how and from which step the run was started, each time; print what has changed since the last."""
+def note_start(about: Mapping[str, Any], start_from: Path | None) -> dict[str, Any]:
+    """Return what config.json says of a start: when, how and from which step, each time, and INIT as at the first.
+
+    Prints what has changed since the last.
+    """
     plan = about["plan"]
     now: dict[str, Any] = {"step": 0} | {key: about[key] for key in ("started", "argv", "commit")}
     now |= {"gpus": plan["gpus"], "dtype": plan["dtype"]}
     if start_from is None:
-        return [now]
+        return {"starts": [now]}
     now |= {"step": read_trainer_state(start_from)["trainer"]["step"], "from": str(start_from)}
     print(f"resuming from {start_from}")
     for key, (then, value) in changed_keys(start_from, about["config"]).items():
         print(f"{key}={value!r} from here on (was {then!r}){_note_schedule(key, then, value)}")
-    starts = read_about(start_from)["starts"]
-    before = starts[-1].get("dtype", now["dtype"])  # older runs have not recorded it
-    if before != now["dtype"]:
-        print(f"computing in {now['dtype']} from here on (was {before})")
-    return [*starts, now]
+    before = read_about(start_from)
+    dtype = before["starts"][-1].get("dtype", now["dtype"])  # older runs have not recorded it
+    if dtype != now["dtype"]:
+        print(f"computing in {now['dtype']} from here on (was {dtype})")
+    config = dict(about["config"], INIT=before["config"].get("INIT"))
+    return {"starts": [*before["starts"], now], "config": config}
 
 
 def _note_schedule(key: str, then: Any, now: Any) -> str:
@@ -188,13 +192,20 @@ def check_changes(path: Path, config: Mapping[str, Any], output: Path, allowed: 
 def _changes_training(key: str, then: Any, now: Any, allowed: Sequence[str]) -> bool:
     if key == "NUM_EPOCHS" and now > then:  # the run is extended
         return False
-    if key in ("INIT", "DATA.order") and now is None:  # as in the checkpoint
-        return False
     return not any(key == name or key.startswith(f"{name}.") for name in (*HARMLESS, *allowed))
 
 
 def changed_keys(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return ``{key: (then, now)}`` for the keys that differ from those of the checkpoint ``path``."""
-    saved = read_config(path, read_about(path))  # newer keys at their defaults
+    about = read_about(path)
+    saved = read_config(path, about)  # newer keys at their defaults
+    saved["DATA"]["order"] = saved_order(about)
     then, now = (flatten(json.loads(json.dumps(values, default=str))) for values in (saved, config))
-    return {key: (then.get(key), now.get(key)) for key in then | now if then.get(key) != now.get(key)}
+    pairs = {key: (then.get(key), now.get(key)) for key in then | now}
+    as_before = [key for key in ("INIT", "DATA.order") if now[key] is None]
+    return {key: (was, value) for key, (was, value) in pairs.items() if was != value and key not in as_before}
+
+
+def saved_order(about: Mapping[str, Any]) -> str | None:
+    """Return the order in which a run has read its shards; older ones have it in their config."""
+    return about["plan"]["order"] or about["config"]["DATA"].get("order")

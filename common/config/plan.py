@@ -31,7 +31,7 @@ class Plan:
 
     ``total_batch = micro_batch * accumulation * data_parallel`` and ``gpus = data_parallel * tensor_parallel``.
     ``total_steps`` is the length of the schedule, ``last_step`` where the run ends (less with ``MAX_STEPS``).
-    ``dtype`` is what matrix products are computed in.
+    ``dtype`` is what matrix products are computed in, ``order`` that in which shards are read, if there are any.
     """
 
     gpus: Count
@@ -46,6 +46,7 @@ class Plan:
     total_steps: Count
     last_step: Count
     dtype: str = "float32"
+    order: str | None = None
 
     def batch_formula(self, unit: str = "GPU") -> str:
         """Return the global batch as a product, as "8 GPUs x 256 x 16 = 32,768"."""

@@ -109,11 +109,6 @@ def start(launch: Launch, config: Mapping[str, Any]) -> None:
     _check_dtypes(config.get("fp16"), launch.world_size)
 
 
-def set_data_key(config: Mapping[str, Any], key: str, value: Any) -> None:
-    """Set a key of ``DATA`` that is known after `start` only, in ``config`` and in ``gpc.config``, which is a copy."""
-    config["DATA"][key] = colossal.gpc.config.DATA[key] = value
-
-
 def _share_cores(world_size: int) -> None:
     """Divide the cores of this host among its ranks, according to their CPU masks and cgroups."""
     set_processes(_gather(cpu_limits(), world_size))

@@ -1,6 +1,8 @@
-"""A started run, as `start_run` returns it to a training script."""
+"""A started run, as `start_run` returns it to a training script, and what it leaves in its folder."""
 
+import json
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -10,20 +12,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from common.checkpoint.content import BEST, CONFIG, METRICS
 from common.checkpoint.hook import CheckpointHook
 from common.checkpoint.resume import ask_first_rank
 from common.checkpoint.save import newest_checkpoint
 from common.checkpoint.weights import load_pretrained
 from common.colossal import BaseHook, ParallelMode, gpc, shutdown
 from common.config.plan import Plan
-from common.files import ROOT, short_path, unlock_folder
+from common.errors import UserError
+from common.files import ROOT, own_file, short_path, unlock_folder
 from common.launch.stop_signals import exit_code, signal_name, stop_signals
+from common.metrics.curves import Metrics, read_metrics
 from common.metrics.hook import MetricsHook
 from common.metrics.lr_finder import LearningRateFinder
 from common.metrics.profiler import ProfilerHook
 from common.model.ema import EmaHook
 from common.model.flops import peak_images_per_s
-from common.run.folder import describe_best, last_top1, write_start
 from common.table import print_wrapped
 
 Measurement = LearningRateFinder | ProfilerHook
@@ -36,10 +40,14 @@ class Run:
     plan: Plan
     output: Path
     is_main: bool
-    device: torch.device
     about: dict[str, Any]  # content of config.json
     start_from: Path | None  # the checkpoint to resume from
     measurement: Measurement | None  # to run instead of training
+
+    @property
+    def device(self) -> torch.device:
+        """This process's GPU, or the CPU."""
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
     @property
     def data_parallel(self) -> dict[str, int]:
@@ -106,6 +114,28 @@ class Run:
         report = short_path(ROOT / "scripts" / "report.py")
         print(f"next         python {quote(report)} {quote(shown)}")
         print("             # or evaluate.py, predict.py, export.py")
-        if best := describe_best(self.output):
-            print(f"best         {best}")
-        print(f"top1={last_top1(self.output)}", flush=True)
+        evaluations = read_evaluations(self.output)
+        best = max(evaluations, key=lambda record: (record["top1"], -record["loss"]), default=None)
+        if best and best["step"] != evaluations[-1]["step"] and (self.output / "checkpoints" / BEST).exists():
+            print(f"best         top1 {best['top1']:.4f} at step {best['step']} (checkpoints/{BEST})")
+        print(f"top1={evaluations[-1]['top1']:.4f}" if evaluations else "top1=?", flush=True)
+
+
+def read_evaluations(output: Path) -> list[Metrics]:
+    """Return the records of a run's evaluations, none where they cannot be read: the loggers have warned of it."""
+    with suppress(UserError):
+        return [record for record in read_metrics(output) if record["kind"] == "eval"]
+    return []
+
+
+def write_start(output: Path, about: dict[str, Any], start_from: Path | None) -> None:
+    """Write config.json, and metrics.jsonl up to the checkpoint ``start_from``."""
+    try:
+        partial = output / ".config.partial"
+        own_file(partial).write_text(json.dumps(about, indent=2, default=str) + "\n")
+        partial.replace(output / CONFIG)
+        metrics = b"" if start_from is None else (start_from / METRICS).read_bytes()
+        whole = metrics.rfind(b"\n") + 1  # a disk that was full may have taken part of the last line
+        own_file(output / METRICS).write_bytes(metrics[:whole])
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be written ({error.strerror}); choose another") from error

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from common.errors import UserError
 from common.files import unlock_folder
-from common.run.folder import find_start, write_start
-from common.run.run import Run
+from common.run.run import Run, write_start
+from common.run.start import find_start
 from common.testing.checkpoints import build_about
 from common.testing.ranks import launched
 
@@ -25,14 +24,14 @@ def test_the_best_evaluation_is_named_where_it_is_not_the_last(tmp_path: Path, c
     with launched():
         for lines in (FIGURES, f"{FIGURES}\n{last}\n"):
             (tmp_path / "metrics.jsonl").write_text(lines)
-            Run(None, tmp_path, True, torch.device("cpu"), {}, start_from=None, measurement=None).finish()
+            Run(None, tmp_path, True, {}, start_from=None, measurement=None).finish()
     one, two = capsys.readouterr().out.split("top1=0.5000\n")
     assert not one.splitlines()[-1].startswith("best ")
     assert two.endswith("best         top1 0.5000 at step 1 (checkpoints/best)\ntop1=0.2500\n")
 
 
 def test_the_record_of_a_finished_run_without_checkpoints_is_not_overwritten(tmp_path: Path) -> None:
-    args: Any = argparse.Namespace(resume="auto")
+    args: Any = argparse.Namespace(resume="auto", find_lr=None, profile=None)
     prepared: Any = (None,) * 4
     about = build_about()
     write_start(tmp_path, about, None)
@@ -61,7 +60,7 @@ def test_a_run_ends_well_without_its_figures(
     if lines is not None:
         (output / "metrics.jsonl").write_text(lines)
     with launched():
-        run = Run(None, output, True, torch.device("cpu"), {}, start_from=None, measurement=None)
+        run = Run(None, output, True, {}, start_from=None, measurement=None)
         run.finish()
     curves, more, _, board, following, other, last = capsys.readouterr().out.splitlines()
     assert (curves.split(maxsplit=1)[1], more.strip()) == ("a run/loss.jpeg", "a run/acc.jpeg")

@@ -9,28 +9,35 @@ from typing import Any
 
 import torch
 
-from common.checkpoint.content import CONFIG, read_about
-from common.checkpoint.resume import AUTO, NEVER, ask_first_rank, note_start
-from common.checkpoint.weights import fit_pretrained
-from common.colossal import MixedPrecision, progress, shutdown
+from common.checkpoint.content import CONFIG, RunInfo, read_about
+from common.checkpoint.resume import (
+    AUTO,
+    NEVER,
+    ask_first_rank,
+    check_changes,
+    check_data,
+    choose_checkpoint,
+    finished_step,
+    note_start,
+    saved_order,
+)
+from common.colossal import progress, shutdown
 from common.config.load import named_root
-from common.config.plan import DataSummary, Plan
+from common.data.block_order import window_bytes
 from common.errors import AT_END, UserError
-from common.files import lock_folder
-from common.launch.launcher import detect_launch, set_data_key, start
+from common.files import is_url, lock_folder, unlock_folder
+from common.hardware import memory_bytes
+from common.launch.launcher import detect_launch, start
 from common.launch.stop_signals import stop_signals
 from common.metrics.lr_finder import LearningRateFinder
 from common.metrics.profiler import ProfilerHook
 from common.metrics.provenance import describe_run
-from common.model.vit import build_model
+from common.model.flops import peak_images_per_s
 from common.planner.cluster import parse_cluster
 from common.planner.dry_run import describe_options, print_dry_run
 from common.run.arguments import parse_arguments
-from common.run.folder import find_start
-from common.run.on_cpu import explain_cpu
-from common.run.prepare import prepare_run
-from common.run.read_order import choose_order, warn_of_order
-from common.run.run import Measurement, Run
+from common.run.prepare import Prepared, check_init, prepare_run, spare_classes
+from common.run.run import Measurement, Run, read_evaluations
 from common.table import print_wrapped
 from common.task import Task
 
@@ -43,87 +50,104 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
     """
     args = parse_arguments(argv, description)
     launch = detect_launch(args, os.environ)
-    prepared = config, plan, data, precision = prepare_run(args, launch, task)
+    prepared = prepare_run(args, launch, task)
+    is_main, config, data = launch.rank == 0, prepared.config, prepared.data
     if args.dry_run:
-        if launch.rank == 0:
-            notes = {"weights": _check_init(config, args)}
-            if data:
-                notes["classes"] = _spare_classes(config, data)
-                config["DATA"]["order"], notes["reading"] = choose_order(config, data, plan.data_parallel)
-            if not data and (root := named_root(config)):
-                notes["data"] = f"{root} is not on this machine: time for {task.train_samples:,} images"
-            print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None, notes, task.train_samples)
+        if is_main:
+            _print_plan(args, prepared, task)
         return None
     assert data is not None
     AT_END.callback(stop_signals.restore)
     stop_signals.install(launch.launcher == "torch", progress, config["TIMEOUT"])
-    output = Path(args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem).resolve()
     start(launch, config)
-    if args.resume in (AUTO, NEVER):  # before anything is written; an existing run is past its start
-        ask_first_rank(lambda: (output / CONFIG).exists() or _check_init(config, args))
-    measurement, start_from = _build_measurement(args, output, launch.rank == 0), None
+    output = Path(args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem).resolve()
+    start_from, finished = ask_first_rank(lambda: find_start(output, args, prepared))
+    if finished:
+        shutdown()
+        stop_signals.restore()
+        if is_main:
+            print_wrapped(finished)
+        return None
+    order, reading = ask_first_rank(lambda: choose_order(prepared, start_from))
+    measurement = _build_measurement(args, output, is_main)
+    plan = replace(prepared.plan, order=order)
     if measurement:  # from the first step, over as many epochs as needed
-        ask_first_rank(lambda: lock_folder(output))
         steps = measurement.total_steps
         plan = replace(plan, epochs=steps, last_step=steps, total_steps=max(steps, plan.total_steps))
-    else:
-        start_from, finished = ask_first_rank(lambda: find_start(output, args, prepared))
-        if finished:
-            _leave(finished, launch.rank == 0)
-            return None
-    if start_from is not None:  # its weights replace those of INIT; the key is kept as a record
-        config["INIT"] = ask_first_rank(lambda: read_about(start_from)["config"].get("INIT"))
-    order, reading = ask_first_rank(lambda: choose_order(config, data, plan.data_parallel, start_from))
-    set_data_key(config, "order", order)
     about = {"name": Path(args.config).stem, "task": task.name, "config": config, "plan": asdict(plan)}
     about |= {"data": asdict(data), **describe_run(argv)}
-    about["starts"] = ask_first_rank(lambda: note_start(about, start_from))
-    if launch.rank == 0:
-        warnings = explain_cpu(config, plan.total_batch, plan.gpus), _spare_classes(config, data)
-        for warning in filter(None, (*warnings, warn_of_order(config["DATA"], data))):
-            print_wrapped(warning, is_warning=True)
-        _announce(args.config, config, plan, data, reading)
-        _announce_precision(precision)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return Run(plan, output, launch.rank == 0, device, about, start_from, measurement)
-
-
-def _check_init(config: Mapping[str, Any], args: argparse.Namespace) -> str:
-    """Raise `UserError` if INIT's weights do not fit, or for FREEZE without INIT; return the message after loading.
-
-    MODEL.heads counts as stated if set on the command line, or in a config file that also sets INIT.
-    """
-    if not config["INIT"]:
-        if config["FREEZE"] and args.resume in (AUTO, NEVER):
-            raise UserError(
-                f"FREEZE={config['FREEZE']!r} without INIT trains a head on random weights: add --init or omit FREEZE"
-            )
-        return ""
-    keys = {setting.partition("=")[0] for setting in args.set}
-    heads_stated = bool(keys & {"MODEL", "MODEL.heads"}) or not (args.init or "INIT" in keys)
-    classes = config["MODEL"]["num_classes"]
-    with torch.device("meta"):
-        model = build_model(**config["MODEL"] | {"num_classes": classes or 1})
-    _, done = fit_pretrained(model, config["INIT"], heads_stated=heads_stated)
-    return done if classes else done.partition(";")[0]
-
-
-def _spare_classes(config: Mapping[str, Any], data: DataSummary) -> str:
-    """Return a warning where the head has more classes than the data set, unless it may be that of INIT's weights."""
-    classes = config["MODEL"]["num_classes"]
-    if config["INIT"] or classes == data.num_classes:
-        return ""
-    return (
-        f"warning: MODEL.num_classes={classes} is more than the data set's {data.num_classes} classes; None takes as "
-        "many as it has"
-    )
-
-
-def _leave(why: str, is_main: bool) -> None:
-    shutdown()
-    stop_signals.restore()
+    about |= ask_first_rank(lambda: note_start(about, start_from))
     if is_main:
-        print_wrapped(why)
+        _announce(args.config, prepared._replace(plan=plan), reading)
+    return Run(plan, output, is_main, about, start_from, measurement)
+
+
+def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tuple[Path | None, str]:
+    """Lock ``output``; return the checkpoint to resume from or None, and why there is nothing to train or "".
+
+    Raises `UserError`, before changing any file, if the run cannot be resumed this way.
+    """
+    config, plan, data, _ = prepared
+    if args.resume in (AUTO, NEVER) and not (output / CONFIG).exists():  # an existing run is past its INIT
+        check_init(config, args)
+    lock_folder(output)
+    if args.find_lr or args.profile:
+        return None, ""
+    folder = output / "checkpoints"
+    if os.path.lexists(folder) and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise UserError(f"{folder}: not a folder that can be written; remove or rename it, or choose another --output")
+    path = choose_checkpoint(args.resume, output)
+    if path is not None:
+        check_data(path, data, config["DATA"]["allow_change"])  # pyright: ignore[reportArgumentType]
+        check_changes(path, config, output, args.allow_change, plan.last_step)
+        if path.is_relative_to(output) and (step := finished_step(path, plan.last_step)) is not None:
+            unlock_folder(output)
+            longer = "MAX_STEPS" if plan.last_step < plan.total_steps else "NUM_EPOCHS"
+            top1 = next((f"{record['top1']:.4f}" for record in reversed(read_evaluations(output))), "?")
+            return path, (
+                f"{output}: this run is finished, at step {step} with top1={top1}; nothing "
+                f"was trained. Extend it with --set {longer}=N (now {config[longer]}), or start another with "
+                "--output DIR"
+            )
+    elif (output / CONFIG).exists() and any(
+        record["step"] >= read_about(output, RunInfo)["plan"]["last_step"] for record in read_evaluations(output)
+    ):
+        raise UserError(
+            f"{output} holds a finished run without checkpoints, whose record would be overwritten; choose another "
+            "--output, or remove it"
+        )
+    return path, ""
+
+
+def choose_order(prepared: Prepared, start_from: Path | None = None) -> tuple[str | None, str]:
+    """Return the order in which the training shards are read, and a message that explains it; (None, "") without.
+
+    A resumed run keeps its order on any host.
+    """
+    config, plan, data, _ = prepared
+    if data is None or not data.shard_bytes:
+        return None, ""
+    options, memory = config["DATA"], memory_bytes()
+    is_remote = is_url(options["root"])
+    is_large = is_remote or data.shard_bytes > memory
+    if order := options["order"]:
+        why = "set by DATA.order"
+    elif start_from:
+        order, why = saved_order(read_about(start_from)) or "random", "as before"
+    else:
+        order = "blocks" if is_large and data.is_shuffled else "random"
+        does = "are remote" if is_remote else f"{'exceed' if is_large else 'fit into'} the {_size(memory)} of memory"
+        why = f"since {_size(data.shard_bytes)} of training shards {does}"
+        why += " but are sorted by class: prepare them again for large reads" if is_large and order == "random" else ""
+    caching = f"; caching up to {options['cache_gb']:g} GB in {options['cache']}" if options["cache"] else ""
+    if order == "random":
+        return order, f"in random order, {why}{caching}"
+    held = min(data.shard_bytes, window_bytes(1e6 * options["block"], options["window"], plan.data_parallel))
+    return order, f"in blocks, {why}; holding up to {_size(held)} of them per process{caching}"
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:,.1f} MB"
 
 
 def _build_measurement(args: argparse.Namespace, output: Path, is_main: bool) -> Measurement | None:
@@ -132,7 +156,23 @@ def _build_measurement(args: argparse.Namespace, output: Path, is_main: bool) ->
     return ProfilerHook(output, args.profile, is_main) if args.profile else None
 
 
-def _announce(name: str, config: Mapping[str, Any], plan: Plan, data: DataSummary, reading: str) -> None:
+def _print_plan(args: argparse.Namespace, prepared: Prepared, task: Task) -> None:
+    config, plan, data, _ = prepared
+    notes = {"weights": check_init(config, args)}
+    if data:
+        notes |= {"classes": spare_classes(config, data), "reading": choose_order(prepared)[1]}
+    elif root := named_root(config):
+        notes["data"] = f"{root} is not on this machine: time for {task.train_samples:,} images"
+    print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None, notes, task.train_samples)
+
+
+def _announce(name: str, prepared: Prepared, reading: str) -> None:
+    """Print what starts, and warn of what may not be meant."""
+    config, plan, data, precision = prepared
+    assert data is not None
+    for warning in (explain_cpu(config, plan.total_batch, plan.gpus), spare_classes(config, data), precision.warning):
+        if warning:
+            print_wrapped(warning, is_warning=True)
     lines = [
         f"{name}: {data.train_samples:,} training and {data.eval_samples:,} evaluation images, "
         f"{data.num_classes} classes",
@@ -141,13 +181,31 @@ def _announce(name: str, config: Mapping[str, Any], plan: Plan, data: DataSummar
         f"{config['OPTIMIZER']['name']}, learning rate {config['LEARNING_RATE']} after {plan.warmup_steps:,} steps of "
         f"warm-up, then {config['LR_SCHEDULE']} to 0",
         *(f"{key}: {effect}" for key, effect in describe_options(config, plan).items()),
+        reading and f"reading {reading}",
+        precision.note,
     ]
-    for line in [*lines, f"reading {reading}"] if reading else lines:
+    for line in filter(None, lines):
         print_wrapped(line)
 
 
-def _announce_precision(precision: MixedPrecision) -> None:
-    if precision.note:
-        print_wrapped(precision.note)
-    if precision.warning:
-        print_wrapped(precision.warning, is_warning=True)
+def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int) -> str:
+    """Return a warning and a lower bound of the step time where a GPU is not used, or a recipe for GPUs finds none.
+
+    For GPUs are those that say more than one, and ViT-S or larger at 224 pixels.
+    """
+    if torch.cuda.is_available():
+        return ""
+    model, reasons = config["MODEL"], []
+    if Path("/dev/nvidia0").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        cuda = torch.version.cuda
+        reasons.append(f"torch, built for CUDA {cuda}, cannot use the GPU: see Requirements in README.md")
+    is_large = model["width"] >= 384 and model["image_size"] >= 224
+    if is_large or config["GPUS"] > 1:
+        remedy = "" if is_large else f" (GPUS={config['GPUS']}; set GPUS=1 if it is not)"
+        reasons.append(f"the recipe is written for GPUs{remedy}")
+    if not reasons:
+        return ""
+    warning = f"warning: training on the CPU: {'; '.join(reasons)}"
+    seconds = total_batch / peak_images_per_s(model, config["fp16"], processes, torch.device("cpu"), config["FREEZE"])
+    duration = f"{seconds:.2g} s" if seconds < 100 else f"{seconds / 60:,.0f} min"
+    return f"{warning}; a step of {total_batch:,} images takes at least {duration}" if seconds >= 0.1 else warning

@@ -3,7 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from common.config.load import load_config
+from common.run.start import explain_cpu
 from common.testing.commands import Ended, run_forked
 from common.testing.tiny_task import train, write_images
 
@@ -31,6 +34,23 @@ def test_the_first_lines_name_what_is_set_within_80_columns(data: Path, tmp_path
         printed = [line for line in (ended.stdout + ended.stderr).splitlines() if str(tmp_path) not in line]
         assert all(line in " ".join(" ".join(printed).split()) for line in lines)
         assert max(map(len, (line for line in printed if "loss=" not in line))) <= 80
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus", "words"),
+    [
+        # 4.6 (ViT-S) and 17.6 (ViT-B) x 10^9 multiply-adds forward, as timm's tables have them, 2 FLOPs each, times 3
+        ("vit-b16", 1, "the recipe is written for GPUs; a step of 32,768 images takes at least 58 min"),
+        ("vit_s16_plain", 1, "the recipe is written for GPUs; a step of 32,768 images takes at least 15 min"),
+        ("vit_lite_vanilla", 8, "the recipe is written for GPUs (GPUS=8; set GPUS=1 if it is not); a step of "),
+        ("quickstart", 1, None),
+    ],
+)
+def test_a_recipe_for_gpus_says_how_long_a_step_takes_on_a_cpu(recipe, gpus, words, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("common.model.flops.peak_flops", lambda device, dtype: 1e12)
+    line = explain_cpu(load_config(recipe, [f"GPUS={gpus}"]), 32_768, 1)
+    assert words in line if words else not line
 
 
 @pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere")])

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from common.data.decode import MAX_BAD_SHARE, join_some, print_some
+from common.data.decode import MAX_BAD_SHARE, NAMED
 from common.data.image_folder import Files
 from common.errors import UserError, counted, printable, run_command
 from common.files import folder_lock, is_url
@@ -128,7 +128,7 @@ def prepare(
     listed = list_source(source, options.validation_share, options.seed)
     if listed.others:
         suffixes = sorted({Path(name).suffix.lower() for name in listed.others})
-        print(f"{counted(len(listed.others), 'other file')} ignored: {printable(join_some(suffixes))}")
+        print(f"{counted(len(listed.others), 'other file')} ignored: {printable(', '.join(suffixes[:NAMED]))}")
     job = {"source": printable(source.resolve()), "files": listed.fingerprint, **asdict(options)}
     if options.validation_share is None:
         job["validation_share"] = VALIDATION_SHARE
@@ -253,6 +253,13 @@ def _stop(number: int, _: object) -> None:
     for worker in multiprocessing.active_children():
         worker.terminate()
     raise KeyboardInterrupt(number)
+
+
+def print_some(lines: list[str], most: int = NAMED) -> None:
+    """Print the first lines, and how many more there are."""
+    print(*(printable(line.expandtabs(1)) for line in lines[:most]), sep="\n", end="\n" if lines else "")
+    if len(lines) > most:
+        print(f"... and {len(lines) - most:,} more")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import io
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 
 import numpy as np
@@ -92,16 +92,3 @@ class BadImages:
                 last = "; further images are not named" if len(self._named) == NAMED else ""
                 line = f"skipped: {printable(message)}{last}\n"
                 sys.stderr.write(line)  # one write, unlike print, since ranks share stderr
-
-
-def print_some(lines: Sequence[str], most: int = NAMED) -> None:
-    """Print the first lines, and how many more there are."""
-    print(*(printable(line.expandtabs(1)) for line in lines[:most]), sep="\n", end="\n" if lines else "")
-    if len(lines) > most:
-        print(f"... and {len(lines) - most:,} more")
-
-
-def join_some(lines: Sequence[str], most: int = 5) -> str:
-    """Return the first lines in one, and how many more there are."""
-    more = f" and {len(lines) - most:,} more" if len(lines) > most else ""
-    return ", ".join(lines[:most]) + more

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common.config.model_arguments import ModelArguments, parse_model_arguments
 
-LEVELS = 1 << 16  # 16 random bits per value of a dropout mask
+MASK_LEVELS = 1 << 16  # 16 random bits per value of a dropout mask
 
 
 def build_model(**arguments: object) -> nn.Module:
@@ -87,19 +87,19 @@ class Dropout(nn.Dropout):
         super().__init__(p)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = round((1 - self.p) * LEVELS)
-        cuts_bits = self.training and 0 < kept < LEVELS and x.is_cpu and not torch.compiler.is_compiling()
+        kept = round((1 - self.p) * MASK_LEVELS)
+        cuts_bits = self.training and 0 < kept < MASK_LEVELS and x.is_cpu and not torch.compiler.is_compiling()
         return _drop(x, kept) if cuts_bits else super().forward(x)
 
 
 def _drop(x: Tensor, kept: int) -> Tensor:
-    """Keep each value of ``x`` with probability ``kept / LEVELS``, scaled by the inverse."""
+    """Keep each value of ``x`` with probability ``kept / MASK_LEVELS``, scaled by the inverse."""
     count = x.numel()
     # the default lower bound, 0, would never set the sign bit
     bits = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
     # in place and without bool tensors, which PyTorch converts slowly
-    mask = bits.lt_(kept - LEVELS // 2)[:count].view(x.shape).to(x.dtype)
-    return (x * mask).mul_(LEVELS / kept)
+    mask = bits.lt_(kept - MASK_LEVELS // 2)[:count].view(x.shape).to(x.dtype)
+    return (x * mask).mul_(MASK_LEVELS / kept)
 
 
 class Attention(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.config.model_arguments import timm_arguments, timm_name
-from common.model.vit import LEVELS, Dropout, build_model, freeze, parameter_count
+from common.model.vit import MASK_LEVELS, Dropout, build_model, freeze, parameter_count
 from common.optim.build import build_optimizer
 
 B16 = {"width": 768, "heads": 12}
@@ -139,7 +139,7 @@ def test_dropout_scales_what_it_keeps_and_its_gradient(p: float, dtype: torch.dt
     x = torch.randn(100_003).to(dtype).requires_grad_()
     y = Dropout(p)(x)
     y.backward(torch.ones_like(y))
-    factor = LEVELS / round((1 - p) * LEVELS)
+    factor = MASK_LEVELS / round((1 - p) * MASK_LEVELS)
     assert factor == pytest.approx(1 / (1 - p), rel=0.4)  # of a probability as small as a level
     assert y.dtype == dtype
     assert torch.equal(y.detach(), torch.where(y == 0, 0, x * factor).detach())

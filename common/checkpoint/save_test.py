@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common.checkpoint.save
-from common.checkpoint.content import FILES, find_fault
+from common.checkpoint.content import FILES, MARKER, find_fault
 from common.checkpoint.save import (
     checkpoint_path,
     clear_old,
@@ -129,26 +129,11 @@ def test_any_mode_resumes_from_any_other(case: str, saved: tuple[Path, dict[str,
             assert values == pytest.approx(uninterrupted[name], rel=1e-5), (saved_in, name)
 
 
-def small_checkpoint(folder: Path) -> Path:
-    model = build_tiny_model()
-    path = checkpoint_path(folder, 7)
-    write_checkpoint(path, full_state_dict(model, build_optimizer(model)) | {"trainer.json": b"{}"})
-    return path
-
-
-@pytest.mark.parametrize(
-    ("change", "differences"),
-    [
-        ({"num_classes": 9}, ["head.weight [8, 32] (model: [9, 32])"]),
-        ({"pool": "avg"}, ["pos_embed [1, ", "(model: "]),
-        ({"width": 16}, ["pos_embed ", " more; keep the MODEL it was trained with"]),
-    ],
-)
-def test_another_architecture_is_refused(tmp_path: Path, change: dict, differences: list[str]) -> None:
-    path, model = small_checkpoint(tmp_path), build_tiny_model(**change)
-    with pytest.raises(UserError, match=f"^{path} is of another architecture: .*$") as caught:
-        load_full_state_dict(path, model, build_optimizer(model))
-    assert all(words in str(caught.value) for words in differences)
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    path, small, wide = tmp_path / "step-00000007", build_tiny_model(), build_tiny_model(width=16)
+    write_checkpoint(path, dict(full_state_dict(small, build_optimizer(small))))
+    with pytest.raises(UserError, match=f"^{path} is of another architecture: .*pos_embed .* more; keep the MODEL it"):
+        load_full_state_dict(path, wide, build_optimizer(wide))
 
 
 def write_small(path: Path, value: float = 0.0, **other: object) -> Path:
@@ -172,26 +157,15 @@ def test_checksums_and_modes_are_those_of_the_shell(small: Path, tmp_path: Path)
     assert {file.stat().st_mode for file in small.iterdir()} == {(tmp_path / "new").stat().st_mode}
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [*FILES, MARKER])
 def test_damage_is_found(small: Path, name: str) -> None:
     file = small / name
     content = file.read_bytes()
-    for damaged in (content[:-1], bytes([content[0] ^ 1]) + content[1:]):
+    for damaged in (content[:-2], bytes([content[0] ^ 1]) + content[1:], b""):
         file.write_bytes(damaged)
-        assert find_fault(small) == f"{name} has changed since it was written"
+        assert find_fault(small)
     file.unlink()
     assert find_fault(small) == f"{name}: No such file or directory"
-    file.write_bytes(content)
-    assert find_fault(small) is None
-
-
-def test_a_damaged_marker_is_found(small: Path) -> None:
-    marker = small / "COMPLETE"
-    for content in (b"", marker.read_bytes()[:80], b"\xff\xfe"):
-        marker.write_bytes(content)
-        assert find_fault(small)
-    marker.unlink()
-    assert find_fault(small) == "COMPLETE: No such file or directory"
 
 
 def write_and_die(path: Path, value: float, calls: int) -> bool:

@@ -82,10 +82,8 @@ def test_a_checkpoint_that_was_copied_elsewhere_is_whole(run, tmp_path):
     [
         ("../../config.json", None, None, "neither a run (it has no config.json) nor a checkpoint (no COMPLETE)"),
         ("COMPLETE", None, None, "no complete checkpoint in"),
-        ("config.json", "(?s).*", "{", "config.json: Invalid JSON: EOF"),
         ("config.json", '"SEED"', '"SPEED"', "unknown key SPEED"),
         ("config.json", '"depth": 2', '"depth": 3', "of its config.json's MODEL"),
-        ("model.safetensors", "(?s).{100}\\Z", "", "model.safetensors: Error while deserializing header"),
     ],
 )
 def test_anything_else_is_refused_in_one_line(run, file, old, new, words):

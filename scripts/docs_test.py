@@ -83,6 +83,8 @@ def test_what_it_names_exists(page: str, monkeypatch: pytest.MonkeyPatch) -> Non
                 find_config(joined or value, "vit_s16_vanilla")
     for key in re.findall(r"`((?:DATA|MODEL|LOG|OPTIMIZER|zero)\.\w+)", text):
         find_key(key)
+    for path in re.findall(r"\b(?:common|imagenet_dali)/[\w/]+\.py", text):
+        assert (ROOT / path).exists(), path
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert ((ROOT / page).parent / link).exists(), link
 

@@ -1,13 +1,12 @@
 """Compare training steps, LAMB and loaders with those of PyTorch, timm and torchvision.
 
 ``step``: ViT-Lite-7/4 of configs/vit_lite_vanilla.py at batch 64 on images in memory, in a bare loop, in a loop like
-timm's train.py around timm's model, and by our Trainer with all its hooks. ``lamb``: a step of the optimizer over the
-152 tensors of ViT-B/16 in float32. ``loader``: a pass over generated JPEGs of 500 x 400 pixels, random crops to
-224 x 224, decoded by one process or thread a core.
+timm's train.py around timm's model, and by our Trainer with all its hooks. ``lamb``: a step over the 152 tensors of
+ViT-B/16 in float32. ``loader``: a pass over 1,024 generated JPEGs of 500 x 400 pixels, random crops to 224 x 224.
 
 Every round starts each variant once, in rotating order, each in a process of its own with one CPU thread, whose first
-steps are not timed. Ratios are medians of the ratios to the first variant in the same round, with quartiles. "CPU" is
-the CPU time of the process and its children.
+steps are not timed. Ratios are medians of those to the first variant in the same round, with quartiles. "CPU" is the
+CPU time of the process and its children.
 """
 
 import io
@@ -94,7 +93,6 @@ class Work:
             yield item
 
     def repeat(self, step: Callable[[], object], times: Times) -> None:
-        """Time calls of ``step``."""
         for _ in self.time([None], times):
             if not times:
                 step()
@@ -102,8 +100,6 @@ class Work:
 
 class Batches:
     """A data loader of random images and labels in memory."""
-
-    is_blank = False
 
     def __init__(self, work: Work, times: Times) -> None:
         self.work, self.times, config = work, times, work.config()
@@ -121,19 +117,12 @@ class Batches:
     def state_dict(self) -> dict[str, int]:
         return {}
 
-    def defer_errors(self) -> None:
-        """Do nothing: no storage is read that could fail."""
-
-
-def build(work: Work) -> tuple[nn.Module, Optimizer]:
-    config = work.config()
-    model = build_model(**config["MODEL"]).to(DEVICE)
-    return model, build_optimizer(model, learning_rate=config["LEARNING_RATE"], weight_decay=config["WEIGHT_DECAY"])
-
 
 def bare(work: Work, times: Times) -> None:
     """Train our model as in PyTorch's tutorial."""
-    model, optimizer = build(work)
+    config = work.config()
+    model = build_model(**config["MODEL"]).to(DEVICE)
+    optimizer = build_optimizer(model, learning_rate=config["LEARNING_RATE"], weight_decay=config["WEIGHT_DECAY"])
     forward = torch.compile(model) if work.compiled else model
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     for images, labels in Batches(work, times):
@@ -199,7 +188,7 @@ def torchvision(work: Work, times: Times) -> None:
 
 def our_loader(root: str, name: str, work: Work, times: Times) -> None:
     data = load_config("vit-b16")["DATA"] | {"root": str(work.folder / root), "loader": name, "workers": cores()}
-    place = dict(image_size=SIDE, dp_rank=0, dp_size=1, seed=0, device=torch.device("cpu"))
+    place: dict[str, Any] = dict(image_size=SIDE, dp_rank=0, dp_size=1, seed=0, device=torch.device("cpu"))
     loader = build_train_loader(data, BATCH, BATCH, **place)
     work.repeat(lambda: deque(loader, 0), times)
 
@@ -242,20 +231,18 @@ def compare(variants: dict[str, Variant], work: Work, rounds: int) -> dict[str, 
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
     measured: dict[str, list[Times]] = {name: [] for name in variants}
     for number in range(rounds):
-        names = list(variants)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        for name in islice(cycle(variants), number, number + len(variants)):
             with ProcessPoolExecutor(1, context) as process:
                 measured[name].append(process.submit(run_variant, variants[name], work).result())
     return measured
 
 
-def summarise(measured: dict[str, list[Times]], images: float) -> list[dict[str, str]]:
-    """Return a row for each variant; ``images`` are those of a step."""
+def summarise(measured: dict[str, list[Times]]) -> list[dict[str, str]]:
+    """Return a row for each variant, with its ratios to the first one."""
     rows, first = [], next(iter(measured.values()))
     for name, times in measured.items():
         wall, cpu = (statistics.median(one[clock] for one in times) for clock in ("wall", "cpu"))
         row = {"variant": name, "ms": f"{1e3 * wall:.4g}", "CPU ms": f"{1e3 * cpu:.4g}"}
-        row |= {"images/s": f"{images / wall:.4g}"} if images else {}
         for title, clock in (("ratio", "wall"), ("ratio, CPU", "cpu")):
             ratios = [one[clock] / reference[clock] for one, reference in zip(times, first, strict=True)]
             low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
@@ -278,14 +265,13 @@ def main(argv: list[str]) -> None:
         settings = (*(SMALL if args.tiny else ["TOTAL_BATCH_SIZE=64"]), *args.set)
         work = Work(settings, steps, warm_up, Path(folder), args.compile)
         for part in args.parts or PARTS:
-            images = {"step": work.config()["TOTAL_BATCH_SIZE"], "lamb": 0, "loader": count}[part]
             if part == "loader":
                 for split, number in (("train", count), ("val", 4)):
                     write_photographs(work.folder / "images" / split, "abcd", number, 500, 400)
                 with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
                     prepare([str(work.folder / "images"), str(work.folder / "shards")])
                 work = replace(work, steps=1, warm_up=1)  # passes over the images
-            rows = summarise(compare(PARTS[part], work, rounds), images)
+            rows = summarise(compare(PARTS[part], work, rounds))
             lines = [rows[0].keys(), ["---"] * len(rows[0]), *(row.values() for row in rows)]
             print(f"\n## {part}\n", *(f"| {' | '.join(line)} |" for line in lines), sep="\n", flush=True)
 

@@ -9,14 +9,12 @@ import pytest
 
 def test_every_part(capsys: pytest.CaptureFixture) -> None:
     bench.main(["--tiny"])
-    lines = capsys.readouterr().out.splitlines()
-    names = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.endswith(" | 1 |")]
+    names = [line.split(" | ")[0][2:] for line in capsys.readouterr().out.splitlines() if line.endswith(" | 1 |")]
     assert names == [name for variants in bench.PARTS.values() for name in variants]
 
 
 def test_time_is_that_of_the_timed_steps() -> None:
     times: bench.Times = {}
-    work = bench.Work((), steps=2, warm_up=1, folder=Path(), compiled=False)
-    for seconds in work.time([0.4, 0.1, 0.1, 0.4], times):
+    for seconds in bench.Work((), 2, 1, Path(), compiled=False).time([0.4, 0.1, 0.1, 0.4], times):
         time.sleep(seconds)
     assert times["wall"] == pytest.approx(0.1, abs=0.09)

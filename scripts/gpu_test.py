@@ -307,7 +307,7 @@ def test_images_per_second(model: str, compiled: bool, record: Record) -> None:
 
 def test_lamb(record: Record) -> None:
     work = bench.Work((), steps=200, warm_up=100, folder=Path(), compiled=False)
-    for row in bench.summarise(bench.compare(bench.PARTS["lamb"], work, rounds=3), 0):
+    for row in bench.summarise(bench.compare(bench.PARTS["lamb"], work, rounds=3)):
         record(**row)
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from common.colossal import Engine, gpc, initialize
-from common.planner.traffic import Traffic
+from common.planner.counters import Traffic
 from common.testing.ranks import launched, run_ranks
 
 

@@ -12,16 +12,14 @@ from common.errors import counted
 from common.hardware import instruction_set
 from common.model.flops import flops_per_image
 from common.model.vit import build_model, count_trained, parameter_count
-from common.planner.cluster import LATENCY, Cluster
-from common.planner.scaling import (
+from common.planner.prediction import (
     ASSUMED_MFU,
     BEST_MFU,
+    LATENCY,
     USABLE,
+    Cluster,
+    Planner,
     Prediction,
-    assumed_flops,
-    predict_modes,
-    predict_plan,
-    whole_model_flops,
 )
 from common.table import flatten, print_wrapped
 
@@ -48,12 +46,13 @@ def print_dry_run(
     for name, value in flat.items():
         print(f"{name:<{width}}  {value if isinstance(value, Enum) else repr(value)}")
     print()
-    images, assumed = data.train_samples if data else images, cluster or Cluster()
-    prediction = predict_plan(config, plan, assumed, _flops_per_s(config, assumed))
-    rows = _describe_plan(config, plan, data) | {"memory per GPU": _describe_memory(prediction, assumed)}
+    images = data.train_samples if data else images
+    planner = Planner(config, plan, cluster or Cluster())
+    prediction = planner.predict_plan()
+    rows = _describe_plan(config, plan, data) | {"memory per GPU": _describe_memory(prediction, planner.cluster)}
     if not cluster:
         rows["time"] = (
-            f"{_describe_time(prediction, plan, images, assumed)}, on {counted(plan.gpus, 'H100')}; "
+            f"{_describe_time(prediction, plan, images)}, on {counted(plan.gpus, 'H100')}; "
             f"--gpus {plan.gpus} lists the assumptions and compares parallel modes"
         )
     for name, value in (rows | notes).items():
@@ -64,7 +63,7 @@ def print_dry_run(
             model = build_model(**_model(config))
         _print_row("each rank holds", describe_tensor_parallel(config["parallel"], model, plan.micro_batch))
     if cluster:
-        _print_modes(config, plan, images, cluster)
+        _print_modes(planner, images)
 
 
 def _model(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,16 +143,15 @@ def _memory_unit(most: float) -> tuple[str, float]:
     return ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
 
 
-def _print_modes(config: Mapping[str, Any], plan: Plan, images: int, cluster: Cluster) -> None:
+def _print_modes(planner: Planner, images: int) -> None:
     """Print the assumptions, the table of all modes, and the fastest mode that fits."""
-    rate = _flops_per_s(config, cluster)
-    predictions = predict_modes(config, plan, cluster, rate)
+    plan, cluster, predictions = planner.plan, planner.cluster, planner.predict_modes()
     print()
-    for line in _assumptions(rate, cluster):
+    for line in _assumptions(planner):
         print_wrapped(f"- {line}", 2)
     print()
     unit = _memory_unit(max(prediction.estimate.peak for prediction in predictions))
-    _print_columns([_row(prediction, plan, cluster, *unit) for prediction in predictions])
+    _print_columns([_row(prediction, cluster, *unit) for prediction in predictions])
     print()
     fitting = [prediction for prediction in predictions if prediction.fits]
     if not fitting:
@@ -162,39 +160,28 @@ def _print_modes(config: Mapping[str, Any], plan: Plan, images: int, cluster: Cl
     if not predictions[0].fits and (sharded := [p.zero for p in fitting if p.zero and not p.tensor["mode"]]):
         print_wrapped(f"data parallel does not fit in {_usable(cluster)}: set zero=dict(stage={min(sharded)})")
     best = min(fitting, key=lambda prediction: prediction.step)
-    print(f"fastest that fits: {best.mode}, {_images_per_s(best, plan)} images/s")
-    print_wrapped(f"{_describe_time(best, plan, images, cluster)}, without evaluation")
+    print(f"fastest that fits: {best.mode}, {_range(best.images_per_s, ',.0f')} images/s")
+    print_wrapped(f"{_describe_time(best, plan, images)}, without evaluation")
 
 
-def _flops_per_s(config: Mapping[str, Any], cluster: Cluster) -> float:
-    return cluster.images_per_s * whole_model_flops(config) if cluster.images_per_s else assumed_flops(config)
-
-
-def _describe_time(prediction: Prediction, plan: Plan, images: int, cluster: Cluster) -> str:
-    steps = plan.epochs * images / plan.total_batch
-    times = sorted(steps * step for step in (prediction.step, prediction.fastest_step))
-    limit = " (the host's limit)" if _is_host_limited(prediction, plan, cluster) else ""
-    return f"{plan.epochs} epochs of {images:,} images: {_duration(times)}{limit}"
-
-
-def _is_host_limited(prediction: Prediction, plan: Plan, cluster: Cluster) -> bool:
-    """Return whether the fastest step waits for the host, which prepares its images."""
-    return prediction.fastest_step <= 1.001 * plan.total_batch / prediction.data_parallel / cluster.decode
-
-
-def _duration(seconds: Sequence[float]) -> str:
+def _describe_time(prediction: Prediction, plan: Plan, images: int) -> str:
+    seconds = [plan.epochs * images / plan.total_batch * step for step in (prediction.fastest_step, prediction.step)]
     unit, size = next((unit, size) for unit, size in UNITS.items() if seconds[0] >= size or size == 1)
     times = [value / size for value in seconds]
-    return f"{_range(times, '.2g' if times[0] < 10 else ',.0f')} {unit}"
+    limit = " (the host's limit)" * prediction.waits
+    return (
+        f"{plan.epochs} epochs of {images:,} images: {_range(times, '.2g' if times[0] < 10 else ',.0f')} {unit}{limit}"
+    )
 
 
-def _assumptions(flops_per_s: float, cluster: Cluster) -> list[str]:
+def _assumptions(planner: Planner) -> list[str]:
+    cluster = planner.cluster
     if cluster.images_per_s:
         speed = f"A GPU trains {cluster.images_per_s:,.0f} images/s (measured)."
     else:
-        best = flops_per_s * BEST_MFU / ASSUMED_MFU
+        best = planner.rate / 1e12 * BEST_MFU / ASSUMED_MFU
         speed = (
-            f"A GPU computes {flops_per_s / 1e12:,.0f} to {best / 1e12:,.0f} TFLOP/s: {ASSUMED_MFU:.0%} to "
+            f"A GPU computes {planner.rate / 1e12:,.0f} to {best:,.0f} TFLOP/s: {ASSUMED_MFU:.0%} to "
             f"{BEST_MFU:.0%} of an H100's peak (assumed; measure images/s and pass --images-per-s)."
         )
     return [
@@ -210,7 +197,7 @@ def _assumptions(flops_per_s: float, cluster: Cluster) -> list[str]:
     ]
 
 
-def _row(prediction: Prediction, plan: Plan, cluster: Cluster, unit: str, size: float) -> dict[str, str]:
+def _row(prediction: Prediction, cluster: Cluster, unit: str, size: float) -> dict[str, str]:
     estimate = prediction.estimate
     inside, between = cluster.sent(estimate.nbytes)
     row = {
@@ -222,14 +209,10 @@ def _row(prediction: Prediction, plan: Plan, cluster: Cluster, unit: str, size: 
         "images/s": "",
     }
     if prediction.fits:
-        limited = "*" if _is_host_limited(prediction, plan, cluster) else ""
-        row["step ms"] = limited + _range([1e3 * prediction.fastest_step, 1e3 * prediction.step], ",.0f")
-        row["images/s"] = _images_per_s(prediction, plan)
+        times = [1e3 * prediction.fastest_step, 1e3 * prediction.step]
+        row["step ms"] = "*" * prediction.waits + _range(times, ",.0f")
+        row["images/s"] = _range(prediction.images_per_s, ",.0f")
     return row
-
-
-def _images_per_s(prediction: Prediction, plan: Plan) -> str:
-    return _range([plan.total_batch / seconds for seconds in (prediction.step, prediction.fastest_step)], ",.0f")
 
 
 def _range(values: Sequence[float], form: str) -> str:

@@ -30,8 +30,7 @@ from common.model.ema import EmaHook
 from common.model.flops import FlopCount
 from common.model.training import build_training
 from common.model.vit import build_model
-from common.planner.memory import TensorMemory
-from common.planner.traffic import Traffic
+from common.planner.counters import TensorMemory, Traffic
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def estimate_step(
     Runs in a separate process, because `allow_fake_launches` patches PyTorch.
     """
     config = {**config, "fp16": _precision(config["fp16"], device)}
-    return _process(os.getpid()).submit(_estimate_step, config, processes, micro_batch, accumulation, device).result()
+    return _process(os.getpid()).submit(_estimate, config, processes, micro_batch, accumulation, device).result()
 
 
 @cache
@@ -86,20 +85,16 @@ def _process(parent: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(start), initializer=allow_fake_launches)
 
 
-def _estimate_step(
+def _estimate(
     config: Mapping[str, Any], processes: int, micro_batch: int, accumulation: int, device: str
 ) -> StepEstimate:
-    with fake_launch(_launch_config(config, accumulation), processes), _choosing_as_on(device):
-        return _estimate_all_blocks(config, micro_batch, accumulation)
-
-
-def _estimate_all_blocks(config: Mapping[str, Any], micro_batch: int, accumulation: int) -> StepEstimate:
     depth = config["MODEL"]["depth"]
     # blocks; the first one drops no paths, and `zero` gathers a block during another's backward pass
     shallow = 3 if config["zero"] else 2 if config["MODEL"]["drop_path"] else 1
-    if depth <= shallow + 1:
-        return _estimate_depth(config, depth, micro_batch, accumulation)
-    first, second = (_estimate_depth(config, blocks, micro_batch, accumulation) for blocks in (shallow, shallow + 1))
+    with fake_launch(_launch_config(config, accumulation), processes), _choosing_as_on(device):
+        if depth <= shallow + 1:
+            return _estimate_depth(config, depth, micro_batch, accumulation)
+        first, second = (_estimate_depth(config, n, micro_batch, accumulation) for n in (shallow, shallow + 1))
     return _extend(first, second, depth - shallow)
 
 
@@ -119,27 +114,49 @@ def _estimate_depth(config: Mapping[str, Any], depth: int, micro_batch: int, acc
     with torch.device("meta"):  # skips drawing initial weights
         model = build_model(**config["MODEL"] | {"depth": depth, "num_classes": config["MODEL"]["num_classes"] or 1000})
     with FakeTensorMode(), TensorMemory() as memory:
-        _use_fake_parameters(model)
+        for layer in model.modules():
+            for name, parameter in layer.named_parameters(recurse=False):
+                setattr(layer, name, nn.Parameter(torch.empty(parameter.shape), parameter.requires_grad))
         criterion = nn.CrossEntropyLoss(label_smoothing=config["LABEL_SMOOTHING"])
         model, optimizer, engine, *_ = build_training(config, criterion, model=model)
         reduce_without_waiting(engine)
         engine.train()
         averages = EmaHook(model, config["EMA"]).averages if config["EMA"] else {}
-        step = _Step(engine, memory, micro_batch, config["MODEL"]["image_size"])
-        step.run(accumulation)
-        parameters = list(named_shards(model).values())
+        counts = _count_step(engine, memory, micro_batch, config["MODEL"]["image_size"], accumulation)
         state = _nbytes(value for state in optimizer.state.values() for value in state.values())
-        return StepEstimate(
-            weights=_nbytes([*parameters, *averages.values()]),
-            optimizer=state,
-            gradients=step.gradients,
-            training_peak=step.training_peak + state,  # created by the first update
-            update_peak=memory.peak,
-            flops=step.flops,
-            calls=step.calls,
-            nbytes=step.nbytes,
-            data_ranks=tuple(gpc.get_ranks_in_group(ParallelMode.DATA)),
-        )
+        counts["training_peak"] += state  # created by the first update
+        weights = _nbytes([*named_shards(model).values(), *averages.values()])
+        data_ranks = tuple(gpc.get_ranks_in_group(ParallelMode.DATA))
+        return StepEstimate(weights=weights, optimizer=state, data_ranks=data_ranks, **counts)
+
+
+def _count_step(
+    engine: Engine, memory: TensorMemory, micro_batch: int, image_size: int, accumulation: int
+) -> dict[str, Any]:
+    """Run an optimizer step; return its counts as `StepEstimate` has them."""
+    flops, calls, nbytes = Counter(), Counter(), Counter()
+
+    def train() -> None:
+        engine.zero_grad()
+        images = torch.empty(micro_batch, 3, image_size, image_size)
+        labels = torch.zeros(micro_batch, dtype=torch.long)
+        engine.backward(engine.criterion(engine(images), labels))  # pyright: ignore[reportOptionalCall]
+
+    def count(part: Callable[[], None], times: int = 1) -> int:
+        """Return the peak of its memory."""
+        memory.restart_peak()
+        with Traffic() as traffic, FlopCount() as arithmetic:
+            part()
+        for total, counted in ((flops, {"": arithmetic.total}), (calls, traffic.calls), (nbytes, traffic.nbytes)):
+            total.update({key: times * number for key, number in counted.items()})
+        return memory.peak
+
+    peaks = [count(train, times=accumulation - 1)] if accumulation > 1 else []  # which are all equal
+    peaks.append(count(train))
+    gradients = _nbytes(engine.optimizer.parameters)
+    update_peak = count(engine.step)
+    counts = dict(flops=flops[""], calls=calls, nbytes=nbytes, gradients=gradients, update_peak=update_peak)
+    return counts | {"training_peak": max(peaks)}
 
 
 def _launch_config(config: Mapping[str, Any], accumulation: int) -> dict[str, Any]:
@@ -154,45 +171,6 @@ def _precision(fp16: Mapping[str, Any] | None, device: str) -> Mapping[str, Any]
     if not fp16 or fp16.get("mode") is None or device == "cpu":
         return fp16
     return {**fp16, "dtype": fp16.get("dtype") or ("float16" if is_gpu_older_than_bfloat16() else "bfloat16")}
-
-
-def _use_fake_parameters(model: nn.Module) -> None:
-    """Replace the parameters of a model on the meta device."""
-    for layer in model.modules():
-        for name, parameter in layer.named_parameters(recurse=False):
-            setattr(layer, name, nn.Parameter(torch.empty(parameter.shape), parameter.requires_grad))
-
-
-class _Step:
-    """Run and count an optimizer step of an engine."""
-
-    def __init__(self, engine: Engine, memory: TensorMemory, micro_batch: int, image_size: int) -> None:
-        self.engine, self.memory, self.micro_batch, self.image_size = engine, memory, micro_batch, image_size
-        self.flops, self.calls, self.nbytes = 0, Counter(), Counter()
-
-    def run(self, accumulation: int) -> None:
-        """Count the step; all micro-batches but the last are equal, so at most two are run."""
-        self.memory.restart_peak()
-        if accumulation > 1:
-            self._count(self._micro_batch, times=accumulation - 1)
-        self._count(self._micro_batch)
-        self.training_peak = self.memory.peak
-        self.gradients = _nbytes(self.engine.optimizer.parameters)
-        self.memory.restart_peak()
-        self._count(self.engine.step)
-
-    def _count(self, part: Callable[[], None], times: int = 1) -> None:
-        with Traffic() as traffic, FlopCount() as arithmetic:
-            part()
-        self.flops += times * arithmetic.total
-        for total, counted in ((self.calls, traffic.calls), (self.nbytes, traffic.nbytes)):
-            total.update({route: times * count for route, count in counted.items()})
-
-    def _micro_batch(self) -> None:
-        self.engine.zero_grad()
-        images = torch.empty(self.micro_batch, 3, self.image_size, self.image_size)
-        labels = torch.zeros(self.micro_batch, dtype=torch.long)
-        self.engine.backward(self.engine.criterion(self.engine(images), labels))  # pyright: ignore[reportOptionalCall]
 
 
 @contextmanager

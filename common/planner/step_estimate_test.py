@@ -13,8 +13,8 @@ from torch.profiler import profile, record_function
 from common.colossal import AMP_TYPE, resolve_parallel
 from common.config.load import load_config
 from common.model.training import build_training
+from common.planner.counters import Traffic
 from common.planner.step_estimate import _process, estimate_step
-from common.planner.traffic import Traffic
 from common.testing.commands import run_forked
 from common.testing.parity_cases import CONFIGS
 from common.testing.ranks import launched, run_ranks

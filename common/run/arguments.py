@@ -8,7 +8,7 @@ from common.config.schema import describe_keys, find_key
 from common.errors import UserError, command_parser
 from common.launch.launcher import add_launch_arguments
 from common.metrics.lr_finder import STEPS
-from common.planner.cluster import FLAGS, add_cluster_arguments
+from common.planner.prediction import FLAGS, add_cluster_arguments
 
 
 def parse_arguments(argv: list[str], description: str | None) -> argparse.Namespace:

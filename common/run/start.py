@@ -33,8 +33,8 @@ from common.metrics.lr_finder import LearningRateFinder
 from common.metrics.profiler import ProfilerHook
 from common.metrics.provenance import describe_run
 from common.model.flops import peak_images_per_s
-from common.planner.cluster import parse_cluster
 from common.planner.dry_run import describe_options, print_dry_run
+from common.planner.prediction import parse_cluster
 from common.run.arguments import parse_arguments
 from common.run.prepare import Prepared, check_init, prepare_run, spare_classes
 from common.run.run import Measurement, Run, read_evaluations

@@ -53,6 +53,18 @@ def test_a_recipe_for_gpus_says_how_long_a_step_takes_on_a_cpu(recipe, gpus, wor
     assert words in line if words else not line
 
 
+def test_what_this_machine_lacks_is_refused_by_a_start_only(data: Path, tmp_path: Path) -> None:
+    for flags in ([], ["--dry-run"]):
+        ended = run_forked(
+            lambda _, flags=flags: train(data, tmp_path / "run", "MODEL.depth=100000000", flags=flags), []
+        )
+        if flags:
+            assert (ended.code, "memory per GPU" in ended.stdout) == (0, True), ended.stderr
+        else:
+            assert (ended.code, ended.stderr.count("\n"), "this machine has" in ended.stderr) == (2, 1, True)
+        assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere")])
 def test_what_is_no_folder_of_checkpoints_is_refused_first(data: Path, tmp_path: Path, make) -> None:
     (tmp_path / "run").mkdir()

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from common.colossal import gpc
 from common.colossal.tensor_parallel.layers import LayerNorm, Linear2D
 from common.colossal.tensor_parallel.layout import ROW_2D
-from common.planner.traffic import Traffic
+from common.planner.counters import Traffic
 from common.testing.parity_cases import CASES
 from common.testing.ranks import launched, run_ranks
 

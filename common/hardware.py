@@ -8,36 +8,35 @@ import resource
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import psutil
 
-# Matrix products run in oneDNN, all else in ATen; each chooses its kernels by itself, and both can be limited.
-WIDTHS = ("SSE4.1", "AVX", "AVX2", "AVX-512", "AVX512_BF16", "AMX")
-BFLOAT16 = ("AVX512_BF16", "AMX")  # those with instructions for it
-# Values of ONEDNN_MAX_CPU_ISA, by the dispatcher control page of oneDNN's documentation; any other is no limit here.
-ONEDNN = {
-    "SSE41": "SSE4.1",
-    "AVX": "AVX",
-    **dict.fromkeys(("AVX2", "AVX2_VNNI", "AVX2_VNNI_2"), "AVX2"),
-    **dict.fromkeys(("AVX512_CORE", "AVX512_CORE_VNNI"), "AVX-512"),
-    **dict.fromkeys(("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512"), "AVX512_BF16"),
-}
-ATEN = {"DEFAULT": "SSE4.1", "AVX2": "AVX2", "AVX512": "AMX"}  # AMX: it has no kernels wider than AVX-512
-
 BUSY = 0.3  # cores that other programs use, from which on threads wait without spinning; docs/performance.md says why
+CGROUPS = Path("/sys/fs/cgroup")
 _processes: list["CpuLimits"] = []  # of the run
 
 
+def prepare_torch() -> None:
+    """Set what torch reads from the environment while it is loaded: call it before torch is imported.
+
+    OpenMP's threads sleep at barriers if other programs use this machine's cores: a thread that spins keeps the core
+    from the thread it waits for. On a machine of one's own spinning is faster. OMP_WAIT_POLICY or GOMP_SPINCOUNT take
+    precedence. c10d's warnings about a lost rank are stacks of C++; ours is one line.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        busy_cores = sum(psutil.cpu_percent(0.1, percpu=True)) / 100
+        os.environ |= {"OMP_WAIT_POLICY": "PASSIVE"} if busy_cores >= BUSY else {}
+
+
 def instruction_set() -> str:
-    """Return the widest of `WIDTHS` that both oneDNN and ATen may use; other than on x86-64, ATen's name of its own."""
+    """Return the widest instructions for matrix products, such as "AMX" or "AVX2"; not on x86-64, ATen's name."""
     import torch
 
-    aten = torch.backends.cpu.get_cpu_capability()  # follows ATEN_CPU_CAPABILITY
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return aten
-    return min(_onednn_set(), ATEN.get(aten, "AMX"), key=WIDTHS.index)
+    if is_fast("bfloat16") and platform.machine() in ("x86_64", "AMD64"):
+        return "AMX" if torch.cpu._is_amx_tile_supported() else "AVX512_BF16"
+    return torch.backends.cpu.get_cpu_capability()  # follows ATEN_CPU_CAPABILITY
 
 
 def is_fast(dtype_name: str) -> bool:
@@ -49,10 +48,10 @@ def is_fast(dtype_name: str) -> bool:
 
     if dtype_name == "float16":
         return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False
     # which is true of AVX-512 without these instructions too, where oneDNN converts to float32 and back
-    return platform.machine() not in ("x86_64", "AMD64") or _onednn_set() in BFLOAT16
+    has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported() and (has_instructions or not is_x86)
 
 
 def is_gpu_older_than_bfloat16() -> bool:
@@ -63,7 +62,7 @@ def is_gpu_older_than_bfloat16() -> bool:
 
 
 def peak_memory() -> int:
-    """Return the most bytes that this process has held since `reset_peak_memory`: on its GPU, else in total.
+    """Return the most bytes that this process has held: on its GPU, else in total.
 
     Where the kernel's status file lacks it, it is getrusage's, which begins with that of the starting process.
     """
@@ -73,52 +72,6 @@ def peak_memory() -> int:
         return torch.cuda.max_memory_allocated()
     found = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
     return int(found[1] if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
-
-
-def reset_peak_memory() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # proc(5)
-
-
-@cache  # oneDNN, too, reads its variables once
-def _onednn_set() -> str:
-    """Return the widest of `WIDTHS` that the CPU has and oneDNN may use."""
-    import torch
-
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
-    has = {
-        "AMX": torch.cpu._is_amx_tile_supported(),
-        "AVX512_BF16": torch.cpu._is_avx512_bf16_supported(),
-        "AVX-512": torch.cpu._is_avx512_supported(),
-        "AVX2": torch.cpu._is_avx2_supported(),
-    }
-    widest = next((name for name, supported in has.items() if supported), "AVX")
-    return min(widest, ONEDNN.get(limit.upper(), "AMX"), key=WIDTHS.index)
-
-
-def choose_waiting() -> None:
-    """Let OpenMP's threads sleep at barriers where other programs use this process's CPUs.
-
-    A thread that spins keeps the core from the one it waits for as soon as another program runs there; on a machine of
-    one's own spinning is faster. OMP_WAIT_POLICY or GOMP_SPINCOUNT in the environment take precedence. Call it before
-    torch is imported: OpenMP reads the environment when it is loaded.
-    """
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys() and busy_cores() >= BUSY:
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-
-
-def busy_cores(seconds: float = 0.1) -> float:
-    """Return how many of the CPUs that this process may use are busy, while it sleeps for ``seconds``."""
-    try:
-        percent = dict(enumerate(psutil.cpu_percent(seconds, percpu=True)))
-        return sum(percent.get(cpu, 0.0) for cpu in os.sched_getaffinity(0)) / 100
-    except (AttributeError, OSError):  # not Linux, or no /proc
-        return 0.0
 
 
 def limit_threads() -> None:
@@ -165,49 +118,40 @@ def share_of_cores(mine: CpuLimits, processes: Sequence[CpuLimits] = ()) -> int:
     return max(1, min(math.floor(in_mask + 1e-9), math.ceil(in_quota) if in_quota < math.inf else len(mine.cpus)))
 
 
-def cpu_limits(proc: Path = Path("/proc/self")) -> CpuLimits:
+def cpu_limits(cgroups: Path = CGROUPS, proc: Path = Path("/proc/self")) -> CpuLimits:
     """Return the limits of this process, by its CPU mask and its cgroups (version 1 and 2); the lowest quota counts."""
-    quotas = [(quota, str(folder)) for folder in _cgroup_folders(proc) if (quota := _quota(folder)) < math.inf]
+    quotas = [(quota, str(folder)) for folder in _cgroup_folders("cpu", cgroups, proc) if (quota := _quota(folder))]
     quota, group = min(quotas, default=(math.inf, ""))
     return CpuLimits(platform.node(), frozenset(os.sched_getaffinity(0)), quota, group)
 
 
-def memory_bytes(proc: Path = Path("/proc/self")) -> int:
+def memory_bytes(cgroups: Path = CGROUPS, proc: Path = Path("/proc/self")) -> int:
     """Return the bytes of memory that this process may use: the machine's, or the limit of its cgroup if lower."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for folder in _cgroup_folders(proc, "memory"):
+    for folder in _cgroup_folders("memory", cgroups, proc):
         for name in ("memory.max", "memory.limit_in_bytes"):  # of version 2 and 1
             with suppress(OSError, ValueError):  # ValueError: "max"
                 limits.append(int((folder / name).read_text()))
     return min(limits)
 
 
-def _cgroup_folders(proc: Path, controller: str = "cpu") -> Iterator[Path]:
-    """Yield the folders of the cgroups that may limit what this process uses: its own and those above it."""
-    try:
-        groups = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
-        mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
-    except OSError:
-        return
-    for mount in mounts:
-        kind, options = mount[mount.index("-") + 1], mount[-1].split(",")
-        if kind != "cgroup2" and not (kind == "cgroup" and controller in options):
-            continue
-        for _, controllers, path in groups:
-            if controllers == "" if kind == "cgroup2" else controller in controllers.split(","):
-                root, top = PurePosixPath(mount[3]), Path(mount[4])
-                inside = PurePosixPath(path)
-                below = top / (inside.relative_to(root) if inside.is_relative_to(root) else "")
-                yield from (folder for folder in (below, *below.parents) if folder.is_relative_to(top))
+def _cgroup_folders(controller: str, cgroups: Path, proc: Path) -> Iterator[Path]:
+    """Yield the folders of the cgroups that may limit this process: its own and those above it."""
+    with suppress(OSError):
+        for line in (proc / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "" or controller in controllers.split(","):
+                top = cgroups / controller if controllers else cgroups
+                folder = top / path.strip("/")
+                yield from (one for one in (folder, *folder.parents) if one.is_relative_to(top))
 
 
-def _quota(cgroup: Path) -> float:
-    """Return the CPUs' worth of time that the cgroup may use; infinity without a limit."""
-    try:
+def _quota(cgroup: Path) -> float | None:
+    """Return the CPUs' worth of time that the cgroup may use; None without a limit."""
+    with suppress(OSError, ValueError):  # ValueError: "max"
         if (cgroup / "cpu.max").exists():
-            quota, period = (cgroup / "cpu.max").read_text().split()
+            quota, period = map(int, (cgroup / "cpu.max").read_text().split())
         else:
-            quota, period = ((cgroup / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
-    except OSError:
-        return math.inf
-    return math.inf if quota in ("max", "-1") else int(quota) / int(period)
+            quota, period = (int((cgroup / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        return quota / period if quota > 0 else None
+    return None

@@ -1,43 +1,38 @@
-"""The instruction set's name, and which types are computed fast, under oneDNN's and ATen's limits."""
+"""What the machine computes with, and how ranks divide its cores: CPU masks, and quotas of cgroups."""
 
+import math
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from common import hardware
+from common.hardware import CpuLimits, cpu_limits, memory_bytes, share_of_cores
 
-CPU = ("amx_tile", "avx512_bf16", "avx512", "avx2")
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize(
-    ("has", "limit", "aten", "name", "fast"),
+    ("has", "aten", "name", "fast"),
     [
-        (CPU, "", "AVX512", "AMX", True),
-        (CPU, "AVX512_CORE_BF16", "AVX512", "AVX512_BF16", True),
-        (CPU, "avx512_core_vnni", "AVX512", "AVX-512", False),
-        (CPU, "", "AVX2", "AVX2", True),
-        (CPU[1:], "AVX512_CORE_AMX", "AVX512", "AVX512_BF16", True),
-        (CPU[2:], "ALL", "AVX512", "AVX-512", False),
-        (CPU[3:], "AVX512_CORE", "AVX2", "AVX2", False),
-        (CPU[3:], "SSE41", "AVX2", "SSE4.1", False),
-        ((), "", "DEFAULT", "SSE4.1", False),
+        (("amx_tile", "avx512_bf16"), "AVX512", "AMX", True),
+        (("avx512_bf16",), "AVX512", "AVX512_BF16", True),
+        ((), "AVX512", "AVX512", False),
+        ((), "AVX2", "AVX2", False),
     ],
 )
-def test_instruction_sets(monkeypatch: pytest.MonkeyPatch, has, limit, aten, name, fast) -> None:
-    hardware._onednn_set.cache_clear()
-    for flag in CPU:
+def test_instruction_sets(monkeypatch: pytest.MonkeyPatch, has, aten, name, fast) -> None:
+    for flag in ("amx_tile", "avx512_bf16"):
         monkeypatch.setattr(torch.cpu, f"_is_{flag}_supported", lambda flag=flag: flag in has)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: aten)
     monkeypatch.setattr(hardware.platform, "machine", lambda: "x86_64")
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     # torch's own answer, true from AVX-512 on, which is too much
-    supported = "avx512" in has and hardware.ONEDNN.get(limit.upper()) not in ("SSE4.1", "AVX", "AVX2")
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported, raising=False)
-    try:
-        assert (hardware.instruction_set(), hardware.is_fast("bfloat16")) == (name, fast)
-    finally:
-        hardware._onednn_set.cache_clear()
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: aten == "AVX512", raising=False)
+    assert (hardware.instruction_set(), hardware.is_fast("bfloat16")) == (name, fast)
 
 
 def test_what_is_called_fast_is_fast() -> None:
@@ -55,16 +50,78 @@ def test_what_is_called_fast_is_fast() -> None:
         ratios = {name: seconds(getattr(torch, name)) / seconds(torch.float32) for name in ("bfloat16", "float16")}
     finally:
         torch.set_num_threads(threads)
-    print(hardware.instruction_set(), ratios)
     for name, ratio in ratios.items():  # without instructions: 1.5 (bfloat16 in AVX-512), 8 (float16) to 100
         assert ratio < 2.5 if hardware.is_fast(name) else ratio > 1.1, name
 
 
-def test_peak_memory_is_that_since_it_was_reset() -> None:
-    hardware.reset_peak_memory()
-    before = hardware.peak_memory()
-    tensor = torch.ones(50_000_000)
-    del tensor
-    assert hardware.peak_memory() > before + 190e6
-    hardware.reset_peak_memory()
-    assert hardware.peak_memory() < before + 100e6
+@pytest.mark.parametrize(
+    ("groups", "files", "quota", "group"),
+    [
+        ("0::/", {}, math.inf, ""),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000"}, math.inf, ""),
+        ("0::/a", {"a/cpu.max": "150000 100000"}, 1.5, "a"),
+        ("0::/a/b", {"a/b/cpu.max": "4 1", "a/cpu.max": "200000 100000"}, 2.0, "a"),  # lower in the parent
+        ("0::/docker/x", {"cpu.max": "50000 100000"}, 0.5, ""),  # a container, whose own cgroup is the mount point
+        ("4:cpu,cpuacct:/x\n3:cpuset:/y", {"cpu/cpu.cfs_quota_us": "3", "cpu/cpu.cfs_period_us": "1"}, 3.0, "cpu"),
+        ("2:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "1"}, math.inf, ""),
+    ],
+)
+def test_the_quota_of_a_cgroup(tmp_path: Path, groups: str, files: dict, quota: float, group: str) -> None:
+    (tmp_path / "cgroup").write_text(groups + "\n")
+    for name, content in files.items():
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).write_text(content + "\n")
+    limits = cpu_limits(tmp_path / "tree", tmp_path)
+    assert limits.quota == quota
+    assert limits.group == (str(tmp_path / "tree" / group) if quota < math.inf else "")
+    assert limits.cpus == os.sched_getaffinity(0)
+
+
+@pytest.mark.parametrize(
+    ("group", "file"), [("0::/a", "a/memory.max"), ("5:memory:/a", "memory/a/memory.limit_in_bytes")]
+)
+def test_the_memory_limit_of_a_cgroup(tmp_path: Path, group: str, file: str) -> None:
+    (tmp_path / "cgroup").write_text(f"9:cpu:/b\n{group}\n")
+    whole = memory_bytes(tmp_path, tmp_path)
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text("123456\n")
+    assert memory_bytes(tmp_path, tmp_path) == 123456 < whole
+
+
+ALL, LOW, HIGH, MIDDLE = (frozenset(range(*ends)) for ends in ((64,), (32,), (32, 64), (16, 48)))
+
+
+@pytest.mark.parametrize(
+    ("processes", "expected"),
+    [
+        ([CpuLimits("a", ALL)] * 4, [16] * 4),  # torchrun, mpirun --bind-to none
+        ([CpuLimits("a", LOW), CpuLimits("a", HIGH)], [32, 32]),  # srun --cpus-per-task 32
+        ([CpuLimits("a", LOW), CpuLimits("b", LOW)], [32, 32]),  # a rank on each of two nodes
+        ([CpuLimits("a", LOW), CpuLimits("a", MIDDLE)], [24, 24]),
+        ([CpuLimits("a", frozenset({0, 1}))] * 8, [1] * 8),
+        ([CpuLimits("a", ALL, 4.0, "one"), CpuLimits("a", ALL, 2.5, "two")], [4, 3]),
+        ([CpuLimits("a", ALL, 0.5, "box")] * 2, [1, 1]),
+        ([CpuLimits("a", LOW, 80.0, "box")], [32]),
+    ],
+)
+def test_ranks_divide_what_they_have_in_common(processes: list[CpuLimits], expected: list[int]) -> None:
+    assert [share_of_cores(process, processes) for process in processes] == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "percent", "expected"),
+    [
+        ({}, 0.0, "300000"),
+        ({}, 30.0, "0"),
+        ({"OMP_WAIT_POLICY": "PASSIVE"}, 0.0, "0"),
+        ({"GOMP_SPINCOUNT": "7"}, 99.0, "7"),
+    ],
+)
+def test_threads_sleep_at_barriers_where_others_use_the_cores(given: dict, percent: float, expected: str) -> None:
+    """OpenMP prints what it took from the environment when torch is loaded."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    program = f"import psutil; psutil.cpu_percent = lambda *_, **__: [{percent}]; import common.colossal"
+    environ |= {"OMP_DISPLAY_ENV": "verbose", **given}
+    command = [sys.executable, "-c", program]
+    said = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True).stderr
+    assert f"GOMP_SPINCOUNT = '{expected}'" in said

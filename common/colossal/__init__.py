@@ -1,17 +1,30 @@
 """Colossal-AI 0.5.0, repaired. All other code imports its names from here, never from `colossalai`."""
 
+# ruff: noqa: E402
+from common.hardware import prepare_torch
+
+prepare_torch()
+
 from common.colossal.amp import MixedPrecision, build_mixed_precision, compute_dtype, name_dtype
-from common.colossal.compiled import check_compile
-from common.colossal.context import launch, repair_context, shutdown
-from common.colossal.engine import Engine, initialize
-from common.colossal.fake_launch import allow_fake_launches, fake_launch, reduce_without_waiting
-from common.colossal.generators import generator_states, set_generator_states
-from common.colossal.inference import Predictor
-from common.colossal.launchers import get_default_parser, launch_from_openmpi, launch_from_slurm, launch_from_torch
+from common.colossal.context import (
+    allow_fake_launches,
+    fake_launch,
+    generator_states,
+    get_default_parser,
+    launch,
+    launch_from_openmpi,
+    launch_from_slurm,
+    launch_from_torch,
+    reduce_without_waiting,
+    repair_context,
+    set_generator_states,
+    shutdown,
+)
+from common.colossal.engine import Engine, Predictor, check_compile, initialize
 from common.colossal.lost_ranks import doing, naming_lost_ranks, progress
-from common.colossal.tensor_parallel.check import check_tensor_parallel, describe_tensor_parallel, resolve_parallel
-from common.colossal.tensor_parallel.gradients import build_norm_reducer
+from common.colossal.tensor_parallel.layout import check_tensor_parallel, describe_tensor_parallel, resolve_parallel
 from common.colossal.tensor_parallel.sharding import (
+    build_norm_reducer,
     canonical_state,
     cut_piece,
     gather_whole,

@@ -1,7 +1,13 @@
-"""Process groups and random state: Colossal-AI's parallel context, repaired."""
+"""Process groups and random state: Colossal-AI's parallel context, repaired; launches of every kind."""
 
+import argparse
+import os
 import random
-from collections.abc import Mapping
+import runpy
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -9,9 +15,15 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake", whose collectives do nothing
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.nn.parallel import DistributedDataParallel
 
+from common.colossal import upstream
 from common.colossal.lost_ranks import Watcher, open_store
-from common.colossal.tensor_parallel.check import resolve_parallel
+from common.colossal.tensor_parallel import layers
+from common.colossal.tensor_parallel.layout import resolve_parallel
 from common.colossal.upstream import (
     Config,
     ParallelContext,
@@ -21,6 +33,7 @@ from common.colossal.upstream import (
     tensor_parallel_env,
     upstream_launch,
 )
+from common.errors import UserError
 
 DATA_PARALLEL_SEED_STRIDE = 2**20
 DEFAULT_TIMEOUT = 1800.0  # seconds; PyTorch's own, for gloo
@@ -142,3 +155,118 @@ def shutdown() -> None:
 def repair_context() -> None:
     """Replace the class of Colossal-AI's global context."""
     gpc.__class__ = RepairedContext
+
+
+def get_default_parser() -> argparse.ArgumentParser:
+    """Return upstream's parser without its default ``--backend nccl`` (legacy/initialize.py:54), which needs GPUs."""
+    parser = upstream.get_default_parser()
+    parser.set_defaults(backend=None)
+    return parser
+
+
+def launch_from_slurm(config: Any, host: str | None, port: int | None, backend: str | None = None, **more: Any) -> None:
+    """Join the process groups as a task of srun; see `_launch`."""
+    host = host or os.environ.get("HOST") or os.environ.get("MASTER_ADDR")
+    if not host or not port:
+        raise UserError("--host and --port are required: the first node, and a free port on it")
+    _launch(upstream.launch_from_slurm, config, backend, host=host, port=port, **more)
+
+
+def launch_from_openmpi(config: Any, host: str, port: int, backend: str | None = None, **more: Any) -> None:
+    """Join the process groups as a task of mpirun; see `_launch`."""
+    _launch(upstream.launch_from_openmpi, config, backend, host=host, port=port, **more)
+
+
+def launch_from_torch(config: Any, backend: str | None = None, **more: Any) -> None:
+    """Join the process groups as a process of torchrun; see `_launch`."""
+    _launch(upstream.launch_from_torch, config, backend, **more)
+
+
+def _launch(launch: Callable[..., None], config: Any, backend: str | None, **more: Any) -> None:
+    """Launch with ``config``, a dict or a file; ``backend`` defaults to nccl on GPUs and gloo on CPUs.
+
+    Upstream copies the file elsewhere before importing it, so that the file's own imports fail.
+    """
+    if not isinstance(config, Mapping):
+        values = runpy.run_path(str(config))
+        config = {
+            k: v for k, v in values.items() if not k.startswith("_") and not isinstance(v, types.ModuleType | type)
+        }
+    launch(config=dict(config), backend=backend or ("nccl" if torch.cuda.is_available() else "gloo"), **more)
+
+
+def allow_fake_launches() -> None:
+    """Permanently patch functions that read tensor values or query hardware, for `fake_launch`."""
+    new_group = dist.new_group
+
+    def new_fake_group(ranks: list[int], *_: Any, **__: Any) -> Any:
+        return new_group(ranks, backend="fake") if 0 in ranks else dist.GroupMember.NON_GROUP_MEMBER
+
+    torch.cuda.is_available, torch.cuda.device_count = lambda: False, lambda: 0
+    dist.new_group = new_fake_group
+    RepairedContext.detect_num_processes_on_current_node = lambda context: None  # gathers host names
+    layers._random_stream = lambda device, number: nullcontext()  # reads a random state
+    Tensor.item = lambda tensor: 0.0  # read by the loss scaler for overflows
+    # FSDP cuts every parameter into as many tensors as there are ranks, of which rank 0 keeps the first
+    _fsdp_param._chunk_with_empty = lambda tensor, parts, dim: [tensor.narrow(dim, 0, -(-tensor.size(dim) // parts))]
+    nn.Module.to = _convert_in_place  # swaps tensors, which fake tensors do not support
+    warnings.simplefilter("ignore")  # the run itself will warn
+
+
+@contextmanager
+def fake_launch(config: Mapping[str, Any], world_size: int) -> Iterator[None]:
+    """Launch as rank 0 of ``world_size`` on the CPU; collectives return at once and do nothing.
+
+    For tensors of `torch._subclasses.FakeTensorMode`, after `allow_fake_launches`.
+    """
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        launch(config, 0, world_size, "", 0, backend="fake", verbose=False)
+    try:
+        yield
+    finally:
+        shutdown()
+
+
+def _convert_in_place(model: nn.Module, target: Any) -> nn.Module:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(target)
+    return model
+
+
+def reduce_without_waiting(engine: Any) -> None:
+    """Register a DDP communication hook: DDP's own code reads the fake collective's future, which is empty."""
+    if isinstance(engine.model, DistributedDataParallel):
+        engine.model.register_comm_hook(engine.model.process_group, _reduce_bucket)
+
+
+def _reduce_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    buffer = bucket.buffer().div_(group.size())
+    dist.all_reduce(buffer, group=group)
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future
+
+
+def generator_states() -> dict[str, Tensor]:
+    """Return the states of torch's, Python's and numpy's generators."""
+    (_, words, gauss), of_numpy = random.getstate(), np.random.get_state()
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    states["python"] = torch.tensor(words)
+    states["python.gauss"] = torch.tensor([] if gauss is None else [gauss], dtype=torch.float64)
+    _, keys, position, has_gauss, gauss = of_numpy
+    states["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss])
+    states["numpy.gauss"] = torch.tensor([gauss], dtype=torch.float64)
+    return states
+
+
+def set_generator_states(states: dict[str, Tensor]) -> None:
+    """Restore states from `generator_states`."""
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    gauss = states["python.gauss"].tolist()
+    random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
+    *keys, position, has_gauss = states["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, states["numpy.gauss"].item()))

@@ -1,7 +1,14 @@
-"""The engine: model, loss and optimizer, set up for the process groups and precision of the config."""
+"""The engine: model, loss and optimizer, set up for the process groups, precision and compiler of the config."""
 
-from collections.abc import Callable, Mapping
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +19,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from common.colossal.amp import MixedPrecision, build_mixed_precision
-from common.colossal.compiled import GRAPHS, compile_model, keep_gradients, should_compile
 from common.colossal.lost_ranks import naming_lost_ranks
 from common.colossal.step_optimizer import MAX_SKIPPED, StepOptimizer
 from common.colossal.upstream import (
@@ -24,8 +30,11 @@ from common.colossal.upstream import (
     gpc,
     sync_model_param,
 )
-from common.colossal.whole_steps import WholeSteps
 from common.colossal.zero import set_communication
+from common.errors import UserError, is_first_process
+from common.hardware import limit_threads
+
+GRAPHS_PER_BLOCK = 4  # training and evaluation, with and without gradients
 
 
 class Engine(UpstreamEngine):
@@ -69,6 +78,32 @@ class Engine(UpstreamEngine):
             return model(*inputs, **named_inputs).float()
 
 
+class WholeSteps:
+    """Iterate over ``loader`` in whole groups of ``accumulation`` batches; delegate all other attributes to it.
+
+    Upstream's trainer never exhausts an iterator, so a loader that is its own iterator, such as DALI's, fails in the
+    second pass; here it is ``reset()`` first. Upstream's GradAccumDataloader
+    (legacy/engine/gradient_accumulation/_gradient_accumulation.py:154) then reads to the loader's end, if there is one.
+    """
+
+    def __init__(self, loader: Any, accumulation: int = 1):
+        self.loader, self.accumulation = loader, accumulation
+        self._used = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return len(self.loader) // self.accumulation * self.accumulation
+
+    def __iter__(self) -> Iterator[Any]:
+        batches: Iterable[Any] = iter(self.loader)
+        if batches is self.loader and self._used:
+            self.loader.reset()
+        self._used = True
+        return islice(batches, len(self))
+
+
 @naming_lost_ranks()
 def initialize(
     model: nn.Module,
@@ -98,7 +133,7 @@ def initialize(
     step_optimizer = StepOptimizer(optimizer, accumulation, precision.scaler, config.get("MAX_SKIPPED", MAX_SKIPPED))
     if should_compile(how := config.get("COMPILE", False), device.type):
         compile_model(model, how)
-        if how == GRAPHS:
+        if how == "graphs":
             keep_gradients(step_optimizer.parameters)
             step_optimizer.keeps_gradients = True
     model, handlers = _synchronise(model, step_optimizer, config)
@@ -147,3 +182,83 @@ def _synchronise(
     if get_accelerator().name == "cuda":
         options["device_ids"] = [torch.cuda.current_device()]
     return DistributedDataParallel(model, process_group=gpc.get_group(ParallelMode.DATA), **options), []
+
+
+class Predictor:
+    """Map images on any device to float32 logits on ``device``."""
+
+    def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
+        """Move ``model`` in place to this process's device and to the precision of ``config`` (``fp16``, ``TF32``)."""
+        limit_threads()
+        set_backends(config)
+        self.device = get_accelerator().get_current_device()
+        self._precision = build_mixed_precision(config["fp16"], self.device.type)
+        if is_first_process():  # on stderr: stdout is the command's result
+            for line in filter(None, (self._precision.note, self._precision.warning)):
+                print(line, file=sys.stderr, flush=True)
+        self._model = self._precision.apply(model.to(self.device).eval())
+
+    @torch.no_grad()
+    def __call__(self, images_BCYX: Tensor) -> Tensor:
+        with self._precision.autocast(self.device):
+            return self._model(images_BCYX.to(self.device)).float()
+
+
+def check_compile(asked: bool | str | None, tensor_size: int) -> None:
+    """Raise `UserError` for tensor-parallel blocks: their matrix products are Colossal-AI's autograd functions."""
+    if asked and tensor_size > 1:
+        raise UserError(f"COMPILE={asked!r} does not support tensor parallelism: omit COMPILE or the tensor mode")
+
+
+def should_compile(asked: bool | str | None, device_type: str) -> bool:
+    """Return whether to compile a model, from the config's ``COMPILE``; default: on GPUs without tensor parallelism.
+
+    Raises `UserError` as `check_compile` does. Warns if no compiler is available.
+    """
+    tensor_size = gpc.get_world_size(ParallelMode.TENSOR)
+    check_compile(asked, tensor_size)
+    is_cut = tensor_size > 1
+    if asked is False or (asked is None and (is_cut or device_type != "cuda")):
+        return False
+    missing = _missing(device_type)
+    if missing and is_first_process():
+        print(f"warning: the model is not compiled: missing {missing}", file=sys.stderr, flush=True)
+    return not missing
+
+
+def _missing(device_type: str) -> str:
+    """Return what is missing for inductor (C++) or Triton (C, on GPUs) to build its code; "" if nothing."""
+    variable, language, usual = ("CC", "C", ("gcc", "clang")) if device_type == "cuda" else ("CXX", "C++", ("g++",))
+    compilers = [os.environ[variable]] if variable in os.environ else usual
+    if device_type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "package triton"
+    if not any(map(shutil.which, compilers)):
+        return f"{language} compiler {' or '.join(compilers)}; install it, or set {variable}"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return "" if header.exists() else f"{header}; install Python's development files"
+
+
+def compile_model(model: nn.Module, how: bool | str | None, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile ``model`` in place; names stay the same.
+
+    ``how``: "model" as a whole, "graphs" as a whole and replayed as CUDA graphs on GPUs, anything else its ``blocks``
+    one by one. Identical blocks are compiled once, and with several ranks gradients are reduced while the backward pass
+    continues; a whole model has all its gradients at the end.
+    """
+    # with AMP_TYPE.NAIVE or drop_path every block is compiled separately; beyond the limit dynamo stops compiling
+    blocks = list(model.get_submodule("blocks").children())
+    limit = GRAPHS_PER_BLOCK * len(blocks)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
+    # do not split graphs at DDP's bucket boundaries: blocks are small enough to overlap with communication
+    torch._dynamo.config.optimize_ddp = False
+    for part in [model] if how in ("model", "graphs") else blocks:
+        part.compile(backend=backend, mode="reduce-overhead" if how == "graphs" else None)
+
+
+def keep_gradients(parameters: Iterable[Tensor]) -> None:
+    """Allocate the gradients, into which the backward pass adds.
+
+    Otherwise they would be memory of a CUDA graph, which its next replay overwrites in gradient accumulation.
+    """
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)

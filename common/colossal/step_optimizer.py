@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from common.colossal.tensor_parallel.gradients import global_grad_norm, sum_partial_gradients
+from common.colossal.tensor_parallel.sharding import global_grad_norm, sum_partial_gradients
 from common.colossal.upstream import OptimizerWrapper
 from common.colossal.zero import collect_gradients
 from common.errors import AgreedError

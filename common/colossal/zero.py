@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard as DimensionShard
 
 from common.colossal.amp import Cast, build_mixed_precision
-from common.colossal.compiled import GRAPHS, MODEL
 from common.colossal.tensor_parallel.layout import Shard
 from common.colossal.tensor_parallel.sharding import shard_tensor_parallel
 from common.colossal.upstream import ParallelMode, get_accelerator, gpc
@@ -36,7 +35,7 @@ def check_zero(config: Mapping[str, Any]) -> None:
     contradictions = {
         f"parallel.tensor.mode={mode!r}": ("'1d' or None", mode not in (None, "1d")),
         "fp16.opt_level='O3'": ("'O2'", fp16.get("opt_level") == "O3"),
-        f"COMPILE={config.get('COMPILE')!r}": ("True", config.get("COMPILE") in (MODEL, GRAPHS)),
+        f"COMPILE={config.get('COMPILE')!r}": ("True", config.get("COMPILE") in ("model", "graphs")),
         "gradient_handler": ("None", bool(config.get("gradient_handler"))),
         f"torch_ddp={config.get('torch_ddp')}": ("dict()", bool(config.get("torch_ddp"))),
     }

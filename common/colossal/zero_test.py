@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.colossal import ParallelMode, compiled, gpc, named_shards
+from common.colossal import ParallelMode, gpc, named_shards
 from common.colossal import engine as engine_module
+from common.colossal.engine import compile_model
 from common.colossal.precision_test import MODES
 from common.config.load import load_config
 from common.errors import UserError
@@ -24,8 +25,8 @@ PRECISIONS = ["TORCH bfloat16", "TORCH float16", "NAIVE bfloat16"]
 def train(stage: int | None, names: Sequence[str], compiles: bool = False) -> dict[str, list[float]]:
     """Return the losses in each precision of ``names``, with recomputed blocks in the first."""
     losses = {}
-    compiled._missing = lambda _: ""
-    engine_module.compile_model = partial(compiled.compile_model, backend="aot_eager")
+    engine_module._missing = lambda _: ""
+    engine_module.compile_model = partial(compile_model, backend="aot_eager")
     zero = stage and {"stage": stage}
     with launched(zero=zero, clip_grad_norm=0.3, gradient_accumulation=2, COMPILE=compiles):
         for name in names:

@@ -89,7 +89,7 @@ def test_what_has_changed_is_found_with_newer_keys_at_their_defaults(tmp_path: P
 
 def test_what_does_not_change_training_may_change(tmp_path: Path) -> None:
     (path,) = write(tmp_path, 9)
-    settings = "LOG.every=3 TIMEOUT=5 DATA.root=b NUM_EPOCHS=9 MICRO_BATCH_SIZE=2 TENSOR_PARALLEL_SIZE=2".split()
+    settings = ["LOG.every=3", "DATA.root=b", "NUM_EPOCHS=9", "MICRO_BATCH_SIZE=2", "TENSOR_PARALLEL_SIZE=2"]
     check_changes(path, restore_config(CONFIG, settings, where=""), tmp_path, [], 10)
 
 

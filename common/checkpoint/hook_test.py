@@ -33,6 +33,7 @@ SETTINGS = ["TOTAL_BATCH_SIZE=16", "EVAL_EVERY=1", "CHECKPOINT_EVERY=3", "KEEP=2
 SETTINGS += ["MODEL.patch_size=4", "MODEL.heads=4", "MODEL.dropout=0.1"]
 AMP = {
     "fp32": "None",
+    "fp32 Muon": "None",
     "TORCH": "dict(mode=AMP_TYPE.TORCH, dtype='bfloat16')",
     "TORCH float16": "dict(mode=AMP_TYPE.TORCH, dtype='float16', init_scale=262144.0, growth_interval=3)",
     "NAIVE": "dict(mode=AMP_TYPE.NAIVE, dtype='bfloat16')",
@@ -78,11 +79,12 @@ def train(data: Path, output: Path, settings: Sequence[str] = (), stop: Any = No
     ("mode", "amp", "stops"),
     [
         ("none", "fp32", [(1, False), (4, False), (4, True), (8, True)]),
-        *(("none", amp, [(3, False)]) for amp in AMP if amp != "fp32"),
+        *(("none", amp, [(3, False)]) for amp in AMP if "fp32" not in amp),
         ("dp2", "fp32", [(3, False), (4, True)]),
         ("dp2", "TORCH float16", [(3, False)]),
         ("1d-2", "TORCH float16 head", [(3, False)]),
-        *((mode, "fp32", [(3, False)]) for mode in ("1d-2", "2d-4", "3d-8", "dp2 x 1d-2", "zero 1 x 1d-2")),
+        ("1d-2", "fp32 Muon", [(3, False)]),
+        *((mode, "fp32", [(3, False)]) for mode in ("2d-4", "3d-8", "dp2 x 1d-2", "zero 1 x 1d-2")),
         pytest.param("zero 3", "TORCH float16", [(4, True)], marks=pytest.mark.slow),
         pytest.param("2.5d-8", "fp32", [(3, False)], marks=pytest.mark.slow),
     ],
@@ -90,7 +92,7 @@ def train(data: Path, output: Path, settings: Sequence[str] = (), stop: Any = No
 def test_resumes_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]], data: Path, tmp_path: Path) -> None:
     gpus, options = CONFIGS.get(mode, (2, {}))
     settings = [f"{key}={value!r}" for key, value in options.items()] + [f"fp16={AMP[amp.removesuffix(' head')]}"]
-    settings += ["EMA=0.9"] * (amp != "TORCH")
+    settings += ["EMA=0.9"] * (amp != "TORCH") + ["OPTIMIZER.name='muon'"] * amp.endswith("Muon")
     if amp.endswith(" head"):
         train(data, tmp_path / "body", ["MAX_STEPS=1"])
         settings += ["FREEZE=body", f"INIT={tmp_path / 'body'}"]

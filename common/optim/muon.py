@@ -8,10 +8,11 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the Newton-Schulz iteration, as in torch.optim.Muon
@@ -72,6 +73,10 @@ class Muon(AdamW):
             decayed = p * (1 - group["lr"] * group["weight_decay"])
             p.copy_(self._unless_skipped(decayed.sub_(update, alpha=group["lr"]), p))
         return loss
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore ``state``; AdamW's own looks for a step in that of every parameter."""
+        Optimizer.__setstate__(self, state)
 
     def _accumulate(self, p: Tensor, gradient: Tensor) -> Tensor:
         """Advance the momentum; return Nesterov's look-ahead of it."""

@@ -30,7 +30,7 @@ from common.colossal import (
     set_generator_states,
 )
 from common.errors import RankError, UserError, printable
-from common.launch.stop_signals import stop_signals
+from common.launch.signals import stop_signals
 from common.metrics.hook import MetricsHook
 from common.metrics.loggers import warn
 

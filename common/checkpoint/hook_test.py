@@ -20,7 +20,7 @@ from common.data.crops import RandomCrop
 from common.data.image_loaders import TorchvisionReader
 from common.data.sampler import Draw
 from common.errors import UserError, run_command
-from common.launch.stop_signals import stop_signals
+from common.launch.signals import stop_signals
 from common.metrics.curves import read_metrics
 from common.run.run import Run
 from common.testing import tiny_task

@@ -6,7 +6,7 @@ import shutil
 from common.checkpoint.resume import AUTO, NEVER
 from common.config.schema import describe_keys, find_key
 from common.errors import UserError, command_parser
-from common.launch.launcher import add_launch_arguments
+from common.launch.detect import add_launch_arguments
 from common.metrics.lr_finder import STEPS
 from common.planner.prediction import FLAGS, add_cluster_arguments
 

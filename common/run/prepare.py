@@ -16,7 +16,7 @@ from common.config.plan import DataSummary, Plan, build_plan, shrink_micro_batch
 from common.errors import UserError
 from common.files import is_url
 from common.hardware import memory_bytes
-from common.launch.launcher import Launch
+from common.launch.detect import Launch
 from common.metrics.loggers import check_trackers
 from common.model.vit import build_model
 from common.planner.limits import NO_MACHINE, check_limits

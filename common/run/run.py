@@ -21,7 +21,7 @@ from common.colossal import BaseHook, ParallelMode, gpc, shutdown
 from common.config.plan import Plan
 from common.errors import UserError
 from common.files import ROOT, own_file, short_path, unlock_folder
-from common.launch.stop_signals import exit_code, signal_name, stop_signals
+from common.launch.signals import exit_code, signal_name, stop_signals
 from common.metrics.curves import Metrics, read_metrics
 from common.metrics.hook import MetricsHook
 from common.metrics.lr_finder import LearningRateFinder

@@ -27,8 +27,8 @@ from common.data.block_order import window_bytes
 from common.errors import AT_END, UserError
 from common.files import is_url, lock_folder, unlock_folder
 from common.hardware import memory_bytes
-from common.launch.launcher import detect_launch, start
-from common.launch.stop_signals import stop_signals
+from common.launch.detect import detect_launch, start
+from common.launch.signals import stop_signals
 from common.metrics.lr_finder import LearningRateFinder
 from common.metrics.profiler import ProfilerHook
 from common.metrics.provenance import describe_run

@@ -25,7 +25,7 @@ from common.config.load import find_config, load_config
 from common.config.plan import build_plan
 from common.errors import UserError, command_parser, did_you_mean
 from common.files import ROOT
-from common.launch.stop_signals import SIGNALS, exit_code, signal_name
+from common.launch.signals import SIGNALS, exit_code, signal_name
 from common.table import format_table, print_wrapped
 from common.task import TASKS, find_task
 from common.tools.sweep_results import CONFIG, COSTS, draw, is_finished, keys_of, read_sweep, tabulate, tabulate_costs

@@ -36,14 +36,6 @@ class Launch:
     port: int
     backend: str
 
-    def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise UserError(f"--world_size={self.world_size}: a run has at least 1 process")
-        if not 0 <= self.rank < self.world_size:
-            raise UserError(f"--rank={self.rank} is out of range: expected 0 to {self.world_size - 1}")
-        if self.world_size > 1 and not 0 < self.port < 1 << 16:
-            raise UserError(f"--port={self.port} is out of range: expected 1 to 65535")
-
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the launch flags; an empty value, as from an unset shell variable, counts as not given."""
@@ -84,7 +76,7 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
 def start(launch: Launch, config: Mapping[str, Any]) -> None:
     """Join the process group, set device and seed (``SEED``), and put ``config`` into ``gpc.config``.
 
-    Raises `UserError` if the ranks would compute in different dtypes.
+    The ranks of a host divide its cores. Raises `UserError` if ranks would compute in different dtypes.
     """
     gpus = torch.cuda.device_count()
     is_bound = gpus == 1 and launch.launcher != "torch"  # Slurm and Open MPI may show each process its own GPU only
@@ -105,28 +97,12 @@ def start(launch: Launch, config: Mapping[str, Any]) -> None:
         verbose=False,
         timeout=config.get("TIMEOUT"),
     )
-    _share_cores(launch.world_size)
-    _check_dtypes(config.get("fp16"), launch.world_size)
-
-
-def _share_cores(world_size: int) -> None:
-    """Divide the cores of this host among its ranks, according to their CPU masks and cgroups."""
-    set_processes(_gather(cpu_limits(), world_size))
+    dtype = colossal.compute_dtype(config.get("fp16"), "cuda" if torch.cuda.is_available() else "cpu")
+    limits, dtypes = zip(*_gather((cpu_limits(), colossal.name_dtype(dtype)), launch.world_size), strict=True)
+    set_processes(limits)
     limit_threads()
-
-
-def _check_dtypes(fp16: Mapping[str, Any] | None, world_size: int) -> None:
-    """Raise `UserError` if the default dtypes of the ranks' devices differ: tensors in exchange would not match."""
-    dtype = colossal.compute_dtype(fp16, "cuda" if torch.cuda.is_available() else "cpu")
-    dtypes = _gather(colossal.name_dtype(dtype), world_size)
-    if len(set(dtypes)) > 1:
-        ranks = (
-            f"{name} on rank {', '.join(str(r) for r, n in enumerate(dtypes) if n == name)}" for name in set(dtypes)
-        )
-        raise AgreedError(
-            f"fp16 without dtype means {', '.join(sorted(ranks))}, because their devices differ: set fp16.dtype, or "
-            "fp16=None for float32"
-        )
+    if len(set(dtypes)) > 1:  # tensors in exchange would not match
+        raise AgreedError(f"fp16 without dtype means {', '.join(dtypes)} on the ranks' devices: set fp16.dtype")
 
 
 def _gather(value: Any, world_size: int) -> list[Any]:
@@ -160,7 +136,7 @@ def _from_environment(launcher: str, args: argparse.Namespace, environ: Mapping[
     missing = [name for name in names.values() if not environ.get(name)]
     if missing:
         raise UserError(f"{', '.join(missing)} not set: start with {STARTED_WITH[launcher]}, or omit --launcher")
-    place = {field: environ[name] if field == "host" else _integer(name, environ) for field, name in names.items()}
+    place = {field: environ[name] if field == "host" else int(environ[name]) for field, name in names.items()}
     for field, name in names.items():
         # scripts pass --local_rank=$SLURM_PROCID: the task's rank, or 0 if the shell of sbatch expanded it
         also = (place["rank"], 0) if name == "SLURM_LOCALID" else ()
@@ -168,15 +144,6 @@ def _from_environment(launcher: str, args: argparse.Namespace, environ: Mapping[
     if launcher != "torch":
         place |= _rendezvous(launcher, args, environ)
     return place
-
-
-def _integer(name: str, environ: Mapping[str, str]) -> int:
-    try:
-        return int(environ[name])
-    except ValueError:
-        raise UserError(
-            f"the environment variable {name}={environ[name]!r} is not a number: correct or unset it"
-        ) from None
 
 
 def _check_flag(args: argparse.Namespace, field: str, accepted: tuple[Any, ...], source: str) -> None:
@@ -195,6 +162,8 @@ def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(
             f"{', '.join(missing)} missing: without a launcher, set --rank, --world_size, --host and --port"
         )
+    if not 0 <= place["rank"] < place["world_size"]:
+        raise RankError(f"--rank={place['rank']} is out of range: expected 0 to {place['world_size'] - 1}")
     return place
 
 
@@ -212,7 +181,7 @@ def _rendezvous(launcher: str, args: argparse.Namespace, environ: Mapping[str, s
     if not host:
         raise UserError(f"--host missing: on several nodes {STARTED_WITH[launcher]} does not set the host of rank 0")
     if args.port or environ.get("MASTER_PORT"):
-        return {"host": host, "port": args.port or _integer("MASTER_PORT", environ)}
+        return {"host": host, "port": args.port or int(environ["MASTER_PORT"])}
     return {"host": host, "port": 20_000 + zlib.crc32(job.encode()) % 12_000}  # below the ephemeral ports
 
 

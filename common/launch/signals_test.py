@@ -14,7 +14,7 @@ from common.testing.commands import has_ended, wait_until
 PROGRAM = """
 import os, sys, threading, time
 os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # signals arrive before the child ignores them
-from common.launch.stop_signals import stop_signals
+from common.launch.signals import stop_signals
 stop_signals.install()
 stop_signals.deferring = sys.argv[1] == "deferring"
 if sys.argv[2:] == ["fork"] and (child := os.fork()) == 0:
@@ -109,7 +109,7 @@ stop_signals.restore()
 """,
 }
 IMPORTS = "import multiprocessing, os, signal, threading, time\n"
-IMPORTS += "from common.launch.stop_signals import exit_code, stop_signals\n"
+IMPORTS += "from common.launch.signals import exit_code, stop_signals\n"
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -14,7 +14,7 @@ from common.colossal import AMP_TYPE, resolve_parallel
 from common.config.load import load_config
 from common.model.training import build_training
 from common.planner.counters import Traffic
-from common.planner.step_estimate import _process, estimate_step
+from common.planner.step_estimate import estimate_step
 from common.testing.commands import run_forked
 from common.testing.parity_cases import CONFIGS
 from common.testing.ranks import launched, run_ranks
@@ -118,14 +118,10 @@ CHECKPOINT = {"activation_checkpoint": True}
         (SMALL, None, "lamb", 8, 2),
         (SMALL, TORCH, "adamw", 8, 1),
         (SMALL | CHECKPOINT, None, "adamw", 8, 1),
-        slow(VIT_TI, FLOAT16, "adamw", 4, 2),
         slow(VIT_TI, NAIVE, "adamw", 24, 2),
-        slow(VIT_TI | CHECKPOINT, TORCH, "lamb", 24, 2),
         slow(VIT_TI | CHECKPOINT, NAIVE_FLOAT16, "adamw", 4, 1),
         slow(VIT_TI | {"dropout": 0.1, "drop_path": 0.1}, TORCH, "adamw", 16, 1),
-        slow(VIT_S, None, "adamw", 16, 1),
         slow(VIT_S, TORCH, "sgd", 16, 2),
-        slow(VIT_S | CHECKPOINT, NAIVE, "adamw", 16, 1),
     ],
 )
 def test_memory_is_within_a_tenth_of_the_measured(model, fp16, optimizer, micro_batch, accumulation):
@@ -179,9 +175,3 @@ def test_the_default_precision_is_that_of_the_gpu(dtype, monkeypatch):
         for option in ({}, {"dtype": dtype}, {"dtype": "float16" if dtype == "bfloat16" else "bfloat16"})
     )
     assert default == explicit != other
-
-
-def test_the_process_that_estimates_is_not_forked_where_there_is_a_gpu(monkeypatch):
-    """CUDA does not survive a fork, and autograd's threads initialise it."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert _process.__wrapped__(0)._mp_context.get_start_method() == "spawn"

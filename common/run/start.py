@@ -37,7 +37,7 @@ from common.planner.dry_run import describe_options, print_dry_run
 from common.planner.prediction import parse_cluster
 from common.run.arguments import parse_arguments
 from common.run.prepare import Prepared, check_init, prepare_run, spare_classes
-from common.run.run import Measurement, Run, read_evaluations
+from common.run.run import Run, read_evaluations
 from common.table import print_wrapped
 from common.task import Task
 
@@ -69,9 +69,9 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
             print_wrapped(finished)
         return None
     order, reading = ask_first_rank(lambda: choose_order(prepared, start_from))
-    measurement = _build_measurement(args, output, is_main)
-    plan = replace(prepared.plan, order=order)
-    if measurement:  # from the first step, over as many epochs as needed
+    plan, measurement = replace(prepared.plan, order=order), None
+    if steps := args.find_lr or args.profile:  # from the first step, over as many epochs as needed
+        measurement = (LearningRateFinder if args.find_lr else ProfilerHook)(output, steps, is_main)
         steps = measurement.total_steps
         plan = replace(plan, epochs=steps, last_step=steps, total_steps=max(steps, plan.total_steps))
     about = {"name": Path(args.config).stem, "task": task.name, "config": config, "plan": asdict(plan)}
@@ -93,9 +93,6 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tu
     lock_folder(output)
     if args.find_lr or args.profile:
         return None, ""
-    folder = output / "checkpoints"
-    if os.path.lexists(folder) and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise UserError(f"{folder}: not a folder that can be written; remove or rename it, or choose another --output")
     path = choose_checkpoint(args.resume, output)
     if path is not None:
         check_data(path, data, config["DATA"]["allow_change"])  # pyright: ignore[reportArgumentType]
@@ -148,12 +145,6 @@ def choose_order(prepared: Prepared, start_from: Path | None = None) -> tuple[st
 
 def _size(nbytes: float) -> str:
     return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:,.1f} MB"
-
-
-def _build_measurement(args: argparse.Namespace, output: Path, is_main: bool) -> Measurement | None:
-    if args.find_lr:
-        return LearningRateFinder(output, args.find_lr, is_main)
-    return ProfilerHook(output, args.profile, is_main) if args.profile else None
 
 
 def _print_plan(args: argparse.Namespace, prepared: Prepared, task: Task) -> None:

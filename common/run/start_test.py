@@ -63,13 +63,3 @@ def test_what_this_machine_lacks_is_refused_by_a_start_only(data: Path, tmp_path
         else:
             assert (ended.code, ended.stderr.count("\n"), "this machine has" in ended.stderr) == (2, 1, True)
         assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere")])
-def test_what_is_no_folder_of_checkpoints_is_refused_first(data: Path, tmp_path: Path, make) -> None:
-    (tmp_path / "run").mkdir()
-    make(tmp_path / "run" / "checkpoints")
-    ended = start(data, tmp_path / "run")
-    assert (ended.code, ended.stderr.count("\n")) == (2, 1)
-    assert ended.stderr.startswith(f"error: {tmp_path / 'run' / 'checkpoints'}: not a folder that can be written; ")
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"checkpoints", ".lock"}

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.data.download import extract, fetch
 from common.data.image_folder import Files, FolderSplit, list_classes, list_folders, split_by_class
+from common.data.remote import extract, fetch
 from common.errors import UserError
 from common.files import folder_lock
 

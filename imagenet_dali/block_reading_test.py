@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from common.checkpoint.save import newest_checkpoint
-from common.data.record_reader import BYTES_AHEAD, RecordReader
 from common.data.sampler import EvalSampler, TrainSampler
+from common.data.workers import BYTES_AHEAD, RecordReader
 from common.errors import UserError
 from common.run.prepare import Prepared
 from common.run.start import choose_order

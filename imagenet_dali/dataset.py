@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import FailFast, Field
 
 from common.data.image_folder import check_class_names
-from common.data.object_storage import BlockCache, RemoteFolder
+from common.data.remote import BlockCache, RemoteFolder
 from common.errors import UserError
 from common.files import Count, Schema, fingerprint_of, is_url, read_json, read_text, sha256_of
 from imagenet_dali.records import BadRecordError, unframe

@@ -19,8 +19,8 @@ from PIL import Image
 from torch import Tensor
 
 from common.data.crops import Crop, Crops, Normalizer, reflected, resample
-from common.data.record_reader import Record, RecordReader
 from common.data.sampler import NO_LABEL, Draw
+from common.data.workers import Record, RecordReader
 from common.errors import UserError
 from imagenet_dali.dataset import Split
 

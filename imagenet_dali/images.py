@@ -8,7 +8,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
-from common.data.decode import FORMATS, UNREADABLE, check_pixels, decode_image, is_turned
+from common.data.image_folder import FORMATS, UNREADABLE, check_pixels, decode_image, is_turned
 
 RESAMPLING = Image.Resampling.LANCZOS
 _JPEG_MAGIC = b"\xff\xd8\xff"

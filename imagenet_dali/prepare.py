@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from common.data.decode import MAX_BAD_SHARE, NAMED
-from common.data.image_folder import Files
+from common.data.image_folder import MAX_BAD_SHARE, NAMED, Files
 from common.errors import UserError, counted, printable, run_command
 from common.files import folder_lock, is_url
 from common.hardware import cores

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from common.config.schema import Data
-from common.data import object_storage
+from common.data import remote
 from common.errors import UserError
 from imagenet_dali.dataset import open_split
 from imagenet_dali.task import build_eval_loader, build_train_loader, describe_data
@@ -96,8 +96,8 @@ def test_data_are_those_of_the_folder(server, data, tmp_path, scheme, loader, or
 
 
 def test_a_shard_that_cannot_be_read_is_named(server, data, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(object_storage, "PATIENCE", timedelta(seconds=0.3))
-    split = open_split(server.s3, "train", object_storage.BlockCache(tmp_path, 10**6))
+    monkeypatch.setattr(remote, "PATIENCE", timedelta(seconds=0.3))
+    split = open_split(server.s3, "train", remote.BlockCache(tmp_path, 10**6))
     for fault, reason in ((500, "status code: 500"), (404, "status code: 404"), ("cut", "error")):
         server.fault = lambda _, fault=fault: fault
         with pytest.raises(UserError, match=rf"^{server.s3}/train/train-00000-of-00001: .*{reason}.*; check the name"):

@@ -12,7 +12,7 @@ from common.data import image_loaders
 from common.data.crops import Crop
 from common.data.image_folder import FolderSplit
 from common.data.loader import BatchReader, Loader
-from common.data.object_storage import BlockCache
+from common.data.remote import BlockCache
 from common.errors import UserError
 from common.files import fingerprint_of, is_url
 from common.task import Task

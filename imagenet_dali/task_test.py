@@ -168,7 +168,7 @@ def test_randaugment_follows_the_crop_and_differs_between_samples_and_epochs(roo
 
 
 def test_a_record_that_went_bad_is_left_out(data, capsys, monkeypatch):
-    monkeypatch.setattr("common.data.decode.MAX_BAD_SHARE", 0.02)  # one of 60
+    monkeypatch.setattr("common.data.image_folder.MAX_BAD_SHARE", 0.02)  # one of 60
     labels = open_split(data, "validation").records["label"].tolist()
     shard = spoil_record(data, "validation", 11)
     loader = eval_loader(data, 16, loader="torchvision")

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 
 from common.data.image_folder import Files
-from common.data.worker_pool import follow_parent
+from common.data.workers import follow_parent
 from common.errors import UserError, printable
 from imagenet_dali.containers import Place
 from imagenet_dali.dataset import FORMAT, LABELS, MANIFEST, PARTIAL

@@ -15,11 +15,10 @@ from PIL import Image
 from torch import Tensor
 
 from common.data.crops import CROP_UNIFORMS, CenterCrop, Crop, Normalizer, RandomCrop, SimpleCrop, crop_image
-from common.data.decode import BadImages, decode_image, reason_of
+from common.data.image_folder import BadImages, decode_image, reason_of
 from common.data.loader import Batch, BatchReader, Loader, prefetch
-from common.data.record_reader import Record, RecordReader, RecordSource
 from common.data.sampler import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
-from common.data.worker_pool import WorkerPool
+from common.data.workers import Record, RecordReader, RecordSource, WorkerPool
 from common.errors import UserError
 from common.hardware import rank_cores
 

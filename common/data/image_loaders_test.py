@@ -15,7 +15,7 @@ from common.data.image_folder import FolderSplit, list_files
 from common.data.image_loaders import TorchvisionReader
 from common.data.loader import Loader
 from common.data.sampler import NO_LABEL, EvalSampler, TrainSampler
-from common.data.worker_pool import WorkerPool
+from common.data.workers import WorkerPool
 from common.errors import UserError
 from common.testing.commands import forked
 
@@ -161,7 +161,7 @@ def corrupt(folder, tmp_path) -> Path:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_bad_images_are_left_out_of_evaluation_and_named_once(folder, corrupt, monkeypatch, capsys, workers):
-    monkeypatch.setattr("common.data.decode.MAX_BAD_SHARE", 0.1)
+    monkeypatch.setattr("common.data.image_folder.MAX_BAD_SHARE", 0.1)
     split = open_folder(corrupt, "train")
     loader = Loader(EvalSampler(20, 20), reader(split, CenterCrop(SIZE, 28), workers))
     ((expected_images, expected_labels),) = eval_loader(open_folder(folder, "train"), 20)
@@ -181,7 +181,7 @@ def test_more_bad_images_than_allowed_stop_the_pass(corrupt, monkeypatch):
     assert str(raised.value).startswith(f"{split.path(7)}: ")
     assert str(raised.value).endswith("1 of the 20 images that this process reads in a pass are bad, more than 1%")
     assert "\n" not in str(raised.value)
-    monkeypatch.setattr("common.data.decode.MAX_BAD_SHARE", 0.1)
+    monkeypatch.setattr("common.data.image_folder.MAX_BAD_SHARE", 0.1)
     with pytest.raises(UserError, match="2 of the 10 images"):
         list(reader(split, CenterCrop(SIZE, 28), dp_size=2).read(EvalSampler(20, 4).draws(0)))
 

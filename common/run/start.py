@@ -23,7 +23,7 @@ from common.checkpoint.resume import (
 )
 from common.colossal import progress, shutdown
 from common.config.load import named_root
-from common.data.block_order import window_bytes
+from common.data.sampler import window_bytes
 from common.errors import AT_END, UserError
 from common.files import is_url, lock_folder, unlock_folder
 from common.hardware import memory_bytes

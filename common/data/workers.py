@@ -1,0 +1,185 @@
+"""Threads that read the records of draws, and processes that decode them, ahead of their use and in order."""
+
+import multiprocessing
+import os
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
+from multiprocessing.process import BaseProcess
+from signal import SIGTERM, Signals
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from common.data.sampler import PADDING, Draw
+from common.errors import UserError
+
+# more threads than cores, because they wait for the disk; in large parts, because from memory they are bound by the GIL
+READING_THREADS = 16
+RECORDS_PER_READ = 64  # of those that are read one by one
+DRAWS_AHEAD, BYTES_AHEAD, MOST_DRAWS_AHEAD = 3, 128_000_000, 64
+AHEAD = 2  # tasks for each worker that are done before they are asked for
+
+Record = tuple[bytes | memoryview, int] | UserError  # an encoded image and its label, or why there is none
+
+
+class RecordSource(Protocol):
+    """What is read: the records of a split, by number."""
+
+    def read_span(self, first: int, end: int) -> Sequence[Record]: ...
+
+    def span_bytes(self, first: int, end: int) -> int: ...
+
+
+class _Pending(NamedTuple):
+    draw: Draw
+    places: list[tuple[Future[Sequence[Record]], int]]  # of each sample, in the records of a read
+    nbytes: int  # whose reading has begun with this draw
+
+
+class RecordReader:
+    """Yield draws with their records, while the next draws are read; a span stays in memory until its last use.
+
+    At least `DRAWS_AHEAD` draws are ahead, and more of them up to `BYTES_AHEAD` and `MOST_DRAWS_AHEAD`. Bad records
+    are yielded as errors; a failure of the storage is raised.
+    """
+
+    def __init__(self, source: RecordSource) -> None:
+        self.source = source
+        self._pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="record-reader")
+
+    def read(self, draws: Iterator[Draw]) -> Generator[tuple[Draw, list[Record]], None, None]:
+        """Yield each draw and the records of its samples, without padding, in order."""
+        held: dict[int, Future[Sequence[Record]]] = {}  # spans, by their first record
+        pending: deque[_Pending] = deque()
+        try:
+            for draw in draws:
+                pending.append(self._begin(draw, held))
+                nbytes = sum(each.nbytes for each in pending)
+                if len(pending) > DRAWS_AHEAD and (nbytes > BYTES_AHEAD or len(pending) > MOST_DRAWS_AHEAD):
+                    yield _finish(pending.popleft())
+            while pending:
+                yield _finish(pending.popleft())
+        finally:
+            for future in {future for each in pending for future, _ in each.places}:
+                future.cancel()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _begin(self, draw: Draw, held: dict[int, Future[Sequence[Record]]]) -> _Pending:
+        indices, places, nbytes = draw.indices[draw.indices != PADDING], [], 0
+        if draw.spans is None:
+            for part in np.split(indices, range(RECORDS_PER_READ, len(indices), RECORDS_PER_READ)):
+                future = self._pool.submit(self._read_each, part.tolist())
+                nbytes += sum(self.source.span_bytes(index, index + 1) for index in part.tolist())
+                places += [(future, number) for number in range(len(part))]
+            return _Pending(draw, places, nbytes)
+        for index, (first, end, is_last) in zip(indices.tolist(), draw.spans.tolist(), strict=False):  # padding is last
+            if first not in held:
+                held[first] = self._pool.submit(self.source.read_span, first, end)
+                nbytes += self.source.span_bytes(first, end)
+            places.append((held[first], index - first))
+            if is_last:
+                del held[first]
+        return _Pending(draw, places, nbytes)
+
+    def _read_each(self, indices: Sequence[int]) -> list[Record]:
+        return [record for index in indices for record in self.source.read_span(index, index + 1)]
+
+
+def _finish(pending: _Pending) -> tuple[Draw, list[Record]]:
+    return pending.draw, [future.result()[number] for future, number in pending.places]
+
+
+class WorkerPool:
+    """Apply ``function`` in ``workers`` forked processes, or in this one if 0; a worker that dies raises `UserError`.
+
+    Results come through pipes, not /dev/shm, which is small in containers.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], workers: int) -> None:
+        self.function, self.workers = function, workers
+        self._pool: ProcessPoolExecutor | None = None
+        self._processes: list[BaseProcess] = []
+
+    def map(self, tasks: Iterator[Any]) -> Iterator[Any]:
+        """Yield the result of each task, in order."""
+        if not self.workers:
+            yield from map(self.function, tasks)
+            return
+        self._pool = self._pool or self._start()
+        pending: deque[Future[Any]] = deque()
+        try:
+            for task in islice(tasks, AHEAD * self.workers):
+                pending.append(self._pool.submit(_call, task))
+            while pending:
+                result = pending.popleft().result()
+                for task in islice(tasks, 1):
+                    pending.append(self._pool.submit(_call, task))
+                yield result
+        except BrokenProcessPool as error:
+            raise UserError(self._describe_death()) from error
+        finally:
+            for future in pending:
+                future.cancel()
+
+    def _start(self) -> ProcessPoolExecutor:
+        context, others = multiprocessing.get_context("fork"), multiprocessing.active_children()
+        pool = ProcessPoolExecutor(self.workers, context, initializer=_set_function, initargs=(self.function,))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork() with threads around
+            pool.submit(int)  # forks all workers
+        self._processes = [process for process in multiprocessing.active_children() if process not in others]
+        return pool
+
+    def _describe_death(self) -> str:
+        codes = {process.pid: process.exitcode for process in self._processes}
+        died = {pid: code for pid, code in codes.items() if code not in (None, 0, -SIGTERM)}  # which ends the others
+        how = [
+            f"process {pid} " + (f"was killed by {Signals(-code).name}" if code < 0 else f"ended with status {code}")
+            for pid, code in died.items()
+        ]
+        return (
+            f"DATA.workers={self.workers}: a worker has died, {' and '.join(how) or 'a process ended'}; if that was "
+            "for lack of memory, set fewer workers"
+        )
+
+    def close(self) -> None:
+        """End the workers."""
+        for process in self._processes:
+            process.kill()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+
+
+_function: Callable[[Any], Any]  # of a worker
+
+
+def _set_function(function: Callable[[Any], Any]) -> None:
+    import torch  # seconds, which processes that only `follow_parent` do not need
+
+    global _function
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    _function = function
+    follow_parent()
+
+
+def _call(task: Any) -> Any:
+    return _function(task)
+
+
+def follow_parent() -> None:
+    """End this worker with its parent, even if that is killed: an orphan would wait for tasks forever."""
+
+    def wait_for_parent() -> None:
+        multiprocessing.parent_process().join()  # pyright: ignore[reportOptionalMemberAccess]
+        os._exit(1)
+
+    threading.Thread(target=wait_for_parent, daemon=True).start()

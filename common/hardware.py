@@ -1,18 +1,24 @@
-"""What the machine computes with. torch is imported where it is needed, so that the rest is available without it."""
+"""What the machine computes with, and where a result is from. torch is imported where it is needed, not before."""
 
 import math
 import os
 import platform
 import re
 import resource
+import subprocess
+import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 BUSY = 0.3  # cores that other programs use, from which on threads wait without spinning; docs/performance.md says why
+PACKAGES = ("torch", "torchvision", "colossalai", "nvidia-dali-cuda130", "timm")
 CGROUPS = Path("/sys/fs/cgroup")
 _processes: list["CpuLimits"] = []  # of the run
 
@@ -154,4 +160,39 @@ def _quota(cgroup: Path) -> float | None:
         else:
             quota, period = (int((cgroup / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
         return quota / period if quota > 0 else None
+    return None
+
+
+def describe_run(argv: list[str]) -> dict[str, Any]:
+    """Return start time, command line, commit, versions and hardware of this process."""
+    import torch
+
+    cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
+    return {
+        "started": round(time.time(), 2),
+        "argv": [sys.argv[0], *argv],
+        "commit": _commit(),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "hardware": {
+            "host": platform.node(),
+            "cpu": cpu[1] if cpu else platform.machine(),
+            "instruction_set": instruction_set(),
+            "cpus": cores(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+    }
+
+
+def _commit() -> str | None:
+    """Return the project's commit, with "-dirty" if files have changed; None outside a clone."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    with suppress(FileNotFoundError):  # no git
+        answer = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        return answer.stdout.strip() or None
+    return None
+
+
+def _version(package: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(package)
     return None

@@ -44,14 +44,14 @@ from common.config.load import load_config
 from common.config.model_arguments import timm_arguments
 from common.config.plan import DataSummary
 from common.errors import command_parser, run_command
-from common.hardware import cores, is_fast
-from common.metrics.provenance import describe_run, result_columns
+from common.hardware import cores, describe_run, is_fast
 from common.model.training import build_training
 from common.model.vit import build_model
 from common.optim.build import build_optimizer
 from common.optim.lamb import Lamb
 from common.run.start import start_run
 from common.testing.photographs import write_photographs
+from common.tools.report import result_columns
 from imagenet_dali.prepare import main as prepare
 from imagenet_dali.task import build_train_loader
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from cifar10_benchmark.train import main as train_cifar10
 from common.colossal import AMP_TYPE, BaseHook, Engine, Trainer, launch, resolve_parallel, shutdown
 from common.config.load import load_config
-from common.metrics.provenance import describe_run
+from common.hardware import describe_run
 from common.model.training import build_training
 from common.model.vit import build_model
 from common.optim.build import build_optimizer

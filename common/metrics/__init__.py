@@ -1,1 +1,1 @@
-"""What a run records: the metrics hook, its writers, the profiler, provenance."""
+"""What a run records: the metrics hook, its writers, curves, and measurements."""

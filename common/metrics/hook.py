@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,7 +16,6 @@ from common.colossal import BaseHook, ParallelMode, Trainer, gpc
 from common.config.plan import Plan
 from common.hardware import peak_memory
 from common.metrics.loggers import open_loggers
-from common.metrics.profiler import PhaseClock
 
 
 class MetricsHook(BaseHook):
@@ -94,7 +94,7 @@ class MetricsHook(BaseHook):
             self._restart_window(trainer)
 
     def _mean_loss(self) -> float:
-        return _sum_over_data_parallel(self.loss / self.micro_batches).item() / self.plan.data_parallel
+        return sum_over(ParallelMode.DATA, self.loss / self.micro_batches).item() / self.plan.data_parallel
 
     def _train_figures(self, trainer: Trainer) -> dict:
         loss = self._mean_loss()
@@ -124,7 +124,7 @@ class MetricsHook(BaseHook):
         self.totals += count_correct(output, label)
 
     def after_test(self, trainer: Trainer) -> None:
-        loss, top1, top5, samples = _sum_over_data_parallel(self.totals).tolist()
+        loss, top1, top5, samples = sum_over(ParallelMode.DATA, self.totals).tolist()
         metrics = {"loss": loss / samples, "top1": top1 / samples, "top5": top5 / samples, "samples": int(samples)}
         trainer.states["eval"] = metrics
         self._write("eval", trainer, metrics)
@@ -151,7 +151,34 @@ def count_correct(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
     return torch.stack([loss.double(), hits_BK[:, 0].sum(), hits_BK.sum(), valid_B.sum()])
 
 
-def _sum_over_data_parallel(value: Tensor) -> Tensor:
-    if gpc.get_world_size(ParallelMode.DATA) > 1:
-        dist.all_reduce(value, group=gpc.get_group(ParallelMode.DATA))
+def sum_over(mode: ParallelMode, value: Tensor) -> Tensor:
+    """Return the sum of the values of all ranks of a group; it may be written over ``value``."""
+    if gpc.get_world_size(mode) > 1:
+        dist.all_reduce(value, group=gpc.get_group(mode))
     return value
+
+
+class PhaseClock:
+    """Add up the seconds between the beginnings of a step's phases, as `Engine.on_phase` names them.
+
+    On a GPU by CUDA events, which do not wait for it.
+    """
+
+    def __init__(self, device: str):
+        self.is_cuda = device == "cuda"
+        self.marks: list[tuple[str, Any]] = []
+
+    def __call__(self, phase: str) -> None:
+        mark: Any = time.perf_counter()
+        if self.is_cuda:
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+        self.marks.append((phase, mark))
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds by phase since the last call; the device must have finished its work."""
+        seconds = {"forward": 0.0, "backward": 0.0, "rest": 0.0}
+        for (phase, start), (_, end) in pairwise(self.marks):
+            seconds[phase] += start.elapsed_time(end) / 1e3 if self.is_cuda else end - start
+        self.marks.clear()
+        return seconds

@@ -59,18 +59,13 @@ def write(folder: Path, *lines: dict) -> None:
     logger.close()
 
 
-def test_a_value_that_is_not_finite_is_null(tmp_path):
-    write(tmp_path, TRAIN | {"loss": float("inf"), "lr": float("nan")})
-    assert '"loss": null' in (tmp_path / "metrics.jsonl").read_text()
-    (line,) = read_metrics(tmp_path)
-    assert (str(line["loss"]), line["lr"]) == ("nan", None)
-
-
-def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path):
-    write(tmp_path, TRAIN, EVAL)
+def test_a_value_that_is_not_finite_is_null_and_a_line_that_a_crash_cut_short_left_out(tmp_path):
+    write(tmp_path, TRAIN | {"loss": float("inf"), "lr": float("nan")}, EVAL)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "tra')
-    assert read_metrics(tmp_path) == [TRAIN, EVAL]
+    assert '"loss": null' in (tmp_path / "metrics.jsonl").read_text()
+    line, evaluation = read_metrics(tmp_path)
+    assert (str(line["loss"]), line["lr"], evaluation) == ("nan", None, EVAL)
 
 
 def write_to_a_full_disk(argv: list[str]) -> None:
@@ -104,15 +99,17 @@ def test_a_logger_that_fails_is_dropped_with_one_warning(capsys):
         calls.append(metrics)
         raise RuntimeError("several\nlines")
 
-    warning = "warning: tracker: RuntimeError: several lines; training continues without it\n"
-    Guarded("tracker", lambda: fail(TRAIN))(EVAL)
-    assert (calls.pop(), capsys.readouterr().err) == (TRAIN, warning)
     logger = Guarded("tracker", lambda: fail)
     logger(TRAIN)
     logger(EVAL)
     logger.step()
     logger.close()
-    assert (calls, capsys.readouterr().err) == ([TRAIN], warning)
+    Guarded("other", lambda: fail(EVAL)).close()
+    texts = [
+        f"warning: {name}: RuntimeError: several lines; training continues without it\n"
+        for name in ("tracker", "other")
+    ]
+    assert (calls, capsys.readouterr().err) == ([TRAIN, EVAL], "".join(texts))
 
 
 def test_curves_are_redrawn_every_100_s_and_at_the_end(tmp_path, monkeypatch):
@@ -165,18 +162,15 @@ def test_the_bar_needs_no_lock_that_a_killed_process_may_hold(tmp_path):
 
 
 def test_progress_is_whole_lines_where_stderr_is_no_terminal(tmp_path, capsys):
-    progress = ProgressBar(tmp_path, 0, 3)
+    progress = ProgressBar(tmp_path, 0, 1)
     progress.step(loss=2.5)
-    for _ in range(2):
-        progress.step()
     progress(TRAIN)
     progress(EVAL)
     progress.close()
     out, err = capsys.readouterr()
     assert out == "epoch 1: top1 0.2500, top5 0.5000, loss 1.5000 on 8 images\n"
     assert "\r" not in err
-    assert "3/3" in err.splitlines()[-1]
-    assert "loss=2.0000, img/s=10, top1=0.250" in err.splitlines()[-1]
+    assert re.search("1/1 .*loss=2.0000, img/s=10, top1=0.250", err.splitlines()[-1])
 
 
 def test_tensorboard_reads_every_metric(tmp_path):

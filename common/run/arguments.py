@@ -7,7 +7,7 @@ from common.checkpoint.resume import AUTO, NEVER
 from common.config.schema import describe_keys, find_key
 from common.errors import UserError, command_parser
 from common.launch.detect import add_launch_arguments
-from common.metrics.lr_finder import STEPS
+from common.metrics.measurements import STEPS
 from common.planner.prediction import FLAGS, add_cluster_arguments
 
 

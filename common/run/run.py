@@ -24,13 +24,10 @@ from common.files import ROOT, own_file, short_path, unlock_folder
 from common.launch.signals import exit_code, signal_name, stop_signals
 from common.metrics.curves import Metrics, read_metrics
 from common.metrics.hook import MetricsHook
-from common.metrics.lr_finder import LearningRateFinder
-from common.metrics.profiler import ProfilerHook
+from common.metrics.measurements import Measurement
 from common.model.ema import EmaHook
 from common.model.flops import peak_images_per_s
 from common.table import print_wrapped
-
-Measurement = LearningRateFinder | ProfilerHook
 
 
 @dataclass

@@ -26,12 +26,10 @@ from common.config.load import named_root
 from common.data.sampler import window_bytes
 from common.errors import AT_END, UserError
 from common.files import is_url, lock_folder, unlock_folder
-from common.hardware import memory_bytes
+from common.hardware import describe_run, memory_bytes
 from common.launch.detect import detect_launch, start
 from common.launch.signals import stop_signals
-from common.metrics.lr_finder import LearningRateFinder
-from common.metrics.profiler import ProfilerHook
-from common.metrics.provenance import describe_run
+from common.metrics.measurements import LearningRateFinder, ProfilerHook
 from common.model.flops import peak_images_per_s
 from common.planner.dry_run import describe_options, print_dry_run
 from common.planner.prediction import parse_cluster

@@ -13,8 +13,8 @@ from common.checkpoint.save import newest_checkpoint
 from common.checkpoint.state import MODEL, OPTIMIZER, Tensors
 from common.config.load import load_config
 from common.config.plan import DataSummary, build_plan
+from common.hardware import describe_run
 from common.metrics.curves import read_metrics
-from common.metrics.provenance import describe_run
 from common.model.vit import parameter_shapes
 from common.optim.build import state_names
 

@@ -24,9 +24,9 @@ from common.config.load import data_root
 from common.config.plan import DataSummary
 from common.errors import UserError
 from common.files import own_file, short_path
+from common.hardware import describe_run
 from common.launch.detect import add_launch_arguments, detect_launch, start
 from common.metrics.hook import count_correct
-from common.metrics.provenance import describe_run
 from common.plot import build_figure, save_figure
 from common.table import Row, format_table, write_csv
 from common.task import find_task

@@ -15,6 +15,7 @@ import re
 import shlex
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -28,7 +29,6 @@ from common.checkpoint.content import METRICS, RunInfo, read_about
 from common.errors import UserError, command_parser, counted
 from common.files import own_file, short_path
 from common.metrics.curves import Metrics, read_metrics
-from common.metrics.provenance import format_time, name_hardware, result_columns
 from common.table import flatten
 
 ABSENT = "-"
@@ -150,6 +150,30 @@ def result_row(run: FinishedRun) -> dict[str, Any]:
         "minutes": f"{run.seconds / 60:.1f}",
         **provenance,
     }
+
+
+def result_columns(about: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the columns of a table of results that say where `describe_run`'s result is from."""
+    return {
+        "date": format_time(about["started"])[:10],
+        "hardware": name_hardware(about["hardware"]),
+        "versions": " ".join(f"{name}={number}" for name, number in about["versions"].items() if number),
+        "commit": about["commit"],
+        # absolute paths are reduced to file names
+        "command": shlex.join(re.sub(r"(^|=)/.*/", r"\1", word) for word in about["argv"]),
+    }
+
+
+def format_time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+
+
+def name_hardware(hardware: Mapping[str, Any]) -> str:
+    """Return the GPU's name, or for CPUs a text like "2 cores of AMD EPYC, AVX2", as clouds hide the exact model."""
+    if hardware["gpu"]:
+        return hardware["gpu"]
+    instructions = f", {hardware['instruction_set']}" if "instruction_set" in hardware else ""  # not in older records
+    return f"{hardware['cpus']} cores of {hardware['cpu']}{instructions}"
 
 
 def render(runs: Sequence[FinishedRun]) -> str:

@@ -1,39 +1,47 @@
-"""The learning-rate range test (L. N. Smith, arXiv 1506.01186)."""
+"""What is run in place of a training: ``--find-lr``, as L. N. Smith (arXiv 1506.01186), and ``--profile``."""
 
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import profile, schedule
 
 from common.colossal import BaseHook, ParallelMode, Trainer, gpc
 from common.files import short_path
+from common.metrics.hook import sum_over
 from common.plot import build_figure, place_legend, save_figure
 from common.table import write_csv
 
+STEPS = 120  # of a range test: 20 for each factor of ten
 LOWEST, HIGHEST = 1e-5, 10.0
-STEPS = 120  # 20 for each factor of ten
 SMOOTHING = 0.9  # weight of the previous average
 DIVERGED = 4.0  # times the lowest smoothed loss
 MARGIN = 10.0
 SIGNIFICANT = 1.3  # standard deviations by which the loss must fall; noise alone does in 3 % of tests
+WARMUP = 5  # steps before the profiled ones; the profiler runs during the last of them
+ROWS = 10
 
 
-class LearningRateFinder(BaseHook):
-    """Take ``steps`` optimizer steps at rates from `LOWEST` to `HIGHEST`, evenly spaced on a logarithmic scale.
+class Measurement(BaseHook):
+    """Takes ``total_steps`` steps without evaluation; rank 0 writes to ``folder``."""
 
-    Then ends the training without evaluation; earlier if the smoothed loss is not finite or exceeds `DIVERGED` times
-    its minimum. Rank 0 writes find_lr.csv and find_lr.png to ``folder`` and prints the suggested rate.
+    def __init__(self, folder: Path, total_steps: int, is_main: bool):
+        super().__init__(priority=0)
+        self.folder, self.total_steps, self.is_main = folder, total_steps, is_main
+
+
+class LearningRateFinder(Measurement):
+    """Take steps at rates from `LOWEST` to `HIGHEST`, evenly spaced on a logarithmic scale.
+
+    Ends earlier if the smoothed loss is not finite or exceeds `DIVERGED` times its minimum. Rank 0 writes find_lr.csv
+    and find_lr.png and prints the suggested rate.
     """
 
-    def __init__(self, folder: Path, steps: int, is_main: bool):
-        super().__init__(priority=0)
-        self.folder, self.total_steps, self.is_main = folder, steps, is_main
-        self.rows: list[dict[str, float]] = []
-
     def before_train(self, trainer: Trainer) -> None:
+        self.rows: list[dict[str, float]] = []
         trainer.engine.lr_scheduler = None
         rates = [group["lr"] for group in trainer.engine.optimizer.param_groups]
         self.factors = [rate / max(rates) for rate in rates]  # of layer decay
@@ -50,13 +58,14 @@ class LearningRateFinder(BaseHook):
         self.loss += loss.detach() / trainer.engine.optimizer.accumulation
         if not trainer.update_done:
             return
-        loss_of_step = _mean_over_ranks(self.loss)
-        self.loss.zero_()
+        # equal on all ranks, so that they stop together
+        loss_of_step = sum_over(ParallelMode.GLOBAL, self.loss).item() / gpc.get_world_size(ParallelMode.GLOBAL)
+        self.loss = torch.zeros_like(self.loss)
         self.average = SMOOTHING * self.average + (1 - SMOOTHING) * loss_of_step
         smoothed = self.average / (1 - SMOOTHING ** (len(self.rows) + 1))
         self.rows.append({"learning_rate": trainer.learning_rate, "loss": loss_of_step, "smoothed": smoothed})
         least = min(row["smoothed"] for row in self.rows)
-        trainer.stopping = len(self.rows) == self.total_steps or not smoothed < DIVERGED * least
+        trainer.stopping |= not smoothed < DIVERGED * least
         trainer.evaluated_step = trainer.step  # none is due where an epoch ends
         self._set_rate(trainer)
 
@@ -67,10 +76,8 @@ class LearningRateFinder(BaseHook):
         write_csv(self.rows, self.folder / "find_lr.csv")
         _draw(self.rows, suggested, self.folder / "find_lr.png")
         print(f"curve        {shown}/find_lr.png\n             {shown}/find_lr.csv")
-        if not math.isfinite(self.rows[0]["loss"]):
-            print(f"no suggestion: the loss of the first step is {self.rows[0]['loss']}", flush=True)
-        elif suggested is None:
-            print("no suggestion: the loss does not fall by more than its noise")
+        if suggested is None:
+            print("no suggestion: the loss is not finite, or does not fall by more than its noise")
             print("take more steps (--find-lr 500) or a larger TOTAL_BATCH_SIZE", flush=True)
         else:
             print(f"suggested    a tenth of {suggested * MARGIN:.1e}, where the smoothed loss is lowest")
@@ -92,15 +99,6 @@ def suggest_rate(rows: list[dict[str, float]]) -> float | None:
     return best["learning_rate"] / MARGIN if falls else None
 
 
-def _mean_over_ranks(loss: Tensor) -> float:
-    """Return the mean loss, equal on all ranks, so that they stop together."""
-    world_size = gpc.get_world_size(ParallelMode.GLOBAL)
-    if world_size > 1:
-        loss = loss.clone()
-        dist.all_reduce(loss, group=gpc.get_group(ParallelMode.GLOBAL))
-    return loss.item() / world_size
-
-
 def _draw(rows: list[dict[str, float]], best: float | None, path: Path) -> None:
     figure, axes = build_figure(8, 5)
     rates = [row["learning_rate"] for row in rows]
@@ -115,3 +113,39 @@ def _draw(rows: list[dict[str, float]], best: float | None, path: Path) -> None:
     axes.set(xscale="log", xlabel="learning rate", ylabel="training loss (cross-entropy)")
     place_legend(axes)
     save_figure(figure, path)
+
+
+class ProfilerHook(Measurement):
+    """Record steps on rank 0 after `WARMUP` others.
+
+    Writes profile/trace.json, for https://ui.perfetto.dev or chrome://tracing, and profile/operators.txt, tables of the
+    operators with the most CPU time and, if there is a GPU, GPU time.
+    """
+
+    def __init__(self, folder: Path, steps: int, is_main: bool):
+        super().__init__(folder / "profile", WARMUP + steps, is_main)
+
+    def before_train(self, trainer: Trainer) -> None:
+        if self.is_main:
+            steps = schedule(wait=WARMUP - 1, warmup=1, active=self.total_steps - WARMUP, repeat=1)
+            self.profile = profile(schedule=steps, on_trace_ready=self._write)
+            self.profile.start()
+
+    def after_train_iter(self, trainer: Trainer, *result: Any) -> None:
+        trainer.evaluated_step = trainer.step
+        if self.is_main and trainer.update_done:
+            self.profile.step()
+
+    def after_train(self, trainer: Trainer) -> None:
+        if self.is_main:
+            self.profile.stop()
+
+    def _write(self, recorded: profile) -> None:
+        self.folder.mkdir(exist_ok=True)
+        recorded.export_chrome_trace(str(self.folder / "trace.json"))
+        keys = ["self_cpu_time_total", *(["self_device_time_total"] if torch.cuda.is_available() else [])]
+        events = recorded.key_averages()
+        tables = "\n".join(events.table(sort_by=key, row_limit=ROWS, max_name_column_width=60) for key in keys)
+        (self.folder / "operators.txt").write_text(tables + "\n")
+        shown = short_path(self.folder)
+        print(f"{tables}\ntrace        {shown}/trace.json\noperators    {shown}/operators.txt", flush=True)

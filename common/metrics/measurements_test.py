@@ -1,6 +1,7 @@
-"""The learning-rate range test, against the run that it stands before."""
+"""The range test, against the run that it stands before, and a profile, against what the model computes."""
 
 import csv
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,9 @@ import torch
 from PIL import Image
 
 from common.metrics.curves import read_metrics
-from common.metrics.lr_finder import LearningRateFinder, suggest_rate
+from common.metrics.measurements import LearningRateFinder, suggest_rate
 from common.testing.ranks import run_ranks
-from common.testing.tiny_task import train, write_images
+from common.testing.tiny_task import MODEL, train, write_images
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +75,20 @@ def test_noise_alone_suggests_nothing(tmp_path, capsys):
             rows.append(dict(learning_rate=1.0, loss=loss, smoothed=average / (1 - 0.9**number)))
         found += suggest_rate(rows) is not None
     assert found < 50
-    rows = [
-        dict(learning_rate=10.0**k, loss=2.0, smoothed=loss) for k, loss in enumerate([2.0, 2.0, 1.0, 1.5, math.nan])
-    ]
-    assert suggest_rate(rows) == pytest.approx(10.0)  # by the smoothed loss, where it is finite
-    noise = "no suggestion: the loss does not fall by more than its noise"
-    nan = "no suggestion: the loss of the first step is nan"
-    for losses, line in (([2.0], noise), ([2.0, 2.0, math.inf], noise), ([math.nan], nan)):
-        finder = LearningRateFinder(tmp_path, 5, is_main=True)
-        finder.rows = [dict(learning_rate=1e-3, loss=loss, smoothed=loss) for loss in losses]
-        finder.after_train(None)
-        assert line in capsys.readouterr().out
+    finder = LearningRateFinder(tmp_path, 5, is_main=True)
+    finder.rows = [dict(learning_rate=1e-3, loss=math.nan, smoothed=math.nan)]
+    finder.after_train(None)
+    assert "no suggestion: the loss is not finite, or does not fall" in capsys.readouterr().out
+
+
+def test_a_profile_has_the_steps_asked_for_and_leaves_no_run(images, tmp_path, capsys):
+    output = train(images, tmp_path / "run", "gradient_accumulation=2", flags=["--profile", "2"])
+    events = json.loads((output / "profile" / "trace.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event.get("ph") == "X"]
+    assert len([name for name in names if name.startswith("ProfilerStep#")]) == 2
+    # of a micro-batch: qkv, projection and two layers of the MLP in a block, the patch embedding, and the head
+    assert names.count("aten::linear") == 2 * 2 * (4 * MODEL["depth"] + 2)
+    table = (output / "profile" / "operators.txt").read_text()
+    assert table in capsys.readouterr().out
+    assert "Self CPU %" in table
+    assert sorted(path.name for path in output.iterdir()) == [".lock", "profile"]

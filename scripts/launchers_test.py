@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from local_slurm import NODE, local_slurm
-from psutil import Error, Process, process_iter
+from psutil import Error, Process, process_iter, wait_procs
 
 from common.checkpoint.save import newest_checkpoint
 from common.metrics.curves import read_metrics
@@ -83,13 +84,6 @@ def outcome(stdout: str, folder: Path) -> Outcome:
 def require(program: str, package: str) -> None:
     if not shutil.which(program):
         pytest.fail(f"{program} is missing: apt-get install {package}")
-
-
-def one_error(answer: subprocess.CompletedProcess) -> str:
-    """Return the only error line of ours on stderr."""
-    lines = [line for line in answer.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, answer.stderr
-    return lines[0]
 
 
 # --- torchrun ---------------------------------------------------------------------------------------------------------
@@ -158,19 +152,21 @@ def test_a_signal_to_torchrun_saves_a_checkpoint_and_prints_no_traceback(data, t
 
 
 @pytest.mark.parametrize(
-    ("environ", "words"),
+    ("script", "environ", "words"),
     [
-        (dict(NNODES="2", NODE_RANK="0"), "NNODES=2 needs MASTER_ADDR"),
-        (dict(NNODES="2", MASTER_ADDR="localhost"), "NNODES=2 needs NODE_RANK"),
-        (dict(MASTER_PORT="{taken}"), "MASTER_PORT={taken} is in use on this node: choose another"),
+        ("torchrun", dict(NNODES="2", NODE_RANK="0"), "NNODES=2 needs MASTER_ADDR"),
+        ("torchrun", dict(NNODES="2", MASTER_ADDR="localhost"), "NNODES=2 needs NODE_RANK"),
+        ("torchrun", dict(MASTER_PORT="{taken}"), "MASTER_PORT={taken} is in use on this node: choose another"),
+        ("slurm", {}, "not in a Slurm job"),
     ],
 )
-def test_what_the_torchrun_script_refuses(environ, words):
+def test_what_the_scripts_refuse(script, environ, words):
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = str(server.getsockname()[1])
         environ = {name: value.format(taken=taken) for name, value in environ.items()}
-        answer = run("bash scripts/train_torchrun.sh train.py", cwd=ROOT, code=2, **environ)
-    assert words.format(taken=taken) in one_error(answer)
+        answer = run(f"bash scripts/train_{script}.sh train.py", cwd=ROOT, code=2, **environ)
+    assert answer.stderr.startswith("error: ")
+    assert words.format(taken=taken) in answer.stderr
 
 
 # --- mpirun -----------------------------------------------------------------------------------------------------------
@@ -216,6 +212,31 @@ def test_srun_of_a_script_of_ones_own(slurm, tmp_path):
     sums = re.findall(r"weights (\S+) of 2", answer.stdout)
     assert len(sums) == 2
     assert sums[0] == sums[1]
+
+
+@pytest.mark.parametrize(("start", "lost"), [("bash scripts/train_torchrun.sh", 1), ("srun -n 2 {python}", 0)])
+def test_when_a_rank_is_killed_the_other_ends_and_says_so_in_one_line(slurm, data, tmp_path, start, lost):
+    settings = f"--output={tmp_path}/run --set NUM_EPOCHS=9999 --set EVAL_EVERY=9999"
+    command = f"{start} imagenet_dali/train_dali.py --config={write_config(tmp_path)} {settings}"
+    environ = os.environ | slurm | {"DATA": data, "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
+    words = command.format(python=sys.executable).split()
+    with subprocess.Popen(words, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True) as launcher:
+        wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists() and read_metrics(tmp_path / "run"), seconds=120)
+        ranks = {rank: process for process in reversed([*process_iter()]) if (rank := rank_in(process, tmp_path))}
+        ranks[str(lost)].kill()
+        assert not wait_procs(ranks.values(), timeout=30)[1]
+        printed = launcher.communicate(timeout=30)[1]
+    (line,) = [line for line in printed.splitlines() if line.startswith("error: of 2 processes")]
+    assert f"rank {lost} is missing, see its output; rank {1 - lost} was at 'step " in line
+    assert "Traceback" not in printed
+
+
+def rank_in(process: Process, folder: Path) -> str | None:
+    """Return the rank of a process that trains into ``folder``."""
+    with suppress(Error):  # it has ended meanwhile
+        if f"--output={folder}/run" in process.cmdline():
+            return process.environ().get("RANK", process.environ().get("SLURM_PROCID"))
+    return None
 
 
 def sbatch(option: str, arguments: str, folder: Path, **environ: str) -> str:
@@ -296,24 +317,6 @@ def test_a_job_that_is_stopped_saves_and_ends(slurm, data, tmp_path):
         wait_until(lambda: "JobState=FAILED" in describe(), seconds=120)
         assert "Restarts=0" in describe()
     assert newest_checkpoint(tmp_path / "run" / "checkpoints") is not None
-
-
-def test_the_slurm_script_outside_slurm():
-    assert "not in a Slurm job" in one_error(run("bash scripts/train_slurm.sh", cwd=ROOT, code=2))
-
-
-def test_the_local_slurm_leaves_nothing_behind():
-    answer = run("python scripts/local_slurm.py srun -n 2 printenv SLURM_CONF", cwd=ROOT)
-    first, second = map(Path, answer.stdout.split())
-    assert first == second
-    assert not first.parent.exists()
-    wait_until(lambda: not any(is_started_with(process, "SLURM_CONF", first) for process in process_iter()), seconds=10)
-
-
-def is_started_with(process: Process, variable: str, value: Path) -> bool:
-    with suppress(Error):  # it has ended meanwhile
-        return process.environ().get(variable) == str(value)
-    return False
 
 
 def test_an_ordinary_user_without_git_in_a_path_with_a_space(tmp_path):

@@ -25,7 +25,7 @@ from common.metrics.curves import read_metrics
 from common.run.run import Run
 from common.testing import tiny_task
 from common.testing.checkpoints import read_result
-from common.testing.parity_cases import CASES, CONFIGS
+from common.testing.parity_cases import CASES
 from common.testing.ranks import launched, run_ranks
 
 STEPS = 8  # two epochs
@@ -90,13 +90,13 @@ def train(data: Path, output: Path, settings: Sequence[str] = (), stop: Any = No
     ],
 )
 def test_resumes_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]], data: Path, tmp_path: Path) -> None:
-    gpus, options = CONFIGS.get(mode, (2, {}))
+    gpus, options = CASES[mode]
     settings = [f"{key}={value!r}" for key, value in options.items()] + [f"fp16={AMP[amp.removesuffix(' head')]}"]
     settings += ["EMA=0.9"] * (amp != "TORCH") + ["OPTIMIZER.name='muon'"] * amp.endswith("Muon")
     if amp.endswith(" head"):
         train(data, tmp_path / "body", ["MAX_STEPS=1"])
         settings += ["FREEZE=body", f"INIT={tmp_path / 'body'}"]
-    epochs = 1 if mode in CONFIGS and gpus > 1 else 2
+    epochs = 1 if options else 2
     settings.append(f"NUM_EPOCHS={epochs}")
     run_ranks(gpus, train, data, tmp_path / "whole", settings)
     whole, steps = read_result(tmp_path / "whole"), STEPS // 2 * epochs
@@ -146,7 +146,7 @@ def test_resumes_with_the_same_batches_in_another_mode(data: Path, tmp_path: Pat
     run_ranks(1, train, data, tmp_path / "run", settings, (2, False))
     run_ranks(2, train, data, tmp_path / "run", settings, (4, False))
     run_ranks(2, train, data, tmp_path / "run", [*settings, "zero=dict(stage=3)"], (6, False))
-    run_ranks(4, train, data, tmp_path / "run", [*settings, f"parallel={CASES['2d-4'][1]!r}"])
+    run_ranks(4, train, data, tmp_path / "run", [*settings, f"parallel={CASES['2d-4'][1]['parallel']!r}"])
     whole, pieces = (read_metrics(tmp_path / name) for name in ("whole", "run"))
     assert [(r["kind"], r["step"]) for r in pieces] == [(r["kind"], r["step"]) for r in whole]
     assert [r["loss"] for r in pieces] == pytest.approx([r["loss"] for r in whole], rel=1e-5)

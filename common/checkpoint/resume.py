@@ -24,7 +24,7 @@ HARMLESS = (
     *("DATA.loader", "DATA.root", "DATA.workers", "EVAL_EVERY", "GPUS", "KEEP", "LOG", "MAX_SKIPPED", "MAX_STEPS"),
     *("MICRO_BATCH_SIZE", "OUTPUT"),
     *("MODEL.activation_checkpoint", "TENSOR_PARALLEL_MODE", "TENSOR_PARALLEL_SIZE", "TIMEOUT", "cudnn_benchmark"),
-    *("cudnn_deterministic", "gradient_accumulation", "gradient_handler", "parallel", "torch_ddp", "zero"),
+    *("cudnn_deterministic", "gradient_accumulation", "parallel", "torch_ddp", "zero"),
 )
 Answer = TypeVar("Answer")
 

@@ -29,7 +29,7 @@ from common.optim.build import build_optimizer
 from common.testing.checkpoints import build_content
 from common.testing.parity_cases import (
     ACCUMULATION,
-    CONFIGS,
+    CASES,
     MAX_NORM,
     OPTIMIZERS,
     build_engine,
@@ -47,7 +47,7 @@ CUT = BEFORE * ACCUMULATION
 
 
 def config(case: str) -> dict:
-    return CONFIGS[case][1] | {"clip_grad_norm": MAX_NORM, "gradient_accumulation": ACCUMULATION}
+    return CASES[case][1] | {"clip_grad_norm": MAX_NORM, "gradient_accumulation": ACCUMULATION}
 
 
 def train_and_save(case: str, folder: Path) -> dict[str, list[float]]:
@@ -115,7 +115,7 @@ def load_and_train(case: str, folder: Path) -> dict[tuple[str, str], list[float]
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
     """Checkpoints of every mode and optimizer, and the losses of the uninterrupted runs without tensor parallelism."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    uninterrupted = {case: run_ranks(CONFIGS[case][0], train_and_save, case, folder)[0] for case in MODES}
+    uninterrupted = {case: run_ranks(CASES[case][0], train_and_save, case, folder)[0] for case in MODES}
     return folder, uninterrupted["none"]
 
 
@@ -123,7 +123,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
 @pytest.mark.slow
 def test_any_mode_resumes_from_any_other(case: str, saved: tuple[Path, dict[str, list[float]]]) -> None:
     folder, uninterrupted = saved
-    for losses in run_ranks(CONFIGS[case][0], load_and_train, case, folder):
+    for losses in run_ranks(CASES[case][0], load_and_train, case, folder):
         assert len(losses) == len(MODES)
         for (saved_in, name), values in losses.items():
             assert values == pytest.approx(uninterrupted[name], rel=1e-5), (saved_in, name)

@@ -1,6 +1,5 @@
 """The engine: model, loss and optimizer, set up for the process groups, precision and compiler of the config."""
 
-import importlib.util
 import os
 import shutil
 import sys
@@ -22,13 +21,10 @@ from common.colossal.amp import MixedPrecision, build_mixed_precision
 from common.colossal.lost_ranks import naming_lost_ranks
 from common.colossal.step_optimizer import MAX_SKIPPED, StepOptimizer
 from common.colossal.upstream import (
-    GradAccumGradientHandler,
     ParallelMode,
     UpstreamEngine,
-    build_gradient_handler,
     get_accelerator,
     gpc,
-    sync_model_param,
 )
 from common.colossal.zero import set_communication
 from common.errors import UserError, is_first_process
@@ -115,9 +111,9 @@ def initialize(
 ) -> tuple[Engine, WholeSteps | None, WholeSteps | None, LRScheduler | None]:
     """Set up ``(engine, train_dataloader, test_dataloader, lr_scheduler)`` from ``gpc.config``, after a launch.
 
-    Reads ``fp16``, ``clip_grad_norm``, ``gradient_accumulation``, ``torch_ddp``, ``gradient_handler``,
-    ``MAX_SKIPPED``, ``COMPILE``, ``TF32``, ``cudnn_benchmark`` and ``cudnn_deterministic``; the engine also reads
-    ``zero`` if `shard_model` sharded the model by it. Gives each data-parallel rank its own random numbers.
+    Reads ``fp16``, ``clip_grad_norm``, ``gradient_accumulation``, ``torch_ddp``, ``MAX_SKIPPED``,
+    ``COMPILE``, ``TF32``, ``cudnn_benchmark`` and ``cudnn_deterministic``; the engine also reads ``zero`` if
+    `shard_model` sharded the model by it. Gives each data-parallel rank its own random numbers.
 
     Replaces legacy/initialize.py:242, which wraps ``lr_scheduler`` to count micro-batches; `Trainer` steps it once per
     optimizer step.
@@ -133,15 +129,10 @@ def initialize(
     step_optimizer = StepOptimizer(optimizer, accumulation, precision.scaler, config.get("MAX_SKIPPED", MAX_SKIPPED))
     if should_compile(how := config.get("COMPILE", False), device.type):
         compile_model(model, how)
-        if how == "graphs":
-            keep_gradients(step_optimizer.parameters)
-            step_optimizer.keeps_gradients = True
-    model, handlers = _synchronise(model, step_optimizer, config)
     engine = Engine(
-        model,
+        _average_gradients(model, config),
         step_optimizer,
         criterion,
-        gradient_handlers=handlers,
         clip_grad_norm=config.get("clip_grad_norm") or 0.0,
         precision=precision,
         lr_scheduler=lr_scheduler,
@@ -163,25 +154,17 @@ def set_backends(config: Mapping[str, Any]) -> None:
     torch.backends.cudnn.allow_tf32 = allows_tf32  # torch.export fails after setting cudnn.conv.fp32_precision
 
 
-def _synchronise(
-    model: nn.Module, optimizer: StepOptimizer, config: Mapping[str, Any]
-) -> tuple[nn.Module, list[GradAccumGradientHandler]]:
-    """Synchronize weights and gradients of data-parallel ranks with DDP or the config's gradient handlers.
+def _average_gradients(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
+    """Wrap ``model`` in DDP on several data-parallel ranks.
 
     Upstream (legacy/initialize.py:380,391) passes ``device_ids`` also on CPUs.
     """
-    handlers = config.get("gradient_handler")
-    if handlers is not None:
-        with torch.no_grad():  # a broadcast that autograd sees drops the parameter's hooks (legacy/utils/common.py:55)
-            sync_model_param(model, ParallelMode.DATA)
-        built = [build_gradient_handler(handler, model, optimizer) for handler in handlers]
-        return model, [GradAccumGradientHandler(handler, optimizer.accumulation) for handler in built]
     if gpc.get_world_size(ParallelMode.DATA) == 1 or isinstance(model, FSDPModule):
-        return model, []
+        return model
     options = {"gradient_as_bucket_view": True} | (config.get("torch_ddp") or {})
     if get_accelerator().name == "cuda":
         options["device_ids"] = [torch.cuda.current_device()]
-    return DistributedDataParallel(model, process_group=gpc.get_group(ParallelMode.DATA), **options), []
+    return DistributedDataParallel(model, process_group=gpc.get_group(ParallelMode.DATA), **options)
 
 
 class Predictor:
@@ -230,8 +213,6 @@ def _missing(device_type: str) -> str:
     """Return what is missing for inductor (C++) or Triton (C, on GPUs) to build its code; "" if nothing."""
     variable, language, usual = ("CC", "C", ("gcc", "clang")) if device_type == "cuda" else ("CXX", "C++", ("g++",))
     compilers = [os.environ[variable]] if variable in os.environ else usual
-    if device_type == "cuda" and importlib.util.find_spec("triton") is None:
-        return "package triton"
     if not any(map(shutil.which, compilers)):
         return f"{language} compiler {' or '.join(compilers)}; install it, or set {variable}"
     header = Path(sysconfig.get_path("include")) / "Python.h"
@@ -241,9 +222,9 @@ def _missing(device_type: str) -> str:
 def compile_model(model: nn.Module, how: bool | str | None, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile ``model`` in place; names stay the same.
 
-    ``how``: "model" as a whole, "graphs" as a whole and replayed as CUDA graphs on GPUs, anything else its ``blocks``
-    one by one. Identical blocks are compiled once, and with several ranks gradients are reduced while the backward pass
-    continues; a whole model has all its gradients at the end.
+    ``how``: "model" as a whole, anything else its ``blocks`` one by one. Identical blocks are compiled once, and with
+    several ranks gradients are reduced while the backward pass continues; a whole model has all its gradients at the
+    end.
     """
     # with AMP_TYPE.NAIVE or drop_path every block is compiled separately; beyond the limit dynamo stops compiling
     blocks = list(model.get_submodule("blocks").children())
@@ -251,14 +232,5 @@ def compile_model(model: nn.Module, how: bool | str | None, backend: str | Calla
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     # do not split graphs at DDP's bucket boundaries: blocks are small enough to overlap with communication
     torch._dynamo.config.optimize_ddp = False
-    for part in [model] if how in ("model", "graphs") else blocks:
-        part.compile(backend=backend, mode="reduce-overhead" if how == "graphs" else None)
-
-
-def keep_gradients(parameters: Iterable[Tensor]) -> None:
-    """Allocate the gradients, into which the backward pass adds.
-
-    Otherwise they would be memory of a CUDA graph, which its next replay overwrites in gradient accumulation.
-    """
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+    for part in [model] if how == "model" else blocks:
+        part.compile(backend=backend)

@@ -26,7 +26,6 @@ MODES = {
     "APEX O3 bfloat16": {"mode": AMP_TYPE.APEX, "opt_level": "O3", "dtype": "bfloat16"},
     "APEX O3 float16": {"mode": AMP_TYPE.APEX, "opt_level": "O3", "dtype": "float16"},
 }
-PARALLEL = {"dp2": (2, None)} | {case: CASES[case] for case in ("1d-2", "2d-4", "2.5d-8", "3d-8")}
 IN_PARALLEL = ("TORCH bfloat16", "TORCH float16", "NAIVE float16", "APEX O3 bfloat16")
 Curve = tuple[list[float], dict[str, Tensor]]  # losses, weights
 
@@ -44,8 +43,8 @@ def train(name: str | None, optimizer_name: str, steps: int = STEPS, **arguments
     return fit(engine, list(micro_batches(steps, *place))), dict(canonical_state(model))
 
 
-def launched_here(parallel: dict | None = None) -> AbstractContextManager[None]:
-    return launched(parallel=parallel, clip_grad_norm=MAX_NORM, gradient_accumulation=ACCUMULATION)
+def launched_here(**config: Any) -> AbstractContextManager[None]:
+    return launched(**config, clip_grad_norm=MAX_NORM, gradient_accumulation=ACCUMULATION)
 
 
 @functools.cache
@@ -74,15 +73,14 @@ def test_stays_near_float32(name: str, optimizer_name: str) -> None:
     assert has_masters == ("O3" not in name)
 
 
-def train_as_rank(parallel: dict | None) -> list[Curve]:
-    with launched_here(parallel):
+def train_as_rank(config: dict[str, Any]) -> list[Curve]:
+    with launched_here(**config):
         return [train(name, "lamb", FEW_STEPS) for name in IN_PARALLEL]
 
 
-@pytest.mark.parametrize("case", PARALLEL)
+@pytest.mark.parametrize("case", ["dp2", "1d-2", "2d-4", "2.5d-8", "3d-8"])
 def test_stays_near_float32_in_parallel(case: str) -> None:
-    processes, parallel = PARALLEL[case]
-    by_rank = run_ranks(processes, train_as_rank, parallel)
+    by_rank = run_ranks(CASES[case][0], train_as_rank, CASES[case][1])
     for number, name in enumerate(IN_PARALLEL):
         assert all(curves[number][0] == by_rank[0][number][0] for curves in by_rank)
         assert distance(by_rank[0][number], in_float32("lamb")) <= allowed(name), name

@@ -76,7 +76,7 @@ class StepOptimizer(OptimizerWrapper):
     ):
         super().__init__(optim)
         self.accumulation, self.scaler, self.max_skipped = accumulation, scaler, max_skipped
-        self.accumulated, self.keeps_gradients = 0, False
+        self.accumulated = 0
         self.grad_norm = torch.tensor(torch.nan)
         self.counter = SkipCounter(self.parameters[0].device)
 
@@ -92,7 +92,7 @@ class StepOptimizer(OptimizerWrapper):
 
     def zero_grad(self) -> None:
         if self.accumulated == 0:
-            self.optim.zero_grad(set_to_none=not self.keeps_gradients)
+            self.optim.zero_grad()
 
     def backward(self, loss: Tensor) -> None:
         loss = loss / self.accumulation + self._poison(loss)

@@ -106,13 +106,11 @@ with quiet_import():
     from colossalai.legacy import get_default_parser, launch_from_openmpi, launch_from_slurm, launch_from_torch
     from colossalai.legacy import launch as upstream_launch
     from colossalai.legacy.amp import AMP_TYPE
-    from colossalai.legacy.builder.builder import build_gradient_handler
     from colossalai.legacy.communication import all_gather, all_reduce
     from colossalai.legacy.context import ParallelMode
     from colossalai.legacy.context.parallel_context import ParallelContext
     from colossalai.legacy.core import global_context
     from colossalai.legacy.engine import Engine as UpstreamEngine
-    from colossalai.legacy.engine.gradient_accumulation import GradAccumGradientHandler
     from colossalai.legacy.global_variables import tensor_parallel_env
     from colossalai.legacy.nn.layer.parallel_1d._utils import gather_forward_split_backward, reduce_grad, reduce_input
     from colossalai.legacy.nn.layer.parallel_2d._operation import Matmul_AB_2D
@@ -121,7 +119,6 @@ with quiet_import():
     from colossalai.legacy.nn.layer.parallel_3d._utils import register_async_grad_hook
     from colossalai.legacy.trainer import Trainer as UpstreamTrainer
     from colossalai.legacy.trainer.hooks import BaseHook
-    from colossalai.legacy.utils import sync_model_param
     from colossalai.legacy.zero import shard_utils
     from colossalai.nn.lr_scheduler import LinearWarmupLR
 

@@ -35,8 +35,7 @@ def check_zero(config: Mapping[str, Any]) -> None:
     contradictions = {
         f"parallel.tensor.mode={mode!r}": ("'1d' or None", mode not in (None, "1d")),
         "fp16.opt_level='O3'": ("'O2'", fp16.get("opt_level") == "O3"),
-        f"COMPILE={config.get('COMPILE')!r}": ("True", config.get("COMPILE") in ("model", "graphs")),
-        "gradient_handler": ("None", bool(config.get("gradient_handler"))),
+        f"COMPILE={config.get('COMPILE')!r}": ("True", config.get("COMPILE") == "model"),
         f"torch_ddp={config.get('torch_ddp')}": ("dict()", bool(config.get("torch_ddp"))),
     }
     for key, (remedy, is_wrong) in contradictions.items():

@@ -89,8 +89,7 @@ def test_evaluation_with_averages_leaves_the_weights() -> None:
     [
         (["TENSOR_PARALLEL_SIZE=4", "TENSOR_PARALLEL_MODE=2d"], "parallel.tensor.mode='2d': set it to '1d' or None"),
         (["torch_ddp.static_graph=True"], "torch_ddp={'static_graph': True}: set it to dict()"),
-        (["gradient_handler=[{'type':'DataParallelGradientHandler'}]"], "gradient_handler: set it to None"),
-        (["COMPILE=graphs"], "COMPILE='graphs': set it to True"),
+        (["COMPILE=model"], "COMPILE='model': set it to True"),
         (["fp16={'mode':'AMP_TYPE.APEX','opt_level':'O3'}"], "fp16.opt_level='O3': set it to 'O2'"),
     ],
 )

@@ -204,10 +204,6 @@ class TorchDdp(Options):
     static_graph: bool = key(False, "the graph is the same in every step")
 
 
-class GradientHandler(Section):
-    type: Literal["DataParallelGradientHandler"] = key(..., "its name in Colossal-AI")
-
-
 class Zero(Section):
     stage: Literal[1, 3] = key(..., "1: shard the optimizer's state; 3: parameters and gradients too")
 
@@ -264,20 +260,14 @@ class Config(Section):
     zero: Zero | None = key(None, "ZeRO over data-parallel GPUs ([parallel-modes.md](parallel-modes.md))")
     fp16: Fp16 | None = key(None, "mixed precision; `None`: float32")
     TF32: bool = key(True, "let float32 products round their inputs to TF32 on GPUs that have it")
-    COMPILE: bool | Literal["model", "graphs"] | None = key(
+    COMPILE: bool | Literal["model"] | None = key(
         None,
-        "torch.compile: True: the blocks; 'model': the model; 'graphs': as CUDA graphs, for small models; `None`: True "
-        "on GPUs without tensor parallelism",
-        says="True, False, None, 'model' or 'graphs'",
+        "torch.compile: True: the blocks; 'model': the model; `None`: True on GPUs without tensor parallelism",
+        says="True, False, None or 'model'",
     )
     gradient_accumulation: int | None = key(None, "micro-batches per optimizer step", ge=1)
     clip_grad_norm: Number = key(0.0, "largest norm of the gradient of all weights; 0: no clipping", ge=0)
     torch_ddp: TorchDdp = key(TorchDdp(), "options of torch's DistributedDataParallel")
-    gradient_handler: Annotated[list[GradientHandler], _hold(bool)] | None = key(
-        None,
-        "Colossal-AI's gradient handlers, instead of DistributedDataParallel",
-        says="None or [dict(type='DataParallelGradientHandler')]",
-    )
     cudnn_benchmark: bool = key(False, "let cuDNN search for its fastest kernels")
     cudnn_deterministic: bool = key(False, "restrict cuDNN to deterministic kernels")
 

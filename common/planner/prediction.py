@@ -207,7 +207,7 @@ class Planner:
         for (name, ranks), nbytes in estimate.nbytes.items():
             calls = estimate.calls[name, ranks]
             seconds[ranks == estimate.data_ranks] += self.cluster.seconds(name, ranks, calls, nbytes)
-        hidden = 0.0 if self.config["gradient_handler"] else min(seconds[True], BACKWARD_SHARE * compute / accumulation)
+        hidden = min(seconds[True], BACKWARD_SHARE * compute / accumulation)
         speedup = 1.0 if self.cluster.images_per_s else BEST_MFU / ASSUMED_MFU
         communication = seconds[True] + seconds[False]
         slow = max(compute, launches) + update + communication

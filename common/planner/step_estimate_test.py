@@ -16,16 +16,15 @@ from common.model.training import build_training
 from common.planner.counters import Traffic
 from common.planner.step_estimate import estimate_step
 from common.testing.commands import run_forked
-from common.testing.parity_cases import CONFIGS
+from common.testing.parity_cases import CASES
 from common.testing.ranks import launched, run_ranks
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-TRAFFIC_CASES = CONFIGS | {"dp2": (2, {"parallel": None})}
 TINY = {"image_size": 16, "patch_size": 4, "width": 32, "depth": 4, "heads": 4, "mlp_ratio": 2.0, "num_classes": 8}
 STEPS = 3  # DDP settles in the second
 
 
-def build_config(processes: int, parallel: dict | None, model: dict[str, Any], **keys: Any) -> dict[str, Any]:
+def build_config(processes: int, parallel: Any = None, model: dict[str, Any] = TINY, **keys: Any) -> dict[str, Any]:
     config = load_config("vit_s16_vanilla") | keys
     config["MODEL"] = config["MODEL"] | model
     config["parallel"] = resolve_parallel(parallel, processes)
@@ -66,7 +65,7 @@ def by_group_size(nbytes: Counter) -> Counter:
 
 @pytest.mark.parametrize("case", ["dp2", "dp2 x 1d-2", "2d-4", "zero 1", "zero 3 x 1d-2", slow("2.5d-8"), slow("3d-8")])
 def test_bytes_are_those_of_real_processes(case):
-    processes, mode = TRAFFIC_CASES[case]
+    processes, mode = CASES[case]
     optimizer = {"name": "lamb", "max_grad_norm": 1.0}
     # float16, because its loss scaler sends too
     config = build_config(processes, model=TINY | {"drop_path": 0.1}, fp16=FLOAT16, OPTIMIZER=optimizer, **mode)
@@ -78,7 +77,7 @@ def test_bytes_are_those_of_real_processes(case):
 
 
 def test_a_fork_estimates_in_a_process_of_its_own():
-    config = build_config(1, None, TINY)
+    config = build_config(1)
     flops = estimate_step(config, 1, 8, device="cpu").flops
     ended = run_forked(lambda _: print(estimate_step(config, 1, 8, device="cpu").flops), [], timeout=60)
     assert ended.stdout == f"{flops}\n"
@@ -135,7 +134,7 @@ def test_memory_is_within_a_tenth_of_the_measured(model, fp16, optimizer, micro_
     "case", ["1d-2", "zero 1", slow("dp2"), slow("2d-4"), slow("3d-8"), slow("zero 3"), slow("zero 3 x 1d-2")]
 )
 def test_memory_of_a_cut_model_is_within_a_tenth_of_the_measured(case):
-    processes, mode = TRAFFIC_CASES[case]
+    processes, mode = CASES[case]
     model = {"image_size": 64, "width": 192, "depth": 6, "heads": 4, "num_classes": 100}
     config = build_config(processes, model=model, OPTIMIZER={"name": "lamb"}, fp16=TORCH, **mode)
     micro_batch = 64  # takes more than the whole model, which a rank builds first, in what is a GPU's host memory
@@ -155,14 +154,14 @@ def test_a_deep_model_is_extended_from_shallow_ones_exactly():
 
 
 def test_a_moving_average_holds_every_weight_once_more():
-    config = build_config(1, None, TINY)
+    config = build_config(1)
     without, averaged = (estimate_step(config | {"EMA": decay}, 1, 8) for decay in (0.0, 0.999))
     assert averaged.peak - without.peak == averaged.weights - without.weights == without.weights
 
 
 @pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters"])
 def test_options_of_ddp_that_need_its_own_reduction_can_be_estimated(option):
-    config = build_config(2, None, TINY)
+    config = build_config(2)
     assert estimate_step(config | {"torch_ddp": {option: True}}, 2, 8) == estimate_step(config, 2, 8)
 
 
@@ -171,7 +170,7 @@ def test_the_default_precision_is_that_of_the_gpu(dtype, monkeypatch):
     """Where there is none, that of one with bfloat16; the residual stream is float32 in float16."""
     monkeypatch.setattr("common.planner.step_estimate.is_gpu_older_than_bfloat16", lambda: dtype == "float16")
     default, explicit, other = (
-        estimate_step(build_config(1, None, TINY, fp16=TORCH | option), 1, 64)
+        estimate_step(build_config(1, fp16=TORCH | option), 1, 64)
         for option in ({}, {"dtype": dtype}, {"dtype": "float16" if dtype == "bfloat16" else "bfloat16"})
     )
     assert default == explicit != other

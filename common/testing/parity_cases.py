@@ -11,27 +11,30 @@ from common.colossal import BaseHook, Engine, ParallelMode, Trainer, gpc
 from common.model.training import build_training
 from common.model.vit import build_model
 
-# name: (processes, the config's `parallel`)
-CASES = {
-    "none": (1, None),
-    "1d-2": (2, {"tensor": {"mode": "1d", "size": 2}}),
-    "1d-4": (4, {"tensor": {"mode": "1d", "size": 4}}),
-    "2d-4": (4, {"tensor": {"mode": "2d", "size": 4}}),
-    "2.5d-4": (4, {"tensor": {"mode": "2.5d", "size": 4, "depth": 1}}),
-    "2.5d-8": (8, {"tensor": {"mode": "2.5d", "size": 8, "depth": 2}}),
-    "3d-8": (8, {"tensor": {"mode": "3d", "size": 8}}),
-    "dp2 x 1d-2": (4, {"tensor": {"mode": "1d", "size": 2}}),
-    "dp2 x 2d-4": (8, {"tensor": {"mode": "2d", "size": 4}}),
-    "dp2 x 2.5d-4": (8, {"tensor": {"mode": "2.5d", "size": 4, "depth": 1}}),
-    "dp2 x 2.5d-8": (16, {"tensor": {"mode": "2.5d", "size": 8, "depth": 2}}),
-    "dp2 x 3d-8": (16, {"tensor": {"mode": "3d", "size": 8}}),
-}
-# name: (processes, the config), with `zero` too
-CONFIGS = {name: (processes, {"parallel": parallel}) for name, (processes, parallel) in CASES.items()} | {
-    "zero 1": (2, {"parallel": None, "zero": {"stage": 1}}),
-    "zero 3": (4, {"parallel": None, "zero": {"stage": 3}}),
-    "zero 1 x 1d-2": (4, {"parallel": CASES["1d-2"][1], "zero": {"stage": 1}}),
-    "zero 3 x 1d-2": (4, {"parallel": CASES["1d-2"][1], "zero": {"stage": 3}}),
+
+def tensor_parallel(mode: str, size: int, **depth: int) -> dict[str, Any]:
+    return {"parallel": {"tensor": {"mode": mode, "size": size, **depth}}}
+
+
+# name: (processes, the config)
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "none": (1, {}),
+    "dp2": (2, {}),
+    "1d-2": (2, tensor_parallel("1d", 2)),
+    "1d-4": (4, tensor_parallel("1d", 4)),
+    "2d-4": (4, tensor_parallel("2d", 4)),
+    "2.5d-4": (4, tensor_parallel("2.5d", 4, depth=1)),
+    "2.5d-8": (8, tensor_parallel("2.5d", 8, depth=2)),
+    "3d-8": (8, tensor_parallel("3d", 8)),
+    "dp2 x 1d-2": (4, tensor_parallel("1d", 2)),
+    "dp2 x 2d-4": (8, tensor_parallel("2d", 4)),
+    "dp2 x 2.5d-4": (8, tensor_parallel("2.5d", 4, depth=1)),
+    "dp2 x 2.5d-8": (16, tensor_parallel("2.5d", 8, depth=2)),
+    "dp2 x 3d-8": (16, tensor_parallel("3d", 8)),
+    "zero 1": (2, {"zero": {"stage": 1}}),
+    "zero 3": (4, {"zero": {"stage": 3}}),
+    "zero 1 x 1d-2": (4, tensor_parallel("1d", 2) | {"zero": {"stage": 1}}),
+    "zero 3 x 1d-2": (4, tensor_parallel("1d", 2) | {"zero": {"stage": 3}}),
 }
 MODEL = {"image_size": 16, "patch_size": 4, "width": 32, "depth": 2, "heads": 4, "mlp_ratio": 2.0, "num_classes": 8}
 MICRO_BATCH, ACCUMULATION, STEPS = 16, 2, 3  # of all data-parallel ranks together

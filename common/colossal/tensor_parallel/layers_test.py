@@ -35,7 +35,7 @@ def count_collectives() -> int:
 
 
 def look_around() -> tuple[float, int]:
-    with launched(parallel=CASES["2d-4"][1]):
+    with launched(**CASES["2d-4"][1]):
         return layer_norm_error(), count_collectives()
 
 

@@ -1,14 +1,11 @@
 """Every tensor-parallel mode and `zero`, alone and with data parallelism, equals a plain PyTorch loop in one process.
 
-python -m common.colossal.tensor_parallel.parity_test          # prints the table; --slow adds 16 processes
-
 Compared in float32, from the same weights and data: losses, clipped gradients and weights after 3 accumulated steps of
 AdamW and SGD, and of LAMB on a model with LayerScale and registers, with layer decay, Mixup and label smoothing, and of
 the head alone. An error is max|a - b| / max|b| of the worst tensor.
 """
 
 import functools
-import sys
 from typing import Any
 
 import pytest
@@ -20,7 +17,7 @@ from common.colossal.tensor_parallel.layout import Shard
 from common.optim.build import build_optimizer
 from common.testing.parity_cases import (
     ACCUMULATION,
-    CONFIGS,
+    CASES,
     MAX_NORM,
     OPTIMIZERS,
     STEPS,
@@ -33,14 +30,12 @@ from common.testing.parity_cases import (
 from common.testing.ranks import launched, run_ranks
 
 TOLERANCE = 1e-5
-SLOW = [case for case, (processes, _) in CONFIGS.items() if processes == 16]
-FAST = [case for case in CONFIGS if case not in SLOW]
 # optimizer, what is frozen, and what the model has beside the plain one's parts
 TRAINED = {
     "adamw": ("adamw", None, {}),
     "lamb": ("lamb", None, {"init_values": 0.5, "reg_tokens": 2, "no_embed_class": True}),
     "muon": ("muon", None, {}),
-    "sgd": ("sgd", None, {}),
+    "sgd": ("sgd", None, {"position": "sincos2d", "pool": "avg"}),
     # 9 classes: `zero` over 4 ranks leaves nothing of the head to the last one
     "lamb, head": ("lamb", "body", {"dropout": 0.1, "drop_path": 0.1, "num_classes": 9}),
 }
@@ -119,10 +114,10 @@ def disagreements(pieces_by_rank: list[dict[str, tuple]]) -> list[str]:
     return sorted(names)
 
 
-def measure(processes: int, **config: Any) -> dict[str, dict[str, float]]:
-    """Return, for each optimizer, the errors of losses, gradients and weights; assert that copies agree bit for bit."""
-    by_rank = run_ranks(processes, sharded_training, config)
-    table = {}
+@pytest.mark.parametrize("case", [pytest.param(n, marks=pytest.mark.slow) if CASES[n][0] == 16 else n for n in CASES])
+def test_equals_one_process(case: str) -> None:
+    """Losses, gradients and weights are those of the plain loop; copies agree bit for bit."""
+    by_rank = run_ranks(CASES[case][0], sharded_training, CASES[case][1])
     for name, (_, _, arguments) in TRAINED.items():
         plain_losses, plain_gradients, plain_weights = plain_training(name)
         losses, gradients, weights = by_rank[0][name][0]
@@ -130,47 +125,6 @@ def measure(processes: int, **config: Any) -> dict[str, dict[str, float]]:
         assert all(answers[name][0][0] == losses for answers in by_rank)
         initial = build_tiny_model(**arguments).state_dict()
         assert all(torch.equal(weights[key], initial[key]) != (key in gradients) for key in weights), name
-        table[name] = {
-            "loss": max(abs(a - b) / b for a, b in zip(losses, plain_losses, strict=True)),
-            "gradient": error(gradients, plain_gradients),
-            "weight": error(weights, plain_weights),
-        }
-    return table
-
-
-def check(processes: int, **config: Any) -> None:
-    for name, errors in measure(processes, **config).items():
-        assert max(errors.values()) < TOLERANCE, (name, errors)
-
-
-@pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
-def test_equals_one_process(case: str) -> None:
-    check(CONFIGS[case][0], **CONFIGS[case][1])
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"torch_ddp": {"gradient_as_bucket_view": False}},
-        {"gradient_handler": [{"type": "DataParallelGradientHandler"}]},
-    ],
-)
-def test_data_parallel_alone_equals_one_process(config: dict[str, Any]) -> None:
-    check(2, **config)
-
-
-def main() -> int:
-    print(f"{'mode':<14} {'processes':>9}  {'trained':<10} {'loss':>8} {'gradient':>8} {'weight':>8}")
-    worst = 0.0
-    for case in FAST + (SLOW if "--slow" in sys.argv else []):
-        for name, errors in measure(CONFIGS[case][0], **CONFIGS[case][1]).items():
-            worst = max(worst, *errors.values())
-            figures = " ".join(f"{value:8.1e}" for value in errors.values())
-            print(f"{case:<14} {CONFIGS[case][0]:>9}  {name:<10} {figures}", flush=True)
-    print(f"worst: {worst:.1e}, allowed: {TOLERANCE:.0e}; copies agree bit for bit")
-    return int(worst >= TOLERANCE)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        assert losses == pytest.approx(plain_losses, rel=TOLERANCE)
+        assert error(gradients, plain_gradients) < TOLERANCE, name
+        assert error(weights, plain_weights) < TOLERANCE, name

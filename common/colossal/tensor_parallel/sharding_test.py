@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from common.colossal import ParallelMode, canonical_state, describe_tensor_parallel, gpc, shard_model
+from common.colossal import ParallelMode, describe_tensor_parallel, gpc, shard_model
 from common.colossal.tensor_parallel.layout import LAYOUTS
 from common.testing.parity_cases import CASES, blended_loss, build_engine, build_tiny_model, micro_batches
 from common.testing.ranks import launched, run_ranks
@@ -22,8 +22,9 @@ def on_ranks(case: str) -> list[dict[str, Any]]:
 
 
 def look_around(case: str) -> dict[str, Any]:
-    with launched(parallel=CASES[case][1]):
-        layout = LAYOUTS[CASES[case][1]["tensor"]["mode"]]
+    config = CASES[case][1]
+    with launched(**config):
+        layout = LAYOUTS[config["parallel"]["tensor"]["mode"]]
         groups = (ParallelMode.DATA, layout.samples, layout.channels)
         return {
             "place": tuple(gpc.get_local_rank(group) if group else 0 for group in groups),
@@ -49,14 +50,9 @@ def masks() -> dict[str, Tensor]:
     model, _, engine = build_engine("sgd", dropout=0.5, drop_path=0.5)
     engine.train()
     block, inputs = model.blocks[1], torch.ones(64, 2, 4)
-    layers = {
-        "residual": model.dropout,
-        "hidden": block.mlp.drop1,
-        "output": block.mlp.drop2,
-        "drop_path": block.drop_path,
-    }
-    drawn = {name: layer(inputs).bool() for name, layer in layers.items()}
-    return drawn | {"hidden again": block.mlp.drop1(inputs).bool()}
+    layers = {"residual": model.dropout, "hidden": block.mlp.drop1, "again": block.mlp.drop1}
+    layers |= {"output": block.mlp.drop2, "drop_path": block.drop_path}
+    return {name: layer(inputs).bool() for name, layer in layers.items()}
 
 
 def recomputed_gradients() -> tuple[list[Tensor], list[Tensor]]:
@@ -74,7 +70,10 @@ def recomputed_gradients() -> tuple[list[Tensor], list[Tensor]]:
 @pytest.mark.parametrize("case", MODES)
 def test_ranks_hold_what_is_announced(case: str) -> None:
     model = build_tiny_model()
-    whole, line = sum(p.numel() for p in model.parameters()), describe_tensor_parallel(CASES[case][1], model, 16)
+    whole, line = (
+        sum(p.numel() for p in model.parameters()),
+        describe_tensor_parallel(CASES[case][1]["parallel"], model, 16),
+    )
     for answer in on_ranks(case):
         samples, channels, heads, parameters = answer["holds"]
         words = f"{samples} of 16 samples, {channels} of 32 channels between blocks, {heads} of 4 heads"
@@ -86,7 +85,7 @@ def test_masks_are_drawn_anew_and_agree_where_activations_do(case: str) -> None:
     answers = on_ranks(case)
     for answer in answers:
         assert 0.4 < answer["masks"]["hidden"].float().mean() < 0.6
-        assert not torch.equal(answer["masks"]["hidden"], answer["masks"]["hidden again"])
+        assert not torch.equal(answer["masks"]["hidden"], answer["masks"]["again"])
     for one in answers:
         for other in answers:
             same_activations, same_samples = one["place"] == other["place"], one["place"][:2] == other["place"][:2]
@@ -104,20 +103,3 @@ def test_recomputed_activations_have_the_same_masks(case: str) -> None:
     for answer in on_ranks(case):
         for plain, recomputed in zip(*answer["recomputed"], strict=True):
             torch.testing.assert_close(recomputed, plain, rtol=1e-5, atol=1e-6)
-
-
-def gathered_is_whole() -> bool:
-    """Return whether the gathered shards of a model with frozen positions and mean pooling are the whole."""
-    with launched(parallel=CASES["2d-4"][1]):
-        whole = build_tiny_model(position="sincos2d", pool="avg")
-        expected = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
-        model = shard_model(whole)
-        assert isinstance(model.norm, nn.Identity)
-        assert not model.pos_embed.requires_grad
-        state = dict(canonical_state(model))
-        assert list(state) == (list(expected) if gpc.get_local_rank(ParallelMode.TENSOR) == 0 else [])
-        return all(torch.equal(state[name], expected[name]) for name in state)
-
-
-def test_frozen_positions_and_pooling_are_sharded() -> None:
-    assert run_ranks(4, gathered_is_whole) == [True] * 4

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from common.colossal import AMP_TYPE, Engine, ParallelMode, gpc, initialize, named_shards
 from common.colossal.precision_test import MODES
-from common.errors import AgreedError, UserError
+from common.errors import AgreedError
 from common.optim.build import build_optimizer
-from common.testing.parity_cases import CASES, CONFIGS, OPTIMIZERS, blended_loss, build_engine, micro_batches
+from common.testing.parity_cases import CASES, OPTIMIZERS, blended_loss, build_engine, micro_batches
 from common.testing.ranks import launched, run_ranks
 
 ACCUMULATION = 2
@@ -89,14 +89,7 @@ def update(engine: Engine, gradient: float) -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        *(("sgd", options) for options in ({}, {"nesterov": True}, {"momentum": 0.0})),
-        *(
-            ("lamb", {"weight_decay": decay, "decay_all": False, "variant": variant})
-            for decay in (0.0, 0.1)
-            for variant in ("colossalai", "apex", "deepspeed")
-        ),
-    ],
+    [("sgd", {}), ("sgd", {"momentum": 0.0}), *(("lamb", {"variant": variant}) for variant in ("colossalai", "apex"))],
 )
 def test_training_continues_as_if_an_update_had_not_been(name: str, options: dict, monkeypatch) -> None:
     monkeypatch.setattr(torch, "empty_like", lambda tensor, **_: torch.full_like(tensor, 1e9))  # memory used before
@@ -124,14 +117,9 @@ def skip_together(config: dict, faulty: int) -> list[list[bool]]:
 @pytest.mark.parametrize(
     ("processes", "config"),
     [
-        (2, {}),
-        (2, {"gradient_handler": [{"type": "DataParallelGradientHandler"}]}),
-        (2, {"fp16": FP16}),
-        *(CONFIGS[case] for case in ("1d-2", "2d-4", "dp2 x 1d-2", "3d-8", "zero 1", "zero 3 x 1d-2")),
-        (2, CONFIGS["zero 1"][1] | {"fp16": FP16}),
-        (2, {"parallel": CASES["1d-2"][1], "fp16": FP16}),
-        (2, {"parallel": CASES["1d-2"][1], "fp16": FP16 | {"mode": AMP_TYPE.NAIVE}}),
-        (2, {"parallel": CASES["1d-2"][1], "fp16": {"mode": AMP_TYPE.APEX, "opt_level": "O3", "dtype": "bfloat16"}}),
+        *(CASES[case] for case in ("dp2", "1d-2", "2d-4", "dp2 x 1d-2", "3d-8", "zero 1", "zero 3 x 1d-2")),
+        *((2, CASES[case][1] | {"fp16": FP16}) for case in ("dp2", "1d-2", "zero 1")),
+        (2, CASES["1d-2"][1] | {"fp16": FP16 | {"mode": AMP_TYPE.NAIVE}}),
     ],
 )
 def test_all_ranks_skip_what_is_not_finite_on_one(processes: int, config: dict) -> None:
@@ -139,9 +127,8 @@ def test_all_ranks_skip_what_is_not_finite_on_one(processes: int, config: dict) 
         assert moved == [[True, False, True]] * (len(OPTIMIZERS) if processes == 2 else 1)
 
 
-@pytest.mark.parametrize(("fp16", "words"), [(None, ""), (FP16, "; the float16 loss scale is down to 3.2e+01")])
-def test_too_many_in_a_row_stop_the_run(fp16: dict | None, words: str) -> None:
-    with launched(MAX_SKIPPED=2, fp16=fp16):
+def test_too_many_in_a_row_stop_the_run() -> None:
+    with launched(MAX_SKIPPED=2, fp16=FP16):
         model = nn.Linear(3, 2)
         engine, *_ = initialize(model, build_optimizer(model, "adamw"))
         for gradient in (1.0, torch.nan, torch.nan, 1.0, torch.nan, torch.nan):
@@ -150,30 +137,8 @@ def test_too_many_in_a_row_stop_the_run(fp16: dict | None, words: str) -> None:
             update(engine, torch.nan)
     assert str(caught.value).startswith(
         "by step 7, 3 consecutive updates were skipped because the loss or a gradient was not finite "
-        f"(MAX_SKIPPED=2){words}: lower LEARNING_RATE"
+        "(MAX_SKIPPED=2); the float16 loss scale is down to 3.2e+01: lower LEARNING_RATE"
     )
-
-
-def test_counters_and_scale_survive_a_checkpoint() -> None:
-    def build(fp16: dict | None) -> Engine:
-        gpc.config["fp16"] = fp16
-        model = nn.Linear(3, 2)
-        return initialize(model, build_optimizer(model, "sgd"))[0]
-
-    with launched(MAX_SKIPPED=3):
-        engine, resumed, without_scale = (build(fp16) for fp16 in (FP16, FP16, None))
-        for gradient in (1.0, torch.nan, 1.0, torch.nan, torch.nan):
-            update(engine, gradient)
-        state = engine.optimizer.step_state()
-        assert (state["updates"], state["skipped"], state["skipped_in_a_row"]) == (5, 3, 2)
-        for loaded, expected in ((resumed, state), (without_scale, state | {"scaler": None})):
-            loaded.optimizer.load_step_state(state)
-            assert loaded.optimizer.step_state() == expected
-        update(resumed, torch.nan)
-        assert resumed.optimizer.skipped == 4
-        assert resumed.optimizer.scaler.get_scale() == 2.0**6
-        with pytest.raises(UserError, match="by step 7, 4 consecutive updates"):
-            update(resumed, torch.nan)
 
 
 def test_an_optimizer_that_is_not_fused_skips_too() -> None:

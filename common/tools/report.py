@@ -1,7 +1,8 @@
-"""Write one self-contained HTML page about a run or several: ``python scripts/report.py RUN [RUN...]``.
+"""Write one self-contained HTML page about a run, several, or a sweep: ``python scripts/report.py RUN [RUN...]``.
 
-It holds the curves of every metric in metrics.jsonl, a summary, the environment, and the config: the whole of a single
-run's, and what differs between those of several. ``--csv`` prints a row for each run instead, as in results.csv:
+It holds the curves of every metric in metrics.jsonl, a summary, of a sweep which combination is best, the environment,
+and the config: the whole of a single run's, and what differs between those of several. ``--csv`` prints a row for each
+run instead, as in results.csv:
 
 python scripts/report.py outputs/vit_lite_vanilla --csv >> cifar10_benchmark/results.csv
 """
@@ -17,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -32,6 +34,7 @@ from common.metrics.curves import Metrics, read_metrics
 from common.table import flatten
 
 ABSENT = "-"
+SEED = "SEED"  # in a sweep, its values are repetitions
 BUCKETS = 300  # of a long curve
 # Title, factor from file to page, and whether the axis starts at 0.
 CHARTS: dict[str, tuple[str, float, bool]] = {
@@ -77,6 +80,18 @@ class FinishedRun:
         spans = itertools.pairwise([*starts, math.inf])
         return sum(max((when for when in times if start <= when < end), default=start) - start for start, end in spans)
 
+    @property
+    def values(self) -> dict[str, int | float | str]:
+        """The values in the name of a sweep's run, ``KEY=VALUE,KEY=VALUE``."""
+        parts = (part.partition("=") for part in self.name.split(",") if "=" in part)
+        return {key: _number(value) for key, _, value in parts}
+
+    @property
+    def final(self) -> Metrics | None:
+        """The evaluation after the last planned step, if the run has come so far."""
+        last_step = self.about.get("plan", {}).get("last_step", math.inf)
+        return next((line for line in self.of_kind("eval") if line["step"] >= last_step), None)
+
     def of_kind(self, kind: str) -> list[Metrics]:
         return [line for line in self.metrics if line["kind"] == kind]
 
@@ -93,7 +108,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--csv", action="store_true", help="print a row of results.csv for each run, and write no page")
     args = parser.parse_args(argv)
     folders = [folder for named in args.runs for folder in find_runs(named)]
-    names = drop_shared([folder.resolve().name for folder in folders])
+    if not folders:
+        raise UserError(f"{args.runs[0]} holds no run: name the folder of a run or of a sweep")
+    names = [folder.resolve().name for folder in folders]
     names = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
     runs = [load_run(folder, name) for folder, name in zip(folders, names, strict=True)]
     if args.csv:
@@ -106,18 +123,13 @@ def main(argv: list[str]) -> None:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return ``folder``, or the runs in it if it is a sweep's, in the order of their numbers."""
-    inside = [path.parent for path in folder.glob("*/config.json")]
-    inside.sort(key=lambda run: [(part.isdigit() and int(part), part) for part in re.split(r"(\d+)", run.name)])
-    return inside if inside and not (folder / "config.json").exists() else [folder]
-
-
-def drop_shared(names: Sequence[str]) -> list[str]:
-    """Return the names of a sweep's runs, ``KEY=VALUE,KEY=VALUE``, without the parts that all of them have."""
-    parts = [name.split(",") for name in names]
-    shared = set(parts[0]).intersection(*parts) if len(names) > 1 else set()
-    kept = [",".join(part for part in each if part not in shared or "=" not in part) for each in parts]
-    return kept if all(kept) else list(names)
+    """Return ``folder``, or the runs in it if it is a sweep's; skip what is neither."""
+    if (folder / "config.json").exists():
+        return [folder]
+    inside = sorted(path.parent for path in folder.glob("*/config.json"))
+    if not inside:
+        print(f"skipped {short_path(folder)}: no run", file=sys.stderr)
+    return inside
 
 
 def load_run(folder: Path, name: str) -> FinishedRun:
@@ -128,16 +140,62 @@ def load_run(folder: Path, name: str) -> FinishedRun:
     return FinishedRun(name, about, metrics, max((int(match[1]) for match in found if match), default=0))
 
 
+def rank_combinations(runs: Sequence[FinishedRun], notes: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
+    """Return a row for each combination of a sweep's values, the best first, and a line that names the best.
+
+    Runs that differ only in `SEED` share a row: the mean of their final top-1, its range, and how many they are.
+    ``notes``: what to add to its steps, by a run's name.
+    """
+    found = []
+    for values, group in group_by_seed(runs).items():
+        ends = [run.final for run in group if run.final]
+        tops = [100 * end["top1"] for end in ends] or [math.nan]
+        steps = [run.steps + notes.get(run.name, "") for run in group]
+        reached = {
+            "top1": f"{statistics.mean(tops):.2f}%" if ends else ABSENT,
+            "range": f"{min(tops):.2f}-{max(tops):.2f}" if ends else ABSENT,
+            "n": len(ends),
+            "loss": f"{statistics.mean(end['loss'] for end in ends):.3f}" if ends else ABSENT,
+            "steps": ", ".join(dict.fromkeys(steps)),
+        }
+        found.append((tops, dict(values) | reached))
+    found.sort(key=lambda one: (math.isnan(one[0][0]), -statistics.mean(one[0])))
+    rows = [row for _, row in found]
+    if len(rows) < 2 or not rows[1]["n"]:
+        return rows, ""
+    (best, row), (second, _) = found[:2]
+    verdict = "overlap" if max(second) >= min(best) else "do not overlap"
+    verdict = f"ranges {verdict}" if len(best) + len(second) > 2 else "no ranges: repeat it with --grid SEED=1,2,3"
+    named = ", ".join(f"{key}={value}" for key, value in row.items() if key in runs[0].values)
+    return rows, f"best: {named}; {verdict}"
+
+
+def group_by_seed(runs: Sequence[FinishedRun]) -> dict[tuple[tuple[str, Any], ...], list[FinishedRun]]:
+    """Return the runs by the (key, value) of what the sweep varies but `SEED`."""
+    groups: dict[tuple[tuple[str, Any], ...], list[FinishedRun]] = {}
+    for run in runs:
+        values = run.values or {"run": run.name}
+        groups.setdefault(tuple(pair for pair in values.items() if pair[0] != SEED), []).append(run)
+    return groups
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
 def result_row(run: FinishedRun) -> dict[str, Any]:
     """Return a run's row of results.csv; losses are those of the first and last train record."""
     about, train, evaluations = run.about, run.of_kind("train"), run.of_kind("eval")
     if not train or not evaluations:
         raise UserError(f"{run.name} has no evaluation yet, so no result: train it for longer, or lower EVAL_EVERY")
-    last, provenance = evaluations[-1], result_columns(about)
+    last, origin = evaluations[-1], result_columns(about)
     return {
-        "date": provenance.pop("date"),
+        "date": origin["date"],
         "config": about["name"],
-        "hardware": provenance.pop("hardware"),
+        "hardware": origin["hardware"],
         "processes": about["plan"]["gpus"],
         "global_batch": about["plan"]["total_batch"],
         "epochs": f"{last['epoch']:g}",
@@ -148,7 +206,9 @@ def result_row(run: FinishedRun) -> dict[str, Any]:
         "top5": f"{last['top5']:.4f}",
         "eval_images": last["samples"],
         "minutes": f"{run.seconds / 60:.1f}",
-        **provenance,
+        "versions": origin["versions"],
+        "commit": origin["commit"],
+        "command": origin["command"],
     }
 
 
@@ -179,6 +239,7 @@ def name_hardware(hardware: Mapping[str, Any]) -> str:
 def render(runs: Sequence[FinishedRun]) -> str:
     """Return the page."""
     charts = {"runs": [run.name for run in runs], "charts": collect_charts(runs)}
+    ranked, verdict = rank_combinations(runs, {})
     configs = _align(_flat_text(run.about["config"]) for run in runs)
     page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     return (
@@ -188,6 +249,8 @@ def render(runs: Sequence[FinishedRun]) -> str:
             runs=runs,
             title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
             summary={title: [cell(run) for run in runs] for title, cell in SUMMARY.items()},
+            sweep=ranked if runs[0].values else [],
+            verdict=verdict,
             keys={key: cells for key, cells in configs.items() if len(runs) == 1 or len(set(cells)) > 1},
             environment=_align(map(_environment, runs)),
             commands={run.name: shlex.join(["python", *run.about.get("argv", ())]) for run in runs},
@@ -209,19 +272,14 @@ def _wall_time(run: FinishedRun) -> str:
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {round(run.seconds) % 60:02} s"
 
 
-def _hardware(run: FinishedRun) -> str:
-    if "hardware" not in run.about:
-        return ABSENT
-    return f"{name_hardware(run.about['hardware'])}, processes: {run.about.get('plan', {}).get('gpus', 1)}"
-
-
 SUMMARY: dict[str, Callable[[FinishedRun], str]] = {
     "Top-1, last evaluation": lambda run: next((f"{line['top1']:.2%}" for line in run.of_kind("eval")[::-1]), ABSENT),
     "Top-1, best evaluation": _best_top1,
     "Steps": lambda run: run.steps,
     "Wall time": _wall_time,
     "Images per second, median": lambda run: run.median("samples_per_s", "{:,.0f}"),
-    "Hardware": _hardware,
+    "Hardware": lambda run: name_hardware(run.about["hardware"]) if "hardware" in run.about else ABSENT,
+    "Processes": lambda run: str(run.about.get("plan", {}).get("gpus", 1)),
 }
 
 

@@ -3,17 +3,16 @@ import json
 import random
 import re
 from html import unescape
-from pathlib import Path
 
 import pytest
 
 from common.errors import UserError
+from common.files import ROOT
 from common.testing.tiny_task import train as train_tiny
 from common.tools import report
 from common.tools.report import BUCKETS, FinishedRun, collect_charts, thin_out
 
 EVIL = "a<script>alert(1)</script>&@charts@"
-RESULTS = Path(__file__).parents[2] / "cifar10_benchmark" / "results.csv"
 CPU = {"gpu": None, "cpus": 2, "cpu": "AMD EPYC", "instruction_set": "AVX2"}
 
 
@@ -25,10 +24,6 @@ def tables_of(page: str) -> list[dict[str, list[str]]]:
     return [{row[0]: row[1:] for row in table} for table in text]
 
 
-def charts_of(page: str) -> list[dict]:
-    return json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["charts"]
-
-
 def train(step: int, **metrics) -> dict:
     return {"kind": "train", "step": step, "epoch": step / 10, "time": 1000.0 + 60 * step} | metrics
 
@@ -38,7 +33,7 @@ def evaluation(step: int, top1: float, loss: float = 1.0) -> dict:
 
 
 def write_run(folder, records=(), config=None, **about):
-    folder.mkdir()
+    folder.mkdir(parents=True, exist_ok=True)
     starts = [{"step": 0, "started": 940.0}]
     about = {"config": config or {"A": 1}, "plan": {"last_step": 4, "gpus": 8}, "starts": starts, **about}
     (folder / "config.json").write_text(json.dumps(about))
@@ -65,7 +60,8 @@ def test_summary(tmp_path):
             "Steps": ["4"],
             "Wall time": ["5 min 01 s"],
             "Images per second, median": ["30"],
-            "Hardware": ["2 cores of AMD EPYC, AVX2, processes: 8"],
+            "Hardware": ["2 cores of AMD EPYC, AVX2"],
+            "Processes": ["8"],
         },
         {"": ["run"], "A": ["1"], "B.c": ["[1, 2]"], "B.d": ["None"]},
     ]
@@ -78,10 +74,14 @@ def test_a_run_that_is_running_or_was_killed_in_the_middle_of_a_line(tmp_path):
     page = make(run)
     assert tables_of(page)[0]["Steps"] == ["2 of 4"]
     assert tables_of(page)[0]["Top-1, last evaluation"] == tables_of(page)[0]["Top-1, best evaluation"] == ["-"]
-    assert [(chart["name"], chart["lines"][0]["y"]) for chart in charts_of(page)] == [("loss", [2.0, None])]
+    (chart,) = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["charts"]
+    assert (chart["name"], chart["lines"][0]["y"]) == ("loss", [2.0, None])
     (run / "checkpoints" / "step-00000003").mkdir(parents=True)
     (run / "checkpoints" / "step-00000003" / "COMPLETE").touch()
     assert tables_of(make(run))[0]["Steps"] == ["3 of 4"]
+    (run / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match="run/metrics.jsonl line 1: kind: Field required"):
+        make(run)
 
 
 def test_the_wall_time_is_without_the_pauses_between_starts(tmp_path):
@@ -95,25 +95,32 @@ def test_the_wall_time_is_without_the_pauses_between_starts(tmp_path):
     assert rows[1:] == [["step 0, 1970-01-01 01:23 UTC"], ["step 1, 1970-01-01 02:29 UTC, bfloat16, processes: 2"]]
 
 
-def test_runs_of_a_sweep_are_rows_with_what_differs(tmp_path):
+def test_runs_of_a_sweep_are_ranked_and_what_is_no_run_is_skipped(tmp_path, capsys):
     sweep = tmp_path / "sweep"
-    sweep.mkdir()
-    for batch in (512, 64):
+    for batch in (64, 512):
         for rate in range(2):
-            write_run(sweep / f"B={batch},C=1,R={rate}", [evaluation(4, rate / 10)], {"B": batch, "C": 1, "R": rate})
-    report.main([str(sweep)])
-    summary, shared, config, *_ = tables_of((sweep / "report.html").read_text())
-    names = [f"B={batch},R={rate}" for batch in (64, 512) for rate in range(2)]
-    assert list(summary) == ["", *names]
-    assert summary[""] == ["Top-1, last evaluation", "Top-1, best evaluation"]
+            write_run(sweep / f"B={batch},R={rate}", [evaluation(4, rate / 10)], {"B": batch, "C": 1, "R": rate})
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / ".lock").touch()
+    for _ in range(2):  # the second time with the page itself
+        report.main(list(map(str, tmp_path.iterdir())))
+    err = capsys.readouterr().err
+    assert err.count(f"skipped {tmp_path}/empty: no run\n") == 2
+    assert f"skipped {tmp_path}/report.html: no run\n" in err
+    page = (tmp_path / "report.html").read_text()
+    summary, shared, ranked, config, *_ = tables_of(page)
     assert summary["B=64,R=1"] == ["10.00%", "10.00% at step 4"]
     assert shared["Steps"] == ["4"]
+    assert list(ranked) == ["B", "512", "64"]
+    assert ranked["B"] == ["R", "top1", "range", "n", "loss", "steps"]
+    assert "best: B=512, R=1; no ranges" in page
+    names = [f"B={batch},R={rate}" for batch in (512, 64) for rate in range(2)]
     assert config == {"": ["B", "R"]} | {name: [part[2:] for part in name.split(",")] for name in names}
+    with pytest.raises(UserError, match="empty holds no run: name the folder of"):
+        report.main([str(tmp_path / "empty")])
 
 
 def test_equal_folder_names_are_told_apart_and_names_are_text(tmp_path):
-    for parent in ("x", "y"):
-        (tmp_path / parent).mkdir()
     folders = [write_run(tmp_path / parent / "run", config={parent: 1}) for parent in ("x", "y")]
     report.main(list(map(str, folders)))
     assert str(folders[1]) in (tmp_path / "report.html").read_text()
@@ -129,20 +136,13 @@ def test_csv_is_a_row_of_the_results(data, tmp_path, capsys):
     run = train_tiny(data, tmp_path / "run", "MAX_STEPS=1")
     capsys.readouterr()
     report.main([str(run), "--csv"])
-    with RESULTS.open() as file:
+    with (ROOT / "cifar10_benchmark" / "results.csv").open() as file:
         header = next(csv.reader(file))
     (row,) = csv.DictReader(capsys.readouterr().out.splitlines(), header)
     assert [row[key] for key in ("config", "processes", "global_batch", "steps")] == ["tiny", "1", "14", "1"]
     assert row["first_loss"] == row["last_loss"]
     assert (row["eval_images"], row["command"][:6] != "") == ("45", True)
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", row["date"])
-
-
-def test_a_broken_line_is_named(tmp_path):
-    run = write_run(tmp_path / "run", [train(1)])
-    (run / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match="run/metrics.jsonl line 1: kind: Field required"):
-        report.main([str(run)])
 
 
 def test_charts_hold_every_number_and_know_their_runs():
@@ -155,8 +155,7 @@ def test_charts_hold_every_number_and_know_their_runs():
         {"run": 0, "kind": "eval", "x": (2,), "y": (1.0,)},
         {"run": 1, "kind": "train", "x": (1,), "y": (3.0,)},
     ]
-    assert charts["top1"][0]["y"] == (50.0,)
-    assert charts["data_wait"][0]["y"] == (25.0,)
+    assert (charts["top1"][0]["y"], charts["data_wait"][0]["y"]) == ((50.0,), (25.0,))
 
 
 def test_thinned_out_curves_keep_extremes_ends_and_gaps():
@@ -167,4 +166,3 @@ def test_thinned_out_curves_keep_extremes_ends_and_gaps():
     assert len(kept) <= 5 * BUCKETS
     assert {points[0], points[4321], points[5555], points[8765], points[-1]} <= set(kept) <= set(points)
     assert [step for step, _ in kept] == sorted(step for step, _ in kept)
-    assert thin_out(points[:BUCKETS]) == points[:BUCKETS]

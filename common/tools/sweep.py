@@ -1,14 +1,15 @@
-"""Train a config once for each combination of values, one run after another; print two tables and draw a picture.
+"""Train a config once for each combination of values, one run after another; print which is best and draw a picture.
 
     python scripts/sweep.py --config vit_lite_vanilla --output DIR --set DATA.root=/data/cifar10 \\
         --grid TOTAL_BATCH_SIZE=256,1024 --grid LEARNING_RATE=1e-3,3e-3
     python scripts/sweep.py --output DIR --set DATA.root=/data/cifar10 --grid CONFIG=vit_lite_vanilla,vit_lite_1d
     python scripts/sweep.py --output DIR      # the tables and DIR/sweep.png of the runs so far
 
-The key CONFIG takes the place of --config. The first --grid key is the picture's x axis. A run has as many processes
-as its parallel mode needs, or --processes if that is more. A folder in DIR for each run has its combination as its
-name; more commands may add runs to DIR. A run that fails is in the table, the others are trained, and the exit status
-is 1. Rerun the command to resume: finished runs are skipped, the others continue from their checkpoints.
+The key CONFIG takes the place of --config. The first --grid key is the picture's x axis; values of SEED are
+repetitions. A run has as many processes as its parallel mode needs, or --processes if that is more. A folder in DIR for
+each run has its combination as its name; more commands may add runs to DIR. A run that fails is in the table, the
+others are trained, and the exit status is 1. Rerun the command to resume: finished runs are skipped, the others
+continue from their checkpoints.
 """
 
 import argparse
@@ -20,15 +21,25 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 from common.config.load import find_config, load_config
 from common.config.plan import build_plan
 from common.errors import UserError, command_parser, did_you_mean
 from common.files import ROOT
 from common.launch.signals import SIGNALS, exit_code, signal_name
+from common.plot import build_figure, place_legend, save_figure
 from common.table import format_table, print_wrapped
 from common.task import TASKS, find_task
-from common.tools.sweep_results import CONFIG, COSTS, draw, is_finished, keys_of, read_sweep, tabulate, tabulate_costs
+from common.tools.report import ABSENT, SEED, FinishedRun, find_runs, group_by_seed, load_run, rank_combinations
+
+CONFIG = "CONFIG"
+COSTS = (
+    "GB: peak memory of a process; data: share of the time waiting for images; fwd, bwd: of a step; d(loss): largest "
+    "difference of the train loss from the first run's"
+)
+LOG_FROM = 8  # greatest / least x from which on the axis is logarithmic
 
 
 def main(argv: list[str]) -> None:
@@ -39,27 +50,32 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key in all runs")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="holds a folder for each run")
-    parser.add_argument("--best", metavar="KEY", help="draw only the best of the values of this --grid key")
+    parser.add_argument("--best", metavar="KEY", help="draw only the best of the values of this key")
     parser.add_argument("--train", type=Path, metavar="SCRIPT", help="the task's script (default: the recipe's)")
     parser.add_argument("--processes", type=int, default=1, help="GPUs of each run, started by torchrun (default: 1)")
     args = parser.parse_args(argv)
     failed = train(args) if args.config or args.grid or args.set else {}
-    runs = read_sweep(args.output)
-    _check_best(args.best, keys_of(runs))
-    print(format_table(tabulate(runs, failed)))
+    runs = [load_run(folder, folder.name) for folder in find_runs(args.output)]
+    if not runs:
+        raise UserError(f"--output {args.output}: no run in it yet; start the sweep with --config and --grid")
+    runs.sort(key=lambda run: run.about["starts"][0]["started"])
+    _check_best(args.best, list(runs[0].values))
+    rows, verdict = rank_combinations(runs, failed)
+    print(format_table(rows))
     print_wrapped(COSTS, 0)
     print(format_table(tabulate_costs(runs)))
     picture = args.output / "sweep.png"
     print(picture if draw(runs, picture, args.best) else "no picture yet: no run has been evaluated")
+    print(verdict)
     if failed:
         print(f"failed: {', '.join(failed)}; rerun the command to resume", file=sys.stderr)
         sys.exit(1)
 
 
-def train(args: argparse.Namespace) -> dict[str, int]:
+def train(args: argparse.Namespace) -> dict[str, str]:
     """Train what is missing in ``args.output``, after every combination has been checked.
 
-    Returns the exit statuses of the runs that failed after their start, by name.
+    Returns a note with the exit status for each run that failed after its start, by name.
     """
     grid = dict(map(_parse_grid, args.grid))
     if len(grid) < len(args.grid):
@@ -81,7 +97,7 @@ def train(args: argparse.Namespace) -> dict[str, int]:
         if status and not (folder / "config.json").exists():
             raise UserError(f"{folder.name} did not start (exit status {status}, message above): the sweep ends here")
         if status:
-            failed[folder.name] = status
+            failed[folder.name] = f" (failed, exit status {status})"
     return failed
 
 
@@ -98,7 +114,7 @@ def plan_commands(args: argparse.Namespace, grid: dict[str, list[str]]) -> dict[
         config = load_config(path, settings)
         processes = max(args.processes, config["parallel"]["tensor"]["size"])
         build_plan(config, processes, None)
-        names = [re.sub(r"[^\w.=+-]", "_", f"{key}={value}") for key, value in chosen.items()]
+        names = [re.sub(r"[^\w.=+-]+", "_", f"{key}={value}").strip("_") for key, value in chosen.items()]
         folder = args.output.resolve() / (",".join(names) or "run")
         if folder in commands:
             raise UserError(f"--grid: two combinations would share the folder {folder.name}: choose values that differ")
@@ -150,5 +166,85 @@ def _parse_grid(text: str) -> tuple[str, list[str]]:
 
 
 def _check_best(best: str | None, keys: Sequence[str]) -> None:
-    if best is not None and best not in keys[1:]:
-        raise UserError(f"--best {best}: none of the --grid keys beside the first{did_you_mean(best, keys)}")
+    if best is not None and best not in keys:
+        raise UserError(f"--best {best}: none of the --grid keys{did_you_mean(best, keys)}")
+
+
+def is_finished(folder: Path, command: Sequence[str]) -> bool:
+    """Return whether ``folder`` holds the whole run of ``command``; the run itself decides what else it resumes."""
+    if not (folder / "config.json").exists():
+        return False
+    run = load_run(folder, folder.name)
+    arguments = run.about["argv"][1:]
+    return run.final is not None and list(command[-len(arguments) :]) == arguments
+
+
+def tabulate_costs(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
+    """Return each run's medians of memory, rate and times, and the difference of its loss; `COSTS` explains them."""
+    first, rows = {line["step"]: line["loss"] for line in runs[0].of_kind("train")}, []
+    for run in runs:
+        lines = [line for line in run.of_kind("train") if line["step"] in first]
+        costs = {
+            "run": ", ".join(map(str, run.values.values())) or run.name,
+            "GB": run.median("peak_memory_gb", "{:.2f}"),
+            "img/s": run.median("samples_per_s", "{:,.0f}"),
+            "data": run.median("data_wait", "{:.1f} %"),
+            "fwd ms": run.median("forward_s", "{:.1f}"),
+            "bwd ms": run.median("backward_s", "{:.1f}"),
+            "d(loss)": f"{max(abs(line['loss'] - first[line['step']]) for line in lines):.1e}" if lines else ABSENT,
+        }
+        rows.append(costs)
+    return rows
+
+
+def draw(runs: Sequence[FinishedRun], path: Path, best: str | None = None) -> bool:
+    """Draw top-1 of the finished runs against the first key, with a line for the others; False if there is none yet.
+
+    Runs that differ only in `SEED` are one point, their mean, with a bar from the least to the greatest. ``best`` names
+    a key of whose values only the one with the highest mean is drawn.
+    """
+    lines = collect_points(runs, best)
+    if not lines:
+        return False
+    figure, axes = build_figure(7, 4.5)
+    places = list(dict.fromkeys(x for points in lines.values() for x in points))
+    is_numeric = not any(isinstance(x, str) for x in places)
+    for number, (line, points) in enumerate(lines.items()):
+        xs = sorted(points) if is_numeric else list(points)
+        tops = [points[x] for x in xs]
+        bars = [(mean(each) - min(each), max(each) - mean(each)) for each in tops]
+        axes.errorbar(
+            xs,
+            list(map(mean, tops)),
+            list(zip(*bars, strict=True)),
+            fmt="o-" if is_numeric else "o",
+            capsize=3,
+            color=f"C{number}",
+            label=", ".join(f"{key}={value}" for key, value in line),
+        )
+    varied = [key for key in runs[0].values if key not in (SEED, best)]
+    axes.set(xlabel=varied[0] if varied else "run", ylabel="top-1 of finished runs at the end, %")
+    if is_numeric:
+        if min(places) > 0 and max(places) / min(places) >= LOG_FROM:
+            axes.set_xscale("log")
+        axes.set_xticks(places, [f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in places])
+        axes.minorticks_off()
+    if any(lines):
+        place_legend(axes, columns=2)
+    save_figure(figure, path)
+    return True
+
+
+def collect_points(runs: Sequence[FinishedRun], best: str | None) -> dict[tuple, dict[Any, list[float]]]:
+    """Return the final top-1 of the finished runs in per cent, by line and x; there are several if seeds differ.
+
+    Of the points that differ only in the key ``best`` only the one with the highest mean stays, without that key.
+    """
+    lines: dict[tuple, dict[Any, list[float]]] = {}
+    for values, group in group_by_seed(runs).items():
+        tops = [100 * run.final["top1"] for run in group if run.final]
+        (_, x), *line = [pair for pair in values if pair[0] != best] or [("", f"best {best}")]
+        points = lines.setdefault(tuple(line), {})
+        if tops and (x not in points or mean(tops) > mean(points[x])):
+            points[x] = tops
+    return {line: points for line, points in lines.items() if points}

@@ -18,7 +18,7 @@ from common.model.ema import EmaHook
 from common.testing.parity_cases import build_engine, build_tiny_model, fit, micro_batches
 from common.testing.ranks import launched, run_ranks
 
-RECOMPUTED = {"activation_checkpoint": True, "init_values": 0.5, "drop_path": 0.3}
+RECOMPUTED = {"activation_checkpoint": True, "init_values": 0.5, "drop_path": 0.3, "stem": "conv", "pool": "seq"}
 PRECISIONS = ["TORCH bfloat16", "TORCH float16", "NAIVE bfloat16"]
 
 

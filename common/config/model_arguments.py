@@ -32,8 +32,11 @@ class ModelArguments(Section):
     drop_path: Number = key(
         0.0, "stochastic depth (arXiv 1603.09382): rate of the last block, rising from 0", ge=0, lt=1
     )
-    pool: Literal["cls", "avg"] = key(
-        "cls", "what the head reads: the class token, or the mean of the patches (no class token)"
+    stem: Literal["patch", "conv"] = key(
+        "patch", "`conv`: 3 x 3 convolutions, one of stride 1 and then of stride 2, instead of the patch projection"
+    )
+    pool: Literal["cls", "avg", "seq"] = key(
+        "cls", "what the head reads: the class token, the mean of the patches, or their learned mean (arXiv 2104.05704)"
     )
     position: Literal["learned", "sincos2d"] = key("learned", "position embedding; `sincos2d` is fixed")
     no_embed_class: bool = key(False, "no position embedding for the class token and the registers")
@@ -54,12 +57,20 @@ class ModelArguments(Section):
                 f"image_size={self.image_size} is not a multiple of patch_size={self.patch_size}; "
                 f"the nearest that are: {nearest}"
             )
+        unit = self.patch_size
+        if self.stem == "conv" and (unit & (unit - 1) or self.width % unit):
+            raise ValueError(f"stem='conv' needs a power of two that divides width as patch_size, not {unit}")
         unit = math.lcm(self.heads, 4) if self.position == "sincos2d" else self.heads
         if self.width % unit:
             reason = f"heads={self.heads}" if unit == self.heads else f"{unit} (heads, and 4 for sincos2d)"
             nearest = nearest_multiples(self.width, unit)
             raise ValueError(f"width={self.width} is not a multiple of {reason}; the nearest that are: {nearest}")
         return self
+
+    @property
+    def stem_channels(self) -> list[int]:
+        """Channels before, between and after the convolutions of ``stem="conv"``."""
+        return [3, *(self.width >> i for i in reversed(range(self.patch_size.bit_length())))]
 
     @property
     def prefix_tokens(self) -> int:
@@ -78,6 +89,11 @@ def parse_model_arguments(arguments: dict[str, Any]) -> ModelArguments:
     Raises ValueError for an unknown name or a value that does not fit.
     """
     return parse(ModelArguments, arguments)
+
+
+def is_not_timms(stem: str = "patch", pool: str = "cls", **_: Any) -> bool:
+    """Return whether timm's `VisionTransformer` has no such stem or pooling."""
+    return stem == "conv" or pool == "seq"
 
 
 def timm_arguments(**arguments: Any) -> dict[str, Any]:

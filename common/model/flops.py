@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,9 +39,13 @@ def flops_per_image(model: Mapping[str, Any], frozen: str | None = None) -> int:
     patches = (a.image_size // a.patch_size) ** 2
     tokens, hidden = patches + a.prefix_tokens, int(a.width * a.mlp_ratio)
     embedding = patches * 3 * a.patch_size**2 * a.width
-    layers = tokens * a.width * (3 * a.width + a.width + 2 * hidden)
+    if a.stem == "conv":
+        layers = enumerate(pairwise(a.stem_channels))
+        embedding = sum(9 * before * after * a.image_size**2 >> 2 * i for i, (before, after) in layers)
+    products = tokens * a.width * (3 * a.width + a.width + 2 * hidden)
     attention = 2 * tokens**2 * a.width
-    body, head = embedding + a.depth * (layers + attention), a.width * a.num_classes
+    body, head = embedding + a.depth * (products + attention), a.width * a.num_classes
+    body += 2 * patches * a.width * (a.pool == "seq")
     return 2 * (body + 2 * head) if frozen else 3 * 2 * (body + head)
 
 

@@ -12,9 +12,10 @@ CPU = torch.device("cpu")
 VIT_B16 = {"image_size": 224, "patch_size": 16, "width": 768, "depth": 12, "heads": 12, "num_classes": 1000}
 LITE = {"image_size": 32, "patch_size": 4, "width": 256, "depth": 7, "heads": 4, "mlp_ratio": 2.0, "num_classes": 10}
 POOLED = {"image_size": 32, "patch_size": 8, "width": 64, "depth": 3, "heads": 2, "pool": "avg", "num_classes": 7}
+CONVOLUTIONS = POOLED | {"stem": "conv", "pool": "seq"}
 
 
-@pytest.mark.parametrize("model", [VIT_B16, LITE, POOLED])
+@pytest.mark.parametrize("model", [VIT_B16, LITE, POOLED, CONVOLUTIONS])
 def test_flops_are_three_forward_passes_of_pytorchs_count(model):
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         build_model(**model)(torch.empty(2, 3, model["image_size"], model["image_size"]))

@@ -5,6 +5,8 @@ Parameter names, mathematics and initialisation are timm's, so a `state_dict` lo
 Shape suffixes: B batch, C image channels, Y X pixel rows and columns, N tokens, D width, H heads, E width of a head.
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,8 +35,12 @@ def parameter_count(**arguments: object) -> int:
     width, hidden, vectors = a.width, int(a.width * a.mlp_ratio), 9 if a.init_values is None else 11
     block = 4 * width**2 + 2 * width * hidden + vectors * width + hidden
     positions = (a.image_size // a.patch_size) ** 2 + a.embedded_prefix
-    around = 3 * a.patch_size**2 + 1 + a.prefix_tokens + positions + 2 + a.num_classes
-    return width * around + a.depth * block + a.num_classes
+    around = a.prefix_tokens + positions + 2 + a.num_classes
+    stem = width * (3 * a.patch_size**2 + 1)
+    if a.stem == "conv":
+        stem = sum(9 * before * after + 2 * after for before, after in pairwise(a.stem_channels))
+    pool = width + 1 if a.pool == "seq" else 0
+    return width * around + stem + a.depth * block + pool + a.num_classes
 
 
 def parameter_shapes(**arguments: Any) -> dict[str, list[int]]:
@@ -73,6 +79,20 @@ class PatchEmbed(nn.Module):
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
         return self.proj(images_BCYX)
+
+
+class ConvStem(nn.Sequential):
+    """Overlapping convolutions (Xiao et al., arXiv 2106.14881), with norms that keep no statistics: to [B, N, D]."""
+
+    def __init__(self, channels: Sequence[int]) -> None:
+        layers: list[nn.Module] = []
+        for i, (before, after) in enumerate(pairwise(channels)):
+            convolution = nn.Conv2d(before, after, kernel_size=3, stride=2 if i else 1, padding=1, bias=False)
+            layers += [convolution, nn.GroupNorm(1, after), nn.GELU()]
+        super().__init__(*layers[:-1])
+
+    def forward(self, images_BCYX: Tensor) -> Tensor:
+        return super().forward(images_BCYX).flatten(2).transpose(1, 2)
 
 
 class Dropout(nn.Dropout):
@@ -195,11 +215,13 @@ class VisionTransformer(nn.Module):
         self.cls_token = _build_tokens(int(pool == "cls"), width)
         self.reg_token = _build_tokens(arguments.reg_tokens, width)
         self.pos_embed = _build_position(arguments)
-        self.patch_embed = PatchEmbed(arguments.patch_size, width)
+        is_conv = arguments.stem == "conv"
+        self.patch_embed = ConvStem(arguments.stem_channels) if is_conv else PatchEmbed(arguments.patch_size, width)
         self.dropout = Dropout(arguments.dropout)
         self.blocks = nn.ModuleList(Block(arguments, arguments.drop_path * i / max(depth - 1, 1)) for i in range(depth))
         # As in timm, the last norm is before class-token pooling, but after mean pooling.
-        self.norm = build_norm(width) if pool == "cls" else nn.Identity()
+        self.norm = build_norm(width) if pool != "avg" else nn.Identity()
+        self.attention_pool = build_linear(width, 1) if pool == "seq" else None
         self.fc_norm = build_norm(width) if pool == "avg" else nn.Identity()
         self.head = build_linear(width, arguments.num_classes)
 
@@ -218,8 +240,16 @@ class VisionTransformer(nn.Module):
             else:
                 x_BND = block(x_BND)
         x_BND = self.norm(x_BND)
-        pooled_BD = x_BND[:, self.prefix_tokens :].mean(dim=1) if self.cls_token is None else x_BND[:, 0]
-        return self.head(self.fc_norm(pooled_BD))
+        return self.head(self.fc_norm(self._pool(x_BND)))
+
+    def _pool(self, x_BND: Tensor) -> Tensor:
+        if self.cls_token is not None:
+            return x_BND[:, 0]
+        patches_BND = x_BND[:, self.prefix_tokens :]
+        if self.attention_pool is None:
+            return patches_BND.mean(dim=1)
+        shares_BN1 = self.attention_pool(patches_BND).softmax(dim=1)
+        return (shares_BN1.mT @ patches_BND)[:, 0]
 
 
 def _build_tokens(count: int, width: int) -> nn.Parameter | None:

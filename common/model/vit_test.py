@@ -192,6 +192,40 @@ def test_frozen_it_trains_a_linear_layer_on_fixed_features(pool: str) -> None:
     assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in body.items())
 
 
+@pytest.mark.parametrize(("stem", "pool"), [("conv", "seq"), ("conv", "cls"), ("patch", "seq")])
+def test_convolutional_stem_and_sequence_pooling_equal_their_formulas(stem: str, pool: str) -> None:
+    """The blocks are timm's; pooling is the line of SHI-Labs/Compact-Transformers. In float64."""
+    torch.manual_seed(0)
+    model = build_model(**TINY, stem=stem, pool=pool).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    weights = dict(model.named_parameters())
+    theirs = TimmVisionTransformer(**timm_arguments(**TINY | {"pool": "cls" if pool == "cls" else "avg"})).double()
+    theirs.norm, theirs.fc_norm = nn.LayerNorm(24, eps=1e-6).double(), nn.Identity()
+    theirs.load_state_dict(weights, strict=False)
+
+    def embed(x: Tensor) -> Tensor:
+        for i in range(3):  # of stride 1, 2, 2
+            x = F.conv2d(x, weights[f"patch_embed.{3 * i}.weight"], stride=min(i + 1, 2), padding=1)
+            x = (x - x.mean((1, 2, 3), keepdim=True)) / (x.var((1, 2, 3), keepdim=True, correction=0) + 1e-5).sqrt()
+            scale, shift = (weights[f"patch_embed.{3 * i + 1}.{name}"].view(-1, 1, 1) for name in ("weight", "bias"))
+            x = x * scale + shift
+            x = x if i == 2 else x * (1 + torch.erf(x / 2**0.5)) / 2
+        return x.flatten(2).transpose(1, 2)
+
+    if stem == "conv":
+        theirs.patch_embed = nn.Module()
+        theirs.patch_embed.forward = embed
+    images = torch.randn(3, 3, 16, 16, dtype=torch.float64)
+    x = theirs.forward_features(images)
+    if pool == "seq":
+        shares = F.linear(x, weights["attention_pool.weight"], weights["attention_pool.bias"])
+        x = torch.matmul(F.softmax(shares, dim=1).transpose(-1, -2), x).squeeze(-2)
+    expected = theirs.head(x if pool == "seq" else x[:, 0])
+    torch.testing.assert_close(model(images), expected, rtol=1e-12, atol=1e-12)
+    assert parameter_count(**TINY, stem=stem, pool=pool) == sum(p.numel() for p in model.parameters())
+
+
 def test_initialization_is_distributed_as_timms() -> None:
     """Means and standard deviations agree within five standard errors, parameter by parameter."""
     torch.manual_seed(0)
@@ -252,7 +286,8 @@ def test_timm_name_creates_the_same_shapes(name: str, options: dict) -> None:
         ({"image_size": 225}, "^image_size=225 is not a multiple of patch_size=16; .* 224 or 240$"),
         ({"width": 400}, "^width=400 is not a multiple of heads=6; the nearest that are: 396 or 402$"),
         ({"width": 390, "position": "sincos2d"}, r"^width=390 is not a multiple of 12 \(.*that are: 384 or 396$"),
-        ({"pool": "mean"}, "^pool='mean': expected 'cls', 'avg'$"),
+        ({"pool": "mean"}, "^pool='mean': expected 'cls', 'avg', 'seq'$"),
+        ({"stem": "conv", "image_size": 28, "patch_size": 14}, "^stem='conv' needs a power of two .*, not 14$"),
         ({"dept": 3}, "^unknown key dept; did you mean 'depth'"),
         ({"depth": "12"}, "^depth='12': expected integer >= 1"),
         ({"drop_path": math.nan}, "^drop_path=nan: expected number >= 0 and < 1$"),

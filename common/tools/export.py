@@ -13,6 +13,7 @@ Beside it lies config.json: architecture, preprocessing and class names, as timm
 import json
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,10 @@ import timm
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from common.checkpoint.saved_run import SavedRun, build_parser, open_run
-from common.config.model_arguments import timm_arguments, timm_name
+from common.config.model_arguments import is_not_timms, timm_arguments, timm_name
 from common.errors import UserError
 from common.files import short_path
 from common.task import find_task
@@ -62,6 +62,8 @@ def export(run: SavedRun, target: str, output: Path) -> float:
         raise UserError(f"--to onnx needs {', '.join(missing)}: pip install {' '.join(missing)}")
     if output.is_dir() and any(output.iterdir()):
         raise UserError(f"{output} is not empty: choose another folder with --output DIR, or remove it")
+    if target == "timm" and is_not_timms(**run.config["MODEL"]):
+        raise UserError("--to timm: timm has no stem='conv' and no pool='seq' of MODEL; export to safetensors or onnx")
     model, size = run.load_model(), run.config["MODEL"]["image_size"]
     output.mkdir(parents=True, exist_ok=True)
     (output / "config.json").write_text(json.dumps(describe_for_timm(run), indent=2) + "\n")
@@ -78,15 +80,17 @@ def describe_for_timm(run: SavedRun) -> dict[str, Any]:
     The layout is that of timm/models/_hub.py, `save_config_for_hf`.
     """
     arguments = timm_arguments(**run.config["MODEL"])
-    size, data = arguments["img_size"], run.config["DATA"]
+    size, data, is_own = arguments["img_size"], run.config["DATA"], is_not_timms(**run.config["MODEL"])
     short_side = find_task(run.task).build_eval_crop(data, size).short_side
     return {
-        "architecture": timm_name(**run.config["MODEL"]) or ANY_PLAIN_VIT,
+        "architecture": "none" if is_own else timm_name(**run.config["MODEL"]) or ANY_PLAIN_VIT,
         "num_classes": arguments["num_classes"],
         "num_features": arguments["embed_dim"],
         "global_pool": arguments["global_pool"],
         "label_names": run.class_names,
-        "model_args": {name: value for name, value in arguments.items() if not name.endswith("_rate")},
+        "model_args": run.config["MODEL"]
+        if is_own
+        else {k: v for k, v in arguments.items() if not k.endswith("_rate")},
         "pretrained_cfg": {
             "num_classes": arguments["num_classes"],
             "input_size": [3, size, size],
@@ -125,7 +129,7 @@ def _write_timm(model: nn.Module, size: int, output: Path) -> Forward:
 def _write_safetensors(model: nn.Module, size: int, output: Path) -> Forward:
     _save(model, output, {"format": "pt", "config": (output / "config.json").read_text()})
     with safe_open(output / WEIGHTS, "pt") as file:
-        read = VisionTransformer(**json.loads(file.metadata()["config"])["model_args"]).eval()
+        read = deepcopy(model)
         read.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118, it is no dict
     return read
 

@@ -78,6 +78,14 @@ def test_any_shape_goes_into_timm(data, tmp_path, arguments):
     assert load_pretrained(ours, str(tmp_path / "timm")) == f"starting from the weights of {tmp_path / 'timm'}"
 
 
+def test_what_timm_has_not_goes_into_the_other_formats(data, tmp_path):
+    run = open_run(str(train(data, tmp_path / "run", "MODEL.stem=conv", "MODEL.pool=seq")))
+    for target in ("safetensors", "onnx"):
+        assert export.export(run, target, tmp_path / target) < 1e-5
+    with pytest.raises(UserError, match="^--to timm: timm has no stem='conv'"):
+        export.export(run, "timm", tmp_path / "timm")
+
+
 def test_what_differs_from_the_checkpoint_is_not_passed_off(run, tmp_path, monkeypatch):
     monkeypatch.setitem(export.FORMATS, "timm", lambda model, size, output: lambda images: model(images) * 1.001)
     with pytest.raises(UserError, match="its logits differ from the checkpoint's by 1.0e-03 of the largest"):

@@ -216,6 +216,10 @@ def check_tensor_parallel(
     mode, size, depth = tensor["mode"], tensor["size"], tensor.get("depth", 1)
     if mode is None:
         return
+    if model.get("stem") == "conv" or model.get("pool") == "seq":
+        raise UserError(
+            f"stem='conv' and pool='seq' of MODEL do not support tensor parallel mode {mode!r}: set it to None"
+        )
     heads, width, mlp_ratio = model["heads"], model["width"], model["mlp_ratio"]
     sizes, layout = group_sizes(mode, size, depth), LAYOUTS[mode]
     side = size if mode == "1d" else sizes[layout.channels]

@@ -51,6 +51,7 @@ def test_every_cube_is_a_cube(size: int) -> None:
         (tensor("3d", 8), {}, 6, "micro-batch .MICRO_BATCH_SIZE.=6 is not a multiple of 4, .*: 4 or 8"),
         (tensor("3d", 8), {"width": 34, "heads": 2}, 4, "MODEL.width=34 is not a multiple of 4, .*: 32 or 36"),
         (tensor("3d", 8), {"mlp_ratio": 34 / 32}, 4, "mlp_ratio=34 is not a multiple of 4, .*: 32 or 36"),
+        (tensor("1d", 2), {"pool": "seq"}, 4, "pool='seq' of MODEL do not support tensor parallel mode '1d'"),
     ],
 )
 def test_shapes_that_are_refused(parallel: dict, model: dict, micro_batch: int, message: str) -> None:

@@ -19,7 +19,7 @@ from common.config.load import refuse_unused
 from common.config.plan import DataSummary
 from common.data.crops import CenterCrop, Normalizer
 from common.data.image_loaders import SHARDS_ONLY
-from common.data.loader import Batch, Loader, prefetch
+from common.data.loader import Batch, Loader, prefetch, to_device
 from common.data.sampler import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
 from common.errors import UserError
 from common.task import Task
@@ -127,7 +127,7 @@ class MemoryReader:
     def _read(self, draws: Iterator[Draw]) -> Generator[Batch, None, None]:
         while ahead := list(islice(draws, self.together)):
             indices, uniforms = (np.concatenate(arrays) for arrays in zip(*(draw[:2] for draw in ahead), strict=True))
-            rows = self._on_device(np.where(indices == PADDING, 0, indices))
+            rows = to_device(np.where(indices == PADDING, 0, indices), self._images.device)
             images, labels = self._images.index_select(0, rows), self._labels.index_select(0, rows)
             if self._augment:
                 images = self._augment(images, uniforms)
@@ -139,11 +139,8 @@ class MemoryReader:
         normalized = self._normalize(images)
         if PADDING not in indices:
             return normalized, labels
-        is_padding = self._on_device(indices == PADDING)
+        is_padding = to_device(indices == PADDING, self._images.device)
         return normalized.masked_fill_(is_padding[:, None, None, None], 0), labels.masked_fill(is_padding, NO_LABEL)
-
-    def _on_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._images.device, non_blocking=True)
 
     def close(self) -> None:
         """Do nothing: there are no threads or processes."""

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from common.config.schema import Data
+from common.data.auto_augment import RandAugment
 from common.data.loader import Loader
 from common.data.sampler import NO_LABEL
 from common.errors import UserError
@@ -156,14 +157,13 @@ def test_wrong_places_are_refused(folder, tmp_path):
 def test_randaugment_follows_the_crop_and_differs_between_samples_and_epochs(root):
     data = {"loader": "torchvision", "flip": False, "workers": 0, "randaugment": (2, 10)}
     data |= {"crop_scale": (1.0, 1.0), "crop_ratio": (1e-3, 1e3), "mean": (0, 0, 0), "std": (1 / 255,) * 3}
-    plain, augmented = (train_loader(root, **data) for _ in range(2))
-    reader = augmented.reader._pool.function
-    plain.reader._pool.function.augment = None
+    plain, augmented = train_loader(root, **data | {"randaugment": None}), train_loader(root, **data)
+    augment = RandAugment(2, 10)
     for epoch in range(2):
         for draw, (images, _), (others, _) in zip(augmented.sampler.draws(epoch), plain, augmented, strict=True):
             for row, (image, other) in enumerate(zip(images, others, strict=True)):
                 whole = Image.fromarray(image.permute(1, 2, 0).round().byte().numpy())
-                expected = reader.augment(whole, draw.uniforms[row, -4:])
+                expected = augment(whole, draw.uniforms[row, -4:])
                 assert torch.equal(torch.from_numpy(np.array(expected)).permute(2, 0, 1), other.round().byte())
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import v2
 
+from common.data.loader import to_device
+
 LEVELS = 10
 BINS = 1000  # RandAugment's magnitudes are as fine as a hundredth of a level
 MOVES = ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
@@ -50,7 +52,7 @@ class Policy:
         operations = self._operations(*images.shape[2:])
         for drawn in self.draw(uniforms).T:
             for number in np.unique(drawn):
-                rows = torch.from_numpy(np.flatnonzero(drawn == number)).to(images.device, non_blocking=True)
+                rows = to_device(np.flatnonzero(drawn == number), images.device)
                 images[rows] = self._change(images[rows], operations[number])
         return images
 
@@ -84,7 +86,7 @@ class Policy:
             first = self.fill + 1
             numbers = np.arange(height * width, dtype=np.int32).reshape(height, width) + first
             moved = np.asarray(self._apply(Image.fromarray(numbers), operation)).astype(np.int64)
-            self._sources[key] = torch.from_numpy(moved.ravel() - first).to(images.device)
+            self._sources[key] = to_device(moved.ravel() - first, images.device)
         return self._sources[key]
 
 

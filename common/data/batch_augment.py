@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.data.crops import CROP_UNIFORMS, RandomCrop
-from common.data.loader import Loader
+from common.data.loader import Loader, to_device
 from common.data.sampler import COLORS, ERASING, TrainSampler, sample_uniforms
 
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as in Pillow
@@ -122,7 +122,7 @@ def augment_colors(
     )
     for number, change in enumerate(changes if three_augment else ()):
         (rows,) = np.nonzero(choices == number)
-        place = torch.from_numpy(rows).to(images.device, non_blocking=True)
+        place = to_device(rows, images.device)
         sigmas = _copy(SIGMA[0] + (SIGMA[1] - SIGMA[0]) * uniforms[rows, 1], pixels)
         if len(rows):
             pixels[place] = change(pixels[place], sigmas).round()
@@ -160,7 +160,7 @@ def luma(pixels: Tensor) -> Tensor:
 
 def _copy(values: np.ndarray, like: Tensor) -> Tensor:
     """Return ``values`` on the device and in the type of ``like``, without waiting for a GPU."""
-    return torch.from_numpy(values).to(like, non_blocking=True)
+    return to_device(values, like.device).to(like.dtype)
 
 
 def erase(probability: float, images: Tensor, uniforms: np.ndarray) -> None:
@@ -169,11 +169,11 @@ def erase(probability: float, images: Tensor, uniforms: np.ndarray) -> None:
     crops = ERASED(np.full(batch, height), np.full(batch, width), uniforms)
     erased = uniforms[:, CROP_UNIFORMS] < probability
     start_B2, stop_B2 = (
-        torch.from_numpy(corner).to(images.device, non_blocking=True)
+        to_device(corner, images.device)
         for corner in (crops.start, np.where(erased[:, None], crops.start + crops.shape, 0))
     )
     rows_BY, columns_BX = (
-        (start_B2[:, [dim]] <= place) & (place < stop_B2[:, [dim]])
+        (start_B2[:, dim : dim + 1] <= place) & (place < stop_B2[:, dim : dim + 1])
         for dim, place in enumerate(torch.arange(size, device=images.device) for size in (height, width))
     )
     images.masked_fill_((rows_BY[:, :, None] & columns_BX[:, None])[:, None], 0)
@@ -230,25 +230,21 @@ class MixupLoss(nn.Module):
         self, logits: Tensor, target: Tensor, other: Tensor | None = None, share: Tensor | None = None
     ) -> Tensor:
         """Return the mean loss of `logits` [B, num_classes]; labels of -100 are ignored, and the mean of none is 0."""
+        labels = [(target, 1.0)] if other is None or share is None else [(target, share), (other, 1 - share)]
         if self.bce_threshold is not None:
-            return self._binary_cross_entropy(logits.float(), target, other, share)
-        loss = self._cross_entropy(logits, target)
-        if other is None:
-            return loss
-        assert share is not None
-        return torch.lerp(self._cross_entropy(logits, other), loss, share)
+            return binary_cross_entropy(logits.float(), labels, self.bce_threshold)
+        loss, *others = (self._cross_entropy(logits.float(), label) for label, _ in labels)
+        return torch.lerp(others[0], loss, labels[0][1]) if others else loss
 
     def _cross_entropy(self, logits: Tensor, target: Tensor) -> Tensor:
-        options: dict[str, Any] = dict(label_smoothing=self.label_smoothing, reduction="sum")
-        return F.cross_entropy(logits.float(), target, **options) / (target >= 0).sum().clamp(min=1)
+        loss = F.cross_entropy(logits, target, label_smoothing=self.label_smoothing, reduction="sum")
+        return loss / (target >= 0).sum().clamp(min=1)
 
-    def _binary_cross_entropy(
-        self, logits: Tensor, target: Tensor, other: Tensor | None, share: Tensor | None
-    ) -> Tensor:
-        assert self.bce_threshold is not None
-        valid, blend = target >= 0, torch.zeros_like(logits)
-        shares = [(target, 1.0)] if other is None or share is None else [(target, share), (other, 1 - share)]
-        for labels, part in shares:
-            blend.scatter_add_(1, labels.clamp(min=0)[:, None], (part * (labels >= 0).float())[:, None])
-        losses = F.binary_cross_entropy_with_logits(logits, (blend > self.bce_threshold).float(), reduction="none")
-        return (losses.mean(1) * valid).sum() / valid.sum().clamp(min=1)
+
+def binary_cross_entropy(logits: Tensor, labels: list[tuple[Tensor, Any]], threshold: float) -> Tensor:
+    """Return the mean loss for labels with their shares; those of -100 are ignored."""
+    valid, blend = labels[0][0] >= 0, torch.zeros_like(logits)
+    for label, share in labels:
+        blend.scatter_add_(1, label.clamp(min=0)[:, None], (share * (label >= 0).float())[:, None])
+    losses = F.binary_cross_entropy_with_logits(logits, (blend > threshold).float(), reduction="none")
+    return (losses.mean(1) * valid).sum() / valid.sum().clamp(min=1)

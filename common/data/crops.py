@@ -53,38 +53,24 @@ class RandomCrop:
 
     def __call__(self, heights: np.ndarray, widths: np.ndarray, uniforms: np.ndarray) -> Crops:
         """Return the crops of images of those sizes, int [B], from the first `CROP_UNIFORMS` of ``uniforms``."""
-        heights, widths = np.asarray(heights, np.int64), np.asarray(widths, np.int64)
-        height, width = self._sizes(heights, widths, uniforms[:, :TRIES], uniforms[:, TRIES : 2 * TRIES])
-        accepted = height > 0
-        central_height, central_width = self._central(heights, widths)
-        height, width = np.where(accepted, height, central_height), np.where(accepted, width, central_width)
-        top_uniform, left_uniform, flip_uniform = uniforms[:, 2 * TRIES : CROP_UNIFORMS].T
-        top = np.where(accepted, np.floor(top_uniform * (heights - height + 1)), (heights - height) // 2)
-        left = np.where(accepted, np.floor(left_uniform * (widths - width + 1)), (widths - width) // 2)
-        start, shape = np.stack([top, left], axis=1), np.stack([height, width], axis=1)
-        return _crops(start, shape, np.zeros_like(shape), shape, (flip_uniform < 0.5) & self.flip)
-
-    def _sizes(
-        self, heights: np.ndarray, widths: np.ndarray, area_uniforms: np.ndarray, ratio_uniforms: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return height and width of the first try that fits in each image, 0 where none does."""
-        area = (heights * widths)[:, None] * (self.scale[0] + (self.scale[1] - self.scale[0]) * area_uniforms)
+        shape = np.stack([heights, widths], axis=1).astype(np.int64)
+        area = shape.prod(1, keepdims=True) * (self.scale[0] + (self.scale[1] - self.scale[0]) * uniforms[:, :TRIES])
         low, high = np.log(self.ratio)
-        ratio = np.exp(low + (high - low) * ratio_uniforms)
-        height, width = np.rint(np.sqrt(area / ratio)), np.rint(np.sqrt(area * ratio))
-        fits = (height > 0) & (height <= heights[:, None]) & (width > 0) & (width <= widths[:, None])
-        first = fits.argmax(axis=1)[:, None]
-        size = np.where(fits, np.stack([height, width]), 0)
-        height, width = np.take_along_axis(size, first[None], axis=2)[..., 0]
-        return height, width
+        ratio = np.exp(low + (high - low) * uniforms[:, TRIES : 2 * TRIES])
+        tries = np.stack([np.rint(np.sqrt(area / ratio)), np.rint(np.sqrt(area * ratio))], axis=2)
+        fits = np.all((tries > 0) & (tries <= shape[:, None]), axis=2)
+        accepted = np.any(fits, axis=1)[:, None]
+        size = np.where(accepted, tries[np.arange(len(tries)), fits.argmax(1)], self._central(shape))
+        place = np.floor(uniforms[:, 2 * TRIES : 2 * TRIES + 2] * (shape - size + 1))
+        start = np.where(accepted, place, (shape - size) // 2)
+        return _crops(start, size, np.zeros_like(size), size, (uniforms[:, 2 * TRIES + 2] < 0.5) & self.flip)
 
-    def _central(self, heights: np.ndarray, widths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _central(self, shape: np.ndarray) -> np.ndarray:
         """Return height and width of the largest crop whose aspect ratio is allowed."""
-        low, high = self.ratio
-        shape = widths / heights
-        height = np.where(shape < low, np.rint(widths / low), heights)
-        width = np.where(shape > high, np.rint(heights * high), widths)
-        return height, width
+        (heights, widths), (low, high) = shape.T, self.ratio
+        height = np.where(widths / heights < low, np.rint(widths / low), heights)
+        width = np.where(widths / heights > high, np.rint(heights * high), widths)
+        return np.stack([height, width], axis=1)
 
 
 @dataclass(frozen=True)

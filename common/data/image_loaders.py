@@ -5,6 +5,7 @@ and flips, and the same pixels to within rounding.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -12,11 +13,10 @@ import numpy as np
 import simplejpeg
 import torch
 from PIL import Image
-from torch import Tensor
 
 from common.data.crops import CROP_UNIFORMS, CenterCrop, Crop, Normalizer, RandomCrop, SimpleCrop, crop_image
 from common.data.image_folder import BadImages, decode_image, reason_of
-from common.data.loader import Batch, BatchReader, Loader, prefetch
+from common.data.loader import Batch, BatchReader, Loader, prefetch, to_device
 from common.data.sampler import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
 from common.data.workers import Record, RecordReader, RecordSource, WorkerPool
 from common.errors import UserError
@@ -44,78 +44,6 @@ class ImageSplit(Protocol):
     def fault(self, index: int, reason: object) -> UserError: ...
 
 
-# Builds what reads ``images``; of the keywords those of `TorchvisionReader`, and ``batch``, its largest draw.
-BuildReader = Callable[..., BatchReader]
-
-
-def _read_with_torchvision(images: ImageSplit, crop: Crop, *, batch: int, **options: Any) -> BatchReader:
-    del batch
-    return TorchvisionReader(images, crop, **options)
-
-
-def build_train_loader(
-    images: ImageSplit,
-    data: Mapping[str, Any],
-    total_batch: int,
-    micro_batch: int,
-    *,
-    image_size: int,
-    dp_rank: int,
-    dp_size: int,
-    seed: int,
-    device: torch.device,
-    blocks: np.ndarray | None = None,
-    build_reader: BuildReader = _read_with_torchvision,
-) -> Loader:
-    """Return the loader of random crops: a new permutation of ``images``, or of their ``blocks``, in every epoch."""
-    augment = _build_rand_augment(data)
-    uniforms = CROP_UNIFORMS + (augment.uniforms if augment else 0)
-    draws = dict(dp_rank=dp_rank, dp_size=dp_size, seed=seed, uniforms=uniforms, repeats=data["repeats"])
-    sampler = TrainSampler(len(images), total_batch, micro_batch, **draws, blocks=blocks, window=data["window"])
-    crop = RandomCrop(data["crop_scale"], data["crop_ratio"], data["flip"], data["interpolation"])
-    if data["crop"] == "simple":
-        crop = SimpleCrop(image_size, data["flip"], data["interpolation"])
-    options = _reader_options(data, image_size, dp_size, device)
-    return Loader(sampler, build_reader(images, crop, augment=augment, batch=micro_batch, **options))
-
-
-def build_eval_loader(
-    images: ImageSplit,
-    data: Mapping[str, Any],
-    batch: int,
-    *,
-    image_size: int,
-    dp_rank: int,
-    dp_size: int,
-    device: torch.device,
-    blocks: np.ndarray | None = None,
-    build_reader: BuildReader = _read_with_torchvision,
-) -> Loader:
-    """Return the loader of centre crops of ``images``, each sample exactly once over all ranks."""
-    sampler = EvalSampler(len(images), batch, dp_rank=dp_rank, dp_size=dp_size, blocks=blocks)
-    crop = build_eval_crop(data, image_size)
-    options = _reader_options(data, image_size, dp_size, device)
-    return Loader(sampler, build_reader(images, crop, augment=None, batch=batch, **options))
-
-
-def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
-    """Return the crop of evaluation: the centre, ``DATA.eval_crop`` of the short side."""
-    return CenterCrop(image_size, int(image_size / data["eval_crop"]), data["interpolation"])
-
-
-def _build_rand_augment(data: Mapping[str, Any]) -> "Policy | None":
-    if data["randaugment"] is None:
-        return None
-    from common.data.auto_augment import RandAugment  # torchvision takes a second to import
-
-    return RandAugment(*data["randaugment"])
-
-
-def _reader_options(data: Mapping[str, Any], image_size: int, dp_size: int, device: torch.device) -> dict[str, Any]:
-    workers = rank_cores() if data["workers"] is None else data["workers"]
-    return dict(size=image_size, mean=data["mean"], std=data["std"], workers=workers, device=device, dp_size=dp_size)
-
-
 class TorchvisionReader:
     """Read draws of a split as normalised images, float32 [B, 3, size, size], and labels, int64 [B], on ``device``.
 
@@ -136,15 +64,17 @@ class TorchvisionReader:
         std: Sequence[float],
         workers: int,
         device: torch.device,
+        batch: int = 0,
         dp_size: int = 1,
         augment: "Policy | None" = None,
     ) -> None:
+        del batch  # its largest draw, for other readers
         self.device = device
         self._records = RecordReader(cast(RecordSource, split))  # called for draws with spans and remote data only
         self._is_remote = getattr(split, "is_remote", False)  # what reads it does not survive a fork
         self._bad = BadImages(len(split) / dp_size)
         self._normalize = Normalizer(mean, std, device)
-        self._pool = WorkerPool(_DrawDecoder(split, crop, size, augment), workers)
+        self._pool = WorkerPool(partial(_decode_draw, split, crop, size, augment), workers)
 
     def read(self, draws: Iterator[Draw]) -> Generator[Batch, None, None]:
         """Yield the batch of each draw, in order."""
@@ -155,16 +85,11 @@ class TorchvisionReader:
         for images_BHWC, labels, bad in self._pool.map(self._tasks(draws)):
             self._bad.add(bad)
             has_padding = NO_LABEL in labels
-            images, labels = (self._to_device(torch.from_numpy(array)) for array in (images_BHWC, labels))
+            images, labels = (to_device(array, self.device) for array in (images_BHWC, labels))
             images = self._normalize(images.permute(0, 3, 1, 2).contiguous())
             if has_padding:
                 images.masked_fill_((labels == NO_LABEL)[:, None, None, None], 0)
             yield images, labels
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def close(self) -> None:
         """End the worker processes and the reading threads."""
@@ -181,36 +106,94 @@ class TorchvisionReader:
                 yield draw, [each if isinstance(each, UserError) else (bytes(each[0]), each[1]) for each in records]
 
 
-class _DrawDecoder:
-    """Makes the batch of a draw and its records; without them it reads the images itself."""
+def _decode_draw(
+    split: ImageSplit, crop: Crop, size: int, augment: "Policy | None", task: tuple[Draw, list[Record] | None]
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Return images, uint8 [B, size, size, 3], labels, int64 [B], and a message for each that cannot be read.
 
-    def __init__(self, split: ImageSplit, crop: Crop, size: int, augment: "Policy | None") -> None:
-        self.split, self.crop, self.size, self.augment = split, crop, size, augment
-
-    def __call__(self, task: tuple[Draw, list[Record] | None]) -> tuple[np.ndarray, np.ndarray, list[str]]:
-        """Return images, uint8 [B, size, size, 3], labels, int64 [B], and a message for each that cannot be read."""
-        (indices, uniforms, _), records = task
-        images = np.zeros((len(indices), self.size, self.size, 3), np.uint8)
-        labels = np.full(len(indices), NO_LABEL)
-        bad = []
-        for row in np.flatnonzero(indices != PADDING):
-            try:
-                image, label = self._load(int(indices[row]), records[row] if records else None)
-            except UserError as error:
-                bad.append(str(error))
-            else:
-                view = crop_image(image, self.crop, self.size, uniforms[row : row + 1])
-                if self.augment:
-                    view = self.augment(Image.fromarray(view), uniforms[row, -self.augment.uniforms :])
-                images[row] = np.asarray(view)
-                labels[row] = label
-        return images, labels, bad
-
-    def _load(self, index: int, record: Record | None) -> tuple[np.ndarray, int]:
-        if isinstance(record, UserError):
-            raise record
-        data, label = record or self.split.read(index)
+    ``task`` is a draw and its records, or None to read the images here.
+    """
+    (indices, uniforms, _), records = task
+    images = np.zeros((len(indices), size, size, 3), np.uint8)
+    labels = np.full(len(indices), NO_LABEL)
+    bad = []
+    for row in np.flatnonzero(indices != PADDING):
         try:
-            return simplejpeg.decode_jpeg(data) if self.split.is_prepared else decode_image(data), label
-        except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
-            raise self.split.fault(index, reason_of(error)) from error
+            image, label = _load(split, int(indices[row]), records[row] if records else None)
+        except UserError as error:
+            bad.append(str(error))
+        else:
+            view = crop_image(image, crop, size, uniforms[row : row + 1])
+            if augment:
+                view = augment(Image.fromarray(view), uniforms[row, -augment.uniforms :])
+            images[row], labels[row] = np.asarray(view), label
+    return images, labels, bad
+
+
+def _load(split: ImageSplit, index: int, record: Record | None) -> tuple[np.ndarray, int]:
+    if isinstance(record, UserError):
+        raise record
+    data, label = record or split.read(index)
+    try:
+        return simplejpeg.decode_jpeg(data) if split.is_prepared else decode_image(data), label
+    except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
+        raise split.fault(index, reason_of(error)) from error
+
+
+def build_train_loader(
+    images: ImageSplit,
+    data: Mapping[str, Any],
+    total_batch: int,
+    micro_batch: int,
+    *,
+    image_size: int,
+    device: torch.device,
+    build_reader: Callable[..., BatchReader] = TorchvisionReader,
+    **order: Any,
+) -> Loader:
+    """Return the loader of random crops: a new permutation of ``images``, or of their ``blocks``, in every epoch.
+
+    ``order`` are ``dp_rank``, ``dp_size``, ``seed`` and ``blocks`` of `TrainSampler`.
+    """
+    augment, uniforms = None, CROP_UNIFORMS
+    if data["randaugment"] is not None:
+        from common.data.auto_augment import RandAugment  # torchvision takes a second to import
+
+        augment = RandAugment(*data["randaugment"])
+        uniforms += augment.uniforms
+    order |= dict(uniforms=uniforms, repeats=data["repeats"], window=data["window"])
+    sampler = TrainSampler(len(images), total_batch, micro_batch, **order)
+    crop = RandomCrop(data["crop_scale"], data["crop_ratio"], data["flip"], data["interpolation"])
+    if data["crop"] == "simple":
+        crop = SimpleCrop(image_size, data["flip"], data["interpolation"])
+    options = _reader_options(data, image_size, sampler.dp_size, device)
+    return Loader(sampler, build_reader(images, crop, augment=augment, batch=micro_batch, **options))
+
+
+def build_eval_loader(
+    images: ImageSplit,
+    data: Mapping[str, Any],
+    batch: int,
+    *,
+    image_size: int,
+    device: torch.device,
+    build_reader: Callable[..., BatchReader] = TorchvisionReader,
+    **order: Any,
+) -> Loader:
+    """Return the loader of centre crops of ``images``, each sample exactly once over all ranks.
+
+    ``order`` are ``dp_rank``, ``dp_size`` and ``blocks`` of `EvalSampler`.
+    """
+    sampler = EvalSampler(len(images), batch, **order)
+    options = _reader_options(data, image_size, sampler.dp_size, device)
+    return Loader(sampler, build_reader(images, build_eval_crop(data, image_size), batch=batch, **options))
+
+
+def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
+    """Return the crop of evaluation: the centre, ``DATA.eval_crop`` of the short side."""
+    return CenterCrop(image_size, int(image_size / data["eval_crop"]), data["interpolation"])
+
+
+def _reader_options(data: Mapping[str, Any], image_size: int, dp_size: int, device: torch.device) -> dict[str, Any]:
+    workers = rank_cores() if data["workers"] is None else data["workers"]
+    return dict(size=image_size, mean=data["mean"], std=data["std"], workers=workers, device=device, dp_size=dp_size)

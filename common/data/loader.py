@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,6 +82,12 @@ class Loader:
             for done, batch in enumerate(batches, start + 1):
                 self._position = (epoch, done) if done < len(self) else (epoch + 1, 0)
                 yield batch
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Return an array on ``device``, to which it is copied without waiting for a GPU."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def prefetch(batches: Generator[Batch, None, None], device: torch.device) -> Generator[Batch, None, None]:

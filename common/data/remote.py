@@ -5,14 +5,11 @@ import os
 import re
 import shutil
 import sys
-import tarfile
 import threading
 import zipfile
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from lzma import LZMAError
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -23,13 +20,8 @@ from common.files import folder_lock, md5_of
 TIMEOUT = 30.0  # seconds without a byte
 RETRIES = 3  # after pauses of 1, 2 and 3 seconds
 
-# RuntimeError: a zip archive with a password. OSError: no archive, a damaged one, or a full disk.
-UNPACKING_ERRORS = (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, LZMAError, RuntimeError, OSError)
-
 PATIENCE = timedelta(minutes=3)  # for which a request is retried
-OWN = re.compile(r"[0-9a-f]{64}\.block")  # how the names of a cache's files start
 CHECK_EVERY = 0.01  # of the cache's limit: after so many bytes a process looks how full it is
-FULL, EMPTIED = 0.93, 0.9  # of the limit: where eviction starts and ends; other processes write meanwhile
 
 
 def fetch(folder: Path, archive: Path, url: str, md5: str, allow_download: bool, needed: str, description: str) -> None:
@@ -39,20 +31,17 @@ def fetch(folder: Path, archive: Path, url: str, md5: str, allow_download: bool,
     ``description`` tell the user what was looked for and what a download would get.
     """
     root = archive.parent
-    if not archive.is_file() and not allow_download:
-        raise UserError(f"DATA.root={root} has no {needed}: --set DATA.download=True fetches {description} into it")
+    if not allow_download and not (archive.is_file() and md5_of(archive) == md5):
+        fault = f"{archive}: its MD5 is not {md5}" if archive.is_file() else f"DATA.root={root} has no {needed}"
+        raise UserError(f"{fault}: --set DATA.download=True fetches {description} into it")
     with folder_lock(root, wait=True):
-        if folder.is_dir():  # another process was first
-            return
-        if not archive.is_file():
+        if not folder.is_dir():  # no other process was first
             download(url, archive, md5)
-        elif (found := md5_of(archive)) != md5:
-            raise UserError(f"{archive}: MD5 {found} is not {md5}; remove the file and download it again")
-        extract(archive, folder.name, root)
+            extract(archive, folder.name, root)
 
 
 def download(url: str, path: Path, md5: str) -> None:
-    """Download ``url`` to ``path``, which appears only when it is whole and its MD5 right.
+    """Download ``url`` to ``path``, unless it is there; it appears only when it is whole and its MD5 right.
 
     Raises `UserError` where the server cannot be reached or refuses, the MD5 is wrong, or the disk is full.
     """
@@ -82,7 +71,7 @@ def extract(archive: Path, name: str, folder: Path) -> None:
         else:
             shutil.unpack_archive(archive, unpacked, "tar", filter="data")
         (unpacked / name).rename(folder / name)
-    except UNPACKING_ERRORS as error:
+    except Exception as error:  # of a damaged archive, a dozen unrelated types
         reason = " ".join(str(error).split())
         raise UserError(
             f"{archive}: {name} cannot be unpacked into {folder} ({reason}); "
@@ -136,14 +125,14 @@ def _explain(place: str, request: Callable[[], Any]) -> Any:
 
 
 class BlockCache:
-    """Files of at most ``most`` bytes in all, shared by processes; the least recently read are evicted.
+    """Files of at most about ``most`` bytes in all, shared by processes: what was read first, as an epoch is a scan.
 
     Where the disk cannot be written, reading continues without the cache, with one warning.
     """
 
     def __init__(self, folder: Path, most: int) -> None:
         self.folder, self.most, self._has_warned = folder, most, False
-        self._unchecked, self._lock = float(most), threading.Lock()  # bytes written since the last look
+        self._unchecked, self._used = float(most), 0  # bytes read since the last look, and found by it
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -157,13 +146,11 @@ class BlockCache:
         """Return what is stored under ``key``, or what ``fetch()`` returns, which is then stored."""
         path = self.path(key)
         with suppress(OSError):
-            data = path.read_bytes()
-            os.utime(path)
-            return data
-        data, temporary = fetch(), path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+            return path.read_bytes()
+        data, temporary = fetch(), path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.block")
         try:
             self.folder.mkdir(exist_ok=True)  # it may have been wiped
-            if self._make_room(len(data)):
+            if self._has_room(len(data)):
                 temporary.write_bytes(data)
                 temporary.replace(path)
         except OSError as error:
@@ -174,20 +161,12 @@ class BlockCache:
                 sys.stderr.write(f"warning: DATA.cache={printable(self.folder)}: {reason}, or free it\n")
         return data
 
-    def _make_room(self, size: int) -> bool:
-        """Evict files where the cache is full; return whether ``size`` more bytes fit."""
-        with self._lock:
-            self._unchecked += size
-            if self._unchecked < CHECK_EVERY * self.most:
-                return True
-            self._unchecked, states = 0, []
-            for entry in os.scandir(self.folder):
+    def _has_room(self, size: int) -> bool:
+        """Return whether ``size`` more bytes fit."""
+        self._unchecked += size
+        if self._unchecked > CHECK_EVERY * self.most:  # other processes write too
+            self._used, self._unchecked = 0, size
+            for path in self.folder.glob("*.block"):
                 with suppress(FileNotFoundError):  # another process renames what it has written
-                    if OWN.match(entry.name):  # the folder may hold files of the user's
-                        states.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
-            used = size + sum(nbytes for _, nbytes, _ in states)
-            for _, nbytes, path in sorted(states) if used > FULL * self.most else ():
-                if used > EMPTIED * self.most:
-                    Path(path).unlink(missing_ok=True)
-                    used -= nbytes
-            return used <= self.most
+                    self._used += path.stat().st_size
+        return self._used + self._unchecked <= self.most

@@ -80,13 +80,9 @@ class TrainSampler:
         self.samples, self.global_batch, self.micro_batch = samples, global_batch, micro_batch
         self.dp_rank, self.dp_size, self.seed, self.uniforms = dp_rank, dp_size, seed, uniforms
         self.repeats, self.blocks, self.window = repeats, blocks, window
+        self.stride = micro_batch * dp_size  # samples that one micro-batch takes over all ranks
         assert global_batch % self.stride == 0, "the plan of the run divides the batch"
         self.accumulation = global_batch // self.stride
-
-    @property
-    def stride(self) -> int:
-        """Samples that one micro-batch takes over all ranks."""
-        return self.micro_batch * self.dp_size
 
     def __len__(self) -> int:
         """Return the micro-batches in an epoch."""
@@ -147,12 +143,7 @@ class EvalSampler:
         self, samples: int, batch: int, *, dp_rank: int = 0, dp_size: int = 1, blocks: np.ndarray | None = None
     ) -> None:
         self.samples, self.batch, self.dp_rank, self.dp_size = samples, batch, dp_rank, dp_size
-        self.blocks = blocks
-
-    @property
-    def stride(self) -> int:
-        """Samples that one batch takes over all ranks."""
-        return self.batch * self.dp_size
+        self.blocks, self.stride = blocks, batch * dp_size
 
     def __len__(self) -> int:
         """Return the batches of each rank."""

@@ -3,14 +3,13 @@
 import multiprocessing
 import os
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from multiprocessing.process import BaseProcess
-from signal import SIGTERM, Signals
+from signal import SIGTERM
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -124,7 +123,11 @@ class WorkerPool:
                     pending.append(self._pool.submit(_call, task))
                 yield result
         except BrokenProcessPool as error:
-            raise UserError(self._describe_death()) from error
+            ended = {process.exitcode for process in self._processes} - {None, 0, -SIGTERM}  # which ends the others
+            raise UserError(
+                f"DATA.workers={self.workers}: a worker has died, status {', '.join(map(str, ended))}; if that was for "
+                "lack of memory (-9), set fewer workers"
+            ) from error
         finally:
             for future in pending:
                 future.cancel()
@@ -132,23 +135,9 @@ class WorkerPool:
     def _start(self) -> ProcessPoolExecutor:
         context, others = multiprocessing.get_context("fork"), multiprocessing.active_children()
         pool = ProcessPoolExecutor(self.workers, context, initializer=_set_function, initargs=(self.function,))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork() with threads around
-            pool.submit(int)  # forks all workers
+        pool.submit(int)  # forks all workers
         self._processes = [process for process in multiprocessing.active_children() if process not in others]
         return pool
-
-    def _describe_death(self) -> str:
-        codes = {process.pid: process.exitcode for process in self._processes}
-        died = {pid: code for pid, code in codes.items() if code not in (None, 0, -SIGTERM)}  # which ends the others
-        how = [
-            f"process {pid} " + (f"was killed by {Signals(-code).name}" if code < 0 else f"ended with status {code}")
-            for pid, code in died.items()
-        ]
-        return (
-            f"DATA.workers={self.workers}: a worker has died, {' and '.join(how) or 'a process ended'}; if that was "
-            "for lack of memory, set fewer workers"
-        )
 
     def close(self) -> None:
         """End the workers."""

@@ -1,15 +1,31 @@
-"""The task of Caltech-101: its data set and loaders; Pillow decodes in worker processes."""
+"""Caltech-101 (Fei-Fei et al., 2004): photographs of 101 categories, a fixed split, and their loaders."""
 
+import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from caltech101_amp.dataset import DOWNLOAD, TRAIN_SAMPLES, open_split
 from common.config.load import refuse_unused
 from common.config.plan import DataSummary
 from common.data import image_loaders
+from common.data.image_folder import Files, FolderSplit, list_classes, list_folders, split_by_class
 from common.data.loader import Loader
-from common.files import fingerprint_of
+from common.data.remote import extract, fetch
+from common.errors import UserError
+from common.files import fingerprint_of, folder_lock
 from common.task import Task
+
+URL = "https://data.caltech.edu/records/mzrjq-6wc02/files/caltech-101.zip"
+MD5 = "3138e1922a9193bfa496528edbbc45d0"
+DOWNLOAD = "Caltech-101 (137 MB)"
+TRAIN_SAMPLES = 6_941
+FOLDER = "101_ObjectCategories"
+ARCHIVE = f"{FOLDER}.tar.gz"  # within OUTER_FOLDER of OUTER_ARCHIVE
+OUTER_FOLDER = "caltech-101"
+OUTER_ARCHIVE = f"{OUTER_FOLDER}.zip"
+BACKGROUND = "BACKGROUND_Google"  # clutter, not a category
+CATEGORIES, IMAGES = 101, 8677
+TEST_SHARE, SPLIT_SEED = 0.2, 0
 
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
@@ -28,6 +44,43 @@ def build_train_loader(data: Mapping[str, Any], total_batch: int, micro_batch: i
 def build_eval_loader(data: Mapping[str, Any], batch: int, **place: Any) -> Loader:
     """Return the loader of the test split; ``place`` is as in `image_loaders.build_eval_loader`."""
     return image_loaders.build_eval_loader(open_split(data, "test"), data, batch, **place)
+
+
+def open_split(data: Mapping[str, Any], split: str) -> FolderSplit:
+    """Open "train" or "test" of the data set at ``DATA.root``; download it first if ``DATA.download`` is set.
+
+    A fixed fifth of each category is for testing. If several processes of a machine call this at the same time, one
+    downloads and unpacks while the others wait. Raises `UserError` for a data set that is missing or incomplete.
+    """
+    folder, class_names, splits = _open(Path(data["root"]), data["download"])
+    return FolderSplit(folder, class_names, splits[split])
+
+
+@functools.cache
+def _open(root: Path, allow_download: bool) -> tuple[Path, list[str], dict[str, Files]]:
+    places = (root / FOLDER, root / OUTER_FOLDER / FOLDER, root)
+    folder = next((path for path in places if (path / "accordion").is_dir()), None) or _unpack(root, allow_download)
+    class_names = [name for name in list_folders(folder) if name != BACKGROUND]
+    files = list_classes(folder, folder, class_names)
+    if len(class_names) != CATEGORIES or len(files) < IMAGES:
+        raise UserError(
+            f"{folder}: {len(class_names)} categories with {len(files):,} images, not {CATEGORIES} with {IMAGES:,}; "
+            f"unpack {ARCHIVE} again, or add --set DATA.download=True with an empty folder"
+        )
+    train, test = split_by_class(files, TEST_SHARE, SPLIT_SEED)
+    return folder, class_names, {"train": train, "test": test}
+
+
+def _unpack(root: Path, allow_download: bool) -> Path:
+    inner = root / OUTER_FOLDER / ARCHIVE
+    archive = next((path for path in (root / ARCHIVE, inner) if path.is_file()), None)
+    if archive is None:
+        needed = f"{FOLDER}/, {ARCHIVE} or {OUTER_ARCHIVE}"
+        fetch(inner.parent, root / OUTER_ARCHIVE, URL, MD5, allow_download, needed, DOWNLOAD)
+    with folder_lock(root, wait=True):
+        if not (root / FOLDER).is_dir():  # no other process was first
+            extract(archive or inner, FOLDER, root)
+    return root / FOLDER
 
 
 TASK = Task(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from caltech101_amp import dataset
+from caltech101_amp import task
 
 NAMES = ("accordion", "bass", "cup")
 PER_CATEGORY = 20
@@ -15,7 +15,7 @@ PER_CATEGORY = 20
 def write_categories(folder: Path) -> Path:
     """Write images of one colour per category, and the background folder."""
     noise = np.random.default_rng(0)
-    for label, name in enumerate((*NAMES, dataset.BACKGROUND)):
+    for label, name in enumerate((*NAMES, task.BACKGROUND)):
         (folder / name).mkdir(parents=True)
         for number in range(PER_CATEGORY):
             pixels = noise.integers(0, 80, (*noise.integers(20, 40, 2), 3), np.uint8)
@@ -26,6 +26,6 @@ def write_categories(folder: Path) -> Path:
 
 def expect_miniature(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `dataset` accept the miniature as complete."""
-    monkeypatch.setattr(dataset, "CATEGORIES", len(NAMES))
-    monkeypatch.setattr(dataset, "IMAGES", len(NAMES) * PER_CATEGORY)
-    dataset._open.cache_clear()
+    monkeypatch.setattr(task, "CATEGORIES", len(NAMES))
+    monkeypatch.setattr(task, "IMAGES", len(NAMES) * PER_CATEGORY)
+    task._open.cache_clear()

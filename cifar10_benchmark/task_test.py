@@ -8,8 +8,14 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from cifar10_benchmark.augment import UNIFORMS_PER_SAMPLE, Augment
-from cifar10_benchmark.task import READ_AHEAD, build_eval_loader, build_train_loader, describe_data
+from cifar10_benchmark.task import (
+    READ_AHEAD,
+    UNIFORMS_PER_SAMPLE,
+    Augment,
+    build_eval_loader,
+    build_train_loader,
+    describe_data,
+)
 from common.config.load import load_config
 from common.data.auto_augment import AutoAugment
 from common.errors import UserError

@@ -50,6 +50,7 @@ from common.model.vit import build_model
 from common.optim.build import build_optimizer
 from common.optim.lamb import Lamb
 from common.run.start import start_run
+from common.table import format_table
 from common.testing.photographs import write_photographs
 from common.tools.report import result_columns
 from imagenet_dali.prepare import main as prepare
@@ -154,12 +155,12 @@ def timm(work: Work, times: Times) -> None:
 def ours(work: Work, times: Times) -> None:
     """Train like cifar10_benchmark/train.py, with all its hooks."""
     data = DataSummary(64 * work.total_steps, 10_000, 10, fingerprint="none")
-    task = replace(TASK, describe=lambda _: data)
-    precision = ["fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bfloat16'"] if BFLOAT16 else ["fp16=None"]
+    precision = "fp16=dict(mode=AMP_TYPE.TORCH,dtype='bfloat16')" if BFLOAT16 else "fp16=None"
     with TemporaryDirectory() as folder:
         Path(folder, "unread").touch()  # the folder of the data must not be empty
-        settings = [*work.settings, *precision, f"COMPILE={work.compiled}", f"DATA.root={folder}"]
+        settings = [*work.settings, precision, f"COMPILE={work.compiled}", f"DATA.root={folder}"]
         words = [word for setting in (*settings, f"MAX_STEPS={work.total_steps}") for word in ("--set", setting)]
+        task = replace(TASK, describe=lambda _: data)
         run = start_run(["--config", "vit_lite_vanilla", "--output", f"{folder}/run", *words], None, task)
         assert run is not None
         criterion, loaders = nn.CrossEntropyLoss(label_smoothing=0.1), (Batches(work, times), None)
@@ -187,7 +188,7 @@ def torchvision(work: Work, times: Times) -> None:
 
 
 def our_loader(root: str, name: str, work: Work, times: Times) -> None:
-    data = load_config("vit-b16")["DATA"] | {"root": str(work.folder / root), "loader": name, "workers": cores()}
+    data = work.config("vit-b16")["DATA"] | {"root": str(work.folder / root), "loader": name, "workers": cores()}
     place: dict[str, Any] = dict(image_size=SIDE, dp_rank=0, dp_size=1, seed=0, device=torch.device("cpu"))
     loader = build_train_loader(data, BATCH, BATCH, **place)
     work.repeat(lambda: deque(loader, 0), times)
@@ -199,7 +200,6 @@ PARTS: dict[str, dict[str, Variant]] = {
     "lamb": {
         "ours": partial(step_optimizer, Lamb),
         "timm's LAMB": partial(step_optimizer, TimmLamb),
-        "AdamW, foreach": partial(step_optimizer, partial(AdamW, foreach=True)),
         "AdamW, fused": partial(step_optimizer, partial(AdamW, fused=True)),
     },
     "loader": {
@@ -222,7 +222,7 @@ def run_variant(variant: Variant, work: Work) -> Times:
     torch.set_num_threads(1)
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
         variant(work, times)
-    return times | ({"memory_gb": torch.cuda.max_memory_allocated() / 1e9} if DEVICE == "cuda" else {})
+    return times
 
 
 def compare(variants: dict[str, Variant], work: Work, rounds: int) -> dict[str, list[Times]]:
@@ -256,14 +256,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="step, lamb, loader (default: all)")
     parser.add_argument("--rounds", type=int, default=4, help="starts of each variant (default: 4)")
     parser.add_argument("--compile", action="store_true", help="compile the models")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe")
     parser.add_argument("--tiny", action="store_true", help="so small that it shows only that everything runs")
     args = parser.parse_args(argv)
     rounds, steps, warm_up, count = (1, 1, 1, BATCH) if args.tiny else (args.rounds, 8, 4, 16 * BATCH)
     print("`{command}`, {date}, commit {commit}, {hardware}, {versions}".format(**result_columns(describe_run(argv))))
     with TemporaryDirectory() as folder:
-        settings = (*(SMALL if args.tiny else ["TOTAL_BATCH_SIZE=64"]), *args.set)
-        work = Work(settings, steps, warm_up, Path(folder), args.compile)
+        work = Work(SMALL if args.tiny else ("TOTAL_BATCH_SIZE=64",), steps, warm_up, Path(folder), args.compile)
         for part in args.parts or PARTS:
             if part == "loader":
                 for split, number in (("train", count), ("val", 4)):
@@ -272,8 +270,7 @@ def main(argv: list[str]) -> None:
                     prepare([str(work.folder / "images"), str(work.folder / "shards")])
                 work = replace(work, steps=1, warm_up=1)  # passes over the images
             rows = summarise(compare(PARTS[part], work, rounds))
-            lines = [rows[0].keys(), ["---"] * len(rows[0]), *(row.values() for row in rows)]
-            print(f"\n## {part}\n", *(f"| {' | '.join(line)} |" for line in lines), sep="\n", flush=True)
+            print(f"\n## {part}\n\n{format_table(rows)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -29,12 +29,12 @@ class Cast(Enum):
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """What is cast to which dtype, the loss scaler, and messages for the user; float32 if ``cast`` is None."""
+    """What is cast to which dtype, the loss scaler, and lines for the user; float32 if ``cast`` is None."""
 
     cast: Cast | None = None
     dtype: torch.dtype = torch.float32
     scaler: GradScaler | None = None
-    note: str | None = None
+    note: str = "fp16: float32"
     warning: str | None = None
 
     def apply(self, model: nn.Module) -> nn.Module:
@@ -50,9 +50,15 @@ class MixedPrecision:
         return torch.autocast(device.type, self.dtype, enabled=self.cast is Cast.OPERATIONS)
 
 
-# The levels of NVIDIA's apex.amp (apex/amp/frontend.py).
-OPT_LEVELS = {"O0": None, "O1": Cast.OPERATIONS, "O2": Cast.LAYERS, "O3": Cast.PARAMETERS}
-CASTS = {AMP_TYPE.TORCH: Cast.OPERATIONS, AMP_TYPE.NAIVE: Cast.LAYERS}
+# by mode, or by the level of NVIDIA's apex.amp (apex/amp/frontend.py)
+CASTS = {
+    AMP_TYPE.TORCH: Cast.OPERATIONS,
+    AMP_TYPE.NAIVE: Cast.LAYERS,
+    "O0": None,
+    "O1": Cast.OPERATIONS,
+    "O2": Cast.LAYERS,
+    "O3": Cast.PARAMETERS,
+}
 
 
 def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> MixedPrecision:
@@ -75,20 +81,16 @@ def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> M
         return MixedPrecision()
     opt_level = options.pop("opt_level", "O1") if mode == AMP_TYPE.APEX else None
     explicit = options.pop("dtype", None)
-    dtype = _parse_dtype(explicit, device_type)
-    cast = CASTS[mode] if opt_level is None else OPT_LEVELS[opt_level]
-    if cast is None:
-        return MixedPrecision(note=f"AMP_TYPE.APEX {opt_level}: full precision")
-    name = f"AMP_TYPE.APEX {opt_level}: by PyTorch instead of apex.amp; in " if opt_level else ""
-    if dtype == torch.float32:
-        why = f"float32, because this CPU ({instruction_set()}) has no bfloat16 instructions"
-        return MixedPrecision(note=(name or "fp16: ") + why)
-    warning = _warn_of_slow(dtype) if device_type == "cpu" and explicit is not None else None
+    dtype, cast = _parse_dtype(explicit, device_type), CASTS[opt_level or mode]
+    name = f"fp16: {mode}" + (f" {opt_level}, by PyTorch instead of apex.amp," if opt_level else "")
+    if cast is None or dtype == torch.float32:
+        why = f": this CPU ({instruction_set()}) has no bfloat16 instructions" if cast else ""
+        return MixedPrecision(note=f"{name} in float32{why}")
     scaler = None
     if dtype == torch.float16 and cast is not Cast.PARAMETERS and options.pop("enabled", True):
         scaler = GradScaler(device_type, **options)
-    note = f"{name}{name_dtype(dtype)}: {cast.value}" if opt_level else None
-    return MixedPrecision(cast, dtype, scaler, note, warning)
+    warning = _warn_of_slow(dtype) if device_type == "cpu" and explicit is not None else None
+    return MixedPrecision(cast, dtype, scaler, f"{name} in {name_dtype(dtype)}: {cast.value}", warning)
 
 
 def compute_dtype(fp16: Mapping[str, Any] | None, device_type: str) -> torch.dtype:

@@ -176,9 +176,8 @@ class Predictor:
         set_backends(config)
         self.device = get_accelerator().get_current_device()
         self._precision = build_mixed_precision(config["fp16"], self.device.type)
-        if is_first_process():  # on stderr: stdout is the command's result
-            for line in filter(None, (self._precision.note, self._precision.warning)):
-                print(line, file=sys.stderr, flush=True)
+        if config["fp16"] and is_first_process():  # on stderr: stdout is the result
+            print(self._precision.warning or self._precision.note, file=sys.stderr, flush=True)
         self._model = self._precision.apply(model.to(self.device).eval())
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ from cifar10_benchmark.task import (
 from common.config.load import load_config
 from common.data.auto_augment import AutoAugment
 from common.errors import UserError
-from common.testing.host_sync import forbid_waiting
+from common.testing.host_sync import ForbidWaiting
 from common.testing.photographs import write_colours
 
 CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ def test_batches_made_together_as_on_a_gpu_are_those_made_one_by_one_and_do_not_
     loaders = build(data | {"autoaugment": "cifar10"}), build(data | {"autoaugment": "cifar10"})
     assert [loader.reader.together for loader in loaders] == [1, 1]
     loaders[1].reader.together = READ_AHEAD
-    with forbid_waiting(CPU):
+    with ForbidWaiting():
         batches, expected = map(list, loaders)
     for batch, other in zip(batches, expected, strict=True):
         assert torch.equal(batch[0], other[0])

@@ -100,13 +100,9 @@ def test_imports(path: Path) -> None:
     ("package", "file", "module"),
     [
         ("configs", "a.py", "common.errors"),
-        ("configs", "a.py", "colossalai.nn"),
         ("common", "a.py", "imagenet_dali.records"),
-        ("common", "metrics/hook.py", "colossalai.legacy"),
         ("common", "colossal/engine.py", "common.config.load"),
-        ("common", "data/loader.py", "common.testing.ranks"),
         ("common", "tools/evaluate.py", "common.run.start"),
-        ("common", "errors.py", "common.data.loader"),
         ("caltech101_amp", "train.py", "imagenet_dali.records"),
         ("imagenet_dali", "train.py", "colossalai.legacy"),
         ("imagenet_dali", "prepare.py", "nvidia.dali.fn"),
@@ -118,16 +114,11 @@ def test_the_rules_forbid(package: str, file: str, module: str) -> None:
 
 def test_reading_the_launch_config_is_seen() -> None:
     assert reads_launch_config("from common.colossal import gpc\nrate = gpc.config.LEARNING_RATE")
-    assert reads_launch_config("import common.colossal as c\nrate = c.gpc.config['LEARNING_RATE']")
     assert not reads_launch_config("config = run.about['config']")
     assert not may_read_launch_config("common", "run/run.py")
 
 
-def test_the_rooms_have_no_cycle() -> None:
-    for room in TopologicalSorter(ROOMS).static_order():  # raises CycleError
-        print(f"{room} -> {', '.join(sorted(ROOMS[room])) or '-'}")
-
-
-def test_every_folder_is_a_room() -> None:
+def test_every_folder_is_a_room_and_they_have_no_cycle() -> None:
+    TopologicalSorter(ROOMS).prepare()  # raises CycleError
     folders = {path.parent.relative_to(ROOT / "common").parts[0] for path in (ROOT / "common").glob("*/*.py")}
     assert folders == set(ROOMS) - {"task"} | {"testing"}

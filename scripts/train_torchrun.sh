@@ -31,4 +31,4 @@ else
         fail "MASTER_PORT=$port is in use on this node: choose another"
     place=(--nnodes="$nodes" --node_rank="$rank" --master_addr="${MASTER_ADDR:-127.0.0.1}" --master_port="$port")
 fi
-exec "$python" -m common.launch.torchrun --nproc_per_node="$processes" "${place[@]}" "$@"
+exec "$python" -m common.launch.signals --nproc_per_node="$processes" "${place[@]}" "$@"

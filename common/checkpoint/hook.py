@@ -212,7 +212,7 @@ class CheckpointHook(BaseHook):
             try:
                 states = load_file(path / RANDOM)
                 set_generator_states({k.removeprefix(prefix): v for k, v in states.items() if k.startswith(prefix)})
-            except Exception as error:  # torch, numpy and Python answer states that are none with many types
+            except Exception as error:  # torch answers states that are none with many types
                 reason = f"{type(error).__name__}: {printable(error)}"
                 raise RankError(
                     f"{path / RANDOM}: not the states of the generators of rank {rank} ({reason})"

@@ -1,24 +1,21 @@
-"""Mixed precision: what the config asks for, and the types of layers, loss and gradients."""
+"""Mixed precision: what the config asks for, types of layers, loss and gradients, and training near float32."""
+
+import functools
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from common.colossal import AMP_TYPE, amp, initialize
+from common.colossal import AMP_TYPE, ParallelMode, amp, canonical_state, gpc, initialize
 from common.colossal.amp import Cast, build_mixed_precision, compute_dtype, name_dtype
-from common.testing.ranks import launched
+from common.testing.parity_cases import ACCUMULATION, CASES, MAX_NORM, build_engine, fit, micro_batches
+from common.testing.ranks import launched, run_ranks
 
 TORCH, NAIVE, APEX = AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 LAYERS = ("first", "norm", "activation", "last")
-
-
-@pytest.fixture(params=[True, False])
-def is_fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the CPU has instructions for bfloat16; it has none for float16."""
-    monkeypatch.setattr(amp, "is_fast", lambda name: request.param and name == "bfloat16")
-    monkeypatch.setattr(amp, "instruction_set", lambda: "AVX2")
-    return request.param
 
 
 @pytest.mark.parametrize(
@@ -27,34 +24,34 @@ def is_fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         (None, "cuda", None, FLOAT32, None),
         (dict(mode=None), "cuda", None, FLOAT32, None),
         (dict(mode=TORCH, init_scale=8.0), "cpu", Cast.OPERATIONS, BFLOAT16, None),
-        (dict(mode=TORCH, dtype="float16"), "cpu", Cast.OPERATIONS, FLOAT16, 2.0**16),
         (dict(mode=TORCH, dtype=FLOAT16, init_scale=8.0), "cpu", Cast.OPERATIONS, FLOAT16, 8),
-        (dict(mode=TORCH), "cuda", Cast.OPERATIONS, BFLOAT16, None),
         (dict(mode=TORCH, dtype="float16", enabled=False), "cuda", Cast.OPERATIONS, FLOAT16, None),
-        (dict(mode=NAIVE), "cpu", Cast.LAYERS, BFLOAT16, None),
-        (dict(mode=NAIVE, dtype=BFLOAT16), "cpu", Cast.LAYERS, BFLOAT16, None),
+        (dict(mode=NAIVE, dtype=BFLOAT16), "cuda", Cast.LAYERS, BFLOAT16, None),
         (dict(mode=APEX, opt_level="O0"), "cuda", None, FLOAT32, None),
         (dict(mode=APEX), "cpu", Cast.OPERATIONS, BFLOAT16, None),
         (dict(mode=APEX, opt_level="O2", dtype="float16"), "cpu", Cast.LAYERS, FLOAT16, 2.0**16),
         (dict(mode=APEX, opt_level="O3"), "cuda", Cast.PARAMETERS, BFLOAT16, None),
     ],
 )
-def test_config(fp16: dict | None, device: str, cast: Cast | None, dtype: torch.dtype, scale: float | None, is_fast):
-    """The default of a CPU without instructions is float32; an explicit type is used with a warning."""
-    explicit = (fp16 or {}).get("dtype")
-    if device == "cpu" and not (is_fast or explicit):
-        cast, dtype = None, FLOAT32
+def test_config(
+    fp16: dict | None, device: str, cast: Cast | None, dtype: torch.dtype, scale: float | None, monkeypatch
+):
+    monkeypatch.setattr(amp, "is_fast", lambda name: name == "bfloat16")
     precision = build_mixed_precision(fp16, device)
     assert (precision.cast, precision.dtype, compute_dtype(fp16, device)) == (cast, dtype, dtype)
     assert (precision.scaler and precision.scaler.get_scale()) == scale
-    is_slow = device == "cpu" and explicit is not None and not (is_fast and dtype == BFLOAT16)
-    start = f"warning: fp16.dtype='{name_dtype(dtype)}': this CPU (AVX2) has no instructions for it"
-    assert (precision.warning or "").startswith(start) == is_slow == bool(precision.warning)
-    if cast is None and fp16 and device == "cpu":
-        assert precision.note.endswith("float32, because this CPU (AVX2) has no bfloat16 instructions")
-    elif fp16 and fp16["mode"] == APEX and cast:
-        words = f"by PyTorch instead of apex.amp; in {name_dtype(dtype)}: {cast.value}"
-        assert precision.note == f"AMP_TYPE.APEX {fp16.get('opt_level', 'O1')}: {words}"
+    assert f"in {name_dtype(dtype)}" in precision.note or not cast
+    assert bool(precision.warning) == (device == "cpu" and dtype == FLOAT16)
+
+
+def test_a_cpu_without_instructions_computes_in_float32_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amp, "is_fast", lambda name: False)
+    monkeypatch.setattr(amp, "instruction_set", lambda: "AVX2")
+    note = "fp16: AMP_TYPE.APEX O1, by PyTorch instead of apex.amp, in float32: this CPU (AVX2) has no bfloat16"
+    assert build_mixed_precision(dict(mode=APEX), "cpu").note == f"{note} instructions"
+    told = build_mixed_precision(dict(mode=TORCH, dtype="bfloat16"), "cpu")
+    assert told.note == "fp16: AMP_TYPE.TORCH in bfloat16: operations, by autocast"
+    assert told.warning.startswith("warning: fp16.dtype='bfloat16': this CPU (AVX2) has no instructions for it")
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 5), FLOAT16), ((8, 0), BFLOAT16)])
@@ -85,3 +82,83 @@ def test_types(fp16: dict, dtype: torch.dtype, in_half: tuple[str, ...], monkeyp
         tensors = {"logits": logits, "loss": loss, "weight": model[0].weight, "grad": model[0].weight.grad}
         seen |= {name: tensor.dtype for name, tensor in tensors.items()}
     assert seen == dict.fromkeys((*LAYERS, *tensors), FLOAT32) | dict.fromkeys(in_half, dtype)
+
+
+STEPS = 20
+FEW_STEPS = 3  # where a step takes long: in parallel, or recomputing
+MODES = {
+    "TORCH bfloat16": {"mode": TORCH, "dtype": "bfloat16"},
+    "TORCH float16": {"mode": TORCH, "dtype": "float16"},
+    "NAIVE bfloat16": {"mode": NAIVE, "dtype": torch.bfloat16},
+    "NAIVE float16": {"mode": NAIVE, "dtype": torch.float16},
+    "APEX O0": {"mode": APEX, "opt_level": "O0"},
+    "APEX O1 float16": {"mode": APEX, "dtype": "float16"},
+    "APEX O2 float16": {"mode": APEX, "opt_level": "O2", "dtype": "float16"},
+    "APEX O3 bfloat16": {"mode": APEX, "opt_level": "O3", "dtype": "bfloat16"},
+    "APEX O3 float16": {"mode": APEX, "opt_level": "O3", "dtype": "float16"},
+}
+IN_PARALLEL = ("TORCH bfloat16", "TORCH float16", "NAIVE float16", "APEX O3 bfloat16")
+Curve = tuple[list[float], dict[str, Tensor]]  # losses, weights
+
+
+def allowed(name: str) -> float:
+    """Return how far the losses, which fall from 2.3 to 2.1, may be from those in float32."""
+    return 0.0 if name == "APEX O0" else 2e-3 if name.endswith(" float16") else 1e-2
+
+
+def train(name: str | None, optimizer_name: str, steps: int = STEPS, **arguments: Any) -> Curve:
+    """Train in the mode ``name`` and the launch's parallel mode."""
+    gpc.config["fp16"] = MODES[name] if name else None
+    place = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
+    model, _, engine = build_engine(optimizer_name, **arguments)
+    return fit(engine, list(micro_batches(steps, *place))), dict(canonical_state(model))
+
+
+def launched_here(**config: Any) -> AbstractContextManager[None]:
+    return launched(**config, clip_grad_norm=MAX_NORM, gradient_accumulation=ACCUMULATION)
+
+
+@functools.cache
+def in_float32(optimizer_name: str) -> Curve:
+    with launched_here():
+        return train(None, optimizer_name)
+
+
+def distance(curve: Curve, expected: Curve) -> float:
+    return max(abs(a - b) for a, b in zip(curve[0], expected[0], strict=False))
+
+
+NO_ROOM = ("APEX O3 float16", "lamb")  # for LAMB's second moments
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer_name"), [(m, o) for m in MODES for o in ("sgd", "lamb") if (m, o) != NO_ROOM]
+)
+def test_stays_near_float32(name: str, optimizer_name: str) -> None:
+    expected = in_float32(optimizer_name)
+    with launched_here():
+        curve = train(name, optimizer_name)
+    assert distance(curve, expected) <= allowed(name)
+    assert (distance(curve, expected) > 0) == (name != "APEX O0")
+    has_masters = {weight.dtype for weight in curve[1].values()} == {torch.float32}
+    assert has_masters == ("O3" not in name)
+
+
+def train_as_rank(config: dict[str, Any]) -> list[Curve]:
+    with launched_here(**config):
+        return [train(name, "lamb", FEW_STEPS) for name in IN_PARALLEL]
+
+
+@pytest.mark.parametrize("case", ["dp2", "1d-2", "2d-4", "2.5d-8", "3d-8"])
+def test_stays_near_float32_in_parallel(case: str) -> None:
+    by_rank = run_ranks(CASES[case][0], train_as_rank, CASES[case][1])
+    for number, name in enumerate(IN_PARALLEL):
+        assert all(curves[number][0] == by_rank[0][number][0] for curves in by_rank)
+        assert distance(by_rank[0][number], in_float32("lamb")) <= allowed(name), name
+
+
+@pytest.mark.parametrize("name", ["TORCH bfloat16", "NAIVE bfloat16", "APEX O3 bfloat16"])
+def test_checkpointed_activations_change_nothing(name: str) -> None:
+    with launched_here():
+        losses = [train(name, "sgd", FEW_STEPS, activation_checkpoint=on)[0] for on in (False, True)]
+    assert losses[0] == losses[1]

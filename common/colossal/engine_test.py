@@ -1,6 +1,6 @@
 """The engine: what crosses ranks in a step, passes of whole steps, and compiled models.
 
-parity_test.py and precision_test.py have what it computes.
+parity_test.py and amp_test.py have what it computes.
 """
 
 from collections.abc import Callable, Iterator

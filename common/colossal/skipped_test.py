@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from common.colossal import AMP_TYPE, Engine, ParallelMode, gpc, initialize, named_shards
-from common.colossal.precision_test import MODES
+from common.colossal.amp_test import MODES
 from common.errors import AgreedError
 from common.optim.build import build_optimizer
 from common.testing.parity_cases import CASES, OPTIMIZERS, blended_loss, build_engine, micro_batches

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -42,7 +41,7 @@ def quiet_import() -> Iterator[None]:
     """Context for importing Colossal-AI; undoes the import's side effects on exit.
 
     - `peft` (interface/model.py:6), `galore_torch` (nn/optimizer/__init__.py:1) and `bitsandbytes`
-      (nn/optimizer/galore.py:7) are replaced by stubs unless they are installed.
+      (nn/optimizer/galore.py:7) are replaced by stubs, installed or not.
     - `torch.compile` is the identity: decorating unused functions (quantization/fp8.py) loads the whole compiler, two
       thirds of the import time.
     - fp8.py:16 does not query the GPU: that would initialize CUDA before the device is set, and prevent forking.
@@ -54,7 +53,10 @@ def quiet_import() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ))
         stack.callback(logging.disable, logging.root.manager.disable)
-        stack.enter_context(_import_stubs())
+        stubs = {name: _Stub(name) for name in STUBBED if name not in sys.modules}
+        sys.modules.update(stubs)
+        for name in stubs:
+            stack.callback(sys.modules.pop, name)
         stack.enter_context(mock.patch.object(torch, "compile", return_value=lambda function: function))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", side_effect=RuntimeError))
         stack.enter_context(mock.patch.object(library.Library, "impl", _skip_upstream(library.Library.impl)))
@@ -82,18 +84,6 @@ class _Stub(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return type(name, (), {})
-
-
-@contextmanager
-def _import_stubs() -> Iterator[None]:
-    """Stub the modules in `STUBBED` whose packages are not installed; remove the stubs on exit."""
-    stubs = {name: _Stub(name) for name in STUBBED if find_spec(name.partition(".")[0]) is None}
-    sys.modules.update(stubs)
-    try:
-        yield
-    finally:
-        for name in stubs:
-            del sys.modules[name]
 
 
 check_version()

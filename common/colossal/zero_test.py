@@ -10,8 +10,8 @@ from torch import Tensor
 
 from common.colossal import ParallelMode, gpc, named_shards
 from common.colossal import engine as engine_module
+from common.colossal.amp_test import MODES
 from common.colossal.engine import compile_model
-from common.colossal.precision_test import MODES
 from common.config.load import load_config
 from common.errors import UserError
 from common.model.ema import EmaHook

@@ -10,7 +10,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from common.data.auto_augment import AutoAugment, Policy, RandAugment
-from common.testing.host_sync import forbid_waiting
+from common.testing.host_sync import ForbidWaiting
 
 RANDOM = np.random.default_rng(0)
 NOISE = RANDOM.integers(0, 256, (4, 5, 3), np.uint8)
@@ -73,7 +73,7 @@ def test_each_operation_on_a_batch_is_that_on_an_image_within_rounding(magnitude
     for image in (IMAGE, Image.new("RGB", IMAGE.size, (7, 0, 255))):
         batch = batch_of([image] * 28)
         augment.augment_batch(batch.clone(), numbers)  # makes the tables of moved pixels
-        with forbid_waiting(torch.device("cpu")):
+        with ForbidWaiting():
             augmented = augment.augment_batch(batch, numbers)
         for row, found in enumerate(augmented.permute(0, 2, 3, 1).numpy()):
             expected = np.asarray(augment(image, numbers[row]), int)

@@ -21,7 +21,6 @@ VARIABLES = {  # in the order of FLAGS
     "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
     "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
 }
-STARTED_WITH = {"torch": "torchrun", "openmpi": "mpirun", "slurm": "srun"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,6 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--host", help="host of rank 0")
     group.add_argument("--port", type=integer, help="a free port on that host")
     group.add_argument("--backend", choices=("nccl", "gloo"), help="default: nccl with GPUs, gloo without")
-    group.add_argument("--launcher", choices=("single", "args", *VARIABLES), help="default: auto-detect")
 
 
 def integer(text: str) -> int | None:
@@ -56,20 +54,17 @@ def integer(text: str) -> int | None:
 def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launch:
     """Return how this process was started, from its flags and environment.
 
-    Without ``--launcher``, the innermost one applies: torchrun, mpirun, srun (not the shell of sbatch or salloc),
-    flags, else a single process. Raises `UserError` for a flag that is missing or contradicts the launcher.
+    The innermost launcher applies: torchrun, mpirun, srun (not the shell of sbatch or salloc), flags, else a single
+    process. Raises `UserError` for a flag that is missing or contradicts the launcher.
     """
-    launcher = args.launcher or _find_launcher(args, environ)
+    launcher = _find_launcher(args, environ)
     place: dict[str, Any]
     if launcher in VARIABLES:
         place = _from_environment(launcher, args, environ)
     elif launcher == "args":
         place = _from_flags(args)
     else:
-        place = {"rank": 0, "local_rank": 0, "world_size": 1}
-        for field, value in place.items():
-            _check_flag(args, field, (value,), "a single process without a launcher")
-        place |= {"host": LOOPBACK, "port": 0}
+        place = {"rank": 0, "local_rank": 0, "world_size": 1, "host": LOOPBACK, "port": 0}
     return Launch(launcher, **place, backend=_backend(args.backend))
 
 
@@ -133,9 +128,6 @@ def _is_slurm_task(environ: Mapping[str, str]) -> bool:
 
 def _from_environment(launcher: str, args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
     names = dict(zip(FLAGS, VARIABLES[launcher], strict=False))
-    missing = [name for name in names.values() if not environ.get(name)]
-    if missing:
-        raise UserError(f"{', '.join(missing)} not set: start with {STARTED_WITH[launcher]}, or omit --launcher")
     place = {field: environ[name] if field == "host" else int(environ[name]) for field, name in names.items()}
     for field, name in names.items():
         # scripts pass --local_rank=$SLURM_PROCID: the task's rank, or 0 if the shell of sbatch expanded it
@@ -179,7 +171,7 @@ def _rendezvous(launcher: str, args: argparse.Namespace, environ: Mapping[str, s
         nodes = ""
     host = args.host or environ.get("MASTER_ADDR") or (LOOPBACK if one_node else _first_node(nodes))
     if not host:
-        raise UserError(f"--host missing: on several nodes {STARTED_WITH[launcher]} does not set the host of rank 0")
+        raise UserError("--host missing: on several nodes mpirun does not set the host of rank 0")
     if args.port or environ.get("MASTER_PORT"):
         return {"host": host, "port": args.port or int(environ["MASTER_PORT"])}
     return {"host": host, "port": 20_000 + zlib.crc32(job.encode()) % 12_000}  # below the ephemeral ports

@@ -1,13 +1,18 @@
-"""Stop a run cleanly on SIGTERM, SIGUSR1 (Slurm's warning), Ctrl-C and SIGHUP (a closed terminal)."""
+"""Stop a run cleanly on SIGTERM, SIGUSR1 (Slurm's warning), Ctrl-C and SIGHUP (a closed terminal).
+
+``python -m common.launch.signals`` takes torchrun's arguments: see `run_torchrun`.
+"""
 
 import atexit
 import ctypes
+import logging
 import math
 import multiprocessing
 import multiprocessing.util  # registers its atexit function before ours, so that it runs after ours
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +25,7 @@ CHECK = 0.5  # seconds between two progress checks after a signal
 TORCHRUN_PATIENCE = 25.0  # seconds; torchrun kills 30 s after SIGTERM, which it sends when another rank has died
 SAME_PRESS = 1.0  # seconds within which a second SIGINT is the first one, forwarded by a launcher
 PR_SET_PDEATHSIG = 1
+MISTAKE = 2  # exit status of a training script after its own error message
 
 
 class StopSignals:
@@ -172,3 +178,32 @@ os.register_at_fork(
     after_in_parent=stop_signals.after_fork_in_parent,
     after_in_child=stop_signals.after_fork_in_child,
 )
+
+
+def run_torchrun(arguments: list[str]) -> None:
+    """Run torchrun without its traceback, some 45 lines: a training script that exits with `MISTAKE` has said why.
+
+    After SIGTERM or Ctrl-C, which torchrun passes on, the exit status is 128 plus the signal's number. Under nohup it
+    ignores SIGHUP.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    for name in ("multiprocessing.api", "multiprocessing.errors", "multiprocessing.errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)  # each has its own level
+    is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # which torchrun overrides by default
+    try:
+        main(["--signals-to-handle=SIGTERM,SIGINT,SIGQUIT"] * is_nohup + arguments)
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+    except ChildFailedError as error:
+        codes = [failure.exitcode for failure in error.failures.values()]
+        if MISTAKE in codes:  # torchrun sent SIGTERM to the others
+            sys.exit(MISTAKE)
+        sys.stderr.write(f"{error}\n")
+        sys.exit(codes[0] if codes[0] > 0 else 128 - codes[0])
+
+
+if __name__ == "__main__":
+    run_torchrun(sys.argv[1:])

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from torch.distributed.run import parse_args
 
+from common.launch.signals import run_torchrun
 from common.testing.commands import has_ended, wait_until
 
 PROGRAM = """
@@ -129,3 +131,15 @@ def test_a_worker_leaves_signals_to_its_parent_and_dies_with_it(start) -> None:
     process.kill()
     process.wait()
     wait_until(lambda: has_ended(child), seconds=10)
+
+
+def test_under_nohup_torchrun_leaves_sighup_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr("torch.distributed.run.main", calls.append)
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run_torchrun(["train.py"])
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    ((option, script),) = calls
+    assert "SIGHUP" not in parse_args([option, script]).signals_to_handle

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from common.checkpoint.content import CONFIG, METRICS, RANDOM, TRAINER, read_trainer_state
 from common.checkpoint.save import newest_checkpoint
@@ -64,8 +63,6 @@ def read_result(output: Path) -> dict[str, Any]:
     """Return what a run has left, by file of its last checkpoint, and its records, without timings and memory."""
     last = newest_checkpoint(output / "checkpoints")
     assert last, f"{output}: no checkpoint"
-    # a library that is imported late draws from Python's generator, once in a process
-    generators = {n: t.tolist() for n, t in load_file(last / RANDOM).items() if not n.endswith("/python")}
-    files = {file.name: file.read_bytes() for file in last.glob("*.safetensors") if file.name != RANDOM}
+    files = {file.name: file.read_bytes() for file in last.glob("*.safetensors")}
     records = [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(output)]
-    return files | {RANDOM: generators, TRAINER: read_trainer_state(last), METRICS: records}
+    return files | {TRAINER: read_trainer_state(last), METRICS: records}

@@ -1,5 +1,4 @@
 import hashlib
-import io
 import os
 import pickle
 import shutil
@@ -62,8 +61,6 @@ def test_reads_the_batches_and_their_archive(root, tmp_path, monkeypatch):
         tar.add(root / BATCHES, BATCHES)
     monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5((new / CIFAR10.filename).read_bytes()).hexdigest())
     check(new)
-    (new / CIFAR10.filename).unlink()
-    check(new)
 
 
 class Evil:
@@ -71,13 +68,9 @@ class Evil:
         return os.mkdir, ("evil",)
 
 
-@pytest.mark.parametrize("content", [None, b"", pickle.dumps(Evil())])
-def test_a_file_that_is_not_cifars_is_not_unpickled(root, content, monkeypatch):
+def test_a_file_that_is_not_cifars_is_not_unpickled(root, monkeypatch):
     monkeypatch.chdir(root)
-    path = root / BATCHES / "test_batch"
-    path.unlink()
-    if content is not None:
-        path.write_bytes(content)
+    (root / BATCHES / "test_batch").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(UserError, match=f"{root / BATCHES}: .* MD5 .*; remove it and unpack {CIFAR10.filename} again"):
         open_at(root)
     assert not (root / "evil").exists()
@@ -85,57 +78,43 @@ def test_a_file_that_is_not_cifars_is_not_unpickled(root, content, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Two classes of lossless images; then one JPEG and one grey PNG."""
+    """Two classes of images; one is grey."""
     for number in range(6):
         for split in ("train", "test"):
             path = tmp_path / split / ("cat", "dog")[number % 2] / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(NOISE.integers(0, 256, (8, 8, 3), np.uint8)).save(path)
-    smooth = np.linspace(0, 255, 8).astype(np.uint8)[:, None].repeat(8, 1)
-    Image.fromarray(smooth).save(tmp_path / "train" / "dog" / "grey.png")
-    Image.fromarray(np.stack([smooth, smooth, smooth // 2], -1)).save(tmp_path / "train" / "dog" / "photo.jpg")
+    Image.new("L", (8, 8), 99).save(tmp_path / "train" / "dog" / "grey.png")
     return tmp_path
 
 
 def test_reads_a_folder_of_images(folder, tmp_path_factory):
     images = open_at(folder)
     assert (images.class_names, len(images.test.labels)) == (["cat", "dog"], 6)
-    assert images.train.labels.tolist() == [0] * 3 + [1] * 5
-    names = "cat/0.png cat/2.png cat/4.png dog/1.png dog/3.png dog/5.png dog/grey.png dog/photo.jpg"
-    for row, name in enumerate(names.split()):
-        pixels = np.asarray(Image.open(folder / "train" / name).convert("RGB"))
-        np.testing.assert_array_equal(images.train.images[row], pixels.transpose(2, 0, 1), name)
+    assert images.train.labels.tolist() == [0] * 3 + [1] * 4
+    for row, path in enumerate(sorted(folder.glob("train/*/*"))):
+        pixels = np.asarray(Image.open(path).convert("RGB"))
+        np.testing.assert_array_equal(images.train.images[row], pixels.transpose(2, 0, 1))
     copy = shutil.copytree(folder, tmp_path_factory.mktemp("other") / "copy")
     assert open_at(copy).fingerprint == images.fingerprint
     (copy / "test" / "cat" / "0.png").rename(copy / "test" / "dog" / "0.png")
     assert open_at(copy).fingerprint != images.fingerprint
 
 
-def _picture(size: tuple[int, int], kind: str = "png") -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", size).save(file, kind)
-    return file.getvalue()
-
-
 @pytest.mark.parametrize(
-    ("path", "content", "words"),
+    ("path", "width", "words"),
     [
-        ("train/cat/9.png", b"text", "train/cat/9.png: .*; remove or replace this image"),
-        ("train/cat/9.jpg", b"\xff\xd8\xff\xe0", "train/cat/9.jpg: .*; remove or replace this image"),
-        ("train/cat/9.png", _picture((9, 8)), "9.png: 9 x 8 pixels, the first of .* has 8 x 8; make all images"),
-        ("train/cat/0.png", _picture((9, 8)), "0.png: 9 x 8 pixels"),
-        ("test/eel/1.png", _picture((8, 8)), "test/eel: this class has no training images"),
-        ("train/eel/.hidden", b"", "train/eel: no images"),
+        ("train/cat/9.png", 0, "train/cat/9.png: .*; remove or replace this image"),
+        ("train/cat/9.png", 9, "9.png: 9 x 8 pixels, the first of .* has 8 x 8; make all images"),
+        ("test/eel/1.png", 8, "test/eel: this class has no training images"),
+        ("train/eel/.hidden", 0, "train/eel: no images"),
     ],
 )
-def test_a_wrong_image_or_class_is_named(folder, path, content, words):
+def test_a_wrong_image_or_class_is_named(folder, path, width, words):
     (folder / path).parent.mkdir(exist_ok=True)
-    (folder / path).write_bytes(content)
+    if width:
+        Image.new("RGB", (width, 8)).save(folder / path)
+    else:
+        (folder / path).write_bytes(b"no image")
     with pytest.raises(UserError, match=words):
-        open_at(folder)
-
-
-def test_a_split_without_images_is_named(folder):
-    shutil.rmtree(folder / "test")
-    with pytest.raises(UserError, match="test: no images; they are expected as .*/test/<class>/"):
         open_at(folder)

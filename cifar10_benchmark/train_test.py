@@ -67,9 +67,9 @@ def test_the_flags_of_the_benchmarks_command(root, tmp_path):
     assert ended.stdout.splitlines()[-1].startswith("top1=")
 
 
-@pytest.mark.parametrize("loss", [["LABEL_SMOOTHING=0.1"], ["LABEL_SMOOTHING=0", "BCE_THRESHOLD=0"]])
-def test_learns_from_images_that_are_blended_cut_and_erased(root, tmp_path, loss):
+def test_learns_from_images_that_are_blended_cut_and_erased(root, tmp_path):
     blends = ["MIXUP=0.8", "CUTMIX=1.0", "ERASING=0.25", "NUM_EPOCHS=8", "DATA.repeats=2"]
+    loss = ["LABEL_SMOOTHING=0", "BCE_THRESHOLD=0"]
     train.main(arguments(root, tmp_path / "run", *blends, *loss, "gradient_accumulation=2"))
     *_, last = read_metrics(tmp_path / "run")
     assert last["top1"] > 0.6
@@ -83,7 +83,4 @@ def test_dry_run_of_the_recipes_needs_no_data_and_downloads_nothing(tmp_path, ca
         assert batch in printed
         assert "3.7 M" in printed  # arXiv 2104.05704, table 3
         assert "is not on this machine: time for 50,000 images" in printed
-        assert "(the host's limit)" in printed
-    train.main(["--config", "vit_lite_vanilla", "--dry-run", "--gpus", "8", "--decode-images-per-s", "1e6", *settings])
-    assert "host's limit" not in capsys.readouterr().out
     assert not list(tmp_path.iterdir())

@@ -58,13 +58,3 @@ def test_resumes_after_the_last_batch_handed_out():
         resumed.load_state_dict(loader.state_dict())
         assert resumed.state_dict() == loader.state_dict()
         assert batches(resumed) == (batches(running) or batches(loader))
-
-
-def test_a_state_holds_for_another_number_of_processes():
-    loader = build(micro_batch=2)
-    list(islice(iter(loader), 4))  # one optimizer step
-    ranks = [build(micro_batch=1, dp_rank=rank, dp_size=2) for rank in range(2)]
-    for rank in ranks:
-        rank.load_state_dict(loader.state_dict())
-    seen = [index for rank in ranks for batch in batches(rank) for index in batch]
-    assert sorted(seen) == sorted(index for batch in drawn(loader, 0)[4:] for index in batch)

@@ -8,7 +8,6 @@ import os
 import random
 import tarfile
 import threading
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -66,23 +65,16 @@ def impatient(monkeypatch):
 
 
 @pytest.mark.parametrize("first", [CONTENT[:1000], 503, WRONG], ids=["connection drops", "server busy", "wrong bytes"])
-def test_a_download_is_retried_and_then_kept(tmp_path, first):
-    with serving(first, CONTENT) as (url, left):
-        for _ in range(2):
-            download(url, tmp_path / "file", MD5)
-    assert left == []
-    assert (tmp_path / "file").read_bytes() == CONTENT
-    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
-
-
-def test_a_failed_download_is_one_line(tmp_path):
+def test_a_download_is_retried_or_refused_in_one_line(tmp_path, first):
     file = tmp_path / "file"
-    for answer, words in ((404, "404 Client Error: Not Found"), (WRONG, f"does not match the known hash.*{MD5}")):
-        with serving(answer, answer) as (url, _), pytest.raises(UserError, match=f"^{url}: .*{words}") as error:
+    with serving(first, 404, first, CONTENT) as (url, left):
+        with pytest.raises(UserError, match=f"^{url}: .*404.*; rerun the command, or download .* yourself to {file}$"):
             download(url, file, MD5)
-        assert str(error.value).endswith(f"; rerun the command, or download the file yourself to {file}")
-        assert "\n" not in str(error.value)
         assert list(tmp_path.iterdir()) == []
+        for _ in range(2):
+            download(url, file, MD5)
+    assert left == []
+    assert file.read_bytes() == CONTENT
 
 
 def write_tar(path: Path, *members: str | tarfile.TarInfo) -> Path:
@@ -94,39 +86,13 @@ def write_tar(path: Path, *members: str | tarfile.TarInfo) -> Path:
     return path
 
 
-def write_zip(path: Path, *members: str) -> Path:
-    with zipfile.ZipFile(path, "w") as container:
-        for member in members:
-            container.writestr(member, CONTENT)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("write", "members"),
-    [
-        (write_tar, ["data/one", "data/sub/two", "other"]),
-        (write_zip, ["data/one", "data/sub/two", "../evil", "data/../../evil", "/evil"]),  # those are not written
-    ],
-)
-def test_a_folder_of_an_archive_is_extracted(tmp_path, write, members):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    archive = write(tmp_path / "archive", *members)
-    extract(archive, "data", folder)
-    files = sorted(path for path in tmp_path.rglob("*") if path.is_file())
-    assert files == [archive, folder / "data" / "one", folder / "data" / "sub" / "two"]
-    assert files[2].read_bytes() == CONTENT
-
-
 def test_what_cannot_be_unpacked_leaves_nothing(tmp_path):
     archive, folder, link = tmp_path / "archive", tmp_path / "folder", tarfile.TarInfo("data/link")
     folder.mkdir()
     link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-    contents = [write_tar(archive, "data/one", evil).read_bytes() for evil in ("../evil", "data/../../evil", link)]
-    contents.append(b"no archive")
+    members = ["../evil"], ["data/one", link], ["other"]
+    contents = [write_tar(archive, *names).read_bytes() for names in members]
     contents.append(write_tar(archive, "data/one").read_bytes()[:100_000])
-    contents.append(write_zip(archive, "data/one").read_bytes().replace(CONTENT[:100], bytes(100)))
-    contents.append(write_tar(archive, "other").read_bytes())
     for content in contents:
         archive.write_bytes(content)
         with pytest.raises(UserError, match=r"archive: data cannot be unpacked into .* \(.+\); check the free space"):

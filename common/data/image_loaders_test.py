@@ -176,21 +176,18 @@ def test_more_bad_images_than_allowed_stop_the_pass(corrupt):
 @pytest.mark.parametrize(
     ("picture", "reason"),
     [
-        (None, "cannot identify image file; remove or replace this image"),
         (("EPS", "RGB", 8), "cannot identify"),  # a PostScript program, which Pillow would run
         (("PNG", "1", 12_000), "12000x12000 is more than 100 million pixels"),
-        ("pipe", "not a regular file"),
+        (None, "not a regular file"),  # a pipe: to open it would wait for a writer
     ],
 )
 def test_what_must_not_be_decoded_is_named(corrupt, picture, reason):
     split = open_folder(corrupt, "train")
-    if picture == "pipe":  # to open it would wait for a writer
-        split.path(0).unlink()
-        os.mkfifo(split.path(0))
-    elif picture:
+    if picture:
         kind, mode, size = picture
         Image.new(mode, (size, size)).save(split.path(0), kind)
     else:
-        split.path(0).write_bytes(b"")
+        split.path(0).unlink()
+        os.mkfifo(split.path(0))
     with pytest.raises(UserError, match=f"{split.path(0)}: {reason}"):
         list(eval_loader(split))

@@ -179,10 +179,5 @@ SCHEDULES: dict[str, Schedule] = {"linear": linear, "cosine": cosine}
 
 
 def build_lr_scheduler(optimizer: Optimizer, name: str, total_steps: int, warmup_steps: int = 0) -> LambdaLR:
-    """Build the schedule `name`, one of `SCHEDULES`, to be stepped once an optimizer step.
-
-    Raises ValueError for a warm-up that leaves no step to train at the peak.
-    """
-    if not 0 <= warmup_steps < total_steps:
-        raise ValueError(f"warmup_steps={warmup_steps} must be at least 0 and below total_steps={total_steps}")
+    """Build the schedule `name`, one of `SCHEDULES`, to be stepped once an optimizer step."""
     return LambdaLR(optimizer, lambda step: SCHEDULES[name](step, total_steps, warmup_steps))

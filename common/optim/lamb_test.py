@@ -2,7 +2,7 @@
 
 import importlib.util
 import math
-from pathlib import Path
+import runpy
 
 import pytest
 import torch
@@ -17,11 +17,7 @@ SHAPES = [(64, 48), (48,), (3, 5, 7), (9,), (33, 70)]
 def colossalai_lamb() -> type:
     """Load Colossal-AI's LAMB from its file, without the rest of the package."""
     package = importlib.util.find_spec("colossalai")
-    path = Path(package.submodule_search_locations[0]) / "nn/optimizer/lamb.py"
-    spec = importlib.util.spec_from_file_location("colossalai_lamb", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Lamb
+    return runpy.run_path(f"{package.submodule_search_locations[0]}/nn/optimizer/lamb.py")["Lamb"]
 
 
 def parameters() -> list[nn.Parameter]:
@@ -44,21 +40,19 @@ def set_gradients(params: list[nn.Parameter], step: int, scale: float = 1.0) -> 
         params[3].grad.zero_()  # nor has a tensor with a zero direction
 
 
-def assert_same(ours: list[Tensor], theirs: list[Tensor], tolerance: float = 1e-6) -> None:
+def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
     for a, b in zip(ours, theirs, strict=True):
-        assert (a - b).abs().max() <= tolerance * b.abs().max()
+        assert (a - b).abs().max() <= 1e-6 * b.abs().max()
 
 
-def run_both(
-    ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer, scale: float = 1.0, tolerance: float = 1e-6
-) -> None:
+def run_both(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer, scale: float = 1.0) -> None:
     """Step both ten times on the same gradients; the parameters have to agree after every step."""
     for step in range(10):
         for optimizer in (ours, theirs):
             set_gradients([p for group in optimizer.param_groups for p in group["params"]], step, scale)
             optimizer.step()
         for a, b in zip(ours.param_groups, theirs.param_groups, strict=True):
-            assert_same(a["params"], b["params"], tolerance)
+            assert_same(a["params"], b["params"])
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -116,7 +110,7 @@ def test_reduce_norms_makes_shards_step_as_the_whole() -> None:
     calls = []
 
     def reduce_norms(squares: Tensor, params: list[Tensor]) -> Tensor:
-        calls.append([id(p) for p in params])
+        calls.append(len(params))
         both = squares.sum(dim=1, keepdim=True)
         # The two shards lie in one list here, so their clipping norm would be counted twice.
         return both.expand_as(squares) if len(squares) == 2 else squares
@@ -131,7 +125,7 @@ def test_reduce_norms_makes_shards_step_as_the_whole() -> None:
         plain.step()
         sharded.step()
     assert_same([torch.cat(halves)], [whole])
-    assert calls == 6 * [[id(p) for p in halves]]  # one for the clipping, one for all trust ratios, a step
+    assert calls == 6 * [2]  # one for the clipping, one for all trust ratios, a step
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

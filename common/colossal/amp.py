@@ -152,8 +152,7 @@ def _cast_inputs(
 
 def _forward_in_own_type(layer: _NormBase, forward: Any, dtype: torch.dtype, inputs: Tensor) -> Tensor:
     """Normalize in the dtype of the parameters and running statistics, which must be the same."""
-    own = [*layer._parameters.values(), *layer._buffers.values()]
-    own_dtype = next((t.dtype for t in own if t is not None and t.is_floating_point()), torch.float32)
+    own_dtype = next((tensor.dtype for tensor in (*layer.parameters(), *layer.buffers())), torch.float32)
     return forward(inputs.to(own_dtype)).to(dtype)
 
 

@@ -152,8 +152,7 @@ def open_store(rank: int, world_size: int, host: str, port: int, timeout: float,
     If ``host`` is the loopback interface, rank 0 listens on that only (PyTorch: on all). Raises `UserError` with the
     ranks that do not join within ``timeout`` seconds; `RankError` if rank 0 does not.
     """
-    is_agents = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) == (host, str(port))
-    serves = rank == 0 and not (is_agents and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     options = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False}
     try:
         if serves:

@@ -1,4 +1,4 @@
-"""A prepared data set that the tests of this folder share."""
+"""Prepared data sets that the tests of this folder share."""
 
 import shutil
 from pathlib import Path
@@ -6,15 +6,14 @@ from pathlib import Path
 import pytest
 
 from imagenet_dali.prepare import prepare
-from imagenet_dali.testing import write_images
-from imagenet_dali.writer import Options
+from imagenet_dali.testing import prepare_data, write_images
 
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """240 training images in three shards and 60 validation images in one, of two classes; not to be changed."""
     folder = tmp_path_factory.mktemp("prepared")
-    prepare(write_images(folder / "images", 150), folder / "data", Options(shards=3))
+    prepare(write_images(folder / "images", 150), folder / "data", shards=3)
     return folder / "data"
 
 
@@ -25,10 +24,6 @@ def data(prepared: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders ``{train,val}/{ape,bee}/`` of 24 and 10 images, prepared in ``shards``; not to be changed."""
-    folder = tmp_path_factory.mktemp("photographs")
-    for split, per_class in (("train", 12), ("val", 5)):
-        write_images(folder / "images" / split, per_class, ("ape", "bee"))
-    prepare(folder / "images", folder / "shards")
-    return folder
+def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """53 training and 12 validation images of three colours, as shards; not to be changed."""
+    return prepare_data(tmp_path_factory.mktemp("colours"))

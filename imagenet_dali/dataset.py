@@ -6,7 +6,9 @@ labels.txt                       one class name a line; the line number, from 0,
 manifest.json                    checksums of shards and tables; written last
 """
 
-import os
+import importlib.util
+import runpy
+import struct
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,18 +16,33 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+from crc32c import crc32c
 from pydantic import FailFast, Field
 
 from common.data.image_folder import check_class_names
 from common.data.remote import BlockCache, RemoteFolder
 from common.errors import UserError
 from common.files import Count, Schema, fingerprint_of, is_url, read_json, read_text, sha256_of
-from imagenet_dali.records import BadRecordError, unframe
 
 FORMAT = 1
 MANIFEST, LABELS = "manifest.json", "labels.txt"
 PARTIAL = ".partial"  # the job and a report per finished shard, while preparation runs
 REMEDY = "copy the data set again, or delete it and prepare it again"
+
+RECORD = np.dtype(
+    [
+        ("shard", "<u4"),  # number of the shard within its split
+        ("offset", "<u8"),  # first byte of the framed record in the shard, and its size
+        ("size", "<u4"),
+        ("image_start", "<u4"),  # first byte of the JPEG, from `offset`
+        ("image_size", "<u4"),
+        ("label", "<i4"),  # counted from 0; the shard may store another base
+        ("height", "<u4"),
+        ("width", "<u4"),
+    ]
+)
+HEADER_BYTES, FOOTER_BYTES = 12, 4
+_MASK_DELTA = 0xA282EAD8
 
 
 class ShardEntry(Schema):
@@ -106,14 +123,13 @@ class Split:
             return [self._unpack(index, row, view[row[1] - start :]) for index, row in enumerate(rows, first)]
 
         try:
-            if not self.cache:
-                return unpack(fetch())
-            key = f"{self.fingerprint}/{self.name}/{shard}/{start}/{length}"
-            records = unpack(self.cache.read(key, fetch))
-            if any(isinstance(record, UserError) for record in records):  # the cache's disk may have damaged them
-                self.cache.path(key).unlink(missing_ok=True)
-                records = unpack(fetch())
-            return records
+            if self.cache:
+                key = f"{self.fingerprint}/{self.name}/{shard}/{start}/{length}"
+                records = unpack(self.cache.read(key, fetch))
+                if not any(isinstance(record, UserError) for record in records):
+                    return records
+                self.cache.path(key).unlink(missing_ok=True)  # the cache's disk may have damaged them
+            return unpack(fetch())
         except OSError as error:
             return [self.fault(index, error) for index in range(first, end)]
 
@@ -168,14 +184,9 @@ class Split:
 def read_file_range(path: Path, offset: int, length: int) -> bytes:
     """Return a part of a file; it is shorter than ``length`` where the file ends."""
     # opened for each: one descriptor for each of ImageNet's 1,064 shards would exceed the usual limit of 1,024
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        data = os.pread(descriptor, length, offset)
-        while len(data) < length and (more := os.pread(descriptor, length - len(data), offset + len(data))):
-            data += more
-        return data
-    finally:
-        os.close(descriptor)
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(length)
 
 
 def open_split(root: Path | str, split: str, cache: BlockCache | None = None) -> Split:
@@ -198,9 +209,6 @@ def _open(folder: Path, split: str, cache: BlockCache | None, remote: RemoteFold
     manifest = read_manifest(folder)
     if split not in manifest.splits:
         raise UserError(f"{folder}: no {split} split, only {', '.join(manifest.splits)}; prepare the data set with one")
-    class_names = read_labels(folder / LABELS)
-    if len(class_names) != manifest.num_classes:
-        raise UserError(f"{folder / LABELS}: {len(class_names)} lines, not {manifest.num_classes}; {REMEDY}")
     entries = manifest.splits[split].shards
     for fault in () if remote else find_faults(folder, entries):
         raise UserError(f"{fault}; {REMEDY}")
@@ -209,7 +217,7 @@ def _open(folder: Path, split: str, cache: BlockCache | None, remote: RemoteFold
         name=split,
         shards=[f"{remote.url}/{entry.name}" if remote else folder / entry.name for entry in entries],
         records=read_table(folder, manifest, split),
-        class_names=class_names,
+        class_names=read_labels(folder / LABELS),
         fingerprint=manifest.fingerprint,
         read_range=remote.read_range if remote else read_file_range,
         cache=cache,
@@ -254,3 +262,51 @@ def read_table(root: Path, manifest: Manifest, split: str) -> np.ndarray:
     if not table.is_file() or sha256_of(table) != entry.records_sha256:
         raise UserError(f"{table}: missing, or differs from the manifest; {REMEDY}")
     return np.load(table, mmap_mode="r")
+
+
+class BadRecordError(ValueError):
+    """A record that must not reach training; the message is the reason, without the location."""
+
+
+# the package's own __init__ imports torch: seconds and 200 MB that preparation workers do not need
+_package: Any = importlib.util.find_spec("tfrecord")
+Example = runpy.run_path(f"{_package.submodule_search_locations[0]}/example_pb2.py")["Example"]
+
+
+def masked_crc(data: bytes | memoryview) -> bytes:
+    """Return the CRC-32C of `data`, rotated and offset as TFRecord stores it."""
+    crc = crc32c(data)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF)
+
+
+def frame(payload: bytes) -> bytes:
+    """Return the record that holds `payload`."""
+    return b"".join((_header(len(payload)), payload, masked_crc(payload)))
+
+
+def _header(size: int) -> bytes:
+    length = struct.pack("<Q", size)
+    return length + masked_crc(length)
+
+
+def unframe(record: bytes | memoryview) -> memoryview:
+    """Return the payload of one whole record, without a copy; `BadRecordError` if a checksum is wrong."""
+    record = memoryview(record)
+    payload = record[HEADER_BYTES:-FOOTER_BYTES]
+    if record[:HEADER_BYTES] != _header(len(payload)):
+        raise BadRecordError("length or its checksum does not match")
+    if record[-FOOTER_BYTES:] != masked_crc(payload):
+        raise BadRecordError("checksum of the data does not match")
+    return payload
+
+
+def build_example(image: bytes, label: int, text: str, filename: str, height: int, width: int) -> bytes:
+    """Return the serialised Example of one JPEG, under the keys that TensorFlow's ImageNet shards use."""
+    example = Example()
+    numbers = {"class/label": label, "height": height, "width": width}
+    strings = {"encoded": image, "format": b"JPEG", "class/text": text.encode()}
+    strings["filename"] = filename.encode(errors="surrogateescape")
+    for kind, values in (("int64_list", numbers), ("bytes_list", strings)):
+        for key, value in values.items():
+            getattr(example.features.feature[f"image/{key}"], kind).value.append(value)
+    return example.SerializeToString(deterministic=True)  # protobuf maps have no order of their own

@@ -2,13 +2,17 @@
 
 import io
 import itertools
+import json
+import re
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from common.data.image_folder import (
-    MAX_BYTES,
     Files,
     check_class_names,
     file_state,
@@ -17,24 +21,35 @@ from common.data.image_folder import (
     list_splits,
     split_by_class,
 )
-from common.errors import UserError
-from common.files import fingerprint_of, read_bytes, read_text
-from imagenet_dali.containers import (
-    CONTAINER_FOLDERS,
-    EVALUATION_FOLDERS,
-    Place,
-    find_containers,
-    list_containers,
-    read_rows,
-    tar_members,
-)
-from imagenet_dali.images import BadImageError
+from common.errors import UserError, first_line
+from common.files import fingerprint_of
+from imagenet_dali.dataset import LABELS, read_labels
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
 
 VALIDATION_SHARE = 0.2
+EVALUATION_FOLDERS = ("val", "validation", "test")
+CONTAINER_FOLDERS = (".", "data", "train", *EVALUATION_FOLDERS)  # which are searched for tars and parquet files
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "tif", "tiff")  # in WebDataset tars
 TRAIN_TAR, VALIDATION_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"  # the number of each validation image's class, and the synset of each number
-SYNSET_LABELS = "imagenet_2012_validation_synset_labels.txt"  # TensorFlow: a synset a line, in the order of the files
-ROWS_IN_MEMORY = 1250  # images of parquet files that a worker holds
+
+
+class Place(NamedTuple):
+    """Where an image is: the first byte and the size in a tar, the row group and the row in it in a parquet file."""
+
+    container: str  # path relative to the source's root
+    start: int
+    size: int
+
+    @property
+    def is_row(self) -> bool:
+        """Whether the image is in a parquet file."""
+        return self.container.endswith(".parquet")
+
+
+Listing = list[tuple[str, int, Place]]  # name, label and place of each image of a container
 
 
 @dataclass(frozen=True)
@@ -60,11 +75,11 @@ class Source:
         return fingerprint_of([*self.class_names, *itertools.chain.from_iterable(described), *states])
 
 
-def list_source(root: Path, validation_share: float | None = None, seed: int = 0) -> Source:
+def list_source(root: Path, validation_share: float | None = None) -> Source:
     """Find every image below `root`; raise `UserError` if the folder has none of the layouts.
 
     Layouts: those in docs/own-images.md. Labels number the sorted class folders from 0, as in torchvision.
-    Without an evaluation split `validation_share` of each class, chosen by `seed`, becomes the validation split.
+    Without an evaluation split `validation_share` of each class becomes the validation split.
     """
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; SOURCE is a folder of images, SOURCE/<class>/*")
@@ -75,8 +90,8 @@ def list_source(root: Path, validation_share: float | None = None, seed: int = 0
         source = _list_folder(root, root / "train" if has_train else root)
     elif (root / TRAIN_TAR).is_file():
         source = _list_imagenet_tars(root)
-    elif containers := find_containers(root):
-        source = Source(root, *list_containers(root, containers))
+    elif containers := _find_containers(root):
+        source = _list_containers(root, containers)
     elif not classes and len(names) > 1:
         raise UserError(f"{root}: {', '.join(names)} are splits, not classes; sort the images into train/<class>/*")
     else:
@@ -84,7 +99,7 @@ def list_source(root: Path, validation_share: float | None = None, seed: int = 0
     check_class_names(source.class_names, root)
     if "validation" not in source.splits:
         share = VALIDATION_SHARE if validation_share is None else validation_share
-        train, validation = split_by_class(source.splits["train"], share, seed)
+        train, validation = split_by_class(source.splits["train"], share, 0)
         return replace(source, splits={"train": train} | ({"validation": validation} if validation else {}))
     if validation_share is not None:
         raise UserError(f"--validation-share={validation_share}: {root} has a validation split already; drop it")
@@ -106,18 +121,16 @@ def _list_folder(root: Path, train: Path) -> Source:
 def _list_imagenet_tars(root: Path) -> Source:
     """List the training tar, which holds a tar for each class, and the flat one of validation."""
     by_class, places, flat = {}, {}, []
-    for outer, _ in tar_members(root / TRAIN_TAR):
+    for outer, _ in _tar_members(root / TRAIN_TAR):
         folder = f"train/{PurePosixPath(outer.name).stem}"
         by_class[folder] = []
-        for member, _ in tar_members(root / TRAIN_TAR, outer.offset_data, outer.offset_data + outer.size):
+        for member, _ in _tar_members(root / TRAIN_TAR, outer.offset_data, outer.offset_data + outer.size):
             by_class[folder].append(name := f"{folder}/{member.name}")
             places[name] = Place(TRAIN_TAR, member.offset_data, member.size)
     if (root / VALIDATION_TAR).is_file():
-        for member, _ in tar_members(root / VALIDATION_TAR):
+        for member, _ in _tar_members(root / VALIDATION_TAR):
             flat.append(name := f"val/{member.name}")
             places[name] = Place(VALIDATION_TAR, member.offset_data, member.size)
-    if len(by_class) < 2 or not all(by_class.values()):
-        raise UserError(f"{root / TRAIN_TAR}: a class without images, or a single class; download it again")
     classes = [folder.removeprefix("train/") for folder in sorted(by_class)]
     splits = {"train": [(name, label) for label, folder in enumerate(sorted(by_class)) for name in by_class[folder]]}
     if flat:
@@ -126,58 +139,167 @@ def _list_imagenet_tars(root: Path) -> Source:
 
 
 def _label_flat(root: Path, folder: Path, files: list[str], classes: list[str]) -> tuple[Files, list[str]]:
-    """Label the sorted files of a flat folder or tar; return also the names of the classes, which the devkit has."""
-    words: Mapping[str, str] = {}
-    if (path := root / DEVKIT).is_file():
-        synsets, words = _read_devkit(path)
-    elif (path := root / SYNSET_LABELS).is_file():
-        synsets = read_text(path).split()
-    else:
-        raise UserError(f"{folder}: no class folders; put {DEVKIT} or {SYNSET_LABELS} into {root}")
-    if len(synsets) != len(files):
-        raise UserError(f"{path}: {len(synsets)} labels for {len(files)} files in {folder}; complete the download")
-    labels = {name: label for label, name in enumerate(classes)}
-    if unknown := set(synsets) - set(labels):
-        raise UserError(f"{path}: {min(unknown)} is no class of the training images; complete the download")
-    listed = [(file, labels[synset]) for file, synset in zip(files, synsets, strict=True)]
-    return listed, [words.get(name, name) for name in classes]
-
-
-def _read_devkit(path: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the synset of each of ImageNet's validation images, in order, and the words of each synset."""
+    """Label the sorted files of a flat folder or tar by the devkit; return also the names of the classes."""
     from scipy.io import loadmat
 
+    if not (path := root / DEVKIT).is_file():
+        raise UserError(f"{folder}: no class folders; put {DEVKIT} into {root}")
     with tarfile.open(path, "r:gz") as tar:
         content = {PurePosixPath(member.name).name: tar.extractfile(member) for member in tar if member.isreg()}
         truth = content["ILSVRC2012_validation_ground_truth.txt"].read()  # pyright: ignore[reportOptionalMemberAccess]
         table = loadmat(io.BytesIO(content["meta.mat"].read()), squeeze_me=True)["synsets"]  # pyright: ignore[reportOptionalMemberAccess]
-    names = table["WNID"].tolist()
+    numbers = [int(line) for line in truth.split()]
+    if len(numbers) != len(files):
+        raise UserError(f"{path}: {len(numbers)} labels for {len(files)} files in {folder}; complete the download")
+    names, words = table["WNID"].tolist(), table["words"].tolist()
     synsets = dict(zip(table["ILSVRC2012_ID"].tolist(), names, strict=True))
-    return [synsets[int(line)] for line in truth.split()], dict(zip(names, table["words"].tolist(), strict=True))
+    labels = {name: label for label, name in enumerate(classes)}
+    if missing := {synsets[number] for number in numbers} - set(labels):
+        raise UserError(f"{path}: {min(missing)} is no class of the training images; complete the download")
+    listed = [(file, labels[synsets[number]]) for file, number in zip(files, numbers, strict=True)]
+    by_name = dict(zip(names, words, strict=True))
+    return listed, [by_name.get(name, name) for name in classes]
 
 
-class ImageReader:
-    """Read the images of a shard by their numbers; of parquet files `ROWS_IN_MEMORY` rows are read at once."""
+def _find_containers(root: Path) -> list[str]:
+    """Return the parquet files or else the tars of a source, by their paths from `root`."""
+    for suffix in (".parquet", ".tar", ".tar.gz"):  # the last is refused when it is listed
+        paths = itertools.chain.from_iterable((root / name).glob(f"*{suffix}") for name in CONTAINER_FOLDERS)
+        if found := sorted(path.relative_to(root).as_posix() for path in paths):
+            return found
+    return []
 
-    def __init__(self, root: Path, files: Files, places: Sequence[Place | None]) -> None:
-        self.root, self.files, self.places = root, files, places
-        self._rows: dict[Place, bytes] = {}
 
-    def read(self, number: int) -> bytes:
-        """Return the content of an image; raise `BadImageError` if it cannot be one."""
-        place = self.places[number]
-        if place is None:
-            path = self.root / self.files[number][0]
-            try:
-                return read_bytes(path, MAX_BYTES)
-            except UserError as error:
-                raise BadImageError(str(error).removeprefix(f"{path}: ")) from error
-        if place.is_row:
-            if place not in self._rows:
-                self._rows = read_rows(self.root, filter(None, self.places[number : number + ROWS_IN_MEMORY]))
-            return self._rows.pop(place)
-        if place.size > MAX_BYTES:
-            raise BadImageError(f"{place.size:,} bytes are more than {MAX_BYTES:,}")
-        with (self.root / place.container).open("rb") as tar:
-            tar.seek(place.start)
-            return tar.read(place.size)
+def _list_containers(root: Path, containers: list[str]) -> Source:
+    """List tars and parquet files; the first of train, val, validation and test in a path is the split."""
+    by_split: dict[str, list[str]] = {}
+    for container in containers:
+        words = re.findall("[a-z]+", container.lower())
+        split = next((name for name in ("train", *EVALUATION_FOLDERS) if name in words), "train")
+        by_split.setdefault(split, []).append(container)
+    chosen = {"train": by_split.pop("train", [])}
+    if held_out := next((name for name in EVALUATION_FOLDERS if name in by_split), None):
+        chosen["validation"] = by_split[held_out]
+    found: dict[str, Listing] = {}
+    for container in itertools.chain(*chosen.values()):
+        found[container] = (_list_parquet if container.endswith(".parquet") else _list_webdataset)(root, container)
+    images = list(itertools.chain(*found.values()))
+    if len({name for name, _, _ in images}) < len(images):
+        for file, listing in found.items():  # of the same name in other folders, or numbered in each container
+            found[file] = [(f"{file}/{n}/{name}", label, place) for n, (name, label, place) in enumerate(listing)]
+    splits = {}
+    for split, members in chosen.items():
+        splits[split] = sorted((name, label) for file in members for name, label, _ in found[file])
+        if not splits[split]:
+            raise UserError(f"{root}: no labelled images for the split {split} in {', '.join(containers[:3])}")
+    class_names = _class_names(root, containers[0], {label for _, label in splits["train"]})
+    for file, listing in found.items():
+        for name, label, _ in listing:
+            if not 0 <= label < len(class_names):
+                raise UserError(f"{root / file}: {name}: label {label}, out of range for {len(class_names)} classes")
+    return Source(root, class_names, splits, {name: place for each in found.values() for name, _, place in each})
+
+
+def _class_names(root: Path, container: str, present: set[int]) -> list[str]:
+    """Return the names in a parquet file or in `LABELS`, else the class numbers, of which none may be missing."""
+    names = None
+    if container.endswith(".parquet"):
+        with _open_parquet(root / container) as (_, _, _, names):
+            pass
+    if names is None and (root / LABELS).is_file():
+        names = read_labels(root / LABELS)
+    if names is None:
+        names = [str(label) for label in range(len(present))]
+        if present != set(range(len(names))):
+            raise UserError(f"{root}: labels {min(present)} to {max(present)} with gaps; name all in {root / LABELS}")
+    return names
+
+
+def _tar_members(path: Path, start: int = 0, end: int | None = None) -> Iterator[tuple[tarfile.TarInfo, BinaryIO]]:
+    """Yield each regular member of a tar, which may be a part of a file, and the open file.
+
+    Raises `UserError` naming the member at which the tar is truncated or damaged, for which tarfile just ends.
+    """
+    end, name = path.stat().st_size if end is None else end, "its first member"
+    with path.open("rb") as file:
+        file.seek(start)
+        try:
+            tar = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115
+            for member in tar:
+                name = member.name
+                if member.isreg():
+                    yield member, file
+            file.seek(tar.offset)
+            if tar.offset >= end or file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError
+        except tarfile.TarError as error:
+            raise UserError(
+                f"{path}: compressed, truncated or damaged at {name}; run gunzip on it, or download it again"
+            ) from error
+
+
+def _list_webdataset(root: Path, container: str) -> Listing:
+    """Return the images of a tar in which ``key.cls`` holds the label of ``key.jpg``."""
+    path, images, labels = root / container, {}, {}
+    for member, file in _tar_members(path):
+        folder, _, base = member.name.rpartition("/")
+        stem, _, suffix = base.lower().partition(".")
+        key = f"{folder}/{base[: len(stem)]}"
+        if suffix in IMAGE_SUFFIXES:
+            images[member.name] = key, Place(container, member.offset_data, member.size)
+        elif suffix == "cls":
+            file.seek(member.offset_data)
+            with suppress(ValueError):
+                labels[key] = int(file.read(member.size))
+    if unlabelled := [name for name, (key, _) in images.items() if key not in labels]:
+        raise UserError(f"{path}: {unlabelled[0]}: no label; its sample needs a class number in a .cls")
+    return [(name, labels[key], place) for name, (key, place) in images.items()]
+
+
+def _list_parquet(root: Path, container: str) -> Listing:
+    """Return the images of a parquet file; without a path a row's number is its name."""
+    path, found = root / container, []
+    with _open_parquet(path) as (file, image, label_column, _):
+        for group in range(file.num_row_groups):
+            rows = file.read_row_group(group, [label_column, f"{image}.path"], use_threads=False).to_pylist()
+            for row, content in enumerate(rows):
+                name, label = content[image]["path"] or f"{container}/{len(found)}", content[label_column]
+                if label is None:
+                    raise UserError(f"{path}: {name}: row {len(found)} has no label; remove it or add one")
+                found.append((name, label, Place(container, group, row)))
+    return found
+
+
+def read_rows(root: Path, places: Iterable[Place]) -> dict[Place, bytes]:
+    """Return the images at ``places``; each row group is read once, since it is compressed as a whole."""
+    groups = defaultdict(list)
+    for place in places:
+        groups[place.container, place.start].append(place)
+    images = {}
+    for (container, group), members in sorted(groups.items()):
+        with _open_parquet(root / container) as (file, image, _, _):
+            column = file.read_row_group(group, [f"{image}.bytes"], use_threads=False)[image]
+            images |= {place: column[place.size]["bytes"].as_py() or b"" for place in members}
+    return images
+
+
+@contextmanager
+def _open_parquet(path: Path) -> Iterator[tuple["ParquetFile", str, str, list[str] | None]]:
+    """Yield a file, its columns of images and of labels, and its class names."""
+    import pyarrow.parquet
+    from pyarrow.types import is_integer, is_struct
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            schema, classes = file.schema_arrow, {}
+            if b"huggingface" in (schema.metadata or {}):
+                features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+                classes = {name: each["names"] for name, each in features.items() if each.get("_type") == "ClassLabel"}
+            images = [each.name for each in schema if is_struct(each.type)]
+            labels = [each.name for each in schema if each.name in (*classes, "label") and is_integer(each.type)]
+            if not images or not labels:
+                found = ", ".join(schema.names)
+                raise UserError(f"{path}: columns {found}; a struct of bytes and path and an integer label are needed")
+            yield file, images[0], labels[0], classes.get(labels[0])
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: {first_line(error)}; download it again") from error

@@ -15,9 +15,8 @@ from scipy.io import savemat
 from common.errors import UserError
 from common.testing.commands import read_folder
 from imagenet_dali import prepare
-from imagenet_dali.find_images import ImageReader, list_source
+from imagenet_dali.find_images import list_source, read_rows
 from imagenet_dali.testing import jpeg, write_images
-from imagenet_dali.writer import Options
 
 CLASSES = ["n01", "n02", "n03"]
 WORDS = ["tench, Tinca tinca", "goldfish", "great white shark"]
@@ -70,21 +69,17 @@ def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path: Path)
     webdataset, parquet = {"labels.txt": "".join(f"{name}\n" for name in WORDS).encode()}, {}
     for number, (split, part) in enumerate((("train", train[::2]), ("train", train[1::2]), ("validation", val))):
         members = {name: data for name, data, _ in part}
-        members |= {f"{name.split('.')[0]}.cls": str(label).encode() for name, _, label in part[::2]}
-        members |= {f"{n.split('.')[0]}.json": json.dumps({"label": label}).encode() for n, _, label in part[1::2]}
+        members |= {f"{name.split('.')[0]}.cls": str(label).encode() for name, _, label in part}
         webdataset[f"{split}-{number}.tar"] = tar_of(members)
         parquet[f"data/{split}-0000{number}-of-00002.parquet"] = parquet_of(part, WORDS)
     fill(tmp_path / "webdataset", webdataset)
     fill(tmp_path / "parquet", parquet)
     made = []
     for kind in ("folder", "tars", "webdataset", "parquet"):
-        prepare.prepare(tmp_path / kind, tmp_path / "made" / kind, Options(shards=3))
+        prepare.prepare(tmp_path / kind, tmp_path / "made" / kind, shards=3)
         made.append({n: data for n, data in read_folder(tmp_path / "made" / kind).items() if "manifest" not in n})
     assert made == made[:1] * 4
     assert (tmp_path / "made/folder/labels.txt").read_text().splitlines() == WORDS
-    (folder / "ILSVRC2012_devkit_t12.tar.gz").unlink()
-    (folder / "imagenet_2012_validation_synset_labels.txt").write_text("\n".join(CLASSES[label] for label in labels))
-    assert list_source(folder).splits["validation"] == [(name, label) for name, _, label in val]
 
 
 def test_class_folders_are_split_by_class(tmp_path: Path) -> None:
@@ -97,8 +92,6 @@ def test_class_folders_are_split_by_class(tmp_path: Path) -> None:
     counts = {split: Counter(label for _, label in files) for split, files in source.splits.items()}
     assert counts == {"train": {0: 8, 1: 16, 2: 1}, "validation": {0: 2, 1: 4}}
     assert len({file for files in source.splits.values() for file in files}) == 31
-    assert list_source(tmp_path) == source
-    assert list_source(tmp_path, seed=1).splits != source.splits
     assert list(list_source(tmp_path, validation_share=0).splits) == ["train"]
 
 
@@ -116,44 +109,38 @@ def test_samples_of_one_name_are_all_there(tmp_path: Path) -> None:
     assert {split: len(set(files)) for split, files in source.splits.items()} == {"train": 18, "validation": 9}
     rows = parquet_of([("a.jpg", b"%d" % (i % 2), i % 2) for i in range(6)], ["cat", "dog"])
     source = list_source(fill(tmp_path / "rows", {"t.parquet": rows}), validation_share=0)
+    content = read_rows(source.root, source.places.values())
     files = source.splits["train"]
-    reader = ImageReader(source.root, files, [source.places[name] for name, _ in files])
-    assert [reader.read(number) for number in range(6)] == [b"%d" % label for _, label in files]
+    assert [content[source.places[name]] for name, _ in files] == [b"%d" % label for _, label in files]
 
 
 def test_rows_of_large_parquet_sources_are_shuffled_in_windows_of_row_groups(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(prepare, "IMAGES_PER_WINDOW", 12)
     rows = [(f"{i:02d}", b"1", i % 2) for i in range(40)]
     source = list_source(fill(tmp_path, {"t.parquet": parquet_of(rows, ["cat", "dog"])}), validation_share=0)
-    order = [file for files in prepare.plan_shards(source, 5, seed=0).values() for file in files]
+    order = [file for files in prepare.plan_shards(source, 5).values() for file in files]
     assert sorted(order) == sorted(source.splits["train"])
     windows = [{source.places[name].start for name, _ in order[i : i + 12]} for i in range(0, 40, 12)]
     assert [len(groups) for groups in windows] == [3, 3, 3, 1]
     assert sorted(order[:12]) != order[:12]
 
 
-TAR, NAMES, EMPTY = (
-    tar_of({"a.jpg": b"1", "a.cls": b"1", "b.jpg": b"1", "b.cls": b"0"}),
-    {"labels.txt": b"cat\ndog\n\n"},
-    b"",
-)
+TAR = tar_of({"a.jpg": b"1", "a.cls": b"1", "b.jpg": b"1", "b.cls": b"0"})
 REFUSED: list[tuple[Files, str]] = [
-    ({}, "0 class folders"),
-    ({"wrapper/a/1": EMPTY, "wrapper/b/2": EMPTY}, "is .*wrapper the folder you mean"),
-    ({"train/a/1": EMPTY, "train/b/2": EMPTY, "val/c/3": EMPTY}, "val/c: this class has no training images"),
-    ({"train/1.jpg": EMPTY, "test/3.jpg": EMPTY}, "test, train are splits, not classes"),
-    ({"a/1": EMPTY, "b/.hidden": EMPTY}, "b: no images"),
-    ({"train/a/1": EMPTY, "train/b/2": EMPTY, "val/v": EMPTY}, "no class folders; put ILSVRC2012_devkit_t12.tar.gz or"),
-    ({"t.tar": tar_of({"a.jpg": b"1", "a.json": b'{"text": "cat"}'})}, "t.tar: a.jpg: no label"),
+    ({"wrapper/a/1": b"", "wrapper/b/2": b""}, "is .*wrapper the folder you mean"),
+    ({"train/a/1": b"", "train/b/2": b"", "val/c/3": b""}, "val/c: this class has no training images"),
+    ({"train/1.jpg": b"", "test/3.jpg": b""}, "test, train are splits, not classes"),
+    ({"a/1": b"", "b/.hidden": b""}, "b: no images"),
+    ({"train/a/1": b"", "train/b/2": b"", "val/v": b""}, "no class folders; put ILSVRC2012_devkit_t12.tar.gz into"),
     ({"t.tar": tar_of({"a.jpg": b"1", "a.cls": b"cat"})}, "t.tar: a.jpg: no label; its sample needs a class number"),
-    ({"t.tar": tar_of({"a.jpg": b"1", "a.cls": b"2"})} | NAMES, "t.tar: a.jpg: label 2, out of range for 2 classes"),
+    ({"t.tar": TAR, "labels.txt": b"cat\n\n"}, "t.tar: a.jpg: label 1, out of range for 1 classes"),
     ({"t.tar": tar_of({"a.jpg": b"1", "a.cls": b"5"})}, "labels 5 to 5 with gaps; name all in .*labels.txt"),
     ({"t.tar": tar_of({"a.txt": b"1"})}, "no labelled images .* in t.tar"),
     ({"t.tar": TAR[:-10240]}, "t.tar: compressed, truncated or damaged at its first member"),
     ({"t.tar": TAR[:2048] + b"x" + TAR[2049:]}, "t.tar: compressed, truncated or damaged at a.cls"),
     ({"train-0.tar.gz": tar_of({"1.jpg": b"1"}, "w:gz")}, "train-0.tar.gz: compressed, .*; run gunzip on it"),
     ({"t.parquet": parquet_of([("a.jpg", b"1", None)], ["a", "b"])}, "t.parquet: a.jpg: row 0 has no label"),
-    ({"t.parquet": parquet_of([(None, b"1", 2)], ["a", "b"])}, "t.parquet: t.parquet/0: label 2, out of range for 2"),
+    ({"t.parquet": parquet_of([(None, b"1", -1)], ["a", "b"])}, "t.parquet: t.parquet/0: label -1, out of range for 2"),
     ({"t.parquet": parquet_of([("a.jpg", b"1", 0)], ["a", "b"])[:-5]}, "t.parquet: .*; download it again"),
 ]
 

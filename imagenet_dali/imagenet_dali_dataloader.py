@@ -5,6 +5,7 @@ verifies nothing and shuffles only within a buffer. On a CPU DALI only decodes: 
 PyTorch's, which has Pillow's pixels.
 """
 
+import re
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import simplejpeg
 import torch
 from nvidia.dali import Pipeline, fn, pipeline_def, types
 from nvidia.dali.data_node import DataNode
@@ -19,6 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from common.data.crops import Crop, Crops, Normalizer, reflected, resample
+from common.data.image_folder import reason_of
 from common.data.sampler import NO_LABEL, Draw
 from common.data.workers import Record, RecordReader
 from common.errors import UserError
@@ -28,16 +31,18 @@ if TYPE_CHECKING:
     from common.data.auto_augment import Policy
 
 FILTERS = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}  # pyright: ignore[reportAttributeAccessIssue]
+OUT_OF_MEMORY = re.compile("out.of.memory|alloc", re.IGNORECASE)  # in DALI's, CUDA's and nvJPEG's errors
 
 
 class RawBatch(NamedTuple):
-    """A batch before decoding: rows of the split's table, JPEG bytes, crops; only the first ``samples`` are used."""
+    """A batch before decoding: rows of the split's table, JPEG bytes, crops, labels; padding shows the first image."""
 
     indices: np.ndarray
     jpegs: list[np.ndarray]
     crops: Crops
     uniforms: np.ndarray
-    samples: int
+    labels: np.ndarray
+    samples: int  # without padding, which is last
 
 
 @pipeline_def
@@ -51,13 +56,13 @@ def decode_windows(source: Callable[[], tuple]) -> DataNode:
 
 
 @pipeline_def
-def decode_and_resize(source: Callable[[], tuple], size: int, filter_: str, device: str) -> tuple[DataNode, DataNode]:
+def decode_and_resize(source: Callable[[], tuple], size: int, filter_: str, device: str) -> DataNode:
     """Return the graph for a GPU: decode a window, resample a region of it to ``size``, mirror; uint8 [3, Y, X] each.
 
-    ``source`` returns a batch: JPEG bytes, start and shape of the windows, start and end of the regions, flips, labels.
+    ``source`` returns a batch: JPEG bytes, start and shape of the windows, start and end of the regions, flips.
     ``device`` is "mixed", or "cpu" for tests.
     """
-    jpegs, start, shape, region_start, region_end, flip, labels = fn.external_source(source, num_outputs=7)
+    jpegs, start, shape, region_start, region_end, flip = fn.external_source(source, num_outputs=6)
     # upsampling is the CPU's way, so that a GPU sees the same pixels
     options: dict[str, Any] = dict(device=device, adjust_orientation=False, jpeg_fancy_upsampling=True)
     images = fn.decoders.image_slice(jpegs, start=start, shape=shape, axes=(0, 1), **options)
@@ -65,8 +70,7 @@ def decode_and_resize(source: Callable[[], tuple], size: int, filter_: str, devi
         images, size=(size, size), interp_type=FILTERS[filter_], roi_start=region_start, roi_end=region_end
     )
     mirrored: dict[str, Any] = dict(mirror=flip, dtype=types.UINT8, output_layout="CHW")  # pyright: ignore[reportAttributeAccessIssue]
-    images = fn.crop_mirror_normalize(images, **mirrored)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    return images, labels.gpu() if device == "mixed" else labels
+    return fn.crop_mirror_normalize(images, **mirrored)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 class DaliReader:
@@ -100,7 +104,7 @@ class DaliReader:
         self._resizing = ThreadPoolExecutor(threads, thread_name_prefix="resize")
         self._raw_batches: Iterator[RawBatch] = iter(())
         self._in_flight: deque[RawBatch] = deque()  # given to DALI, not yielded yet
-        self._pipeline = self._build(self._next_inputs, batch, threads)
+        self._pipeline = self._build()
 
     def read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:
         """Yield the batch of each draw, in order."""
@@ -126,35 +130,30 @@ class DaliReader:
     def _read_raw(self, draws: Iterator[Draw]) -> Iterator[RawBatch]:
         """Yield the draws with their bytes."""
         for draw, records in self.records.read(draws):
-            # DALI refuses an empty batch: one of padding only decodes an image that is not used
-            jpegs = [_jpeg(record) for record in records or [self.split.read(0)]]
-            indices = np.maximum(draw.indices[: len(jpegs)], 0)
+            samples, indices = len(records), np.maximum(draw.indices, 0)
+            padding = [self.split.read(0)] * (len(indices) - samples) if samples < len(indices) else []
             rows = self.split.records[indices]
+            labels = rows["label"].astype(np.int64)
+            labels[samples:] = NO_LABEL
             crops = self.crop(rows["height"], rows["width"], draw.uniforms)
-            yield RawBatch(indices, jpegs, crops, draw.uniforms, len(records))
+            yield RawBatch(indices, [*map(_jpeg, records + padding)], crops, draw.uniforms, labels, samples)
 
     def _next_inputs(self) -> tuple:
         """Hand DALI its next batch; StopIteration ends the pass."""
         raw = next(self._raw_batches)
         self._in_flight.append(raw)
-        return self._inputs(raw)
-
-    def _inputs(self, raw: RawBatch) -> tuple:
         *window, flip, _ = raw.crops
         if not self.resizes:
             return raw.jpegs, *window[:2]
-        return raw.jpegs, *window, flip.astype(np.int32), self._labels(raw)
+        return raw.jpegs, *window, flip.astype(np.int32)
 
-    def _labels(self, raw: RawBatch) -> np.ndarray:
-        return self.split.records["label"][raw.indices].astype(np.int64)
-
-    def _build(self, source: Callable[[], tuple], batch: int, threads: int) -> Pipeline:
+    def _build(self) -> Pipeline:
         on_gpu = self.device.type == "cuda"
-        place = dict(batch_size=batch, num_threads=threads, device_id=self.device.index if on_gpu else None)
+        place = dict(batch_size=self.batch, num_threads=self.threads, device_id=self.device.index if on_gpu else None)
         if not self.resizes:
-            return decode_windows(source, **place)
+            return decode_windows(self._next_inputs, **place)
         how = "mixed" if on_gpu else "cpu"
-        return decode_and_resize(source, self.size, self.crop.interpolation, how, **place)
+        return decode_and_resize(self._next_inputs, self.size, self.crop.interpolation, how, **place)
 
     def _run(self) -> tuple[RawBatch, tuple] | None:
         """Return the oldest batch in flight and what DALI made of it; None at the end of the pass."""
@@ -165,28 +164,25 @@ class DaliReader:
         except StopIteration:
             self._pipeline.reset()
             return None
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             raise self._explain(error) from error
         return self._in_flight.popleft(), outputs
 
     def _finish(self, raw: RawBatch, outputs: tuple) -> tuple[Tensor, Tensor]:
         """Return the batch that DALI has resized."""
-        images, labels = (torch.from_dlpack(output.as_tensor()) for output in outputs)
-        images, samples = _shift(images, raw.crops), raw.samples
+        images = _shift(torch.from_dlpack(outputs[0].as_tensor()), raw.crops)
         if self.augment:
             images = self.augment.augment_batch(images.clone(), raw.uniforms[:, -self.augment.uniforms :])
-        images = self._normalize(images)
-        missing = self.batch - samples
-        if missing:
-            images = torch.cat([images[:samples], images.new_zeros(missing, *images.shape[1:])])
-            labels = torch.cat([labels[:samples], labels.new_full((missing,), NO_LABEL)])
-        return images, labels
+        return self._normalized(images, raw)
+
+    def _normalized(self, images_BCYX: Tensor, raw: RawBatch) -> tuple[Tensor, Tensor]:
+        images = self._normalize(images_BCYX)
+        images[raw.samples :] = 0
+        return images, _to_device(torch.from_numpy(raw.labels), self.device)
 
     def _resize(self, raw: RawBatch, outputs: tuple) -> Callable[[], tuple[Tensor, Tensor]]:
         """Resize and normalise the windows that DALI has decoded, in threads; return what waits for the batch."""
         images_BYXC = torch.empty(self.batch, self.size, self.size, 3, dtype=torch.uint8)
-        labels = torch.full((self.batch,), NO_LABEL)
-        labels[: raw.samples] = torch.from_numpy(self._labels(raw))[: raw.samples]
         arrays = images_BYXC.numpy()
 
         def resize(first: int) -> None:
@@ -202,27 +198,24 @@ class DaliReader:
         def wait() -> tuple[Tensor, Tensor]:
             for _ in resized:
                 pass
-            images = self._normalize(images_BYXC.permute(0, 3, 1, 2).contiguous())
-            images[raw.samples :] = 0
-            return images, labels
+            return self._normalized(images_BYXC.permute(0, 3, 1, 2).contiguous(), raw)
 
         return wait
 
-    def _explain(self, error: RuntimeError) -> Exception:
-        """Return what to raise for DALI's error: decode the batches in flight image by image to find the record."""
-        samples = [
-            RawBatch(raw.indices[[row]], [raw.jpegs[row]], Crops(*(of[[row]] for of in raw.crops)), raw.uniforms, 1)
-            for raw in self._in_flight
-            for row in range(len(raw.indices))
-        ]
-        inputs = map(self._inputs, samples)
-        pipeline = self._build(lambda: next(inputs), 1, 1)
-        for sample in samples:
-            try:
-                pipeline.run()
-            except RuntimeError:
-                index = sample.indices[0]
-                return self.split.fault(index, "DALI cannot decode the image")
+    def _explain(self, error: Exception) -> Exception:
+        """Return what to raise for DALI's error: a record is to blame only if a strict decoder refuses it, too."""
+        if OUT_OF_MEMORY.search(str(error).partition("Stacktrace")[0]):
+            place = "GPU" if self.device.type == "cuda" else "host"
+            return UserError(
+                f"DALI has too little memory on the {place} to decode a batch of {self.batch} images: lower "
+                "MICRO_BATCH_SIZE, or raise gradient_accumulation"
+            )
+        for raw in self._in_flight:
+            for index, data in zip(raw.indices, raw.jpegs, strict=True):
+                try:
+                    simplejpeg.decode_jpeg(data)
+                except ValueError as reason:
+                    return self.split.fault(index, reason_of(reason))
         return error
 
 
@@ -231,12 +224,15 @@ def _shift(images_BCYX: Tensor, crops: Crops) -> Tensor:
     if not crops.shift.any():
         return images_BCYX
     shifts = crops.shift[:, 0], np.where(crops.flip, -1, 1) * crops.shift[:, 1]
-    indices = [torch.from_numpy(reflected(images_BCYX.shape[2], shift)) for shift in shifts]
-    if images_BCYX.is_cuda:
-        indices = [index.pin_memory().to(images_BCYX.device, non_blocking=True) for index in indices]
-    batch, channels = (torch.arange(n, device=images_BCYX.device) for n in images_BCYX.shape[:2])
-    rows, columns = indices[0][:, None, :, None], indices[1][:, None, None, :]
-    return images_BCYX[batch[:, None, None, None], channels[:, None, None], rows, columns]
+    indices = (torch.from_numpy(reflected(images_BCYX.shape[2], shift)) for shift in shifts)
+    rows_BY, columns_BX = (_to_device(index, images_BCYX.device) for index in indices)
+    batch = torch.arange(len(images_BCYX), device=images_BCYX.device)[:, None, None]
+    shifted_BYXC = images_BCYX.permute(0, 2, 3, 1)[batch, rows_BY[:, :, None], columns_BX[:, None]]
+    return shifted_BYXC.permute(0, 3, 1, 2).contiguous()
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _jpeg(record: Record) -> np.ndarray:

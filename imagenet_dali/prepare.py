@@ -12,9 +12,7 @@ import random
 import shutil
 import signal
 import sys
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +23,19 @@ from common.data.image_folder import MAX_BAD_SHARE, NAMED, Files
 from common.errors import UserError, counted, printable, run_command
 from common.files import folder_lock, is_url
 from common.hardware import cores
-from imagenet_dali.containers import Place
-from imagenet_dali.dataset import MANIFEST, PARTIAL, REMEDY, open_split, read_manifest
-from imagenet_dali.find_images import VALIDATION_SHARE, Source, list_source
-from imagenet_dali.images import RESAMPLING
-from imagenet_dali.records import RECORD
+from imagenet_dali.dataset import MANIFEST, PARTIAL, RECORD, REMEDY, read_manifest
+from imagenet_dali.find_images import VALIDATION_SHARE, Place, Source, list_source
 from imagenet_dali.verify import adopt, check
-from imagenet_dali.writer import Options, ShardRows, ShardTask, atomic_file, parallel_map, write_dataset, write_shard
+from imagenet_dali.writer import (
+    QUALITY,
+    RESAMPLING,
+    ShardRows,
+    ShardTask,
+    atomic_file,
+    parallel_map,
+    write_dataset,
+    write_shard,
+)
 
 REFUSED = "refused.txt"
 IMAGES_PER_SHARD = 1250  # 1,024 shards for ImageNet's training images, as is usual
@@ -40,15 +44,14 @@ IMAGES_PER_WINDOW = 10 * IMAGES_PER_SHARD  # of parquet files that are shuffled 
 
 def main(argv: list[str]) -> None:
     """Run the command line; raise `UserError` if the data or the arguments are wrong."""
-    parser = _build_parser()
-    args = parser.parse_args(argv)
-    _check_arguments(args, parser)
+    args = _build_parser().parse_args(argv)
+    _check_arguments(args)
     try:
         if args.check or args.adopt:
             _verify(args)
         else:
-            options = Options(**{field.name: getattr(args, field.name) for field in fields(Options)})
-            prepare(Path(args.source), Path(args.dest), options, args.workers, args.max_refused)
+            options = dict(validation_share=args.validation_share, shards=args.shards, short_side=args.short_side)
+            prepare(Path(args.source), Path(args.dest), args.workers, args.max_refused, **options)
     except OSError as error:  # such as a full disk, which names no file
         path = error.filename or args.dest or args.source
         raise UserError(f"{path}: {error.strerror}; fix that and rerun the command") from error
@@ -70,15 +73,12 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--adopt", action="store_true", help="verify and describe existing TFRecord shards in DIR")
     refused = "of the images may be left out because they are bad, (default: 0.01)"
     add("--max-refused", type=float, default=MAX_BAD_SHARE, metavar="SHARE", help=refused)
-    add("--labels", type=Path, metavar="FILE", help="with --adopt: the class names, one per line")
     add("--workers", type=int, default=cores(), metavar="N", help="processes (default: cores)")
     share = "of each class, if SOURCE has no validation split (default: 0.2)"
     add("--validation-share", type=float, metavar="F", help=share)
-    add("--quality", type=int, default=95, metavar="Q", help="of JPEGs that are re-encoded (default: 95)")
     add("--shards", type=int, metavar="N", help="training shards (default: one per 1,250 images)")
-    add("--seed", type=int, default=0, metavar="N", help="of the split and the order (default: 0)")
     short_side = (
-        "shrink images whose shorter side is longer than N pixels to N (Lanczos, then JPEG at --quality): shards get "
+        "shrink images whose shorter side is longer than N pixels to N (Lanczos, then JPEG): shards get "
         "smaller and decode faster, but detail is lost; smaller images are not enlarged"
     )
     add("--short-side", type=int, metavar="N", help=short_side)
@@ -86,25 +86,20 @@ def _build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def _check_arguments(args: argparse.Namespace) -> None:
     if args.source is None or args.check + args.adopt + (args.dest is not None) != 1:
         raise UserError("give SOURCE and DEST, or --check DIR, or --adopt DIR; see --help")
     if url := next((place for place in (args.source, args.dest) if place and is_url(place)), None):
         raise UserError(f"{url}: name a local folder, and copy the finished data set to its URL (docs/data.md)")
-    unused = [] if args.dest else ["max_refused", *(field.name for field in fields(Options))]
-    for name in unused + ["labels"] * (not args.adopt):
-        if (value := getattr(args, name)) != parser.get_default(name):
-            raise UserError(f"--{name.replace('_', '-')}={value} has no effect here: leave it out, or see --help")
-    limits = dict(validation_share=(0, 0.99), quality=(1, 100), workers=(1, 1024), shards=(1, 50_000))
-    for name, (low, high) in (limits | dict(short_side=(1, 65_535), max_refused=(0, 1))).items():
+    for name, most in dict(validation_share=0.99, workers=1024, shards=50_000, short_side=65_535).items():
         value = getattr(args, name)
-        if value is not None and not low <= value <= high:
-            raise UserError(f"--{name.replace('_', '-')}={value}: choose {low} to {high}")
+        if value is not None and not (name != "validation_share") <= value <= most:
+            raise UserError(f"--{name.replace('_', '-')}={value}: choose {int(name != 'validation_share')} to {most}")
 
 
 def _verify(args: argparse.Namespace) -> None:
     root = Path(args.source)
-    faults = adopt(root, args.labels, args.workers) if args.adopt else check(root, args.workers)
+    faults = adopt(root, args.workers) if args.adopt else check(root, args.workers)
     print_some(faults)
     if faults:
         remedy = "leave these records out when the shards are written" if args.adopt else REMEDY
@@ -113,33 +108,39 @@ def _verify(args: argparse.Namespace) -> None:
 
 
 def prepare(
-    source: Path, dest: Path, options: Options | None = None, workers: int = 1, max_refused: float = MAX_BAD_SHARE
+    source: Path,
+    dest: Path,
+    workers: int = 1,
+    max_refused: float = MAX_BAD_SHARE,
+    *,
+    validation_share: float | None = None,
+    shards: int | None = None,
+    short_side: int | None = None,
 ) -> None:
     """Write the images of `source` as a data set into `dest`, resuming an interrupted call.
 
-    The result depends on the images and the options only, not on `workers` or interruptions. Every image is decoded
-    once, strictly: those that do not decode are left out and listed in ``refused.txt``; more than `max_refused` of
-    them, or a class that loses all its training images, raises `UserError` and leaves only that list.
+    The result depends on the images and the keyword arguments only, not on `workers` or interruptions. Every image is
+    decoded once, strictly: those that do not decode are left out and listed in ``refused.txt``; more than `max_refused`
+    of them raise `UserError` and leave only that list.
     """
-    options, shown = options or Options(), printable(dest)
     if dest.resolve().is_relative_to(source.resolve()):
         raise UserError(f"{dest}: lies inside SOURCE; choose a folder outside {source}")
-    listed = list_source(source, options.validation_share, options.seed)
+    listed = list_source(source, validation_share)
     if listed.others:
         suffixes = sorted({Path(name).suffix.lower() for name in listed.others})
         print(f"{counted(len(listed.others), 'other file')} ignored: {printable(', '.join(suffixes[:NAMED]))}")
-    job = {"source": printable(source.resolve()), "files": listed.fingerprint, **asdict(options)}
-    if options.validation_share is None:
-        job["validation_share"] = VALIDATION_SHARE
-    plan = plan_shards(listed, options.shards, options.seed)
+    share = VALIDATION_SHARE if validation_share is None else validation_share
+    job = dict(source=printable(source.resolve()), files=listed.fingerprint, validation_share=share)
+    job |= dict(shards=shards, seed=0, quality=QUALITY, short_side=short_side)
+    plan = plan_shards(listed, shards)
     if _is_complete(dest, job):
-        print(f"{shown}: complete already")
+        print(f"{printable(dest)}: complete already")
         return
     done: dict[str, ShardRows] = {}
     refused, converted = [], 0
     names = listed.class_names
     tasks = (
-        ShardTask(source, dest, name, files, [listed.places.get(file) for file, _ in files], names, options)
+        ShardTask(source, dest, name, files, [listed.places.get(file) for file, _ in files], names, short_side)
         for name, files in plan.items()
     )
     total = sum(len(files) for files in plan.values())
@@ -151,18 +152,18 @@ def prepare(
             converted += report["converted"]
             progress.update(len(rows) + len(report["refused"]))
     _report_refused(dest, listed, sorted(refused), max_refused)
-    shards = {split: [done[name] for name in plan if name.startswith(f"{split}/")] for split in listed.splits}
-    resampling = {"resampling": RESAMPLING.name.lower()} if options.short_side else {}
+    written = {split: [done[name] for name in plan if name.startswith(f"{split}/")] for split in listed.splits}
+    resampling = {"resampling": RESAMPLING.name.lower()} if short_side else {}
     made = {**job, **resampling, "refused": len(refused), "converted": converted}
-    write_dataset(dest, shards, names, 0, made)
+    write_dataset(dest, written, names, 0, made)
     shutil.rmtree(dest / PARTIAL)
-    for split, written in shards.items():
-        images, files = sum(len(shard.rows) for shard in written), counted(len(written), "shard")
-        print(f"{shown}: {images} {split} images in {files}")
-    print(f"{shown}: {len(names)} classes; {converted} images converted, {len(refused)} refused")
+    for split, of_split in written.items():
+        images, files = sum(len(shard.rows) for shard in of_split), counted(len(of_split), "shard")
+        print(f"{printable(dest)}: {images} {split} images in {files}")
+    print(f"{printable(dest)}: {len(names)} classes; {converted} images converted, {len(refused)} refused")
 
 
-def plan_shards(source: Source, shards: int | None, seed: int) -> dict[str, Files]:
+def plan_shards(source: Source, shards: int | None) -> dict[str, Files]:
     """Return the files of each shard by its name, shuffled over the whole split.
 
     `shards` is the number for training; other splits get as many images per shard.
@@ -173,7 +174,7 @@ def plan_shards(source: Source, shards: int | None, seed: int) -> dict[str, File
         raise UserError(f"--shards={shards}: more than the {train} training images; choose fewer")
     plan = {}
     for split, files in source.splits.items():
-        shuffled = _shuffle(files, source.places, random.Random(f"{seed}/{split}"))
+        shuffled = _shuffle(files, source.places, random.Random(f"0/{split}"))
         number = max(1, round(shards * len(files) / train))
         bounds = [len(files) * i // number for i in range(number + 1)]
         for i in range(number):
@@ -221,8 +222,6 @@ def _is_complete(dest: Path, job: dict[str, Any]) -> bool:
             f"{dest}: holds a data set made with other {', '.join(changed)}; choose another DEST or delete it"
         )
     if is_complete:
-        for split in read_manifest(dest).splits:
-            open_split(dest, split)
         shutil.rmtree(dest / PARTIAL, ignore_errors=True)  # left by a run that was stopped after its last step
     return is_complete
 
@@ -236,15 +235,14 @@ def _report_refused(dest: Path, source: Source, refused: list[tuple[str, str]], 
     with atomic_file(dest / REFUSED) as file:
         file.write("".join(f"{line}\n" for line in lines).encode())
     print_some(lines)
-    names, total = {filename for filename, _ in refused}, sum(map(len, source.splits.values()))
-    left = Counter(label for filename, label in source.splits["train"] if filename not in names)
-    lost = [source.class_names[label] for _, label in source.splits["train"] if not left[label]]
-    if len(refused) > max_refused * total or lost:
+    total = sum(map(len, source.splits.values()))
+    if len(refused) > max_refused * total:
         for folder in (PARTIAL, *source.splits):
             shutil.rmtree(dest / folder, ignore_errors=True)
-        what = f"all training images of class {lost[0]}" if lost else f"more than {100 * max_refused:g}% of {total}"
-        remedy = "fix or remove them, or raise --max-refused, and rerun the command"
-        raise UserError(f"{dest / REFUSED}: {counted(len(refused), 'image')} refused, {what}; {remedy}")
+        raise UserError(
+            f"{dest / REFUSED}: {counted(len(refused), 'image')} refused, more than {100 * max_refused:g}% of {total}; "
+            "fix or remove them, or raise --max-refused, and rerun the command"
+        )
 
 
 def _stop(number: int, _: object) -> None:

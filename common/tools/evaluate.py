@@ -117,12 +117,9 @@ def _report(run: SavedRun, tally: Tally, output: Path, argv: list[str]) -> None:
     about |= describe_run(argv)
     own_file(output / "evaluation.json").write_text(json.dumps(metrics | about, indent=2) + "\n")
     write_csv(rows, output / "classes.csv")
-    is_drawn = draw_confusion(run.class_names, tally.answers, output / "confusion.png")
+    pictures = ", confusion.png" * draw_confusion(run.class_names, tally.answers, output / "confusion.png")
     print_extremes(rows)
-    shown = short_path(output)
-    picture = f"{shown}/confusion.png" if is_drawn else f"no confusion.png of more than {DRAWN:,} classes"
-    print(f"classes    {shown}/classes.csv\n           {picture}")
-    print(f"metrics    {shown}/evaluation.json")
+    print(f"results    {short_path(output)}: evaluation.json, classes.csv{pictures}")
     print("top1={top1:.4f} top5={top5:.4f} loss={loss:.4f} samples={samples}".format(**metrics), flush=True)
 
 
@@ -134,24 +131,23 @@ def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[Row]:
     of 1.
     """
     labels, best, is_among_5 = answers
-    is_wrong = labels != best
-    samples, wrong, top5, answered, misleading = (
-        np.bincount(of, minlength=len(names))
-        for of in (labels, labels[is_wrong], labels[is_among_5 > 0], best, best[is_wrong])
+    is_right = labels == best
+    samples, right, top5, answered = (
+        np.bincount(of, minlength=len(names)) for of in (labels, labels[is_right], labels[is_among_5 > 0], best)
     )
-    mistakes: dict[int, tuple[int, int]] = {}  # by label: the most frequent wrong answer, and how often
-    for (label, answer), count in zip(*np.unique(answers[:2, is_wrong].T, axis=0, return_counts=True), strict=True):
-        if count > mistakes.get(label, (0, 0))[1]:
-            mistakes[label] = answer, count
+    pairs, counts = np.unique(answers[:2, ~is_right], axis=1, return_counts=True)
+    mistakes: dict[int, str] = {}  # the most frequent wrong answer, and how often, by label
+    for at in np.argsort(-counts, kind="stable"):
+        mistakes.setdefault(int(pairs[0, at]), f"{names[pairs[1, at]]} ({counts[at]})")
     return [
         {
             "label": label,
             "class": names[label],
             "samples": int(samples[label]),
-            "top1": round(float(1 - wrong[label] / samples[label]), 4),
+            "top1": round(float(right[label] / samples[label]), 4),
             "top5": round(float(top5[label] / samples[label]), 4),
-            "precision": round(float(1 - misleading[label] / answered[label]), 4) if answered[label] else "",
-            "mistaken for": f"{names[mistakes[label][0]]} ({mistakes[label][1]})" if wrong[label] else "",
+            "precision": round(float(right[label] / answered[label]), 4) if answered[label] else "",
+            "mistaken for": mistakes.get(label, ""),
         }
         for label in np.flatnonzero(samples).tolist()
     ]

@@ -71,15 +71,13 @@ def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
 
 
 def test_of_many_classes_the_ends_are_shown(capsys, tmp_path):
-    names = [f"class {label}" for label in range(60)]
-    confusion = np.diag(np.arange(60)) + 1  # class n: n + 1 of n + 60 correct
-    pairs = np.argwhere(confusion).repeat(confusion[confusion > 0], axis=0).T
-    answers = np.vstack([pairs, np.ones_like(pairs[0])])
-    evaluate.print_extremes(evaluate.describe_classes(names, answers))
+    names = [f"class {label:02}" for label in range(60)]
+    labels = np.arange(60).repeat(60)
+    answers = np.where(np.arange(3600) % 60 < labels, labels, 0)  # class n: n of 60 correct
+    rows = evaluate.describe_classes(names, np.stack([labels, answers, labels]))
+    evaluate.print_extremes(rows)
     shown = [line.split("|")[2].strip() for line in capsys.readouterr().out.splitlines() if "| class " in line]
-    assert shown == names[:5] + names[-5:]
-    assert evaluate.draw_confusion(names, answers, tmp_path / "confusion.png")
-    assert (tmp_path / "confusion.png").stat().st_size > 1000
+    assert shown == [*names[1:6], *names[-4:], names[0]]
 
 
 def test_other_data_is_refused_unless_its_labels_mean_the_same(run, data, tmp_path):

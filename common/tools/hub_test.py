@@ -94,9 +94,8 @@ def test_an_export_on_the_hub_is_evaluated_as_in_training(hub: Hub, run: Path, d
     assert (found["top1"], found["samples"]) == (expected["top1"], expected["samples"])
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     image = next((data / "test" / "red").iterdir())
-    for source in ("hf-hub:user/colours", tmp_path / "timm"):
-        answer = json.loads(run_forked(predict.main, [source, image, "--json"]).stdout)["classes"]
-        assert {found["class"] for found in answer} < set(NAMES)
+    answer = json.loads(run_forked(predict.main, [tmp_path / "timm", image, "--json"]).stdout)["classes"]
+    assert {found["class"] for found in answer} < set(NAMES)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +104,6 @@ def test_an_export_on_the_hub_is_evaluated_as_in_training(hub: Hub, run: Path, d
         ("vit_tiny_patch16_224.augreg_in22k", None, "no such weights; did you mean 'vit_tiny_patch16_224.augreg"),
         ("hf-hub:user/none", None, "user/none: not a timm model that can be read from the Hugging Face Hub"),
         ("hf-hub:user/x", {"architecture": "resnet18"}, "resnet18 is no plain Vision Transformer"),
-        ("hf-hub:user/x", {"architectures": ["ViT"]}, "hf-hub:user/x: not a timm model .*architecture"),
         ("hf-hub:user/x", {"architecture": "vit_base_patch32_clip_quickgelu_224"}, "has another activation, norm or"),
     ],
 )

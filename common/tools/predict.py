@@ -43,17 +43,17 @@ def main(argv: list[str]) -> None:
     run = open_model(args.run, raw=args.raw)
     if not args.json:
         print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
-    is_complete = True
+    has_errors = False
     for answer in predict(run, images):
-        is_complete &= "error" not in answer
         if "error" in answer:
+            has_errors = True
             print(printable(f"error: {answer['image']}: {answer['error']}"), file=sys.stderr)
         if args.json:
             print(json.dumps(answer), flush=True)
         elif "classes" in answer:
             named = (f"{found['class']} {100 * found['probability']:.1f} %" for found in answer["classes"])
             print(printable(f"{answer['image']}: {'; '.join(named)}"), flush=True)
-    if not is_complete:
+    if has_errors:
         sys.exit(1)
 
 
@@ -102,8 +102,7 @@ def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
     except UnidentifiedImageError:
         return f"{UNREADABLE}not of a kind that Pillow reads"
     except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
-        reason = error.strerror if isinstance(error, OSError) else None
-        return reason or UNREADABLE + (" ".join(str(error).split()) or type(error).__name__)
+        return UNREADABLE + (" ".join(str(error).split()) or type(error).__name__)
 
 
 def _best(names: Sequence[str], probabilities_C: torch.Tensor) -> list[Answer]:

@@ -8,7 +8,7 @@ from cifar10_benchmark.task import TASK, build_eval_loader, build_train_loader
 from common.colossal import Trainer, gpc, initialize, shard_model
 from common.data.batch_augment import MixupLoss, build_batch_augment
 from common.errors import run_command
-from common.model.vit import build_model, freeze
+from common.model.build import build_model, freeze
 from common.optim.build import build_lr_scheduler, build_optimizer
 from common.run.start import start_run
 

@@ -13,7 +13,7 @@ from common.config.load import load_config
 from common.config.model_arguments import timm_arguments
 from common.data.batch_augment import BatchAugment
 from common.metrics.curves import read_metrics
-from common.model.vit import build_model
+from common.model.build import build_model
 from common.testing.photographs import write_photographs
 from imagenet_dali import prepare
 from imagenet_dali.task import build_train_loader

@@ -7,7 +7,7 @@ torchrun --nproc_per_node 8 train_dali.py --config vit-b16.py --set DATA.root=/p
 from common.colossal import Trainer, gpc, initialize, shard_model
 from common.data.batch_augment import MixupLoss, build_batch_augment
 from common.errors import run_command
-from common.model.vit import build_model, freeze
+from common.model.build import build_model, freeze
 from common.optim.build import build_lr_scheduler, build_optimizer
 from common.run.start import start_run
 from common.task import Task

@@ -45,8 +45,8 @@ from common.config.model_arguments import timm_arguments
 from common.config.plan import DataSummary
 from common.errors import command_parser, run_command
 from common.hardware import cores, describe_run, is_fast
+from common.model.build import build_model
 from common.model.training import build_training
-from common.model.vit import build_model
 from common.optim.build import build_optimizer
 from common.optim.lamb import Lamb
 from common.run.start import start_run

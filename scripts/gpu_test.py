@@ -27,8 +27,8 @@ from common.colossal import AMP_TYPE, BaseHook, Trainer, launch, resolve_paralle
 from common.config.load import load_config
 from common.hardware import cores, describe_run
 from common.metrics.curves import read_metrics
+from common.model.build import build_model
 from common.model.training import build_training
-from common.model.vit import build_model
 from common.optim.build import build_optimizer
 from common.planner.step_estimate import estimate_step
 from common.run.run import Run

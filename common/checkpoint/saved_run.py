@@ -14,7 +14,7 @@ from common.checkpoint.save import newest_checkpoint
 from common.checkpoint.state import EMA, MODEL
 from common.errors import UserError, command_parser
 from common.hardware import memory_bytes
-from common.model.vit import build_model
+from common.model.build import build_model
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from common.checkpoint.weights import load_pretrained, open_source
 from common.config.model_arguments import timm_arguments
 from common.errors import UserError
 from common.metrics.curves import read_metrics
-from common.model.vit import build_model
+from common.model.build import build_model
 from common.testing.commands import run_forked
 from common.testing.ranks import run_ranks
 from common.testing.tiny_task import MODEL, train

@@ -14,7 +14,7 @@ from torch import nn
 from common.colossal import AMP_TYPE, Engine, gpc, initialize
 from common.colossal import engine as engine_module
 from common.colossal.engine import WholeSteps, compile_model, should_compile
-from common.model.vit import build_model
+from common.model.build import build_model
 from common.optim.build import build_optimizer
 from common.planner.counters import Traffic
 from common.testing.ranks import launched, run_ranks

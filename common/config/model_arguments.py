@@ -23,8 +23,8 @@ class ModelArguments(Section):
 
     image_size: int = key(224, "side of the square input", unit="pixels", ge=1, le=65536)
     patch_size: int = key(16, "side of a patch; divides `image_size`", unit="pixels", ge=1, le=65536)
-    width: int = key(384, "channels of a token", ge=1)
-    depth: int = key(12, "number of blocks", ge=1)
+    width: int = key(384, "channels of a token", ge=1, le=65536)
+    depth: int = key(12, "number of blocks", ge=1, le=1000)
     heads: int = key(6, "attention heads; divides `width`", ge=1)
     mlp_ratio: Number = key(4.0, "hidden channels of the MLP / `width`", gt=0, le=1000)
     num_classes: int = key(1000, "classes of the head", ge=1, le=10**8)

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from common.colossal import compute_dtype, name_dtype
-from common.config.model_arguments import parse_model_arguments
 from common.hardware import is_fast
+from common.model.build import build_on_meta
 
 # Dense TFLOP/s in 16 bits, TF32 and float32, by part of the device name; from NVIDIA's data sheets, SXM by default.
 PEAKS = {
@@ -35,18 +34,11 @@ def flops_per_image(model: Mapping[str, Any], frozen: str | None = None) -> int:
     activation recomputation does not count. A body frozen by FREEZE (``frozen``) has no backward pass, and the head
     then only that of its weights. This is the convention of PaLM (arXiv 2204.02311, appendix B) and torchtitan.
     """
-    a = parse_model_arguments(dict(model))
-    patches = (a.image_size // a.patch_size) ** 2
-    tokens, hidden = patches + a.prefix_tokens, int(a.width * a.mlp_ratio)
-    embedding = patches * 3 * a.patch_size**2 * a.width
-    if a.stem == "conv":
-        layers = enumerate(pairwise(a.stem_channels))
-        embedding = sum(9 * before * after * a.image_size**2 >> 2 * i for i, (before, after) in layers)
-    products = tokens * a.width * (3 * a.width + a.width + 2 * hidden)
-    attention = 2 * tokens**2 * a.width
-    body, head = embedding + a.depth * (products + attention), a.width * a.num_classes
-    body += 2 * patches * a.width * (a.pool == "seq")
-    return 2 * (body + 2 * head) if frozen else 3 * 2 * (body + head)
+    built = build_on_meta(dict(model)).eval()
+    with FlopCount() as count, torch.no_grad():
+        built(torch.empty(1, 3, model["image_size"], model["image_size"], device="meta"))
+    head: Any = built.get_submodule(str(built.classifier))
+    return count.total + 2 * head.weight.numel() if frozen else 3 * count.total
 
 
 def peak_images_per_s(

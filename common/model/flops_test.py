@@ -3,8 +3,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.colossal import AMP_TYPE
+from common.model.build import build_model, freeze
 from common.model.flops import flops_per_image, peak_flops, peak_images_per_s
-from common.model.vit import build_model, freeze
 
 CPU = torch.device("cpu")
 

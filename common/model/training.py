@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.colossal import Engine, initialize, shard_model
-from common.model.vit import build_model, freeze
+from common.model.build import build_model, freeze
 from common.optim.build import build_lr_scheduler, build_optimizer
 
 

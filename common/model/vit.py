@@ -14,47 +14,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common.config.model_arguments import ModelArguments, parse_model_arguments
+from common.config.model_arguments import ModelArguments
 
 MASK_LEVELS = 1 << 16  # 16 random bits per value of a dropout mask
 
 
-def build_model(**arguments: object) -> nn.Module:
-    """Build the ViT of `ModelArguments`, initialised from torch's global random state.
-
-    It maps float images [B, 3, image_size, image_size] to logits [B, num_classes].
-
-    Raises ValueError for an unknown name or an invalid value.
-    """
-    return VisionTransformer(parse_model_arguments(arguments))
-
-
-def parameter_count(**arguments: object) -> int:
-    """Count the parameters of `build_model(**arguments)` without building it."""
-    a = parse_model_arguments(arguments)
-    width, hidden, vectors = a.width, int(a.width * a.mlp_ratio), 9 if a.init_values is None else 11
-    block = 4 * width**2 + 2 * width * hidden + vectors * width + hidden
-    positions = (a.image_size // a.patch_size) ** 2 + a.embedded_prefix
-    around = a.prefix_tokens + positions + 2 + a.num_classes
-    stem = width * (3 * a.patch_size**2 + 1)
-    if a.stem == "conv":
-        stem = sum(9 * before * after + 2 * after for before, after in pairwise(a.stem_channels))
-    pool = width + 1 if a.pool == "seq" else 0
-    return width * around + stem + a.depth * block + pool + a.num_classes
-
-
-def parameter_shapes(**arguments: Any) -> dict[str, list[int]]:
-    """Return the parameter shapes of `build_model(**arguments)` by name; builds only one block."""
-    with torch.device("meta"):
-        shapes = {name: list(p.shape) for name, p in build_model(**arguments | {"depth": 1}).named_parameters()}
-    block = {name: shapes.pop(name) for name in list(shapes) if name.startswith("blocks.0.")}
-    depth = range(parse_model_arguments(arguments).depth)
-    return shapes | {name.replace("0", str(i), 1): shape for i in depth for name, shape in block.items()}
+def draw_(tensor: Tensor) -> Tensor:
+    """Initialise ``tensor``, unless it is on the meta device, where that would take a second."""
+    return tensor if tensor.is_meta else nn.init.trunc_normal_(tensor, std=0.02)
 
 
 def build_linear(in_features: int, out_features: int) -> nn.Linear:
     layer = nn.Linear(in_features, out_features)
-    nn.init.trunc_normal_(layer.weight, std=0.02)
+    draw_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
 
@@ -82,13 +54,15 @@ class PatchEmbed(nn.Module):
 
 
 class ConvStem(nn.Sequential):
-    """Overlapping convolutions (Xiao et al., arXiv 2106.14881), with norms that keep no statistics: to [B, N, D]."""
+    """Overlapping convolutions (Xiao et al., arXiv 2106.14881), here without batch norms: to [B, N, D]."""
 
     def __init__(self, channels: Sequence[int]) -> None:
         layers: list[nn.Module] = []
         for i, (before, after) in enumerate(pairwise(channels)):
-            convolution = nn.Conv2d(before, after, kernel_size=3, stride=2 if i else 1, padding=1, bias=False)
-            layers += [convolution, nn.GroupNorm(1, after), nn.GELU()]
+            convolution = nn.Conv2d(before, after, kernel_size=3, stride=2 if i else 1, padding=1)
+            nn.init.zeros_(convolution.bias)
+            nn.init.kaiming_normal_(convolution.weight)
+            layers += [convolution, nn.GELU()]
         super().__init__(*layers[:-1])
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
@@ -207,6 +181,8 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
+    classifier = "head"
+
     def __init__(self, arguments: ModelArguments) -> None:
         super().__init__()
         width, depth, pool = arguments.width, arguments.depth, arguments.pool
@@ -242,6 +218,15 @@ class VisionTransformer(nn.Module):
         x_BND = self.norm(x_BND)
         return self.head(self.fc_norm(self._pool(x_BND)))
 
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return the layers, from the embeddings to the last norm, as timm's models do: for their learning rates."""
+        stem = r"^(?:cls_token|reg_token|pos_embed|patch_embed)"
+        return {"stem": stem, "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the parameters that timm's optimizers do not decay."""
+        return {"cls_token", "reg_token", "pos_embed"}
+
     def _pool(self, x_BND: Tensor) -> Tensor:
         if self.cls_token is not None:
             return x_BND[:, 0]
@@ -259,7 +244,7 @@ def _build_tokens(count: int, width: int) -> nn.Parameter | None:
 def _build_position(arguments: ModelArguments) -> nn.Parameter:
     side, width, prefix = arguments.image_size // arguments.patch_size, arguments.width, arguments.embedded_prefix
     if arguments.position == "learned":
-        return nn.Parameter(nn.init.trunc_normal_(torch.empty(1, side * side + prefix, width), std=0.02))
+        return nn.Parameter(draw_(torch.empty(1, side * side + prefix, width)))
     # a parameter, so that it is in the state_dict, as in timm
     return nn.Parameter(build_sincos2d(side, width, prefix), requires_grad=False)
 
@@ -275,30 +260,3 @@ def build_sincos2d(side: int, width: int, prefix: int) -> Tensor:
     rows, columns = angles.repeat_interleave(side, dim=0), angles.repeat(side, 1)
     table_ND = torch.cat([columns.sin(), columns.cos(), rows.sin(), rows.cos()], dim=1)
     return F.pad(table_ND, (0, 0, prefix, 0))[None]
-
-
-def is_frozen(name: str, part: str | None) -> bool:
-    """Return whether the parameter ``name`` is frozen by the config's FREEZE, ``part``."""
-    return part == "body" and not name.startswith("head.")
-
-
-def count_trained(part: str | None, **arguments: Any) -> int:
-    """Count the trained parameters of `build_model(**arguments)`."""
-    return parameter_count(**arguments) if part is None else (arguments["width"] + 1) * arguments["num_classes"]
-
-
-def freeze(model: nn.Module, part: str | None) -> None:
-    """Freeze everything but the head of a Vision Transformer in place, if ``part`` is "body".
-
-    Frozen parameters require no gradient, so an optimizer built later skips them. Dropout and stochastic depth, which
-    are in the body, are disabled: it computes as in evaluation. Call it before `shard_model`.
-    """
-    if part is None:
-        return
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and not is_frozen(name, part))
-    for layer in model.modules():
-        if isinstance(layer, DropPath):
-            layer.rate = 0.0
-        elif isinstance(layer, nn.Dropout):
-            layer.p = 0.0

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.config.model_arguments import timm_arguments, timm_name
-from common.model.vit import MASK_LEVELS, Dropout, build_model, freeze, parameter_count
+from common.model.build import build_model, freeze
+from common.model.vit import MASK_LEVELS, Dropout
 from common.optim.build import build_optimizer
 
 B16 = {"width": 768, "heads": 12}
@@ -206,10 +207,8 @@ def test_convolutional_stem_and_sequence_pooling_equal_their_formulas(stem: str,
 
     def embed(x: Tensor) -> Tensor:
         for i in range(3):  # of stride 1, 2, 2
-            x = F.conv2d(x, weights[f"patch_embed.{3 * i}.weight"], stride=min(i + 1, 2), padding=1)
-            x = (x - x.mean((1, 2, 3), keepdim=True)) / (x.var((1, 2, 3), keepdim=True, correction=0) + 1e-5).sqrt()
-            scale, shift = (weights[f"patch_embed.{3 * i + 1}.{name}"].view(-1, 1, 1) for name in ("weight", "bias"))
-            x = x * scale + shift
+            weight, bias = (weights[f"patch_embed.{2 * i}.{name}"] for name in ("weight", "bias"))
+            x = F.conv2d(x, weight, bias, stride=min(i + 1, 2), padding=1)
             x = x if i == 2 else x * (1 + torch.erf(x / 2**0.5)) / 2
         return x.flatten(2).transpose(1, 2)
 
@@ -223,7 +222,6 @@ def test_convolutional_stem_and_sequence_pooling_equal_their_formulas(stem: str,
         x = torch.matmul(F.softmax(shares, dim=1).transpose(-1, -2), x).squeeze(-2)
     expected = theirs.head(x if pool == "seq" else x[:, 0])
     torch.testing.assert_close(model(images), expected, rtol=1e-12, atol=1e-12)
-    assert parameter_count(**TINY, stem=stem, pool=pool) == sum(p.numel() for p in model.parameters())
 
 
 def test_initialization_is_distributed_as_timms() -> None:
@@ -273,7 +271,6 @@ def test_timm_name_creates_the_same_shapes(name: str, options: dict) -> None:
     with torch.device("meta"):
         ours = build_model(**arguments)
         theirs = timm.create_model(name, num_classes=1000) if name in timm.list_models() else None
-    assert sum(p.numel() for p in ours.parameters()) == parameter_count(**arguments)
     if theirs:
         assert [(k, v.shape) for k, v in ours.state_dict().items()] == [
             (k, v.shape) for k, v in theirs.state_dict().items()

@@ -5,8 +5,7 @@ warm-up, then a decay to 0.
 """
 
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,10 +42,6 @@ class FusedSGD(SGD):
         return loss
 
 
-NO_DECAY = ("cls_token", "reg_token", "pos_embed")
-_PLACE = re.compile(
-    r"(?:^|\.)(?:blocks\.(?P<block>\d+)|(?P<embedding>cls_token|reg_token|pos_embed|patch_embed)|norm)\b"
-)
 ADAM = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -73,7 +68,8 @@ def _norm_reducer(model: nn.Module) -> dict[str, Any]:
 
 
 def _matrices(model: nn.Module) -> dict[str, Any]:
-    counts = {parameter: count_matrices(name) for name, parameter in named_shards(model).items()}
+    shards = named_shards(model).items()
+    counts = {parameter: count_matrices(name, parameter.ndim) for name, parameter in shards}
     matrices = {parameter: count for parameter, count in counts.items() if count}
     return {"matrices": matrices, "map_whole": build_whole_mapper(model)}
 
@@ -89,12 +85,12 @@ OPTIMIZERS = {
 }
 
 
-def state_names(options: Mapping[str, Any], parameter: str) -> tuple[str, ...]:
+def state_names(options: Mapping[str, Any], parameter: str, ndim: int = 2) -> tuple[str, ...]:
     """Return the names of the tensors that the config's OPTIMIZER keeps for a parameter, given by name."""
     entry = OPTIMIZERS[options["name"]]
     if options["name"] == "sgd" and options.get("momentum") == 0:
         return ()
-    return entry.matrix_state if entry.matrix_state is not None and count_matrices(parameter) else entry.state
+    return entry.matrix_state if entry.matrix_state is not None and count_matrices(parameter, ndim) else entry.state
 
 
 def build_optimizer(
@@ -108,10 +104,11 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer `name`, one of `OPTIMIZERS`, of the parameters that are trained, sharded or not.
 
-    Weight decay is on every tensor, unless `decay_all` is false: then not on vectors (biases, norms) and `NO_DECAY`,
-    as in timm. A parameter's learning rate is multiplied by `layer_decay` for each layer between it and the head, as by
-    timm's `param_groups_layer_decay` (BEiT, arXiv 2106.08254). `options` are those of `common.optim.lamb.Lamb`, of
-    `torch.optim.AdamW` (betas, eps) or of `torch.optim.SGD` (momentum, 0.9 by default, dampening, nesterov).
+    Weight decay is on every tensor, unless `decay_all` is false: then not on vectors (biases, norms) and what the
+    model's `no_weight_decay` names, as in timm. A parameter's learning rate is multiplied by `layer_decay` for each
+    layer between it and the head, as by timm's `param_groups_layer_decay` (BEiT, arXiv 2106.08254). `options` are those
+    of `common.optim.lamb.Lamb`, of `torch.optim.AdamW` (betas, eps) or of `torch.optim.SGD` (momentum, 0.9 by default,
+    dampening, nesterov).
 
     Raises ValueError for a value that the optimizer refuses, TypeError for an unknown option.
     """
@@ -125,10 +122,11 @@ def _parameter_groups(
 ) -> list[dict[str, Any]]:
     """Group the parameters that are trained: with weight decay before without, and by learning rate."""
     trained = {name: param for name, param in named_shards(model).items() if param.requires_grad}
-    above = dict.fromkeys(trained, 0) if layer_decay == 1 else layers_above(trained)
+    above = dict.fromkeys(trained, 0) if layer_decay == 1 else layers_above(model)
+    kept = getattr(model, "no_weight_decay", set)()
     groups: dict[tuple[bool, int], list[nn.Parameter]] = {}
     for name, param in trained.items():
-        without = not decay_all and (param.ndim <= 1 or name.split(".")[-1] in NO_DECAY)
+        without = not decay_all and (param.ndim <= 1 or name in kept)
         groups.setdefault((without, above[name]), []).append(param)
     return [
         {"params": params, "lr": learning_rate * layer_decay**layers} | ({"weight_decay": 0.0} if without else {})
@@ -136,20 +134,13 @@ def _parameter_groups(
     ]
 
 
-def layers_above(names: Iterable[str]) -> dict[str, int]:
-    """Count for each of a model's parameters the layers between it and the head.
+def layers_above(model: nn.Module) -> dict[str, int]:
+    """Count for each of a model's parameters the layers between it and the head, as timm does."""
+    from timm.models import group_parameters  # takes a second
 
-    The head and `fc_norm` have 0, the last block and the norm after it 1, the embeddings one more than the first block.
-    """
-    places = {name: _PLACE.search(name) for name in names}
-    depth = 1 + max((int(place["block"]) for place in places.values() if place and place["block"]), default=-1)
-
-    def count(place: re.Match[str] | None) -> int:
-        if place is None:
-            return 0
-        return depth + 1 if place["embedding"] else depth - int(place["block"] or depth - 1)
-
-    return {name: count(place) for name, place in places.items()}
+    matcher: Any = model.group_matcher
+    layers = group_parameters(model, matcher(coarse=False), reverse=True)
+    return {name: max(layers.values()) - layer for name, layer in layers.items()}
 
 
 # The learning rate of an optimizer step, counted from 0, as a fraction of the peak; given the total and warm-up steps.

@@ -23,10 +23,10 @@ EPS = 1e-7  # least norm that a matrix is divided by
 MapWhole = Callable[[list[Callable[[Tensor], Tensor]], list[Tensor], list[Tensor]], list[Tensor]]
 
 
-def count_matrices(name: str) -> int:
+def count_matrices(name: str, ndim: int = 2) -> int:
     """Return how many matrices a block's parameter holds along dimension 0, 3 of queries, keys and values; 0: none."""
     layer = re.search(r"(?:^|\.)blocks\.\d+\.(attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.weight$", name)
-    return 0 if layer is None else 3 if layer[1] == "attn.qkv" else 1
+    return 0 if layer is None or ndim != 2 else 3 if layer[1] == "attn.qkv" else 1
 
 
 class Muon(AdamW):

@@ -10,8 +10,9 @@ from common.colossal import compute_dtype, describe_tensor_parallel, name_dtype
 from common.config.plan import DataSummary, Plan
 from common.errors import counted
 from common.hardware import instruction_set
+from common.model.build import build_on_meta, count_parameters
 from common.model.flops import flops_per_image
-from common.model.vit import build_model, count_trained, parameter_count
+from common.optim.build import layers_above
 from common.planner.prediction import (
     ASSUMED_MFU,
     BEST_MFU,
@@ -59,15 +60,10 @@ def print_dry_run(
         if value:
             _print_row(name, value)
     if plan.tensor_parallel > 1:
-        with torch.device("meta"):
-            model = build_model(**_model(config))
+        model = build_on_meta(config["MODEL"])
         _print_row("each rank holds", describe_tensor_parallel(config["parallel"], model, plan.micro_batch))
     if cluster:
         _print_modes(planner, images)
-
-
-def _model(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**config["MODEL"], "num_classes": config["MODEL"]["num_classes"] or 1000}
 
 
 def _print_row(name: str, text: str) -> None:
@@ -75,13 +71,13 @@ def _print_row(name: str, text: str) -> None:
 
 
 def _describe_plan(config: Mapping[str, Any], plan: Plan, data: DataSummary | None) -> dict[str, str]:
-    count = parameter_count(**_model(config))
+    count, _ = count_parameters(build_on_meta(config["MODEL"]))
     rows = {
         "processes": f"{counted(plan.gpus, 'GPU')} = "
         f"{plan.data_parallel} data parallel x {plan.tensor_parallel} tensor parallel",
         "global batch": plan.batch_formula(),
         "parameters": f"{count:,} ({count / 1e6:.1f} M)",
-        "computation": f"{flops_per_image(_model(config), config['FREEZE']) / 1e9:.1f} GFLOP per image, "
+        "computation": f"{flops_per_image(config['MODEL'], config['FREEZE']) / 1e9:.1f} GFLOP per image, "
         "forward and backward",
         "precision": _describe_precision(config, plan),
         **describe_options(config, plan),
@@ -96,12 +92,12 @@ def _describe_plan(config: Mapping[str, Any], plan: Plan, data: DataSummary | No
 
 def describe_options(config: Mapping[str, Any], plan: Plan) -> dict[str, str]:
     """Return what FREEZE, OPTIMIZER.layer_decay and zero do, by key, if they are set."""
-    model, rows = _model(config), {}
+    model, rows = build_on_meta(config["MODEL"], config["FREEZE"]), {}
     if config["FREEZE"]:
-        trained = count_trained(config["FREEZE"], **model)
-        rows["FREEZE"] = f"{trained:,} of {parameter_count(**model):,} parameters are trained: the head"
-    decay, layers = config["OPTIMIZER"].get("layer_decay", 1.0), model["depth"] + 1
-    if decay != 1:
+        count, trained = count_parameters(model)
+        rows["FREEZE"] = f"{trained:,} of {count:,} parameters are trained: the head"
+    if (decay := config["OPTIMIZER"].get("layer_decay", 1.0)) != 1:
+        layers = max(layers_above(model).values())
         lowest = f"{decay:g}^{layers} = {decay**layers:.2g}"
         rows["OPTIMIZER.layer_decay"] = f"learning rate x {lowest} (embeddings) to 1 (head)"
     if config["zero"]:

@@ -26,10 +26,10 @@ from common.colossal import (
     reduce_without_waiting,
 )
 from common.hardware import is_gpu_older_than_bfloat16
+from common.model.build import build_on_meta
 from common.model.ema import EmaHook
 from common.model.flops import FlopCount
 from common.model.training import build_training
-from common.model.vit import build_model
 from common.planner.counters import TensorMemory, Traffic
 
 
@@ -88,9 +88,9 @@ def _process(parent: int) -> ProcessPoolExecutor:
 def _estimate(
     config: Mapping[str, Any], processes: int, micro_batch: int, accumulation: int, device: str
 ) -> StepEstimate:
-    depth = config["MODEL"]["depth"]
+    depth = config["MODEL"].get("depth", 0)
     # blocks; the first one drops no paths, and `zero` gathers a block during another's backward pass
-    shallow = 3 if config["zero"] else 2 if config["MODEL"]["drop_path"] else 1
+    shallow = 3 if config["zero"] else 2 if config["MODEL"].get("drop_path") else 1
     with fake_launch(_launch_config(config, accumulation), processes), _choosing_as_on(device):
         if depth <= shallow + 1:
             return _estimate_depth(config, depth, micro_batch, accumulation)
@@ -111,12 +111,13 @@ def _extend(first: StepEstimate, second: StepEstimate, blocks: int) -> StepEstim
 
 
 def _estimate_depth(config: Mapping[str, Any], depth: int, micro_batch: int, accumulation: int) -> StepEstimate:
-    with torch.device("meta"):  # skips drawing initial weights
-        model = build_model(**config["MODEL"] | {"depth": depth, "num_classes": config["MODEL"]["num_classes"] or 1000})
+    model = build_on_meta(config["MODEL"] | ({"depth": depth} if depth else {}))
     with FakeTensorMode(), TensorMemory() as memory:
         for layer in model.modules():
             for name, parameter in layer.named_parameters(recurse=False):
                 setattr(layer, name, nn.Parameter(torch.empty(parameter.shape), parameter.requires_grad))
+            for name, buffer in layer.named_buffers(recurse=False):
+                layer._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
         criterion = nn.CrossEntropyLoss(label_smoothing=config["LABEL_SMOOTHING"])
         model, optimizer, engine, *_ = build_training(config, criterion, model=model)
         reduce_without_waiting(engine)

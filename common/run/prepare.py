@@ -18,7 +18,7 @@ from common.files import is_url
 from common.hardware import memory_bytes
 from common.launch.detect import Launch
 from common.metrics.loggers import check_trackers
-from common.model.vit import build_model
+from common.model.build import build_on_meta
 from common.planner.limits import NO_MACHINE, check_limits
 from common.task import Task
 
@@ -73,9 +73,7 @@ def check_init(config: Mapping[str, Any], args: argparse.Namespace) -> str:
     keys = {setting.partition("=")[0] for setting in args.set}
     heads_stated = bool(keys & {"MODEL", "MODEL.heads"}) or not (args.init or "INIT" in keys)
     classes = config["MODEL"]["num_classes"]
-    with torch.device("meta"):
-        model = build_model(**config["MODEL"] | {"num_classes": classes or 1})
-    _, done = fit_pretrained(model, config["INIT"], heads_stated=heads_stated)
+    _, done = fit_pretrained(build_on_meta(config["MODEL"]), config["INIT"], heads_stated=heads_stated)
     return done if classes else done.partition(";")[0]
 
 

@@ -14,7 +14,7 @@ from common.config.load import load_config
 from common.config.plan import DataSummary, build_plan
 from common.hardware import describe_run
 from common.metrics.curves import read_metrics
-from common.model.vit import parameter_shapes
+from common.model.build import build_on_meta, state_shapes
 from common.optim.build import state_names
 
 TINY = ["width=8", "depth=1", "heads=2", "image_size=8", "patch_size=4", "num_classes=3"]
@@ -36,7 +36,8 @@ def build_about(*settings: str) -> dict[str, Any]:
 def build_content(step: int = 1, value: float = 0.0, *settings: str) -> dict[str, Tensors | bytes]:
     """Return the files of a finished run's last checkpoint, all of whose numbers are ``value``."""
     about = build_about(*settings)
-    weights = {name: torch.full(shape, value) for name, shape in parameter_shapes(**about["config"]["MODEL"]).items()}
+    shapes = state_shapes(build_on_meta(about["config"]["MODEL"]))
+    weights = {name: torch.full(shape, value) for name, shape in shapes.items()}
     state = {
         "trainer": {"step": step, "epoch": 0, "epoch_step": step, "evaluated_step": step},
         "loader": {"epoch": 0, "samples": 16 * step},

@@ -17,8 +17,8 @@ from common.config.plan import DataSummary
 from common.data import image_loaders
 from common.data.image_folder import FolderSplit, list_files
 from common.data.loader import Loader
+from common.model.build import build_model
 from common.model.training import build_training
-from common.model.vit import build_model
 from common.run.start import start_run
 from common.task import TASKS, Task
 

@@ -18,7 +18,7 @@ from timm.models.vision_transformer import VisionTransformer
 from common.checkpoint.saved_run import open_run
 from common.checkpoint.weights import load_pretrained
 from common.errors import UserError
-from common.model.vit import build_model
+from common.model.build import build_model
 from common.testing.tiny_task import NAMES, timm_logits, train
 from common.tools import export
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from common.data.sampler import EvalSampler, TrainSampler
@@ -12,55 +11,38 @@ from common.errors import UserError
 from common.run.prepare import Prepared
 from common.run.start import choose_order
 from imagenet_dali import train_dali
-from imagenet_dali.dataset import RECORD, Split, frame, read_file_range
+from imagenet_dali.dataset import open_split, read_file_range
 from imagenet_dali.task import describe_data
 from imagenet_dali.testing import write_config
 
-SHARDS, PER_SHARD, IMAGE = 2, 1000, 100_000  # bytes of an image
-SAMPLES = SHARDS * PER_SHARD
-
-
-@pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
-    """A split of 200 MB, whose images start with their number."""
-    root, rows = tmp_path_factory.mktemp("shards"), []
-    paths = [root / f"train-{number}" for number in range(SHARDS)]
-    for shard, path in enumerate(paths):
-        with path.open("wb") as file:
-            for number in range(shard * PER_SHARD, (shard + 1) * PER_SHARD):
-                record = frame(number.to_bytes(8, "little") * (IMAGE // 8))
-                rows.append((shard, file.tell(), len(record), 12, IMAGE, number % 7, 1, 1))
-                file.write(record)
-    return Split(root, "train", paths, np.array(rows, RECORD), [""] * 7, "", read_file_range)
-
 
 @pytest.mark.parametrize(("kind", "dp_size"), [("training", 4), ("evaluation", 1)])
-def test_reads_are_few_and_large(split: Split, kind: str, dp_size: int) -> None:
-    sizes, seen = [], []
+def test_a_block_is_read_once_and_at_once(prepared: Path, kind: str, dp_size: int) -> None:
+    sizes, seen, split = [], [], open_split(prepared, "train")
 
     def read_range(path: Path, start: int, length: int) -> bytes:
         sizes.append(length)
         return read_file_range(path, start, length)
 
-    split, place = replace(split, read_range=read_range), dict(dp_size=dp_size, blocks=split.block_bounds(16_000_000))
+    blocks, samples = split.block_bounds(12_000), len(split)
     for rank in range(dp_size):
         if kind == "training":
-            sampler = TrainSampler(SAMPLES, 40, 10, dp_rank=rank, window=2, **place)
+            sampler = TrainSampler(samples, 40, 10, dp_rank=rank, window=2, dp_size=dp_size, blocks=blocks)
         else:
-            sampler = EvalSampler(SAMPLES, 32, dp_rank=rank, **place)
-        reader = RecordReader(split)
+            sampler = EvalSampler(samples, 32, dp_rank=rank, dp_size=dp_size, blocks=blocks)
+        reader = RecordReader(replace(split, read_range=read_range))
         for draw, records in reader.read(sampler.draws(0)):
             numbers = draw.indices[: len(records)].tolist()
-            found = [(int.from_bytes(image[-8:], "little"), label) for image, label in records]
-            assert found == [(number, number % 7) for number in numbers]
+            assert records == [split.read(number) for number in numbers]
             seen += numbers
         reader.close()
-    assert sorted(seen) == list(range(SAMPLES))
+    assert sorted(seen) == list(range(samples))
     assert sum(sizes) == sum(path.stat().st_size for path in split.shards)
-    assert len(sizes) <= 0.01 * SAMPLES
+    assert len(sizes) < samples / 8
 
 
-def test_shards_sorted_by_class_are_not_read_in_blocks(split: Split, monkeypatch) -> None:
+def test_shards_sorted_by_class_are_not_read_in_blocks(prepared: Path, monkeypatch) -> None:
+    split = open_split(prepared, "train")
     rows = split.records.copy()
     rows["label"].sort()
     by_class = replace(split, records=rows)

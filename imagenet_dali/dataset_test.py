@@ -5,12 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tfrecord
 
 from common.errors import UserError
-from imagenet_dali.dataset import BadRecordError, Example, frame, open_split, unframe
+from imagenet_dali.dataset import BadRecordError, frame, open_split, unframe
 from imagenet_dali.testing import spoil_record, with_flipped_bit
-from imagenet_dali.verify import parse_example, scan
 
 FIRST = "train/train-00000-of-00003"
 
@@ -57,20 +55,6 @@ def test_a_record_that_went_bad_is_named(data: Path) -> None:
     split.shards[2].unlink()
     with pytest.raises(UserError, match="No such file"):
         split.read(len(split) - 1)
-
-
-def test_records_equal_those_of_another_writer(tmp_path: Path) -> None:
-    writer = tfrecord.TFRecordWriter(str(tmp_path / "theirs"))
-    writer.write({"image/encoded": (b"jpeg", "byte"), "image/class/label": (7, "int")})
-    writer.close()
-    [(offset, record)] = scan(tmp_path / "theirs")
-    assert (offset, len(record)) == (0, (tmp_path / "theirs").stat().st_size)
-    example = Example()
-    example.features.feature["image/encoded"].bytes_list.value.append(b"jpeg")
-    example.features.feature["image/class/label"].int64_list.value.append(7)
-    assert Example.FromString(unframe(record)) == example
-    assert frame(bytes(unframe(record))) == record
-    assert parse_example(unframe(record)) == (b"jpeg", 7)
 
 
 def test_any_flipped_bit_and_another_size_are_found() -> None:

@@ -15,7 +15,7 @@ from scipy.io import savemat
 from common.errors import UserError
 from common.testing.commands import read_folder
 from imagenet_dali import prepare
-from imagenet_dali.find_images import list_source, read_rows
+from imagenet_dali.find_images import list_source
 from imagenet_dali.testing import jpeg, write_images
 
 CLASSES = ["n01", "n02", "n03"]
@@ -107,11 +107,6 @@ def test_samples_of_one_name_are_all_there(tmp_path: Path) -> None:
     source = list_source(fill(tmp_path / "tars", dict.fromkeys(("train/0.tar", "train/1.tar", "val/0.tar"), samples)))
     assert source.class_names == ["0", "1", "2"]
     assert {split: len(set(files)) for split, files in source.splits.items()} == {"train": 18, "validation": 9}
-    rows = parquet_of([("a.jpg", b"%d" % (i % 2), i % 2) for i in range(6)], ["cat", "dog"])
-    source = list_source(fill(tmp_path / "rows", {"t.parquet": rows}), validation_share=0)
-    content = read_rows(source.root, source.places.values())
-    files = source.splits["train"]
-    assert [content[source.places[name]] for name, _ in files] == [b"%d" % label for _, label in files]
 
 
 def test_rows_of_large_parquet_sources_are_shuffled_in_windows_of_row_groups(tmp_path: Path, monkeypatch) -> None:

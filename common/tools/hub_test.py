@@ -1,24 +1,21 @@
-"""Models of the Hugging Face Hub, served on loopback: started from, evaluated, and equal to timm's."""
+"""Models of the Hugging Face Hub, here a folder: started from, evaluated, and equal to timm's."""
 
 import json
-import re
-from collections.abc import Iterator
 from pathlib import Path
 
-import huggingface_hub.constants
 import numpy as np
 import pytest
 import timm
 import torch
+from huggingface_hub.errors import EntryNotFoundError
 from PIL import Image
-from safetensors.torch import save
+from safetensors.torch import save_file
 from timm.data import create_transform
 
 from common.checkpoint.weights import resolve_source
 from common.errors import UserError
 from common.metrics.curves import read_metrics
 from common.testing.commands import run_forked
-from common.testing.hub import Hub, serve_hub
 from common.testing.ranks import run_ranks
 from common.testing.tiny_task import NAMES, train
 from common.tools import evaluate, export, predict
@@ -27,26 +24,28 @@ TINY = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=4, mlp_r
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub with a tiny model in place of one of timm's; the client's variables were read when it was imported."""
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for each model, with a tiny one in place of one of timm's."""
     torch.manual_seed(3)
     model = timm.create_model("vit_tiny_patch16_224", **TINY)
     cfg = {"mean": [0.5] * 3, "std": [0.25] * 3, "crop_pct": 0.9, "interpolation": "bicubic", "input_size": [3, 16, 16]}
     about = {"architecture": "vit_tiny_patch16_224", "num_classes": 1000, "model_args": TINY, "pretrained_cfg": cfg}
-    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    with serve_hub() as server:
-        server.files["timm/vit_tiny_patch16_224.augreg_in21k"] = {
-            "config.json": json.dumps(about).encode(),
-            "model.safetensors": save(weights),
-        }
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
-        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        yield server
+    folder = tmp_path / "hub" / "timm" / "vit_tiny_patch16_224.augreg_in21k"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(about))
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+
+    def download(repo_id: str, filename: str, **_: object) -> str:
+        path = tmp_path / "hub" / repo_id / filename
+        if not path.exists():
+            raise EntryNotFoundError(f"{repo_id}/{filename}")
+        return str(path)
+
+    monkeypatch.setattr(timm.models._hub, "hf_hub_download", download)
+    return tmp_path / "hub"
 
 
-def test_a_model_by_timms_name_answers_as_in_timm(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_model_by_timms_name_answers_as_in_timm(hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     picture = Image.fromarray(np.random.default_rng(1).integers(0, 256, (40, 60, 3), np.uint8))
     picture.save(tmp_path / "picture.png")
     predict.main(["vit_tiny_patch16_224.augreg_in21k", str(tmp_path / "picture.png"), "--json"])
@@ -61,8 +60,8 @@ def test_a_model_by_timms_name_answers_as_in_timm(hub: Hub, tmp_path: Path, caps
     assert [answer["class"] for answer in found] == [names[label] for label in shares.indices.tolist()]
 
 
-def test_two_processes_start_from_it_with_one_download_or_are_told_what_fits(
-    hub: Hub, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+def test_two_processes_start_from_it_or_are_told_what_fits(
+    hub: Path, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
     def start(words: list[str]) -> None:
         output, *settings = words
@@ -71,8 +70,6 @@ def test_two_processes_start_from_it_with_one_download_or_are_told_what_fits(
     run_ranks(2, start, ["run", "INIT=hf_hub:timm/vit_tiny_patch16_224.augreg_in21k", "MODEL.heads=4"])
     assert " ".join(capfd.readouterr().out.split()).count("a new head of 7 classes, not its 1000") == 1
     assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["INIT"].startswith("hf-hub:timm/")
-    downloads = [request for request in hub.requests if re.match("GET .*/resolve/", request)]
-    assert sorted(request.rpartition("/")[2] for request in downloads) == ["config.json", "model.safetensors"]
     ended = run_forked(start, ["other", "INIT=vit_tiny_patch16_224.augreg_in21k"])
     assert (ended.code, ended.stderr) == (
         2,
@@ -81,9 +78,8 @@ def test_two_processes_start_from_it_with_one_download_or_are_told_what_fits(
     )
 
 
-def test_an_export_on_the_hub_is_evaluated_as_in_training(hub: Hub, run: Path, data: Path, tmp_path: Path) -> None:
-    export.main([str(run), "--to", "timm", "--output", str(tmp_path / "timm")])
-    hub.files["user/colours"] = {path.name: path.read_bytes() for path in (tmp_path / "timm").iterdir()}
+def test_an_export_on_the_hub_is_evaluated_as_in_training(hub: Path, run: Path, data: Path, tmp_path: Path) -> None:
+    export.main([str(run), "--to", "timm", "--output", str(hub / "user" / "colours")])
     (tmp_path / "images").mkdir()
     for split, ours in (("train", "train"), ("val", "test")):  # as in ImageNet's folder
         (tmp_path / "images" / split).symlink_to(data / ours)
@@ -94,7 +90,7 @@ def test_an_export_on_the_hub_is_evaluated_as_in_training(hub: Hub, run: Path, d
     assert (found["top1"], found["samples"]) == (expected["top1"], expected["samples"])
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     image = next((data / "test" / "red").iterdir())
-    answer = json.loads(run_forked(predict.main, [tmp_path / "timm", image, "--json"]).stdout)["classes"]
+    answer = json.loads(run_forked(predict.main, [hub / "user" / "colours", image, "--json"]).stdout)["classes"]
     assert {found["class"] for found in answer} < set(NAMES)
 
 
@@ -107,9 +103,10 @@ def test_an_export_on_the_hub_is_evaluated_as_in_training(hub: Hub, run: Path, d
         ("hf-hub:user/x", {"architecture": "vit_base_patch32_clip_quickgelu_224"}, "has another activation, norm or"),
     ],
 )
-def test_what_is_no_plain_vit_is_refused(hub: Hub, tmp_path: Path, name: str, about: dict | None, words: str) -> None:
+def test_what_is_no_plain_vit_is_refused(hub: Path, tmp_path: Path, name: str, about: dict | None, words: str) -> None:
     if about:
-        hub.files["user/x"] = {"config.json": json.dumps(about | {"pretrained_cfg": {}}).encode()}
+        (hub / "user" / "x").mkdir(parents=True)
+        (hub / "user" / "x" / "config.json").write_text(json.dumps(about | {"pretrained_cfg": {}}))
     with pytest.raises(UserError, match=words) as refused:
         predict.main([name, "picture.png"])
     assert "\n" not in str(refused.value)

@@ -4,6 +4,7 @@ The commands run on CPUs and tiny images, with ``bash scripts/test.sh -m docs sc
 """
 
 import importlib
+import json
 import os
 import re
 import runpy
@@ -20,8 +21,9 @@ import pytest
 
 from common.config.load import find_config
 from common.config.schema import find_key
+from common.metrics.curves import read_metrics
 from common.testing.commands import copy_working_tree
-from imagenet_dali.testing import LAUNCHERS, MODEL, prepare_data
+from imagenet_dali.testing import LAUNCHERS, MODEL, prepare_data, run
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
@@ -95,6 +97,23 @@ def substitute(command: str) -> str:
     for pattern, replacement in SUBSTITUTIONS.items():
         command = re.sub(pattern, replacement, command)
     return command + "".join(f" --set {key}={value}" for key, value in TINY.items() if is_training)
+
+
+def test_the_librarys_example_trains_and_its_metric_chooses_the_best(tmp_path: Path) -> None:
+    (text,) = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "docs" / "library.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    (tmp_path / "own.py").write_text(text)
+    settings = "--set DATA.root=. --set MODEL.num_classes=None --set NUM_EPOCHS=2 --set WARMUP_EPOCHS=0"
+    command = f"python own.py --config vit_lite_vanilla {settings} --set TOTAL_BATCH_SIZE=32 --output run"
+    run(command, tmp_path, PYTHONPATH=str(ROOT))
+    figures = [line for line in read_metrics(tmp_path / "run") if line["kind"] == "eval"]
+    best = json.loads((tmp_path / "run" / "checkpoints" / "best" / "trainer.json").read_text())["best_top1"]
+    assert best == max(line["score"] for line in figures) < max(line["top1"] for line in figures)
+    text = text.replace("Squares(plan.micro_batch), S", "[(torch.zeros(32, 3, 16, 16), torch.zeros(32).long())], S")
+    (tmp_path / "own.py").write_text(text)
+    ended = run(command.replace("--output run", "--output other"), tmp_path, 2, PYTHONPATH=str(ROOT))
+    assert "error: the training loader has no state_dict and load_state_dict, which a checkpoint needs" in ended.stderr
 
 
 @pytest.mark.docs

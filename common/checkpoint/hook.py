@@ -77,6 +77,11 @@ class CheckpointHook(BaseHook):
         self.exchange: tuple[Tensor, dist.Work] | None = None  # of flags between ranks, begun after the last step
 
     def before_train(self, trainer: Trainer) -> None:
+        if not hasattr(trainer.train_dataloader, "load_state_dict"):
+            raise UserError(
+                "the training loader has no state_dict and load_state_dict, which a checkpoint needs: "
+                "add them as in docs/library.md, or train without CheckpointHook"
+            )
         if self.start_from is not None:
             doing("loading the checkpoint")
             self._load(self.start_from, trainer)
@@ -95,7 +100,8 @@ class CheckpointHook(BaseHook):
 
     def after_test(self, trainer: Trainer) -> None:
         figures = trainer.states["eval"]
-        if math.isfinite(figures["loss"]) and (reached := (figures["top1"], -figures["loss"])) > self.best:
+        reached = figures.get("score", figures["top1"]), -figures["loss"]
+        if math.isfinite(figures["loss"]) and reached > self.best:
             self.best = reached
             self._save(trainer, is_best=True)
 

@@ -126,6 +126,7 @@ class MetricsHook(BaseHook):
     def after_test(self, trainer: Trainer) -> None:
         loss, top1, top5, samples = sum_over(ParallelMode.DATA, self.totals).tolist()
         metrics = {"loss": loss / samples, "top1": top1 / samples, "top5": top5 / samples, "samples": int(samples)}
+        metrics |= trainer.states.pop("figures", {})  # of a hook of the user's
         trainer.states["eval"] = metrics
         self._write("eval", trainer, metrics)
         self.started += time.perf_counter() - self.paused

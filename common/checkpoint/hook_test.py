@@ -117,7 +117,7 @@ def train_until_storage_fails(data: Path, output: Path) -> int:
     def fail(self: TorchvisionReader, draws: Iterator[Draw]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         is_last = gpc.get_global_rank() == gpc.get_world_size(ParallelMode.GLOBAL) - 1
         for batch in read(self, draws):
-            if is_last and isinstance(self._pool.function.crop, RandomCrop) and next(left, None) is None:
+            if is_last and isinstance(self._pool.function.args[1], RandomCrop) and next(left, None) is None:
                 raise UserError("the storage has gone")
             yield batch
 

@@ -208,7 +208,7 @@ def _open(folder: Path, split: str, cache: BlockCache | None, remote: RemoteFold
     """Open a split by its tables in ``folder``; with ``remote`` the shards are elsewhere."""
     manifest = read_manifest(folder)
     if split not in manifest.splits:
-        raise UserError(f"{folder}: no {split} split, only {', '.join(manifest.splits)}; prepare the data set with one")
+        raise UserError(f"{folder}: no {split} split, only {', '.join(manifest.splits)}; name it with --split")
     entries = manifest.splits[split].shards
     for fault in () if remote else find_faults(folder, entries):
         raise UserError(f"{fault}; {REMEDY}")

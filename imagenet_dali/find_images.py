@@ -13,9 +13,11 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from common.data.image_folder import (
+    SPLITS,
     Files,
     check_class_names,
     file_state,
+    find_splits,
     list_files,
     list_folders,
     list_splits,
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 VALIDATION_SHARE = 0.2
-EVALUATION_FOLDERS = ("val", "validation", "test")
-CONTAINER_FOLDERS = (".", "data", "train", *EVALUATION_FOLDERS)  # which are searched for tars and parquet files
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "tif", "tiff")  # in WebDataset tars
 TRAIN_TAR, VALIDATION_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"  # the number of each validation image's class, and the synset of each number
@@ -56,7 +56,8 @@ Listing = list[tuple[str, int, Place]]  # name, label and place of each image of
 class Source:
     """The images of each split, one name for each label, and where the images are that are no files themselves.
 
-    ``others`` are the names of files that are ignored, because images have other suffixes.
+    ``others`` are the names of files that are ignored, because images have other suffixes. ``validation`` says where
+    the validation images come from.
     """
 
     root: Path
@@ -64,6 +65,7 @@ class Source:
     splits: dict[str, Files]
     places: Mapping[str, Place] = field(default_factory=dict)
     others: Sequence[str] = ()
+    validation: str = ""
 
     @property
     def fingerprint(self) -> str:
@@ -75,46 +77,59 @@ class Source:
         return fingerprint_of([*self.class_names, *itertools.chain.from_iterable(described), *states])
 
 
-def list_source(root: Path, validation_share: float | None = None) -> Source:
-    """Find every image below `root`; raise `UserError` if the folder has none of the layouts.
+def list_source(root: Path, validation_share: float | None = None, split: str | None = None) -> Source:
+    """Find the images for training and validation below `root`, or those of one `split`: of a folder without, all.
 
     Layouts: those in docs/own-images.md. Labels number the sorted class folders from 0, as in torchvision.
-    Without an evaluation split `validation_share` of each class becomes the validation split.
+    Without a validation split `validation_share` of each class becomes it. Raises `UserError` if the folder has none of
+    the layouts.
     """
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; SOURCE is a folder of images, SOURCE/<class>/*")
-    has_train = (root / "train").is_dir() and bool(list_folders(root / "train"))
-    names = list_folders(root)
-    classes = set(names) - set(CONTAINER_FOLDERS)
-    if has_train or len(classes) > 1:
-        source = _list_folder(root, root / "train" if has_train else root)
+    folders, containers = find_splits(root), []
+    names = [name for name in list_folders(root) if name.lower() not in {*SPLITS, "data"}]
+    if folders or len(names) > 1:
+        source = _list_folder(root, folders, split)
     elif (root / TRAIN_TAR).is_file():
         source = _list_imagenet_tars(root)
     elif containers := _find_containers(root):
-        source = _list_containers(root, containers)
-    elif not classes and len(names) > 1:
-        raise UserError(f"{root}: {', '.join(names)} are splits, not classes; sort the images into train/<class>/*")
+        source = _list_containers(root, containers, split)
+    elif not names and len(found := list_folders(root)) > 1:
+        raise UserError(f"{root}: {', '.join(found)} are splits, not classes; sort the images into train/<class>/*")
     else:
-        source = _list_folder(root, root)
+        source = _list_folder(root, {}, split)
     check_class_names(source.class_names, root)
+    if split:
+        place = f"{folders[split]}" if folders else f"all of {root}"
+        return replace(source, splits={split: source.splits[split]}, validation=place)
+    has_test = "test" in {*folders, *map(_split_of, containers)}
+    unused = "; test is left out, --split test chooses it" * has_test
     if "validation" not in source.splits:
         share = VALIDATION_SHARE if validation_share is None else validation_share
         train, validation = split_by_class(source.splits["train"], share, 0)
-        return replace(source, splits={"train": train} | ({"validation": validation} if validation else {}))
+        splits = {"train": train} | ({"validation": validation} if validation else {})
+        return replace(source, splits=splits, validation=f"{share:.0%} of each class, held out of train{unused}")
     if validation_share is not None:
         raise UserError(f"--validation-share={validation_share}: {root} has a validation split already; drop it")
-    return source
+    place = f"{folders['validation']}" if folders else f"the validation split of {root}"
+    return replace(source, validation=place + unused)
 
 
-def _list_folder(root: Path, train: Path) -> Source:
+def _list_folder(root: Path, folders: Mapping[str, Path], split: str | None) -> Source:
+    """List class folders, and files beside which there are the devkit's labels; the classes are those of train."""
     others: list[str] = []
-    evaluation = next((root / name for name in EVALUATION_FOLDERS if train != root and (root / name).is_dir()), None)
+    evaluation = folders.get(split or "validation")
+    if split and not evaluation and folders:
+        raise UserError(f"{root}: no {split} split, only {', '.join(folders)}; name it with --split")
+    train = folders.get("train", evaluation or root)
     is_flat = evaluation and not list_folders(evaluation)
-    labelled = {"train": train} | ({"validation": evaluation} if evaluation and not is_flat else {})
+    labelled = {"train": train} | ({split or "validation": evaluation} if evaluation and not is_flat else {})
     classes, splits = list_splits(root, labelled, others)
     if evaluation and is_flat:
         files = [path.relative_to(root).as_posix() for path in list_files(evaluation, others)]
-        splits["validation"], classes = _label_flat(root, evaluation, files, classes)
+        splits[split or "validation"], classes = _label_flat(root, evaluation, files, classes)
+    if split and not evaluation:
+        splits = {split: splits["train"]}
     return Source(root, classes, splits, others=others)
 
 
@@ -164,22 +179,21 @@ def _label_flat(root: Path, folder: Path, files: list[str], classes: list[str]) 
 def _find_containers(root: Path) -> list[str]:
     """Return the parquet files or else the tars of a source, by their paths from `root`."""
     for suffix in (".parquet", ".tar", ".tar.gz"):  # the last is refused when it is listed
-        paths = itertools.chain.from_iterable((root / name).glob(f"*{suffix}") for name in CONTAINER_FOLDERS)
+        paths = itertools.chain(root.glob(f"*{suffix}"), root.glob(f"*/*{suffix}"))
         if found := sorted(path.relative_to(root).as_posix() for path in paths):
             return found
     return []
 
 
-def _list_containers(root: Path, containers: list[str]) -> Source:
-    """List tars and parquet files; the first of train, val, validation and test in a path is the split."""
+def _list_containers(root: Path, containers: list[str], split: str | None) -> Source:
+    """List tars and parquet files; a word in a path names the split; where none does, all is for training."""
     by_split: dict[str, list[str]] = {}
     for container in containers:
-        words = re.findall("[a-z]+", container.lower())
-        split = next((name for name in ("train", *EVALUATION_FOLDERS) if name in words), "train")
-        by_split.setdefault(split, []).append(container)
-    chosen = {"train": by_split.pop("train", [])}
-    if held_out := next((name for name in EVALUATION_FOLDERS if name in by_split), None):
-        chosen["validation"] = by_split[held_out]
+        by_split.setdefault(_split_of(container), []).append(container)
+    if by_split.keys() > {""}:
+        raise UserError(f"{root / by_split[''][0]}: its path names no split, as the others do; rename it")
+    wanted = [split or "train", *(["validation"] if not split and "validation" in by_split else [])]
+    chosen = {name: by_split.get("") or by_split.get(name, []) for name in wanted}
     found: dict[str, Listing] = {}
     for container in itertools.chain(*chosen.values()):
         found[container] = (_list_parquet if container.endswith(".parquet") else _list_webdataset)(root, container)
@@ -192,12 +206,16 @@ def _list_containers(root: Path, containers: list[str]) -> Source:
         splits[split] = sorted((name, label) for file in members for name, label, _ in found[file])
         if not splits[split]:
             raise UserError(f"{root}: no labelled images for the split {split} in {', '.join(containers[:3])}")
-    class_names = _class_names(root, containers[0], {label for _, label in splits["train"]})
+    class_names = _class_names(root, containers[0], {label for _, label in splits[wanted[0]]})
     for file, listing in found.items():
         for name, label, _ in listing:
             if not 0 <= label < len(class_names):
                 raise UserError(f"{root / file}: {name}: label {label}, out of range for {len(class_names)} classes")
     return Source(root, class_names, splits, {name: place for each in found.values() for name, _, place in each})
+
+
+def _split_of(container: str) -> str:
+    return next((SPLITS[word] for word in re.findall("[a-z]+", container.lower()) if word in SPLITS), "")
 
 
 def _class_names(root: Path, container: str, present: set[int]) -> list[str]:

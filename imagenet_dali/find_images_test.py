@@ -95,11 +95,26 @@ def test_class_folders_are_split_by_class(tmp_path: Path) -> None:
     assert list(list_source(tmp_path, validation_share=0).splits) == ["train"]
 
 
-def test_split_folders_share_their_labels(tmp_path: Path) -> None:
-    source = list_source(fill(tmp_path, dict.fromkeys(("train/a/1", "train/b/deep/er/2", "test/b/3"), b"1")))
-    assert source.splits == {"train": [("train/a/1", 0), ("train/b/deep/er/2", 1)], "validation": [("test/b/3", 1)]}
+@pytest.mark.parametrize("name", ["val", "Valid", "validation", "DEV"])
+def test_a_validation_folder_has_one_of_these_names_and_test_is_for_requests(tmp_path: Path, name: str) -> None:
+    names = ("train/a/1", "train/b/deep/er/2", f"{name}/b/3", "test/a/4")
+    source = list_source(fill(tmp_path, dict.fromkeys(names, b"1")))
+    assert source.splits == {"train": [("train/a/1", 0), ("train/b/deep/er/2", 1)], "validation": [(f"{name}/b/3", 1)]}
+    assert source.validation == f"{tmp_path / name}; test is left out, --split test chooses it"
+    assert list_source(tmp_path, split="test").splits == {"test": [("test/a/4", 0)]}
     with pytest.raises(UserError, match="--validation-share=0.5: .* has a validation split already"):
         list_source(tmp_path, validation_share=0.5)
+
+
+def test_of_folders_without_validation_a_share_is_held_out_and_a_request_gets_all(tmp_path: Path) -> None:
+    files = dict.fromkeys((f"{split}/{c}/{i}" for split in ("train", "test") for c in "ab" for i in range(5)), b"1")
+    source = list_source(fill(tmp_path, files))
+    assert source.validation == "20% of each class, held out of train; test is left out, --split test chooses it"
+    assert [len(files) for files in source.splits.values()] == [8, 2]
+    alone = list_source(tmp_path / "test", split="test")
+    assert (alone.validation, len(alone.splits["test"])) == (f"all of {tmp_path}/test", 10)
+    with pytest.raises(UserError, match="no validation split, only t.*; name it with --split"):
+        list_source(tmp_path, split="validation")
 
 
 def test_samples_of_one_name_are_all_there(tmp_path: Path) -> None:
@@ -125,6 +140,9 @@ REFUSED: list[tuple[Files, str]] = [
     ({"wrapper/a/1": b"", "wrapper/b/2": b""}, "is .*wrapper the folder you mean"),
     ({"train/a/1": b"", "train/b/2": b"", "val/c/3": b""}, "val/c: this class has no training images"),
     ({"train/1.jpg": b"", "test/3.jpg": b""}, "test, train are splits, not classes"),
+    ({"train/a/1": b"", "train/b/2": b"", "extra/a/3": b""}, "extra: beside train there may be one of val, valid"),
+    ({"train/a/1": b"", "train/b/2": b"", "val/a/3": b"", "dev/a/3": b""}, "(val|dev): beside train there may be one"),
+    ({"train-0.tar": b"", "more.tar": b""}, "more.tar: its path names no split, as the others do"),
     ({"a/1": b"", "b/.hidden": b""}, "b: no images"),
     ({"train/a/1": b"", "train/b/2": b"", "val/v": b""}, "no class folders; put ILSVRC2012_devkit_t12.tar.gz into"),
     ({"t.tar": tar_of({"a.jpg": b"1", "a.cls": b"cat"})}, "t.tar: a.jpg: no label; its sample needs a class number"),

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from common.data.image_folder import MAX_BAD_SHARE, NAMED, Files
+from common.data.image_folder import MAX_BAD_SHARE, NAMED, SPLITS, Files
 from common.errors import UserError, counted, printable, run_command
 from common.files import folder_lock, is_url
 from common.hardware import cores
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
         if args.check or args.adopt:
             _verify(args)
         else:
-            options = dict(validation_share=args.validation_share, shards=args.shards, short_side=args.short_side)
+            options = {name: getattr(args, name) for name in ("validation_share", "shards", "short_side", "split")}
             prepare(Path(args.source), Path(args.dest), args.workers, args.max_refused, **options)
     except OSError as error:  # such as a full disk, which names no file
         path = error.filename or args.dest or args.source
@@ -76,6 +76,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--workers", type=int, default=cores(), metavar="N", help="processes (default: cores)")
     share = "of each class, if SOURCE has no validation split (default: 0.2)"
     add("--validation-share", type=float, metavar="F", help=share)
+    add("--split", choices=sorted({*SPLITS.values()}), help="prepare this split alone; of a folder without any, all")
     add("--shards", type=int, metavar="N", help="training shards (default: one per 1,250 images)")
     short_side = (
         "shrink images whose shorter side is longer than N pixels to N (Lanczos, then JPEG): shards get "
@@ -116,6 +117,7 @@ def prepare(
     validation_share: float | None = None,
     shards: int | None = None,
     short_side: int | None = None,
+    split: str | None = None,
 ) -> None:
     """Write the images of `source` as a data set into `dest`, resuming an interrupted call.
 
@@ -125,13 +127,15 @@ def prepare(
     """
     if dest.resolve().is_relative_to(source.resolve()):
         raise UserError(f"{dest}: lies inside SOURCE; choose a folder outside {source}")
-    listed = list_source(source, validation_share)
+    listed = list_source(source, validation_share, split)
+    if listed.validation:
+        print(f"validation: {printable(listed.validation)}")
     if listed.others:
         suffixes = sorted({Path(name).suffix.lower() for name in listed.others})
         print(f"{counted(len(listed.others), 'other file')} ignored: {printable(', '.join(suffixes[:NAMED]))}")
     share = VALIDATION_SHARE if validation_share is None else validation_share
     job = dict(source=printable(source.resolve()), files=listed.fingerprint, validation_share=share)
-    job |= dict(shards=shards, seed=0, quality=QUALITY, short_side=short_side)
+    job |= dict(shards=shards, seed=0, quality=QUALITY, short_side=short_side) | ({"split": split} if split else {})
     plan = plan_shards(listed, shards)
     if _is_complete(dest, job):
         print(f"{printable(dest)}: complete already")
@@ -168,10 +172,10 @@ def plan_shards(source: Source, shards: int | None) -> dict[str, Files]:
 
     `shards` is the number for training; other splits get as many images per shard.
     """
-    train = len(source.splits["train"])
+    train = len(next(iter(source.splits.values())))  # or those of the only split
     shards = shards or max(1, train // IMAGES_PER_SHARD)
     if shards > train:
-        raise UserError(f"--shards={shards}: more than the {train} training images; choose fewer")
+        raise UserError(f"--shards={shards}: more than the {train} images; choose fewer")
     plan = {}
     for split, files in source.splits.items():
         shuffled = _shuffle(files, source.places, random.Random(f"0/{split}"))

@@ -141,7 +141,7 @@ def test_wrong_folders_are_refused_before_anything_is_written(tmp_path):
         ((source, source / "data"), "lies inside SOURCE"),
         ((source, dest, "--short-side=0"), "--short-side=0: choose 1 to 65535"),
         ((source, dest, "--validation-share=1"), "--validation-share=1.0: choose 0 to"),
-        ((source, dest, "--shards=100"), "--shards=100: more than the 8 training images"),
+        ((source, dest, "--shards=100"), "--shards=100: more than the 8 images"),
         ((source,), "give SOURCE and DEST"),
         ((source, "--check", "--adopt"), "give SOURCE and DEST"),
         ((source, "s3://bucket/data"), "s3://bucket/data: name a local folder, and copy"),

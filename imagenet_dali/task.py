@@ -21,12 +21,17 @@ from imagenet_dali.find_images import list_source
 
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
-    """Count samples and classes of the data set, without reading an image."""
+    """Count samples and classes of the data set, or of ``data["split"]`` alone, without reading an image."""
     refuse_unused(data, (*image_loaders.UNUSED, "download"))
+    if split := data.get("split"):
+        images = open_images(data, split)
+        names, place = images.class_names, _place(images, data, split)
+        return DataSummary(0, len(images), images.num_classes, images.fingerprint, names, validation=place)
     train, validation = open_images(data, "train"), open_images(data, "validation")
-    is_prepared = isinstance(train, Split)
+    is_prepared, place = isinstance(train, Split), _place(validation, data, None)
     fingerprint = train.fingerprint if is_prepared else fingerprint_of([train.fingerprint, validation.fingerprint])
-    summary = DataSummary(len(train), len(validation), train.num_classes, fingerprint, class_names=train.class_names)
+    counts = len(train), len(validation), train.num_classes
+    summary = DataSummary(*counts, fingerprint, class_names=train.class_names, validation=place)
     if is_prepared:
         summary = replace(summary, shard_bytes=train.nbytes, is_shuffled=train.is_shuffled)
     if data.get("order") == "blocks" and not (summary.shard_bytes and summary.is_shuffled):
@@ -36,6 +41,12 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
             "ones, or use DATA.order='random'"
         )
     return summary
+
+
+def _place(images: Split | FolderSplit, data: Mapping[str, Any], split: str | None) -> str:
+    if isinstance(images, Split):
+        return f"the prepared {images.name} split of {data['root']}"
+    return _open_folder(Path(data["root"]), split)[1]
 
 
 def build_train_loader(
@@ -48,8 +59,8 @@ def build_train_loader(
 
 
 def build_eval_loader(data: Mapping[str, Any], batch: int, **place: Any) -> Loader:
-    """Return the loader of the validation split; ``place`` is as in `image_loaders.build_eval_loader`."""
-    images = open_images(data, "validation")
+    """Return the loader of validation, or of ``data["split"]``; ``place`` as in `image_loaders.build_eval_loader`."""
+    images = open_images(data, data.get("split", "validation"))
     place |= _options(images, data, in_blocks=True)
     return image_loaders.build_eval_loader(images, data, batch, **place)  # pyright: ignore[reportArgumentType]
 
@@ -68,18 +79,20 @@ def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
             f"DATA.cache={data['cache']}: of a folder of images nothing is cached; leave it out, or make shards with "
             "`python -m imagenet_dali.prepare`"
         )
-    splits = _open_folder(root)
+    splits, _ = _open_folder(root, data.get("split"))
     if split not in splits:
         raise UserError(f"DATA.root={root} has no {split} split: add {root / split}/<class>/*")
     return splits[split]
 
 
 @functools.cache  # listing a million files takes 12 s
-def _open_folder(root: Path) -> dict[str, FolderSplit]:
-    source = list_source(root)
+def _open_folder(root: Path, split: str | None) -> tuple[dict[str, FolderSplit], str]:
+    """Return the splits of a folder of images, or one of them, and where the validation images come from."""
+    source = list_source(root, split=split)
     if source.places:
         raise UserError(f"DATA.root={root}: tars and parquet files are read by `python -m imagenet_dali.prepare` only")
-    return {split: FolderSplit(root, source.class_names, files) for split, files in source.splits.items()}
+    splits = {name: FolderSplit(root, source.class_names, files) for name, files in source.splits.items()}
+    return splits, source.validation
 
 
 _open_remote = functools.cache(open_split)  # a few requests
@@ -115,4 +128,5 @@ TASK = Task(
     build_eval_loader=build_eval_loader,
     build_eval_crop=image_loaders.build_eval_crop,
     train_samples=1_281_167,
+    has_splits=True,
 )

@@ -14,8 +14,10 @@ from common.config.schema import Data
 from common.errors import run_command
 from common.hardware import instruction_set
 from common.metrics.curves import read_metrics
+from common.testing.commands import run_forked
+from common.testing.photographs import write_colours
 from common.tools import evaluate
-from imagenet_dali import train_dali
+from imagenet_dali import prepare, train_dali
 from imagenet_dali.task import build_eval_loader
 from imagenet_dali.testing import MODEL, run, write_config
 
@@ -119,6 +121,40 @@ def test_a_mistake_is_one_line_and_writes_nothing(config, colours, tmp_path, cap
     assert error.startswith("error: ")
     assert words in error
     assert not (tmp_path / "run").exists()
+
+
+def test_every_data_set_has_its_own_evaluation(config, tmp_path):
+    """From a folder of {train,Valid,test} and a test set of class folders, prepared and not."""
+
+    def start(main, *words: object) -> str:
+        ended = run_forked(main, words, OMP_NUM_THREADS="1")
+        assert ended.code == 0, ended.stderr
+        return ended.stdout
+
+    images, tested, output = tmp_path / "images", tmp_path / "testset", tmp_path / "run"
+    for number, (folder, count) in enumerate({"train": 48, "Valid": 9, "test": 15, "../testset": 30}.items()):
+        write_colours(images / folder, count, 20, 24, "jpg", seed=number)
+    folders = ["--set", "DATA.loader=torchvision", "--set", "DATA.workers=0"]
+    words = ["--config", config, "--output", output, "--set", f"DATA.root={images}", "--set", "MAX_STEPS=1"]
+    said = start(train_dali.main, *words, *folders)
+    assert f"validation: {images}/Valid; test is left out, --split test chooses it" in " ".join(said.split())
+    said = start(prepare.main, tested, tmp_path / "shards", "--split", "test", "--workers=1")
+    assert f"{tmp_path}/shards: 30 test images in 1 shard\n" in said
+    for more, place in (
+        ([], f"9 images: {images}/Valid"),
+        (["--split", "test"], f"15 images: {images}/test"),
+        (["--data", tested, *folders], f"30 images: all of {tested}"),
+        (
+            ["--data", tmp_path / "shards", "--split", "test"],
+            f"30 images: the prepared test split of {tmp_path}/shards",
+        ),
+    ):
+        assert f"data       {place}" in start(evaluate.main, output, *more)
+    found = {path.parent.name: json.loads(path.read_text()) for path in output.glob("evaluation/*/evaluation.json")}
+    assert [found[name]["samples"] for name in sorted(found)] == [9, 15, 30, 30]
+    assert found["step-00000001"]["top1"] == read_metrics(output)[-1]["top1"]
+    shards, folder = (each for each in found.values() if each["samples"] == 30)
+    assert shards["loss"] == pytest.approx(folder["loss"], rel=1e-3)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ class DataSummary:
 
     ``fingerprint`` is a checksum over its content, wherever it lies. ``shard_bytes`` are those of the training images
     in shards, 0 where there are none; ``is_shuffled`` tells whether consecutive ones are of different classes.
+    ``validation`` says where the evaluation images come from.
     """
 
     train_samples: Count
@@ -23,6 +24,7 @@ class DataSummary:
     class_names: Sequence[str] = ()
     shard_bytes: Count = 0
     is_shuffled: bool = True
+    validation: str = ""
 
 
 @dataclass(frozen=True)

@@ -32,12 +32,32 @@ UNREADABLE = "not a readable image: "  # and then the decoder's message
 NAMED = 20  # of a list that may have a million
 MAX_BYTES = 4 * MAX_PIXELS + (1 << 20)  # of an image: four channels without compression, and metadata
 
+SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("val", "valid", "validation", "dev"), "validation")
+
 Files = list[tuple[str, int]]  # (path relative to the root, label)
 
 
 def list_folders(path: Path) -> list[str]:
     """Return the names of the folders in ``path`` that are not hidden, sorted."""
     return sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
+
+
+def find_splits(root: Path) -> dict[str, Path]:
+    """Return the folders in ``root`` by the split that they hold, as in `SPLITS` in any case; {} for class folders.
+
+    Raises `UserError` for a folder beside train whose split is not known, and for a second one of a split.
+    """
+    names = list_folders(root)
+    known = {SPLITS[name.lower()]: name for name in names if name.lower() in SPLITS}
+    has_classes = any(list_folders(root / name) for name in known.values())
+    if not has_classes or ("train" not in known and len(known) < len(names)):
+        return {}
+    if strange := sorted(set(names) - set(known.values())):
+        raise UserError(
+            f"{root / strange[0]}: beside train there may be one of val, valid, validation and dev, and test; rename "
+            "this folder, or move it away"
+        )
+    return {split: root / name for split, name in known.items()}
 
 
 def list_files(path: Path, others: list[str] | None = None) -> list[Path]:

@@ -87,7 +87,7 @@ def _describe_plan(config: Mapping[str, Any], plan: Plan, data: DataSummary | No
     images = f"{data.train_samples:,} training, {data.eval_samples:,} evaluation images, {data.num_classes} classes"
     end = f"; ends after {plan.last_step:,}" if plan.last_step < plan.total_steps else ""
     steps = f"{plan.steps_per_epoch} per epoch x {plan.epochs} = {plan.total_steps:,}, {plan.warmup_steps:,} of warm-up"
-    return rows | {"data": images, "steps": steps + end}
+    return rows | {"data": images, "validation": data.validation, "steps": steps + end}
 
 
 def describe_options(config: Mapping[str, Any], plan: Plan) -> dict[str, str]:

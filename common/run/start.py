@@ -165,6 +165,7 @@ def _announce(name: str, prepared: Prepared, reading: str) -> None:
     lines = [
         f"{name}: {data.train_samples:,} training and {data.eval_samples:,} evaluation images, "
         f"{data.num_classes} classes",
+        data.validation and f"validation: {data.validation}",
         f"global batch {plan.batch_formula('GPU' if torch.cuda.is_available() else 'process')}",
         f"{plan.last_step:,} of {plan.total_steps:,} steps, {plan.steps_per_epoch:,} per epoch",
         f"{config['OPTIMIZER']['name']}, learning rate {config['LEARNING_RATE']} after {plan.warmup_steps:,} steps of "

@@ -5,6 +5,7 @@ torchrun --nproc_per_node 8 scripts/evaluate.py outputs/vit-b16/checkpoints/step
 python scripts/evaluate.py vit_small_patch16_224.augreg_in21k_ft_in1k --data /data/imagenet
 """
 
+import argparse
 import json
 import os
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from common.checkpoint.weights import OTHERS, open_model
 from common.colossal import ParallelMode, Predictor, gpc, naming_lost_ranks, shutdown
 from common.config.load import data_root
 from common.config.plan import DataSummary
+from common.data.image_folder import SPLITS
 from common.errors import UserError
 from common.files import own_file, short_path
 from common.hardware import describe_run
@@ -41,8 +43,10 @@ DRAWN = 2000  # classes up to which there is a picture
 def main(argv: list[str]) -> None:
     parser = build_parser(__doc__, OTHERS)
     parser.add_argument("--data", metavar="DIR", help="the data set (default: the run's)")
+    of_data = "of the data set (default: validation; of a folder of images without splits, all)"
+    parser.add_argument("--split", choices=sorted({*SPLITS.values()}), help=of_data)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config")
-    parser.add_argument("--output", metavar="DIR", help="default: evaluation/<checkpoint>[-raw] in the run's folder")
+    parser.add_argument("--output", metavar="DIR", help="default: evaluation/<checkpoint>[-raw][-<data>] of the run")
     add_launch_arguments(parser)
     args = parser.parse_args(argv)
     launch = detect_launch(args, os.environ)
@@ -50,12 +54,18 @@ def main(argv: list[str]) -> None:
     data = run.config["DATA"]
     task = find_task(run.task)
     data["root"] = data_root(run.config, task.download)
-    _check_labels(run, task.describe(data))
+    if args.split and not task.has_splits:
+        raise UserError(f"--split {args.split}: {task.name} has one evaluation set; leave it out")
+    if (args.data or args.split) and task.has_splits:
+        data["split"] = args.split or "validation"
+    summary = task.describe(data)
+    _check_labels(run, summary)
     start(launch, run.config | {"parallel": ONE_PROCESS})
-    output = Path(args.output or run.folder / "evaluation" / f"{run.checkpoint.name}{'-raw' * args.raw}")
+    output = Path(args.output or run.folder / "evaluation" / _name_results(run, args, summary))
     if launch.rank == 0:
         output.mkdir(parents=True, exist_ok=True)
         print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
+        print(f"data       {summary.eval_samples:,} images: {summary.validation or data['root']}", flush=True)
     predict = Predictor(run.load_model(), run.config)
     place = dict(dp_rank=launch.rank, dp_size=launch.world_size, device=predict.device)
     loader = task.build_eval_loader(data, run.batch, image_size=run.config["MODEL"]["image_size"], **place)
@@ -68,6 +78,15 @@ def main(argv: list[str]) -> None:
     shutdown()
     if launch.rank == 0:
         _report(run, tally, output, argv)
+
+
+def _name_results(run: SavedRun, args: argparse.Namespace, data: DataSummary) -> str:
+    """Return the name of the folder for the results: each data set has its own."""
+    name = f"{run.checkpoint.name}{'-raw' * args.raw}"
+    if args.data or args.split:
+        root = os.path.basename(os.path.abspath(run.config["DATA"]["root"]))
+        name += "-".join(["", root, *filter(None, [args.split]), data.fingerprint[:6]])
+    return name
 
 
 class Tally:

@@ -1,5 +1,6 @@
 """A run's metrics.jsonl, read back and drawn."""
 
+import json
 import math
 import time
 from collections.abc import Mapping
@@ -76,12 +77,24 @@ class Curves:
             self.drawn, self.stale = time.perf_counter(), False
 
 
+def name_loss(config: Mapping[str, Any]) -> str:
+    """Return what the training loss is; that of an evaluation is always the cross-entropy."""
+    name = "cross-entropy" if config.get("BCE_THRESHOLD") is None else "binary cross-entropy"
+    parts = [f"{key} {config[key]}" for key in ("LABEL_SMOOTHING", "MIXUP", "CUTMIX") if config.get(key)]
+    return ", ".join([name, *(part.lower().replace("_", " ") for part in parts)])
+
+
 def draw_curves(folder: Path) -> None:
     """Plot a run's training and evaluation loss, and its top-1 and top-5 accuracy: ``{loss,acc}.{png,jpeg}``."""
     lines = read_metrics(folder)
-    losses = [("train", "loss", "training", "-"), ("eval", "loss", "evaluation", "o-")]
+    about = folder / "config.json"
+    config = json.loads(about.read_text())["config"] if about.exists() else {}
+    losses = [
+        ("train", "loss", f"training: {name_loss(config)}", "-"),
+        ("eval", "loss", "evaluation: cross-entropy", "o-"),
+    ]
     accuracies = [("eval", "top1", "top-1", "o-"), ("eval", "top5", "top-5", "s--")]
-    pictures = [("loss", "loss (cross-entropy)", 1.0, losses), ("acc", "accuracy (%)", 100.0, accuracies)]
+    pictures = [("loss", "loss", 1.0, losses), ("acc", "accuracy (%)", 100.0, accuracies)]
     for name, label, scale, curves in pictures:
         figure, axes = build_figure()
         for kind, key, title, style in curves:

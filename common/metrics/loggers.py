@@ -17,6 +17,7 @@ from tqdm import tqdm
 from common.errors import UserError, did_you_mean, printable
 from common.files import own_file, read_text
 from common.metrics.curves import WHEN, Curves, Metrics
+from common.table import flatten
 
 PROJECT = "vit-large-batch"
 
@@ -106,19 +107,26 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Write each metric as a scalar ``<kind>/<name>`` over optimizer steps."""
+    """Write each metric as a scalar ``<kind>/<name>`` over optimizer steps, and at the end the config as hparams."""
 
-    def __init__(self, folder: Path, start: int, _: int):
+    def __init__(self, folder: Path, start: int, total_steps: int):
         """Hide an interrupted run's events after step ``start``."""
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
+        self.folder, self.total_steps, self.final = folder, total_steps, {}
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
 
     def __call__(self, metrics: Metrics) -> None:
         for name, value in _select(metrics).items():
             self.writer.add_scalar(name, value, metrics["step"])
+        if metrics["kind"] == "eval" and metrics["step"] == self.total_steps:
+            self.final = {f"final/{name}": metrics[name] for name in ("top1", "loss")}
 
     def close(self) -> None:
+        if self.final:
+            keys = flatten(json.loads((self.folder / "config.json").read_text())["config"])
+            values = {key: value if isinstance(value, (int, float)) else str(value) for key, value in keys.items()}
+            self.writer.add_hparams(values, self.final, run_name=".")
         self.writer.close()
 
 
@@ -159,9 +167,9 @@ LOGGERS: dict[str, Callable[[Path, int, int], Any]] = {"tensorboard": TensorBoar
 
 
 def _select(metrics: Metrics) -> dict[str, float]:
-    """Return the numbers as ``{"<kind>/<name>": value}``."""
-    kind = metrics["kind"]
-    return {f"{kind}/{name}": value for name, value in metrics.items() if name not in WHEN and value is not None}
+    """Return the numbers as ``{"<kind>/<name>": value}``, without the size of the evaluation set."""
+    kind, left_out = metrics["kind"], (*WHEN, "samples")
+    return {f"{kind}/{name}": value for name, value in metrics.items() if name not in left_out and value is not None}
 
 
 class ProgressBar:

@@ -173,16 +173,22 @@ def test_progress_is_whole_lines_where_stderr_is_no_terminal(tmp_path, capsys):
     assert re.search("1/1 .*loss=2.0000, img/s=10, top1=0.250", err.splitlines()[-1])
 
 
-def test_tensorboard_reads_every_metric(tmp_path):
-    logger = TensorBoard(tmp_path, 0, 4)
-    for line in (TRAIN, EVAL):
-        logger(line)
-    logger.close()
+def test_tensorboard_reads_every_metric_and_the_config_once(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"MODEL": {"depth": 2}, "INIT": None}}))
+    for start in (0, 2):  # the first ends before the last step
+        logger = TensorBoard(tmp_path, start, 4)
+        logger(EVAL if start else TRAIN)
+        logger.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     shown = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    when = {"kind", "step", "epoch", "time"}
-    both = [(line, name) for line in (TRAIN, EVAL) for name in line.keys() - when]
-    assert shown == {f"{line['kind']}/{name}": [(line["step"], line[name])] for line, name in both}
+    both = [("train", "loss", 2.0), ("train", "samples_per_s", 10.0), ("train", "skipped", 0.0)]
+    both += [("eval", "loss", 1.5), ("eval", "top1", 0.25), ("eval", "top5", 0.5)]
+    assert shown == {f"{kind}/{name}": [(4 if kind == "eval" else 2, value)] for kind, name, value in both} | {
+        "final/top1": [(0, 0.25)],
+        "final/loss": [(0, 1.5)],
+    }
+    (about,) = [about for tag, about in events.PluginTagToContent("hparams").items() if "session_start" in tag]
+    assert b"MODEL.depth" in about
 
 
 @pytest.mark.parametrize(

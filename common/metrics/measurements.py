@@ -110,7 +110,7 @@ def _draw(rows: list[dict[str, float]], best: float | None, path: Path) -> None:
     if math.isfinite(top):
         margin = 0.5 * (top - bottom) or 0.5  # the loss may never fall below the first
         axes.set_ylim(bottom - margin, top + margin)  # leave out the diverged end
-    axes.set(xscale="log", xlabel="learning rate", ylabel="training loss (cross-entropy)")
+    axes.set(xscale="log", xlabel="learning rate", ylabel="training loss")
     place_legend(axes)
     save_figure(figure, path)
 

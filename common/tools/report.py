@@ -30,7 +30,7 @@ from markupsafe import Markup
 from common.checkpoint.content import METRICS, RunInfo, read_about
 from common.errors import UserError, command_parser, counted
 from common.files import own_file, short_path
-from common.metrics.curves import Metrics, read_metrics
+from common.metrics.curves import Metrics, name_loss, read_metrics
 from common.table import flatten
 
 ABSENT = "-"
@@ -310,6 +310,9 @@ def collect_charts(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
     charts = []
     for name, (title, scale, from_zero) in CHARTS.items():
         lines = [line for number, run in enumerate(runs) for line in _lines(run, number, name, scale)]
+        if name == "loss":  # which may differ, so that they cannot be compared
+            title += f" (training: {' or '.join({name_loss(run.about.get('config', {})): 0 for run in runs})}; "
+            title += "evaluation: cross-entropy)"
         if lines:
             charts.append({"name": name, "title": title, "fromZero": from_zero, "lines": lines})
     return charts

@@ -147,7 +147,11 @@ def test_csv_is_a_row_of_the_results(data, tmp_path, capsys):
 
 def test_charts_hold_every_number_and_know_their_runs():
     first = [train(1, loss=2.0, mfu=0.5), evaluation(2, 0.5)]
-    charts = collect_charts([FinishedRun("a", {}, first), FinishedRun("b", {}, [train(1, loss=3.0)])])
+    configs = [{"LABEL_SMOOTHING": 0.1, "MIXUP": 0.8}, {"BCE_THRESHOLD": 0.0}]
+    records = [first, [train(1, loss=3.0)]]
+    charts = collect_charts([FinishedRun("", {"config": one}, two) for one, two in zip(configs, records, strict=True)])
+    losses = "cross-entropy, label smoothing 0.1, mixup 0.8 or binary cross-entropy"
+    assert charts[0]["title"] == f"Loss (training: {losses}; evaluation: cross-entropy)"
     assert [chart["name"] for chart in charts] == ["loss", "top1", "top5", "mfu"]
     assert charts[0]["lines"] == [
         {"run": 0, "kind": "train", "x": (1,), "y": (2.0,)},

@@ -27,6 +27,8 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
         images = open_images(data, split)
         names, place = images.class_names, _place(images, data, split)
         return DataSummary(0, len(images), images.num_classes, images.fingerprint, names, validation=place)
+    if data["loader"] == "dali" and isinstance(text := data.get("randaugment"), str):
+        raise UserError(f"DATA.randaugment={text!r} is timm's, on the CPU: add --set DATA.loader=torchvision")
     train, validation = open_images(data, "train"), open_images(data, "validation")
     is_prepared, place = isinstance(train, Split), _place(validation, data, None)
     fingerprint = train.fingerprint if is_prepared else fingerprint_of([train.fingerprint, validation.fingerprint])

@@ -27,7 +27,8 @@ def main(argv: list[str], task: Task = TASK) -> None:
     optimizer = build_optimizer(
         model, learning_rate=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY, **config.OPTIMIZER
     )
-    lr_scheduler = build_lr_scheduler(optimizer, config.LR_SCHEDULE, plan.total_steps, plan.warmup_steps)
+    steps = plan.total_steps, plan.warmup_steps, plan.cooldown_steps
+    lr_scheduler = build_lr_scheduler(optimizer, config.LR_SCHEDULE, *steps, config.MIN_LR, config.WARMUP_LR)
     loaders = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)
     train_loader = build_train_loader(
         config.DATA, plan.total_batch, plan.micro_batch, order=plan.order, seed=config.SEED, **loaders
@@ -35,7 +36,7 @@ def main(argv: list[str], task: Task = TASK) -> None:
     train_loader = build_batch_augment(train_loader, config)
     eval_loader = build_eval_loader(config.DATA, plan.micro_batch, **loaders)
 
-    criterion = MixupLoss(config.LABEL_SMOOTHING, config.BCE_THRESHOLD)
+    criterion = MixupLoss(config.LABEL_SMOOTHING, config.BCE_THRESHOLD, config.BCE_SUM)
     engine, train_loader, eval_loader, lr_scheduler = initialize(
         model, optimizer, criterion, train_loader, eval_loader, lr_scheduler
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, ValidationError, WrapValidator
 from pydantic.fields import FieldInfo
 
 from common.errors import UserError, did_you_mean
@@ -23,7 +23,12 @@ NONE = type(None)
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = 100
 # Finite; an integer stays one.
-Number = Annotated[float, Field(allow_inf_nan=False), WrapValidator(lambda value, check: (check(value), value)[1])]
+Number = Annotated[
+    float,
+    Field(allow_inf_nan=False),
+    WrapValidator(lambda value, check: (check(value), value)[1]),
+    PlainSerializer(lambda value: value),
+]
 Pair = Annotated[tuple[Number, Number], Field(strict=False)]  # or a list
 Triple = Annotated[tuple[Number, Number, Number], Field(strict=False)]
 

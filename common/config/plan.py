@@ -49,6 +49,7 @@ class Plan:
     last_step: Count
     dtype: str = "float32"
     order: str | None = None
+    cooldown_steps: Count = 0
 
     def batch_formula(self, unit: str = "GPU") -> str:
         """Return the global batch as a product, as "8 GPUs x 256 x 16 = 32,768"."""
@@ -82,6 +83,7 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
             f"TOTAL_BATCH_SIZE={total} is more than the {data.train_samples} training images: set it to at most that"
         )
     total_steps = config["NUM_EPOCHS"] * steps_per_epoch
+    cooldown = round(config["COOLDOWN_EPOCHS"] * steps_per_epoch)
     return Plan(
         gpus=gpus,
         tensor_parallel=tensor,
@@ -91,9 +93,10 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
         total_batch=total,
         epochs=config["NUM_EPOCHS"],
         steps_per_epoch=steps_per_epoch,
-        warmup_steps=max(0, min(round(config["WARMUP_EPOCHS"] * steps_per_epoch), total_steps - 1)),
+        warmup_steps=max(0, min(round(config["WARMUP_EPOCHS"] * steps_per_epoch), total_steps - cooldown - 1)),
         total_steps=total_steps,
         last_step=min(total_steps, config["MAX_STEPS"] or total_steps),
+        cooldown_steps=cooldown,
     )
 
 

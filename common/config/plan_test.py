@@ -11,6 +11,7 @@ CONFIG = dict(
     gradient_accumulation=None,
     NUM_EPOCHS=300,
     WARMUP_EPOCHS=150,
+    COOLDOWN_EPOCHS=0,
     MAX_STEPS=None,
     DATA=dict(repeats=3),
     parallel=dict(tensor=dict(size=1, mode=None)),

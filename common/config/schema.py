@@ -72,6 +72,14 @@ class Model(ModelArguments):
     num_classes: int | None = key(None, "classes of the head; `None`: as many as the data set has", ge=1, le=10**8)
 
 
+TorchvisionRandAugment = Annotated[
+    tuple[int, Number], Field(strict=False), _hold(lambda pair: pair[0] >= 1 and 0 <= pair[1] <= 10)
+]
+TimmRandAugment = Annotated[
+    str, _hold(lambda text: re.fullmatch(r"rand(-(m|n|mmax|inc)\d+|-(p|mstd)\d+(\.\d+)?)*", text))
+]
+
+
 class Data(Section):
     root: str | None = key(None, "folder or URL (s3, gs, az, https) of the data set; `None`: `$DATA`")
     cache: str | None = key(None, "folder on a local disk that keeps what is read of shards (data.md)")
@@ -99,8 +107,11 @@ class Data(Section):
     repeats: int = key(1, "repeated augmentation (arXiv 1901.09335): draws of an image in a batch", ge=1, le=1024)
     flip: bool = key(True, "mirror half of the training images")
     crop_padding: int = key(4, "CIFAR-10: border around an image before its crop", unit="pixels", ge=0, le=1024)
-    randaugment: Annotated[tuple[int, Number], _hold(lambda pair: pair[0] >= 1 and 0 <= pair[1] <= 10)] | None = key(
-        None, "torchvision's RandAugment", says="None or (operations >= 1, magnitude from 0 to 10)", strict=False
+    randaugment: TorchvisionRandAugment | TimmRandAugment | None = key(
+        None,
+        "`(n, m)`: torchvision's `RandAugment(n, 3 * m)`, with m as in the paper; a text: timm's, with "
+        "`loader='torchvision'` only",
+        says="None, (operations >= 1, magnitude from 0 to 10) or text, as 'rand-m9-mstd0.5-inc1'",
     )
     autoaugment: Literal[None, "cifar10"] = key(None, "CIFAR-10: AutoAugment's policy for training")
     interpolation: Literal["bilinear", "bicubic"] = key("bilinear", "antialiased filter that resizes images")
@@ -232,23 +243,33 @@ class Config(Section):
     LEARNING_RATE: Number = key(..., "peak, at the end of warm-up", gt=0)
     WEIGHT_DECAY: Number = key(0.0, "decoupled for AdamW and LAMB", ge=0)
     LR_SCHEDULE: Literal[*SCHEDULES] = key(  # pyright: ignore[reportInvalidTypeForm]
-        "cosine", "decay after warm-up, to 0"
+        "cosine", "decay after warm-up, to `MIN_LR`; timm: its cosine, whose first part warm-up replaces"
     )
+    MIN_LR: Number = key(0.0, "learning rate at the end of the decay", ge=0)
+    WARMUP_LR: Number | None = key(None, "learning rate of the first step; `None`: one step's share of the peak", ge=0)
+    COOLDOWN_EPOCHS: Number = key(0, "last epochs, which are trained at `MIN_LR`", unit="epochs", ge=0)
     OPTIMIZER: Optimizer = key(Optimizer(), "the optimizer, and its own options")
     EMA: Number = key(0.0, "decay of the weights' moving average, which is then evaluated; 0: none", ge=0, lt=1)
+    EMA_WARMUP: bool = key(True, "a smaller decay in the first steps: at most (1 + step) / (10 + step)")
     MODEL: Model = key(Model(), "the Vision Transformer's shape")
     OUTPUT: str | None = key(None, "folder of the run without `--output`; `None`: outputs/<name of the config>")
     INIT: str | None = key(None, "weights to start from: a run, checkpoint, file, timm's name or hf-hub:USER/NAME")
     FREEZE: Literal[None, "body"] = key(None, "`body`: train the head alone, on `INIT`'s features (linear probing)")
     MIXUP: Number = key(0.0, "alpha of Mixup's Beta distribution; 0: no Mixup", ge=0, le=1000)
     CUTMIX: Number = key(0.0, "alpha of CutMix's Beta distribution; beside `MIXUP`, half of the batches", ge=0, le=1000)
+    MIXUP_OFF_EPOCHS: int = key(0, "last epochs, without Mixup and CutMix", unit="epochs", ge=0)
     THREE_AUGMENT: bool = key(False, "3-Augment (DeiT III): an image is made grey, solarised or blurred")
     COLOR_JITTER: Number = key(0.0, "range of brightness, contrast, saturation around 1; 0: none", ge=0, le=1)
     ERASING: Number = key(0.0, "probability that a rectangle of a training image is erased", ge=0, le=1)
+    ERASING_MODE: Literal["const", "pixel"] = key("const", "what is erased becomes the mean, or normal noise")
     LABEL_SMOOTHING: Number = key(0.0, "share of the target spread over all classes", ge=0, lt=1)
-    BCE_THRESHOLD: Number | None = key(
-        None, "binary cross-entropy: classes above this share of the label are on; `None`: cross-entropy", ge=0, lt=1
+    BCE_THRESHOLD: Annotated[Number, Field(ge=0, lt=1)] | Literal["soft"] | None = key(
+        None,
+        "binary cross-entropy: classes above this share of the label are on, or with 'soft' the shares are the target; "
+        "`None`: cross-entropy",
+        says="number >= 0 and < 1, 'soft' or None",
     )
+    BCE_SUM: bool = key(False, "sum binary cross-entropy over the classes instead of averaging it")
     DATA: Data = key(Data(), "where the images are and how they are read")
     LOG: Log = key(Log(), "what is written while training")
     MAX_SKIPPED: int = key(20, "updates in a row that may be skipped for numbers that are not finite", ge=0)
@@ -275,11 +296,14 @@ class Config(Section):
     def _check(self) -> "Config":
         if self.TOTAL_BATCH_SIZE is None and self.MICRO_BATCH_SIZE is None:
             raise ValueError(f"TOTAL_BATCH_SIZE is missing: {type(self).model_fields['TOTAL_BATCH_SIZE'].description}")
-        if self.WARMUP_EPOCHS >= self.NUM_EPOCHS:
-            raise ValueError(f"WARMUP_EPOCHS={self.WARMUP_EPOCHS} must be less than NUM_EPOCHS={self.NUM_EPOCHS}")
+        if self.WARMUP_EPOCHS + self.COOLDOWN_EPOCHS >= self.NUM_EPOCHS:
+            cooldown = f" - COOLDOWN_EPOCHS={self.COOLDOWN_EPOCHS}" if self.COOLDOWN_EPOCHS else ""
+            raise ValueError(
+                f"WARMUP_EPOCHS={self.WARMUP_EPOCHS} must be less than NUM_EPOCHS={self.NUM_EPOCHS}{cooldown}"
+            )
         if self.FREEZE and (decay := self.OPTIMIZER.layer_decay) != 1:
             raise ValueError(f"FREEZE={self.FREEZE!r} trains the head alone: leave out OPTIMIZER.layer_decay={decay}")
-        if self.BCE_THRESHOLD is not None and (smoothing := self.LABEL_SMOOTHING):
+        if self.BCE_THRESHOLD not in (None, "soft") and (smoothing := self.LABEL_SMOOTHING):
             raise ValueError(f"BCE_THRESHOLD={self.BCE_THRESHOLD} undoes LABEL_SMOOTHING={smoothing}: set one of them")
         return self
 

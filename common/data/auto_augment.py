@@ -1,5 +1,7 @@
-"""torchvision's AutoAugment and RandAugment, with random numbers of each sample's own, for images and for batches."""
+"""torchvision's AutoAugment and RandAugment for images and batches, and timm's for images."""
 
+import random
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -131,6 +133,30 @@ class AutoAugment(Policy):
         applied, sign = uniforms[:, 1:].reshape(-1, 2, 2).transpose(2, 0, 1)
         drawn = 4 * pair[:, None] + [0, 2] + (2 * sign).astype(int)
         return np.where(applied < self.probabilities[pair], drawn, 4 * len(self.pairs))
+
+
+class TimmRandAugment:
+    """timm's RandAugment, as ``text`` describes it; all its random numbers come from one of the image's own."""
+
+    uniforms = 1
+
+    def __init__(self, text: str, image_size: int, mean: Sequence[float], interpolation: str) -> None:
+        from timm.data.auto_augment import rand_augment_transform  # a second to import
+        from timm.data.transforms import str_to_pil_interp
+
+        filled = dict(translate_const=int(0.45 * image_size), img_mean=tuple(round(255 * value) for value in mean))
+        self.transform = rand_augment_transform(text, filled | {"interpolation": str_to_pil_interp(interpolation)})
+
+    def __call__(self, image: Image.Image, uniforms: np.ndarray) -> Image.Image:
+        """Return ``image`` augmented; the states of `random` and NumPy's generator stay as they were."""
+        states, number = (random.getstate(), np.random.get_state()), int(2**32 * uniforms[0])
+        random.seed(number)
+        np.random.seed(number)
+        try:
+            return self.transform(image)
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 def sharpen(images: Tensor, factor: float) -> Tensor:

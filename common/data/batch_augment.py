@@ -46,29 +46,45 @@ def build_changes(config: Mapping[str, Any]) -> list[Change]:
     colors = partial(augment_colors, three_augment, jitter, config["DATA"]["mean"], config["DATA"]["std"])
     table = [
         (three_augment or jitter, Change(COLORS, COLOR_UNIFORMS, colors)),
-        (config["ERASING"], Change(ERASING, ERASING_UNIFORMS, partial(erase, config["ERASING"]))),
+        (
+            config["ERASING"],
+            Change(ERASING, ERASING_UNIFORMS, partial(erase, config["ERASING"], config["ERASING_MODE"])),
+        ),
     ]
     return [change for is_on, change in table if is_on]
 
 
 def build_batch_augment(loader: Loader, config: Mapping[str, Any]) -> "BatchAugment":
     """Return ``loader`` with the augmentations that the config's keys turn on."""
-    return BatchAugment(loader, build_changes(config), config["MIXUP"], config["CUTMIX"], config["SEED"])
+    blended_epochs = config["NUM_EPOCHS"] - config["MIXUP_OFF_EPOCHS"]
+    return BatchAugment(
+        loader, build_changes(config), config["MIXUP"], config["CUTMIX"], config["SEED"], blended_epochs
+    )
 
 
 class BatchAugment:
     """Change a training loader's images, then blend them with one another, in place.
 
     ``mixup`` and ``cutmix`` are the alphas of the Beta distributions that the share of the first image is drawn from,
-    once a micro-batch; if both are above 0, each is used for half of the micro-batches, as in timm. 0 turns one off.
+    once a micro-batch; if both are above 0, each is used for half of the micro-batches, as in timm. 0 turns one off,
+    and after ``blended_epochs`` both are off.
     The labels of blended images become the arguments of `MixupLoss` beside the logits.
 
     All draws are pure functions of ``seed``, the loader's position and, for blending, the rank, so that a resumed run
     draws the same.
     """
 
-    def __init__(self, loader: Loader, changes: Sequence[Change], mixup: float, cutmix: float, seed: int) -> None:
+    def __init__(
+        self,
+        loader: Loader,
+        changes: Sequence[Change],
+        mixup: float,
+        cutmix: float,
+        seed: int,
+        blended_epochs: float = math.inf,
+    ) -> None:
         self.loader, self.changes, self.mixup, self.cutmix, self.seed = loader, changes, mixup, cutmix, seed
+        self.blended_epochs = blended_epochs
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -87,7 +103,7 @@ class BatchAugment:
         return getattr(self.loader, name)  # its position, and close
 
     def _blend(self, images: Tensor, labels: Tensor, epoch: int, number: int) -> Blended:
-        if not (self.mixup or self.cutmix):
+        if not (self.mixup or self.cutmix) or epoch >= self.blended_epochs:
             return images, labels
         random = np.random.default_rng([self.seed, epoch, number, self.loader.sampler.dp_rank])
         choice, *center = random.random(3)
@@ -163,8 +179,11 @@ def _copy(values: np.ndarray, like: Tensor) -> Tensor:
     return to_device(values, like.device).to(like.dtype)
 
 
-def erase(probability: float, images: Tensor, uniforms: np.ndarray) -> None:
-    """Set a rectangle of some ``images`` [B, 3, Y, X] to 0, the mean, by ``uniforms`` [B, `ERASING_UNIFORMS`]."""
+def erase(probability: float, mode: str, images: Tensor, uniforms: np.ndarray) -> None:
+    """Set a rectangle of some ``images`` [B, 3, Y, X] to 0, the mean, by ``uniforms`` [B, `ERASING_UNIFORMS`].
+
+    In the mode "pixel" it becomes normal noise instead, drawn once a batch.
+    """
     batch, _, height, width = images.shape
     crops = ERASED(np.full(batch, height), np.full(batch, width), uniforms)
     erased = uniforms[:, CROP_UNIFORMS] < probability
@@ -176,7 +195,13 @@ def erase(probability: float, images: Tensor, uniforms: np.ndarray) -> None:
         (start_B2[:, dim : dim + 1] <= place) & (place < stop_B2[:, dim : dim + 1])
         for dim, place in enumerate(torch.arange(size, device=images.device) for size in (height, width))
     )
-    images.masked_fill_((rows_BY[:, :, None] & columns_BX[:, None])[:, None], 0)
+    erased_B1YX = (rows_BY[:, :, None] & columns_BX[:, None])[:, None]
+    if mode == "const":
+        images.masked_fill_(erased_B1YX, 0)
+    else:
+        generator = torch.Generator(images.device).manual_seed(int(uniforms[0, CROP_UNIFORMS - 1] * 2**53))
+        noise = torch.randn(images.shape, generator=generator, device=images.device)
+        images.copy_(torch.where(erased_B1YX, noise, images))
 
 
 def mix(images: Tensor, labels: Tensor, share: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -219,12 +244,15 @@ class MixupLoss(nn.Module):
     """Loss against the two weighted labels of a mixed image, in fp32.
 
     Cross-entropy against the weighted one-hot labels. With ``bce_threshold``: binary cross-entropy, averaged over the
-    classes, with target 1 for classes whose weight exceeds it (DeiT III, arXiv 2204.07118).
+    classes or with ``bce_sum`` summed, with target 1 for classes whose weight exceeds it (DeiT III, arXiv 2204.07118),
+    or with "soft" against the smoothed weights.
     """
 
-    def __init__(self, label_smoothing: float = 0.0, bce_threshold: float | None = None) -> None:
+    def __init__(
+        self, label_smoothing: float = 0.0, bce_threshold: float | str | None = None, bce_sum: bool = False
+    ) -> None:
         super().__init__()
-        self.label_smoothing, self.bce_threshold = label_smoothing, bce_threshold
+        self.label_smoothing, self.bce_threshold, self.bce_sum = label_smoothing, bce_threshold, bce_sum
 
     def forward(
         self, logits: Tensor, target: Tensor, other: Tensor | None = None, share: Tensor | None = None
@@ -232,7 +260,7 @@ class MixupLoss(nn.Module):
         """Return the mean loss of `logits` [B, num_classes]; labels of -100 are ignored, and the mean of none is 0."""
         labels = [(target, 1.0)] if other is None or share is None else [(target, share), (other, 1 - share)]
         if self.bce_threshold is not None:
-            return binary_cross_entropy(logits.float(), labels, self.bce_threshold)
+            return self._binary_cross_entropy(logits.float(), labels)
         loss, *others = (self._cross_entropy(logits.float(), label) for label, _ in labels)
         return torch.lerp(others[0], loss, labels[0][1]) if others else loss
 
@@ -240,11 +268,14 @@ class MixupLoss(nn.Module):
         loss = F.cross_entropy(logits, target, label_smoothing=self.label_smoothing, reduction="sum")
         return loss / (target >= 0).sum().clamp(min=1)
 
-
-def binary_cross_entropy(logits: Tensor, labels: list[tuple[Tensor, Any]], threshold: float) -> Tensor:
-    """Return the mean loss for labels with their shares; those of -100 are ignored."""
-    valid, blend = labels[0][0] >= 0, torch.zeros_like(logits)
-    for label, share in labels:
-        blend.scatter_add_(1, label.clamp(min=0)[:, None], (share * (label >= 0).float())[:, None])
-    losses = F.binary_cross_entropy_with_logits(logits, (blend > threshold).float(), reduction="none")
-    return (losses.mean(1) * valid).sum() / valid.sum().clamp(min=1)
+    def _binary_cross_entropy(self, logits: Tensor, labels: list[tuple[Tensor, Any]]) -> Tensor:
+        valid, blend = labels[0][0] >= 0, torch.zeros_like(logits)
+        for label, share in labels:
+            blend.scatter_add_(1, label.clamp(min=0)[:, None], (share * (label >= 0).float())[:, None])
+        if isinstance(self.bce_threshold, float | int):
+            blend = (blend > self.bce_threshold).float()
+        else:
+            blend = torch.lerp(blend, torch.full_like(blend, 1 / blend.shape[1]), self.label_smoothing)
+        losses = F.binary_cross_entropy_with_logits(logits, blend, reduction="none")
+        losses = losses.sum(1) if self.bce_sum else losses.mean(1)
+        return (losses * valid).sum() / valid.sum().clamp(min=1)

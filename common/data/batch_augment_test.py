@@ -31,7 +31,9 @@ SIDE = 6
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SMALL = np.random.default_rng(0).integers(0, 256, (5, 6, 3), np.uint8)
 IMAGE = Image.fromarray(SMALL).resize((40, 30), Image.Resampling.BICUBIC)
-OFF = dict(THREE_AUGMENT=False, COLOR_JITTER=0.0, ERASING=0.0, MIXUP=0.0, CUTMIX=0.0, SEED=7)
+OFF = dict(THREE_AUGMENT=False, COLOR_JITTER=0.0, ERASING=0.0, MIXUP=0.0, CUTMIX=0.0, SEED=7) | dict(
+    ERASING_MODE="const", NUM_EPOCHS=1000, MIXUP_OFF_EPOCHS=0
+)
 CHANGES = dict(THREE_AUGMENT=True, COLOR_JITTER=0.3, ERASING=0.5)
 
 
@@ -93,6 +95,11 @@ def test_mixup_and_cutmix_alternate() -> None:
     assert np.mean(cut) == pytest.approx(0.5, abs=0.1)
 
 
+def test_the_last_epochs_are_not_blended() -> None:
+    augment = build(MIXUP=0.2, NUM_EPOCHS=3, MIXUP_OFF_EPOCHS=2)
+    assert [isinstance(labels, dict) for _ in range(2) for _, labels in augment] == [True] * 6 + [False] * 6
+
+
 def test_colors_and_erasing_are_the_same_in_any_number_of_processes_and_after_a_restart() -> None:
     one = [images for images, _ in build(dp_size=1, micro_batch=16, **CHANGES)]
     two = [list(build(rank, **CHANGES)) for rank in range(2)]
@@ -107,7 +114,12 @@ def test_what_is_erased_is_what_torchvision_erases() -> None:
     """As often, of the same areas, shapes and places: quantiles of 3,000 samples."""
     samples, side = 3000, 40
     images = torch.ones(samples, 3, side, side)
-    erase(0.7, images, np.random.default_rng(0).random((samples, ERASING_UNIFORMS)))
+    uniforms, noisy = np.random.default_rng(0).random((samples, ERASING_UNIFORMS)), images.clone()
+    erase(0.7, "const", images, uniforms)
+    erase(0.7, "pixel", noisy, uniforms)
+    noise = noisy[images == 0]
+    assert torch.equal(noisy == 1, images == 1)
+    assert (noise.mean().item(), noise.std().item()) == pytest.approx((0, 1), abs=0.01)
     transform = v2.RandomErasing(p=0.7, scale=(0.02, 1 / 3), ratio=(0.3, 3.3))
     torch.manual_seed(0)
     theirs = torch.stack([transform(torch.ones(3, side, side)) for _ in range(samples)])

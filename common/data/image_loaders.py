@@ -23,7 +23,7 @@ from common.errors import UserError
 from common.hardware import rank_cores
 
 if TYPE_CHECKING:
-    from common.data.auto_augment import Policy
+    from common.data.auto_augment import Policy, TimmRandAugment
 
 # keys of DATA for small images, which are held in memory
 UNUSED = ("crop_padding", "autoaugment")
@@ -66,7 +66,7 @@ class TorchvisionReader:
         device: torch.device,
         batch: int = 0,
         dp_size: int = 1,
-        augment: "Policy | None" = None,
+        augment: "Policy | TimmRandAugment | None" = None,
     ) -> None:
         del batch  # its largest draw, for other readers
         self.device = device
@@ -107,7 +107,11 @@ class TorchvisionReader:
 
 
 def _decode_draw(
-    split: ImageSplit, crop: Crop, size: int, augment: "Policy | None", task: tuple[Draw, list[Record] | None]
+    split: ImageSplit,
+    crop: Crop,
+    size: int,
+    augment: "Policy | TimmRandAugment | None",
+    task: tuple[Draw, list[Record] | None],
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Return images, uint8 [B, size, size, 3], labels, int64 [B], and a message for each that cannot be read.
 
@@ -157,9 +161,12 @@ def build_train_loader(
     """
     augment, uniforms = None, CROP_UNIFORMS
     if data["randaugment"] is not None:
-        from common.data.auto_augment import RandAugment  # torchvision takes a second to import
+        from common.data.auto_augment import RandAugment, TimmRandAugment  # torchvision takes a second to import
 
-        augment = RandAugment(*data["randaugment"])
+        if isinstance(data["randaugment"], str):
+            augment = TimmRandAugment(data["randaugment"], image_size, data["mean"], data["interpolation"])
+        else:
+            augment = RandAugment(*data["randaugment"])
         uniforms += augment.uniforms
     order |= dict(uniforms=uniforms, repeats=data["repeats"], window=data["window"])
     sampler = TrainSampler(len(images), total_batch, micro_batch, **order)

@@ -11,24 +11,26 @@ from common.colossal import BaseHook, Trainer, named_shards
 class EmaHook(BaseHook):
     """Average the weights over the optimizer steps, on the device, and evaluate with the averages.
 
-    The decay at step t is ``min(decay, (1 + t) / (10 + t))``, the warm-up of TensorFlow's ExponentialMovingAverage, so
-    that short runs do not end near their random initialisation. It depends only on the step, so resuming reproduces
-    the averages. A skipped update leaves them unchanged too.
+    With ``warmup`` the decay at step t is ``min(decay, (1 + t) / (10 + t))``, as in TensorFlow's
+    ExponentialMovingAverage, so that short runs do not end near their random initialisation. Without, it is 0 once and
+    then ``decay``, as in timm. It depends only on the step, so resuming reproduces the averages. A skipped update
+    leaves them unchanged too.
 
     Attributes:
         averages: of the trained parameters, by name, float32; of a sharded model, this rank's shards.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float, warmup: bool = True) -> None:
         super().__init__(priority=5)  # before a checkpoint is saved, which also contains the weights
-        self.decay = decay
+        self.decay, self.warmup = decay, warmup
         self.parameters = {name: p for name, p in named_shards(model).items() if p.requires_grad}
         self.averages = {name: p.detach().float().clone() for name, p in self.parameters.items()}
         self._weights: list[Tensor] = []  # while the averages replace them
 
     def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
         if trainer.update_done:
-            decay = min(self.decay, (1 + trainer.step) / (10 + trainer.step))
+            step = trainer.step
+            decay = min(self.decay, (1 + step) / (10 + step) if self.warmup else step - 1)
             weights = [p.detach().float() for p in self.parameters.values()]
             averages = list(self.averages.values())
             changes = torch._foreach_sub(weights, averages)

@@ -1,7 +1,7 @@
 """The optimizers and the schedules of the learning rate.
 
 LAMB is ours, AdamW and SGD are PyTorch's; all skip an update on the device (`found_inf`). A schedule is a linear
-warm-up, then a decay to 0.
+warm-up, then a decay.
 """
 
 import math
@@ -162,13 +162,38 @@ def cosine(step: int, total_steps: int, warmup_steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * _progress(step, total_steps, warmup_steps)))
 
 
+def timm(step: int, total_steps: int, warmup_steps: int) -> float:
+    """Equals timm's CosineLRScheduler without `warmup_prefix`: the decay begins at step 0, under the warm-up."""
+    return step / warmup_steps if step < warmup_steps else cosine(step, total_steps, 0)
+
+
 def _progress(step: int, total_steps: int, warmup_steps: int) -> float:
     return min((step - warmup_steps) / (total_steps - warmup_steps), 1.0)
 
 
-SCHEDULES: dict[str, Schedule] = {"linear": linear, "cosine": cosine}
+SCHEDULES: dict[str, Schedule] = {"linear": linear, "cosine": cosine, "timm": timm}
 
 
-def build_lr_scheduler(optimizer: Optimizer, name: str, total_steps: int, warmup_steps: int = 0) -> LambdaLR:
-    """Build the schedule `name`, one of `SCHEDULES`, to be stepped once an optimizer step."""
-    return LambdaLR(optimizer, lambda step: SCHEDULES[name](step, total_steps, warmup_steps))
+def build_lr_scheduler(
+    optimizer: Optimizer,
+    name: str,
+    total_steps: int,
+    warmup_steps: int = 0,
+    cooldown_steps: int = 0,
+    min_lr: float = 0.0,
+    warmup_lr: float | None = None,
+) -> LambdaLR:
+    """Build the schedule `name`, one of `SCHEDULES`, to be stepped once an optimizer step.
+
+    It decays to `min_lr`, and stays there for the last `cooldown_steps`. With `warmup_lr` the warm-up begins there.
+    """
+    peak = max(group["lr"] for group in optimizer.param_groups)
+    low = min_lr / peak
+
+    def factor(step: int) -> float:
+        if step < warmup_steps and warmup_lr is not None:
+            return (warmup_lr + (peak - warmup_lr) * step / warmup_steps) / peak
+        share = SCHEDULES[name](step, total_steps - cooldown_steps, warmup_steps)
+        return share if step < warmup_steps else low + (1 - low) * share
+
+    return LambdaLR(optimizer, factor)

@@ -74,7 +74,7 @@ class Run:
         metrics = MetricsHook(
             self.plan, self.output, is_main=self.is_main, peak_samples_per_s=peak, start=start, **config["LOG"]
         )
-        ema = EmaHook(model, config["EMA"]) if config["EMA"] else None
+        ema = EmaHook(model, config["EMA"], config["EMA_WARMUP"]) if config["EMA"] else None
         checkpoints = CheckpointHook(
             self.output / "checkpoints",
             model,

@@ -169,7 +169,7 @@ def _announce(name: str, prepared: Prepared, reading: str) -> None:
         f"global batch {plan.batch_formula('GPU' if torch.cuda.is_available() else 'process')}",
         f"{plan.last_step:,} of {plan.total_steps:,} steps, {plan.steps_per_epoch:,} per epoch",
         f"{config['OPTIMIZER']['name']}, learning rate {config['LEARNING_RATE']} after {plan.warmup_steps:,} steps of "
-        f"warm-up, then {config['LR_SCHEDULE']} to 0",
+        f"warm-up, then {config['LR_SCHEDULE']} to {config['MIN_LR']:g}",
         *(f"{key}: {effect}" for key, effect in describe_options(config, plan).items()),
         reading and f"reading {reading}",
         precision.note,

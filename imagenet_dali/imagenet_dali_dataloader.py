@@ -5,11 +5,14 @@ verifies nothing and shuffles only within a buffer. On a CPU DALI only decodes: 
 PyTorch's, which has Pillow's pixels.
 """
 
+import ctypes
+import functools
 import re
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,7 +27,7 @@ from common.data.crops import Crop, Crops, Normalizer, reflected, resample
 from common.data.image_folder import reason_of
 from common.data.sampler import NO_LABEL, Draw
 from common.data.workers import Record, RecordReader
-from common.errors import UserError
+from common.errors import UserError, is_first_process
 from imagenet_dali.dataset import Split
 
 if TYPE_CHECKING:
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
 
 FILTERS = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}  # pyright: ignore[reportAttributeAccessIssue]
 OUT_OF_MEMORY = re.compile("out.of.memory|alloc", re.IGNORECASE)  # in DALI's, CUDA's and nvJPEG's errors
+
+
+FANCY_WINDOWS = (13, 2)  # the nvJPEG since which windows are upsampled on the GPU; DALI decodes them on the CPU before
 
 
 class RawBatch(NamedTuple):
@@ -56,8 +62,10 @@ def decode_windows(source: Callable[[], tuple]) -> DataNode:
 
 
 @pipeline_def
-def decode_and_resize(source: Callable[[], tuple], size: int, filter_: str, device: str) -> DataNode:
+def decode_and_resize(source: Callable[[], tuple], size: int, filter_: str, device: str, whole: bool) -> DataNode:
     """Return the graph for a GPU: decode a window, resample a region of it to ``size``, mirror; uint8 [3, Y, X] each.
+
+    With ``whole``, images are decoded whole and cut then.
 
     ``source`` returns a batch: JPEG bytes, start and shape of the windows, start and end of the regions, flips.
     ``device`` is "mixed", or "cpu" for tests.
@@ -65,12 +73,39 @@ def decode_and_resize(source: Callable[[], tuple], size: int, filter_: str, devi
     jpegs, start, shape, region_start, region_end, flip = fn.external_source(source, num_outputs=6)
     # upsampling is the CPU's way, so that a GPU sees the same pixels
     options: dict[str, Any] = dict(device=device, adjust_orientation=False, jpeg_fancy_upsampling=True)
-    images = fn.decoders.image_slice(jpegs, start=start, shape=shape, axes=(0, 1), **options)
+    if whole:
+        images = fn.decoders.image(jpegs, **options)
+        images = fn.slice(images, start, shape, axes=(0, 1), normalized_anchor=False, normalized_shape=False)
+    else:
+        images = fn.decoders.image_slice(jpegs, start=start, shape=shape, axes=(0, 1), **options)
     images = fn.resize(
         images, size=(size, size), interp_type=FILTERS[filter_], roi_start=region_start, roi_end=region_end
     )
     mirrored: dict[str, Any] = dict(mirror=flip, dtype=types.UINT8, output_layout="CHW")  # pyright: ignore[reportAttributeAccessIssue]
     return fn.crop_mirror_normalize(images, **mirrored)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+@functools.cache
+def decodes_windows() -> bool:
+    """Return whether nvJPEG decodes windows on the GPU with the CPU's pixels; say so once."""
+    decode_windows(lambda: (), batch_size=1, num_threads=1, device_id=None).build()  # loads nvJPEG
+    version = nvjpeg_version()
+    name = f"nvJPEG {'.'.join(map(str, version))}"
+    does = "windows of images" if version >= FANCY_WINDOWS else "whole images, since windows need nvJPEG 13.2"
+    if is_first_process():
+        print(f"DALI: {name} decodes {does}", flush=True)
+    return version >= FANCY_WINDOWS
+
+
+def nvjpeg_version() -> tuple[int, int]:
+    """Return the version of the nvJPEG that DALI has loaded, which LD_LIBRARY_PATH may have chosen; (0, 0) without."""
+    paths = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines())
+    if not (path := next((path for path in paths if Path(path).name.startswith("libnvjpeg.so")), None)):
+        return 0, 0
+    library, major, minor = ctypes.CDLL(path), ctypes.c_int(), ctypes.c_int()
+    for property_, value in enumerate((major, minor)):
+        library.nvjpegGetProperty(property_, ctypes.byref(value))
+    return major.value, minor.value
 
 
 class DaliReader:
@@ -153,7 +188,8 @@ class DaliReader:
         if not self.resizes:
             return decode_windows(self._next_inputs, **place)
         how = "mixed" if on_gpu else "cpu"
-        return decode_and_resize(self._next_inputs, self.size, self.crop.interpolation, how, **place)
+        whole = not decodes_windows()
+        return decode_and_resize(self._next_inputs, self.size, self.crop.interpolation, how, whole, **place)
 
     def _run(self) -> tuple[RawBatch, tuple] | None:
         """Return the oldest batch in flight and what DALI made of it; None at the end of the pass."""

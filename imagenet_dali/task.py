@@ -30,12 +30,14 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     if data["loader"] == "dali" and isinstance(text := data.get("randaugment"), str):
         raise UserError(f"DATA.randaugment={text!r} is timm's, on the CPU: add --set DATA.loader=torchvision")
     train, validation = open_images(data, "train"), open_images(data, "validation")
-    is_prepared, place = isinstance(train, Split), _place(validation, data, None)
-    fingerprint = train.fingerprint if is_prepared else fingerprint_of([train.fingerprint, validation.fingerprint])
-    counts = len(train), len(validation), train.num_classes
-    summary = DataSummary(*counts, fingerprint, class_names=train.class_names, validation=place)
-    if is_prepared:
-        summary = replace(summary, shard_bytes=train.nbytes, is_shuffled=train.is_shuffled)
+    fingerprint = fingerprint_of([train.fingerprint, validation.fingerprint])
+    place = _place(validation, data, None)
+    summary = DataSummary(
+        len(train), len(validation), train.num_classes, fingerprint, train.class_names, validation=place
+    )
+    if isinstance(train, Split):
+        sizes = dict(shard_bytes=train.nbytes, is_shuffled=train.is_shuffled)
+        summary = replace(summary, fingerprint=train.fingerprint, **sizes)
     if data.get("order") == "blocks" and not (summary.shard_bytes and summary.is_shuffled):
         fault = "has shards sorted by class, so batches would be too" if summary.shard_bytes else "has no shards"
         raise UserError(

@@ -2,6 +2,7 @@
 
 import itertools
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from common.data.sampler import NO_LABEL
 from common.errors import UserError
 from imagenet_dali import imagenet_dali_dataloader
 from imagenet_dali.dataset import frame, open_split, unframe
-from imagenet_dali.imagenet_dali_dataloader import DaliReader
+from imagenet_dali.imagenet_dali_dataloader import DaliReader, decodes_windows, nvjpeg_version
 from imagenet_dali.prepare import prepare
 from imagenet_dali.task import build_eval_loader, build_train_loader, describe_data, open_images
 from imagenet_dali.testing import spoil_record, write_images
@@ -107,6 +108,25 @@ def test_both_loaders_show_the_same(root, interpolation, order, crop, randaugmen
         assert (by_image.median() if randaugment else by_image.max()) < 0.6
     else:
         assert max(differences) == 0
+
+
+def test_an_older_nvjpeg_decodes_whole_images_to_the_same_pixels(root, monkeypatch, capsys):
+    """The version is that of the library that DALI loads, here the installed package's."""
+    monkeypatch.setattr(imagenet_dali_dataloader, "DaliReader", partial(DaliReader, resizes=True))
+    shown = []
+    for found in (nvjpeg_version, lambda: (12, 4)):
+        decodes_windows.cache_clear()
+        monkeypatch.setattr(imagenet_dali_dataloader, "nvjpeg_version", found)
+        shown.append(read(train_loader(root)) + read(eval_loader(root)))
+    decodes_windows.cache_clear()
+    assert all(
+        torch.equal(ours, others) for pair in zip(*shown, strict=True) for ours, others in zip(*pair, strict=True)
+    )
+    installed = ".".join(version("nvidia-nvjpeg").split(".")[:2])
+    assert capsys.readouterr().out.splitlines() == [
+        f"DALI: nvJPEG {installed} decodes windows of images",
+        "DALI: nvJPEG 12.4 decodes whole images, since windows need nvJPEG 13.2",
+    ]
 
 
 @pytest.mark.parametrize("resizes", [False, True])

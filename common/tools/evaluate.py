@@ -100,14 +100,13 @@ class Tally:
     def add(self, logits_BC: Tensor, labels_B: Tensor) -> None:
         """Count a batch; labels below 0 do not count."""
         self.totals += count_correct(logits_BC, labels_B)
-        valid_B = labels_B >= 0
-        logits_BC, labels_B = logits_BC[valid_B], labels_B[valid_B]
         best_BK = logits_BC.topk(min(5, logits_BC.shape[1])).indices
         self.batches.append(torch.stack([labels_B, best_BK[:, 0], (best_BK == labels_B[:, None]).any(1).long()]))
 
     def sum_over_ranks(self) -> None:
         """Add up what every process has counted."""
         mine = torch.cat(self.batches, dim=1).cpu().numpy()
+        mine = mine[:, mine[0] >= 0]  # here, as on a GPU it would wait
         parts: list[Any] = [mine] * dist.get_world_size()
         if len(parts) > 1:
             dist.all_reduce(self.totals)

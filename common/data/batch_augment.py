@@ -128,36 +128,38 @@ def augment_colors(
     the end. Values are rounded to 8 bits. DeiT's own code differs by rounding, by Pillow's approximation of the
     Gaussian, and by clipping between the jitter's three operations, whose order is otherwise without effect.
     """
-    mean_C11, std_C11 = (_copy(np.array(values)[:, None, None] * 255, images) for values in (mean, std))
+    scale = (np.array(values)[:, None, None] * 255 for values in (mean, std))
+    mean_C11, std_C11 = (to_device(values.astype(np.float32), images.device) for values in scale)
     pixels = images.mul_(std_C11).add_(mean_C11).round_()
-    choices = np.floor(3 * uniforms[:, 0])
-    changes = (
-        lambda pixels, _: luma(pixels).expand_as(pixels),
-        lambda pixels, _: torch.where(pixels >= 128, 255 - pixels, pixels),  # solarised
-        blur,
-    )
-    for number, change in enumerate(changes if three_augment else ()):
-        (rows,) = np.nonzero(choices == number)
-        place = to_device(rows, images.device)
-        sigmas = _copy(SIGMA[0] + (SIGMA[1] - SIGMA[0]) * uniforms[rows, 1], pixels)
+    for number, change in enumerate((grey, solarise, blur) if three_augment else ()):
+        (rows,) = np.nonzero(np.floor(3 * uniforms[:, 0]) == number)
         if len(rows):
-            pixels[place] = change(pixels[place], sigmas).round()
+            place, sigmas = to_device(rows, images.device), SIGMA[0] + (SIGMA[1] - SIGMA[0]) * uniforms[rows, 1]
+            pixels[place] = change(pixels[place], sigmas)
     if jitter:
-        factors = _copy(1 + jitter * (2 * uniforms[:, 2:] - 1), pixels)
+        factors = to_device((1 + jitter * (2 * uniforms[:, 2:] - 1)).astype(np.float32), images.device)
         pixels.copy_(adjust(pixels, *factors.T[..., None, None, None]).round_())
     pixels.sub_(mean_C11).div_(std_C11)
 
 
-def blur(pixels: Tensor, sigmas: Tensor) -> Tensor:
-    """Return images [B, 3, Y, X], each blurred by a Gaussian of its sigma [B]; the edge is repeated around them."""
-    distance = torch.arange(-RADIUS, RADIUS + 1, device=pixels.device)
-    kernels = torch.exp(-0.5 * (distance / sigmas[:, None]) ** 2)
-    kernels = (kernels / kernels.sum(1, keepdim=True))[:, :, None, None, None]
-    for dim, padding in ((3, (RADIUS, RADIUS, 0, 0)), (2, (0, 0, RADIUS, RADIUS))):
-        padded, size = F.pad(pixels, padding, mode="replicate"), pixels.shape[dim]
-        parts = (kernels[:, tap] * padded.narrow(dim, tap, size) for tap in range(2 * RADIUS + 1))
-        pixels = sum(parts, start=torch.zeros_like(pixels))
-    return pixels
+def grey(pixels: Tensor, _: np.ndarray) -> Tensor:
+    """Return images of 0 to 255 without their colours."""
+    return luma(pixels).expand_as(pixels)
+
+
+def solarise(pixels: Tensor, _: np.ndarray) -> Tensor:
+    """Return images of 0 to 255 whose upper half of values is inverted."""
+    return torch.where(pixels >= 128, 255 - pixels, pixels)
+
+
+def blur(pixels: Tensor, sigmas: np.ndarray) -> Tensor:
+    """Return images [B, 3, Y, X], each blurred by a Gaussian of its sigma [B] and rounded; their edge is repeated."""
+    kernels = np.exp(-0.5 * (np.arange(-RADIUS, RADIUS + 1) / sigmas[:, None]) ** 2)
+    kernels = np.repeat(kernels / kernels.sum(1, keepdims=True), 3, axis=0).astype(np.float32)
+    weight = to_device(kernels[:, None, None], pixels.device)
+    planes = F.pad(pixels, (RADIUS,) * 4, mode="replicate").flatten(0, 1)
+    planes = F.conv2d(F.conv2d(planes, weight, groups=len(weight)), weight.mT, groups=len(weight))
+    return planes.view_as(pixels).round_()
 
 
 def adjust(pixels: Tensor, brightness: Tensor, contrast: Tensor, saturation: Tensor) -> Tensor:
@@ -172,11 +174,6 @@ def luma(pixels: Tensor) -> Tensor:
     """Return the rounded luma [B, 1, Y, X]."""
     red, green, blue = pixels.split(1, dim=1)
     return (LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue).round_()
-
-
-def _copy(values: np.ndarray, like: Tensor) -> Tensor:
-    """Return ``values`` on the device and in the type of ``like``, without waiting for a GPU."""
-    return to_device(values, like.device).to(like.dtype)
 
 
 def erase(probability: float, mode: str, images: Tensor, uniforms: np.ndarray) -> None:

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from cifar10_benchmark.train import main as train_cifar10
-from common.colossal import AMP_TYPE, BaseHook, Trainer, launch, resolve_parallel, shutdown
+from common.colossal import AMP_TYPE, BaseHook, Trainer, join_groups, resolve_parallel, shutdown
 from common.config.load import load_config
 from common.hardware import cores, describe_run
 from common.metrics.curves import read_metrics
@@ -103,7 +103,7 @@ def train_steps(batches: list[tuple[Tensor, Tensor]], config: dict[str, Any]) ->
 
     Returns the losses and the optimizer.
     """
-    launch(RATES | config, 0, 1, "", 0, backend="nccl" if DEVICE.type == "cuda" else "gloo", verbose=False)
+    join_groups(RATES | config, 0, 1, "", 0, backend="nccl" if DEVICE.type == "cuda" else "gloo", verbose=False)
     torch.manual_seed(0)
     engine, losses = build_training(RATES | config, nn.CrossEntropyLoss()).engine, []
     engine.train()

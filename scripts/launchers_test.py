@@ -202,13 +202,14 @@ def test_srun_of_the_slurm_script(slurm, data, expected, tmp_path):
 
 
 def test_srun_of_a_script_of_ones_own(slurm, tmp_path):
-    """Seed 003's snippet, as docs/from-colossalai-examples.md prints it, and a step of training after it."""
+    """Seed 003's snippet and command, as docs/from-colossalai-examples.md prints them; then a step of training."""
     page = (ROOT / "docs" / "from-colossalai-examples.md").read_text()
     snippet = re.search(r"^```python\n(from common import colossal.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
     (tmp_path / "script.py").write_text(f"{snippet}\n{OWN_TRAINING}")
     config = ROOT / "configs" / "config_AMP_torch.py"
-    command = f"srun -n 2 python {tmp_path}/script.py --config {config} --host {NODE} --port {free_port()}"
-    answer = run(command, PYTHONPATH=str(ROOT), **slurm)
+    command = f"srun -n 2 bash {ROOT}/scripts/train_slurm.sh {tmp_path}/script.py --config {config}"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    answer = run(command, PYTHONPATH=str(ROOT), HOST=NODE, PATH=path, **slurm)
     sums = re.findall(r"weights (\S+) of 2", answer.stdout)
     assert len(sums) == 2
     assert sums[0] == sums[1]

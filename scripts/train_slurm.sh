@@ -34,7 +34,7 @@ fi
 python=$(dirname "$(readlink -f "$1")")/../.venv/bin/python
 [ -x "$python" ] || python=python
 host=${HOST:-$(scontrol show hostnames "${SLURM_STEP_NODELIST:-$SLURM_JOB_NODELIST}" | sed -n 1p)}
-set -- "$python" "$@" --host="$host" --port="${PORT:-}"
+set -- "$python" "$@" --host="$host" --port="${PORT:-$((20000 + SLURM_JOB_ID * 8 % 12000 + ${SLURM_STEP_ID:-0} % 8))}"
 
 # Job steps are numbered from 0; the shell of sbatch or salloc has no number or a reserved one.
 if ((${SLURM_STEP_ID:-0xFFFFFFFF} < 0xFFFFFFF0)); then

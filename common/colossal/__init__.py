@@ -11,6 +11,7 @@ from common.colossal.context import (
     fake_launch,
     generator_states,
     get_default_parser,
+    join_groups,
     launch,
     launch_from_openmpi,
     launch_from_slurm,
@@ -21,6 +22,7 @@ from common.colossal.context import (
     shutdown,
 )
 from common.colossal.engine import Engine, Predictor, check_compile, initialize
+from common.colossal.hooks import repair_hooks
 from common.colossal.lost_ranks import doing, naming_lost_ranks, progress
 from common.colossal.tensor_parallel.layout import check_tensor_parallel, describe_tensor_parallel, resolve_parallel
 from common.colossal.tensor_parallel.sharding import (
@@ -33,7 +35,20 @@ from common.colossal.tensor_parallel.sharding import (
     whole_shape,
 )
 from common.colossal.trainer import Trainer
-from common.colossal.upstream import AMP_TYPE, BaseHook, LinearWarmupLR, ParallelMode, gpc
+from common.colossal.upstream import (
+    AMP_TYPE,
+    Accuracy,
+    BaseHook,
+    CosineAnnealingWarmupLR,
+    Lamb,
+    LinearWarmupLR,
+    MultiTimer,
+    ParallelMode,
+    get_dataloader,
+    get_dist_logger,
+    gpc,
+)
 from common.colossal.zero import check_zero, shard_model
 
 repair_context()
+repair_hooks()

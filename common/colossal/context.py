@@ -3,8 +3,6 @@
 import argparse
 import os
 import random
-import runpy
-import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -125,25 +123,25 @@ class RepairedContext(ParallelContext):
         self._config = self.watcher = None
 
 
-def launch(
+def join_groups(
     config: Mapping[str, Any],
     rank: int,
     world_size: int,
     host: str,
     port: int,
-    backend: str = "nccl",
+    backend: str,
     local_rank: int | None = None,
     seed: int = 1024,
     verbose: bool = True,
     timeout: float | None = None,
 ) -> None:
-    """Join the process groups, set device and seed, and put ``config`` into ``gpc.config``, like upstream's `launch`.
+    """Join the process groups, set device and seed, and put ``config`` into ``gpc.config``.
 
     After ``timeout`` seconds without progress a rank reports the missing ones and ends; default: PyTorch's timeout (30
     minutes for gloo), without a report.
     """
     gpc.watcher = Watcher(rank, world_size, timeout) if timeout and world_size > 1 else None
-    upstream_launch(config, rank, world_size, host, port, backend, local_rank, seed, verbose)
+    upstream_launch(dict(config), rank, world_size, host, port, backend, local_rank, seed, verbose)
 
 
 def shutdown() -> None:
@@ -164,6 +162,13 @@ def get_default_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def launch(
+    config: Any, rank: int, world_size: int, host: str, port: int, backend: str | None = None, **more: Any
+) -> None:
+    """Join the process groups as rank ``rank``; see `_launch`."""
+    _launch(join_groups, config, backend, rank=rank, world_size=world_size, host=host, port=port, **more)
+
+
 def launch_from_slurm(config: Any, host: str | None, port: int | None, backend: str | None = None, **more: Any) -> None:
     """Join the process groups as a task of srun; see `_launch`."""
     host = host or os.environ.get("HOST") or os.environ.get("MASTER_ADDR")
@@ -182,17 +187,15 @@ def launch_from_torch(config: Any, backend: str | None = None, **more: Any) -> N
     _launch(upstream.launch_from_torch, config, backend, **more)
 
 
-def _launch(launch: Callable[..., None], config: Any, backend: str | None, **more: Any) -> None:
-    """Launch with ``config``, a dict or a file; ``backend`` defaults to nccl on GPUs and gloo on CPUs.
+def _launch(start: Callable[..., None], config: Any, backend: str | None, **more: Any) -> None:
+    """Launch a script of a user's own, with a dict, a file or a recipe, resolved as for a train.py.
 
-    Upstream copies the file elsewhere before importing it, so that the file's own imports fail.
+    ``backend`` defaults to nccl on GPUs and gloo on CPUs.
     """
-    if not isinstance(config, Mapping):
-        values = runpy.run_path(str(config))
-        config = {
-            k: v for k, v in values.items() if not k.startswith("_") and not isinstance(v, types.ModuleType | type)
-        }
-    launch(config=dict(config), backend=backend or ("nccl" if torch.cuda.is_available() else "gloo"), **more)
+    from common.config.load import load_own_config  # the one import upwards: layering_test.py says why
+
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    start(config=load_own_config(config), backend=backend, **more)
 
 
 def allow_fake_launches() -> None:
@@ -220,7 +223,7 @@ def fake_launch(config: Mapping[str, Any], world_size: int) -> Iterator[None]:
     For tensors of `torch._subclasses.FakeTensorMode`, after `allow_fake_launches`.
     """
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        launch(config, 0, world_size, "", 0, backend="fake", verbose=False)
+        join_groups(config, 0, world_size, "", 0, backend="fake", verbose=False)
     try:
         yield
     finally:

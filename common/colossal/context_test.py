@@ -13,7 +13,7 @@ import torch.distributed as dist
 from colossalai.accelerator import api
 from colossalai.legacy.global_variables import tensor_parallel_env
 
-from common.colossal import ParallelMode, gpc, launch, shutdown, upstream
+from common.colossal import ParallelMode, gpc, join_groups, shutdown, upstream
 from common.colossal.upstream import check_version
 from common.errors import UserError
 from common.testing.ranks import launched, run_ranks
@@ -29,7 +29,7 @@ def groups_of_two_launches() -> list[tuple]:
     """Launch with ``parallel``, then as a single process without: upstream would keep the tensor-parallel size."""
     tensor_parallel_env.vocab_parallel = True  # as building a classifier of many classes does
     together = groups({"parallel": {"tensor": {"mode": "1d", "size": 2}}})
-    del os.environ["RANK"]
+    del os.environ["RANK"], os.environ["WORLD_SIZE"]
     return [together, groups({})]
 
 
@@ -51,7 +51,7 @@ def test_the_device_is_found_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_every_group_has_the_timeout_and_nccl_outlives_the_others_verdict(backend: str, monkeypatch) -> None:
-    launch({}, 0, 1, "", 0, backend="gloo", verbose=False)
+    join_groups({}, 0, 1, "", 0, backend="gloo", verbose=False)
     monkeypatch.setattr(gpc, "watcher", SimpleNamespace(timeout=600.0, stop=lambda state: None))
     groups, chosen = mock.patch.dict(gpc._groups), mock.patch.object(dist, "get_backend", return_value=backend)
     with groups, chosen, mock.patch.object(dist, "new_group") as new_group:

@@ -19,8 +19,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from common.colossal.amp import MixedPrecision, build_mixed_precision
 from common.colossal.lost_ranks import naming_lost_ranks
-from common.colossal.step_optimizer import MAX_SKIPPED, StepOptimizer
+from common.colossal.step_optimizer import MAX_SKIPPED, OncePerStep, StepOptimizer
 from common.colossal.upstream import (
+    Lamb,
     ParallelMode,
     UpstreamEngine,
     get_accelerator,
@@ -48,7 +49,7 @@ class Engine(UpstreamEngine):
         self,
         *args: Any,
         precision: MixedPrecision,
-        lr_scheduler: LRScheduler | None = None,
+        lr_scheduler: OncePerStep | None = None,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
@@ -108,15 +109,14 @@ def initialize(
     train_dataloader: Any = None,
     test_dataloader: Any = None,
     lr_scheduler: LRScheduler | None = None,
-) -> tuple[Engine, WholeSteps | None, WholeSteps | None, LRScheduler | None]:
+) -> tuple[Engine, WholeSteps | None, WholeSteps | None, OncePerStep | None]:
     """Set up ``(engine, train_dataloader, test_dataloader, lr_scheduler)`` from ``gpc.config``, after a launch.
 
     Reads ``fp16``, ``clip_grad_norm``, ``gradient_accumulation``, ``torch_ddp``, ``MAX_SKIPPED``,
     ``COMPILE``, ``TF32``, ``cudnn_benchmark`` and ``cudnn_deterministic``; the engine also reads ``zero`` if
     `shard_model` sharded the model by it. Gives each data-parallel rank its own random numbers.
 
-    Replaces legacy/initialize.py:242, which wraps ``lr_scheduler`` to count micro-batches; `Trainer` steps it once per
-    optimizer step.
+    Replaces legacy/initialize.py:242. `Trainer` steps ``lr_scheduler``, or an `LRSchedulerHook` that has it.
     """
     config = gpc.config
     set_backends(config)
@@ -127,22 +127,25 @@ def initialize(
         model.to(device)
     precision.apply(model)
     step_optimizer = StepOptimizer(optimizer, accumulation, precision.scaler, config.get("MAX_SKIPPED", MAX_SKIPPED))
+    if isinstance(optimizer, Lamb) and any(hasattr(parameter, "shard") for parameter in step_optimizer.parameters):
+        raise UserError("Lamb would take norms of shards: use build_optimizer(model, 'lamb') of common.optim.build")
     if should_compile(how := config.get("COMPILE", False), device.type):
         compile_model(model, how)
+    schedule = OncePerStep(lr_scheduler, step_optimizer) if lr_scheduler is not None else None
     engine = Engine(
         _average_gradients(model, config),
         step_optimizer,
         criterion,
         clip_grad_norm=config.get("clip_grad_norm") or 0.0,
         precision=precision,
-        lr_scheduler=lr_scheduler,
+        lr_scheduler=schedule,
     )
     gpc.separate_data_parallel_seeds()
     if train_dataloader is not None:
         train_dataloader = WholeSteps(train_dataloader, accumulation)
     if test_dataloader is not None:
         test_dataloader = WholeSteps(test_dataloader)
-    return engine, train_dataloader, test_dataloader, lr_scheduler
+    return engine, train_dataloader, test_dataloader, schedule
 
 
 def set_backends(config: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.colossal import doing, launch, naming_lost_ranks, shutdown
+from common.colossal import doing, join_groups, naming_lost_ranks, shutdown
 from common.colossal.lost_ranks import open_store
 from common.errors import UserError
 from common.testing.commands import forked
@@ -39,7 +39,7 @@ def stop() -> None:
 
 
 def train(rank: int, port: int, lost: int, fault: Callable[[], None], others: Callable[[], None], _: object) -> None:
-    launch({}, rank, SIZE, "127.0.0.1", port, "gloo", verbose=False, timeout=TIMEOUT)
+    join_groups({}, rank, SIZE, "127.0.0.1", port, "gloo", verbose=False, timeout=TIMEOUT)
     with naming_lost_ranks():
         assert {c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"} <= {"127.0.0.1"}
         dist.all_reduce(torch.ones(1))

@@ -1,18 +1,35 @@
 """What scripts written for Colossal-AI use beyond what our own train scripts do."""
 
+import re
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from colossalai.utils import MultiTimer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from common.colossal import AMP_TYPE, Trainer, get_default_parser, gpc, initialize, launch_from_slurm, shutdown
+from common.colossal import (
+    AMP_TYPE,
+    Accuracy,
+    Lamb,
+    get_default_parser,
+    gpc,
+    initialize,
+    launch,
+    launch_from_slurm,
+    launch_from_torch,
+    shard_model,
+    shutdown,
+)
+from common.colossal.hooks import save_checkpoint
+from common.config.load import load_config
 from common.errors import UserError
-from common.testing.ranks import free_port, launched
+from common.testing.parity_cases import CASES, build_tiny_model
+from common.testing.ranks import free_port, launched, run_ranks
 
 HALVES: dict[str, dict[str, Any]] = {
     "NAIVE": dict(mode=AMP_TYPE.NAIVE, dtype="bfloat16"),
@@ -70,31 +87,121 @@ def test_named_inputs_and_batch_norm_in_half_precision_stay_near_float32(mode: s
     assert losses == train(HALVES[mode], named=False)[0]
 
 
-def test_the_trainer_takes_a_timer_and_a_logger() -> None:
-    timer = MultiTimer()
-    with launched():
-        model, optimizer, batches = build()
-        engine, loader, *_ = initialize(model, optimizer, nn.CrossEntropyLoss(), batches)
-        Trainer(engine, logger=object(), timer=timer).fit(loader, epochs=1)
-    assert [len(timer.get_timer(name)._history) for name in ("Train-epoch", "Train-step")] == [1, 4]
+PORTED = Path(__file__).parents[1] / "testing" / "ported"
+BENCHMARK = """
+BATCH_SIZE, LEARNING_RATE, WEIGHT_DECAY, NUM_EPOCHS, WARMUP_EPOCHS = 8, 2e-3, 0.03, 2, 1
+TENSOR_PARALLEL_SIZE, TENSOR_PARALLEL_MODE = 1, None
+parallel = dict(pipeline=1, tensor=dict(size=TENSOR_PARALLEL_SIZE, mode=TENSOR_PARALLEL_MODE))
+fp16 = dict(mode=AMP_TYPE.TORCH)
+"""
+AMP = """
+from colossalai.amp import AMP_TYPE
+BATCH_SIZE, DROP_RATE, NUM_EPOCHS = 4, 0.1, 2
+fp16 = dict(mode=AMP_TYPE.NAIVE)
+gradient_accumulation, clip_grad_norm = 2, 1.0
+dali = dict(gpu_aug=True, mixup_alpha=0.2)
+"""
 
 
-def test_launch_from_slurm_reads_a_config_file_and_takes_gloo_on_a_cpu(tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "config.py").write_text(
-        "from colossalai.amp import AMP_TYPE\nfp16 = dict(mode=AMP_TYPE.NAIVE)\n_x = 1\n"
-    )
+def run_script(name: str, config: Path, *flags: str) -> None:
+    sys.argv = [name, "--config", str(config), *flags]
+    runpy.run_path(str(PORTED / name), run_name="__main__")
+
+
+@pytest.mark.parametrize(("ranks", "by_epoch"), [(1, False), (2, False), (2, True)])
+def test_the_benchmarks_script_trains_and_logs_with_every_hook(ranks: int, by_epoch: bool, tmp_path, capfd) -> None:
+    (tmp_path / "config.py").write_text(f"{BENCHMARK}BY_EPOCH, LOG_PATH = {by_epoch}, '{tmp_path}'\n")
+    run_ranks(ranks, run_script, "benchmark.py", tmp_path / "config.py", "--from_torch")
+    printed = capfd.readouterr()
+    words = " ".join(printed.out.split())
+    for line in (
+        r"1 / Train\]: Loss = \S+ \| LR = 0.002 \| Throughput = \d",  # the full rate, after an epoch of warm-up
+        r"2 / Train\]: Loss = \S+ \| LR = 0 \| Throughput = \d",
+        r"2 / Test\]: Accuracy = \S+ \| Loss = \d\S+ \| Throughput = \d",
+        r"2 / Train\]: Train-epoch: .* \| Train-step: last = \S+ s, mean = \S+ s \| #steps/epoch = 3",
+        r"2 / Test\]: peak memory [\d,]+ MB",
+    ):
+        assert re.search(rf"\[Epoch {line}", words), words
+    assert words.count("[Epoch 1 / Train]: Loss") == 1  # of rank 0
+    assert "[Epoch 1 / Train]: 100%" in printed.err
+    assert "loss=" in printed.err
+    saved = torch.load(tmp_path / "weights.pt")
+    assert (saved["epoch"], list(saved["model"])) == (2, ["1.weight", "1.bias"])
+    assert list((tmp_path / "tensorboard").rglob("events*"))
+
+
+@pytest.mark.parametrize("flags", [["--use_trainer"], []])
+def test_the_amp_scripts_schedule_steps_once_per_optimizer_step(flags: list[str], tmp_path: Path, capfd) -> None:
+    (tmp_path / "config.py").write_text(AMP)
+    run_ranks(2, run_script, "amp.py", tmp_path / "config.py", *flags)
+    words = " ".join(capfd.readouterr().out.split())
+    for line in (r"1 / Train\]: Loss = \S+ \| LR = 0.0108\b", r"2 / Train\]: Loss = \S+ \| LR = 0\b"):  # 3/5 of 0.018
+        assert re.search(rf"\[Epoch {line}", words), words
+
+
+OWN_CONFIGS = {
+    # seed 003's snippet, which does not import AMP_TYPE
+    "own.py": "MY_KEY = 7\nTENSOR_PARALLEL_SIZE, TENSOR_PARALLEL_MODE = 1, None\nfp16 = dict(mode=AMP_TYPE.TORCH)\n",
+    "own_recipe.py": "from configs.vit_b16_4gpu import *\nMY_KEY = 7\n",
+}
+
+
+def launch_own(config: Any) -> tuple[dict[str, Any], int, str]:
+    launch_from_torch(config=config)
+    assert Accuracy()(torch.eye(4), torch.tensor([0, 1, 2, 0])) == 3  # upstream's 2d takes logits for shards
+    answer = dict(gpc.config), gpc.tensor_parallel_size, torch.distributed.get_backend()
+    shutdown()
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("config", "recipe", "size"),
+    [
+        ("configs/vit_s16_2d.py", "vit_s16_2d", 4),
+        ("config/config_AMP_torch.py", "config_AMP_torch", 1),
+        ("own_recipe.py", "vit-b16_4gpu", 1),
+        ("own.py", None, 1),
+        (dict(TENSOR_PARALLEL_SIZE=2, TENSOR_PARALLEL_MODE="1d", BATCH_SIZE=7, MY_KEY=7), None, 2),
+    ],
+)
+def test_a_script_gets_the_config_that_train_py_gets(config, recipe: str | None, size: int, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in OWN_CONFIGS.items():
+        Path(name).write_text(text)
+    values, tensor_size, backend = run_ranks(size, launch_own, config)[0]
+    assert (tensor_size, backend) == (size, "gloo")
+    assert values["parallel"]["tensor"]["size"] == size
+    assert values.get("MY_KEY", 7) == 7
+    if recipe:
+        expected = load_config(recipe)
+        assert {key: values[key] for key in expected} == expected
+    else:
+        assert values.get("BATCH_SIZE", 7) == 7
+        assert values.get("fp16", {"mode": AMP_TYPE.TORCH})["mode"] is AMP_TYPE.TORCH
+
+
+def save_sharded(path: Path) -> bool:
+    with launched(**CASES["1d-2"][1]):
+        model = shard_model(build_tiny_model())
+        save_checkpoint(str(path), 1, model)
+        with pytest.raises(UserError, match="norms of shards"):
+            initialize(model, Lamb(model.parameters()))
+        torch.distributed.barrier()
+        saved, whole = torch.load(path)["model"], build_tiny_model().state_dict()
+        return saved.keys() == whole.keys() and all(torch.equal(saved[name], whole[name]) for name in whole)
+
+
+def test_a_sharded_models_checkpoint_is_whole_and_upstreams_lamb_is_refused(tmp_path: Path) -> None:
+    assert run_ranks(2, save_sharded, tmp_path / "weights.pt") == [True, True]
+
+
+def test_launch_takes_gloo_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    monkeypatch.setenv("SLURM_NPROCS", "1")
-    words = ["--config", str(tmp_path / "config.py"), "--host", "127.0.0.1", "--port", str(free_port())]
+    words = ["--rank", "0", "--world_size", "1", "--host", "127.0.0.1", "--port", str(free_port())]
     args = get_default_parser().parse_args(words)
-    try:
-        launch_from_slurm(config=args.config, host=args.host, port=args.port, backend=args.backend)
-        assert torch.distributed.get_backend() == "gloo"
-        assert gpc.config.fp16.mode is AMP_TYPE.NAIVE
-        assert "_x" not in gpc.config
-    finally:
-        shutdown()
+    launch({}, args.rank, args.world_size, args.host, args.port, backend=args.backend)
+    assert torch.distributed.get_backend() == "gloo"
+    shutdown()
 
 
 def test_launch_from_slurm_asks_for_the_host() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from common.colossal.tensor_parallel.sharding import global_grad_norm, sum_partial_gradients
 from common.colossal.upstream import OptimizerWrapper
@@ -45,6 +46,20 @@ class SkipCounter:
         self.updates = state["updates"]
         self.all = torch.full_like(self.all, state["skipped"])
         self.row = self.longest = torch.full_like(self.row, state["skipped_in_a_row"])
+
+
+class OncePerStep:
+    """``schedule``, whose `step` acts once per optimizer step although a loop calls it for every micro-batch."""
+
+    def __init__(self, schedule: LRScheduler, optimizer: "StepOptimizer"):
+        self.schedule, self.optimizer = schedule, optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.schedule, name)
+
+    def step(self) -> None:
+        if self.optimizer.accumulated == 0:
+            self.schedule.step()
 
 
 class StepOptimizer(OptimizerWrapper):

@@ -5,10 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from common.colossal.engine import Engine
 from common.colossal.lost_ranks import doing, naming_lost_ranks
-from common.colossal.upstream import BaseHook, UpstreamTrainer
+from common.colossal.step_optimizer import OncePerStep
+from common.colossal.upstream import BaseHook, LRSchedulerHook, UpstreamTrainer
 from common.errors import AgreedError
 
 
@@ -19,8 +21,8 @@ class Trainer(UpstreamTrainer):
 
     - ``max_steps`` counts optimizer steps, not micro-batches, and needs no logger (:340);
     - the last epoch is always evaluated (:328 skips it for most intervals);
-    - evaluation computes no loss;
-    - the engine's schedule is stepped once per optimizer step, before ``after_train_iter``;
+    - the engine's schedule is stepped once per optimizer step, before ``after_train_iter``, unless an `LRSchedulerHook`
+      does so, by step or by epoch;
     - it can resume with `load_state_dict`, also in the middle of an epoch or before an evaluation;
     - it says what it is doing, for `Watcher`.
 
@@ -47,6 +49,8 @@ class Trainer(UpstreamTrainer):
         self.learning_rate = self.data_wait = 0.0
         self.train_dataloader: Any = None
         self.test_dataloader: Any = None
+        self._is_silent = self._returns_output = True
+        self._hooks_step = False
 
     @property
     def device(self) -> torch.device:
@@ -66,7 +70,8 @@ class Trainer(UpstreamTrainer):
         self.step, self._cur_epoch = state["step"], state["epoch"]
         self.epoch_step, self.evaluated_step = state["epoch_step"], state["evaluated_step"]
         self._cur_step = self.step * self.engine.optimizer.accumulation
-        if (schedule := self.engine.lr_scheduler) is not None:  # its rates depend on the step alone
+        if self.engine.lr_scheduler is not None:  # its rates depend on the step alone
+            schedule = self.engine.lr_scheduler.schedule
             schedule.optimizer._opt_called = True  # called in the resumed run; otherwise torch warns
             schedule.last_epoch = self.step - 1
             schedule.step()
@@ -80,19 +85,29 @@ class Trainer(UpstreamTrainer):
         test_dataloader: Any = None,
         test_interval: int = 1,
         hooks: Sequence[BaseHook] = (),
+        display_progress: bool = False,
+        return_output_label: bool = True,
     ) -> None:
         """Train for ``epochs`` epochs or up to ``max_steps`` optimizer steps, whichever comes first.
 
         Evaluates every ``test_interval`` epochs and at the end, on loaders from `initialize`, which are closed at the
-        end. Hooks are called by ``priority``, in training with ``output`` and ``label`` None, in evaluation with
-        ``loss`` None; a hook may load a state in ``before_train``. Raises `UserError` with the lost ranks when a
-        collective fails, and `AgreedError` with ``states["checkpoint"]`` when too many updates were skipped.
+        end. Hooks are called by ``priority``; ``output`` and ``label`` are None without ``return_output_label``. A hook
+        may load a state in ``before_train``. Raises `UserError` with the lost ranks when a collective fails, and
+        `AgreedError` with ``states["checkpoint"]`` when too many updates were skipped.
         """
         self._max_epochs, self._max_steps = epochs, max_steps
         self._steps_per_epoch = len(train_dataloader) // self.engine.optimizer.accumulation
         self.train_dataloader, self.test_dataloader = train_dataloader, test_dataloader
         self._reset_states()
         self.hooks = sorted(hooks, key=lambda hook: hook.priority)
+        self._is_silent = not self._should_display_progress(display_progress)
+        self._returns_output = return_output_label
+        self._hooks_step = False
+        for hook in hooks:
+            if isinstance(hook, LRSchedulerHook):
+                schedule = getattr(hook.lr_scheduler, "schedule", hook.lr_scheduler)
+                hook.lr_scheduler = OncePerStep(schedule, self.engine.optimizer)
+                self._hooks_step |= getattr(self.engine.lr_scheduler, "schedule", None) is schedule
         try:
             self._call_hooks("after_hook_is_attached")
             self._call_hooks("before_train")
@@ -126,12 +141,14 @@ class Trainer(UpstreamTrainer):
         batches, epoch = self._timed(train_dataloader), self._cur_epoch
         self._call_hooks("before_train_epoch")
         self._call_timer("start", "Train-epoch")
+        name, total, done = f"[Epoch {epoch + 1} / Train]", self._steps_per_epoch, self.epoch_step
+        bar = tqdm(desc=name, total=total, initial=done, disable=self._is_silent)
         while self._cur_epoch == epoch and not (self.stopping or self._has_ended()):
             doing(f"step {self.step + 1}: waiting for data")
             self._call_hooks("before_train_iter")
             self._call_timer("start", "Train-step")
             self.engine.zero_grad()
-            result = self.engine.execute_schedule(batches, return_output_label=False)
+            result = self.engine.execute_schedule(batches, return_output_label=self._returns_output)
             self.engine.step()
             self._call_timer("stop", "Train-step", keep_in_history=True)
             doing(f"step {self.step + 1}: hooks after the step")
@@ -140,6 +157,9 @@ class Trainer(UpstreamTrainer):
                 self._count_step()
             self._call_hooks("after_train_iter", result)
             self._cur_step += 1
+            bar.update(self.update_done)
+            bar.set_postfix(self.states.get("step_metrics"))
+        bar.close()
         self._call_timer("stop", "Train-epoch", keep_in_history=True)
         self._call_hooks("after_train_epoch")
 
@@ -149,7 +169,7 @@ class Trainer(UpstreamTrainer):
         if self.epoch_step == self._steps_per_epoch:
             self._cur_epoch, self.epoch_step = self._cur_epoch + 1, 0
         self.learning_rate = max(group["lr"] for group in self.engine.optimizer.param_groups)
-        if self.engine.lr_scheduler is not None:
+        if self.engine.lr_scheduler is not None and not self._hooks_step:
             self.engine.lr_scheduler.step()
 
     def _timed(self, dataloader: Any) -> Iterator[Any]:
@@ -165,20 +185,26 @@ class Trainer(UpstreamTrainer):
 
     def _eval(self, test_dataloader: Any, **unused: Any) -> None:
         self.engine.eval()
+        needs_loss = all(getattr(hook, "needs_test_loss", True) for hook in self.hooks)
+        has_loss = needs_loss and self.engine.criterion is not None
         phase = f"evaluating after step {self.step}"
         batches = iter(test_dataloader)
         self._call_hooks("before_test")
         self._call_hooks("before_test_epoch")
-        for _ in range(len(test_dataloader)):
+        self._call_timer("start", "Test-epoch")
+        for _ in tqdm(range(len(test_dataloader)), desc=f"[Epoch {self._cur_epoch} / Test]", disable=self._is_silent):
             doing(f"{phase}: waiting for data")
             self._call_hooks("before_test_iter")
             batch = next(batches)
             doing(f"{phase}: forward")
-            result = self.engine.execute_schedule(iter([batch]), forward_only=True, return_loss=False)
+            self._call_timer("start", "Test-step")
+            result = self.engine.execute_schedule(iter([batch]), forward_only=True, return_loss=has_loss)
+            self._call_timer("stop", "Test-step", keep_in_history=True)
             self._call_hooks("after_test_iter", result)
             if self.stopping:  # the evaluation is repeated when the run is resumed
                 return
         self.evaluated_step = self.step
+        self._call_timer("stop", "Test-epoch", keep_in_history=True)
         doing(f"{phase}: summing metrics")
         self._call_hooks("after_test_epoch")
         self._call_hooks("after_test")

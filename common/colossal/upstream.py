@@ -102,15 +102,37 @@ with quiet_import():
     from colossalai.legacy.core import global_context
     from colossalai.legacy.engine import Engine as UpstreamEngine
     from colossalai.legacy.global_variables import tensor_parallel_env
+    from colossalai.legacy.nn import metric as upstream_metric
     from colossalai.legacy.nn.layer.parallel_1d._utils import gather_forward_split_backward, reduce_grad, reduce_input
     from colossalai.legacy.nn.layer.parallel_2d._operation import Matmul_AB_2D
     from colossalai.legacy.nn.layer.parallel_2p5d._operation import Matmul_AB_2p5D
     from colossalai.legacy.nn.layer.parallel_3d._operation import _Linear3D as Matmul3D
     from colossalai.legacy.nn.layer.parallel_3d._utils import register_async_grad_hook
+    from colossalai.legacy.nn.metric import Accuracy
     from colossalai.legacy.trainer import Trainer as UpstreamTrainer
-    from colossalai.legacy.trainer.hooks import BaseHook
+    from colossalai.legacy.trainer.hooks import (
+        AccuracyHook,
+        BaseHook,
+        LogMemoryByEpochHook,
+        LogMetricByEpochHook,
+        LogMetricByStepHook,
+        LogTimingByEpochHook,
+        LossHook,
+        LRSchedulerHook,
+        MetricHook,
+        SaveCheckpointHook,
+        TensorboardHook,
+        ThroughputHook,
+        _checkpoint_hook,
+        _log_hook,
+    )
+    from colossalai.legacy.utils import get_dataloader
     from colossalai.legacy.zero import shard_utils
-    from colossalai.nn.lr_scheduler import LinearWarmupLR
+    from colossalai.logging import get_dist_logger
+    from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR, LinearWarmupLR
+    from colossalai.nn.lr_scheduler.delayed import WarmupScheduler
+    from colossalai.nn.optimizer import Lamb
+    from colossalai.utils import MultiTimer
 
 gpc: Any = global_context  # Any: upstream does not annotate attributes set by a launch
 
@@ -129,5 +151,29 @@ def repair_cpu_timers() -> None:
     CpuAccelerator.synchronize = lambda self, device=None: None
 
 
+def repair_accuracy() -> None:
+    """Make `Accuracy` count whole logits in every mode: legacy/nn/metric/__init__.py:22 splits the targets only."""
+    upstream_metric._parallel_accuracy.clear()
+
+
+def repair_warmup() -> None:
+    """Let schedules after a warm-up begin at the full rate.
+
+    nn/lr_scheduler/delayed.py:117 asks torch's cosine for its rate outside a step, which raises all rates from there
+    on, by a third if three steps follow.
+    """
+    get_lr = WarmupScheduler.get_lr
+
+    def begin_at_full_rate(schedule: Any) -> Any:
+        if schedule.last_epoch < schedule.warmup_epochs or schedule.finished:
+            return get_lr(schedule)
+        schedule.after_scheduler.base_lrs, schedule.finished = schedule.base_lrs, True
+        return list(schedule.base_lrs)
+
+    WarmupScheduler.get_lr = begin_at_full_rate
+
+
 repair_old_paths()
+repair_warmup()
 repair_cpu_timers()
+repair_accuracy()

@@ -45,6 +45,23 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
     return config
 
 
+def load_own_config(config: Any) -> dict[str, Any]:
+    """Return the config of a user's own script: a dict, a path, or the name of a recipe.
+
+    ``parallel`` is derived and Colossal-AI's keys (lower case) are checked, as `load_config` does. With MODEL, as in
+    the recipes, so are all keys, and defaults are filled in; else UPPER CASE is the script's own. Unknown keys stay.
+    """
+    values = dict(config) if isinstance(config, Mapping) else execute(find_config(str(config)), {})[0]
+    is_whole = "MODEL" in values
+    checked = {key for key in values if is_whole or key.islower() or key.startswith("TENSOR_PARALLEL_")}
+    known = {key: values[key] for key in checked & Config.model_fields.keys()}
+    required = {"MICRO_BATCH_SIZE", *(key for key, field in Config.model_fields.items() if field.is_required())}
+    whole = parse(Config, known if is_whole else dict.fromkeys(required, 1) | known, where="config").model_dump()
+    whole["parallel"] = _derive_parallel(whole)
+    check_zero(whole)
+    return values | {key: whole[key] for key in (whole if is_whole else {*known, "parallel"})}
+
+
 def restore_config(values: Mapping[str, Any], settings: Sequence[str], where: str) -> dict[str, Any]:
     """Return a config that was read back from JSON, checked, with ``settings`` (``KEY=VALUE``) applied.
 

@@ -79,8 +79,8 @@ def start(launch: Launch, config: Mapping[str, Any]) -> None:
         raise UserError(
             f"process {launch.local_rank} of this node has no GPU: torch finds {gpus}, so start at most {gpus} here"
         )
-    colossal.launch(
-        dict(config),
+    colossal.join_groups(
+        config,
         launch.rank,
         launch.world_size,
         launch.host,

@@ -110,7 +110,7 @@ def test_what_is_refused(line: str, environ: dict[str, str], message: str, monke
 def test_a_process_without_a_gpu_of_its_own_is_refused(launcher, gpus, is_refused, monkeypatch) -> None:
     """Two processes on one GPU end in NCCL's "Duplicate GPU"; a launcher may show each process its own GPU only."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr("common.colossal.launch", lambda *_, **options: used.append(options["local_rank"]))
+    monkeypatch.setattr("common.colossal.join_groups", lambda *_, **options: used.append(options["local_rank"]))
     monkeypatch.setattr("common.launch.detect._gather", lambda value, _: [value])
     monkeypatch.setattr("common.launch.detect.limit_threads", lambda: None)
     used: list[int] = []

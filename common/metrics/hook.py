@@ -33,6 +33,8 @@ class MetricsHook(BaseHook):
     The device is synchronised only for a record.
     """
 
+    needs_test_loss = False  # of the trainer, which has training's criterion
+
     def __init__(
         self,
         plan: Plan,

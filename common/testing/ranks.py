@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from common.colossal import launch, launch_from_torch, shutdown
+from common.colossal import join_groups, shutdown
+
+PLACE = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 0}
 
 
 @contextmanager
 def launched(**config: Any) -> Iterator[None]:
     """Launch with ``config`` inside the context: as a rank of `run_ranks`, or else as a single process."""
-    if "RANK" in os.environ:
-        launch_from_torch(config, backend="gloo", verbose=False)
-    else:
-        launch(config, 0, 1, "", 0, backend="gloo", verbose=False)
+    rank, size, port = (int(os.environ.get(name, default)) for name, default in PLACE.items())
+    join_groups(config, rank, size, "127.0.0.1", port, backend="gloo", verbose=False)
     try:
         yield
     finally:

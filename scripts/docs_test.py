@@ -43,7 +43,7 @@ TINY = {"TOTAL_BATCH_SIZE": 16, "MICRO_BATCH_SIZE": None, "gradient_accumulation
 TINY |= {"WARMUP_EPOCHS": 1, "MAX_STEPS": 2, "DATA.workers": 1, "LOG.tensorboard": False}
 TINY |= {f"MODEL.{key}": value for key, value in MODEL.items() if key != "num_classes"}
 TRAINING = r"train_dali\.py (?!.*(--dry-run|--find-lr|--profile|--init))"
-ELSEWHERE = r"sbatch |mpirun |bash scripts/test.sh"  # run by scripts/launchers_test.py, and by .ci/run
+ELSEWHERE = r"sbatch |mpirun |bash scripts/test.sh|pip install"  # run by launchers_test.py and .ci/run, or by hand
 
 
 def commands(page: str) -> list[str]:

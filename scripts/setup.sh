@@ -1,12 +1,21 @@
 #!/usr/bin/env bash
-# Create .venv from requirements.txt and install the project into it, editable. Does nothing if neither has changed.
+# Create .venv from the pinned requirements and install the project into it, editable. Does nothing if neither has changed.
 #   PYTHON=python3.12 bash scripts/setup.sh    chooses the interpreter (3.11 to 3.14)
+#   TORCH_INDEX=https://download.pytorch.org/whl/cpu bash scripts/setup.sh
+#                                              takes torch from there, and leaves out CUDA's libraries (not run)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 stamp=.venv/.installed
-wanted=$(cat requirements.txt setup.cfg pyproject.toml scripts/setup.sh | cksum)
+wanted="$(cat requirements.txt requirements-colossalai.txt setup.cfg pyproject.toml scripts/setup.sh | cksum) ${TORCH_INDEX:-}"
 [ "$(cat "$stamp" 2>/dev/null)" = "$wanted $PWD" ] && exit 0
+
+phase() { # prints a name, runs the command after it, prints its seconds
+    local started=$SECONDS
+    echo -n "  $1 ... "
+    "${@:2}"
+    echo "$((SECONDS - started)) s"
+}
 
 python=${PYTHON:-python3}
 "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null || {
@@ -15,10 +24,20 @@ python=${PYTHON:-python3}
     exit 2
 }
 echo "setting up .venv (a few minutes and 7 GB the first time) ..."
+[ -n "${TORCH_INDEX:-}" ] || [ -e /dev/nvidia0 ] || [ -e /dev/dxg ] ||
+    echo "  no NVIDIA device: TORCH_INDEX=https://download.pytorch.org/whl/cpu saves 5 GB, see README.md"
 rm -f "$stamp"
-[ -x .venv/bin/pip ] || "$python" -m venv .venv # pip: Debian without python3-venv makes half a .venv
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-# --no-deps: requirements.txt lists every package, and colossalai 0.5.0 pins obsolete versions.
-.venv/bin/python -m pip install --quiet --no-deps --requirement requirements.txt
-.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+install=(.venv/bin/python -m pip install --quiet --no-deps) # requirements.txt lists every package
+# pip: Debian without python3-venv makes half a .venv
+[ -x .venv/bin/pip ] || phase "virtual environment" "$python" -m venv .venv
+listed=requirements.txt
+if [ -n "${TORCH_INDEX:-}" ]; then
+    listed=.venv/requirements.txt # of NVIDIA's packages, DALI needs these two
+    awk '!/^(nvidia|cuda-|triton|torch)/ || /nvidia-(dali|nvimgcodec)/' requirements.txt >"$listed"
+    mapfile -t torch < <(grep -E '^torch(vision)?==' requirements.txt)
+    phase "torch" "${install[@]}" --index-url "$TORCH_INDEX" "${torch[@]}"
+fi
+phase "packages" "${install[@]}" --requirement "$listed" --requirement requirements-colossalai.txt
+phase "this project" "${install[@]}" --no-build-isolation --editable .
 echo "$wanted $PWD" >"$stamp"

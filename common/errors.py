@@ -1,4 +1,4 @@
-"""Mistakes of the user's, and how every command of the project reports them."""
+"""Mistakes of the user's, how every command of the project reports them, and what else it prints."""
 
 import argparse
 import difflib
@@ -6,9 +6,11 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 PATIENCE = 5.0  # seconds in which the first process can speak before a launcher ends it because another has left
 AT_END = ExitStack()  # what `run_command` undoes, whatever ends its main function
@@ -36,6 +38,23 @@ class AgreedError(UserError):
 def printable(text: object) -> str:
     """Return ``text`` in one line, with what is `UNPRINTABLE` in it escaped."""
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
+
+
+def print_wrapped(text: str, indent: int = 4, *, is_warning: bool = False) -> None:
+    """Print ``text`` in lines of at most 80 columns, the later ones indented, but for longer words such as paths."""
+    wrap = textwrap.TextWrapper(
+        80, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False, expand_tabs=False
+    )
+    print(wrap.fill(printable(text)), file=sys.stderr if is_warning else sys.stdout, flush=True)
+
+
+def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows as a table for the terminal, which is Markdown too."""
+    header, *body = [list(rows[0]), *([printable(value) for value in row.values()] for row in rows)]
+    widths = [max(2, *map(len, column)) for column in zip(header, *body, strict=True)]  # Markdown needs a dash
+    lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in (header, *body)]
+    lines.insert(1, ["-" * (width - 1) + ":" for width in widths])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -1,14 +1,15 @@
 """Files: read with limits and checked against a schema, checksums, fsync, and the lock of a folder."""
 
 import contextlib
+import csv
 import fcntl
 import hashlib
 import math
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -99,6 +100,14 @@ def own_file(path: Path) -> Path:
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise UserError(f"{path}: a link, or not a regular file; remove it, or choose another place with --output")
     return path
+
+
+def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Write the rows under a header."""
+    with own_file(path).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def sha256_of(path: Path, most: float = math.inf) -> str:

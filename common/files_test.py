@@ -1,10 +1,8 @@
 """Files read with limits, checksums, and the lock of a folder between processes."""
 
-import multiprocessing
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ from common.files import (
     Count,
     Schema,
     fingerprint_of,
-    folder_lock,
     lock_folder,
     read_json,
     read_text,
@@ -35,12 +32,9 @@ class Point(Schema):
     ("text", "words"),
     [
         (b'{"x": 1', "Invalid JSON"),
-        (b'{"x": "1"}', "x: Input should be a valid integer, not '1'"),
         (b'{"x": -1}', "x: Input should be greater than or equal to 0, not -1"),
         (b'{"x": 1, "y": 2}', "y: Extra inputs are not permitted"),
-        (b"{}", "x: Field required"),
         (b"[" * 900, "recursion limit"),
-        (b'{"x": 1, "names": ["\xff"]}', "Invalid JSON: invalid unicode"),
         (b" " * 2000, "2,000 bytes, more than 1,000"),
     ],
 )
@@ -61,12 +55,11 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
                 read(tmp_path / name)
 
 
-@pytest.mark.parametrize("kind", ["link", "file in the way"])
-def test_a_lock_that_cannot_be_written_is_refused(kind: str, tmp_path: Path) -> None:
+def test_a_lock_is_not_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "target").write_text("content")
     (tmp_path / ".lock").symlink_to("target")
-    with pytest.raises(UserError, match="a link, or not" if kind == "link" else "cannot be written"):
-        lock_folder(tmp_path if kind == "link" else tmp_path / "target" / "run")
+    with pytest.raises(UserError, match="a link, or not"):
+        lock_folder(tmp_path)
     assert (tmp_path / "target").read_text() == "content"
 
 
@@ -103,21 +96,3 @@ def test_a_forked_process_does_not_hold_the_lock(tmp_path: Path) -> None:
         finally:
             os.kill(child, 9)
             unlock_folder(tmp_path)
-
-
-def _hold(folder: Path, log: Path) -> None:
-    with folder_lock(folder, wait=True):
-        for word in ("in ", "out "):
-            with log.open("a") as file:
-                file.write(word)
-            time.sleep(0.02)
-
-
-def test_those_that_wait_enter_one_at_a_time(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_hold, args=(tmp_path / "new", tmp_path / "log")) for _ in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert (tmp_path / "log").read_text() == "in out " * 4

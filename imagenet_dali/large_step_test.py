@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.config.load import load_config
-from common.config.model_arguments import timm_arguments
 from common.data.batch_augment import BatchAugment
 from common.metrics.curves import read_metrics
-from common.model.build import build_model
+from common.model.build import build_model, timm_arguments
 from common.testing.photographs import write_photographs
 from imagenet_dali import prepare
 from imagenet_dali.task import build_train_loader

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from common.checkpoint.save import newest_checkpoint
-from common.config.model_arguments import timm_arguments
 from common.config.schema import Data
 from common.errors import run_command
 from common.hardware import instruction_set
 from common.metrics.curves import read_metrics
+from common.model.build import timm_arguments
 from common.testing.commands import run_forked
 from common.testing.photographs import write_colours
 from common.tools import evaluate

@@ -41,16 +41,14 @@ from torchvision import datasets, transforms
 from cifar10_benchmark.task import TASK
 from common.colossal import Trainer
 from common.config.load import load_config
-from common.config.model_arguments import timm_arguments
 from common.config.plan import DataSummary
-from common.errors import command_parser, run_command
+from common.errors import command_parser, format_table, run_command
 from common.hardware import cores, describe_run, is_fast
-from common.model.build import build_model
+from common.model.build import build_model, timm_arguments
 from common.model.training import build_training
 from common.optim.build import build_optimizer
 from common.optim.lamb import Lamb
 from common.run.start import start_run
-from common.table import format_table
 from common.testing.photographs import write_photographs
 from common.tools.report import result_columns
 from imagenet_dali.prepare import main as prepare

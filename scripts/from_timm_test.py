@@ -14,10 +14,9 @@ from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 
 from common.config.load import load_config
-from common.config.model_arguments import timm_arguments
 from common.config.plan import DataSummary, build_plan
 from common.data.batch_augment import MixupLoss
-from common.model.build import build_model
+from common.model.build import build_model, timm_arguments
 from common.model.ema import EmaHook
 from common.optim.build import build_lr_scheduler, build_optimizer
 

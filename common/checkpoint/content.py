@@ -17,8 +17,7 @@ a pipe, claim any size, or have the right checksum and the wrong content.
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +25,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from safetensors import SafetensorError, safe_open
 from typing_extensions import TypedDict
 
-from common.checkpoint.state import EMA, MODEL, OPTIMIZER, check_shapes
 from common.config.load import restore_config
 from common.config.plan import DataSummary, Plan
 from common.errors import UserError, first_line
@@ -35,9 +33,11 @@ from common.metrics.curves import MAX_METRICS, read_metrics
 from common.model.build import build_on_meta, state_shapes
 from common.optim.build import state_names
 
+MODEL, OPTIMIZER, EMA = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
 RANDOM, TRAINER, CONFIG, METRICS = "random.safetensors", "trainer.json", "config.json", "metrics.jsonl"
 FILES = (MODEL, OPTIMIZER, RANDOM, TRAINER, CONFIG, METRICS)
 MARKER, BEST = "COMPLETE", "best"
+SHOWN = 3  # parameters that an error lists
 HEADER = 1 << 27  # bytes that a safetensors header may have, and more
 Seconds = Annotated[float, Field(ge=0, le=1e11)]
 Shapes = dict[str, list[int]]
@@ -83,16 +83,12 @@ class RunInfo(Open):
     hardware: Hardware | None = None
 
 
-@dataclass(frozen=True)
-class DataInfo(DataSummary):
-    loaders: str = ""  # a module of the task, in runs without `task`
-
-
 class FullInfo(RunInfo):
     """config.json, as far as a checkpoint needs it."""
 
     plan: Plan  # pyright: ignore[reportIncompatibleVariableOverride]
-    data: DataInfo
+    task: str  # pyright: ignore[reportGeneralTypeIssues]
+    data: DataSummary
     starts: list[Start] = Field(min_length=1)
 
 
@@ -144,7 +140,7 @@ class TrainerState(Schema):
     optimizer: Updates
     metrics: list[Window]
     best_top1: float = Field(ge=-1, le=1)
-    best_loss: float = 0.0  # which older runs do not have
+    best_loss: float
     ranks: Ranks
 
     @model_validator(mode="after")
@@ -189,6 +185,17 @@ def check_weights(file: Path, model: dict[str, Any]) -> Shapes:
     shapes = read_shapes(file)
     check_shapes(file, shapes, state_shapes(build_on_meta(model)))
     return shapes
+
+
+def check_shapes(path: Path, saved: Mapping[str, list[int]], wanted: Mapping[str, list[int]]) -> None:
+    """Raise UserError naming the parameters of ``path`` that are missing, of another shape, or too many."""
+    names = [name for name in {**wanted, **saved} if saved.get(name) != wanted.get(name)]
+    if names:
+        shown = [f"{name} {saved.get(name, 'missing')} (model: {wanted.get(name, 'none')})" for name in names[:SHOWN]]
+        more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        raise UserError(
+            f"{path} is of another architecture: {', '.join(shown)}{more}; keep the MODEL it was trained with"
+        )
 
 
 def find_fault(path: Path) -> str | None:

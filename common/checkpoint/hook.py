@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,8 +17,16 @@ from torch.optim import Optimizer
 
 from common.checkpoint.content import CONFIG, METRICS, RANDOM, TRAINER, read_trainer_state
 from common.checkpoint.resume import ask_first_rank
-from common.checkpoint.save import checkpoint_path, clear_old, mark_best, newest_checkpoint, write_checkpoint
-from common.checkpoint.state import Tensors, full_state_dict, load_full_state_dict
+from common.checkpoint.save import (
+    Tensors,
+    checkpoint_path,
+    clear_old,
+    full_state_dict,
+    load_full_state_dict,
+    mark_best,
+    newest_checkpoint,
+    write_checkpoint,
+)
 from common.colossal import (
     BaseHook,
     ParallelMode,
@@ -29,7 +36,7 @@ from common.colossal import (
     gpc,
     set_generator_states,
 )
-from common.errors import RankError, UserError, printable
+from common.errors import RankError, UserError
 from common.launch.signals import stop_signals
 from common.metrics.hook import MetricsHook
 from common.metrics.loggers import warn
@@ -177,16 +184,8 @@ class CheckpointHook(BaseHook):
                 mark_best(path)
             clear_old(self.folder, self.keep)
         except (OSError, SafetensorError) as error:  # safetensors raises the latter for the former
-            raise UserError(self._explain(path, content, error)) from error
-
-    def _explain(self, path: Path, content: Mapping[str, Tensors | bytes], error: Exception) -> str:
-        size = sum(len(v) if isinstance(v, bytes) else sum(t.nbytes for t in v.values()) for v in content.values())
-        free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
-        reason = getattr(error, "strerror", None) or error
-        return (
-            f"{path} could not be written ({reason}): it takes {size / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free; "
-            f"the newest checkpoint is {newest_checkpoint(self.folder) or 'none'}"
-        )
+            reason, newest = getattr(error, "strerror", None) or error, newest_checkpoint(self.folder) or "none"
+            raise UserError(f"{path} could not be written ({reason}); the newest checkpoint is {newest}") from error
 
     def _join_writer(self) -> None:
         """Wait for the last write; if it failed, say so."""
@@ -214,15 +213,8 @@ class CheckpointHook(BaseHook):
         rank = gpc.get_global_rank()
         self.metrics.load_state_dict(state["metrics"], rank if is_same else None)
         if is_same:  # otherwise dropout's masks differ, and nothing else
-            prefix = f"{rank}/"
-            try:
-                states = load_file(path / RANDOM)
-                set_generator_states({k.removeprefix(prefix): v for k, v in states.items() if k.startswith(prefix)})
-            except Exception as error:  # torch answers states that are none with many types
-                reason = f"{type(error).__name__}: {printable(error)}"
-                raise RankError(
-                    f"{path / RANDOM}: not the states of the generators of rank {rank} ({reason})"
-                ) from error
+            prefix, states = f"{rank}/", load_file(path / RANDOM)
+            set_generator_states({k.removeprefix(prefix): v for k, v in states.items() if k.startswith(prefix)})
 
 
 def _gather(value: Any) -> list[Any] | None:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from common.checkpoint.content import CONFIG, TRAINER, find_fault, read_about, read_config, read_trainer_state
 from common.checkpoint.save import list_checkpoints, put_back_old
 from common.colossal import ParallelMode, gpc
+from common.config.fields import flatten
 from common.config.plan import DataSummary
 from common.errors import AgreedError, UserError, printable
-from common.table import flatten
 
 NEVER, AUTO = "never", "auto"
 # The position in the data and the optimizer's state depend on these: they never change within a run.
@@ -78,11 +78,7 @@ def choose_checkpoint(resume: str, output: Path) -> Path | None:
 
 def _is_branch(output: Path, path: Path) -> bool:
     """Return whether the run in ``output`` branched off from ``path``, a checkpoint or a run."""
-    try:
-        starts = read_about(output)["starts"]
-    except UserError:  # nothing that this project wrote
-        return False
-    origins = [Path(start["from"]) for start in starts if start.get("from")]
+    origins = [Path(start["from"]) for start in read_about(output)["starts"] if start.get("from")]
     elsewhere = [origin for origin in origins if not origin.is_relative_to(output)]
     return bool(elsewhere) and elsewhere[-1].is_relative_to(path)
 
@@ -127,19 +123,15 @@ def note_start(about: Mapping[str, Any], start_from: Path | None) -> dict[str, A
     now |= {"step": read_trainer_state(start_from)["trainer"]["step"], "from": str(start_from)}
     print(f"resuming from {start_from}")
     for key, (then, value) in changed_keys(start_from, about["config"]).items():
-        print(f"{key}={value!r} from here on (was {then!r}){_note_schedule(key, then, value)}")
+        rises = "; the learning rate follows the new schedule, so it rises again" * (
+            key == "NUM_EPOCHS" and value > then
+        )
+        print(f"{key}={value!r} from here on (was {then!r}){rises}")
     before = read_about(start_from)
-    dtype = before["starts"][-1].get("dtype", now["dtype"])  # older runs have not recorded it
-    if dtype != now["dtype"]:
+    if (dtype := before["starts"][-1].get("dtype")) != now["dtype"]:
         print(f"computing in {now['dtype']} from here on (was {dtype})")
-    config = dict(about["config"], INIT=before["config"].get("INIT"))
+    config = dict(about["config"], INIT=before["config"]["INIT"])
     return {"starts": [*before["starts"], now], "config": config}
-
-
-def _note_schedule(key: str, then: Any, now: Any) -> str:
-    if key != "NUM_EPOCHS":
-        return ""
-    return "; the learning rate follows the new schedule" + ", so it rises again" * (now > then)
 
 
 def finished_step(path: Path, last_step: int) -> int | None:
@@ -199,13 +191,8 @@ def changed_keys(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, 
     """Return ``{key: (then, now)}`` for the keys that differ from those of the checkpoint ``path``."""
     about = read_about(path)
     saved = read_config(path, about)  # newer keys at their defaults
-    saved["DATA"]["order"] = saved_order(about)
+    saved["DATA"]["order"] = about["plan"]["order"]
     then, now = (flatten(json.loads(json.dumps(values, default=str))) for values in (saved, config))
     pairs = {key: (then.get(key), now.get(key)) for key in then | now}
     as_before = [key for key in ("INIT", "DATA.order") if now[key] is None]
     return {key: (was, value) for key, (was, value) in pairs.items() if was != value and key not in as_before}
-
-
-def saved_order(about: Mapping[str, Any]) -> str | None:
-    """Return the order in which a run has read its shards; older ones have it in their config."""
-    return about["plan"]["order"] or about["config"]["DATA"].get("order")

@@ -1,14 +1,22 @@
-"""Write checkpoints: whole or not there at all, the old ones cleared away."""
+"""The full state dict of a model and its optimizer under timm's names, written as checkpoints or not at all."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from safetensors.torch import save_file
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from common.checkpoint.content import BEST, MARKER
-from common.checkpoint.state import Tensors
+from common.checkpoint.content import BEST, EMA, MARKER, MODEL, OPTIMIZER, check_shapes
+from common.colossal import canonical_state, cut_piece, gather_whole, load_canonical_state, named_shards, whole_shape
+from common.errors import UserError
 from common.files import sha256_of, sync
+
+Tensors = dict[str, Tensor]
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -75,10 +83,7 @@ def mark_best(path: Path) -> None:
     link = path.with_name(f".{BEST}.partial")
     link.unlink(missing_ok=True)
     link.symlink_to(path.name)
-    best = path.with_name(BEST)
-    if best.is_dir() and not best.is_symlink():  # copied by a tool that follows links
-        best.rename(path.with_name(f".{BEST}.old"))
-    link.replace(best)
+    link.replace(path.with_name(BEST))
 
 
 def clear_old(folder: Path, keep: int) -> None:
@@ -92,3 +97,90 @@ def clear_old(folder: Path, keep: int) -> None:
         # without its marker it no longer counts, should removing it be interrupted
         (path / MARKER).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
+
+
+def full_state_dict(
+    model: nn.Module,
+    optimizer: Optimizer,
+    averages: Mapping[str, Tensor] | None = None,
+    buffers: dict[str, Tensors] | None = None,
+) -> dict[str, Tensors]:
+    """Return copies on the CPU of the parameters, their averages and the optimizer's state, by the name of their file.
+
+    The optimizer's are named ``<state>/<parameter>``, e.g. ``exp_avg/head.weight``. Every rank must call it; only rank
+    0 copies. The next call with the same ``buffers`` overwrites the copies, instead of allocating and pinning memory.
+    """
+    parameters = named_shards(model)
+    files = {MODEL: canonical_state(model), OPTIMIZER: _gather_moments(parameters, optimizer)}
+    if averages is not None:
+        files[EMA] = ((name, gather_whole(p, averages.get(name))) for name, p in parameters.items())
+    buffers = {} if buffers is None else buffers
+    copies = {file: _copy(tensors, buffers.setdefault(file, {})) for file, tensors in files.items()}
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+    return copies
+
+
+def _gather_moments(
+    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
+) -> Iterator[tuple[str, Tensor | None]]:
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                yield f"{key}/{name}", gather_whole(parameter, value) if value.shape == parameter.shape else value
+
+
+def _copy(tensors: Iterable[tuple[str, Tensor | None]], buffers: Tensors) -> Tensors:
+    """Copy the tensors into ``buffers`` on rank 0, each before the next one is gathered; on others only gather them."""
+    is_first, copies = not dist.is_initialized() or dist.get_rank() == 0, {}
+    for name, tensor in tensors:
+        if tensor is not None and is_first:
+            if name not in buffers:
+                buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            copies[name] = buffers[name].copy_(tensor.detach(), non_blocking=True)
+    return copies
+
+
+def load_full_state_dict(
+    path: Path, model: nn.Module, optimizer: Optimizer, averages: Mapping[str, Tensor] | None = None
+) -> None:
+    """Load the checkpoint folder ``path``, saved in any parallel mode, into a model that is sharded or not.
+
+    ``optimizer`` keeps its own options. Where the checkpoint has no ``averages``, they begin at its weights. Raises
+    UserError for the checkpoint of another architecture.
+    """
+    weights = load_file(path / MODEL)
+    check_architecture(path, weights, model)
+    load_canonical_state(model, weights)
+    _load_moments(path, load_file(path / OPTIMIZER), model, optimizer)
+    if averages is not None:
+        whole = load_file(path / EMA) if (path / EMA).exists() else weights
+        parameters = named_shards(model)
+        for name, average in averages.items():
+            average.copy_(cut_piece(parameters[name], whole[name]))
+
+
+def check_architecture(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Raise UserError if ``weights``, read from ``path``, are not the whole parameters of ``model``, or not finite."""
+    saved = {name: list(tensor.shape) for name, tensor in weights.items()}
+    check_shapes(path, saved, {name: list(whole_shape(parameter)) for name, parameter in named_shards(model).items()})
+    for name, tensor in weights.items():
+        if not tensor.is_meta and not tensor.isfinite().all():
+            raise UserError(f"{path}: {name} holds numbers that are not finite: start from other weights")
+
+
+def _load_moments(path: Path, moments: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
+    """Give every parameter its pieces of ``moments``, whose names are ``<state>/<parameter>``."""
+    parameters = named_shards(model)
+    state: dict[Tensor, dict[str, Tensor]] = {}
+    for place, whole in moments.items():
+        key, _, name = place.partition("/")
+        if name not in parameters:
+            raise UserError(f"{path / OPTIMIZER} does not belong to its model: it has {place}; use another checkpoint")
+        parameter = parameters[name]
+        is_moment = whole.shape == whole_shape(parameter)
+        state.setdefault(parameter, {})[key] = cut_piece(parameter, whole) if is_moment else whole
+    # torch's own loading brings every state to the device and the type that the optimizer keeps it in
+    ordered: list[Any] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbered = {number: state[parameter] for number, parameter in enumerate(ordered) if parameter in state}
+    optimizer.load_state_dict({"state": numbered, "param_groups": optimizer.state_dict()["param_groups"]})

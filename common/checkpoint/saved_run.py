@@ -9,9 +9,8 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from common.checkpoint.content import BEST, CONFIG, MARKER, check_weights, read_about, read_config
+from common.checkpoint.content import BEST, CONFIG, EMA, MARKER, MODEL, check_weights, read_about, read_config
 from common.checkpoint.save import newest_checkpoint
-from common.checkpoint.state import EMA, MODEL
 from common.errors import UserError, command_parser
 from common.hardware import memory_bytes
 from common.model.build import build_model
@@ -32,11 +31,6 @@ class SavedRun:
     config: dict[str, Any]
     about: dict[str, Any]
     weights: str = MODEL
-
-    @property
-    def task(self) -> str:
-        """The name of its task, for `find_task`."""
-        return self.about.get("task") or self.about["data"].get("loaders", "").partition(".")[0]  # of older runs
 
     @property
     def batch(self) -> int:

@@ -39,12 +39,11 @@ def test_a_run_is_its_newest_checkpoint_unless_there_is_a_best(run):
     (checkpoints / "best").unlink()
     shutil.copytree(checkpoints / "step-00000010", checkpoints / "step-00000004")
     (checkpoints / "step-00000011").mkdir()  # not complete
-    assert (open_run(str(run)).checkpoint, open_run(str(run)).chosen) == (checkpoints / "step-00000010", "the newest")
+    assert open_run(str(run)).checkpoint == checkpoints / "step-00000010"
     (checkpoints / "best").symlink_to("step-00000004")
     for name in (run, checkpoints / "best", checkpoints / "step-00000004"):
         opened = open_run(str(name))
         assert (opened.checkpoint, opened.folder) == (checkpoints / "step-00000004", run)
-    assert open_run(str(run)).chosen == "the best"
 
 
 def test_the_averages_are_used_unless_the_weights_themselves_are_asked_for(data, tmp_path):
@@ -71,32 +70,17 @@ def test_the_config_comes_back_as_it_was(trained):
     assert opened.class_names == list(NAMES)
 
 
-def test_a_checkpoint_that_was_copied_elsewhere_is_whole(run, tmp_path):
-    copy = shutil.copytree(run / "checkpoints" / "step-00000010", tmp_path / "elsewhere" / "vit")
-    opened = open_run(str(copy))
-    assert opened.folder == copy.parent
-
-
 @pytest.mark.parametrize(
-    ("file", "old", "new", "words"),
+    ("file", "words"),
     [
-        ("../../config.json", None, None, "neither a run (it has no config.json) nor a checkpoint (no COMPLETE)"),
-        ("COMPLETE", None, None, "no complete checkpoint in"),
-        ("config.json", '"SEED"', '"SPEED"', "unknown key SPEED"),
-        ("config.json", '"depth": 2', '"depth": 3', "of its config.json's MODEL"),
+        ("../../config.json", "neither a run (it has no config.json) nor a checkpoint (no COMPLETE)"),
+        ("COMPLETE", "no complete checkpoint in"),
     ],
 )
-def test_anything_else_is_refused_in_one_line(run, file, old, new, words):
-    path = run / "checkpoints" / "step-00000010" / file
-    if old is None:
-        path.unlink()
-    else:
-        path.write_bytes(re.sub(old.encode(), new.encode(), path.read_bytes(), count=1))
-    with pytest.raises(UserError) as error:
-        open_run(str(run)).load_model()
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
-    assert str(run) in str(error.value)
+def test_anything_else_is_refused(run, file, words):
+    (run / "checkpoints" / "step-00000010" / file).unlink()
+    with pytest.raises(UserError, match=re.escape(words)):
+        open_run(str(run))
 
 
 def test_a_run_of_two_tensor_parallel_ranks_is_evaluated_by_one_process(data, tmp_path):

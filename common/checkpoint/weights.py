@@ -20,13 +20,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from common.checkpoint.content import CONFIG, MARKER
+from common.checkpoint.content import CONFIG, EMA, MARKER, MODEL
+from common.checkpoint.save import check_architecture
 from common.checkpoint.saved_run import SavedRun, open_run
-from common.checkpoint.state import EMA, MODEL, check_architecture
 from common.config.load import restore_config
-from common.config.model_arguments import DEIT3_INIT_VALUES, timm_arguments
 from common.errors import UserError, did_you_mean, first_line
 from common.files import read_bytes
+from common.model.build import DEIT3_INIT_VALUES, timm_arguments
 from common.model.vit import build_sincos2d
 
 HUB = "hf-hub:"
@@ -188,29 +188,32 @@ def load_pretrained(model: nn.Module, source: str) -> str:
     return done
 
 
-def fit_pretrained(model: nn.Module, source: str, *, heads_stated: bool = True) -> tuple[dict[str, Tensor], str]:
+def fit_pretrained(model: nn.Module, source: str) -> tuple[dict[str, Tensor], str]:
     """Return the weights of ``source`` as far as they fit ``model``, and what was done to them, in a line.
 
     ``source`` is a run or checkpoint of ours, a folder with model.safetensors, a .safetensors file, one of torch's
-    with a `state_dict` and nothing else to unpickle, or ``hf-hub:<id>``. Raises `UserError` for anything else, for
-    weights of another architecture, and, unless ``heads_stated``, where only the user can know the number of heads.
+    with a `state_dict` and nothing else to unpickle, or ``hf-hub:<id>``. Raises `UserError` for anything else, and for
+    weights of another architecture.
     """
     try:
         weights, heads, _, chosen = open_source(source)
     except UserError as error:
         raise UserError(f"INIT={error}") from error
-    _check_shape(source, weights, heads, model, heads_stated)
-    notes = [_fit_head(weights, model), _fit_position(weights, model)]
+    _check_shape(source, weights, heads, model)
+    notes = [] if heads else [f"MODEL.heads={_heads(model)}, which the weights do not tell"]
+    notes += [note for note in (_fit_head(weights, model), _fit_position(weights, model)) if note]
     check_architecture(Path(source), weights, model)
-    return weights, "; ".join(
-        [f"starting from the weights of {source}{chosen and f' ({chosen})'}", *filter(None, notes)]
-    )
+    return weights, "; ".join([f"starting from the weights of {source}{chosen and f' ({chosen})'}", *notes])
 
 
-def _check_shape(source: str, weights: Mapping[str, Tensor], heads: int | None, model: Any, heads_stated: bool) -> None:
+def _heads(model: Any) -> int:
+    return model.blocks[0].attn.qkv.in_features // model.blocks[0].attn.head_width
+
+
+def _check_shape(source: str, weights: Mapping[str, Tensor], heads: int | None, model: Any) -> None:
     """Refuse weights of another shape than ``model``; name every key of MODEL that has to change."""
     theirs, own = infer_model(source, weights), infer_model("", dict(model.named_parameters()))
-    own["heads"] = own["width"] // model.blocks[0].attn.head_width
+    own["heads"] = _heads(model)
     theirs["heads"] = heads or own["heads"]
     patches = max(0, weights["pos_embed"].shape[1] - model.embedded_prefix)  # pyright: ignore
     own["no_embed_class"] = model.prefix_tokens > 0 and model.embedded_prefix == 0  # pyright: ignore
@@ -223,17 +226,12 @@ def _check_shape(source: str, weights: Mapping[str, Tensor], heads: int | None, 
         del theirs["image_size"]  # the position embedding is resampled
     differing = [key for key in theirs if theirs[key] != own[key]]
     fitting = " ".join(f"--set MODEL.{key}={theirs[key]}" for key in differing)
-    unknown, width = heads is None and (not heads_stated or theirs["width"] % own["heads"] != 0), theirs["width"]
     if differing:
-        more = f"; set MODEL.heads too, which the weights do not tell (often width / 64: {width / 64:g})" * unknown
         raise UserError(
             f"INIT={source}: its model differs from {', '.join(f'MODEL.{key}={own[key]}' for key in differing)}: "
-            f"{fitting} fits, or start from other weights{more}"
-        )
-    if unknown:
-        raise UserError(
-            f"INIT={source}: the weights do not tell their number of attention heads: confirm "
-            f"--set MODEL.heads={own['heads']} or set another"
+            f"{fitting} fits, or start from other weights"
+            + "; set MODEL.heads too, which the weights do not tell"
+            * (heads is None)
         )
 
 

@@ -16,7 +16,7 @@ from common.colossal import engine as engine_module
 from common.colossal.engine import WholeSteps, compile_model, should_compile
 from common.model.build import build_model
 from common.optim.build import build_optimizer
-from common.planner.counters import Traffic
+from common.planner.step_estimate import Traffic
 from common.testing.ranks import launched, run_ranks
 
 

@@ -2,11 +2,21 @@
 
 import reprlib
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, ValidationError, WrapValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    WrapValidator,
+    model_serializer,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from common.errors import UserError, did_you_mean
@@ -139,3 +149,52 @@ def suggest_key(name: str, known: Iterable[str]) -> str:
     """Return what `did_you_mean` does, of a key; names from other libraries are known too."""
     alias = ALIASES.get(name.rpartition(".")[2].lower())
     return did_you_mean(alias, [alias]) if alias else did_you_mean(name, known)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return ``{"a.b": value}`` for ``{"a": {"b": value}}``; an empty mapping is a value."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        is_nested = isinstance(value, Mapping) and value
+        flat |= flatten(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
+    return flat
+
+
+def hold(condition: Any) -> AfterValidator:
+    """Refuse a value for which ``condition`` does not hold."""
+
+    def check(value: Any) -> Any:
+        if not condition(value):
+            raise ValueError
+        return value
+
+    return AfterValidator(check)
+
+
+class Options(Section):
+    """Options of which only those that a config names are passed on.
+
+    ``TAKES`` lists the options that belong to some values of the key ``CHOICE`` only.
+    """
+
+    CHOICE: ClassVar[str] = ""
+    TAKES: ClassVar[Mapping[str, Sequence[str]]] = {}
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for name, field in cls.model_fields.items():
+            if choices := [choice.removeprefix("AMP_TYPE.") for choice, names in cls.TAKES.items() if name in names]:
+                field.description = f"{', '.join(choices)}: {field.description}"
+
+    @model_validator(mode="after")
+    def _belong(self) -> "Options":
+        choice = str(getattr(self, self.CHOICE, ""))
+        taken = self.TAKES.get(choice, ())
+        if wrong := self.model_fields_set & set().union(*self.TAKES.values()) - {*taken}:
+            known = ", ".join(taken) or "none"
+            raise ValueError(f"{min(wrong)} has no effect with {self.CHOICE}={choice}, which takes {known}")
+        return self
+
+    @model_serializer
+    def _named(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}

@@ -1,20 +1,32 @@
 """Load a config: run its file, check every key, fill in defaults, derive the rest. `load_config` shows the order."""
 
+import ast
 import os
 import re
+import traceback
+import types
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from common.colossal import check_compile, check_zero, resolve_parallel
-from common.config.execute import FOLDER, Overrides, execute, override, parse_settings
-from common.config.fields import parse
-from common.config.originals import RENAMED, read_original
-from common.config.schema import Config, Data
-from common.errors import UserError, did_you_mean, is_first_process
-from common.files import is_url, short_path
-from common.table import print_wrapped
+import configs
+from common.colossal import AMP_TYPE, check_compile, check_zero, resolve_parallel
+from common.config.fields import check_given, parse, values_of
+from common.config.schema import Config, Data, find_key
+from common.errors import UserError, did_you_mean, is_first_process, print_wrapped
+from common.files import is_url, read_bytes, short_path
+
+FOLDER = Path(configs.__path__[0])
+PREDEFINED = {"AMP_TYPE": AMP_TYPE}  # without an import, as Colossal-AI's benchmark prints its config files
+# What replaces a key's value, in order: [(("depth",), 6)] for --set MODEL.depth=6, [((), 6)] for the value itself.
+Overrides = Mapping[str, Sequence[tuple[tuple[str, ...], Any]]]
+# What the config files of Colossal-AI's public examples call a key.
+RENAMED = {"seed": "SEED", "LOG_PATH": "OUTPUT", "DROP_RATE": "MODEL.dropout"}
+# What a config says for itself: how a batch is cut, and over how many GPUs.
+STATED = {"TOTAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "BATCH_SIZE", "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"}
 
 
 def load_config(name: str, settings: Sequence[str] = (), base: str | None = None) -> dict[str, Any]:
@@ -157,3 +169,181 @@ def refuse_unused(data: Mapping[str, Any], names: Sequence[str]) -> None:
         default = Data.model_fields[name].default
         if data.get(name, default) != default:
             raise UserError(f"DATA.{name}={data[name]!r} has no effect in this task: leave it out")
+
+
+def read_original(values: dict[str, Any], recipe: Mapping[str, Any], name: str | None) -> list[str]:
+    """Replace the examples' key names in ``values``, add what is left out, and return how each key was read.
+
+    ``recipe`` is that of the task, called ``name``, for a config without MODEL; else it is empty. Colossal-AI's keys
+    (lower case) mean without a value what they mean there. Raises `UserError` for a key under both names.
+    """
+    notes = _read_dali(values)
+    named = {RENAMED.get(name, name) for name in values} | STATED
+    left_out = [name for name in recipe if name.isupper() and name in Config.model_fields and name not in named]
+    values.update({name: recipe[name] for name in left_out})
+    notes += [_rename(values, old, new) for old, new in RENAMED.items() if old in values]
+    batch, accumulation = values.get("BATCH_SIZE"), values.get("gradient_accumulation") or 1
+    if recipe and "TOTAL_BATCH_SIZE" not in values and isinstance(batch, int) and isinstance(accumulation, int):
+        del values["BATCH_SIZE"]
+        if "MICRO_BATCH_SIZE" in recipe:  # this task's originals count it on each GPU
+            values["MICRO_BATCH_SIZE"] = batch
+            notes.append(f"BATCH_SIZE as MICRO_BATCH_SIZE={batch}, per GPU")
+        else:
+            values["TOTAL_BATCH_SIZE"] = batch * accumulation
+            notes.append(f"BATCH_SIZE as TOTAL_BATCH_SIZE={batch * accumulation}, over all GPUs")
+    if left_out:
+        notes.append(f"left out, so as in the recipe {name}: {', '.join(left_out)}")
+    return notes
+
+
+def _rename(values: dict[str, Any], old: str, new: str) -> str:
+    value = values.pop(old)
+    section, _, key = new.partition(".")
+    if key:
+        inside = values.get(section) or {}
+        values[section] = {**inside, key: value} if isinstance(inside, Mapping) else inside
+    elif section in values:
+        raise UserError(f"{old}={value!r} and {new}={values[new]!r} are the same key: keep {new}")
+    else:
+        values[section] = value
+    return f"{old} as {new}={value!r}"
+
+
+def _read_dali(values: dict[str, Any]) -> list[str]:
+    if not isinstance(values.get("dali"), Mapping):
+        return []
+    dali, notes = dict(values.pop("dali")), []
+    if "mixup_alpha" in dali:
+        values["MIXUP"] = dali.pop("mixup_alpha")
+        notes.append(f"dali.mixup_alpha as MIXUP={values['MIXUP']!r}")
+    if "gpu_aug" in dali:
+        notes.append(f"dali.gpu_aug={dali.pop('gpu_aug')!r} as nothing: DALI decodes where the run trains")
+    if dali:
+        raise UserError(f"unknown key dali.{next(iter(dali))}: known are dali.mixup_alpha and dali.gpu_aug")
+    return notes
+
+
+def parse_settings(settings: Sequence[str]) -> Overrides:
+    """Return the overrides of ``KEY=VALUE`` settings; raise `UserError` for an unknown key."""
+    overrides: dict[str, list[tuple[tuple[str, ...], Any]]] = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals:
+            raise UserError(f"--set {setting}: write it as KEY=VALUE")
+        takes_text = values_of(find_key(name)).startswith("text")
+        key, *inside = name.split(".")
+        overrides.setdefault(key, []).append((tuple(inside), _parse_value(text, takes_text)))
+    return overrides
+
+
+def override(changes: Sequence[tuple[tuple[str, ...], Any]], value: Any) -> Any:
+    """Return ``value`` with what overrides it."""
+    for path, new in changes:
+        value = _replace(value, path, new)
+    return value
+
+
+def _replace(value: Any, path: tuple[str, ...], new: Any) -> Any:
+    if not path:
+        return new
+    inside = value if isinstance(value, Mapping) else {}
+    return {**inside, path[0]: _replace(inside.get(path[0]), path[1:], new)}
+
+
+def _parse_value(text: str, takes_text: bool) -> Any:
+    """Evaluate what a config file could assign; anything else is text, as is DATA.root=2012."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python's, of text that is no Python
+            value = eval(text.strip(), {"__builtins__": {"dict": dict}, **PREDEFINED})
+    except Exception:
+        return text
+    return value if not takes_text or value is None or isinstance(value, str) else text
+
+
+def execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]]:
+    """Return what a config file assigns, with ``overrides`` in force where it does, and the names that others use.
+
+    The plain values that it assigns hold in the recipes that it imports too (``from configs.x import *``), so that what
+    those derive follows: after ``TOTAL_BATCH_SIZE = 512`` their ``BATCH_SIZE = TOTAL_BATCH_SIZE // 2`` is 256.
+
+    Raises `UserError` for a file that does not run, with the line that fails.
+    """
+    try:
+        return _execute(path, overrides)
+    except (UserError, KeyboardInterrupt):
+        raise
+    except SyntaxError as error:
+        raise UserError(f"{error.filename}, line {error.lineno}: SyntaxError: {error.msg}") from error
+    except BaseException as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(f"{place.filename}, line {place.lineno}: {type(error).__name__}: {error}") from error
+
+
+def _execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]]:
+    tree = ast.parse(read_bytes(path), str(path))
+    plain = _read_ahead(tree.body, overrides)
+    computed = set().union(*(_names(node, ast.Store) for node in tree.body)) - plain.keys() - overrides.keys()
+    in_recipes = {**overrides, **{name: [((), value)] for name, value in plain.items()}}
+    names: dict[str, Any] = {"__name__": "config", "__file__": str(path), **PREDEFINED}
+    used: set[str] = set()
+    recipes: dict[str, dict[str, Any]] = {}
+    for node in tree.body:
+        if not isinstance(node, ast.ImportFrom) or not (module := str(node.module)).startswith("configs."):
+            _run(node, path, names, overrides)
+            used |= _names(node, ast.Load) - _names(node, ast.Store)
+            continue
+        where = f"{path}, line {node.lineno}"
+        if module not in recipes:
+            recipes[module], read = _execute(_find_recipe(module, where), in_recipes)
+            if late := sorted(computed & read):
+                raise UserError(f"{where}: {module} derives other keys from {late[0]}: assign a plain value to it here")
+            used |= read
+        wanted = {alias.name: alias.asname or alias.name for alias in node.names}
+        if missing := wanted.keys() - recipes[module].keys() - {"*"}:
+            raise UserError(f"{where}: {module} has no {', '.join(missing)}")
+        names |= recipes[module] if "*" in wanted else {own: recipes[module][name] for name, own in wanted.items()}
+    skipped = (types.ModuleType, type)
+    return {k: v for k, v in names.items() if not k.startswith("_") and not isinstance(v, skipped)}, used
+
+
+def _read_ahead(body: list[ast.stmt], overrides: Overrides) -> dict[str, Any]:
+    """Return the values that a file assigns without use of its imports."""
+    plain: dict[str, Any] = {}
+    late: set[str] = set()  # names in statements that use imports
+    for node in body:
+        stored = _names(node, ast.Store)
+        with suppress(Exception):
+            if isinstance(node, ast.Assign) and not late & stored:
+                value = eval(compile(ast.Expression(node.value), "", "eval"), {**PREDEFINED, **plain})
+                targets = [target.id for target in node.targets if isinstance(target, ast.Name)]
+                plain |= {name: override(overrides.get(name, ()), value) for name in targets}
+                continue
+        late |= stored | _names(node, ast.Load)
+        plain = {name: value for name, value in plain.items() if name not in stored}
+    return plain
+
+
+def _names(statement: ast.stmt, context: type[ast.expr_context]) -> set[str]:
+    """Return the names that a statement reads (`ast.Load`) or assigns (`ast.Store`)."""
+    nodes = ast.walk(statement)
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
+
+
+def _run(node: ast.stmt, path: Path, names: dict[str, Any], overrides: Overrides) -> None:
+    """Run a statement; the keys that it assigns get what overrides them."""
+    try:
+        exec(compile(ast.Module([node], []), str(path), "exec"), names)
+    except Exception:  # blame it on a given value that is wrong by itself, if one is, not on what derives from it
+        check_given(Config, {key: override(changes, None) for key, changes in overrides.items() if not changes[0][0]})
+        raise
+    for name in _names(node, ast.Store) & overrides.keys():
+        names[name] = override(overrides[name], names[name])
+
+
+def _find_recipe(module: str, where: str) -> Path:
+    """Return the file of ``from configs.x import ...``, ``vit_b16`` for ``vit-b16.py`` too."""
+    files = {f"configs.{file.stem.replace('-', '_')}": file for file in FOLDER.glob("[!_]*.py")}
+    if module not in files:
+        raise UserError(f"{where}: no recipe {module}{did_you_mean(module, files)}")
+    return files[module]

@@ -7,7 +7,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.colossal import AMP_TYPE
-from common.config import execute
 from common.config.fields import values_of
 from common.config.load import FOLDER, data_root, load_config, refuse_unused, restore_config
 from common.config.originals_test import IMAGENET, parallel_lines
@@ -99,7 +98,7 @@ def test_what_a_recipe_derives_follows_the_config_that_imports_it(write, recipe,
 
 
 def test_each_file_is_executed_once(write, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(execute, "FOLDER", tmp_path)
+    monkeypatch.setattr("common.config.load.FOLDER", tmp_path)
     (tmp_path / "base.py").write_text(MINIMAL + "SEED = 3\nprint('base')\n")
     (tmp_path / "middle.py").write_text("from configs.base import *\nfrom configs.base import SEED\nprint('middle')\n")
     load_config(write("from configs.middle import *\nfrom configs.middle import SEED\nprint('own')\n"))

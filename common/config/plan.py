@@ -100,21 +100,14 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
     )
 
 
-def shrink_micro_batch(config: Mapping[str, Any], gpus: int) -> dict[str, Any]:
-    """Return ``config`` with no larger micro-batch than ``gpus`` processes have samples of the global batch."""
-    if config["TOTAL_BATCH_SIZE"] is None:
-        return dict(config)
-    groups = max(1, gpus // config["parallel"]["tensor"]["size"])
-    samples, rest = divmod(config["TOTAL_BATCH_SIZE"], groups)
-    micro = config["MICRO_BATCH_SIZE"]
-    if micro and samples < micro:
-        micro = None if rest else samples
-    return {**config, "MICRO_BATCH_SIZE": micro}
-
-
 def _cut(config: Mapping[str, Any], total: int, data_parallel: int) -> tuple[int, int]:
-    """Return (micro-batch, accumulation); the config says either, both, or neither (accumulation 1)."""
+    """Return (micro-batch, accumulation); the config says either, both, or neither (accumulation 1).
+
+    A micro-batch is no larger than what a process has of the global batch.
+    """
     micro, accumulation = config["MICRO_BATCH_SIZE"], config["gradient_accumulation"]
+    if micro and total < micro * data_parallel:
+        micro = None if total % data_parallel else total // data_parallel
     if micro and accumulation and micro * accumulation * data_parallel != total:
         raise UserError(
             f"MICRO_BATCH_SIZE={micro} x gradient_accumulation={accumulation} x {data_parallel} processes is "

@@ -1,6 +1,6 @@
 import pytest
 
-from common.config.plan import DataSummary, build_plan, shrink_micro_batch
+from common.config.plan import DataSummary, build_plan
 from common.errors import UserError
 
 IMAGENET = DataSummary(train_samples=1_281_167, eval_samples=50_000, num_classes=1000, fingerprint="")
@@ -35,6 +35,7 @@ FOUR = dict(tensor=dict(size=4, mode="2d"))
             8,
             dict(micro_batch=1024, data_parallel=2, tensor_parallel=4),
         ),
+        (dict(TOTAL_BATCH_SIZE=1024, MICRO_BATCH_SIZE=256), 8, dict(micro_batch=128)),
         (dict(MAX_STEPS=7), 8, dict(last_step=7, total_steps=11700)),
     ],
 )
@@ -47,7 +48,11 @@ def test_a_batch_is_cut_for_the_number_of_gpus(keys, gpus, expected):
     ("keys", "gpus", "words"),
     [
         (dict(TOTAL_BATCH_SIZE=100, gradient_accumulation=3), 2, "=3 x 2 .* processes: set it to 96 or 102$"),
-        (dict(TOTAL_BATCH_SIZE=100, MICRO_BATCH_SIZE=256), 1, "1 .* process: set it to 256, or MICRO_BATCH_SIZE=None$"),
+        (
+            dict(TOTAL_BATCH_SIZE=300, MICRO_BATCH_SIZE=256),
+            1,
+            "1 .* process: set it to 256 or 512, or MICRO_BATCH_SIZE=None",
+        ),
         (dict(TOTAL_BATCH_SIZE=33, MICRO_BATCH_SIZE=4), 8, "=4 x 8 .* processes: set it to 32 or 64$"),
         (dict(TOTAL_BATCH_SIZE=33), 8, "not divisible by 8 data-parallel processes: set it to 32 or 40$"),
         (dict(MICRO_BATCH_SIZE=256, gradient_accumulation=16), 4, "is 16384, not TOTAL_BATCH_SIZE=32768"),
@@ -60,9 +65,3 @@ def test_a_batch_is_cut_for_the_number_of_gpus(keys, gpus, expected):
 def test_what_does_not_divide_is_refused_with_the_nearest_that_does(keys, gpus, words):
     with pytest.raises(UserError, match=words):
         build_plan(CONFIG | keys, gpus, IMAGENET)
-
-
-@pytest.mark.parametrize(("gpus", "micro"), [(2, 256), (8, 256), (16, 128), (4096, None)])
-def test_a_micro_batch_shrinks_to_what_a_process_has_of_the_global_batch(gpus, micro):
-    config = dict(TOTAL_BATCH_SIZE=1024, MICRO_BATCH_SIZE=256, parallel=dict(tensor=dict(size=2)))
-    assert shrink_micro_batch(config, gpus)["MICRO_BATCH_SIZE"] == micro

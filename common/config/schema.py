@@ -3,80 +3,109 @@
 UPPER CASE is ours, lower case is Colossal-AI's.
 """
 
+import math
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_serializer, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from common.colossal import AMP_TYPE
 from common.config.fields import (
     NONE,
     Number,
+    Options,
     Pair,
     Section,
     Triple,
+    hold,
     key,
+    parse,
     section_of,
     suggest_key,
     values_of,
 )
-from common.config.model_arguments import ModelArguments
-from common.errors import UserError
+from common.errors import UserError, nearest_multiples
 from common.optim.build import OPTIMIZERS, SCHEDULES
 
 
-def _hold(condition: Any) -> AfterValidator:
-    """Refuse a value for which ``condition`` does not hold."""
+class Model(Section):
+    """The defaults are ViT-S/16 for ImageNet-1k."""
 
-    def check(value: Any) -> Any:
-        if not condition(value):
-            raise ValueError
-        return value
-
-    return AfterValidator(check)
-
-
-class Options(Section):
-    """Options of which only those that a config names are passed on.
-
-    ``TAKES`` lists the options that belong to some values of the key ``CHOICE`` only.
-    """
-
-    CHOICE: ClassVar[str] = ""
-    TAKES: ClassVar[Mapping[str, Sequence[str]]] = {}
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        for name, field in cls.model_fields.items():
-            if choices := [choice.removeprefix("AMP_TYPE.") for choice, names in cls.TAKES.items() if name in names]:
-                field.description = f"{', '.join(choices)}: {field.description}"
+    image_size: int = key(224, "side of the square input", unit="pixels", ge=1, le=65536)
+    patch_size: int = key(16, "side of a patch; divides `image_size`", unit="pixels", ge=1, le=65536)
+    width: int = key(384, "channels of a token", ge=1, le=65536)
+    depth: int = key(12, "number of blocks", ge=1, le=1000)
+    heads: int = key(6, "attention heads; divides `width`", ge=1)
+    mlp_ratio: Number = key(4.0, "hidden channels of the MLP / `width`", gt=0, le=1000)
+    num_classes: int | None = key(None, "classes of the head; `None`: as many as the data set has", ge=1, le=10**8)
+    dropout: Number = key(0.0, "after the position embedding and after every projection of a block but qkv", ge=0, lt=1)
+    drop_path: Number = key(
+        0.0, "stochastic depth (arXiv 1603.09382): rate of the last block, rising from 0", ge=0, lt=1
+    )
+    stem: Literal["patch", "conv"] = key(
+        "patch", "`conv`: 3 x 3 convolutions, one of stride 1 and then of stride 2, instead of the patch projection"
+    )
+    pool: Literal["cls", "avg", "seq"] = key(
+        "cls", "what the head reads: the class token, the mean of the patches, or their learned mean (arXiv 2104.05704)"
+    )
+    position: Literal["learned", "sincos2d"] = key("learned", "position embedding; `sincos2d` is fixed")
+    no_embed_class: bool = key(False, "no position embedding for the class token and the registers")
+    reg_tokens: int = key(0, "register tokens (arXiv 2309.16588), which the head does not read", ge=0, le=65536)
+    init_values: Number | None = key(
+        None,
+        "LayerScale (arXiv 2103.17239): initial factor of every residual branch; `None`: no LayerScale",
+        ge=0,
+        le=1,
+    )
+    activation_checkpoint: bool = key(False, "recompute each block in the backward pass, to save memory")
 
     @model_validator(mode="after")
-    def _belong(self) -> "Options":
-        choice = str(getattr(self, self.CHOICE, ""))
-        taken = self.TAKES.get(choice, ())
-        if wrong := self.model_fields_set & set().union(*self.TAKES.values()) - {*taken}:
-            known = ", ".join(taken) or "none"
-            raise ValueError(f"{min(wrong)} has no effect with {self.CHOICE}={choice}, which takes {known}")
+    def _divide(self) -> "Model":
+        if self.image_size % self.patch_size:
+            nearest = nearest_multiples(self.image_size, self.patch_size)
+            raise ValueError(
+                f"image_size={self.image_size} is not a multiple of patch_size={self.patch_size}; "
+                f"the nearest that are: {nearest}"
+            )
+        unit = self.patch_size
+        if self.stem == "conv" and (unit & (unit - 1) or self.width % unit):
+            raise ValueError(f"stem='conv' needs a power of two that divides width as patch_size, not {unit}")
+        unit = math.lcm(self.heads, 4) if self.position == "sincos2d" else self.heads
+        if self.width % unit:
+            reason = f"heads={self.heads}" if unit == self.heads else f"{unit} (heads, and 4 for sincos2d)"
+            nearest = nearest_multiples(self.width, unit)
+            raise ValueError(f"width={self.width} is not a multiple of {reason}; the nearest that are: {nearest}")
         return self
 
-    @model_serializer
-    def _named(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+    @property
+    def classes(self) -> int:
+        """Classes of the head; ImageNet's where the data set is not known."""
+        return self.num_classes or 1000
 
+    @property
+    def stem_channels(self) -> list[int]:
+        """Channels before, between and after the convolutions of ``stem="conv"``."""
+        return [3, *(self.width >> i for i in reversed(range(self.patch_size.bit_length())))]
 
-class Model(ModelArguments):
-    num_classes: int | None = key(None, "classes of the head; `None`: as many as the data set has", ge=1, le=10**8)
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens before those of the patches: the class token and the registers."""
+        return (self.pool == "cls") + self.reg_tokens
+
+    @property
+    def embedded_prefix(self) -> int:
+        """Those of them that have a position embedding."""
+        return 0 if self.no_embed_class else self.prefix_tokens
 
 
 TorchvisionRandAugment = Annotated[
-    tuple[int, Number], Field(strict=False), _hold(lambda pair: pair[0] >= 1 and 0 <= pair[1] <= 10)
+    tuple[int, Number], Field(strict=False), hold(lambda pair: pair[0] >= 1 and 0 <= pair[1] <= 10)
 ]
 TimmRandAugment = Annotated[
-    str, _hold(lambda text: re.fullmatch(r"rand(-(m|n|mmax|inc)\d+|-(p|mstd)\d+(\.\d+)?)*", text))
+    str, hold(lambda text: re.fullmatch(r"rand(-(m|n|mmax|inc)\d+|-(p|mstd)\d+(\.\d+)?)*", text))
 ]
 
 
@@ -98,10 +127,10 @@ class Data(Section):
     crop: Literal["random_resized", "simple"] = key(
         "random_resized", "training crop; `simple` (DeiT III): a random square of the resized image, padded by 4 pixels"
     )
-    crop_scale: Annotated[Pair, _hold(lambda pair: 0 < pair[0] <= pair[1] <= 1)] = key(
+    crop_scale: Annotated[Pair, hold(lambda pair: 0 < pair[0] <= pair[1] <= 1)] = key(
         (0.08, 1.0), "share of the image's area that a training crop takes", says="(low, high), 0 < low <= high <= 1"
     )
-    crop_ratio: Annotated[Pair, _hold(lambda pair: 0 < pair[0] <= pair[1] <= 100)] = key(
+    crop_ratio: Annotated[Pair, hold(lambda pair: 0 < pair[0] <= pair[1] <= 100)] = key(
         (3 / 4, 4 / 3), "width / height of a training crop", says="(low, high), 0 < low <= high <= 100"
     )
     repeats: int = key(1, "repeated augmentation (arXiv 1901.09335): draws of an image in a batch", ge=1, le=1024)
@@ -117,7 +146,7 @@ class Data(Section):
     interpolation: Literal["bilinear", "bicubic"] = key("bilinear", "antialiased filter that resizes images")
     eval_crop: Number = key(0.875, "share of the short side that evaluation's centre crop takes", ge=0.1, le=1)
     mean: Triple = key((0.485, 0.456, 0.406), "subtracted from R, G, B (0 to 1)", says="(R, G, B)")
-    std: Annotated[Triple, _hold(lambda colour: min(colour) >= 1e-6)] = key(
+    std: Annotated[Triple, hold(lambda colour: min(colour) >= 1e-6)] = key(
         (0.229, 0.224, 0.225), "then divided by", says="(R, G, B), each >= 1e-6"
     )
 
@@ -130,10 +159,10 @@ class Data(Section):
         return self
 
 
-BETAS = Annotated[Pair, _hold(lambda pair: all(0 <= beta < 1 for beta in pair))]
+BETAS = Annotated[Pair, hold(lambda pair: all(0 <= beta < 1 for beta in pair))]
 # The upper limit may be infinite, which is written float("inf").
-Limit = Annotated[float, _hold(lambda value: value >= 0)]
-LIMITS = Annotated[tuple[Limit, Limit], Field(strict=False), _hold(lambda pair: pair[0] <= pair[1])]
+Limit = Annotated[float, hold(lambda value: value >= 0)]
+LIMITS = Annotated[tuple[Limit, Limit], Field(strict=False), hold(lambda pair: pair[0] <= pair[1])]
 
 
 class Optimizer(Options):
@@ -221,7 +250,7 @@ class Zero(Section):
 
 MINUTES = r"(?=.*[1-9])\d{1,9}(\.\d{1,9})? ?min(utes?)?"
 STEPS_OR_MINUTES = Annotated[
-    int | str, _hold(lambda every: every >= 1 if isinstance(every, int) else re.fullmatch(MINUTES, every))
+    int | str, hold(lambda every: every >= 1 if isinstance(every, int) else re.fullmatch(MINUTES, every))
 ]
 
 
@@ -306,6 +335,11 @@ class Config(Section):
         if self.BCE_THRESHOLD not in (None, "soft") and (smoothing := self.LABEL_SMOOTHING):
             raise ValueError(f"BCE_THRESHOLD={self.BCE_THRESHOLD} undoes LABEL_SMOOTHING={smoothing}: set one of them")
         return self
+
+
+def parse_model(**arguments: Any) -> Model:
+    """Check the names and values of MODEL; raises ValueError for an unknown name or a value that does not fit."""
+    return parse(Model, arguments)
 
 
 def all_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

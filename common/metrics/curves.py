@@ -3,16 +3,57 @@
 import json
 import math
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from common.errors import UserError
-from common.files import Count, parse_json, read_bytes
-from common.plot import build_figure, place_legend, save_figure
+from common.files import Count, own_file, parse_json, read_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DPI = 150
+
+
+def build_figure(width: float = 6.4, height: float = 4.0, columns: int = 1) -> tuple["Figure", Any]:
+    """Return a figure of ``width`` x ``height`` inches, and its axes: one, or an array of ``columns``."""
+    from matplotlib.figure import Figure  # takes half a second to import
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(1, columns)
+    for each in [axes] if columns == 1 else axes:
+        each.grid(alpha=0.3)
+        each.set_axisbelow(True)
+    return figure, axes
+
+
+def place_legend(axes: "Axes", columns: int = 4) -> None:
+    """Put the legend above the axes, where it hides no data."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False, borderaxespad=0.2)
+
+
+def save_figure(figure: "Figure", path: Path, *, jpeg: bool = False) -> None:
+    """Write the figure as PNG to ``path``, and as JPEG beside it if asked; it is drawn once."""
+    import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from PIL import Image
+
+    figure.set_dpi(DPI)
+    canvas = FigureCanvasAgg(figure)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # of a class's name, drawn as a box
+        canvas.draw()
+    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    picture.save(own_file(path.with_suffix(".png")), dpi=(DPI, DPI))
+    if jpeg:
+        picture.save(own_file(path.with_suffix(".jpeg")), dpi=(DPI, DPI), quality=90)
+
 
 DRAWING_EVERY = 100.0  # seconds, at least; a drawing takes 0.3
 MAX_METRICS, MAX_LINE = 1 << 29, 1 << 16  # bytes of metrics.jsonl, some 1,500,000 lines, and of a line

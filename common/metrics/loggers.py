@@ -14,10 +14,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from common.config.fields import flatten
 from common.errors import UserError, did_you_mean, printable
 from common.files import own_file, read_text
 from common.metrics.curves import WHEN, Curves, Metrics
-from common.table import flatten
 
 PROJECT = "vit-large-batch"
 

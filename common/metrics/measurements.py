@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.profiler import profile, schedule
 
 from common.colossal import BaseHook, ParallelMode, Trainer, gpc
-from common.files import short_path
+from common.files import short_path, write_csv
+from common.metrics.curves import build_figure, place_legend, save_figure
 from common.metrics.hook import sum_over
-from common.plot import build_figure, place_legend, save_figure
-from common.table import write_csv
 
 STEPS = 120  # of a range test: 20 for each factor of ten
 LOWEST, HIGHEST = 1e-5, 10.0

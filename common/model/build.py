@@ -1,12 +1,21 @@
-"""The model of a config: built, described on the meta device, frozen."""
+"""The model of a config: built, described on the meta device, frozen, and what timm calls it."""
 
 from typing import Any
 
 import torch
 from torch import nn
 
-from common.config.model_arguments import parse_model_arguments
+from common.config.schema import parse_model
 from common.model.vit import VisionTransformer
+
+DEIT3_INIT_VALUES = 1e-6
+TIMM_SIZES = {
+    (192, 12, 3): "tiny",
+    (384, 12, 6): "small",
+    (768, 12, 12): "base",
+    (1024, 24, 16): "large",
+    (1280, 32, 16): "huge",
+}
 
 
 def build_model(**arguments: object) -> nn.Module:
@@ -17,13 +26,13 @@ def build_model(**arguments: object) -> nn.Module:
 
     Raises ValueError for an unknown name or an invalid value.
     """
-    return VisionTransformer(parse_model_arguments(arguments))
+    return VisionTransformer(parse_model(**arguments))
 
 
 def build_on_meta(model: dict[str, Any], frozen: str | None = None) -> nn.Module:
-    """Build the model of the config's MODEL without memory, with FREEZE applied; None as num_classes is 1000."""
+    """Build the model of the config's MODEL without memory, with FREEZE applied."""
     with torch.device("meta"):
-        built = build_model(**model | {"num_classes": model.get("num_classes") or 1000})
+        built = build_model(**model)
     freeze(built, frozen)
     return built
 
@@ -58,3 +67,45 @@ def freeze(model: nn.Module, part: str | None) -> None:
 
 def _stay(mode: bool = True) -> None:
     """Keep a frozen layer in evaluation mode."""
+
+
+def is_not_timms(stem: str = "patch", pool: str = "cls", **_: Any) -> bool:
+    """Return whether timm's `VisionTransformer` has no such stem or pooling."""
+    return stem == "conv" or pool == "seq"
+
+
+def timm_arguments(**arguments: Any) -> dict[str, Any]:
+    """Return the arguments with which `timm.models.vision_transformer.VisionTransformer` is the same model.
+
+    They also override every shape in `timm.create_model(name, **arguments)` for any plain ViT's name.
+    """
+    a = parse_model(**arguments)
+    return {
+        "img_size": a.image_size,
+        "patch_size": a.patch_size,
+        "embed_dim": a.width,
+        "depth": a.depth,
+        "num_heads": a.heads,
+        "mlp_ratio": a.mlp_ratio,
+        "num_classes": a.classes,
+        "pos_drop_rate": a.dropout,
+        "proj_drop_rate": a.dropout,
+        "drop_path_rate": a.drop_path,
+        "global_pool": "token" if a.pool == "cls" else "avg",
+        "class_token": a.pool == "cls",
+        "no_embed_class": a.no_embed_class,
+        "reg_tokens": a.reg_tokens,
+        "init_values": a.init_values,
+    }
+
+
+def timm_name(**arguments: object) -> str | None:
+    """Return the `timm.create_model` name of a standard shape, as "vit_base_patch16_224", or None for any other."""
+    from timm import is_model  # timm takes a second to import
+
+    a = parse_model(**arguments)
+    size = TIMM_SIZES.get((a.width, a.depth, a.heads))
+    family = {(None, False): "vit", (DEIT3_INIT_VALUES, True): "deit3"}.get((a.init_values, a.no_embed_class))
+    name = f"{family}_{size}_patch{a.patch_size}_{a.image_size}"
+    standard = a.pool == "cls" and a.mlp_ratio == 4 and a.reg_tokens == 0
+    return name if standard and is_model(name) else None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common.config.model_arguments import ModelArguments
+from common.config.schema import Model
 
 MASK_LEVELS = 1 << 16  # 16 random bits per value of a dropout mask
 
@@ -164,7 +164,7 @@ class LayerScale(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, arguments: ModelArguments, drop_path: float) -> None:
+    def __init__(self, arguments: Model, drop_path: float) -> None:
         super().__init__()
         width, value = arguments.width, arguments.init_values
         self.norm1 = build_norm(width)
@@ -183,7 +183,7 @@ class Block(nn.Module):
 class VisionTransformer(nn.Module):
     classifier = "head"
 
-    def __init__(self, arguments: ModelArguments) -> None:
+    def __init__(self, arguments: Model) -> None:
         super().__init__()
         width, depth, pool = arguments.width, arguments.depth, arguments.pool
         self.activation_checkpoint = arguments.activation_checkpoint
@@ -199,7 +199,7 @@ class VisionTransformer(nn.Module):
         self.norm = build_norm(width) if pool != "avg" else nn.Identity()
         self.attention_pool = build_linear(width, 1) if pool == "seq" else None
         self.fc_norm = build_norm(width) if pool == "avg" else nn.Identity()
-        self.head = build_linear(width, arguments.num_classes)
+        self.head = build_linear(width, arguments.classes)
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
         x_BND = self.patch_embed(images_BCYX)
@@ -241,7 +241,7 @@ def _build_tokens(count: int, width: int) -> nn.Parameter | None:
     return nn.Parameter(torch.empty(1, count, width).normal_(std=1e-6)) if count else None
 
 
-def _build_position(arguments: ModelArguments) -> nn.Parameter:
+def _build_position(arguments: Model) -> nn.Parameter:
     side, width, prefix = arguments.image_size // arguments.patch_size, arguments.width, arguments.embedded_prefix
     if arguments.position == "learned":
         return nn.Parameter(draw_(torch.empty(1, side * side + prefix, width)))

@@ -9,8 +9,7 @@ from timm.models.vision_transformer import VisionTransformer as TimmVisionTransf
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.config.model_arguments import timm_arguments, timm_name
-from common.model.build import build_model, freeze
+from common.model.build import build_model, freeze, timm_arguments, timm_name
 from common.model.vit import MASK_LEVELS, Dropout
 from common.optim.build import build_optimizer
 

@@ -10,8 +10,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from common.colossal import LinearWarmupLR
-from common.config.model_arguments import timm_arguments
-from common.model.build import build_model
+from common.model.build import build_model, timm_arguments
 from common.optim.build import build_lr_scheduler, build_optimizer
 from common.optim.lamb import Lamb
 

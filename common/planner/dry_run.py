@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from common.colossal import compute_dtype, describe_tensor_parallel, name_dtype
+from common.config.fields import flatten
 from common.config.plan import DataSummary, Plan
-from common.errors import counted
+from common.errors import counted, print_wrapped
 from common.hardware import instruction_set
 from common.model.build import build_on_meta, count_parameters
 from common.model.flops import flops_per_image
@@ -22,7 +23,6 @@ from common.planner.prediction import (
     Planner,
     Prediction,
 )
-from common.table import flatten, print_wrapped
 
 INDENT = 23
 UNITS = {"hours": 3600, "minutes": 60, "seconds": 1}

@@ -8,16 +8,43 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.profiler import profile, record_function
 
 from common.colossal import AMP_TYPE, resolve_parallel
 from common.config.load import load_config
 from common.model.training import build_training
-from common.planner.counters import Traffic
-from common.planner.step_estimate import estimate_step
+from common.planner.step_estimate import Traffic, estimate_step
 from common.testing.commands import run_forked
 from common.testing.parity_cases import CASES
 from common.testing.ranks import launched, run_ranks
+
+
+def count() -> dict[str, int]:
+    with launched():
+        model = nn.parallel.DistributedDataParallel(nn.Linear(30, 10))
+        pieces = [torch.empty(25) for _ in range(4)]
+        with Traffic() as traffic:
+            model(torch.ones(2, 30)).sum().backward()
+            dist.all_gather(pieces, torch.ones(25))
+            dist.reduce_scatter_tensor(torch.empty(25, dtype=torch.bfloat16), torch.ones(100, dtype=torch.bfloat16))
+            dist.broadcast(pieces[0], 0)
+            dist.reduce(pieces[0], 3)
+            dist.barrier()
+        return {name: nbytes for (name, ranks), nbytes in traffic.nbytes.items() if ranks == (0, 1, 2, 3)}
+
+
+def test_counts_the_message_of_every_collective():
+    for nbytes in run_ranks(4, count):
+        assert nbytes == {
+            "all_reduce": 310 * 4,  # DDP's bucket: 310 parameters of 4 bytes
+            "all_gather": 100 * 4,
+            "reduce_scatter": 100 * 2,
+            "broadcast": 25 * 4,
+            "reduce": 25 * 4,
+        }
+
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 TINY = {"image_size": 16, "patch_size": 4, "width": 32, "depth": 4, "heads": 4, "mlp_ratio": 2.0, "num_classes": 8}
@@ -157,12 +184,6 @@ def test_a_moving_average_holds_every_weight_once_more():
     config = build_config(1)
     without, averaged = (estimate_step(config | {"EMA": decay}, 1, 8) for decay in (0.0, 0.999))
     assert averaged.peak - without.peak == averaged.weights - without.weights == without.weights
-
-
-@pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters"])
-def test_options_of_ddp_that_need_its_own_reduction_can_be_estimated(option):
-    config = build_config(2)
-    assert estimate_step(config | {"torch_ddp": {option: True}}, 2, 8) == estimate_step(config, 2, 8)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -1,6 +1,7 @@
 """Config, data set and plan of a run, with every check that is possible before the launch."""
 
 import argparse
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +13,95 @@ from common.checkpoint.resume import AUTO, NEVER
 from common.checkpoint.weights import fit_pretrained, resolve_source
 from common.colossal import MixedPrecision, build_mixed_precision, check_tensor_parallel, name_dtype
 from common.config.load import data_root, load_config, named_root
-from common.config.plan import DataSummary, Plan, build_plan, shrink_micro_batch
-from common.errors import UserError
+from common.config.plan import DataSummary, Plan, build_plan
+from common.config.schema import describe_keys, find_key
+from common.errors import UserError, command_parser
 from common.files import is_url
 from common.hardware import memory_bytes
-from common.launch.detect import Launch
+from common.launch.detect import Launch, add_launch_arguments
 from common.metrics.loggers import check_trackers
+from common.metrics.measurements import STEPS
 from common.model.build import build_on_meta
-from common.planner.limits import NO_MACHINE, check_limits
+from common.planner.prediction import FLAGS, NO_MACHINE, add_cluster_arguments, check_limits
 from common.task import Task
+
+
+def parse_arguments(argv: list[str], description: str | None) -> argparse.Namespace:
+    """Return the arguments of ``train*.py``; raise `UserError` for conflicting ones."""
+    parser = command_parser(description)
+    parser.add_argument("--config", required=True, help="a config file, or the name of a recipe in configs/")
+    parser.add_argument(
+        "--help-config",
+        nargs="?",
+        const="",
+        metavar="KEY",
+        action=_HelpConfig,
+        help="describe a config key, such as fp16 or MODEL.width, or all keys, then exit",
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config")
+    parser.add_argument("--output", help="folder of the run (default: outputs/<name of the config>)")
+    parser.add_argument(
+        "--resume",
+        default=AUTO,
+        metavar="never|PATH",
+        help="default: resume from the newest checkpoint in the output folder; "
+        f"{NEVER}: refuse a folder that contains a run; PATH: resume from that checkpoint, or from the newest of that "
+        "run; with --output DIR, as a branch in DIR",
+    )
+    parser.add_argument(
+        "--allow-change", action="append", default=[], metavar="KEY", help="resume although this key has changed"
+    )
+    parser.add_argument(
+        "--init",
+        metavar="SOURCE",
+        help="start from the weights of a run, a file, a timm model or a Hub model (see --help-config INIT)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, then exit")
+    parser.add_argument("--gpus", type=int, help="with --dry-run: plan for this many GPUs and compare parallel modes")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--find-lr",
+        type=_positive,
+        nargs="?",
+        const=STEPS,
+        metavar="STEPS",
+        help=f"run a learning-rate range test instead of training (default: {STEPS} steps)",
+    )
+    instead.add_argument(
+        "--profile", type=_positive, metavar="STEPS", help="record STEPS steps with torch.profiler instead of training"
+    )
+    parser.add_argument(
+        "--from_torch", "--use_trainer", action="store_true", help="accepted for compatibility; no effect"
+    )
+    add_cluster_arguments(parser)
+    add_launch_arguments(parser)
+    args = parser.parse_args(argv)
+    for key in args.allow_change:
+        find_key(key)
+    if (args.find_lr or args.profile) and args.resume != AUTO:
+        raise UserError(
+            f"--resume {args.resume}: --find-lr and --profile do not resume; omit it, or use --init for its weights"
+        )
+    if args.gpus is not None and (not args.dry_run or args.gpus < 1):
+        raise UserError(f"--gpus {args.gpus}: requires --dry-run and a number >= 1; a run counts its processes itself")
+    for name in FLAGS:
+        if args.gpus is None and getattr(args, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')}: requires --dry-run --gpus N")
+    return args
+
+
+class _HelpConfig(argparse.Action):
+    def __call__(
+        self, parser: argparse.ArgumentParser, _: argparse.Namespace, name: object, option: str | None = None
+    ) -> None:
+        print(describe_keys(str(name), shutil.get_terminal_size().columns))
+        parser.exit()
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"invalid number of steps {text!r}: expected an integer >= 1")
+    return int(text)
 
 
 class Prepared(NamedTuple):
@@ -48,33 +129,26 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
         config["DATA"]["root"] = data_root(config, task.download)
         data = task.describe(config["DATA"])
         config["MODEL"]["num_classes"] = _check_classes(config["MODEL"]["num_classes"], data)
-    config = shrink_micro_batch(config, gpus)
     try:
         plan = build_plan(config, gpus, data)
     except UserError as error:
         raise UserError(f"{error}{f' (planned for {gpus} GPUs)' * (gpus != launch.world_size)}") from None
-    config |= {"INIT": _resolve_init(config["INIT"])}
+    config |= {"INIT": config["INIT"] and resolve_source(config["INIT"])}
     config |= {"TOTAL_BATCH_SIZE": plan.total_batch, "gradient_accumulation": plan.accumulation}
     precision = _check_builds(config, plan, args.dry_run)
     return Prepared(config, replace(plan, dtype=name_dtype(precision.dtype)), data, precision)
 
 
-def check_init(config: Mapping[str, Any], args: argparse.Namespace) -> str:
-    """Raise `UserError` if INIT's weights do not fit, or for FREEZE without INIT; return the message after loading.
-
-    MODEL.heads counts as stated if set on the command line, or in a config file that also sets INIT.
-    """
+def check_init(config: Mapping[str, Any], resume: str) -> str:
+    """Raise `UserError` if INIT's weights do not fit, or for FREEZE without INIT; return the message after loading."""
     if not config["INIT"]:
-        if config["FREEZE"] and args.resume in (AUTO, NEVER):
+        if config["FREEZE"] and resume in (AUTO, NEVER):
             raise UserError(
                 f"FREEZE={config['FREEZE']!r} without INIT trains a head on random weights: add --init or omit FREEZE"
             )
         return ""
-    keys = {setting.partition("=")[0] for setting in args.set}
-    heads_stated = bool(keys & {"MODEL", "MODEL.heads"}) or not (args.init or "INIT" in keys)
-    classes = config["MODEL"]["num_classes"]
-    _, done = fit_pretrained(build_on_meta(config["MODEL"]), config["INIT"], heads_stated=heads_stated)
-    return done if classes else done.partition(";")[0]
+    _, done = fit_pretrained(build_on_meta(config["MODEL"]), config["INIT"])
+    return done if config["MODEL"]["num_classes"] else done.partition(";")[0]
 
 
 def spare_classes(config: Mapping[str, Any], data: DataSummary) -> str:
@@ -86,13 +160,6 @@ def spare_classes(config: Mapping[str, Any], data: DataSummary) -> str:
         f"warning: MODEL.num_classes={classes} is more than the data set's {data.num_classes} classes; None takes as "
         "many as it has"
     )
-
-
-def _resolve_init(source: str | None) -> str | None:
-    try:
-        return source and resolve_source(source)
-    except UserError as error:
-        raise UserError(f"INIT={error}") from error
 
 
 def _check_classes(num_classes: int | None, data: DataSummary) -> int:
@@ -114,7 +181,6 @@ def _check_builds(config: Mapping[str, Any], plan: Plan, is_dry_run: bool) -> Mi
         check_limits(config, plan, torch.cuda.get_device_properties(0).total_memory, "a GPU here")
     else:
         check_limits(config, plan, memory_bytes(), "this machine")
-    model = {**config["MODEL"], "num_classes": config["MODEL"]["num_classes"] or 1}
-    check_tensor_parallel(config["parallel"], model, plan.micro_batch, plan.gpus)
+    check_tensor_parallel(config["parallel"], config["MODEL"], plan.micro_batch, plan.gpus)
     check_trackers(config["LOG"]["trackers"])
     return build_mixed_precision(config["fp16"], device)

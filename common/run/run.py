@@ -19,7 +19,7 @@ from common.checkpoint.save import newest_checkpoint
 from common.checkpoint.weights import load_pretrained
 from common.colossal import BaseHook, ParallelMode, gpc, shutdown
 from common.config.plan import Plan
-from common.errors import UserError
+from common.errors import UserError, print_wrapped
 from common.files import ROOT, own_file, short_path, unlock_folder
 from common.launch.signals import exit_code, signal_name, stop_signals
 from common.metrics.curves import Metrics, read_metrics
@@ -27,7 +27,6 @@ from common.metrics.hook import MetricsHook
 from common.metrics.measurements import Measurement
 from common.model.ema import EmaHook
 from common.model.flops import peak_images_per_s
-from common.table import print_wrapped
 
 
 @dataclass

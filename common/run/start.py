@@ -19,12 +19,11 @@ from common.checkpoint.resume import (
     choose_checkpoint,
     finished_step,
     note_start,
-    saved_order,
 )
 from common.colossal import progress, shutdown
 from common.config.load import named_root
 from common.data.sampler import window_bytes
-from common.errors import AT_END, UserError
+from common.errors import AT_END, UserError, print_wrapped
 from common.files import is_url, lock_folder, unlock_folder
 from common.hardware import describe_run, memory_bytes
 from common.launch.detect import detect_launch, start
@@ -33,18 +32,15 @@ from common.metrics.measurements import LearningRateFinder, ProfilerHook
 from common.model.flops import peak_images_per_s
 from common.planner.dry_run import describe_options, print_dry_run
 from common.planner.prediction import parse_cluster
-from common.run.arguments import parse_arguments
-from common.run.prepare import Prepared, check_init, prepare_run, spare_classes
+from common.run.prepare import Prepared, check_init, parse_arguments, prepare_run, spare_classes
 from common.run.run import Run, read_evaluations
-from common.table import print_wrapped
 from common.task import Task
 
 
 def start_run(argv: list[str], description: str | None, task: Task) -> Run | None:
     """Run all checks, then start the process group and put the config into ``gpc.config``.
 
-    config.json records the task's name, by which tools find it. Returns None if there is nothing to train: after
-    ``--dry-run``, which needs neither data nor GPUs, and for a finished run.
+    Returns None if there is nothing to train: after ``--dry-run``, and for a finished run.
     """
     args = parse_arguments(argv, description)
     launch = detect_launch(args, os.environ)
@@ -54,7 +50,6 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
         if is_main:
             _print_plan(args, prepared, task)
         return None
-    assert data is not None
     AT_END.callback(stop_signals.restore)
     stop_signals.install(launch.launcher == "torch", progress, config["TIMEOUT"])
     start(launch, config)
@@ -62,18 +57,17 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
     start_from, finished = ask_first_rank(lambda: find_start(output, args, prepared))
     if finished:
         shutdown()
-        stop_signals.restore()
         if is_main:
             print_wrapped(finished)
         return None
     order, reading = ask_first_rank(lambda: choose_order(prepared, start_from))
     plan, measurement = replace(prepared.plan, order=order), None
-    if steps := args.find_lr or args.profile:  # from the first step, over as many epochs as needed
+    if steps := args.find_lr or args.profile:
         measurement = (LearningRateFinder if args.find_lr else ProfilerHook)(output, steps, is_main)
-        steps = measurement.total_steps
+        steps = measurement.total_steps  # from the first step, over as many epochs as needed
         plan = replace(plan, epochs=steps, last_step=steps, total_steps=max(steps, plan.total_steps))
     about = {"name": Path(args.config).stem, "task": task.name, "config": config, "plan": asdict(plan)}
-    about |= {"data": asdict(data), **describe_run(argv)}
+    about |= {"data": asdict(data), **describe_run(argv)}  # pyright: ignore[reportArgumentType]
     about |= ask_first_rank(lambda: note_start(about, start_from))
     if is_main:
         _announce(args.config, prepared._replace(plan=plan), reading)
@@ -87,7 +81,7 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tu
     """
     config, plan, data, _ = prepared
     if args.resume in (AUTO, NEVER) and not (output / CONFIG).exists():  # an existing run is past its INIT
-        check_init(config, args)
+        check_init(config, args.resume)
     lock_folder(output)
     if args.find_lr or args.profile:
         return None, ""
@@ -128,7 +122,7 @@ def choose_order(prepared: Prepared, start_from: Path | None = None) -> tuple[st
     if order := options["order"]:
         why = "set by DATA.order"
     elif start_from:
-        order, why = saved_order(read_about(start_from)) or "random", "as before"
+        order, why = read_about(start_from)["plan"]["order"], "as before"
     else:
         order = "blocks" if is_large and data.is_shuffled else "random"
         does = "are remote" if is_remote else f"{'exceed' if is_large else 'fit into'} the {_size(memory)} of memory"
@@ -147,7 +141,7 @@ def _size(nbytes: float) -> str:
 
 def _print_plan(args: argparse.Namespace, prepared: Prepared, task: Task) -> None:
     config, plan, data, _ = prepared
-    notes = {"weights": check_init(config, args)}
+    notes = {"weights": check_init(config, args.resume)}
     if data:
         notes |= {"classes": spare_classes(config, data), "reading": choose_order(prepared)[1]}
     elif root := named_root(config):
@@ -179,23 +173,14 @@ def _announce(name: str, prepared: Prepared, reading: str) -> None:
 
 
 def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int) -> str:
-    """Return a warning and a lower bound of the step time where a GPU is not used, or a recipe for GPUs finds none.
-
-    For GPUs are those that say more than one, and ViT-S or larger at 224 pixels.
-    """
+    """Return a warning where training is slow without a GPU, with a lower bound of the time of a step."""
     if torch.cuda.is_available():
         return ""
-    model, reasons = config["MODEL"], []
+    model, why = config["MODEL"], ""
     if Path("/dev/nvidia0").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        cuda = torch.version.cuda
-        reasons.append(f"torch, built for CUDA {cuda}, cannot use the GPU: see Requirements in README.md")
-    is_large = model["width"] >= 384 and model["image_size"] >= 224
-    if is_large or config["GPUS"] > 1:
-        remedy = "" if is_large else f" (GPUS={config['GPUS']}; set GPUS=1 if it is not)"
-        reasons.append(f"the recipe is written for GPUs{remedy}")
-    if not reasons:
-        return ""
-    warning = f"warning: training on the CPU: {'; '.join(reasons)}"
+        why = f": torch, built for CUDA {torch.version.cuda}, cannot use the GPU: see Requirements in README.md"
     seconds = total_batch / peak_images_per_s(model, config["fp16"], processes, torch.device("cpu"), config["FREEZE"])
+    if seconds < 1:
+        return why and f"warning: training on the CPU{why}"
     duration = f"{seconds:.2g} s" if seconds < 100 else f"{seconds / 60:,.0f} min"
-    return f"{warning}; a step of {total_batch:,} images takes at least {duration}" if seconds >= 0.1 else warning
+    return f"warning: training on the CPU{why}; a step of {total_batch:,} images takes at least {duration}"

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from common.checkpoint.content import CONFIG, METRICS, RANDOM, TRAINER, read_trainer_state
-from common.checkpoint.save import newest_checkpoint
-from common.checkpoint.state import MODEL, OPTIMIZER, Tensors
+from common.checkpoint.content import CONFIG, METRICS, MODEL, OPTIMIZER, RANDOM, TRAINER, read_trainer_state
+from common.checkpoint.save import Tensors, newest_checkpoint
 from common.config.load import load_config
 from common.config.plan import DataSummary, build_plan
 from common.hardware import describe_run
@@ -44,6 +43,7 @@ def build_content(step: int = 1, value: float = 0.0, *settings: str) -> dict[str
         "optimizer": {"updates": step, "skipped": 0, "skipped_in_a_row": 0, "scaler": None},
         "metrics": [{"steps": 0, "micro_batches": 0, "loss": 0.0}],
         "best_top1": 0.5,
+        "best_loss": 0.0,
         "ranks": {"gpus": 1, "parallel": about["config"]["parallel"]},
     }
     return {

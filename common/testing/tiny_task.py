@@ -12,12 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from common.colossal import Trainer, gpc
-from common.config.model_arguments import timm_arguments
 from common.config.plan import DataSummary
 from common.data import image_loaders
 from common.data.image_folder import FolderSplit, list_files
 from common.data.loader import Loader
-from common.model.build import build_model
+from common.model.build import build_model, timm_arguments
 from common.model.training import build_training
 from common.run.start import start_run
 from common.task import TASKS, Task

@@ -8,7 +8,7 @@ python scripts/evaluate.py vit_small_patch16_224.augreg_in21k_ft_in1k --data /da
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,12 @@ from common.colossal import ParallelMode, Predictor, gpc, naming_lost_ranks, shu
 from common.config.load import data_root
 from common.config.plan import DataSummary
 from common.data.image_folder import SPLITS
-from common.errors import UserError
-from common.files import own_file, short_path
+from common.errors import UserError, format_table
+from common.files import own_file, short_path, write_csv
 from common.hardware import describe_run
 from common.launch.detect import add_launch_arguments, detect_launch, start
+from common.metrics.curves import build_figure, save_figure
 from common.metrics.hook import count_correct
-from common.plot import build_figure, save_figure
-from common.table import Row, format_table, write_csv
 from common.task import find_task
 
 ONE_PROCESS = dict(pipeline=1, tensor=dict(size=1, mode=None))  # a model that is not cut
@@ -52,7 +51,7 @@ def main(argv: list[str]) -> None:
     launch = detect_launch(args, os.environ)
     run = open_model(args.run, [*args.set, *([f"DATA.root={args.data}"] if args.data else [])], raw=args.raw)
     data = run.config["DATA"]
-    task = find_task(run.task)
+    task = find_task(run.about["task"])
     data["root"] = data_root(run.config, task.download)
     if args.split and not task.has_splits:
         raise UserError(f"--split {args.split}: {task.name} has one evaluation set; leave it out")
@@ -141,7 +140,7 @@ def _report(run: SavedRun, tally: Tally, output: Path, argv: list[str]) -> None:
     print("top1={top1:.4f} top5={top5:.4f} loss={loss:.4f} samples={samples}".format(**metrics), flush=True)
 
 
-def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[Row]:
+def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[dict[str, Any]]:
     """Return a row for each class that has samples.
 
     ``answers`` holds [label, answer, whether the label is among the first five answers] in its rows, by samples.
@@ -171,7 +170,7 @@ def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[Row]:
     ]
 
 
-def print_extremes(rows: Sequence[Row]) -> None:
+def print_extremes(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the classes by top-1, the worst first; of many only the first and the last."""
     ordered = sorted(rows, key=lambda row: (row["top1"], row["class"]))
     if len(ordered) <= 2 * SHOWN:

@@ -25,9 +25,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from common.checkpoint.saved_run import SavedRun, build_parser, open_run
-from common.config.model_arguments import is_not_timms, timm_arguments, timm_name
 from common.errors import UserError
 from common.files import short_path
+from common.model.build import is_not_timms, timm_arguments, timm_name
 from common.task import find_task
 
 WEIGHTS = "model.safetensors"
@@ -81,7 +81,7 @@ def describe_for_timm(run: SavedRun) -> dict[str, Any]:
     """
     arguments = timm_arguments(**run.config["MODEL"])
     size, data, is_own = arguments["img_size"], run.config["DATA"], is_not_timms(**run.config["MODEL"])
-    short_side = find_task(run.task).build_eval_crop(data, size).short_side
+    short_side = find_task(run.about["task"]).build_eval_crop(data, size).short_side
     return {
         "architecture": "none" if is_own else timm_name(**run.config["MODEL"]) or ANY_PLAIN_VIT,
         "num_classes": arguments["num_classes"],

@@ -74,7 +74,7 @@ def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
     A class has ``class`` (its name), ``label`` and ``probability``. Images are prepared as for the run's evaluation.
     """
     size, data = run.config["MODEL"]["image_size"], run.config["DATA"]
-    read = partial(_read, crop=find_task(run.task).build_eval_crop(data, size), size=size)
+    read = partial(_read, crop=find_task(run.about["task"]).build_eval_crop(data, size), size=size)
     predictor = Predictor(run.load_model(), run.config)
     normalize = Normalizer(data["mean"], data["std"], predictor.device)
     names, remaining = run.class_names, iter(images)

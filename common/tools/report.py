@@ -28,10 +28,10 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from common.checkpoint.content import METRICS, RunInfo, read_about
+from common.config.fields import flatten
 from common.errors import UserError, command_parser, counted
 from common.files import own_file, short_path
 from common.metrics.curves import Metrics, name_loss, read_metrics
-from common.table import flatten
 
 ABSENT = "-"
 SEED = "SEED"  # in a sweep, its values are repetitions

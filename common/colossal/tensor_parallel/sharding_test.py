@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from common.colossal import ParallelMode, describe_tensor_parallel, gpc, shard_model
 from common.colossal.tensor_parallel.layers import LayerNorm, Linear2D
 from common.colossal.tensor_parallel.layout import LAYOUTS, ROW_2D
-from common.planner.counters import Traffic
+from common.planner.step_estimate import Traffic
 from common.testing.parity_cases import CASES, blended_loss, build_engine, build_tiny_model, micro_batches
 from common.testing.ranks import launched, run_ranks
 

@@ -77,10 +77,12 @@ def load_own_config(config: Any) -> dict[str, Any]:
 def restore_config(values: Mapping[str, Any], settings: Sequence[str], where: str) -> dict[str, Any]:
     """Return a config that was read back from JSON, checked, with ``settings`` (``KEY=VALUE``) applied.
 
-    Raises `UserError` for unknown keys and wrong values, naming the file ``where`` it comes from.
+    A key that was None and is no longer known is left out. Raises `UserError` for other unknown keys and wrong values,
+    naming the file ``where`` it comes from.
     """
     changed = {key: override(changes, values.get(key)) for key, changes in parse_settings(settings).items()}
-    return parse(Config, {**values, **changed}, where).model_dump()
+    kept = {key: value for key, value in values.items() if value is not None or key in Config.model_fields}
+    return parse(Config, {**kept, **changed}, where).model_dump()
 
 
 def find_config(name: str, base: str | None = None) -> Path:

@@ -172,7 +172,8 @@ def test_a_variable_of_the_files_own_is_no_key(write):
 def test_a_config_that_was_written_as_json_is_the_same():
     changes = ["fp16=dict(mode=AMP_TYPE.APEX, opt_level='O2')", "DATA.randaugment=[2, 10]", "OPTIMIZER.eps=1e-9"]
     config = load_config("quickstart", changes)
-    assert restore_config(json.loads(json.dumps(config, default=str)), [], "config.json") == config
+    written = json.loads(json.dumps(config | {"gradient_handler": None}, default=str))  # a key of earlier versions
+    assert restore_config(written, [], "config.json") == config
 
 
 def test_a_missing_config_names_the_nearest():

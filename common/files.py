@@ -30,11 +30,6 @@ class Schema(BaseModel):
 S = TypeVar("S", bound=BaseModel)
 
 
-def is_url(place: object) -> bool:
-    """Return whether ``place`` is in object storage or on a web server."""
-    return "://" in str(place)
-
-
 def short_path(path: Path) -> str:
     """Return ``path``, to be printed, relative to the current folder if it is below it."""
     with contextlib.suppress(OSError, ValueError):  # the current folder is gone, or ``path`` is elsewhere

@@ -9,8 +9,7 @@ manifest.json                    checksums of shards and tables; written last
 import importlib.util
 import runpy
 import struct
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -20,9 +19,8 @@ from crc32c import crc32c
 from pydantic import FailFast, Field
 
 from common.data.image_folder import check_class_names
-from common.data.remote import BlockCache, RemoteFolder
 from common.errors import UserError
-from common.files import Count, Schema, fingerprint_of, is_url, read_json, read_text, sha256_of
+from common.files import Count, Schema, fingerprint_of, read_json, read_text, sha256_of
 
 FORMAT = 1
 MANIFEST, LABELS = "manifest.json", "labels.txt"
@@ -83,14 +81,12 @@ class Split:
     """One split of a prepared data set, opened by `open_split`."""
 
     is_prepared: ClassVar[bool] = True  # RGB JPEGs, turned as their EXIF blocks said
-    root: Path | str
+    root: Path
     name: str
-    shards: Sequence[Path | str]
+    shards: Sequence[Path]
     records: np.ndarray  # of RECORD, memory-mapped
     class_names: list[str]
     fingerprint: str  # of the whole data set
-    read_range: Callable[[Any, int, int], bytes]  # part of a shard: its place, the first byte, the number of bytes
-    cache: BlockCache | None = None
 
     @property
     def num_classes(self) -> int:
@@ -109,29 +105,17 @@ class Split:
     def read_span(self, first: int, end: int) -> list[tuple[memoryview, int] | UserError]:
         """Return what `read` does for each of consecutive records of a shard, read at once.
 
-        Bad records are returned as errors; a failure of object storage is raised.
+        Bad records are returned as errors.
         """
         rows = self.records[first:end].tolist()
         shard, start = rows[0][0], min(offset for _, offset, *_ in rows)
         length = max(offset + size for _, offset, size, *_ in rows) - start
 
-        def fetch() -> bytes:
-            return self.read_range(self.shards[shard], start, length)
-
-        def unpack(data: bytes) -> list[tuple[memoryview, int] | UserError]:
-            view = memoryview(data)
-            return [self._unpack(index, row, view[row[1] - start :]) for index, row in enumerate(rows, first)]
-
         try:
-            if self.cache:
-                key = f"{self.fingerprint}/{self.name}/{shard}/{start}/{length}"
-                records = unpack(self.cache.read(key, fetch))
-                if not any(isinstance(record, UserError) for record in records):
-                    return records
-                self.cache.path(key).unlink(missing_ok=True)  # the cache's disk may have damaged them
-            return unpack(fetch())
+            view = memoryview(read_file_range(self.shards[shard], start, length))
         except OSError as error:
             return [self.fault(index, error) for index in range(first, end)]
+        return [self._unpack(index, row, view[row[1] - start :]) for index, row in enumerate(rows, first)]
 
     def _unpack(self, index: int, row: tuple[int, ...], data: memoryview) -> tuple[memoryview, int] | UserError:
         _, _, size, image_start, image_size, label, *_ = row
@@ -152,10 +136,6 @@ class Split:
         blocks = offsets * -(-ends // nbytes)[shards] // ends[shards]
         starts = np.flatnonzero(np.diff(shards) | np.diff(blocks)) + 1
         return np.concatenate([[0], starts, [len(self)]])
-
-    @property
-    def is_remote(self) -> bool:
-        return is_url(self.root)
 
     @property
     def nbytes(self) -> int:
@@ -189,38 +169,24 @@ def read_file_range(path: Path, offset: int, length: int) -> bytes:
         return file.read(length)
 
 
-def open_split(root: Path | str, split: str, cache: BlockCache | None = None) -> Split:
-    """Open one split of the data set in a folder or below a URL; the shards themselves are not read.
+def open_split(root: Path, split: str) -> Split:
+    """Open one split of the data set in a folder; the shards themselves are not read.
 
     Raises `UserError` naming the first file that is missing or differs from the manifest.
     """
-    if not is_url(root):
-        return _open(Path(root), split, cache)
-    remote = RemoteFolder(str(root))
-    with tempfile.TemporaryDirectory() as folder:  # the table stays mapped after the removal
-        for name in (MANIFEST, LABELS, f"records/{split}.npy"):
-            (Path(folder) / name).parent.mkdir(exist_ok=True)
-            (Path(folder) / name).write_bytes(remote.read(name))
-        return _open(Path(folder), split, cache, remote)
-
-
-def _open(folder: Path, split: str, cache: BlockCache | None, remote: RemoteFolder | None = None) -> Split:
-    """Open a split by its tables in ``folder``; with ``remote`` the shards are elsewhere."""
-    manifest = read_manifest(folder)
+    manifest = read_manifest(root)
     if split not in manifest.splits:
-        raise UserError(f"{folder}: no {split} split, only {', '.join(manifest.splits)}; name it with --split")
+        raise UserError(f"{root}: no {split} split, only {', '.join(manifest.splits)}; name it with --split")
     entries = manifest.splits[split].shards
-    for fault in () if remote else find_faults(folder, entries):
+    for fault in find_faults(root, entries):
         raise UserError(f"{fault}; {REMEDY}")
     return Split(
-        root=remote.url if remote else folder,
+        root=root,
         name=split,
-        shards=[f"{remote.url}/{entry.name}" if remote else folder / entry.name for entry in entries],
-        records=read_table(folder, manifest, split),
-        class_names=read_labels(folder / LABELS),
+        shards=[root / entry.name for entry in entries],
+        records=read_table(root, manifest, split),
+        class_names=read_labels(root / LABELS),
         fingerprint=manifest.fingerprint,
-        read_range=remote.read_range if remote else read_file_range,
-        cache=cache,
     )
 
 

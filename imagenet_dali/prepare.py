@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from common.data.image_folder import MAX_BAD_SHARE, NAMED, SPLITS, Files
 from common.errors import UserError, counted, printable, run_command
-from common.files import folder_lock, is_url
+from common.files import folder_lock
 from common.hardware import cores
 from imagenet_dali.dataset import MANIFEST, PARTIAL, RECORD, REMEDY, read_manifest
 from imagenet_dali.find_images import VALIDATION_SHARE, Place, Source, list_source
@@ -90,8 +90,6 @@ def _build_parser() -> argparse.ArgumentParser:
 def _check_arguments(args: argparse.Namespace) -> None:
     if args.source is None or args.check + args.adopt + (args.dest is not None) != 1:
         raise UserError("give SOURCE and DEST, or --check DIR, or --adopt DIR; see --help")
-    if url := next((place for place in (args.source, args.dest) if place and is_url(place)), None):
-        raise UserError(f"{url}: name a local folder, and copy the finished data set to its URL (docs/data.md)")
     for name, most in dict(validation_share=0.99, workers=1024, shards=50_000, short_side=65_535).items():
         value = getattr(args, name)
         if value is not None and not (name != "validation_share") <= value <= most:

@@ -12,9 +12,8 @@ from common.data import image_loaders
 from common.data.crops import Crop
 from common.data.image_folder import FolderSplit
 from common.data.loader import BatchReader, Loader
-from common.data.remote import BlockCache
 from common.errors import UserError
-from common.files import fingerprint_of, is_url
+from common.files import fingerprint_of
 from common.task import Task
 from imagenet_dali.dataset import MANIFEST, PARTIAL, Split, open_split
 from imagenet_dali.find_images import list_source
@@ -74,15 +73,9 @@ def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
 
     Only the torchvision loader reads image folders that were not prepared.
     """
-    root, is_remote = Path(data["root"]), is_url(data["root"])
-    if data["loader"] == "dali" or is_remote or any((root / name).exists() for name in (MANIFEST, PARTIAL)):
-        cache = data.get("cache") and _open_cache(data["cache"], round(1e9 * data["cache_gb"]))
-        return _open_remote(data["root"], split, cache) if is_remote else open_split(root, split, cache)
-    if data.get("cache"):
-        raise UserError(
-            f"DATA.cache={data['cache']}: of a folder of images nothing is cached; leave it out, or make shards with "
-            "`python -m imagenet_dali.prepare`"
-        )
+    root = Path(data["root"])
+    if data["loader"] == "dali" or any((root / name).exists() for name in (MANIFEST, PARTIAL)):
+        return open_split(root, split)
     splits, _ = _open_folder(root, data.get("split"))
     if split not in splits:
         raise UserError(f"DATA.root={root} has no {split} split: add {root / split}/<class>/*")
@@ -97,14 +90,6 @@ def _open_folder(root: Path, split: str | None) -> tuple[dict[str, FolderSplit],
         raise UserError(f"DATA.root={root}: tars and parquet files are read by `python -m imagenet_dali.prepare` only")
     splits = {name: FolderSplit(root, source.class_names, files) for name, files in source.splits.items()}
     return splits, source.validation
-
-
-_open_remote = functools.cache(open_split)  # a few requests
-
-
-@functools.cache  # which warns once
-def _open_cache(folder: str, most: int) -> BlockCache:
-    return BlockCache(Path(folder).expanduser().absolute(), most)
 
 
 def _options(images: Split | FolderSplit, data: Mapping[str, Any], in_blocks: bool) -> dict[str, Any]:

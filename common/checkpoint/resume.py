@@ -20,7 +20,7 @@ NEVER, AUTO = "never", "auto"
 FIXED = ("TOTAL_BATCH_SIZE", "SEED", "OPTIMIZER.name")
 # These say where, how fast and how often, not what is trained: they may change at every start.
 HARMLESS = (
-    *("BATCH_SIZE", "CHECKPOINT_EVERY", "COMPILE", "DATA.allow_change", "DATA.cache", "DATA.cache_gb", "DATA.download"),
+    *("BATCH_SIZE", "CHECKPOINT_EVERY", "COMPILE", "DATA.allow_change", "DATA.download"),
     *("DATA.loader", "DATA.root", "DATA.workers", "EVAL_EVERY", "GPUS", "KEEP", "LOG", "MAX_SKIPPED", "MAX_STEPS"),
     *("MICRO_BATCH_SIZE", "OUTPUT"),
     *("MODEL.activation_checkpoint", "TENSOR_PARALLEL_MODE", "TENSOR_PARALLEL_SIZE", "TIMEOUT", "cudnn_benchmark"),

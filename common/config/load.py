@@ -17,7 +17,7 @@ from common.colossal import AMP_TYPE, check_compile, check_zero, resolve_paralle
 from common.config.fields import check_given, parse, values_of
 from common.config.schema import Config, Data, find_key
 from common.errors import UserError, did_you_mean, is_first_process, print_wrapped
-from common.files import is_url, read_bytes, short_path
+from common.files import read_bytes, short_path
 
 FOLDER = Path(configs.__path__[0])
 PREDEFINED = {"AMP_TYPE": AMP_TYPE}  # without an import, as Colossal-AI's benchmark prints its config files
@@ -148,10 +148,6 @@ def data_root(config: Mapping[str, Any], download: str = "") -> str:
     root = named_root(config)
     if not root:
         raise UserError("DATA.root is not set: say where the data set is with DATA=/path or --set DATA.root=/path")
-    if is_url(root):
-        if download:
-            raise UserError(f"DATA.root={root}: this task reads folders only; name one that has {download}")
-        return root
     path = Path(root).resolve()
     if not config["DATA"]["download"] and not (path.is_dir() and any(path.iterdir())):
         state = "is empty" if path.is_dir() else "is not a folder"

@@ -110,9 +110,7 @@ TimmRandAugment = Annotated[
 
 
 class Data(Section):
-    root: str | None = key(None, "folder or URL (s3, gs, az, https) of the data set; `None`: `$DATA`")
-    cache: str | None = key(None, "folder on a local disk that keeps what is read of shards (data.md)")
-    cache_gb: Number = key(100, "most that `cache` takes of its disk", unit="GB", ge=1e-6, le=1e6)
+    root: str | None = key(None, "folder of the data set; `None`: `$DATA`")
     download: bool = key(False, "CIFAR-10, Caltech-101: fetch the data set into `root` if it is not there")
     allow_change: bool = key(False, "resume from a checkpoint that was trained on another data set")
     loader: Literal["dali", "torchvision"] = key("dali", "which loader decodes")
@@ -120,7 +118,7 @@ class Data(Section):
     order: Literal[None, "blocks", "random"] = key(
         None,
         "order over shards (data.md); blocks: in large reads, shuffled within windows; random: image by image; `None`: "
-        "blocks where the training shards are remote or exceed the host's memory",
+        "blocks where the training shards exceed the host's memory",
     )
     block: Number = key(16, "most that is read at once in blocks", unit="MB", ge=1e-3, le=1e4)
     window: int = key(2, "blocks that each of the 64 streams of `order='blocks'` shuffles", ge=1, le=10**4)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # keys of DATA for small images, which are held in memory
 UNUSED = ("crop_padding", "autoaugment")
 # and for shards
-SHARDS_ONLY = ("order", "block", "window", "cache", "cache_gb")
+SHARDS_ONLY = ("order", "block", "window")
 
 
 class ImageSplit(Protocol):
@@ -49,9 +49,9 @@ class TorchvisionReader:
 
     ``mean`` and ``std`` are of RGB values from 0 to 1. ``crop`` takes the first numbers of a draw, ``augment`` the
     last. Whole batches are made by ``workers`` processes, or in this one if 0; of draws with spans, each of which is
-    read once, and of remote data the workers only decode. Rows of padding, and of images that cannot be read, are zeros
-    with label -100. The latter are named on stderr; more than `MAX_BAD_SHARE` of what one of ``dp_size`` processes
-    reads in a pass raises `UserError`, and so does a worker that dies.
+    read once, the workers only decode. Rows of padding, and of images that cannot be read, are zeros with label -100.
+    The latter are named on stderr; more than `MAX_BAD_SHARE` of what one of ``dp_size`` processes reads in a pass
+    raises `UserError`, and so does a worker that dies.
     """
 
     def __init__(
@@ -70,8 +70,7 @@ class TorchvisionReader:
     ) -> None:
         del batch  # its largest draw, for other readers
         self.device = device
-        self._records = RecordReader(cast(RecordSource, split))  # called for draws with spans and remote data only
-        self._is_remote = getattr(split, "is_remote", False)  # what reads it does not survive a fork
+        self._records = RecordReader(cast(RecordSource, split))  # called for draws with spans only
         self._bad = BadImages(len(split) / dp_size)
         self._normalize = Normalizer(mean, std, device)
         self._pool = WorkerPool(partial(_decode_draw, split, crop, size, augment), workers)
@@ -99,7 +98,7 @@ class TorchvisionReader:
     def _tasks(self, draws: Iterator[Draw]) -> Iterator[tuple[Draw, list[Record] | None]]:
         """Yield the draws with records that can be sent to another process, or with None for a worker to read them."""
         for first in draws:
-            if first.spans is None and not self._is_remote:
+            if first.spans is None:
                 yield first, None
                 continue
             for draw, records in self._records.read(chain([first], draws)):

@@ -1,11 +1,8 @@
-"""Archives that are downloaded and unpacked; the cache of what is read by ranges."""
+"""Archives that are downloaded and unpacked."""
 
-import errno
 import gc
 import hashlib
 import io
-import os
-import random
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -16,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.data.remote import BlockCache, download, extract, fetch
+from common.data.remote import download, extract, fetch
 from common.errors import UserError
 from common.testing.ranks import run_ranks
 
@@ -109,31 +106,3 @@ def test_of_four_processes_one_downloads_and_unpacks(tmp_path):
     assert (place[0] / "one").read_bytes() == CONTENT
     with pytest.raises(UserError, match="archive: its MD5 is not 0: --set DATA.download=True fetches 4 TB"):
         fetch(tmp_path / "data", tmp_path / "archive", "", "0", False, "data/", "4 TB")
-
-
-def is_hit(cache: BlockCache, key: str) -> bool:
-    fetched, content = [], random.Random(key).randbytes(1000)
-    assert cache.read(key, lambda: fetched.append(key) or content) == content
-    return not fetched
-
-
-def test_the_cache_keeps_what_fits(tmp_path: Path) -> None:
-    cache = BlockCache(tmp_path, 11_200)
-    for key in "abcdefghijkl":
-        assert not is_hit(cache, key)
-    assert all(is_hit(BlockCache(tmp_path, 11_200), key) for key in "abcdefghijk")
-    assert not is_hit(cache, "l")
-    assert not is_hit(BlockCache(tmp_path, 11_200), "m")
-    assert len(list(tmp_path.iterdir())) == 11
-
-
-def test_a_full_disk_costs_the_cache_only(tmp_path: Path, capsys, monkeypatch) -> None:
-    def replace(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    cache = BlockCache(tmp_path, 10**6)
-    monkeypatch.setattr(Path, "replace", replace)
-    assert not any(is_hit(cache, key) for key in "ab")
-    assert list(tmp_path.iterdir()) == []
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"warning: DATA.cache={tmp_path}: No space left on device; continuing without it")

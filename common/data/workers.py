@@ -44,7 +44,7 @@ class RecordReader:
     """Yield draws with their records, while the next draws are read; a span stays in memory until its last use.
 
     At least `DRAWS_AHEAD` draws are ahead, and more of them up to `BYTES_AHEAD` and `MOST_DRAWS_AHEAD`. Bad records
-    are yielded as errors; a failure of the storage is raised.
+    are yielded as errors.
     """
 
     def __init__(self, source: RecordSource) -> None:

@@ -16,7 +16,6 @@ from common.config.load import data_root, load_config, named_root
 from common.config.plan import DataSummary, Plan, build_plan
 from common.config.schema import describe_keys, find_key
 from common.errors import UserError, command_parser
-from common.files import is_url
 from common.hardware import memory_bytes
 from common.launch.detect import Launch, add_launch_arguments
 from common.metrics.loggers import check_trackers
@@ -125,7 +124,7 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
         gpus = args.gpus or args.world_size or config["GPUS"]
     data, root = None, named_root(config)
     is_to_fetch = config["DATA"]["download"] and Path(root).is_dir() and not any(Path(root).iterdir())
-    if not args.dry_run or (root and (is_url(root) or Path(root).exists()) and not is_to_fetch):
+    if not args.dry_run or (root and Path(root).exists() and not is_to_fetch):
         config["DATA"]["root"] = data_root(config, task.download)
         data = task.describe(config["DATA"])
         config["MODEL"]["num_classes"] = _check_classes(config["MODEL"]["num_classes"], data)

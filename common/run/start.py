@@ -24,7 +24,7 @@ from common.colossal import progress, shutdown
 from common.config.load import named_root
 from common.data.sampler import window_bytes
 from common.errors import AT_END, UserError, print_wrapped
-from common.files import is_url, lock_folder, unlock_folder
+from common.files import lock_folder, unlock_folder
 from common.hardware import describe_run, memory_bytes
 from common.launch.detect import detect_launch, start
 from common.launch.signals import stop_signals
@@ -117,22 +117,20 @@ def choose_order(prepared: Prepared, start_from: Path | None = None) -> tuple[st
     if data is None or not data.shard_bytes:
         return None, ""
     options, memory = config["DATA"], memory_bytes()
-    is_remote = is_url(options["root"])
-    is_large = is_remote or data.shard_bytes > memory
+    is_large = data.shard_bytes > memory
     if order := options["order"]:
         why = "set by DATA.order"
     elif start_from:
         order, why = read_about(start_from)["plan"]["order"], "as before"
     else:
         order = "blocks" if is_large and data.is_shuffled else "random"
-        does = "are remote" if is_remote else f"{'exceed' if is_large else 'fit into'} the {_size(memory)} of memory"
-        why = f"since {_size(data.shard_bytes)} of training shards {does}"
+        does = "exceed" if is_large else "fit into"
+        why = f"since {_size(data.shard_bytes)} of training shards {does} the {_size(memory)} of memory"
         why += " but are sorted by class: prepare them again for large reads" if is_large and order == "random" else ""
-    caching = f"; caching up to {options['cache_gb']:g} GB in {options['cache']}" if options["cache"] else ""
     if order == "random":
-        return order, f"in random order, {why}{caching}"
+        return order, f"in random order, {why}"
     held = min(data.shard_bytes, window_bytes(1e6 * options["block"], options["window"], plan.data_parallel))
-    return order, f"in blocks, {why}; holding up to {_size(held)} of them per process{caching}"
+    return order, f"in blocks, {why}; holding up to {_size(held)} of them per process"
 
 
 def _size(nbytes: float) -> str:

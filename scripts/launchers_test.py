@@ -18,12 +18,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from local_slurm import NODE, local_slurm
 from psutil import Error, Process, process_iter, wait_procs
 
 from common.checkpoint.save import newest_checkpoint
 from common.metrics.curves import read_metrics
 from common.testing.commands import copy_working_tree, wait_until
+from common.testing.local_slurm import NODE, local_slurm
 from common.testing.ranks import free_port
 from imagenet_dali.testing import prepare_data, run, write_config
 

@@ -65,7 +65,7 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
         place = _from_flags(args)
     else:
         place = {"rank": 0, "local_rank": 0, "world_size": 1, "host": LOOPBACK, "port": 0}
-    return Launch(launcher, **place, backend=_backend(args.backend))
+    return Launch(launcher, **place, backend=args.backend or ("nccl" if torch.cuda.is_available() else "gloo"))
 
 
 def start(launch: Launch, config: Mapping[str, Any]) -> None:
@@ -113,17 +113,12 @@ def _find_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
         return "torch"
     if "OMPI_COMM_WORLD_RANK" in environ:
         return "openmpi"
-    if _is_slurm_task(environ):
+    step = environ.get("SLURM_STEP_ID", "")  # the shell of sbatch or salloc has none, or a reserved one
+    if "SLURM_PROCID" in environ and step.isdigit() and int(step) < 0xFFFFFFF0:
         return "slurm"
     if args.world_size == 1 or all(getattr(args, flag) in (None, "") for flag in FLAGS):
         return "single"
     return "args"
-
-
-def _is_slurm_task(environ: Mapping[str, str]) -> bool:
-    """Distinguish a task of srun from the shell of sbatch or salloc: their steps have no or a reserved number."""
-    step = environ.get("SLURM_STEP_ID", "")
-    return "SLURM_PROCID" in environ and step.isdigit() and int(step) < 0xFFFFFFF0
 
 
 def _from_environment(launcher: str, args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -180,9 +175,3 @@ def _rendezvous(launcher: str, args: argparse.Namespace, environ: Mapping[str, s
 def _first_node(nodes: str) -> str:
     """Return the first host of a Slurm node list: ``gpu003`` for ``gpu[003-007,9],login``."""
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes).partition(",")[0]
-
-
-def _backend(name: str | None) -> str:
-    if name == "nccl" and not torch.cuda.is_available():
-        raise UserError("--backend nccl needs a GPU, and torch finds none: use gloo")
-    return name or ("nccl" if torch.cuda.is_available() else "gloo")

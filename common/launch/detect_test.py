@@ -92,15 +92,12 @@ def test_the_derived_port_is_that_of_the_step() -> None:
         ("--world_size 4 --rank 1", {}, "--host, --port missing"),
         ("", MPIRUN, "--host missing"),
         ("--world_size 2 --rank 2 --host h --port 1", {}, "--rank=2 is out of range: expected 0 to 1"),
-        ("--backend nccl", {}, "--backend nccl needs a GPU"),
     ],
 )
-def test_what_is_refused(line: str, environ: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_what_is_refused(line: str, environ: dict[str, str], message: str) -> None:
     with pytest.raises(UserError) as refusal:
         detect(line, environ)
     assert message in str(refusal.value)
-    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
-"""A real Slurm on this machine, one node with two CPUs: ``python scripts/local_slurm.py srun -n 2 hostname``.
+"""A real Slurm on this machine, one node with two CPUs.
 
 Needs root and Debian's packages slurm-wlm and munge. Uses free ports and a temporary folder; leaves no process behind.
 """
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -119,10 +117,3 @@ def _wait_until(condition: Callable[[], bool], folder: Path, timeout: float) -> 
             logs = "\n".join(f"--- {log.name}\n{log.read_text()[-2000:]}" for log in sorted(folder.glob("*.out")))
             raise RuntimeError(f"Slurm is not ready after {timeout:.0f} s\n{logs}")
         time.sleep(0.2)
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with local_slurm() as slurm:
-        code = subprocess.run(sys.argv[1:], env={**os.environ, **slurm}, check=False).returncode
-    sys.exit(code)

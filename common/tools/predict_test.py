@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common.errors import UserError
 from common.testing.tiny_task import NAMES, timm_logits
 from common.tools import predict
 
@@ -79,9 +78,3 @@ def test_what_is_no_image_is_named_and_the_others_are_answered(run, pictures, tm
     assert errors[2:] == [f"error: {names[2]}: No such file or directory"]
     answers = [json.loads(line) for line in outputs[1].out.splitlines()]
     assert ["error" in answer for answer in answers] == [True, True, True, False]
-
-
-def test_an_empty_folder_is_refused(run, tmp_path):
-    (tmp_path / "Thumbs.db").touch()
-    with pytest.raises(UserError, match="no images in this folder"):
-        predict.main([str(run), str(tmp_path)])

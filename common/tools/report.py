@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,8 @@ from common.files import own_file, short_path
 from common.metrics.curves import Metrics, name_loss, read_metrics
 
 ABSENT = "-"
+SHOWN = {"name", "config", "plan", "argv", "started"}  # elsewhere than under "Environment"
 SEED = "SEED"  # in a sweep, its values are repetitions
-BUCKETS = 300  # of a long curve
 # Title, factor from file to page, and whether the axis starts at 0.
 CHARTS: dict[str, tuple[str, float, bool]] = {
     "loss": ("Loss", 1, False),
@@ -51,8 +50,6 @@ CHARTS: dict[str, tuple[str, float, bool]] = {
     "backward_s": ("Backward passes of a step, ms", 1e3, True),
     "peak_memory_gb": ("Peak memory of a process, GB", 1, True),
 }
-
-Point = tuple[int, float | None]
 
 
 @dataclass(frozen=True)
@@ -252,7 +249,9 @@ def render(runs: Sequence[FinishedRun]) -> str:
             sweep=ranked if runs[0].values else [],
             verdict=verdict,
             keys={key: cells for key, cells in configs.items() if len(runs) == 1 or len(set(cells)) > 1},
-            environment=_align(map(_environment, runs)),
+            environment=_align(
+                _flat_text({key: value for key, value in run.about.items() if key not in SHOWN}) for run in runs
+            ),
             commands={run.name: shlex.join(["python", *run.about.get("argv", ())]) for run in runs},
             charts=Markup(json.dumps(charts, separators=(",", ":")).replace("<", "\\u003c")),
         )
@@ -281,17 +280,6 @@ SUMMARY: dict[str, Callable[[FinishedRun], str]] = {
     "Hardware": lambda run: name_hardware(run.about["hardware"]) if "hardware" in run.about else ABSENT,
     "Processes": lambda run: str(run.about.get("plan", {}).get("gpus", 1)),
 }
-
-
-def _environment(run: FinishedRun) -> dict[str, str]:
-    """Return each start as "step 65, 2026-11-22 09:01 UTC, bfloat16, processes: 2", and the rest of config.json."""
-    rows = {}
-    for number, start in enumerate(run.about.get("starts", ()), 1):
-        parts = [f"step {start.get('step', 0):,}", format_time(start["started"]) if "started" in start else ""]
-        parts += [start.get("dtype", ""), f"processes: {start['gpus']}" if "gpus" in start else ""]
-        rows[f"start {number}"] = ", ".join(filter(None, parts))
-    shown = {"name", "config", "plan", "argv", "starts", "started"}
-    return rows | _flat_text({key: value for key, value in run.about.items() if key not in shown})
 
 
 def _align(columns: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:
@@ -323,16 +311,5 @@ def _lines(run: FinishedRun, number: int, name: str, scale: float) -> Iterator[d
         pairs = [(line["step"], line[name]) for line in run.of_kind(kind) if name in line]
         points = [(x, None if y is None or math.isnan(y) else float(f"{y * scale:.6g}")) for x, y in pairs]
         if any(y is not None for _, y in points):
-            xs, ys = zip(*thin_out(points), strict=True)
+            xs, ys = zip(*points, strict=True)
             yield {"run": number, "kind": kind, "x": xs, "y": ys}
-
-
-def thin_out(points: Sequence[Point]) -> list[Point]:
-    """Return the points, or where they are many, of each of `BUCKETS` its ends, its extremes and a gap."""
-    size, kept = -(-len(points) // BUCKETS), []
-    for start in range(0, len(points), size):
-        part = points[start : start + size]
-        finite = sorted(((x, y) for x, y in part if y is not None), key=itemgetter(1))
-        gap = [point for point in part if point[1] is None][:1]
-        kept += sorted({part[0], part[-1], *finite[:1], *finite[-1:], *gap}, key=itemgetter(0))
-    return kept

@@ -1,6 +1,5 @@
 import csv
 import json
-import random
 import re
 from html import unescape
 
@@ -10,7 +9,6 @@ from common.errors import UserError
 from common.files import ROOT
 from common.testing.tiny_task import train as train_tiny
 from common.tools import report
-from common.tools.report import BUCKETS, FinishedRun, collect_charts, thin_out
 
 EVIL = "a<script>alert(1)</script>&@charts@"
 CPU = {"gpu": None, "cpus": 2, "cpu": "AMD EPYC", "instruction_set": "AVX2"}
@@ -51,20 +49,33 @@ def test_summary(tmp_path):
     speeds = [10.0, 1000.0, 30.0, 20.0, 1240.0]
     records = [train(step, samples_per_s=speed) for step, speed in enumerate(speeds)]
     records += [evaluation(1, 0.75, loss=2.0), evaluation(2, 0.75), evaluation(3, 0.75, loss=3.0), evaluation(4, 0.5)]
-    page = make(write_run(tmp_path / "run", records, {"A": 1, "B": {"c": [1, 2], "d": None}}, hardware=CPU))
+    records += [train(5, loss=2.5) | {"time": 9000.0}]
+    config = {"LABEL_SMOOTHING": 0.1, "MIXUP": 0.8, "B": {"c": [1, 2]}}
+    plan = {"last_step": 5, "gpus": 8}
+    starts = [{"started": 940.0}, {"started": 8000.0}, {"started": 8990.0}]  # the second ended before its first record
+    page = make(write_run(tmp_path / "run", records, config, plan=plan, hardware=CPU, starts=starts))
     assert tables_of(page)[:2] == [
         {
             "": ["run"],
             "Top-1, last evaluation": ["50.00%"],
             "Top-1, best evaluation": ["75.00% at step 2"],
-            "Steps": ["4"],
-            "Wall time": ["5 min 01 s"],
+            "Steps": ["5"],
+            "Wall time": ["5 min 11 s"],
             "Images per second, median": ["30"],
             "Hardware": ["2 cores of AMD EPYC, AVX2"],
             "Processes": ["8"],
         },
-        {"": ["run"], "A": ["1"], "B.c": ["[1, 2]"], "B.d": ["None"]},
+        {"": ["run"], "LABEL_SMOOTHING": ["0.1"], "MIXUP": ["0.8"], "B.c": ["[1, 2]"]},
     ]
+    charts = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["charts"]
+    assert [chart["name"] for chart in charts] == ["loss", "top1", "top5", "samples_per_s"]
+    losses = "cross-entropy, label smoothing 0.1, mixup 0.8; evaluation: cross-entropy"
+    assert charts[0]["title"] == f"Loss (training: {losses})"
+    assert charts[0]["lines"] == [
+        {"run": 0, "kind": "train", "x": [5], "y": [2.5]},
+        {"run": 0, "kind": "eval", "x": [1, 2, 3, 4], "y": [2.0, 1.0, 3.0, 1.0]},
+    ]
+    assert charts[1]["lines"][0]["y"] == [75.0, 75.0, 75.0, 50.0]
 
 
 def test_a_run_that_is_running_or_was_killed_in_the_middle_of_a_line(tmp_path):
@@ -82,17 +93,6 @@ def test_a_run_that_is_running_or_was_killed_in_the_middle_of_a_line(tmp_path):
     (run / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="run/metrics.jsonl line 1: kind: Field required"):
         make(run)
-
-
-def test_the_wall_time_is_without_the_pauses_between_starts(tmp_path):
-    records = [train(1), train(2) | {"time": 9000.0}]  # 1060 and 9000
-    starts = [{"step": 0, "started": 1000.0, "dtype": "float32", "gpus": 1}, {"step": 0, "started": 5000.0}]
-    starts += [{"step": 1, "started": 8990.0, "dtype": "bfloat16", "gpus": 2}]
-    summary, _, environment = tables_of(make(write_run(tmp_path / "run", records, starts=starts)))
-    assert summary["Wall time"] == ["1 min 10 s"]
-    rows = [environment[f"start {number}"] for number in (1, 2, 3)]
-    assert rows[0] == ["step 0, 1970-01-01 00:16 UTC, float32, processes: 1"]
-    assert rows[1:] == [["step 0, 1970-01-01 01:23 UTC"], ["step 1, 1970-01-01 02:29 UTC, bfloat16, processes: 2"]]
 
 
 def test_runs_of_a_sweep_are_ranked_and_what_is_no_run_is_skipped(tmp_path, capsys):
@@ -143,29 +143,3 @@ def test_csv_is_a_row_of_the_results(data, tmp_path, capsys):
     assert row["first_loss"] == row["last_loss"]
     assert (row["eval_images"], row["command"][:6] != "") == ("45", True)
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", row["date"])
-
-
-def test_charts_hold_every_number_and_know_their_runs():
-    first = [train(1, loss=2.0, mfu=0.5), evaluation(2, 0.5)]
-    configs = [{"LABEL_SMOOTHING": 0.1, "MIXUP": 0.8}, {"BCE_THRESHOLD": 0.0}]
-    records = [first, [train(1, loss=3.0)]]
-    charts = collect_charts([FinishedRun("", {"config": one}, two) for one, two in zip(configs, records, strict=True)])
-    losses = "cross-entropy, label smoothing 0.1, mixup 0.8 or binary cross-entropy"
-    assert charts[0]["title"] == f"Loss (training: {losses}; evaluation: cross-entropy)"
-    assert [chart["name"] for chart in charts] == ["loss", "top1", "top5", "mfu"]
-    assert charts[0]["lines"] == [
-        {"run": 0, "kind": "train", "x": (1,), "y": (2.0,)},
-        {"run": 0, "kind": "eval", "x": (2,), "y": (1.0,)},
-        {"run": 1, "kind": "train", "x": (1,), "y": (3.0,)},
-    ]
-    assert charts[1]["lines"][0]["y"] == (50.0,)
-
-
-def test_thinned_out_curves_keep_extremes_ends_and_gaps():
-    noise = random.Random(0)
-    points = [(step, noise.random()) for step in range(10_000)]
-    points[4321], points[8765], points[5555] = (4321, 9.0), (8765, -9.0), (5555, None)
-    kept = thin_out(points)
-    assert len(kept) <= 5 * BUCKETS
-    assert {points[0], points[4321], points[5555], points[8765], points[-1]} <= set(kept) <= set(points)
-    assert [step for step, _ in kept] == sorted(step for step, _ in kept)

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -290,24 +289,6 @@ def test_a_job_that_is_interrupted_requeues_itself_and_resumes(slurm, data, tmp_
     run(command, cwd=ROOT, DATA=data, NPROC_PER_NODE="2")
     ours, expected = (newest_checkpoint(tmp_path / name / "checkpoints") for name in ("run", "uninterrupted"))
     assert (ours / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
-
-
-def test_the_batch_script_waits_for_its_step_however_often_it_is_signalled(tmp_path):
-    programs = {
-        "srun": "trap : USR1; touch started; for _ in {1..30}; do sleep 0.1; done; touch saved; exit 143",
-        "scontrol": '[ "$1" = requeue ] && ls >requeued || echo localhost',
-    }
-    for name, program in programs.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{program}\n")
-        (tmp_path / name).chmod(0o755)
-    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a"}
-    with subprocess.Popen(["bash", ROOT / "scripts/train_slurm.sh", "train.py"], cwd=tmp_path, env=environ) as script:
-        wait_until((tmp_path / "started").exists)
-        for _ in range(2):
-            script.send_signal(signal.SIGUSR1)
-            time.sleep(0.5)
-        assert script.wait(60) == 143
-    assert "saved" in (tmp_path / "requeued").read_text()
 
 
 def test_a_job_that_is_stopped_saves_and_ends(slurm, data, tmp_path):

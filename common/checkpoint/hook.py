@@ -84,7 +84,7 @@ class CheckpointHook(BaseHook):
         self.exchange: tuple[Tensor, dist.Work] | None = None  # of flags between ranks, begun after the last step
 
     def before_train(self, trainer: Trainer) -> None:
-        if not hasattr(trainer.train_dataloader, "load_state_dict"):
+        if not hasattr(trainer.train_dataloader, "state_dict"):
             raise UserError(
                 "the training loader has no state_dict and load_state_dict, which a checkpoint needs: "
                 "add them as in docs/library.md, or train without CheckpointHook"

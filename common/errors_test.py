@@ -14,8 +14,6 @@ from common.errors import AgreedError, RankError, UserError, run_command
     [
         (UserError, "0", False, True),
         (UserError, "1", False, False),
-        (UserError, "7", False, True),  # which no process can be
-        (UserError, "1", True, True),
         (RankError, "1", False, True),
         (AgreedError, "0", True, True),
         (AgreedError, "1", True, False),

@@ -12,7 +12,6 @@ from common.errors import UserError
 from common.files import (
     Count,
     Schema,
-    fingerprint_of,
     lock_folder,
     read_json,
     read_text,
@@ -55,20 +54,6 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
                 read(tmp_path / name)
 
 
-def test_a_lock_is_not_written_through_a_link(tmp_path: Path) -> None:
-    (tmp_path / "target").write_text("content")
-    (tmp_path / ".lock").symlink_to("target")
-    with pytest.raises(UserError, match="a link, or not"):
-        lock_folder(tmp_path)
-    assert (tmp_path / "target").read_text() == "content"
-
-
-def test_a_fingerprint_tells_parts_and_their_order_apart() -> None:
-    different = [[], [""], ["ab"], ["a", "b"], ["b", "a"], ["a", "b", ""], [1], [11], [1, 1], [os.fsdecode(b"\xff")]]
-    assert len({fingerprint_of(parts) for parts in different}) == len(different)
-    assert fingerprint_of(["a", 1]) == fingerprint_of(iter(("a", "1")))
-
-
 def test_a_folder_is_locked_until_its_holder_ends(tmp_path: Path) -> None:
     program = f"{HOLD}; print('held', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", program, str(tmp_path / "run")]
@@ -81,18 +66,3 @@ def test_a_folder_is_locked_until_its_holder_ends(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", HOLD, str(tmp_path / "run")], capture_output=True).returncode == 1
     unlock_folder(tmp_path / "run")
     assert subprocess.run([sys.executable, "-c", HOLD, str(tmp_path / "run")]).returncode == 0
-
-
-def test_a_forked_process_does_not_hold_the_lock(tmp_path: Path) -> None:
-    """As a loader's workers, which may outlive a killed run by a moment."""
-    # each line in one write, because print makes two of it where Python does not buffer
-    program = f"{HOLD}; import os, time; os.write(1, b'%d\\n' % os.fork()); time.sleep(600)"
-    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
-        child = max(int(holder.stdout.readline()) for _ in range(2))
-        holder.kill()
-        holder.wait()
-        try:
-            lock_folder(tmp_path)
-        finally:
-            os.kill(child, 9)
-            unlock_folder(tmp_path)

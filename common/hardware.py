@@ -125,8 +125,12 @@ def share_of_cores(mine: CpuLimits, processes: Sequence[CpuLimits] = ()) -> int:
 
 
 def cpu_limits(cgroups: Path = CGROUPS, proc: Path = Path("/proc/self")) -> CpuLimits:
-    """Return the limits of this process, by its CPU mask and its cgroups (version 1 and 2); the lowest quota counts."""
-    quotas = [(quota, str(folder)) for folder in _cgroup_folders("cpu", cgroups, proc) if (quota := _quota(folder))]
+    """Return the limits of this process, by its CPU mask and its cgroups (version 2); the lowest quota counts."""
+    quotas = []
+    for folder in _cgroup_folders(cgroups, proc):
+        with suppress(OSError, ValueError):  # ValueError: "max"
+            quota, period = map(int, (folder / "cpu.max").read_text().split())
+            quotas.append((quota / period, str(folder)))
     quota, group = min(quotas, default=(math.inf, ""))
     return CpuLimits(platform.node(), frozenset(os.sched_getaffinity(0)), quota, group)
 
@@ -134,33 +138,19 @@ def cpu_limits(cgroups: Path = CGROUPS, proc: Path = Path("/proc/self")) -> CpuL
 def memory_bytes(cgroups: Path = CGROUPS, proc: Path = Path("/proc/self")) -> int:
     """Return the bytes of memory that this process may use: the machine's, or the limit of its cgroup if lower."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for folder in _cgroup_folders("memory", cgroups, proc):
-        for name in ("memory.max", "memory.limit_in_bytes"):  # of version 2 and 1
-            with suppress(OSError, ValueError):  # ValueError: "max"
-                limits.append(int((folder / name).read_text()))
+    for folder in _cgroup_folders(cgroups, proc):
+        with suppress(OSError, ValueError):  # ValueError: "max"
+            limits.append(int((folder / "memory.max").read_text()))
     return min(limits)
 
 
-def _cgroup_folders(controller: str, cgroups: Path, proc: Path) -> Iterator[Path]:
+def _cgroup_folders(cgroups: Path, proc: Path) -> Iterator[Path]:
     """Yield the folders of the cgroups that may limit this process: its own and those above it."""
     with suppress(OSError):
         for line in (proc / "cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "" or controller in controllers.split(","):
-                top = cgroups / controller if controllers else cgroups
-                folder = top / path.strip("/")
-                yield from (one for one in (folder, *folder.parents) if one.is_relative_to(top))
-
-
-def _quota(cgroup: Path) -> float | None:
-    """Return the CPUs' worth of time that the cgroup may use; None without a limit."""
-    with suppress(OSError, ValueError):  # ValueError: "max"
-        if (cgroup / "cpu.max").exists():
-            quota, period = map(int, (cgroup / "cpu.max").read_text().split())
-        else:
-            quota, period = (int((cgroup / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-        return quota / period if quota > 0 else None
-    return None
+            if line.startswith("0::"):  # of version 2
+                folder = cgroups / line[3:].strip("/")
+                yield from (one for one in (folder, *folder.parents) if one.is_relative_to(cgroups))
 
 
 def describe_run(argv: list[str]) -> dict[str, Any]:

@@ -19,9 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
     ("has", "aten", "name", "fast"),
     [
         (("amx_tile", "avx512_bf16"), "AVX512", "AMX", True),
-        (("avx512_bf16",), "AVX512", "AVX512_BF16", True),
         ((), "AVX512", "AVX512", False),
-        ((), "AVX2", "AVX2", False),
     ],
 )
 def test_instruction_sets(monkeypatch: pytest.MonkeyPatch, has, aten, name, fast) -> None:
@@ -39,8 +37,8 @@ def test_instruction_sets(monkeypatch: pytest.MonkeyPatch, has, aten, name, fast
     [
         ("0::/a/b", {"a/b/cpu.max": "max 100000"}, math.inf, ""),
         ("0::/a/b", {"a/b/cpu.max": "4 1", "a/cpu.max": "200000 100000"}, 2.0, "a"),  # lower in the parent
-        ("0::/docker/x", {"cpu.max": "50000 100000"}, 0.5, ""),  # a container, whose own cgroup is the mount point
-        ("4:cpu,cpuacct:/x\n3:cpuset:/y", {"cpu/cpu.cfs_quota_us": "3", "cpu/cpu.cfs_period_us": "1"}, 3.0, "cpu"),
+        # a container, whose own cgroup is the mount point
+        ("0::/docker/x", {"cpu.max": "50000 100000", "memory.max": "123456"}, 0.5, ""),
     ],
 )
 def test_the_quota_of_a_cgroup(tmp_path: Path, groups: str, files: dict, quota: float, group: str) -> None:
@@ -52,27 +50,16 @@ def test_the_quota_of_a_cgroup(tmp_path: Path, groups: str, files: dict, quota: 
     assert limits.quota == quota
     assert limits.group == (str(tmp_path / "tree" / group) if quota < math.inf else "")
     assert limits.cpus == os.sched_getaffinity(0)
+    assert (memory_bytes(tmp_path / "tree", tmp_path) == 123456) == ("memory.max" in files)
 
 
-@pytest.mark.parametrize(
-    ("group", "file"), [("0::/a", "a/memory.max"), ("5:memory:/a", "memory/a/memory.limit_in_bytes")]
-)
-def test_the_memory_limit_of_a_cgroup(tmp_path: Path, group: str, file: str) -> None:
-    (tmp_path / "cgroup").write_text(f"9:cpu:/b\n{group}\n")
-    whole = memory_bytes(tmp_path, tmp_path)
-    (tmp_path / file).parent.mkdir(parents=True)
-    (tmp_path / file).write_text("123456\n")
-    assert memory_bytes(tmp_path, tmp_path) == 123456 < whole
-
-
-ALL, LOW, HIGH, MIDDLE = (frozenset(range(*ends)) for ends in ((64,), (32,), (32, 64), (16, 48)))
+ALL, LOW, MIDDLE = (frozenset(range(*ends)) for ends in ((64,), (32,), (16, 48)))
 
 
 @pytest.mark.parametrize(
     ("processes", "expected"),
     [
         ([CpuLimits("a", ALL)] * 4, [16] * 4),  # torchrun, mpirun --bind-to none
-        ([CpuLimits("a", LOW), CpuLimits("a", HIGH)], [32, 32]),  # srun --cpus-per-task 32
         ([CpuLimits("a", LOW), CpuLimits("a", MIDDLE)], [24, 24]),
         ([CpuLimits("a", ALL, 4.0, "one"), CpuLimits("a", ALL, 2.5, "two")], [4, 3]),
     ],
@@ -81,18 +68,12 @@ def test_ranks_divide_what_they_have_in_common(processes: list[CpuLimits], expec
     assert [share_of_cores(process, processes) for process in processes] == expected
 
 
-@pytest.mark.parametrize(
-    ("given", "percent", "expected"),
-    [
-        ({}, 0.0, "300000"),
-        ({}, 30.0, "0"),
-    ],
-)
-def test_threads_sleep_at_barriers_where_others_use_the_cores(given: dict, percent: float, expected: str) -> None:
+@pytest.mark.parametrize(("percent", "expected"), [(0.0, "300000"), (30.0, "0")])
+def test_threads_sleep_at_barriers_where_others_use_the_cores(percent: float, expected: str) -> None:
     """OpenMP prints what it took from the environment when torch is loaded."""
     environ = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
     program = f"import psutil; psutil.cpu_percent = lambda *_, **__: [{percent}]; import common.colossal"
-    environ |= {"OMP_DISPLAY_ENV": "verbose", **given}
+    environ |= {"OMP_DISPLAY_ENV": "verbose"}
     command = [sys.executable, "-c", program]
     said = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True).stderr
     assert f"GOMP_SPINCOUNT = '{expected}'" in said

@@ -13,7 +13,6 @@ from common.checkpoint.saved_run import open_run
 from common.colossal import AMP_TYPE
 from common.errors import UserError
 from common.metrics.curves import read_metrics
-from common.testing.ranks import run_ranks
 from common.testing.tiny_task import NAMES, train
 from common.tools import evaluate
 
@@ -81,10 +80,3 @@ def test_anything_else_is_refused(run, file, words):
     (run / "checkpoints" / "step-00000010" / file).unlink()
     with pytest.raises(UserError, match=re.escape(words)):
         open_run(str(run))
-
-
-def test_a_run_of_two_tensor_parallel_ranks_is_evaluated_by_one_process(data, tmp_path):
-    run = tmp_path / "run"
-    run_ranks(2, train, data, run, "TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d")
-    measured, last = evaluated(run), read_metrics(run)[-1]
-    assert (measured["top1"], measured["samples"]) == (last["top1"], last["samples"])

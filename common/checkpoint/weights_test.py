@@ -1,6 +1,5 @@
 """Starting from pretrained weights: ours and timm's, other classes and image sizes, every parallel mode."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from common.checkpoint.weights import load_pretrained, open_source
 from common.errors import UserError
 from common.metrics.curves import read_metrics
 from common.model.build import build_model, timm_arguments
-from common.testing.commands import run_forked
 from common.testing.ranks import run_ranks
 from common.testing.tiny_task import MODEL, train
 from common.tools import export
@@ -60,7 +58,7 @@ def test_other_classes_and_another_size_are_timms(pool: str, position: str, size
     theirs = VisionTransformer(**timm_arguments(**arguments | {"num_classes": 9}))
     source = build_model(**arguments | {"num_classes": 9})
     theirs.load_state_dict(theirs.state_dict() | {"pos_embed": source.state_dict()["pos_embed"]})
-    torch.save(theirs.state_dict(), tmp_path / "timm.pth")
+    torch.save({"model": theirs.state_dict()}, tmp_path / "timm.pth")
     ours = build_model(**arguments | {"image_size": size})
     own_head, own_position = ours.head.weight.clone(), ours.pos_embed.clone()
     done = load_pretrained(ours, str(tmp_path / "timm.pth"))
@@ -74,17 +72,6 @@ def test_other_classes_and_another_size_are_timms(pool: str, position: str, size
     expected = f"; position embedding resampled to {size // 8} x {size // 8} patches from 4 x 4" if resampled else ""
     heads = "MODEL.heads=2, which the weights do not tell; a new head of 7 classes, not its 9"
     assert done == f"starting from the weights of {tmp_path}/timm.pth; {heads}{expected}"
-
-
-def test_all_kinds_of_sources_give_the_same_weights(saved: Path, tmp_path: Path) -> None:
-    weights = load_file(saved)
-    shutil.copy(saved, tmp_path / "model.safetensors")
-    torch.save({"model": weights}, tmp_path / "deit.pth")
-    torch.save({"state_dict": weights}, tmp_path / "timm.pt")
-    for name in ("weights.safetensors", "", "deit.pth", "timm.pt"):
-        found = open_source(str(tmp_path / name)).weights
-        assert found.keys() == weights.keys()
-        assert all(torch.equal(found[key], weights[key]) for key in weights)
 
 
 def test_a_run_a_checkpoint_and_an_export_give_the_averaged_weights(trained: Path, tmp_path: Path, capsys) -> None:
@@ -109,19 +96,6 @@ def test_every_mode_starts_from_the_same(trained: Path, data: Path, gpus: int, m
     found, expected = read_metrics(tmp_path / "run")[-1], read_metrics(trained)[-1]
     assert found["top1"] == expected["top1"]
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-
-
-def test_a_run_that_resumes_does_not_start_again(saved: Path, data: Path, tmp_path: Path, capsys) -> None:
-    train(data, tmp_path / "run", f"INIT={saved}", "MODEL.heads=2", "MAX_STEPS=4")
-    said = " ".join(capsys.readouterr().out.split())
-    assert (
-        f"weights of {saved}; MODEL.heads=2, which the weights do not tell; a new head of 7 classes, not its 9" in said
-    )
-    saved.unlink()
-    train(data, tmp_path / "run", "MAX_STEPS=5")
-    assert "starting from the weights" not in capsys.readouterr().out
-    last = newest_checkpoint(tmp_path / "run" / "checkpoints")
-    assert json.loads((last / "config.json").read_text())["config"]["INIT"] == str(saved)
 
 
 def test_the_head_alone_is_trained_and_then_the_whole(trained: Path, data: Path, tmp_path: Path) -> None:
@@ -170,15 +144,6 @@ def test_weights_that_are_not_finite_are_refused(saved: Path) -> None:
         load_pretrained(build_model(**OTHER), str(saved))
 
 
-def test_a_description_names_no_further_file(saved: Path, tmp_path: Path) -> None:
-    """timm.create_model loads, or fails to find, the file of ``checkpoint_path``."""
-    shutil.copy(saved, tmp_path / "model.safetensors")
-    arguments = {"num_heads": 2, "embed_dim": 32, "checkpoint_path": str(tmp_path / "evil.pth")}
-    about = {"architecture": "vit_tiny_patch16_224", "model_args": arguments}
-    (tmp_path / "config.json").write_text(json.dumps(about))
-    assert open_source(str(tmp_path)).heads == 2
-
-
 def test_heads_come_from_what_describes_the_weights_or_from_the_user(trained: Path, data: Path, tmp_path: Path) -> None:
     for target in ("timm", "safetensors"):
         export.main([str(trained), "--to", target, "--output", str(tmp_path / target)])
@@ -188,18 +153,6 @@ def test_heads_come_from_what_describes_the_weights_or_from_the_user(trained: Pa
     for source in (trained, checkpoint / "ema.safetensors", tmp_path / "timm", tmp_path / "alone.safetensors"):
         with pytest.raises(UserError, match="differs from MODEL.heads=4: --set MODEL.heads=2 fits"):
             load_pretrained(model, str(source))
-
-
-@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
-def test_a_start_and_its_dry_run_refuse_the_same(data: Path, saved: Path, tmp_path: Path, flags: list[str]) -> None:
-    for settings, line in (
-        ([f"INIT={saved}", "MODEL.depth=3"], f"INIT={saved}: its model differs from MODEL.depth=3: --set MODEL.depth"),
-        (["FREEZE=body"], "FREEZE='body' without INIT trains a head on random weights: add --init"),
-    ):
-        ended = run_forked(lambda words: train(data, tmp_path / "run", *words, flags=flags), settings)
-        assert (ended.code, ended.stderr.count("\n")) == (2, 1)
-        assert ended.stderr.startswith(f"error: {line}")
-        assert not (tmp_path / "run").exists()
 
 
 class Code:

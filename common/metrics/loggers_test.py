@@ -14,8 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tqdm.std import TqdmDefaultWriteLock
 
 from common.errors import UserError
-from common.metrics import curves, loggers
-from common.metrics.curves import Curves, draw_curves, read_metrics
+from common.metrics import loggers
+from common.metrics.curves import draw_curves, read_metrics
 from common.metrics.loggers import Guarded, JsonLines, ProgressBar, TensorBoard, check_trackers
 from common.testing.commands import run_forked
 
@@ -110,20 +110,6 @@ def test_a_logger_that_fails_is_dropped_with_one_warning(capsys):
         for name in ("tracker", "other")
     ]
     assert (calls, capsys.readouterr().err) == ([TRAIN, EVAL], "".join(texts))
-
-
-def test_curves_are_redrawn_every_100_s_and_at_the_end(tmp_path, monkeypatch):
-    now, drawn = [0.0], []
-    monkeypatch.setattr(curves, "draw_curves", lambda _: drawn.append(now[0]))
-    monkeypatch.setattr(curves.time, "perf_counter", lambda: now[0])
-    logger = Curves(tmp_path)
-    for now[0] in (99, 100, 101, 250):
-        logger(TRAIN)
-        logger(EVAL)
-    logger(TRAIN)
-    for _ in range(2):
-        logger.close()
-    assert drawn == [100, 250, 250]
 
 
 def test_curves_are_pictures_also_with_a_gap(tmp_path):

@@ -16,7 +16,6 @@ from common.colossal import AMP_TYPE, resolve_parallel
 from common.config.load import load_config
 from common.model.training import build_training
 from common.planner.step_estimate import Traffic, estimate_step
-from common.testing.commands import run_forked
 from common.testing.parity_cases import CASES
 from common.testing.ranks import launched, run_ranks
 
@@ -103,13 +102,6 @@ def test_bytes_are_those_of_real_processes(case):
     assert all(by_group_size(nbytes) == by_group_size(estimated.nbytes) for nbytes in counted)
 
 
-def test_a_fork_estimates_in_a_process_of_its_own():
-    config = build_config(1)
-    flops = estimate_step(config, 1, 8, device="cpu").flops
-    ended = run_forked(lambda _: print(estimate_step(config, 1, 8, device="cpu").flops), [], timeout=60)
-    assert ended.stdout == f"{flops}\n"
-
-
 def measure_peak(config: dict[str, Any], micro_batch: int, accumulation: int) -> int:
     """Return the peak of PyTorch's allocations in the last step; to be called in a process of its own.
 
@@ -184,14 +176,3 @@ def test_a_moving_average_holds_every_weight_once_more():
     config = build_config(1)
     without, averaged = (estimate_step(config | {"EMA": decay}, 1, 8) for decay in (0.0, 0.999))
     assert averaged.peak - without.peak == averaged.weights - without.weights == without.weights
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_default_precision_is_that_of_the_gpu(dtype, monkeypatch):
-    """Where there is none, that of one with bfloat16; the residual stream is float32 in float16."""
-    monkeypatch.setattr("common.planner.step_estimate.is_gpu_older_than_bfloat16", lambda: dtype == "float16")
-    default, explicit, other = (
-        estimate_step(build_config(1, fp16=TORCH | option), 1, 64)
-        for option in ({}, {"dtype": dtype}, {"dtype": "float16" if dtype == "bfloat16" else "bfloat16"})
-    )
-    assert default == explicit != other

@@ -8,9 +8,9 @@ from typing import Any
 from common.config.load import refuse_unused
 from common.config.plan import DataSummary
 from common.data import image_loaders
+from common.data.download import extract, fetch
 from common.data.image_folder import Files, FolderSplit, list_classes, list_folders, split_by_class
 from common.data.loader import Loader
-from common.data.remote import extract, fetch
 from common.errors import UserError
 from common.files import fingerprint_of, folder_lock
 from common.task import Task

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torchvision.datasets import CIFAR10
 
+from common.data.download import fetch
 from common.data.image_folder import FolderSplit, decode_image, list_splits, reason_of
-from common.data.remote import fetch
 from common.errors import UserError
 from common.files import fingerprint_of
 

@@ -112,12 +112,6 @@ def sha256_of(path: Path, most: float = math.inf) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def md5_of(path: Path) -> str:
-    """Return the MD5 sum of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "md5").hexdigest()
-
-
 def fingerprint_of(parts: Iterable[object]) -> str:
     """Return the sha256, in hexadecimal, of the parts as text, in their order."""
     digest = hashlib.sha256()

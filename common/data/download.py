@@ -1,0 +1,52 @@
+"""Archives of data sets: download and unpack them."""
+
+import shutil
+from pathlib import Path
+
+from common.errors import UserError
+from common.files import folder_lock
+
+
+def fetch(folder: Path, archive: Path, url: str, md5: str, allow_download: bool, needed: str, description: str) -> None:
+    """Unpack ``folder`` from ``archive`` beside it, which is downloaded if it is missing and ``DATA.download`` is set.
+
+    If several processes of a machine call this at once, one does the work while the others wait. ``needed`` and
+    ``description`` tell the user what was looked for and what a download would get.
+    """
+    from torchvision.datasets.utils import check_integrity, download_url  # takes a second, and few runs download
+
+    root = archive.parent
+    if not allow_download and not check_integrity(archive, md5):
+        fault = f"{archive}: its MD5 is not {md5}" if archive.is_file() else f"DATA.root={root} has no {needed}"
+        raise UserError(f"{fault}: --set DATA.download=True fetches {description} into it")
+    with folder_lock(root, wait=True):
+        if folder.is_dir():  # another process was first
+            return
+        try:
+            download_url(url, root, archive.name, md5)
+        except (OSError, RuntimeError) as error:  # of the network or the disk; of a wrong checksum
+            reason = " ".join(str(error).split())
+            raise UserError(f"{url}: {reason}; rerun the command, or download the file to {archive}") from error
+        extract(archive, folder.name, root)
+
+
+def extract(archive: Path, name: str, folder: Path) -> None:
+    """Unpack the archive's folder ``name`` as ``folder / name``, which appears only when it is whole.
+
+    Raises `UserError` for an archive that is damaged, lacks the folder, or has a path or link that leads out of it.
+    """
+    from torchvision.datasets.utils import extract_archive
+
+    unpacked = folder / f".{name}.partial"
+    shutil.rmtree(unpacked, ignore_errors=True)
+    try:
+        extract_archive(archive, unpacked)
+        (unpacked / name).rename(folder / name)
+    except Exception as error:  # of a damaged archive, a dozen unrelated types
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{archive}: {name} cannot be unpacked into {folder} ({reason}); "
+            "check the free space, or remove the archive and download it again"
+        ) from error
+    finally:
+        shutil.rmtree(unpacked, ignore_errors=True)

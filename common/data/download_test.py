@@ -1,0 +1,62 @@
+"""Archives that are downloaded and unpacked."""
+
+import hashlib
+import io
+import tarfile
+import threading
+from functools import partial
+from http.server import HTTPServer, SimpleHTTPRequestHandler
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.data.download import extract, fetch
+from common.errors import UserError
+from common.testing.ranks import run_ranks
+
+CONTENT = np.random.default_rng(0).bytes(300_000)
+
+
+def write_tar(path: Path, *members: str | tarfile.TarInfo) -> Path:
+    with tarfile.open(path, "w:gz") as tar:
+        for member in members:
+            info = tarfile.TarInfo(member) if isinstance(member, str) else member
+            info.size = len(CONTENT) if info.isreg() else 0
+            tar.addfile(info, io.BytesIO(CONTENT))
+    return path
+
+
+def test_what_cannot_be_unpacked_leaves_nothing(tmp_path):
+    archive, folder, link = tmp_path / "archive.tar.gz", tmp_path / "folder", tarfile.TarInfo("data/link")
+    folder.mkdir()
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    members = ["../evil"], ["data/one", link], ["other"]
+    contents = [write_tar(archive, *names).read_bytes() for names in members]
+    contents.append(write_tar(archive, "data/one").read_bytes()[:100_000])
+    for content in contents:
+        archive.write_bytes(content)
+        with pytest.raises(UserError, match=r"gz: data cannot be unpacked into .* \(.+\); check the free space"):
+            extract(archive, "data", folder)
+        assert sorted(tmp_path.rglob("*")) == [archive, folder]
+
+
+def test_four_processes_download_and_unpack_once(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    source = write_tar(tmp_path / "archive.tar.gz", "data/one")
+    md5, folder, archive = hashlib.md5(source.read_bytes()).hexdigest(), tmp_path / "new/data", tmp_path / "new/a.tgz"
+    with HTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as http:
+        threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        url = f"http://127.0.0.1:{http.server_port}/archive.tar.gz"
+        with pytest.raises(UserError, match=f"^{url}: File not found or corrupted.*; rerun the command, or download"):
+            fetch(folder, archive, url, "0", True, "data/", "4 TB")
+        archive.unlink()
+        with pytest.raises(UserError, match="^http.*: HTTP Error 404: .*; rerun the command"):
+            fetch(folder, archive, f"{url}.zip", md5, True, "data/", "4 TB")
+        capfd.readouterr()
+        run_ranks(4, fetch, folder, archive, url, md5, True, "data/", "4 TB")
+        http.shutdown()
+    assert capfd.readouterr().err.count('"GET /archive.tar.gz') == 2  # one process: the address, then the content
+    assert (folder / "one").read_bytes() == CONTENT
+    with pytest.raises(UserError, match="a.tgz: its MD5 is not 0: --set DATA.download=True fetches 4 TB"):
+        fetch(folder, archive, "", "0", False, "data/", "4 TB")

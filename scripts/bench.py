@@ -95,9 +95,6 @@ class Work:
     def state_dict(self) -> dict[str, int]:
         return {}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        raise NotImplementedError
-
 
 def bare(work: Work) -> None:
     """Train our model as in PyTorch's tutorial."""

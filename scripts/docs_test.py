@@ -69,8 +69,6 @@ def test_what_it_names_exists(page: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(ROOT)
     text = (ROOT / page).read_text()
     for command in commands(page):
-        for path in re.findall(r"\b(?:scripts|imagenet_dali|caltech101_amp|cifar10_benchmark)/\w+\.(?:py|sh)", command):
-            assert (ROOT / path).exists(), command
         found = re.search(r"(?:\bpython -m |^| )((?<=-m )[\w.]+|\S+\.py) (.*)", command)
         if not found or found[1] in ("pip", "pytest"):
             continue
@@ -85,24 +83,14 @@ def test_what_it_names_exists(page: str, monkeypatch: pytest.MonkeyPatch) -> Non
                 find_config(joined or value, "vit_s16_vanilla")
     for key in re.findall(r"`((?:DATA|MODEL|LOG|OPTIMIZER|zero)\.\w+)", text):
         find_key(key)
-    for path in re.findall(r"\b(?:common|imagenet_dali)/[\w/]+\.py", text):
-        assert (ROOT / path).exists(), path
-    for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
-        assert ((ROOT / page).parent / link).exists(), link
-
-
-def substitute(command: str) -> str:
-    """Return the command that is run instead."""
-    is_training = "train_dali.py" in command and "--dry-run" not in command
-    for pattern, replacement in SUBSTITUTIONS.items():
-        command = re.sub(pattern, replacement, command)
-    return command + "".join(f" --set {key}={value}" for key, value in TINY.items() if is_training)
+    paths = re.findall(r"\b(?:common|imagenet_dali|caltech101_amp|cifar10_benchmark)/[\w/]+\.(?:py|sh)\b", text)
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    assert missing + [link for link in links if not ((ROOT / page).parent / link).exists()] == []
 
 
 def test_the_librarys_example_trains_and_its_metric_chooses_the_best(tmp_path: Path) -> None:
-    (text,) = re.findall(
-        r"^```python\n(.*?)^```$", (ROOT / "docs" / "library.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+    text = (ROOT / "docs" / "library.md").read_text().partition("```python\n")[2].partition("```")[0]
     (tmp_path / "own.py").write_text(text)
     settings = "--set DATA.root=. --set MODEL.num_classes=None --set NUM_EPOCHS=2 --set WARMUP_EPOCHS=0"
     command = f"python own.py --config vit_lite_vanilla {settings} --set TOTAL_BATCH_SIZE=32 --output run"
@@ -110,10 +98,6 @@ def test_the_librarys_example_trains_and_its_metric_chooses_the_best(tmp_path: P
     figures = [line for line in read_metrics(tmp_path / "run") if line["kind"] == "eval"]
     best = json.loads((tmp_path / "run" / "checkpoints" / "best" / "trainer.json").read_text())["best_top1"]
     assert best == max(line["score"] for line in figures) < max(line["top1"] for line in figures)
-    text = text.replace("Squares(plan.micro_batch), S", "[(torch.zeros(32, 3, 16, 16), torch.zeros(32).long())], S")
-    (tmp_path / "own.py").write_text(text)
-    ended = run(command.replace("--output run", "--output other"), tmp_path, 2, PYTHONPATH=str(ROOT))
-    assert "error: the training loader has no state_dict and load_state_dict, which a checkpoint needs" in ended.stderr
 
 
 @pytest.mark.docs
@@ -129,7 +113,10 @@ def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
             continue
         if re.search(TRAINING, command):  # from its start
             shutil.rmtree(folder / "outputs" / "vit-b16", ignore_errors=True)
+        if "train_dali.py" in command and "--dry-run" not in command:
+            command += "".join(f" --set {key}={value}" for key, value in TINY.items())
+        for pattern, replacement in SUBSTITUTIONS.items():
+            command = re.sub(pattern, replacement, command)
         output = dict(cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        answer = subprocess.run(["bash", "-c", substitute(command)], timeout=300, check=False, **output)
-        assert answer.returncode == 0, f"{substitute(command)}\n{answer.stdout[-5000:]}"
-        assert "Traceback" not in answer.stdout, answer.stdout
+        answer = subprocess.run(["bash", "-c", command], timeout=300, check=False, **output)
+        assert answer.returncode == 0, f"{command}\n{answer.stdout[-5000:]}"

@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -31,6 +31,8 @@ pytestmark = [pytest.mark.launchers, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parent.parent
 TASK = ROOT / "imagenet_dali"
 STEPS = "--set MAX_STEPS=3"
+SBATCH = "sbatch --ntasks 2 --cpus-per-task 1 --output job.out"
+TRAIN = f"{ROOT}/scripts/train_slurm.sh {TASK}/train_dali.py"
 OWN_TRAINING = """
 import torch
 from torch import nn
@@ -80,11 +82,6 @@ def outcome(stdout: str, folder: Path) -> Outcome:
     return lines[0], (newest_checkpoint(folder / "checkpoints") / "model.safetensors").read_bytes()
 
 
-def require(program: str, package: str) -> None:
-    if not shutil.which(program):
-        pytest.fail(f"{program} is missing: apt-get install {package}")
-
-
 # --- torchrun ---------------------------------------------------------------------------------------------------------
 
 
@@ -101,7 +98,6 @@ def two_hosts() -> Iterator[list[str]]:
 
     This machine's name resolves to 127.0.1.1 in both, as Debian has it; node0 is the first, where it does so too.
     """
-    require("ip", "iproute2")
     names = [f"launchers{os.getpid()}-{number}" for number in (1, 2)]
     try:
         for name in names:
@@ -153,7 +149,6 @@ def test_a_signal_to_torchrun_saves_a_checkpoint_and_prints_no_traceback(data, t
 @pytest.mark.parametrize(
     ("script", "environ", "words"),
     [
-        ("torchrun", dict(NNODES="2", NODE_RANK="0"), "NNODES=2 needs MASTER_ADDR"),
         ("torchrun", dict(NNODES="2", MASTER_ADDR="localhost"), "NNODES=2 needs NODE_RANK"),
         ("torchrun", dict(MASTER_PORT="{taken}"), "MASTER_PORT={taken} is in use on this node: choose another"),
         ("slurm", {}, "not in a Slurm job"),
@@ -172,7 +167,6 @@ def test_what_the_scripts_refuse(script, environ, words):
 
 
 def test_mpirun(data, arguments, expected, tmp_path):
-    require("mpirun", "openmpi-bin")
     options = "--allow-run-as-root --oversubscribe --bind-to none -n 2"
     answer = run(f"mpirun {options} python train_dali.py {arguments}", DATA=data)
     assert outcome(answer.stdout, tmp_path / "run") == expected
@@ -239,29 +233,8 @@ def rank_in(process: Process, folder: Path) -> str | None:
     return None
 
 
-def sbatch(option: str, arguments: str, folder: Path, **environ: str) -> str:
-    """Submit a training of two tasks, whose output goes to job.out in ``folder``; return what sbatch prints."""
-    command = f"sbatch {option} --ntasks 2 --cpus-per-task 1 --output job.out {ROOT}/scripts/train_slurm.sh"
-    return run(f"{command} {TASK}/train_dali.py {arguments}", cwd=folder, **environ).stdout.strip()
-
-
-@contextmanager
-def submitted(arguments: str, folder: Path, environ: dict[str, str]) -> Iterator[tuple[str, Callable[[], str]]]:
-    """Submit a training; yield the job and a function that returns Slurm's description of it. The job is ended."""
-    job = sbatch("--parsable", arguments, folder, **environ)
-
-    def describe() -> str:
-        return run(f"scontrol show job {job}", **environ).stdout
-
-    try:
-        yield job, describe
-    finally:
-        print(describe())
-        run(f"scancel {job}", **environ)
-
-
 def test_sbatch(slurm, data, arguments, expected, tmp_path):
-    sbatch("--wait", arguments, tmp_path, DATA=data, **slurm)
+    run(f"{SBATCH} --wait {TRAIN} {arguments}", cwd=tmp_path, DATA=data, **slurm)
     assert outcome((tmp_path / "job.out").read_text(), tmp_path / "run") == expected
 
 
@@ -274,13 +247,18 @@ def test_a_job_that_is_interrupted_requeues_itself_and_resumes(slurm, data, tmp_
     """The first is the signal of --signal=B:USR1. Steps and weights are those of an uninterrupted run."""
     settings = "--set NUM_EPOCHS=60 --set EVAL_EVERY=60 --set CHECKPOINT_EVERY=20 --set LOG.every=1"
     arguments = f"--config={write_config(tmp_path)} {settings}"
-    with submitted(f"{arguments} --output={tmp_path}/run", tmp_path, {"DATA": data, **slurm}) as (job, describe):
-        wait_until(lambda: list((tmp_path / "run").glob("checkpoints/step-*/COMPLETE")), seconds=120)
-        run(interrupt.format(job=job), **slurm)
-        wait_until(lambda: "Restarts=1" in describe(), seconds=120)
-        # instead of Slurm's two minutes; a job cannot start in the second in which it was ended
-        run(f"scontrol update jobid={job} starttime=now+3", **slurm)
-        wait_until(lambda: "JobState=COMPLETED" in describe(), seconds=300)
+    command = f"{SBATCH} --parsable {TRAIN} {arguments} --output={tmp_path}/run"
+    job = run(command, cwd=tmp_path, DATA=data, **slurm).stdout.strip()
+
+    def says(state: str) -> bool:
+        return state in run(f"scontrol show job {job}", **slurm).stdout
+
+    wait_until(lambda: list((tmp_path / "run").glob("checkpoints/step-*/COMPLETE")), seconds=120)
+    run(interrupt.format(job=job), **slurm)
+    wait_until(lambda: says("Restarts=1"), seconds=120)
+    # instead of Slurm's two minutes; a job cannot start in the second in which it was ended
+    run(f"scontrol update jobid={job} starttime=now+3", **slurm)
+    wait_until(lambda: says("JobState=COMPLETED"), seconds=300)
     out = (tmp_path / "job.out").read_text()
     assert len(re.findall(r"^resuming from .*/step-\d+$", out, re.MULTILINE)) == 1
     steps = [record["step"] for record in read_metrics(tmp_path / "run") if record["kind"] == "train"]
@@ -289,16 +267,6 @@ def test_a_job_that_is_interrupted_requeues_itself_and_resumes(slurm, data, tmp_
     run(command, cwd=ROOT, DATA=data, NPROC_PER_NODE="2")
     ours, expected = (newest_checkpoint(tmp_path / name / "checkpoints") for name in ("run", "uninterrupted"))
     assert (ours / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
-
-
-def test_a_job_that_is_stopped_saves_and_ends(slurm, data, tmp_path):
-    arguments = f"--config={write_config(tmp_path)} --output={tmp_path}/run --set NUM_EPOCHS=9999 --set EVAL_EVERY=9999"
-    with submitted(arguments, tmp_path, {"DATA": data, **slurm}) as (job, describe):
-        wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists() and read_metrics(tmp_path / "run"), seconds=120)
-        run(f"scancel --signal=TERM {job}", **slurm)
-        wait_until(lambda: "JobState=FAILED" in describe(), seconds=120)
-        assert "Restarts=0" in describe()
-    assert newest_checkpoint(tmp_path / "run" / "checkpoints") is not None
 
 
 def test_an_ordinary_user_without_git_in_a_path_with_a_space(tmp_path):

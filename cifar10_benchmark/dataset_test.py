@@ -16,7 +16,7 @@ from common.errors import UserError
 
 PER_BATCH = 20
 NOISE = np.random.default_rng(0)
-NAMES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+NAMES = ["data_batch_1", "test_batch"]
 PIXELS = {name: NOISE.integers(0, 256, (PER_BATCH, 3072), np.uint8) for name in NAMES}
 LABELS = {name: NOISE.integers(0, 2, PER_BATCH).tolist() for name in NAMES}
 
@@ -35,8 +35,8 @@ def root(tmp_path, monkeypatch) -> Path:
     for name, content in (contents | {"batches.meta": {"label_names": ["cat", "dog"]}}).items():
         (folder / name).write_bytes(pickle.dumps(content))
         sums[name] = hashlib.md5((folder / name).read_bytes()).hexdigest()
-    monkeypatch.setattr(CIFAR10, "train_list", [(name, sums[name]) for name in NAMES[:5]])
-    monkeypatch.setattr(CIFAR10, "test_list", [(NAMES[5], sums[NAMES[5]])])
+    monkeypatch.setattr(CIFAR10, "train_list", [(NAMES[0], sums[NAMES[0]])])
+    monkeypatch.setattr(CIFAR10, "test_list", [(NAMES[1], sums[NAMES[1]])])
     monkeypatch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": sums["batches.meta"]})
     return tmp_path
 
@@ -44,11 +44,9 @@ def root(tmp_path, monkeypatch) -> Path:
 def check(root: Path) -> None:
     images = open_at(root)
     assert images.class_names == ["cat", "dog"]
-    for split, names in ((images.train, NAMES[:5]), (images.test, NAMES[5:])):
-        expected = np.concatenate([PIXELS[name] for name in names]).reshape(-1, 3, 32, 32)
-        np.testing.assert_array_equal(split.images, expected)
-        assert split.labels.tolist() == [label for name in names for label in LABELS[name]]
-        assert split.labels.dtype == np.int64
+    for split, name in ((images.train, NAMES[0]), (images.test, NAMES[1])):
+        np.testing.assert_array_equal(split.images, PIXELS[name].reshape(-1, 3, 32, 32))
+        assert split.labels.tolist() == LABELS[name]
 
 
 def test_reads_the_batches_and_their_archive(root, tmp_path, monkeypatch):

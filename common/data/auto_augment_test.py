@@ -102,6 +102,3 @@ def test_an_image_of_a_batch_depends_on_its_own_numbers(policy: Policy) -> None:
     whole = policy.augment_batch(batch.clone(), numbers)
     assert len({image.numpy().tobytes() for image in whole}) > 40
     assert torch.equal(whole, torch.cat([policy.augment_batch(batch[:1].clone(), row[None]) for row in numbers]))
-    alone = batch_of([policy(IMAGE, row) for row in numbers])
-    # a last bit may grow in the second operation, if a threshold or a bin of a histogram lies there
-    assert ((whole.int() - alone.int()).abs() > 1).float().mean() < 0.01

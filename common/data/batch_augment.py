@@ -56,35 +56,24 @@ def build_changes(config: Mapping[str, Any]) -> list[Change]:
 
 def build_batch_augment(loader: Loader, config: Mapping[str, Any]) -> "BatchAugment":
     """Return ``loader`` with the augmentations that the config's keys turn on."""
-    blended_epochs = config["NUM_EPOCHS"] - config["MIXUP_OFF_EPOCHS"]
-    return BatchAugment(
-        loader, build_changes(config), config["MIXUP"], config["CUTMIX"], config["SEED"], blended_epochs
-    )
+    return BatchAugment(loader, config)
 
 
 class BatchAugment:
-    """Change a training loader's images, then blend them with one another, in place.
+    """Change a training loader's images, then blend them with one another, in place, as the config's keys say.
 
-    ``mixup`` and ``cutmix`` are the alphas of the Beta distributions that the share of the first image is drawn from,
-    once a micro-batch; if both are above 0, each is used for half of the micro-batches, as in timm. 0 turns one off,
-    and after ``blended_epochs`` both are off.
-    The labels of blended images become the arguments of `MixupLoss` beside the logits.
+    ``MIXUP`` and ``CUTMIX`` are the alphas of the Beta distributions that the share of the first image is drawn from,
+    once a micro-batch; if both are above 0, each is used for half of the micro-batches, as in timm. The labels of
+    blended images become the arguments of `MixupLoss` beside the logits.
 
-    All draws are pure functions of ``seed``, the loader's position and, for blending, the rank, so that a resumed run
+    All draws are pure functions of the seed, the loader's position and, for blending, the rank, so that a resumed run
     draws the same.
     """
 
-    def __init__(
-        self,
-        loader: Loader,
-        changes: Sequence[Change],
-        mixup: float,
-        cutmix: float,
-        seed: int,
-        blended_epochs: float = math.inf,
-    ) -> None:
-        self.loader, self.changes, self.mixup, self.cutmix, self.seed = loader, changes, mixup, cutmix, seed
-        self.blended_epochs = blended_epochs
+    def __init__(self, loader: Loader, config: Mapping[str, Any]) -> None:
+        self.loader, self.changes, self.seed = loader, build_changes(config), config["SEED"]
+        self.mixup, self.cutmix = config["MIXUP"], config["CUTMIX"]
+        self.blended_epochs = config["NUM_EPOCHS"] - config["MIXUP_OFF_EPOCHS"]
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -10,9 +10,11 @@ import torch
 from PIL import Image, ImageOps
 from torchvision.transforms import functional as F
 
+from common.config.schema import Data
+from common.data.auto_augment import TimmRandAugment
 from common.data.crops import CROP_UNIFORMS, CenterCrop, RandomCrop
 from common.data.image_folder import FolderSplit, list_files
-from common.data.image_loaders import TorchvisionReader
+from common.data.image_loaders import TorchvisionReader, build_train_loader
 from common.data.loader import Loader
 from common.data.sampler import NO_LABEL, EvalSampler, TrainSampler
 from common.data.workers import WorkerPool
@@ -85,6 +87,20 @@ def test_training_shows_what_torchvision_shows(folder):
             torch.testing.assert_close(images[row], normalise(expected), rtol=0, atol=VALUE)
             assert ["ape", "bee"][labels[row]] == split.path(index).parent.name
     assert 0 < flips < 16
+
+
+def test_a_text_is_timms_randaugment_after_the_crop(folder):
+    text, values = "rand-m9-mstd0.5-inc1", dict(workers=0, mean=(0, 0, 0), std=(1 / 255,) * 3)
+    place = dict(image_size=SIZE, dp_rank=0, dp_size=1, device=torch.device("cpu"), seed=5)
+    plain, augmented = (
+        build_train_loader(open_folder(folder, "train"), Data(**values, randaugment=value).model_dump(), 8, 4, **place)
+        for value in (None, text)
+    )
+    augment = TimmRandAugment(text, SIZE, (0, 0, 0), "bilinear")
+    for draw, (images, _), (found, _) in zip(augmented.sampler.draws(0), plain, augmented, strict=True):
+        for image, other, numbers in zip(images, found, draw.uniforms, strict=True):
+            expected = augment(F.to_pil_image(image.byte()), numbers[-1:])
+            assert torch.equal(other.byte(), F.pil_to_tensor(expected))
 
 
 def test_evaluation_shows_what_torchvision_shows_once_each(folder):

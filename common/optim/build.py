@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -30,16 +30,16 @@ class FusedSGD(SGD):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, fused=True, **options)
 
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del closure
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         starting = [p for p in trained if self.state.get(p, {}).get("momentum_buffer") is None]
-        loss = super().step(closure)
+        super().step()
         found_inf = getattr(self, "found_inf", None)
         for p in starting:
             momentum = self.state.get(p, {}).get("momentum_buffer")
             if momentum is not None and found_inf is not None:
                 momentum.masked_fill_(found_inf.bool(), 0)
-        return loss
 
 
 ADAM = ("step", "exp_avg", "exp_avg_sq")
@@ -139,7 +139,7 @@ def layers_above(model: nn.Module) -> dict[str, int]:
     from timm.models import group_parameters  # takes a second
 
     matcher: Any = model.group_matcher
-    layers = group_parameters(model, matcher(coarse=False), reverse=True)
+    layers: Any = group_parameters(model, matcher(coarse=False), reverse=True)
     return {name: max(layers.values()) - layer for name, layer in layers.items()}
 
 

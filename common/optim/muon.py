@@ -53,12 +53,9 @@ class Muon(AdamW):
         self.matrices, self.momentum, self.map_whole = matrices, momentum, map_whole or _map_here
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Update every parameter that has a gradient; return what `closure`, if given, returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient."""
+        del closure
         own = [(p, group) for group in self.param_groups for p in group["params"] if p in self.matrices]
         trained = [(p, p.grad, group) for p, group in own if p.grad is not None]
         for p, _, _ in trained:
@@ -72,7 +69,6 @@ class Muon(AdamW):
         for (p, _, group), update in zip(trained, updates, strict=True):
             decayed = p * (1 - group["lr"] * group["weight_decay"])
             p.copy_(self._unless_skipped(decayed.sub_(update, alpha=group["lr"]), p))
-        return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore ``state``; AdamW's own looks for a step in that of every parameter."""

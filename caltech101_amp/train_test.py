@@ -12,7 +12,6 @@ import pytest
 from caltech101_amp import task, train
 from caltech101_amp.task import open_split
 from caltech101_amp.testing import NAMES, PER_CATEGORY, expect_miniature, write_categories
-from common.config.load import load_config
 from common.data.image_folder import FolderSplit
 from common.errors import UserError
 from common.metrics.curves import read_metrics
@@ -104,10 +103,3 @@ def test_every_mode_learns_the_colours_in_two_processes_as_in_one(root):
         (path,) = output.glob("evaluation/*/evaluation.json")
         found = json.loads(path.read_text())
         assert (found["top1"], found["samples"]) == (evaluation["top1"], evaluation["samples"])
-
-
-def test_the_configs_say_only_what_differs():
-    configs = {mode: load_config(f"config/config_{mode}.py") for mode in MODES}
-    assert {configs[mode].pop("fp16", None) and mode for mode in MODES[1:]} == set(MODES[1:])
-    configs["fp32"].pop("fp16")
-    assert all(config == configs["fp32"] for config in configs.values())

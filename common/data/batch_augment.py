@@ -5,9 +5,8 @@ al., arXiv 1710.09412) and CutMix (Yun et al., arXiv 1905.04899).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,103 +28,23 @@ ERASING_UNIFORMS = CROP_UNIFORMS + 1
 Blended = tuple[Tensor, Tensor | dict[str, Tensor]]  # images, and labels or the arguments of `MixupLoss`
 
 
-class Change(NamedTuple):
-    """An augmentation of single images: ``apply`` changes a batch in place, with ``uniforms`` numbers for each image.
-
-    ``kind`` is that of `sample_uniforms`, which keeps the draws of two augmentations apart.
-    """
-
-    kind: int
-    uniforms: int
-    apply: Callable[[Tensor, np.ndarray], None]
-
-
-def build_changes(config: Mapping[str, Any]) -> list[Change]:
-    """Return what the config's keys turn on, in this order. A new augmentation is a new entry."""
-    three_augment, jitter = config["THREE_AUGMENT"], config["COLOR_JITTER"]
-    colors = partial(augment_colors, three_augment, jitter, config["DATA"]["mean"], config["DATA"]["std"])
-    table = [
-        (three_augment or jitter, Change(COLORS, COLOR_UNIFORMS, colors)),
-        (
-            config["ERASING"],
-            Change(ERASING, ERASING_UNIFORMS, partial(erase, config["ERASING"], config["ERASING_MODE"])),
-        ),
-    ]
-    return [change for is_on, change in table if is_on]
-
-
-def build_batch_augment(loader: Loader, config: Mapping[str, Any]) -> "BatchAugment":
-    """Return ``loader`` with the augmentations that the config's keys turn on."""
-    return BatchAugment(loader, config)
-
-
-class BatchAugment:
-    """Change a training loader's images, then blend them with one another, in place, as the config's keys say.
-
-    ``MIXUP`` and ``CUTMIX`` are the alphas of the Beta distributions that the share of the first image is drawn from,
-    once a micro-batch; if both are above 0, each is used for half of the micro-batches, as in timm. The labels of
-    blended images become the arguments of `MixupLoss` beside the logits.
-
-    All draws are pure functions of the seed, the loader's position and, for blending, the rank, so that a resumed run
-    draws the same.
-    """
-
-    def __init__(self, loader: Loader, config: Mapping[str, Any]) -> None:
-        self.loader, self.changes, self.seed = loader, build_changes(config), config["SEED"]
-        self.mixup, self.cutmix = config["MIXUP"], config["CUTMIX"]
-        self.blended_epochs = config["NUM_EPOCHS"] - config["MIXUP_OFF_EPOCHS"]
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Blended]:
-        batches, sampler = iter(self.loader), self.loader.sampler
-        assert isinstance(sampler, TrainSampler)
-        start = self.loader.state_dict()
-        for number, (images, labels) in enumerate(batches, start["samples"] // sampler.stride):
-            for kind, count, apply in self.changes:
-                place = *sampler.place(number), sampler.micro_batch
-                apply(images, sample_uniforms(self.seed, start["epoch"], *place, count, kind))
-            yield self._blend(images, labels, start["epoch"], number)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)  # its position, and close
-
-    def _blend(self, images: Tensor, labels: Tensor, epoch: int, number: int) -> Blended:
-        if not (self.mixup or self.cutmix) or epoch >= self.blended_epochs:
-            return images, labels
-        random = np.random.default_rng([self.seed, epoch, number, self.loader.sampler.dp_rank])
-        choice, *center = random.random(3)
-        cuts = choice < 0.5 if self.mixup and self.cutmix else bool(self.cutmix)
-        if cuts:
-            return cut_and_paste(images, labels, random.beta(self.cutmix, self.cutmix), tuple(center))
-        return mix(images, labels, random.beta(self.mixup, self.mixup))
-
-
-def augment_colors(
-    three_augment: bool,
-    jitter: float,
-    mean: Sequence[float],
-    std: Sequence[float],
-    images: Tensor,
-    uniforms: np.ndarray,
-) -> None:
+def augment_colors(config: Mapping[str, Any], images: Tensor, uniforms: np.ndarray) -> None:
     """Change the colours of normalised ``images`` [B, 3, Y, X] in place; ``uniforms`` are [B, `COLOR_UNIFORMS`].
 
-    With ``three_augment`` an image is made grey, solarised or blurred, each for a third of the images. Then its
-    brightness, contrast and saturation are multiplied by factors from ``1 - jitter`` to ``1 + jitter``, clipped once at
-    the end. Values are rounded to 8 bits. DeiT's own code differs by rounding, by Pillow's approximation of the
+    With ``THREE_AUGMENT`` an image is made grey, solarised or blurred, each for a third of the images. Then its
+    brightness, contrast and saturation are multiplied by factors that are at most ``COLOR_JITTER`` from 1, clipped once
+    at the end. Values are rounded to 8 bits. DeiT's own code differs by rounding, by Pillow's approximation of the
     Gaussian, and by clipping between the jitter's three operations, whose order is otherwise without effect.
     """
-    scale = (np.array(values)[:, None, None] * 255 for values in (mean, std))
+    scale = (np.array(config["DATA"][key])[:, None, None] * 255 for key in ("mean", "std"))
     mean_C11, std_C11 = (to_device(values.astype(np.float32), images.device) for values in scale)
     pixels = images.mul_(std_C11).add_(mean_C11).round_()
-    for number, change in enumerate((grey, solarise, blur) if three_augment else ()):
+    for number, change in enumerate((grey, solarise, blur) if config["THREE_AUGMENT"] else ()):
         (rows,) = np.nonzero(np.floor(3 * uniforms[:, 0]) == number)
         if len(rows):
             place, sigmas = to_device(rows, images.device), SIGMA[0] + (SIGMA[1] - SIGMA[0]) * uniforms[rows, 1]
             pixels[place] = change(pixels[place], sigmas)
-    if jitter:
+    if jitter := config["COLOR_JITTER"]:
         factors = to_device((1 + jitter * (2 * uniforms[:, 2:] - 1)).astype(np.float32), images.device)
         pixels.copy_(adjust(pixels, *factors.T[..., None, None, None]).round_())
     pixels.sub_(mean_C11).div_(std_C11)
@@ -165,14 +84,14 @@ def luma(pixels: Tensor) -> Tensor:
     return (LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue).round_()
 
 
-def erase(probability: float, mode: str, images: Tensor, uniforms: np.ndarray) -> None:
+def erase(config: Mapping[str, Any], images: Tensor, uniforms: np.ndarray) -> None:
     """Set a rectangle of some ``images`` [B, 3, Y, X] to 0, the mean, by ``uniforms`` [B, `ERASING_UNIFORMS`].
 
     In the mode "pixel" it becomes normal noise instead, drawn once a batch.
     """
     batch, _, height, width = images.shape
     crops = ERASED(np.full(batch, height), np.full(batch, width), uniforms)
-    erased = uniforms[:, CROP_UNIFORMS] < probability
+    erased = uniforms[:, CROP_UNIFORMS] < config["ERASING"]
     start_B2, stop_B2 = (
         to_device(corner, images.device)
         for corner in (crops.start, np.where(erased[:, None], crops.start + crops.shape, 0))
@@ -182,7 +101,7 @@ def erase(probability: float, mode: str, images: Tensor, uniforms: np.ndarray) -
         for dim, place in enumerate(torch.arange(size, device=images.device) for size in (height, width))
     )
     erased_B1YX = (rows_BY[:, :, None] & columns_BX[:, None])[:, None]
-    if mode == "const":
+    if config["ERASING_MODE"] == "const":
         images.masked_fill_(erased_B1YX, 0)
     else:
         generator = torch.Generator(images.device).manual_seed(int(uniforms[0, CROP_UNIFORMS - 1] * 2**53))
@@ -224,6 +143,63 @@ def _two_labels(labels: Tensor, share: float) -> dict[str, Tensor]:
     # filled on the device: no transfer from the host
     share_on_device = torch.full((), share, dtype=torch.float32, device=labels.device)
     return {"target": labels, "other": labels.flip(0), "share": share_on_device}
+
+
+# Augmentations of single images, in their order: the keys that turn one on, the kind of its draws, how many numbers it
+# takes for each image, and what changes a batch in place.
+CHANGES = (
+    (("THREE_AUGMENT", "COLOR_JITTER"), COLORS, COLOR_UNIFORMS, augment_colors),
+    (("ERASING",), ERASING, ERASING_UNIFORMS, erase),
+)
+
+
+def build_batch_augment(loader: Loader, config: Mapping[str, Any]) -> "BatchAugment":
+    """Return ``loader`` with the augmentations that the config's keys turn on."""
+    return BatchAugment(loader, config)
+
+
+class BatchAugment:
+    """Change a training loader's images, then blend them with one another, in place, as the config's keys say.
+
+    ``MIXUP`` and ``CUTMIX`` are the alphas of the Beta distributions that the share of the first image is drawn from,
+    once a micro-batch; if both are above 0, each is used for half of the micro-batches, as in timm. The labels of
+    blended images become the arguments of `MixupLoss` beside the logits.
+
+    All draws are pure functions of the seed, the loader's position and, for blending, the rank, so that a resumed run
+    draws the same.
+    """
+
+    def __init__(self, loader: Loader, config: Mapping[str, Any]) -> None:
+        self.loader, self.config = loader, config
+        self.seed, self.mixup, self.cutmix = (config[key] for key in ("SEED", "MIXUP", "CUTMIX"))
+        self.blended_epochs = config["NUM_EPOCHS"] - config["MIXUP_OFF_EPOCHS"]
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Blended]:
+        batches, sampler = iter(self.loader), self.loader.sampler
+        assert isinstance(sampler, TrainSampler)
+        start = self.loader.state_dict()
+        for number, (images, labels) in enumerate(batches, start["samples"] // sampler.stride):
+            for keys, kind, count, change in CHANGES:
+                if any(self.config[key] for key in keys):
+                    place = *sampler.place(number), sampler.micro_batch
+                    change(self.config, images, sample_uniforms(self.seed, start["epoch"], *place, count, kind))
+            yield self._blend(images, labels, start["epoch"], number)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)  # its position, and close
+
+    def _blend(self, images: Tensor, labels: Tensor, epoch: int, number: int) -> Blended:
+        if not (self.mixup or self.cutmix) or epoch >= self.blended_epochs:
+            return images, labels
+        random = np.random.default_rng([self.seed, epoch, number, self.loader.sampler.dp_rank])
+        choice, *center = random.random(3)
+        cuts = choice < 0.5 if self.mixup and self.cutmix else bool(self.cutmix)
+        if cuts:
+            return cut_and_paste(images, labels, random.beta(self.cutmix, self.cutmix), tuple(center))
+        return mix(images, labels, random.beta(self.mixup, self.mixup))
 
 
 class MixupLoss(nn.Module):

@@ -115,8 +115,8 @@ def test_what_is_erased_is_what_torchvision_erases() -> None:
     samples, side = 3000, 40
     images = torch.ones(samples, 3, side, side)
     uniforms, noisy = np.random.default_rng(0).random((samples, ERASING_UNIFORMS)), images.clone()
-    erase(0.7, "const", images, uniforms)
-    erase(0.7, "pixel", noisy, uniforms)
+    erase({"ERASING": 0.7, "ERASING_MODE": "const"}, images, uniforms)
+    erase({"ERASING": 0.7, "ERASING_MODE": "pixel"}, noisy, uniforms)
     noise = noisy[images == 0]
     assert torch.equal(noisy == 1, images == 1)
     assert (noise.mean().item(), noise.std().item()) == pytest.approx((0, 1), abs=0.01)
@@ -142,7 +142,8 @@ def colored(
     uniforms: list[float], three_augment: bool = True, jitter: float = 0.0, image: Image.Image = IMAGE
 ) -> np.ndarray:
     images = tv.normalize(tv.to_tensor(image), MEAN, STD)[None].clone()
-    augment_colors(three_augment, jitter, MEAN, STD, images, np.array([uniforms]))
+    config = {"THREE_AUGMENT": three_augment, "COLOR_JITTER": jitter, "DATA": {"mean": MEAN, "std": STD}}
+    augment_colors(config, images, np.array([uniforms]))
     return (255 * (images[0].permute(1, 2, 0) * torch.tensor(STD) + torch.tensor(MEAN))).numpy()
 
 

@@ -96,19 +96,18 @@ def prefetch(batches: Generator[Batch, None, None], device: torch.device) -> Gen
     Since the host runs ahead of the GPU, copies and kernels of the next batch overlap with the last step's.
     """
     with closing(batches):
-        yield from batches if device.type == "cpu" else _prefetch(batches, device)
-
-
-def _prefetch(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))  # on which the inputs were made
-    while True:
-        with torch.cuda.stream(stream):
-            batch = next(batches, None)
-        if batch is None:
+        if device.type == "cpu":
+            yield from batches
             return
-        training = torch.cuda.current_stream(device)
-        training.wait_stream(stream)
-        for tensor in batch:
-            tensor.record_stream(training)  # or its memory would be reused too early
-        yield batch
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))  # on which the inputs were made
+        while True:
+            with torch.cuda.stream(stream):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            training = torch.cuda.current_stream(device)
+            training.wait_stream(stream)
+            for tensor in batch:
+                tensor.record_stream(training)  # or its memory would be reused too early
+            yield batch

@@ -27,7 +27,6 @@ from common.config.load import restore_config
 from common.errors import UserError, did_you_mean, first_line
 from common.files import read_bytes
 from common.model.build import DEIT3_INIT_VALUES, timm_arguments
-from common.model.vit import build_sincos2d
 
 HUB = "hf-hub:"
 OTHERS = ", a folder that export wrote for timm, a model of timm's by name, or hf-hub:<user>/<name>"
@@ -84,13 +83,8 @@ def open_source(name: str) -> Source:
         reason = getattr(error, "strerror", None) or first_line(error)[:200]
         if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the code in the file
             reason = "not by torch.save, or more than tensors, which is not read since it may run code"
-        if is_hub:
-            problem, remedy = "not a timm model that can be read from the Hugging Face Hub", "check name and network; "
-            remedy += "a private one needs HF_TOKEN, and HF_HUB_OFFLINE=1 uses the cache alone"
-        else:
-            problem, remedy = "holds no weights that can be read", "name a run, a checkpoint, a file of weights, "
-            remedy += "a timm model, or hf-hub:<user>/<name>"
-        raise UserError(f"{name}: {problem} ({reason}): {remedy}") from error
+        remedy = "name a run, a checkpoint, a file of weights, a timm model; of the Hub, check network and HF_TOKEN"
+        raise UserError(f"{name}: holds no weights that can be read ({reason}): {remedy}") from error
 
 
 def _open_hub(name: str) -> Source:
@@ -215,13 +209,7 @@ def _check_shape(source: str, weights: Mapping[str, Tensor], heads: int | None, 
     theirs, own = infer_model(source, weights), infer_model("", dict(model.named_parameters()))
     own["heads"] = _heads(model)
     theirs["heads"] = heads or own["heads"]
-    patches = max(0, weights["pos_embed"].shape[1] - model.embedded_prefix)  # pyright: ignore
     own["no_embed_class"] = model.prefix_tokens > 0 and model.embedded_prefix == 0  # pyright: ignore
-    if math.isqrt(patches) ** 2 == patches:
-        theirs["no_embed_class"] = own["no_embed_class"]  # 9 positions are 3 x 3, or 2 x 2 and 5 of the prefix
-    own["position"] = theirs["position"] = "learned"
-    if not model.pos_embed.requires_grad:
-        own["position"], theirs["position"] = "sincos2d", _position_of(weights["pos_embed"], theirs)
     if own["image_size"] % theirs["patch_size"] == 0:
         del theirs["image_size"]  # the position embedding is resampled
     differing = [key for key in theirs if theirs[key] != own[key]]
@@ -230,17 +218,7 @@ def _check_shape(source: str, weights: Mapping[str, Tensor], heads: int | None, 
         raise UserError(
             f"INIT={source}: its model differs from {', '.join(f'MODEL.{key}={own[key]}' for key in differing)}: "
             f"{fitting} fits, or start from other weights"
-            + "; set MODEL.heads too, which the weights do not tell"
-            * (heads is None)
         )
-
-
-def _position_of(saved: Tensor, model: Mapping[str, Any]) -> str:
-    """Return MODEL.position of a table of positions; ``model`` is its model's shape."""
-    side = model["image_size"] // model["patch_size"]
-    fixed = build_sincos2d(side, model["width"], max(0, saved.shape[1] - side**2))
-    is_fixed = fixed.shape == saved.shape and torch.allclose(saved.float(), fixed, atol=1e-2)
-    return "sincos2d" if is_fixed else "learned"
 
 
 def _fit_head(weights: dict[str, Tensor], model: Any) -> str | None:
@@ -261,7 +239,7 @@ def _fit_position(weights: dict[str, Tensor], model: Any) -> str | None:
         return None  # another architecture, which is refused with all that differs
     if not own.requires_grad:  # fixed, and computed for any grid
         weights["pos_embed"] = own.detach()
-        return None
+        return "fixed positions in place of its"
     if old == new:
         return None
     from timm.layers import resample_abs_pos_embed  # timm takes a second to import

@@ -98,7 +98,7 @@ def test_an_export_on_the_hub_is_evaluated_as_in_training(hub: Path, run: Path, 
     ("name", "about", "words"),
     [
         ("vit_tiny_patch16_224.augreg_in22k", None, "no such weights; did you mean 'vit_tiny_patch16_224.augreg"),
-        ("hf-hub:user/none", None, "user/none: not a timm model that can be read from the Hugging Face Hub"),
+        ("hf-hub:user/none", None, "user/none: holds no weights that can be read"),
         ("hf-hub:user/x", {"architecture": "resnet18"}, "resnet18 is no plain Vision Transformer"),
         ("hf-hub:user/x", {"architecture": "vit_base_patch32_clip_quickgelu_224"}, "has another activation, norm or"),
     ],

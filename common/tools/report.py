@@ -155,24 +155,25 @@ def rank_combinations(runs: Sequence[FinishedRun], notes: Mapping[str, str]) -> 
             "loss": f"{statistics.mean(end['loss'] for end in ends):.3f}" if ends else ABSENT,
             "steps": ", ".join(dict.fromkeys(steps)),
         }
-        found.append((tops, dict(values) | reached))
+        found.append((tops, dict(values), reached))
     found.sort(key=lambda one: (math.isnan(one[0][0]), -statistics.mean(one[0])))
-    rows = [row for _, row in found]
+    rows = [values | reached for _, values, reached in found]
     if len(rows) < 2 or not rows[1]["n"]:
         return rows, ""
-    (best, row), (second, _) = found[:2]
+    (best, values, _), (second, *_) = found[:2]
     verdict = "overlap" if max(second) >= min(best) else "do not overlap"
     verdict = f"ranges {verdict}" if len(best) + len(second) > 2 else "no ranges: repeat it with --grid SEED=1,2,3"
-    named = ", ".join(f"{key}={value}" for key, value in row.items() if key in runs[0].values)
+    named = ", ".join(f"{key}={value}" for key, value in values.items())
     return rows, f"best: {named}; {verdict}"
 
 
 def group_by_seed(runs: Sequence[FinishedRun]) -> dict[tuple[tuple[str, Any], ...], list[FinishedRun]]:
     """Return the runs by the (key, value) of what the sweep varies but `SEED`."""
     groups: dict[tuple[tuple[str, Any], ...], list[FinishedRun]] = {}
+    keys = dict.fromkeys(key for run in runs for key in run.values)
     for run in runs:
-        values = run.values or {"run": run.name}
-        groups.setdefault(tuple(pair for pair in values.items() if pair[0] != SEED), []).append(run)
+        values = {key: run.values.get(key, ABSENT) for key in keys if key != SEED} if keys else {"run": run.name}
+        groups.setdefault(tuple(values.items()), []).append(run)
     return groups
 
 
@@ -246,7 +247,7 @@ def render(runs: Sequence[FinishedRun]) -> str:
             runs=runs,
             title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
             summary={title: [cell(run) for run in runs] for title, cell in SUMMARY.items()},
-            sweep=ranked if runs[0].values else [],
+            sweep=ranked if all(run.values for run in runs) else [],
             verdict=verdict,
             keys={key: cells for key, cells in configs.items() if len(runs) == 1 or len(set(cells)) > 1},
             environment=_align(

@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
     if not runs:
         raise UserError(f"--output {args.output}: no run in it yet; start the sweep with --config and --grid")
     runs.sort(key=lambda run: run.about["starts"][0]["started"])
-    _check_best(args.best, list(runs[0].values))
+    _check_best(args.best, [key for run in runs for key in run.values])
     rows, verdict = rank_combinations(runs, failed)
     print(format_table(rows))
     print_wrapped(COSTS, 0)
@@ -213,7 +213,7 @@ def draw(runs: Sequence[FinishedRun], path: Path, best: str | None = None) -> bo
         tops = [points[x] for x in xs]
         bars = [(mean(each) - min(each), max(each) - mean(each)) for each in tops]
         axes.errorbar(
-            xs,
+            xs if is_numeric else list(map(str, xs)),
             list(map(mean, tops)),
             list(zip(*bars, strict=True)),
             fmt="o-" if is_numeric else "o",
@@ -242,7 +242,7 @@ def collect_points(runs: Sequence[FinishedRun], best: str | None) -> dict[tuple,
     lines: dict[tuple, dict[Any, list[float]]] = {}
     for values, group in group_by_seed(runs).items():
         tops = [100 * run.final["top1"] for run in group if run.final]
-        (_, x), *line = [pair for pair in values if pair[0] != best] or [("", f"best {best}")]
+        (_, x), *line = [pair for pair in values if pair[0] != best] or [("", "best")]
         points = lines.setdefault(tuple(line), {})
         if tops and (x not in points or mean(tops) > mean(points[x])):
             points[x] = tops

@@ -41,11 +41,6 @@ def test_crops_are_distributed_as_those_of_torchvision(height, width):
         assert np.abs(difference).max() < 0.035 * span
 
 
-def test_centre_crop_decodes_no_more_than_it_needs():
-    crops = CenterCrop(224, 256)(np.array([375]), np.array([1000]))
-    assert crops.shape.max() <= 375 * 224 / 256 + 8
-
-
 def shown_by_torchvision(image: Image.Image, crop: Crop, size: int, uniforms: np.ndarray) -> Image.Image:
     """Return what torchvision's operations make of ``image``, with the draws of ``uniforms`` [1, K]."""
     interpolation = F.InterpolationMode(crop.interpolation)

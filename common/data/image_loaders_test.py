@@ -74,21 +74,6 @@ def open_upright(split: FolderSplit, index: int) -> Image.Image:
         return ImageOps.exif_transpose(image).convert("RGB")
 
 
-def test_training_shows_what_torchvision_shows(folder):
-    split = open_folder(folder, "train")
-    loader, flips = train_loader(split), 0
-    for draw, (images, labels) in zip(loader.sampler.draws(0), loader, strict=True):
-        for row, index in enumerate(draw.indices):
-            image = open_upright(split, index)
-            crops = RandomCrop()(np.array([image.height]), np.array([image.width]), draw.uniforms[[row]])
-            expected = F.resized_crop(image, *crops.start[0].tolist(), *crops.shape[0].tolist(), [SIZE, SIZE])
-            expected = F.hflip(expected) if crops.flip[0] else expected
-            flips += crops.flip[0]
-            torch.testing.assert_close(images[row], normalise(expected), rtol=0, atol=VALUE)
-            assert ["ape", "bee"][labels[row]] == split.path(index).parent.name
-    assert 0 < flips < 16
-
-
 def test_a_text_is_timms_randaugment_after_the_crop(folder):
     text, values = "rand-m9-mstd0.5-inc1", dict(workers=0, mean=(0, 0, 0), std=(1 / 255,) * 3)
     place = dict(image_size=SIZE, dp_rank=0, dp_size=1, device=torch.device("cpu"), seed=5)

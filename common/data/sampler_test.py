@@ -35,16 +35,8 @@ def test_global_batches_do_not_depend_on_processes_or_accumulation(micro_batch, 
     for got, expected in zip(global_batches(1000, 48, micro_batch, dp_size, epoch=1, **options), one, strict=True):
         np.testing.assert_array_equal(got[0], expected[0])
         np.testing.assert_array_equal(got[1], expected[1])
-
-
-@pytest.mark.parametrize("options", [{}, SPLIT])
-def test_an_epoch_holds_each_sample_at_most_once_and_drops_only_the_rest(options):
-    dropped = []
-    for epoch in range(2):
-        indices = np.concatenate([batch for batch, _ in global_batches(1000, 48, 4, 4, epoch=epoch, **options)])
-        assert len(indices) == len(np.unique(indices)) == 20 * 48
-        dropped.append(set(range(1000)) - set(indices.tolist()))
-    assert dropped[0] != dropped[1]
+    indices = np.concatenate([batch for batch, _ in one])
+    assert len(np.unique(indices)) == 20 * 48 or "repeats" in options
 
 
 @pytest.mark.parametrize(("samples", "batch", "dp_size"), [(1100, 256, 4), (700, 128, 8), (1000, 192, 3)])
@@ -102,19 +94,6 @@ def test_a_block_is_read_once_an_epoch_by_one_process_within_its_window(dp_size,
     assert len(together) <= 1024 / repeats + 64
     resumed = reads_of(list(ranks[0].draws(2, len(ranks[0]) // 2)), most)
     assert len(resumed) <= len(reads[0]) / 2 + most
-
-
-def test_blocks_are_mixed_and_differ_by_epoch_and_seed():
-    samples, blocks = 12_800, np.arange(0, 12_801, 100)
-    orders = []
-    for seed, epoch in ((0, 0), (0, 1), (1, 0)):
-        sampler = TrainSampler(samples, 128, 128, seed=seed, blocks=blocks, window=4)
-        orders.append(np.stack([draw.indices // 100 for draw in sampler.draws(epoch)]))
-    assert np.mean([len(np.unique(batch)) for batch in orders[0]]) > 60  # 32 streams with 4 blocks at a time
-    assert np.abs(np.corrcoef([order.ravel() for order in orders]) - np.eye(3)).max() < 0.3  # of 128 blocks
-    few = TrainSampler(1000, 1000, 1000, blocks=np.array([0, 400, 1000]), window=2)
-    (draw,) = few.draws(0)
-    assert abs(np.corrcoef(draw.indices, np.arange(1000))[0, 1]) < 0.1  # one window: a permutation
 
 
 def test_the_blocks_of_a_seed_stay_the_same_for_ever():

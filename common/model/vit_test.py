@@ -9,12 +9,9 @@ from timm.models.vision_transformer import VisionTransformer as TimmVisionTransf
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.model.build import build_model, freeze, timm_arguments, timm_name
+from common.model.build import build_model, timm_arguments, timm_name
 from common.model.vit import MASK_LEVELS, Dropout
-from common.optim.build import build_optimizer
 
-B16 = {"width": 768, "heads": 12}
-S16 = {}
 VIT_LITE = {"image_size": 32, "patch_size": 4, "width": 256, "depth": 7, "heads": 4, "mlp_ratio": 2, "num_classes": 10}
 COUNT = 1 << 22  # values that dropout draws
 TINY = {"image_size": 16, "patch_size": 4, "width": 24, "depth": 3, "heads": 3, "num_classes": 5}
@@ -44,10 +41,10 @@ def logits_and_gradients(model: nn.Module, images: torch.Tensor, seed: int = 0) 
     return {"logits": logits.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_equal_to_timm(batch: int = 2, **arguments: object) -> None:
+def assert_equal_to_timm(**arguments: object) -> None:
     ours, theirs = build_pair(**arguments)
     side = arguments.get("image_size", 224)
-    images = torch.randn(batch, 3, side, side)
+    images = torch.randn(2, 3, side, side)
     mine, reference = logits_and_gradients(ours, images), logits_and_gradients(theirs, images)
     if arguments.get("position") == "sincos2d":
         del reference["pos_embed"]  # ours is fixed
@@ -57,20 +54,10 @@ def assert_equal_to_timm(batch: int = 2, **arguments: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(B16, marks=pytest.mark.slow, id="B/16"),
-        pytest.param(S16, id="S/16"),
-        pytest.param(VIT_LITE, id="ViT-Lite-7/4"),
-    ],
-)
-def test_logits_and_gradients_equal_timm(shape: dict) -> None:
-    assert_equal_to_timm(**shape, batch=1)
-
-
-@pytest.mark.parametrize(
     "options",
     [
+        pytest.param({"width": 768, "heads": 12, "image_size": 224, "patch_size": 16}, marks=pytest.mark.slow),
+        VIT_LITE,
         *({"pool": pool, "position": position} for pool in ("cls", "avg") for position in ("learned", "sincos2d")),
         *(
             {"init_values": 0.3, "reg_tokens": 2, "pool": pool, "no_embed_class": pool == "cls"}
@@ -100,12 +87,6 @@ def test_bfloat16_autocast_makes_the_residual_stream_bfloat16(options: dict) -> 
     seen.clear()
     with torch.autocast("cpu", torch.float16):
         model(images)
-    assert {x.dtype for x in seen} == {torch.float32}
-    seen.clear()
-    model(images)
-    tokens = [t.expand(2, -1, -1) for t in (model.cls_token, model.reg_token) if t is not None]
-    expected = torch.cat([*tokens, model.patch_embed(images)], dim=1) + model.pos_embed
-    assert torch.equal(seen[0], expected)
     assert {x.dtype for x in seen} == {torch.float32}
 
 
@@ -152,44 +133,6 @@ def test_without_training_or_rate_dropout_draws_nothing() -> None:
     assert Dropout(0.0)(x) is x
     assert torch.equal(torch.get_rng_state(), state)
     assert not Dropout(1.0)(x).any()
-
-
-def test_activation_checkpoint_changes_nothing() -> None:
-    torch.manual_seed(0)
-    plain = build_model(**TINY, dropout=0.2, drop_path=0.2)
-    saving = build_model(**TINY, dropout=0.2, drop_path=0.2, activation_checkpoint=True)
-    saving.load_state_dict(plain.state_dict())
-    passes = []
-    saving.blocks[0].register_forward_pre_hook(lambda *_: passes.append(1))
-    images = torch.randn(4, 3, 16, 16)
-    mine, reference = logits_and_gradients(saving, images), logits_and_gradients(plain, images)
-    assert len(passes) == 2  # the second one recomputes
-    assert all(torch.equal(mine[name], reference[name]) for name in reference)
-
-
-@pytest.mark.parametrize("pool", ["cls", "avg"])
-def test_frozen_it_trains_a_linear_layer_on_fixed_features(pool: str) -> None:
-    torch.manual_seed(0)
-    arguments = TINY | {"pool": pool, "dropout": 0.5, "drop_path": 0.5}
-    model = build_model(**arguments)
-    theirs = TimmVisionTransformer(**timm_arguments(**arguments)).eval()
-    theirs.load_state_dict(model.state_dict())
-    images, labels = torch.randn(15, 3, 16, 16), torch.arange(15) % 5
-    with torch.no_grad():
-        features = theirs.forward_head(theirs.forward_features(images), pre_logits=True)
-    head = nn.Linear(24, 5)
-    head.load_state_dict(model.head.state_dict())
-    reference = torch.optim.AdamW(head.parameters(), lr=0.1, weight_decay=0.1)
-    freeze(model.train(), "body")
-    optimizer = build_optimizer(model, "adamw", 0.1, weight_decay=0.1)
-    for _ in range(3):
-        for step, logits in ((optimizer, model(images)), (reference, head(features))):
-            step.zero_grad()
-            F.cross_entropy(logits, labels).backward()
-            step.step()
-    torch.testing.assert_close(model.head.weight, head.weight, rtol=1e-5, atol=1e-6)
-    body = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")}
-    assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in body.items())
 
 
 @pytest.mark.parametrize(("stem", "pool"), [("conv", "seq"), ("conv", "cls"), ("patch", "seq")])

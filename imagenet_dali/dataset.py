@@ -89,6 +89,11 @@ class Split:
     fingerprint: str  # of the whole data set
 
     @property
+    def place(self) -> str:
+        """Where the images come from, in words."""
+        return f"the prepared {self.name} split"
+
+    @property
     def num_classes(self) -> int:
         return len(self.class_names)
 

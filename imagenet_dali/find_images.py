@@ -100,7 +100,7 @@ def list_source(root: Path, validation_share: float | None = None, split: str | 
         source = _list_folder(root, {}, split)
     check_class_names(source.class_names, root)
     if split:
-        place = f"{folders[split]}" if folders else f"all of {root}"
+        place = f"{folders[split].name}/" if folders else "the whole folder"
         return replace(source, splits={split: source.splits[split]}, validation=place)
     has_test = "test" in {*folders, *map(_split_of, containers)}
     unused = "; test is left out, --split test chooses it" * has_test
@@ -111,7 +111,7 @@ def list_source(root: Path, validation_share: float | None = None, split: str | 
         return replace(source, splits=splits, validation=f"{share:.0%} of each class, held out of train{unused}")
     if validation_share is not None:
         raise UserError(f"--validation-share={validation_share}: {root} has a validation split already; drop it")
-    place = f"{folders['validation']}" if folders else f"the validation split of {root}"
+    place = f"{folders['validation'].name}/" if folders else "the validation split"
     return replace(source, validation=place + unused)
 
 
@@ -195,8 +195,13 @@ def _list_containers(root: Path, containers: list[str], split: str | None) -> So
     wanted = [split or "train", *(["validation"] if not split and "validation" in by_split else [])]
     chosen = {name: by_split.get("") or by_split.get(name, []) for name in wanted}
     found: dict[str, Listing] = {}
+    class_names = read_labels(root / LABELS) if (root / LABELS).is_file() else None
     for container in itertools.chain(*chosen.values()):
-        found[container] = (_list_parquet if container.endswith(".parquet") else _list_webdataset)(root, container)
+        if container.endswith(".parquet"):
+            found[container], names = _list_parquet(root, container)
+            class_names = names or class_names
+        else:
+            found[container] = _list_webdataset(root, container)
     images = list(itertools.chain(*found.values()))
     if len({name for name, _, _ in images}) < len(images):
         for file, listing in found.items():  # of the same name in other folders, or numbered in each container
@@ -206,7 +211,11 @@ def _list_containers(root: Path, containers: list[str], split: str | None) -> So
         splits[split] = sorted((name, label) for file in members for name, label, _ in found[file])
         if not splits[split]:
             raise UserError(f"{root}: no labelled images for the split {split} in {', '.join(containers[:3])}")
-    class_names = _class_names(root, containers[0], {label for _, label in splits[wanted[0]]})
+    if class_names is None:
+        present = {label for _, label in splits[wanted[0]]}
+        class_names = [str(label) for label in range(len(present))]
+        if present != set(range(len(present))):
+            raise UserError(f"{root}: labels {min(present)} to {max(present)} with gaps; name all in {root / LABELS}")
     for file, listing in found.items():
         for name, label, _ in listing:
             if not 0 <= label < len(class_names):
@@ -216,21 +225,6 @@ def _list_containers(root: Path, containers: list[str], split: str | None) -> So
 
 def _split_of(container: str) -> str:
     return next((SPLITS[word] for word in re.findall("[a-z]+", container.lower()) if word in SPLITS), "")
-
-
-def _class_names(root: Path, container: str, present: set[int]) -> list[str]:
-    """Return the names in a parquet file or in `LABELS`, else the class numbers, of which none may be missing."""
-    names = None
-    if container.endswith(".parquet"):
-        with _open_parquet(root / container) as (_, _, _, names):
-            pass
-    if names is None and (root / LABELS).is_file():
-        names = read_labels(root / LABELS)
-    if names is None:
-        names = [str(label) for label in range(len(present))]
-        if present != set(range(len(names))):
-            raise UserError(f"{root}: labels {min(present)} to {max(present)} with gaps; name all in {root / LABELS}")
-    return names
 
 
 def _tar_members(path: Path, start: int = 0, end: int | None = None) -> Iterator[tuple[tarfile.TarInfo, BinaryIO]]:
@@ -274,10 +268,10 @@ def _list_webdataset(root: Path, container: str) -> Listing:
     return [(name, labels[key], place) for name, (key, place) in images.items()]
 
 
-def _list_parquet(root: Path, container: str) -> Listing:
-    """Return the images of a parquet file; without a path a row's number is its name."""
+def _list_parquet(root: Path, container: str) -> tuple[Listing, list[str] | None]:
+    """Return the images of a parquet file and the names of its classes; without a path a row's number is its name."""
     path, found = root / container, []
-    with _open_parquet(path) as (file, image, label_column, _):
+    with _open_parquet(path) as (file, image, label_column, class_names):
         for group in range(file.num_row_groups):
             rows = file.read_row_group(group, [label_column, f"{image}.path"], use_threads=False).to_pylist()
             for row, content in enumerate(rows):
@@ -285,7 +279,7 @@ def _list_parquet(root: Path, container: str) -> Listing:
                 if label is None:
                     raise UserError(f"{path}: {name}: row {len(found)} has no label; remove it or add one")
                 found.append((name, label, Place(container, group, row)))
-    return found
+    return found, class_names
 
 
 def read_rows(root: Path, places: Iterable[Place]) -> dict[Place, bytes]:

@@ -7,12 +7,13 @@ PyTorch's, which has Pillow's pixels.
 
 import ctypes
 import functools
+import os
 import re
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -88,8 +89,10 @@ def decode_and_resize(source: Callable[[], tuple], size: int, filter_: str, devi
 @functools.cache
 def decodes_windows() -> bool:
     """Return whether nvJPEG decodes windows on the GPU with the CPU's pixels; say so once."""
-    decode_windows(lambda: (), batch_size=1, num_threads=1, device_id=None).build()  # loads nvJPEG
+    pipeline = decode_windows(lambda: (), batch_size=1, num_threads=1, device_id=None)
+    pipeline.build()  # loads nvJPEG, while it is there
     version = nvjpeg_version()
+    del pipeline
     name = f"nvJPEG {'.'.join(map(str, version))}"
     does = "windows of images" if version >= FANCY_WINDOWS else "whole images, since windows need nvJPEG 13.2"
     if is_first_process():
@@ -98,13 +101,14 @@ def decodes_windows() -> bool:
 
 
 def nvjpeg_version() -> tuple[int, int]:
-    """Return the version of the nvJPEG that DALI has loaded, which LD_LIBRARY_PATH may have chosen; (0, 0) without."""
-    paths = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines())
-    if not (path := next((path for path in paths if Path(path).name.startswith("libnvjpeg.so")), None)):
-        return 0, 0
-    library, major, minor = ctypes.CDLL(path), ctypes.c_int(), ctypes.c_int()
-    for property_, value in enumerate((major, minor)):
-        library.nvjpegGetProperty(property_, ctypes.byref(value))
+    """Return the version of the nvJPEG that DALI uses, which is the first that was loaded, and keep it; else (0, 0)."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    for name in ("libnvjpeg.so.13", "libnvjpeg.so.12"):
+        with suppress(OSError):
+            library = ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+            for part, value in enumerate((major, minor)):
+                library.nvjpegGetProperty(part, ctypes.byref(value))
+            break
     return major.value, minor.value
 
 

@@ -150,7 +150,7 @@ def prepare(
         for report in parallel_map(write_shard, tasks, workers):
             rows = np.array([tuple(row) for row in report["rows"]], RECORD)  # an eighth of the report's memory
             done[report["name"]] = ShardRows(report["name"], report["sha256"], rows)
-            refused += map(tuple, report["refused"])
+            refused += report["refused"]
             converted += report["converted"]
             progress.update(len(rows) + len(report["refused"]))
     _report_refused(dest, listed, sorted(refused), max_refused)
@@ -228,15 +228,14 @@ def _is_complete(dest: Path, job: dict[str, Any]) -> bool:
     return is_complete
 
 
-def _report_refused(dest: Path, source: Source, refused: list[tuple[str, str]], max_refused: float) -> None:
+def _report_refused(dest: Path, source: Source, refused: list[str], max_refused: float) -> None:
     """List the refused images; if they are too many, remove all else from `dest` and raise `UserError`."""
     if not refused:
         (dest / REFUSED).unlink(missing_ok=True)
         return
-    lines = [f"{printable(filename)}\t{reason}" for filename, reason in refused]
     with atomic_file(dest / REFUSED) as file:
-        file.write("".join(f"{line}\n" for line in lines).encode())
-    print_some(lines)
+        file.write("".join(f"{line}\n" for line in refused).encode())
+    print_some(refused)
     total = sum(map(len, source.splits.values()))
     if len(refused) > max_refused * total:
         for folder in (PARTIAL, *source.splits):

@@ -24,16 +24,14 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     refuse_unused(data, (*image_loaders.UNUSED, "download"))
     if split := data.get("split"):
         images = open_images(data, split)
-        names, place = images.class_names, _place(images, data, split)
-        return DataSummary(0, len(images), images.num_classes, images.fingerprint, names, validation=place)
+        counts = 0, len(images), images.num_classes
+        return DataSummary(*counts, images.fingerprint, images.class_names, validation=images.place)
     if data["loader"] == "dali" and isinstance(text := data.get("randaugment"), str):
         raise UserError(f"DATA.randaugment={text!r} is timm's, on the CPU: add --set DATA.loader=torchvision")
     train, validation = open_images(data, "train"), open_images(data, "validation")
     fingerprint = fingerprint_of([train.fingerprint, validation.fingerprint])
-    place = _place(validation, data, None)
-    summary = DataSummary(
-        len(train), len(validation), train.num_classes, fingerprint, train.class_names, validation=place
-    )
+    counts = len(train), len(validation), train.num_classes
+    summary = DataSummary(*counts, fingerprint, train.class_names, validation=validation.place)
     if isinstance(train, Split):
         sizes = dict(shard_bytes=train.nbytes, is_shuffled=train.is_shuffled)
         summary = replace(summary, fingerprint=train.fingerprint, **sizes)
@@ -46,25 +44,19 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     return summary
 
 
-def _place(images: Split | FolderSplit, data: Mapping[str, Any], split: str | None) -> str:
-    if isinstance(images, Split):
-        return f"the prepared {images.name} split of {data['root']}"
-    return _open_folder(Path(data["root"]), split)[1]
-
-
 def build_train_loader(
     data: Mapping[str, Any], total_batch: int, micro_batch: int, *, order: str | None = None, **place: Any
 ) -> Loader:
     """Return the loader of the training split in the plan's ``order``; ``place`` as in `image_loaders`."""
     images = open_images(data, "train")
-    place |= _options(images, data, in_blocks=order == "blocks")
+    place |= _options(images, data, place["device"].type, in_blocks=order == "blocks")
     return image_loaders.build_train_loader(images, data, total_batch, micro_batch, **place)  # pyright: ignore[reportArgumentType]
 
 
 def build_eval_loader(data: Mapping[str, Any], batch: int, **place: Any) -> Loader:
     """Return the loader of validation, or of ``data["split"]``; ``place`` as in `image_loaders.build_eval_loader`."""
     images = open_images(data, data.get("split", "validation"))
-    place |= _options(images, data, in_blocks=True)
+    place |= _options(images, data, place["device"].type, in_blocks=True)
     return image_loaders.build_eval_loader(images, data, batch, **place)  # pyright: ignore[reportArgumentType]
 
 
@@ -76,25 +68,29 @@ def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:
     root = Path(data["root"])
     if data["loader"] == "dali" or any((root / name).exists() for name in (MANIFEST, PARTIAL)):
         return open_split(root, split)
-    splits, _ = _open_folder(root, data.get("split"))
+    splits = _open_folder(root, data.get("split"))
     if split not in splits:
         raise UserError(f"DATA.root={root} has no {split} split: add {root / split}/<class>/*")
     return splits[split]
 
 
 @functools.cache  # listing a million files takes 12 s
-def _open_folder(root: Path, split: str | None) -> tuple[dict[str, FolderSplit], str]:
-    """Return the splits of a folder of images, or one of them, and where the validation images come from."""
+def _open_folder(root: Path, split: str | None) -> dict[str, FolderSplit]:
+    """Return the splits of a folder of images, or one of them."""
     source = list_source(root, split=split)
     if source.places:
         raise UserError(f"DATA.root={root}: tars and parquet files are read by `python -m imagenet_dali.prepare` only")
-    splits = {name: FolderSplit(root, source.class_names, files) for name, files in source.splits.items()}
-    return splits, source.validation
+    names, place = source.class_names, source.validation
+    return {name: FolderSplit(root, names, files, place) for name, files in source.splits.items()}
 
 
-def _options(images: Split | FolderSplit, data: Mapping[str, Any], in_blocks: bool) -> dict[str, Any]:
+def _options(images: Split | FolderSplit, data: Mapping[str, Any], device: str, in_blocks: bool) -> dict[str, Any]:
     """Return what reads the images, and the bounds of the blocks that are read at once."""
     options: dict[str, Any] = {"build_reader": _read_with_dali} if data["loader"] == "dali" else {}
+    if options and device == "cuda":
+        from imagenet_dali.imagenet_dali_dataloader import decodes_windows
+
+        decodes_windows()  # loads DALI's nvJPEG before torchvision's, which is older and would be used instead
     if in_blocks and isinstance(images, Split):
         options["blocks"] = images.block_bounds(round(1e6 * data["block"]))
     return options

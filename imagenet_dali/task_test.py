@@ -14,14 +14,15 @@ from common.data.sampler import NO_LABEL
 from common.errors import UserError
 from imagenet_dali import imagenet_dali_dataloader
 from imagenet_dali.dataset import frame, open_split, unframe
-from imagenet_dali.imagenet_dali_dataloader import DaliReader, decodes_windows, nvjpeg_version
+from imagenet_dali.imagenet_dali_dataloader import DaliReader, decodes_windows
 from imagenet_dali.prepare import prepare
 from imagenet_dali.task import build_eval_loader, build_train_loader, describe_data, open_images
-from imagenet_dali.testing import spoil_record, write_images
+from imagenet_dali.testing import run, spoil_record, write_images
 
 # Python 3.12 warns of every fork beside threads, which is how torch starts its workers there
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
+ROOT = Path(__file__).parents[1]
 STD = 0.25
 DATA = Data(workers=1, mean=(0.5, 0.5, 0.5), std=(STD,) * 3).model_dump()
 PLACED = {"image_size": 28, "dp_rank": 0, "dp_size": 1, "device": torch.device("cpu")}
@@ -111,22 +112,29 @@ def test_both_loaders_show_the_same(root, interpolation, order, crop, randaugmen
 
 
 def test_an_older_nvjpeg_decodes_whole_images_to_the_same_pixels(root, monkeypatch, capsys):
-    """The version is that of the library that DALI loads, here the installed package's."""
     monkeypatch.setattr(imagenet_dali_dataloader, "DaliReader", partial(DaliReader, resizes=True))
     shown = []
-    for found in (nvjpeg_version, lambda: (12, 4)):
+    for found in ((13, 2), (13, 1)):
         decodes_windows.cache_clear()
-        monkeypatch.setattr(imagenet_dali_dataloader, "nvjpeg_version", found)
+        monkeypatch.setattr(imagenet_dali_dataloader, "nvjpeg_version", lambda found=found: found)
         shown.append(read(train_loader(root)) + read(eval_loader(root)))
     decodes_windows.cache_clear()
-    assert all(
-        torch.equal(ours, others) for pair in zip(*shown, strict=True) for ours, others in zip(*pair, strict=True)
-    )
-    installed = ".".join(version("nvidia-nvjpeg").split(".")[:2])
+    for batch, other in zip(*shown, strict=True):
+        assert all(map(torch.equal, batch, other))
     assert capsys.readouterr().out.splitlines() == [
-        f"DALI: nvJPEG {installed} decodes windows of images",
-        "DALI: nvJPEG 12.4 decodes whole images, since windows need nvJPEG 13.2",
+        "DALI: nvJPEG 13.2 decodes windows of images",
+        "DALI: nvJPEG 13.1 decodes whole images, since windows need nvJPEG 13.2",
     ]
+
+
+def test_the_version_is_that_of_the_library_that_dali_uses():
+    installed = ".".join(version("nvidia-nvjpeg").split(".")[:2])
+    look = "from imagenet_dali.imagenet_dali_dataloader import decodes_windows; decodes_windows()"
+    for before, expected in (("", f"nvJPEG {installed} decodes windows"), ("import torchvision.io;", "nvJPEG ")):
+        ended = run(f"python -c '{before}{look}; import torchvision.io; decodes_windows.cache_clear(); {look}'", ROOT)
+        first, again = ended.stdout.splitlines()
+        assert first == again
+        assert first.startswith(f"DALI: {expected}")
 
 
 @pytest.mark.parametrize("resizes", [False, True])

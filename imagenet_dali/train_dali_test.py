@@ -137,16 +137,16 @@ def test_every_data_set_has_its_own_evaluation(config, tmp_path):
     folders = ["--set", "DATA.loader=torchvision", "--set", "DATA.workers=0"]
     words = ["--config", config, "--output", output, "--set", f"DATA.root={images}", "--set", "MAX_STEPS=1"]
     said = start(train_dali.main, *words, *folders)
-    assert f"validation: {images}/Valid; test is left out, --split test chooses it" in " ".join(said.split())
+    assert "validation: Valid/; test is left out, --split test chooses it" in " ".join(said.split())
     said = start(prepare.main, tested, tmp_path / "shards", "--split", "test", "--workers=1")
     assert f"{tmp_path}/shards: 30 test images in 1 shard\n" in said
     for more, place in (
-        ([], f"9 images: {images}/Valid"),
-        (["--split", "test"], f"15 images: {images}/test"),
-        (["--data", tested, *folders], f"30 images: all of {tested}"),
+        ([], f"{images}: 9 images, Valid/"),
+        (["--split", "test"], f"{images}: 15 images, test/"),
+        (["--data", tested, *folders], f"{tested}: 30 images, the whole folder"),
         (
             ["--data", tmp_path / "shards", "--split", "test"],
-            f"30 images: the prepared test split of {tmp_path}/shards",
+            f"{tmp_path}/shards: 30 images, the prepared test split",
         ),
     ):
         assert f"data       {place}" in start(evaluate.main, output, *more)
@@ -161,6 +161,6 @@ def test_every_data_set_has_its_own_evaluation(config, tmp_path):
 def test_torchruns_own_lines_do_not_hide_a_mistake(config, tmp_path):
     """The launch script shows our line alone."""
     arguments = f"train_dali.py --config {config} --output {tmp_path}/run --set TOTAL_BATCH_SIZ=1"
-    ours = "error: --set TOTAL_BATCH_SIZ: unknown key; did you mean 'TOTAL_BATCH_SIZE'?"
+    ours = "error: TOTAL_BATCH_SIZ: unknown key; did you mean 'TOTAL_BATCH_SIZE'?"
     answer = run(f"bash ../scripts/train_torchrun.sh {arguments}", code=2, NPROC_PER_NODE="2")
     assert answer.stderr.splitlines() == [ours]

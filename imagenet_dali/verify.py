@@ -67,9 +67,6 @@ def adopt(root: Path, workers: int) -> list[str]:
     if faults := [fault for name in found for fault in found[name][1]]:
         return sorted(faults)
     splits = {split: [found[name][0] for name in shards] for split, shards in names.items()}
-    for split, shards in splits.items():
-        if not any(len(shard.rows) for shard in shards):
-            raise UserError(f"{root}: the {split} shards hold no records; remove them")
     present = np.unique(np.concatenate([shard.rows["label"] for shard, _ in found.values()]))
     base = _find_label_base(root, present.tolist(), class_names)
     class_names = class_names or [str(label) for label in range(int(present[-1]) + 1 - base)]
@@ -96,23 +93,18 @@ def _inspect_shard(task: tuple[Path, str]) -> tuple[ShardRows, list[str]]:
         for number, (offset, record) in enumerate(scan(root / name)):
             end = offset + len(record)
             try:
-                rows.append(_inspect_record(record, offset))
+                image, label = parse_example(unframe(record))
+                height, width, color_space = check_jpeg(image)
+                if label not in ANY_LABEL:
+                    raise BadRecordError(f"label {label} is no class number")
+                if color_space not in ("YCbCr", "Gray", "RGB"):
+                    raise BadImageError(f"{color_space} JPEG, which decoders turn into different colours")
+                rows.append((0, offset, len(record), record.find(image), len(image), label, height, width))
             except (BadRecordError, BadImageError) as error:
                 faults.append(f"{root / name}: record {number} at byte {offset}: {error}")
     except BadRecordError as error:
         faults.append(f"{root / name}: after record {number}, at byte {end}: {error}")
     return ShardRows(name, sha256_of(root / name), np.array(rows, RECORD)), faults
-
-
-def _inspect_record(record: bytes, offset: int) -> tuple[int, ...]:
-    """Return the `RECORD` row of one framed record, its label as stored."""
-    image, label = parse_example(unframe(record))
-    if label not in ANY_LABEL:
-        raise BadRecordError(f"label {label} is no class number")
-    height, width, color_space = check_jpeg(image)
-    if color_space not in ("YCbCr", "Gray", "RGB"):
-        raise BadImageError(f"{color_space} JPEG, which decoders turn into different colours")
-    return 0, offset, len(record), record.find(image), len(image), label, height, width
 
 
 def _find_label_base(root: Path, present: list[int], class_names: list[str] | None) -> int:

@@ -106,7 +106,7 @@ def write_shard(task: ShardTask) -> dict[str, Any]:
                 content = _read(task, number, in_memory)
                 image, height, width = convert_image(content, task.short_side)
             except BadImageError as error:
-                refused.append((filename, printable(error)))
+                refused.append(f"{printable(filename)}\t{printable(error)}")
                 continue
             record = frame(build_example(image, label, task.class_names[label], filename, height, width))
             rows.append((0, offset, len(record), record.find(image), len(image), label, height, width))

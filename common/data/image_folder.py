@@ -157,12 +157,12 @@ def split_by_class(files: Files, share: float, seed: int) -> tuple[Files, Files]
 
 
 class FolderSplit:
-    """One split of the images below ``root``."""
+    """One split of the images below ``root``; ``place`` says where the validation images come from."""
 
     is_prepared = False  # an image may be of any kind, and say in its EXIF block how it is to be turned
 
-    def __init__(self, root: Path, class_names: Sequence[str], files: Files) -> None:
-        self.root, self.class_names, self.num_classes = root, class_names, len(class_names)
+    def __init__(self, root: Path, class_names: Sequence[str], files: Files, place: str = "") -> None:
+        self.root, self.class_names, self.num_classes, self.place = root, class_names, len(class_names), place
         # arrays, because workers would copy a million strings page by page as they count references
         self._paths = np.array([os.fsencode(path) for path, _ in files])
         self._labels = np.array([label for _, label in files], np.int64)

@@ -64,7 +64,8 @@ def main(argv: list[str]) -> None:
     if launch.rank == 0:
         output.mkdir(parents=True, exist_ok=True)
         print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
-        print(f"data       {summary.eval_samples:,} images: {summary.validation or data['root']}", flush=True)
+        place = summary.validation or "its evaluation split"
+        print(f"data       {data['root']}: {summary.eval_samples:,} images, {place}", flush=True)
     predict = Predictor(run.load_model(), run.config)
     place = dict(dp_rank=launch.rank, dp_size=launch.world_size, device=predict.device)
     loader = task.build_eval_loader(data, run.batch, image_size=run.config["MODEL"]["image_size"], **place)

@@ -9,7 +9,7 @@ import torch
 from common.colossal import compute_dtype, describe_tensor_parallel, name_dtype
 from common.config.fields import flatten
 from common.config.plan import DataSummary, Plan
-from common.errors import counted, print_wrapped
+from common.errors import counted, format_table, print_wrapped
 from common.hardware import instruction_set
 from common.model.build import build_on_meta, count_parameters
 from common.model.flops import flops_per_image
@@ -116,11 +116,10 @@ def _describe_precision(config: Mapping[str, Any], plan: Plan) -> str:
 
 def _describe_memory(prediction: Prediction, cluster: Cluster) -> str:
     estimate = prediction.estimate
-    unit, size = _memory_unit(estimate.peak)
     parts = (
-        f"{estimate.peak / size:.2f} {unit} at the peak: {estimate.weights / size:.2f} weights, "
-        f"{estimate.gradients / size:.2f} gradients, {estimate.optimizer / size:.2f} optimizer, "
-        f"{estimate.activations / size:.2f} activations and temporaries"
+        f"{estimate.peak / 1e9:.3f} GB at the peak: {estimate.weights / 1e9:.3f} weights, "
+        f"{estimate.gradients / 1e9:.3f} gradients, {estimate.optimizer / 1e9:.3f} optimizer, "
+        f"{estimate.activations / 1e9:.3f} activations and temporaries"
     )
     if prediction.fits:
         return f"{parts}; fits in {_usable(cluster)}"
@@ -135,10 +134,6 @@ def _usable(cluster: Cluster) -> str:
     return f"the usable {USABLE * memory:.3g} GB ({USABLE:.0%}) of a GPU with {memory:.3g} GB"
 
 
-def _memory_unit(most: float) -> tuple[str, float]:
-    return ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
-
-
 def _print_modes(planner: Planner, images: int) -> None:
     """Print the assumptions, the table of all modes, and the fastest mode that fits."""
     plan, cluster, predictions = planner.plan, planner.cluster, planner.predict_modes()
@@ -146,8 +141,7 @@ def _print_modes(planner: Planner, images: int) -> None:
     for line in _assumptions(planner):
         print_wrapped(f"- {line}", 2)
     print()
-    unit = _memory_unit(max(prediction.estimate.peak for prediction in predictions))
-    _print_columns([_row(prediction, cluster, *unit) for prediction in predictions])
+    print(format_table([_row(prediction, cluster) for prediction in predictions]))
     print()
     fitting = [prediction for prediction in predictions if prediction.fits]
     if not fitting:
@@ -189,18 +183,19 @@ def _assumptions(planner: Planner) -> list[str]:
         f"The host decodes and augments {cluster.decode:,.0f} images/s per GPU (assumed; --decode-images-per-s). "
         "A * marks steps that wait for it.",
         f"Memory and bytes are counted; {USABLE:.0%} of {cluster.memory / 1e9:.0f} GB is usable.",
-        "batch: data parallel x micro-batch x accumulation; sent: by a GPU in a step, within + between nodes.",
+        "batch: data parallel x micro-batch x accumulation; GB: memory of a GPU; sent GB: by a GPU in a step, within + "
+        "between nodes.",
     ]
 
 
-def _row(prediction: Prediction, cluster: Cluster, unit: str, size: float) -> dict[str, str]:
+def _row(prediction: Prediction, cluster: Cluster) -> dict[str, str]:
     estimate = prediction.estimate
     inside, between = cluster.sent(estimate.nbytes)
     row = {
         "mode": prediction.mode,
         "batch": f"{prediction.data_parallel}x{prediction.micro_batch}x{prediction.accumulation}",
-        f"memory {unit}": f"{estimate.peak / size:.2f}",
-        f"sent {unit}": f"{inside / size:.2f}+{between / size:.2f}",
+        "GB": f"{estimate.peak / 1e9:.2f}",
+        "sent GB": f"{inside / 1e9:.2f}+{between / 1e9:.2f}",
         "step ms": "does not fit",
         "images/s": "",
     }
@@ -214,10 +209,3 @@ def _row(prediction: Prediction, cluster: Cluster, unit: str, size: float) -> di
 def _range(values: Sequence[float], form: str) -> str:
     low, high = (format(value, form) for value in values)
     return low if low == high else f"{low}-{high}"
-
-
-def _print_columns(rows: Sequence[Mapping[str, str]]) -> None:
-    widths = [max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]]
-    for cells in [list(rows[0]), *(list(row.values()) for row in rows)]:
-        first, *others = (f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        print("  ".join([f"{first.strip():<{widths[0]}}", *others]).rstrip())

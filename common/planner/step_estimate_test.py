@@ -170,9 +170,3 @@ def test_a_deep_model_is_extended_from_shallow_ones_exactly():
     for name in ("weights", "optimizer", "gradients", "update_peak", "flops"):
         low, middle, high = (getattr(by_depth[depth], name) for depth in (3, 4, 5))
         assert high - middle == middle - low > 0, name
-
-
-def test_a_moving_average_holds_every_weight_once_more():
-    config = build_config(1)
-    without, averaged = (estimate_step(config | {"EMA": decay}, 1, 8) for decay in (0.0, 0.999))
-    assert averaged.peak - without.peak == averaged.weights - without.weights == without.weights

@@ -48,15 +48,12 @@ def test_two_processes_train_as_one_does(root, tmp_path, capfd):
     (found,) = (tmp_path / "one").glob("evaluation/*/evaluation.json")
     assert json.loads(found.read_text()).items() >= {name: one[-1][name] for name in ("loss", "top1", "top5")}.items()
 
-    Image.new("RGB", (8, 8), "red").save(tmp_path / "small.png")
     wide = Image.new("RGB", (60, 24), "blue")  # whose centre is brought to the size of the data set
     wide.paste("red", (12, 0, 48, 24))
     wide.save(tmp_path / "wide.png")
     capfd.readouterr()
-    predict.main([str(tmp_path / "one"), str(tmp_path / "small.png"), str(tmp_path / "wide.png"), "--json"])
-    small, centre_of_wide = (json.loads(line)["classes"] for line in capfd.readouterr().out.splitlines())
-    assert small[0]["class"] == centre_of_wide[0]["class"] == "r"
-    assert small[0]["probability"] == pytest.approx(centre_of_wide[0]["probability"], abs=1e-5)
+    predict.main([str(tmp_path / "one"), str(tmp_path / "wide.png"), "--json"])
+    assert json.loads(capfd.readouterr().out)["classes"][0]["class"] == "r"
 
 
 def test_the_flags_of_the_benchmarks_command(root, tmp_path):

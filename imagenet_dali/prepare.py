@@ -253,11 +253,11 @@ def _stop(number: int, _: object) -> None:
     raise KeyboardInterrupt(number)
 
 
-def print_some(lines: list[str], most: int = NAMED) -> None:
+def print_some(lines: list[str]) -> None:
     """Print the first lines, and how many more there are."""
-    print(*(printable(line.expandtabs(1)) for line in lines[:most]), sep="\n", end="\n" if lines else "")
-    if len(lines) > most:
-        print(f"... and {len(lines) - most:,} more")
+    print(*(printable(line.expandtabs(1)) for line in lines[:NAMED]), sep="\n", end="\n" if lines else "")
+    if len(lines) > NAMED:
+        print(f"... and {len(lines) - NAMED:,} more")
 
 
 if __name__ == "__main__":

@@ -159,9 +159,6 @@ def test_the_config_decides_crops_and_normalisation(root):
     plain, pixels = (read(eval_loader(root, **data))[0][0] for data in ({}, {"mean": (0, 0, 0), "std": (1, 1, 1)}))
     torch.testing.assert_close(pixels, plain * STD + 0.5)
     assert (plain - read(eval_loader(root, eval_crop=1.0))[0][0]).abs().mean() > 0.01
-    loader = train_loader(root, crop_scale=(1.0, 1.0), flip=False)
-    assert (loader.reader.crop.scale, loader.reader.crop.flip) == ((1.0, 1.0), False)
-    loader.close()
 
 
 def test_wrong_places_are_refused(folder, tmp_path):

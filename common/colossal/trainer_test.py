@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from common.colossal import AMP_TYPE, BaseHook, Trainer, initialize
 from common.colossal.step_optimizer import CHECK_EVERY
@@ -145,23 +145,6 @@ def test_resumes_where_another_stopped(stop: int, evaluating: bool) -> None:
     end = fit([second, StopAt(state=state)], **options).state_dict()
     assert end == {"step": 6, "epoch": 3, "epoch_step": 0, "evaluated_step": 6}
     assert seen(first, second) == seen(whole)
-
-
-def test_resumes_with_the_next_epoch_where_the_data_set_has_shrunk() -> None:
-    recorder = Recorder(lambda trainer: (trainer.cur_epoch, trainer.epoch_step))
-    state = {"step": 5, "epoch": 0, "epoch_step": 5, "evaluated_step": 5}
-    fit([StopAt(state=state), recorder], batches=4, epochs=3)
-    assert recorder.seen("before_train_iter") == [(epoch, step) for epoch in (1, 2) for step in range(4)]
-
-
-def test_evaluate_alone() -> None:
-    with launched():
-        model = nn.Linear(3, 2)
-        engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        recorder = Recorder()
-        Trainer(engine).evaluate([BATCH] * 2, hooks=[recorder])
-        assert recorder.names.count("after_test_iter") == 2
-        assert isinstance(Trainer(engine).predict(BATCH[0]), Tensor)
 
 
 def test_an_agreed_error_names_the_last_checkpoint() -> None:

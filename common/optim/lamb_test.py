@@ -115,13 +115,3 @@ def test_parameters_in_half_precision_move_as_far_as_in_float32(dtype: torch.dty
         optimizer.step()
         moved.append((param.detach().float() - start.float()).norm().item())
     assert moved[0] == pytest.approx(moved[1], rel=0.01)
-
-
-def test_parameters_without_gradient_stay() -> None:
-    params = parameters()
-    params[0].grad = torch.ones_like(params[0])
-    before = [p.detach().clone() for p in params]
-    optimizer = Lamb(params, lr=0.1, variant="apex")
-    optimizer.step()
-    assert [torch.equal(p, b) for p, b in zip(params, before, strict=True)] == [False, True, True, True, True]
-    assert list(optimizer.state) == [params[0]]

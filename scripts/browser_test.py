@@ -52,4 +52,4 @@ def test_the_page_shows_two_runs(tmp_path):
             assert words[:2] == ["step", f"{step:,}"]
             assert words.count(f"{top1:g}") == 2
         page.locator("[data-figure=loss] svg").hover()
-        assert page.locator(".tip b").count() == 4  # training and evaluation of both
+        assert page.locator("[data-figure=loss] .tip b").count() == 4  # training and evaluation of both

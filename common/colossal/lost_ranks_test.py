@@ -52,7 +52,6 @@ def train(rank: int, port: int, lost: int, fault: Callable[[], None], others: Ca
     ("fault", "lost", "others", "seconds"),
     [
         (kill, 0, wait_for_the_others, 0),
-        (kill, 2, wait_for_the_others, 0),
         (kill, 1, compute, TIMEOUT),
         (stop, 0, wait_for_the_others, TIMEOUT),
         (compute, 1, wait_for_the_others, TIMEOUT),

@@ -1,6 +1,5 @@
 """Predictions against the formulas of rings, peaks and overlaps."""
 
-import argparse
 import functools
 
 import pytest
@@ -18,9 +17,7 @@ from common.planner.prediction import (
     Cluster,
     Planner,
     Prediction,
-    add_cluster_arguments,
     check_limits,
-    parse_cluster,
 )
 from common.planner.step_estimate import estimate_step
 
@@ -54,17 +51,6 @@ def test_a_collective_takes_the_time_of_its_slowest_link_and_is_counted_there():
     assert CLUSTER.seconds("all_reduce", (0,), 3, 10**9) == 0
     routes = {("all_gather", (0, 1)): 100, ("all_reduce", (0, 8)): 1000, ("broadcast", (0,)): 7}
     assert CLUSTER.sent(routes) == (1 / 2 * 100, 2 * 1 / 2 * 1000)
-
-
-def test_flags_describe_the_cluster(capsys):
-    parser = argparse.ArgumentParser()
-    add_cluster_arguments(parser)
-    words = "--gpu-memory 40 --gpus-per-node 4 --links 300 25 --images-per-s 500"
-    assert parse_cluster(parser.parse_args(words.split())) == Cluster(40e9, 4, 300e9, 25e9, images_per_s=500)
-    assert parse_cluster(parser.parse_args([])) == Cluster()
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--links", "300", "nan"])
-    assert "nan: must be above 0 and finite" in capsys.readouterr().err
 
 
 def test_every_mode_that_the_model_and_the_gpus_allow_is_there():

@@ -14,7 +14,6 @@ import json
 import math
 from collections.abc import Callable
 from copy import deepcopy
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from common.model.build import is_not_timms, timm_arguments, timm_name
 from common.task import find_task
 
 WEIGHTS = "model.safetensors"
-ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-4  # of the largest logit; float32 in another order of operations stays below a tenth of it
 ANY_PLAIN_VIT = "vit_base_patch16_224"  # the arguments override its every shape
 
@@ -57,9 +55,6 @@ def export(run: SavedRun, target: str, output: Path) -> float:
     Returns the largest difference between the logits of what was written and the model's, as a share of the largest
     logit. Raises `UserError` where that is more than rounding explains.
     """
-    missing = [name for name in ONNX_PACKAGES if target == "onnx" and not find_spec(name)]
-    if missing:
-        raise UserError(f"--to onnx needs {', '.join(missing)}: pip install {' '.join(missing)}")
     if output.is_dir() and any(output.iterdir()):
         raise UserError(f"{output} is not empty: choose another folder with --output DIR, or remove it")
     if target == "timm" and is_not_timms(**run.config["MODEL"]):

@@ -62,7 +62,6 @@ def test_an_export_gives_timms_logits_and_the_umask_says_who_may_read_it(run, ta
 @pytest.mark.parametrize(
     "arguments",
     [
-        "pool=avg position=sincos2d",
         "image_size=32 patch_size=16 depth=1",
         "init_values=0.1 reg_tokens=2 no_embed_class=True",
     ],
@@ -88,9 +87,6 @@ def test_what_timm_has_not_goes_into_the_other_formats(data, tmp_path):
 def test_refusals(run, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is not empty: choose another folder"):
         export.main([str(run), "--to", "timm", "--output", str(run)])
-    monkeypatch.setattr(export, "find_spec", lambda name: name != "onnxscript")
-    with pytest.raises(UserError, match="needs onnxscript: pip install onnxscript"):
-        export.main([str(run), "--to", "onnx"])
     monkeypatch.setitem(export.FORMATS, "timm", lambda model, size, output: lambda images: model(images) * 1.001)
     with pytest.raises(UserError, match="its logits differ from the checkpoint's by 1.0e-03 of the largest"):
         export.export(open_run(str(run)), "timm", tmp_path / "timm")

@@ -17,7 +17,7 @@ from common.errors import UserError
 from common.metrics.curves import read_metrics
 from common.testing.commands import run_forked
 from common.testing.ranks import run_ranks
-from common.testing.tiny_task import NAMES, train
+from common.testing.tiny_task import train
 from common.tools import evaluate, export, predict
 
 TINY = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=4, mlp_ratio=2.0, num_classes=1000)
@@ -89,9 +89,6 @@ def test_an_export_on_the_hub_is_evaluated_as_in_training(hub: Path, run: Path, 
     found, expected = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text()), read_metrics(run)[-1]
     assert (found["top1"], found["samples"]) == (expected["top1"], expected["samples"])
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    image = next((data / "test" / "red").iterdir())
-    answer = json.loads(run_forked(predict.main, [hub / "user" / "colours", image, "--json"]).stdout)["classes"]
-    assert {found["class"] for found in answer} < set(NAMES)
 
 
 @pytest.mark.parametrize(

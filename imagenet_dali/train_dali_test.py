@@ -127,7 +127,7 @@ def test_every_data_set_has_its_own_evaluation(config, tmp_path):
     """From a folder of {train,Valid,test} and a test set of class folders, prepared and not."""
 
     def start(main, *words: object) -> str:
-        ended = run_forked(main, words, OMP_NUM_THREADS="1")
+        ended = run_forked(main, words, OMP_NUM_THREADS="1", DATA="/elsewhere")
         assert ended.code == 0, ended.stderr
         return ended.stdout
 
@@ -136,8 +136,9 @@ def test_every_data_set_has_its_own_evaluation(config, tmp_path):
         write_colours(images / folder, count, 20, 24, "jpg", seed=number)
     folders = ["--set", "DATA.loader=torchvision", "--set", "DATA.workers=0"]
     words = ["--config", config, "--output", output, "--set", f"DATA.root={images}", "--set", "MAX_STEPS=1"]
-    said = start(train_dali.main, *words, *folders)
-    assert "validation: Valid/; test is left out, --split test chooses it" in " ".join(said.split())
+    said = " ".join(start(train_dali.main, *words, *folders).split())
+    assert f"DATA=/elsewhere in the environment is not used, because the config sets DATA.root={images}" in said
+    assert "validation: Valid/; test is left out, --split test chooses it" in said
     said = start(prepare.main, tested, tmp_path / "shards", "--split", "test", "--workers=1")
     assert f"{tmp_path}/shards: 30 test images in 1 shard\n" in said
     for more, place in (

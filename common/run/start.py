@@ -154,10 +154,13 @@ def _announce(name: str, prepared: Prepared, reading: str) -> None:
     for warning in (explain_cpu(config, plan.total_batch, plan.gpus), spare_classes(config, data), precision.warning):
         if warning:
             print_wrapped(warning, is_warning=True)
+    root, ignored = config["DATA"]["root"], os.environ.get("DATA")
+    is_ignored = ignored and Path(ignored).expanduser().resolve() != Path(root)
     lines = [
         f"{name}: {data.train_samples:,} training and {data.eval_samples:,} evaluation images, "
         f"{data.num_classes} classes",
         data.validation and f"validation: {data.validation}",
+        is_ignored and f"DATA={ignored} in the environment is not used, because the config sets DATA.root={root}",
         f"global batch {plan.batch_formula('GPU' if torch.cuda.is_available() else 'process')}",
         f"{plan.last_step:,} of {plan.total_steps:,} steps, {plan.steps_per_epoch:,} per epoch",
         f"{config['OPTIMIZER']['name']}, learning rate {config['LEARNING_RATE']} after {plan.warmup_steps:,} steps of "

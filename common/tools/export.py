@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Callable
 from copy import deepcopy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ def export(run: SavedRun, target: str, output: Path) -> float:
     Returns the largest difference between the logits of what was written and the model's, as a share of the largest
     logit. Raises `UserError` where that is more than rounding explains.
     """
+    if target == "onnx" and not find_spec("onnxscript"):
+        raise UserError("--to onnx needs more packages: pip install onnx onnxruntime onnxscript")
     if output.is_dir() and any(output.iterdir()):
         raise UserError(f"{output} is not empty: choose another folder with --output DIR, or remove it")
     if target == "timm" and is_not_timms(**run.config["MODEL"]):

@@ -4,66 +4,20 @@ import json
 from pathlib import Path
 
 import pytest
-import timm
-import torch
-from safetensors.torch import load_file
 
-from common.checkpoint.save import newest_checkpoint
-from common.config.schema import Data
 from common.errors import run_command
 from common.hardware import instruction_set
 from common.metrics.curves import read_metrics
-from common.model.build import timm_arguments
 from common.testing.commands import run_forked
 from common.testing.photographs import write_colours
 from common.tools import evaluate
 from imagenet_dali import prepare, train_dali
-from imagenet_dali.task import build_eval_loader
-from imagenet_dali.testing import MODEL, run, write_config
+from imagenet_dali.testing import run, write_config
 
 
 @pytest.fixture
 def config(tmp_path) -> Path:
     return write_config(tmp_path)
-
-
-def timm_top1(checkpoint: Path, data: Path) -> tuple[int, int]:
-    """Return (correct, samples) of timm's own model on the validation images, loaded strictly."""
-    model = timm.models.vision_transformer.VisionTransformer(**timm_arguments(**MODEL)).eval()
-    model.load_state_dict(load_file(checkpoint / "model.safetensors"), strict=True)
-    reading = Data(root=str(data), loader="torchvision", workers=0).model_dump()
-    loader = build_eval_loader(reading, 7, image_size=16, dp_rank=0, dp_size=1, device=torch.device("cpu"))
-    correct = samples = 0
-    with torch.no_grad():
-        for images, labels in loader:
-            correct += (model(images).argmax(1) == labels).sum().item()
-            samples += (labels >= 0).sum().item()
-    return correct, samples
-
-
-@pytest.mark.slow
-def test_the_small_server_command_trains_on_two_processes(config, colours, tmp_path):
-    """The command of vit-b16_4gpu.py, with two processes on the CPU."""
-    command = f"python -m torch.distributed.launch --nproc_per_node 2 train_dali.py --world_size 2 --config {config}"
-    answer = run(f"{command} --output {tmp_path}/run", DATA=str(colours))
-    assert "global batch 2 processes x 4 x 2 = 16" in answer.stdout
-    records = read_metrics(tmp_path / "run")
-    train, evaluations = ([r for r in records if r["kind"] == kind] for kind in ("train", "eval"))
-    assert [r["step"] for r in train] == [2, 4, 6, 8, 10, 12]
-    assert [(r["step"], r["epoch"]) for r in evaluations] == [(9, 3), (12, 4)]
-    # linear: 3 steps up, then down to 0 after step 12; the record holds the rate that its step was made with
-    assert [r["lr"] for r in train] == pytest.approx([1e-2 * x for x in (2 / 4, 1, 7 / 9, 5 / 9, 3 / 9, 1 / 9)])
-    assert all(r["grad_norm"] > 0 and r["samples_per_s"] > 0 and 0 <= r["data_wait"] <= 1 for r in train)
-    assert train[-1]["loss"] < train[0]["loss"]
-
-    last, checkpoint = evaluations[-1], newest_checkpoint(tmp_path / "run" / "checkpoints")
-    assert checkpoint.name == "step-00000012"
-    correct, samples = timm_top1(checkpoint, colours)
-    assert (last["samples"], last["top1"]) == (samples, pytest.approx(correct / samples))
-    assert answer.stdout.splitlines()[-1] == f"top1={last['top1']:.4f}"
-    evaluate.main([str(checkpoint)])  # one process instead of two
-    found = json.loads((tmp_path / "run" / "evaluation" / checkpoint.name / "evaluation.json").read_text())
-    assert (found["top1"], found["top5"], found["samples"]) == (last["top1"], last["top5"], last["samples"])
 
 
 def test_a_run_resumes_on_a_cpu_with_other_instructions(config, colours, tmp_path, capsys, monkeypatch):

@@ -1,10 +1,8 @@
 import os
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from PIL import Image, ImageOps
@@ -17,9 +15,7 @@ from common.data.image_folder import FolderSplit, list_files
 from common.data.image_loaders import TorchvisionReader, build_train_loader
 from common.data.loader import Loader
 from common.data.sampler import NO_LABEL, EvalSampler, TrainSampler
-from common.data.workers import WorkerPool
 from common.errors import UserError
-from common.testing.commands import forked
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIZE = 24
@@ -120,26 +116,6 @@ def test_workers_change_nothing_and_leave_with_the_loader(folder):
 
 def children() -> list[int]:
     return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-
-
-def test_workers_end_with_a_process_that_is_killed(tmp_path):
-    def work(argv):
-        pool = WorkerPool(str, 2)
-        results = pool.map(iter(range(1000)))
-        next(results)
-        Path(argv[0], "pids").write_text("".join(f"{process.pid}\n" for process in pool._processes))
-        time.sleep(60)
-
-    with forked(work, [tmp_path]) as (process, *_):
-        while len(pids := [*map(int, (tmp_path / "pids").read_text().split())] if any(tmp_path.iterdir()) else []) < 2:
-            time.sleep(0.01)
-        workers = list(map(psutil.Process, pids))
-        process.kill()
-    _, there = psutil.wait_procs(workers, 20)
-    alive = [worker for worker in there if worker.status() != psutil.STATUS_ZOMBIE]
-    for worker in alive:
-        worker.kill()
-    assert not alive
 
 
 @pytest.fixture

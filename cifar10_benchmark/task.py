@@ -33,8 +33,6 @@ UNUSED = (
     "crop_scale",
     "crop_ratio",
     "randaugment",
-    "interpolation",
-    "eval_crop",
     *SHARDS_ONLY,
 )
 

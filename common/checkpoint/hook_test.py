@@ -25,8 +25,15 @@ STEPS = 8  # two epochs
 SETTINGS = ["TOTAL_BATCH_SIZE=16", "EVAL_EVERY=1", "CHECKPOINT_EVERY=3", "KEEP=20", "LOG.every=3"]
 SETTINGS += ["MODEL.patch_size=4", "MODEL.heads=4", "MODEL.dropout=0.1"]
 FLOAT16 = "dict(mode=AMP_TYPE.TORCH, dtype='float16', init_scale=262144.0, growth_interval=3)"
-AMP = {"fp32": "None", "Muon": "None", "float16": FLOAT16, "head": FLOAT16}
+AMP = {
+    "fp32": "None",
+    "Muon": "None",
+    "timm": "dict(mode=AMP_TYPE.TORCH, dtype='bfloat16')",
+    "float16": FLOAT16,
+    "head": FLOAT16,
+}
 AMP |= {mode: f"dict(mode=AMP_TYPE.{mode}, dtype='bfloat16')" for mode in ("TORCH", "NAIVE")}
+AMP["timm"] = AMP["TORCH"]
 AMP |= {level: f"dict(mode=AMP_TYPE.APEX, opt_level={level!r}, dtype='bfloat16')" for level in ("O1", "O2", "O3")}
 
 
@@ -67,6 +74,7 @@ def train(data: Path, output: Path, settings: Sequence[str] = (), stop: Any = No
     [
         ("none", "fp32", [(1, False), (4, False), (4, True), (8, True)]),
         *(("none", amp, [(3, False)]) for amp in AMP if amp not in ("fp32", "head")),
+        *((mode, "timm", [(3, False)]) for mode in ("dp2", "zero 1")),
         ("dp2", "float16", [(3, False), (4, True)]),
         ("1d-2", "head", [(3, False)]),
         *((mode, "fp32", [(3, False)]) for mode in ("2d-4", "3d-8", "zero 1 x 1d-2")),
@@ -78,6 +86,7 @@ def train(data: Path, output: Path, settings: Sequence[str] = (), stop: Any = No
 def test_resumes_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]], data: Path, tmp_path: Path) -> None:
     gpus, options = CASES[mode]
     settings = [f"{key}={value!r}" for key, value in options.items()] + [f"fp16={AMP[amp]}"]
+    settings += ["MODEL=dict(timm='test_resnet', image_size=32)"] * (amp == "timm")
     settings += ["EMA=0.9"] * (amp != "TORCH") + ["OPTIMIZER.name='muon'"] * (amp == "Muon")
     if amp == "head":
         train(data, tmp_path / "body", ["MAX_STEPS=1"])

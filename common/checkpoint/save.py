@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.checkpoint.content import BEST, EMA, MARKER, MODEL, OPTIMIZER, check_shapes
-from common.colossal import canonical_state, cut_piece, gather_whole, load_canonical_state, named_shards, whole_shape
+from common.colossal import (
+    canonical_state,
+    cut_piece,
+    gather_whole,
+    kept_buffers,
+    load_canonical_state,
+    named_shards,
+    whole_shape,
+)
 from common.errors import UserError
 from common.files import sha256_of, sync
 
@@ -113,7 +122,8 @@ def full_state_dict(
     parameters = named_shards(model)
     files = {MODEL: canonical_state(model), OPTIMIZER: _gather_moments(parameters, optimizer)}
     if averages is not None:
-        files[EMA] = ((name, gather_whole(p, averages.get(name))) for name, p in parameters.items())
+        whole = ((name, gather_whole(p, averages.get(name))) for name, p in parameters.items())
+        files[EMA] = chain(whole, ((name, averages.get(name, b)) for name, b in kept_buffers(model).items()))
     buffers = {} if buffers is None else buffers
     copies = {file: _copy(tensors, buffers.setdefault(file, {})) for file, tensors in files.items()}
     if torch.cuda.is_available():
@@ -155,7 +165,7 @@ def load_full_state_dict(
     _load_moments(path, load_file(path / OPTIMIZER), model, optimizer)
     if averages is not None:
         whole = load_file(path / EMA) if (path / EMA).exists() else weights
-        parameters = named_shards(model)
+        parameters: dict[str, Any] = named_shards(model) | kept_buffers(model)
         for name, average in averages.items():
             average.copy_(cut_piece(parameters[name], whole[name]))
 
@@ -163,7 +173,8 @@ def load_full_state_dict(
 def check_architecture(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -> None:
     """Raise UserError if ``weights``, read from ``path``, are not the whole parameters of ``model``, or not finite."""
     saved = {name: list(tensor.shape) for name, tensor in weights.items()}
-    check_shapes(path, saved, {name: list(whole_shape(parameter)) for name, parameter in named_shards(model).items()})
+    own: dict[str, Any] = named_shards(model) | kept_buffers(model)
+    check_shapes(path, saved, {name: list(whole_shape(tensor)) for name, tensor in own.items()})
     for name, tensor in weights.items():
         if not tensor.is_meta and not tensor.isfinite().all():
             raise UserError(f"{path}: {name} holds numbers that are not finite: start from other weights")

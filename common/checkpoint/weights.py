@@ -10,6 +10,7 @@ import math
 import os
 import pickle
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +24,12 @@ from torch import Tensor, nn
 from common.checkpoint.content import CONFIG, EMA, MARKER, MODEL
 from common.checkpoint.save import check_architecture
 from common.checkpoint.saved_run import SavedRun, open_run
+from common.colossal import kept_buffers
 from common.config.load import restore_config
 from common.errors import UserError, did_you_mean, first_line
 from common.files import read_bytes
-from common.model.build import DEIT3_INIT_VALUES, timm_arguments
+from common.model.build import DEIT3_INIT_VALUES, build_on_meta, timm_architecture, timm_arguments
+from common.model.vit import PatchEmbed, VisionTransformer
 
 HUB = "hf-hub:"
 OTHERS = ", a folder that export wrote for timm, a model of timm's by name, or hf-hub:<user>/<name>"
@@ -68,15 +71,20 @@ def resolve_source(name: str) -> str:
     return HUB + cfg.hf_hub_id
 
 
-def open_source(name: str) -> Source:
-    """Read the weights that `resolve_source` named; raise `UserError` for what holds none of a Vision Transformer."""
+def open_source(name: str, is_plain: bool = True) -> Source:
+    """Read the weights that `resolve_source` named; raise `UserError` for what holds none.
+
+    ``is_plain``: they are of a plain Vision Transformer.
+    """
     path, is_hub = Path(name), name.startswith(HUB)
     if not is_hub and ((path / MARKER).is_file() or (path / "checkpoints").is_dir()):
         run = open_run(name)
         chosen = "" if run.checkpoint == path.resolve() else f"{run.chosen}: {run.checkpoint.name}"
-        return Source(run.load_weights(), run.config["MODEL"]["heads"], chosen=chosen)
+        return Source(run.load_weights(), run.config["MODEL"].get("heads"), chosen=chosen)
     try:
-        return _open_hub(name) if is_hub else _open_file(name, path / MODEL if path.is_dir() else path)
+        if is_hub:
+            return _open_hub(name, is_plain)
+        return _open_file(name, path / MODEL if path.is_dir() else path, is_plain)
     except UserError:
         raise
     except Exception as error:  # safetensors', torch's, timm's, the Hub's and the network's have no type in common
@@ -87,24 +95,24 @@ def open_source(name: str) -> Source:
         raise UserError(f"{name}: holds no weights that can be read ({reason}): {remedy}") from error
 
 
-def _open_hub(name: str) -> Source:
+def _open_hub(name: str, is_plain: bool) -> Source:
     from timm.models import load_model_config_from_hf, load_state_dict_from_hf
 
     hub_id = name.removeprefix(HUB)
     preprocessing, architecture, arguments = load_model_config_from_hf(hub_id)
-    heads = _heads_of_timm(name, architecture, arguments)
+    heads = _heads_of_timm(name, architecture, arguments) if is_plain else None
     return Source(load_state_dict_from_hf(hub_id), heads, preprocessing)
 
 
-def _open_file(name: str, file: Path) -> Source:
+def _open_file(name: str, file: Path, is_plain: bool) -> Source:
     weights = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
     weights = next((weights[key] for key in WRAPPERS if isinstance(weights, Mapping) and key in weights), weights)
     if not (isinstance(weights, Mapping) and weights and all(isinstance(value, Tensor) for value in weights.values())):
         raise UserError(f"{name}: {file.name} is no state_dict: save model.state_dict() alone")
     weights, about = dict(weights), _read_description(file)
     if "config" in about:  # a run's
-        return Source(weights, about["config"]["MODEL"]["heads"])
-    if "architecture" not in about:
+        return Source(weights, about["config"]["MODEL"].get("heads"))
+    if "architecture" not in about or not is_plain:
         return Source(weights, None)
     heads = _heads_of_timm(name, about["architecture"], about.get("model_args", {}))
     return Source(weights, heads, {**about.get("pretrained_cfg", about), "label_names": about.get("label_names")})
@@ -189,19 +197,47 @@ def fit_pretrained(model: nn.Module, source: str) -> tuple[dict[str, Tensor], st
     with a `state_dict` and nothing else to unpickle, or ``hf-hub:<id>``. Raises `UserError` for anything else, and for
     weights of another architecture.
     """
+    is_plain = isinstance(model, VisionTransformer) and isinstance(model.patch_embed, PatchEmbed)
     try:
-        weights, heads, _, chosen = open_source(source)
+        weights, heads, _, chosen = open_source(source, is_plain)
     except UserError as error:
         raise UserError(f"INIT={error}") from error
-    _check_shape(source, weights, heads, model)
-    notes = [] if heads else [f"MODEL.heads={_heads(model)}, which the weights do not tell"]
-    notes += [note for note in (_fit_head(weights, model), _fit_position(weights, model)) if note]
+    notes = []
+    if is_plain:
+        _check_shape(source, weights, heads, model)
+        notes = [] if heads else [f"MODEL.heads={_heads(model)}, which the weights do not tell"]
+    fits = (_fit_head, _fit_position) if is_plain else (_fit_timm,)
+    notes += [note for fit in fits if (note := fit(weights, model))]
     check_architecture(Path(source), weights, model)
     return weights, "; ".join([f"starting from the weights of {source}{chosen and f' ({chosen})'}", *notes])
 
 
 def _heads(model: Any) -> int:
     return model.blocks[0].attn.qkv.in_features // model.blocks[0].attn.head_width
+
+
+def _fit_timm(weights: dict[str, Tensor], model: Any) -> str | None:
+    """Rename and resample ``weights`` as timm does for its model, and put the heads of ``model`` in place of others."""
+    if convert := getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None):
+        converted = dict(convert(dict(weights), model))
+        weights.clear()
+        weights |= converted
+    weights |= {name: buffer for name, buffer in kept_buffers(model).items() if name not in weights}
+    own = {name: p.detach() for name, p in model.named_parameters() if name.rpartition(".")[0] in model.head_names}
+    if all(name in weights and weights[name].shape == p.shape for name, p in own.items()):
+        return None
+    weights |= own
+    return f"a new head of {len(model.get_submodule(model.head_names[0]).weight)} classes"
+
+
+def same_plain_vit(model: dict[str, Any]) -> str:
+    """Return the MODEL without ``timm`` that builds the same model; "" if there is none."""
+    try:
+        heads = _heads_of_timm("", *timm_architecture(**model))
+    except UserError:
+        return ""
+    shape = infer_model("", dict(build_on_meta(model).named_parameters())) | {"heads": heads}
+    return f"MODEL={shape}"
 
 
 def _check_shape(source: str, weights: Mapping[str, Tensor], heads: int | None, model: Any) -> None:

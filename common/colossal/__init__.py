@@ -30,6 +30,7 @@ from common.colossal.tensor_parallel.sharding import (
     canonical_state,
     cut_piece,
     gather_whole,
+    kept_buffers,
     load_canonical_state,
     named_shards,
     whole_shape,

@@ -229,7 +229,7 @@ def compile_model(model: nn.Module, how: bool | str | None, backend: str | Calla
     end.
     """
     # with AMP_TYPE.NAIVE or drop_path every block is compiled separately; beyond the limit dynamo stops compiling
-    blocks = list(model.get_submodule("blocks").children())
+    blocks = list(getattr(model, "blocks", [model]))
     limit = GRAPHS_PER_BLOCK * len(blocks)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     # do not split graphs at DDP's bucket boundaries: blocks are small enough to overlap with communication

@@ -10,6 +10,7 @@ from tqdm import tqdm
 from common.colossal.engine import Engine
 from common.colossal.lost_ranks import doing, naming_lost_ranks
 from common.colossal.step_optimizer import OncePerStep
+from common.colossal.tensor_parallel.sharding import broadcast_buffers
 from common.colossal.upstream import BaseHook, LRSchedulerHook, UpstreamTrainer
 from common.errors import AgreedError
 
@@ -190,6 +191,7 @@ class Trainer(UpstreamTrainer):
         phase = f"evaluating after step {self.step}"
         batches = iter(test_dataloader)
         self._call_hooks("before_test")
+        broadcast_buffers(self.engine.model)  # their ranks' batch norms have seen different images
         self._call_hooks("before_test_epoch")
         self._call_timer("start", "Test-epoch")
         for _ in tqdm(range(len(test_dataloader)), desc=f"[Epoch {self._cur_epoch} / Test]", disable=self._is_silent):

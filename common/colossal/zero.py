@@ -69,9 +69,12 @@ def _shard_data_parallel(model: nn.Module) -> None:
     shapes = {name: p.shape for name, p in model.named_parameters()}
     options: dict[str, Any] = dict(mesh=mesh, shard_placement_fn=_placement)
     policy = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
-    for block in model.get_submodule("blocks").children():
-        computed_in_half = [block.get_submodule("attn"), block.get_submodule("mlp")]
-        fully_shard(computed_in_half, mp_policy=policy, **options)
+    for block in getattr(model, "blocks", ()):
+        computed_in_half = [layer for name, layer in block.named_children() if name in ("attn", "mlp")]
+        if computed_in_half and all(map(_is_linear, computed_in_half)):
+            fully_shard(computed_in_half, mp_policy=policy, **options)
+        else:
+            fully_shard(block, **options)
     fully_shard(model, **options)
     for layer in model.modules():
         if isinstance(layer, FSDPModule):
@@ -83,6 +86,11 @@ def _shard_data_parallel(model: nn.Module) -> None:
         shard = nn.Parameter(source.to_local().detach(), source.requires_grad)
         shard.source, shard.shard = source, replace(whole[name], part=(dim, start, shard.shape[dim]))
         model.shards[name] = shard
+
+
+def _is_linear(part: nn.Module) -> bool:
+    """Return whether all layers of ``part`` with weights are linear."""
+    return all("Linear" in type(layer).__name__ for layer in part.modules() if layer._parameters)
 
 
 def _placement(parameter: nn.Parameter) -> DimensionShard:

@@ -16,6 +16,7 @@ import configs
 from common.colossal import AMP_TYPE, check_compile, check_zero, resolve_parallel
 from common.config.fields import check_given, parse, values_of
 from common.config.schema import Config, Data, find_key
+from common.config.timm_model import data_of
 from common.errors import UserError, did_you_mean, is_first_process, print_wrapped
 from common.files import read_bytes, short_path
 
@@ -51,6 +52,9 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
             values[key] = override(changes, values.get(key))
     _leave_one(values, overrides)
     config = parse(Config, values, where=str(path)).model_dump()
+    config["DATA"] |= {k: v for k, v in data_of(config["MODEL"]).items() if k not in (values.get("DATA") or {})}
+    if config["MODEL"].get("pretrained"):
+        config["INIT"] = config["INIT"] or config["MODEL"]["timm"]
     config["parallel"] = _derive_parallel(config)
     check_zero(config)
     check_compile(config["COMPILE"], config["parallel"]["tensor"]["size"])
@@ -228,7 +232,8 @@ def parse_settings(settings: Sequence[str]) -> Overrides:
         name, equals, text = setting.partition("=")
         if not equals:
             raise UserError(f"--set {setting}: write it as KEY=VALUE")
-        takes_text = values_of(find_key(name)).startswith("text")
+        # MODEL may be timm's, whose arguments are checked with the whole of it
+        takes_text = not name.startswith("MODEL.") and values_of(find_key(name)).startswith("text")
         key, *inside = name.split(".")
         overrides.setdefault(key, []).append((tuple(inside), _parse_value(text, takes_text)))
     return overrides

@@ -6,10 +6,10 @@ UPPER CASE is ours, lower case is Colossal-AI's.
 import math
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator, model_validator
 from pydantic.fields import FieldInfo
 
 from common.colossal import AMP_TYPE
@@ -27,6 +27,7 @@ from common.config.fields import (
     suggest_key,
     values_of,
 )
+from common.config.timm_model import TimmModel
 from common.errors import UserError, nearest_multiples
 from common.optim.build import OPTIMIZERS, SCHEDULES
 
@@ -34,6 +35,9 @@ from common.optim.build import OPTIMIZERS, SCHEDULES
 class Model(Section):
     """The defaults are ViT-S/16 for ImageNet-1k."""
 
+    timm: str | None = key(
+        None, "a model of timm's by name, whose arguments the other keys then are ([own-images.md](own-images.md))"
+    )
     image_size: int = key(224, "side of the square input", unit="pixels", ge=1, le=65536)
     patch_size: int = key(16, "side of a patch; divides `image_size`", unit="pixels", ge=1, le=65536)
     width: int = key(384, "channels of a token", ge=1, le=65536)
@@ -107,6 +111,11 @@ TorchvisionRandAugment = Annotated[
 TimmRandAugment = Annotated[
     str, hold(lambda text: re.fullmatch(r"rand(-(m|n|mmax|inc)\d+|-(p|mstd)\d+(\.\d+)?)*", text))
 ]
+
+
+def _choose_model(value: Any, parse: Any) -> Any:
+    has_name = isinstance(value, Mapping) and isinstance(value.get("timm"), str)
+    return TimmModel.model_validate(value) if has_name else parse(value)
 
 
 class Data(Section):
@@ -278,7 +287,9 @@ class Config(Section):
     OPTIMIZER: Optimizer = key(Optimizer(), "the optimizer, and its own options")
     EMA: Number = key(0.0, "decay of the weights' moving average, which is then evaluated; 0: none", ge=0, lt=1)
     EMA_WARMUP: bool = key(True, "a smaller decay in the first steps: at most (1 + step) / (10 + step)")
-    MODEL: Model = key(Model(), "the Vision Transformer's shape")
+    MODEL: Annotated[SerializeAsAny[Model], WrapValidator(_choose_model)] = key(
+        Model(), "the model's shape, or its name"
+    )
     OUTPUT: str | None = key(None, "folder of the run without `--output`; `None`: outputs/<name of the config>")
     INIT: str | None = key(None, "weights to start from: a run, checkpoint, file, timm's name or hf-hub:USER/NAME")
     FREEZE: Literal[None, "body"] = key(None, "`body`: train the head alone, on `INIT`'s features (linear probing)")
@@ -346,6 +357,10 @@ def all_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tupl
         yield prefix + name, field
         if inside := section_of(field):
             yield from all_keys(inside, f"{prefix}{name}.")
+        if inside is Model:
+            yield from (
+                (f"{name}.{own}", it) for own, it in TimmModel.model_fields.items() if own not in Model.model_fields
+            )
 
 
 def find_key(name: str) -> FieldInfo:

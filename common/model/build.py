@@ -6,8 +6,11 @@ import torch
 from torch import nn
 
 from common.config.schema import parse_model
+from common.config.timm_model import TimmModel, pretrained_config
+from common.model.timm_model import build_timm_model
 from common.model.vit import VisionTransformer
 
+ANY_PLAIN_VIT = "vit_base_patch16_224"  # the arguments override its every shape
 DEIT3_INIT_VALUES = 1e-6
 TIMM_SIZES = {
     (192, 12, 3): "tiny",
@@ -21,11 +24,13 @@ TIMM_SIZES = {
 def build_model(**arguments: object) -> nn.Module:
     """Build the model of the config's MODEL, initialised from torch's global random state.
 
-    It maps float images [B, 3, image_size, image_size] to logits [B, num_classes]. Its attribute ``classifier`` names
-    the head.
+    It maps float images [B, 3, image_size, image_size] to logits [B, num_classes]. Its attribute ``head_names`` names
+    its head, or heads.
 
     Raises ValueError for an unknown name or an invalid value.
     """
+    if arguments.get("timm"):
+        return build_timm_model(**arguments)  # pyright: ignore[reportArgumentType]
     return VisionTransformer(parse_model(**arguments))
 
 
@@ -56,16 +61,16 @@ def freeze(model: nn.Module, part: str | None) -> None:
     """
     if part is None:
         return
-    head: Any = model.classifier
+    heads: Any = model.head_names
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and name.startswith(f"{head}."))
+        parameter.requires_grad_(parameter.requires_grad and name.rpartition(".")[0] in heads)
     for name, child in model.named_children():
-        if name != head.partition(".")[0]:
+        if not any(f"{head}.".startswith(f"{name}.") for head in heads):
             child.eval()
             child.train = _stay
 
 
-def _stay(mode: bool = True) -> None:
+def _stay(mode: bool = True) -> Any:
     """Keep a frozen layer in evaluation mode."""
 
 
@@ -97,6 +102,19 @@ def timm_arguments(**arguments: Any) -> dict[str, Any]:
         "reg_tokens": a.reg_tokens,
         "init_values": a.init_values,
     }
+
+
+def timm_architecture(timm: str | None = None, **arguments: Any) -> tuple[str, dict[str, Any]]:
+    """Return the name and the arguments with which `timm.create_model` builds the model of MODEL."""
+    if timm:
+        own = {name: value for name, value in arguments.items() if name not in TimmModel.model_fields}
+        size = arguments["image_size"]
+        return timm.partition(".")[0], own | ({"img_size": size} if pretrained_config(timm).fixed_input_size else {})
+    if is_not_timms(**arguments):
+        return "none", arguments
+    shape = timm_arguments(**arguments)
+    own = {name: value for name, value in shape.items() if not name.endswith("_rate")}
+    return timm_name(**arguments) or ANY_PLAIN_VIT, own
 
 
 def timm_name(**arguments: object) -> str | None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.colossal import BaseHook, Trainer, named_shards
+from common.colossal import BaseHook, Trainer, kept_buffers, named_shards
 
 
 class EmaHook(BaseHook):
@@ -17,13 +17,15 @@ class EmaHook(BaseHook):
     leaves them unchanged too.
 
     Attributes:
-        averages: of the trained parameters, by name, float32; of a sharded model, this rank's shards.
+        averages: of the trained parameters, and of batch norms' statistics, by name, float32; of a sharded model, this
+            rank's shards.
     """
 
     def __init__(self, model: nn.Module, decay: float, warmup: bool = True) -> None:
         super().__init__(priority=5)  # before a checkpoint is saved, which also contains the weights
         self.decay, self.warmup = decay, warmup
-        self.parameters = {name: p for name, p in named_shards(model).items() if p.requires_grad}
+        self.parameters: dict[str, Tensor] = {name: p for name, p in named_shards(model).items() if p.requires_grad}
+        self.parameters |= {name: b for name, b in kept_buffers(model).items() if b.is_floating_point()}
         self.averages = {name: p.detach().float().clone() for name, p in self.parameters.items()}
         self._weights: list[Tensor] = []  # while the averages replace them
 

@@ -37,8 +37,8 @@ def flops_per_image(model: Mapping[str, Any], frozen: str | None = None) -> int:
     built = build_on_meta(dict(model)).eval()
     with FlopCount() as count, torch.no_grad():
         built(torch.empty(1, 3, model["image_size"], model["image_size"], device="meta"))
-    head: Any = built.get_submodule(str(built.classifier))
-    return count.total + 2 * head.weight.numel() if frozen else 3 * count.total
+    heads: Any = [built.get_submodule(name) for name in built.head_names]  # pyright: ignore
+    return count.total + 2 * sum(head.weight.numel() for head in heads) if frozen else 3 * count.total
 
 
 def peak_images_per_s(

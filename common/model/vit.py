@@ -60,8 +60,8 @@ class ConvStem(nn.Sequential):
         layers: list[nn.Module] = []
         for i, (before, after) in enumerate(pairwise(channels)):
             convolution = nn.Conv2d(before, after, kernel_size=3, stride=2 if i else 1, padding=1)
-            nn.init.zeros_(convolution.bias)
-            nn.init.kaiming_normal_(convolution.weight)
+            for parameter in convolution.parameters():
+                (nn.init.kaiming_normal_ if parameter.ndim > 1 else nn.init.zeros_)(parameter)
             layers += [convolution, nn.GELU()]
         super().__init__(*layers[:-1])
 
@@ -181,7 +181,7 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    classifier = "head"
+    head_names = ("head",)
 
     def __init__(self, arguments: Model) -> None:
         super().__init__()

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from common.colossal import build_norm_reducer, named_shards
 from common.colossal.tensor_parallel.sharding import build_whole_mapper
+from common.errors import UserError
 from common.optim.lamb import Lamb
 from common.optim.muon import Muon, count_matrices
 
@@ -135,10 +136,15 @@ def _parameter_groups(
 
 
 def layers_above(model: nn.Module) -> dict[str, int]:
-    """Count for each of a model's parameters the layers between it and the head, as timm does."""
+    """Count for each of a model's parameters the layers between it and the head, as timm does.
+
+    Raises `UserError` for a few of timm's models that do not say their layers.
+    """
     from timm.models import group_parameters  # takes a second
 
-    matcher: Any = model.group_matcher
+    matcher: Any = getattr(model, "group_matcher", None)
+    if matcher is None:
+        raise UserError(f"OPTIMIZER.layer_decay: {type(model).__name__} of timm does not say its layers; leave it out")
     layers: Any = group_parameters(model, matcher(coarse=False), reverse=True)
     return {name: max(layers.values()) - layer for name, layer in layers.items()}
 

@@ -9,6 +9,7 @@ import torch
 from common.colossal import compute_dtype, describe_tensor_parallel, name_dtype
 from common.config.fields import flatten
 from common.config.plan import DataSummary, Plan
+from common.config.timm_model import TIMM_DATA
 from common.errors import counted, format_table, print_wrapped
 from common.hardware import instruction_set
 from common.model.build import build_on_meta, count_parameters
@@ -96,6 +97,9 @@ def describe_options(config: Mapping[str, Any], plan: Plan) -> dict[str, str]:
     if config["FREEZE"]:
         count, trained = count_parameters(model)
         rows["FREEZE"] = f"{trained:,} of {count:,} parameters are trained: the head"
+    if name := config["MODEL"]["timm"]:
+        size, own = config["MODEL"]["image_size"], ", ".join(f"{key}={config['DATA'][key]}" for key in TIMM_DATA)
+        rows["MODEL.timm"] = f"{name}, images of {size} x {size} pixels, {own}"
     if (decay := config["OPTIMIZER"].get("layer_decay", 1.0)) != 1:
         layers = max(layers_above(model).values())
         lowest = f"{decay:g}^{layers} = {decay**layers:.2g}"

@@ -20,6 +20,7 @@ from common.planner.step_estimate import Route, StepEstimate, estimate_step
 ASSUMED_MFU = 0.23  # of an H100's peak: 2,100 images/s of ViT-B/16 at 224 pixels, a good end-to-end run
 BEST_MFU = 0.40  # compiled, with a bfloat16 residual stream
 LAUNCH = 1e-3  # least seconds per block and micro-batch: the host launches about 100 kernels
+BLOCKS = 12  # of a model that does not say how many
 MEMORY_BANDWIDTH = 2e12  # bytes/s that optimizer kernels reach; an H100 has 3.35e12
 USABLE = 0.9  # of a GPU's memory; the rest is CUDA's context, NCCL's buffers and fragmentation
 BACKWARD_SHARE = 2 / 3  # of the time of both passes
@@ -202,7 +203,7 @@ class Planner:
     def _step_times(self, estimate: StepEstimate, accumulation: int) -> tuple[float, float]:
         """Return the seconds of a step without decoding, in the worst and in the best case, as in `Prediction`."""
         compute = estimate.flops / self.rate
-        launches = LAUNCH * self.config["MODEL"]["depth"] * accumulation
+        launches = LAUNCH * self.config["MODEL"].get("depth", BLOCKS) * accumulation
         update = OPTIMIZERS[self.config["OPTIMIZER"]["name"]].traffic * estimate.gradients / MEMORY_BANDWIDTH
         seconds = {True: 0.0, False: 0.0}  # of data-parallel and of tensor-parallel collectives
         for (name, ranks), nbytes in estimate.nbytes.items():

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from common.checkpoint.resume import AUTO, NEVER
-from common.checkpoint.weights import fit_pretrained, resolve_source
+from common.checkpoint.weights import fit_pretrained, resolve_source, same_plain_vit
 from common.colossal import MixedPrecision, build_mixed_precision, check_tensor_parallel, name_dtype
 from common.config.load import data_root, load_config, named_root
 from common.config.plan import DataSummary, Plan, build_plan
@@ -180,6 +180,11 @@ def _check_builds(config: Mapping[str, Any], plan: Plan, is_dry_run: bool) -> Mi
         check_limits(config, plan, torch.cuda.get_device_properties(0).total_memory, "a GPU here")
     else:
         check_limits(config, plan, memory_bytes(), "this machine")
-    check_tensor_parallel(config["parallel"], config["MODEL"], plan.micro_batch, plan.gpus)
+    model = config["MODEL"]
+    if model.get("sync_bn") and device == "cpu" and plan.gpus > 1 and not is_dry_run:
+        raise UserError("MODEL.sync_bn=True: torch's SyncBatchNorm needs GPUs; leave it out")
+    if model["timm"] and plan.tensor_parallel > 1 and (same := same_plain_vit(model)):
+        raise UserError(f"MODEL.timm={model['timm']!r} does not support tensor parallelism; {same} is the same model")
+    check_tensor_parallel(config["parallel"], model, plan.micro_batch, plan.gpus)
     check_trackers(config["LOG"]["trackers"])
     return build_mixed_precision(config["fp16"], device)

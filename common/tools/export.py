@@ -27,12 +27,11 @@ from torch import Tensor, nn
 from common.checkpoint.saved_run import SavedRun, build_parser, open_run
 from common.errors import UserError
 from common.files import short_path
-from common.model.build import is_not_timms, timm_arguments, timm_name
+from common.model.build import is_not_timms, timm_architecture
 from common.task import find_task
 
 WEIGHTS = "model.safetensors"
 TOLERANCE = 1e-4  # of the largest logit; float32 in another order of operations stays below a tenth of it
-ANY_PLAIN_VIT = "vit_base_patch16_224"  # the arguments override its every shape
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -64,7 +63,7 @@ def export(run: SavedRun, target: str, output: Path) -> float:
         raise UserError("--to timm: timm has no stem='conv' and no pool='seq' of MODEL; export to safetensors or onnx")
     model, size = run.load_model(), run.config["MODEL"]["image_size"]
     output.mkdir(parents=True, exist_ok=True)
-    (output / "config.json").write_text(json.dumps(describe_for_timm(run), indent=2) + "\n")
+    (output / "config.json").write_text(json.dumps(describe_for_timm(run, model), indent=2) + "\n")
     exported = FORMATS[target](model, size, output)
     difference = _compare(model, exported, size)
     if not difference < TOLERANCE:
@@ -72,34 +71,33 @@ def export(run: SavedRun, target: str, output: Path) -> float:
     return difference
 
 
-def describe_for_timm(run: SavedRun) -> dict[str, Any]:
+def describe_for_timm(run: SavedRun, model: nn.Module) -> dict[str, Any]:
     """Return what ``timm.create_model("local-dir:...")`` needs to know: architecture, shape, preprocessing, classes.
 
     The layout is that of timm/models/_hub.py, `save_config_for_hf`.
     """
-    arguments = timm_arguments(**run.config["MODEL"])
-    size, data, is_own = arguments["img_size"], run.config["DATA"], is_not_timms(**run.config["MODEL"])
+    size, data, classes = (run.config["MODEL"]["image_size"], run.config["DATA"], run.config["MODEL"]["num_classes"])
     short_side = find_task(run.about["task"]).build_eval_crop(data, size).short_side
+    architecture, arguments = timm_architecture(**run.config["MODEL"])
+    own: Any = model
+    own_cfg, heads = getattr(own, "pretrained_cfg", {}), list(own.head_names)
     return {
-        "architecture": "none" if is_own else timm_name(**run.config["MODEL"]) or ANY_PLAIN_VIT,
-        "num_classes": arguments["num_classes"],
-        "num_features": arguments["embed_dim"],
-        "global_pool": arguments["global_pool"],
+        "architecture": architecture,
+        "num_classes": classes,
+        "num_features": own.get_submodule(heads[0]).in_features,
         "label_names": run.class_names,
-        "model_args": run.config["MODEL"]
-        if is_own
-        else {k: v for k, v in arguments.items() if not k.endswith("_rate")},
+        "model_args": arguments,
         "pretrained_cfg": {
-            "num_classes": arguments["num_classes"],
+            "num_classes": classes,
             "input_size": [3, size, size],
-            "fixed_input_size": True,
+            "fixed_input_size": own_cfg.get("fixed_input_size", True),
             "interpolation": data["interpolation"],
             "crop_pct": crop_share(size, short_side),
             "crop_mode": "center",
             "mean": list(data["mean"]),
             "std": list(data["std"]),
-            "first_conv": "patch_embed.proj",
-            "classifier": "head",
+            "first_conv": own_cfg.get("first_conv", "patch_embed.proj"),
+            "classifier": heads[0] if len(heads) == 1 else heads,
         },
     }
 

@@ -216,6 +216,8 @@ def check_tensor_parallel(
     mode, size, depth = tensor["mode"], tensor["size"], tensor.get("depth", 1)
     if mode is None:
         return
+    if model.get("timm"):
+        raise UserError(f"MODEL.timm={model['timm']!r} does not support tensor parallel mode {mode!r}: set it to None")
     if model.get("stem") == "conv" or model.get("pool") == "seq":
         raise UserError(
             f"stem='conv' and pool='seq' of MODEL do not support tensor parallel mode {mode!r}: set it to None"

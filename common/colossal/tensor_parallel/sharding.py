@@ -93,6 +93,20 @@ def named_shards(model: nn.Module) -> dict[str, nn.Parameter]:
     return getattr(model, "shards", None) or dict(model.named_parameters())
 
 
+def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a checkpoint holds, by name: the running statistics of batch norms."""
+    parameters = dict(model.named_parameters())
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
+
+
+def broadcast_buffers(model: nn.Module) -> None:
+    """Give all data-parallel ranks the first one's `kept_buffers`."""
+    group = gpc.get_ranks_in_group(ParallelMode.DATA)
+    if len(group) > 1:
+        for buffer in kept_buffers(model).values():
+            dist.broadcast(buffer, group[0], group=gpc.get_group(ParallelMode.DATA))
+
+
 def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """Return the shape of the unsharded parameter."""
     shard = getattr(parameter, "shard", None)
@@ -165,17 +179,23 @@ def _place(shard: Shard, value: Tensor) -> Tensor:
 
 
 def canonical_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Gather all parameters with `gather_whole`, one after the other; empty on all ranks but the first."""
+    """Gather all parameters with `gather_whole`, one after the other; empty on all ranks but the first.
+
+    The buffers follow.
+    """
     for name, parameter in named_shards(model).items():
         if (whole := gather_whole(parameter)) is not None:
             yield name, whole
+    yield from kept_buffers(model).items()
 
 
 @torch.no_grad()
 def load_canonical_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy whole parameters into a model that may be sharded."""
+    """Copy whole parameters and buffers into a model that may be sharded."""
     for name, parameter in named_shards(model).items():
         parameter.copy_(cut_piece(parameter, state[name]))
+    for name, buffer in kept_buffers(model).items():
+        buffer.copy_(state[name])
 
 
 def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
@@ -210,8 +230,9 @@ def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def _norm(tensors: list[Tensor]) -> Tensor:
-    """Return the 2-norm of all tensors together, in float32: float16 ends at 65,504."""
-    return torch.stack(torch._foreach_norm(tensors, 2, torch.float32)).norm()
+    """Return the 2-norm of all tensors together, at least in float32: float16 ends at 65,504."""
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype)).norm()
 
 
 def build_norm_reducer(model: nn.Module) -> Callable[[Tensor, list[Tensor]], Tensor] | None:

@@ -1,0 +1,60 @@
+"""Models of timm's, by name."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.config.timm_model import pretrained_config
+from common.errors import UserError, did_you_mean, first_line
+
+# What would load files, what MODEL's own keys set, and what changes the inputs or the outputs.
+NOT_TAKEN = {"self", "kwargs", "in_chans", "num_classes", "img_size", "features_only", "weight_init", "device", "dtype"}
+LARGEST = 65536  # of an integer: a run's config.json may come from anybody
+
+
+def build_timm_model(
+    timm: str,
+    image_size: int,
+    num_classes: int | None = None,
+    sync_bn: bool = False,
+    pretrained: bool = False,
+    **arguments: Any,
+) -> nn.Module:
+    """Build timm's model ``timm`` with random weights; ``pretrained`` is up to INIT.
+
+    Raises `UserError` for arguments that it does not take.
+    """
+    from timm import create_model
+
+    has_size, taken = pretrained_config(timm).fixed_input_size, _arguments_of(timm) if arguments else ()
+    for name, value in arguments.items():
+        if name not in taken:
+            raise UserError(f"MODEL.{name}: {timm} takes no such argument{did_you_mean(name, taken)}")
+        if not _is_plain(value):
+            raise UserError(
+                f"MODEL.{name}={value!r}: expected a number up to {LARGEST}, a text, None, or a list of them"
+            )
+    sizes = {"img_size": image_size} if has_size else {}
+    try:
+        model: Any = create_model(timm, num_classes=num_classes or 1000, **sizes, **arguments)
+    except (TypeError, ValueError, AssertionError, RuntimeError, KeyError, NotImplementedError) as error:
+        raise UserError(f"MODEL.timm={timm!r}: timm does not build it ({first_line(error)})") from error
+    heads = model.pretrained_cfg["classifier"]
+    model.head_names = (heads,) if isinstance(heads, str) else tuple(heads or ())
+    on_meta = next(model.parameters()).is_meta  # where a plan needs no statistics
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if sync_bn and not on_meta else model
+
+
+def _arguments_of(name: str) -> list[str]:
+    from timm import create_model
+
+    with torch.device("meta"):
+        return [key for key in inspect.signature(type(create_model(name))).parameters if key not in NOT_TAKEN]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | str | float) or (isinstance(value, int) and abs(value) <= LARGEST)

@@ -1,0 +1,205 @@
+"""Models of timm's: trained as timm's own with torch's optimizer, and what is refused."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from timm.optim import param_groups_layer_decay
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import AdamW
+
+from common.checkpoint.saved_run import open_run
+from common.checkpoint.weights import fit_pretrained
+from common.colossal import ParallelMode, gpc
+from common.config.load import load_config
+from common.errors import UserError
+from common.model.build import build_model, build_on_meta
+from common.model.flops import flops_per_image
+from common.model.training import build_training
+from common.optim.build import layers_above
+from common.planner.step_estimate import estimate_step
+from common.testing.ranks import launched, run_ranks
+from common.testing.tiny_task import train
+from common.tools import evaluate, export, predict
+
+VIT = dict(image_size=28, depth=2, embed_dim=48, num_heads=2)
+MODELS = {
+    "convnext_atto": dict(timm="convnext_atto", image_size=32),
+    "resnet18": dict(timm="resnet18", image_size=32),
+    "registers and qk-norm": dict(timm="vit_tiny_patch16_224", reg_tokens=2, qk_norm=True, **VIT | {"image_size": 32}),
+    "DINOv2": dict(timm="vit_small_patch14_dinov2", **VIT),
+}
+WITHOUT_LAYERS = ("csatv2", "caformer_b36", "pit_b_224")
+CONFIG = dict(LEARNING_RATE=1e-3, WEIGHT_DECAY=0.1, OPTIMIZER=dict(name="adamw", layer_decay=0.7, decay_all=False))
+
+
+def batches(size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (8, 3, size, size)
+    return [(torch.randn(shape, generator=generator).double(), torch.arange(8) % 5) for _ in range(3)]
+
+
+def build_double(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = build_model(**MODELS[name], num_classes=5).double()
+    with torch.no_grad():
+        for parameter in model.parameters():  # LayerScale's, and heads that begin at 0
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return model
+
+
+def train_here(name: str, zero: dict | None) -> tuple[list[float], list[float]]:
+    """Return the losses and gradient norms of three steps on this rank's share of the batches."""
+    losses, norms = [], []
+    with launched(zero=zero):
+        engine = build_training(CONFIG, F.cross_entropy, model=build_double(name)).engine
+        rank, size = gpc.get_global_rank(), gpc.get_world_size(ParallelMode.DATA)
+        engine.train()
+        for images, labels in batches(MODELS[name]["image_size"]):
+            engine.zero_grad()
+            loss = F.cross_entropy(engine(images.chunk(size)[rank]), labels.chunk(size)[rank])
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            norms.append(engine.optimizer.grad_norm.item())
+    return losses, norms
+
+
+def train_timm(name: str, ranks: int) -> tuple[list[float], list[float]]:
+    """Return what timm's model, groups of parameters and torch's AdamW make of it; batch norms see a rank's images."""
+    arguments = dict(MODELS[name])
+    size = arguments.pop("image_size")
+    arguments |= {"img_size": size} if "vit" in arguments["timm"] else {}
+    model = timm.create_model(arguments.pop("timm"), num_classes=5, **arguments).double()
+    model.load_state_dict(build_double(name).state_dict())
+    groups = param_groups_layer_decay(model, 0.1, getattr(model, "no_weight_decay", tuple)(), layer_decay=0.7)
+    optimizer = AdamW([{**group, "lr": 1e-3 * group["lr_scale"]} for group in groups])
+    losses, norms = [], []
+    for images, labels in batches(size):
+        optimizer.zero_grad()
+        parts = zip(images.chunk(ranks), labels.chunk(ranks), strict=True)
+        loss = sum(F.cross_entropy(model(part), wanted) for part, wanted in parts) / ranks
+        loss.backward()
+        norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms
+
+
+@pytest.mark.parametrize(
+    ("ranks", "zero"),
+    [
+        (1, None),
+        *(pytest.param(2, zero, marks=pytest.mark.slow) for zero in (None, {"stage": 1}, {"stage": 3})),
+    ],
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_three_steps_equal_timms_model_with_torchs_optimizer(name: str, ranks: int, zero: dict | None) -> None:
+    """In float64; the logits are float32."""
+    found, (losses, norms) = run_ranks(ranks, train_here, name, zero), train_timm(name, ranks)
+    assert torch.tensor([of_rank for of_rank, _ in found]).mean(0).tolist() == pytest.approx(losses, rel=1e-6)
+    assert all(of_rank == pytest.approx(norms, rel=1e-6) for _, of_rank in found)
+
+
+TINY = {name: f"MODEL=dict(timm='{name}', image_size=32)" for name in ("test_resnet", "test_convnext", "test_vit")}
+
+
+def test_a_model_of_ours_that_is_not_timms_starts_from_its_own_weights(data: Path, tmp_path: Path) -> None:
+    settings = ["MODEL.stem=conv", "MODEL.pool=seq"]
+    output = train(data, tmp_path / "run", *settings)
+    model = build_model(**open_run(str(output)).config["MODEL"] | {"num_classes": 9})
+    assert fit_pretrained(model, str(output))[1].endswith("; a new head of 9 classes")
+
+
+@pytest.mark.parametrize("name", [*TINY][:1] + [pytest.param(name, marks=pytest.mark.slow) for name in [*TINY][1:]])
+def test_tools_take_it(name: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    output = train(data, tmp_path / "run", TINY[name], "EMA=0.5")
+    run = open_run(str(output))
+    for target in export.FORMATS:
+        assert export.export(run, target, tmp_path / target) < 1e-5
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True)
+    assert theirs.state_dict().keys() == run.load_weights().keys()
+    evaluate.main([str(output)])
+    predict.main([str(output), str(next(data.rglob("*.png")))])
+    shown = capsys.readouterr()
+    assert f"MODEL.timm: {name}, images of 32 x 32 pixels, mean=" in shown.out
+    head = train(data, tmp_path / "head", TINY[name], f"INIT={output}", "FREEZE=body")
+    mine, before = open_run(str(head), raw=True).load_weights(), run.load_weights()
+    changed = {key.rpartition(".")[0] for key in mine if not torch.equal(mine[key], before[key])}
+    assert changed == set(build_on_meta(run.config["MODEL"]).head_names)
+
+
+def test_pretrained_weights_are_fitted_as_by_timm(tmp_path: Path) -> None:
+    """To other classes and another image size."""
+    torch.manual_seed(0)
+    theirs = timm.create_model("test_vit", img_size=64, num_classes=7)
+    torch.save(theirs.state_dict(), tmp_path / "weights.pt")
+    model = build_model(timm="test_vit", image_size=32, num_classes=3)
+    weights, done = fit_pretrained(model, str(tmp_path / "weights.pt"))
+    assert done.endswith("; a new head of 3 classes")
+    overlay = {"file": str(tmp_path / "weights.pt"), "num_classes": 7}
+    expected = timm.create_model(
+        "test_vit", img_size=32, num_classes=3, pretrained=True, pretrained_cfg_overlay=overlay
+    )
+    for name, value in expected.state_dict().items():
+        assert name.startswith("head.") or torch.equal(weights[name], value), name
+
+
+def test_the_plan_counts_what_a_step_takes() -> None:
+    config = load_config("quickstart", [TINY["test_resnet"]])
+    estimate, model = estimate_step(config, 2, 4, 1, "cpu"), build_on_meta(config["MODEL"])
+    assert estimate.weights == 4 * sum(p.numel() for p in model.parameters())
+    assert estimate.flops == pytest.approx(4 * flops_per_image(config["MODEL"]), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["MODEL.timm=resnt18"], "^MODEL.timm='resnt18': timm has no such model; did you mean 'resnet18'"),
+        (["MODEL.timm=resnet18.a9_in1k"], "timm has no such weights; did you mean 'resnet18.a"),
+        (
+            ["MODEL.timm=resnet18", "MODEL.drop_rat=0.1"],
+            "^MODEL.drop_rat: .* no such argument; did you mean 'drop_rate'",
+        ),
+        (["MODEL.timm=resnet18", "MODEL.checkpoint_path=a.pt"], "^MODEL.checkpoint_path: .* no such argument"),
+        (["MODEL.timm=resnet18", "MODEL.layers=[9999999]*4"], "^MODEL.layers=.*: expected a number up to 65536"),
+        (["MODEL.timm=vit_tiny_patch16_224", "MODEL.embed_dim=7"], "^MODEL.timm='vit_tiny.*: timm does not build it"),
+    ],
+)
+def test_refusals(settings: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build_on_meta(load_config("quickstart", ["MODEL=dict()", *settings])["MODEL"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["MODEL=dict(timm='test_vit')"], "; MODEL={.*'width': 64, .*'heads': 2.*} is the same model$"),
+        (
+            ["MODEL=dict(timm='test_resnet')"],
+            "'test_resnet' does not support tensor parallel mode '1d': set it to None",
+        ),
+    ],
+)
+def test_tensor_parallel_modes_are_refused(data: Path, tmp_path: Path, settings: list[str], message: str) -> None:
+    modes = ["TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d"]
+    with pytest.raises(UserError, match=message):
+        train(data, tmp_path, *settings, *modes, flags=["--dry-run", "--gpus", "2"])
+
+
+@pytest.mark.slow
+def test_every_family_is_planned() -> None:
+    """Its model with the shortest name; all but three say their layers, for layer decay."""
+    for module in timm.list_modules():
+        name = min(timm.list_models(module=module), key=len, default=None)
+        if name is None:
+            continue
+        model = load_config("quickstart", [f"MODEL=dict(timm={name!r}, num_classes=10)"])["MODEL"]
+        assert flops_per_image(model) > 0, name
+        body = build_on_meta(model, "body")
+        assert any(p.requires_grad for p in body.parameters()), name
+        with pytest.raises(UserError) if name in WITHOUT_LAYERS else nullcontext():
+            assert max(layers_above(body).values()) > 1, name

@@ -18,7 +18,7 @@ from common.checkpoint.save import list_checkpoints
 from common.testing import tiny_task
 from common.testing.checkpoints import read_result
 from common.testing.commands import Ended, run_forked
-from common.testing.ranks import become_rank, import_once, run_ranks
+from common.testing.ranks import become_rank, import_once
 
 SETTINGS = ("CHECKPOINT_EVERY=3", "EVAL_EVERY=1", "EMA=0.9", "MODEL.dropout=0.1", "LOG.every=2")  # 2 epochs of 5 steps
 Inject = Callable[[], object]
@@ -88,22 +88,6 @@ def send(number: int) -> Inject:
 def test_kill_9(owner: Any, name: str, call: int, data: Path, whole: dict[str, Any], tmp_path: Path) -> None:
     assert run(data, tmp_path / "run", at(owner, name, call, send(signal.SIGKILL))).code == -signal.SIGKILL
     rerun(data, tmp_path / "run", whole)
-
-
-def train_rank(data: Path, output: Path, inject: Inject = lambda: None) -> None:
-    if os.environ["RANK"] == "1":
-        inject()
-    tiny_task.train(data, output, *SETTINGS)
-
-
-def test_kill_9_of_one_of_two_ranks(data: Path, tmp_path: Path) -> None:
-    kill = at(CheckpointHook, "after_train_iter", 8, send(signal.SIGKILL))
-    with pytest.raises(RuntimeError, match="rank 1: died|rank 0: .*rank 1"):
-        run_ranks(2, train_rank, data, tmp_path / "run", kill)
-    assert list_checkpoints(tmp_path / "run" / "checkpoints")
-    for name in ("run", "whole"):
-        run_ranks(2, train_rank, data, tmp_path / name)
-    assert read_result(tmp_path / "run") == read_result(tmp_path / "whole")
 
 
 def test_a_job_that_is_stopped_and_requeued(data: Path, whole: dict[str, Any], tmp_path: Path) -> None:

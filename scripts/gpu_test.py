@@ -64,7 +64,6 @@ def record(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture) -> Rec
     run = describe_run(sys.argv[1:])
 
     def write(**row: Any) -> None:
-        row = {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in row.items()}
         ROWS.parent.mkdir(exist_ok=True)
         with ROWS.open("a") as file:
             file.write(json.dumps({"test": request.node.name} | row | {"run": run}) + "\n")
@@ -150,7 +149,7 @@ def test_numerics(optimizer: str, compiled: bool, record: Record) -> None:
         config = {"MODEL": SMALL, "OPTIMIZER": {"name": optimizer}, "COMPILE": compiled, **precision}
         losses, stepped = train_steps(batches, config)
         of_norm = abs(stepped.grad_norm.item() / norm - 1)
-        of_loss = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
+        of_loss = (torch.tensor(losses) - torch.tensor(expected)).abs().max().item()
         record(mode=mode, loss_error=of_loss, norm_error=of_norm, skipped=stepped.skipped)
         most, relative = TOLERANCES[mode.split()[-1]]
         wrong += [mode] * (of_loss > most or of_norm > relative or stepped.skipped > 0)
@@ -187,9 +186,9 @@ def test_the_host_does_not_wait(amp: str, tmp_path: Path, monkeypatch: pytest.Mo
 def test_resume_is_exact(dtype: str, digits: Path, tmp_path: Path, record: Record) -> None:
     """Six steps, the same again, and three that are saved and resumed."""
     amp, left = ["fp16=None"] if dtype == "float32" else [f"fp16.dtype={dtype!r}"], {}
-    for name, *ends in (("once", 6), ("again", 6), ("resumed", 3, 6)):
-        for end in ends:
-            run(command(digits, tmp_path / name, f"MAX_STEPS={end}", "MODEL.dropout=0.1", *amp))
+    for name, end in (("once", 6), ("again", 6), ("resumed", 3), ("resumed", 6)):
+        run(command(digits, tmp_path / name, f"MAX_STEPS={end}", "MODEL.dropout=0.1", *amp))
+    for name in ("once", "again", "resumed"):
         files = (tmp_path / name / "checkpoints" / "step-00000006").glob("[mo]*.safetensors")  # model and optimizer
         left[name] = torch.cat([x.flatten().double() for file in sorted(files) for x in load_file(file).values()])
     repeated, resumed = ((left[name] - left["once"]).norm().item() for name in ("again", "resumed"))
@@ -226,8 +225,8 @@ def test_two_processes_on_one_gpu(compiled: bool, digits: Path, tmp_path: Path, 
     settings = ("MAX_STEPS=20", "MIXUP=0.0", "fp16=None", "TF32=False", "LOG.every=1", f"COMPILE={compiled}")
     run(command(digits, tmp_path / "one", *settings))
     run([*command(digits, tmp_path / "two", *settings, launcher=TWO), "--backend", "gloo"])
-    losses = zip(*([line["loss"] for line in read_metrics(tmp_path / name)] for name in ("one", "two")), strict=True)
-    difference = max(abs(first - second) for first, second in losses)
+    one, two = (torch.tensor([line["loss"] for line in read_metrics(tmp_path / name)]) for name in ("one", "two"))
+    difference = (one - two).abs().max().item()
     record(loss_difference=difference)
     assert difference < 1e-3
 

@@ -6,7 +6,7 @@ import json
 import re
 import tarfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -56,15 +56,13 @@ Listing = list[tuple[str, int, Place]]  # name, label and place of each image of
 class Source:
     """The images of each split, one name for each label, and where the images are that are no files themselves.
 
-    ``others`` are the names of files that are ignored, because images have other suffixes. ``validation`` says where
-    the validation images come from.
+    ``validation`` says where the validation images come from.
     """
 
     root: Path
     class_names: list[str]
     splits: dict[str, Files]
     places: Mapping[str, Place] = field(default_factory=dict)
-    others: Sequence[str] = ()
     validation: str = ""
 
     @property
@@ -117,20 +115,19 @@ def list_source(root: Path, validation_share: float | None = None, split: str | 
 
 def _list_folder(root: Path, folders: Mapping[str, Path], split: str | None) -> Source:
     """List class folders, and files beside which there are the devkit's labels; the classes are those of train."""
-    others: list[str] = []
     evaluation = folders.get(split or "validation")
     if split and not evaluation and folders:
         raise UserError(f"{root}: no {split} split, only {', '.join(folders)}; name it with --split")
     train = folders.get("train", evaluation or root)
     is_flat = evaluation and not list_folders(evaluation)
     labelled = {"train": train} | ({split or "validation": evaluation} if evaluation and not is_flat else {})
-    classes, splits = list_splits(root, labelled, others)
+    classes, splits = list_splits(root, labelled)
     if evaluation and is_flat:
-        files = [path.relative_to(root).as_posix() for path in list_files(evaluation, others)]
+        files = [path.relative_to(root).as_posix() for path in list_files(evaluation)]
         splits[split or "validation"], classes = _label_flat(root, evaluation, files, classes)
     if split and not evaluation:
         splits = {split: splits["train"]}
-    return Source(root, classes, splits, others=others)
+    return Source(root, classes, splits)
 
 
 def _list_imagenet_tars(root: Path) -> Source:

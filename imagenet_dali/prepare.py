@@ -128,9 +128,6 @@ def prepare(
     listed = list_source(source, validation_share, split)
     if listed.validation:
         print(f"validation: {printable(listed.validation)}")
-    if listed.others:
-        suffixes = sorted({Path(name).suffix.lower() for name in listed.others})
-        print(f"{counted(len(listed.others), 'other file')} ignored: {printable(', '.join(suffixes[:NAMED]))}")
     share = VALIDATION_SHARE if validation_share is None else validation_share
     job = dict(source=printable(source.resolve()), files=listed.fingerprint, validation_share=share)
     job |= dict(shards=shards, seed=0, quality=QUALITY, short_side=short_side) | ({"split": split} if split else {})

@@ -111,42 +111,6 @@ def test_evaluation_and_end(options: dict, evaluated_at: list[int], ended_at: in
     assert trainer.step == ended_at
 
 
-class StopAt(BaseHook):
-    """Stops after ``step``, or in the evaluation after it; resumes from ``state``."""
-
-    def __init__(self, step: int = -1, *, evaluating: bool = False, state: dict | None = None) -> None:
-        super().__init__(1)
-        self.step, self.evaluating, self.state = step, evaluating, state
-
-    def before_train(self, trainer: Trainer) -> None:
-        if self.state:
-            trainer.load_state_dict(self.state)
-
-    def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
-        trainer.stopping = trainer.update_done and trainer.step == self.step and not self.evaluating
-
-    def after_test_iter(self, trainer: Trainer, *_: Any) -> None:
-        trainer.stopping = trainer.step == self.step and self.evaluating
-
-
-@pytest.mark.parametrize(("stop", "evaluating"), [(1, False), (2, False), (6, False), (4, True), (6, True)])
-def test_resumes_where_another_stopped(stop: int, evaluating: bool) -> None:
-    def read(trainer: Trainer) -> tuple:
-        return trainer.step, trainer.cur_epoch, trainer.cur_step, trainer.engine.optimizer.param_groups[0]["lr"]
-
-    def seen(*recorders: Recorder) -> list[tuple]:
-        return [value for r in recorders for value in r.values if value[0] in ("before_train_iter", "after_test")]
-
-    options = dict(batches=4, accumulation=2, epochs=3, test_batches=2)
-    whole, first, second = (Recorder(read) for _ in range(3))
-    fit([whole], **options)
-    state = fit([first, StopAt(stop, evaluating=evaluating)], **options).state_dict()
-    assert state["step"] == stop
-    end = fit([second, StopAt(state=state)], **options).state_dict()
-    assert end == {"step": 6, "epoch": 3, "epoch_step": 0, "evaluated_step": 6}
-    assert seen(first, second) == seen(whole)
-
-
 def test_an_agreed_error_names_the_last_checkpoint() -> None:
     class Fails(BaseHook):
         def after_train_iter(self, trainer: Trainer, *_: Any) -> None:

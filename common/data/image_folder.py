@@ -60,10 +60,10 @@ def find_splits(root: Path) -> dict[str, Path]:
     return {split: root / name for split, name in known.items()}
 
 
-def list_files(path: Path, others: list[str] | None = None) -> list[Path]:
+def list_files(path: Path) -> list[Path]:
     """Return every file below ``path`` that is not hidden and has an image's name or no suffix, sorted.
 
-    The names of the other files are added to ``others``. A folder that cannot be read raises OSError.
+    A folder that cannot be read raises OSError.
     """
     found, visited = [], set()
     for folder, subfolders, names in os.walk(path, onerror=_raise_if_there, followlinks=True):
@@ -73,12 +73,8 @@ def list_files(path: Path, others: list[str] | None = None) -> list[Path]:
             continue
         visited.add(place)
         for name in names:
-            if name.startswith("."):
-                continue
-            if IMAGE_SUFFIX.fullmatch(os.path.splitext(name)[1]):
+            if not name.startswith(".") and IMAGE_SUFFIX.fullmatch(os.path.splitext(name)[1]):
                 found.append(Path(folder, name))
-            elif others is not None:
-                others.append(name)
     return sorted(found)
 
 
@@ -106,19 +102,17 @@ def file_state(path: Path) -> tuple[int, int]:
     return state.st_size, state.st_mtime_ns
 
 
-def list_classes(root: Path, folder: Path, classes: Sequence[str], others: list[str] | None = None) -> Files:
+def list_classes(root: Path, folder: Path, classes: Sequence[str]) -> Files:
     """Return what `list_files` finds in ``folder/<class>/``, by its path from ``root``, with the class's number."""
     check_class_names(classes, folder)
     return [
         (path.relative_to(root).as_posix(), label)
         for label, name in enumerate(classes)
-        for path in list_files(folder / name, others)
+        for path in list_files(folder / name)
     ]
 
 
-def list_splits(
-    root: Path, folders: Mapping[str, Path], others: list[str] | None = None
-) -> tuple[list[str], dict[str, Files]]:
+def list_splits(root: Path, folders: Mapping[str, Path]) -> tuple[list[str], dict[str, Files]]:
     """Return the class folders of ``folders["train"]``, and what `list_classes` finds of them in each of ``folders``.
 
     Raises `UserError` for fewer than two classes, for a class or a split without images, and for one that has no
@@ -133,7 +127,7 @@ def list_splits(
     for split, folder in folders.items():
         if unknown := set(list_folders(folder) if folder.is_dir() else []) - set(classes):
             raise UserError(f"{folder / min(unknown)}: this class has no training images; remove it or add them")
-        splits[split] = list_classes(root, folder, classes, others)
+        splits[split] = list_classes(root, folder, classes)
         if not splits[split]:
             raise UserError(f"{folder}: no images; they are expected as {folder}/<class>/*")
     if empty := set(range(len(classes))) - {label for _, label in splits["train"]}:

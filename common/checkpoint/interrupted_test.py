@@ -92,11 +92,15 @@ def test_kill_9(owner: Any, name: str, call: int, data: Path, whole: dict[str, A
 
 def test_a_job_that_is_stopped_and_requeued(data: Path, whole: dict[str, Any], tmp_path: Path) -> None:
     """Slurm warns with SIGUSR1 before the time limit, and ends a job with SIGTERM."""
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        ended = run(data, tmp_path / "run", at(CheckpointHook, "after_train_iter", 3, send(number)))
-        assert ended.code == 143
+    for number, name, code in (
+        (signal.SIGUSR1, "SIGUSR1", 143),
+        (signal.SIGTERM, "SIGTERM", 143),
+        (signal.SIGINT, "Ctrl-C", -signal.SIGINT),  # which a shell shows as 130
+    ):
+        ended = run(data, tmp_path / "run", at(CheckpointHook, "after_train_iter", 2, send(number)))
+        assert ended.code == code
         newest = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
-        assert f"{number.name}: stopped; rerun the command to resume from {newest}\n" in ended.stdout
+        assert f"{name}: stopped; rerun the command to resume from {newest}\n" in ended.stdout
     rerun(data, tmp_path / "run", whole)
 
 

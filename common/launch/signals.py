@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from common.errors import is_first_process
 
@@ -106,7 +106,7 @@ class StopSignals:
             self._seen, self._seen_at = progress, now
         elif now - max(self._seen_at, self._received_at) > self._patience:
             _say(f"{signal_name(self.received)}: no progress for {self._patience:g} s; exiting")
-            os._exit(exit_code(self.received, has_saved=False))
+            os._exit(exit_code(self.received))
 
     def _receive(self, number: int) -> None:
         if not self.deferring:
@@ -149,11 +149,19 @@ def _kill_children() -> None:
         child.kill()
 
 
-def exit_code(number: int, *, has_saved: bool = True) -> int:
-    """Return the exit code of a run stopped by a signal: 143, but 0 for Ctrl-C, or 130 if no checkpoint was saved."""
+def exit_code(number: int) -> int:
+    """Return the exit status of a run that a signal has stopped: 130 for Ctrl-C, else 143."""
+    return 128 + (number if number == signal.SIGINT else signal.SIGTERM)
+
+
+def exit_stopped(number: int) -> NoReturn:
+    """End this process; after Ctrl-C by SIGINT itself, so that a shell ends the loop or the list around it too."""
     if number == signal.SIGINT:
-        return 0 if has_saved else 128 + number
-    return 128 + signal.SIGTERM
+        sys.stdout.flush()
+        sys.stderr.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    sys.exit(exit_code(number))
 
 
 def signal_name(number: int) -> str:
@@ -164,7 +172,7 @@ def signal_name(number: int) -> str:
 def _leave(number: int) -> None:
     if is_first_process():
         _say(f"{signal_name(number)}: exiting")
-    os._exit(exit_code(number, has_saved=False))
+    os._exit(exit_code(number))
 
 
 def _say(line: str) -> None:

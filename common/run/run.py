@@ -1,7 +1,6 @@
 """A started run, as `start_run` returns it to a training script, and what it leaves in its folder."""
 
 import json
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from common.colossal import BaseHook, ParallelMode, gpc, shutdown
 from common.config.plan import Plan
 from common.errors import UserError, print_wrapped
 from common.files import ROOT, own_file, short_path, unlock_folder
-from common.launch.signals import exit_code, signal_name, stop_signals
+from common.launch.signals import exit_stopped, signal_name, stop_signals
 from common.metrics.curves import Metrics, read_metrics
 from common.metrics.hook import MetricsHook
 from common.metrics.measurements import Measurement
@@ -90,7 +89,7 @@ class Run:
     def finish(self) -> None:
         """Leave the process group and print the output paths; the last line is the final top-1.
 
-        After a signal, exits with `exit_code`.
+        After a signal, ends by `exit_stopped`.
         """
         shutdown()
         unlock_folder(self.output)
@@ -100,7 +99,7 @@ class Run:
         if stopped:
             if self.is_main:
                 print(f"{signal_name(stopped)}: stopped; rerun the command to resume from {checkpoint}", flush=True)
-            sys.exit(exit_code(stopped))
+            exit_stopped(stopped)
         if self.measurement or not self.is_main:
             return
         shown = short_path(self.output)

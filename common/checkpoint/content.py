@@ -66,6 +66,7 @@ class Start(Open):
     gpus: Count = 0
     dtype: str = ""
     origin: str | None = Field(None, alias="from")
+    changed: dict[str, tuple[Any, Any]] = Field({}, strict=False)
 
 
 class RunInfo(Open):
@@ -148,6 +149,11 @@ class TrainerState(Schema):
         if len(self.metrics) != self.ranks.gpus:
             raise ValueError(f"metrics of {len(self.metrics)} ranks, not {self.ranks.gpus}")
         return self
+
+
+def list_changes(start: Mapping[str, Any]) -> list[str]:
+    """Return what a start of a run, in config.json, has changed."""
+    return [f"{key}={now!r} (was {then!r})" for key, (then, now) in start.get("changed", {}).items()]
 
 
 def read_about(folder: Path, schema: type[RunInfo] = FullInfo) -> dict[str, Any]:

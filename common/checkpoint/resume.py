@@ -122,7 +122,8 @@ def note_start(about: Mapping[str, Any], start_from: Path | None) -> dict[str, A
         return {"starts": [now]}
     now |= {"step": read_trainer_state(start_from)["trainer"]["step"], "from": str(start_from)}
     print(f"resuming from {start_from}")
-    for key, (then, value) in changed_keys(start_from, about["config"]).items():
+    changed = changed_keys(start_from, about["config"])
+    for key, (then, value) in changed.items():
         rises = "; the learning rate follows the new schedule, so it rises again" * (
             key == "NUM_EPOCHS" and value > then
         )
@@ -130,6 +131,10 @@ def note_start(about: Mapping[str, Any], start_from: Path | None) -> dict[str, A
     before = read_about(start_from)
     if (dtype := before["starts"][-1].get("dtype")) != now["dtype"]:
         print(f"computing in {now['dtype']} from here on (was {dtype})")
+    training = {key: pair for key, pair in changed.items() if not _is_under(key, HARMLESS)}
+    modes = {key: pair for key, pair in changed.items() if _is_under(key, ("parallel", "zero"))}
+    processes = {"processes": (before["plan"]["gpus"], plan["gpus"])} if before["plan"]["gpus"] != plan["gpus"] else {}
+    now["changed"] = training | modes | processes
     config = dict(about["config"], INIT=before["config"]["INIT"])
     return {"starts": [*before["starts"], now], "config": config}
 
@@ -184,7 +189,11 @@ def check_changes(path: Path, config: Mapping[str, Any], output: Path, allowed: 
 def _changes_training(key: str, then: Any, now: Any, allowed: Sequence[str]) -> bool:
     if key == "NUM_EPOCHS" and now > then:  # the run is extended
         return False
-    return not any(key == name or key.startswith(f"{name}.") for name in (*HARMLESS, *allowed))
+    return not _is_under(key, (*HARMLESS, *allowed))
+
+
+def _is_under(key: str, names: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def changed_keys(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

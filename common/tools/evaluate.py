@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from common.checkpoint.content import list_changes
 from common.checkpoint.saved_run import SavedRun, build_parser
 from common.checkpoint.weights import OTHERS, open_model
 from common.colossal import ParallelMode, Predictor, gpc, naming_lost_ranks, shutdown
 from common.config.load import data_root
 from common.config.plan import DataSummary
 from common.data.image_folder import SPLITS
-from common.errors import UserError, format_table
+from common.errors import UserError, format_table, print_wrapped
 from common.files import own_file, short_path, write_csv
 from common.hardware import describe_run
 from common.launch.detect import add_launch_arguments, detect_launch, start
@@ -66,6 +67,9 @@ def main(argv: list[str]) -> None:
         print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
         place = summary.validation or "its evaluation split"
         print(f"data       {data['root']}: {summary.eval_samples:,} images, {place}", flush=True)
+        for each in run.about["starts"]:
+            if changes := list_changes(each):
+                print_wrapped(f"from step {each.get('step', 0):,} on {', '.join(changes)}")
     predict = Predictor(run.load_model(), run.config)
     place = dict(dp_rank=launch.rank, dp_size=launch.world_size, device=predict.device)
     loader = task.build_eval_loader(data, run.batch, image_size=run.config["MODEL"]["image_size"], **place)

@@ -26,7 +26,7 @@ from typing import Any
 from jinja2 import Environment
 from markupsafe import Markup
 
-from common.checkpoint.content import METRICS, RunInfo, read_about
+from common.checkpoint.content import METRICS, RunInfo, list_changes, read_about
 from common.config.fields import flatten
 from common.errors import UserError, command_parser, counted
 from common.files import own_file, short_path
@@ -280,7 +280,17 @@ SUMMARY: dict[str, Callable[[FinishedRun], str]] = {
     "Images per second, median": lambda run: run.median("samples_per_s", "{:,.0f}"),
     "Hardware": lambda run: name_hardware(run.about["hardware"]) if "hardware" in run.about else ABSENT,
     "Processes": lambda run: str(run.about.get("plan", {}).get("gpus", 1)),
+    "Changed since the first start": lambda run: "; ".join(_changes(run)) or ABSENT,
 }
+
+
+def _changes(run: FinishedRun) -> list[str]:
+    starts = run.about.get("starts", ())
+    return [
+        f"from step {start.get('step', 0):,} {', '.join(list_changes(start))}"
+        for start in starts
+        if start.get("changed")
+    ]
 
 
 def _align(columns: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 PATIENCE = 5.0  # seconds in which the first process can speak before a launcher ends it because another has left
 AT_END = ExitStack()  # what `run_command` undoes, whatever ends its main function
+EXPLAIN: list[Callable[[Exception], str]] = []  # what an error means to the user, "" for one that it does not know
 # Control characters, line separators, overrides of the direction of text, and bytes that are not UTF-8.
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 RANK_AND_SIZE = (  # variables of torchrun, mpirun and srun
@@ -60,7 +61,7 @@ def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest known name, or an empty string."""
     lower = {one.lower(): one for one in known}
-    near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.6)
     return f"; did you mean {lower[near[0]]!r}?" if near else ""
 
 
@@ -98,16 +99,19 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
     try:
         main(argv)
         print(end="", flush=True)
-    except UserError as error:
-        if "--debug" in argv:
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
+        sys.exit(128 + signal.SIGPIPE)
+    except Exception as error:
+        if not isinstance(error, UserError):
+            line = next((line for explain in EXPLAIN if (line := explain(error))), None)
+            error = line and RankError(line)
+        if not error or "--debug" in argv:
             raise
         _report(error)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
-        sys.exit(128 + signal.SIGPIPE)
     finally:
         AT_END.close()
 

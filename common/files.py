@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import math
 import os
+import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -167,6 +168,14 @@ def folder_lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
         yield
     finally:
         unlock_folder(folder)
+
+
+def remove_unused(folder: Path) -> None:
+    """Remove ``folder`` if this process has created it and written nothing into it but the lock."""
+    if folder in _held:
+        unlock_folder(folder)
+        if [path.name for path in folder.iterdir()] == [".lock"]:
+            shutil.rmtree(folder)
 
 
 def unlock_folder(folder: Path) -> None:

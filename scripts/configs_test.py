@@ -1,6 +1,7 @@
 """Config files of others and of one's own, given to the programs as a user does: output, exit status, folder."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,10 @@ import timm
 import torch
 from timm.data import create_transform
 
+from caltech101_amp import train as train_caltech
 from common.config.load import load_config
 from common.config.originals_test import FILES
+from common.testing.commands import run_forked
 from common.testing.photographs import write_colours
 from imagenet_dali import train_dali
 from imagenet_dali.testing import run
@@ -81,3 +84,30 @@ def test_fine_tuning_has_no_colour_jitter_where_timm_has_none(size: str) -> None
     config = load_config(f"deit3_{size}_finetune")
     assert config["DATA"]["randaugment"]
     assert bool(config["COLOR_JITTER"]) == ("ColorJitter" in str(theirs))
+
+
+@pytest.mark.parametrize("settings", [[], ["--set", "MICRO_BATCH_SIZE=64"]])
+def test_the_flags_of_a_row_start_the_run_that_the_row_describes(settings: list[str], capsys, monkeypatch) -> None:
+    monkeypatch.delenv("DATA", raising=False)
+    command = ["--config", "vit_s16_vanilla", "--dry-run", "--set", "MODEL.depth=2", *settings]
+    train_dali.main([*command, "--gpus", "8"])
+    lines = capsys.readouterr().out.splitlines()
+    for name in ("1d 2", "2.5d 2 x 2 x 2"):
+        row, flags = (line.removeprefix(name) for line in lines if line.startswith(name))
+        train_dali.main([*command, "--set", "GPUS=8", *flags.removeprefix(": ").split()])
+        plan = capsys.readouterr().out
+        batch, memory, *_ = row.split()
+        groups, micro, accumulation = batch.split("x")
+        assert re.search(f"memory per GPU +{memory} [GM]B at the peak", plan)
+        assert re.search(rf"{groups} groups? of \d GPUs x {micro} x {accumulation} = 4,096", plan)
+
+
+def test_the_amp_examples_command_downloads_to_data_or_says_where_to_put_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delenv("DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("caltech101_amp.task.URL", "http://127.0.0.1:9/caltech-101.zip")  # where nobody listens
+    ended = run_forked(train_caltech.main, ["--config", "config/config_AMP_torch.py"])
+    assert ended.code == 2
+    assert "DATA.root is not set: ./data, to which Caltech-101 (137 MB) is downloaded" in " ".join(ended.stdout.split())
+    (line,) = ended.stderr.splitlines()
+    assert line.endswith(f"; rerun the command, or download the file yourself to {tmp_path}/data/caltech-101.zip")

@@ -8,6 +8,7 @@ import pytest
 
 from common.metrics.curves import read_metrics
 from common.testing.commands import Ended, read_folder, run_forked
+from common.tools import evaluate, report
 from imagenet_dali import train_dali
 from imagenet_dali.testing import prepare_data, write_config
 
@@ -57,6 +58,18 @@ def test_a_finished_run_is_left_as_it_is(train: Train, trained: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == times
 
 
+def test_a_refused_start_leaves_no_folder(train: Train, tmp_path: Path) -> None:
+    assert train("--output", tmp_path / "new", "--resume", tmp_path).code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_measurement_says_that_nothing_is_trained_and_data_is_not_used(train: Train, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("DATA", "elsewhere")
+    said = " ".join(train("--output", tmp_path, "--find-lr", "3").stdout.split())
+    assert "3 steps instead of training; nothing is saved but find_lr.png and find_lr.csv, of learning rates " in said
+    assert said.startswith("DATA=elsewhere is not used: DATA.root=")
+
+
 def test_a_branch_and_an_extension_train(train: Train, trained: Path, tmp_path: Path) -> None:
     branch = ["--resume", min((trained / "checkpoints").glob("step-*")), "--set", "LEARNING_RATE=1e-3"]
     branch += ["--set", "NUM_EPOCHS=3"]
@@ -82,3 +95,9 @@ def test_it_is_extended_and_changed_on_purpose_last(train: Train, trained: Path)
     words = "NUM_EPOCHS=3 from here on (was 2); the learning rate follows the new schedule, so it rises again\n"
     assert words in ended.stdout
     assert read_metrics(trained)[-1]["epoch"] == 3
+    start = json.loads((trained / "config.json").read_text())["starts"][-1]
+    assert start["changed"] == {"NUM_EPOCHS": [2, 3], "LEARNING_RATE": [0.01, 0.001]}
+    said = run_forked(evaluate.main, [trained]).stdout
+    assert f"from step {start['step']} on NUM_EPOCHS=3 (was 2), LEARNING_RATE=0.001 (was 0.01)" in said
+    assert run_forked(report.main, [trained]).code == 0
+    assert "LEARNING_RATE=0.001 (was 0.01)" in (trained / "report.html").read_text()

@@ -26,6 +26,10 @@ PREDEFINED = {"AMP_TYPE": AMP_TYPE}  # without an import, as Colossal-AI's bench
 Overrides = Mapping[str, Sequence[tuple[tuple[str, ...], Any]]]
 # What the config files of Colossal-AI's public examples call a key.
 RENAMED = {"seed": "SEED", "LOG_PATH": "OUTPUT", "DROP_RATE": "MODEL.dropout"}
+# What Colossal-AI documents for NAIVE and APEX, and has no meaning here.
+WITHOUT_EFFECT = {"min_scale", "hysteresis", "max_scale", "log_num_zeros_in_grad", "verbose", "cast_model_type"}
+WITHOUT_EFFECT |= {"patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale", "num_losses"}
+WITHOUT_EFFECT |= {"cast_model_outputs", "verbosity", "min_loss_scale", "max_loss_scale"}
 # What a config says for itself: how a batch is cut, and over how many GPUs.
 STATED = {"TOTAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "BATCH_SIZE", "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"}
 
@@ -89,6 +93,21 @@ def restore_config(values: Mapping[str, Any], settings: Sequence[str], where: st
     return parse(Config, {**kept, **changed}, where).model_dump()
 
 
+def _read_fp16(values: dict[str, Any]) -> list[str]:
+    """Take Colossal-AI's other keys of NAIVE and APEX out of ``fp16``."""
+    fp16 = values.get("fp16")
+    if not isinstance(fp16, Mapping):
+        return []
+    values["fp16"] = {key: value for key, value in fp16.items() if key not in WITHOUT_EFFECT}
+    notes = []
+    if "initial_scale" in fp16:
+        values["fp16"]["init_scale"] = values["fp16"].pop("initial_scale")
+        notes.append(f"fp16.initial_scale as fp16.init_scale={fp16['initial_scale']!r}")
+    if unused := [f"fp16.{key}" for key in fp16 if key in WITHOUT_EFFECT]:
+        notes.append(f"without effect here: {', '.join(unused)}")
+    return notes
+
+
 def find_config(name: str, base: str | None = None) -> Path:
     """Return the path that ``name`` stands for: itself, else a recipe, with or without ``configs/`` and ``.py``.
 
@@ -128,8 +147,8 @@ def _leave_one(values: dict[str, Any], overrides: Overrides) -> None:
 def _derive_parallel(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``parallel``, made from ``TENSOR_PARALLEL_SIZE`` and ``_MODE`` where it is None; refuse contradictions."""
     size, mode = config["TENSOR_PARALLEL_SIZE"], config["TENSOR_PARALLEL_MODE"]
-    parallel = config["parallel"] if config["parallel"] is not None else dict(tensor=dict(size=size, mode=mode))
-    tensor = parallel.get("tensor") or dict(size=1, mode=None)
+    parallel = config["parallel"] or {}
+    tensor = dict(size=size, mode=mode) | (parallel.get("tensor") or {})
     if size not in (1, tensor.get("size")) or mode not in (None, tensor.get("mode")):
         raise UserError(
             f"TENSOR_PARALLEL_SIZE={size}, TENSOR_PARALLEL_MODE={mode!r} contradict parallel.tensor={tensor!r}"
@@ -179,7 +198,7 @@ def read_original(values: dict[str, Any], recipe: Mapping[str, Any], name: str |
     ``recipe`` is that of the task, called ``name``, for a config without MODEL; else it is empty. Colossal-AI's keys
     (lower case) mean without a value what they mean there. Raises `UserError` for a key under both names.
     """
-    notes = _read_dali(values)
+    notes = _read_dali(values) + _read_fp16(values)
     named = {RENAMED.get(name, name) for name in values} | STATED
     left_out = [name for name in recipe if name.isupper() and name in Config.model_fields and name not in named]
     values.update({name: recipe[name] for name in left_out})
@@ -218,10 +237,13 @@ def _read_dali(values: dict[str, Any]) -> list[str]:
     if "mixup_alpha" in dali:
         values["MIXUP"] = dali.pop("mixup_alpha")
         notes.append(f"dali.mixup_alpha as MIXUP={values['MIXUP']!r}")
+    if "root" in dali:
+        values["DATA"] = {**(values.get("DATA") or {}), "root": dali.pop("root")}
+        notes.append(f"dali.root as DATA.root={values['DATA']['root']!r}")
     if "gpu_aug" in dali:
         notes.append(f"dali.gpu_aug={dali.pop('gpu_aug')!r} as nothing: DALI decodes where the run trains")
     if dali:
-        raise UserError(f"unknown key dali.{next(iter(dali))}: known are dali.mixup_alpha and dali.gpu_aug")
+        raise UserError(f"unknown key dali.{next(iter(dali))}: known are dali.root, dali.mixup_alpha and dali.gpu_aug")
     return notes
 
 
@@ -292,13 +314,15 @@ def _execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]
     used: set[str] = set()
     recipes: dict[str, dict[str, Any]] = {}
     for node in tree.body:
-        if not isinstance(node, ast.ImportFrom) or not (module := str(node.module)).startswith("configs."):
+        module = str(node.module) if isinstance(node, ast.ImportFrom) else ""
+        beside = path.parent / f"{module}.py"
+        if not module.startswith("configs.") and not (module and beside.is_file()):
             _run(node, path, names, overrides)
             used |= _names(node, ast.Load) - _names(node, ast.Store)
             continue
         where = f"{path}, line {node.lineno}"
         if module not in recipes:
-            recipes[module], read = _execute(_find_recipe(module, where), in_recipes)
+            recipes[module], read = _execute(beside if beside.is_file() else _find_recipe(module, where), in_recipes)
             if late := sorted(computed & read):
                 raise UserError(f"{where}: {module} derives other keys from {late[0]}: assign a plain value to it here")
             used |= read

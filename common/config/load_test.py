@@ -97,6 +97,12 @@ def test_what_a_recipe_derives_follows_the_config_that_imports_it(write, recipe,
     assert all(config[key] == value for key, value in OWN[lines].items() if value is not ...)
 
 
+def test_a_config_imports_its_neighbour(write, tmp_path):
+    (tmp_path / "six_base.py").write_text(MINIMAL + "WARMUP_EPOCHS = NUM_EPOCHS / 10\n")
+    config = load_config(write("from six_base import *\nNUM_EPOCHS = 20\n"))
+    assert (config["WARMUP_EPOCHS"], config["LEARNING_RATE"]) == (2, 1e-3)
+
+
 def test_each_file_is_executed_once(write, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("common.config.load.FOLDER", tmp_path)
     (tmp_path / "base.py").write_text(MINIMAL + "SEED = 3\nprint('base')\n")
@@ -146,7 +152,7 @@ def test_a_wrong_setting_is_refused(write, changes, words):
     [
         (MINIMAL + "WARMUP_EPOCH = 1\nWARMUP_EPOCHS = WARMUP_EPOCH", "unknown key WARMUP_EPOCH; did you mean"),
         (MINIMAL + "lr = 1", "unknown key lr; did you mean 'LEARNING_RATE'"),
-        (MINIMAL + "SIDE = 4", "unknown key SIDE"),
+        (MINIMAL + "SIDE = 4", "unknown key SIDE$"),
         ("from configs.vit_s16_vanila import *", "line 1: no recipe .*; did you mean 'configs.vit_s16_vanilla'"),
         ("from configs.vit_b16 import MODLE", "line 1: configs.vit_b16 has no MODLE"),
         (B16 + "NUM_EPOCHS *= 2", "line 1: configs.vit_b16 derives other keys from NUM_EPOCHS: assign a plain value"),

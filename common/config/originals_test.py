@@ -55,6 +55,9 @@ def parallel_lines(name: str) -> str:
     )
 
 
+SCALED = "fp16 = dict(mode=AMP_TYPE.NAIVE, initial_scale=8, growth_factor=4, hysteresis=2, verbose=True)"
+SCALED = AMP.format(fp16=SCALED)
+SCALED += "dali = dict(root='/data')\n"
 CIFAR_1D = CIFAR.format(parallel=parallel_lines("1d"))
 # name in the originals' repositories: the recipe of its task, the file
 FILES = {"data_parallel/config.py": ("vit-b16", DATA_PARALLEL)}
@@ -104,6 +107,8 @@ def test_our_recipe_of_the_same_name_is_the_same(name, tmp_path):
         (DATA_PARALLEL, "vit-b16", "BATCH_SIZE as MICRO_BATCH_SIZE=256, per GPU; "),
         (DATA_PARALLEL, "vit-b16", "dali.mixup_alpha as MIXUP=0.2; "),
         (DATA_PARALLEL, "vit-b16", "left out, so as in the recipe vit-b16: GPUS, WARMUP_EPOCHS, LR_SCHEDULE, "),
+        (SCALED, "config_fp32", "dali.root as DATA.root='/data'; fp16.initial_scale as fp16.init_scale=8; "),
+        (SCALED, "config_fp32", "without effect here: fp16.hysteresis, fp16.verbose; "),
         (CIFAR_1D, "vit_lite_vanilla", "seed as SEED=42; LOG_PATH as OUTPUT='./vit_1d_cifar10_bs512_lr0.002/'; "),
         (CIFAR_1D, "vit_lite_vanilla", "BATCH_SIZE as TOTAL_BATCH_SIZE=512, over all GPUs; "),
     ],

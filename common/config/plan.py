@@ -33,6 +33,7 @@ class Plan:
 
     ``total_batch = micro_batch * accumulation * data_parallel`` and ``gpus = data_parallel * tensor_parallel``.
     ``total_steps`` is the length of the schedule, ``last_step`` where the run ends (less with ``MAX_STEPS``).
+    ``total_is_derived``: TOTAL_BATCH_SIZE was not set.
     ``dtype`` is what matrix products are computed in, ``order`` that in which shards are read, if there are any.
     """
 
@@ -47,6 +48,7 @@ class Plan:
     warmup_steps: Count
     total_steps: Count
     last_step: Count
+    total_is_derived: bool = False
     dtype: str = "float32"
     order: str | None = None
     cooldown_steps: Count = 0
@@ -97,6 +99,7 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
         total_steps=total_steps,
         last_step=min(total_steps, config["MAX_STEPS"] or total_steps),
         cooldown_steps=cooldown,
+        total_is_derived=config["TOTAL_BATCH_SIZE"] is None,
     )
 
 

@@ -27,6 +27,12 @@ ROWS = 10
 class Measurement(BaseHook):
     """Takes ``total_steps`` steps without evaluation; rank 0 writes to ``folder``."""
 
+    writes = ""
+
+    @property
+    def announcement(self) -> str:
+        return f"{self.total_steps} steps instead of training; nothing is saved but {self.writes} in {self.folder}"
+
     def __init__(self, folder: Path, total_steps: int, is_main: bool):
         super().__init__(priority=0)
         self.folder, self.total_steps, self.is_main = folder, total_steps, is_main
@@ -38,6 +44,8 @@ class LearningRateFinder(Measurement):
     Ends earlier if the smoothed loss is not finite or exceeds `DIVERGED` times its minimum. Rank 0 writes find_lr.csv
     and find_lr.png and prints the suggested rate.
     """
+
+    writes = f"find_lr.png and find_lr.csv, of learning rates from {LOWEST:g} to {HIGHEST:g},"
 
     def before_train(self, trainer: Trainer) -> None:
         self.rows: list[dict[str, float]] = []
@@ -120,6 +128,8 @@ class ProfilerHook(Measurement):
     Writes profile/trace.json, for https://ui.perfetto.dev or chrome://tracing, and profile/operators.txt, tables of the
     operators with the most CPU time and, if there is a GPU, GPU time.
     """
+
+    writes = "trace.json and operators.txt, of all but the first steps,"
 
     def __init__(self, folder: Path, steps: int, is_main: bool):
         super().__init__(folder / "profile", WARMUP + steps, is_main)

@@ -9,6 +9,7 @@ import torch
 from common.colossal import compute_dtype, describe_tensor_parallel, name_dtype
 from common.config.fields import flatten
 from common.config.plan import DataSummary, Plan
+from common.config.schema import Config
 from common.config.timm_model import TIMM_DATA
 from common.errors import counted, format_table, print_wrapped
 from common.hardware import instruction_set
@@ -27,6 +28,8 @@ from common.planner.prediction import (
 
 INDENT = 23
 UNITS = {"hours": 3600, "minutes": 60, "seconds": 1}
+WHOLE = {"parallel": {"pipeline": 1, "tensor": {"size": 1, "mode": None}}}
+DEFAULTS = flatten(Config.model_construct().model_dump() | WHOLE)
 ZERO = {1: "optimizer state", 3: "parameters, gradients and optimizer state"}
 
 
@@ -34,27 +37,24 @@ def print_dry_run(
     config: Mapping[str, Any],
     plan: Plan,
     data: DataSummary | None,
-    cluster: Cluster | None,
+    cluster: Cluster,
     notes: dict[str, str],
     images: int,
+    *,
+    is_compared: bool,
 ) -> None:
-    """Print the config, one key per line in ``--set`` syntax, the plan, and the table of all modes on ``cluster``.
+    """Print the plan, the keys that are not at their defaults in ``--set`` syntax, and if asked a table of all modes.
 
     ``data`` is None without a data set: an epoch then has ``images``. ``notes`` are additional rows of the plan; empty
-    ones are skipped. Without ``cluster`` there is no table.
+    ones are skipped.
     """
-    flat = flatten(config)
-    width = max(map(len, flat))
-    for name, value in flat.items():
-        print(f"{name:<{width}}  {value if isinstance(value, Enum) else repr(value)}")
-    print()
     images = data.train_samples if data else images
-    planner = Planner(config, plan, cluster or Cluster())
+    planner = Planner(config, plan, cluster)
     prediction = planner.predict_plan()
     rows = _describe_plan(config, plan, data) | {"memory per GPU": _describe_memory(prediction, planner.cluster)}
-    if not cluster:
+    if not is_compared:
         rows["time"] = (
-            f"{_describe_time(prediction, plan, images)}, on {counted(plan.gpus, 'H100')}; "
+            f"{_describe_time(prediction, plan, images)}, on {counted(plan.gpus, cluster.gpu)}; "
             f"--gpus {plan.gpus} lists the assumptions and compares parallel modes"
         )
     for name, value in (rows | notes).items():
@@ -63,7 +63,12 @@ def print_dry_run(
     if plan.tensor_parallel > 1:
         model = build_on_meta(config["MODEL"])
         _print_row("each rank holds", describe_tensor_parallel(config["parallel"], model, plan.micro_batch))
-    if cluster:
+    flat = {name: value for name, value in flatten(config).items() if value != DEFAULTS.get(name, ...)}
+    width = max(map(len, flat))
+    print("\nkeys that are not at their defaults:")
+    for name, value in flat.items():
+        print(f"{name:<{width}}  {value if isinstance(value, Enum) else repr(value)}")
+    if is_compared:
         _print_modes(planner, images)
 
 
@@ -147,6 +152,9 @@ def _print_modes(planner: Planner, images: int) -> None:
     print()
     print(format_table([_row(prediction, cluster) for prediction in predictions]))
     print()
+    for prediction in predictions:
+        print(f"{prediction.mode}: {planner.settings_of(prediction) or 'this config'}")  # to be copied: not wrapped
+    print()
     fitting = [prediction for prediction in predictions if prediction.fits]
     if not fitting:
         print_wrapped(f"no mode fits in {_usable(cluster)}")
@@ -159,7 +167,8 @@ def _print_modes(planner: Planner, images: int) -> None:
 
 
 def _describe_time(prediction: Prediction, plan: Plan, images: int) -> str:
-    seconds = [plan.epochs * images / plan.total_batch * step for step in (prediction.fastest_step, prediction.step)]
+    steps = plan.epochs * images / prediction.total_batch
+    seconds = [steps * prediction.fastest_step, steps * prediction.step]
     unit, size = next((unit, size) for unit, size in UNITS.items() if seconds[0] >= size or size == 1)
     times = [value / size for value in seconds]
     limit = " (the host's limit)" * prediction.waits
@@ -176,7 +185,7 @@ def _assumptions(planner: Planner) -> list[str]:
         best = planner.rate / 1e12 * BEST_MFU / ASSUMED_MFU
         speed = (
             f"A GPU computes {planner.rate / 1e12:,.0f} to {best:,.0f} TFLOP/s: {ASSUMED_MFU:.0%} to "
-            f"{BEST_MFU:.0%} of an H100's peak (assumed; measure images/s and pass --images-per-s)."
+            f"{BEST_MFU:.0%} of the peak of an {cluster.gpu} (assumed; measure images/s and pass --images-per-s)."
         )
     return [
         speed + " A GPU with a shard of the model reaches the same fraction of its peak.",

@@ -3,11 +3,11 @@
 import argparse
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sympy import divisors
+import torch
 
 from common.colossal import check_compile, check_tensor_parallel, check_zero, compute_dtype, name_dtype
 from common.config.plan import Plan
@@ -33,11 +33,12 @@ WHOLE = {"mode": None, "size": 1}
 class Cluster:
     """GPUs and their hosts.
 
-    ``memory`` in bytes; ``node`` GPUs per node; ``inside``, ``between``: bytes/s that a GPU sends within and between
-    nodes; ``decode``: images/s that the host decodes per GPU; ``images_per_s``: measured rate of one GPU training the
-    whole model, without communication.
+    ``gpu`` as in `PEAKS`; ``memory`` in bytes; ``node`` GPUs per node; ``inside``, ``between``: bytes/s that a GPU
+    sends within and between nodes; ``decode``: images/s that the host decodes per GPU; ``images_per_s``: measured rate
+    of one GPU training the whole model, without communication.
     """
 
+    gpu: str = "H100"
     memory: float = 80e9
     node: int = 8
     inside: float = 450e9
@@ -99,12 +100,21 @@ def _positive(text: str) -> float:
 
 
 def parse_cluster(args: argparse.Namespace) -> Cluster:
-    """Return the cluster described by the flags."""
+    """Return the cluster described by the flags, of GPUs like this machine's if it has one."""
     inside, between = args.links or (None, None)
     sizes = {"memory": args.gpu_memory, "inside": inside, "between": between}
     rates = {"node": args.gpus_per_node, "images_per_s": args.images_per_s, "decode": args.decode_images_per_s}
     given = {name: value and 1e9 * value for name, value in sizes.items()} | rates
-    return Cluster(**{name: value for name, value in given.items() if value is not None})
+    return replace(cluster_here(), **{name: value for name, value in given.items() if value is not None})
+
+
+def cluster_here() -> Cluster:
+    """Return a cluster of GPUs like this machine's, or of H100s with 80 GB without one."""
+    if not torch.cuda.is_available():
+        return Cluster()
+    properties = torch.cuda.get_device_properties(0)
+    gpu = next((name for name in PEAKS if name in properties.name), "H100")
+    return Cluster(gpu, properties.total_memory)
 
 
 @dataclass(frozen=True)
@@ -136,10 +146,13 @@ class Prediction:
         return ", ".join(filter(None, (names[mode], f"zero {self.zero}" * bool(self.zero)))) or "data parallel"
 
     @property
+    def total_batch(self) -> int:
+        return self.data_parallel * self.micro_batch * self.accumulation
+
+    @property
     def images_per_s(self) -> tuple[float, float]:
         """The rate of the worst and of the best case."""
-        batch = self.data_parallel * self.micro_batch * self.accumulation
-        return batch / self.step, batch / self.fastest_step
+        return self.total_batch / self.step, self.total_batch / self.fastest_step
 
 
 class Planner:
@@ -147,7 +160,7 @@ class Planner:
 
     def __init__(self, config: Mapping[str, Any], plan: Plan, cluster: Cluster) -> None:
         self.config, self.plan, self.cluster = config, plan, cluster
-        half, tf32, single = PEAKS["H100"]
+        half, tf32, single = PEAKS[cluster.gpu]
         in_half = name_dtype(compute_dtype(config["fp16"], "cuda")) != "float32"
         self.rate = ASSUMED_MFU * (half if in_half else tf32 if config["TF32"] else single) * 1e12
         if cluster.images_per_s:  # of one GPU, with the whole model
@@ -158,37 +171,56 @@ class Planner:
         return self._predict(self.config, self.plan.micro_batch, self.plan.accumulation)
 
     def predict_modes(self) -> list[Prediction]:
-        """Return a prediction for each way to split the model that the plan's GPUs and global batch allow.
+        """Return a prediction for the run of each way to split the model that the plan's GPUs and batch allow.
 
-        Those with `zero` are included if it is set, or if data parallelism alone does not fit. Micro-batches hold as
-        many samples per GPU as the plan, or the most that fit in memory.
+        Those with `zero` are included if it is set, or if data parallelism alone does not fit.
         """
-        ways = [self._largest(tensor, None) for tensor in _ways(self.plan.gpus, self.config["parallel"]["tensor"])]
+        ways = [self._predict_way(tensor, None) for tensor in _ways(self.plan.gpus, self.config["parallel"]["tensor"])]
         if self.config["zero"] or (ways[0] and not ways[0].fits):
             sharded = [(WHOLE, 1), (WHOLE, 3), *((way.tensor, 3) for way in ways if way and way.tensor["mode"] == "1d")]
-            ways += [self._largest(tensor, stage) for tensor, stage in sharded if tensor["size"] < self.plan.gpus]
+            ways += [self._predict_way(tensor, stage) for tensor, stage in sharded if tensor["size"] < self.plan.gpus]
         return [prediction for prediction in ways if prediction]
 
-    def _largest(self, tensor: Mapping[str, Any], zero: int | None) -> Prediction | None:
-        """Return the prediction with the largest micro-batch that fits; None if the model cannot be split this way."""
+    def _predict_way(self, tensor: Mapping[str, Any], zero: int | None) -> Prediction | None:
+        """Return the prediction with MICRO_BATCH_SIZE, if it is set, else with the largest power of two that fits."""
+        groups, stated = self.plan.gpus // tensor["size"], self.config["MICRO_BATCH_SIZE"]
+        samples, rest = divmod(self.plan.total_batch, groups)
+        if self.plan.total_is_derived:
+            samples, rest = self.plan.micro_batch * self.plan.accumulation, 0
+        sizes = [min(stated, samples)] if stated else [2**power for power in reversed(range(samples.bit_length()))]
         config = {**self.config, "parallel": _parallel(tensor), "zero": {"stage": zero} if zero else None}
-        samples, rest = divmod(self.plan.total_batch, self.plan.gpus // tensor["size"])
-        largest = self.plan.micro_batch * tensor["size"] / self.plan.tensor_parallel
-        if rest or not samples:
-            return None
+        return None if rest else self.predict_largest(config, samples, sizes)
+
+    def predict_largest(self, config: Mapping[str, Any], samples: int, sizes: Sequence[int]) -> Prediction | None:
+        """Return the prediction for the first of the micro-batches ``sizes`` that fits, or the last; None without any.
+
+        ``samples`` is what a data-parallel group has of the global batch.
+        """
         prediction = None
-        for accumulation in (int(n) for n in divisors(samples) if samples / n <= largest):
-            micro_batch = samples // accumulation
-            if not _can_cut(config, micro_batch, self.plan.gpus):
+        for micro_batch in sizes:
+            if not micro_batch or samples % micro_batch or not _can_cut(config, micro_batch, self.plan.gpus):
                 continue
-            if prediction:  # the activations shrink with the micro-batch
+            if prediction and micro_batch != sizes[-1]:  # the activations shrink with the micro-batch
                 saved = (1 - micro_batch / prediction.micro_batch) * prediction.estimate.activations
                 if prediction.estimate.peak - saved > USABLE * self.cluster.memory:
                     continue
-            prediction = self._predict(config, micro_batch, accumulation)
+            prediction = self._predict(config, micro_batch, samples // micro_batch)
             if prediction.fits:
                 break
         return prediction
+
+    def settings_of(self, prediction: Prediction) -> str:
+        """Return the flags that start the run of ``prediction`` with this config."""
+        tensor, own, zero = prediction.tensor, self.config["parallel"]["tensor"], prediction.zero
+        values = {}
+        if {**tensor, "depth": tensor.get("depth", 1)} != {**own, "depth": own.get("depth", 1)}:
+            values = {"TENSOR_PARALLEL_SIZE": tensor["size"], "TENSOR_PARALLEL_MODE": tensor["mode"]}
+            values |= {"parallel.tensor.depth": tensor["depth"]} if tensor.get("depth", 1) > 1 else {}
+        if zero != (self.config["zero"] and self.config["zero"]["stage"]):
+            values["zero"] = zero and f"'dict(stage={zero})'"
+        if not self.config["MICRO_BATCH_SIZE"]:
+            values["MICRO_BATCH_SIZE"] = prediction.micro_batch
+        return " ".join(f"--set {key}={value}" for key, value in values.items())
 
     def _predict(self, config: Mapping[str, Any], micro_batch: int, accumulation: int) -> Prediction:
         """Return the prediction for the mode of ``config`` and this micro-batch."""

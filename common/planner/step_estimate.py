@@ -168,7 +168,8 @@ def estimate_step(
 @cache
 def _process(parent: int) -> ProcessPoolExecutor:
     """Return a process of ``parent`` to reuse: PyTorch's first use of fake tensors is slow."""
-    start = "spawn" if torch.cuda.is_available() else "fork"  # a fork cannot use CUDA, and autograd's threads try to
+    # a fork cannot use CUDA, which autograd's threads try to, and has its parent's process group
+    start = "spawn" if torch.cuda.is_available() or dist.is_initialized() else "fork"
     return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(start), initializer=allow_fake_launches)
 
 

@@ -1,6 +1,7 @@
 """Config, data set and plan of a run, with every check that is possible before the launch."""
 
 import argparse
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +16,7 @@ from common.colossal import MixedPrecision, build_mixed_precision, check_tensor_
 from common.config.load import data_root, load_config, named_root
 from common.config.plan import DataSummary, Plan, build_plan
 from common.config.schema import describe_keys, find_key
-from common.errors import UserError, command_parser
+from common.errors import UserError, command_parser, is_first_process, print_wrapped
 from common.hardware import memory_bytes
 from common.launch.detect import Launch, add_launch_arguments
 from common.metrics.loggers import check_trackers
@@ -122,6 +123,11 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
     gpus = launch.world_size
     if args.dry_run and launch.launcher == "single":
         gpus = args.gpus or args.world_size or config["GPUS"]
+    if task.download and not named_root(config):
+        config["DATA"] |= {"root": "data", "download": True}
+        _say(f"DATA.root is not set: ./data, to which {task.download} is downloaded unless it is there")
+    if os.environ.get("DATA", config["DATA"]["root"]) != config["DATA"]["root"] is not None:
+        _say(f"DATA={os.environ['DATA']} is not used: DATA.root={config['DATA']['root']} is set")
     data, root = None, named_root(config)
     is_to_fetch = config["DATA"]["download"] and Path(root).is_dir() and not any(Path(root).iterdir())
     if not args.dry_run or (root and Path(root).exists() and not is_to_fetch):
@@ -136,6 +142,11 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
     config |= {"TOTAL_BATCH_SIZE": plan.total_batch, "gradient_accumulation": plan.accumulation}
     precision = _check_builds(config, plan, args.dry_run)
     return Prepared(config, replace(plan, dtype=name_dtype(precision.dtype)), data, precision)
+
+
+def _say(line: str) -> None:
+    if is_first_process():
+        print_wrapped(line)
 
 
 def check_init(config: Mapping[str, Any], resume: str) -> str:

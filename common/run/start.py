@@ -22,16 +22,17 @@ from common.checkpoint.resume import (
 )
 from common.colossal import progress, shutdown
 from common.config.load import named_root
+from common.config.plan import Plan
 from common.data.sampler import window_bytes
-from common.errors import AT_END, UserError, print_wrapped
-from common.files import lock_folder, unlock_folder
+from common.errors import AT_END, EXPLAIN, UserError, first_line, print_wrapped
+from common.files import lock_folder, remove_unused, unlock_folder
 from common.hardware import describe_run, memory_bytes
 from common.launch.detect import detect_launch, start
 from common.launch.signals import stop_signals
 from common.metrics.measurements import LearningRateFinder, ProfilerHook
 from common.model.flops import peak_images_per_s
 from common.planner.dry_run import describe_options, print_dry_run
-from common.planner.prediction import parse_cluster
+from common.planner.prediction import Planner, cluster_here, parse_cluster
 from common.run.prepare import Prepared, check_init, parse_arguments, prepare_run, spare_classes
 from common.run.run import Run, read_evaluations
 from common.task import Task
@@ -51,9 +52,11 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
             _print_plan(args, prepared, task)
         return None
     AT_END.callback(stop_signals.restore)
+    EXPLAIN[:] = [lambda error: explain_out_of_memory(error, config, prepared.plan)]
     stop_signals.install(launch.launcher == "torch", progress, config["TIMEOUT"])
     start(launch, config)
     output = Path(args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem).resolve()
+    AT_END.callback(remove_unused, output)
     start_from, finished = ask_first_rank(lambda: find_start(output, args, prepared))
     if finished:
         shutdown()
@@ -70,7 +73,7 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
     about |= {"data": asdict(data), **describe_run(argv)}  # pyright: ignore[reportArgumentType]
     about |= ask_first_rank(lambda: note_start(about, start_from))
     if is_main:
-        _announce(args.config, prepared._replace(plan=plan), reading)
+        _announce(args.config, prepared._replace(plan=plan), reading, measurement.announcement if measurement else "")
     return Run(plan, output, is_main, about, start_from, measurement)
 
 
@@ -144,10 +147,11 @@ def _print_plan(args: argparse.Namespace, prepared: Prepared, task: Task) -> Non
         notes |= {"classes": spare_classes(config, data), "reading": choose_order(prepared)[1]}
     elif root := named_root(config):
         notes["data"] = f"{root} is not on this machine: time for {task.train_samples:,} images"
-    print_dry_run(config, plan, data, parse_cluster(args) if args.gpus else None, notes, task.train_samples)
+    cluster, is_compared = parse_cluster(args), args.gpus is not None
+    print_dry_run(config, plan, data, cluster, notes, task.train_samples, is_compared=is_compared)
 
 
-def _announce(name: str, prepared: Prepared, reading: str) -> None:
+def _announce(name: str, prepared: Prepared, reading: str, doing: str) -> None:
     """Print what starts, and warn of what may not be meant."""
     config, plan, data, precision = prepared
     assert data is not None
@@ -157,6 +161,7 @@ def _announce(name: str, prepared: Prepared, reading: str) -> None:
     root, ignored = config["DATA"]["root"], os.environ.get("DATA")
     is_ignored = ignored and Path(ignored).expanduser().resolve() != Path(root)
     lines = [
+        doing,
         f"{name}: {data.train_samples:,} training and {data.eval_samples:,} evaluation images, "
         f"{data.num_classes} classes",
         data.validation and f"validation: {data.validation}",
@@ -171,6 +176,22 @@ def _announce(name: str, prepared: Prepared, reading: str) -> None:
     ]
     for line in filter(None, lines):
         print_wrapped(line)
+
+
+def explain_out_of_memory(error: Exception, config: Mapping[str, Any], plan: Plan) -> str:
+    """Return a line with the largest MICRO_BATCH_SIZE below the plan's that the planner expects to fit."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return ""
+    samples = plan.micro_batch * plan.accumulation
+    sizes = [2**power for power in reversed(range((plan.micro_batch - 1).bit_length()))]
+    fitting = Planner(config, plan, cluster_here()).predict_largest(config, samples, sizes)
+    remedy = "set MODEL.activation_checkpoint=True or zero=dict(stage=1)"
+    if fitting and fitting.fits:
+        remedy = (
+            f"--set MICRO_BATCH_SIZE={fitting.micro_batch} is expected to fit, with gradient_accumulation="
+            f"{fitting.accumulation} for the same batch"
+        )
+    return f"out of memory with micro-batches of {plan.micro_batch} images: {remedy} ({first_line(error)})"
 
 
 def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int) -> str:

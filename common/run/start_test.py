@@ -1,5 +1,6 @@
 """What a run prints when it starts, and refuses before it trains."""
 
+import types
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 
 from common.config.load import load_config
 from common.errors import UserError
+from common.model.vit import VisionTransformer
+from common.planner.prediction import Cluster, cluster_here
 from common.run.prepare import parse_arguments
 from common.run.start import explain_cpu
 from common.testing.commands import Ended, run_forked
@@ -86,3 +89,26 @@ def test_an_unknown_key_is_refused_with_the_nearest():
 def test_what_a_measurement_ignores_is_refused(words: list[str]) -> None:
     with pytest.raises(UserError, match="--resume run: .* use --init"):
         parse_arguments(["--config", "quickstart", "--resume", "run", *words], "")
+
+
+def test_out_of_memory_is_one_line_with_the_micro_batch_that_should_fit(data: Path, tmp_path: Path) -> None:
+    def main(argv: list[str]) -> None:
+        def fail(self: VisionTransformer, images: torch.Tensor) -> torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        VisionTransformer.forward = fail
+        train(data, tmp_path / "run")
+
+    ended = run_forked(main, [])
+    assert (ended.code, ended.stderr.splitlines()[-1]) == (
+        2,
+        "error: out of memory with micro-batches of 14 images: --set MICRO_BATCH_SIZE=2 is expected to fit, with "
+        "gradient_accumulation=7 for the same batch (CUDA out of memory. Tried to allocate 2.00 GiB.)",
+    )
+
+
+def test_a_dry_run_on_a_machine_with_a_gpu_plans_for_that_gpu(monkeypatch, capsys) -> None:
+    properties = types.SimpleNamespace(name="NVIDIA H200", total_memory=150e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr("common.planner.prediction.torch.cuda.is_available", lambda: True)
+    assert cluster_here() == Cluster("H200", 150e9)

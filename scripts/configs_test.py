@@ -110,4 +110,4 @@ def test_the_amp_examples_command_downloads_to_data_or_says_where_to_put_it(tmp_
     assert ended.code == 2
     assert "DATA.root is not set: ./data, to which Caltech-101 (137 MB) is downloaded" in " ".join(ended.stdout.split())
     (line,) = ended.stderr.splitlines()
-    assert line.endswith(f"; rerun the command, or download the file yourself to {tmp_path}/data/caltech-101.zip")
+    assert line.endswith(f"; rerun the command, or download the file to {tmp_path}/data/caltech-101.zip")

@@ -64,6 +64,7 @@ def test_summary(tmp_path):
             "Images per second, median": ["30"],
             "Hardware": ["2 cores of AMD EPYC, AVX2"],
             "Processes": ["8"],
+            "Changed since the first start": ["-"],
         },
         {"": ["run"], "LABEL_SMOOTHING": ["0.1"], "MIXUP": ["0.8"], "B.c": ["[1, 2]"]},
     ]

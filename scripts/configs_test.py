@@ -93,12 +93,14 @@ def test_the_flags_of_a_row_start_the_run_that_the_row_describes(settings: list[
     train_dali.main([*command, "--gpus", "8"])
     lines = capsys.readouterr().out.splitlines()
     for name in ("1d 2", "2.5d 2 x 2 x 2"):
-        row, flags = (line.removeprefix(name) for line in lines if line.startswith(name))
+        row = next(line.split("|")[2:] for line in lines if re.match(rf"\| *{name} \|", line))
+        flags = next(line.removeprefix(name) for line in lines if line.startswith(f"{name}: "))
         train_dali.main([*command, "--set", "GPUS=8", *flags.removeprefix(": ").split()])
         plan = capsys.readouterr().out
-        batch, memory, *_ = row.split()
+        batch, memory, *_ = (cell.strip() for cell in row)
         groups, micro, accumulation = batch.split("x")
-        assert re.search(f"memory per GPU +{memory} [GM]B at the peak", plan)
+        value, unit = re.search(r"memory per GPU +([\d.]+) (.B) at the peak", plan).groups()
+        assert f"{float(value) / {'GB': 1, 'MB': 1e3}[unit]:.2f}" == memory
         assert re.search(rf"{groups} groups? of \d GPUs x {micro} x {accumulation} = 4,096", plan)
 
 

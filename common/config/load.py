@@ -326,6 +326,7 @@ def _execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]
             if late := sorted(computed & read):
                 raise UserError(f"{where}: {module} derives other keys from {late[0]}: assign a plain value to it here")
             used |= read
+        assert isinstance(node, ast.ImportFrom)
         wanted = {alias.name: alias.asname or alias.name for alias in node.names}
         if missing := wanted.keys() - recipes[module].keys() - {"*"}:
             raise UserError(f"{where}: {module} has no {', '.join(missing)}")

@@ -1,7 +1,6 @@
 """Config, data set and plan of a run, with every check that is possible before the launch."""
 
 import argparse
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -123,11 +122,10 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
     gpus = launch.world_size
     if args.dry_run and launch.launcher == "single":
         gpus = args.gpus or args.world_size or config["GPUS"]
-    if task.download and not named_root(config):
+    if task.download and not named_root(config) and not args.dry_run:
         config["DATA"] |= {"root": "data", "download": True}
-        _say(f"DATA.root is not set: ./data, to which {task.download} is downloaded unless it is there")
-    if os.environ.get("DATA", config["DATA"]["root"]) != config["DATA"]["root"] is not None:
-        _say(f"DATA={os.environ['DATA']} is not used: DATA.root={config['DATA']['root']} is set")
+        if is_first_process():
+            print_wrapped(f"DATA.root is not set: ./data, to which {task.download} is downloaded unless it is there")
     data, root = None, named_root(config)
     is_to_fetch = config["DATA"]["download"] and Path(root).is_dir() and not any(Path(root).iterdir())
     if not args.dry_run or (root and Path(root).exists() and not is_to_fetch):
@@ -142,11 +140,6 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
     config |= {"TOTAL_BATCH_SIZE": plan.total_batch, "gradient_accumulation": plan.accumulation}
     precision = _check_builds(config, plan, args.dry_run)
     return Prepared(config, replace(plan, dtype=name_dtype(precision.dtype)), data, precision)
-
-
-def _say(line: str) -> None:
-    if is_first_process():
-        print_wrapped(line)
 
 
 def check_init(config: Mapping[str, Any], resume: str) -> str:

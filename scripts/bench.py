@@ -39,8 +39,7 @@ from common.config.load import load_config
 from common.config.plan import DataSummary
 from common.errors import command_parser, format_table, run_command
 from common.hardware import cores, describe_run, is_fast
-from common.model.build import build_model, timm_arguments
-from common.model.training import build_training
+from common.model.build import build_model, build_training, timm_arguments
 from common.optim.build import build_optimizer
 from common.optim.lamb import Lamb
 from common.run.start import start_run

@@ -25,8 +25,7 @@ from common.colossal import AMP_TYPE, BaseHook, Trainer, join_groups, resolve_pa
 from common.config.load import load_config
 from common.hardware import cores, describe_run
 from common.metrics.curves import read_metrics
-from common.model.build import build_model
-from common.model.training import build_training
+from common.model.build import build_model, build_training
 from common.optim.build import build_optimizer
 from common.planner.step_estimate import estimate_step
 from common.run.run import Run

@@ -13,7 +13,7 @@ from common.colossal.step_optimizer import CHECK_EVERY
 from common.config.plan import Plan
 from common.errors import AgreedError
 from common.metrics.hook import MetricsHook
-from common.model.training import build_training
+from common.model.build import build_training
 from common.testing.host_sync import ForbidWaiting
 from common.testing.ranks import launched
 

@@ -27,7 +27,7 @@ from common.config.fields import (
     suggest_key,
     values_of,
 )
-from common.config.timm_model import TimmModel
+from common.config.timm_config import TimmModel
 from common.errors import UserError, nearest_multiples
 from common.optim.build import OPTIMIZERS, SCHEDULES
 

@@ -1,14 +1,18 @@
-"""The model of a config: built, described on the meta device, frozen, and what timm calls it."""
+"""The model of a config, what timm calls it, and all that a train.py builds around it."""
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from common.colossal import Engine, initialize, shard_model
 from common.config.schema import parse_model
-from common.config.timm_model import TimmModel, pretrained_config
+from common.config.timm_config import TimmModel, pretrained_config
 from common.model.timm_model import build_timm_model
 from common.model.vit import VisionTransformer
+from common.optim.build import build_lr_scheduler, build_optimizer
 
 ANY_PLAIN_VIT = "vit_base_patch16_224"  # the arguments override its every shape
 DEIT3_INIT_VALUES = 1e-6
@@ -127,3 +131,36 @@ def timm_name(**arguments: object) -> str | None:
     name = f"{family}_{size}_patch{a.patch_size}_{a.image_size}"
     standard = a.pool == "cls" and a.mlp_ratio == 4 and a.reg_tokens == 0
     return name if standard and is_model(name) else None
+
+
+class Training(NamedTuple):
+    """What a train.py has before it calls `Trainer.fit`; the loaders and the schedule are None where not given."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    engine: Engine
+    train_loader: Any
+    eval_loader: Any
+    lr_scheduler: Any
+
+
+def build_training(
+    config: Mapping[str, Any],
+    criterion: Callable[..., Tensor] | None = None,
+    *,
+    model: nn.Module | None = None,
+    loaders: tuple[Any, Any] = (None, None),
+    steps: tuple[int, int] | None = None,
+) -> Training:
+    """Build what a train.py builds, in its order and in the mode of the launch.
+
+    ``model`` is whole; by default it is built from ``MODEL``. ``loaders`` are those of training and evaluation,
+    ``steps`` the total and the warm-up steps of the schedule.
+    """
+    model = build_model(**config["MODEL"]) if model is None else model
+    freeze(model, config.get("FREEZE"))
+    model = shard_model(model)
+    rates = dict(learning_rate=config["LEARNING_RATE"], weight_decay=config["WEIGHT_DECAY"])
+    optimizer = build_optimizer(model, **rates, **config["OPTIMIZER"])
+    schedule = build_lr_scheduler(optimizer, config["LR_SCHEDULE"], *steps) if steps else None
+    return Training(model, optimizer, *initialize(model, optimizer, criterion, *loaders, schedule))

@@ -16,9 +16,8 @@ from common.checkpoint.weights import fit_pretrained
 from common.colossal import ParallelMode, gpc
 from common.config.load import load_config
 from common.errors import UserError
-from common.model.build import build_model, build_on_meta
+from common.model.build import build_model, build_on_meta, build_training
 from common.model.flops import flops_per_image
-from common.model.training import build_training
 from common.optim.build import layers_above
 from common.planner.step_estimate import estimate_step
 from common.testing.ranks import launched, run_ranks

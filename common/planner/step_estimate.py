@@ -30,10 +30,9 @@ from common.colossal import (
     reduce_without_waiting,
 )
 from common.hardware import is_gpu_older_than_bfloat16
-from common.model.build import build_on_meta
+from common.model.build import build_on_meta, build_training
 from common.model.ema import EmaHook
 from common.model.flops import FlopCount
-from common.model.training import build_training
 
 # PyTorch's operation: its usual name, and the index of the message argument
 COLLECTIVES = {

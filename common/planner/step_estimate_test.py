@@ -14,7 +14,7 @@ from torch.profiler import profile, record_function
 
 from common.colossal import AMP_TYPE, resolve_parallel
 from common.config.load import load_config
-from common.model.training import build_training
+from common.model.build import build_training
 from common.planner.step_estimate import Traffic, estimate_step
 from common.testing.parity_cases import CASES
 from common.testing.ranks import launched, run_ranks

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.colossal import BaseHook, Engine, ParallelMode, Trainer, gpc
-from common.model.build import build_model
-from common.model.training import build_training
+from common.model.build import build_model, build_training
 
 
 def tensor_parallel(mode: str, size: int, **depth: int) -> dict[str, Any]:

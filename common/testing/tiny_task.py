@@ -16,8 +16,7 @@ from common.config.plan import DataSummary
 from common.data import image_loaders
 from common.data.image_folder import FolderSplit, list_files
 from common.data.loader import Loader
-from common.model.build import build_model, timm_arguments
-from common.model.training import build_training
+from common.model.build import build_model, build_training, timm_arguments
 from common.run.start import start_run
 from common.task import TASKS, Task
 

@@ -25,7 +25,7 @@ PREDEFINED = {"AMP_TYPE": AMP_TYPE}  # without an import, as Colossal-AI's bench
 # What replaces a key's value, in order: [(("depth",), 6)] for --set MODEL.depth=6, [((), 6)] for the value itself.
 Overrides = Mapping[str, Sequence[tuple[tuple[str, ...], Any]]]
 # What the config files of Colossal-AI's public examples call a key.
-RENAMED = {"seed": "SEED", "LOG_PATH": "OUTPUT", "DROP_RATE": "MODEL.dropout"}
+RENAMED = {"seed": "SEED", "LOG_PATH": "OUTPUT", "DROP_RATE": "MODEL.dropout", "dali.root": "DATA.root"}
 # What Colossal-AI documents for NAIVE and APEX, and has no meaning here.
 WITHOUT_EFFECT = {"min_scale", "hysteresis", "max_scale", "log_num_zeros_in_grad", "verbose", "cast_model_type"}
 WITHOUT_EFFECT |= {"patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale", "num_losses"}
@@ -48,9 +48,7 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
     recipe = {}
     if base and "MODEL" not in values:
         recipe, _ = execute(find_config(base), {**overrides, **{key: [((), value)] for key, value in values.items()}})
-    notes = read_original(values, recipe, base)
-    if notes and is_first_process():
-        print_wrapped(f"{path}: {'; '.join(notes)}")
+    _print_notes(str(path), read_original(values, recipe, base))
     for key, changes in overrides.items():
         if key in values or key not in assigned:  # else read as another key, its setting included
             values[key] = override(changes, values.get(key))
@@ -72,6 +70,7 @@ def load_own_config(config: Any) -> dict[str, Any]:
     the recipes, so are all keys, and defaults are filled in; else UPPER CASE is the script's own. Unknown keys stay.
     """
     values = dict(config) if isinstance(config, Mapping) else execute(find_config(str(config)), {})[0]
+    _print_notes("config" if isinstance(config, Mapping) else str(config), _read_fp16(values))
     is_whole = "MODEL" in values
     checked = {key for key in values if is_whole or key.islower() or key.startswith("TENSOR_PARALLEL_")}
     known = {key: values[key] for key in checked & Config.model_fields.keys()}
@@ -91,6 +90,11 @@ def restore_config(values: Mapping[str, Any], settings: Sequence[str], where: st
     changed = {key: override(changes, values.get(key)) for key, changes in parse_settings(settings).items()}
     kept = {key: value for key, value in values.items() if value is not None or key in Config.model_fields}
     return parse(Config, {**kept, **changed}, where).model_dump()
+
+
+def _print_notes(where: str, notes: Sequence[str]) -> None:
+    if notes and is_first_process():
+        print_wrapped(f"{where}: {'; '.join(notes)}")
 
 
 def _read_fp16(values: dict[str, Any]) -> list[str]:
@@ -170,7 +174,10 @@ def data_root(config: Mapping[str, Any], download: str = "") -> str:
     """
     root = named_root(config)
     if not root:
-        raise UserError("DATA.root is not set: say where the data set is with DATA=/path or --set DATA.root=/path")
+        fetched = f"; with --set DATA.download=True too, {download} is fetched into it" if download else ""
+        raise UserError(
+            f"DATA.root is not set: give the data set's folder, DATA=/path or --set DATA.root=/path{fetched}"
+        )
     path = Path(root).resolve()
     if not config["DATA"]["download"] and not (path.is_dir() and any(path.iterdir())):
         state = "is empty" if path.is_dir() else "is not a folder"
@@ -238,8 +245,7 @@ def _read_dali(values: dict[str, Any]) -> list[str]:
         values["MIXUP"] = dali.pop("mixup_alpha")
         notes.append(f"dali.mixup_alpha as MIXUP={values['MIXUP']!r}")
     if "root" in dali:
-        values["DATA"] = {**(values.get("DATA") or {}), "root": dali.pop("root")}
-        notes.append(f"dali.root as DATA.root={values['DATA']['root']!r}")
+        values["dali.root"] = dali.pop("root")  # beside the recipe's DATA, by _rename
     if "gpu_aug" in dali:
         notes.append(f"dali.gpu_aug={dali.pop('gpu_aug')!r} as nothing: DALI decodes where the run trains")
     if dali:

@@ -192,8 +192,8 @@ def test_data_root_comes_from_the_config_else_from_the_environment(tmp_path, mon
         return data_root({"DATA": {"root": root, "download": is_downloaded}}, download)
 
     monkeypatch.delenv("DATA", raising=False)
-    with pytest.raises(UserError, match="DATA.root is not set"):
-        find(None)
+    with pytest.raises(UserError, match="DATA.root is not set: .*DATA.download=True too, Digits is fetched"):
+        find(None, "Digits")
     monkeypatch.setenv("DATA", str(tmp_path))
     with pytest.raises(UserError, match="is empty"):
         find(None)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from common.config.load import find_config, load_config
+from common.colossal import AMP_TYPE
+from common.config.load import find_config, load_config, load_own_config
 from common.config.plan import build_plan
 from common.errors import UserError
 
@@ -107,7 +108,7 @@ def test_our_recipe_of_the_same_name_is_the_same(name, tmp_path):
         (DATA_PARALLEL, "vit-b16", "BATCH_SIZE as MICRO_BATCH_SIZE=256, per GPU; "),
         (DATA_PARALLEL, "vit-b16", "dali.mixup_alpha as MIXUP=0.2; "),
         (DATA_PARALLEL, "vit-b16", "left out, so as in the recipe vit-b16: GPUS, WARMUP_EPOCHS, LR_SCHEDULE, "),
-        (SCALED, "config_fp32", "dali.root as DATA.root='/data'; fp16.initial_scale as fp16.init_scale=8; "),
+        (SCALED, "config_fp32", "fp16.initial_scale as fp16.init_scale=8; "),
         (SCALED, "config_fp32", "without effect here: fp16.hysteresis, fp16.verbose; "),
         (CIFAR_1D, "vit_lite_vanilla", "seed as SEED=42; LOG_PATH as OUTPUT='./vit_1d_cifar10_bs512_lr0.002/'; "),
         (CIFAR_1D, "vit_lite_vanilla", "BATCH_SIZE as TOTAL_BATCH_SIZE=512, over all GPUs; "),
@@ -116,6 +117,18 @@ def test_our_recipe_of_the_same_name_is_the_same(name, tmp_path):
 def test_one_line_says_how_each_key_was_read(tmp_path, capsys, text, base, words):
     load(tmp_path, text, base)
     assert words in " ".join(capsys.readouterr().out.split())
+
+
+def test_own_scripts_take_naives_options_too(capsys):
+    fp16 = dict(mode=AMP_TYPE.NAIVE, initial_scale=2**32, hysteresis=2)
+    assert load_own_config({"fp16": fp16})["fp16"]["init_scale"] == 2**32
+    assert "without effect here: fp16.hysteresis" in " ".join(capsys.readouterr().out.split())
+
+
+def test_dalis_root_stands_beside_the_recipes_data(tmp_path, capsys):
+    data = load(tmp_path, "BATCH_SIZE = 8\ndali = dict(root='/data/x', gpu_aug=True)\n", "vit-b16")["DATA"]
+    assert (data["root"], data["loader"]) == ("/data/x", "dali")
+    assert "; dali.root as DATA.root='/data/x'" in " ".join(capsys.readouterr().out.split())
 
 
 def test_settings_go_before_the_file_and_before_the_recipe(tmp_path):

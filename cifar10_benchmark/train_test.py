@@ -8,9 +8,8 @@ from PIL import Image
 
 from cifar10_benchmark import train
 from common.metrics.curves import read_metrics
-from common.testing.commands import run_forked
 from common.testing.photographs import write_colours
-from common.testing.ranks import free_port, run_ranks
+from common.testing.ranks import run_ranks
 from common.tools import evaluate, predict
 
 SMALL = ["MODEL.image_size=8", "MODEL.width=32", "MODEL.depth=2", "MODEL.num_classes=None", "MODEL.dropout=0.0",
@@ -54,14 +53,6 @@ def test_two_processes_train_as_one_does(root, tmp_path, capfd):
     capfd.readouterr()
     predict.main([str(tmp_path / "one"), str(tmp_path / "wide.png"), "--json"])
     assert json.loads(capfd.readouterr().out)["classes"][0]["class"] == "r"
-
-
-def test_the_flags_of_the_benchmarks_command(root, tmp_path):
-    place = ["--world_size=1", "--rank=0", "--local_rank=0", "--host=127.0.0.1", f"--port={free_port()}"]
-    words = arguments(root, tmp_path / "run", "MAX_STEPS=1")[2:]
-    ended = run_forked(train.main, [*place, "--config=vit_lite_vanilla", *words], DATA=str(root))
-    assert ended.code == 0, ended.stderr
-    assert ended.stdout.splitlines()[-1].startswith("top1=")
 
 
 def test_learns_from_images_that_are_blended_cut_and_erased(root, tmp_path):

@@ -84,11 +84,13 @@ def load_own_config(config: Any) -> dict[str, Any]:
 def restore_config(values: Mapping[str, Any], settings: Sequence[str], where: str) -> dict[str, Any]:
     """Return a config that was read back from JSON, checked, with ``settings`` (``KEY=VALUE``) applied.
 
-    A key that was None and is no longer known is left out. Raises `UserError` for other unknown keys and wrong values,
-    naming the file ``where`` it comes from.
+    Keys of older versions are left out: those that were None, and of a cache that is gone. Raises `UserError` for other
+    unknown keys and wrong values, naming the file ``where`` it comes from.
     """
     changed = {key: override(changes, values.get(key)) for key, changes in parse_settings(settings).items()}
     kept = {key: value for key, value in values.items() if value is not None or key in Config.model_fields}
+    if isinstance(data := kept.get("DATA"), dict):
+        kept["DATA"] = {key: value for key, value in data.items() if key not in ("cache", "cache_gb")}
     return parse(Config, {**kept, **changed}, where).model_dump()
 
 

@@ -36,14 +36,14 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     return DataSummary(len(train), len(test), train.num_classes, fingerprint, class_names=train.class_names)
 
 
-def build_train_loader(data: Mapping[str, Any], total_batch: int, micro_batch: int, **place: Any) -> Loader:
-    """Return the loader of the training split; ``place`` is as in `image_loaders.build_train_loader`."""
-    return image_loaders.build_train_loader(open_split(data, "train"), data, total_batch, micro_batch, **place)
+def build_train_loader(data: Mapping[str, Any], total_batch: int, micro_batch: int, **options: Any) -> Loader:
+    """Return the loader of the training split; ``options`` are those of `image_loaders`."""
+    return image_loaders.build_train_loader(open_split(data, "train"), data, total_batch, micro_batch, **options)
 
 
-def build_eval_loader(data: Mapping[str, Any], batch: int, **place: Any) -> Loader:
-    """Return the loader of the test split; ``place`` is as in `image_loaders.build_eval_loader`."""
-    return image_loaders.build_eval_loader(open_split(data, "test"), data, batch, **place)
+def build_eval_loader(data: Mapping[str, Any], batch: int, **options: Any) -> Loader:
+    """Return the loader of the test split; ``options`` are those of `image_loaders`."""
+    return image_loaders.build_eval_loader(open_split(data, "test"), data, batch, **options)
 
 
 def open_split(data: Mapping[str, Any], split: str) -> FolderSplit:

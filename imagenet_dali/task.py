@@ -45,19 +45,19 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
 
 
 def build_train_loader(
-    data: Mapping[str, Any], total_batch: int, micro_batch: int, *, order: str | None = None, **place: Any
+    data: Mapping[str, Any], total_batch: int, micro_batch: int, *, order: str | None = None, **options: Any
 ) -> Loader:
-    """Return the loader of the training split in the plan's ``order``; ``place`` as in `image_loaders`."""
+    """Return the loader of the training split in the plan's ``order``; ``options`` are those of `image_loaders`."""
     images = open_images(data, "train")
-    place |= _options(images, data, place["device"].type, in_blocks=order == "blocks")
-    return image_loaders.build_train_loader(images, data, total_batch, micro_batch, **place)  # pyright: ignore[reportArgumentType]
+    options |= _options(images, data, options["device"].type, in_blocks=order == "blocks")
+    return image_loaders.build_train_loader(images, data, total_batch, micro_batch, **options)  # pyright: ignore[reportArgumentType]
 
 
-def build_eval_loader(data: Mapping[str, Any], batch: int, **place: Any) -> Loader:
-    """Return the loader of validation, or of ``data["split"]``; ``place`` as in `image_loaders.build_eval_loader`."""
+def build_eval_loader(data: Mapping[str, Any], batch: int, **options: Any) -> Loader:
+    """Return the loader of validation, or of ``data["split"]``; ``options`` are those of `image_loaders`."""
     images = open_images(data, data.get("split", "validation"))
-    place |= _options(images, data, place["device"].type, in_blocks=True)
-    return image_loaders.build_eval_loader(images, data, batch, **place)  # pyright: ignore[reportArgumentType]
+    options |= _options(images, data, options["device"].type, in_blocks=True)
+    return image_loaders.build_eval_loader(images, data, batch, **options)  # pyright: ignore[reportArgumentType]
 
 
 def open_images(data: Mapping[str, Any], split: str) -> Split | FolderSplit:

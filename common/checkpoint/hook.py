@@ -155,20 +155,20 @@ class CheckpointHook(BaseHook):
         content: dict[str, Tensors | bytes] = {
             **full_state_dict(self.model, self.optimizer, self.averages, self.buffers)
         }
-        ranks = _gather({"random": generator_states(), "metrics": self.metrics.state_dict()})
+        states = _gather({"random": generator_states(), "metrics": self.metrics.state_dict()})
         self.saved, self.saved_at = trainer.state_dict(), time.monotonic()
-        if ranks is None:  # rank 0 writes
+        if states is None:  # rank 0 writes
             return
         state = {
             "trainer": self.saved,
             "loader": trainer.train_dataloader.state_dict(),
             "optimizer": trainer.engine.optimizer.step_state(),
-            "metrics": [rank["metrics"] for rank in ranks],
+            "metrics": [each["metrics"] for each in states],
             "best_top1": self.best[0],
             "best_loss": -self.best[1],
             "ranks": self.ranks,
         }
-        content[RANDOM] = {f"{n}/{name}": t for n, rank in enumerate(ranks) for name, t in rank["random"].items()}
+        content[RANDOM] = {f"{n}/{name}": t for n, each in enumerate(states) for name, t in each["random"].items()}
         content[TRAINER] = json.dumps(state, indent=2).encode()
         content[CONFIG] = json.dumps(self.about, indent=2, default=str).encode()
         metrics = self.folder.parent / METRICS

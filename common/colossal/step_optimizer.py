@@ -25,27 +25,27 @@ class SkipCounter:
     def __init__(self, device: torch.device):
         self.every = 1 if device.type == "cpu" else CHECK_EVERY
         self.updates = 0
-        self.all, self.row, self.longest = torch.zeros(3, dtype=torch.int64, device=device).unbind()
+        self.total, self.streak, self.longest = torch.zeros(3, dtype=torch.int64, device=device).unbind()
 
     def count(self, skipped: Tensor) -> None:
         """Count one update; ``skipped`` is a 0-dim tensor, 1 if it was skipped and 0 if not."""
         self.updates += 1
         skipped = skipped.long()
-        self.all = self.all + skipped
-        self.row = (self.row + 1) * skipped
-        self.longest = torch.maximum(self.longest, self.row)
+        self.total = self.total + skipped
+        self.streak = (self.streak + 1) * skipped
+        self.longest = torch.maximum(self.longest, self.streak)
 
     def exceeds(self, limit: int) -> bool:
         """Return whether a streak was longer than ``limit``; on a GPU, checked only every `CHECK_EVERY` updates."""
         return self.updates % self.every == 0 and self.longest.item() > limit
 
     def state_dict(self) -> dict[str, int]:
-        return {"updates": self.updates, "skipped": int(self.all.item()), "skipped_in_a_row": int(self.row.item())}
+        return {"updates": self.updates, "skipped": int(self.total.item()), "skipped_in_a_row": int(self.streak.item())}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.updates = state["updates"]
-        self.all = torch.full_like(self.all, state["skipped"])
-        self.row = self.longest = torch.full_like(self.row, state["skipped_in_a_row"])
+        self.total = torch.full_like(self.total, state["skipped"])
+        self.streak = self.longest = torch.full_like(self.streak, state["skipped_in_a_row"])
 
 
 class OncePerStep:
@@ -103,7 +103,7 @@ class StepOptimizer(OptimizerWrapper):
     @property
     def skipped(self) -> int:
         """The number of skipped updates; reading it waits for the device."""
-        return int(self.counter.all.item())
+        return int(self.counter.total.item())
 
     def zero_grad(self) -> None:
         if self.accumulated == 0:

@@ -152,11 +152,11 @@ def build_train_loader(
     image_size: int,
     device: torch.device,
     build_reader: Callable[..., BatchReader] = TorchvisionReader,
-    **order: Any,
+    **sampling: Any,
 ) -> Loader:
     """Return the loader of random crops: a new permutation of ``images``, or of their ``blocks``, in every epoch.
 
-    ``order`` are ``dp_rank``, ``dp_size``, ``seed`` and ``blocks`` of `TrainSampler`.
+    ``sampling`` are ``dp_rank``, ``dp_size``, ``seed`` and ``blocks`` of `TrainSampler`.
     """
     augment, uniforms = None, CROP_UNIFORMS
     if data["randaugment"] is not None:
@@ -167,8 +167,8 @@ def build_train_loader(
         else:
             augment = RandAugment(*data["randaugment"])
         uniforms += augment.uniforms
-    order |= dict(uniforms=uniforms, repeats=data["repeats"], window=data["window"])
-    sampler = TrainSampler(len(images), total_batch, micro_batch, **order)
+    sampling |= dict(uniforms=uniforms, repeats=data["repeats"], window=data["window"])
+    sampler = TrainSampler(len(images), total_batch, micro_batch, **sampling)
     crop = RandomCrop(data["crop_scale"], data["crop_ratio"], data["flip"], data["interpolation"])
     if data["crop"] == "simple":
         crop = SimpleCrop(image_size, data["flip"], data["interpolation"])
@@ -184,13 +184,13 @@ def build_eval_loader(
     image_size: int,
     device: torch.device,
     build_reader: Callable[..., BatchReader] = TorchvisionReader,
-    **order: Any,
+    **sampling: Any,
 ) -> Loader:
     """Return the loader of centre crops of ``images``, each sample exactly once over all ranks.
 
-    ``order`` are ``dp_rank``, ``dp_size`` and ``blocks`` of `EvalSampler`.
+    ``sampling`` are ``dp_rank``, ``dp_size`` and ``blocks`` of `EvalSampler`.
     """
-    sampler = EvalSampler(len(images), batch, **order)
+    sampler = EvalSampler(len(images), batch, **sampling)
     options = _reader_options(data, image_size, sampler.dp_size, device)
     return Loader(sampler, build_reader(images, build_eval_crop(data, image_size), batch=batch, **options))
 

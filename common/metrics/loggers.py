@@ -185,7 +185,7 @@ class ProgressBar:
         if sys.stderr.isatty():
             short = "{percentage:.0f}% {n_fmt}/{total_fmt} {remaining} left{postfix}"  # no bar, no steps/s
             options = dict(mininterval=0.5, dynamic_ncols=True, bar_format=short)
-        self.bar = tqdm(total=total_steps, initial=start, unit="step", maxinterval=60, **options)
+        self.bar = tqdm(total=total_steps, initial=min(start, total_steps), unit="step", maxinterval=60, **options)
         self.shown: dict[str, str] = {}
 
     def step(self, loss: float | None = None) -> None:

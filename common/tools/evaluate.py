@@ -65,14 +65,14 @@ def main(argv: list[str]) -> None:
     if launch.rank == 0:
         output.mkdir(parents=True, exist_ok=True)
         print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
-        place = summary.validation or "its evaluation split"
-        print(f"data       {data['root']}: {summary.eval_samples:,} images, {place}", flush=True)
+        split = summary.validation or "its evaluation split"
+        print(f"data       {data['root']}: {summary.eval_samples:,} images, {split}", flush=True)
         for each in run.about["starts"]:
             if changes := list_changes(each):
                 print_wrapped(f"from step {each.get('step', 0):,} on {', '.join(changes)}")
     predict = Predictor(run.load_model(), run.config)
-    place = dict(dp_rank=launch.rank, dp_size=launch.world_size, device=predict.device)
-    loader = task.build_eval_loader(data, run.batch, image_size=run.config["MODEL"]["image_size"], **place)
+    ranks = dict(dp_rank=launch.rank, dp_size=launch.world_size, device=predict.device)
+    loader = task.build_eval_loader(data, run.batch, image_size=run.config["MODEL"]["image_size"], **ranks)
     tally = Tally(predict.device)
     with naming_lost_ranks():
         for images, labels in tqdm(loader, unit="batch", leave=False, disable=None if launch.rank == 0 else True):

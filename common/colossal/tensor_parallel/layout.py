@@ -71,11 +71,11 @@ class Shard:
         return math.prod(self.shape) // math.prod(sizes[group] for _, group in self.cuts)
 
     def _view(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of ``whole`` as a view [fused, ...]."""
-        part = whole.unflatten(0, (self.fused, -1))
+        """Return what this rank has of ``whole``, before ``part`` is taken, as a view [fused, ...]."""
+        view = whole.unflatten(0, (self.fused, -1))
         for dim, group in self.cuts:
-            part = part.unflatten(dim + 1, (gpc.get_world_size(group), -1)).select(dim + 1, gpc.get_local_rank(group))
-        return part
+            view = view.unflatten(dim + 1, (gpc.get_world_size(group), -1)).select(dim + 1, gpc.get_local_rank(group))
+        return view
 
     def _orient(self, matrix: Tensor) -> Tensor:
         return matrix.t() if self.transposed else matrix

@@ -138,18 +138,14 @@ def test_rows_of_large_parquet_sources_are_shuffled_in_windows_of_row_groups(tmp
 TAR = tar_of({"a.jpg": b"1", "a.cls": b"1", "b.jpg": b"1", "b.cls": b"0"})
 REFUSED: list[tuple[Files, str]] = [
     ({"wrapper/a/1": b"", "wrapper/b/2": b""}, "is .*wrapper the folder you mean"),
-    ({"train/a/1": b"", "train/b/2": b"", "val/c/3": b""}, "val/c: this class has no training images"),
     ({"train/1.jpg": b"", "test/3.jpg": b""}, "test, train are splits, not classes"),
     ({"train/a/1": b"", "train/b/2": b"", "extra/a/3": b""}, "extra: beside train there may be one of val, valid"),
     ({"train/a/1": b"", "train/b/2": b"", "val/a/3": b"", "dev/a/3": b""}, "(val|dev): beside train there may be one"),
     ({"train-0.tar": b"", "more.tar": b""}, "more.tar: its path names no split, as the others do"),
-    ({"a/1": b"", "b/.hidden": b""}, "b: no images"),
     ({"train/a/1": b"", "train/b/2": b"", "val/v": b""}, "no class folders; put ILSVRC2012_devkit_t12.tar.gz into"),
     ({"t.tar": tar_of({"a.jpg": b"1", "a.cls": b"cat"})}, "t.tar: a.jpg: no label; its sample needs a class number"),
     ({"t.tar": TAR, "labels.txt": b"cat\n\n"}, "t.tar: a.jpg: label 1, out of range for 1 classes"),
     ({"t.tar": tar_of({"a.jpg": b"1", "a.cls": b"5"})}, "labels 5 to 5 with gaps; name all in .*labels.txt"),
-    ({"t.tar": tar_of({"a.txt": b"1"})}, "no labelled images .* in t.tar"),
-    ({"t.tar": TAR[:-10240]}, "t.tar: compressed, truncated or damaged at its first member"),
     ({"t.tar": TAR[:2048] + b"x" + TAR[2049:]}, "t.tar: compressed, truncated or damaged at a.cls"),
     ({"train-0.tar.gz": tar_of({"1.jpg": b"1"}, "w:gz")}, "train-0.tar.gz: compressed, .*; run gunzip on it"),
     ({"t.parquet": parquet_of([("a.jpg", b"1", None)], ["a", "b"])}, "t.parquet: a.jpg: row 0 has no label"),

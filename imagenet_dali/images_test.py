@@ -36,7 +36,6 @@ def test_rgb_jpeg_passes_byte_for_byte(options):
 WORDS = np.linspace(0, 65535, 40).astype(np.uint16)[None].repeat(24, 0)
 RAMP = Image.fromarray((WORDS / 257).astype(np.uint8))  # 16 bits are scaled, not clipped
 ODD = {
-    "gray JPEG": (encode(gradient().convert("L")), gradient().convert("L")),
     "CMYK JPEG": (encode(gradient().convert("CMYK")), gradient()),
     "rotated by EXIF": (jpeg(exif=exif(6)), gradient().transpose(Image.Transpose.ROTATE_270)),
     "PNG with alpha": (encode(gradient().convert("RGBA"), "PNG"), gradient()),

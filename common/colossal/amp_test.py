@@ -22,10 +22,8 @@ LAYERS = ("first", "norm", "activation", "last")
     ("fp16", "device", "cast", "dtype", "scale"),
     [
         (None, "cuda", None, FLOAT32, None),
-        (dict(mode=None), "cuda", None, FLOAT32, None),
         (dict(mode=TORCH, init_scale=8.0), "cpu", Cast.OPERATIONS, BFLOAT16, None),
         (dict(mode=TORCH, dtype=FLOAT16, init_scale=8.0), "cpu", Cast.OPERATIONS, FLOAT16, 8),
-        (dict(mode=TORCH, dtype="float16", enabled=False), "cuda", Cast.OPERATIONS, FLOAT16, None),
         (dict(mode=NAIVE, dtype=BFLOAT16), "cuda", Cast.LAYERS, BFLOAT16, None),
         (dict(mode=APEX, opt_level="O0"), "cuda", None, FLOAT32, None),
         (dict(mode=APEX), "cpu", Cast.OPERATIONS, BFLOAT16, None),
@@ -42,16 +40,6 @@ def test_config(
     assert (precision.scaler and precision.scaler.get_scale()) == scale
     assert f"in {name_dtype(dtype)}" in precision.note or not cast
     assert bool(precision.warning) == (device == "cpu" and dtype == FLOAT16)
-
-
-def test_a_cpu_without_instructions_computes_in_float32_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amp, "is_fast", lambda name: False)
-    monkeypatch.setattr(amp, "instruction_set", lambda: "AVX2")
-    note = "fp16: AMP_TYPE.APEX O1, by PyTorch instead of apex.amp, in float32: this CPU (AVX2) has no bfloat16"
-    assert build_mixed_precision(dict(mode=APEX), "cpu").note == f"{note} instructions"
-    told = build_mixed_precision(dict(mode=TORCH, dtype="bfloat16"), "cpu")
-    assert told.note == "fp16: AMP_TYPE.TORCH in bfloat16: operations, by autocast"
-    assert told.warning.startswith("warning: fp16.dtype='bfloat16': this CPU (AVX2) has no instructions for it")
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 5), FLOAT16), ((8, 0), BFLOAT16)])

@@ -66,18 +66,6 @@ def test_trains_as_the_optimizer_it_names(name: str, options: dict, reference: o
         torch.testing.assert_close(param, other, rtol=1e-5, atol=1e-6)
 
 
-def test_decays_all_unless_told() -> None:
-    model = build_model(**TINY)
-    names = {name for name, _ in model.named_parameters()}
-    (group,) = build_optimizer(model, weight_decay=0.1).param_groups
-    assert scales_of(model, [group | {"lr": 0}]) == dict.fromkeys(names, (0, 0.1))
-
-    scales = scales_of(model, build_optimizer(model, weight_decay=0.1, decay_all=False).param_groups)
-    layers = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
-    decayed = {"patch_embed.proj.weight", "head.weight", *(f"blocks.0.{layer}.weight" for layer in layers)}
-    assert {name: decay for name, (_, decay) in scales.items()} == {name: 0.1 * (name in decayed) for name in names}
-
-
 @pytest.mark.parametrize(
     "parts",
     [

@@ -66,7 +66,6 @@ CMYK = encode(gradient().convert("CMYK"))
     ("labels", "names", "more", "message"),
     [
         ([0, 1, 3], "", {}, "labels run from 0 to 3 with gaps"),
-        ([2, 3], "", {}, "labels run from 2 to 3 with gaps"),
         ([1, 2], "abc", {}, "labels 1 to 2 fit 3 names counted from 0 and from 1"),
         ([0, 5], "abc", {}, "label 5, out of range for 3 classes from 0"),
         ([1], "", {IMAGE: (encode(gradient(), "PNG"), "byte")}, "faults found: 1; leave.*record 0 at.*: not a JPEG"),

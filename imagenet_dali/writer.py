@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -78,6 +79,7 @@ def parallel_map(function: Callable[[Task], Result], tasks: Iterable[Task], work
             for future in completed:
                 yield future.result()
         except BrokenProcessPool as error:
+            time.sleep(0.5)  # Ctrl-C ends workers too, and may be handled there first
             raise UserError(
                 f"--workers={workers}: a worker process died, perhaps for lack of memory; "
                 "rerun the command with fewer workers"

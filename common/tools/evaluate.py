@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
         print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
         split = summary.validation or "its evaluation split"
         print(f"data       {data['root']}: {summary.eval_samples:,} images, {split}", flush=True)
-        for each in run.about["starts"]:
+        for each in run.about.get("starts", ()):
             if changes := list_changes(each):
                 print_wrapped(f"from step {each.get('step', 0):,} on {', '.join(changes)}")
     predict = Predictor(run.load_model(), run.config)

@@ -1,6 +1,5 @@
 """Both policies against torchvision's, of single images and of batches."""
 
-import random
 from collections.abc import Iterator
 from unittest import mock
 
@@ -8,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from timm.data import create_transform
 from torchvision.transforms import v2
 
-from common.data.auto_augment import AutoAugment, Policy, RandAugment, TimmRandAugment
+from common.data.auto_augment import AutoAugment, Policy, RandAugment
 from common.testing.host_sync import ForbidWaiting
 
 RANDOM = np.random.default_rng(0)
@@ -66,19 +64,6 @@ def test_an_image_is_augmented_as_by_torchvision(policy: Policy, theirs) -> None
     for numbers in RANDOM.random((100, policy.uniforms)):
         assert np.array_equal(policy(IMAGE, numbers), theirs(numbers))
     assert torch.equal(state, torch.get_rng_state())
-
-
-def test_a_text_is_timms_rand_augment() -> None:
-    text, mean = "rand-m9-mstd0.5-inc1", (0.5, 0.4, 0.3)
-    theirs = create_transform(31, True, auto_augment=text, interpolation="bicubic", mean=mean).transforms[2]
-    ours = TimmRandAugment(text, 31, mean, "bicubic")
-    for number in RANDOM.random(50):
-        states = random.getstate(), np.random.get_state()[1].tolist()
-        found = ours(IMAGE, [number])
-        assert states == (random.getstate(), np.random.get_state()[1].tolist())
-        random.seed(int(2**32 * number))
-        np.random.seed(int(2**32 * number))
-        assert np.array_equal(found, theirs(IMAGE))
 
 
 @pytest.mark.parametrize("magnitude", [0, 3, 9.5, 10])

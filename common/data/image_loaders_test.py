@@ -1,4 +1,5 @@
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -6,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
+from timm.data import create_transform
 from torchvision.transforms import functional as F
 
 from common.config.schema import Data
-from common.data.auto_augment import TimmRandAugment
 from common.data.crops import CROP_UNIFORMS, CenterCrop, RandomCrop
 from common.data.image_folder import FolderSplit, list_files
 from common.data.image_loaders import TorchvisionReader, build_train_loader
@@ -77,11 +78,14 @@ def test_a_text_is_timms_randaugment_after_the_crop(folder):
         build_train_loader(open_folder(folder, "train"), Data(**values, randaugment=value).model_dump(), 8, 4, **place)
         for value in (None, text)
     )
-    augment = TimmRandAugment(text, SIZE, (0, 0, 0), "bilinear")
-    for draw, (images, _), (found, _) in zip(augmented.sampler.draws(0), plain, augmented, strict=True):
+    theirs = create_transform(SIZE, True, auto_augment=text, interpolation="bilinear", mean=(0, 0, 0)).transforms[2]
+    states, batches = (random.getstate(), np.random.get_state()[1].tolist()), list(augmented)
+    assert states == (random.getstate(), np.random.get_state()[1].tolist())
+    for draw, (images, _), (found, _) in zip(augmented.sampler.draws(0), plain, batches, strict=True):
         for image, other, numbers in zip(images, found, draw.uniforms, strict=True):
-            expected = augment(F.to_pil_image(image.byte()), numbers[-1:])
-            assert torch.equal(other.byte(), F.pil_to_tensor(expected))
+            random.seed(int(2**32 * numbers[-1]))
+            np.random.seed(int(2**32 * numbers[-1]))
+            assert torch.equal(other.byte(), F.pil_to_tensor(theirs(F.to_pil_image(image.byte()))))
 
 
 def test_evaluation_shows_what_torchvision_shows_once_each(folder):

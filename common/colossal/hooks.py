@@ -3,26 +3,12 @@
 from typing import Any
 
 import torch
+from colossalai.legacy.trainer.hooks import *  # noqa: F403, imported without noise by `upstream` before
+from colossalai.legacy.trainer.hooks import _checkpoint_hook, _log_hook
 from torch import nn
 
 from common.colossal.tensor_parallel.sharding import canonical_state
-from common.colossal.upstream import (
-    AccuracyHook,
-    BaseHook,
-    LogMemoryByEpochHook,
-    LogMetricByEpochHook,
-    LogMetricByStepHook,
-    LogTimingByEpochHook,
-    LossHook,
-    LRSchedulerHook,
-    MetricHook,
-    SaveCheckpointHook,
-    TensorboardHook,
-    ThroughputHook,
-    _checkpoint_hook,
-    _log_hook,
-    gpc,
-)
+from common.colossal.upstream import gpc
 from common.hardware import peak_memory
 
 

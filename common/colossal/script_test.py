@@ -155,29 +155,24 @@ def launch_own(config: Any) -> tuple[dict[str, Any], int, str]:
 
 
 @pytest.mark.parametrize(
-    ("config", "recipe", "size"),
+    ("config", "recipe", "own", "size"),
     [
-        ("configs/vit_s16_2d.py", "vit_s16_2d", 4),
-        ("config/config_AMP_torch.py", "config_AMP_torch", 1),
-        ("own_recipe.py", "vit-b16_4gpu", 1),
-        ("own.py", None, 1),
-        (dict(TENSOR_PARALLEL_SIZE=2, TENSOR_PARALLEL_MODE="1d", BATCH_SIZE=7, MY_KEY=7), None, 2),
+        ("configs/vit_s16_2d.py", "vit_s16_2d", {}, 4),
+        ("config/config_AMP_torch.py", "config_AMP_torch", {}, 1),
+        ("own_recipe.py", "vit-b16_4gpu", {"MY_KEY": 7}, 1),
+        ("own.py", None, {"MY_KEY": 7, "fp16": {"mode": AMP_TYPE.TORCH}}, 1),
+        (dict(TENSOR_PARALLEL_SIZE=2, TENSOR_PARALLEL_MODE="1d", BATCH_SIZE=7), None, {"BATCH_SIZE": 7}, 2),
     ],
 )
-def test_a_script_gets_the_config_that_train_py_gets(config, recipe: str | None, size: int, tmp_path, monkeypatch):
+def test_a_script_gets_the_config_that_train_py_gets(config, recipe, own: dict, size: int, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, text in OWN_CONFIGS.items():
         Path(name).write_text(text)
     values, tensor_size, backend = run_ranks(size, launch_own, config)[0]
     assert (tensor_size, backend) == (size, "gloo")
     assert values["parallel"]["tensor"]["size"] == size
-    assert values.get("MY_KEY", 7) == 7
-    if recipe:
-        expected = load_config(recipe)
-        assert {key: values[key] for key in expected} == expected
-    else:
-        assert values.get("BATCH_SIZE", 7) == 7
-        assert values.get("fp16", {"mode": AMP_TYPE.TORCH})["mode"] is AMP_TYPE.TORCH
+    expected = own | (load_config(recipe) if recipe else {})
+    assert {key: values[key] for key in expected} == expected
 
 
 def save_sharded(path: Path) -> bool:

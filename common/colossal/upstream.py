@@ -110,22 +110,7 @@ with quiet_import():
     from colossalai.legacy.nn.layer.parallel_3d._utils import register_async_grad_hook
     from colossalai.legacy.nn.metric import Accuracy
     from colossalai.legacy.trainer import Trainer as UpstreamTrainer
-    from colossalai.legacy.trainer.hooks import (
-        AccuracyHook,
-        BaseHook,
-        LogMemoryByEpochHook,
-        LogMetricByEpochHook,
-        LogMetricByStepHook,
-        LogTimingByEpochHook,
-        LossHook,
-        LRSchedulerHook,
-        MetricHook,
-        SaveCheckpointHook,
-        TensorboardHook,
-        ThroughputHook,
-        _checkpoint_hook,
-        _log_hook,
-    )
+    from colossalai.legacy.trainer.hooks import BaseHook, LRSchedulerHook
     from colossalai.legacy.utils import get_dataloader
     from colossalai.legacy.zero import shard_utils
     from colossalai.logging import get_dist_logger

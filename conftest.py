@@ -6,8 +6,8 @@ import os
 import pytest
 
 # One thread a process, also in those that tests start: models are tiny and the ranks many.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# With more threads, forked children wait forever for those that a fork does not copy.
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 # What tests left for the garbage collector is their own process's to collect. One forked from it that does so crashes,
 # or waits forever: DALI's pipelines, for one, end threads that a fork does not copy.
@@ -15,6 +15,12 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 # Cases of eight processes run in CI only, but for the equality with one process.
 EIGHT_PROCESSES = ("2.5d-8", "3d-8", "dp2 x 2d-4", "dp2 x 2.5d-4")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs, before torch is imported, from tests without the marker ``gpu``, and from what they start."""
+    if not config.option.markexpr.startswith("gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.hookimpl(tryfirst=True)

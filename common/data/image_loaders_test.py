@@ -1,6 +1,8 @@
 import os
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +118,20 @@ def test_workers_change_nothing_and_leave_with_the_loader(folder):
     workers.close()
     assert set(children()) <= before
     assert torch.equal(torch.get_rng_state(), state)  # which the model's dropout draws from
+
+
+def test_workers_compute_though_threads_of_their_parent_have():
+    program = """
+import torch
+from common.data.workers import WorkerPool
+
+pool = WorkerPool(lambda number: torch.full((1 << 20,), number).sum().item(), 1)
+print(torch.get_num_threads(), torch.ones(1 << 20).sum().item(), list(pool.map(iter(range(2)))))
+pool.close()
+"""
+    command, environ = [sys.executable, "-c", program], os.environ | {"OMP_NUM_THREADS": "2"}
+    said = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
+    assert said == "2 1048576.0 [0, 1048576]\n"
 
 
 def children() -> list[int]:

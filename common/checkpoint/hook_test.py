@@ -25,16 +25,9 @@ STEPS = 8  # two epochs
 SETTINGS = ["TOTAL_BATCH_SIZE=16", "EVAL_EVERY=1", "CHECKPOINT_EVERY=3", "KEEP=20", "LOG.every=3"]
 SETTINGS += ["MODEL.patch_size=4", "MODEL.heads=4", "MODEL.dropout=0.1"]
 FLOAT16 = "dict(mode=AMP_TYPE.TORCH, dtype='float16', init_scale=262144.0, growth_interval=3)"
-AMP = {
-    "fp32": "None",
-    "Muon": "None",
-    "timm": "dict(mode=AMP_TYPE.TORCH, dtype='bfloat16')",
-    "float16": FLOAT16,
-    "head": FLOAT16,
-}
-AMP |= {mode: f"dict(mode=AMP_TYPE.{mode}, dtype='bfloat16')" for mode in ("TORCH", "NAIVE")}
-AMP["timm"] = AMP["TORCH"]
-AMP |= {level: f"dict(mode=AMP_TYPE.APEX, opt_level={level!r}, dtype='bfloat16')" for level in ("O1", "O2", "O3")}
+AMP = {mode: f"dict(mode=AMP_TYPE.{mode}, dtype='bfloat16')" for mode in ("TORCH", "NAIVE", "APEX")}
+AMP["APEX"] = AMP["APEX"].replace(")", ", opt_level='O3')")
+AMP |= {"fp32": "None", "Muon": "None", "timm": AMP["TORCH"], "float16": FLOAT16, "head": FLOAT16}
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +102,7 @@ def test_resumes_with_the_same_batches_in_another_mode(data: Path, tmp_path: Pat
     """Dropout's masks would differ between ranks."""
     settings = ["MODEL.dropout=0.0", "NUM_EPOCHS=3"]
     run_ranks(1, train, data, tmp_path / "whole", settings)
-    for mode, step in (("none", 1), ("dp2", 2), ("zero 3", 4), ("2.5d-4", 6), ("1d-2", 8), ("3d-8", None)):
+    for mode, step in (("none", 1), ("dp2", 2), ("zero 3", 4), ("2.5d-4", 6), ("1d-2", 8), ("2d-4", None)):
         gpus, options = CASES[mode]
         own = [f"{key}={value!r}" for key, value in options.items()]
         run_ranks(gpus, train, data, tmp_path / "run", [*settings, *own], step and (step, False))
@@ -121,8 +114,8 @@ def test_resumes_with_the_same_batches_in_another_mode(data: Path, tmp_path: Pat
 def test_averages_begin_at_the_weights_of_a_checkpoint_that_has_none(data: Path, tmp_path: Path) -> None:
     run_ranks(1, train, data, tmp_path / "run", [], (3, False))
     weights = load_file(tmp_path / "run/checkpoints/step-00000003/model.safetensors")
-    averaging = ["EMA=0.9", "CHECKPOINT_EVERY=1"]
-    run_ranks(1, train, data, tmp_path / "run", averaging, (4, True), "--allow-change", "EMA")
+    averaging = ["EMA=0.9", "CHECKPOINT_EVERY=1", "gradient_accumulation=2"]
+    run_ranks(1, train, data, tmp_path / "run", averaging, (4, True), "--allow-change", "EMA")  # once a step
     last = tmp_path / "run/checkpoints/step-00000004"
     trained, averages = load_file(last / "model.safetensors"), load_file(last / "ema.safetensors")
     for name, average in averages.items():
@@ -131,11 +124,13 @@ def test_averages_begin_at_the_weights_of_a_checkpoint_that_has_none(data: Path,
 
 @pytest.mark.parametrize(("every", "steps"), [("3", [8, 6, 4, 3]), ("0.00001 min", [8, 7, 6, 5, 4, 3, 2, 1])])
 def test_saves_when_due_and_marks_the_best(every: str, steps: list[int], data: Path, tmp_path: Path) -> None:
-    records = train(data, tmp_path / "run", [f"CHECKPOINT_EVERY={every}"])
-    top1 = {r["step"]: r["top1"] for r in records if r["kind"] == "eval"}
+    records = train(data, tmp_path / "run", [f"CHECKPOINT_EVERY={every}", "LEARNING_RATE=1e-5"])
+    evaluations = [r for r in records if r["kind"] == "eval"]
+    best = max(evaluations, key=lambda r: (r["top1"], -r["loss"]))
+    assert [r["top1"] for r in evaluations].count(best["top1"]) > 1  # of equals, the lower loss
     assert [int(path.name[5:]) for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == steps
-    best = read_trainer_state(tmp_path / "run/checkpoints/best")
-    assert best["best_top1"] == max(top1.values()) == top1[best["trainer"]["step"]]
+    marked = read_trainer_state(tmp_path / "run/checkpoints/best")
+    assert (marked["best_top1"], marked["trainer"]["step"]) == (best["top1"], best["step"])
 
 
 def test_a_checkpoint_holds_the_state_of_its_own_step(data: Path, tmp_path: Path, monkeypatch) -> None:

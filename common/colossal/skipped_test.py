@@ -37,20 +37,20 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[byte
     return [tensor.detach().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
 
-def skip_one(optimizer_name: str, criterion: FaultyLoss, bad_step: int = 1, steps: int = 3) -> list[bool]:
-    """Train for a few steps; return in which of them something moved."""
+def skip_one(optimizer_name: str, criterion: FaultyLoss) -> list[bool]:
+    """Train for three steps, the second of them bad; return in which of them something moved."""
     place = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
     model, optimizer, engine = build_engine(optimizer_name, criterion)
-    batches, moved, scaler = iter(list(micro_batches(steps, *place))), [], engine.optimizer.scaler
-    for step in range(steps):
+    batches, moved, scaler = iter(list(micro_batches(3, *place))), [], engine.optimizer.scaler
+    for step in range(3):
         before = state_bytes(model, optimizer)
         for _ in range(ACCUMULATION):
             engine.zero_grad()
             engine.execute_schedule(batches)
             engine.step()
         moved.append(state_bytes(model, optimizer) != before)
-        assert engine.optimizer.grad_norm.isfinite().item() == (step != bad_step)
-        assert scaler is None or scaler.get_scale() == SCALE / (2 if step >= bad_step else 1)
+        assert engine.optimizer.grad_norm.isfinite().item() == (step != 1)
+        assert scaler is None or scaler.get_scale() == SCALE / (2 if step else 1)
     assert engine.optimizer.skipped == 1
     return moved
 
@@ -58,8 +58,7 @@ def skip_one(optimizer_name: str, criterion: FaultyLoss, bad_step: int = 1, step
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("mode", [None, *MODES])
 def test_a_skipped_update_leaves_no_trace(mode: str | None, optimizer_name: str) -> None:
-    scaled = mode and mode.endswith("float16") and "O3" not in mode
-    fp16 = MODES[mode] | ({"init_scale": SCALE} if scaled else {}) if mode else None
+    fp16 = MODES[mode] | ({"init_scale": SCALE} if " float16" in mode else {}) if mode else None
     with launched(gradient_accumulation=ACCUMULATION, clip_grad_norm=0.3, fp16=fp16):
         assert skip_one(optimizer_name, FaultyLoss([2])) == [True, False, True]
 
@@ -117,7 +116,7 @@ def skip_together(config: dict, faulty: int) -> list[list[bool]]:
 @pytest.mark.parametrize(
     ("processes", "config"),
     [
-        *(CASES[case] for case in ("dp2", "1d-2", "2d-4", "dp2 x 1d-2", "3d-8", "zero 1", "zero 3 x 1d-2")),
+        *(CASES[case] for case in ("dp2", "1d-2", "2d-4", "zero 1", "zero 3 x 1d-2")),
         *((2, CASES[case][1] | {"fp16": FP16}) for case in ("dp2", "1d-2", "zero 1")),
         (2, CASES["1d-2"][1] | {"fp16": FP16 | {"mode": AMP_TYPE.NAIVE}}),
     ],

@@ -1,6 +1,8 @@
 """From the command line to a checkpoint that timm loads: shards, training on two processes, dry runs, mistakes."""
 
 import json
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from common.errors import run_command
 from common.hardware import instruction_set
 from common.metrics.curves import read_metrics
+from common.testing.commands import run_forked
 from common.testing.photographs import write_colours
 from common.tools import evaluate
 from imagenet_dali import prepare, train_dali
@@ -49,13 +52,20 @@ def test_a_run_resumes_on_a_cpu_with_other_instructions(config, colours, tmp_pat
         ("train.py", "vit_s16_2p5d", ["8 GPUs = 2 data parallel x 4 tensor parallel", "22.1 M"]),
     ],
 )
-def test_dry_run_needs_no_data(script, words, expected):
-    printed = run(f"env -u DATA python {script} --dry-run --config {words}").stdout
-    assert max(map(len, printed.splitlines())) <= 80
-    assert all(text in " ".join(printed.split()) for text in expected)
+def test_dry_run_needs_no_data(script, words, expected, monkeypatch):
+    def main(argv: list[str]) -> None:
+        sys.argv = argv
+        runpy.run_path(argv[0], run_name="__main__")
+
+    monkeypatch.delenv("DATA", raising=False)
+    command = [Path(__file__).with_name(script), "--dry-run", "--config", words]
+    ended = run_forked(main, command)
+    assert ended.code == 0, ended.stderr
+    assert max(map(len, ended.stdout.splitlines())) <= 80
+    assert all(text in " ".join(ended.stdout.split()) for text in expected)
     other_rank = dict(RANK="1", LOCAL_RANK="1", WORLD_SIZE="8", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     if script == "train.py":
-        assert run(f"env -u DATA python {script} --dry-run --config {words}", **other_rank).stdout == ""
+        assert run_forked(main, command, **other_rank) == (0, "", "")
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ import pytest
 from common.config.load import find_config
 from common.config.schema import find_key
 from common.metrics.curves import read_metrics
-from common.testing.commands import copy_working_tree
-from imagenet_dali.testing import LAUNCHERS, MODEL, prepare_data, run
+from common.testing.commands import copy_working_tree, run_forked
+from imagenet_dali.testing import LAUNCHERS, MODEL, prepare_data
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
@@ -89,12 +89,15 @@ def test_what_it_names_exists(page: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert missing + [link for link in links if not ((ROOT / page).parent / link).exists()] == []
 
 
-def test_the_librarys_example_trains_and_its_metric_chooses_the_best(tmp_path: Path) -> None:
+def test_the_librarys_example_trains_and_its_metric_chooses_the_best(tmp_path: Path, monkeypatch) -> None:
     text = (ROOT / "docs" / "library.md").read_text().partition("```python\n")[2].partition("```")[0]
     (tmp_path / "own.py").write_text(text)
     settings = "--set DATA.root=. --set MODEL.num_classes=None --set NUM_EPOCHS=2 --set WARMUP_EPOCHS=0"
-    command = f"python own.py --config vit_lite_vanilla {settings} --set TOTAL_BATCH_SIZE=32 --output run"
-    run(command, tmp_path, PYTHONPATH=str(ROOT))
+    words = f"--config vit_lite_vanilla {settings} --set TOTAL_BATCH_SIZE=32 --output run".split()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["own.py", *words])
+    ended = run_forked(lambda _: runpy.run_path("own.py", run_name="__main__"), [])
+    assert ended.code == 0, ended.stderr
     figures = [line for line in read_metrics(tmp_path / "run") if line["kind"] == "eval"]
     best = json.loads((tmp_path / "run" / "checkpoints" / "best" / "trainer.json").read_text())["best_top1"]
     assert best == max(line["score"] for line in figures) < max(line["top1"] for line in figures)

@@ -85,12 +85,10 @@ def test_a_run_a_checkpoint_and_an_export_give_the_averaged_weights(trained: Pat
         assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize(
-    ("gpus", "mode", "size"), [(1, None, 1), (2, None, 1), (2, "1d", 2), (4, "2d", 4), (4, "2.5d", 4)]
-)
-def test_every_mode_starts_from_the_same(trained: Path, data: Path, gpus: int, mode: str, size: int, tmp_path) -> None:
+@pytest.mark.parametrize(("gpus", "mode"), [(2, None), (2, "1d"), (4, "2d")])
+def test_every_mode_starts_from_the_same(trained: Path, data: Path, gpus: int, mode: str | None, tmp_path) -> None:
     """At a learning rate of 0, the evaluation after a step is that of the initial weights."""
-    parallel = [] if mode is None else [f"TENSOR_PARALLEL_SIZE={size}", f"TENSOR_PARALLEL_MODE={mode}"]
+    parallel = [f"TENSOR_PARALLEL_SIZE={gpus}", f"TENSOR_PARALLEL_MODE={mode}"] if mode else []
     settings = [f"INIT={trained}", "LEARNING_RATE=1e-50", "MAX_STEPS=1", *parallel]
     run_ranks(gpus, train, data, tmp_path / "run", *settings)
     found, expected = read_metrics(tmp_path / "run")[-1], read_metrics(trained)[-1]

@@ -84,7 +84,7 @@ def test_every_pass_is_whole(kind: Callable[[int], Any], accumulation: int) -> N
         assert steps.handed_out == 2 * len(expected)  # no batch is read and dropped
 
 
-MODEL = dict(image_size=16, patch_size=8, width=16, depth=3, heads=2, num_classes=3)
+MODEL = dict(image_size=16, patch_size=8, width=16, depth=2, heads=2, num_classes=3)
 STEPS, ACCUMULATION = 3, 2
 
 
@@ -130,7 +130,7 @@ NAIVE, AUTOCAST = ({"mode": mode, "dtype": "bfloat16"} for mode in (AMP_TYPE.NAI
         (True, 1, NAIVE, {}, 1e-2),
         # compiled code may draw its random numbers in another order
         (True, 1, AUTOCAST, {"dropout": 0.1, "drop_path": 0.2}, 0.2),
-        ("model", 2, None, {"activation_checkpoint": True}, 1e-5),
+        ("model", 1, None, {"activation_checkpoint": True}, 1e-5),
     ],
 )
 def test_compiled_training_is_the_same(how, ranks, fp16, model_arguments, tolerance) -> None:

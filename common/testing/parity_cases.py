@@ -36,7 +36,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero 3 x 1d-2": (4, tensor_parallel("1d", 2) | {"zero": {"stage": 3}}),
 }
 MODEL = {"image_size": 16, "patch_size": 4, "width": 32, "depth": 2, "heads": 4, "mlp_ratio": 2.0, "num_classes": 8}
-MICRO_BATCH, ACCUMULATION, STEPS = 16, 2, 3  # of all data-parallel ranks together
+MICRO_BATCH, ACCUMULATION, STEPS = 16, 2, 2  # of all data-parallel ranks together
 MAX_NORM = 0.3
 OPTIMIZERS = {
     "adamw": {"learning_rate": 2e-3, "weight_decay": 0.1, "layer_decay": 0.65},

@@ -93,6 +93,8 @@ def test_counts_with_accumulation() -> None:
     assert rates.seen("after_train_iter") == used_and_next
     assert (trainer.steps_per_epoch, trainer.max_epochs, trainer.cur_epoch) == (2, 2, 2)
     assert trainer.data_wait > 0
+    trainer.load_state_dict(trainer.state_dict())
+    assert trainer.cur_step == 8
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ FOUR = dict(tensor=dict(size=4, mode="2d"))
             dict(micro_batch=1024, data_parallel=2, tensor_parallel=4),
         ),
         (dict(TOTAL_BATCH_SIZE=1024, MICRO_BATCH_SIZE=256), 8, dict(micro_batch=128)),
-        (dict(MAX_STEPS=7), 8, dict(last_step=7, total_steps=11700)),
+        (dict(MAX_STEPS=7, WARMUP_EPOCHS=0.4), 8, dict(last_step=7, total_steps=11700, warmup_steps=16)),
     ],
 )
 def test_a_batch_is_cut_for_the_number_of_gpus(keys, gpus, expected):

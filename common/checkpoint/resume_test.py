@@ -66,7 +66,6 @@ def test_damage_to_all_of_them_does_not_start_from_nothing(tmp_path: Path) -> No
         ("{}/a", "b", "b holds another run than --resume .*/a"),
         ("{}/c", "d", "neither a checkpoint nor a run with one"),
         ("nope", "a", "^--resume nope: no such folder"),
-        ("nope", "d", "^--resume nope: no such folder"),
     ],
 )
 def test_what_is_refused(resume: str, output: str, words: str, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def freeze(model: nn.Module, part: str | None) -> None:
         return
     heads: Any = model.head_names
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and name.rpartition(".")[0] in heads)
+        parameter.requires_grad_(name.rpartition(".")[0] in heads)
     for name, child in model.named_children():
         if not any(f"{head}.".startswith(f"{name}.") for head in heads):
             child.eval()

@@ -75,32 +75,6 @@ def test_variants_and_options_are_those_of_colossalai_and_timm(ours: dict, their
     run_both(Lamb(two_groups(), **common, **variant | ours), build(two_groups(), **common), scale)
 
 
-def test_reduce_norms_makes_shards_step_as_the_whole() -> None:
-    """Two halves of a tensor, in two groups, move as the tensor does; their clipped gradient does too."""
-    torch.manual_seed(0)
-    whole = nn.Parameter(torch.randn(8, 6))
-    halves = [nn.Parameter(half.clone()) for half in whole.detach().chunk(2)]
-    calls = []
-
-    def reduce_norms(squares: Tensor, params: list[Tensor]) -> Tensor:
-        calls.append(len(params))
-        both = squares.sum(dim=1, keepdim=True)
-        # The two shards lie in one list here, so their clipping norm would be counted twice.
-        return both.expand_as(squares) if len(squares) == 2 else squares
-
-    options = {"lr": 0.1, "weight_decay": 0.1, "variant": "apex"}
-    plain = Lamb([whole], **options)
-    sharded = Lamb([{"params": [half]} for half in halves], **options, reduce_norms=reduce_norms)
-    for _ in range(3):
-        whole.grad = torch.randn(8, 6)
-        for half, grad in zip(halves, whole.grad.chunk(2), strict=True):
-            half.grad = grad.clone()
-        plain.step()
-        sharded.step()
-    assert_same([torch.cat(halves)], [whole])
-    assert calls == 6 * [2]  # one for the clipping, one for all trust ratios, a step
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_parameters_in_half_precision_move_as_far_as_in_float32(dtype: torch.dtype, is_sharded: bool) -> None:

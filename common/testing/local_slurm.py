@@ -7,10 +7,12 @@ import os
 import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from common.testing.commands import wait_until
+from common.testing.ranks import free_port
 
 NODE = "localhost"
 CONFIGURATION = """
@@ -44,11 +46,8 @@ PartitionName=urgent Nodes={node} State=UP PriorityTier=2
 
 
 @contextmanager
-def local_slurm(timeout: float = 60) -> Iterator[dict[str, str]]:
-    """Run Slurm inside the context; yield the environment variables that srun, sbatch and scontrol need.
-
-    Raises RuntimeError if one does not start.
-    """
+def local_slurm() -> Iterator[dict[str, str]]:
+    """Run Slurm inside the context; yield the environment variables that srun, sbatch and scontrol need."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm")))
         folder.chmod(0o755)  # munged requires a socket folder that others can enter
@@ -61,15 +60,13 @@ def local_slurm(timeout: float = 60) -> Iterator[dict[str, str]]:
         }.items():
             stack.enter_context(_daemon([program, *arguments], folder / f"{program}.out", environ))
             if program == "munged":
-                _wait_until((folder / "munge.socket").exists, folder, timeout)
-        _wait_until(
-            lambda: _ask(environ, "sinfo", "--noheader", "--format=%T", "--partition=main") == "idle", folder, timeout
-        )
+                wait_until((folder / "munge.socket").exists)
+        wait_until(lambda: _ask(environ, "sinfo", "--noheader", "--format=%T", "--partition=main") == "idle")
         try:
             yield environ
         finally:
             _ask(environ, "scancel", "--user=root")
-            _wait_until(lambda: not _ask(environ, "squeue", "--noheader"), folder, timeout)
+            wait_until(lambda: not _ask(environ, "squeue", "--noheader"))
 
 
 def _write_configuration(folder: Path) -> Path:
@@ -77,9 +74,7 @@ def _write_configuration(folder: Path) -> Path:
         (folder / name).mkdir()
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
-    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
-        ports = dict(controller_port=first.getsockname()[1], node_port=second.getsockname()[1])
-    host = socket.gethostname().partition(".")[0]
+    host, ports = socket.gethostname().partition(".")[0], dict(controller_port=free_port(), node_port=free_port())
     path = folder / "slurm.conf"
     path.write_text(CONFIGURATION.format(folder=folder, host=host, node=NODE, **ports))
     return path
@@ -103,12 +98,3 @@ def _daemon(command: list[str], log: Path, environ: dict[str, str]) -> Iterator[
 def _ask(environ: dict[str, str], *command: str) -> str:
     answer = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environ}, check=False)
     return answer.stdout.strip()
-
-
-def _wait_until(condition: Callable[[], bool], folder: Path, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            logs = "\n".join(f"--- {log.name}\n{log.read_text()[-2000:]}" for log in sorted(folder.glob("*.out")))
-            raise RuntimeError(f"Slurm is not ready after {timeout:.0f} s\n{logs}")
-        time.sleep(0.2)

@@ -40,7 +40,7 @@ MICRO_BATCH, ACCUMULATION, STEPS = 16, 2, 2  # of all data-parallel ranks togeth
 MAX_NORM = 0.3
 OPTIMIZERS = {
     "adamw": {"learning_rate": 2e-3, "weight_decay": 0.1, "layer_decay": 0.65},
-    "lamb": {"learning_rate": 1e-2, "weight_decay": 0.1, "layer_decay": 0.65, "decay_all": False},
+    "lamb": {"learning_rate": 1e-2, "weight_decay": 0.1, "layer_decay": 0.65, "decay_all": False, "max_grad_norm": 0.1},
     "muon": {"learning_rate": 2e-3, "weight_decay": 0.1, "layer_decay": 0.65},
     "sgd": {"learning_rate": 0.5, "weight_decay": 0.01, "layer_decay": 0.65},
 }

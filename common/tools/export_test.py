@@ -16,9 +16,7 @@ from timm.data import create_transform, resolve_data_config
 from timm.models.vision_transformer import VisionTransformer
 
 from common.checkpoint.saved_run import open_run
-from common.checkpoint.weights import load_pretrained
 from common.errors import UserError
-from common.model.build import build_model
 from common.testing.tiny_task import NAMES, timm_logits, train
 from common.tools import export
 
@@ -57,23 +55,6 @@ def test_an_export_gives_timms_logits_and_the_umask_says_who_may_read_it(run, ta
         onnx.checker.check_model(model, full_check=True)
         assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
         assert str(Path(export.__file__).parent).encode() not in (folder / "model.onnx").read_bytes()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "image_size=32 patch_size=16 depth=1",
-        "init_values=0.1 reg_tokens=2 no_embed_class=True",
-    ],
-)
-def test_any_shape_goes_into_timm(data, tmp_path, arguments):
-    shaped = train(data, tmp_path / "run", *(f"MODEL.{argument}" for argument in arguments.split()))
-    export.export(open_run(str(shaped)), "timm", tmp_path / "timm")
-    theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True)
-    ours = build_model(**open_run(str(shaped)).config["MODEL"])
-    shapes = ({name: p.shape for name, p in model.named_parameters()} for model in (theirs, ours))
-    assert next(shapes) == next(shapes)
-    assert load_pretrained(ours, str(tmp_path / "timm")).startswith(f"starting from the weights of {tmp_path / 'timm'}")
 
 
 def test_what_timm_has_not_goes_into_the_other_formats(data, tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import v2
@@ -141,11 +141,14 @@ class TimmRandAugment:
     uniforms = 1
 
     def __init__(self, text: str, image_size: int, mean: Sequence[float], interpolation: str) -> None:
-        from timm.data.auto_augment import rand_augment_transform  # a second to import
+        from timm.data.auto_augment import posterize, rand_augment_transform  # a second to import
         from timm.data.transforms import str_to_pil_interp
 
         filled = dict(translate_const=int(0.45 * image_size), img_mean=tuple(round(255 * value) for value in mean))
         self.transform = rand_augment_transform(text, filled | {"interpolation": str_to_pil_interp(interpolation)})
+        for operation in self.transform.ops:
+            if operation.aug_fn is posterize:
+                operation.aug_fn = _posterize
 
     def __call__(self, image: Image.Image, uniforms: np.ndarray) -> Image.Image:
         """Return ``image`` augmented; the states of `random` and NumPy's generator stay as they were."""
@@ -157,6 +160,11 @@ class TimmRandAugment:
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
+
+
+def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
+    """Keep ``bits`` of each value, as timm does; magnitude 10 keeps none, which Pillow 13 refuses."""
+    return ImageOps.posterize(image, bits) if bits > 0 else Image.new(image.mode, image.size)
 
 
 def sharpen(images: Tensor, factor: float) -> Tensor:

@@ -38,8 +38,8 @@ def place_legend(axes: "Axes", columns: int = 4) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False, borderaxespad=0.2)
 
 
-def save_figure(figure: "Figure", path: Path, *, jpeg: bool = False) -> None:
-    """Write the figure as PNG to ``path``, and as JPEG beside it if asked; it is drawn once."""
+def save_figure(figure: "Figure", path: Path) -> None:
+    """Write the figure to ``path``, as PNG or JPEG."""
     import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image
@@ -50,9 +50,7 @@ def save_figure(figure: "Figure", path: Path, *, jpeg: bool = False) -> None:
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # of a class's name, drawn as a box
         canvas.draw()
     picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-    picture.save(own_file(path.with_suffix(".png")), dpi=(DPI, DPI))
-    if jpeg:
-        picture.save(own_file(path.with_suffix(".jpeg")), dpi=(DPI, DPI), quality=90)
+    picture.save(own_file(path), dpi=(DPI, DPI), quality=90)
 
 
 DRAWING_EVERY = 100.0  # seconds, at least; a drawing takes 0.3
@@ -126,7 +124,7 @@ def name_loss(config: Mapping[str, Any]) -> str:
 
 
 def draw_curves(folder: Path) -> None:
-    """Plot a run's training and evaluation loss, and its top-1 and top-5 accuracy: ``{loss,acc}.{png,jpeg}``."""
+    """Plot a run's training and evaluation loss, and its top-1 and top-5 accuracy: loss.jpeg and acc.jpeg."""
     lines = read_metrics(folder)
     about = folder / "config.json"
     config = json.loads(about.read_text())["config"] if about.exists() else {}
@@ -146,4 +144,4 @@ def draw_curves(folder: Path) -> None:
         axes.set(xlabel="optimizer step", ylabel=label)
         axes.set_title(folder.resolve().name, loc="right", fontsize="medium")
         place_legend(axes)
-        save_figure(figure, folder / f"{name}.png", jpeg=True)
+        save_figure(figure, folder / f"{name}.jpeg")

@@ -101,7 +101,7 @@ def list_source(root: Path, validation_share: float | None = None, split: str | 
         place = f"{folders[split].name}/" if folders else "the whole folder"
         return replace(source, splits={split: source.splits[split]}, validation=place)
     has_test = "test" in {*folders, *map(_split_of, containers)}
-    unused = "; test is left out, --split test chooses it" * has_test
+    unused = "; test is left out, prepare and evaluate take --split test" * has_test
     if "validation" not in source.splits:
         share = VALIDATION_SHARE if validation_share is None else validation_share
         train, validation = split_by_class(source.splits["train"], share, 0)

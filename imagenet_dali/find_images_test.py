@@ -100,7 +100,7 @@ def test_a_validation_folder_has_one_of_these_names_and_test_is_for_requests(tmp
     names = ("train/a/1", "train/b/deep/er/2", f"{name}/b/3", "test/a/4")
     source = list_source(fill(tmp_path, dict.fromkeys(names, b"1")))
     assert source.splits == {"train": [("train/a/1", 0), ("train/b/deep/er/2", 1)], "validation": [(f"{name}/b/3", 1)]}
-    assert source.validation == f"{name}/; test is left out, --split test chooses it"
+    assert source.validation == f"{name}/; test is left out, prepare and evaluate take --split test"
     assert list_source(tmp_path, split="test").splits == {"test": [("test/a/4", 0)]}
     with pytest.raises(UserError, match="--validation-share=0.5: .* has a validation split already"):
         list_source(tmp_path, validation_share=0.5)
@@ -109,7 +109,8 @@ def test_a_validation_folder_has_one_of_these_names_and_test_is_for_requests(tmp
 def test_of_folders_without_validation_a_share_is_held_out_and_a_request_gets_all(tmp_path: Path) -> None:
     files = dict.fromkeys((f"{split}/{c}/{i}" for split in ("train", "test") for c in "ab" for i in range(5)), b"1")
     source = list_source(fill(tmp_path, files))
-    assert source.validation == "20% of each class, held out of train; test is left out, --split test chooses it"
+    unused = "; test is left out, prepare and evaluate take --split test"
+    assert source.validation == f"20% of each class, held out of train{unused}"
     assert [len(files) for files in source.splits.values()] == [8, 2]
     alone = list_source(tmp_path / "test", split="test")
     assert (alone.validation, len(alone.splits["test"])) == ("the whole folder", 10)

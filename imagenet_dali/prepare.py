@@ -20,7 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.data.image_folder import MAX_BAD_SHARE, NAMED, SPLITS, Files
-from common.errors import UserError, counted, printable, run_command
+from common.errors import UserError, counted, print_wrapped, printable, run_command
 from common.files import folder_lock
 from common.hardware import cores
 from imagenet_dali.dataset import MANIFEST, PARTIAL, RECORD, REMEDY, read_manifest
@@ -90,6 +90,8 @@ def _build_parser() -> argparse.ArgumentParser:
 def _check_arguments(args: argparse.Namespace) -> None:
     if args.source is None or args.check + args.adopt + (args.dest is not None) != 1:
         raise UserError("give SOURCE and DEST, or --check DIR, or --adopt DIR; see --help")
+    if args.split and args.validation_share is not None:
+        raise UserError(f"--validation-share={args.validation_share}: --split {args.split} prepares all; leave it out")
     for name, most in dict(validation_share=0.99, workers=1024, shards=50_000, short_side=65_535).items():
         value = getattr(args, name)
         if value is not None and not (name != "validation_share") <= value <= most:
@@ -127,7 +129,7 @@ def prepare(
         raise UserError(f"{dest}: lies inside SOURCE; choose a folder outside {source}")
     listed = list_source(source, validation_share, split)
     if listed.validation:
-        print(f"validation: {printable(listed.validation)}")
+        print_wrapped(f"validation: {listed.validation}")
     share = VALIDATION_SHARE if validation_share is None else validation_share
     job = dict(source=printable(source.resolve()), files=listed.fingerprint, validation_share=share)
     job |= dict(shards=shards, seed=0, quality=QUALITY, short_side=short_side) | ({"split": split} if split else {})

@@ -66,7 +66,7 @@ def main(argv: list[str]) -> None:
         output.mkdir(parents=True, exist_ok=True)
         print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
         split = summary.validation or "its evaluation split"
-        print(f"data       {data['root']}: {summary.eval_samples:,} images, {split}", flush=True)
+        print_wrapped(f"data       {data['root']}: {summary.eval_samples:,} images, {split}", 11)
         for each in run.about.get("starts", ()):
             if changes := list_changes(each):
                 print_wrapped(f"from step {each.get('step', 0):,} on {', '.join(changes)}")
@@ -141,7 +141,7 @@ def _report(run: SavedRun, tally: Tally, output: Path, argv: list[str]) -> None:
     write_csv(rows, output / "classes.csv")
     pictures = ", confusion.png" * draw_confusion(run.class_names, tally.answers, output / "confusion.png")
     print_extremes(rows)
-    print(f"results    {short_path(output)}: evaluation.json, classes.csv{pictures}")
+    print_wrapped(f"results    {short_path(output)}: evaluation.json, classes.csv{pictures}", 11)
     print("top1={top1:.4f} top5={top5:.4f} loss={loss:.4f} samples={samples}".format(**metrics), flush=True)
 
 
@@ -176,13 +176,13 @@ def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[dict[str
 
 
 def print_extremes(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the classes by top-1, the worst first; of many only the first and the last."""
+    """Print the classes by top-1, the lowest first; of many only the first and the last."""
     ordered = sorted(rows, key=lambda row: (row["top1"], row["class"]))
     if len(ordered) <= 2 * SHOWN:
-        print(format_table(ordered))
+        print(f"classes by top-1, the lowest first\n{format_table(ordered)}")
         return
-    print(f"the {SHOWN} worst of {len(ordered)} classes\n{format_table(ordered[:SHOWN])}\n")
-    print(f"the {SHOWN} best\n{format_table(ordered[-SHOWN:])}\n")
+    print(f"the {SHOWN} classes of {len(ordered)} with the lowest top-1\n{format_table(ordered[:SHOWN])}\n")
+    print(f"the {SHOWN} with the highest\n{format_table(ordered[-SHOWN:])}\n")
 
 
 def draw_confusion(names: Sequence[str], answers: np.ndarray, path: Path) -> bool:

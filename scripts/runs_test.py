@@ -63,16 +63,12 @@ def test_a_refused_start_leaves_no_folder(train: Train, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_measurement_says_that_nothing_is_trained(train: Train, tmp_path: Path) -> None:
-    said = " ".join(train("--output", tmp_path, "--find-lr", "3").stdout.split())
-    assert "3 steps instead of training; nothing is saved but find_lr.png and find_lr.csv, of learning rates " in said
-
-
 def test_a_branch_and_an_extension_train(train: Train, trained: Path, tmp_path: Path) -> None:
     branch = ["--resume", min((trained / "checkpoints").glob("step-*")), "--set", "LEARNING_RATE=1e-3"]
     branch += ["--set", "NUM_EPOCHS=3"]
     assert train(*branch).code == 2
     before, branch = read_folder(trained), [*branch, "--output", tmp_path]
+    assert "error: MAX_STEPS=1 ends at step 1, but " in train(*branch, "--set", "MAX_STEPS=1").stderr
     stop = json.loads(before["config.json"])["plan"]["last_step"] + 1
     ended = train(*branch, "--set", f"MAX_STEPS={stop}")
     assert ended.code == 0, ended.stderr

@@ -45,7 +45,7 @@ class LearningRateFinder(Measurement):
     and find_lr.png and prints the suggested rate.
     """
 
-    writes = f"find_lr.png and find_lr.csv, of learning rates from {LOWEST:g} to {HIGHEST:g},"
+    writes = f"find_lr.png and find_lr.csv, of learning rates from {LOWEST:g} to {HIGHEST:g} in place of the config's,"
 
     def before_train(self, trainer: Trainer) -> None:
         self.rows: list[dict[str, float]] = []

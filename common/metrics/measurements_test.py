@@ -34,7 +34,8 @@ def read_rows(output: Path) -> list[dict[str, float]]:
 def test_rates_grow_evenly_from_the_loss_of_the_run_until_it_diverges(images, tmp_path, capsys):
     settings = ("gradient_accumulation=2", "fp16.mode=AMP_TYPE.TORCH", "LOG.every=1")
     find(images, tmp_path / "found", *settings, steps=40)  # over ends of epochs
-    rows, last_line = read_rows(tmp_path / "found"), capsys.readouterr().out.splitlines()[-1]
+    rows, (*said, last_line) = read_rows(tmp_path / "found"), capsys.readouterr().out.splitlines()
+    assert said[0] == "40 steps instead of training; nothing is saved but find_lr.png and find_lr.csv,"
     first = read_metrics(train(images, tmp_path / "trained", *settings))[0]
     rates = [10 ** (-5 + 6 * k / 39) for k in range(len(rows))]
     assert [row["learning_rate"] for row in rows] == pytest.approx(rates)
@@ -86,6 +87,8 @@ def test_a_profile_has_the_steps_asked_for_and_leaves_no_run(images, tmp_path, c
     # of a micro-batch: qkv, projection and two layers of the MLP in a block, the patch embedding, and the head
     assert names.count("aten::linear") == 2 * 2 * (4 * MODEL["depth"] + 2)
     table = (output / "profile" / "operators.txt").read_text()
-    assert table in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.startswith("7 steps instead of training; nothing is saved but trace.json and operators.txt,")
+    assert table in said
     assert "Self CPU %" in table
     assert sorted(path.name for path in output.iterdir()) == [".lock", "profile"]

@@ -97,7 +97,7 @@ def _describe_plan(config: Mapping[str, Any], plan: Plan, data: DataSummary | No
 
 
 def describe_options(config: Mapping[str, Any], plan: Plan) -> dict[str, str]:
-    """Return what FREEZE, OPTIMIZER.layer_decay and zero do, by key, if they are set."""
+    """Return what FREEZE, EMA, OPTIMIZER.layer_decay and zero do, by key, if they are set."""
     model, rows = build_on_meta(config["MODEL"], config["FREEZE"]), {}
     if config["FREEZE"]:
         count, trained = count_parameters(model)
@@ -105,6 +105,9 @@ def describe_options(config: Mapping[str, Any], plan: Plan) -> dict[str, str]:
     if name := config["MODEL"]["timm"]:
         size, own = config["MODEL"]["image_size"], ", ".join(f"{key}={config['DATA'][key]}" for key in TIMM_DATA)
         rows["MODEL.timm"] = f"{name}, images of {size} x {size} pixels, {own}"
+    if decay := config["EMA"]:
+        steps = f"{1 / (1 - decay):,.0f}"
+        rows["EMA"] = f"evaluated are averages over about {steps} steps; evaluate.py --raw takes the weights"
     if (decay := config["OPTIMIZER"].get("layer_decay", 1.0)) != 1:
         layers = max(layers_above(model).values())
         lowest = f"{decay:g}^{layers} = {decay**layers:.2g}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from common.checkpoint.content import CONFIG, RunInfo, read_about
+from common.checkpoint.content import CONFIG, RunInfo, read_about, read_trainer_state
 from common.checkpoint.resume import (
     AUTO,
     NEVER,
@@ -92,15 +92,17 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tu
     if path is not None:
         check_data(path, data, config["DATA"]["allow_change"])  # pyright: ignore[reportArgumentType]
         check_changes(path, config, output, args.allow_change, plan.last_step)
+        longer = "MAX_STEPS" if plan.last_step < plan.total_steps else "NUM_EPOCHS"
         if path.is_relative_to(output) and (step := finished_step(path, plan.last_step)) is not None:
             unlock_folder(output)
-            longer = "MAX_STEPS" if plan.last_step < plan.total_steps else "NUM_EPOCHS"
             top1 = next((f"{record['top1']:.4f}" for record in reversed(read_evaluations(output))), "?")
             return path, (
                 f"{output}: this run is finished, at step {step} with top1={top1}; nothing "
                 f"was trained. Extend it with --set {longer}=N (now {config[longer]}), or start another with "
                 "--output DIR"
             )
+        if (step := read_trainer_state(path)["trainer"]["step"]) > plan.last_step:
+            raise UserError(f"{longer}={config[longer]} ends at step {plan.last_step}, but {path} is past it: raise it")
     elif (output / CONFIG).exists() and any(
         record["step"] >= read_about(output, RunInfo)["plan"]["last_step"] for record in read_evaluations(output)
     ):

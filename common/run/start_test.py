@@ -26,10 +26,12 @@ def start(data: Path, output: Path, *settings: str) -> Ended:
 
 
 def test_the_first_lines_name_what_is_set_within_80_columns(data: Path, tmp_path: Path) -> None:
-    whole = start(data, tmp_path / "whole", "OPTIMIZER.layer_decay=0.5", "zero=dict(stage=3)", "MODEL.num_classes=9")
+    keys = ("OPTIMIZER.layer_decay=0.5", "zero=dict(stage=3)", "MODEL.num_classes=9", "EMA=0.99")
+    whole = start(data, tmp_path / "whole", *keys)
     head = start(data, tmp_path / "head", f"INIT={tmp_path / 'whole'}", "FREEZE=body", "MICRO_BATCH_SIZE=64")
     for ended, lines in (
         (whole, ["OPTIMIZER.layer_decay: learning rate x 0.5^3 = 0.12 (embeddings) to 1 (head)"]),
+        (whole, ["EMA: evaluated are averages over about 100 steps; evaluate.py --raw takes the weights"]),
         (whole, ["zero: stage 3, parameters, gradients and optimizer state sharded over 1 data-parallel process"]),
         (whole, ["warning: MODEL.num_classes=9 is more than the data set's 7 classes; None takes as many as it has"]),
         (head, ["global batch 1 process x 14 x 1 = 14"]),  # no more samples than there are, as --dry-run says

@@ -204,7 +204,9 @@ class Optimizer(Options):
 class Log(Section):
     every: int = key(10, "steps between two lines of metrics.jsonl", unit="optimizer steps", ge=1)
     tensorboard: bool = key(True, "write TensorBoard event files too")
-    trackers: Annotated[list[str], Field(strict=False)] = key([], "`wandb`, offline unless `WANDB_MODE` is set")
+    trackers: Annotated[list[str], Field(strict=False)] = key(
+        [], "`wandb`, offline unless `WANDB_MODE` is set, to the project vit-large-batch unless `WANDB_PROJECT` is set"
+    )
 
 
 class Tensor(Options):

@@ -106,6 +106,8 @@ class Run:
         print(f"curves       {shown}/loss.jpeg\n             {shown}/acc.jpeg")
         print(f"checkpoint   {checkpoint and short_path(checkpoint)}")
         print(f"tensorboard  tensorboard --logdir {quote(f'{shown}/tensorboard')}")
+        if any(self.output.glob("wandb/offline-run-*")):
+            print(f"wandb        wandb sync {quote(f'{shown}/wandb')}/offline-run-*")
         report = short_path(ROOT / "scripts" / "report.py")
         print(f"next         python {quote(report)} {quote(shown)}")
         print("             # or evaluate.py, predict.py, export.py")

@@ -53,7 +53,8 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
         if key in values or key not in assigned:  # else read as another key, its setting included
             values[key] = override(changes, values.get(key))
     _leave_one(values, overrides)
-    config = parse(Config, values, where=str(path)).model_dump()
+    where = f"{path} or --set" if "MODEL" in overrides else str(path)
+    config = parse(Config, values, where).model_dump()
     config["DATA"] |= {k: v for k, v in data_of(config["MODEL"]).items() if k not in (values.get("DATA") or {})}
     if config["MODEL"].get("pretrained"):
         config["INIT"] = config["INIT"] or config["MODEL"]["timm"]

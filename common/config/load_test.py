@@ -114,6 +114,7 @@ def test_each_file_is_executed_once(write, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        (["MODEL.widht=64"], "config.py or --set: unknown key MODEL.widht; did you mean 'MODEL.width'"),
         (["LERNING_RATE=1"], "unknown key; did you mean 'LEARNING_RATE'"),
         (["NUM_EPOCHS"], "write it as KEY=VALUE"),
         (["LEARNING_RATE=fast"], "^LEARNING_RATE='fast': expected number > 0$"),

@@ -150,17 +150,18 @@ def build_training(
     *,
     model: nn.Module | None = None,
     loaders: tuple[Any, Any] = (None, None),
-    steps: tuple[int, int] | None = None,
+    steps: tuple[int, ...] | None = None,
 ) -> Training:
     """Build what a train.py builds, in its order and in the mode of the launch.
 
     ``model`` is whole; by default it is built from ``MODEL``. ``loaders`` are those of training and evaluation,
-    ``steps`` the total and the warm-up steps of the schedule.
+    ``steps`` the total, warm-up and cool-down steps of the schedule.
     """
     model = build_model(**config["MODEL"]) if model is None else model
     freeze(model, config.get("FREEZE"))
     model = shard_model(model)
     rates = dict(learning_rate=config["LEARNING_RATE"], weight_decay=config["WEIGHT_DECAY"])
     optimizer = build_optimizer(model, **rates, **config["OPTIMIZER"])
-    schedule = build_lr_scheduler(optimizer, config["LR_SCHEDULE"], *steps) if steps else None
+    ends = dict(min_lr=config.get("MIN_LR", 0.0), warmup_lr=config.get("WARMUP_LR"))
+    schedule = build_lr_scheduler(optimizer, config["LR_SCHEDULE"], *steps, **ends) if steps else None
     return Training(model, optimizer, *initialize(model, optimizer, criterion, *loaders, schedule))

@@ -66,7 +66,7 @@ def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -
     place = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)
     train_loader = build_train_loader(config.DATA, plan.total_batch, plan.micro_batch, seed=config.SEED, **place)
     eval_loader = build_eval_loader(config.DATA, plan.micro_batch, **place)
-    steps = plan.total_steps, plan.warmup_steps
+    steps = plan.total_steps, plan.warmup_steps, plan.cooldown_steps
     built = build_training(config, nn.CrossEntropyLoss(), model=model, loaders=(train_loader, eval_loader), steps=steps)
     hooks = run.build_hooks(built.model, built.optimizer)
     Trainer(built.engine).fit(

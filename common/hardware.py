@@ -145,7 +145,10 @@ def memory_bytes(cgroups: Path = CGROUPS, proc: Path = Path("/proc/self")) -> in
 
 
 def _cgroup_folders(cgroups: Path, proc: Path) -> Iterator[Path]:
-    """Yield the folders of the cgroups that may limit this process: its own and those above it."""
+    """Yield the folders of the cgroups that may limit this process: its own and those above it.
+
+    Only those of version 2: a container's limits under version 1 are not seen.
+    """
     with suppress(OSError):
         for line in (proc / "cgroup").read_text().splitlines():
             if line.startswith("0::"):  # of version 2

@@ -3,9 +3,7 @@
     python train.py --config vit_lite_fast --set DATA.root=/path/to/cifar10 --set DATA.download=True
     DATA=/path/to/cifar10 torchrun --nproc_per_node 2 train.py --config vit_lite_fast
 
-Stem: Xiao et al., arXiv 2106.14881; sequence pooling: Compact Transformers, arXiv 2104.05704. After 5 epochs of such a
-schedule in plain PyTorch, Muon was at 79.9 % top-1, AdamW at 67.9 % (CIFAR-10 as JPEG, one run each). Result of this
-recipe: to be measured.
+Stem: Xiao et al., arXiv 2106.14881; sequence pooling: Compact Transformers, arXiv 2104.05704. Result: not measured.
 """
 
 from colossalai.amp import AMP_TYPE

@@ -3,7 +3,7 @@
 Each 8 x 8 picture is enlarged to 32 x 32 and saved as a JPEG under ``DEST/<digit>/<number>.jpg``.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 from PIL import Image
@@ -20,4 +20,6 @@ def main(destination: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("destination", metavar="DEST")
+    main(parser.parse_args().destination)

@@ -89,15 +89,16 @@ def test_what_it_names_exists(page: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert missing + [link for link in links if not ((ROOT / page).parent / link).exists()] == []
 
 
-def test_the_librarys_example_trains_and_its_metric_chooses_the_best(tmp_path: Path, monkeypatch) -> None:
-    text = (ROOT / "docs" / "library.md").read_text().partition("```python\n")[2].partition("```")[0]
-    (tmp_path / "own.py").write_text(text)
-    settings = "--set DATA.root=. --set MODEL.num_classes=None --set NUM_EPOCHS=2 --set WARMUP_EPOCHS=0"
-    words = f"--config vit_lite_vanilla {settings} --set TOTAL_BATCH_SIZE=32 --output run".split()
+def test_the_librarys_example_trains_resumes_and_its_metric_chooses_the_best(tmp_path: Path, monkeypatch) -> None:
+    text, _, rest = (ROOT / "docs" / "library.md").read_text().partition("```python\n")
+    (tmp_path / "own.py").write_text(rest.partition("```")[0])
+    words = shlex.split(re.search("`python (own.py .*)`", text)[1]) + "--set TOTAL_BATCH_SIZE=32 --output run".split()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["own.py", *words])
-    ended = run_forked(lambda _: runpy.run_path("own.py", run_name="__main__"), [])
-    assert ended.code == 0, ended.stderr
+    for epochs in (1, 2):
+        monkeypatch.setattr(sys, "argv", [*words, "--set", f"NUM_EPOCHS={epochs}", "--set", "WARMUP_EPOCHS=0"])
+        ended = run_forked(lambda _: runpy.run_path("own.py", run_name="__main__"), [])
+        assert ended.code == 0, ended.stderr
+    assert "resuming from" in ended.stdout
     figures = [line for line in read_metrics(tmp_path / "run") if line["kind"] == "eval"]
     best = json.loads((tmp_path / "run" / "checkpoints" / "best" / "trainer.json").read_text())["best_top1"]
     assert best == max(line["score"] for line in figures) < max(line["top1"] for line in figures)

@@ -138,5 +138,5 @@ def test_a_damaged_checkpoint(
     damage(newest / (MARKER if damage is Path.unlink else "optimizer.safetensors"))
     ended = rerun(data, output, whole)
     assert f"resuming from {before}\n" in ended.stdout
-    reason = "is damaged (optimizer.safetensors has changed since it was written) and is skipped"
+    reason = "cannot be resumed (optimizer.safetensors has changed since it was written) and is skipped"
     assert (f"warning: {newest} {reason}\n" in ended.stderr) == (damage is not Path.unlink)

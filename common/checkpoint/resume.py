@@ -86,7 +86,7 @@ def _is_branch(output: Path, path: Path) -> bool:
 def _find(path: Path) -> Path:
     if (path / TRAINER).exists():
         if fault := find_fault(path):
-            raise UserError(f"--resume {path}: the checkpoint is damaged, {fault}; choose another")
+            raise UserError(f"--resume {path}: this checkpoint cannot be resumed, {fault}; choose another")
         return path
     found = _newest_intact(path / "checkpoints") if path.is_dir() else None
     if found is None:
@@ -102,10 +102,10 @@ def _newest_intact(folder: Path) -> Path | None:
     for path in checkpoints:
         if (fault := find_fault(path)) is None:
             return path
-        print(printable(f"warning: {path} is damaged ({fault}) and is skipped"), file=sys.stderr, flush=True)
+        print(printable(f"warning: {path} cannot be resumed ({fault}) and is skipped"), file=sys.stderr, flush=True)
     if checkpoints:
         raise UserError(
-            f"{folder}: none of the {len(checkpoints)} checkpoints is intact; start again in another folder"
+            f"{folder}: none of the {len(checkpoints)} checkpoints can be resumed; start again in another folder"
         )
     return None
 

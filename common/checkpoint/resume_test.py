@@ -55,7 +55,7 @@ def test_a_branch_is_resumed_from_its_own_checkpoint(tmp_path: Path) -> None:
 def test_damage_to_all_of_them_does_not_start_from_nothing(tmp_path: Path) -> None:
     for path in write(tmp_path, 9, 12):
         (path / "trainer.json").write_text("")
-    with pytest.raises(UserError, match="none of the 2 checkpoints is intact"):
+    with pytest.raises(UserError, match="none of the 2 checkpoints can be resumed"):
         choose_checkpoint("auto", tmp_path)
 
 

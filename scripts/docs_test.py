@@ -92,10 +92,10 @@ def test_what_it_names_exists(page: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_librarys_example_trains_resumes_and_its_metric_chooses_the_best(tmp_path: Path, monkeypatch) -> None:
     text, _, rest = (ROOT / "docs" / "library.md").read_text().partition("```python\n")
     (tmp_path / "own.py").write_text(rest.partition("```")[0])
-    words = shlex.split(re.search("`python (own.py .*)`", text)[1]) + "--set TOTAL_BATCH_SIZE=32 --output run".split()
+    command = re.search("`python (own.py .*)`", text)[1] + " --set WARMUP_EPOCHS=0 --set TOTAL_BATCH_SIZE=32"
     monkeypatch.chdir(tmp_path)
     for epochs in (1, 2):
-        monkeypatch.setattr(sys, "argv", [*words, "--set", f"NUM_EPOCHS={epochs}", "--set", "WARMUP_EPOCHS=0"])
+        monkeypatch.setattr(sys, "argv", shlex.split(f"{command} --set NUM_EPOCHS={epochs} --output run"))
         ended = run_forked(lambda _: runpy.run_path("own.py", run_name="__main__"), [])
         assert ended.code == 0, ended.stderr
     assert "resuming from" in ended.stdout

@@ -27,6 +27,22 @@ from common.task import Task
 
 def parse_arguments(argv: list[str], description: str | None) -> argparse.Namespace:
     """Return the arguments of ``train*.py``; raise `UserError` for conflicting ones."""
+    args = _build_parser(description).parse_args(argv)
+    for key in args.allow_change:
+        find_key(key)
+    if (args.find_lr or args.profile) and args.resume != AUTO:
+        raise UserError(
+            f"--resume {args.resume}: --find-lr and --profile do not resume; omit it, or use --init for its weights"
+        )
+    if args.gpus is not None and (not args.dry_run or args.gpus < 1):
+        raise UserError(f"--gpus {args.gpus}: requires --dry-run and a number >= 1; a run counts its processes itself")
+    for name in FLAGS:
+        if args.gpus is None and getattr(args, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')}: requires --dry-run --gpus N")
+    return args
+
+
+def _build_parser(description: str | None) -> argparse.ArgumentParser:
     parser = command_parser(description)
     parser.add_argument("--config", required=True, help="a config file, or the name of a recipe in configs/")
     parser.add_argument(
@@ -74,19 +90,7 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
     )
     add_cluster_arguments(parser)
     add_launch_arguments(parser)
-    args = parser.parse_args(argv)
-    for key in args.allow_change:
-        find_key(key)
-    if (args.find_lr or args.profile) and args.resume != AUTO:
-        raise UserError(
-            f"--resume {args.resume}: --find-lr and --profile do not resume; omit it, or use --init for its weights"
-        )
-    if args.gpus is not None and (not args.dry_run or args.gpus < 1):
-        raise UserError(f"--gpus {args.gpus}: requires --dry-run and a number >= 1; a run counts its processes itself")
-    for name in FLAGS:
-        if args.gpus is None and getattr(args, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')}: requires --dry-run --gpus N")
-    return args
+    return parser
 
 
 class _HelpConfig(argparse.Action):

@@ -89,7 +89,7 @@ def list_source(root: Path, validation_share: float | None = None, split: str | 
     if folders or len(names) > 1:
         source = _list_folder(root, folders, split)
     elif (root / TRAIN_TAR).is_file():
-        source = _list_imagenet_tars(root)
+        source, containers = _list_imagenet_tars(root), [TRAIN_TAR]
     elif containers := _find_containers(root):
         source = _list_containers(root, containers, split)
     elif not names and len(found := list_folders(root)) > 1:
@@ -98,7 +98,10 @@ def list_source(root: Path, validation_share: float | None = None, split: str | 
         source = _list_folder(root, {}, split)
     check_class_names(source.class_names, root)
     if split:
-        place = f"{folders[split].name}/" if folders else "the whole folder"
+        if split not in source.splits:
+            raise UserError(f"{root}: no {split} split, only {', '.join(source.splits)}; name it with --split")
+        place = f"the {split} split" if any(map(_split_of, containers)) else "the whole folder"
+        place = f"{folders[split].name}/" if folders else place
         return replace(source, splits={split: source.splits[split]}, validation=place)
     has_test = "test" in {*folders, *map(_split_of, containers)}
     unused = "; test is left out, prepare and evaluate take --split test" * has_test

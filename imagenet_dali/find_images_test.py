@@ -79,6 +79,9 @@ def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path: Path)
         prepare.prepare(tmp_path / kind, tmp_path / "made" / kind, shards=3)
         made.append({n: data for n, data in read_folder(tmp_path / "made" / kind).items() if "manifest" not in n})
     assert made == made[:1] * 4
+    assert list_source(tmp_path / "parquet", split="validation").validation == "the validation split"
+    with pytest.raises(UserError, match="tars: no test split, only train, validation; name it with --split"):
+        list_source(tmp_path / "tars", split="test")
     assert (tmp_path / "made/folder/labels.txt").read_text().splitlines() == WORDS
 
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint.save import newest_checkpoint
-from common.metrics.curves import read_metrics
 from common.testing.commands import run_forked
 from common.testing.tiny_task import train
 
@@ -46,7 +44,7 @@ def test_trains_with_almost_no_shared_memory(data: Path, tmp_path: Path) -> None
     assert ended.stdout.splitlines()[-1].startswith("top1=")
 
 
-def test_a_worker_that_is_killed_ends_the_run_which_can_be_resumed(data: Path, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_ends_the_run(data: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
 
     def main(argv: list[str]) -> None:
@@ -57,13 +55,6 @@ def test_a_worker_that_is_killed_ends_the_run_which_can_be_resumed(data: Path, t
     assert ended.code == 2, ended.stderr
     *_, line = ended.stderr.splitlines()
     assert re.fullmatch("error: DATA.workers=2: a worker has died, .+; if .*", line)
-    checkpoint = newest_checkpoint(output / "checkpoints")
-    done = int(checkpoint.name.removeprefix("step-"))
-    ended = run_forked(lambda argv: train(data, output, *WORKERS, "NUM_EPOCHS=2000", f"MAX_STEPS={done + 3}"), [])
-    assert ended.code == 0, ended.stderr
-    assert f"resuming from {checkpoint}" in ended.stdout
-    steps = [record["step"] for record in read_metrics(output) if record["kind"] == "train"]
-    assert steps == list(range(1, done + 4))
 
 
 def test_sigterm_ends_a_run_whose_workers_are_stuck(data: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import pytest
 from common.config.load import find_config
 from common.config.schema import find_key
 from common.metrics.curves import read_metrics
-from common.testing.commands import copy_working_tree, run_forked
+from common.testing.commands import Ended, copy_working_tree, run_forked
 from imagenet_dali.testing import LAUNCHERS, MODEL, prepare_data
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,11 +94,16 @@ def test_the_librarys_example_trains_resumes_and_its_metric_chooses_the_best(tmp
     (tmp_path / "own.py").write_text(rest.partition("```")[0])
     command = re.search("`python (own.py .*)`", text)[1] + " --set WARMUP_EPOCHS=0 --set TOTAL_BATCH_SIZE=32"
     monkeypatch.chdir(tmp_path)
-    for epochs in (1, 2):
+
+    def start(epochs: int) -> Ended:
         monkeypatch.setattr(sys, "argv", shlex.split(f"{command} --set NUM_EPOCHS={epochs} --output run"))
-        ended = run_forked(lambda _: runpy.run_path("own.py", run_name="__main__"), [])
-        assert ended.code == 0, ended.stderr
-    assert "resuming from" in ended.stdout
+        return run_forked(lambda _: runpy.run_path("own.py", run_name="__main__"), [])
+
+    for epochs, words in ((1, "top1="), (2, "resuming from"), (2, "this run is finished")):
+        ended = start(epochs)
+        assert (ended.code, words in " ".join(ended.stdout.split())) == (0, True), ended.stderr
+    (tmp_path / "own.py").write_text(rest.partition("```")[0].replace("def state_dict", "def state"))
+    assert "error: the training loader has no state_dict and load_state_dict, which a checkpoint " in start(3).stderr
     figures = [line for line in read_metrics(tmp_path / "run") if line["kind"] == "eval"]
     best = json.loads((tmp_path / "run" / "checkpoints" / "best" / "trainer.json").read_text())["best_top1"]
     assert best == max(line["score"] for line in figures) < max(line["top1"] for line in figures)

@@ -129,7 +129,7 @@ def prepare(
         raise UserError(f"{dest}: lies inside SOURCE; choose a folder outside {source}")
     listed = list_source(source, validation_share, split)
     if listed.validation:
-        print_wrapped(f"validation: {listed.validation}")
+        print_wrapped(f"{split or 'validation'}: {listed.validation}")
     share = VALIDATION_SHARE if validation_share is None else validation_share
     job = dict(source=printable(source.resolve()), files=listed.fingerprint, validation_share=share)
     job |= dict(shards=shards, seed=0, quality=QUALITY, short_side=short_side) | ({"split": split} if split else {})

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import run_command
 from common.hardware import instruction_set
 from common.metrics.curves import read_metrics
 from common.testing.commands import run_forked
@@ -68,24 +67,6 @@ def test_dry_run_needs_no_data(script, words, expected, monkeypatch):
         assert run_forked(main, command, **other_rank) == (0, "", "")
 
 
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ("TOTAL_BATCH=1", "TOTAL_BATCH: unknown key; did you mean 'TOTAL_BATCH_SIZE'?"),
-        ("TOTAL_BATCH_SIZE=64", "TOTAL_BATCH_SIZE=64 is more than the 53 training images"),
-        ("MODEL.num_classes=2", "MODEL.num_classes=2: the data set has labels 0 to 2"),
-    ],
-)
-def test_a_mistake_is_one_line_and_writes_nothing(config, colours, tmp_path, capfd, setting, words):
-    arguments = ["--config", str(config), "--output", str(tmp_path / "run"), "--set", setting]
-    with pytest.raises(SystemExit, match="2"):
-        run_command(train_dali.main, [*arguments, "--set", f"DATA.root={colours}"])
-    (error,) = capfd.readouterr().err.splitlines()
-    assert error.startswith("error: ")
-    assert words in error
-    assert not (tmp_path / "run").exists()
-
-
 def test_every_data_set_has_its_own_evaluation(config, tmp_path, capsys, monkeypatch):
     """From a folder of {train,Valid,test} and a test set of class folders that is prepared."""
     monkeypatch.setenv("DATA", "/elsewhere")
@@ -99,7 +80,7 @@ def test_every_data_set_has_its_own_evaluation(config, tmp_path, capsys, monkeyp
     assert f"DATA=/elsewhere in the environment is not used, because the config sets DATA.root={images}" in said
     assert "validation: Valid/; test is left out, prepare and evaluate take --split test" in said
     prepare.main([str(tested), str(tmp_path / "shards"), "--split", "test", "--workers=1"])
-    assert f"{tmp_path}/shards: 30 test images in 1 shard\n" in capsys.readouterr().out
+    assert f"test: the whole folder\n{tmp_path}/shards: 30 test images in 1 shard\n" in capsys.readouterr().out
     test_split = f"{tmp_path}/shards: 30 images, the prepared test split"
     for more, place in (
         ([], f"{images}: 9 images, Valid/"),

@@ -59,6 +59,9 @@ def test_a_finished_run_is_left_as_it_is(train: Train, trained: Path) -> None:
 
 
 def test_a_refused_start_leaves_no_folder(train: Train, tmp_path: Path) -> None:
+    ended = train("--output", tmp_path / "new", "--set", "MODEL.num_classes=2")
+    words = "error: MODEL.num_classes=2: the data set has labels 0 to 2; --set MODEL.num_classes=3 (or None) fits\n"
+    assert ended == (2, "", words)
     assert train("--output", tmp_path / "new", "--resume", tmp_path).code == 2
     assert list(tmp_path.iterdir()) == []
 

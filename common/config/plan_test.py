@@ -45,6 +45,7 @@ def test_a_batch_is_cut_for_the_number_of_gpus(keys, gpus, expected):
         (dict(MICRO_BATCH_SIZE=256, gradient_accumulation=16), 4, "is 16384, not TOTAL_BATCH_SIZE=32768"),
         (dict(BATCH_SIZE=256, gradient_accumulation=16), 8, "BATCH_SIZE=256 is not .* = 2048"),
         (dict(parallel=FOUR), 6, "size=4 does not divide .* 6: start 4 or 8"),
+        (dict(TOTAL_BATCH_SIZE=2_000_000), 1, "more than the 1281167 training images: set it"),
         (dict(TOTAL_BATCH_SIZE=2), 1, "DATA.repeats=3 is more than TOTAL_BATCH_SIZE=2: lower it"),
     ],
 )

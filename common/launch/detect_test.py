@@ -52,7 +52,6 @@ def detect(line: str, environ: Mapping[str, str]) -> Launch:
         # the same, expanded by a shell that has none of the variables
         ("--local_rank= --world_size= --host=h --port=29500", SRUN, ("slurm", 3, 1, 4, "h", 29500)),
         ("--local_rank=1 --rank 3", SRUN, ("slurm", 3, 1, 4, "gpu003", None)),
-        ("", SRUN | {"SLURM_STEP_NUM_NODES": "1"}, ("slurm", 3, 1, 4, "127.0.0.1", None)),
         ("", SRUN | {"MASTER_ADDR": "m", "MASTER_PORT": "5"}, ("slurm", 3, 1, 4, "m", 5)),
         # python -m torch.distributed.launch --nproc_per_node 4 train_dali.py --world_size 4
         ("--local-rank=1 --world_size 4 --config c", TORCHRUN, ("torch", 3, 1, 4, "node0", 29500)),

@@ -26,25 +26,26 @@ from common.checkpoint.save import check_architecture
 from common.checkpoint.saved_run import SavedRun, open_run
 from common.colossal import kept_buffers
 from common.config.load import restore_config
+from common.config.schema import parse_model
+from common.config.timm_config import TIMM_DATA
 from common.errors import UserError, did_you_mean, first_line
 from common.files import read_bytes
-from common.model.build import DEIT3_INIT_VALUES, build_on_meta, timm_architecture, timm_arguments
+from common.model.build import DEIT3_INIT_VALUES, build_model, build_on_meta, timm_arguments
 from common.model.vit import PatchEmbed, VisionTransformer
 
 HUB = "hf-hub:"
 OTHERS = ", a folder that export wrote for timm, a model of timm's by name, or hf-hub:<user>/<name>"
 BATCH = 64  # images that are evaluated at once, unless ``MICRO_BATCH_SIZE`` is set
-DATA = {"mean": "mean", "std": "std", "eval_crop": "crop_pct"}  # keys of DATA, and what timm calls them
 WRAPPERS = ("state_dict", "model")  # under which timm, DeiT and others keep the parameters in a torch file
 # timm.create_model's other arguments load further files and unpickle them.
 SHAPE = {"qkv_bias", "pre_norm", "fc_norm", "act_layer", "norm_layer", "in_chans", *timm_arguments()}
 
 
 class Source(NamedTuple):
-    """Parameters by timm's names, the attention heads, which their shapes do not tell, and timm's pretrained_cfg."""
+    """Parameters by timm's names, what is known of their MODEL, and timm's pretrained_cfg."""
 
     weights: dict[str, Tensor]
-    heads: int | None
+    model: Mapping[str, Any]
     preprocessing: Mapping[str, Any] = {}
     chosen: str = ""  # the checkpoint of a run, and why that one
 
@@ -71,20 +72,15 @@ def resolve_source(name: str) -> str:
     return HUB + cfg.hf_hub_id
 
 
-def open_source(name: str, is_plain: bool = True) -> Source:
-    """Read the weights that `resolve_source` named; raise `UserError` for what holds none.
-
-    ``is_plain``: they are of a plain Vision Transformer.
-    """
+def open_source(name: str) -> Source:
+    """Read the weights that `resolve_source` named; raise `UserError` for what holds none."""
     path, is_hub = Path(name), name.startswith(HUB)
     if not is_hub and ((path / MARKER).is_file() or (path / "checkpoints").is_dir()):
         run = open_run(name)
         chosen = "" if run.checkpoint == path.resolve() else f"{run.chosen}: {run.checkpoint.name}"
-        return Source(run.load_weights(), run.config["MODEL"].get("heads"), chosen=chosen)
+        return Source(run.load_weights(), run.config["MODEL"], chosen=chosen)
     try:
-        if is_hub:
-            return _open_hub(name, is_plain)
-        return _open_file(name, path / MODEL if path.is_dir() else path, is_plain)
+        return _open_hub(name) if is_hub else _open_file(name, path / MODEL if path.is_dir() else path)
     except UserError:
         raise
     except Exception as error:  # safetensors', torch's, timm's, the Hub's and the network's have no type in common
@@ -95,27 +91,27 @@ def open_source(name: str, is_plain: bool = True) -> Source:
         raise UserError(f"{name}: holds no weights that can be read ({reason}): {remedy}") from error
 
 
-def _open_hub(name: str, is_plain: bool) -> Source:
+def _open_hub(name: str) -> Source:
     from timm.models import load_model_config_from_hf, load_state_dict_from_hf
 
     hub_id = name.removeprefix(HUB)
     preprocessing, architecture, arguments = load_model_config_from_hf(hub_id)
-    heads = _heads_of_timm(name, architecture, arguments) if is_plain else None
-    return Source(load_state_dict_from_hf(hub_id), heads, preprocessing)
+    return Source(load_state_dict_from_hf(hub_id), {"timm": architecture, **arguments}, preprocessing)
 
 
-def _open_file(name: str, file: Path, is_plain: bool) -> Source:
+def _open_file(name: str, file: Path) -> Source:
     weights = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
     weights = next((weights[key] for key in WRAPPERS if isinstance(weights, Mapping) and key in weights), weights)
     if not (isinstance(weights, Mapping) and weights and all(isinstance(value, Tensor) for value in weights.values())):
         raise UserError(f"{name}: {file.name} is no state_dict: save model.state_dict() alone")
     weights, about = dict(weights), _read_description(file)
     if "config" in about:  # a run's
-        return Source(weights, about["config"]["MODEL"].get("heads"))
-    if "architecture" not in about or not is_plain:
-        return Source(weights, None)
-    heads = _heads_of_timm(name, about["architecture"], about.get("model_args", {}))
-    return Source(weights, heads, {**about.get("pretrained_cfg", about), "label_names": about.get("label_names")})
+        return Source(weights, about["config"]["MODEL"])
+    if "architecture" not in about:
+        return Source(weights, {})
+    own = {key: about.get(key) for key in ("label_names", "num_classes")}
+    model = {"timm": about["architecture"], **about.get("model_args", {})}
+    return Source(weights, model, about.get("pretrained_cfg", about) | own)
 
 
 def _read_description(file: Path) -> Mapping[str, Any]:
@@ -129,26 +125,25 @@ def _read_description(file: Path) -> Mapping[str, Any]:
         return json.loads((opened.metadata() or {}).get("config", "{}"))
 
 
-def _heads_of_timm(name: str, architecture: str, arguments: Mapping[str, Any]) -> int:
-    """Return the heads of timm's ``architecture``; refuse one that computes something else than `build_model`'s."""
-    import timm
+def _heads_of_timm(source: str, timm: str, **arguments: Any) -> int:
+    """Return the heads of the model ``timm``; refuse one that computes something else than `build_model`'s."""
+    from timm import create_model, is_model
     from timm.models.vision_transformer import VisionTransformer
 
-    if not timm.is_model(architecture):
-        raise UserError(f"{name}: architecture {architecture!r} is no model of timm's")
+    if not is_model(timm):
+        raise UserError(f"{source}: architecture {timm!r} is no model of timm's")
     with torch.device("meta"):
-        if type(timm.create_model(architecture)) is not VisionTransformer:
-            raise UserError(f"{name}: {architecture} is no plain Vision Transformer; choose a vit_* or deit3_*")
+        if type(create_model(timm)) is not VisionTransformer:
+            raise UserError(f"{source}: {timm} is no plain Vision Transformer; choose a vit_* or deit3_*")
         shape: dict[str, Any] = {key: arguments[key] for key in arguments.keys() & SHAPE} | {"depth": 1}
-        model = timm.create_model(architecture, **shape)  # blocks are alike
+        model = create_model(timm, **shape)  # blocks are alike
     block: Any = model.blocks[0]
     has_gelu = type(block.mlp.act) is nn.GELU and block.mlp.act.approximate == "none"
     has_norm = isinstance(block.norm1, nn.LayerNorm) and block.norm1.eps == 1e-6
     pools = model.global_pool == ("token" if model.has_class_token else "avg") and not model.pool_include_prefix
     if not (has_gelu and has_norm and pools):
         raise UserError(
-            f"{name}: {architecture} has another activation, norm or pooling than the plain Vision Transformer; choose "
-            "another"
+            f"{source}: {timm} has another activation, norm or pooling than a plain Vision Transformer; choose another"
         )
     return block.attn.num_heads
 
@@ -199,7 +194,8 @@ def fit_pretrained(model: nn.Module, source: str) -> tuple[dict[str, Tensor], st
     """
     is_plain = isinstance(model, VisionTransformer) and isinstance(model.patch_embed, PatchEmbed)
     try:
-        weights, heads, _, chosen = open_source(source, is_plain)
+        weights, known, _, chosen = open_source(source)
+        heads = _heads_of_timm(source, **known) if is_plain and known.get("timm") else known.get("heads")
     except UserError as error:
         raise UserError(f"INIT={error}") from error
     notes = []
@@ -232,12 +228,20 @@ def _fit_timm(weights: dict[str, Tensor], model: Any) -> str | None:
 
 def same_plain_vit(model: dict[str, Any]) -> str:
     """Return the MODEL without ``timm`` that builds the same model; "" if there is none."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    theirs: Any = build_on_meta(model)
     try:
-        heads = _heads_of_timm("", *timm_architecture(**model))
+        heads = _heads_of_timm("", **model)
     except UserError:
         return ""
-    shape = infer_model("", dict(build_on_meta(model).named_parameters())) | {"heads": heads}
-    return f"MODEL={shape}"
+    shape = infer_model("", dict(theirs.named_parameters())) | {"heads": heads, "num_classes": model["num_classes"]}
+    shape |= {"dropout": model.get("proj_drop_rate", 0.0), "drop_path": model.get("drop_path_rate", 0.0)}
+    shape["init_values"] = getattr(theirs.blocks[0].ls1, "init_values", None)
+    with torch.device("meta"):
+        same = VisionTransformer(**timm_arguments(**shape))
+    own = {name: value for name, value in shape.items() if value != getattr(parse_model(), name)}
+    return f"MODEL=dict({', '.join(f'{name}={value!r}' for name, value in own.items())})" * (str(same) == str(theirs))
 
 
 def _check_shape(source: str, weights: Mapping[str, Tensor], heads: int | None, model: Any) -> None:
@@ -295,8 +299,11 @@ class PretrainedRun(SavedRun):
     def class_names(self) -> list[str]:
         return list(self.descriptions) or super().class_names
 
-    def load_weights(self) -> dict[str, Tensor]:
-        return dict(self.state)
+    def load_model(self) -> nn.Module:
+        model, weights = build_model(**self.config["MODEL"]), dict(self.state)
+        _fit_timm(weights, model)
+        model.load_state_dict(weights)
+        return model.eval()
 
 
 def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> SavedRun:
@@ -308,21 +315,27 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
     path = Path(source)
     if not source.startswith(HUB) and ((path / MARKER).is_file() or not (path / MODEL).is_file()):
         return open_run(name, settings, raw=raw)
-    weights, heads, about, _ = open_source(source)
-    if heads is None or "head.bias" not in weights:
-        raise UserError(f"{name}: it has no {'classes' if heads else 'config.json'}, so there is nothing to evaluate")
-    names, descriptions = _name_classes(about, classes := len(weights["head.bias"]))
-    model = infer_model(source, weights) | {"heads": heads, "num_classes": classes}
-    data = {key: about[theirs] for key, theirs in DATA.items() if about.get(theirs)}
-    values = {"TOTAL_BATCH_SIZE": BATCH, "NUM_EPOCHS": 1, "LEARNING_RATE": 1, "MODEL": model, "DATA": data}
-    how = about.get("interpolation", "bilinear")
-    if is_known := how in ("bilinear", "bicubic"):
-        data["interpolation"] = how
+    weights, known, about, _ = open_source(source)
+    if not known.get("timm") or not about.get("num_classes"):
+        missing = "classes" if known.get("timm") else "config.json"
+        raise UserError(f"{name}: it has no {missing}, so there is nothing to evaluate")
+    sizes = {"image_size": known.get("img_size") or about["input_size"][-1], "num_classes": about["num_classes"]}
+    data = {key: about[theirs] for key, theirs in TIMM_DATA.items() if about.get(theirs)}
+    given = {key: value for key, value in known.items() if key not in ("img_size", "in_chans", "num_classes")}
+    values = {"TOTAL_BATCH_SIZE": BATCH, "NUM_EPOCHS": 1, "LEARNING_RATE": 1, "MODEL": given | sizes, "DATA": data}
+    how = data.get("interpolation", "bilinear")
+    is_known = how in ("bilinear", "bicubic")
+    data["interpolation"] = how if is_known else "bilinear"
+    config = restore_config(values, settings, where=source)
+    fitted, model = dict(weights), build_on_meta(config["MODEL"])
+    _fit_timm(fitted, model)
+    check_architecture(path, fitted, model)
+    names, descriptions = _name_classes(about, about["num_classes"])
     return PretrainedRun(
         folder=Path("outputs"),
-        checkpoint=Path(source),
+        checkpoint=path,
         chosen="pretrained" if is_known else f"pretrained; images are resized bilinearly here, not {how}",
-        config=restore_config(values, settings, where=source),
+        config=config,
         about={"task": "imagenet_dali", "data": {"class_names": names}, "plan": {"micro_batch": BATCH}},
         state=weights,
         descriptions=descriptions,

@@ -19,14 +19,15 @@ class TimmModel(Section):
 
     timm: str
     image_size: int = key(..., "side of the square input", ge=1, le=65536)
-    num_classes: int | None = None
+    num_classes: int | None = key(None, "classes of the head", ge=1, le=10**8)
     pretrained: bool = key(False, "with `timm`: its weights as `INIT`")
     sync_bn: bool = key(False, "with `timm`: batch norms take the statistics of all GPUs' images")
+    activation_checkpoint: bool = False
 
     @model_validator(mode="before")
     @classmethod
     def _size(cls, values: Any) -> Any:
-        return {**values, "image_size": values.get("image_size") or pretrained_config(values["timm"]).input_size[-1]}
+        return {"image_size": pretrained_config(values["timm"]).input_size[-1], **values}
 
 
 def pretrained_config(name: str) -> Any:

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from common.colossal import compute_dtype, name_dtype
+from common.errors import UserError, first_line
 from common.hardware import is_fast
 from common.model.build import build_on_meta
 
@@ -33,10 +34,15 @@ def flops_per_image(model: Mapping[str, Any], frozen: str | None = None) -> int:
     Two per multiply-add of the matrix products, including attention, in the forward pass, times 3 for both passes;
     activation recomputation does not count. A body frozen by FREEZE (``frozen``) has no backward pass, and the head
     then only that of its weights. This is the convention of PaLM (arXiv 2204.02311, appendix B) and torchtitan.
+
+    Raises `UserError` for images that the model does not take.
     """
-    built = build_on_meta(dict(model)).eval()
-    with FlopCount() as count, torch.no_grad():
-        built(torch.empty(1, 3, model["image_size"], model["image_size"], device="meta"))
+    built, size = build_on_meta(dict(model)).eval(), model["image_size"]
+    try:
+        with FlopCount() as count, torch.no_grad():
+            built(torch.empty(1, 3, size, size, device="meta"))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise UserError(f"MODEL.image_size={size}: the model takes no such images ({first_line(error)})") from error
     heads: Any = [built.get_submodule(name) for name in built.head_names]  # pyright: ignore
     return count.total + 2 * sum(head.weight.numel() for head in heads) if frozen else 3 * count.total
 

@@ -15,7 +15,7 @@ POOLED = {"image_size": 32, "patch_size": 8, "width": 64, "depth": 3, "heads": 2
 CONVOLUTIONS = POOLED | {"stem": "conv", "pool": "seq"}
 
 
-@pytest.mark.parametrize("model", [VIT_B16, LITE, POOLED, CONVOLUTIONS])
+@pytest.mark.parametrize("model", [VIT_B16, LITE, POOLED, CONVOLUTIONS, {"timm": "resnet18", "image_size": 64}])
 def test_flops_are_three_forward_passes_of_pytorchs_count(model):
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         build_model(**model)(torch.empty(2, 3, model["image_size"], model["image_size"]))

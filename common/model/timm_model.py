@@ -20,6 +20,7 @@ def build_timm_model(
     num_classes: int | None = None,
     sync_bn: bool = False,
     pretrained: bool = False,
+    activation_checkpoint: bool = False,
     **arguments: Any,
 ) -> nn.Module:
     """Build timm's model ``timm`` with random weights; ``pretrained`` is up to INIT.
@@ -27,11 +28,13 @@ def build_timm_model(
     Raises `UserError` for arguments that it does not take.
     """
     from timm import create_model
+    from timm.layers import convert_sync_batchnorm
 
     has_size, taken = pretrained_config(timm).fixed_input_size, _arguments_of(timm) if arguments else ()
     for name, value in arguments.items():
         if name not in taken:
-            raise UserError(f"MODEL.{name}: {timm} takes no such argument{did_you_mean(name, taken)}")
+            known = did_you_mean(name, taken) or f"; it takes {', '.join(taken)}"
+            raise UserError(f"MODEL.{name}: {timm} takes no such argument{known}")
         if not _is_plain(value):
             raise UserError(
                 f"MODEL.{name}={value!r}: expected a number up to {LARGEST}, a text, None, or a list of them"
@@ -39,12 +42,14 @@ def build_timm_model(
     sizes = {"img_size": image_size} if has_size else {}
     try:
         model: Any = create_model(timm, num_classes=num_classes or 1000, **sizes, **arguments)
-    except (TypeError, ValueError, AssertionError, RuntimeError, KeyError, NotImplementedError) as error:
+        if activation_checkpoint:
+            model.set_grad_checkpointing()
+    except Exception as error:  # of no type in common
         raise UserError(f"MODEL.timm={timm!r}: timm does not build it ({first_line(error)})") from error
     heads = model.pretrained_cfg["classifier"]
     model.head_names = (heads,) if isinstance(heads, str) else tuple(heads or ())
     on_meta = next(model.parameters()).is_meta  # where a plan needs no statistics
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if sync_bn and not on_meta else model
+    return convert_sync_batchnorm(model) if sync_bn and not on_meta else model
 
 
 def _arguments_of(name: str) -> list[str]:

@@ -1,5 +1,6 @@
 """Models of timm's: trained as timm's own with torch's optimizer, and what is refused."""
 
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from common.errors import UserError
 from common.model.build import build_model, build_on_meta, build_training
 from common.model.flops import flops_per_image
 from common.optim.build import layers_above
-from common.planner.step_estimate import estimate_step
 from common.testing.ranks import launched, run_ranks
 from common.testing.tiny_task import train
 from common.tools import evaluate, export, predict
@@ -29,8 +29,9 @@ MODELS = {
     "convnext_atto": dict(timm="convnext_atto", image_size=32),
     "resnet18": dict(timm="resnet18", image_size=32),
     "registers and qk-norm": dict(timm="vit_tiny_patch16_224", reg_tokens=2, qk_norm=True, **VIT | {"image_size": 32}),
-    "DINOv2": dict(timm="vit_small_patch14_dinov2", **VIT),
+    "DINOv2": dict(timm="vit_small_patch14_dinov2", activation_checkpoint=True, **VIT),
 }
+BEIT = dict(timm="beit_base_patch16_224", **VIT | {"image_size": 32})
 WITHOUT_LAYERS = ("csatv2", "caformer_b36", "pit_b_224")
 CONFIG = dict(LEARNING_RATE=1e-3, WEIGHT_DECAY=0.1, OPTIMIZER=dict(name="adamw", layer_decay=0.7, decay_all=False))
 
@@ -69,7 +70,7 @@ def train_here(name: str, zero: dict | None) -> tuple[list[float], list[float]]:
 
 def train_timm(name: str, ranks: int) -> tuple[list[float], list[float]]:
     """Return what timm's model, groups of parameters and torch's AdamW make of it; batch norms see a rank's images."""
-    arguments = dict(MODELS[name])
+    arguments = {key: value for key, value in MODELS[name].items() if key != "activation_checkpoint"}
     size = arguments.pop("image_size")
     arguments |= {"img_size": size} if "vit" in arguments["timm"] else {}
     model = timm.create_model(arguments.pop("timm"), num_classes=5, **arguments).double()
@@ -103,9 +104,6 @@ def test_three_steps_equal_timms_model_with_torchs_optimizer(name: str, ranks: i
     assert all(of_rank == pytest.approx(norms, rel=1e-6) for _, of_rank in found)
 
 
-TINY = {name: f"MODEL=dict(timm='{name}', image_size=32)" for name in ("test_resnet", "test_convnext", "test_vit")}
-
-
 def test_a_model_of_ours_that_is_not_timms_starts_from_its_own_weights(data: Path, tmp_path: Path) -> None:
     settings = ["MODEL.stem=conv", "MODEL.pool=seq"]
     output = train(data, tmp_path / "run", *settings)
@@ -113,9 +111,12 @@ def test_a_model_of_ours_that_is_not_timms_starts_from_its_own_weights(data: Pat
     assert fit_pretrained(model, str(output))[1].endswith("; a new head of 9 classes")
 
 
-@pytest.mark.parametrize("name", [*TINY][:1] + [pytest.param(name, marks=pytest.mark.slow) for name in [*TINY][1:]])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "resnet18")) for name in (*MODELS, "BEiT")]
+)
 def test_tools_take_it(name: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    output = train(data, tmp_path / "run", TINY[name], "EMA=0.5")
+    model = f"MODEL={(MODELS | {'BEiT': BEIT})[name]}"
+    output = train(data, tmp_path / "run", model, "EMA=0.5")
     run = open_run(str(output))
     for target in export.FORMATS:
         assert export.export(run, target, tmp_path / target) < 1e-5
@@ -124,8 +125,8 @@ def test_tools_take_it(name: str, data: Path, tmp_path: Path, capsys: pytest.Cap
     evaluate.main([str(output)])
     predict.main([str(output), str(next(data.rglob("*.png")))])
     shown = capsys.readouterr()
-    assert f"MODEL.timm: {name}, images of 32 x 32 pixels, mean=" in shown.out
-    head = train(data, tmp_path / "head", TINY[name], f"INIT={output}", "FREEZE=body")
+    assert f"MODEL.timm: {run.config['MODEL']['timm']}, images of " in shown.out
+    head = train(data, tmp_path / "head", model, f"INIT={output}", "FREEZE=body")
     mine, before = open_run(str(head), raw=True).load_weights(), run.load_weights()
     changed = {key.rpartition(".")[0] for key in mine if not torch.equal(mine[key], before[key])}
     assert changed == set(build_on_meta(run.config["MODEL"]).head_names)
@@ -147,46 +148,55 @@ def test_pretrained_weights_are_fitted_as_by_timm(tmp_path: Path) -> None:
         assert name.startswith("head.") or torch.equal(weights[name], value), name
 
 
-def test_the_plan_counts_what_a_step_takes() -> None:
-    config = load_config("quickstart", [TINY["test_resnet"]])
-    estimate, model = estimate_step(config, 2, 4, 1, "cpu"), build_on_meta(config["MODEL"])
-    assert estimate.weights == 4 * sum(p.numel() for p in model.parameters())
-    assert estimate.flops == pytest.approx(4 * flops_per_image(config["MODEL"]), rel=0.1)
+def test_synchronised_batch_norms_keep_their_activations() -> None:
+    images, logits = torch.randn(2, 3, 64, 64), []
+    for sync_bn in (False, True):
+        torch.manual_seed(0)
+        logits.append(build_model(timm="test_efficientnet", image_size=64, sync_bn=sync_bn).eval()(images))
+    torch.testing.assert_close(*logits)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["MODEL.timm=resnt18"], "^MODEL.timm='resnt18': timm has no such model; did you mean 'resnet18'"),
+        (
+            ["MODEL.timm=resnt18", "MODEL.image_size=64"],
+            "^MODEL.timm='resnt18': timm has no such model; did you mean 'resnet18'",
+        ),
         (["MODEL.timm=resnet18.a9_in1k"], "timm has no such weights; did you mean 'resnet18.a"),
         (
             ["MODEL.timm=resnet18", "MODEL.drop_rat=0.1"],
             "^MODEL.drop_rat: .* no such argument; did you mean 'drop_rate'",
         ),
         (["MODEL.timm=resnet18", "MODEL.checkpoint_path=a.pt"], "^MODEL.checkpoint_path: .* no such argument"),
+        (["MODEL.timm=resnet18", "MODEL.depth=5"], "^MODEL.depth: .* no such argument; it takes block, layers, "),
+        (["MODEL.timm=resnet18", "MODEL.image_size=0"], "^MODEL.image_size=0: expected integer >= 1"),
+        (["MODEL.timm=inception_v3", "MODEL.image_size=20"], "^MODEL.image_size=20: the model takes no such images"),
         (["MODEL.timm=resnet18", "MODEL.layers=[9999999]*4"], "^MODEL.layers=.*: expected a number up to 65536"),
         (["MODEL.timm=vit_tiny_patch16_224", "MODEL.embed_dim=7"], "^MODEL.timm='vit_tiny.*: timm does not build it"),
     ],
 )
 def test_refusals(settings: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        build_on_meta(load_config("quickstart", ["MODEL=dict()", *settings])["MODEL"])
+        flops_per_image(load_config("quickstart", ["MODEL=dict()", *settings])["MODEL"])
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("model", "message"),
     [
-        (["MODEL=dict(timm='test_vit')"], "; MODEL={.*'width': 64, .*'heads': 2.*} is the same model$"),
         (
-            ["MODEL=dict(timm='test_resnet')"],
-            "'test_resnet' does not support tensor parallel mode '1d': set it to None",
+            "timm='test_vit', drop_path_rate=0.1",
+            "; MODEL=dict(image_size=160, width=64, depth=6, mlp_ratio=3.0, heads=2, "
+            "num_classes=7, drop_path=0.1) is the same model",
         ),
+        ("timm='test_vit', qk_norm=True", "'test_vit' does not support tensor parallel mode '1d': set it to None"),
+        ("timm='test_resnet'", "'test_resnet' does not support tensor parallel mode '1d': set it to None"),
     ],
 )
-def test_tensor_parallel_modes_are_refused(data: Path, tmp_path: Path, settings: list[str], message: str) -> None:
-    modes = ["TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d"]
-    with pytest.raises(UserError, match=message):
-        train(data, tmp_path, *settings, *modes, flags=["--dry-run", "--gpus", "2"])
+def test_tensor_parallel_modes_are_refused(data: Path, tmp_path: Path, model: str, message: str) -> None:
+    settings = [f"MODEL=dict({model})", "TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d"]
+    with pytest.raises(UserError, match=f"{re.escape(message)}$"):
+        train(data, tmp_path, *settings, flags=["--dry-run", "--gpus", "2"])
 
 
 @pytest.mark.slow

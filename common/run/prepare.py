@@ -21,6 +21,7 @@ from common.launch.detect import Launch, add_launch_arguments
 from common.metrics.loggers import check_trackers
 from common.metrics.measurements import STEPS
 from common.model.build import build_on_meta
+from common.model.flops import flops_per_image
 from common.planner.prediction import FLAGS, NO_MACHINE, add_cluster_arguments, check_limits
 from common.task import Task
 
@@ -189,10 +190,12 @@ def _check_builds(config: Mapping[str, Any], plan: Plan, is_dry_run: bool) -> Mi
     else:
         check_limits(config, plan, memory_bytes(), "this machine")
     model = config["MODEL"]
-    if model.get("sync_bn") and device == "cpu" and plan.gpus > 1 and not is_dry_run:
+    if model.get("sync_bn") and device == "cpu" and not is_dry_run:
         raise UserError("MODEL.sync_bn=True: torch's SyncBatchNorm needs GPUs; leave it out")
     if model["timm"] and plan.tensor_parallel > 1 and (same := same_plain_vit(model)):
+        same += f" with INIT={config['INIT']!r}" * bool(config["INIT"])
         raise UserError(f"MODEL.timm={model['timm']!r} does not support tensor parallelism; {same} is the same model")
+    flops_per_image(model)  # refuses images that it does not take
     check_tensor_parallel(config["parallel"], model, plan.micro_batch, plan.gpus)
     check_trackers(config["LOG"]["trackers"])
     return build_mixed_precision(config["fp16"], device)

@@ -1,6 +1,7 @@
 """Models of the Hugging Face Hub, here a folder: started from, evaluated, and equal to timm's."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,28 +13,34 @@ from PIL import Image
 from safetensors.torch import save_file
 from timm.data import create_transform
 
-from common.checkpoint.weights import resolve_source
+from common.checkpoint.weights import load_pretrained, resolve_source
 from common.errors import UserError
 from common.metrics.curves import read_metrics
+from common.model.build import build_model
 from common.testing.commands import run_forked
 from common.testing.ranks import run_ranks
-from common.testing.tiny_task import train
+from common.testing.tiny_task import MODEL, train
 from common.tools import evaluate, export, predict
 
-TINY = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=4, mlp_ratio=2.0, num_classes=1000)
+TINY = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=4, mlp_ratio=2.0)
+MODELS = {"vit_tiny_patch16_224.augreg_in21k": TINY, "test_resnet.r160_in1k": {}}
+CFG = {"mean": [0.5] * 3, "std": [0.25] * 3, "crop_pct": 0.9, "interpolation": "bicubic", "input_size": [3, 16, 16]}
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder for each model, with a tiny one in place of one of timm's."""
     torch.manual_seed(3)
-    model = timm.create_model("vit_tiny_patch16_224", **TINY)
-    cfg = {"mean": [0.5] * 3, "std": [0.25] * 3, "crop_pct": 0.9, "interpolation": "bicubic", "input_size": [3, 16, 16]}
-    about = {"architecture": "vit_tiny_patch16_224", "num_classes": 1000, "model_args": TINY, "pretrained_cfg": cfg}
-    folder = tmp_path / "hub" / "timm" / "vit_tiny_patch16_224.augreg_in21k"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(about))
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    for name, arguments in MODELS.items():
+        architecture = name.partition(".")[0]
+        model = timm.create_model(architecture, **arguments)
+        about = {"architecture": architecture, "num_classes": 1000, "model_args": arguments, "pretrained_cfg": CFG}
+        folder = tmp_path / "hub" / "timm" / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(about))
+        save_file(
+            {key: tensor.contiguous() for key, tensor in model.state_dict().items()}, folder / "model.safetensors"
+        )
 
     def download(repo_id: str, filename: str, **_: object) -> str:
         path = tmp_path / "hub" / repo_id / filename
@@ -45,11 +52,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
-def test_a_model_by_timms_name_answers_as_in_timm(hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_by_timms_name_answers_as_in_timm(name: str, hub: Path, tmp_path: Path, capsys) -> None:
     picture = Image.fromarray(np.random.default_rng(1).integers(0, 256, (40, 60, 3), np.uint8))
     picture.save(tmp_path / "picture.png")
-    predict.main(["vit_tiny_patch16_224.augreg_in21k", str(tmp_path / "picture.png"), "--json"])
-    model = timm.create_model("hf-hub:timm/vit_tiny_patch16_224.augreg_in21k", pretrained=True).eval()
+    predict.main([name, str(tmp_path / "picture.png"), "--json"])
+    model = timm.create_model(f"hf-hub:timm/{name}", pretrained=True).eval()
     transform = create_transform((3, 16, 16), mean=[0.5] * 3, std=[0.25] * 3, crop_pct=0.9, interpolation="bicubic")
     with torch.no_grad():
         shares = model(transform(picture)[None]).softmax(1)[0].topk(5)
@@ -92,20 +100,19 @@ def test_an_export_on_the_hub_is_evaluated_as_in_training(hub: Path, run: Path, 
 
 
 @pytest.mark.parametrize(
-    ("name", "about", "words"),
+    ("name", "words"),
     [
-        ("vit_tiny_patch16_224.augreg_in22k", None, "no such weights; did you mean 'vit_tiny_patch16_224.augreg"),
-        ("hf-hub:user/none", None, "user/none: holds no weights that can be read"),
-        ("hf-hub:user/x", {"architecture": "resnet18"}, "resnet18 is no plain Vision Transformer"),
-        ("hf-hub:user/x", {"architecture": "vit_base_patch32_clip_quickgelu_224"}, "has another activation, norm or"),
+        ("vit_tiny_patch16_224.augreg_in22k", "no such weights; did you mean 'vit_tiny_patch16_224.augreg"),
+        ("hf-hub:user/none", "user/none: holds no weights that can be read"),
+        ("test_resnet.r160_in1k", "test_resnet is no plain Vision Transformer"),
+        ("hf-hub:user/clip", "has another activation, norm or"),
     ],
 )
-def test_what_is_no_plain_vit_is_refused(hub: Path, tmp_path: Path, name: str, about: dict | None, words: str) -> None:
-    if about:
-        (hub / "user" / "x").mkdir(parents=True)
-        (hub / "user" / "x" / "config.json").write_text(json.dumps(about | {"pretrained_cfg": {}}))
+def test_a_plain_vit_starts_from_no_others(hub: Path, name: str, words: str) -> None:
+    shutil.copytree(hub / "timm" / "test_resnet.r160_in1k", hub / "user" / "clip")
+    (hub / "user" / "clip" / "config.json").write_text('{"architecture": "vit_base_patch32_clip_224"}')
     with pytest.raises(UserError, match=words) as refused:
-        predict.main([name, "picture.png"])
+        load_pretrained(build_model(**MODEL), resolve_source(name))
     assert "\n" not in str(refused.value)
 
 

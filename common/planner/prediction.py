@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.model.build import build_on_meta, count_parameters
 from common.model.flops import PEAKS
 from common.optim.build import OPTIMIZERS, state_names
-from common.planner.step_estimate import Route, StepEstimate, estimate_step
+from common.planner.step_estimate import Route, StepEstimate, count_blocks, estimate_step
 
 ASSUMED_MFU = 0.23  # of an H100's peak: 2,100 images/s of ViT-B/16 at 224 pixels, a good end-to-end run
 BEST_MFU = 0.40  # compiled, with a bfloat16 residual stream
@@ -235,7 +235,7 @@ class Planner:
     def _step_times(self, estimate: StepEstimate, accumulation: int) -> tuple[float, float]:
         """Return the seconds of a step without decoding, in the worst and in the best case, as in `Prediction`."""
         compute = estimate.flops / self.rate
-        launches = LAUNCH * self.config["MODEL"].get("depth", BLOCKS) * accumulation
+        launches = LAUNCH * (count_blocks(self.config["MODEL"]) or BLOCKS) * accumulation
         update = OPTIMIZERS[self.config["OPTIMIZER"]["name"]].traffic * estimate.gradients / MEMORY_BANDWIDTH
         seconds = {True: 0.0, False: 0.0}  # of data-parallel and of tensor-parallel collectives
         for (name, ranks), nbytes in estimate.nbytes.items():

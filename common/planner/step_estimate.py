@@ -175,7 +175,7 @@ def _process(parent: int) -> ProcessPoolExecutor:
 def _estimate(
     config: Mapping[str, Any], processes: int, micro_batch: int, accumulation: int, device: str
 ) -> StepEstimate:
-    depth = config["MODEL"].get("depth", 0)
+    depth = count_blocks(config["MODEL"])
     # blocks; the first one drops no paths, and `zero` gathers a block during another's backward pass
     shallow = 3 if config["zero"] else 2 if config["MODEL"].get("drop_path") else 1
     with fake_launch(_launch_config(config, accumulation), processes), _choosing_as_on(device):
@@ -183,6 +183,12 @@ def _estimate(
             return _estimate_depth(config, depth, micro_batch, accumulation)
         first, second = (_estimate_depth(config, n, micro_batch, accumulation) for n in (shallow, shallow + 1))
     return _extend(first, second, depth - shallow)
+
+
+def count_blocks(model: Mapping[str, Any]) -> int:
+    """Return the number of alike blocks that MODEL says; 0 if it does not, or says one for each stage."""
+    depth = model.get("depth")
+    return depth if isinstance(depth, int) else 0
 
 
 def _extend(first: StepEstimate, second: StepEstimate, blocks: int) -> StepEstimate:

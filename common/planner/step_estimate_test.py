@@ -51,7 +51,7 @@ STEPS = 3  # DDP settles in the second
 
 
 def build_config(processes: int, parallel: Any = None, model: dict[str, Any] = TINY, **keys: Any) -> dict[str, Any]:
-    config = load_config("vit_s16_vanilla") | keys
+    config = load_config("vit_s16_vanilla", [f"MODEL={model}"] if "timm" in model else []) | keys
     config["MODEL"] = config["MODEL"] | model
     config["parallel"] = resolve_parallel(parallel, processes)
     return config
@@ -134,6 +134,8 @@ CHECKPOINT = {"activation_checkpoint": True}
     [
         (SMALL | {"frozen": "body"}, TORCH, "adamw", 8, 2),
         (SMALL, None, "lamb", 8, 2),
+        ({"timm": "resnet18", "image_size": 96}, None, "adamw", 16, 1),
+        ({"timm": "vit_small_patch14_dinov2", "image_size": 56, "depth": 3} | CHECKPOINT, None, "adamw", 32, 1),
         (SMALL, TORCH, "adamw", 8, 1),
         (SMALL | CHECKPOINT, None, "adamw", 8, 1),
         slow(VIT_TI, NAIVE, "adamw", 24, 2),

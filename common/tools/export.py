@@ -61,7 +61,8 @@ def export(run: SavedRun, target: str, output: Path) -> float:
         raise UserError(f"{output} is not empty: choose another folder with --output DIR, or remove it")
     if target == "timm" and is_not_timms(**run.config["MODEL"]):
         raise UserError("--to timm: timm has no stem='conv' and no pool='seq' of MODEL; export to safetensors or onnx")
-    model, size = run.load_model(), run.config["MODEL"]["image_size"]
+    with timm.layers.set_exportable(True):  # without operators that torch.onnx cannot convert in any shape
+        model, size = run.load_model(), run.config["MODEL"]["image_size"]
     output.mkdir(parents=True, exist_ok=True)
     (output / "config.json").write_text(json.dumps(describe_for_timm(run, model), indent=2) + "\n")
     exported = FORMATS[target](model, size, output)

@@ -18,7 +18,6 @@ from common.errors import UserError, printable
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
 MAX_TEXT = 1 << 24  # bytes of a file that is read whole: a manifest of 50,000 shards, and little enough to be wrong
-SHOWN = 400  # characters of an error
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
@@ -85,7 +84,7 @@ def parse_json(text: bytes, schema: type[S], where: str) -> S:
         first = error.errors(include_url=False, include_context=False)[0]
     place = "".join(f"{part}: " for part in [".".join(map(str, first["loc"]))] if part)
     value = f", not {first['input']!r}" if first["type"] not in ("missing", "json_invalid") else ""
-    raise UserError(f"{where}: {place}{first['msg']}{value}"[:SHOWN])
+    raise UserError(f"{where}: {place}{first['msg']}{value}"[:400])
 
 
 def own_file(path: Path) -> Path:

@@ -174,9 +174,11 @@ class CheckpointHook(BaseHook):
         metrics = self.folder.parent / METRICS
         content[METRICS] = metrics.read_bytes() if metrics.exists() else b""
         path = checkpoint_path(self.folder, self.saved["step"])
-        self.writing = self.writer.submit(self._write, trainer, path, content, is_best)
+        self.writing = self.writer.submit(self._write_checkpoint, trainer, path, content, is_best)
 
-    def _write(self, trainer: Trainer, path: Path, content: dict[str, Tensors | bytes], is_best: bool) -> None:
+    def _write_checkpoint(
+        self, trainer: Trainer, path: Path, content: dict[str, Tensors | bytes], is_best: bool
+    ) -> None:
         try:
             write_checkpoint(path, content)
             trainer.states["checkpoint"] = path

@@ -45,8 +45,8 @@ def write_checkpoint(path: Path, content: Mapping[str, Tensors | bytes]) -> None
             shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
         for name, value in content.items():
-            _write(partial / name, value)
-        _write(partial / MARKER, "".join(f"{sha256_of(partial / name)}  {name}\n" for name in content).encode())
+            _write_file(partial / name, value)
+        _write_file(partial / MARKER, "".join(f"{sha256_of(partial / name)}  {name}\n" for name in content).encode())
         for name in content:  # save_file lets nobody else read
             shutil.copymode(partial / MARKER, partial / name)
         sync(partial)
@@ -61,7 +61,7 @@ def write_checkpoint(path: Path, content: Mapping[str, Tensors | bytes]) -> None
         raise
 
 
-def _write(file: Path, value: Tensors | bytes) -> None:
+def _write_file(file: Path, value: Tensors | bytes) -> None:
     if isinstance(value, bytes):
         file.write_bytes(value)
     else:

@@ -76,7 +76,7 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
     total = config["TOTAL_BATCH_SIZE"]
     if total is None:
         total = config["MICRO_BATCH_SIZE"] * (config["gradient_accumulation"] or 1) * data_parallel
-    micro, accumulation = _cut(config, total, data_parallel)
+    micro, accumulation = _divide_batch(config, total, data_parallel)
     if (repeats := config["DATA"]["repeats"]) > total:
         raise UserError(f"DATA.repeats={repeats} is more than TOTAL_BATCH_SIZE={total}: lower it (3 is usual)")
     steps_per_epoch = data.train_samples // total if data else 0
@@ -103,7 +103,7 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
     )
 
 
-def _cut(config: Mapping[str, Any], total: int, data_parallel: int) -> tuple[int, int]:
+def _divide_batch(config: Mapping[str, Any], total: int, data_parallel: int) -> tuple[int, int]:
     """Return (micro-batch, accumulation); the config says either, both, or neither (accumulation 1).
 
     A micro-batch is no larger than what a process has of the global batch.

@@ -92,7 +92,7 @@ class MetricsHook(BaseHook):
         if self.progress:
             self.progress.step(shown)
         if has_record:
-            self._write("train", trainer, self._train_figures(trainer))
+            self._log("train", trainer, self._train_figures(trainer))
             self._restart_window(trainer)
 
     def _mean_loss(self) -> float:
@@ -130,10 +130,10 @@ class MetricsHook(BaseHook):
         metrics = {"loss": loss / samples, "top1": top1 / samples, "top5": top5 / samples, "samples": int(samples)}
         metrics |= trainer.states.pop("figures", {})  # of a hook of the user's
         trainer.states["eval"] = metrics
-        self._write("eval", trainer, metrics)
+        self._log("eval", trainer, metrics)
         self.started += time.perf_counter() - self.paused
 
-    def _write(self, kind: str, trainer: Trainer, metrics: dict) -> None:
+    def _log(self, kind: str, trainer: Trainer, metrics: dict) -> None:
         epoch = round(trainer.step / self.plan.steps_per_epoch, 4)
         when = {"kind": kind, "step": trainer.step, "epoch": epoch, "time": round(time.time(), 2)}
         for logger in self.loggers:

@@ -137,7 +137,7 @@ class ProfilerHook(Measurement):
     def before_train(self, trainer: Trainer) -> None:
         if self.is_main:
             steps = schedule(wait=WARMUP - 1, warmup=1, active=self.total_steps - WARMUP, repeat=1)
-            self.profile = profile(schedule=steps, on_trace_ready=self._write)
+            self.profile = profile(schedule=steps, on_trace_ready=self._write_profile)
             self.profile.start()
 
     def after_train_iter(self, trainer: Trainer, *result: Any) -> None:
@@ -149,7 +149,7 @@ class ProfilerHook(Measurement):
         if self.is_main:
             self.profile.stop()
 
-    def _write(self, recorded: profile) -> None:
+    def _write_profile(self, recorded: profile) -> None:
         self.folder.mkdir(exist_ok=True)
         recorded.export_chrome_trace(str(self.folder / "trace.json"))
         keys = ["self_cpu_time_total", *(["self_device_time_total"] if torch.cuda.is_available() else [])]

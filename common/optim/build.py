@@ -64,10 +64,6 @@ class OptimizerEntry:
     of_model: Callable[[nn.Module], dict[str, Any]] = lambda _: {}
 
 
-def _norm_reducer(model: nn.Module) -> dict[str, Any]:
-    return {"reduce_norms": build_norm_reducer(model)}
-
-
 def _matrices(model: nn.Module) -> dict[str, Any]:
     shards = named_shards(model).items()
     counts = {parameter: count_matrices(name, parameter.ndim) for name, parameter in shards}
@@ -77,7 +73,9 @@ def _matrices(model: nn.Module) -> dict[str, Any]:
 
 LAMB_OPTIONS = ("betas", "eps", "variant", "bias_correction", "max_grad_norm", "always_adapt", "trust_range")
 OPTIMIZERS = {
-    "lamb": OptimizerEntry(Lamb, LAMB_OPTIONS, ADAM, traffic=14, of_model=_norm_reducer),
+    "lamb": OptimizerEntry(
+        Lamb, LAMB_OPTIONS, ADAM, traffic=14, of_model=lambda model: {"reduce_norms": build_norm_reducer(model)}
+    ),
     "adamw": OptimizerEntry(partial(AdamW, fused=True), ("betas", "eps"), ADAM, traffic=7),
     "muon": OptimizerEntry(Muon, ("betas", "eps", "momentum"), ADAM, 8, ("momentum_buffer",), _matrices),
     "sgd": OptimizerEntry(

@@ -35,7 +35,7 @@ from common.task import find_task
 
 ONE_PROCESS = dict(pipeline=1, tensor=dict(size=1, mode=None))  # a model that is not cut
 
-SHOWN = 5  # classes at either end of the table for the terminal
+AT_EACH_END = 5  # classes of the table for the terminal
 NAMED = 50  # classes up to which the picture names them
 DRAWN = 2000  # classes up to which there is a picture
 
@@ -178,11 +178,11 @@ def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[dict[str
 def print_extremes(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the classes by top-1, the lowest first; of many only the first and the last."""
     ordered = sorted(rows, key=lambda row: (row["top1"], row["class"]))
-    if len(ordered) <= 2 * SHOWN:
+    if len(ordered) <= 2 * AT_EACH_END:
         print(f"classes by top-1, the lowest first\n{format_table(ordered)}")
         return
-    print(f"the {SHOWN} classes of {len(ordered)} with the lowest top-1\n{format_table(ordered[:SHOWN])}\n")
-    print(f"the {SHOWN} with the highest\n{format_table(ordered[-SHOWN:])}\n")
+    print(f"the {AT_EACH_END} classes of {len(ordered)} with the lowest top-1\n{format_table(ordered[:AT_EACH_END])}\n")
+    print(f"the {AT_EACH_END} with the highest\n{format_table(ordered[-AT_EACH_END:])}\n")
 
 
 def draw_confusion(names: Sequence[str], answers: np.ndarray, path: Path) -> bool:

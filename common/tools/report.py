@@ -33,7 +33,7 @@ from common.files import own_file, short_path
 from common.metrics.curves import Metrics, name_loss, read_metrics
 
 ABSENT = "-"
-SHOWN = {"name", "config", "plan", "argv", "started"}  # elsewhere than under "Environment"
+NO_ENVIRONMENT = {"name", "config", "plan", "argv", "started"}  # of config.json; shown elsewhere
 SEED = "SEED"  # in a sweep, its values are repetitions
 # Title, factor from file to page, and whether the axis starts at 0.
 CHARTS: dict[str, tuple[str, float, bool]] = {
@@ -251,7 +251,8 @@ def render(runs: Sequence[FinishedRun]) -> str:
             verdict=verdict,
             keys={key: cells for key, cells in configs.items() if len(runs) == 1 or len(set(cells)) > 1},
             environment=_align(
-                _flat_text({key: value for key, value in run.about.items() if key not in SHOWN}) for run in runs
+                _flat_text({key: value for key, value in run.about.items() if key not in NO_ENVIRONMENT})
+                for run in runs
             ),
             commands={run.name: shlex.join(["python", *run.about.get("argv", ())]) for run in runs},
             charts=Markup(json.dumps(charts, separators=(",", ":")).replace("<", "\\u003c")),

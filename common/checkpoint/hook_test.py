@@ -65,10 +65,10 @@ def train(data: Path, output: Path, settings: Sequence[str] = (), stop: Any = No
 @pytest.mark.parametrize(
     ("mode", "amp", "stops"),
     [
-        ("none", "fp32", [(1, False), (4, False), (4, True), (8, True)]),
+        ("none", "fp32", [(4, False), (4, True), (8, True)]),
         *(("none", amp, [(3, False)]) for amp in AMP if amp not in ("fp32", "head")),
         *((mode, "timm", [(3, False)]) for mode in ("dp2", "zero 1")),
-        ("dp2", "float16", [(3, False), (4, True)]),
+        ("dp2", "float16", [(4, True)]),
         ("1d-2", "head", [(3, False)]),
         *((mode, "fp32", [(3, False)]) for mode in ("2d-4", "3d-8", "zero 1 x 1d-2")),
         pytest.param("1d-2", "Muon", [(3, False)], marks=pytest.mark.slow),
@@ -102,9 +102,9 @@ def test_resumes_with_the_same_batches_in_another_mode(data: Path, tmp_path: Pat
     """Dropout's masks would differ between ranks."""
     settings = ["MODEL.dropout=0.0", "NUM_EPOCHS=3"]
     run_ranks(1, train, data, tmp_path / "whole", settings)
-    for mode, step in (("none", 1), ("dp2", 2), ("zero 3", 4), ("2.5d-4", 6), ("1d-2", 8), ("2d-4", None)):
+    for mode, step in (("none", 1), ("dp2", 2), ("zero 3", 4), ("2.5d-4", 6), ("1d-2", None)):
         gpus, options = CASES[mode]
-        own = [f"{key}={value!r}" for key, value in options.items()]
+        own = [f"{key}={value!r}" for key, value in options.items()] + ["gradient_accumulation=2"] * (mode == "dp2")
         run_ranks(gpus, train, data, tmp_path / "run", [*settings, *own], step and (step, False))
     whole, pieces = (read_metrics(tmp_path / name) for name in ("whole", "run"))
     assert [(r["kind"], r["step"]) for r in pieces] == [(r["kind"], r["step"]) for r in whole]

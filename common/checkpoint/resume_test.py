@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint.resume import changed_keys, check_changes, check_data, choose_checkpoint
+from common.checkpoint.resume import check_changes, check_data, choose_checkpoint
 from common.checkpoint.save import checkpoint_path, write_checkpoint
 from common.config.load import restore_config
 from common.config.plan import DataSummary
@@ -74,16 +74,6 @@ def test_what_is_refused(resume: str, output: str, words: str, tmp_path: Path) -
     (tmp_path / "c").mkdir()
     with pytest.raises(UserError, match=words):
         choose_checkpoint(resume.format(tmp_path), tmp_path / output)
-
-
-def test_what_has_changed_is_found_with_newer_keys_at_their_defaults(tmp_path: Path) -> None:
-    (path,) = write(tmp_path, 9)
-    config = restore_config(CONFIG, (), where="")
-    assert changed_keys(path, config) == {}
-    settings = ["DATA.root=b", "NUM_EPOCHS=9", "MICRO_BATCH_SIZE=2"]
-    changed = restore_config(CONFIG, settings, where="")
-    assert changed_keys(path, changed) == {"DATA.root": ("a", "b"), "NUM_EPOCHS": (5, 9), "MICRO_BATCH_SIZE": (None, 2)}
-    check_changes(path, changed, tmp_path, [], 10)  # none of them changes training
 
 
 @pytest.mark.parametrize(

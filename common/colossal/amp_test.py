@@ -74,7 +74,7 @@ def test_types(fp16: dict, dtype: torch.dtype, in_half: tuple[str, ...], monkeyp
 
 
 STEPS = 20
-FEW_STEPS = 3  # where a step takes long: in parallel, or recomputing
+FEW_STEPS = 2  # where a step takes long: in parallel, or recomputing
 MODES = {
     "TORCH bfloat16": {"mode": TORCH, "dtype": "bfloat16"},
     "TORCH float16": {"mode": TORCH, "dtype": "float16"},

@@ -33,7 +33,6 @@ from common.testing.ranks import free_port, launched, run_ranks
 
 HALVES: dict[str, dict[str, Any]] = {
     "NAIVE": dict(mode=AMP_TYPE.NAIVE, dtype="bfloat16"),
-    "O2": dict(mode=AMP_TYPE.APEX, opt_level="O2", dtype="bfloat16"),
     "O3": dict(mode=AMP_TYPE.APEX, opt_level="O3", dtype="bfloat16"),
 }
 

@@ -150,7 +150,7 @@ def count_correct(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
     valid_B = labels_B >= 0
     loss = F.cross_entropy(logits_BC, labels_B, ignore_index=-100, reduction="sum")
     best_BK = logits_BC.topk(min(5, logits_BC.shape[1])).indices
-    hits_BK = (best_BK == labels_B[:, None]) & valid_B[:, None]
+    hits_BK = best_BK == labels_B[:, None]
     return torch.stack([loss.double(), hits_BK[:, 0].sum(), hits_BK.sum(), valid_B.sum()])
 
 

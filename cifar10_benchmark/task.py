@@ -113,9 +113,7 @@ class Augment:
         """Return new images, uint8 [B, 3, Y, X], from ``uniforms`` float64 [B, `UNIFORMS_PER_SAMPLE`]."""
         offsets = np.floor(uniforms[:, :2] * (2 * self.padding + 1)).astype(np.int64)
         mirrored = np.flatnonzero((uniforms[:, 2] < 0.5) & self.flip)
-        offsets_B2, mirrored_rows = (
-            torch.from_numpy(values).to(images_BCYX.device, non_blocking=True) for values in (offsets, mirrored)
-        )
+        offsets_B2, mirrored_rows = (to_device(values, images_BCYX.device) for values in (offsets, mirrored))
         top_B, left_B = offsets_B2.unbind(1)
         images_BCYX = crop(images_BCYX, top_B, left_B, self.padding)
         images_BCYX[mirrored_rows] = images_BCYX[mirrored_rows].flip(-1)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from common.data.crops import Crop, Crops, Normalizer, reflected, resample
 from common.data.image_folder import reason_of
+from common.data.loader import to_device
 from common.data.sampler import NO_LABEL, Draw
 from common.data.workers import Record, RecordReader
 from common.errors import UserError, is_first_process
@@ -218,7 +219,7 @@ class DaliReader:
     def _normalized(self, images_BCYX: Tensor, raw: RawBatch) -> tuple[Tensor, Tensor]:
         images = self._normalize(images_BCYX)
         images[raw.samples :] = 0
-        return images, _to_device(torch.from_numpy(raw.labels), self.device)
+        return images, to_device(raw.labels, self.device)
 
     def _resize(self, raw: RawBatch, outputs: tuple) -> Callable[[], tuple[Tensor, Tensor]]:
         """Resize and normalise the windows that DALI has decoded, in threads; return what waits for the batch."""
@@ -264,15 +265,10 @@ def _shift(images_BCYX: Tensor, crops: Crops) -> Tensor:
     if not crops.shift.any():
         return images_BCYX
     shifts = crops.shift[:, 0], np.where(crops.flip, -1, 1) * crops.shift[:, 1]
-    indices = (torch.from_numpy(reflected(images_BCYX.shape[2], shift)) for shift in shifts)
-    rows_BY, columns_BX = (_to_device(index, images_BCYX.device) for index in indices)
+    rows_BY, columns_BX = (to_device(reflected(images_BCYX.shape[2], shift), images_BCYX.device) for shift in shifts)
     batch = torch.arange(len(images_BCYX), device=images_BCYX.device)[:, None, None]
     shifted_BYXC = images_BCYX.permute(0, 2, 3, 1)[batch, rows_BY[:, :, None], columns_BX[:, None]]
     return shifted_BYXC.permute(0, 3, 1, 2).contiguous()
-
-
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _jpeg(record: Record) -> np.ndarray:

@@ -215,7 +215,8 @@ def read_manifest(root: Path) -> Manifest:
             raise UserError(f"{path}: missing, preparation was stopped; rerun the command to finish it")
         raise UserError(
             f"{path}: missing; run `python -m imagenet_dali.prepare SOURCE DEST` and name DEST, or "
-            f"`python -m imagenet_dali.prepare --adopt {root}` if these are shards"
+            f"`python -m imagenet_dali.prepare --adopt {root}` if these are shards; folders of images are read as they "
+            "are with --set DATA.loader=torchvision"
         )
     return read_json(path, Manifest)
 

@@ -165,7 +165,11 @@ def test_wrong_places_are_refused(folder, tmp_path):
     (tmp_path / ".partial").mkdir()
     cases = [
         (tmp_path, {}, "manifest.json: missing, preparation was stopped"),
-        (folder, {"loader": "dali"}, "manifest.json: missing; run `python -m imagenet_dali.prepare"),
+        (
+            folder,
+            {"loader": "dali"},
+            "json: missing; run `python -m imagenet_dali.prep.* --set DATA.loader=torchvision$",
+        ),
         (folder, {"loader": "dali", "randaugment": "rand-m9"}, "DATA.randaugment='rand-m9' is timm's, on the CPU"),
         (folder, {"order": "blocks"}, r"DATA.order='blocks': .* has no shards; `python -m imagenet_dali"),
     ]

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from common.files import ROOT
 from common.metrics.curves import read_metrics
 from common.testing.commands import Ended, read_folder, run_forked
+from common.testing.photographs import write_colours
 from common.tools import evaluate, report
 from imagenet_dali import train_dali
-from imagenet_dali.testing import prepare_data, write_config
+from imagenet_dali.testing import prepare_data, run, write_config
 
 SETTINGS = ["NUM_EPOCHS=2", "LOG.tensorboard=False", "DATA.loader=torchvision", "DATA.workers=1"]
 Train = Callable[..., Ended]
@@ -82,6 +84,24 @@ def test_a_branch_and_an_extension_train(train: Train, trained: Path, tmp_path: 
     assert read_metrics(tmp_path)[-1]["epoch"] == 3
     assert read_folder(trained) == before
     assert "this run is finished" in " ".join(train(*branch).stdout.split())
+
+
+WITHOUT = """
+import sys
+sys.modules.update(dict.fromkeys(["simplejpeg", "wandb", "nvidia.dali"]))
+"""
+
+
+@pytest.mark.parametrize("task", ["cifar10_benchmark/train.py", "imagenet_dali/train.py --set DATA.loader=torchvision"])
+def test_it_trains_without_packages_that_it_does_not_use_and_beside_a_broken_peft(task: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT)
+    (tmp_path / "peft.py").write_text("raise RuntimeError('broken')")
+    for split in ("train", "test"):
+        write_colours(tmp_path / "data" / split, 16, 32, 32, "jpg")
+    settings = ["MAX_STEPS=1", "TOTAL_BATCH_SIZE=8", "MODEL.depth=1", "fp16=None", f"DATA.root={tmp_path}/data"]
+    words = " ".join(f"--set {setting}" for setting in [*settings, "DATA.autoaugment=None"])
+    command = f"python {task} --config vit_lite_vanilla --output {tmp_path}/run {words}"
+    assert "top1=" in run(command, cwd=ROOT, PYTHONPATH=str(tmp_path)).stdout
 
 
 def test_it_is_extended_and_changed_on_purpose_last(train: Train, trained: Path) -> None:

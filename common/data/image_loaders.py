@@ -10,7 +10,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
-import simplejpeg
 import torch
 from PIL import Image
 
@@ -137,8 +136,11 @@ def _load(split: ImageSplit, index: int, record: Record | None) -> tuple[np.ndar
     if isinstance(record, UserError):
         raise record
     data, label = record or split.read(index)
+    decode = decode_image
+    if split.is_prepared:
+        from simplejpeg import decode_jpeg as decode
     try:
-        return simplejpeg.decode_jpeg(data) if split.is_prepared else decode_image(data), label
+        return decode(data), label
     except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
         raise split.fault(index, reason_of(error)) from error
 

@@ -144,10 +144,14 @@ def compute_in_half(model: nn.Module, dtype: torch.dtype) -> None:
 def _cast_inputs(
     model: nn.Module, inputs: tuple[Any, ...], named_inputs: dict[str, Any], dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+    return tree_map(partial(_cast, dtype=dtype), (inputs, named_inputs))
 
-    return tree_map(cast, (inputs, named_inputs))
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Cast a floating-point tensor, or those of a tuple."""
+    if isinstance(value, tuple):
+        return tuple(_cast(one, dtype) for one in value)
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _forward_in_own_type(layer: _NormBase, forward: Any, dtype: torch.dtype, inputs: Tensor) -> Tensor:
@@ -156,11 +160,11 @@ def _forward_in_own_type(layer: _NormBase, forward: Any, dtype: torch.dtype, inp
     return forward(inputs.to(own_dtype)).to(dtype)
 
 
-def _forward_on_copies(layer: nn.Module, forward: Any, dtype: torch.dtype, *inputs: Any, **named_inputs: Any) -> Tensor:
-    """Call ``forward`` with cast parameters; done per layer because checkpointed layers run again in backward."""
+def _forward_on_copies(layer: nn.Module, forward: Any, dtype: torch.dtype, *inputs: Any, **named_inputs: Any) -> Any:
+    """Call ``forward`` on casts, which are made per layer because checkpointed layers run again in backward."""
     masters: dict[str, Any] = dict(layer._parameters)
     layer._parameters.update({name: master.to(dtype) for name, master in masters.items() if master is not None})
     try:
-        return forward(*inputs, **named_inputs).to(dtype)
+        return _cast(forward(*_cast(inputs, dtype), **named_inputs), dtype)
     finally:
         layer._parameters.update(masters)

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.optim import SGD
 
 from common.colossal import (
     AMP_TYPE,
@@ -30,61 +27,6 @@ from common.config.load import load_config
 from common.errors import UserError
 from common.testing.parity_cases import CASES, build_tiny_model
 from common.testing.ranks import free_port, launched, run_ranks
-
-HALVES: dict[str, dict[str, Any]] = {
-    "NAIVE": dict(mode=AMP_TYPE.NAIVE, dtype="bfloat16"),
-    "O3": dict(mode=AMP_TYPE.APEX, opt_level="O3", dtype="bfloat16"),
-}
-
-
-class ConvNet(nn.Module):
-    """A convolution, a batch norm with and one without parameters and statistics, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3)
-        self.norm, self.plain = nn.BatchNorm2d(8), nn.BatchNorm2d(8, affine=False, track_running_stats=False)
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.relu(self.plain(self.norm(self.conv(x)))).mean((2, 3)))
-
-
-def build() -> tuple[nn.Module, SGD, list[tuple[Tensor, Tensor]]]:
-    torch.manual_seed(0)
-    model = ConvNet()
-    batches = [(torch.randn(16, 3, 8, 8), torch.randint(0, 4, (16,))) for _ in range(4)]
-    return model, SGD(model.parameters(), lr=0.1), batches
-
-
-def train(fp16: dict[str, Any] | None, *, named: bool) -> tuple[list[float], Tensor, Tensor]:
-    """Return the losses, the running mean and the evaluated logits of four steps."""
-    with launched(fp16=fp16):
-        model, optimizer, batches = build()
-        engine, *_ = initialize(model, optimizer, nn.CrossEntropyLoss())
-        engine.train()
-        losses = []
-        for images, labels in batches:
-            engine.zero_grad()
-            logits = engine(x=images) if named else engine(images)
-            loss = engine.criterion(logits, labels)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        engine.eval()
-        with torch.no_grad():
-            return losses, model.norm.running_mean.float(), engine(x=batches[0][0])
-
-
-@pytest.mark.parametrize("mode", HALVES)
-def test_named_inputs_and_batch_norm_in_half_precision_stay_near_float32(mode: str) -> None:
-    losses, mean, logits = train(HALVES[mode], named=True)
-    expected_losses, expected_mean, expected_logits = train(None, named=True)
-    assert losses == pytest.approx(expected_losses, abs=0.05)
-    torch.testing.assert_close(mean, expected_mean, atol=0.02, rtol=0.05)
-    torch.testing.assert_close(logits, expected_logits, atol=0.1, rtol=0.1)
-    assert losses == train(HALVES[mode], named=False)[0]
-
 
 PORTED = Path(__file__).parents[1] / "testing" / "ported"
 BENCHMARK = """

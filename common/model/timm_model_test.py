@@ -2,7 +2,9 @@
 
 import re
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -14,7 +16,8 @@ from torch.optim import AdamW
 
 from common.checkpoint.saved_run import open_run
 from common.checkpoint.weights import fit_pretrained
-from common.colossal import ParallelMode, gpc
+from common.colossal import AMP_TYPE, MixedPrecision, ParallelMode, gpc
+from common.colossal.amp import Cast
 from common.config.load import load_config
 from common.errors import UserError
 from common.model.build import build_model, build_on_meta, build_training
@@ -51,16 +54,16 @@ def build_double(name: str) -> nn.Module:
     return model
 
 
-def train_here(name: str, zero: dict | None) -> tuple[list[float], list[float]]:
+def train_here(name: str, **config: Any) -> tuple[list[float], list[float]]:
     """Return the losses and gradient norms of three steps on this rank's share of the batches."""
     losses, norms = [], []
-    with launched(zero=zero):
+    with launched(**config):
         engine = build_training(CONFIG, F.cross_entropy, model=build_double(name)).engine
         rank, size = gpc.get_global_rank(), gpc.get_world_size(ParallelMode.DATA)
         engine.train()
         for images, labels in batches(MODELS[name]["image_size"]):
             engine.zero_grad()
-            loss = F.cross_entropy(engine(images.chunk(size)[rank]), labels.chunk(size)[rank])
+            loss = F.cross_entropy(engine(x=images.chunk(size)[rank]), labels.chunk(size)[rank])
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
@@ -89,19 +92,33 @@ def train_timm(name: str, ranks: int) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
+def in_half(mode: AMP_TYPE, **options: str) -> dict[str, Any]:
+    return {"fp16": dict(mode=mode, dtype="bfloat16", **options)}
+
+
 @pytest.mark.parametrize(
-    ("ranks", "zero"),
+    ("ranks", "config", "tolerance"),
     [
-        (1, None),
-        *(pytest.param(2, zero, marks=pytest.mark.slow) for zero in (None, {"stage": 1}, {"stage": 3})),
+        (1, {}, 1e-6),
+        *(pytest.param(2, {"zero": zero}, 1e-6, marks=pytest.mark.slow) for zero in (None, {"stage": 1}, {"stage": 3})),
+        (1, in_half(AMP_TYPE.NAIVE), 0.1),
+        (1, in_half(AMP_TYPE.APEX, opt_level="O3"), 0.1),
     ],
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_three_steps_equal_timms_model_with_torchs_optimizer(name: str, ranks: int, zero: dict | None) -> None:
+def test_three_steps_equal_timms_model_with_torchs_optimizer(name, ranks: int, config: dict, tolerance: float) -> None:
     """In float64; the logits are float32."""
-    found, (losses, norms) = run_ranks(ranks, train_here, name, zero), train_timm(name, ranks)
-    assert torch.tensor([of_rank for of_rank, _ in found]).mean(0).tolist() == pytest.approx(losses, rel=1e-6)
-    assert all(of_rank == pytest.approx(norms, rel=1e-6) for _, of_rank in found)
+    found, (losses, norms) = run_ranks(ranks, partial(train_here, name, **config)), train_timm(name, ranks)
+    assert torch.tensor([of_rank for of_rank, _ in found]).mean(0).tolist() == pytest.approx(losses, rel=tolerance)
+    assert all(of_rank == pytest.approx(norms, rel=tolerance) for _, of_rank in found)
+
+
+@pytest.mark.parametrize("name", ["xcit_nano_12_p8_224", "mvitv2_tiny"])
+def test_half_precision_takes_float32_and_tuples_between_layers(name: str) -> None:
+    """Position encodings, and layers with several outputs."""
+    model = build_on_meta(dict(timm=name, image_size=224))
+    MixedPrecision(Cast.LAYERS, torch.bfloat16).apply(model)
+    assert model(torch.empty(1, 3, 224, 224, device="meta")).dtype == torch.bfloat16
 
 
 def test_a_model_of_ours_that_is_not_timms_starts_from_its_own_weights(data: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from common.colossal.upstream import (
     gpc,
 )
 from common.colossal.zero import set_communication
-from common.errors import UserError, is_first_process
+from common.errors import UserError, first_line, is_first_process
 from common.hardware import limit_threads
 
 GRAPHS_PER_BLOCK = 4  # training and evaluation, with and without gradients
@@ -221,6 +221,13 @@ def _missing(device_type: str) -> str:
     return "" if header.exists() else f"{header}; install Python's development files"
 
 
+def explain_compiler(error: Exception) -> str:
+    """Return what to do about ``error`` if it is from dynamo, inductor or Triton; "" for any other."""
+    if not type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.", "triton.")):
+        return ""
+    return f"the model could not be compiled: --set COMPILE=False trains without a compiler ({first_line(error)})"
+
+
 def compile_model(model: nn.Module, how: bool | str | None, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile ``model`` in place; names stay the same.
 
@@ -228,7 +235,7 @@ def compile_model(model: nn.Module, how: bool | str | None, backend: str | Calla
     several ranks gradients are reduced while the backward pass continues; a whole model has all its gradients at the
     end.
     """
-    # with AMP_TYPE.NAIVE or drop_path every block is compiled separately; beyond the limit dynamo stops compiling
+    # with AMP_TYPE.NAIVE every block is compiled separately; beyond the limit dynamo stops compiling
     blocks = list(getattr(model, "blocks", [model]))
     limit = GRAPHS_PER_BLOCK * len(blocks)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)

@@ -1,19 +1,18 @@
-"""The engine: what crosses ranks in a step, passes of whole steps, and compiled models.
+"""The engine: what crosses ranks in a step, passes of whole steps, and when models are compiled.
 
 parity_test.py and amp_test.py have what it computes.
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from common.colossal import AMP_TYPE, Engine, gpc, initialize
+from common.colossal import Engine, gpc, initialize
 from common.colossal import engine as engine_module
-from common.colossal.engine import WholeSteps, compile_model, should_compile
+from common.colossal.engine import WholeSteps, should_compile
 from common.model.build import build_model
 from common.optim.build import build_optimizer
 from common.planner.step_estimate import Traffic
@@ -84,64 +83,7 @@ def test_every_pass_is_whole(kind: Callable[[int], Any], accumulation: int) -> N
         assert steps.handed_out == 2 * len(expected)  # no batch is read and dropped
 
 
-MODEL = dict(image_size=16, patch_size=8, width=16, depth=2, heads=2, num_classes=3)
-STEPS, ACCUMULATION = 3, 2
-
-
-def train(config: dict[str, Any], model_arguments: dict[str, Any]) -> tuple[list[float], list[str]]:
-    """Return the losses of a few steps on the same samples, and the names of the state."""
-    with launched(gradient_accumulation=ACCUMULATION, clip_grad_norm=1.0, **config):
-        torch.manual_seed(0)
-        model = build_model(**MODEL | model_arguments)
-        images, labels = torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 0])
-        engine, *_ = initialize(model, build_optimizer(model, learning_rate=1e-2), nn.CrossEntropyLoss())
-        engine.train()
-        losses = []
-        for _ in range(STEPS * ACCUMULATION):
-            engine.zero_grad()
-            losses.append(engine.criterion(engine(images), labels))
-            engine.backward(losses[-1])
-            engine.step()
-        return [loss.item() for loss in losses], list(model.state_dict())
-
-
-def train_compiled(config: dict[str, Any], model_arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the same of a compiled model, how many graphs it is, and how often one was broken.
-
-    Without code generation, and with the lowest limit of recompilations.
-    """
-    engine_module._missing = lambda _: ""
-    engine_module.compile_model = partial(compile_model, backend="aot_eager")
-    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
-        results = train(config, model_arguments)
-    counters = torch._dynamo.utils.counters
-    return *results, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-
-
-NAIVE, AUTOCAST = ({"mode": mode, "dtype": "bfloat16"} for mode in (AMP_TYPE.NAIVE, AMP_TYPE.TORCH))
-
-
-# Dynamo looks at the gradient of a parameter's copy
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize(
-    ("how", "ranks", "fp16", "model_arguments", "tolerance"),
-    [
-        (True, 2, None, {}, 1e-5),
-        (True, 1, NAIVE, {}, 1e-2),
-        # compiled code may draw its random numbers in another order
-        (True, 1, AUTOCAST, {"dropout": 0.1, "drop_path": 0.2}, 0.2),
-        ("model", 1, None, {"activation_checkpoint": True}, 1e-5),
-    ],
-)
-def test_compiled_training_is_the_same(how, ranks, fp16, model_arguments, tolerance) -> None:
-    # in forked processes: after torch.compile a process cannot fork others that train
-    eager, names = train({"fp16": fp16}, model_arguments)
-    for outcome in run_ranks(ranks, train_compiled, {"fp16": fp16, "COMPILE": how}, model_arguments):
-        losses, same_names, graphs, breaks = outcome
-        assert losses == pytest.approx(eager, rel=tolerance)
-        assert names == same_names
-        assert graphs == 1 if how == "model" else graphs > 0
-        assert breaks == 0
+MODEL = dict(image_size=16, patch_size=8, width=16, depth=3, heads=2, num_classes=3)
 
 
 def test_trains_eagerly_where_code_cannot_be_generated(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -138,9 +138,17 @@ class DropPath(nn.Module):
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate = rate
+        # An input of compiled code, where the number would be a constant, and each block a graph of its own. On the CPU
+        # it is read without waiting.
+        self.kept = torch.tensor(1 - rate, device="cpu")
 
     def forward(self, branch_BND: Tensor) -> Tensor:
-        if self.rate == 0 or not self.training:
+        if not self.training:
+            return branch_BND
+        if torch.compiler.is_compiling():
+            keeps_B11 = torch.rand(branch_BND.shape[0], 1, 1, device=branch_BND.device) < self.kept
+            return branch_BND * (keeps_B11 / self.kept).to(branch_BND.dtype)
+        if self.rate == 0:
             return branch_BND
         keep = 1 - self.rate
         mask_B11 = branch_BND.new_empty(branch_BND.shape[0], 1, 1).bernoulli_(keep)
@@ -173,7 +181,7 @@ class Block(nn.Module):
         self.norm2 = build_norm(width)
         self.mlp = Mlp(width, int(width * arguments.mlp_ratio), arguments.dropout)
         self.ls2 = nn.Identity() if value is None else LayerScale(width, value)
-        self.drop_path = DropPath(drop_path)
+        self.drop_path = DropPath(drop_path) if arguments.drop_path else nn.Identity()
 
     def forward(self, x_BND: Tensor) -> Tensor:
         x_BND = x_BND + self.drop_path(self.ls1(self.attn(self.norm1(x_BND))))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.model.build import build_model, timm_arguments, timm_name
-from common.model.vit import MASK_LEVELS, Dropout
+from common.model.vit import MASK_LEVELS, Dropout, DropPath
 
 VIT_LITE = {"image_size": 32, "patch_size": 4, "width": 256, "depth": 7, "heads": 4, "mlp_ratio": 2, "num_classes": 10}
 COUNT = 1 << 22  # values that dropout draws
@@ -117,6 +117,18 @@ def test_dropout_scales_what_it_keeps_and_its_gradient(p: float, dtype: torch.dt
     assert y.dtype == dtype
     assert torch.equal(y.detach(), torch.where(y == 0, 0, x * factor).detach())
     assert torch.equal(x.grad, torch.where(y == 0, 0, torch.tensor(factor)).to(dtype))
+
+
+def test_stochastic_depth_is_timms_from_the_same_numbers_and_has_its_rate_in_compiled_code(monkeypatch) -> None:
+    branch, layer = torch.randn(COUNT // 16, 1, 1), DropPath(0.3)
+    torch.manual_seed(0)
+    expected = timm.layers.drop_path(branch, 0.3, training=True)
+    torch.manual_seed(0)
+    assert torch.equal(layer(branch), expected)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    compiled = layer(branch)
+    assert torch.allclose(compiled, torch.where(compiled == 0, 0, branch / 0.7))
+    assert abs((compiled == 0).double().mean() - 0.3) < 5 * math.sqrt(0.21 / len(branch))
 
 
 @pytest.mark.parametrize(("stem", "pool"), [("conv", "seq"), ("conv", "cls"), ("patch", "seq")])

@@ -20,7 +20,7 @@ from common.checkpoint.resume import (
     finished_step,
     note_start,
 )
-from common.colossal import progress, shutdown
+from common.colossal import explain_compiler, progress, shutdown
 from common.config.load import named_root
 from common.config.plan import Plan
 from common.data.sampler import window_bytes
@@ -52,7 +52,7 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
             _print_plan(args, prepared, task)
         return None
     AT_END.callback(stop_signals.restore)
-    EXPLAIN[:] = [lambda error: explain_out_of_memory(error, config, prepared.plan)]
+    EXPLAIN[:] = [lambda error: explain_out_of_memory(error, config, prepared.plan), explain_compiler]
     stop_signals.install(launch.launcher == "torch", progress, config["TIMEOUT"])
     start(launch, config)
     output = Path(args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem).resolve()

@@ -74,7 +74,7 @@ def _substitute(name: str, layer: nn.Module, mode: str, layout: Layout) -> nn.Mo
     if name == "head":
         return RowLinear(layer.weight, layer.bias, layout.channels)
     if name.endswith(".drop_path"):
-        return OwnRandom(layer, gpc.get_local_rank(layout.samples)) if layer.rate else None
+        return OwnRandom(layer, gpc.get_local_rank(layout.samples)) if getattr(layer, "rate", 0) else None
     if isinstance(layer, nn.LayerNorm):
         return LayerNorm(layer.weight, layer.bias, layer.eps, layout.channels)
     return None

@@ -50,7 +50,7 @@ def inductor(*values: object) -> object:
         ("inductor", "True", 1, [], (2, 0), 1e-5),
         inductor("True", 1, ["MODEL.init_values=0.1"], (2, 0), 1e-5),
         inductor("True", 1, ["EMA=0.5", "EVAL_EVERY=1"], (2, 0), 1e-5),
-        inductor("True", 1, ["INIT={eager}", "FREEZE=body"], (1, 0), 1e-5),
+        inductor("True", 1, ["INIT={eager}", "FREEZE=body"], (2, 0), 1e-5),
         inductor("True", 2, ["zero=dict(stage=1)"], (10, 4), 1e-5),  # cut where FSDP gathers weights
         inductor("True", 2, [AUTOCAST], (2, 0), 1e-2),
         inductor("True", 1, [TIMM.format("test_convnext")], (2, 0), 1e-4),

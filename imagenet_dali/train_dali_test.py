@@ -46,7 +46,6 @@ def test_a_run_resumes_on_a_cpu_with_other_instructions(config, colours, tmp_pat
     ("script", "words", "expected"),
     [
         ("train_dali.py", "vit-b16.py", ["8 GPUs x 256 x 16 = 32,768", "86.6 M"]),
-        ("train_dali.py", "vit-b16_4gpu.py", ["4 GPUs x 256 x 32 = 32,768"]),
         # 22.1 M: ViT-S/16 in arXiv 2012.12877, table 1
         ("train.py", "vit_s16_2p5d", ["8 GPUs = 2 data parallel x 4 tensor parallel", "22.1 M"]),
     ],

@@ -1,6 +1,7 @@
 """Rerunning a training command: output, exit status, the run's folder."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,10 +62,14 @@ def test_a_finished_run_is_left_as_it_is(train: Train, trained: Path) -> None:
 
 
 def test_a_refused_start_leaves_no_folder(train: Train, tmp_path: Path) -> None:
-    ended = train("--output", tmp_path / "new", "--set", "MODEL.num_classes=2")
-    words = "error: MODEL.num_classes=2: the data set has labels 0 to 2; --set MODEL.num_classes=3 (or None) fits\n"
-    assert ended == (2, "", words)
-    assert train("--output", tmp_path / "new", "--resume", tmp_path).code == 2
+    for words, message in (
+        (["--set", "MODEL.num_classes=2"], "error: MODEL.num_classes=2: the data set has labels 0 to 2; "),
+        (["--set", "DATA.download=True"], "error: DATA.download=True has no effect in this task: leave it out"),
+        (["--resume", tmp_path], f"error: --resume {tmp_path}: neither a checkpoint nor a run with one; "),
+    ):
+        ended = train("--output", tmp_path / "new", *words)
+        assert (ended.code, ended.stdout) == (2, "")
+        assert ended.stderr.startswith(message)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -118,3 +123,5 @@ def test_it_is_extended_and_changed_on_purpose_last(train: Train, trained: Path)
     assert f"from step {start['step']} on NUM_EPOCHS=3 (was 2), LEARNING_RATE=0.001 (was 0.01)" in said
     assert run_forked(report.main, [trained]).code == 0
     assert "LEARNING_RATE=0.001 (was 0.01)" in (trained / "report.html").read_text()
+    shutil.rmtree(trained / "checkpoints")
+    assert "holds a finished run without checkpoints, whose record would be overwritten" in train().stderr

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from common.colossal import AMP_TYPE
 from common.config.fields import values_of
-from common.config.load import FOLDER, data_root, load_config, refuse_unused, restore_config
+from common.config.load import FOLDER, data_root, load_config, restore_config
 from common.config.originals_test import IMAGENET, parallel_lines
 from common.config.plan import DataSummary, build_plan
 from common.config.schema import all_keys, keys_as_markdown
@@ -170,8 +170,8 @@ def test_a_missing_config_names_the_nearest():
 
 
 def test_data_root_comes_from_the_config_else_from_the_environment(tmp_path, monkeypatch):
-    def find(root, download="", is_downloaded=False):
-        return data_root({"DATA": {"root": root, "download": is_downloaded}}, download)
+    def find(root, download=""):
+        return data_root({"DATA": {"root": root, "download": False}}, download)
 
     monkeypatch.delenv("DATA", raising=False)
     with pytest.raises(UserError, match="DATA.root is not set: .*DATA.download=True too, Digits is fetched"):
@@ -185,14 +185,6 @@ def test_data_root_comes_from_the_config_else_from_the_environment(tmp_path, mon
     assert find(f"~/{tmp_path.name}") == str(tmp_path)
     with pytest.raises(UserError, match=r"is not a folder .* \(python -m imagenet_dali.prepare makes one"):
         find(str(tmp_path / "absent"))
-    assert find(str(tmp_path / "absent"), "Digits", is_downloaded=True) == str(tmp_path / "absent")  # the task makes it
-
-
-def test_a_key_that_a_task_does_not_read_is_refused_unless_it_is_left_alone():
-    data = load_config("vit-b16", ["DATA.workers=3"])["DATA"]
-    refuse_unused(data, ["crop_scale", "crop_padding"])
-    with pytest.raises(UserError, match="DATA.workers=3 has no effect in this task: leave it out"):
-        refuse_unused(data, ["crop_scale", "workers"])
 
 
 SNIPPETS = [

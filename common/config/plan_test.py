@@ -27,7 +27,6 @@ FOUR = dict(tensor=dict(size=4, mode="2d"))
         (dict(gradient_accumulation=16, BATCH_SIZE=2048), 8, dict(micro_batch=256, data_parallel=8)),
         (dict(TOTAL_BATCH_SIZE=None, MICRO_BATCH_SIZE=128, gradient_accumulation=2), 4, dict(total_batch=1024)),
         (dict(parallel=FOUR, gradient_accumulation=16), 8, dict(micro_batch=1024, data_parallel=2)),
-        (dict(TOTAL_BATCH_SIZE=1024, MICRO_BATCH_SIZE=256), 8, dict(micro_batch=128)),
         (dict(MAX_STEPS=7, WARMUP_EPOCHS=0.4), 8, dict(last_step=7, total_steps=11700, warmup_steps=16)),
     ],
 )

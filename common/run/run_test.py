@@ -1,18 +1,9 @@
 """The end of a run."""
 
-import argparse
 import shlex
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from common.errors import UserError
-from common.files import unlock_folder
 from common.run.run import Run, write_start
-from common.run.start import find_start
-from common.testing.checkpoints import build_about
 from common.testing.ranks import launched
 
 FIGURES = '{"kind": "eval", "step": 1, "loss": 1.0, "top1": 0.5, "top5": 1.0, "samples": 2}'
@@ -28,19 +19,6 @@ def test_the_best_evaluation_is_named_where_it_is_not_the_last(tmp_path: Path, c
     one, two = capsys.readouterr().out.split("top1=0.5000\n")
     assert not one.splitlines()[-1].startswith("best ")
     assert two.endswith("best         top1 0.5000 at step 1 (checkpoints/best)\ntop1=0.2500\n")
-
-
-def test_the_record_of_a_finished_run_without_checkpoints_is_not_overwritten(tmp_path: Path) -> None:
-    args: Any = argparse.Namespace(resume="auto", find_lr=None, profile=None)
-    prepared: Any = (None,) * 4
-    about = build_about()
-    write_start(tmp_path, about, None)
-    last_step = about["plan"]["last_step"]
-    for step, finished in ((last_step - 1, False), (last_step, True)):
-        (tmp_path / "metrics.jsonl").write_text(FIGURES.replace('"step": 1', f'"step": {step}') + "\n")
-        with pytest.raises(UserError, match="holds a finished run") if finished else nullcontext():
-            assert find_start(tmp_path, args, prepared) == (None, "")
-        unlock_folder(tmp_path)
 
 
 def test_a_line_that_a_full_disk_cut_is_not_continued(tmp_path: Path) -> None:

@@ -151,7 +151,10 @@ class CheckpointHook(BaseHook):
     def _save(self, trainer: Trainer, is_best: bool = False) -> None:
         """Copy the state, which takes all ranks, and let rank 0 write it; waits for the write before this one."""
         doing("saving a checkpoint")
-        self._join_writer()
+        try:
+            self.wait()
+        except UserError as error:  # of the write before
+            warn(f"{error}; training continues")
         content: dict[str, Tensors | bytes] = {
             **full_state_dict(self.model, self.optimizer, self.averages, self.buffers)
         }
@@ -188,13 +191,6 @@ class CheckpointHook(BaseHook):
         except (OSError, SafetensorError) as error:  # safetensors raises the latter for the former
             reason, newest = getattr(error, "strerror", None) or error, newest_checkpoint(self.folder) or "none"
             raise UserError(f"{path} could not be written ({reason}); the newest checkpoint is {newest}") from error
-
-    def _join_writer(self) -> None:
-        """Wait for the last write; if it failed, say so."""
-        try:
-            self.wait()
-        except UserError as error:
-            warn(f"{error}; training continues")
 
     def wait(self) -> None:
         """Wait for the last write; raise `UserError` if it failed."""

@@ -67,7 +67,9 @@ def _shard_data_parallel(model: nn.Module) -> None:
     gathered = precision.dtype if precision.cast in (Cast.OPERATIONS, Cast.LAYERS) else None
     whole = {name: getattr(p, "shard", None) or Shard(shape=tuple(p.shape)) for name, p in model.named_parameters()}
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    options: dict[str, Any] = dict(mesh=mesh, shard_placement_fn=_placement)
+    options: dict[str, Any] = dict(
+        mesh=mesh, shard_placement_fn=lambda parameter: DimensionShard(_placement_dim(parameter.shape, size))
+    )
     policy = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
     for block in getattr(model, "blocks", ()):
         computed_in_half = [layer for name, layer in block.named_children() if name in ("attn", "mlp")]
@@ -91,10 +93,6 @@ def _shard_data_parallel(model: nn.Module) -> None:
 def _is_linear(part: nn.Module) -> bool:
     """Return whether all layers of ``part`` with weights are linear."""
     return all("Linear" in type(layer).__name__ for layer in part.modules() if layer._parameters)
-
-
-def _placement(parameter: nn.Parameter) -> DimensionShard:
-    return DimensionShard(_placement_dim(parameter.shape, gpc.get_world_size(DATA)))
 
 
 def _placement_dim(shape: torch.Size, size: int) -> int:

@@ -29,13 +29,10 @@ class Measurement(BaseHook):
 
     writes = ""
 
-    @property
-    def announcement(self) -> str:
-        return f"{self.total_steps} steps instead of training; nothing is saved but {self.writes} in {self.folder}"
-
     def __init__(self, folder: Path, total_steps: int, is_main: bool):
         super().__init__(priority=0)
         self.folder, self.total_steps, self.is_main = folder, total_steps, is_main
+        self.announcement = f"{total_steps} steps instead of training; nothing is saved but {self.writes} in {folder}"
 
 
 class LearningRateFinder(Measurement):

@@ -50,7 +50,7 @@ def print_dry_run(
     """
     images = data.train_samples if data else images
     planner = Planner(config, plan, cluster)
-    prediction = planner.predict_plan()
+    prediction = planner.predict(config, plan.micro_batch, plan.accumulation)
     rows = _describe_plan(config, plan, data) | {"memory per GPU": _describe_memory(prediction, planner.cluster)}
     if not is_compared:
         rows["time"] = (

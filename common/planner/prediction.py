@@ -166,10 +166,6 @@ class Planner:
         if cluster.images_per_s:  # of one GPU, with the whole model
             self.rate = cluster.images_per_s * estimate_step({**config, "parallel": _parallel(WHOLE)}, 1, 1).flops
 
-    def predict_plan(self) -> Prediction:
-        """Return the prediction for the plan as it is: the config's mode and micro-batch."""
-        return self._predict(self.config, self.plan.micro_batch, self.plan.accumulation)
-
     def predict_modes(self) -> list[Prediction]:
         """Return a prediction for the run of each way to split the model that the plan's GPUs and batch allow.
 
@@ -204,7 +200,7 @@ class Planner:
                 saved = (1 - micro_batch / prediction.micro_batch) * prediction.estimate.activations
                 if prediction.estimate.peak - saved > USABLE * self.cluster.memory:
                     continue
-            prediction = self._predict(config, micro_batch, samples // micro_batch)
+            prediction = self.predict(config, micro_batch, samples // micro_batch)
             if prediction.fits:
                 break
         return prediction
@@ -222,7 +218,7 @@ class Planner:
             values["MICRO_BATCH_SIZE"] = prediction.micro_batch
         return " ".join(f"--set {key}={value}" for key, value in values.items())
 
-    def _predict(self, config: Mapping[str, Any], micro_batch: int, accumulation: int) -> Prediction:
+    def predict(self, config: Mapping[str, Any], micro_batch: int, accumulation: int) -> Prediction:
         """Return the prediction for the mode of ``config`` and this micro-batch."""
         tensor, zero = config["parallel"]["tensor"], config["zero"] and config["zero"]["stage"]
         estimate = estimate_step(config, self.plan.gpus, micro_batch, accumulation)

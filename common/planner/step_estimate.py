@@ -114,10 +114,6 @@ class TensorMemory(TorchDispatchMode):
     def _forget(self, address: int) -> None:
         self.live -= self._sizes.pop(address)
 
-    def restart_peak(self) -> None:
-        """Reset the peak."""
-        self.peak = self.live
-
 
 @dataclass(frozen=True)
 class StepEstimate:
@@ -238,7 +234,7 @@ def _count_step(
 
     def count(part: Callable[[], None], times: int = 1) -> int:
         """Return the peak of its memory."""
-        memory.restart_peak()
+        memory.peak = memory.live
         with Traffic() as traffic, FlopCount() as arithmetic:
             part()
         for total, counted in ((flops, {"": arithmetic.total}), (calls, traffic.calls), (nbytes, traffic.nbytes)):

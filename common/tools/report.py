@@ -213,17 +213,13 @@ def result_row(run: FinishedRun) -> dict[str, Any]:
 def result_columns(about: Mapping[str, Any]) -> dict[str, str | None]:
     """Return the columns of a table of results that say where `describe_run`'s result is from."""
     return {
-        "date": format_time(about["started"])[:10],
+        "date": time.strftime("%Y-%m-%d", time.gmtime(about["started"])),
         "hardware": name_hardware(about["hardware"]),
         "versions": " ".join(f"{name}={number}" for name, number in about["versions"].items() if number),
         "commit": about["commit"],
         # absolute paths are reduced to file names
         "command": shlex.join(re.sub(r"(^|=)/.*/", r"\1", word) for word in about["argv"]),
     }
-
-
-def format_time(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def name_hardware(hardware: Mapping[str, Any]) -> str:

@@ -47,7 +47,7 @@ def shard_tensor_parallel(model: nn.Module) -> nn.Module:
             model.set_submodule(name, substitute)
     if layout.samples is not None:
         model.register_forward_pre_hook(partial(_take_samples, group=layout.samples))
-        model.register_forward_hook(partial(_gather_samples, group=layout.samples))
+        model.register_forward_hook(lambda _, inputs, logits: gather_forward_split_backward(logits, layout.samples, 0))
     return model
 
 
@@ -82,10 +82,6 @@ def _substitute(name: str, layer: nn.Module, mode: str, layout: Layout) -> nn.Mo
 
 def _take_samples(model: nn.Module, inputs: tuple[Tensor], group: ParallelMode) -> tuple[Tensor]:
     return (inputs[0].unflatten(0, (gpc.get_world_size(group), -1))[gpc.get_local_rank(group)],)
-
-
-def _gather_samples(model: nn.Module, inputs: tuple[Tensor], logits: Tensor, group: ParallelMode) -> Tensor:
-    return gather_forward_split_backward(logits, group, 0)
 
 
 def named_shards(model: nn.Module) -> dict[str, nn.Parameter]:

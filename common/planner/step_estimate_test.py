@@ -121,7 +121,6 @@ def measure_peak(config: dict[str, Any], micro_batch: int, accumulation: int) ->
 
 SMALL = {"image_size": 96, "width": 192, "depth": 6, "heads": 3, "num_classes": 100}
 VIT_TI = {"image_size": 96, "width": 192, "depth": 12, "heads": 3, "num_classes": 100}
-VIT_S = {"image_size": 64, "width": 384, "depth": 12, "heads": 6, "num_classes": 100}
 # In bfloat16 where that is fast, else in float32: these models would take minutes.
 TORCH, NAIVE = ({"mode": mode} for mode in (AMP_TYPE.TORCH, AMP_TYPE.NAIVE))
 # Slow on CPUs, where bfloat16 in turn keeps 12 MB by itself at this width, whatever depth and batch.
@@ -141,7 +140,6 @@ CHECKPOINT = {"activation_checkpoint": True}
         slow(VIT_TI, NAIVE, "adamw", 24, 2),
         slow(VIT_TI | CHECKPOINT, NAIVE_FLOAT16, "adamw", 4, 1),
         slow(VIT_TI | {"dropout": 0.1, "drop_path": 0.1}, TORCH, "adamw", 16, 1),
-        slow(VIT_S, TORCH, "sgd", 16, 2),
     ],
 )
 def test_memory_is_within_a_tenth_of_the_measured(model, fp16, optimizer, micro_batch, accumulation):
@@ -161,14 +159,3 @@ def test_memory_of_a_cut_model_is_within_a_tenth_of_the_measured(case):
     micro_batch = 64  # takes more than the whole model, which a rank builds first, in what is a GPU's host memory
     measured = run_ranks(processes, measure_peak, config, micro_batch, 1)
     assert estimate_step(config, processes, micro_batch, 1, "cpu").peak == pytest.approx(max(measured), rel=0.1)
-
-
-def test_a_deep_model_is_extended_from_shallow_ones_exactly():
-    config = build_config(2, {"tensor": {"mode": "1d", "size": 2}}, TINY | {"drop_path": 0.1})
-    by_depth = {}
-    for depth in (3, 4, 5):
-        config["MODEL"]["depth"] = depth
-        by_depth[depth] = estimate_step(config, 2, 8)
-    for name in ("weights", "optimizer", "gradients", "update_peak", "flops"):
-        low, middle, high = (getattr(by_depth[depth], name) for depth in (3, 4, 5))
-        assert high - middle == middle - low > 0, name

@@ -1,5 +1,4 @@
 import hashlib
-import os
 import pickle
 import shutil
 import tarfile
@@ -13,6 +12,7 @@ from torchvision.datasets import CIFAR10
 from cifar10_benchmark import dataset
 from cifar10_benchmark.dataset import BATCHES, DataSet, open_images
 from common.errors import UserError
+from common.testing.photographs import write_colours
 
 PER_BATCH = 20
 NOISE = np.random.default_rng(0)
@@ -61,14 +61,9 @@ def test_reads_the_batches_and_their_archive(root, tmp_path, monkeypatch):
     check(new)
 
 
-class Evil:
-    def __reduce__(self):
-        return os.mkdir, ("evil",)
-
-
 def test_a_file_that_is_not_cifars_is_not_unpickled(root, monkeypatch):
     monkeypatch.chdir(root)
-    (root / BATCHES / "test_batch").write_bytes(pickle.dumps(Evil()))
+    (root / BATCHES / "test_batch").write_bytes(b"cos\nmkdir\n(S'evil'\ntR.")
     with pytest.raises(UserError, match=f"{root / BATCHES}: .* MD5 .*; remove it and unpack {CIFAR10.filename} again"):
         open_at(root)
     assert not (root / "evil").exists()
@@ -76,34 +71,31 @@ def test_a_file_that_is_not_cifars_is_not_unpickled(root, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Two classes of images; one is grey."""
-    for number in range(6):
-        for split in ("train", "test"):
-            path = tmp_path / split / ("cat", "dog")[number % 2] / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(NOISE.integers(0, 256, (8, 8, 3), np.uint8)).save(path)
-    Image.new("L", (8, 8), 99).save(tmp_path / "train" / "dog" / "grey.png")
+    """Three classes of images; one is grey."""
+    for split in ("train", "test"):
+        write_colours(tmp_path / split, 6, 8, 8)
+    Image.new("L", (8, 8), 99).save(tmp_path / "train" / "b" / "grey.png")
     return tmp_path
 
 
 def test_reads_a_folder_of_images(folder, tmp_path_factory):
     images = open_at(folder)
-    assert (images.class_names, len(images.test.labels)) == (["cat", "dog"], 6)
-    assert images.train.labels.tolist() == [0] * 3 + [1] * 4
+    assert (images.class_names, len(images.test.labels)) == (["b", "g", "r"], 6)
+    assert images.train.labels.tolist() == [0, 0, 0, 1, 1, 2, 2]
     for row, path in enumerate(sorted(folder.glob("train/*/*"))):
         pixels = np.asarray(Image.open(path).convert("RGB"))
         np.testing.assert_array_equal(images.train.images[row], pixels.transpose(2, 0, 1))
     copy = shutil.copytree(folder, tmp_path_factory.mktemp("other") / "copy")
     assert open_at(copy).fingerprint == images.fingerprint
-    (copy / "test" / "cat" / "0.png").rename(copy / "test" / "dog" / "0.png")
+    (copy / "test" / "r" / "0.png").rename(copy / "test" / "g" / "0.png")
     assert open_at(copy).fingerprint != images.fingerprint
 
 
 @pytest.mark.parametrize(
     ("path", "width", "words"),
     [
-        ("train/cat/9.png", 0, "train/cat/9.png: .*; remove or replace this image"),
-        ("train/cat/9.png", 9, "9.png: 9 x 8 pixels, the first of .* has 8 x 8; make all images"),
+        ("train/r/9.png", 0, "train/r/9.png: .*; remove or replace this image"),
+        ("train/r/9.png", 9, "9.png: 9 x 8 pixels, the first of .* has 8 x 8; make all images"),
         ("test/eel/1.png", 8, "test/eel: this class has no training images"),
         ("train/eel/.hidden", 0, "train/eel: no images"),
     ],

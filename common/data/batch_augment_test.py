@@ -16,6 +16,7 @@ from torchvision.transforms import functional as tv
 from torchvision.transforms import v2
 
 from common.data.batch_augment import (
+    ERASED,
     ERASING_UNIFORMS,
     BatchAugment,
     MixupLoss,
@@ -110,32 +111,20 @@ def test_colors_and_erasing_are_the_same_in_any_number_of_processes_and_after_a_
         assert torch.equal(images, expected)
 
 
-def test_what_is_erased_is_what_torchvision_erases() -> None:
-    """As often, of the same areas, shapes and places: quantiles of 3,000 samples."""
-    samples, side = 3000, 40
-    images = torch.ones(samples, 3, side, side)
-    uniforms, noisy = np.random.default_rng(0).random((samples, ERASING_UNIFORMS)), images.clone()
+def test_what_is_erased_is_a_random_crop_with_torchvisions_limits() -> None:
+    images, uniforms = torch.ones(3000, 3, 40, 40), np.random.default_rng(0).random((3000, ERASING_UNIFORMS))
+    noisy, expected = images.clone(), images.clone()
     erase({"ERASING": 0.7, "ERASING_MODE": "const"}, images, uniforms)
     erase({"ERASING": 0.7, "ERASING_MODE": "pixel"}, noisy, uniforms)
-    noise = noisy[images == 0]
+    noise, theirs = noisy[images == 0], v2.RandomErasing()
     assert torch.equal(noisy == 1, images == 1)
     assert (noise.mean().item(), noise.std().item()) == pytest.approx((0, 1), abs=0.01)
-    transform = v2.RandomErasing(p=0.7, scale=(0.02, 1 / 3), ratio=(0.3, 3.3))
-    torch.manual_seed(0)
-    theirs = torch.stack([transform(torch.ones(3, side, side)) for _ in range(samples)])
-
-    def rectangles(erased: Tensor) -> Tensor:
-        gone = (erased == 0).all(1)
-        gone = gone[gone.any((1, 2))]
-        height, width = gone.any(2).sum(1), gone.any(1).sum(1)
-        top, left = gone.any(2).float().argmax(1), gone.any(1).float().argmax(1)
-        return torch.stack([gone.float().mean((1, 2)), (width / height).log(), top / side, left / side])
-
-    ours, theirs = rectangles(images), rectangles(theirs)
-    assert ours.shape[1] == pytest.approx(0.7 * samples, abs=5 * (0.21 * samples) ** 0.5)
-    levels = torch.linspace(0.05, 0.95, 19)
-    distance = (ours.quantile(levels, 1) - theirs.quantile(levels, 1)).abs().amax(0)
-    assert (distance < torch.tensor([0.02, 0.1, 0.06, 0.06])).all(), distance
+    assert (*ERASED.scale, *ERASED.ratio) == pytest.approx((*theirs.scale, *theirs.ratio), abs=0.004)
+    crops = ERASED(np.full(3000, 40), np.full(3000, 40), uniforms)
+    for row in np.flatnonzero(uniforms[:, -1] < 0.7):
+        (top, left), (height, width) = crops.start[row], crops.shape[row]
+        expected[row, :, top : top + height, left : left + width] = 0
+    assert torch.equal(images, expected)
 
 
 def colored(

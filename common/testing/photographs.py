@@ -1,7 +1,6 @@
 """Images for tests and benchmarks: JPEGs of about 0.3 bytes a pixel, like photographs; images of three colours."""
 
 import io
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,14 +13,13 @@ DIFFERENT = 64  # JPEGs; more are links to them
 def write_photographs(folder: Path, names: Iterable[str], count: int, width: int, height: int) -> Path:
     """Write ``count`` JPEGs into ``folder/<name>/``, one after another into each; return ``folder``."""
     names, random = list(names), np.random.default_rng(0)
-    originals = folder.with_name(f".{folder.name}.originals")
-    originals.mkdir(parents=True, exist_ok=True)
-    for number in range(min(count, DIFFERENT)):
-        (originals / str(number)).write_bytes(_encode(random, width, height))
-    for number in range(count):
-        path = folder / names[number % len(names)] / f"image_{number:05d}.jpg"
+    paths = [folder / names[number % len(names)] / f"image_{number:05d}.jpg" for number in range(count)]
+    for number, path in enumerate(paths):
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.link(originals / str(number % DIFFERENT), path)
+        if number < DIFFERENT:
+            path.write_bytes(_encode(random, width, height))
+        else:
+            path.hardlink_to(paths[number % DIFFERENT])
     return folder
 
 

@@ -8,7 +8,6 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms.v2 import functional as F
 
 from cifar10_benchmark.task import (
-    READ_AHEAD,
     UNIFORMS_PER_SAMPLE,
     Augment,
     build_eval_loader,
@@ -18,8 +17,9 @@ from cifar10_benchmark.task import (
 from common.config.load import load_config
 from common.data.auto_augment import AutoAugment
 from common.errors import UserError
-from common.testing.host_sync import ForbidWaiting
 from common.testing.photographs import write_colours
+from common.testing.ranks import run_ranks
+from common.testing.simulated_gpu import read_on_gpu
 
 CPU = torch.device("cpu")
 TRAIN, TEST = 61, 11
@@ -38,18 +38,19 @@ def data(root) -> dict:
     return load_config("vit_lite_vanilla", [f"DATA.root={root}"])["DATA"]
 
 
-def train_loader(data, image_size=8):
-    return build_train_loader(data, 16, 4, seed=5, image_size=image_size, dp_rank=0, dp_size=1, device=CPU)
+def build_train(data, device=CPU, dp_rank=0, dp_size=1, image_size=8):
+    place = dict(image_size=image_size, dp_rank=dp_rank, dp_size=dp_size, device=device)
+    return build_train_loader(data, 16, 4, seed=5, **place)
 
 
-def eval_loader(data):
-    return build_eval_loader(data, 4, image_size=8, dp_rank=0, dp_size=1, device=CPU)
+def build_eval(data, device=CPU, dp_rank=0, dp_size=1):
+    return build_eval_loader(data, 4, image_size=8, dp_rank=dp_rank, dp_size=dp_size, device=device)
 
 
 def test_evaluation_is_torchvisions(data, root):
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize(data["mean"], data["std"])])
     images, labels = zip(*ImageFolder(f"{root}/test", transform), strict=True)
-    ours, our_labels = (torch.cat(parts) for parts in zip(*eval_loader(data), strict=True))
+    ours, our_labels = (torch.cat(parts) for parts in zip(*build_eval(data), strict=True))
     torch.testing.assert_close(ours, torch.stack([*images, torch.zeros(3, 8, 8)]), atol=1e-5, rtol=0)
     assert our_labels.tolist() == [*labels, -100]
 
@@ -68,20 +69,25 @@ def test_crops_and_flips_are_torchvisions_and_autoaugment_comes_last(padding, fl
     assert torch.equal(images, before)
 
 
-@pytest.mark.parametrize("build", [train_loader, eval_loader])
-def test_batches_made_together_as_on_a_gpu_are_those_made_one_by_one_and_do_not_wait(data, build):
+@pytest.mark.parametrize("build", [build_train, build_eval])
+def test_batches_made_together_on_a_gpu_are_those_made_one_by_one_and_do_not_wait(data, build):
     """Twelve batches, and three."""
-    loaders = build(data | {"autoaugment": "cifar10"}), build(data | {"autoaugment": "cifar10"})
-    assert [loader.reader.together for loader in loaders] == [1, 1]
-    loaders[1].reader.together = READ_AHEAD
-    with ForbidWaiting():
-        batches, expected = map(list, loaders)
-    for batch, other in zip(batches, expected, strict=True):
-        assert all(map(torch.equal, batch, other))
+    ((images, waits, _),) = run_ranks(1, read_on_gpu, lambda device: build(data | {"autoaugment": "cifar10"}, device))
+    assert waits == {}
+    assert all(map(torch.equal, images, (images for images, _ in build(data | {"autoaugment": "cifar10"}))))
+
+
+@pytest.mark.parametrize("build", [build_train, build_eval])
+def test_two_processes_share_the_images(data, build):
+    whole, first, second = (
+        [image.sum().item() for images, _ in build(data, CPU, *place) for image in images if image.any()]
+        for place in ((0, 1), (0, 2), (1, 2))
+    )
+    assert sorted(first + second) == sorted(whole)
 
 
 def test_images_of_another_size_and_keys_without_effect_are_refused(data):
     with pytest.raises(UserError, match="MODEL.image_size=32: the train images of .* are 8 x 8 pixels.*=8"):
-        train_loader(data, image_size=32)
+        build_train(data, image_size=32)
     with pytest.raises(UserError, match="DATA.crop_scale=.* has no effect"):
         describe_data(data | dict(crop_scale=(0.5, 1.0)))

@@ -1,20 +1,14 @@
 """The training loop: what hooks see and when, how it counts, when it evaluates and stops."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from common.colossal import AMP_TYPE, BaseHook, Trainer, initialize
-from common.colossal.step_optimizer import CHECK_EVERY
-from common.config.plan import Plan
+from common.colossal import BaseHook, Trainer, initialize
 from common.errors import AgreedError
-from common.metrics.hook import MetricsHook
-from common.model.build import build_training
-from common.testing.host_sync import ForbidWaiting
 from common.testing.ranks import launched
 
 BATCH = (torch.ones(2, 3), torch.zeros(2, dtype=torch.long))
@@ -121,30 +115,3 @@ def test_an_agreed_error_names_the_last_checkpoint() -> None:
 
     with pytest.raises(AgreedError, match="^diverged; the last checkpoint is a/step-1$"):
         fit([Fails(0)])
-
-
-MODEL = dict(image_size=16, patch_size=8, width=16, depth=2, heads=2, num_classes=3, dropout=0.1, drop_path=0.1)
-PLAN = Plan(1, 1, 1, 4, 2, 8, 1, 100, 10, 100, 100)
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "sgd"])
-@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
-def test_a_trainers_steps_do_not_wait_between_records(tmp_path: Path, optimizer: str, dtype: str | None) -> None:
-    fp16 = dtype and {"mode": AMP_TYPE.TORCH, "dtype": dtype}
-    with launched(gradient_accumulation=2, clip_grad_norm=1.0, fp16=fp16):
-        batches = [(torch.randn(4, 3, 16, 16), torch.arange(4) % 3)] * 2 * (CHECK_EVERY - 1)
-        config = {"MODEL": MODEL, "OPTIMIZER": {"name": optimizer}}
-        config |= {"LEARNING_RATE": 1e-3, "WEIGHT_DECAY": 0.0, "LR_SCHEDULE": "cosine"}
-        training = build_training(config, nn.CrossEntropyLoss(), loaders=(batches, None), steps=(100, 10))
-        engine, batches = training.engine, training.train_loader
-        engine.optimizer.counter.every = CHECK_EVERY  # as on a GPU
-        metrics = MetricsHook(
-            PLAN, tmp_path, every=1000, tensorboard=False, trackers=[], is_main=True, peak_samples_per_s=1.0
-        )
-        metrics.has_shown_loss = True  # the first step waits, so that its loss is shown
-        trainer = Trainer(engine)
-        with ForbidWaiting():
-            trainer.fit(batches, 1, hooks=[metrics])
-        assert trainer.step == CHECK_EVERY - 1
-        with ForbidWaiting(), pytest.raises(RuntimeError, match="would wait for a GPU"):
-            Trainer(engine).fit(batches, 1)  # the next update looks for skipped ones

@@ -1,17 +1,12 @@
-"""`zero` beside data parallelism; parity_test.py, skipped_test.py and hook_test.py have more."""
-
-from typing import Any
+"""`zero` beside data parallelism; parity_test.py, skipped_test.py, hook_test.py and simulated_gpu_test.py have more."""
 
 import pytest
-import torch
-from torch import Tensor
 
-from common.colossal import ParallelMode, gpc, named_shards
+from common.colossal import ParallelMode, gpc
 from common.colossal.amp_test import MODES
 from common.config.load import load_config
 from common.errors import UserError
-from common.model.ema import EmaHook
-from common.testing.parity_cases import build_engine, build_tiny_model, fit, micro_batches
+from common.testing.parity_cases import build_engine, fit, micro_batches
 from common.testing.ranks import launched, run_ranks
 
 RECOMPUTED = {"activation_checkpoint": True, "init_values": 0.5, "drop_path": 0.3, "stem": "conv", "pool": "seq"}
@@ -36,38 +31,6 @@ def test_mixed_precision_and_recomputed_blocks_are_those_of_data_parallelism(sta
     (found, _), (expected, _) = (run_ranks(2, train, each) for each in (stage, None))
     for name, losses in found.items():
         assert losses == pytest.approx(expected[name], rel=1e-6), name
-
-
-def evaluate(stage: int | None) -> list[Tensor]:
-    """Return the logits with averaged weights, and of the training after it, which must not see them."""
-    logits: list[Tensor] = []
-    with launched(zero=stage and {"stage": stage}):
-        model, _, engine = build_engine("adamw")
-        hook: Any = EmaHook(model, 0.9)
-        images, labels = next(micro_batches())
-        for _ in range(2):
-            engine.train()
-            engine.zero_grad()
-            logits.append(engine(images))
-            engine.backward(engine.criterion(logits[-1], **labels))
-            engine.step()
-            hook.before_test(None)
-            engine.eval()
-            for _ in range(2):
-                with torch.no_grad():
-                    logits.append(engine(images))
-            hook.after_test(None)
-        held = sum(p.numel() for p in named_shards(model).values())
-        assert held * (4 if stage else 1) == sum(p.numel() for p in build_tiny_model().parameters())
-    return [tensor.detach() for tensor in logits]
-
-
-def test_evaluation_with_averages_leaves_the_weights() -> None:
-    expected = run_ranks(4, evaluate, None)[0]
-    for stage in (1, 3):
-        for rank in run_ranks(4, evaluate, stage):
-            for ours, theirs in zip(rank, expected, strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,224 @@
+"""A GPU that is not there: tensors on cuda:0 that compute on the CPU, and a record of where the host waits for it.
+
+What a GPU refuses raises RuntimeError: operands on two devices, and tensors that NCCL cannot send. Values are a CPU's.
+What it cannot show: DDP's reducer and inductor, which do not run on it, DALI's mixed decoder, NCCL itself, and races.
+"""
+
+import ctypes
+import multiprocessing
+import sys
+import traceback
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+aten = torch.ops.aten
+CUDA = torch.device("cuda", 0)
+ROOT = Path(__file__).resolve().parents[2]
+# the host needs their result, or its shape
+WAITING = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten.bincount, aten._unique2}
+COPYING = {aten.copy_, aten._to_copy}
+INDEXING = {aten.index, aten.index_put, aten.index_put_}
+Waits = dict[str, set[int]]  # "file:function", and the lines there
+
+
+class GpuTensor(Tensor):
+    """A tensor on cuda:0 whose values are those of ``raw``, on the CPU."""
+
+    @staticmethod
+    def __new__(cls, raw):
+        place = dict(strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype, device=CUDA)
+        return Tensor._make_wrapper_subclass(cls, raw.shape, **place)
+
+    def __init__(self, raw):
+        self.raw = raw
+
+    def tolist(self):
+        return self.cpu().tolist()
+
+    def untyped_storage(self):
+        return self.raw.untyped_storage()  # which FSDP frees, and allocates again
+
+    def record_stream(self, stream):
+        pass
+
+    __torch_dispatch__ = None  # the mode is asked first
+
+
+class SimulatedGpu(TorchDispatchMode):
+    """Run the operations of `GpuTensor`; count ``kernels``, and record where the host has waited in ``waits``."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits: Waits = {}
+        self.kernels = 0
+        self.generator = torch.Generator()
+        self.cpu_groups = set()  # the others are NCCL's
+
+    def wait(self, *_):
+        """Record that the host waits here."""
+        for frame, line in traceback.walk_stack(sys._getframe()):
+            path = Path(frame.f_code.co_filename)
+            if path.is_relative_to(ROOT) and ".venv" not in path.parts and path != Path(__file__):
+                place = f"{path.relative_to(ROOT)}:{frame.f_code.co_qualname}"
+                self.waits.setdefault(place, set()).add(line)
+                return
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs, packet = dict(kwargs or {}), function._overloadpacket
+        leaves = tree_leaves((args, kwargs))
+        if any(isinstance(leaf, DTensor) for leaf in leaves):
+            return NotImplemented  # its own dispatch comes back with GpuTensors
+        has_ours = any(isinstance(leaf, GpuTensor) for leaf in leaves)
+        makes_ours = has_ours and (packet is not aten.copy_ or isinstance(args[0], GpuTensor))
+        if kwargs.get("device"):
+            makes_ours = torch.device(kwargs["device"]).type == "cuda"
+            kwargs |= {"device": torch.device("cpu")} if makes_ours else {}
+        is_pinned = kwargs.pop("pin_memory", False)
+        if function.namespace == "c10d":
+            self._check_collective(function, leaves)
+        elif has_ours:
+            _check_devices(function, leaves)
+        if (has_ours or makes_ours) and _has_to_wait(packet, args, kwargs, makes_ours):
+            self.wait()
+        raw_args, raw_kwargs = tree_map_only(GpuTensor, lambda tensor: tensor.raw, (args, kwargs))
+        if makes_ours and torch.Tag.nondeterministic_seeded in function.tags:
+            with torch.random.fork_rng([]):
+                torch.set_rng_state(self.generator.get_state())
+                result = function(*raw_args, **raw_kwargs)
+                self.generator.set_state(torch.get_rng_state())
+        else:
+            result = function(*raw_args, **raw_kwargs)
+        if is_pinned:
+            result.is_pinned_here = True
+        if not makes_ours:
+            return result
+        self.kernels += not function.is_view
+        result = tree_map_only(Tensor, GpuTensor, result)
+        return return_and_correct_aliasing(function, args, kwargs, result) if has_ours else result
+
+    def new_group(self, start, ranks, timeout=None, backend=None):
+        """Return a group of gloo, which is to be NCCL's unless gloo was asked for."""
+        group = start(ranks, timeout, "gloo")
+        self.cpu_groups |= {group.group_name} if backend == "gloo" else set()
+        return group
+
+    def device_of(self, group=None):
+        return "cpu" if group and group.group_name in self.cpu_groups else "cuda"
+
+    def _check_collective(self, function, leaves):
+        (group,) = (leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf))
+        device = self.device_of(dist.ProcessGroup.unbox(group))
+        for tensor in leaves:
+            if isinstance(tensor, Tensor) and not (tensor.device.type == device and tensor.is_contiguous()):
+                raise RuntimeError(f"{function} on {device}: a tensor on {tensor.device}, strides {tensor.stride()}")
+
+
+def _check_devices(function, leaves):
+    others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, GpuTensor)]
+    others = [tensor for tensor in others if tensor.ndim]  # a kernel takes a single number as an argument
+    if others and function._overloadpacket not in COPYING | INDEXING:
+        raise RuntimeError(f"{function}: tensors on cuda:0, and one of shape {tuple(others[0].shape)} on the CPU")
+
+
+def _has_to_wait(packet, args, kwargs, to_gpu):
+    if packet in INDEXING:
+        indices = [index for index in args[1] if index is not None]
+        return any(i.dtype == torch.bool or (i.ndim and not isinstance(i, GpuTensor)) for i in indices)
+    if packet not in COPYING:
+        return packet in WAITING
+    source, *is_async = args[1:] if packet is aten.copy_ else args
+    if isinstance(source, GpuTensor) == to_gpu:
+        return False
+    host = source if to_gpu else args[0]  # which is new, and pinned, in _to_copy
+    is_pinned = hasattr(host, "is_pinned_here") or isinstance(host, GpuTensor)
+    return not (is_pinned and (kwargs.get("non_blocking") or any(is_async)))
+
+
+def _pin(tensor):
+    pinned = tensor.clone()
+    pinned.is_pinned_here = True
+    return pinned
+
+
+def _swap(swap_tensors, old, new):
+    """Keep attributes and hooks, as an assignment to ``data`` would."""
+    new.__dict__.update({key: value for key, value in old.__dict__.items() if key != "raw"})
+    new._backward_hooks = old._backward_hooks
+    swap_tensors(old, new)
+
+
+def _move(parameters, buffers, device):
+    for tensor in (*parameters, *buffers):
+        torch.utils.swap_tensors(tensor, nn.Parameter(tensor.detach().to(device), tensor.requires_grad))
+
+
+def simulate_gpu() -> SimulatedGpu:
+    """Give this process, which must be a forked one, a simulated GPU to its end."""
+    assert multiprocessing.parent_process(), "the simulation cannot be undone: start it in a process of run_ranks"
+    gpu, stream, event, name = SimulatedGpu(), mock.MagicMock(), mock.MagicMock(), "NVIDIA H200"
+    stream.synchronize = event.synchronize = gpu.wait
+    event.elapsed_time.return_value = 1.0
+    answers = dict(is_available=True, is_initialized=True, device_count=8, current_device=0, set_device=None)
+    answers |= dict(get_device_name=name, get_device_capability=(9, 0), is_bf16_supported=True, _lazy_init=None)
+    answers |= dict(get_device_properties=SimpleNamespace(total_memory=1 << 37, name=name), max_memory_allocated=0)
+    answers |= dict(is_current_stream_capturing=False, reset_peak_memory_stats=None)
+    answers |= dict(Stream=stream, current_stream=stream, stream=nullcontext(), Event=event)
+    for key, value in answers.items():
+        setattr(torch.cuda, key, lambda *_, value=value, **__: value)
+    generator, new_generator, init_group = gpu.generator, torch.Generator, dist.init_process_group
+    torch.cuda.default_generators = [generator]
+    torch.cuda.manual_seed = torch.cuda.manual_seed_all = generator.manual_seed
+    torch.cuda.get_rng_state = lambda *_: generator.get_state()
+    torch.cuda.set_rng_state = lambda state, *_: generator.set_state(state)
+    torch.cuda.synchronize = gpu.wait
+    torch.Generator = lambda device=None: new_generator()
+    torch.utils.swap_tensors = partial(_swap, torch.utils.swap_tensors)
+    Tensor.pin_memory = _pin
+    dist.init_process_group = lambda backend, **options: init_group("gloo", **options)
+    dist.new_group = partial(gpu.new_group, dist.new_group)
+    distributed_c10d._get_object_coll_device = gpu.device_of
+    _fsdp_init._move_states_to_device = _move
+    _fsdp_param.FSDPParam.reset_sharded_param = lambda _: None  # pads a Tensor's subclass anew
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.autograd.set_multithreading_enabled(False)  # a fork does not copy its threads
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device) copies by an operation that is seen
+    _let_autograd_run()
+    gpu.__enter__()
+    return gpu
+
+
+def read_on_gpu(build) -> tuple[list[Tensor], Waits, int]:
+    """Return the images of ``build(device)``'s batches, the waits after the first, and the kernels of the last."""
+    gpu, images, waits, kernels = simulate_gpu(), [], {}, 0
+    for batch, _ in build(CUDA):
+        waits |= gpu.waits if images else {}
+        kernels = gpu.kernels
+        images.append(batch.cpu())
+        gpu.waits, gpu.kernels = {}, 0
+    return images, waits, kernels
+
+
+def _let_autograd_run():
+    """Let C++ take cuda:0 for a device without a context: autograd asks."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    get_hooks = library["_ZN2at6detail12getCUDAHooksEv"]  # at::detail::getCUDAHooks
+    get_hooks.restype = ctypes.POINTER(ctypes.c_void_p)
+    hooks, size = get_hooks(), 80
+    table = (ctypes.c_void_p * size).from_buffer_copy((ctypes.c_void_p * size).from_address(hooks[0] - 16))
+    answer = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int8)(lambda hooks, index: False)
+    table[2 + 4] = ctypes.cast(answer, ctypes.c_void_p)  # hasPrimaryContext, in ATen/detail/AcceleratorHooksInterface.h
+    hooks[0] = ctypes.addressof(table) + 16
+    _let_autograd_run.kept = table, answer  # which C++ points to
+    torch._C._ensureCUDADeviceGuardSet()

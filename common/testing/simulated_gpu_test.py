@@ -1,0 +1,86 @@
+"""On a simulated GPU: where the host waits, bit-identical resume, loaders, and parallel modes on groups of NCCL."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.config.load import load_config
+from common.data.batch_augment import build_batch_augment
+from common.metrics import curves
+from common.testing import tiny_task
+from common.testing.checkpoints import read_result
+from common.testing.parity_cases import CASES
+from common.testing.ranks import run_ranks
+from common.testing.simulated_gpu import Waits, read_on_gpu, simulate_gpu
+
+SETTINGS = ("COMPILE=False", "TOTAL_BATCH_SIZE=16", "MODEL.heads=4", "EVAL_EVERY=1")
+# where the host may wait: once a run, a record, an evaluation, a checkpoint, and in CHECK_EVERY updates
+ALLOWED = {
+    "common/colossal/context.py:join_groups",
+    "common/colossal/engine.py:initialize",
+    "common/data/crops.py:Normalizer.__init__.<locals>.<genexpr>",
+    *(f"common/metrics/hook.py:MetricsHook.{name}" for name in ("_mean_loss", "_train_figures", "state_dict")),
+    *(f"common/metrics/hook.py:MetricsHook.{name}" for name in ("before_test", "after_test")),
+    *(f"common/checkpoint/save.py:{name}" for name in ("full_state_dict", "load_full_state_dict", "_load_moments")),
+    "common/colossal/tensor_parallel/sharding.py:load_canonical_state",
+    *(f"common/colossal/step_optimizer.py:SkipCounter.{name}" for name in ("exceeds", "state_dict")),
+    *(f"common/colossal/step_optimizer.py:StepOptimizer.{name}" for name in ("skipped", "step_state")),
+    "common/colossal/zero.py:_shard_data_parallel",
+}
+
+
+def train(data: Path, output: Path, *settings: str) -> Waits:
+    """Train on a simulated GPU; return where the host has waited."""
+    gpu, curves.draw_curves = simulate_gpu(), lambda *_: None  # drawing takes longer than training here
+    tiny_task.train(data, output, *SETTINGS, *settings)
+    return gpu.waits
+
+
+@pytest.mark.parametrize(("dtype", "optimizer"), [("", "adamw"), ("bfloat16", "lamb"), ("float16", "sgd")])
+def test_a_run_waits_where_it_may_and_resumes(dtype: str, optimizer: str, data: Path, tmp_path: Path) -> None:
+    precision = f"fp16=dict(mode=AMP_TYPE.TORCH, dtype={dtype!r})" if dtype else "fp16=None"
+    settings = [precision, f"OPTIMIZER.name={optimizer!r}", "MODEL.dropout=0.1", "EMA=0.9", "NUM_EPOCHS=6"]
+    (waits,) = run_ranks(1, train, data, tmp_path / "whole", *settings)
+    run_ranks(1, train, data, tmp_path / "pieces", *settings, "MAX_STEPS=6")
+    (resumed,) = run_ranks(1, train, data, tmp_path / "pieces", *settings)
+    assert {place: lines for place, lines in (waits | resumed).items() if place not in ALLOWED} == {}
+    unseen = {"common/colossal/zero.py:_shard_data_parallel"}
+    assert dtype != "float16" or waits.keys() | resumed.keys() | unseen == ALLOWED
+    whole, found = (read_result(tmp_path / name) for name in ("whole", "pieces"))
+    assert [file for file in whole if found[file] != whole[file]] == ["metrics.jsonl"]  # one more evaluation
+
+
+@pytest.mark.parametrize("mode", ["1d-2", "2d-4", "2.5d-4", "3d-8", "zero 1", "zero 3", "zero 1 x 1d-2"])
+def test_a_mode_trains_on_groups_of_nccl_as_one_process_does(mode: str, data: Path, tmp_path: Path) -> None:
+    gpus, options = CASES[mode]
+    settings = ["EMA=0.9", *(f"{key}={value}" for key, value in options.items())]
+    waits, *_ = run_ranks(gpus, train, data, tmp_path / "run", *settings)
+    run_ranks(1, tiny_task.train, data, tmp_path / "plain", *SETTINGS, "EMA=0.9")
+    assert {place: lines for place, lines in waits.items() if place not in ALLOWED} == {}
+    losses, expected = (
+        [record["loss"] for record in curves.read_metrics(tmp_path / name)] for name in ("run", "plain")
+    )
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["const", "pixel"])
+def test_loaders_and_augmentation_do_not_wait_after_the_first_batch(mode: str, data: Path) -> None:
+    settings = ["THREE_AUGMENT=True", "COLOR_JITTER=0.3", "ERASING=0.5", f"ERASING_MODE={mode!r}", "MIXUP=0.8"]
+    config = load_config("quickstart", [*settings, "CUTMIX=1.0", f"DATA.root={data}", "DATA.workers=1"])
+
+    def build(device: torch.device) -> Iterator[tuple[Tensor, Any]]:
+        place = dict(image_size=32, dp_rank=0, dp_size=1, device=device)
+        train_loader = tiny_task.build_train_loader(config["DATA"], 14, 7, seed=0, **place)
+        eval_loader = tiny_task.build_eval_loader(config["DATA"], 7, **place)
+        for loader in (eval_loader, build_batch_augment(train_loader, config)):
+            yield from loader
+            loader.close()
+
+    ((images, waits, kernels),) = run_ranks(1, read_on_gpu, build)
+    assert waits == {}
+    assert kernels <= 60
+    assert all(map(torch.equal, images, (images for images, _ in build(torch.device("cpu")))))

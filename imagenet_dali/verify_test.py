@@ -44,7 +44,8 @@ def test_foreign_shards_are_adopted_with_labels_from_0(tmp_path: Path, base: int
     samples = [(image, label + base) for image, label in SAMPLES]
     for split in ("train", "validation"):
         for n in range(2):
-            write_foreign(tmp_path / names.format(split=split, n=n), samples[5 * n : 5 * n + 5])
+            write_foreign(shard := tmp_path / names.format(split=split, n=n), samples[5 * n : 5 * n + 5])
+            shard.with_suffix(".idx").write_text("0 1\n")  # as of DALI's tfrecord2idx
     shards = read_folder(tmp_path)
     main(["--adopt", str(tmp_path), "--workers=1"])
     assert read_folder(tmp_path).items() >= shards.items()

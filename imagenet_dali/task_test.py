@@ -127,6 +127,7 @@ def test_an_older_nvjpeg_decodes_whole_images_to_the_same_pixels(root, monkeypat
     ]
 
 
+@pytest.mark.slow
 def test_the_version_is_that_of_the_library_that_dali_uses():
     installed = ".".join(version("nvidia-nvjpeg").split(".")[:2])
     look = "from imagenet_dali.imagenet_dali_dataloader import decodes_windows; decodes_windows()"

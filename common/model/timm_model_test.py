@@ -92,6 +92,9 @@ def train_timm(name: str, ranks: int) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
 def in_half(mode: AMP_TYPE, **options: str) -> dict[str, Any]:
     return {"fp16": dict(mode=mode, dtype="bfloat16", **options)}
 
@@ -100,9 +103,9 @@ def in_half(mode: AMP_TYPE, **options: str) -> dict[str, Any]:
     ("ranks", "config", "tolerance"),
     [
         (1, {}, 1e-6),
-        *(pytest.param(2, {"zero": zero}, 1e-6, marks=pytest.mark.slow) for zero in (None, {"stage": 1}, {"stage": 3})),
-        (1, in_half(AMP_TYPE.NAIVE), 0.1),
-        (1, in_half(AMP_TYPE.APEX, opt_level="O3"), 0.1),
+        *(slow(2, {"zero": zero}, 1e-6) for zero in (None, {"stage": 1}, {"stage": 3})),
+        slow(1, in_half(AMP_TYPE.NAIVE), 0.1),
+        slow(1, in_half(AMP_TYPE.APEX, opt_level="O3"), 0.1),
     ],
 )
 @pytest.mark.parametrize("name", MODELS)

@@ -35,8 +35,11 @@ def eager(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_task.train(data, tmp_path_factory.mktemp("eager") / "run", *SHORT)
 
 
-def inductor(*values: object) -> object:
-    return pytest.param("inductor", *values, marks=pytest.mark.slow)
+def slow(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+inductor = partial(slow, "inductor")
 
 
 @pytest.mark.parametrize(
@@ -45,9 +48,9 @@ def inductor(*values: object) -> object:
         # All blocks are one graph in training and one in evaluation, but with copies of their weights.
         ("aot_eager", "True", 1, [NAIVE], (4, 0), 1e-2),
         ("aot_eager", "True", 1, [AUTOCAST, *DROPS], (2, 0), 0.2),  # random numbers in another order
-        ("aot_eager", "model", 2, ["MODEL.activation_checkpoint=True"], (2, 0), 1e-5),
         ("aot_eager", "True", 1, [TIMM.format("test_resnet")], (2, 0), 1e-4),
-        ("inductor", "True", 1, [], (2, 0), 1e-5),
+        slow("aot_eager", "model", 2, ["MODEL.activation_checkpoint=True"], (2, 0), 1e-5),
+        inductor("True", 1, [], (2, 0), 1e-5),
         inductor("True", 1, ["MODEL.init_values=0.1"], (2, 0), 1e-5),
         inductor("True", 1, ["EMA=0.5", "EVAL_EVERY=1"], (2, 0), 1e-5),
         inductor("True", 1, ["INIT={eager}", "FREEZE=body"], (2, 0), 1e-5),

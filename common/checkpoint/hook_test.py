@@ -67,10 +67,11 @@ def train(data: Path, output: Path, settings: Sequence[str] = (), stop: Any = No
     [
         ("none", "fp32", [(4, False), (4, True), (8, True)]),
         *(("none", amp, [(3, False)]) for amp in AMP if amp not in ("fp32", "head")),
-        *((mode, "timm", [(3, False)]) for mode in ("dp2", "zero 1")),
+        ("zero 1", "timm", [(3, False)]),
         ("dp2", "float16", [(4, True)]),
         ("1d-2", "head", [(3, False)]),
         *((mode, "fp32", [(3, False)]) for mode in ("2d-4", "3d-8")),
+        pytest.param("dp2", "timm", [(3, False)], marks=pytest.mark.slow),
         pytest.param("1d-2", "Muon", [(3, False)], marks=pytest.mark.slow),
         pytest.param("zero 3", "float16", [(4, True)], marks=pytest.mark.slow),
         *(pytest.param(mode, "fp32", [(3, False)], marks=pytest.mark.slow) for mode in ("2.5d-8", "zero 1 x 1d-2")),

@@ -46,7 +46,7 @@ inductor = partial(slow, "inductor")
     ("backend", "how", "ranks", "settings", "graphs", "tolerance"),
     [
         # All blocks are one graph in training and one in evaluation, but with copies of their weights.
-        ("aot_eager", "True", 1, [NAIVE], (4, 0), 1e-2),
+        slow("aot_eager", "True", 1, [NAIVE], (4, 0), 1e-2),
         ("aot_eager", "True", 1, [AUTOCAST, *DROPS], (2, 0), 0.2),  # random numbers in another order
         ("aot_eager", "True", 1, [TIMM.format("test_resnet")], (2, 0), 1e-4),
         slow("aot_eager", "model", 2, ["MODEL.activation_checkpoint=True"], (2, 0), 1e-5),

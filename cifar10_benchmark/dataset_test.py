@@ -11,6 +11,8 @@ from torchvision.datasets import CIFAR10
 
 from cifar10_benchmark import dataset
 from cifar10_benchmark.dataset import BATCHES, DataSet, open_images
+from cifar10_benchmark.task import describe_data
+from common.config.load import load_config
 from common.errors import UserError
 from common.testing.photographs import write_colours
 
@@ -81,6 +83,8 @@ def folder(tmp_path) -> Path:
 def test_reads_a_folder_of_images(folder, tmp_path_factory):
     images = open_at(folder)
     assert (images.class_names, len(images.test.labels)) == (["b", "g", "r"], 6)
+    data = load_config("vit_lite_vanilla", [f"DATA.root={folder}"])["DATA"]
+    assert describe_data(data).class_names == images.class_names
     assert images.train.labels.tolist() == [0, 0, 0, 1, 1, 2, 2]
     for row, path in enumerate(sorted(folder.glob("train/*/*"))):
         pixels = np.asarray(Image.open(path).convert("RGB"))

@@ -93,13 +93,13 @@ def test_out_of_memory_is_one_line_with_the_micro_batch_that_should_fit(data: Pa
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
         torch.nn.CrossEntropyLoss.forward = fail
-        train(data, tmp_path / "run")
+        train(data, tmp_path / "run", "TOTAL_BATCH_SIZE=16")
 
     ended = run_forked(main, [])
     assert (ended.code, ended.stderr.splitlines()[-1]) == (
         2,
-        "error: out of memory with micro-batches of 14 images: --set MICRO_BATCH_SIZE=2 is expected to fit, with "
-        "gradient_accumulation=7 for the same batch (CUDA out of memory. Tried to allocate 2.00 GiB.)",
+        "error: out of memory with micro-batches of 16 images: --set MICRO_BATCH_SIZE=8 is expected to fit, with "
+        "gradient_accumulation=2 for the same batch (CUDA out of memory. Tried to allocate 2.00 GiB.)",
     )
 
 

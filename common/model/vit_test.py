@@ -135,6 +135,9 @@ def test_convolutional_stem_and_sequence_pooling_equal_their_formulas() -> None:
     """The blocks are timm's; pooling is the line of SHI-Labs/Compact-Transformers. In float64."""
     torch.manual_seed(0)
     model = build_model(**TINY, stem="conv", pool="seq").double()
+    for layer in list(model.patch_embed)[::2]:  # He's initialization
+        assert layer.weight.std().item() == pytest.approx(math.sqrt(2 / (9 * layer.in_channels)), rel=0.3)
+        assert not layer.bias.any()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     weights = dict(model.named_parameters())

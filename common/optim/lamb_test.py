@@ -24,6 +24,7 @@ def colossalai_lamb() -> type:
 def parameters() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(0.1 * torch.randn(shape, generator=generator)) for shape in SHAPES]
+    params[0].data *= 20  # its trust ratio is above 1
     params[1].data.zero_()  # a zero tensor has no trust ratio
     return params
 

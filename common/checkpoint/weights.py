@@ -26,8 +26,7 @@ from common.checkpoint.save import check_architecture
 from common.checkpoint.saved_run import SavedRun, open_run
 from common.colossal import kept_buffers
 from common.config.load import restore_config
-from common.config.schema import parse_model
-from common.config.timm_config import TIMM_DATA
+from common.config.model_keys import TIMM_DATA, parse_model
 from common.errors import UserError, did_you_mean, first_line
 from common.files import read_bytes
 from common.model.build import DEIT3_INIT_VALUES, build_model, build_on_meta, timm_arguments

@@ -15,8 +15,8 @@ from typing import Any
 import configs
 from common.colossal import AMP_TYPE, check_compile, check_zero, resolve_parallel
 from common.config.fields import check_given, parse, values_of
+from common.config.model_keys import data_of
 from common.config.schema import Config, Data, find_key
-from common.config.timm_config import data_of
 from common.errors import UserError, did_you_mean, is_first_process, print_wrapped
 from common.files import read_bytes, short_path
 

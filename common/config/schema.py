@@ -3,11 +3,10 @@
 UPPER CASE is ours, lower case is Colossal-AI's.
 """
 
-import math
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator, model_validator
 from pydantic.fields import FieldInfo
@@ -22,88 +21,13 @@ from common.config.fields import (
     Triple,
     hold,
     key,
-    parse,
     section_of,
     suggest_key,
     values_of,
 )
-from common.config.timm_config import TimmModel
-from common.errors import UserError, nearest_multiples
+from common.config.model_keys import Model, TimmModel, choose_model
+from common.errors import UserError
 from common.optim.build import OPTIMIZERS, SCHEDULES
-
-
-class Model(Section):
-    """The defaults are ViT-S/16 for ImageNet-1k."""
-
-    timm: str | None = key(
-        None, "a model of timm's by name, whose arguments the other keys then are ([own-images.md](own-images.md))"
-    )
-    image_size: int = key(224, "side of the square input", unit="pixels", ge=1, le=65536)
-    patch_size: int = key(16, "side of a patch; divides `image_size`", unit="pixels", ge=1, le=65536)
-    width: int = key(384, "channels of a token", ge=1, le=65536)
-    depth: int = key(12, "number of blocks", ge=1, le=1000)
-    heads: int = key(6, "attention heads; divides `width`", ge=1)
-    mlp_ratio: Number = key(4.0, "hidden channels of the MLP / `width`", gt=0, le=1000)
-    num_classes: int | None = key(None, "classes of the head; `None`: as many as the data set has", ge=1, le=10**8)
-    dropout: Number = key(0.0, "after the position embedding and after every projection of a block but qkv", ge=0, lt=1)
-    drop_path: Number = key(
-        0.0, "stochastic depth (arXiv 1603.09382): rate of the last block, rising from 0", ge=0, lt=1
-    )
-    stem: Literal["patch", "conv"] = key(
-        "patch", "`conv`: 3 x 3 convolutions, one of stride 1 and then of stride 2, instead of the patch projection"
-    )
-    pool: Literal["cls", "avg", "seq"] = key(
-        "cls", "what the head reads: the class token, the mean of the patches, or their learned mean (arXiv 2104.05704)"
-    )
-    position: Literal["learned", "sincos2d"] = key("learned", "position embedding; `sincos2d` is fixed")
-    no_embed_class: bool = key(False, "no position embedding for the class token and the registers")
-    reg_tokens: int = key(0, "register tokens (arXiv 2309.16588), which the head does not read", ge=0, le=65536)
-    init_values: Number | None = key(
-        None,
-        "LayerScale (arXiv 2103.17239): initial factor of every residual branch; `None`: no LayerScale",
-        ge=0,
-        le=1,
-    )
-    activation_checkpoint: bool = key(False, "recompute each block in the backward pass, to save memory")
-
-    @model_validator(mode="after")
-    def _divide(self) -> "Model":
-        if self.image_size % self.patch_size:
-            nearest = nearest_multiples(self.image_size, self.patch_size)
-            raise ValueError(
-                f"image_size={self.image_size} is not a multiple of patch_size={self.patch_size}; "
-                f"the nearest that are: {nearest}"
-            )
-        unit = self.patch_size
-        if self.stem == "conv" and (unit & (unit - 1) or self.width % unit):
-            raise ValueError(f"stem='conv' needs a power of two that divides width as patch_size, not {unit}")
-        unit = math.lcm(self.heads, 4) if self.position == "sincos2d" else self.heads
-        if self.width % unit:
-            reason = f"heads={self.heads}" if unit == self.heads else f"{unit} (heads, and 4 for sincos2d)"
-            nearest = nearest_multiples(self.width, unit)
-            raise ValueError(f"width={self.width} is not a multiple of {reason}; the nearest that are: {nearest}")
-        return self
-
-    @property
-    def classes(self) -> int:
-        """Classes of the head; ImageNet's where the data set is not known."""
-        return self.num_classes or 1000
-
-    @property
-    def stem_channels(self) -> list[int]:
-        """Channels before, between and after the convolutions of ``stem="conv"``."""
-        return [3, *(self.width >> i for i in reversed(range(self.patch_size.bit_length())))]
-
-    @property
-    def prefix_tokens(self) -> int:
-        """Tokens before those of the patches: the class token and the registers."""
-        return (self.pool == "cls") + self.reg_tokens
-
-    @property
-    def embedded_prefix(self) -> int:
-        """Those of them that have a position embedding."""
-        return 0 if self.no_embed_class else self.prefix_tokens
-
 
 TorchvisionRandAugment = Annotated[
     tuple[int, Number], Field(strict=False), hold(lambda pair: pair[0] >= 1 and 0 <= pair[1] <= 10)
@@ -111,11 +35,6 @@ TorchvisionRandAugment = Annotated[
 TimmRandAugment = Annotated[
     str, hold(lambda text: re.fullmatch(r"rand(-(m|n|mmax|inc)\d+|-(p|mstd)\d+(\.\d+)?)*", text))
 ]
-
-
-def _choose_model(value: Any, parse: Any) -> Any:
-    has_name = isinstance(value, Mapping) and isinstance(value.get("timm"), str)
-    return TimmModel.model_validate(value) if has_name else parse(value)
 
 
 class Data(Section):
@@ -289,7 +208,7 @@ class Config(Section):
     OPTIMIZER: Optimizer = key(Optimizer(), "the optimizer, and its own options")
     EMA: Number = key(0.0, "decay of the weights' moving average, which is then evaluated; 0: none", ge=0, lt=1)
     EMA_WARMUP: bool = key(True, "a smaller decay in the first steps: at most (1 + step) / (10 + step)")
-    MODEL: Annotated[SerializeAsAny[Model], WrapValidator(_choose_model)] = key(
+    MODEL: Annotated[SerializeAsAny[Model], WrapValidator(choose_model)] = key(
         Model(), "the model's shape, or its name"
     )
     OUTPUT: str | None = key(None, "folder of the run without `--output`; `None`: outputs/<name of the config>")
@@ -346,11 +265,6 @@ class Config(Section):
         if self.BCE_THRESHOLD not in (None, "soft") and (smoothing := self.LABEL_SMOOTHING):
             raise ValueError(f"BCE_THRESHOLD={self.BCE_THRESHOLD} undoes LABEL_SMOOTHING={smoothing}: set one of them")
         return self
-
-
-def parse_model(**arguments: Any) -> Model:
-    """Check the names and values of MODEL; raises ValueError for an unknown name or a value that does not fit."""
-    return parse(Model, arguments)
 
 
 def all_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

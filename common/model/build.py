@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.colossal import Engine, initialize, shard_model
-from common.config.schema import parse_model
-from common.config.timm_config import TimmModel, pretrained_config
+from common.config.model_keys import TimmModel, parse_model, pretrained_config
 from common.model.timm_model import build_timm_model
 from common.model.vit import VisionTransformer
 from common.optim.build import build_lr_scheduler, build_optimizer

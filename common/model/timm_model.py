@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.config.timm_config import pretrained_config
+from common.config.model_keys import pretrained_config
 from common.errors import UserError, did_you_mean, first_line
 
 # What would load files, what MODEL's own keys set, and what changes the inputs or the outputs.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common.config.schema import Model
+from common.config.model_keys import Model
 
 MASK_LEVELS = 1 << 16  # 16 random bits per value of a dropout mask
 

@@ -8,9 +8,9 @@ import torch
 
 from common.colossal import compute_dtype, describe_tensor_parallel, name_dtype
 from common.config.fields import flatten
+from common.config.model_keys import TIMM_DATA
 from common.config.plan import DataSummary, Plan
 from common.config.schema import Config
-from common.config.timm_config import TIMM_DATA
 from common.errors import counted, format_table, print_wrapped
 from common.hardware import instruction_set
 from common.model.build import build_on_meta, count_parameters

@@ -1,0 +1,140 @@
+"""The keys of MODEL: the shape of a plain ViT, or with ``timm`` a model of timm's by name."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import ConfigDict, model_validator
+
+from common.config.fields import Number, Section, key, parse
+from common.errors import did_you_mean, nearest_multiples
+
+# Keys of DATA, and what timm's configuration of weights calls them.
+TIMM_DATA = {"mean": "mean", "std": "std", "interpolation": "interpolation", "eval_crop": "crop_pct"}
+
+
+class Model(Section):
+    """The defaults are ViT-S/16 for ImageNet-1k."""
+
+    timm: str | None = key(
+        None, "a model of timm's by name, whose arguments the other keys then are ([own-images.md](own-images.md))"
+    )
+    image_size: int = key(224, "side of the square input", unit="pixels", ge=1, le=65536)
+    patch_size: int = key(16, "side of a patch; divides `image_size`", unit="pixels", ge=1, le=65536)
+    width: int = key(384, "channels of a token", ge=1, le=65536)
+    depth: int = key(12, "number of blocks", ge=1, le=1000)
+    heads: int = key(6, "attention heads; divides `width`", ge=1)
+    mlp_ratio: Number = key(4.0, "hidden channels of the MLP / `width`", gt=0, le=1000)
+    num_classes: int | None = key(None, "classes of the head; `None`: as many as the data set has", ge=1, le=10**8)
+    dropout: Number = key(0.0, "after the position embedding and after every projection of a block but qkv", ge=0, lt=1)
+    drop_path: Number = key(
+        0.0, "stochastic depth (arXiv 1603.09382): rate of the last block, rising from 0", ge=0, lt=1
+    )
+    stem: Literal["patch", "conv"] = key(
+        "patch", "`conv`: 3 x 3 convolutions, one of stride 1 and then of stride 2, instead of the patch projection"
+    )
+    pool: Literal["cls", "avg", "seq"] = key(
+        "cls", "what the head reads: the class token, the mean of the patches, or their learned mean (arXiv 2104.05704)"
+    )
+    position: Literal["learned", "sincos2d"] = key("learned", "position embedding; `sincos2d` is fixed")
+    no_embed_class: bool = key(False, "no position embedding for the class token and the registers")
+    reg_tokens: int = key(0, "register tokens (arXiv 2309.16588), which the head does not read", ge=0, le=65536)
+    init_values: Number | None = key(
+        None,
+        "LayerScale (arXiv 2103.17239): initial factor of every residual branch; `None`: no LayerScale",
+        ge=0,
+        le=1,
+    )
+    activation_checkpoint: bool = key(False, "recompute each block in the backward pass, to save memory")
+
+    @model_validator(mode="after")
+    def _divide(self) -> "Model":
+        if self.image_size % self.patch_size:
+            nearest = nearest_multiples(self.image_size, self.patch_size)
+            raise ValueError(
+                f"image_size={self.image_size} is not a multiple of patch_size={self.patch_size}; "
+                f"the nearest that are: {nearest}"
+            )
+        unit = self.patch_size
+        if self.stem == "conv" and (unit & (unit - 1) or self.width % unit):
+            raise ValueError(f"stem='conv' needs a power of two that divides width as patch_size, not {unit}")
+        unit = math.lcm(self.heads, 4) if self.position == "sincos2d" else self.heads
+        if self.width % unit:
+            reason = f"heads={self.heads}" if unit == self.heads else f"{unit} (heads, and 4 for sincos2d)"
+            nearest = nearest_multiples(self.width, unit)
+            raise ValueError(f"width={self.width} is not a multiple of {reason}; the nearest that are: {nearest}")
+        return self
+
+    @property
+    def classes(self) -> int:
+        """Classes of the head; ImageNet's where the data set is not known."""
+        return self.num_classes or 1000
+
+    @property
+    def stem_channels(self) -> list[int]:
+        """Channels before, between and after the convolutions of ``stem="conv"``."""
+        return [3, *(self.width >> i for i in reversed(range(self.patch_size.bit_length())))]
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens before those of the patches: the class token and the registers."""
+        return (self.pool == "cls") + self.reg_tokens
+
+    @property
+    def embedded_prefix(self) -> int:
+        """Those of them that have a position embedding."""
+        return 0 if self.no_embed_class else self.prefix_tokens
+
+
+class TimmModel(Section):
+    """MODEL with ``timm``; further keys are arguments of that model, which `build_model` checks."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    timm: str
+    image_size: int = key(..., "side of the square input", ge=1, le=65536)
+    num_classes: int | None = key(None, "classes of the head", ge=1, le=10**8)
+    pretrained: bool = key(False, "with `timm`: its weights as `INIT`")
+    sync_bn: bool = key(False, "with `timm`: batch norms take the statistics of all GPUs' images")
+    activation_checkpoint: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _size(cls, values: Any) -> Any:
+        return {"image_size": pretrained_config(values["timm"]).input_size[-1], **values}
+
+
+def choose_model(value: Any, parse_shape: Any) -> Any:
+    """Return the section that MODEL's ``value`` is: `TimmModel` where it names one, else what ``parse_shape`` makes."""
+    has_name = isinstance(value, Mapping) and isinstance(value.get("timm"), str)
+    return TimmModel.model_validate(value) if has_name else parse_shape(value)
+
+
+def parse_model(**arguments: Any) -> Model:
+    """Check the names and values of MODEL; raises ValueError for an unknown name or a value that does not fit."""
+    return parse(Model, arguments)
+
+
+def pretrained_config(name: str) -> Any:
+    """Return timm's configuration of the model or weights ``name``; raise ValueError with the nearest name."""
+    import timm  # takes a second
+    from timm.models import get_pretrained_cfg
+
+    architecture = name.partition(".")[0]
+    if not timm.is_model(architecture):
+        known = did_you_mean(architecture, timm.list_models())
+        raise ValueError(f"timm={name!r}: timm has no such model{known}; timm.list_models() lists all")
+    try:
+        return get_pretrained_cfg(name, allow_unregistered=False)
+    except RuntimeError:
+        known = did_you_mean(name, timm.list_pretrained(f"{architecture}.*"))
+        raise ValueError(f"timm={name!r}: timm has no such weights{known}") from None
+
+
+def data_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of DATA as the model's own configuration has them; none for a plain ViT."""
+    if not model["timm"]:
+        return {}
+    about = pretrained_config(model["timm"])
+    found = {name: getattr(about, theirs) for name, theirs in TIMM_DATA.items()}
+    return {name: value for name, value in found.items() if name != "interpolation" or value in ("bilinear", "bicubic")}

@@ -5,7 +5,6 @@ Evaluation pads its last batches with zeros of label -100, which `torch.nn.funct
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +25,8 @@ from common.errors import UserError
 from common.task import Task
 
 # keys of DATA for photographs only
-UNUSED = (
-    "loader",
-    "workers",
-    "crop",
-    "crop_scale",
-    "crop_ratio",
-    "randaugment",
-    *SHARDS_ONLY,
-)
+UNUSED = ("loader", "workers", "crop", "crop_scale", "crop_ratio", "randaugment", *SHARDS_ONLY)
 
-# On a GPU, launching a batch's kernels takes longer than running them: this many batches are augmented at once. On a
-# CPU it is one, which stays in the cache.
-READ_AHEAD = 8
 # top, left and flip; then AutoAugment's
 UNIFORMS_PER_SAMPLE = 3 + AutoAugment.UNIFORMS
 
@@ -131,7 +119,6 @@ class MemoryReader:
     """Read samples of a split as normalised images and labels; the split is kept on ``device`` in uint8.
 
     ``mean`` and ``std`` are of RGB values from 0 to 1. Padding rows are zeros with label -100.
-    ``together`` is the number of batches augmented at once; it does not affect the result.
     """
 
     def __init__(
@@ -146,29 +133,21 @@ class MemoryReader:
         self._images, self._labels = (torch.from_numpy(array).to(device) for array in images)
         self._normalize = Normalizer(mean, std, device)
         self._augment = augment
-        self.together = 1 if device.type == "cpu" else READ_AHEAD
 
     def read(self, draws: Iterator[Draw]) -> Generator[Batch, None, None]:
         """Yield one batch per draw, in order."""
         return prefetch(self._read(draws), self._images.device)
 
     def _read(self, draws: Iterator[Draw]) -> Generator[Batch, None, None]:
-        while ahead := list(islice(draws, self.together)):
-            indices, uniforms = (np.concatenate(arrays) for arrays in zip(*(draw[:2] for draw in ahead), strict=True))
+        for indices, uniforms, *_ in draws:
             rows = to_device(np.where(indices == PADDING, 0, indices), self._images.device)
             images, labels = self._images.index_select(0, rows), self._labels.index_select(0, rows)
-            if self._augment:
-                images = self._augment(images, uniforms)
-            batches = [draw.indices for draw in ahead]
-            sizes = [len(batch) for batch in batches]
-            yield from map(self._finish, images.split(sizes), labels.split(sizes), batches)
-
-    def _finish(self, images: Tensor, labels: Tensor, indices: np.ndarray) -> Batch:
-        normalized = self._normalize(images)
-        if PADDING not in indices:
-            return normalized, labels
-        is_padding = to_device(indices == PADDING, self._images.device)
-        return normalized.masked_fill_(is_padding[:, None, None, None], 0), labels.masked_fill(is_padding, NO_LABEL)
+            normalized = self._normalize(self._augment(images, uniforms) if self._augment else images)
+            if PADDING in indices:
+                is_padding = to_device(indices == PADDING, self._images.device)
+                normalized.masked_fill_(is_padding[:, None, None, None], 0)
+                labels = labels.masked_fill(is_padding, NO_LABEL)
+            yield normalized, labels
 
     def close(self) -> None:
         """Do nothing: there are no threads or processes."""

@@ -17,6 +17,9 @@ from common.data.loader import to_device
 LEVELS = 10
 BINS = 1000  # RandAugment's magnitudes are as fine as a hundredth of a level
 MOVES = ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
+TABLES = ("Brightness", "Posterize", "Solarize", "Invert")  # the new value depends on the old one alone
+# A batch is sorted by these, so that images of the same kind are a slice of it
+KINDS = (MOVES, TABLES, ("AutoContrast",), ("Equalize",), ("Color",), ("Contrast",), ("Sharpness",), ("Identity",))
 
 Operation = tuple[str, float]  # torchvision's name and magnitude
 
@@ -32,7 +35,7 @@ class Policy:
     def __init__(self, transform: v2.AutoAugment | v2.RandAugment, uniforms: int, fill: int) -> None:
         self.transform, self.uniforms, self.fill = transform, uniforms, fill
         self._operations = cache(self.build_operations)
-        self._sources: dict[tuple, Tensor] = {}
+        self._tables = cache(self._build_tables)
 
     def build_operations(self, height: int, width: int) -> list[Operation]:
         """Return all operations that may be drawn for images of that size."""
@@ -51,11 +54,18 @@ class Policy:
 
     def augment_batch(self, images: Tensor, uniforms: np.ndarray) -> Tensor:
         """Augment ``images``, uint8 [B, 3, Y, X], in place by ``uniforms`` [B, `uniforms`]; return them."""
-        operations = self._operations(*images.shape[2:])
+        kinds, sources, tables, factors = self._tables(*images.shape[2:], images.device)
         for drawn in self.draw(uniforms).T:
-            for number in np.unique(drawn):
-                rows = to_device(np.flatnonzero(drawn == number), images.device)
-                images[rows] = self._change(images[rows], operations[number])
+            order = np.argsort(kinds[drawn], kind="stable")
+            place, numbers = to_device(np.stack([order, drawn[order]]), images.device)
+            counts = np.bincount(kinds[drawn], minlength=len(KINDS)).tolist()
+            sizes = [counts[0], sum(counts[1:4]), sum(counts[4:7]), counts[7]]
+            ordered = images[place]
+            (moved, mapped, blended, _), chosen = ordered.split(sizes), numbers.split(sizes)
+            move(moved, sources[chosen[0]], self.fill)
+            map_values(mapped, tables[chosen[1][: counts[1]]], counts[1:4])
+            blend(blended, factors[chosen[2]], counts[4:7])
+            images[place] = ordered
         return images
 
     def _signed(self, name: str, level: int | None, bins: int, height: int, width: int) -> list[Operation]:
@@ -65,31 +75,28 @@ class Policy:
         magnitude = 0.0 if magnitudes is None else float(magnitudes.numpy()[level])
         return [(name, -magnitude if is_signed else magnitude), (name, magnitude)]
 
-    def _apply(self, image: Image.Image | Tensor, operation: Operation) -> Any:
+    def _apply(self, image: Image.Image, operation: Operation) -> Any:
         return self.transform._apply_image_or_video_transform(
             image, *operation, self.transform.interpolation, self.transform._fill
         )
 
-    def _change(self, images: Tensor, operation: Operation) -> Tensor:
-        """Apply one operation, replacing those of torchvision that copy to the GPU and wait."""
-        name, magnitude = operation
-        if name in MOVES:
-            source = self._source(operation, images)
-            return images.flatten(2)[..., source.clamp(min=0)].masked_fill_(source < 0, self.fill).view_as(images)
-        if name == "Sharpness":
-            return sharpen(images, 1 + magnitude)
-        return autocontrast(images) if name == "AutoContrast" else self._apply(images, operation)
+    def _build_tables(self, height: int, width: int, device: torch.device) -> tuple[np.ndarray, Tensor, Tensor, Tensor]:
+        """Return for each of N operations: its kind, int [N]; the number of the pixel that it moves to each place, int
+        [N, Y * X], which is Y * X outside the image; each value's new value, uint8 [N, 256]; its factor [N, 1, 1, 1].
+        """
+        operations, first = self._operations(height, width), self.fill + 1
 
-    def _source(self, operation: Operation, images: Tensor) -> Tensor:
-        """Return the number of the pixel that Pillow moves to each place [Y * X]; negative outside the image."""
-        height, width = images.shape[2:]
-        key = (operation, height, width, images.device)
-        if key not in self._sources:
-            first = self.fill + 1
-            numbers = np.arange(height * width, dtype=np.int32).reshape(height, width) + first
-            moved = np.asarray(self._apply(Image.fromarray(numbers), operation)).astype(np.int64)
-            self._sources[key] = to_device(moved.ravel() - first, images.device)
-        return self._sources[key]
+        def results(image: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
+            new = (self._apply(Image.fromarray(image), each) if each[0] in names else image for each in operations)
+            return np.stack([np.asarray(each).ravel() for each in new])
+
+        pixels = np.arange(height * width, dtype=np.int32).reshape(height, width) + first
+        sources = results(pixels, MOVES).astype(np.int64) - first
+        sources[sources < 0] = height * width
+        tables = results(np.arange(256, dtype=np.uint8)[None], TABLES)
+        factors = np.array([1 + magnitude for _, magnitude in operations], np.float32)[:, None, None, None]
+        kinds = np.array([next(i for i, names in enumerate(KINDS) if name in names) for name, _ in operations])
+        return kinds, to_device(sources, device), to_device(tables, device), to_device(factors, device)
 
 
 class RandAugment(Policy):
@@ -167,17 +174,42 @@ def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
     return ImageOps.posterize(image, bits) if bits > 0 else Image.new(image.mode, image.size)
 
 
-def sharpen(images: Tensor, factor: float) -> Tensor:
-    """Return uint8 images sharpened as by Pillow: the difference from a 3 x 3 blur times ``factor``; edges stay."""
+def move(images: Tensor, sources: Tensor, fill: int) -> None:
+    """Replace each pixel of ``images`` by that of number ``sources`` [B, Y * X]; the one after the last is ``fill``."""
+    pixels = F.pad(images.flatten(2), (0, 1), value=fill)
+    images.copy_(pixels.gather(2, sources[:, None].expand(-1, 3, -1)).view_as(images))
+
+
+def map_values(images: Tensor, tables: Tensor, counts: list[int]) -> None:
+    """Replace values by ``tables`` [counts[0], 256], then stretch ``counts[1]`` images and equalize ``counts[2]``."""
+    values = images.flatten(2).long()
+    equalized = values[counts[0] + counts[1] :]
+    low, high = torch.aminmax(values[counts[0] :], dim=2, keepdim=True)
+    levels = torch.arange(256, device=images.device)
+    # AutoContrast: from the lowest and highest value of a channel to 0 and 255, unless they are the same
+    (low, _), (high, highest) = (bound.split(counts[1:]) for bound in (low, high))
+    stretch = torch.where(high > low, (levels - low) * (255 / (high - low).clamp(min=1)), levels)
+    # Equalize, as Pillow counts: below each value, in steps of a 255th of all pixels that are not of the highest value
+    ones = torch.ones((), dtype=torch.long, device=images.device).expand_as(equalized)
+    histogram = torch.zeros(*equalized.shape[:2], 256, dtype=torch.long, device=images.device)
+    histogram.scatter_add_(2, equalized, ones)
+    step = (equalized.shape[2] - histogram.gather(2, highest)) // 255
+    below = histogram.cumsum(2) - histogram
+    equalize = torch.where(step > 0, (below + step // 2) // step.clamp(min=1), levels).clamp_(max=255)
+    all_tables = [tables[:, None].expand(-1, 3, -1), stretch.to(torch.uint8), equalize.to(torch.uint8)]
+    images.copy_(torch.cat(all_tables).gather(2, values).view_as(images))
+
+
+def blend(images: Tensor, factors: Tensor, counts: list[int]) -> None:
+    """Extrapolate from ``counts[0]`` images without colour, ``counts[1]`` of their mean, ``counts[2]`` blurred."""
     pixels = images.float()
-    inner = pixels[..., 1:-1, 1:-1]
-    blurred = ((9 * F.avg_pool2d(pixels, 3, 1) + 4 * inner) / 13).round_()
-    inner.copy_(torch.lerp(blurred, inner, factor))
-    return pixels.clamp_(0, 255).to(torch.uint8)
-
-
-def autocontrast(images: Tensor) -> Tensor:
-    """Return uint8 images [B, 3, Y, X] with each channel stretched to 0 to 255, unless it is constant."""
-    low, high = (bound.float() for bound in torch.aminmax(images.flatten(2), dim=2, keepdim=True))
-    stretched = (images.flatten(2) - low) * (255 / (high - low).clamp(min=1))
-    return torch.where(high > low, stretched.to(torch.uint8), images.flatten(2)).view_as(images)
+    start = pixels.clone()
+    _, constant, blurred = start.split(counts)
+    colored = pixels[: counts[0] + counts[1]]
+    red, green, blue = colored.unbind(1)
+    grey = (0.299 * red).add_(green, alpha=0.587).add_(blue, alpha=0.114).round_()[:, None]
+    start[: len(colored)] = grey
+    constant.copy_(grey[counts[0] :].mean((2, 3), keepdim=True).round_())
+    inner = blurred[..., 1:-1, 1:-1]
+    inner.copy_((9 * F.avg_pool2d(blurred, 3, 1)).add_(inner, alpha=4).div_(13).round_())  # Pillow's weights
+    images.copy_(torch.lerp(start, pixels, factors).clamp_(0, 255))

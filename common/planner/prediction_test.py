@@ -69,6 +69,8 @@ def test_one_gpu_needs_its_arithmetic_and_nothing_else():
     update = 7 * alone.estimate.gradients / MEMORY_BANDWIDTH  # AdamW
     assert alone.step == pytest.approx(compute + update)
     assert alone.fastest_step == pytest.approx(compute * ASSUMED_MFU / BEST_MFU + update)
+    (eager,) = build_planner(build_config() | {"COMPILE": False}, 1).predict_modes()
+    assert eager.fastest_step == pytest.approx(compute + update)
 
 
 def test_small_micro_batches_and_slow_decoding_bound_the_step():

@@ -9,15 +9,7 @@ import pytest
 from pydantic import Field
 
 from common.errors import UserError
-from common.files import (
-    Count,
-    Schema,
-    lock_folder,
-    read_json,
-    read_text,
-    sha256_of,
-    unlock_folder,
-)
+from common.files import Count, Schema, lock_folder, read_json, read_text, sha256_of, unlock_folder
 
 HOLD = "import sys; from pathlib import Path; from common.files import lock_folder; lock_folder(Path(sys.argv[1]))"
 

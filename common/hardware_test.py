@@ -17,10 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.mark.parametrize(
     ("has", "aten", "name", "fast"),
-    [
-        (("amx_tile", "avx512_bf16"), "AVX512", "AMX", True),
-        ((), "AVX512", "AVX512", False),
-    ],
+    [(("amx_tile", "avx512_bf16"), "AVX512", "AMX", True), ((), "AVX512", "AVX512", False)],
 )
 def test_instruction_sets(monkeypatch: pytest.MonkeyPatch, has, aten, name, fast) -> None:
     for flag in ("amx_tile", "avx512_bf16"):

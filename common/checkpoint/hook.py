@@ -27,15 +27,7 @@ from common.checkpoint.save import (
     newest_checkpoint,
     write_checkpoint,
 )
-from common.colossal import (
-    BaseHook,
-    ParallelMode,
-    Trainer,
-    doing,
-    generator_states,
-    gpc,
-    set_generator_states,
-)
+from common.colossal import BaseHook, ParallelMode, Trainer, doing, generator_states, gpc, set_generator_states
 from common.errors import RankError, UserError
 from common.launch.signals import stop_signals
 from common.metrics.hook import MetricsHook

@@ -20,13 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from common.colossal.amp import MixedPrecision, build_mixed_precision
 from common.colossal.lost_ranks import naming_lost_ranks
 from common.colossal.step_optimizer import MAX_SKIPPED, OncePerStep, StepOptimizer
-from common.colossal.upstream import (
-    Lamb,
-    ParallelMode,
-    UpstreamEngine,
-    get_accelerator,
-    gpc,
-)
+from common.colossal.upstream import Lamb, ParallelMode, UpstreamEngine, get_accelerator, gpc
 from common.colossal.zero import set_communication
 from common.errors import UserError, first_line, is_first_process
 from common.hardware import limit_threads
@@ -45,13 +39,7 @@ class Engine(UpstreamEngine):
 
     optimizer: StepOptimizer
 
-    def __init__(
-        self,
-        *args: Any,
-        precision: MixedPrecision,
-        lr_scheduler: OncePerStep | None = None,
-        **kwargs: Any,
-    ):
+    def __init__(self, *args: Any, precision: MixedPrecision, lr_scheduler: OncePerStep | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.precision, self.lr_scheduler = precision, lr_scheduler
         self.on_phase: Callable[[str], object] = lambda phase: None  # called in training where a phase begins

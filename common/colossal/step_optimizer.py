@@ -83,11 +83,7 @@ class StepOptimizer(OptimizerWrapper):
     """
 
     def __init__(
-        self,
-        optim: Optimizer,
-        accumulation: int = 1,
-        scaler: GradScaler | None = None,
-        max_skipped: int = MAX_SKIPPED,
+        self, optim: Optimizer, accumulation: int = 1, scaler: GradScaler | None = None, max_skipped: int = MAX_SKIPPED
     ):
         super().__init__(optim)
         self.accumulation, self.scaler, self.max_skipped = accumulation, scaler, max_skipped

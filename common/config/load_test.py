@@ -109,10 +109,7 @@ def test_a_config_imports_its_neighbour(write, tmp_path):
         (["fp16.mode=AMP_TYPE.FAST"], "expected AMP_TYPE.APEX, AMP_TYPE.TORCH, AMP_TYPE.NAIVE or None"),
         (["DATA.crop_scale=(0.5, 0.1)"], r"\(0.5, 0.1\): expected \(low, high\), 0 < low <= high <= 1$"),
         (["parallel.tensor=4"], r"parallel.tensor=4: expected dict\(size=..., mode=..., depth=...\)"),
-        (
-            ["DATA.crop=simple", "DATA.crop_scale=(0.5, 1.0)"],
-            r"crop_scale=\(0.5, 1.0\) has no effect with crop=",
-        ),
+        (["DATA.crop=simple", "DATA.crop_scale=(0.5, 1.0)"], r"crop_scale=\(0.5, 1.0\) has no effect with crop="),
         (["OPTIMIZER.name=sgd", "OPTIMIZER.eps=1"], "OPTIMIZER.eps has no effect with name=sgd, which takes mom"),
         (["fp16=dict(mode=AMP_TYPE.TORCH, opt_level='O2')"], "fp16.opt_level has no effect with mode=AMP_TYPE.TORCH"),
         (["fp16.dtype=float16"], "fp16.dtype has no effect with mode=None: set mode to one of AMP_TYPE$"),

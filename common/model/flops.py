@@ -48,11 +48,7 @@ def flops_per_image(model: Mapping[str, Any], frozen: str | None = None) -> int:
 
 
 def peak_images_per_s(
-    model: Mapping[str, Any],
-    fp16: Mapping[str, Any] | None,
-    gpus: int,
-    device: torch.device,
-    frozen: str | None = None,
+    model: Mapping[str, Any], fp16: Mapping[str, Any] | None, gpus: int, device: torch.device, frozen: str | None = None
 ) -> float:
     """Return the images/s of ``gpus`` devices training at peak FLOP/s in the precision of ``fp16``.
 

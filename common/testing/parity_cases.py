@@ -89,10 +89,7 @@ class Losses(BaseHook):
 
 
 def build_engine(
-    optimizer_name: str,
-    criterion: Callable[..., Tensor] = blended_loss,
-    frozen: str | None = None,
-    **arguments: Any,
+    optimizer_name: str, criterion: Callable[..., Tensor] = blended_loss, frozen: str | None = None, **arguments: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer, Engine]:
     """Build model, optimizer and engine in the mode of the launch."""
     options = dict(OPTIMIZERS[optimizer_name], name=optimizer_name)

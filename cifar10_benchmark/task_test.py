@@ -69,7 +69,9 @@ def test_crops_and_flips_are_torchvisions_and_autoaugment_comes_last(padding, fl
 def test_batches_on_a_gpu_are_those_on_a_cpu_and_do_not_wait(data, build):
     data = data | {"autoaugment": "cifar10"}
     ((images, waits, kernels),) = run_ranks(1, read_on_gpu, partial(build, data))
-    assert (kernels <= 140, waits) == (True, {})
+    assert waits == {}
+    assert kernels[False] <= 140
+    assert kernels[True] <= 2  # from building the loader, by batch
     assert all(map(torch.equal, images, (images for images, _ in build(data))))
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from common.data.crops import Crop, Crops, Normalizer, reflected, resample
 from common.data.image_folder import reason_of
-from common.data.loader import to_device
+from common.data.loader import prefetch, to_device
 from common.data.sampler import NO_LABEL, Draw
 from common.data.workers import Record, RecordReader
 from common.errors import UserError, is_first_process
@@ -148,6 +148,9 @@ class DaliReader:
 
     def read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:
         """Yield the batch of each draw, in order."""
+        return prefetch(self._read(draws), self.device)
+
+    def _read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:
         # DALI must finish the batches of a pass that was left early before it takes a new one
         self._raw_batches = iter(())
         while self._run() is not None:

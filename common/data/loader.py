@@ -5,8 +5,9 @@ pads its last batches with zeros of label -100, which `torch.nn.functional.cross
 """
 
 from collections.abc import Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -91,23 +92,28 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def prefetch(batches: Generator[Batch, None, None], device: torch.device) -> Generator[Batch, None, None]:
-    """Yield the batches unchanged; on a GPU, run what ``batches`` queues there on a stream of its own.
+    """Yield the batches unchanged; for a GPU, make the next one in a thread, and run its kernels on their own stream.
 
-    Since the host runs ahead of the GPU, copies and kernels of the next batch overlap with the last step's.
+    So neither the host's work for a batch nor its copies and kernels delay the step before it.
     """
-    with closing(batches):
-        if device.type == "cpu":
-            yield from batches
-            return
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))  # on which the inputs were made
-        while True:
-            with torch.cuda.stream(stream):
-                batch = next(batches, None)
-            if batch is None:
-                return
+    if device.type == "cpu":
+        yield from batches
+        return
+    stream, training = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(training)  # on which the inputs were made
+
+    def load() -> tuple[Batch, Any] | None:
+        with torch.cuda.stream(stream):
+            batch = next(batches, None)
+            return batch and (batch, stream.record_event())
+
+    with closing(batches), ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
+        future = thread.submit(load)
+        while loaded := future.result():
+            batch, ready = loaded
+            future = thread.submit(load)
             training = torch.cuda.current_stream(device)
-            training.wait_stream(stream)
+            training.wait_event(ready)
             for tensor in batch:
                 tensor.record_stream(training)  # or its memory would be reused too early
             yield batch

@@ -7,7 +7,9 @@ What it cannot show: DDP's reducer and inductor, which do not run on it, DALI's 
 import ctypes
 import multiprocessing
 import sys
+import threading
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from common.data import loader
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
@@ -57,12 +61,15 @@ class GpuTensor(Tensor):
 
 
 class SimulatedGpu(TorchDispatchMode):
-    """Run the operations of `GpuTensor`; count ``kernels``, and record where the host has waited in ``waits``."""
+    """Run the operations of `GpuTensor`; record in ``waits`` where the host has waited.
+
+    ``kernels`` counts those that the main thread has launched, and those of others.
+    """
 
     def __init__(self):
         super().__init__()
         self.waits: Waits = {}
-        self.kernels = 0
+        self.kernels = {True: 0, False: 0}
         self.generator = torch.Generator()
         self.cpu_groups = set()  # the others are NCCL's
 
@@ -104,7 +111,7 @@ class SimulatedGpu(TorchDispatchMode):
             result.is_pinned_here = True
         if not makes_ours:
             return result
-        self.kernels += not function.is_view
+        self.kernels[threading.current_thread() is threading.main_thread()] += not function.is_view
         result = tree_map_only(Tensor, GpuTensor, result)
         return return_and_correct_aliasing(function, args, kwargs, result) if has_ours else result
 
@@ -196,18 +203,18 @@ def simulate_gpu() -> SimulatedGpu:
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device) copies by an operation that is seen
     _let_autograd_run()
     gpu.__enter__()
+    loader.ThreadPoolExecutor = partial(ThreadPoolExecutor, initializer=gpu.__enter__)  # a mode is of one thread
     return gpu
 
 
-def read_on_gpu(build) -> tuple[list[Tensor], Waits, int]:
-    """Return the images of ``build(device)``'s batches, the waits after the first, and the kernels of the last."""
-    gpu, images, waits, kernels = simulate_gpu(), [], {}, 0
+def read_on_gpu(build) -> tuple[list[Tensor], Waits, dict[bool, float]]:
+    """Return the images of ``build(device)``'s batches, the waits after the first, and the mean of their kernels."""
+    gpu, images, waits = simulate_gpu(), [], {}
     for batch, _ in build(CUDA):
         waits |= gpu.waits if images else {}
-        kernels = gpu.kernels
         images.append(batch.cpu())
-        gpu.waits, gpu.kernels = {}, 0
-    return images, waits, kernels
+        gpu.waits = {}
+    return images, waits, {thread: count / len(images) for thread, count in gpu.kernels.items()}
 
 
 def _let_autograd_run():

@@ -90,5 +90,5 @@ def test_loaders_and_augmentation_do_not_wait_after_the_first_batch(mode: str, d
 
     ((images, waits, kernels),) = run_ranks(1, read_on_gpu, build)
     assert waits == {}
-    assert kernels <= 60
+    assert sum(kernels.values()) <= 45  # in the mean with evaluation, which has 6
     assert all(map(torch.equal, images, (images for images, _ in build(torch.device("cpu")))))

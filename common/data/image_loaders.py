@@ -77,6 +77,7 @@ class TorchvisionReader:
     def read(self, draws: Iterator[Draw]) -> Generator[Batch, None, None]:
         """Yield the batch of each draw, in order."""
         self._bad.start_pass()
+        self._pool.start()
         return prefetch(self._read(draws), self.device)
 
     def _read(self, draws: Iterator[Draw]) -> Generator[Batch, None, None]:

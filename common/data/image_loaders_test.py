@@ -128,6 +128,7 @@ def test_workers_compute_though_threads_of_their_parent_have():
 import torch
 from common.data.workers import WorkerPool
 pool = WorkerPool(lambda size: torch.ones(size).sum().item(), 1)
+pool.start()
 print(torch.ones(1 << 20).sum().item(), *pool.map(iter([1 << 20])))
 pool.close()"""
     command, environ = [sys.executable, "-c", program], os.environ | {"OMP_NUM_THREADS": "2"}

@@ -108,11 +108,11 @@ class WorkerPool:
         self._processes: list[BaseProcess] = []
 
     def map(self, tasks: Iterator[Any]) -> Iterator[Any]:
-        """Yield the result of each task, in order."""
+        """Yield the result of each task, in order, once the workers are there."""
         if not self.workers:
             yield from map(self.function, tasks)
             return
-        self._pool = self._pool or self._start()
+        assert self._pool
         pending: deque[Future[Any]] = deque()
         try:
             for task in islice(tasks, AHEAD * self.workers):
@@ -132,12 +132,13 @@ class WorkerPool:
             for future in pending:
                 future.cancel()
 
-    def _start(self) -> ProcessPoolExecutor:
-        context, others = multiprocessing.get_context("fork"), multiprocessing.active_children()
-        pool = ProcessPoolExecutor(self.workers, context, initializer=_set_function, initargs=(self.function,))
-        pool.submit(int)  # forks all workers
-        self._processes = [process for process in multiprocessing.active_children() if process not in others]
-        return pool
+    def start(self) -> None:
+        """Fork the workers, unless they are there; they end with the thread that calls this."""
+        if self.workers and not self._pool:
+            context, others = multiprocessing.get_context("fork"), multiprocessing.active_children()
+            self._pool = ProcessPoolExecutor(self.workers, context, _set_function, (self.function,))
+            self._pool.submit(int)  # forks all workers
+            self._processes = [process for process in multiprocessing.active_children() if process not in others]
 
     def close(self) -> None:
         """End the workers."""

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from common.data import loader
+from common.launch.signals import stop_signals
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
@@ -210,6 +211,7 @@ def simulate_gpu() -> SimulatedGpu:
 def read_on_gpu(build) -> tuple[list[Tensor], Waits, dict[bool, float]]:
     """Return the images of ``build(device)``'s batches, the waits after the first, and the mean of their kernels."""
     gpu, images, waits = simulate_gpu(), [], {}
+    stop_signals.install()  # as a run does: workers end with the thread that forks them
     for batch, _ in build(CUDA):
         waits |= gpu.waits if images else {}
         images.append(batch.cpu())

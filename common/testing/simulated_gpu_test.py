@@ -85,7 +85,8 @@ def test_loaders_and_augmentation_do_not_wait_after_the_first_batch(mode: str, d
         train_loader = tiny_task.build_train_loader(config["DATA"], 14, 7, seed=0, **place)
         eval_loader = tiny_task.build_eval_loader(config["DATA"], 7, **place)
         for loader in (eval_loader, build_batch_augment(train_loader, config)):
-            yield from loader
+            for _ in range(2):
+                yield from loader
             loader.close()
 
     ((images, waits, kernels),) = run_ranks(1, read_on_gpu, build)

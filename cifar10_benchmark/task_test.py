@@ -2,16 +2,17 @@
 
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 from torchvision.transforms.v2 import functional as F
 
-from cifar10_benchmark.task import UNIFORMS_PER_SAMPLE, Augment, build_eval_loader, build_train_loader, describe_data
+from cifar10_benchmark.dataset import open_images
+from cifar10_benchmark.task import build_eval_crop, build_eval_loader, build_train_loader, describe_data
 from common.config.load import load_config
 from common.data.auto_augment import AutoAugment
+from common.data.crops import CenterCrop, Normalizer
 from common.errors import UserError
 from common.testing.photographs import write_colours
 from common.testing.ranks import run_ranks
@@ -46,23 +47,30 @@ def build_eval(data, device=CPU, dp_rank=0, dp_size=1):
 def test_evaluation_is_torchvisions(data, root):
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize(data["mean"], data["std"])])
     images, labels = zip(*ImageFolder(f"{root}/test", transform), strict=True)
-    ours, our_labels = (torch.cat(parts) for parts in zip(*build_eval(data), strict=True))
-    torch.testing.assert_close(ours, torch.stack([*images, torch.zeros(3, 8, 8)]), atol=1e-5, rtol=0)
-    assert our_labels.tolist() == [*labels, -100]
+    both = (batch for rank in (0, 1) for batch in build_eval(data, CPU, rank, 2))
+    ours, our_labels = (torch.cat(parts) for parts in zip(*both, strict=True))
+    torch.testing.assert_close(ours, torch.stack([*images, *torch.zeros(5, 3, 8, 8)]), atol=1e-5, rtol=0)
+    assert our_labels.tolist() == [*labels, *[-100] * 5]
+    assert build_eval_crop(data, 8) == CenterCrop(8, 8)
 
 
-@pytest.mark.parametrize(("padding", "flip"), [(4, True), (2, False), (0, True)])
-def test_crops_and_flips_are_torchvisions_and_autoaugment_comes_last(padding, flip):
-    images = torch.randint(0, 256, (300, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    before, uniforms = images.clone(), np.random.default_rng(1).random((len(images), UNIFORMS_PER_SAMPLE))
-    augmented = Augment(padding, flip)(images, uniforms)
-    for image, row, found in zip(images, uniforms, augmented, strict=True):
-        top, left = (int(uniform * (2 * padding + 1)) for uniform in row[:2])
-        expected = F.crop(F.pad(image, [padding]), top, left, 8, 8)
-        assert torch.equal(found, F.horizontal_flip(expected) if flip and row[2] < 0.5 else expected)
-    both = Augment(padding, flip, "cifar10")(images, uniforms)
-    assert torch.equal(both, AutoAugment().augment_batch(augmented, uniforms[:, 3:]))
-    assert torch.equal(images, before)
+@pytest.mark.parametrize(("padding", "flip", "policy"), [(4, True, None), (2, False, "cifar10"), (0, True, None)])
+def test_crops_and_flips_are_torchvisions_and_autoaugment_comes_last(data, padding, flip, policy):
+    data |= {"crop_padding": padding, "flip": flip, "autoaugment": policy, "repeats": 2}
+    images, shown = torch.from_numpy(open_images(data).train.images), []
+    for rank in (0, 1):
+        loader = build_train(data, CPU, rank, 2)
+        for draw, (found, _) in zip(loader.sampler.draws(0), loader, strict=True):
+            expected = images[draw.indices]
+            for number, row in enumerate(draw.uniforms):
+                top, left = (int(uniform * (2 * padding + 1)) for uniform in row[:2])
+                image = F.crop(F.pad(expected[number], [padding]), top, left, 8, 8)
+                expected[number] = F.horizontal_flip(image) if flip and row[2] < 0.5 else image
+            if policy:
+                AutoAugment().augment_batch(expected, draw.uniforms[:, 3:])
+            assert torch.equal(found, Normalizer(data["mean"], data["std"], CPU)(expected))
+            shown += draw.indices.tolist()
+    assert (len(shown), len(set(shown))) == (48, 24)
 
 
 @pytest.mark.parametrize("build", [build_train, build_eval])
@@ -75,17 +83,10 @@ def test_batches_on_a_gpu_are_those_on_a_cpu_and_do_not_wait(data, build):
     assert all(map(torch.equal, images, (images for images, _ in build(data))))
 
 
-@pytest.mark.parametrize("build", [build_train, build_eval])
-def test_two_processes_share_the_images(data, build):
-    whole, first, second = (
-        [image.sum().item() for images, _ in build(data, CPU, *place) for image in images if image.any()]
-        for place in ((0, 1), (0, 2), (1, 2))
-    )
-    assert sorted(first + second) == sorted(whole)
-
-
 def test_images_of_another_size_and_keys_without_effect_are_refused(data):
     with pytest.raises(UserError, match="MODEL.image_size=32: the train images of .* are 8 x 8 pixels.*=8"):
         build_train(data, image_size=32)
-    with pytest.raises(UserError, match="DATA.crop_scale=.* has no effect"):
-        describe_data(data | dict(crop_scale=(0.5, 1.0)))
+    unread = dict(loader="torchvision", workers=1, crop="simple", crop_scale=(0.5, 1.0), crop_ratio=(1, 1), window=3)
+    for key, value in (unread | dict(randaugment=(2, 9), order="random", block=1)).items():
+        with pytest.raises(UserError, match=f"DATA.{key}=.* has no effect"):
+            describe_data(data | {key: value})

@@ -2,7 +2,6 @@
 
 import itertools
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,12 @@ from imagenet_dali import imagenet_dali_dataloader
 from imagenet_dali.dataset import frame, open_split, unframe
 from imagenet_dali.imagenet_dali_dataloader import DaliReader, decodes_windows
 from imagenet_dali.prepare import prepare
-from imagenet_dali.task import build_eval_loader, build_train_loader, describe_data, open_images
-from imagenet_dali.testing import run, spoil_record, write_images
+from imagenet_dali.task import build_eval_loader, build_train_loader, describe_data
+from imagenet_dali.testing import spoil_record, write_images
 
 # Python 3.12 warns of every fork beside threads, which is how torch starts its workers there
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
-ROOT = Path(__file__).parents[1]
 STD = 0.25
 DATA = Data(workers=1, mean=(0.5, 0.5, 0.5), std=(STD,) * 3).model_dump()
 PLACED = {"image_size": 28, "dp_rank": 0, "dp_size": 1, "device": torch.device("cpu")}
@@ -68,8 +66,6 @@ def test_describes_a_folder_and_what_was_prepared_from_it(folder, root):
     assert [data.class_names for data in found] == [["ape", "bee"]] * 3
     assert found[0].fingerprint != found[1].fingerprint
     assert found[1] == found[2]
-    images = {"root": str(folder), "loader": "torchvision"}
-    assert open_images(images, "train") is open_images(images, "train")  # listed once
 
 
 @pytest.mark.parametrize(
@@ -78,7 +74,7 @@ def test_describes_a_folder_and_what_was_prepared_from_it(folder, root):
         ("bilinear", "random", "random_resized", None, False),
         ("bilinear", "blocks", "random_resized", None, True),  # the graph for a GPU
         ("bicubic", "blocks", "random_resized", None, False),
-        ("bicubic", "random", "simple", None, False),
+        ("bilinear", "random", "simple", None, True),
         ("bicubic", "random", "random_resized", (2, 10), False),
         ("bicubic", "random", "random_resized", (2, 10), True),  # as on a GPU: in batches after DALI
     ],
@@ -90,7 +86,8 @@ def test_both_loaders_show_the_same(root, interpolation, order, crop, randaugmen
     shown = {}
     for name in ("dali", "torchvision"):
         train, resumed = (train_loader(root, loader=name, **data) for _ in range(2))
-        assert (train.sampler.blocks is None) == (order == "random")
+        blocks = train.sampler.blocks
+        assert order == "random" if blocks is None else 3 < len(blocks) < 20
         next(iter(train))
         first = list(itertools.islice(train, 3))
         resumed.load_state_dict(train.state_dict())
@@ -100,8 +97,6 @@ def test_both_loaders_show_the_same(root, interpolation, order, crop, randaugmen
     differences = []
     for (images, labels), (other_images, other_labels) in zip(*shown.values(), strict=True):
         assert torch.equal(labels, other_labels)
-        assert images.dtype == torch.float32
-        assert images.is_contiguous()
         differences.extend(255 * STD * (images - other_images).abs().mean((1, 2, 3)))
     if resizes:
         by_image = torch.stack(differences)
@@ -114,6 +109,9 @@ def test_both_loaders_show_the_same(root, interpolation, order, crop, randaugmen
 def test_an_older_nvjpeg_decodes_whole_images_to_the_same_pixels(root, monkeypatch, capsys):
     monkeypatch.setattr(imagenet_dali_dataloader, "DaliReader", partial(DaliReader, resizes=True))
     shown = []
+    decodes_windows.cache_clear()
+    decodes_windows()
+    assert "DALI: nvJPEG 1" in capsys.readouterr().out
     for found in ((13, 2), (13, 1)):
         decodes_windows.cache_clear()
         monkeypatch.setattr(imagenet_dali_dataloader, "nvjpeg_version", lambda found=found: found)
@@ -127,33 +125,12 @@ def test_an_older_nvjpeg_decodes_whole_images_to_the_same_pixels(root, monkeypat
     ]
 
 
-@pytest.mark.slow
-def test_the_version_is_that_of_the_library_that_dali_uses():
-    installed = ".".join(version("nvidia-nvjpeg").split(".")[:2])
-    look = "from imagenet_dali.imagenet_dali_dataloader import decodes_windows; decodes_windows()"
-    for before, expected in (("", f"nvJPEG {installed} decodes windows"), ("import torchvision.io;", "nvJPEG ")):
-        ended = run(f"python -c '{before}{look}; import torchvision.io; decodes_windows.cache_clear(); {look}'", ROOT)
-        first, again = ended.stdout.splitlines()
-        assert first == again
-        assert first.startswith(f"DALI: {expected}")
-
-
-@pytest.mark.parametrize("resizes", [False, True])
-def test_a_rank_without_samples_gets_a_batch_of_padding(root, resizes, monkeypatch):
-    monkeypatch.setattr(imagenet_dali_dataloader, "DaliReader", partial(DaliReader, resizes=resizes))
-    monkeypatch.setitem(PLACED, "dp_rank", 2)
-    monkeypatch.setitem(PLACED, "dp_size", 3)
-    ((images, labels),) = read(eval_loader(root, 8))
+def test_a_rank_without_samples_gets_a_batch_of_padding(root):
+    place = PLACED | {"dp_rank": 2, "dp_size": 3}
+    ((images, labels),) = read(build_eval_loader(DATA | {"root": str(root)}, 8, **place))
     assert images.shape == (8, 3, 28, 28)
     assert not images.any()
     assert labels.tolist() == [NO_LABEL] * 8
-
-
-def test_batches_stay_as_they_are_while_others_are_read(root):
-    loader = train_loader(root)
-    held = [(images, images.clone()) for images, _ in loader]
-    assert all(torch.equal(images, copy) for images, copy in held)
-    loader.close()
 
 
 def test_the_config_decides_crops_and_normalisation(root):
@@ -172,6 +149,8 @@ def test_wrong_places_are_refused(folder, tmp_path):
             "json: missing; run `python -m imagenet_dali.prep.* --set DATA.loader=torchvision$",
         ),
         (folder, {"loader": "dali", "randaugment": "rand-m9"}, "DATA.randaugment='rand-m9' is timm's, on the CPU"),
+        (folder, {"autoaugment": "cifar10"}, "DATA.autoaugment='cifar10' has no effect"),
+        (folder, {"crop_padding": 2}, "DATA.crop_padding=2 has no effect"),
         (folder, {"order": "blocks"}, r"DATA.order='blocks': .* has no shards; `python -m imagenet_dali"),
     ]
     for root, options, message in cases:
@@ -194,9 +173,8 @@ def test_what_dali_cannot_read_is_named(data, monkeypatch):
     split, shard = open_split(data, "train"), open_split(data, "train").shards[0]
     content, row = bytearray(shard.read_bytes()), split.records[4]
     record = slice(int(row["offset"]), int(row["offset"] + row["size"]))
-    payload = bytearray(unframe(content[record]))
-    payload[(start := payload.index(b"\xff\xd8\xff")) : start + 99] = bytes(99)
-    content[record] = frame(bytes(payload))  # no image, with a right checksum
+    image, payload = bytes(split.read(4)[0]), bytes(unframe(content[record]))
+    content[record] = frame(payload.replace(image, bytes(len(image))))  # no image, with a right checksum
     shard.write_bytes(content)
     place = f"^{shard}: record 4 of train at byte {row['offset']}: "
     remedy = "; copy the data set again, or delete it and prepare it again$"

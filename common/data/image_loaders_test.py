@@ -13,9 +13,9 @@ from timm.data import create_transform
 from torchvision.transforms import functional as F
 
 from common.config.schema import Data
-from common.data.crops import CROP_UNIFORMS, CenterCrop, RandomCrop
+from common.data.crops import CROP_UNIFORMS, CenterCrop, RandomCrop, SimpleCrop
 from common.data.image_folder import FolderSplit, list_files
-from common.data.image_loaders import TorchvisionReader, build_train_loader
+from common.data.image_loaders import TorchvisionReader, build_eval_loader, build_train_loader
 from common.data.loader import Loader
 from common.data.sampler import NO_LABEL, EvalSampler, TrainSampler
 from common.errors import UserError
@@ -28,7 +28,7 @@ ORIENTATION = 0x0112
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Two classes of images of many kinds, two splits; every third one has to be turned."""
+    """Two classes of images of many kinds, two splits; most have to be turned."""
     root = tmp_path_factory.mktemp("images")
     random = np.random.default_rng(0)
     for split, count in (("train", 10), ("val", 5)):
@@ -39,7 +39,7 @@ def folder(tmp_path_factory) -> Path:
                 image = Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8))
                 kind, mode = [("jpg", "RGB"), ("png", "RGBA"), ("png", "P"), ("jpg", "L")][number % 4]
                 exif = Image.Exif()
-                exif[ORIENTATION] = 6 if number % 3 == 0 else 1
+                exif[ORIENTATION] = (8, 1, 2, 6, 3)[number % 5]
                 image.convert(mode).save(root / split / name / f"{number}.{kind}", exif=exif)
     return root
 
@@ -64,10 +64,6 @@ def eval_loader(split, batch: int = 4) -> Loader:
     return Loader(EvalSampler(len(split), batch), reader(split, CenterCrop(SIZE, 28)))
 
 
-def normalise(image: Image.Image) -> torch.Tensor:
-    return F.normalize(F.to_tensor(image), MEAN, STD)
-
-
 def open_upright(split: FolderSplit, index: int) -> Image.Image:
     with Image.open(split.path(index)) as image:
         return ImageOps.exif_transpose(image).convert("RGB")
@@ -75,22 +71,36 @@ def open_upright(split: FolderSplit, index: int) -> Image.Image:
 
 @pytest.mark.parametrize("text", ["rand-m9-mstd0.5-inc1", "rand-m10-n8-inc1"])
 def test_a_text_is_timms_randaugment_after_the_crop(folder, text, monkeypatch):
-    values = dict(workers=0, mean=(0, 0, 0), std=(1 / 255,) * 3)
+    values = dict(workers=0, mean=(0.4,) * 3, std=(1 / 255,) * 3, interpolation="bicubic")
     place = dict(image_size=SIZE, dp_rank=0, dp_size=1, device=torch.device("cpu"), seed=5)
     plain, augmented = (
         build_train_loader(open_folder(folder, "train"), Data(**values, randaugment=value).model_dump(), 8, 4, **place)
         for value in (None, text)
     )
-    theirs = create_transform(SIZE, True, auto_augment=text, interpolation="bilinear", mean=(0, 0, 0)).transforms[2]
+    theirs = create_transform(SIZE, True, auto_augment=text, interpolation="bicubic", mean=values["mean"]).transforms[2]
+    assert augmented.sampler.uniforms == CROP_UNIFORMS + 1
     states, batches = (random.getstate(), np.random.get_state()[1].tolist()), list(augmented)
     assert states == (random.getstate(), np.random.get_state()[1].tolist())
     kept = [[value & -(2 ** (8 - bits)) for value in range(256)] * 3 for bits in range(9)]  # Pillow 13 refuses 0 bits
     monkeypatch.setattr(ImageOps, "posterize", lambda image, bits: image.point(kept[bits]))
-    for draw, (images, _), (found, _) in zip(augmented.sampler.draws(0), plain, batches, strict=True):
-        for image, other, numbers in zip(images, found, draw.uniforms, strict=True):
+    for draw, *pair in zip(augmented.sampler.draws(0), plain, batches, strict=True):
+        pixels = ((images + 102).byte() for images, _ in pair)
+        for image, other, numbers in zip(*pixels, draw.uniforms, strict=True):
             random.seed(int(2**32 * numbers[-1]))
             np.random.seed(int(2**32 * numbers[-1]))
-            assert torch.equal(other.byte(), F.pil_to_tensor(theirs(F.to_pil_image(image.byte()))))
+            assert torch.equal(other, F.pil_to_tensor(theirs(F.to_pil_image(image))))
+
+
+def test_the_config_decides_the_crops():
+    data = Data(flip=False, interpolation="bicubic", crop_scale=(0.2, 0.5), crop_ratio=(1, 2), repeats=2).model_dump()
+    read = {"build_reader": lambda _, crop, **options: (crop, options["batch"], options["dp_size"])}
+    place = read | dict(image_size=SIZE, device=torch.device("cpu"), dp_size=2)
+    loader = build_train_loader(range(20), data, 8, 4, **place)
+    assert loader.reader == (RandomCrop((0.2, 0.5), (1, 2), False, "bicubic"), 4, 2)
+    assert loader.sampler.repeats == 2
+    assert build_eval_loader(range(20), data, 6, **place).reader == (CenterCrop(SIZE, 27, "bicubic"), 6, 2)
+    loader = build_train_loader(range(20), data | {"crop": "simple"}, 8, 4, **place)
+    assert loader.reader[0] == SimpleCrop(SIZE, False, "bicubic")
 
 
 def test_evaluation_shows_what_torchvision_shows_once_each(folder):
@@ -100,7 +110,7 @@ def test_evaluation_shows_what_torchvision_shows_once_each(folder):
     assert not images[10:].any()
     for index in range(10):
         expected = F.center_crop(F.resize(open_upright(split, index), 28), SIZE)
-        torch.testing.assert_close(images[index], normalise(expected), rtol=0, atol=VALUE)
+        torch.testing.assert_close(images[index], F.normalize(F.to_tensor(expected), MEAN, STD), rtol=0, atol=VALUE)
 
 
 def assert_same_batches(batches, expected) -> None:
@@ -111,7 +121,7 @@ def assert_same_batches(batches, expected) -> None:
 
 def test_workers_change_nothing_and_leave_with_the_loader(folder):
     split = open_folder(folder, "train")
-    before, state = set(children()), torch.get_rng_state()
+    before = set(children())
     here, workers = train_loader(split), train_loader(split, workers=2)
     for loader in (here, workers):
         next(iter(loader))  # epoch 0, left early
@@ -120,7 +130,6 @@ def test_workers_change_nothing_and_leave_with_the_loader(folder):
     assert len(set(children()) - before) >= 2
     workers.close()
     assert set(children()) <= before
-    assert torch.equal(torch.get_rng_state(), state)  # which the model's dropout draws from
 
 
 def test_workers_compute_though_threads_of_their_parent_have():
@@ -176,6 +185,8 @@ def test_what_must_not_be_decoded_is_named(folder, tmp_path):
     """A PostScript program, which Pillow would run, and an image that would fill the memory."""
     split = open_folder(shutil.copytree(folder, tmp_path / "images"), "train")
     for kind, side, reason in (("EPS", 8, "cannot identify"), ("PNG", 12_000, "is more than 100 million pixels")):
+        before = split.fingerprint
         Image.new("L", (side, side)).save(split.path(0), kind)
+        assert split.fingerprint != before
         with pytest.raises(UserError, match=f"{split.path(0)}: .*{reason}"):
             list(eval_loader(split))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from timm.data.distributed_sampler import RepeatAugSampler
 
-from common.data.sampler import PADDING, Draw, EvalSampler, TrainSampler, epoch_order, sample_uniforms
+from common.data.sampler import PADDING, Draw, EvalSampler, TrainSampler, epoch_order, window_bytes
 
 BLOCKS = np.append(np.arange(0, 1000, 7), 1000)  # the last is shorter
 SPLIT = dict(blocks=BLOCKS, window=3)
@@ -47,10 +47,8 @@ def test_repeated_augmentation_is_timms(samples, batch, dp_size, monkeypatch):
     samplers = [RepeatAugSampler(range(samples), dp_size, rank, selected_round=batch) for rank in range(dp_size)]
     theirs = np.array([list(sampler) for sampler in samplers]).T.reshape(-1, batch)
     ours = global_batches(samples, batch, batch // dp_size, dp_size, epoch=2, repeats=3)
-    assert len(ours) == len(theirs)
     for (indices, uniforms), expected in zip(ours, theirs, strict=True):
         assert sorted(indices) == sorted(expected)
-        assert len(np.unique(indices)) in (-(-batch // 3), -(-batch // 3) + 1)
         assert len(np.unique(uniforms, axis=0)) == batch
         for micro_batch in indices.reshape(3 if dp_size == 3 else 4, -1):
             assert len(np.unique(micro_batch)) == len(micro_batch)
@@ -58,9 +56,8 @@ def test_repeated_augmentation_is_timms(samples, batch, dp_size, monkeypatch):
 
 def test_the_draws_of_a_seed_stay_the_same_for_ever():
     assert epoch_order(8, seed=42, epoch=3).tolist() == [5, 3, 4, 7, 6, 1, 0, 2]
-    np.testing.assert_array_equal(
-        sample_uniforms(42, 3, 1, 2, 1, 3), [[0.44243122935824586, 0.205813289885728, 0.01969606774345667]]
-    )
+    draws = list(TrainSampler(24, 12, 2, seed=42, uniforms=3).draws(3))  # the first here is row 2 of step 1
+    assert draws[7].uniforms[0].tolist() == [0.44243122935824586, 0.205813289885728, 0.01969606774345667]
     blocks = dict(blocks=np.array([0, 3, 6, 9, 12]), window=2)
     (draw,) = TrainSampler(12, 12, 12, seed=42, **blocks).draws(3)
     assert draw.indices.tolist() == [11, 10, 5, 3, 9, 4, 0, 7, 8, 1, 2, 6]
@@ -83,12 +80,13 @@ def reads_of(draws: list[Draw], most: float = np.inf) -> list[tuple[int, int]]:
     return reads
 
 
-@pytest.mark.parametrize(("dp_size", "repeats"), [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2)])
+@pytest.mark.parametrize(("dp_size", "repeats"), [(1, 1), (2, 1), (64, 1), (8, 1), (2, 2)])
 def test_a_block_is_read_once_an_epoch_by_one_process_within_its_window(dp_size, repeats):
     """There are 64 streams of about 16 blocks; where two streams meet they share a block, each with its own part."""
     blocks = np.cumsum([0, *(5 + np.arange(1024) * 7 % 11)])
     samples, most = int(blocks[-1]), 4 * 64 // dp_size
-    ranks = build(samples, 64, 8, dp_size, blocks=blocks, window=4, repeats=repeats)
+    assert window_bytes(1, 4, dp_size) == most
+    ranks = build(samples, 64, min(8, 64 // dp_size), dp_size, blocks=blocks, window=4, repeats=repeats)
     reads = [reads_of(list(rank.draws(epoch=2)), most) for rank in ranks]
     together = sorted(read for by_rank in reads for read in by_rank)
     assert all(end <= first for (_, end), (first, _) in pairwise(together))

@@ -76,7 +76,7 @@ def folder(tmp_path) -> Path:
     """Three classes of images; one is grey."""
     for split in ("train", "test"):
         write_colours(tmp_path / split, 6, 8, 8)
-    Image.new("L", (8, 8), 99).save(tmp_path / "train" / "b" / "grey.png")
+    Image.new("L", (8, 8), 99).save(tmp_path / "train" / "b" / "grey.bmp")
     return tmp_path
 
 

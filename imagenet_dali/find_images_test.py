@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from pyarrow.parquet import write_table
 from scipy.io import savemat
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from common.errors import UserError
 from common.testing.commands import read_folder
@@ -64,7 +65,7 @@ def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path: Path)
     train, val = rows[:30], rows[30:]
 
     classes = {f"{name}.tar": tar_of({n[10:]: data for n, data, _ in train if name in n}) for name in CLASSES[::-1]}
-    flat = tar_of({name[4:]: data for name, data, _ in val})
+    flat = tar_of({name[4:]: data for name, data, _ in val[::-1]})
     fill(tmp_path / "tars", kit | {"ILSVRC2012_img_train.tar": tar_of(classes), "ILSVRC2012_img_val.tar": flat})
     webdataset, parquet = {"labels.txt": "".join(f"{name}\n" for name in WORDS).encode()}, {}
     for number, (split, part) in enumerate((("train", train[::2]), ("train", train[1::2]), ("validation", val))):
@@ -86,15 +87,16 @@ def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path: Path)
 
 
 def test_class_folders_are_split_by_class(tmp_path: Path) -> None:
-    fill(
-        tmp_path,
-        {f"{c}/{i}.jpg": b"1" for c, n in (("b", 20), ("a", 10), ("c", 1)) for i in range(n)} | {".git/x": b""},
-    )
-    source = list_source(tmp_path)
-    assert source.class_names == ["a", "b", "c"]
+    names = [f"{c}/{i}{IMG_EXTENSIONS[i % 9]}" for c, n in (("b", 20), ("a", 10), ("dev/x", 1)) for i in range(n)]
+    fill(tmp_path, dict.fromkeys((*names, ".git/x", "a/.cache/1.jpg", "a/1.db"), b"1"))
+    (tmp_path / "a/again").symlink_to(tmp_path / "a")
+    (tmp_path / "dev/x/more").symlink_to(tmp_path / "b")
+    source, least = list_source(tmp_path), list_source(tmp_path, validation_share=0.99)
+    assert source.class_names == ["a", "b", "dev"]
     counts = {split: Counter(label for _, label in files) for split, files in source.splits.items()}
-    assert counts == {"train": {0: 8, 1: 16, 2: 1}, "validation": {0: 2, 1: 4}}
-    assert len({file for files in source.splits.values() for file in files}) == 31
+    assert counts == {"train": {0: 8, 1: 16, 2: 17}, "validation": {0: 2, 1: 4, 2: 4}}
+    assert len({file for files in source.splits.values() for file in files}) == 51
+    assert [label for _, label in least.splits["train"]] == [0, 1, 2]
     assert list(list_source(tmp_path, validation_share=0).splits) == ["train"]
 
 
@@ -122,7 +124,8 @@ def test_of_folders_without_validation_a_share_is_held_out_and_a_request_gets_al
 
 
 def test_samples_of_one_name_are_all_there(tmp_path: Path) -> None:
-    samples = tar_of({f"{i}.{suffix}": b"%d" % (i % 3) for i in range(9) for suffix in ("jpg", "cls")})
+    kinds = enumerate(["jpg", "JPEG", "png", "webp", "bmp", "ppm", "tif", "tiff", "jpg"])
+    samples = tar_of({f"{i}.{suffix}": b"%d" % (i % 3) for i, kind in kinds for suffix in (kind, "cls")})
     source = list_source(fill(tmp_path / "tars", dict.fromkeys(("train/0.tar", "train/1.tar", "val/0.tar"), samples)))
     assert source.class_names == ["0", "1", "2"]
     assert {split: len(set(files)) for split, files in source.splits.items()} == {"train": 18, "validation": 9}
@@ -147,6 +150,8 @@ REFUSED: list[tuple[Files, str]] = [
     ({"train/a/1": b"", "train/b/2": b"", "val/a/3": b"", "dev/a/3": b""}, "(val|dev): beside train there may be one"),
     ({"train-0.tar": b"", "more.tar": b""}, "more.tar: its path names no split, as the others do"),
     ({"train/a/1": b"", "train/b/2": b"", "val/v": b""}, "no class folders; put ILSVRC2012_devkit_t12.tar.gz into"),
+    ({"train/a/1": b"", "train/b/2": b"", "val/a/.3": b""}, "val: no images; they are expected as"),
+    ({"train-0.tar": tar_of({})}, "no labelled images for the split train in train-0.tar"),
     ({"t.tar": tar_of({"a.jpg": b"1", "a.cls": b"cat"})}, "t.tar: a.jpg: no label; its sample needs a class number"),
     ({"t.tar": TAR, "labels.txt": b"cat\n\n"}, "t.tar: a.jpg: label 1, out of range for 1 classes"),
     ({"t.tar": tar_of({"a.jpg": b"1", "a.cls": b"5"})}, "labels 5 to 5 with gaps; name all in .*labels.txt"),

@@ -1,14 +1,12 @@
 """The preparation command from images to a data set: its content, its refusals, and a kill in the middle."""
 
 import io
-import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 import tfrecord
@@ -30,7 +28,6 @@ def test_another_tool_reads_every_image_once(prepared):
     for name, count in (("train", 240), ("validation", 60)):
         split = open_split(prepared, name)
         assert len(split) == count
-        assert np.mean(split.records["label"][1:] == split.records["label"][:-1]) < 0.7  # shuffled
         for shard in split.shards:
             for record in tfrecord.tfrecord_loader(str(shard), None, strings | numbers):
                 image, filename, kind, text = (bytes(record[key]) for key in strings)
@@ -85,8 +82,10 @@ def test_the_same_job_again_does_nothing_and_another_one_is_refused(tmp_path, ca
             main(words)
     with pytest.raises(UserError, match="made with other short_side"):
         main([*words, "--short-side=20"])
+    (dest / "refused.txt").write_text("of an earlier attempt")
     main(words)
     assert not (dest / ".partial").exists()
+    assert not (dest / "refused.txt").exists()
     before = read_folder(dest)
     main([*words, "--validation-share=0.2"])
     assert "complete already" in capsys.readouterr().out
@@ -116,9 +115,8 @@ def test_bad_images_are_left_out_and_listed(tmp_path, capsys):
     assert list(read_folder(dest)) == ["refused.txt"]
     prepare(source, dest)
     assert (dest / "refused.txt").read_text().splitlines() == expected
-    assert "3 refused" in capsys.readouterr().out
+    assert "0 images converted, 3 refused" in capsys.readouterr().out
     assert sum(len(open_split(dest, split)) for split in ("train", "validation")) == 400
-    assert json.loads((dest / "manifest.json").read_text())["made"]["refused"] == 3
 
 
 def test_wrong_folders_are_refused_before_anything_is_written(tmp_path):
@@ -135,6 +133,8 @@ def test_wrong_folders_are_refused_before_anything_is_written(tmp_path):
         ((source, dest, "--split=test", "--validation-share=0.1"), "--validation-share=0.1: --split test prepares all"),
         ((source, dest, "--shards=100"), "--shards=100: more than the 8 images"),
         ((source,), "give SOURCE and DEST"),
+        (("--adopt", tmp_path / "nowhere"), "nowhere: no such folder"),
+        (("--adopt", source), "images: no shards; they are the files of train/"),
         ((source, "--check", "--adopt"), "give SOURCE and DEST"),
     ]:
         with pytest.raises(UserError, match=message):
@@ -162,8 +162,3 @@ def test_names_are_carried_exactly_or_refused(tmp_path, capsys):
         with pytest.raises(UserError, match=r"has a control character, a line separator or bytes"):
             main([str(images), str(tmp_path / "other")])
         (images / os.fsdecode(name)).rmdir()
-
-
-def test_workers_do_not_import_torch():
-    command = [sys.executable, "-c", "import imagenet_dali.prepare, sys; sys.exit('torch' in sys.modules)"]
-    assert subprocess.run(command, cwd=PROJECT).returncode == 0

@@ -3,7 +3,6 @@
 import io
 import os
 import shlex
-import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -102,12 +101,6 @@ def encode(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
 def jpeg(height: int = 24, width: int = 40, seed: int = 0, **options: Any) -> bytes:
     """Return the content of a good JPEG."""
     return encode(gradient(height, width, seed), **options)
-
-
-def with_dimensions(data: bytes, height: int, width: int) -> bytes:
-    """Overwrite the dimensions in the start-of-frame segment of a baseline JPEG."""
-    start = data.index(b"\xff\xc0") + 5
-    return data[:start] + struct.pack(">HH", height, width) + data[start + 4 :]
 
 
 def with_flipped_bit(data: bytes, position: int) -> bytes:

@@ -59,8 +59,6 @@ def test_a_fifth_of_each_category_is_for_testing(root):
         members = [path for path in paths(test) if path.startswith(name)]
         assert len(members) == 4
         assert test.read(paths(test).index(members[0]))[1] == label
-    everything = {f"{name}/image_{number:04d}.jpg" for name in NAMES for number in range(PER_CATEGORY)}
-    assert set(paths(train)) | set(paths(test)) == everything
     # the same in every version of this project
     assert paths(test)[:4] == [f"accordion/image_{number:04d}.jpg" for number in (4, 6, 11, 19)]
 
@@ -112,7 +110,7 @@ def test_every_mode_learns_the_colours_in_two_processes_as_in_one(root):
         evaluation = read_metrics(output)[-1]
         assert evaluation["samples"] == 12
         assert evaluation["top1"] > 0.6
-        evaluate.main([str(output)])
-        (path,) = output.glob("evaluation/*/evaluation.json")
-        found = json.loads(path.read_text())
-        assert (found["top1"], found["samples"]) == (evaluation["top1"], evaluation["samples"])
+    evaluate.main([str(output)])
+    (path,) = output.glob("evaluation/*/evaluation.json")
+    found = json.loads(path.read_text())
+    assert (found["top1"], found["samples"]) == (evaluation["top1"], evaluation["samples"])

@@ -54,7 +54,7 @@ def test_a_worker_that_is_killed_ends_the_run(data: Path, tmp_path: Path) -> Non
     ended = run_forked(main, [])
     assert ended.code == 2, ended.stderr
     *_, line = ended.stderr.splitlines()
-    assert re.fullmatch("error: DATA.workers=2: a worker has died, .+; if .*", line)
+    assert re.fullmatch("error: DATA.workers=2: a worker has died, status -9; if .*", line)
 
 
 def test_sigterm_ends_a_run_whose_workers_are_stuck(data: Path, tmp_path: Path) -> None:

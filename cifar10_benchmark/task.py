@@ -94,7 +94,7 @@ class Augment:
     ``autoaugment`` is None or "cifar10".
     """
 
-    def __init__(self, padding: int = 4, flip: bool = True, autoaugment: str | None = None) -> None:
+    def __init__(self, padding: int, flip: bool, autoaugment: str | None) -> None:
         self.padding, self.flip, self.policy = padding, flip, AutoAugment() if autoaugment else None
 
     def __call__(self, images_BCYX: Tensor, uniforms: np.ndarray) -> Tensor:

@@ -139,7 +139,7 @@ def _list_imagenet_tars(root: Path) -> Source:
     for outer, _ in _tar_members(root / TRAIN_TAR):
         folder = f"train/{PurePosixPath(outer.name).stem}"
         by_class[folder] = []
-        for member, _ in _tar_members(root / TRAIN_TAR, outer.offset_data, outer.offset_data + outer.size):
+        for member, _ in _tar_members(root / TRAIN_TAR, outer.offset_data):
             by_class[folder].append(name := f"{folder}/{member.name}")
             places[name] = Place(TRAIN_TAR, member.offset_data, member.size)
     if (root / VALIDATION_TAR).is_file():
@@ -227,12 +227,12 @@ def _split_of(container: str) -> str:
     return next((SPLITS[word] for word in re.findall("[a-z]+", container.lower()) if word in SPLITS), "")
 
 
-def _tar_members(path: Path, start: int = 0, end: int | None = None) -> Iterator[tuple[tarfile.TarInfo, BinaryIO]]:
-    """Yield each regular member of a tar, which may be a part of a file, and the open file.
+def _tar_members(path: Path, start: int = 0) -> Iterator[tuple[tarfile.TarInfo, BinaryIO]]:
+    """Yield each regular member of a tar, which may begin within a file, and the open file.
 
     Raises `UserError` naming the member at which the tar is truncated or damaged, for which tarfile just ends.
     """
-    end, name = path.stat().st_size if end is None else end, "its first member"
+    name = "its first member"
     with path.open("rb") as file:
         file.seek(start)
         try:
@@ -242,7 +242,7 @@ def _tar_members(path: Path, start: int = 0, end: int | None = None) -> Iterator
                 if member.isreg():
                     yield member, file
             file.seek(tar.offset)
-            if tar.offset >= end or file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError
         except tarfile.TarError as error:
             raise UserError(

@@ -28,7 +28,6 @@ from imagenet_dali.find_images import VALIDATION_SHARE, Place, Source, list_sour
 from imagenet_dali.verify import adopt, check
 from imagenet_dali.writer import (
     QUALITY,
-    RESAMPLING,
     ShardRows,
     ShardTask,
     atomic_file,
@@ -154,9 +153,7 @@ def prepare(
             progress.update(len(rows) + len(report["refused"]))
     _report_refused(dest, listed, sorted(refused), max_refused)
     written = {split: [done[name] for name in plan if name.startswith(f"{split}/")] for split in listed.splits}
-    resampling = {"resampling": RESAMPLING.name.lower()} if short_side else {}
-    made = {**job, **resampling, "refused": len(refused), "converted": converted}
-    write_dataset(dest, written, names, 0, made)
+    write_dataset(dest, written, names, 0, {**job, "refused": len(refused), "converted": converted})
     shutil.rmtree(dest / PARTIAL)
     for split, of_split in written.items():
         images, files = sum(len(shard.rows) for shard in of_split), counted(len(of_split), "shard")
@@ -222,8 +219,6 @@ def _is_complete(dest: Path, job: dict[str, Any]) -> bool:
         raise UserError(
             f"{dest}: holds a data set made with other {', '.join(changed)}; choose another DEST or delete it"
         )
-    if is_complete:
-        shutil.rmtree(dest / PARTIAL, ignore_errors=True)  # left by a run that was stopped after its last step
     return is_complete
 
 

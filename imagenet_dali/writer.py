@@ -184,7 +184,6 @@ def _convert(data: bytes, short_side: int | None) -> tuple[bytes, int, int]:
     else:
         Image.open(io.BytesIO(data), formats=FORMATS).verify()  # checksums that decoding ignores
     image = Image.open(io.BytesIO(data), formats=FORMATS)
-    check_pixels(image.height, image.width)
     shorter = min(image.size)
     target = min(short_side or shorter, shorter)
     if is_jpeg and target == shorter and color_space == "YCbCr" and not is_turned(image):

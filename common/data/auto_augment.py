@@ -147,12 +147,12 @@ class TimmRandAugment:
 
     uniforms = 1
 
-    def __init__(self, text: str, image_size: int, mean: Sequence[float], interpolation: str) -> None:
+    def __init__(self, text: str, mean: Sequence[float], interpolation: str) -> None:
         from timm.data.auto_augment import posterize, rand_augment_transform  # a second to import
         from timm.data.transforms import str_to_pil_interp
 
-        filled = dict(translate_const=int(0.45 * image_size), img_mean=tuple(round(255 * value) for value in mean))
-        self.transform = rand_augment_transform(text, filled | {"interpolation": str_to_pil_interp(interpolation)})
+        options = dict(img_mean=tuple(round(255 * value) for value in mean))
+        self.transform = rand_augment_transform(text, options | {"interpolation": str_to_pil_interp(interpolation)})
         for operation in self.transform.ops:
             if operation.aug_fn is posterize:
                 operation.aug_fn = _posterize
@@ -188,7 +188,7 @@ def map_values(images: Tensor, tables: Tensor, counts: list[int]) -> None:
     levels = torch.arange(256, device=images.device)
     # AutoContrast: from the lowest and highest value of a channel to 0 and 255, unless they are the same
     (low, _), (high, highest) = (bound.split(counts[1:]) for bound in (low, high))
-    stretch = torch.where(high > low, (levels - low) * (255 / (high - low).clamp(min=1)), levels)
+    stretch = torch.where(high > low, (levels - low) * (255 / (high - low)), levels)
     # Equalize, as Pillow counts: below each value, in steps of a 255th of all pixels that are not of the highest value
     ones = torch.ones((), dtype=torch.long, device=images.device).expand_as(equalized)
     histogram = torch.zeros(*equalized.shape[:2], 256, dtype=torch.long, device=images.device)

@@ -22,7 +22,7 @@ SIGMA = (0.1, 2.0)
 RADIUS = 8  # of the blur's kernel: four times the largest sigma
 COLOR_UNIFORMS = 5
 # area and aspect ratio of the erased rectangle, as in torchvision and timm
-ERASED = RandomCrop(scale=(0.02, 1 / 3), ratio=(0.3, 3.3), flip=False)
+ERASED = RandomCrop(scale=(0.02, 1 / 3), ratio=(0.3, 3.3))
 ERASING_UNIFORMS = CROP_UNIFORMS + 1
 
 Blended = tuple[Tensor, Tensor | dict[str, Tensor]]  # images, and labels or the arguments of `MixupLoss`

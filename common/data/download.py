@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from common.errors import UserError
+from common.errors import UserError, first_line
 from common.files import folder_lock
 
 
@@ -25,8 +25,9 @@ def fetch(folder: Path, archive: Path, url: str, md5: str, allow_download: bool,
         try:
             download_url(url, root, archive.name, md5)
         except (OSError, RuntimeError) as error:  # of the network or the disk; of a wrong checksum
-            reason = " ".join(str(error).split())
-            raise UserError(f"{url}: {reason}; rerun the command, or download the file to {archive}") from error
+            raise UserError(
+                f"{url}: {first_line(error)}; rerun the command, or download the file to {archive}"
+            ) from error
         extract(archive, folder.name, root)
 
 
@@ -38,14 +39,12 @@ def extract(archive: Path, name: str, folder: Path) -> None:
     from torchvision.datasets.utils import extract_archive
 
     unpacked = folder / f".{name}.partial"
-    shutil.rmtree(unpacked, ignore_errors=True)
     try:
         extract_archive(archive, unpacked)
         (unpacked / name).rename(folder / name)
     except Exception as error:  # of a damaged archive, a dozen unrelated types
-        reason = " ".join(str(error).split())
         raise UserError(
-            f"{archive}: {name} cannot be unpacked into {folder} ({reason}); "
+            f"{archive}: {name} cannot be unpacked into {folder} ({first_line(error)}); "
             "check the free space, or remove the archive and download it again"
         ) from error
     finally:

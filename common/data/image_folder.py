@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
-from common.errors import UNPRINTABLE, UserError, printable
+from common.errors import UNPRINTABLE, UserError, first_line, printable
 from common.files import fingerprint_of, read_bytes
 
 # Suffixes of images, or none; of kinds too that are not read, so that such images are refused and not ignored.
@@ -233,7 +233,7 @@ def is_turned(image: Image.Image) -> bool:
 
 def reason_of(error: Exception) -> str:
     """Return a decoder's message as one line, without the buffer's address that some contain."""
-    return " ".join(str(error).split()).partition(" <")[0] or type(error).__name__
+    return first_line(error).partition(" <")[0]
 
 
 class BadImages:

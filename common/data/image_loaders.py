@@ -166,7 +166,7 @@ def build_train_loader(
         from common.data.auto_augment import RandAugment, TimmRandAugment  # torchvision takes a second to import
 
         if isinstance(data["randaugment"], str):
-            augment = TimmRandAugment(data["randaugment"], image_size, data["mean"], data["interpolation"])
+            augment = TimmRandAugment(data["randaugment"], data["mean"], data["interpolation"])
         else:
             augment = RandAugment(*data["randaugment"])
         uniforms += augment.uniforms

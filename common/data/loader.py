@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from common.data.sampler import Draw, EvalSampler, TrainSampler
-from common.errors import AgreedError
 
 Batch = tuple[Tensor, Tensor]
 
@@ -59,12 +58,7 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Resume from a position; between optimizer steps it may be from a run with another number of processes."""
         self._end_pass()
-        done, rest = divmod(state["samples"], self.sampler.stride)
-        if rest:
-            raise AgreedError(
-                f"the checkpoint's position, {state['samples']} samples into an epoch, lies within a batch of "
-                f"{self.sampler.stride}: resume from another one"
-            )
+        done = state["samples"] // self.sampler.stride
         # beyond the end: the data set has shrunk since
         self._next_pass = self._position = (state["epoch"], done) if done < len(self) else (state["epoch"] + 1, 0)
 

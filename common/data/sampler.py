@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.errors import UserError
-
 # the second word of Philox's key keeps the kinds of draws apart
 ORDER, AUGMENTATION, ERASING, COLORS, BLOCKS, WINDOW = range(6)
 WORDS_PER_BLOCK = 4
@@ -75,13 +73,10 @@ class TrainSampler:
         blocks: np.ndarray | None = None,
         window: int = 1,
     ) -> None:
-        if samples < global_batch:
-            raise UserError(f"TOTAL_BATCH_SIZE={global_batch} is more than the {samples} training samples: lower it")
         self.samples, self.global_batch, self.micro_batch = samples, global_batch, micro_batch
         self.dp_rank, self.dp_size, self.seed, self.uniforms = dp_rank, dp_size, seed, uniforms
         self.repeats, self.blocks, self.window = repeats, blocks, window
         self.stride = micro_batch * dp_size  # samples that one micro-batch takes over all ranks
-        assert global_batch % self.stride == 0, "the plan of the run divides the batch"
         self.accumulation = global_batch // self.stride
 
     def __len__(self) -> int:

@@ -12,7 +12,6 @@ Differences from the source: 10 epochs instead of 2; an evaluation; crops of who
 """
 
 MICRO_BATCH_SIZE = 128  # per GPU
-GPUS = 1
 
 NUM_EPOCHS = 10
 WARMUP_EPOCHS = 1
@@ -22,7 +21,7 @@ WEIGHT_DECAY = 0.1
 OPTIMIZER = dict(name="sgd", momentum=0.0)
 clip_grad_norm = 1.0
 
-MODEL = dict(image_size=224, patch_size=16, width=768, depth=12, heads=12, mlp_ratio=4.0, num_classes=101, dropout=0.1)
+MODEL = dict(image_size=224, patch_size=16, width=768, depth=12, heads=12, num_classes=101, dropout=0.1)
 TF32 = False  # the baseline is float32 itself
 COMPILE = False  # the source compares eager modes
 DATA = dict(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))

@@ -17,7 +17,6 @@ GPUS = 8
 
 NUM_EPOCHS = 800
 WARMUP_EPOCHS = 5
-LR_SCHEDULE = "cosine"
 LEARNING_RATE = 4e-3
 WEIGHT_DECAY = 0.05
 OPTIMIZER = dict(name="lamb", variant="apex", decay_all=False)
@@ -28,7 +27,6 @@ MODEL = dict(
     width=384,
     depth=12,
     heads=6,
-    mlp_ratio=4.0,
     num_classes=1000,
     drop_path=0.05,
     init_values=1e-6,
@@ -39,6 +37,6 @@ CUTMIX = 1.0
 BCE_THRESHOLD = 0.0
 THREE_AUGMENT = True
 COLOR_JITTER = 0.3
-DATA = dict(loader="dali", repeats=3, interpolation="bicubic", eval_crop=1.0)
+DATA = dict(repeats=3, interpolation="bicubic", eval_crop=1.0)
 
 fp16 = dict(mode=AMP_TYPE.TORCH)

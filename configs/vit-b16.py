@@ -26,8 +26,7 @@ WEIGHT_DECAY = 0.1
 OPTIMIZER = dict(name="lamb")
 clip_grad_norm = 1.0
 
-MODEL = dict(image_size=224, patch_size=16, width=768, depth=12, heads=12, mlp_ratio=4.0, num_classes=1000, dropout=0.1)
+MODEL = dict(image_size=224, patch_size=16, width=768, depth=12, heads=12, num_classes=1000, dropout=0.1)
 MIXUP = 0.2
-DATA = dict(loader="dali")
 
 fp16 = dict(mode=AMP_TYPE.TORCH)

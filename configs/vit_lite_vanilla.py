@@ -23,7 +23,3 @@ DATA = dict(
 
 TF32 = False  # the source's fp32, in which all parallel modes agree
 SEED = 42
-
-TENSOR_PARALLEL_SIZE = 1
-TENSOR_PARALLEL_MODE = None
-parallel = dict(pipeline=1, tensor=dict(mode=TENSOR_PARALLEL_MODE, size=TENSOR_PARALLEL_SIZE))

@@ -28,7 +28,6 @@ MODEL = dict(
     width=384,
     depth=12,
     heads=6,
-    mlp_ratio=4.0,
     num_classes=1000,
     pool="avg",
     position="sincos2d",

@@ -21,16 +21,10 @@ LABEL_SMOOTHING = 0.1
 NUM_EPOCHS = 300
 WARMUP_EPOCHS = 32
 
-MODEL = dict(image_size=224, patch_size=16, width=384, depth=12, heads=6, mlp_ratio=4.0, num_classes=1000, dropout=0.1)
-DATA = dict(loader="dali", mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+MODEL = dict(image_size=224, patch_size=16, width=384, depth=12, heads=6, num_classes=1000, dropout=0.1)
+DATA = dict(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 SEED = 42
 GPUS = 8
-
-# data parallel only
-TENSOR_PARALLEL_SIZE = 1
-TENSOR_PARALLEL_MODE = None
-
-parallel = dict(pipeline=1, tensor=dict(mode=TENSOR_PARALLEL_MODE, size=TENSOR_PARALLEL_SIZE))
 
 fp16 = dict(mode=AMP_TYPE.TORCH)
 

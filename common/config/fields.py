@@ -27,7 +27,6 @@ ALIASES = {  # what others call a key
     **dict.fromkeys(("num_layers", "num_hidden_layers"), "MODEL.depth"),
     "lr": "LEARNING_RATE",
     "batch_size": "TOTAL_BATCH_SIZE",
-    "epochs": "NUM_EPOCHS",
 }
 NONE = type(None)
 SHORT = reprlib.Repr()
@@ -46,7 +45,7 @@ Triple = Annotated[tuple[Number, Number, Number], Field(strict=False)]
 class Section(BaseModel):
     """Keys that belong together. Unknown keys are refused, and no value is converted but a list to a tuple."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 S = TypeVar("S", bound=Section)
@@ -58,7 +57,7 @@ def key(default: Any, meaning: str, *, unit: str = "", says: str = "", **bounds:
     ``says`` describes the values where type and bounds do not.
     """
     extra: Any = {"unit": unit, "says": says}
-    return Field(default, description=meaning, json_schema_extra=extra, validate_default=False, **bounds)
+    return Field(default, description=meaning, json_schema_extra=extra, **bounds)
 
 
 def parse(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
@@ -69,7 +68,7 @@ def parse(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
     try:
         return section.model_validate(dict(values))
     except ValidationError as error:
-        problem = min(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
+        problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
         raise UserError(_explain(problem, section, values, f"{where}: " if where else "")) from None
 
 
@@ -78,7 +77,7 @@ def check_given(section: type[Section], values: Mapping[str, Any]) -> None:
     try:
         section.model_validate(dict(values))
     except ValidationError as error:
-        for problem in error.errors(include_url=False):
+        for problem in error.errors():
             if problem["loc"] and problem["type"] not in ("missing", "extra_forbidden"):
                 raise UserError(_explain(problem, section, values, "")) from None
 
@@ -112,7 +111,7 @@ def _describe(kind: Any, metadata: Any = ()) -> str:
         return ", ".join(str(member) for member in kind)
     if issubclass(kind, Section):
         return "dict(" + ", ".join(f"{name}=..." for name in list(kind.model_fields)[:3]) + ")"
-    names = {int: "integer", float: "number", bool: "True or False", str: "text", NONE: "None", dict: "dict"}
+    names = {int: "integer", float: "number", bool: "True or False", str: "text", NONE: "None"}
     return names[kind] + (_bounds(metadata) if kind in (int, float) else "")
 
 
@@ -152,10 +151,10 @@ def suggest_key(name: str, known: Iterable[str]) -> str:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return ``{"a.b": value}`` for ``{"a": {"b": value}}``; an empty mapping is a value."""
+    """Return ``{"a.b": value}`` for ``{"a": {"b": value}}``."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        is_nested = isinstance(value, Mapping) and value
+        is_nested = isinstance(value, Mapping)
         flat |= flatten(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
     return flat
 

@@ -5,7 +5,6 @@ import os
 import re
 import traceback
 import types
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -30,8 +29,8 @@ RENAMED = {"seed": "SEED", "LOG_PATH": "OUTPUT", "DROP_RATE": "MODEL.dropout", "
 WITHOUT_EFFECT = {"min_scale", "hysteresis", "max_scale", "log_num_zeros_in_grad", "verbose", "cast_model_type"}
 WITHOUT_EFFECT |= {"patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale", "num_losses"}
 WITHOUT_EFFECT |= {"cast_model_outputs", "verbosity", "min_loss_scale", "max_loss_scale"}
-# What a config says for itself: how a batch is cut, and over how many GPUs.
-STATED = {"TOTAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "BATCH_SIZE", "TENSOR_PARALLEL_SIZE", "TENSOR_PARALLEL_MODE"}
+# What a config says for itself: how a batch is cut.
+STATED = {"TOTAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "BATCH_SIZE"}
 
 
 def load_config(name: str, settings: Sequence[str] = (), base: str | None = None) -> dict[str, Any]:
@@ -287,9 +286,7 @@ def _replace(value: Any, path: tuple[str, ...], new: Any) -> Any:
 def _parse_value(text: str, takes_text: bool) -> Any:
     """Evaluate what a config file could assign; anything else is text, as is DATA.root=2012."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python's, of text that is no Python
-            value = eval(text.strip(), {"__builtins__": {"dict": dict}, **PREDEFINED})
+        value = eval(text, {"__builtins__": {"dict": dict}, **PREDEFINED})
     except Exception:
         return text
     return value if not takes_text or value is None or isinstance(value, str) else text
@@ -319,7 +316,7 @@ def _execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]
     plain = _read_ahead(tree.body, overrides)
     computed = set().union(*(_names(node, ast.Store) for node in tree.body)) - plain.keys() - overrides.keys()
     in_recipes = {**overrides, **{name: [((), value)] for name, value in plain.items()}}
-    names: dict[str, Any] = {"__name__": "config", "__file__": str(path), **PREDEFINED}
+    names: dict[str, Any] = {"__file__": str(path), **PREDEFINED}
     used: set[str] = set()
     recipes: dict[str, dict[str, Any]] = {}
     for node in tree.body:

@@ -3,12 +3,10 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from common.colossal import AMP_TYPE
-from common.config.fields import values_of
-from common.config.load import FOLDER, data_root, load_config, restore_config
+from common.config.fields import flatten
+from common.config.load import data_root, load_config, restore_config
 from common.config.originals_test import IMAGENET, parallel_lines
 from common.config.plan import DataSummary, build_plan
 from common.config.schema import all_keys, keys_as_markdown
@@ -28,11 +26,26 @@ def write(tmp_path):
     return write
 
 
+# What is assigned after an import, and what it changes.
+OWN = {
+    "TOTAL_BATCH_SIZE = 512": dict(TOTAL_BATCH_SIZE=512, BATCH_SIZE=256),
+    "gradient_accumulation = 4": dict(gradient_accumulation=4, BATCH_SIZE=1024),
+    "_scale = 2\nTOTAL_BATCH_SIZE = 256 * _scale": dict(TOTAL_BATCH_SIZE=512, BATCH_SIZE=256),
+    "from configs.vit_s16_1d import LEARNING_RATE as _lr\nLEARNING_RATE = 2 * _lr\nNUM_EPOCHS += 1": dict(
+        LEARNING_RATE=6e-3, NUM_EPOCHS=301
+    ),
+    "WARMUP_EPOCHS = NUM_EPOCHS / 10\nNUM_EPOCHS = 400": dict(WARMUP_EPOCHS=30, NUM_EPOCHS=400),
+    "OPTIMIZER = dict(name='lamb', variant='apex')": dict(OPTIMIZER={"name": "lamb", "variant": "apex"}),
+    "KEEP = MODEL['depth']\nMODEL['depth'] *= 2": {"KEEP": 12, "MODEL.depth": 24},
+}
 TENSOR = ["TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d"]
 MICRO = MINIMAL + "MICRO_BATCH_SIZE = 64\n"
 TOTAL = MICRO.replace("64", "None", 1) + "gradient_accumulation = 4\n"  # which make the total
 B16 = "from configs.vit_b16 import *\n"
 PARALLEL = {"pipeline": 1, "tensor": {"mode": "1d", "size": 2}}
+TIMM = "vit_tiny_patch16_224.augreg_in21k"
+OF_TIMM = {"INIT": TIMM, "DATA.mean": (0.5,) * 3, "DATA.std": (0.5,) * 3, "DATA.interpolation": "bicubic"}
+OF_TIMM |= {"DATA.eval_crop": 0.5, "MODEL.image_size": 224}
 
 
 @pytest.mark.parametrize(
@@ -45,14 +58,18 @@ PARALLEL = {"pipeline": 1, "tensor": {"mode": "1d", "size": 2}}
         (MICRO, ["gradient_accumulation=4"], dict(MICRO_BATCH_SIZE=None, gradient_accumulation=4)),
         (TOTAL, ["gradient_accumulation=2"], dict(MICRO_BATCH_SIZE=64, gradient_accumulation=2)),
         (TOTAL, ["MICRO_BATCH_SIZE=32"], dict(MICRO_BATCH_SIZE=32, gradient_accumulation=4)),
-        (B16 + "GPUS = 2", ["NUM_EPOCHS=4"], dict(GPUS=2, NUM_EPOCHS=4, WARMUP_EPOCHS=2)),
+        *((f"from configs.vit_s16_1d import *\n{lines}\n", [], expected) for lines, expected in OWN.items()),
+        (B16 + "GPUS = 2\nNUM_EPOCHS *= 2", ["NUM_EPOCHS=4"], dict(GPUS=2, NUM_EPOCHS=4, WARMUP_EPOCHS=2)),
+        (B16 + "NUM_EPOCHS = 9", ["NUM_EPOCHS=4"], dict(NUM_EPOCHS=4, WARMUP_EPOCHS=2)),
         (MINIMAL, ["LOG=dict(every=3)", "LOG.every=4"], dict(LOG=dict(every=4, tensorboard=True, trackers=[]))),
         (MINIMAL, ["fp16=dict(mode=AMP_TYPE.NAIVE)"], dict(fp16={"mode": AMP_TYPE.NAIVE})),
-        (MINIMAL, ["OUTPUT=2012"], dict(OUTPUT="2012")),
+        (MINIMAL, ["OUTPUT=2012", "INIT=None"], dict(OUTPUT="2012", INIT=None)),
+        (MINIMAL, [f"MODEL=dict(timm='{TIMM}', pretrained=True)", "DATA.eval_crop=0.5"], OF_TIMM),
     ],
 )
 def test_what_the_file_derives_follows_a_setting(write, text, changes, expected):
     config = load_config(write(text), changes)
+    config |= flatten(config)
     assert {key: config[key] for key in expected} == expected
 
 
@@ -63,37 +80,16 @@ def test_a_wrong_value_is_named_and_not_the_recipe_that_derives_from_it(write, t
         load_config(write(text + more), changes, base="vit-b16")
 
 
-def test_every_recipe_loads_and_says_how_to_run_it():
-    for path in FOLDER.glob("*.py"):
-        if path.stem != "__init__":
-            load_config(path.stem)
-            assert "--config" in path.read_text() or "bash scripts/" in path.read_text(), path
-
-
-# What is assigned after an import, and what it changes.
-OWN = {
-    "TOTAL_BATCH_SIZE = 512": dict(TOTAL_BATCH_SIZE=512, BATCH_SIZE=256),
-    "gradient_accumulation = 4": dict(gradient_accumulation=4, BATCH_SIZE=1024),
-    "_scale = 2\nTOTAL_BATCH_SIZE = 256 * _scale": dict(TOTAL_BATCH_SIZE=512, BATCH_SIZE=256),
-    "_lr = LEARNING_RATE\nLEARNING_RATE = 2 * _lr\nNUM_EPOCHS += 1": dict(LEARNING_RATE=6e-3, NUM_EPOCHS=301),
-    "WARMUP_EPOCHS = NUM_EPOCHS / 10\nNUM_EPOCHS = 400": dict(WARMUP_EPOCHS=30, NUM_EPOCHS=400),
-    "OPTIMIZER = dict(name='lamb', variant='apex')": dict(OPTIMIZER={"name": "lamb", "variant": "apex"}),
-    "GPUS = MODEL['depth']\nMODEL['depth'] *= 2\nDATA['loader'] = 'torchvision'": dict(GPUS=12, MODEL=..., DATA=...),
-}
-
-
-@pytest.mark.parametrize("lines", OWN)
-def test_what_a_recipe_derives_follows_the_config_that_imports_it(write, lines):
-    config, base = load_config(write(f"from configs.vit_s16_1d import *\n{lines}\n")), load_config("vit_s16_1d")
-    expected = {key for key, value in OWN[lines].items() if base[key] != value}
-    assert {key for key in base if config[key] != base[key]} == expected
-    assert all(config[key] == value for key, value in OWN[lines].items() if value is not ...)
-
-
 def test_a_config_imports_its_neighbour(write, tmp_path):
-    (tmp_path / "six_base.py").write_text(MINIMAL + "WARMUP_EPOCHS = NUM_EPOCHS / 10\n")
+    base = "import math\nPARTS = 10\nWARMUP_EPOCHS = NUM_EPOCHS / PARTS\nOUTPUT = __file__\n"
+    (tmp_path / "six_base.py").write_text(MINIMAL + base)
     config = load_config(write("from six_base import *\nNUM_EPOCHS = 20\n"))
-    assert (config["WARMUP_EPOCHS"], config["LEARNING_RATE"]) == (2, 1e-3)
+    assert (config["WARMUP_EPOCHS"], config["OUTPUT"]) == (2, str(tmp_path / "six_base.py"))
+
+
+OUT_OF_RANGE = ["OPTIMIZER.betas=(0.9, 1)", "OPTIMIZER.betas=(-1, 0)", "OPTIMIZER.trust_range=(2, 1)"]
+OUT_OF_RANGE += ["DATA.randaugment=(2, 11)", "DATA.randaugment=(0, 5)", "DATA.randaugment=rand-m", "DATA.std=(1, 0, 1)"]
+OUT_OF_RANGE += ["DATA.crop_ratio=(2, 1)", "DATA.crop_ratio=(1, 101)", "CHECKPOINT_EVERY=0", "CHECKPOINT_EVERY=0 min"]
 
 
 @pytest.mark.parametrize(
@@ -104,21 +100,25 @@ def test_a_config_imports_its_neighbour(write, tmp_path):
         (["NUM_EPOCHS"], "write it as KEY=VALUE"),
         (["LEARNING_RATE=fast"], "^LEARNING_RATE='fast': expected number > 0$"),
         (["TIMEOUT=1e999"], r"TIMEOUT=inf: expected number >= 1 and <= 10000000 \(seconds\)$"),
-        (["LR_SCHEDULE=cosin"], "LR_SCHEDULE='cosin': expected 'linear', 'cosine', 'timm'$"),
+        (["LR_SCHEDULE=cosine_as_long_as_warm-up_is"], "'cosine_as_long_as_warm-up_is': expected 'linear', 'cosine'"),
         (["CHECKPOINT_EVERY=10 s"], "CHECKPOINT_EVERY='10 s': expected optimizer steps, as 500, or minutes"),
         (["fp16.mode=AMP_TYPE.FAST"], "expected AMP_TYPE.APEX, AMP_TYPE.TORCH, AMP_TYPE.NAIVE or None"),
         (["DATA.crop_scale=(0.5, 0.1)"], r"\(0.5, 0.1\): expected \(low, high\), 0 < low <= high <= 1$"),
         (["parallel.tensor=4"], r"parallel.tensor=4: expected dict\(size=..., mode=..., depth=...\)"),
         (["DATA.crop=simple", "DATA.crop_scale=(0.5, 1.0)"], r"crop_scale=\(0.5, 1.0\) has no effect with crop="),
         (["OPTIMIZER.name=sgd", "OPTIMIZER.eps=1"], "OPTIMIZER.eps has no effect with name=sgd, which takes mom"),
-        (["fp16=dict(mode=AMP_TYPE.TORCH, opt_level='O2')"], "fp16.opt_level has no effect with mode=AMP_TYPE.TORCH"),
+        (["fp16=dict(mode=AMP_TYPE.TORCH, opt_level='O2')"], "no effect with mode=AMP_TYPE.TORCH, which takes none$"),
         (["fp16.dtype=float16"], "fp16.dtype has no effect with mode=None: set mode to one of AMP_TYPE$"),
-        (["WARMUP_EPOCHS=10"], "WARMUP_EPOCHS=10 must be less than NUM_EPOCHS=10$"),
+        (["WARMUP_EPOCHS=8", "COOLDOWN_EPOCHS=2"], "=8 must be less than NUM_EPOCHS=10 - COOLDOWN_EPOCHS=2$"),
         (["LABEL_SMOOTHING=0.1", "BCE_THRESHOLD=0"], "BCE_THRESHOLD=0.* undoes LABEL_SMOOTHING=0.1: set"),
         (["FREEZE=body", "OPTIMIZER.layer_decay=0.5"], "FREEZE='body' trains the head alone: leave out"),
-        (["MODEL.heads=5"], "MODEL.width=384 is not a multiple of heads=5; the nearest that are: 380 or 385"),
         ([*TENSOR, "COMPILE=True"], "COMPILE=True does not support tensor"),
         (["TENSOR_PARALLEL_SIZE=2", "parallel.tensor.size=4"], "TENSOR_PARALLEL_SIZE=2, .* contradict parallel.tensor"),
+        (["TENSOR_PARALLEL_MODE=1d", "parallel.tensor.mode=2d"], "MODE='1d' contradict parallel.tensor"),
+        (["MODEL.embed_dim=64"], "unknown key MODEL.embed_dim; did you mean 'MODEL.width'"),
+        (["batch_size=8"], "batch_size: unknown key; did you mean 'TOTAL_BATCH_SIZE'"),
+        (["OPTIMIZER=dict(name='sgd', nesterov=True, momentum=0)"], "nesterov=True needs momentum above 0"),
+        *(([setting], f"^{setting.partition('=')[0]}=.*: expected ") for setting in OUT_OF_RANGE),
     ],
 )
 def test_a_wrong_setting_is_refused(write, changes, words):
@@ -131,12 +131,13 @@ def test_a_wrong_setting_is_refused(write, changes, words):
     [
         (MINIMAL + "WARMUP_EPOCH = 1\nWARMUP_EPOCHS = WARMUP_EPOCH", "unknown key WARMUP_EPOCH; did you mean"),
         (MINIMAL + "lr = 1", "unknown key lr; did you mean 'LEARNING_RATE'"),
-        (MINIMAL + "SIDE = 4", "unknown key SIDE$"),
+        (MINIMAL + "SIDE = 4\nSIDE = 2 * SIDE", "unknown key SIDE$"),
         ("from configs.vit_s16_vanila import *", "line 1: no recipe .*; did you mean 'configs.vit_s16_vanilla'"),
         ("from configs.vit_b16 import MODLE", "line 1: configs.vit_b16 has no MODLE"),
         (B16 + "NUM_EPOCHS *= 2", "line 1: configs.vit_b16 derives other keys from NUM_EPOCHS: assign a plain value"),
         (B16 + "WARMUP_EPOCHS = NUM_EPOCHS\nNUM_EPOCHS = 4", "derives other keys from NUM_EPOCHS"),
         ("NUM_EPOCHS = 1", "config.py: LEARNING_RATE is missing: peak"),
+        ("NUM_EPOCHS = LEARNING_RATE = 1", "^TOTAL_BATCH_SIZE is missing: samples"),
         (MINIMAL + "LEARNING_RATE = float('nan')", "LEARNING_RATE=nan: expected number"),
         (MINIMAL + "SEED = 1 +", "config.py, line 4: SyntaxError: invalid syntax$"),
         (MINIMAL + "SEED = (1,\n  SEDE)", "config.py, line 5: NameError: name 'SEDE' is not defined$"),
@@ -174,8 +175,8 @@ def test_data_root_comes_from_the_config_else_from_the_environment(tmp_path, mon
     with pytest.raises(UserError, match="DATA.root is not set: .*DATA.download=True too, Digits is fetched"):
         find(None, "Digits")
     monkeypatch.setenv("DATA", str(tmp_path))
-    with pytest.raises(UserError, match="is empty"):
-        find(None)
+    with pytest.raises(UserError, match="is empty .*--set DATA.download=True fetches Digits"):
+        find(None, "Digits")
     (tmp_path / "train").mkdir()
     assert find(None) == str(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path.parent))
@@ -194,11 +195,8 @@ SNIPPETS = [
 
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_every_config_snippet_loads(write, snippet):
-    names = re.findall(r"^(\w+) = ", snippet, re.MULTILINE)
     base = "" if "from configs." in snippet else "from configs.vit_s16_vanilla import *\n"
-    config = load_config(write(base + snippet))
-    assert names
-    assert all(config[name] is not None for name in names)
+    load_config(write(base + snippet))
 
 
 REGENERATE = r""".venv/bin/python -c '
@@ -213,42 +211,11 @@ def test_the_documentation_lists_the_keys_as_they_are():
     assert keys_as_markdown() in page.read_text(), f"regenerate its table:\n{REGENERATE}"
 
 
-# Any config, or --set, loads or is refused in one line.
-KEYS = dict(all_keys())
-TEXT = st.text(st.characters(exclude_categories=["C", "Zl", "Zp"]), max_size=30)
-JUNK = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), TEXT, st.lists(st.integers(0, 9), max_size=3))
-
-
-def near_bounds(key):
-    """Return values at and just beyond the bounds of a key, its choices, and its default."""
-    field = KEYS[key]
-    names = ("ge", "gt", "le", "lt")
-    bounds = [getattr(item, name) for item in field.metadata for name in names if hasattr(item, name)]
-    choices = re.findall(r"'(\w+)'", values_of(field))
-    return [*(bound + step for bound in bounds for step in (-1, -1e-9, 0, 1e-9, 1)), *choices, 1]
-
-
-PAIR = st.sampled_from(sorted(KEYS)).flatmap(
-    lambda key: st.tuples(st.just(key), st.one_of(st.sampled_from(near_bounds(key)), JUNK))
-)
-ODD = ["OPTIMIZER={[1]: 2}", 'DATA.root="\\d"', "DATA={**{}}", "MODEL=dict(**{})", "SEED=1or 2", f"SEED={'(' * 999}"]
-SETTING = st.one_of(PAIR.map(lambda pair: f"{pair[0]}={pair[1]!r}"), TEXT, st.sampled_from(ODD))
-
-
-def assign(key, value):
-    """Return the line of a config file that assigns a key, which may be inside a dict."""
-    first, *inside = key.split(".")
-    for name in reversed(inside):
-        value = {name: value}
-    return f"{first} = " + re.sub(r"\b(inf|nan)\b", r"float('\1')", repr(value)) + "\n"
-
-
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(pairs=st.lists(PAIR, max_size=3), changes=st.lists(SETTING, max_size=3), base=st.sampled_from([MINIMAL, B16]))
-def test_any_config_loads_or_is_refused_in_one_line(write, pairs, changes, base):
-    try:
-        config = load_config(write(base + "".join(assign(*pair) for pair in pairs)), changes)
-        build_plan(config, 8, DataSummary(1_281_167, 50_000, 1000, ""))
-    except UserError as refused:
-        lines = str(refused).splitlines()
-        assert len(lines) == 1, lines
+@pytest.mark.parametrize("value", ["None", "1", "-1", "1e999", "x", "(0, 2)", "{'a': 7}", "{[1]: 2}", "(" * 999])
+def test_any_value_of_any_key_is_taken_or_refused_in_one_line(write, value):
+    for key, _ in all_keys():
+        try:
+            build_plan(load_config(write(MINIMAL), [f"{key}={value}"]), 8, DataSummary(1_281_167, 50_000, 1000, ""))
+        except UserError as refused:
+            lines = str(refused).splitlines()
+            assert len(lines) == 1, lines

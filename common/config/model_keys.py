@@ -89,7 +89,7 @@ class Model(Section):
 class TimmModel(Section):
     """MODEL with ``timm``; further keys are arguments of that model, which `build_model` checks."""
 
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    model_config = ConfigDict(extra="allow", strict=True)
 
     timm: str
     image_size: int = key(..., "side of the square input", ge=1, le=65536)

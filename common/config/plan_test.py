@@ -13,7 +13,7 @@ CONFIG = dict(
     WARMUP_EPOCHS=150,
     COOLDOWN_EPOCHS=0,
     MAX_STEPS=None,
-    DATA=dict(repeats=3),
+    DATA=dict(repeats=1024),
     parallel=dict(tensor=dict(size=1, mode=None)),
 )
 FOUR = dict(tensor=dict(size=4, mode="2d"))
@@ -27,6 +27,7 @@ FOUR = dict(tensor=dict(size=4, mode="2d"))
         (dict(gradient_accumulation=16, BATCH_SIZE=2048), 8, dict(micro_batch=256, data_parallel=8)),
         (dict(TOTAL_BATCH_SIZE=None, MICRO_BATCH_SIZE=128, gradient_accumulation=2), 4, dict(total_batch=1024)),
         (dict(parallel=FOUR, gradient_accumulation=16), 8, dict(micro_batch=1024, data_parallel=2)),
+        (dict(NUM_EPOCHS=1, WARMUP_EPOCHS=0.99, COOLDOWN_EPOCHS=0.04), 8, dict(warmup_steps=36, cooldown_steps=2)),
         (dict(MAX_STEPS=7, WARMUP_EPOCHS=0.4), 8, dict(last_step=7, total_steps=11700, warmup_steps=16)),
     ],
 )
@@ -40,12 +41,12 @@ def test_a_batch_is_cut_for_the_number_of_gpus(keys, gpus, expected):
     [
         (dict(TOTAL_BATCH_SIZE=100, gradient_accumulation=3), 2, "=3 x 2 .* processes: set it to 96 or 102$"),
         (dict(TOTAL_BATCH_SIZE=300, MICRO_BATCH_SIZE=256), 1, "set it to 256 or 512, or MICRO_BATCH_SIZE=None"),
-        (dict(TOTAL_BATCH_SIZE=33), 8, "not divisible by 8 data-parallel processes: set it to 32 or 40$"),
+        (dict(TOTAL_BATCH_SIZE=33, MICRO_BATCH_SIZE=256), 8, "by 8 data-parallel processes: set it to 32 or 40$"),
         (dict(MICRO_BATCH_SIZE=256, gradient_accumulation=16), 4, "is 16384, not TOTAL_BATCH_SIZE=32768"),
         (dict(BATCH_SIZE=256, gradient_accumulation=16), 8, "BATCH_SIZE=256 is not .* = 2048"),
         (dict(parallel=FOUR), 6, "size=4 does not divide .* 6: start 4 or 8"),
         (dict(TOTAL_BATCH_SIZE=2_000_000), 1, "more than the 1281167 training images: set it"),
-        (dict(TOTAL_BATCH_SIZE=2), 1, "DATA.repeats=3 is more than TOTAL_BATCH_SIZE=2: lower it"),
+        (dict(TOTAL_BATCH_SIZE=2), 1, "DATA.repeats=1024 is more than TOTAL_BATCH_SIZE=2: lower it"),
     ],
 )
 def test_what_does_not_divide_is_refused_with_the_nearest_that_does(keys, gpus, words):

@@ -61,7 +61,7 @@ class Traffic(TorchDispatchMode):
         self.nbytes: Counter[Route] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if function.namespace == "c10d" and function._opname not in ("barrier", "monitored_barrier_"):
+        if function.namespace == "c10d" and function._opname != "barrier":
             name, message = COLLECTIVES[function._opname]
             group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
             route = name, tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
@@ -241,8 +241,9 @@ def _count_step(
             total.update({key: times * number for key, number in counted.items()})
         return memory.peak
 
-    peaks = [count(train, times=accumulation - 1)] if accumulation > 1 else []  # which are all equal
-    peaks.append(count(train))
+    # the first may gather parameters, the last reduces gradients; those between are all equal
+    micro_batches = [1] * accumulation if accumulation < 3 else [1, accumulation - 2, 1]
+    peaks = [count(train, times) for times in micro_batches]
     gradients = _nbytes(engine.optimizer.parameters)
     update_peak = count(engine.step)
     counts = dict(flops=flops[""], calls=calls, nbytes=nbytes, gradients=gradients, update_peak=update_peak)
@@ -253,7 +254,7 @@ def _launch_config(config: Mapping[str, Any], accumulation: int) -> dict[str, An
     # DDP's options that need its own reduction, which the estimate replaces, change nothing that it counts
     unused = dict(init_sync=False, find_unused_parameters=False, static_graph=False)
     options = {"torch_ddp": {**(config.get("torch_ddp") or {}), **unused}}
-    return {**config, **options, "gradient_accumulation": min(accumulation, 2)}
+    return {**config, **options, "gradient_accumulation": min(accumulation, 3)}
 
 
 def _precision(fp16: Mapping[str, Any] | None, device: str) -> Mapping[str, Any] | None:

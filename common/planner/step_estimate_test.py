@@ -82,24 +82,16 @@ def count_traffic(config: dict[str, Any], micro_batch: int, accumulation: int) -
         return train(config, micro_batch, accumulation).nbytes
 
 
-def by_group_size(nbytes: Counter) -> Counter:
-    sizes: Counter = Counter()
-    for (name, ranks), count in nbytes.items():
-        sizes[name, len(ranks)] += count
-    return sizes
-
-
 @pytest.mark.parametrize("case", ["dp2 x 1d-2", "2d-4", "zero 1", "zero 3 x 1d-2", slow("2.5d-8"), slow("3d-8")])
 def test_bytes_are_those_of_real_processes(case):
     processes, mode = CASES[case]
     optimizer = {"name": "lamb", "max_grad_norm": 1.0}
     # float16, because its loss scaler sends too
     config = build_config(processes, model=TINY | {"drop_path": 0.1}, fp16=FLOAT16, OPTIMIZER=optimizer, **mode)
-    counted = run_ranks(processes, count_traffic, config, 8, 2)
-    estimated = estimate_step(config, processes, 8, 2, "cpu")
-    assert estimated.nbytes == counted[0]
+    counted, *_ = run_ranks(processes, count_traffic, config, 8, 3)
+    estimated = estimate_step(config, processes, 8, 3, "cpu")
+    assert estimated.nbytes == counted
     assert sum(estimated.nbytes.values()) > 0
-    assert all(by_group_size(nbytes) == by_group_size(estimated.nbytes) for nbytes in counted)
 
 
 def measure_peak(config: dict[str, Any], micro_batch: int, accumulation: int) -> int:
@@ -123,8 +115,7 @@ SMALL = {"image_size": 96, "width": 192, "depth": 6, "heads": 3, "num_classes": 
 VIT_TI = {"image_size": 96, "width": 192, "depth": 12, "heads": 3, "num_classes": 100}
 # In bfloat16 where that is fast, else in float32: these models would take minutes.
 TORCH, NAIVE = ({"mode": mode} for mode in (AMP_TYPE.TORCH, AMP_TYPE.NAIVE))
-# Slow on CPUs, where bfloat16 in turn keeps 12 MB by itself at this width, whatever depth and batch.
-FLOAT16, NAIVE_FLOAT16 = (mode | {"dtype": "float16"} for mode in (TORCH, NAIVE))
+FLOAT16 = TORCH | {"dtype": "float16"}
 CHECKPOINT = {"activation_checkpoint": True}
 
 
@@ -138,7 +129,6 @@ CHECKPOINT = {"activation_checkpoint": True}
         (SMALL, TORCH, "adamw", 8, 1),
         (SMALL | CHECKPOINT, None, "adamw", 8, 1),
         slow(VIT_TI, NAIVE, "adamw", 24, 2),
-        slow(VIT_TI | CHECKPOINT, NAIVE_FLOAT16, "adamw", 4, 1),
         slow(VIT_TI | {"dropout": 0.1, "drop_path": 0.1}, TORCH, "adamw", 16, 1),
     ],
 )

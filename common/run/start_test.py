@@ -57,7 +57,10 @@ def test_what_this_machine_lacks_is_refused_by_a_start_only(data: Path, tmp_path
             lambda _, flags=flags: train(data, tmp_path / "run", "MODEL.width=65536", "MODEL.depth=20", flags=flags), []
         )
         if flags:
-            assert (ended.code, "memory per GPU" in ended.stdout) == (0, True), ended.stderr
+            shown = " ".join(ended.stdout.split())
+            assert "70 training, 45 evaluation images, 7 classes steps 5 per epoch x 2 = 10, 0 of warm-up" in shown
+            assert " does not fit in the usable 72 GB (90%) of a GPU with 80 GB: lower" in shown
+            assert " 2 epochs of 70 images: " in shown
         else:
             assert (ended.code, ended.stderr.count("\n"), "this machine has" in ended.stderr) == (2, 1, True)
         assert not (tmp_path / "run").exists()
@@ -71,6 +74,7 @@ def test_help_on_the_config_needs_no_config(words, key, capsys, monkeypatch):
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert key in text
+    assert ("MIXUP" in text) == (words == ["--help-config"])
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -107,4 +111,4 @@ def test_a_dry_run_on_a_machine_with_a_gpu_plans_for_that_gpu(monkeypatch, capsy
     properties = types.SimpleNamespace(name="NVIDIA H200", total_memory=150e9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr("common.planner.prediction.torch.cuda.is_available", lambda: True)
-    assert cluster_here() == Cluster("H200", 150e9)
+    assert cluster_here() == Cluster("H200", 150e9, 8, 450e9, 50e9, 7300.0)

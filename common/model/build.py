@@ -128,8 +128,7 @@ def timm_name(**arguments: object) -> str | None:
     size = TIMM_SIZES.get((a.width, a.depth, a.heads))
     family = {(None, False): "vit", (DEIT3_INIT_VALUES, True): "deit3"}.get((a.init_values, a.no_embed_class))
     name = f"{family}_{size}_patch{a.patch_size}_{a.image_size}"
-    standard = a.pool == "cls" and a.mlp_ratio == 4 and a.reg_tokens == 0
-    return name if standard and is_model(name) else None
+    return name if is_model(name) else None
 
 
 class Training(NamedTuple):

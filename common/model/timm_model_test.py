@@ -188,7 +188,7 @@ def test_synchronised_batch_norms_keep_their_activations() -> None:
             ["MODEL.timm=resnet18", "MODEL.drop_rat=0.1"],
             "^MODEL.drop_rat: .* no such argument; did you mean 'drop_rate'",
         ),
-        (["MODEL.timm=resnet18", "MODEL.checkpoint_path=a.pt"], "^MODEL.checkpoint_path: .* no such argument"),
+        (["MODEL.timm=resnet18", "MODEL.in_chans=1"], "^MODEL.in_chans: .* no such argument"),
         (["MODEL.timm=resnet18", "MODEL.depth=5"], "^MODEL.depth: .* no such argument; it takes block, layers, "),
         (["MODEL.timm=resnet18", "MODEL.image_size=0"], "^MODEL.image_size=0: expected integer >= 1"),
         (["MODEL.timm=inception_v3", "MODEL.image_size=20"], "^MODEL.image_size=20: the model takes no such images"),

@@ -77,9 +77,6 @@ class Dropout(nn.Dropout):
     by the inverse of the exact keep probability.
     """
 
-    def __init__(self, p: float) -> None:
-        super().__init__(p)
-
     def forward(self, x: Tensor) -> Tensor:
         kept = round((1 - self.p) * MASK_LEVELS)
         cuts_bits = self.training and 0 < kept < MASK_LEVELS and x.is_cpu and not torch.compiler.is_compiling()

@@ -208,13 +208,14 @@ def find_fault(path: Path) -> str | None:
     """Return what is wrong with the checkpoint folder ``path``, every byte of it checked; None if nothing is."""
     try:
         _check_sums(path)
-        config, state = read_config(path, read_about(path)), read_trainer_state(path)
+        config = read_config(path, read_about(path))
+        read_trainer_state(path)
         read_metrics(path)
         weights = check_weights(path / MODEL, config["MODEL"])
         if (path / EMA).exists():
             check_weights(path / EMA, config["MODEL"])
         read_shapes(path / RANDOM)
-        _check_moments(path / OPTIMIZER, weights, config, state["trainer"]["step"])
+        _check_moments(path / OPTIMIZER, weights, config)
     except UserError as error:
         return str(error).removeprefix(f"{path}/")
     return None
@@ -222,10 +223,9 @@ def find_fault(path: Path) -> str | None:
 
 def _check_sums(path: Path) -> None:
     """Raise `UserError` unless ``COMPLETE`` lists the checkpoint's files with their checksums."""
-    lines = read_text(path / MARKER).splitlines()
-    found = [re.fullmatch(r"([0-9a-f]{64})  ([\w.]+)", line) for line in lines]
-    sums = {match[2]: match[1] for match in found if match}
-    if len(sums) != len(lines) or not set(FILES) <= sums.keys() <= {*FILES, EMA}:
+    listed = re.findall(r"^([0-9a-f]{64})  ([\w.]+)$", read_text(path / MARKER), re.MULTILINE)
+    sums = {name: digest for digest, name in listed}
+    if not set(FILES) <= sums.keys() <= {*FILES, EMA}:
         raise UserError(f"{path / MARKER}: does not list {', '.join(FILES)} and at most {EMA}, each with its SHA-256")
     most = MAX_METRICS
     for name in sorted(sums, key=lambda name: name.endswith(".safetensors")):
@@ -236,12 +236,10 @@ def _check_sums(path: Path) -> None:
             raise UserError(f"{path / name} has changed since it was written")
 
 
-def _check_moments(file: Path, weights: Shapes, config: dict[str, Any], step: int) -> None:
+def _check_moments(file: Path, weights: Shapes, config: dict[str, Any]) -> None:
     """Raise `UserError` unless every parameter that is trained has the optimizer's state, of its shape."""
     model = build_on_meta(config["MODEL"], config["FREEZE"])
     trained = [(name, p.ndim) for name, p in model.named_parameters() if p.requires_grad]
     keys = [(key, name) for name, ndim in trained for key in state_names(config["OPTIMIZER"], name, ndim)]
     wanted = {f"{key}/{name}": [] if key == "step" else weights[name] for key, name in keys}
-    found = read_shapes(file)
-    if step or found:
-        check_shapes(file, found, wanted)
+    check_shapes(file, read_shapes(file), wanted)

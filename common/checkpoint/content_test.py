@@ -4,15 +4,17 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.checkpoint.content import CONFIG, FILES, MARKER, METRICS
+from common.checkpoint.content import CONFIG, FILES, MARKER, METRICS, find_fault
 from common.checkpoint.resume import changed_keys, choose_checkpoint, note_start
 from common.checkpoint.save import checkpoint_path, write_checkpoint
 from common.checkpoint.saved_run import open_run
@@ -76,6 +78,25 @@ def resume(run: Path) -> None:
     assert path
     changed_keys(path, build_about()["config"])
     note_start(build_about(), path)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "fault"),
+    [
+        ("optimizer.safetensors", {}, r"/\S+ missing \(model: \[.*\]\), and \d+ more; keep the MODEL "),
+        ("ema.safetensors", {}, "another architecture"),
+        ("random.safetensors", b"none", ""),
+        ("trainer.json", (b'"gpus": 1', b'"gpus": 2'), "metrics of 1 ranks, not 2"),
+        (METRICS, b"{}\n", " line 1: kind: "),
+        (CONFIG, (b'classes": 3', b'classes": null', 1), "MODEL.num_classes is missing"),
+        (MARKER, b"", " does not list model.safetensors, "),
+    ],
+)
+def test_a_file_with_the_right_checksum_and_the_wrong_content(file: str, change, fault: str, tmp_path: Path) -> None:
+    content = build_content()
+    content[file] = content[file].replace(*change) if isinstance(change, tuple) else change
+    write_checkpoint(tmp_path / "step-00000001", content)
+    assert re.match(f"{file}.*{fault}", find_fault(tmp_path / "step-00000001") or "")
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)

@@ -1,9 +1,11 @@
 """Training resumes bit for bit where it stopped, in every mode; when checkpoints are saved, and which stay."""
 
+import itertools
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from safetensors.torch import load_file
 
 from common.checkpoint.content import read_trainer_state
 from common.checkpoint.save import list_checkpoints, write_checkpoint
-from common.colossal import BaseHook, Trainer
+from common.colossal import BaseHook, Trainer, gpc
 from common.launch.signals import stop_signals
 from common.metrics.curves import read_metrics
 from common.run.run import Run
@@ -53,10 +55,13 @@ class StopAfter(BaseHook):
 
 
 def train(data: Path, output: Path, settings: Sequence[str] = (), stop: Any = None, *flags: str) -> list[dict]:
-    """Train into ``output``, resuming the run in it; return the records so far. ``stop`` is as for `StopAfter`."""
+    """Train into ``output``, resuming the run in it; return the records. The last rank has `StopAfter(*stop)`."""
     if stop:
         build = Run.build_hooks
-        Run.build_hooks = lambda self, *arguments: [*build(self, *arguments), StopAfter(*stop)]
+        Run.build_hooks = lambda self, *arguments: [
+            *build(self, *arguments),
+            *[StopAfter(*stop)] * (gpc.get_global_rank() == self.plan.gpus - 1),
+        ]
     with suppress(SystemExit):  # of a run that is stopped
         tiny_task.train(data, output, *SETTINGS, *settings, flags=flags)
     return read_metrics(output)
@@ -94,6 +99,9 @@ def test_resumes_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]],
     for number, stop in enumerate(stops):
         pieces = tmp_path / f"pieces {number}"
         run_ranks(gpus, train, data, pieces, settings, stop)
+        stopped = read_result(pieces)["trainer.json"]["trainer"]
+        assert stopped["step"] == stop[0] + (gpus > 1 and not stop[1])  # several ranks agree a step later
+        assert stopped["evaluated_step"] < steps
         run_ranks(gpus, train, data, pieces, settings)
         found = read_result(pieces)
         assert [file for file in whole if found[file] != whole[file]] == []
@@ -123,9 +131,12 @@ def test_averages_begin_at_the_weights_of_a_checkpoint_that_has_none(data: Path,
         torch.testing.assert_close(average, weights[name].lerp(trained[name], 1 - 5 / 14))
 
 
-@pytest.mark.parametrize(("every", "steps"), [("3", [8, 6, 4, 3]), ("0.00001 min", [8, 7, 6, 5, 4, 3, 2, 1])])
-def test_saves_when_due_and_marks_the_best(every: str, steps: list[int], data: Path, tmp_path: Path) -> None:
-    records = train(data, tmp_path / "run", [f"CHECKPOINT_EVERY={every}", "LEARNING_RATE=1e-5"])
+@pytest.mark.parametrize(("every", "keep", "steps"), [("3", 2, [8, 6]), ("0.5 min", 20, [8, 7, 4, 3])])
+def test_saves_when_due_and_marks_the_best(every, keep, steps, data: Path, tmp_path: Path, monkeypatch) -> None:
+    seconds = itertools.count(0, 10)  # the hook looks at its clock in each step, evaluation batch and checkpoint
+    monkeypatch.setattr("common.checkpoint.hook.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    settings = [f"CHECKPOINT_EVERY={every}", f"KEEP={keep}", "LEARNING_RATE=1e-5"]
+    records = train(data, tmp_path / "run", settings)
     evaluations = [r for r in records if r["kind"] == "eval"]
     best = max(evaluations, key=lambda r: (r["top1"], -r["loss"]))
     assert [r["top1"] for r in evaluations].count(best["top1"]) > 1  # of equals, the lower loss

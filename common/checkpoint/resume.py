@@ -175,7 +175,9 @@ def check_changes(path: Path, config: Mapping[str, Any], output: Path, allowed: 
             )
     if not path.is_relative_to(output):
         return
-    refused = {key: values for key, values in changed.items() if _changes_training(key, *values, allowed)}
+    then, now = changed.get("NUM_EPOCHS", (0, 0))
+    extended = ["NUM_EPOCHS"] * (now > then)
+    refused = {key: pair for key, pair in changed.items() if not _is_under(key, (*HARMLESS, *allowed, *extended))}
     if refused:
         shown = ", ".join(f"{key}={now!r} (was {then!r})" for key, (then, now) in refused.items())
         allow = " ".join(f"--allow-change {key}" for key in refused)
@@ -184,12 +186,6 @@ def check_changes(path: Path, config: Mapping[str, Any], output: Path, allowed: 
             f"{shown}: the run in {output} {state}; keep the earlier values, start another run with --output DIR, "
             f"branch off with --resume {path} --output DIR, or add {allow}"
         )
-
-
-def _changes_training(key: str, then: Any, now: Any, allowed: Sequence[str]) -> bool:
-    if key == "NUM_EPOCHS" and now > then:  # the run is extended
-        return False
-    return not _is_under(key, (*HARMLESS, *allowed))
 
 
 def _is_under(key: str, names: Sequence[str]) -> bool:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from common.checkpoint.content import BEST, CONFIG, EMA, MARKER, MODEL, check_weights, read_about, read_config
 from common.checkpoint.save import newest_checkpoint
 from common.errors import UserError, command_parser
-from common.hardware import memory_bytes
 from common.model.build import build_model
 
 
@@ -35,11 +34,7 @@ class SavedRun:
     @property
     def batch(self) -> int:
         """The samples that a process evaluates at once: as many as in training, unless ``MICRO_BATCH_SIZE`` is set."""
-        batch = self.config["MICRO_BATCH_SIZE"] or self.about["plan"]["micro_batch"]
-        size = 12 * batch * self.config["MODEL"]["image_size"] ** 2
-        if size > memory_bytes():
-            raise UserError(f"MICRO_BATCH_SIZE={batch}: a batch takes {size / 1e9:,.1f} GB; --set a smaller one")
-        return batch
+        return self.config["MICRO_BATCH_SIZE"] or self.about["plan"]["micro_batch"]
 
     @property
     def class_names(self) -> list[str]:

@@ -10,6 +10,7 @@ from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_
 from torch import Tensor, nn
 
 from common.checkpoint.save import newest_checkpoint
+from common.checkpoint.saved_run import open_run
 from common.checkpoint.weights import load_pretrained, open_source
 from common.errors import UserError
 from common.metrics.curves import read_metrics
@@ -58,7 +59,7 @@ def test_other_classes_and_another_size_are_timms(pool: str, position: str, size
     theirs = VisionTransformer(**timm_arguments(**arguments | {"num_classes": 9}))
     source = build_model(**arguments | {"num_classes": 9})
     theirs.load_state_dict(theirs.state_dict() | {"pos_embed": source.state_dict()["pos_embed"]})
-    torch.save({"model": theirs.state_dict()}, tmp_path / "timm.pth")
+    torch.save({"model" if parts else "state_dict": theirs.state_dict()}, tmp_path / "timm.pth")
     ours = build_model(**arguments | {"image_size": size})
     own_head, own_position = ours.head.weight.clone(), ours.pos_embed.clone()
     done = load_pretrained(ours, str(tmp_path / "timm.pth"))
@@ -74,15 +75,21 @@ def test_other_classes_and_another_size_are_timms(pool: str, position: str, size
     assert done == f"starting from the weights of {tmp_path}/timm.pth; {heads}{expected}"
 
 
-def test_a_run_a_checkpoint_and_an_export_give_the_averaged_weights(trained: Path, tmp_path: Path, capsys) -> None:
+def test_a_run_a_checkpoint_a_file_and_exports_give_the_averaged_weights_and_heads(trained: Path, tmp_path) -> None:
+    for target in ("timm", "safetensors"):
+        export.main([str(trained), "--to", target, "--output", str(tmp_path / target)])
+    shutil.copy(tmp_path / "safetensors" / "model.safetensors", tmp_path / "alone.safetensors")
     checkpoint = newest_checkpoint(trained / "checkpoints")
-    export.main([str(trained), "--to", "timm", "--output", str(tmp_path / "timm")])
     expected = load_file(checkpoint / "ema.safetensors")
-    for source in (trained, checkpoint, tmp_path / "timm"):
+    assert open_run(str(trained), raw=True).weights == "model.safetensors"
+    files = (checkpoint / "ema.safetensors", tmp_path / "timm", tmp_path / "alone.safetensors")
+    for source in (trained, checkpoint, *files):
         model = build_model(**OTHER)
         chosen = f" (the best; moving average of the weights: {checkpoint.name})" if source == trained else ""
         assert load_pretrained(model, str(source)) == f"starting from the weights of {source}{chosen}"
         assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+        with pytest.raises(UserError, match="differs from MODEL.heads=4: --set MODEL.heads=2 fits"):
+            load_pretrained(build_model(**OTHER | {"heads": 4}), str(source))
 
 
 @pytest.mark.parametrize(("gpus", "mode"), [(2, None), (2, "1d"), (4, "2d")])
@@ -139,17 +146,6 @@ def test_weights_that_are_not_finite_are_refused(saved: Path) -> None:
     save_file(weights, saved)
     with pytest.raises(UserError, match="blocks.1.mlp.fc1.bias holds numbers that are not finite"):
         load_pretrained(build_model(**OTHER), str(saved))
-
-
-def test_heads_come_from_what_describes_the_weights_or_from_the_user(trained: Path, data: Path, tmp_path: Path) -> None:
-    for target in ("timm", "safetensors"):
-        export.main([str(trained), "--to", target, "--output", str(tmp_path / target)])
-    shutil.copy(tmp_path / "safetensors" / "model.safetensors", tmp_path / "alone.safetensors")
-    model = build_model(**OTHER | {"heads": 4})
-    checkpoint = newest_checkpoint(trained / "checkpoints")
-    for source in (trained, checkpoint / "ema.safetensors", tmp_path / "timm", tmp_path / "alone.safetensors"):
-        with pytest.raises(UserError, match="differs from MODEL.heads=4: --set MODEL.heads=2 fits"):
-            load_pretrained(model, str(source))
 
 
 class Code:

@@ -21,15 +21,14 @@ if TYPE_CHECKING:
 DPI = 150
 
 
-def build_figure(width: float = 6.4, height: float = 4.0, columns: int = 1) -> tuple["Figure", Any]:
-    """Return a figure of ``width`` x ``height`` inches, and its axes: one, or an array of ``columns``."""
+def build_figure(width: float = 6.4, height: float = 4.0) -> tuple["Figure", Any]:
+    """Return a figure of ``width`` x ``height`` inches, and its axes."""
     from matplotlib.figure import Figure  # takes half a second to import
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(1, columns)
-    for each in [axes] if columns == 1 else axes:
-        each.grid(alpha=0.3)
-        each.set_axisbelow(True)
+    axes = figure.subplots()
+    axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
     return figure, axes
 
 

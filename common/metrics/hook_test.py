@@ -1,5 +1,8 @@
+"""A train record against a clock of which every second is known."""
+
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
@@ -27,17 +30,30 @@ class Timed(torch.autograd.Function):
         return grad
 
 
-def test_a_record_has_the_times_of_a_steps_forward_and_backward_passes(tmp_path, monkeypatch) -> None:
+def tick() -> float:
+    """Let 1 s pass; the trainer looks at this clock before and after it waits for a batch."""
+    Timed.now += 1
+    return Timed.now
+
+
+def test_a_record_has_the_means_of_the_steps_since_the_last(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(hook, "time", SimpleNamespace(perf_counter=lambda: Timed.now, time=lambda: 0.0))
-    plan = Plan(1, 1, 1, 4, 2, 8, 1, 100, 10, 100, 100)
+    monkeypatch.setattr("common.colossal.trainer.time", SimpleNamespace(perf_counter=tick))
+    plan = Plan(1, 1, 1, 4, 2, 8, 2, steps_per_epoch=3, warmup_steps=0, total_steps=6, last_step=4)
     with launched(gradient_accumulation=2):
         model = nn.Linear(3, 2)
         model.register_forward_hook(lambda module, inputs, output: Timed.apply(output))
         batches = [(torch.randn(4, 3), torch.zeros(4, dtype=torch.long))] * 6
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine, batches, *_ = initialize(model, optimizer, nn.CrossEntropyLoss(), batches, batches)
-        logging = dict(every=3, tensorboard=False, trackers=[], is_main=True, peak_samples_per_s=1)
+        logging = dict(every=3, tensorboard=False, trackers=[], is_main=True, peak_samples_per_s=4)
         metrics = MetricsHook(plan, tmp_path, **logging)
-        Trainer(engine).fit(batches, 2, test_dataloader=batches, hooks=[metrics])  # an evaluation between two records
+        # with an evaluation between two records
+        Trainer(engine).fit(batches, 2, 4, test_dataloader=batches, hooks=[metrics])
     lines = [line for line in read_metrics(tmp_path) if line["kind"] == "train"]
-    assert [(line["forward_s"], line["backward_s"]) for line in lines] == [(2, 6), (2, 6)]
+    assert [(line["step"], line["epoch"]) for line in lines] == [(3, 1), (4, 1.3333)]
+    seconds = dict(forward_s=2, backward_s=6, samples_per_s=8 / 12, mfu=8 / 12 / 4, data_wait=2 / 12)
+    for line in lines:
+        assert {name: line[name] for name in seconds} == pytest.approx(seconds)
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+    assert (lines[-1]["lr"], lines[-1]["grad_norm"], lines[-1]["skipped"]) == (0.1, pytest.approx(norm), 0)

@@ -3,30 +3,25 @@
 import csv
 import json
 import math
+import statistics
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from PIL import Image
 
 from common.colossal import Trainer
 from common.metrics.curves import read_metrics
 from common.metrics.measurements import LearningRateFinder, suggest_rate
 from common.testing.ranks import run_ranks
-from common.testing.tiny_task import MODEL, train, write_images
+from common.testing.tiny_task import MODEL, train
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory) -> Path:
-    return write_images(tmp_path_factory.mktemp("images"))
-
-
-def find(images: Path, output: Path, *settings: str, steps: int = 3) -> None:
+def find(data: Path, output: Path, *settings: str, steps: int = 3) -> None:
     with mock.patch.object(Trainer, "_eval", side_effect=AssertionError):
-        train(images, output, *settings, flags=["--find-lr", str(steps)])
+        train(data, output, *settings, flags=["--find-lr", str(steps)])
 
 
 def read_rows(output: Path) -> list[dict[str, float]]:
@@ -34,12 +29,12 @@ def read_rows(output: Path) -> list[dict[str, float]]:
         return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
 
 
-def test_rates_grow_evenly_from_the_loss_of_the_run_until_it_diverges(images, tmp_path, capsys):
+def test_rates_grow_evenly_from_the_loss_of_the_run_until_it_diverges(data, tmp_path, capsys):
     settings = ("gradient_accumulation=2", "fp16.mode=AMP_TYPE.TORCH", "LOG.every=1")
-    find(images, tmp_path / "found", *settings, steps=40)  # over ends of epochs
+    find(data, tmp_path / "found", *settings, steps=40)  # over ends of epochs
     rows, (*said, last_line) = read_rows(tmp_path / "found"), capsys.readouterr().out.splitlines()
     assert said[0] == "40 steps instead of training; nothing is saved but find_lr.png and find_lr.csv,"
-    first = read_metrics(train(images, tmp_path / "trained", *settings))[0]
+    first = read_metrics(train(data, tmp_path / "trained", *settings))[0]
     rates = [10 ** (-5 + 6 * k / 39) for k in range(len(rows))]
     assert [row["learning_rate"] for row in rows] == pytest.approx(rates)
     assert rows[0]["loss"] == first["loss"] == pytest.approx(rows[0]["smoothed"], rel=1e-12)
@@ -61,29 +56,25 @@ def test_layer_decay_scales_the_rates_of_the_test_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [None, "1d"])
-def test_two_ranks_find_what_one_does(images, tmp_path, mode):
+def test_two_ranks_find_what_one_does(data, tmp_path, mode):
     settings = ("TENSOR_PARALLEL_SIZE=2", f"TENSOR_PARALLEL_MODE={mode}") if mode else ()
-    run_ranks(2, find, images, tmp_path / "two", *settings)
-    find(images, tmp_path / "one")
+    run_ranks(2, find, data, tmp_path / "two", *settings)
+    find(data, tmp_path / "one")
     two, one = read_rows(tmp_path / "two"), read_rows(tmp_path / "one")
     assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-5)
 
 
-def test_noise_alone_suggests_nothing():
-    """The smoothed loss is least by chance somewhere; it has to fall by more than the losses' deviation."""
-    random, found = torch.Generator().manual_seed(0), 0
-    for losses in torch.randn(1000, 120, generator=random, dtype=torch.float64).tolist():
-        average, rows = 0.0, []
-        for number, loss in enumerate(losses, 1):
-            average = 0.9 * average + 0.1 * loss
-            rows.append(dict(learning_rate=1.0, loss=loss, smoothed=average / (1 - 0.9**number)))
-        found += suggest_rate(rows) is not None
-    assert found < 50
-    assert suggest_rate([dict(learning_rate=1e-3, loss=math.nan, smoothed=math.nan)]) is None
+def test_a_loss_that_falls_by_less_than_its_noise_suggests_nothing():
+    losses = [1.1, 0.9, 1.1, 0.9, 1.2]
+    for deviations, expected in ((1.2, None), (1.4, 0.01)):
+        least = statistics.mean(losses) - deviations * statistics.stdev(losses)
+        rows = [dict(loss=loss, smoothed=1.0) for loss in losses]
+        assert suggest_rate([*rows, dict(learning_rate=0.1, loss=least, smoothed=least)]) == expected
+    assert suggest_rate([dict(loss=math.nan, smoothed=math.nan)]) is None
 
 
-def test_a_profile_has_the_steps_asked_for_and_leaves_no_run(images, tmp_path, capsys):
-    output = train(images, tmp_path / "run", "gradient_accumulation=2", flags=["--profile", "2"])
+def test_a_profile_has_the_steps_asked_for_and_leaves_no_run(data, tmp_path, capsys):
+    output = train(data, tmp_path / "run", "gradient_accumulation=2", flags=["--profile", "2"])
     events = json.loads((output / "profile" / "trace.json").read_text())["traceEvents"]
     names = [event["name"] for event in events if event.get("ph") == "X"]
     assert len([name for name in names if name.startswith("ProfilerStep#")]) == 2

@@ -14,6 +14,8 @@ from common.errors import AgreedError, RankError, UserError, run_command
     [
         (UserError, "0", False, True),
         (UserError, "1", False, False),
+        (UserError, "2", False, True),  # of two processes
+        (UserError, "1", True, True),
         (RankError, "1", False, True),
         (AgreedError, "0", True, True),
         (AgreedError, "1", True, False),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -63,6 +64,12 @@ ALL, LOW, MIDDLE = (frozenset(range(*ends)) for ends in ((64,), (32,), (16, 48))
 )
 def test_ranks_divide_what_they_have_in_common(processes: list[CpuLimits], expected: list[int]) -> None:
     assert [share_of_cores(process, processes) for process in processes] == expected
+
+
+def test_a_result_names_its_commit_and_memory_is_in_bytes() -> None:
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert head.startswith(hardware.describe_run([])["commit"][:12])
+    assert psutil.Process().memory_info().rss <= hardware.peak_memory() < psutil.virtual_memory().total
 
 
 def test_threads_sleep_at_barriers_where_others_use_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

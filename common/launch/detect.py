@@ -157,9 +157,9 @@ def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
 def _rendezvous(launcher: str, args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return host and port of rank 0: as given, else the step's first node and a port derived from the job id."""
     if launcher == "slurm":
-        one_node = environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES")) == "1"
+        one_node = environ.get("SLURM_STEP_NUM_NODES") == "1"
         job = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
-        nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", ""))
+        nodes = environ.get("SLURM_STEP_NODELIST", "")
     else:
         one_node = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == environ["OMPI_COMM_WORLD_SIZE"]
         job = environ.get("PMIX_NAMESPACE", "")

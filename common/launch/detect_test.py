@@ -106,14 +106,14 @@ def test_what_is_refused(line: str, environ: dict[str, str], message: str) -> No
 def test_a_process_without_a_gpu_of_its_own_is_refused(launcher, gpus, is_refused, monkeypatch) -> None:
     """Two processes on one GPU end in NCCL's "Duplicate GPU"; a launcher may show each process its own GPU only."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr("common.colossal.join_groups", lambda *_, **options: used.append(options["local_rank"]))
+    monkeypatch.setattr("common.colossal.join_groups", lambda *_, **options: used.append(options))
     monkeypatch.setattr("common.launch.detect._gather", lambda value, _: [value])
     monkeypatch.setattr("common.launch.detect.limit_threads", lambda: None)
-    used: list[int] = []
+    used: list[dict] = []
     refused = pytest.raises(UserError, match=f"process 5 of this node has no GPU: torch finds {gpus}")
     with refused if is_refused else nullcontext():
-        start(Launch(launcher, 5, 5, 8, "localhost", 1, "nccl"), {})
-    assert used == ([] if is_refused else [0])
+        start(Launch(launcher, 5, 5, 8, "localhost", 1, "nccl"), {"SEED": 7, "TIMEOUT": 9})
+    assert used == [dict(local_rank=0, seed=7, verbose=False, timeout=9)] * (not is_refused)
 
 
 def started_sum(environ: dict[str, str]) -> float:

@@ -100,9 +100,20 @@ os._exit(0)
 opened = os.listdir("/proc/self/fd")
 for _ in range(100):
     stop_signals.install()
+    stop_signals.install()  # changes nothing
     stop_signals.restore()
     assert os.listdir("/proc/self/fd") == opened
     assert threading.active_count() == 1
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+""",
+    "under nohup SIGHUP stays ignored, and the end of torchrun is a SIGTERM": """
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+stop_signals.install(follow_parent=True)
+os.kill(os.getpid(), signal.SIGHUP)
+stop_signals.restore()
+number = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
+assert number.value == signal.SIGTERM
 """,
     "a worker process does not keep its parent from ending": """
 stop_signals.install()
@@ -110,7 +121,7 @@ multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daem
 stop_signals.restore()
 """,
 }
-IMPORTS = "import multiprocessing, os, signal, threading, time\n"
+IMPORTS = "import ctypes, multiprocessing, os, signal, threading, time\n"
 IMPORTS += "from common.launch.signals import stop_signals\n"
 
 

@@ -50,10 +50,8 @@ inductor = partial(slow, "inductor")
         ("aot_eager", "True", 1, [AUTOCAST, *DROPS], (2, 0), 0.2),  # random numbers in another order
         ("aot_eager", "True", 1, [TIMM.format("test_resnet")], (2, 0), 1e-4),
         slow("aot_eager", "model", 2, ["MODEL.activation_checkpoint=True"], (2, 0), 1e-5),
-        inductor("True", 1, [], (2, 0), 1e-5),
         inductor("True", 1, ["MODEL.init_values=0.1"], (2, 0), 1e-5),
-        inductor("True", 1, ["EMA=0.5", "EVAL_EVERY=1"], (2, 0), 1e-5),
-        inductor("True", 1, ["INIT={eager}", "FREEZE=body"], (2, 0), 1e-5),
+        inductor("True", 1, ["INIT={eager}", "FREEZE=body", "EMA=0.5", "EVAL_EVERY=1"], (2, 0), 1e-5),
         inductor("True", 2, ["zero=dict(stage=1)"], (10, 4), 1e-5),  # cut where FSDP gathers weights
         inductor("True", 2, [AUTOCAST], (2, 0), 1e-2),
         inductor("True", 1, [TIMM.format("test_convnext")], (2, 0), 1e-4),

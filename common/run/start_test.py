@@ -12,12 +12,7 @@ from common.planner.prediction import Cluster, cluster_here
 from common.run.prepare import parse_arguments
 from common.run.start import explain_cpu
 from common.testing.commands import Ended, run_forked
-from common.testing.tiny_task import train, write_images
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("images"))
+from common.testing.tiny_task import train
 
 
 def start(data: Path, output: Path, *settings: str) -> Ended:
@@ -34,6 +29,7 @@ def test_the_first_lines_name_what_is_set_within_80_columns(data: Path, tmp_path
         (whole, ["zero: stage 3, parameters, gradients and optimizer state sharded over 1 data-parallel process"]),
         (whole, ["warning: MODEL.num_classes=9 is more than the data set's 7 classes; None takes as many as it has"]),
         (head, ["global batch 1 process x 14 x 1 = 14"]),  # no more samples than there are, as --dry-run says
+        (head, ["1 of 10 steps, 5 per epoch", "learning rate 0.002 after 0 steps of warm-up, then cosine to 0"]),
         (head, ["FREEZE: 231 of 23,751 parameters are trained: the head", "a new head of 7 classes, not its 9"]),
     ):
         assert ended.code == 0, ended.stderr
@@ -46,8 +42,8 @@ def test_it_says_how_long_a_step_takes_on_a_cpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("common.model.flops.peak_flops", lambda device, dtype: 1e12)
     # 17.6 x 10^9 multiply-adds forward, as timm's table has them, 2 FLOPs each, times 3
-    words = "training on the CPU; a step of 32,768 images takes at least 58 min"
-    assert words in explain_cpu(load_config("vit-b16"), 32_768, 1)
+    words = "training on the CPU; a step of 65,536 images takes at least 58 min"
+    assert words in explain_cpu(load_config("vit-b16"), 65_536, 2)
     assert not explain_cpu(load_config("quickstart"), 128, 1)
 
 
@@ -84,6 +80,9 @@ def test_help_on_the_config_needs_no_config(words, key, capsys, monkeypatch):
         (["--help-config", "Depth"], "Depth: unknown key; did you mean 'MODEL.depth'"),
         (["--allow-change", "Depth"], "Depth: unknown key; did you mean 'MODEL.depth'"),
         (["--resume", "run", "--profile", "3"], "--resume run: .* use --init"),
+        (["--gpus", "8"], "--gpus 8: requires --dry-run and a number >= 1"),
+        (["--gpus", "0", "--dry-run"], "--gpus 0: requires --dry-run and a number >= 1"),
+        (["--gpus-per-node", "4", "--dry-run"], "--gpus-per-node: requires --dry-run --gpus N"),
     ],
 )
 def test_what_is_refused(words: list[str], message: str) -> None:
@@ -97,13 +96,13 @@ def test_out_of_memory_is_one_line_with_the_micro_batch_that_should_fit(data: Pa
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
         torch.nn.CrossEntropyLoss.forward = fail
-        train(data, tmp_path / "run", "TOTAL_BATCH_SIZE=16")
+        train(data, tmp_path / "run", "TOTAL_BATCH_SIZE=32", "gradient_accumulation=2")
 
     ended = run_forked(main, [])
     assert (ended.code, ended.stderr.splitlines()[-1]) == (
         2,
         "error: out of memory with micro-batches of 16 images: --set MICRO_BATCH_SIZE=8 is expected to fit, with "
-        "gradient_accumulation=2 for the same batch (CUDA out of memory. Tried to allocate 2.00 GiB.)",
+        "gradient_accumulation=4 for the same batch (CUDA out of memory. Tried to allocate 2.00 GiB.)",
     )
 
 

@@ -59,6 +59,7 @@ def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
     for row, expected in zip(rows, precision, strict=True):
         assert row["label"] not in answered or float(row["precision"]) == pytest.approx(expected, abs=1e-4)
         assert row["label"] in answered or row["precision"] == ""
+    assert [int(row["samples"]) for row in rows] == np.bincount(labels).tolist()
     assert read(run)["top5"] == pytest.approx(top_k_accuracy_score(labels, logits, k=5))
     mistakes = confusion_matrix(labels, answers)
     np.fill_diagonal(mistakes, 0)
@@ -71,7 +72,8 @@ def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
 
 
 def test_other_data_is_refused_unless_its_labels_mean_the_same(run, data, tmp_path):
-    evaluate.main([str(run), "--data", str(data), "--output", str(tmp_path / "same")])
+    evaluate.main([str(run), "--data", str(data), "--raw"])
+    assert [*(run / "evaluation").glob(f"step-00000010-raw-{data.name}-??????/evaluation.json")]
     other = write_images(tmp_path / "other")
     for split in ("train", "test"):
         (other / split / "red").rename(other / split / "orange")

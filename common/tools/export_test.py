@@ -30,6 +30,7 @@ def logits_of(folder: Path, target: str, image: Image.Image) -> np.ndarray:
     if target == "onnx":
         return onnxruntime.InferenceSession(folder / "model.onnx").run(["logits"], {"images": images.numpy()})[0]
     if target == "timm":
+        timm.create_model(f"local-dir:{folder}", pretrained=True, num_classes=3, in_chans=1)  # another head and stem
         model = timm.create_model(f"local-dir:{folder}", pretrained=True)
     else:
         with safe_open(folder / "model.safetensors", "pt") as file:

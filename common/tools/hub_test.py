@@ -76,7 +76,9 @@ def test_two_processes_start_from_it_or_are_told_what_fits(
         train(data, tmp_path / output, "MAX_STEPS=1", *settings)
 
     run_ranks(2, start, ["run", "INIT=hf_hub:timm/vit_tiny_patch16_224.augreg_in21k", "MODEL.heads=4"])
-    assert " ".join(capfd.readouterr().out.split()).count("a new head of 7 classes, not its 1000") == 1
+    said = " ".join(capfd.readouterr().out.split())
+    for words in ("a new head of 7 classes, not its 1000", "global batch ", "checkpoint ", "top1="):
+        assert said.count(words) == 1
     assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["INIT"].startswith("hf-hub:timm/")
     ended = run_forked(start, ["other", "INIT=vit_tiny_patch16_224.augreg_in21k"])
     assert (ended.code, ended.stderr) == (

@@ -7,7 +7,6 @@ import pytest
 
 from common.errors import UserError
 from common.files import ROOT
-from common.testing.tiny_task import train as train_tiny
 from common.tools import report
 
 EVIL = "a<script>alert(1)</script>&@charts@"
@@ -125,14 +124,15 @@ def test_names_are_text(tmp_path):
     assert tables_of(page)[2][EVIL] == [EVIL, "-"]
 
 
-def test_csv_is_a_row_of_the_results(data, tmp_path, capsys):
-    run = train_tiny(data, tmp_path / "run", "MAX_STEPS=1")
-    capsys.readouterr()
-    report.main([str(run), "--csv"])
+def test_csv_is_a_row_of_the_results(run, tmp_path, capsys):
+    about = json.loads((run / "config.json").read_text()) | {"starts": [{"started": 1000.0}]}
+    records = [train(5, loss=3.0), evaluation(5, 0.25), train(10, loss=1.5), evaluation(10, 0.75)]
+    report.main([str(write_run(tmp_path / "run", records, **about)), "--csv"])
     with (ROOT / "cifar10_benchmark" / "results.csv").open() as file:
         header = next(csv.reader(file))
     (row,) = csv.DictReader(capsys.readouterr().out.splitlines(), header)
-    assert [row[key] for key in ("config", "processes", "global_batch", "steps")] == ["tiny", "1", "14", "1"]
-    assert row["first_loss"] == row["last_loss"]
-    assert (row["eval_images"], row["command"][:6] != "") == ("45", True)
+    expected = dict(config="tiny", processes="1", global_batch="14", epochs="1", steps="10", minutes="10.0")
+    expected |= dict(first_loss="3.0000", last_loss="1.5000", top1="0.7500", top5="1.0000", eval_images="8")
+    assert row.items() >= expected.items()
+    assert " --config tiny.py --output run --set " in row["command"]
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", row["date"])

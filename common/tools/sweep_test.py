@@ -1,4 +1,4 @@
-"""Sweeps over a training that only writes a run's files; one at the end over a task's own."""
+"""Sweeps over a training that only writes a run's files."""
 
 import os
 import signal
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from common.testing.photographs import write_colours
 from common.testing.tiny_task import CONFIG
 from common.tools import sweep
 from common.tools.report import FinishedRun, rank_combinations
@@ -25,6 +24,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         folder = Path(command[-1])
         settings = dict(word.split("=") for flag, word in pairwise(command) if flag == "--set")
         rate, batch = float(settings["LEARNING_RATE"]), int(settings.get("TOTAL_BATCH_SIZE", 14))
+        assert " ".join(command[1:6]) == "-m common.launch.signals --standalone --nproc_per_node 2"
         if rate == 13:
             return 2, 0
         names.append(folder.name)
@@ -41,7 +41,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     (tmp_path / "tiny.py").write_text(CONFIG)
-    return [f"--config={tmp_path}/tiny.py", f"--train={tmp_path}/tiny.py", f"--output={tmp_path}/sweep"]
+    words = "--config={0}/tiny.py --train={0}/tiny.py --output={0}/sweep --processes=2"
+    return words.format(tmp_path).split()
 
 
 def tables(text: str) -> list[list[str]]:
@@ -84,19 +85,20 @@ def finished_run(top1: float, last_step: int = 4, **values: float) -> FinishedRu
 
 def test_seeds_are_averaged_and_the_best_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [finished_run(0.5, RATE=0.1, SEED=1), finished_run(0.7, RATE=0.1, SEED=2)]  # 60 % on average
-    runs += [finished_run(0.65, RATE=0.2, SEED=1), finished_run(0.9, last_step=8, RATE=0.3)]  # the last is unfinished
+    runs += [finished_run(0.65, RATE=0.8, SEED=1), finished_run(0.9, last_step=8, RATE=0.3)]  # the last is unfinished
     rows, verdict = rank_combinations(runs, {})
     assert [(row["RATE"], row["top1"], row["range"], row["n"]) for row in rows] == [
-        (0.2, "65.00%", "65.00-65.00", 1),
+        (0.8, "65.00%", "65.00-65.00", 1),
         (0.1, "60.00%", "50.00-70.00", 2),
         (0.3, "-", "-", 0),
     ]
-    assert verdict == "best: RATE=0.2; ranges overlap"
+    assert verdict == "best: RATE=0.8; ranges overlap"
     drawn = []
-    monkeypatch.setattr(sweep, "save_figure", lambda figure, path: drawn.append(figure.axes[0].lines[0]))
+    monkeypatch.setattr(sweep, "save_figure", lambda figure, path: drawn.append(figure.axes[0]))
     assert sweep.draw(runs, tmp_path / "sweep.png")
     assert sweep.draw(runs, tmp_path / "sweep.png", best="RATE")  # the only key
-    assert [list(line.get_ydata()) for line in drawn] == [pytest.approx([60, 65]), pytest.approx([65])]
+    assert [list(axes.lines[0].get_ydata()) for axes in drawn] == [pytest.approx([60, 65]), pytest.approx([65])]
+    assert [axes.get_xscale() for axes in drawn] == ["log", "linear"]
 
 
 @pytest.mark.parametrize(
@@ -118,6 +120,11 @@ def test_mistakes_are_refused_before_the_first_run(words, trained, arguments, me
     assert trained == []
 
 
+def test_a_recipe_is_trained_by_its_tasks_script() -> None:
+    found = [sweep.find_script(recipe) for recipe in ("vit-b16", "vit_lite_2d", "config_AMP_torch")]
+    assert [path.parent.name for path in found] == ["imagenet_dali", "cifar10_benchmark", "caltech101_amp"]
+
+
 def test_a_run_that_fails_does_not_end_the_sweep_and_a_stop_signal_does(words, trained, capsys) -> None:
     for grid, code, shown in (
         ("7,1", 1, "failed: LEARNING_RATE=7; rerun the command to resume\n"),
@@ -136,22 +143,3 @@ def test_a_stop_signal_reaches_the_run() -> None:
     timer.start()
     assert sweep.run_child(["sleep", "60"]) == (-signal.SIGTERM, signal.SIGTERM)
     timer.join()
-
-
-@pytest.mark.slow
-def test_parallel_modes_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    """Recipes in miniature by their own script, each with the processes of its mode."""
-    for split in ("train", "test"):
-        write_colours(tmp_path / "images" / split, 70, 16, 16)
-    settings = ["NUM_EPOCHS=1", "WARMUP_EPOCHS=0", "TOTAL_BATCH_SIZE=32", "LOG.every=1", "LOG.tensorboard=False"]
-    settings += ["DATA.autoaugment=None", f"DATA.root={tmp_path}/images", "MODEL.num_classes=None"]
-    small = dict(image_size=16, patch_size=8, width=16, depth=1, heads=4, dropout=0.0)
-    settings += [f"MODEL.{key}={value}" for key, value in small.items()]
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    words = [word for setting in settings for word in ("--set", setting)]
-    sweep.main(["--grid", "CONFIG=vit_lite_vanilla,vit_lite_1d", "--output", str(tmp_path / "out"), *words])
-    rows = tables(capsys.readouterr().out)
-    assert {(row[0], row[-1]) for row in rows[2:4]} == {("vit_lite_vanilla", "2"), ("vit_lite_1d", "2")}
-    assert [row[0] for row in rows[6:]] == ["vit_lite_vanilla", "vit_lite_1d"]
-    assert float(rows[6][-1]) == 0 <= float(rows[7][-1]) < 1e-5
-    assert all(float(cell) > 0 for cell in rows[7][4:6])

@@ -4,9 +4,13 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
+import write_digits
+from PIL import Image
+from sklearn.datasets import load_digits
 
 from caltech101_amp import train as train_caltech
 from cifar10_benchmark import train as train_cifar10
@@ -36,6 +40,16 @@ def test_the_documentation_lists_what_each_recipe_sets() -> None:
         assert "--config" in text or "bash scripts/" in text, path
     table = "\n".join(rows)
     assert table in (ROOT / "docs" / "recipes.md").read_text(), f"the table is now:\n{table}"
+
+
+def test_the_quickstarts_digits_are_scikit_learns(tmp_path: Path) -> None:
+    write_digits.main(str(tmp_path))
+    digits = load_digits()
+    assert len(list(tmp_path.glob("?/*.jpg"))) == 1797
+    with Image.open(tmp_path / f"{digits.target[1796]}/1796.jpg") as image:
+        found = np.asarray(image.resize((8, 8), Image.Resampling.BOX))[..., 0] * (16 / 255)
+    assert image.size == (32, 32)
+    assert abs(found - digits.images[1796]).mean() < 0.85
 
 
 def test_an_original_of_the_benchmark_trains_from_its_tasks_folder(tmp_path: Path, monkeypatch) -> None:

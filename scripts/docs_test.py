@@ -3,7 +3,6 @@
 The commands run on CPUs and tiny images, with ``bash scripts/test.sh -m docs scripts/docs_test.py`` only.
 """
 
-import importlib
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from contextlib import redirect_stdout, suppress
 from functools import cache
 from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -58,10 +58,15 @@ def commands(page: str) -> list[str]:
 
 @cache
 def help_of(program: str) -> str:
-    """Return the help of a script, given by its path, or of a module."""
-    main = runpy.run_path(program)["main"] if program.endswith(".py") else importlib.import_module(program).main
-    with redirect_stdout(StringIO()) as printed, suppress(SystemExit):
-        main(["--help"])
+    """Return what a script, given by its path, or a module prints when it is started with --help."""
+    file = program if program.endswith(".py") else f"{program.replace('.', '/')}.py"
+    with (
+        redirect_stdout(StringIO()) as printed,
+        suppress(SystemExit),
+        mock.patch("signal.signal"),  # which imagenet_dali.prepare calls
+        mock.patch.object(sys, "argv", [file, "--help"]),
+    ):
+        runpy.run_path(file, run_name="__main__")
     return printed.getvalue()
 
 

@@ -190,8 +190,7 @@ def should_compile(asked: bool | str | None, device_type: str) -> bool:
     """
     tensor_size = gpc.get_world_size(ParallelMode.TENSOR)
     check_compile(asked, tensor_size)
-    is_cut = tensor_size > 1
-    if asked is False or (asked is None and (is_cut or device_type != "cuda")):
+    if asked is False or (asked is None and (tensor_size > 1 or device_type != "cuda")):
         return False
     missing = _missing(device_type)
     if missing and is_first_process():

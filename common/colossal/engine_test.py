@@ -3,51 +3,42 @@
 parity_test.py and amp_test.py have what it computes.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
-from common.colossal import Engine, gpc, initialize
 from common.colossal import engine as engine_module
-from common.colossal.engine import WholeSteps, should_compile
+from common.colossal import gpc, initialize
+from common.colossal.engine import WholeSteps, compile_model, should_compile
 from common.model.build import build_model
 from common.optim.build import build_optimizer
 from common.planner.step_estimate import Traffic
 from common.testing.ranks import launched, run_ranks
 
 
-def build_engine(calls: list[torch.Tensor]) -> Engine:
-    """Build a model with weights that differ between ranks, and a gradient hook registered before they are equal."""
-    model = nn.Linear(3, 1)
-    nn.init.constant_(model.weight, gpc.get_global_rank())
-    model.weight.register_hook(calls.append)
-    engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), nn.MSELoss())
-    assert not model.weight.any()  # those of rank 0
-    return engine
-
-
-def count() -> list[tuple[int, int]]:
-    """Return for DDP, without and with a static graph, the all-reduces and the calls of a hook in 2 steps."""
+def count_reductions() -> list[int]:
+    """Return the all-reduces of 2 steps with DDP, without and with a static graph; ranks begin with other weights."""
     counts = []
     with launched(gradient_accumulation=4):
         for options in ({}, {"static_graph": True}):
             gpc.config["torch_ddp"] = options
-            calls: list[torch.Tensor] = []
-            engine = build_engine(calls)
+            model = nn.Linear(3, 1)
+            nn.init.constant_(model.weight, gpc.get_global_rank())
+            engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), nn.MSELoss())
+            assert not model.weight.any()  # those of rank 0
             with Traffic() as traffic:
                 for _ in range(8):
                     engine.zero_grad()
                     engine.execute_schedule(iter([(torch.ones(2, 3), torch.ones(2, 1))]))
                     engine.step()
-            counts.append((traffic.calls["all_reduce", (0, 1)], len(calls)))
+            counts.append(traffic.calls["all_reduce", (0, 1)])
     return counts
 
 
-def test_gradients_cross_ranks_once_per_step_and_hooks_survive_synchronization() -> None:
-    assert run_ranks(2, count) == [[(2, 8), (4, 8)]] * 2  # the first pass reduces too, and what it used
+def test_gradients_cross_ranks_once_per_step() -> None:
+    assert run_ranks(2, count_reductions) == [[2, 4]] * 2  # the first pass reduces too, and what it used
 
 
 class OneShot:
@@ -71,16 +62,11 @@ class OneShot:
         self.position = 0
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("kind", [lambda batches: list(range(1, batches + 1)), OneShot])
-def test_every_pass_is_whole(kind: Callable[[int], Any], accumulation: int) -> None:
-    loader = kind(8)
-    steps = WholeSteps(loader, accumulation)
-    expected = list(range(1, 9 if accumulation == 1 else 7))
-    assert len(steps) == len(expected)
-    assert [list(steps), list(steps)] == [expected, expected]
-    if isinstance(loader, OneShot):
-        assert steps.handed_out == 2 * len(expected)  # no batch is read and dropped
+@pytest.mark.parametrize(("accumulation", "size"), [(1, 8), (3, 6)])
+def test_every_pass_is_whole(accumulation: int, size: int) -> None:
+    steps, expected = WholeSteps(OneShot(8), accumulation), list(range(1, size + 1))
+    assert (len(steps), list(steps), list(steps)) == (size, expected, expected)
+    assert steps.handed_out == 2 * size  # no batch is read and dropped
 
 
 MODEL = dict(image_size=16, patch_size=8, width=16, depth=3, heads=2, num_classes=3)
@@ -93,6 +79,8 @@ def test_trains_eagerly_where_code_cannot_be_generated(monkeypatch: pytest.Monke
         initialize(model, build_optimizer(model))
         assert "the model is not compiled: missing C++ compiler no-such-compiler" in capsys.readouterr().err
         assert all(block._compiled_call_impl is None for block in model.blocks)
+    compile_model(model, "model", "eager")
+    assert [part._compiled_call_impl is None for part in (model, *model.blocks)] == [False, True, True, True]
 
 
 def test_by_default_a_gpu_compiles_and_a_cpu_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,12 +88,14 @@ def test_by_default_a_gpu_compiles_and_a_cpu_does_not(monkeypatch: pytest.Monkey
     with launched():
         asked = [(asked, device) for asked in (None, True, False) for device in ("cuda", "cpu")]
         assert [should_compile(*case) for case in asked] == [True, False, True, True, False, False]
+        monkeypatch.setattr(gpc, "get_world_size", lambda _: 2)
+        assert not should_compile(None, "cuda")  # tensor-parallel blocks
 
 
-def test_tf32_is_on_unless_switched_off() -> None:
-    precisions = []
-    for config in ({"TF32": False}, {}, {"TF32": False}):
+def test_tf32_is_on_unless_switched_off_and_cudnns_kernels_are_chosen() -> None:
+    found, cudnn = [], torch.backends.cudnn
+    for config in ({"TF32": False, "cudnn_benchmark": True}, {"TF32": False, "cudnn_deterministic": True}, {}):
         with launched(**config):
             initialize(model := nn.Linear(2, 2), build_optimizer(model))
-        precisions.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
-    assert precisions == [("highest", False), ("high", True), ("highest", False)]
+        found.append((torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic))
+    assert found == [("highest", False, True, False), ("highest", False, False, True), ("high", True, False, False)]

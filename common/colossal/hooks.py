@@ -25,7 +25,7 @@ def save_checkpoint(file: str, epoch: int, model: nn.Module, *_: Any) -> None:
     model = getattr(model, "module", model)
     whole = dict(canonical_state(model))
     if gpc.get_global_rank() == 0:
-        torch.save({"epoch": epoch, "model": model.state_dict() | whole}, file)
+        torch.save({"epoch": epoch, "model": whole}, file)
 
 
 def repair_hooks() -> None:

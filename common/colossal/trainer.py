@@ -48,10 +48,7 @@ class Trainer(UpstreamTrainer):
         self.step = self.epoch_step = self.evaluated_step = 0
         self.update_done = self.stopping = False
         self.learning_rate = self.data_wait = 0.0
-        self.train_dataloader: Any = None
-        self.test_dataloader: Any = None
-        self._is_silent = self._returns_output = True
-        self._hooks_step = False
+        self._is_silent = True
 
     @property
     def device(self) -> torch.device:
@@ -99,7 +96,6 @@ class Trainer(UpstreamTrainer):
         self._max_epochs, self._max_steps = epochs, max_steps
         self._steps_per_epoch = len(train_dataloader) // self.engine.optimizer.accumulation
         self.train_dataloader, self.test_dataloader = train_dataloader, test_dataloader
-        self._reset_states()
         self.hooks = sorted(hooks, key=lambda hook: hook.priority)
         self._is_silent = not self._should_display_progress(display_progress)
         self._returns_output = return_output_label

@@ -1,38 +1,32 @@
 """The training loop: what hooks see and when, how it counts, when it evaluates and stops."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from common.colossal import BaseHook, Trainer, initialize
+from common.colossal import BaseHook, Trainer, gpc, initialize
 from common.errors import AgreedError
-from common.testing.ranks import launched
-
-BATCH = (torch.ones(2, 3), torch.zeros(2, dtype=torch.long))
+from common.testing.ranks import launched, run_ranks
 
 
 class Recorder(BaseHook):
     """Records every call, with what ``read`` returns of the trainer."""
 
-    def __init__(self, read: Any = lambda trainer: None, priority: int = 0) -> None:
-        super().__init__(priority)
-        self.read, self.names, self.values = read, [], []
+    def __init__(self, read: Any = lambda trainer: None) -> None:
+        super().__init__(priority=0)
+        self.read, self.values = read, []
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith(("before_", "after_")):
             return super().__getattribute__(name)
-
-        def record(trainer: Trainer, *result: Any) -> None:
-            self.names.append(name)
-            self.values.append((name, self.read(trainer), *result))
-
-        return record
+        return lambda trainer, *_: self.values.append((name, self.read(trainer)))
 
     def seen(self, name: str) -> list[Any]:
-        return [value for called, value, *_ in self.values if called == name]
+        return [value for called, value in self.values if called == name]
 
 
 def fit(
@@ -44,12 +38,14 @@ def fit(
     epochs: int = 1,
     **options: Any,
 ) -> Trainer:
-    """Train a linear model; its learning rate is 1 / (optimizer steps so far + 1)."""
+    """Train a linear model; its learning rate is 1 / (optimizer steps so far + 1), its norm's half of that."""
     with launched(gradient_accumulation=accumulation):
-        model = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        norm, linear = model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+        groups = [{"params": norm.parameters(), "lr": 0.5}, {"params": linear.parameters()}]
+        optimizer = torch.optim.SGD(groups, lr=1.0)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-        train, test = [BATCH] * batches, [BATCH] * test_batches or None
+        batch = torch.full((2, 3), float(gpc.get_global_rank())), torch.zeros(2, dtype=torch.long)
+        train, test = [batch] * batches, [batch] * test_batches or None
         engine, train, test, _ = initialize(model, optimizer, nn.CrossEntropyLoss(), train, test, schedule)
         trainer = Trainer(engine)
         trainer.fit(train, epochs, test_dataloader=test, hooks=list(hooks), **options)
@@ -61,7 +57,7 @@ def test_hooks_are_called_in_order_and_progress_is_told(monkeypatch: pytest.Monk
     monkeypatch.setattr("common.colossal.trainer.doing", reported.append)
     recorder = Recorder()
     fit([recorder], batches=2, test_batches=1)
-    assert recorder.names == [
+    assert [name for name, _ in recorder.values] == [
         *("after_hook_is_attached", "before_train", "before_train_epoch"),
         *("before_train_iter", "after_train_iter") * 2,
         *("after_train_epoch", "before_test", "before_test_epoch", "before_test_iter", "after_test_iter"),
@@ -75,9 +71,11 @@ def test_hooks_are_called_in_order_and_progress_is_told(monkeypatch: pytest.Monk
     ]
 
 
-def test_counts_with_accumulation() -> None:
+def test_counts_with_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    # a second passes between two looks at the clock
+    monkeypatch.setattr("common.colossal.trainer.time", SimpleNamespace(perf_counter=iter(range(99)).__next__))
     counts = Recorder(lambda trainer: (trainer.step, trainer.update_done, trainer.cur_step, trainer.cur_epoch))
-    rates = Recorder(lambda trainer: (trainer.learning_rate, trainer.engine.optimizer.param_groups[0]["lr"]))
+    rates = Recorder(lambda trainer: (trainer.learning_rate, trainer.engine.optimizer.param_groups[1]["lr"]))
     trainer = fit([counts, rates], batches=5, accumulation=2, epochs=2)
     assert counts.seen("after_train_iter") == [
         *((0, False, 0, 0), (1, True, 1, 0), (1, False, 2, 0), (2, True, 3, 1)),
@@ -86,7 +84,7 @@ def test_counts_with_accumulation() -> None:
     used_and_next = [(0, 1), *((1 / n, 1 / (n + 1)) for n in (1, 1, 2, 2, 3, 3, 4))]
     assert rates.seen("after_train_iter") == used_and_next
     assert (trainer.steps_per_epoch, trainer.max_epochs, trainer.cur_epoch) == (2, 2, 2)
-    assert trainer.data_wait > 0
+    assert trainer.data_wait == 8
     trainer.load_state_dict(trainer.state_dict())
     assert trainer.cur_step == 8
 
@@ -105,6 +103,25 @@ def test_evaluation_and_end(options: dict, evaluated_at: list[int], ended_at: in
     trainer = fit([recorder], test_batches=1, **options)
     assert recorder.seen("before_test") == evaluated_at
     assert trainer.step == ended_at
+
+
+def test_a_resumed_epoch_of_a_data_set_that_has_shrunk_is_over() -> None:
+    class Resumes(BaseHook):
+        def before_train(self, trainer: Trainer) -> None:
+            trainer.load_state_dict({"step": 5, "epoch": 0, "epoch_step": 4, "evaluated_step": 0})
+
+    trainer = fit([Resumes(0)], epochs=2)
+    assert (trainer.step, trainer.cur_epoch, trainer.learning_rate) == (9, 2, 1 / 9)
+
+
+def statistics_in_evaluation() -> list[list[float]]:
+    recorder = Recorder(lambda trainer: next(trainer.engine.model.buffers()).tolist())
+    fit([recorder], test_batches=1)
+    return recorder.seen("before_test_iter")
+
+
+def test_all_ranks_evaluate_with_the_statistics_of_the_first() -> None:
+    assert run_ranks(2, statistics_in_evaluation) == [[[0.0] * 3]] * 2
 
 
 def test_an_agreed_error_names_the_last_checkpoint() -> None:

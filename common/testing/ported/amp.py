@@ -1,5 +1,7 @@
 """What the train.py of Colossal-AI's AMP and data-parallel examples call, on noise: with the trainer, or a loop."""
 
+import os
+
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -24,7 +26,8 @@ class BatchSizeHook(BaseHook):
 parser = colossalai.get_default_parser()
 parser.add_argument("--use_trainer", action="store_true")
 args = parser.parse_args()
-colossalai.launch_from_torch(config=args.config)
+rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+colossalai.launch(args.config, rank, size, os.environ["MASTER_ADDR"], port, backend=args.backend)
 logger = get_dist_logger()
 
 torch.manual_seed(0)

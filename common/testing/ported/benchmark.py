@@ -36,7 +36,8 @@ engine, train_dataloader, test_dataloader, lr_scheduler = colossalai.initialize(
     model, optimizer, nn.CrossEntropyLoss(label_smoothing=0.1), train_dataloader, test_dataloader, lr_scheduler
 )
 timer = MultiTimer()
-Trainer(engine=engine, logger=logger, timer=timer).fit(
+trainer = Trainer(engine=engine, logger=logger, timer=timer)
+trainer.fit(
     train_dataloader=train_dataloader,
     epochs=gpc.config.NUM_EPOCHS,
     test_dataloader=test_dataloader,
@@ -56,3 +57,5 @@ Trainer(engine=engine, logger=logger, timer=timer).fit(
     display_progress=True,
     return_output_label=True,
 )
+trainer.evaluate(test_dataloader, hooks=[hooks.LossHook(), hooks.LogMetricByEpochHook(logger=logger)])
+assert trainer.predict(torch.randn(2, 3, 8, 8)).shape == (2, 4)

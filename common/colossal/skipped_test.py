@@ -51,7 +51,7 @@ def skip_one(optimizer_name: str, criterion: FaultyLoss) -> list[bool]:
         moved.append(state_bytes(model, optimizer) != before)
         assert engine.optimizer.grad_norm.isfinite().item() == (step != 1)
         assert scaler is None or scaler.get_scale() == SCALE / (2 if step else 1)
-    assert engine.optimizer.skipped == 1
+    assert (engine.optimizer.skipped, hasattr(optimizer, "found_inf")) == (1, False)
     return moved
 
 
@@ -126,27 +126,20 @@ def test_all_ranks_skip_what_is_not_finite_on_one(processes: int, config: dict) 
         assert moved == [[True, False, True]] * (len(OPTIMIZERS) if processes == 2 else 1)
 
 
-def test_too_many_in_a_row_stop_the_run() -> None:
+def test_too_many_in_a_row_stop_the_run_and_one_that_resumes_it() -> None:
     with launched(MAX_SKIPPED=2, fp16=FP16):
-        model = nn.Linear(3, 2)
-        engine, *_ = initialize(model, build_optimizer(model, "adamw"))
+        models = [nn.Linear(3, 2) for _ in range(2)]
+        # not fused
+        engines = [initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))[0] for model in models]
+        schedule = torch.optim.lr_scheduler.LambdaLR(engines[1].optimizer.optim, lambda step: 1.0)
+        before = models[1].weight.clone()
         for gradient in (1.0, torch.nan, torch.nan, 1.0, torch.nan, torch.nan):
-            update(engine, gradient)
-        with pytest.raises(AgreedError) as caught:
-            update(engine, torch.nan)
-    assert str(caught.value).startswith(
-        "by step 7, 3 consecutive updates were skipped because the loss or a gradient was not finite "
-        "(MAX_SKIPPED=2); the float16 loss scale is down to 3.2e+01: lower LEARNING_RATE"
-    )
-
-
-def test_an_optimizer_that_is_not_fused_skips_too() -> None:
-    with launched():
-        model = nn.Linear(3, 2)
-        before = model.weight.detach().clone()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        engine, *_ = initialize(model, optimizer)
-        update(engine, torch.nan)
+            update(engines[0], gradient)
+        engines[1].optimizer.load_step_state(engines[0].optimizer.step_state())
+        engines[1].optimizer.counter.every = 8  # a GPU's counters are not read after every update
+        update(engines[1], torch.nan)
         schedule.step()  # no warning about the skipped first update
-        assert torch.equal(model.weight, before)
+        assert torch.equal(models[1].weight, before)
+        for engine, gradient, step in zip(engines, (torch.nan, 1.0), (7, 8), strict=True):
+            with pytest.raises(AgreedError, match=f"^by step {step}, 3 consecutive .*MAX_SKIPPED=2.* down to 3.2e.01:"):
+                update(engine, gradient)

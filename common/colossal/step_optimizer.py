@@ -82,9 +82,7 @@ class StepOptimizer(OptimizerWrapper):
     - clip before unscaling (legacy/amp/torch_amp/torch_amp.py:51, by the same mistake).
     """
 
-    def __init__(
-        self, optim: Optimizer, accumulation: int = 1, scaler: GradScaler | None = None, max_skipped: int = MAX_SKIPPED
-    ):
+    def __init__(self, optim: Optimizer, accumulation: int, scaler: GradScaler | None, max_skipped: int):
         super().__init__(optim)
         self.accumulation, self.scaler, self.max_skipped = accumulation, scaler, max_skipped
         self.accumulated = 0

@@ -73,7 +73,8 @@ def _shard_data_parallel(model: nn.Module) -> None:
     policy = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
     for block in getattr(model, "blocks", ()):
         computed_in_half = [layer for name, layer in block.named_children() if name in ("attn", "mlp")]
-        if computed_in_half and all(map(_is_linear, computed_in_half)):
+        with_weights = [layer for part in computed_in_half for layer in part.modules() if layer._parameters]
+        if computed_in_half and all("Linear" in type(layer).__name__ for layer in with_weights):
             fully_shard(computed_in_half, mp_policy=policy, **options)
         else:
             fully_shard(block, **options)
@@ -88,11 +89,6 @@ def _shard_data_parallel(model: nn.Module) -> None:
         shard = nn.Parameter(source.to_local().detach(), source.requires_grad)
         shard.source, shard.shard = source, replace(whole[name], part=(dim, start, shard.shape[dim]))
         model.shards[name] = shard
-
-
-def _is_linear(part: nn.Module) -> bool:
-    """Return whether all layers of ``part`` with weights are linear."""
-    return all("Linear" in type(layer).__name__ for layer in part.modules() if layer._parameters)
 
 
 def _placement_dim(shape: torch.Size, size: int) -> int:

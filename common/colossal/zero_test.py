@@ -1,8 +1,9 @@
 """`zero` beside data parallelism; parity_test.py, skipped_test.py, hook_test.py and simulated_gpu_test.py have more."""
 
 import pytest
+import torch
 
-from common.colossal import ParallelMode, gpc
+from common.colossal import ParallelMode, gpc, named_shards
 from common.colossal.amp_test import MODES
 from common.config.load import load_config
 from common.errors import UserError
@@ -14,15 +15,21 @@ PRECISIONS = ["TORCH bfloat16", "TORCH float16", "NAIVE bfloat16"]
 
 
 def train(stage: int | None) -> dict[str, list[float]]:
-    """Return the losses in each precision, with recomputed blocks in the first."""
+    """Return the losses in each precision, with recomputed blocks in the first, and norms of logits in evaluation."""
     losses = {}
     zero = stage and {"stage": stage}
     with launched(zero=zero, clip_grad_norm=0.3, gradient_accumulation=2):
         for name in PRECISIONS:
             gpc.config["fp16"] = MODES[name]
-            engine = build_engine("sgd", **RECOMPUTED if name == PRECISIONS[0] else {})[2]
+            model, _, engine = build_engine("sgd", **RECOMPUTED if name == PRECISIONS[0] else {})
             place = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
             losses[name] = fit(engine, list(micro_batches(3, *place)))
+            engine.eval()
+            for _ in range(2):  # the second time, with other weights, as after averages
+                with torch.no_grad():
+                    losses[name].append(engine(next(micro_batches())[0]).norm().item())
+                for shard in named_shards(model).values():
+                    shard.data.mul_(0.5)
     return losses
 
 
@@ -43,7 +50,6 @@ def test_mixed_precision_and_recomputed_blocks_are_those_of_data_parallelism(sta
     ],
 )
 def test_contradictions_are_refused_with_both_keys(settings: list[str], words: str) -> None:
-    assert load_config("vit_s16_vanilla", ["zero.stage=3"])["zero"] == {"stage": 3}
     with pytest.raises(UserError) as caught:
         load_config("vit_s16_vanilla", ["zero.stage=3", *settings])
     assert str(caught.value) == f"zero={{'stage': 3}} does not support {words}, or zero=None"

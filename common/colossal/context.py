@@ -243,7 +243,7 @@ def reduce_without_waiting(engine: Any) -> None:
 
 
 def _reduce_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    buffer = bucket.buffer().div_(group.size())
+    buffer = bucket.buffer()
     dist.all_reduce(buffer, group=group)
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(buffer)

@@ -2,11 +2,13 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,10 +43,14 @@ def test_groups_and_relaunch() -> None:
     assert single0 == single1 == (fresh, [0], [0])
 
 
-def test_the_device_is_found_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_launch_finds_the_device_and_seeds_the_generators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_ACCELERATOR", "stale")
-    with launched(NUMBER=1):
-        assert api.get_accelerator().name == ("cuda" if torch.cuda.is_available() else "cpu")
+    draws = []
+    for _ in range(2):
+        with launched(NUMBER=1):
+            draws.append((random.random(), np.random.rand(), torch.rand(1).item()))
+    assert draws[0] == draws[1]
+    assert api.get_accelerator().name == ("cuda" if torch.cuda.is_available() else "cpu")
     shutdown()  # nothing left to do
     assert gpc.config is None
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from common.colossal import doing, join_groups, naming_lost_ranks, shutdown
-from common.colossal.lost_ranks import open_store
+from common.colossal.lost_ranks import POLL, Watcher, open_store
 from common.errors import UserError
 from common.testing.commands import forked
 from common.testing.ranks import free_port, run_ranks
@@ -42,6 +43,8 @@ def train(rank: int, port: int, lost: int, fault: Callable[[], None], others: Ca
     join_groups({}, rank, SIZE, "127.0.0.1", port, "gloo", verbose=False, timeout=TIMEOUT)
     with naming_lost_ranks():
         assert {c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"} <= {"127.0.0.1"}
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        assert (os.environ["GLOO_SOCKET_IFNAME"], backend.options._timeout.total_seconds()) == ("lo", TIMEOUT)
         dist.all_reduce(torch.ones(1))
         doing(f"step 4 of rank {rank}")
         (fault if rank == lost else others)()
@@ -73,6 +76,15 @@ def test_all_end_in_time_with_one_line_that_names_the_missing_one(fault, lost, o
             assert line.startswith(f"error: of 3 processes, {who}; rank {rank} was at 'step 4 of rank {rank}';")
         assert time.monotonic() - started < seconds + 20  # on a busy machine
         assert fault is not compute or "in compute" in ranks[lost][2].read_text()
+
+
+def test_progress_restarts_the_clock() -> None:
+    watcher, polls = Watcher(0, 1, timeout=3 * POLL), iter(range(99))
+    watcher.woken = SimpleNamespace(wait=lambda _: doing("a step") if next(polls) in (1, 3, 5) else None)
+    watcher._is_set = lambda _: False
+    watcher._find_missing = lambda: watcher.__setattr__("state", "failed")
+    watcher._run()
+    assert next(polls) == 9
 
 
 def join(absent: int, *backends: str) -> str:

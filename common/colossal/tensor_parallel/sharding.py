@@ -138,7 +138,7 @@ def cut_piece(parameter: nn.Parameter, whole: Tensor) -> Tensor:
 
 def build_whole_mapper(model: nn.Module) -> Callable[..., list[Tensor]] | None:
     """Return `map_whole`; None if the model is not sharded."""
-    return map_whole if any(hasattr(p, "shard") for p in named_shards(model).values()) else None
+    return map_whole if _is_sharded(named_shards(model).values()) else None
 
 
 @torch.no_grad()
@@ -198,8 +198,9 @@ def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
     """Sum in place the gradients of shards replicated over different samples, with one all-reduce per group."""
     grads_by_group = defaultdict(list)
     for parameter in parameters:
-        if _is_piece(parameter) and parameter.grad is not None and parameter.shard.summed_over is not None:
-            grads_by_group[parameter.shard.summed_over].append(parameter.grad)
+        group = getattr(parameter, "shard", Shard()).summed_over
+        if group is not None and parameter.grad is not None:
+            grads_by_group[group].append(parameter.grad)
     for group, grads in grads_by_group.items():
         if gpc.get_world_size(group) == 1:
             continue
@@ -215,7 +216,7 @@ def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     Upstream clips by the norm of each rank's shards (legacy/engine/_base_engine.py:161), so replicas diverge.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
-    if not any(map(_is_piece, trained)):
+    if not _is_sharded(trained):
         return _norm([parameter.grad for parameter in trained])
     grads_by_copies = defaultdict(list)
     for parameter in trained:
@@ -236,7 +237,7 @@ def build_norm_reducer(model: nn.Module) -> Callable[[Tensor, list[Tensor]], Ten
 
     It uses one all-reduce. None if the model is not sharded.
     """
-    return _reduce_norms if any(map(_is_piece, named_shards(model).values())) else None
+    return _reduce_norms if _is_sharded(named_shards(model).values()) else None
 
 
 def _reduce_norms(squares_RP: Tensor, parameters: list[Tensor]) -> Tensor:
@@ -246,8 +247,8 @@ def _reduce_norms(squares_RP: Tensor, parameters: list[Tensor]) -> Tensor:
     return squares_RP
 
 
-def _is_piece(parameter: Tensor) -> bool:
-    return hasattr(parameter, "shard")
+def _is_sharded(parameters: Iterable[Tensor]) -> bool:
+    return any(hasattr(parameter, "shard") for parameter in parameters)
 
 
 def _copies(parameter: Tensor) -> int:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_map
 
 from common.colossal.tensor_parallel.layers import Linear as ShardedLinear
 from common.colossal.upstream import AMP_TYPE
@@ -80,8 +79,7 @@ def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> M
     if mode is None:
         return MixedPrecision()
     opt_level = options.pop("opt_level", "O1") if mode == AMP_TYPE.APEX else None
-    explicit = options.pop("dtype", None)
-    dtype, cast = _parse_dtype(explicit, device_type), CASTS[opt_level or mode]
+    dtype, cast = _parse_dtype(options.pop("dtype", None), device_type), CASTS[opt_level or mode]
     name = f"fp16: {mode}" + (f" {opt_level}, by PyTorch instead of apex.amp," if opt_level else "")
     if cast is None or dtype == torch.float32:
         why = f": this CPU ({instruction_set()}) has no bfloat16 instructions" if cast else ""
@@ -89,7 +87,7 @@ def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> M
     scaler = None
     if dtype == torch.float16 and cast is not Cast.PARAMETERS and options.pop("enabled", True):
         scaler = GradScaler(device_type, **options)
-    warning = _warn_of_slow(dtype) if device_type == "cpu" and explicit is not None else None
+    warning = _warn_of_slow(dtype) if device_type == "cpu" else None
     return MixedPrecision(cast, dtype, scaler, f"{name} in {name_dtype(dtype)}: {cast.value}", warning)
 
 
@@ -101,7 +99,7 @@ def compute_dtype(fp16: Mapping[str, Any] | None, device_type: str) -> torch.dty
     return _parse_dtype(options.get("dtype"), device_type)
 
 
-def name_dtype(dtype: torch.dtype) -> str:
+def name_dtype(dtype: torch.dtype | str) -> str:
     """Return the dtype's name in configs, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
@@ -111,11 +109,11 @@ def _parse_dtype(dtype: Any, device_type: str) -> torch.dtype:
         if device_type == "cuda":
             return torch.float16 if is_gpu_older_than_bfloat16() else torch.bfloat16
         return torch.bfloat16 if is_fast("bfloat16") else torch.float32
-    return DTYPES[str(dtype).removeprefix("torch.")]
+    return DTYPES[name_dtype(dtype)]
 
 
 def _warn_of_slow(dtype: torch.dtype) -> str | None:
-    """Return a warning if this CPU has no instructions for an explicitly set dtype."""
+    """Return a warning if this CPU has no instructions for a dtype, which then was set explicitly."""
     name, default = name_dtype(dtype), name_dtype(_parse_dtype(None, "cpu"))
     if is_fast(name):
         return None
@@ -131,7 +129,6 @@ def compute_in_half(model: nn.Module, dtype: torch.dtype) -> None:
     Upstream (legacy/amp/naive_amp/_fp16_optimizer.py) casts the model itself: its parameters are then not those of the
     optimizer, and gradients are accumulated over micro-batches in half precision.
     """
-    model.register_forward_pre_hook(partial(_cast_inputs, dtype=dtype), with_kwargs=True)
     for layer in model.modules():
         if isinstance(layer, _NormBase):
             layer.forward = partial(_forward_in_own_type, layer, layer.forward, dtype)
@@ -139,12 +136,6 @@ def compute_in_half(model: nn.Module, dtype: torch.dtype) -> None:
         # a sharded linear layer casts its weights to the dtype of its input
         if layer._parameters and not isinstance(layer, ShardedLinear):
             layer.forward = partial(_forward_on_copies, layer, layer.forward, dtype)
-
-
-def _cast_inputs(
-    model: nn.Module, inputs: tuple[Any, ...], named_inputs: dict[str, Any], dtype: torch.dtype
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tree_map(partial(_cast, dtype=dtype), (inputs, named_inputs))
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from common.colossal import AMP_TYPE, ParallelMode, amp, canonical_state, gpc, initialize
+from common.colossal import AMP_TYPE, ParallelMode, amp, gpc, initialize
 from common.colossal.amp import Cast, build_mixed_precision, compute_dtype, name_dtype
 from common.testing.parity_cases import ACCUMULATION, CASES, MAX_NORM, build_engine, fit, micro_batches
 from common.testing.ranks import launched, run_ranks
 
 TORCH, NAIVE, APEX = AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
-LAYERS = ("first", "norm", "activation", "last")
+LAYERS = ("first", "norm", "activation", "last", "batch_norm")
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,6 @@ LAYERS = ("first", "norm", "activation", "last")
         (dict(mode=TORCH, init_scale=8.0), "cpu", Cast.OPERATIONS, BFLOAT16, None),
         (dict(mode=TORCH, dtype=FLOAT16, init_scale=8.0), "cpu", Cast.OPERATIONS, FLOAT16, 8),
         (dict(mode=TORCH, dtype=FLOAT16, enabled=False), "cuda", Cast.OPERATIONS, FLOAT16, None),
-        (dict(mode=NAIVE, dtype=BFLOAT16), "cuda", Cast.LAYERS, BFLOAT16, None),
         (dict(mode=APEX, opt_level="O0"), "cuda", None, FLOAT32, None),
         (dict(mode=APEX), "cpu", Cast.OPERATIONS, BFLOAT16, None),
         (dict(mode=APEX, opt_level="O2", dtype="float16"), "cpu", Cast.LAYERS, FLOAT16, 2.0**16),
@@ -63,7 +62,7 @@ def test_types(fp16: dict, dtype: torch.dtype, in_half: tuple[str, ...], monkeyp
     monkeypatch.setattr(amp, "is_fast", lambda _: False)
     seen = {}
     with launched(fp16=fp16):
-        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 3))
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 3), nn.BatchNorm1d(3))
         for name, layer in zip(LAYERS, model, strict=True):
             layer.register_forward_hook(lambda _, inputs, output, name=name: seen.update({name: output.dtype}))
         engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
@@ -74,30 +73,27 @@ def test_types(fp16: dict, dtype: torch.dtype, in_half: tuple[str, ...], monkeyp
 
 
 STEPS = 20
-FEW_STEPS = 2  # where a step takes long: in parallel, or recomputing
+FEW_STEPS = 2  # in parallel, where a step takes long
 MODES = {
     "TORCH bfloat16": {"mode": TORCH, "dtype": "bfloat16"},
     "TORCH float16": {"mode": TORCH, "dtype": "float16"},
     "NAIVE bfloat16": {"mode": NAIVE, "dtype": torch.bfloat16},
     "NAIVE float16": {"mode": NAIVE, "dtype": torch.float16},
-    "APEX O0": {"mode": APEX, "opt_level": "O0"},
     "APEX O3 bfloat16": {"mode": APEX, "opt_level": "O3", "dtype": "bfloat16"},
 }
 IN_PARALLEL = ("TORCH bfloat16", "TORCH float16", "NAIVE float16", "APEX O3 bfloat16")
-Curve = tuple[list[float], dict[str, Tensor]]  # losses, weights
 
 
 def allowed(name: str) -> float:
     """Return how far the losses, which fall from 2.3 to 2.1, may be from those in float32."""
-    return 0.0 if name == "APEX O0" else 2e-3 if name.endswith(" float16") else 1e-2
+    return 2e-3 if name.endswith(" float16") else 1e-2
 
 
-def train(name: str | None, optimizer_name: str, steps: int = STEPS, **arguments: Any) -> Curve:
-    """Train in the mode ``name`` and the launch's parallel mode."""
+def train(name: str | None, optimizer_name: str, steps: int = STEPS, **arguments: Any) -> list[float]:
+    """Train in the mode ``name`` and the launch's parallel mode; return the losses."""
     gpc.config["fp16"] = MODES[name] if name else None
     place = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
-    model, _, engine = build_engine(optimizer_name, **arguments)
-    return fit(engine, list(micro_batches(steps, *place))), dict(canonical_state(model))
+    return fit(build_engine(optimizer_name, **arguments)[2], list(micro_batches(steps, *place)))
 
 
 def launched_here(**config: Any) -> AbstractContextManager[None]:
@@ -105,28 +101,26 @@ def launched_here(**config: Any) -> AbstractContextManager[None]:
 
 
 @functools.cache
-def in_float32(optimizer_name: str) -> Curve:
+def in_float32(optimizer_name: str) -> list[float]:
     with launched_here():
         return train(None, optimizer_name)
 
 
-def distance(curve: Curve, expected: Curve) -> float:
-    return max(abs(a - b) for a, b in zip(curve[0], expected[0], strict=False))
+def distance(losses: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(losses, expected, strict=False))
 
 
 @pytest.mark.parametrize("optimizer_name", ["sgd", "lamb"])
 @pytest.mark.parametrize("name", MODES)
 def test_stays_near_float32(name: str, optimizer_name: str) -> None:
+    """With LAMB, activations are recomputed in the backward pass."""
     expected = in_float32(optimizer_name)
     with launched_here():
-        curve = train(name, optimizer_name)
-    assert distance(curve, expected) <= allowed(name)
-    assert (distance(curve, expected) > 0) == (name != "APEX O0")
-    has_masters = {weight.dtype for weight in curve[1].values()} == {torch.float32}
-    assert has_masters == ("O3" not in name)
+        losses = train(name, optimizer_name, activation_checkpoint=optimizer_name == "lamb")
+    assert 0 < distance(losses, expected) <= allowed(name)
 
 
-def train_as_rank(config: dict[str, Any]) -> list[Curve]:
+def train_as_rank(config: dict[str, Any]) -> list[list[float]]:
     with launched_here(**config):
         return [train(name, "lamb", FEW_STEPS) for name in IN_PARALLEL]
 
@@ -135,12 +129,5 @@ def train_as_rank(config: dict[str, Any]) -> list[Curve]:
 def test_stays_near_float32_in_parallel(case: str) -> None:
     by_rank = run_ranks(CASES[case][0], train_as_rank, CASES[case][1])
     for number, name in enumerate(IN_PARALLEL):
-        assert all(curves[number][0] == by_rank[0][number][0] for curves in by_rank)
+        assert all(losses[number] == by_rank[0][number] for losses in by_rank)
         assert distance(by_rank[0][number], in_float32("lamb")) <= allowed(name), name
-
-
-@pytest.mark.parametrize("name", ["TORCH bfloat16", "NAIVE bfloat16", "APEX O3 bfloat16"])
-def test_checkpointed_activations_change_nothing(name: str) -> None:
-    with launched_here():
-        losses = [train(name, "sgd", FEW_STEPS, activation_checkpoint=on)[0] for on in (False, True)]
-    assert losses[0] == losses[1]

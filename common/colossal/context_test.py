@@ -76,7 +76,7 @@ import common.colossal
 after = (list(warnings.filters), torch.compile, dict(os.environ), len(sys.meta_path))
 from colossalai.amp import AMP_TYPE as old_path
 from colossalai.legacy.amp import AMP_TYPE
-heavy = "transformers", "peft", "galore_torch", "bitsandbytes", "torch._inductor.compile_fx"
+heavy = "transformers", "peft", "galore_torch", "bitsandbytes", "torch._inductor.compile_fx", "colossalai._analyzer"
 print(json.dumps({"unchanged": before == after, "heavy": [name for name in heavy if name in sys.modules],
                   "amp": old_path is AMP_TYPE, "cuda": torch.cuda.is_initialized()}))
 warnings.warn("seen")

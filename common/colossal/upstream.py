@@ -6,14 +6,13 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import library
 
 from common.errors import UserError
 
@@ -21,6 +20,7 @@ VERSION = "0.5.0"
 STUBBED = (
     *("peft", "peft.utils", "peft.utils.other", "peft.utils.save_and_load"),
     *("galore_torch", "bitsandbytes", "bitsandbytes.optim", "bitsandbytes.optim.optimizer"),
+    "colossalai._analyzer._subclasses._meta_registration",
 )
 
 
@@ -41,12 +41,11 @@ def quiet_import() -> Iterator[None]:
     """Context for importing Colossal-AI; undoes the import's side effects on exit.
 
     - `peft` (interface/model.py:6), `galore_torch` (nn/optimizer/__init__.py:1) and `bitsandbytes`
-      (nn/optimizer/galore.py:7) are replaced by stubs, installed or not.
+      (nn/optimizer/galore.py:7) are replaced by stubs, installed or not. So is a module (lazy/lazy_init.py:16) that
+      replaces PyTorch's meta kernels by those of release 1.12, with which `torch.compile` fails on a convolution.
     - `torch.compile` is the identity: decorating unused functions (quantization/fp8.py) loads the whole compiler, two
       thirds of the import time.
     - fp8.py:16 does not query the GPU: that would initialize CUDA before the device is set, and prevent forking.
-    - PyTorch's meta kernels are not replaced by those of release 1.12 (_analyzer/_subclasses/_meta_registration.py:38),
-      with which `torch.compile` fails on a convolution.
     - About 60 warnings, log lines and prints are dropped.
     - The environment is restored (initialize.py:10 sets `CUDA_DEVICE_MAX_CONNECTIONS`).
     """
@@ -59,22 +58,11 @@ def quiet_import() -> Iterator[None]:
             stack.callback(sys.modules.pop, name)
         stack.enter_context(mock.patch.object(torch, "compile", return_value=lambda function: function))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", side_effect=RuntimeError))
-        stack.enter_context(mock.patch.object(library.Library, "impl", _skip_upstream(library.Library.impl)))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(redirect_stdout(io.StringIO()))
         logging.disable(logging.WARNING)
         yield
-
-
-def _skip_upstream(impl: Callable[..., None]) -> Callable[..., None]:
-    """Return a ``Library.impl`` that ignores the kernels of `colossalai._analyzer`."""
-
-    def register(registry: library.Library, name: Any, function: Any, *args: Any, **options: Any) -> None:
-        if not getattr(function, "__module__", "").startswith("colossalai._analyzer"):
-            impl(registry, name, function, *args, **options)
-
-    return register
 
 
 class _Stub(types.ModuleType):
@@ -112,7 +100,6 @@ with quiet_import():
     from colossalai.legacy.trainer import Trainer as UpstreamTrainer
     from colossalai.legacy.trainer.hooks import BaseHook, LRSchedulerHook
     from colossalai.legacy.utils import get_dataloader
-    from colossalai.legacy.zero import shard_utils
     from colossalai.logging import get_dist_logger
     from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR, LinearWarmupLR
     from colossalai.nn.lr_scheduler.delayed import WarmupScheduler
@@ -123,12 +110,8 @@ gpc: Any = global_context  # Any: upstream does not annotate attributes set by a
 
 
 def repair_old_paths() -> None:
-    """Make `from colossalai.amp import AMP_TYPE` and `colossalai.zero.shard_utils` work, as configs import them.
-
-    0.5.0 moved them to legacy/amp/amp_type.py:7 and legacy/zero/shard_utils, and left amp/__init__.py empty.
-    """
+    """Make `from colossalai.amp import AMP_TYPE` work, as configs do: 0.5.0 moved it to legacy/amp/amp_type.py:7."""
     colossalai.amp.AMP_TYPE = AMP_TYPE
-    sys.modules["colossalai.zero.shard_utils"] = shard_utils
 
 
 def repair_cpu_timers() -> None:

@@ -99,6 +99,7 @@ def test_an_export_on_the_hub_is_evaluated_as_in_training(hub: Path, run: Path, 
     found, expected = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text()), read_metrics(run)[-1]
     assert (found["top1"], found["samples"]) == (expected["top1"], expected["samples"])
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert ",magenta," in (tmp_path / "evaluation" / "classes.csv").read_text()
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def check_given(section: type[Section], values: Mapping[str, Any]) -> None:
         section.model_validate(dict(values))
     except ValidationError as error:
         for problem in error.errors():
-            if problem["loc"] and problem["type"] not in ("missing", "extra_forbidden"):
+            if problem["type"] not in ("missing", "extra_forbidden"):
                 raise UserError(_explain(problem, section, values, "")) from None
 
 
@@ -130,7 +130,7 @@ def _explain(problem: Any, section: type[Section], values: Mapping[str, Any], wh
     while inside and place and place[0] in inside.model_fields:
         names.append(place.pop(0))
         field = inside.model_fields[names[-1]]
-        value = value.get(names[-1]) if isinstance(value, Mapping) else value
+        value = value.get(names[-1])
         inside = section_of(field)
     key = ".".join(names)
     if problem["type"] == "extra_forbidden" and inside:

@@ -100,7 +100,7 @@ OUT_OF_RANGE += ["DATA.crop_ratio=(2, 1)", "DATA.crop_ratio=(1, 101)", "CHECKPOI
         (["NUM_EPOCHS"], "write it as KEY=VALUE"),
         (["LEARNING_RATE=fast"], "^LEARNING_RATE='fast': expected number > 0$"),
         (["TIMEOUT=1e999"], r"TIMEOUT=inf: expected number >= 1 and <= 10000000 \(seconds\)$"),
-        (["LR_SCHEDULE=cosine_as_long_as_warm-up_is"], "'cosine_as_long_as_warm-up_is': expected 'linear', 'cosine'"),
+        (["LR_SCHEDULE=cosine_as_long_as_the_warm-up"], "'cosine_as_long_as_the_warm-up': expected 'linear', 'cosine'"),
         (["CHECKPOINT_EVERY=10 s"], "CHECKPOINT_EVERY='10 s': expected optimizer steps, as 500, or minutes"),
         (["fp16.mode=AMP_TYPE.FAST"], "expected AMP_TYPE.APEX, AMP_TYPE.TORCH, AMP_TYPE.NAIVE or None"),
         (["DATA.crop_scale=(0.5, 0.1)"], r"\(0.5, 0.1\): expected \(low, high\), 0 < low <= high <= 1$"),

@@ -14,17 +14,19 @@ from common.model.ema import EmaHook
 SKIPPED = 7  # a step whose gradient is not finite
 
 
-def update(averages: list[Tensor], weights: list[Tensor], step: Tensor, decay: float) -> None:
-    get_ema_multi_avg_fn(min(decay, (1 + step.item()) / (10 + step.item())))(averages, weights, step)
+def update(averages: list[Tensor], weights: list[Tensor], step: Tensor, decay: float, warmup: bool) -> None:
+    warm = (1 + step.item()) / (10 + step.item())
+    get_ema_multi_avg_fn(min(decay, warm) if warmup else decay)(averages, weights, step)
 
 
-@pytest.mark.parametrize("decay", [0.3, 0.9999])
-def test_averages_are_torchs(decay: float) -> None:
+@pytest.mark.parametrize(("decay", "warmup"), [(0.3, True), (0.9999, True), (0.9, False)])
+def test_averages_are_torchs(decay: float, warmup: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
-    hook = EmaHook(model, decay)
-    reference = AveragedModel(model, multi_avg_fn=partial(update, decay=decay), use_buffers=True)
-    reference.update_parameters(model)  # the first one copies
+    hook = EmaHook(model, decay, warmup)
+    reference = AveragedModel(model, multi_avg_fn=partial(update, decay=decay, warmup=warmup), use_buffers=True)
+    if warmup:
+        reference.update_parameters(model)  # the first one copies
     for step in range(1, 20):
         for parameter in model.parameters():
             parameter.detach().add_(torch.randn_like(parameter))

@@ -62,4 +62,4 @@ def _arguments_of(name: str) -> list[str]:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | str | float) or (isinstance(value, int) and abs(value) <= LARGEST)
+    return value is None or isinstance(value, bool | str | float) or (isinstance(value, int) and value <= LARGEST)

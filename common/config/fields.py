@@ -130,7 +130,7 @@ def _explain(problem: Any, section: type[Section], values: Mapping[str, Any], wh
     while inside and place and place[0] in inside.model_fields:
         names.append(place.pop(0))
         field = inside.model_fields[names[-1]]
-        value = value.get(names[-1])
+        value = value.get(names[-1]) if isinstance(value, Mapping) else value
         inside = section_of(field)
     key = ".".join(names)
     if problem["type"] == "extra_forbidden" and inside:

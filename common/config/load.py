@@ -220,7 +220,7 @@ def read_original(values: dict[str, Any], recipe: Mapping[str, Any], name: str |
             notes.append(f"BATCH_SIZE as MICRO_BATCH_SIZE={batch}, per GPU")
         else:
             values["TOTAL_BATCH_SIZE"] = batch * accumulation
-            notes.append(f"BATCH_SIZE as TOTAL_BATCH_SIZE={batch * accumulation}, over all GPUs")
+            notes.append(f"BATCH_SIZE as TOTAL_BATCH_SIZE={values['TOTAL_BATCH_SIZE']}, over all GPUs")
     if left_out:
         notes.append(f"left out, so as in the recipe {name}: {', '.join(left_out)}")
     return notes

@@ -102,7 +102,7 @@ def test_runs_of_a_sweep_are_ranked_and_what_is_no_run_is_skipped(tmp_path, caps
             write_run(sweep / f"B={batch},R={rate}", [evaluation(4, rate / 10)], {"B": batch, "C": 1, "R": rate})
     (tmp_path / "empty").mkdir()
     report.main(list(map(str, tmp_path.iterdir())))
-    assert capsys.readouterr().err == f"skipped {tmp_path}/empty: no run\n"
+    assert capsys.readouterr() == (f"{tmp_path}/report.html  (4 runs)\n", f"skipped {tmp_path}/empty: no run\n")
     page = (tmp_path / "report.html").read_text()
     summary, _, ranked, config, *_ = tables_of(page)
     assert summary["B=64,R=1"] == ["10.00%", "10.00% at step 4"]
@@ -111,6 +111,8 @@ def test_runs_of_a_sweep_are_ranked_and_what_is_no_run_is_skipped(tmp_path, caps
     assert "best: B=512, R=1; no ranges" in page
     names = [f"B={batch},R={rate}" for batch in (512, 64) for rate in range(2)]
     assert config == {"": ["B", "R"]} | {name: [part[2:] for part in name.split(",")] for name in names}
+    report.main([str(sweep), "--output", str(tmp_path / "report.html")])
+    assert capsys.readouterr().out == f"{tmp_path}/report.html  (4 runs; the earlier one is replaced)\n"
     with pytest.raises(UserError, match="empty holds no run: name the folder of"):
         report.main([str(tmp_path / "empty")])
 

@@ -127,7 +127,9 @@ def test_half_precision_takes_float32_and_tuples_between_layers(name: str) -> No
 def test_a_model_of_ours_that_is_not_timms_starts_from_its_own_weights(data: Path, tmp_path: Path) -> None:
     settings = ["MODEL.stem=conv", "MODEL.pool=seq"]
     output = train(data, tmp_path / "run", *settings)
-    model = build_model(**open_run(str(output)).config["MODEL"] | {"num_classes": 9})
+    run = open_run(str(output))
+    model = build_model(**run.config["MODEL"] | {"num_classes": 9})
+    assert export.describe_for_timm(run, model)["architecture"] == "none"
     assert fit_pretrained(model, str(output))[1].endswith("; a new head of 9 classes")
 
 

@@ -37,6 +37,7 @@ def test_a_collective_takes_the_time_of_its_slowest_link_and_is_counted_there():
     assert seconds(0, 1) == pytest.approx(2 * 1 / 2 * 1e9 / 400e9)
     assert seconds(0, 8) == pytest.approx(2 * 1 / 2 * 1e9 / 50e9)
     assert seconds(0, 1, 8, 9) == pytest.approx(2 * 3 / 4 * 1e9 / 100e9)
+    assert seconds(0, 1, 8) == pytest.approx(2 * 2 / 3 * 1e9 / 100e9)  # two send over the links of their node
     assert seconds(*range(16)) == pytest.approx(2 * 15 / 16 * 1e9 / 400e9)
     assert CLUSTER.seconds("all_reduce", (0,), 3, 10**9) == 0
     routes = {("all_gather", (0, 1)): 100, ("all_reduce", (0, 8)): 1000, ("broadcast", (0,)): 7}

@@ -1,6 +1,7 @@
 """Training resumes bit for bit where it stopped, in every mode; when checkpoints are saved, and which stay."""
 
 import itertools
+import json
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -115,6 +116,8 @@ def test_resumes_with_the_same_batches_in_another_mode(data: Path, tmp_path: Pat
         gpus, options = CASES[mode]
         own = [f"{key}={value!r}" for key, value in options.items()] + ["gradient_accumulation=2"] * (mode == "dp2")
         run_ranks(gpus, train, data, tmp_path / "run", [*settings, *own], step and (step, False))
+    starts = json.loads((tmp_path / "run" / "config.json").read_text())["starts"]
+    assert [start["gpus"] for start in starts] == [1, 2, 4, 4, 2]
     whole, pieces = (read_metrics(tmp_path / name) for name in ("whole", "run"))
     assert [(r["kind"], r["step"]) for r in pieces] == [(r["kind"], r["step"]) for r in whole]
     assert [r["loss"] for r in pieces] == pytest.approx([r["loss"] for r in whole], rel=1e-5)

@@ -159,6 +159,8 @@ def infer_model(name: str, weights: Mapping[str, Tensor]) -> dict[str, Any]:
             f"{name}: no Vision Transformer with timm's parameter names ({first_line(error)}); choose other weights"
         ) from error
     depth = len({key.split(".")[1] for key in weights if key.startswith("blocks.")})
+    ratio = hidden / width
+    ratio = ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
     prefix = ("cls_token" in weights) + registers
     no_embed_class = prefix > 0 and math.isqrt(tokens) ** 2 == tokens
     side = math.isqrt(max(0, tokens - (0 if no_embed_class else prefix)))
@@ -167,7 +169,7 @@ def infer_model(name: str, weights: Mapping[str, Tensor]) -> dict[str, Any]:
         patch_size=patch_size,
         width=width,
         depth=depth,
-        mlp_ratio=hidden / width,
+        mlp_ratio=ratio,
         pool="cls" if "cls_token" in weights else "avg",
         no_embed_class=no_embed_class,
         reg_tokens=registers,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from common.checkpoint.save import newest_checkpoint
 from common.checkpoint.saved_run import open_run
-from common.checkpoint.weights import load_pretrained, open_source
+from common.checkpoint.weights import infer_model, load_pretrained, open_source
 from common.errors import UserError
 from common.metrics.curves import read_metrics
 from common.model.build import build_model, timm_arguments
@@ -73,6 +73,13 @@ def test_other_classes_and_another_size_are_timms(pool: str, position: str, size
     expected = "; fixed positions in place of its" if position == "sincos2d" else expected
     heads = "MODEL.heads=2, which the weights do not tell; a new head of 7 classes, not its 9"
     assert done == f"starting from the weights of {tmp_path}/timm.pth; {heads}{expected}"
+
+
+def test_the_hidden_channels_of_a_file_survive_the_rounding_of_their_ratio() -> None:
+    arguments = OTHER | {"width": 176, "mlp_ratio": 240.5 / 176}
+    weights = build_model(**arguments).state_dict()
+    assert int(176 * (240 / 176)) == 239
+    assert int(176 * infer_model("a file", weights)["mlp_ratio"]) == 240
 
 
 def test_a_run_a_checkpoint_a_file_and_exports_give_the_averaged_weights_and_heads(trained: Path, tmp_path) -> None:

@@ -96,6 +96,7 @@ class Trainer(UpstreamTrainer):
         self._max_epochs, self._max_steps = epochs, max_steps
         self._steps_per_epoch = len(train_dataloader) // self.engine.optimizer.accumulation
         self.train_dataloader, self.test_dataloader = train_dataloader, test_dataloader
+        self._reset_states()
         self.hooks = sorted(hooks, key=lambda hook: hook.priority)
         self._is_silent = not self._should_display_progress(display_progress)
         self._returns_output = return_output_label

@@ -121,7 +121,7 @@ def timm_architecture(timm: str | None = None, **arguments: Any) -> tuple[str, d
 
 
 def timm_name(**arguments: object) -> str | None:
-    """Return the `timm.create_model` name of a standard shape, as "vit_base_patch16_224", or None for any other."""
+    """Return the timm model of MODEL's width, depth, heads, patches and images, as "vit_base_patch16_224", or None."""
     from timm import is_model  # timm takes a second to import
 
     a = parse_model(**arguments)

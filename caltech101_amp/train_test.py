@@ -74,6 +74,8 @@ def test_either_archive_is_unpacked(root, tmp_path, monkeypatch):
     monkeypatch.setattr(task, "MD5", hashlib.md5(zip_path.read_bytes()).hexdigest())
     for name in ("tar", "zip"):
         assert len(open_at(tmp_path / name)) == 48
+    (tmp_path / task.OUTER_FOLDER).symlink_to(root)  # unpacked as it is, beside its archive
+    assert len(open_at(tmp_path)) == 48
 
 
 @pytest.mark.parametrize(

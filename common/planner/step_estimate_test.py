@@ -149,3 +149,12 @@ def test_memory_of_a_cut_model_is_within_a_tenth_of_the_measured(case):
     micro_batch = 64  # takes more than the whole model, which a rank builds first, in what is a GPU's host memory
     measured = run_ranks(processes, measure_peak, config, micro_batch, 1)
     assert estimate_step(config, processes, micro_batch, 1, "cpu").peak == pytest.approx(max(measured), rel=0.1)
+
+
+def test_a_gpu_keeps_a_byte_of_dropouts_masks_where_a_cpu_keeps_four() -> None:
+    def activations(device: str, dropout: float) -> int:
+        config = build_config(1, model=TINY | {"dropout": dropout}, fp16=None)
+        return estimate_step(config, 1, 64, device=device).activations
+
+    on_cpu, on_gpu = (activations(device, 0.1) - activations(device, 0.0) for device in ("cpu", "cuda"))
+    assert 0 < 3 * on_gpu < on_cpu

@@ -109,6 +109,7 @@ class Optimizer(Options):
     always_adapt: bool = key(None, "trust ratio for tensors without weight decay too")
     trust_range: LIMITS = key(None, "least and greatest trust ratio", says="(low, high), 0 <= low <= high")
     momentum: Number = key(0.9, "0: none; default of `muon`: 0.95", ge=0, lt=1)
+    adamw_lr_scale: Number = key(1.0, "learning rate of what is no block's matrix, as a multiple of the others'", gt=0)
     dampening: Number = key(0.0, "of momentum", ge=0, le=1)
     nesterov: bool = key(False, "Nesterov momentum")
 

@@ -77,7 +77,9 @@ OPTIMIZERS = {
         Lamb, LAMB_OPTIONS, ADAM, traffic=14, of_model=lambda model: {"reduce_norms": build_norm_reducer(model)}
     ),
     "adamw": OptimizerEntry(partial(AdamW, fused=True), ("betas", "eps"), ADAM, traffic=7),
-    "muon": OptimizerEntry(Muon, ("betas", "eps", "momentum"), ADAM, 8, ("momentum_buffer",), _matrices),
+    "muon": OptimizerEntry(
+        Muon, ("betas", "eps", "momentum", "adamw_lr_scale"), ADAM, 8, ("momentum_buffer",), _matrices
+    ),
     "sgd": OptimizerEntry(
         partial(FusedSGD, momentum=0.9), ("momentum", "dampening", "nesterov"), ("momentum_buffer",), traffic=5
     ),
@@ -106,8 +108,8 @@ def build_optimizer(
     Weight decay is on every tensor, unless `decay_all` is false: then not on vectors (biases, norms) and what the
     model's `no_weight_decay` names, as in timm. A parameter's learning rate is multiplied by `layer_decay` for each
     layer between it and the head, as by timm's `param_groups_layer_decay` (BEiT, arXiv 2106.08254). `options` are those
-    of `common.optim.lamb.Lamb`, of `torch.optim.AdamW` (betas, eps) or of `torch.optim.SGD` (momentum, 0.9 by default,
-    dampening, nesterov).
+    of `common.optim.lamb.Lamb`, `common.optim.muon.Muon`, `torch.optim.AdamW` (betas, eps) or `torch.optim.SGD`
+    (momentum, 0.9 by default, dampening, nesterov).
 
     Raises ValueError for a value that the optimizer refuses, TypeError for an unknown option.
     """

@@ -1,7 +1,8 @@
 """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): orthogonalized momentum, for matrices.
 
 All other parameters are updated by AdamW. One learning rate serves both: the root mean square of an update is 0.2 for
-either (Moonlight, arXiv 2502.16982; ``match_rms_adamw`` of `torch.optim.Muon`).
+either (Moonlight, arXiv 2502.16982; ``match_rms_adamw`` of `torch.optim.Muon`). With few steps, AdamW's may have to be
+lower: `adamw_lr_scale`.
 """
 
 import re
@@ -30,7 +31,7 @@ def count_matrices(name: str, ndim: int = 2) -> int:
 
 
 class Muon(AdamW):
-    """Update the `matrices` by Muon, all other parameters by PyTorch's fused AdamW.
+    """Update the `matrices` by Muon, all other parameters by PyTorch's fused AdamW at `adamw_lr_scale` times the rate.
 
     `matrices` says how many matrices a parameter holds along dimension 0, which are orthogonalized separately. Weight
     decay is decoupled in both. The state of a matrix is `momentum_buffer`, that of other parameters AdamW's. An
@@ -47,10 +48,12 @@ class Muon(AdamW):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         momentum: float = 0.95,
+        adamw_lr_scale: float = 1.0,
         map_whole: MapWhole | None = None,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, fused=True)
-        self.matrices, self.momentum, self.map_whole = matrices, momentum, map_whole or _map_here
+        self.matrices, self.momentum, self.adamw_lr_scale = matrices, momentum, adamw_lr_scale
+        self.map_whole = map_whole or _map_here
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -60,7 +63,12 @@ class Muon(AdamW):
         trained = [(p, p.grad, group) for p, group in own if p.grad is not None]
         for p, _, _ in trained:
             p.grad = None  # AdamW leaves it alone
+        rates = [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["lr"] *= self.adamw_lr_scale
         super().step()
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
         for p, gradient, _ in trained:
             p.grad = gradient
         directions = [self._accumulate(p, gradient) for p, gradient, _ in trained]

@@ -22,10 +22,10 @@ def test_equals_torchs_muon_and_adamw_side_by_side(monkeypatch: pytest.MonkeyPat
     torch.manual_seed(0)
     ours = [nn.Parameter(torch.randn(*shape)) for shape in ((96, 32), (64, 32), (32, 64), (32,))]
     theirs = [nn.Parameter(part) for part in split(ours)]
-    optimizer = Muon(ours, dict(zip(ours[:3], (3, 1, 1), strict=True)), **OPTIONS)
+    optimizer = Muon(ours, dict(zip(ours[:3], (3, 1, 1), strict=True)), **OPTIONS, adamw_lr_scale=0.25)
     pair = (
         torch.optim.Muon(theirs[:-1], momentum=0.95, adjust_lr_fn="match_rms_adamw", **OPTIONS),
-        torch.optim.AdamW(theirs[-1:], **OPTIONS),
+        torch.optim.AdamW(theirs[-1:], **OPTIONS | {"lr": OPTIONS["lr"] / 4}),
     )
     for step in range(5):  # the first gradients are 0
         for p in ours:

@@ -83,8 +83,7 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 def command_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser that prints ``description`` as it is, with the ``--debug`` of `run_command`."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=description, formatter_class=raw)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--debug", action="store_true", help="show a traceback for user errors too")
     return parser
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from common.errors import AgreedError, RankError, UserError, run_command
+from common.errors import AgreedError, RankError, UserError, command_parser, run_command
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,10 @@ def test_an_end_without_a_traceback(error: BaseException, code: int, printed: st
     assert (ended.value.code, capsys.readouterr().err) == (code, printed)
     with pytest.raises(type(error)) if code == 2 else pytest.raises(SystemExit):
         run_command(main, ["--debug"])
+
+
+def test_help_has_the_lines_of_the_docstring() -> None:
+    assert "\nOne\n    python two.py\n" in command_parser("One\n    python two.py").format_help()
 
 
 def test_a_closed_standard_output_ends_quietly() -> None:

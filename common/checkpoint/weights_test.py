@@ -77,8 +77,7 @@ def test_other_classes_and_another_size_are_timms(pool: str, position: str, size
 
 def test_the_hidden_channels_of_a_file_survive_the_rounding_of_their_ratio() -> None:
     arguments = OTHER | {"width": 176, "mlp_ratio": 240.5 / 176}
-    weights = build_model(**arguments).state_dict()
-    assert int(176 * (240 / 176)) == 239
+    weights = build_model(**arguments).state_dict()  # int(176 * (240 / 176)) is 239
     assert int(176 * infer_model("a file", weights)["mlp_ratio"]) == 240
 
 

@@ -22,11 +22,9 @@ LAYERS = ("first", "norm", "activation", "last", "batch_norm")
     ("fp16", "device", "cast", "dtype", "scale"),
     [
         (None, "cuda", None, FLOAT32, None),
-        (dict(mode=TORCH, init_scale=8.0), "cpu", Cast.OPERATIONS, BFLOAT16, None),
         (dict(mode=TORCH, dtype=FLOAT16, init_scale=8.0), "cpu", Cast.OPERATIONS, FLOAT16, 8),
         (dict(mode=TORCH, dtype=FLOAT16, enabled=False), "cuda", Cast.OPERATIONS, FLOAT16, None),
-        (dict(mode=APEX, opt_level="O0"), "cuda", None, FLOAT32, None),
-        (dict(mode=APEX), "cpu", Cast.OPERATIONS, BFLOAT16, None),
+        (dict(mode=APEX, init_scale=8.0), "cpu", Cast.OPERATIONS, BFLOAT16, None),
         (dict(mode=APEX, opt_level="O2", dtype="float16"), "cpu", Cast.LAYERS, FLOAT16, 2.0**16),
         (dict(mode=APEX, opt_level="O3", dtype=FLOAT16), "cuda", Cast.PARAMETERS, FLOAT16, None),
     ],

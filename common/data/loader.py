@@ -36,15 +36,15 @@ class Loader:
 
     def __init__(self, sampler: TrainSampler | EvalSampler, reader: BatchReader) -> None:
         self.sampler, self.reader = sampler, reader
-        self._pass: Generator[Batch, None, None] | None = None
         self._next_pass = self._position = (0, 0)
+        self._pass = self._batches(0, 0)  # nothing is read of it
 
     def __len__(self) -> int:
         """Return the batches of a whole pass."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Batch]:
-        self._end_pass()
+        self._pass.close()
         epoch, start = self._position = self._next_pass
         self._next_pass = (epoch + 1, 0)
         self._pass = self._batches(epoch, start)
@@ -57,20 +57,15 @@ class Loader:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Resume from a position; between optimizer steps it may be from a run with another number of processes."""
-        self._end_pass()
+        self._pass.close()
         done = state["samples"] // self.sampler.stride
         # beyond the end: the data set has shrunk since
         self._next_pass = self._position = (state["epoch"], done) if done < len(self) else (state["epoch"] + 1, 0)
 
     def close(self) -> None:
         """End the pass and the reader's threads and processes."""
-        self._end_pass()
+        self._pass.close()
         self.reader.close()
-
-    def _end_pass(self) -> None:
-        if self._pass is not None:
-            self._pass.close()
-            self._pass = None
 
     def _batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         with closing(self.reader.read(self.sampler.draws(epoch, start))) as batches:

@@ -30,7 +30,6 @@ SRUN = {
     "SLURM_PROCID": "3",
     "SLURM_LOCALID": "1",
     "SLURM_NTASKS": "4",
-    "SLURM_NPROCS": "4",
     "SLURM_STEP_NUM_NODES": "2",
     "SLURM_STEP_NODELIST": "gpu[003-004],login",
 }
@@ -66,7 +65,6 @@ def detect(line: str, environ: Mapping[str, str]) -> Launch:
         # python train_dali.py, also in the shell of sbatch, and of salloc (a step with a reserved number)
         ("--config=c", {}, ("single", 0, 0, 1, "127.0.0.1", 0)),
         ("--config=c", SBATCH_SHELL | {"SLURM_STEP_ID": "4294967290"}, ("single", 0, 0, 1, "127.0.0.1", 0)),
-        ("--world_size 1", {}, ("single", 0, 0, 1, "127.0.0.1", 0)),
     ],
 )
 def test_command_lines(line: str, environ: dict[str, str], expected: tuple) -> None:

@@ -194,6 +194,7 @@ def test_synchronised_batch_norms_keep_their_activations() -> None:
         (["MODEL.timm=resnet18", "MODEL.depth=5"], "^MODEL.depth: .* no such argument; it takes block, layers, "),
         (["MODEL.timm=resnet18", "MODEL.image_size=0"], "^MODEL.image_size=0: expected integer >= 1"),
         (["MODEL.timm=inception_v3", "MODEL.image_size=20"], "^MODEL.image_size=20: the model takes no such images"),
+        (["MODEL.timm=test_vit", "MODEL.image_size=20"], "no such images .Input height .20. should be divisible by"),
         (["MODEL.timm=resnet18", "MODEL.layers=[2,2,2,9999999]"], "^MODEL.layers=.*: expected a number up to 65536"),
         (["MODEL.timm=vit_tiny_patch16_224", "MODEL.embed_dim=7"], "^MODEL.timm='vit_tiny.*: timm does not build it"),
     ],

@@ -152,7 +152,6 @@ def test_wrong_places_are_refused(folder, tmp_path):
         (folder, {"autoaugment": "cifar10"}, "DATA.autoaugment='cifar10' has no effect"),
         (folder, {"crop_padding": 2}, "DATA.crop_padding=2 has no effect"),
         (folder, {"order": "blocks"}, r"DATA.order='blocks': .* has no shards; `python -m imagenet_dali"),
-        (folder / "train", {}, "has no validation split: add .*/train/validation/<class>"),
     ]
     for root, options, message in cases:
         with pytest.raises(UserError, match=message):

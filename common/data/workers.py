@@ -123,6 +123,8 @@ class WorkerPool:
                     pending.append(self._pool.submit(_call, task))
                 yield result
         except BrokenProcessPool as error:
+            for process in self._processes:
+                process.join(1)  # a worker's pipe closes before its status is there
             ended = {process.exitcode for process in self._processes} - {None, 0, -SIGTERM}  # which ends the others
             raise UserError(
                 f"DATA.workers={self.workers}: a worker has died, status {', '.join(map(str, ended))}; if that was for "

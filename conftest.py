@@ -8,6 +8,7 @@ import pytest
 # One thread a process, also in those that tests start: models are tiny and the ranks many.
 # With more threads, forked children wait forever for those that a fork does not copy.
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+os.environ.pop("DATA", None)
 
 # What tests left for the garbage collector is their own process's to collect. One forked from it that does so crashes,
 # or waits forever: DALI's pipelines, for one, end threads that a fork does not copy.

@@ -143,11 +143,8 @@ def test_wrong_places_are_refused(folder, tmp_path):
     (tmp_path / ".partial").mkdir()
     cases = [
         (tmp_path, {}, "manifest.json: missing, preparation was stopped"),
-        (
-            folder,
-            {"loader": "dali"},
-            "json: missing; run `python -m imagenet_dali.prep.* --set DATA.loader=torchvision$",
-        ),
+        (write_images(tmp_path / "few", 1), {}, "few has no validation split: add .*few/validation/<class>"),
+        (folder, {"loader": "dali"}, "json: missing; run `python -m .* --set DATA.loader=torchvision$"),
         (folder, {"loader": "dali", "randaugment": "rand-m9"}, "DATA.randaugment='rand-m9' is timm's, on the CPU"),
         (folder, {"autoaugment": "cifar10"}, "DATA.autoaugment='cifar10' has no effect"),
         (folder, {"crop_padding": 2}, "DATA.crop_padding=2 has no effect"),

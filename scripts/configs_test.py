@@ -78,8 +78,7 @@ def test_an_original_of_the_benchmark_trains_from_its_tasks_folder(tmp_path: Pat
         ("vit-l32", "vit_large_patch32_224", "3.1-5.4 hours"),
     ],
 )
-def test_a_recipes_dry_run_is_of_timms_model_and_as_documented(recipe, name, time, capsys, monkeypatch) -> None:
-    monkeypatch.delenv("DATA", raising=False)
+def test_a_recipes_dry_run_is_of_timms_model_and_as_documented(recipe, name, time, capsys) -> None:
     train_dali.main(["--config", recipe, "--dry-run"])
     size = load_config(recipe, [])["MODEL"]["image_size"]
     with torch.device("meta"):
@@ -87,23 +86,21 @@ def test_a_recipes_dry_run_is_of_timms_model_and_as_documented(recipe, name, tim
     shown = " ".join(capsys.readouterr().out.split())
     assert f" {count:,} (" in shown
     assert f" {time}, on 8 H100" in shown
-    assert (" GPUS 8 " in shown, "LOG.every" in shown) == (True, False)
 
 
-def test_the_flags_of_a_row_start_the_run_that_the_row_describes(capsys, monkeypatch) -> None:
-    monkeypatch.delenv("DATA", raising=False)
+def test_a_dry_run_prints_what_the_documentation_shows(capsys, monkeypatch) -> None:
+    """On a CPU with AVX512_BF16."""
+    monkeypatch.setattr("common.colossal.amp.is_fast", lambda _: True)
+    monkeypatch.setattr("common.planner.dry_run.instruction_set", lambda: "AVX512_BF16")
+    page = (ROOT / "docs" / "parallel-modes.md").read_text().replace("\\\n", "")
+    train_dali.main(re.search("train_dali.py (.* --links .*)", page)[1].split())
+    assert capsys.readouterr().out in page
+
+
+def test_the_flags_of_a_row_start_the_run_that_the_row_describes(capsys) -> None:
     command = ["--config", "vit_s16_vanilla", "--dry-run", "--set", "MODEL.depth=2"]
-    cluster = "--gpus 8 --gpu-memory 40 --gpus-per-node 4 --links 300 25 --images-per-s 2100 --decode-images-per-s 9000"
-    train_dali.main([*command, *cluster.split()])
+    train_dali.main([*command, "--gpus", "8"])
     lines = capsys.readouterr().out.splitlines()
-    for words in (
-        "trains 2,100 images/s (measured)",
-        "sends 300 GB/s within its node of 4 and 25 GB/s beyond",
-        "augments 9,000 images/s",
-        "90% of 40 GB",
-        "fastest that fits: data parallel, ",
-    ):
-        assert words in " ".join(" ".join(lines).split())
     for name in ("1d 2", "2.5d 2 x 2 x 2"):
         row = next(line.split("|")[2:] for line in lines if re.match(rf"\| *{name} \|", line))
         flags = next(line.removeprefix(name) for line in lines if line.startswith(f"{name}: "))
@@ -117,7 +114,6 @@ def test_the_flags_of_a_row_start_the_run_that_the_row_describes(capsys, monkeyp
 
 
 def test_the_amp_examples_command_downloads_to_data_or_says_where_to_put_it(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.delenv("DATA", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("caltech101_amp.task.URL", "http://127.0.0.1:9/caltech-101.zip")  # where nobody listens
     ended = run_forked(train_caltech.main, ["--config", "config/config_AMP_torch.py"])

@@ -121,7 +121,7 @@ def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
     folder = copy_working_tree(ROOT, tmp_path)
     (folder / "data").mkdir()
     prepare_data(folder / "data")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS) and name != "DATA"}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     environ |= {"PATH": f"{sys.prefix}/bin:{environ['PATH']}", "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     for command in commands("README.md"):
         if re.match(ELSEWHERE, command):

@@ -171,7 +171,6 @@ def test_data_root_comes_from_the_config_else_from_the_environment(tmp_path, mon
     def find(root, download=""):
         return data_root({"DATA": {"root": root, "download": False}}, download)
 
-    monkeypatch.delenv("DATA", raising=False)
     with pytest.raises(UserError, match="DATA.root is not set: .*DATA.download=True too, Digits is fetched"):
         find(None, "Digits")
     monkeypatch.setenv("DATA", str(tmp_path))

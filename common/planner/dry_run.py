@@ -182,13 +182,14 @@ def _assumptions(planner: Planner) -> list[str]:
             f"A GPU computes {_range(rates, ',.0f')} TFLOP/s: {_range(shares, '.0%')} of the peak of an {cluster.gpu} "
             "(assumed; measure images/s and pass --images-per-s)."
         )
+    assumed = "assumed: 8 cores at 1.1 ms an image; " * (cluster.decode == Cluster.decode)
     return [
         speed + " A GPU with a shard of the model reaches the same fraction of its peak.",
         "A micro-batch takes at least 1 ms per block, the time to launch its kernels (assumed).",
         f"A GPU sends {cluster.inside / 1e9:.0f} GB/s within its node of {cluster.node} and "
         f"{cluster.between / 1e9:.0f} GB/s beyond (--links); a collective takes at least {1e6 * LATENCY:.0f} us. "
         "The slower time assumes no overlap of computation and communication.",
-        f"The host decodes and augments {cluster.decode:,.0f} images/s per GPU (8 cores at 1.1 ms an image; "
+        f"The host decodes and augments {cluster.decode:,.0f} images/s per GPU ({assumed}"
         "--decode-images-per-s). A * marks steps that wait for it.",
         f"Memory and bytes are counted; {USABLE:.0%} of {cluster.memory / 1e9:.0f} GB is usable.",
         "batch: data parallel x micro-batch x accumulation; GB: memory of a GPU; sent GB: by a GPU in a step, within + "

@@ -45,7 +45,6 @@ def test_a_collective_takes_the_time_of_its_slowest_link_and_is_counted_there():
 
 
 def test_every_mode_that_the_model_and_the_gpus_allow_is_there():
-    assert set(predict(8)) == {"data parallel", "1d 2", "2d 2 x 2", "2.5d 2 x 2 x 2", "3d 2 x 2 x 2"}
     assert set(predict(8, **WHOLE_ONLY)) == {"data parallel"}
     compiled = build_planner(build_config() | {"COMPILE": True}, 8)  # which tensor parallelism refuses
     assert [prediction.mode for prediction in compiled.predict_modes()] == ["data parallel"]
@@ -73,8 +72,6 @@ def test_small_micro_batches_and_slow_decoding_bound_the_step():
     assert 2 * 1e-3 * small.accumulation < small.fastest_step < small.step
     decoding = predict(1, Cluster(decode=100.0), **WHOLE_ONLY)["data parallel"]
     assert decoding.step == decoding.fastest_step == pytest.approx(4096 / 100)
-    assert decoding.waits
-    assert not small.waits
 
 
 @pytest.mark.parametrize(("between", "all_hidden"), [(50e9, True), (1e6, False)])

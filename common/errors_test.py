@@ -21,7 +21,7 @@ from common.errors import AgreedError, RankError, UserError, command_parser, run
         (AgreedError, "1", True, False),
     ],
 )
-def test_who_speaks(error: type, rank: str, joined: bool, speaks: bool, monkeypatch, capsys) -> None:
+def test_who_speaks(error: type, rank: str, joined: bool, speaks: bool, monkeypatch, capsys):
     def main(argv: list[str]) -> None:
         raise error("KEY=1: choose 2")
 
@@ -46,7 +46,7 @@ def test_who_speaks(error: type, rank: str, joined: bool, speaks: bool, monkeypa
         (KeyboardInterrupt(), 130, ""),
     ],
 )
-def test_an_end_without_a_traceback(error: BaseException, code: int, printed: str, capsys) -> None:
+def test_an_end_without_a_traceback(error: BaseException, code: int, printed: str, capsys):
     def main(argv: list[str]) -> None:
         raise error
 
@@ -57,11 +57,11 @@ def test_an_end_without_a_traceback(error: BaseException, code: int, printed: st
         run_command(main, ["--debug"])
 
 
-def test_help_has_the_lines_of_the_docstring() -> None:
+def test_help_has_the_lines_of_the_docstring():
     assert "\nOne\n    python two.py\n" in command_parser("One\n    python two.py").format_help()
 
 
-def test_a_closed_standard_output_ends_quietly() -> None:
+def test_a_closed_standard_output_ends_quietly():
     program = "from common.errors import run_command; run_command(lambda argv: print('line\\n' * 80))"
     command = f'"{sys.executable}" -c "{program}" | true; exit ${{PIPESTATUS[0]}}'
     ended = subprocess.run(["bash", "-c", command], capture_output=True, check=False)

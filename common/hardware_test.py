@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
     ("has", "aten", "name", "fast"),
     [(("amx_tile", "avx512_bf16"), "AVX512", "AMX", True), ((), "AVX512", "AVX512", False)],
 )
-def test_instruction_sets(monkeypatch: pytest.MonkeyPatch, has, aten, name, fast) -> None:
+def test_instruction_sets(monkeypatch: pytest.MonkeyPatch, has, aten, name, fast):
     for flag in ("amx_tile", "avx512_bf16"):
         monkeypatch.setattr(torch.cpu, f"_is_{flag}_supported", lambda flag=flag: flag in has)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: aten)
@@ -39,7 +39,7 @@ def test_instruction_sets(monkeypatch: pytest.MonkeyPatch, has, aten, name, fast
         ("0::/docker/x", {"cpu.max": "50000 100000", "memory.max": "123456"}, 0.5, ""),
     ],
 )
-def test_the_quota_of_a_cgroup(tmp_path: Path, groups: str, files: dict, quota: float, group: str) -> None:
+def test_the_quota_of_a_cgroup(tmp_path: Path, groups: str, files: dict, quota: float, group: str):
     (tmp_path / "cgroup").write_text(groups + "\n")
     for name, content in files.items():
         (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -62,17 +62,17 @@ ALL, LOW, MIDDLE = (frozenset(range(*ends)) for ends in ((64,), (32,), (16, 48))
         ([CpuLimits("a", ALL, 4.0, "one"), CpuLimits("a", ALL, 2.5, "two")], [4, 3]),
     ],
 )
-def test_ranks_divide_what_they_have_in_common(processes: list[CpuLimits], expected: list[int]) -> None:
+def test_ranks_divide_what_they_have_in_common(processes: list[CpuLimits], expected: list[int]):
     assert [share_of_cores(process, processes) for process in processes] == expected
 
 
-def test_a_result_names_its_commit_and_memory_is_in_bytes() -> None:
+def test_a_result_names_its_commit_and_memory_is_in_bytes():
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert head.startswith(hardware.describe_run([])["commit"][:12])
     assert psutil.Process().memory_info().rss <= hardware.peak_memory() < psutil.virtual_memory().total
 
 
-def test_threads_sleep_at_barriers_where_others_use_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_sleep_at_barriers_where_others_use_the_cores(monkeypatch: pytest.MonkeyPatch):
     """OpenMP prints what it took from the environment when torch is loaded."""
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)

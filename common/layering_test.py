@@ -45,7 +45,7 @@ def may_import(file: str, module: str) -> bool:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports(path: Path) -> None:
+def test_imports(path: Path):
     file, nodes = path.relative_to(ROOT).as_posix(), list(ast.walk(ast.parse(path.read_text())))
     modules = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
     froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
@@ -56,14 +56,14 @@ def test_imports(path: Path) -> None:
     assert may_read or not reads or path.name.startswith("train"), "only train*.py read gpc.config: take arguments"
 
 
-def test_the_training_scripts_differ_by_their_task_only() -> None:
+def test_the_training_scripts_differ_by_their_task_only():
     """What the tests of one task show of its script holds for all."""
     scripts = [ROOT / name for name in ("caltech101_amp/train.py", "cifar10_benchmark/train.py")]
     bodies = [ast.unparse(ast.parse(path.read_text())) for path in [*scripts, ROOT / "imagenet_dali/train_dali.py"]]
     assert len({body.partition("config, plan =")[2].replace("order=plan.order, ", "") for body in bodies}) == 1
 
 
-def test_every_folder_is_a_room_and_they_have_no_cycle() -> None:
+def test_every_folder_is_a_room_and_they_have_no_cycle():
     TopologicalSorter(ROOMS).prepare()  # raises CycleError
     folders = {path.parent.name for path in (ROOT / "common").glob("*/*.py")}
     assert folders == set(ROOMS) - {"task"} | {"testing"}

@@ -16,7 +16,7 @@ from imagenet_dali.task import describe_data
 from imagenet_dali.testing import write_config
 
 
-def test_a_block_is_read_once_and_at_once(prepared: Path, monkeypatch) -> None:
+def test_a_block_is_read_once_and_at_once(prepared: Path, monkeypatch):
     sizes, split = [], open_split(prepared, "train")
     expected, read_file_range = [split.read(number) for number in range(len(split))], dataset.read_file_range
 
@@ -37,7 +37,7 @@ def test_a_block_is_read_once_and_at_once(prepared: Path, monkeypatch) -> None:
     assert len(sizes) < samples / 8
 
 
-def test_shards_sorted_by_class_are_not_read_in_blocks(prepared: Path, monkeypatch) -> None:
+def test_shards_sorted_by_class_are_not_read_in_blocks(prepared: Path, monkeypatch):
     split = open_split(prepared, "train")
     rows = split.records.copy()
     rows["label"].sort()
@@ -55,7 +55,7 @@ def test_shards_sorted_by_class_are_not_read_in_blocks(prepared: Path, monkeypat
 
 def test_a_run_in_blocks_resumes_to_the_bit_on_a_host_with_more_memory(
     colours: Path, tmp_path: Path, monkeypatch, capsys
-) -> None:
+):
     def train(output: str, *flags: str, memory: int = 10**12) -> str:
         monkeypatch.setattr("common.run.start.memory_bytes", lambda: memory)
         said = [f"DATA.root={colours}", "DATA.workers=1", "DATA.block=0.005", "NUM_EPOCHS=2", "CHECKPOINT_EVERY=4"]

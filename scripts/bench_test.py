@@ -10,7 +10,7 @@ SMALL = ("TOTAL_BATCH_SIZE=2", "MODEL.image_size=32", "MODEL.width=8", "MODEL.he
 
 
 @pytest.mark.parametrize("part", ["step", "lamb"])
-def test_every_variant_runs(part: str) -> None:
+def test_every_variant_runs(part: str):
     for row in bench.compare(bench.PARTS[part], bench.Work(SMALL, 1, 1), rounds=1):
         assert float(row["ms"]) > 0
 
@@ -22,7 +22,7 @@ def pass_time(seconds: float, work: bench.Work) -> None:
         taken.append(seconds if number in (1, 2) else 9.0)
 
 
-def test_ratios_are_those_of_the_timed_steps_to_the_first_variants() -> None:
+def test_ratios_are_those_of_the_timed_steps_to_the_first_variants():
     variants = {"a": partial(pass_time, 0.5), "b": partial(pass_time, 1.0)}
     rows = [list(row.values()) for row in bench.compare(variants, bench.Work((), steps=2, warm_up=1), rounds=2)]
     assert rows == [["a", "500", "1.000 (1.000 to 1.000)"], ["b", "1000", "2.000 (2.000 to 2.000)"]]

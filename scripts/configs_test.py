@@ -29,7 +29,7 @@ SMALL = "".join(
 )
 
 
-def test_the_documentation_lists_what_each_recipe_sets() -> None:
+def test_the_documentation_lists_what_each_recipe_sets():
     rows = ["| recipe | based on | sets |", "| --- | --- | --- |"]
     for path in sorted(FOLDER.glob("[!_]*.py")):
         text, values = path.read_text(), flatten(load_config(path.stem))
@@ -42,7 +42,7 @@ def test_the_documentation_lists_what_each_recipe_sets() -> None:
     assert table in (ROOT / "docs" / "recipes.md").read_text(), f"the table is now:\n{table}"
 
 
-def test_the_quickstarts_digits_are_scikit_learns(tmp_path: Path) -> None:
+def test_the_quickstarts_digits_are_scikit_learns(tmp_path: Path):
     write_digits.main(str(tmp_path))
     digits = load_digits()
     assert len(list(tmp_path.glob("?/*.jpg"))) == 1797
@@ -52,7 +52,7 @@ def test_the_quickstarts_digits_are_scikit_learns(tmp_path: Path) -> None:
     assert abs(found - digits.images[1796]).mean() < 0.85
 
 
-def test_an_original_of_the_benchmark_trains_from_its_tasks_folder(tmp_path: Path, monkeypatch) -> None:
+def test_an_original_of_the_benchmark_trains_from_its_tasks_folder(tmp_path: Path, monkeypatch):
     for split in ("train", "test"):
         write_colours(tmp_path / "data" / split, 32, 16, 16)
     text = FILES["cifar/vit_vanilla.py"][1].replace("BATCH_SIZE = 512", "BATCH_SIZE = 16")
@@ -78,7 +78,7 @@ def test_an_original_of_the_benchmark_trains_from_its_tasks_folder(tmp_path: Pat
         ("vit-l32", "vit_large_patch32_224", "3.1-5.4 hours"),
     ],
 )
-def test_a_recipes_dry_run_is_of_timms_model_and_as_documented(recipe, name, time, capsys) -> None:
+def test_a_recipes_dry_run_is_of_timms_model_and_as_documented(recipe, name, time, capsys):
     train_dali.main(["--config", recipe, "--dry-run"])
     size = load_config(recipe, [])["MODEL"]["image_size"]
     with torch.device("meta"):
@@ -88,7 +88,7 @@ def test_a_recipes_dry_run_is_of_timms_model_and_as_documented(recipe, name, tim
     assert f" {time}, on 8 H100" in shown
 
 
-def test_a_dry_run_prints_what_the_documentation_shows(capsys, monkeypatch) -> None:
+def test_a_dry_run_prints_what_the_documentation_shows(capsys, monkeypatch):
     """On a CPU with AVX512_BF16."""
     monkeypatch.setattr("common.colossal.amp.is_fast", lambda _: True)
     monkeypatch.setattr("common.planner.dry_run.instruction_set", lambda: "AVX512_BF16")
@@ -97,7 +97,7 @@ def test_a_dry_run_prints_what_the_documentation_shows(capsys, monkeypatch) -> N
     assert capsys.readouterr().out in page
 
 
-def test_the_flags_of_a_row_start_the_run_that_the_row_describes(capsys) -> None:
+def test_the_flags_of_a_row_start_the_run_that_the_row_describes(capsys):
     command = ["--config", "vit_s16_vanilla", "--dry-run", "--set", "MODEL.depth=2"]
     train_dali.main([*command, "--gpus", "8"])
     lines = capsys.readouterr().out.splitlines()
@@ -113,7 +113,7 @@ def test_the_flags_of_a_row_start_the_run_that_the_row_describes(capsys) -> None
         assert re.search(rf"{groups} groups? of \d GPUs x {micro} x {accumulation} = 4,096", plan)
 
 
-def test_the_amp_examples_command_downloads_to_data_or_says_where_to_put_it(tmp_path: Path, monkeypatch) -> None:
+def test_the_amp_examples_command_downloads_to_data_or_says_where_to_put_it(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("caltech101_amp.task.URL", "http://127.0.0.1:9/caltech-101.zip")  # where nobody listens
     ended = run_forked(train_caltech.main, ["--config", "config/config_AMP_torch.py"])

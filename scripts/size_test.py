@@ -23,7 +23,7 @@ def is_test(path: Path) -> bool:
     return path.name.endswith("_test.py") or path.name in ("conftest.py", "testing.py") or "testing" in path.parts
 
 
-def test_size() -> None:
+def test_size():
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     sources = {path: (ROOT / path).read_text() for path in map(Path, listed.splitlines()) if (ROOT / path).is_file()}
     assert sum(source.count("\n") for source in sources.values()) <= 25_000

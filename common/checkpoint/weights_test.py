@@ -54,7 +54,7 @@ def timms(weights: dict[str, Tensor], ours: nn.Module, **arguments: object) -> n
 @pytest.mark.parametrize(
     "parts", [{}, {"reg_tokens": 4}, {"reg_tokens": 4, "no_embed_class": True, "init_values": 0.1}]
 )
-def test_other_classes_and_another_size_are_timms(pool: str, position: str, size: int, parts: dict, tmp_path) -> None:
+def test_other_classes_and_another_size_are_timms(pool: str, position: str, size: int, parts: dict, tmp_path):
     arguments = OTHER | {"pool": pool, "position": position, "image_size": 32, **parts}
     theirs = VisionTransformer(**timm_arguments(**arguments | {"num_classes": 9}))
     source = build_model(**arguments | {"num_classes": 9})
@@ -75,13 +75,13 @@ def test_other_classes_and_another_size_are_timms(pool: str, position: str, size
     assert done == f"starting from the weights of {tmp_path}/timm.pth; {heads}{expected}"
 
 
-def test_the_hidden_channels_of_a_file_survive_the_rounding_of_their_ratio() -> None:
+def test_the_hidden_channels_of_a_file_survive_the_rounding_of_their_ratio():
     arguments = OTHER | {"width": 176, "mlp_ratio": 240.5 / 176}
     weights = build_model(**arguments).state_dict()  # int(176 * (240 / 176)) is 239
     assert int(176 * infer_model("a file", weights)["mlp_ratio"]) == 240
 
 
-def test_a_run_a_checkpoint_a_file_and_exports_give_the_averaged_weights_and_heads(trained: Path, tmp_path) -> None:
+def test_a_run_a_checkpoint_a_file_and_exports_give_the_averaged_weights_and_heads(trained: Path, tmp_path):
     for target in ("timm", "safetensors"):
         export.main([str(trained), "--to", target, "--output", str(tmp_path / target)])
     shutil.copy(tmp_path / "safetensors" / "model.safetensors", tmp_path / "alone.safetensors")
@@ -99,7 +99,7 @@ def test_a_run_a_checkpoint_a_file_and_exports_give_the_averaged_weights_and_hea
 
 
 @pytest.mark.parametrize(("gpus", "mode"), [(2, None), (2, "1d"), (4, "2d")])
-def test_every_mode_starts_from_the_same(trained: Path, data: Path, gpus: int, mode: str | None, tmp_path) -> None:
+def test_every_mode_starts_from_the_same(trained: Path, data: Path, gpus: int, mode: str | None, tmp_path):
     """At a learning rate of 0, the evaluation after a step is that of the initial weights."""
     parallel = [f"TENSOR_PARALLEL_SIZE={gpus}", f"TENSOR_PARALLEL_MODE={mode}"] if mode else []
     settings = [f"INIT={trained}", "LEARNING_RATE=1e-50", "MAX_STEPS=1", *parallel]
@@ -109,7 +109,7 @@ def test_every_mode_starts_from_the_same(trained: Path, data: Path, gpus: int, m
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
-def test_the_head_alone_is_trained_and_then_the_whole(trained: Path, data: Path, tmp_path: Path) -> None:
+def test_the_head_alone_is_trained_and_then_the_whole(trained: Path, data: Path, tmp_path: Path):
     settings = ("EMA=0.9", "MODEL.dropout=0.1")
     train(data, tmp_path / "run", f"INIT={trained}", "FREEZE=body", *settings)
     source = load_file(newest_checkpoint(trained / "checkpoints") / "ema.safetensors")
@@ -140,13 +140,13 @@ def test_the_head_alone_is_trained_and_then_the_whole(trained: Path, data: Path,
         ),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(saved: Path, change: dict, message: str) -> None:
+def test_weights_that_do_not_fit_are_refused(saved: Path, change: dict, message: str):
     with pytest.raises(UserError, match=message) as raised:
         load_pretrained(build_model(**OTHER | change), str(saved))
     assert "\n" not in str(raised.value)
 
 
-def test_weights_that_are_not_finite_are_refused(saved: Path) -> None:
+def test_weights_that_are_not_finite_are_refused(saved: Path):
     weights = load_file(saved)
     weights["blocks.1.mlp.fc1.bias"][3] = torch.nan
     save_file(weights, saved)
@@ -158,7 +158,7 @@ class Code:
     """Something that is no tensor."""
 
 
-def test_what_holds_no_weights_is_refused(tmp_path: Path) -> None:
+def test_what_holds_no_weights_is_refused(tmp_path: Path):
     torch.save({"model": {"a": torch.ones(1)}, "args": Code()}, tmp_path / "code.pth")
     torch.save({"epoch": 3, "weights": {"a": torch.ones(1)}}, tmp_path / "other.pth")
     (tmp_path / "short.safetensors").write_bytes(b"12345678{")

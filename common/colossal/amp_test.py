@@ -41,7 +41,7 @@ def test_config(
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 5), FLOAT16), ((8, 0), BFLOAT16)])
-def test_the_default_of_a_gpu_is_the_type_that_it_has(capability, dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_of_a_gpu_is_the_type_that_it_has(capability, dtype, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert compute_dtype(dict(mode=TORCH), "cuda") == dtype
@@ -56,7 +56,7 @@ def test_the_default_of_a_gpu_is_the_type_that_it_has(capability, dtype, monkeyp
         *((dict(mode=mode), FLOAT32, ()) for mode in AMP_TYPE),
     ],
 )
-def test_types(fp16: dict, dtype: torch.dtype, in_half: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types(fp16: dict, dtype: torch.dtype, in_half: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(amp, "is_fast", lambda _: False)
     seen = {}
     with launched(fp16=fp16):
@@ -110,7 +110,7 @@ def distance(losses: list[float], expected: list[float]) -> float:
 
 @pytest.mark.parametrize("optimizer_name", ["sgd", "lamb"])
 @pytest.mark.parametrize("name", MODES)
-def test_stays_near_float32(name: str, optimizer_name: str) -> None:
+def test_stays_near_float32(name: str, optimizer_name: str):
     """With LAMB, activations are recomputed in the backward pass."""
     expected = in_float32(optimizer_name)
     with launched_here():
@@ -124,7 +124,7 @@ def train_as_rank(config: dict[str, Any]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("case", ["dp2", "1d-2", "2d-4", "2.5d-8", "3d-8"])
-def test_stays_near_float32_in_parallel(case: str) -> None:
+def test_stays_near_float32_in_parallel(case: str):
     by_rank = run_ranks(CASES[case][0], train_as_rank, CASES[case][1])
     for number, name in enumerate(IN_PARALLEL):
         assert all(losses[number] == by_rank[0][number] for losses in by_rank)

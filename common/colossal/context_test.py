@@ -35,7 +35,7 @@ def groups_of_two_launches() -> list[tuple]:
     return [together, groups({})]
 
 
-def test_groups_and_relaunch() -> None:
+def test_groups_and_relaunch():
     (rank0, single0), (rank1, single1) = run_ranks(2, groups_of_two_launches)
     assert (rank0[0]["mode"], *rank0[1:]) == ("1d", [0], [0, 1])
     assert (rank1[0]["mode"], *rank1[1:]) == ("1d", [1], [0, 1])
@@ -43,7 +43,7 @@ def test_groups_and_relaunch() -> None:
     assert single0 == single1 == (fresh, [0], [0])
 
 
-def test_each_launch_finds_the_device_and_seeds_the_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_launch_finds_the_device_and_seeds_the_generators(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(api, "_ACCELERATOR", "stale")
     draws = []
     for _ in range(2):
@@ -56,7 +56,7 @@ def test_each_launch_finds_the_device_and_seeds_the_generators(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_every_group_has_the_timeout_and_nccl_outlives_the_others_verdict(backend: str, monkeypatch) -> None:
+def test_every_group_has_the_timeout_and_nccl_outlives_the_others_verdict(backend: str, monkeypatch):
     join_groups({}, 0, 1, "", 0, backend="gloo", verbose=False)
     monkeypatch.setattr(gpc, "watcher", SimpleNamespace(timeout=600.0, stop=lambda state: None))
     groups, chosen = mock.patch.dict(gpc._groups), mock.patch.object(dist, "get_backend", return_value=backend)
@@ -83,7 +83,7 @@ warnings.warn("seen")
 """
 
 
-def test_import_is_quiet_and_leaves_nothing_behind() -> None:
+def test_import_is_quiet_and_leaves_nothing_behind():
     environ = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
     done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True, env=environ)
     assert json.loads(done.stdout) == {"unchanged": True, "heavy": [], "amp": True, "cuda": False}
@@ -92,7 +92,7 @@ def test_import_is_quiet_and_leaves_nothing_behind() -> None:
     assert len(done.stderr.splitlines()) <= 2
 
 
-def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(upstream, "version", lambda name: "0.4.9")
     with pytest.raises(UserError, match=r"colossalai is 0\.4\.9, this project needs 0\.5\.0: pip install"):
         check_version()

@@ -37,7 +37,7 @@ def count_reductions() -> list[int]:
     return counts
 
 
-def test_gradients_cross_ranks_once_per_step() -> None:
+def test_gradients_cross_ranks_once_per_step():
     assert run_ranks(2, count_reductions) == [[2, 4]] * 2  # the first pass reduces too, and what it used
 
 
@@ -63,7 +63,7 @@ class OneShot:
 
 
 @pytest.mark.parametrize(("accumulation", "size"), [(1, 8), (3, 6)])
-def test_every_pass_is_whole(accumulation: int, size: int) -> None:
+def test_every_pass_is_whole(accumulation: int, size: int):
     steps, expected = WholeSteps(OneShot(8), accumulation), list(range(1, size + 1))
     assert (len(steps), list(steps), list(steps)) == (size, expected, expected)
     assert steps.handed_out == 2 * size  # no batch is read and dropped
@@ -72,7 +72,7 @@ def test_every_pass_is_whole(accumulation: int, size: int) -> None:
 MODEL = dict(image_size=16, patch_size=8, width=16, depth=3, heads=2, num_classes=3)
 
 
-def test_trains_eagerly_where_code_cannot_be_generated(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_trains_eagerly_where_code_cannot_be_generated(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setenv("CXX", "no-such-compiler")
     model = build_model(**MODEL)
     with launched(COMPILE=True):
@@ -83,7 +83,7 @@ def test_trains_eagerly_where_code_cannot_be_generated(monkeypatch: pytest.Monke
     assert [part._compiled_call_impl is None for part in (model, *model.blocks)] == [False, True, True, True]
 
 
-def test_by_default_a_gpu_compiles_and_a_cpu_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_a_gpu_compiles_and_a_cpu_does_not(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine_module, "_missing", lambda _: "")
     with launched():
         asked = [(asked, device) for asked in (None, True, False) for device in ("cuda", "cpu")]
@@ -92,7 +92,7 @@ def test_by_default_a_gpu_compiles_and_a_cpu_does_not(monkeypatch: pytest.Monkey
         assert not should_compile(None, "cuda")  # tensor-parallel blocks
 
 
-def test_tf32_is_on_unless_switched_off_and_cudnns_kernels_are_chosen() -> None:
+def test_tf32_is_on_unless_switched_off_and_cudnns_kernels_are_chosen():
     found, cudnn = [], torch.backends.cudnn
     for config in ({"TF32": False, "cudnn_benchmark": True}, {"TF32": False, "cudnn_deterministic": True}, {}):
         with launched(**config):

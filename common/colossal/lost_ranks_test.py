@@ -60,7 +60,7 @@ def train(rank: int, port: int, lost: int, fault: Callable[[], None], others: Ca
         (compute, 1, wait_for_the_others, TIMEOUT),
     ],
 )
-def test_all_end_in_time_with_one_line_that_names_the_missing_one(fault, lost, others, seconds) -> None:
+def test_all_end_in_time_with_one_line_that_names_the_missing_one(fault, lost, others, seconds):
     port = free_port()
     with ExitStack() as stack:
         mains = [partial(train, rank, port, lost, fault, others) for rank in range(SIZE)]
@@ -78,7 +78,7 @@ def test_all_end_in_time_with_one_line_that_names_the_missing_one(fault, lost, o
         assert fault is not compute or "in compute" in ranks[lost][2].read_text()
 
 
-def test_progress_restarts_the_clock() -> None:
+def test_progress_restarts_the_clock():
     watcher, polls = Watcher(0, 1, timeout=3 * POLL), iter(range(99))
     watcher.woken = SimpleNamespace(wait=lambda _: doing("a step") if next(polls) in (1, 3, 5) else None)
     watcher._is_set = lambda _: False
@@ -97,7 +97,7 @@ def join(absent: int, *backends: str) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_do_not_join_or_have_no_gpu_are_named() -> None:
+def test_ranks_that_do_not_join_or_have_no_gpu_are_named():
     assert (
         run_ranks(SIZE, join, 1, "gloo", "", "gloo")[::2]
         == ["rank 1 of 3 processes did not start within 1 s (TIMEOUT)"] * 2

@@ -48,7 +48,7 @@ def run_script(name: str, config: Path, *flags: str) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "by_epoch"), [(1, False), (2, True)])
-def test_the_benchmarks_script_trains_and_logs_with_every_hook(ranks: int, by_epoch: bool, tmp_path, capfd) -> None:
+def test_the_benchmarks_script_trains_and_logs_with_every_hook(ranks: int, by_epoch: bool, tmp_path, capfd):
     (tmp_path / "config.py").write_text(f"{BENCHMARK}BY_EPOCH, LOG_PATH = {by_epoch}, '{tmp_path}'\n")
     run_ranks(ranks, run_script, "benchmark.py", tmp_path / "config.py", "--from_torch")
     printed = capfd.readouterr()
@@ -72,7 +72,7 @@ def test_the_benchmarks_script_trains_and_logs_with_every_hook(ranks: int, by_ep
 
 
 @pytest.mark.parametrize("flags", [["--use_trainer"], []])
-def test_the_amp_scripts_schedule_steps_once_per_optimizer_step(flags: list[str], tmp_path: Path, capfd) -> None:
+def test_the_amp_scripts_schedule_steps_once_per_optimizer_step(flags: list[str], tmp_path: Path, capfd):
     (tmp_path / "config.py").write_text(AMP)
     run_ranks(2, run_script, "amp.py", tmp_path / "config.py", *flags)
     words = " ".join(capfd.readouterr().out.split())
@@ -121,10 +121,10 @@ def save_sharded(path: Path) -> bool:
         return saved.keys() == whole.keys() and all(torch.equal(saved[name], whole[name]) for name in whole)
 
 
-def test_a_sharded_models_checkpoint_is_whole_and_upstreams_lamb_is_refused(tmp_path: Path) -> None:
+def test_a_sharded_models_checkpoint_is_whole_and_upstreams_lamb_is_refused(tmp_path: Path):
     assert run_ranks(2, save_sharded, tmp_path / "weights.pt") == [True, True]
 
 
-def test_launch_from_slurm_asks_for_the_port() -> None:
+def test_launch_from_slurm_asks_for_the_port():
     with pytest.raises(UserError, match="--host and --port are required"):
         launch_from_slurm({}, "node", None)

@@ -52,7 +52,7 @@ def fit(
         return trainer
 
 
-def test_hooks_are_called_in_order_and_progress_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_are_called_in_order_and_progress_is_told(monkeypatch: pytest.MonkeyPatch):
     reported: list[str] = []
     monkeypatch.setattr("common.colossal.trainer.doing", reported.append)
     recorder = Recorder()
@@ -71,7 +71,7 @@ def test_hooks_are_called_in_order_and_progress_is_told(monkeypatch: pytest.Monk
     ]
 
 
-def test_counts_with_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_with_accumulation(monkeypatch: pytest.MonkeyPatch):
     # a second passes between two looks at the clock
     monkeypatch.setattr("common.colossal.trainer.time", SimpleNamespace(perf_counter=iter(range(99)).__next__))
     counts = Recorder(lambda trainer: (trainer.step, trainer.update_done, trainer.cur_step, trainer.cur_epoch))
@@ -98,14 +98,14 @@ def test_counts_with_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"epochs": 2, "accumulation": 2, "max_steps": 3}, [2, 3], 3),
     ],
 )
-def test_evaluation_and_end(options: dict, evaluated_at: list[int], ended_at: int) -> None:
+def test_evaluation_and_end(options: dict, evaluated_at: list[int], ended_at: int):
     recorder = Recorder(lambda trainer: trainer.step)
     trainer = fit([recorder], test_batches=1, **options)
     assert recorder.seen("before_test") == evaluated_at
     assert trainer.step == ended_at
 
 
-def test_a_resumed_epoch_of_a_data_set_that_has_shrunk_is_over() -> None:
+def test_a_resumed_epoch_of_a_data_set_that_has_shrunk_is_over():
     class Resumes(BaseHook):
         def before_train(self, trainer: Trainer) -> None:
             trainer.load_state_dict({"step": 5, "epoch": 0, "epoch_step": 4, "evaluated_step": 0})
@@ -120,11 +120,11 @@ def statistics_in_evaluation() -> list[list[float]]:
     return recorder.seen("before_test_iter")
 
 
-def test_all_ranks_evaluate_with_the_statistics_of_the_first() -> None:
+def test_all_ranks_evaluate_with_the_statistics_of_the_first():
     assert run_ranks(2, statistics_in_evaluation) == [[[0.0] * 3]] * 2
 
 
-def test_an_agreed_error_names_the_last_checkpoint() -> None:
+def test_an_agreed_error_names_the_last_checkpoint():
     class Fails(BaseHook):
         def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
             trainer.states["checkpoint"] = "a/step-1"

@@ -69,7 +69,7 @@ def resume(config: dict[str, Any], batches: int) -> BatchAugment:
     return resumed
 
 
-def test_images_and_labels_have_the_same_share() -> None:
+def test_images_and_labels_have_the_same_share():
     batches = list(build(MIXUP=0.2))
     assert len(batches) == len(build()) == 6
     for images, labels in batches:
@@ -77,7 +77,7 @@ def test_images_and_labels_have_the_same_share() -> None:
         assert torch.allclose(images, 1 + values[:, None, None, None].expand_as(images), atol=1e-5)
 
 
-def test_shares_differ_by_epoch_step_rank_and_seed_only() -> None:
+def test_shares_differ_by_epoch_step_rank_and_seed_only():
     augment = build(MIXUP=0.2)
     first, second = shares(augment), shares(augment)
     drawn = [*first, *second, *shares(build(dp_rank=1, MIXUP=0.2)), *shares(build(MIXUP=0.2, SEED=8))]
@@ -93,7 +93,7 @@ def test_shares_differ_by_epoch_step_rank_and_seed_only() -> None:
     assert drawn.var().item() == pytest.approx(1 / (4 * 1.4), abs=0.03)
 
 
-def test_mixup_and_cutmix_alternate() -> None:
+def test_mixup_and_cutmix_alternate():
     """Each for half of the micro-batches, within five standard errors of 600: a cut leaves whole numbers."""
     both = build(MIXUP=0.8, CUTMIX=1.0)
     cut = [torch.equal(images, images.round()) for _ in range(100) for images, _ in both]
@@ -101,12 +101,12 @@ def test_mixup_and_cutmix_alternate() -> None:
     assert all(torch.equal(images, images.round()) for images, _ in build(CUTMIX=1.0))
 
 
-def test_the_last_epochs_are_not_blended() -> None:
+def test_the_last_epochs_are_not_blended():
     augment = build(MIXUP=0.2, NUM_EPOCHS=3, MIXUP_OFF_EPOCHS=2)
     assert [isinstance(labels, dict) for _ in range(2) for _, labels in augment] == [True] * 6 + [False] * 6
 
 
-def test_colors_then_erasing_depend_on_seed_and_position_alone() -> None:
+def test_colors_then_erasing_depend_on_seed_and_position_alone():
     """In each process and epoch and after a restart; and each is there without the others."""
     for rank in (1, 0):
         both = build(rank), build(rank, **CHANGES)
@@ -121,7 +121,7 @@ def test_colors_then_erasing_depend_on_seed_and_position_alone() -> None:
         assert not torch.equal(next(iter(build(**{key: value})))[0], next(iter(build()))[0])
 
 
-def test_what_is_erased_is_a_random_crop_with_torchvisions_limits() -> None:
+def test_what_is_erased_is_a_random_crop_with_torchvisions_limits():
     images, uniforms = torch.ones(2000, 3, 40, 30), np.random.default_rng(0).random((2000, ERASING_UNIFORMS))
     noisy, expected = images.clone(), images.clone()
     erase({"ERASING": 0.7, "ERASING_MODE": "const"}, images, uniforms)
@@ -155,15 +155,13 @@ def colored(
         ([0.9, 1.0], gaussian_filter(np.asarray(IMAGE, float), (2, 2, 0), mode="nearest"), 0.51, 0.3),
     ],
 )
-def test_each_operation_of_3_augment_is_deits(
-    uniforms: list[float], expected: Image.Image, most: float, mean: float
-) -> None:
+def test_each_operation_of_3_augment_is_deits(uniforms: list[float], expected: Image.Image, most: float, mean: float):
     difference = np.abs(colored([*uniforms, 0.5, 0.5, 0.5]) - np.asarray(expected, float))
     assert difference.max() <= most
     assert difference.mean() <= mean
 
 
-def test_jitter_is_torchvisions_in_any_order() -> None:
+def test_jitter_is_torchvisions_in_any_order():
     """Within a level for each of the three roundings, of an image in which nothing is clipped."""
     factors, soft = dict(brightness=0.9, contrast=0.8, saturation=1.2), IMAGE.point(lambda value: 70 + 0.4 * value)
     found = colored([0, 0, 1 / 3, 1 / 6, 5 / 6], three_augment=False, jitter=0.3, image=soft)
@@ -176,7 +174,7 @@ def test_jitter_is_torchvisions_in_any_order() -> None:
 
 @pytest.mark.parametrize("center", [(0.5, 0.5), (0.0, 0.99), (0.31, 0.07)])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.71, 1.0])
-def test_cuts_and_pastes_the_rectangle_that_timm_does(share: float, center: tuple[float, float], monkeypatch) -> None:
+def test_cuts_and_pastes_the_rectangle_that_timm_does(share: float, center: tuple[float, float], monkeypatch):
     images, labels = torch.rand(5, 3, 9, 12), torch.arange(5)
     places = iter(center)
     monkeypatch.setattr(np.random, "randint", lambda low, high, size: int(next(places) * high))
@@ -191,7 +189,7 @@ def test_cuts_and_pastes_the_rectangle_that_timm_does(share: float, center: tupl
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_loss_equals_cross_entropy_of_blended_targets(label_smoothing: float) -> None:
+def test_loss_equals_cross_entropy_of_blended_targets(label_smoothing: float):
     torch.manual_seed(0)
     logits, target, other = torch.randn(8, 5), torch.randint(5, (8,)), torch.randint(5, (8,))
     soft = 0.3 * F.one_hot(target, 5) + 0.7 * F.one_hot(other, 5)
@@ -203,7 +201,7 @@ def test_loss_equals_cross_entropy_of_blended_targets(label_smoothing: float) ->
     assert torch.equal(criterion(logits, target), plain)
 
 
-def test_loss_is_fp32_and_leaves_out_padding() -> None:
+def test_loss_is_fp32_and_leaves_out_padding():
     logits, padding = torch.randn(4, 5, dtype=torch.bfloat16), torch.full((4,), -100)
     loss = MixupLoss()(logits, torch.tensor([1, -100, 3, -100]))
     assert loss.dtype == torch.float32
@@ -212,7 +210,7 @@ def test_loss_is_fp32_and_leaves_out_padding() -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.2, 0.5])
-def test_binary_cross_entropy_is_timms(threshold: float) -> None:
+def test_binary_cross_entropy_is_timms(threshold: float):
     torch.manual_seed(0)
     logits, target, other = torch.randn(9, 5), torch.randint(5, (9,)), torch.randint(5, (9,))
     theirs, criterion = BinaryCrossEntropy(smoothing=0, target_threshold=threshold), MixupLoss(0.0, threshold)

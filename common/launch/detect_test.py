@@ -67,14 +67,14 @@ def detect(line: str, environ: Mapping[str, str]) -> Launch:
         ("--config=c", SBATCH_SHELL | {"SLURM_STEP_ID": "4294967290"}, ("single", 0, 0, 1, "127.0.0.1", 0)),
     ],
 )
-def test_command_lines(line: str, environ: dict[str, str], expected: tuple) -> None:
+def test_command_lines(line: str, environ: dict[str, str], expected: tuple):
     launch = detect(line, environ)
     port = launch.port if expected[-1] is None else expected[-1]
     assert launch == Launch(*expected[:-1], port, "nccl" if torch.cuda.is_available() else "gloo")
     assert expected[-1] is not None or 20_000 <= port < 32_768
 
 
-def test_the_derived_port_is_that_of_the_step() -> None:
+def test_the_derived_port_is_that_of_the_step():
     step, its_first, another = (detect("", SRUN | more) for more in ({}, {"SLURM_PROCID": "0"}, {"SLURM_STEP_ID": "1"}))
     assert step.port == its_first.port != another.port
 
@@ -91,7 +91,7 @@ def test_the_derived_port_is_that_of_the_step() -> None:
         ("--world_size 2 --rank 2 --host h --port 1", {}, "--rank=2 is out of range: expected 0 to 1"),
     ],
 )
-def test_what_is_refused(line: str, environ: dict[str, str], message: str) -> None:
+def test_what_is_refused(line: str, environ: dict[str, str], message: str):
     with pytest.raises(UserError) as refusal:
         detect(line, environ)
     assert message in str(refusal.value)
@@ -101,7 +101,7 @@ def test_what_is_refused(line: str, environ: dict[str, str], message: str) -> No
     ("launcher", "gpus", "is_refused"),
     [("torch", 4, True), ("torch", 1, True), ("slurm", 4, True), ("slurm", 1, False)],
 )
-def test_a_process_without_a_gpu_of_its_own_is_refused(launcher, gpus, is_refused, monkeypatch) -> None:
+def test_a_process_without_a_gpu_of_its_own_is_refused(launcher, gpus, is_refused, monkeypatch):
     """Two processes on one GPU end in NCCL's "Duplicate GPU"; a launcher may show each process its own GPU only."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr("common.colossal.join_groups", lambda *_, **options: used.append(options))
@@ -131,11 +131,11 @@ ON_ONE_NODE = SRUN | {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NUM_NODES": 
 
 
 @pytest.mark.parametrize("environ", [{"MASTER_ADDR": "localhost"}, ON_ONE_NODE])
-def test_ranks_meet_at_addresses_names_and_the_derived_port(environ: dict[str, str]) -> None:
+def test_ranks_meet_at_addresses_names_and_the_derived_port(environ: dict[str, str]):
     assert run_ranks(2, started_sum, environ) == [3.0, 3.0]
 
 
-def test_a_port_in_use_is_named() -> None:
+def test_a_port_in_use_is_named():
     port = detect("", ON_ONE_NODE).port
     named = pytest.raises(RuntimeError, match=f"--host=127.0.0.1 --port={port}: .*Address already in use")
     with socket.create_server(("127.0.0.1", port)), named:
@@ -151,7 +151,7 @@ def cores_and_threads(cpus: set[int]) -> tuple[int, int]:
     return rank_cores(), torch.get_num_threads()
 
 
-def test_ranks_divide_the_cores_of_their_mask() -> None:
+def test_ranks_divide_the_cores_of_their_mask():
     cpus = os.sched_getaffinity(0)
     share = max(1, len(cpus) // 2)
     assert run_ranks(2, cores_and_threads, cpus) == [(share, min(2, share))] * 2
@@ -167,6 +167,6 @@ def dtypes_refused() -> str:
     return str(refused.value)
 
 
-def test_devices_with_different_default_dtypes_are_refused() -> None:
+def test_devices_with_different_default_dtypes_are_refused():
     message = "fp16 without dtype means bfloat16, float32 on the ranks' devices: set fp16.dtype"
     assert run_ranks(2, dtypes_refused) == [message] * 2

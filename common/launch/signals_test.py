@@ -55,7 +55,7 @@ def end(process: subprocess.Popen) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("number", "code"), [("SIGTERM", 143), ("SIGUSR1", 143), ("SIGINT", 130), ("SIGHUP", 143)])
-def test_before_training_a_signal_ends_the_process(start, number: str, code: int) -> None:
+def test_before_training_a_signal_ends_the_process(start, number: str, code: int):
     process = start("starting")
     process.send_signal(signal.Signals[number])
     name = "Ctrl-C" if number == "SIGINT" else number
@@ -63,7 +63,7 @@ def test_before_training_a_signal_ends_the_process(start, number: str, code: int
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_while_training_it_is_noted(start, number: signal.Signals) -> None:
+def test_while_training_it_is_noted(start, number: signal.Signals):
     process = start("deferring")
     process.send_signal(number)
     assert process.stdout.readline() == f"{number.value}\n"
@@ -75,7 +75,7 @@ def test_while_training_it_is_noted(start, number: signal.Signals) -> None:
         process.wait(0.3)
 
 
-def test_a_second_ctrl_c_ends_at_once(start) -> None:
+def test_a_second_ctrl_c_ends_at_once(start):
     process = start("deferring")
     process.send_signal(signal.SIGINT)
     process.stdout.readline()
@@ -126,12 +126,12 @@ IMPORTS += "from common.launch.signals import stop_signals\n"
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_ends_well(name: str) -> None:
+def test_ends_well(name: str):
     done = subprocess.run([sys.executable, "-c", IMPORTS + PROGRAMS[name]], check=False, timeout=60)
     assert done.returncode == 0
 
 
-def test_a_worker_leaves_signals_to_its_parent_and_dies_with_it(start) -> None:
+def test_a_worker_leaves_signals_to_its_parent_and_dies_with_it(start):
     process = start("deferring", "fork")
     child = int(process.first_line)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -144,7 +144,7 @@ def test_a_worker_leaves_signals_to_its_parent_and_dies_with_it(start) -> None:
     wait_until(lambda: has_ended(child), seconds=10)
 
 
-def test_under_nohup_torchrun_leaves_sighup_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_nohup_torchrun_leaves_sighup_ignored(monkeypatch: pytest.MonkeyPatch):
     calls: list[list[str]] = []
     monkeypatch.setattr("torch.distributed.run.main", calls.append)
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)

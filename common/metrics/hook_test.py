@@ -36,7 +36,7 @@ def tick() -> float:
     return Timed.now
 
 
-def test_a_record_has_the_means_of_the_steps_since_the_last(tmp_path, monkeypatch) -> None:
+def test_a_record_has_the_means_of_the_steps_since_the_last(tmp_path, monkeypatch):
     monkeypatch.setattr(hook, "time", SimpleNamespace(perf_counter=lambda: Timed.now, time=lambda: 0.0))
     monkeypatch.setattr("common.colossal.trainer.time", SimpleNamespace(perf_counter=tick))
     plan = Plan(1, 1, 1, 4, 2, 8, 2, steps_per_epoch=3, warmup_steps=0, total_steps=6, last_step=4)

@@ -24,7 +24,7 @@ def test_flops_are_three_forward_passes_of_pytorchs_count(model):
     assert flops_per_image(model) == 3 * counter.get_total_flops() / 2
 
 
-def test_flops_of_a_frozen_body_are_pytorchs_count() -> None:
+def test_flops_of_a_frozen_body_are_pytorchs_count():
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         model = build_model(**POOLED)
         freeze(model, "body")
@@ -48,7 +48,7 @@ def test_the_peak_of_a_known_gpu_is_its_data_sheets(monkeypatch, name, dtype, pr
     assert peak_flops(torch.device("cuda", 0), dtype) == tflops * 1e12
 
 
-def test_the_peak_of_another_device_is_measured(monkeypatch) -> None:
+def test_the_peak_of_another_device_is_measured(monkeypatch):
     ticks = count(step=0.1)
     monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
     assert peak_flops(CPU, torch.float32) == pytest.approx(2 * 1024**3 / 0.1)

@@ -109,7 +109,7 @@ def in_half(mode: AMP_TYPE, **options: str) -> dict[str, Any]:
     ],
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_three_steps_equal_timms_model_with_torchs_optimizer(name, ranks: int, config: dict, tolerance: float) -> None:
+def test_three_steps_equal_timms_model_with_torchs_optimizer(name, ranks: int, config: dict, tolerance: float):
     """In float64; the logits are float32."""
     found, (losses, norms) = run_ranks(ranks, partial(train_here, name, **config)), train_timm(name, ranks)
     assert torch.tensor([of_rank for of_rank, _ in found]).mean(0).tolist() == pytest.approx(losses, rel=tolerance)
@@ -117,14 +117,14 @@ def test_three_steps_equal_timms_model_with_torchs_optimizer(name, ranks: int, c
 
 
 @pytest.mark.parametrize("name", ["xcit_nano_12_p8_224", "mvitv2_tiny"])
-def test_half_precision_takes_float32_and_tuples_between_layers(name: str) -> None:
+def test_half_precision_takes_float32_and_tuples_between_layers(name: str):
     """Position encodings, and layers with several outputs."""
     model = build_on_meta(dict(timm=name, image_size=224))
     MixedPrecision(Cast.LAYERS, torch.bfloat16).apply(model)
     assert model(torch.empty(1, 3, 224, 224, device="meta")).dtype == torch.bfloat16
 
 
-def test_a_model_of_ours_that_is_not_timms_starts_from_its_own_weights(data: Path, tmp_path: Path) -> None:
+def test_a_model_of_ours_that_is_not_timms_starts_from_its_own_weights(data: Path, tmp_path: Path):
     settings = ["MODEL.stem=conv", "MODEL.pool=seq"]
     output = train(data, tmp_path / "run", *settings)
     run = open_run(str(output))
@@ -136,7 +136,7 @@ def test_a_model_of_ours_that_is_not_timms_starts_from_its_own_weights(data: Pat
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "resnet18")) for name in (*MODELS, "BEiT")]
 )
-def test_tools_take_it(name: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_tools_take_it(name: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     model = f"MODEL={(MODELS | {'BEiT': BEIT})[name]}"
     output = train(data, tmp_path / "run", model, "EMA=0.5")
     run = open_run(str(output))
@@ -154,7 +154,7 @@ def test_tools_take_it(name: str, data: Path, tmp_path: Path, capsys: pytest.Cap
     assert changed == set(build_on_meta(run.config["MODEL"]).head_names)
 
 
-def test_pretrained_weights_are_fitted_as_by_timm(tmp_path: Path) -> None:
+def test_pretrained_weights_are_fitted_as_by_timm(tmp_path: Path):
     """To other classes and another image size."""
     torch.manual_seed(0)
     theirs = timm.create_model("test_vit", img_size=64, num_classes=7)
@@ -170,7 +170,7 @@ def test_pretrained_weights_are_fitted_as_by_timm(tmp_path: Path) -> None:
         assert name.startswith("head.") or torch.equal(weights[name], value), name
 
 
-def test_synchronised_batch_norms_keep_their_activations() -> None:
+def test_synchronised_batch_norms_keep_their_activations():
     images, logits = torch.randn(2, 3, 64, 64), []
     for sync_bn in (False, True):
         torch.manual_seed(0)
@@ -199,7 +199,7 @@ def test_synchronised_batch_norms_keep_their_activations() -> None:
         (["MODEL.timm=vit_tiny_patch16_224", "MODEL.embed_dim=7"], "^MODEL.timm='vit_tiny.*: timm does not build it"),
     ],
 )
-def test_refusals(settings: list[str], message: str) -> None:
+def test_refusals(settings: list[str], message: str):
     with pytest.raises(UserError, match=message):
         flops_per_image(load_config("quickstart", ["MODEL=dict()", *settings])["MODEL"])
 
@@ -216,14 +216,14 @@ def test_refusals(settings: list[str], message: str) -> None:
         ("timm='test_resnet'", "'test_resnet' does not support tensor parallel mode '1d': set it to None"),
     ],
 )
-def test_tensor_parallel_modes_are_refused(data: Path, tmp_path: Path, model: str, message: str) -> None:
+def test_tensor_parallel_modes_are_refused(data: Path, tmp_path: Path, model: str, message: str):
     settings = [f"MODEL=dict({model})", "TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d"]
     with pytest.raises(UserError, match=f"{re.escape(message)}$"):
         train(data, tmp_path, *settings, flags=["--dry-run", "--gpus", "2"])
 
 
 @pytest.mark.slow
-def test_every_family_is_planned() -> None:
+def test_every_family_is_planned():
     """Its model with the shortest name; all but three say their layers, for layer decay."""
     for module in timm.list_modules():
         name = min(timm.list_models(module=module), key=len, default=None)

@@ -68,13 +68,13 @@ def assert_equal_to_timm(**arguments: object) -> None:
         {"dropout": 0.1, "drop_path": 0.5},
     ],
 )
-def test_options_equal_timm(options: dict) -> None:
+def test_options_equal_timm(options: dict):
     """Dropout too: from one seed both draw the same masks, with our Dropout in timm's places."""
     assert_equal_to_timm(**TINY | options)
 
 
 @pytest.mark.parametrize("options", [{"reg_tokens": 1, "init_values": 0.3}, {"pool": "avg", "no_embed_class": True}])
-def test_bfloat16_autocast_makes_the_residual_stream_bfloat16(options: dict) -> None:
+def test_bfloat16_autocast_makes_the_residual_stream_bfloat16(options: dict):
     model, images = build_model(**TINY, **options, drop_path=0.2), torch.randn(2, 3, 16, 16)
     seen = []
     for block in model.blocks:
@@ -97,7 +97,7 @@ def kept(p: float) -> Tensor:
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 1 / 3, 0.97])
-def test_dropouts_rate_is_right_and_its_masks_are_independent(p: float) -> None:
+def test_dropouts_rate_is_right_and_its_masks_are_independent(p: float):
     """Within five standard errors, for each of the four values that share a random integer, and between calls."""
     torch.manual_seed(0)
     first, second = (kept(p).double() - (1 - p) for _ in range(2))
@@ -109,7 +109,7 @@ def test_dropouts_rate_is_right_and_its_masks_are_independent(p: float) -> None:
 
 @pytest.mark.parametrize("p", [1e-5, 0.1, 0.99998])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_dropout_scales_what_it_keeps_and_its_gradient(p: float, dtype: torch.dtype) -> None:
+def test_dropout_scales_what_it_keeps_and_its_gradient(p: float, dtype: torch.dtype):
     torch.manual_seed(3)
     x = torch.randn(100_003).to(dtype).requires_grad_()
     y = Dropout(p)(x)
@@ -121,7 +121,7 @@ def test_dropout_scales_what_it_keeps_and_its_gradient(p: float, dtype: torch.dt
     assert torch.equal(x.grad, torch.where(y == 0, 0, torch.tensor(factor)).to(dtype))
 
 
-def test_stochastic_depth_is_timms_from_the_same_numbers_and_has_its_rate_in_compiled_code(monkeypatch) -> None:
+def test_stochastic_depth_is_timms_from_the_same_numbers_and_has_its_rate_in_compiled_code(monkeypatch):
     branch, layer = torch.randn(COUNT // 16, 1, 1), DropPath(0.3)
     torch.manual_seed(0)
     expected = timm.layers.drop_path(branch, 0.3, training=True)
@@ -133,7 +133,7 @@ def test_stochastic_depth_is_timms_from_the_same_numbers_and_has_its_rate_in_com
     assert abs((compiled == 0).double().mean() - 0.3) < 5 * math.sqrt(0.21 / len(branch))
 
 
-def test_convolutional_stem_and_sequence_pooling_equal_their_formulas() -> None:
+def test_convolutional_stem_and_sequence_pooling_equal_their_formulas():
     """The blocks are timm's; pooling is the line of SHI-Labs/Compact-Transformers. In float64."""
     torch.manual_seed(0)
     model = build_model(**TINY, stem="conv", pool="seq").double()
@@ -163,7 +163,7 @@ def test_convolutional_stem_and_sequence_pooling_equal_their_formulas() -> None:
     torch.testing.assert_close(model(images), theirs.head(x), rtol=1e-12, atol=1e-12)
 
 
-def test_initialization_is_distributed_as_timms() -> None:
+def test_initialization_is_distributed_as_timms():
     """Means and standard deviations agree within five standard errors, parameter by parameter."""
     torch.manual_seed(0)
     ours = build_model(**VIT_LITE).state_dict()
@@ -175,7 +175,7 @@ def test_initialization_is_distributed_as_timms() -> None:
         assert mine.mean().item() == pytest.approx(reference.mean().item(), abs=8 * std / math.sqrt(mine.numel())), name
 
 
-def test_sincos2d_is_the_papers_formula() -> None:
+def test_sincos2d_is_the_papers_formula():
     model = build_model(image_size=24, patch_size=4, width=32, heads=2, depth=1, position="sincos2d")
     table = model.pos_embed[0]
     assert not model.pos_embed.requires_grad
@@ -194,7 +194,7 @@ NAMES += ["vit_large_patch16_384", "deit3_small_patch16_224", "deit3_huge_patch1
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_timm_name_creates_the_same_shapes(name: str) -> None:
+def test_timm_name_creates_the_same_shapes(name: str):
     family, size, patch, side = name.replace("patch", "").split("_")
     arguments = dict(zip(("width", "depth", "heads"), SIZES[size], strict=True))
     arguments |= {"patch_size": int(patch), "image_size": int(side)}
@@ -220,6 +220,6 @@ def test_timm_name_creates_the_same_shapes(name: str) -> None:
         ({"dept": 3}, "^unknown key dept; did you mean 'depth'"),
     ],
 )
-def test_bad_arguments(arguments: dict, message: str) -> None:
+def test_bad_arguments(arguments: dict, message: str):
     with pytest.raises(ValueError, match=message):
         build_model(**arguments)

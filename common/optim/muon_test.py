@@ -15,7 +15,7 @@ def split(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [part.detach().clone() for part in (*tensors[0].chunk(3), *tensors[1:])]
 
 
-def test_equals_torchs_muon_and_adamw_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_torchs_muon_and_adamw_side_by_side(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         muon, "orthogonalize", lambda whole, stacked: orthogonalize(whole.bfloat16(), stacked).to(whole)
     )

@@ -119,7 +119,7 @@ SETTINGS = ["TOTAL_BATCH_SIZE=2048", "gradient_accumulation=1"]
         (["MODEL.image_size=1024"], 12e9, "micro-batches of 1,024 images take at least 12.9 GB, a GPU here has 12.0"),
     ],
 )
-def test_a_plan_is_refused_for_what_it_needs_at_least(settings, memory, words) -> None:
+def test_a_plan_is_refused_for_what_it_needs_at_least(settings, memory, words):
     config = load_config("quickstart", [*SETTINGS, *settings])
     plan = build_plan(config, 2, None)
     with pytest.raises(UserError, match=words):

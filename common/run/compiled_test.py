@@ -57,7 +57,7 @@ inductor = partial(slow, "inductor")
         inductor("True", 1, [TIMM.format("test_convnext")], (2, 0), 1e-4),
     ],
 )
-def test_losses_names_and_graphs(backend, how, ranks, settings, graphs, tolerance, eager, data, tmp_path) -> None:
+def test_losses_names_and_graphs(backend, how, ranks, settings, graphs, tolerance, eager, data, tmp_path):
     settings, outcomes = [setting.format(eager=eager) for setting in settings], []
     for compiled, expected in (("False", (0, 0)), (how, graphs)):
         output = tmp_path / compiled
@@ -68,7 +68,7 @@ def test_losses_names_and_graphs(backend, how, ranks, settings, graphs, toleranc
     assert outcomes[1] == pytest.approx(outcomes[0], rel=tolerance)
 
 
-def test_a_compiler_that_fails_is_one_line_with_the_remedy(data: Path, tmp_path: Path) -> None:
+def test_a_compiler_that_fails_is_one_line_with_the_remedy(data: Path, tmp_path: Path):
     def main(argv: list[str]) -> None:
         torch._inductor.config.cpp.cxx = (None, "false")
         tiny_task.train(data, tmp_path / "run", "COMPILE=True")

@@ -19,7 +19,7 @@ def start(data: Path, output: Path, *settings: str) -> Ended:
     return run_forked(lambda words: train(data, output, "MAX_STEPS=1", *words), settings)
 
 
-def test_the_first_lines_name_what_is_set_within_80_columns(data: Path, tmp_path: Path) -> None:
+def test_the_first_lines_name_what_is_set_within_80_columns(data: Path, tmp_path: Path):
     keys = ("OPTIMIZER.layer_decay=0.5", "zero=dict(stage=3)", "MODEL.num_classes=9", "EMA=0.99")
     whole = start(data, tmp_path / "whole", *keys)
     head = start(data, tmp_path / "head", f"INIT={tmp_path / 'whole'}", "FREEZE=body", "MICRO_BATCH_SIZE=64")
@@ -38,7 +38,7 @@ def test_the_first_lines_name_what_is_set_within_80_columns(data: Path, tmp_path
         assert max(map(len, (line for line in printed if "loss=" not in line))) <= 80
 
 
-def test_it_says_how_long_a_step_takes_on_a_cpu(monkeypatch) -> None:
+def test_it_says_how_long_a_step_takes_on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("common.model.flops.peak_flops", lambda device, dtype: 1e12)
     # 17.6 x 10^9 multiply-adds forward, as timm's table has them, 2 FLOPs each, times 3
@@ -47,7 +47,7 @@ def test_it_says_how_long_a_step_takes_on_a_cpu(monkeypatch) -> None:
     assert not explain_cpu(load_config("quickstart"), 128, 1)
 
 
-def test_what_this_machine_lacks_is_refused_by_a_start_only(data: Path, tmp_path: Path) -> None:
+def test_what_this_machine_lacks_is_refused_by_a_start_only(data: Path, tmp_path: Path):
     for flags in ([], ["--dry-run"]):
         ended = run_forked(
             lambda _, flags=flags: train(data, tmp_path / "run", "MODEL.width=65536", "MODEL.depth=20", flags=flags), []
@@ -85,12 +85,12 @@ def test_help_on_the_config_needs_no_config(words, key, capsys, monkeypatch):
         (["--gpus-per-node", "4", "--dry-run"], "--gpus-per-node: requires --dry-run --gpus N"),
     ],
 )
-def test_what_is_refused(words: list[str], message: str) -> None:
+def test_what_is_refused(words: list[str], message: str):
     with pytest.raises(UserError, match=message):
         parse_arguments(["--config", "quickstart", *words], "")
 
 
-def test_out_of_memory_is_one_line_with_the_micro_batch_that_should_fit(data: Path, tmp_path: Path) -> None:
+def test_out_of_memory_is_one_line_with_the_micro_batch_that_should_fit(data: Path, tmp_path: Path):
     def main(argv: list[str]) -> None:
         def fail(*_: object) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -106,7 +106,7 @@ def test_out_of_memory_is_one_line_with_the_micro_batch_that_should_fit(data: Pa
     )
 
 
-def test_a_dry_run_on_a_machine_with_a_gpu_plans_for_that_gpu(monkeypatch, capsys) -> None:
+def test_a_dry_run_on_a_machine_with_a_gpu_plans_for_that_gpu(monkeypatch, capsys):
     properties = types.SimpleNamespace(name="NVIDIA H200", total_memory=150e9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr("common.planner.prediction.torch.cuda.is_available", lambda: True)

@@ -49,7 +49,7 @@ def tables(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
 
 
-def test_every_combination_is_trained_once(words, trained, tmp_path, capsys) -> None:
+def test_every_combination_is_trained_once(words, trained, tmp_path, capsys):
     folder = tmp_path / "sweep"
     grid = ["--grid", "TOTAL_BATCH_SIZE=70,14", "--grid", "LEARNING_RATE=1,2"]
     sweep.main([*words, *grid])
@@ -84,7 +84,7 @@ def finished_run(top1: float, last_step: int = 4, **values: float) -> FinishedRu
     return FinishedRun(name, {"plan": {"last_step": last_step}}, [evaluation(4, top1)])
 
 
-def test_seeds_are_averaged_and_the_best_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeds_are_averaged_and_the_best_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     runs = [finished_run(0.5, RATE=0.1, SEED=1), finished_run(0.7, RATE=0.1, SEED=2)]  # 60 % on average
     runs += [finished_run(0.65, RATE=0.8, SEED=1), finished_run(0.9, last_step=8, RATE=0.3)]  # the last is unfinished
     rows, verdict = rank_combinations(runs, {})
@@ -115,18 +115,18 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path: Path, monkeypatch: p
         (["--grid", "LEARNING_RATE=13,1"], "LEARNING_RATE=13 did not start .exit status 2"),
     ],
 )
-def test_mistakes_are_refused_before_the_first_run(words, trained, arguments, message) -> None:
+def test_mistakes_are_refused_before_the_first_run(words, trained, arguments, message):
     with pytest.raises(UserError, match=message):
         sweep.main([*words, *arguments])
     assert trained == []
 
 
-def test_a_recipe_is_trained_by_its_tasks_script() -> None:
+def test_a_recipe_is_trained_by_its_tasks_script():
     found = [sweep.find_script(recipe) for recipe in ("vit-b16", "vit_lite_2d", "config_AMP_torch")]
     assert [path.parent.name for path in found] == ["imagenet_dali", "cifar10_benchmark", "caltech101_amp"]
 
 
-def test_a_run_that_fails_does_not_end_the_sweep_and_a_stop_signal_does(words, trained, capsys) -> None:
+def test_a_run_that_fails_does_not_end_the_sweep_and_a_stop_signal_does(words, trained, capsys):
     for grid, code, shown in (
         ("7,1", 1, "failed: LEARNING_RATE=7; rerun the command to resume\n"),
         ("5,2", 143, "SIGTERM: LEARNING_RATE=5 was stopped; rerun the command to resume\n"),
@@ -139,7 +139,7 @@ def test_a_run_that_fails_does_not_end_the_sweep_and_a_stop_signal_does(words, t
     assert trained == [f"LEARNING_RATE={rate}" for rate in (7, 1, 5)]
 
 
-def test_a_stop_signal_reaches_the_run() -> None:
+def test_a_stop_signal_reaches_the_run():
     timer = threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM])
     timer.start()
     assert sweep.run_child(["sleep", "60"]) == (-signal.SIGTERM, signal.SIGTERM)

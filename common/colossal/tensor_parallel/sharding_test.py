@@ -70,7 +70,7 @@ def recomputed_gradients() -> tuple[list[Tensor], list[Tensor]]:
 
 
 @pytest.mark.parametrize("case", MODES)
-def test_ranks_hold_what_is_announced(case: str) -> None:
+def test_ranks_hold_what_is_announced(case: str):
     line = describe_tensor_parallel(CASES[case][1]["parallel"], build_tiny_model(), 16)
     for answer in on_ranks(case):
         samples, channels, parameters = answer["holds"]
@@ -79,7 +79,7 @@ def test_ranks_hold_what_is_announced(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", MODES)
-def test_masks_are_drawn_anew_and_agree_where_activations_do(case: str) -> None:
+def test_masks_are_drawn_anew_and_agree_where_activations_do(case: str):
     answers = on_ranks(case)
     for answer in answers:
         assert 0.4 < answer["masks"]["hidden"].float().mean() < 0.6
@@ -97,7 +97,7 @@ def test_masks_are_drawn_anew_and_agree_where_activations_do(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", MODES)
-def test_recomputed_activations_have_the_same_masks(case: str) -> None:
+def test_recomputed_activations_have_the_same_masks(case: str):
     for answer in on_ranks(case):
         for plain, recomputed in zip(*answer["recomputed"], strict=True):
             torch.testing.assert_close(recomputed, plain, rtol=1e-5, atol=1e-6)
@@ -115,5 +115,5 @@ def layer_norm_error() -> float:
         return (LayerNorm(weight, bias, 1e-5, ROW_2D)(own) - expected).abs().max().item()
 
 
-def test_layer_norm_does_not_overflow_in_half() -> None:
+def test_layer_norm_does_not_overflow_in_half():
     assert max(run_ranks(4, layer_norm_error)) < 1e-3

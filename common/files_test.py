@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from pydantic import Field
@@ -29,14 +28,14 @@ class Point(Schema):
         (b" " * 2000, "2,000 bytes, more than 1,000"),
     ],
 )
-def test_what_does_not_fit_the_schema_is_one_short_line(text: bytes, words: str, tmp_path: Path):
+def test_what_does_not_fit_the_schema_is_one_short_line(text: bytes, words: str, tmp_path):
     (tmp_path / "file").write_bytes(text)
     with pytest.raises(UserError, match=words) as error:
         read_json(tmp_path / "file", Point, 1000)
     assert str(error.value).startswith(f"{tmp_path}/file: ")
 
 
-def test_what_is_no_regular_file_is_not_opened(tmp_path: Path):
+def test_what_is_no_regular_file_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/zero")
     (tmp_path / "loop").symlink_to("loop")
@@ -46,7 +45,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path):
                 read(tmp_path / name)
 
 
-def test_a_folder_is_locked_until_its_holder_ends(tmp_path: Path):
+def test_a_folder_is_locked_until_its_holder_ends(tmp_path):
     program = f"{HOLD}; print('held', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", program, str(tmp_path / "run")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
     ("has", "aten", "name", "fast"),
     [(("amx_tile", "avx512_bf16"), "AVX512", "AMX", True), ((), "AVX512", "AVX512", False)],
 )
-def test_instruction_sets(monkeypatch: pytest.MonkeyPatch, has, aten, name, fast):
+def test_instruction_sets(monkeypatch, has, aten, name, fast):
     for flag in ("amx_tile", "avx512_bf16"):
         monkeypatch.setattr(torch.cpu, f"_is_{flag}_supported", lambda flag=flag: flag in has)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: aten)
@@ -39,7 +39,7 @@ def test_instruction_sets(monkeypatch: pytest.MonkeyPatch, has, aten, name, fast
         ("0::/docker/x", {"cpu.max": "50000 100000", "memory.max": "123456"}, 0.5, ""),
     ],
 )
-def test_the_quota_of_a_cgroup(tmp_path: Path, groups: str, files: dict, quota: float, group: str):
+def test_the_quota_of_a_cgroup(tmp_path, groups: str, files: dict, quota: float, group: str):
     (tmp_path / "cgroup").write_text(groups + "\n")
     for name, content in files.items():
         (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def test_a_result_names_its_commit_and_memory_is_in_bytes():
     assert psutil.Process().memory_info().rss <= hardware.peak_memory() < psutil.virtual_memory().total
 
 
-def test_threads_sleep_at_barriers_where_others_use_the_cores(monkeypatch: pytest.MonkeyPatch):
+def test_threads_sleep_at_barriers_where_others_use_the_cores(monkeypatch):
     """OpenMP prints what it took from the environment when torch is loaded."""
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)

@@ -50,7 +50,7 @@ def parquet_of(rows: list[tuple[str | None, bytes | None, int | None]], names: l
     return buffer.getvalue()
 
 
-def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path: Path):
+def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path):
     labels = [2, 0, 1, 1, 0, 0]
     kinds = [("ILSVRC2012_ID", "i4"), ("WNID", "O"), ("words", "O"), ("num_children", "i4")]
     synsets = [(7, "n02", WORDS[1], 0), (8, "n01", WORDS[0], 0), (9, "n03", WORDS[2], 0), (10, "n00", "fish", 3)]
@@ -86,7 +86,7 @@ def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path: Path)
     assert (tmp_path / "made/folder/labels.txt").read_text().splitlines() == WORDS
 
 
-def test_class_folders_are_split_by_class(tmp_path: Path):
+def test_class_folders_are_split_by_class(tmp_path):
     names = [f"{c}/{i}{IMG_EXTENSIONS[i % 9]}" for c, n in (("b", 20), ("a", 10), ("dev/x", 1)) for i in range(n)]
     fill(tmp_path, dict.fromkeys((*names, ".git/x", "a/.cache/1.jpg", "a/1.db"), b"1"))
     (tmp_path / "a/again").symlink_to(tmp_path / "a")
@@ -101,7 +101,7 @@ def test_class_folders_are_split_by_class(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["val", "Valid", "validation", "DEV"])
-def test_a_validation_folder_has_one_of_these_names_and_test_is_for_requests(tmp_path: Path, name: str):
+def test_a_validation_folder_has_one_of_these_names_and_test_is_for_requests(tmp_path, name: str):
     names = ("train/a/1", "train/b/deep/er/2", f"{name}/b/3", "test/a/4")
     source = list_source(fill(tmp_path, dict.fromkeys(names, b"1")))
     assert source.splits == {"train": [("train/a/1", 0), ("train/b/deep/er/2", 1)], "validation": [(f"{name}/b/3", 1)]}
@@ -111,7 +111,7 @@ def test_a_validation_folder_has_one_of_these_names_and_test_is_for_requests(tmp
         list_source(tmp_path, validation_share=0.5)
 
 
-def test_of_folders_without_validation_a_share_is_held_out_and_a_request_gets_all(tmp_path: Path):
+def test_of_folders_without_validation_a_share_is_held_out_and_a_request_gets_all(tmp_path):
     files = dict.fromkeys((f"{split}/{c}/{i}" for split in ("train", "test") for c in "ab" for i in range(5)), b"1")
     source = list_source(fill(tmp_path, files))
     unused = "; test is left out, prepare and evaluate take --split test"
@@ -123,7 +123,7 @@ def test_of_folders_without_validation_a_share_is_held_out_and_a_request_gets_al
         list_source(tmp_path, split="validation")
 
 
-def test_samples_of_one_name_are_all_there(tmp_path: Path):
+def test_samples_of_one_name_are_all_there(tmp_path):
     kinds = enumerate(["jpg", "JPEG", "png", "webp", "bmp", "ppm", "tif", "tiff", "jpg"])
     samples = tar_of({f"{i}.{suffix}": b"%d" % (i % 3) for i, kind in kinds for suffix in (kind, "cls")})
     source = list_source(fill(tmp_path / "tars", dict.fromkeys(("train/0.tar", "train/1.tar", "val/0.tar"), samples)))
@@ -131,7 +131,7 @@ def test_samples_of_one_name_are_all_there(tmp_path: Path):
     assert {split: len(set(files)) for split, files in source.splits.items()} == {"train": 18, "validation": 9}
 
 
-def test_rows_of_large_parquet_sources_are_shuffled_in_windows_of_row_groups(tmp_path: Path, monkeypatch):
+def test_rows_of_large_parquet_sources_are_shuffled_in_windows_of_row_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "IMAGES_PER_WINDOW", 12)
     rows = [(f"{i:02d}", b"1", i % 2) for i in range(40)]
     source = list_source(fill(tmp_path, {"t.parquet": parquet_of(rows, ["cat", "dog"])}), validation_share=0)
@@ -164,6 +164,6 @@ REFUSED: list[tuple[Files, str]] = [
 
 
 @pytest.mark.parametrize(("files", "message"), REFUSED)
-def test_what_is_no_source_is_refused(tmp_path: Path, files: Files, message: str):
+def test_what_is_no_source_is_refused(tmp_path, files: Files, message: str):
     with pytest.raises(UserError, match=message):
         list_source(fill(tmp_path, files))

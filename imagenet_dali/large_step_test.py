@@ -49,7 +49,7 @@ def length(tensors: dict[str, Tensor]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_32k_images_in_float32(tmp_path: Path):
+def test_32k_images_in_float32(tmp_path):
     """The gradient before clipping, from LAMB's first moments, is timm's."""
     # few files differ, but every one of nine classes has all of them, and every crop is another one
     for split, images in (("train", TOTAL + 1000), ("val", 50)):

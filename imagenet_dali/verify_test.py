@@ -40,7 +40,7 @@ SAMPLES = [(jpeg(20 + number, 40, seed=number), number % 3) for number in range(
 
 
 @pytest.mark.parametrize(("base", "names"), [(0, "{split}/{split}-0000{n}-of-2"), (1, "{split}-0000{n}-of-2")])
-def test_foreign_shards_are_adopted_with_labels_from_0(tmp_path: Path, base: int, names: str):
+def test_foreign_shards_are_adopted_with_labels_from_0(tmp_path, base: int, names: str):
     samples = [(image, label + base) for image, label in SAMPLES]
     for split in ("train", "validation"):
         for n in range(2):
@@ -77,7 +77,7 @@ CMYK = encode(gradient().convert("CMYK"))
         ([1], "", {LABEL: (-1, "int")}, "label -1 is no class number"),
     ],
 )
-def test_what_is_no_data_set_is_refused(tmp_path: Path, capsys, labels, names, more, message):
+def test_what_is_no_data_set_is_refused(tmp_path, capsys, labels, names, more, message):
     write_foreign(tmp_path / "train" / "shard", [(jpeg(), label) for label in labels], **more)
     if names:
         (tmp_path / "labels.txt").write_text("\n".join(names))
@@ -97,7 +97,7 @@ FIRST, SECOND = frame(b"one"), frame(b"two")
         (b"\x00", "after record 0, at byte 0"),
     ],
 )
-def test_a_shard_whose_next_record_cannot_be_found_is_refused(tmp_path: Path, capsys, content, message):
+def test_a_shard_whose_next_record_cannot_be_found_is_refused(tmp_path, capsys, content, message):
     (tmp_path / "train-0").write_bytes(content)
     assert_refused(tmp_path, message, capsys)
 

@@ -42,7 +42,7 @@ def test_the_documentation_lists_what_each_recipe_sets():
     assert table in (ROOT / "docs" / "recipes.md").read_text(), f"the table is now:\n{table}"
 
 
-def test_the_quickstarts_digits_are_scikit_learns(tmp_path: Path):
+def test_the_quickstarts_digits_are_scikit_learns(tmp_path):
     write_digits.main(str(tmp_path))
     digits = load_digits()
     assert len(list(tmp_path.glob("?/*.jpg"))) == 1797
@@ -52,7 +52,7 @@ def test_the_quickstarts_digits_are_scikit_learns(tmp_path: Path):
     assert abs(found - digits.images[1796]).mean() < 0.85
 
 
-def test_an_original_of_the_benchmark_trains_from_its_tasks_folder(tmp_path: Path, monkeypatch):
+def test_an_original_of_the_benchmark_trains_from_its_tasks_folder(tmp_path, monkeypatch):
     for split in ("train", "test"):
         write_colours(tmp_path / "data" / split, 32, 16, 16)
     text = FILES["cifar/vit_vanilla.py"][1].replace("BATCH_SIZE = 512", "BATCH_SIZE = 16")
@@ -113,7 +113,7 @@ def test_the_flags_of_a_row_start_the_run_that_the_row_describes(capsys):
         assert re.search(rf"{groups} groups? of \d GPUs x {micro} x {accumulation} = 4,096", plan)
 
 
-def test_the_amp_examples_command_downloads_to_data_or_says_where_to_put_it(tmp_path: Path, monkeypatch):
+def test_the_amp_examples_command_downloads_to_data_or_says_where_to_put_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("caltech101_amp.task.URL", "http://127.0.0.1:9/caltech-101.zip")  # where nobody listens
     ended = run_forked(train_caltech.main, ["--config", "config/config_AMP_torch.py"])

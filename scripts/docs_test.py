@@ -71,7 +71,7 @@ def help_of(program: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_it_names_exists(page: str, monkeypatch: pytest.MonkeyPatch):
+def test_what_it_names_exists(page: str, monkeypatch):
     monkeypatch.chdir(ROOT)
     text = (ROOT / page).read_text()
     for command in commands(page):
@@ -95,7 +95,7 @@ def test_what_it_names_exists(page: str, monkeypatch: pytest.MonkeyPatch):
     assert missing + [link for link in links if not ((ROOT / page).parent / link).exists()] == []
 
 
-def test_the_librarys_example_trains_resumes_and_its_metric_chooses_the_best(tmp_path: Path, monkeypatch):
+def test_the_librarys_example_trains_resumes_and_its_metric_chooses_the_best(tmp_path, monkeypatch):
     text, _, rest = (ROOT / "docs" / "library.md").read_text().partition("```python\n")
     (tmp_path / "own.py").write_text(rest.partition("```")[0])
     command = re.search("`python (own.py .*)`", text)[1] + " --set WARMUP_EPOCHS=0 --set TOTAL_BATCH_SIZE=32"
@@ -117,7 +117,7 @@ def test_the_librarys_example_trains_resumes_and_its_metric_chooses_the_best(tmp
 
 @pytest.mark.docs
 @pytest.mark.timeout(900)
-def test_the_commands_of_the_readme_run(tmp_path: Path):
+def test_the_commands_of_the_readme_run(tmp_path):
     folder = copy_working_tree(ROOT, tmp_path)
     (folder / "data").mkdir()
     prepare_data(folder / "data")

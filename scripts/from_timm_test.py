@@ -74,7 +74,7 @@ def is_decayed(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> boo
     return next(groups)["weight_decay"] > 0
 
 
-def test_the_ported_recipe_trains_as_timms(tmp_path: Path):
+def test_the_ported_recipe_trains_as_timms(tmp_path):
     command, code = re.findall(r"^```\w*\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     flags = dict(re.findall(r"--([a-z-]+)(?: ([^-\s]\S*))?", command))
     number = {name: float(value) for name, value in flags.items() if re.fullmatch(r"[\d.e-]+", value)}

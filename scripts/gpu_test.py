@@ -124,7 +124,7 @@ def train_steps(batches: list[tuple[Tensor, Tensor]], config: dict[str, Any]) ->
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("loader", ["torchvision", "dali"])
-def test_quickstart(loader: str, compiled: bool, digits: Path, tmp_path: Path, record: Record):
+def test_quickstart(loader: str, compiled: bool, digits: Path, tmp_path, record: Record):
     started = time.monotonic()
     top1 = run(command(digits, tmp_path / "run", f"DATA.loader={loader}", f"COMPILE={compiled}"))
     record(top1=top1, seconds=time.monotonic() - started)
@@ -173,7 +173,7 @@ class ForbidWaiting(BaseHook):
 
 
 @pytest.mark.parametrize("amp", ["None", "dict(mode=AMP_TYPE.TORCH,dtype='bfloat16')", "dict(mode=AMP_TYPE.TORCH)"])
-def test_the_host_does_not_wait(amp: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Record):
+def test_the_host_does_not_wait(amp: str, tmp_path, monkeypatch, record: Record):
     """CIFAR-10's training with its augmentation; a line that waits raises there."""
     for split in ("train", "test"):
         write_photographs(tmp_path / "data" / split, ("cat", "dog"), 160, 32, 32)
@@ -186,7 +186,7 @@ def test_the_host_does_not_wait(amp: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_resume_is_exact(dtype: str, digits: Path, tmp_path: Path, record: Record):
+def test_resume_is_exact(dtype: str, digits: Path, tmp_path, record: Record):
     """Six steps, the same again, and three that are saved and resumed."""
     amp, left = ["fp16=None"] if dtype == "float32" else [f"fp16.dtype={dtype!r}"], {}
     for name, end in (("once", 6), ("again", 6), ("resumed", 3), ("resumed", 6)):
@@ -223,7 +223,7 @@ def test_memory(model: dict, batch: int, mode: str, optimizer: str, accumulation
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_two_processes_on_one_gpu(compiled: bool, digits: Path, tmp_path: Path, record: Record):
+def test_two_processes_on_one_gpu(compiled: bool, digits: Path, tmp_path, record: Record):
     """They train as one does, over gloo."""
     settings = ("MAX_STEPS=20", "MIXUP=0.0", "fp16=None", "TF32=False", "LOG.every=1", f"COMPILE={compiled}")
     run(command(digits, tmp_path / "one", *settings))
@@ -234,7 +234,7 @@ def test_two_processes_on_one_gpu(compiled: bool, digits: Path, tmp_path: Path, 
     assert difference < 1e-3
 
 
-def test_a_killed_rank_ends_the_other(digits: Path, tmp_path: Path, record: Record):
+def test_a_killed_rank_ends_the_other(digits: Path, tmp_path, record: Record):
     words = [*command(digits, tmp_path / "run", "LOG.every=1", launcher=TWO), "--backend", "gloo"]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL) as launcher:
         metrics = tmp_path / "run" / "metrics.jsonl"
@@ -260,7 +260,7 @@ def test_speed(part: str, model: dict[str, int], compiled: bool, record: Record)
 
 
 @pytest.mark.parametrize("load", [None, 0.0, 0.65, 1.0])
-def test_dali(load: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Record):
+def test_dali(load: float | None, tmp_path, monkeypatch, record: Record):
     """Windows, or whole images of which the GPU's JPEG engine decodes a share; pixels against the CPU's."""
     write_photographs(tmp_path / "images", "abcd", 4096, 500, 400)
     prepare([str(tmp_path / "images"), str(tmp_path / "shards"), "--validation-share", "0.125"])

@@ -61,7 +61,7 @@ def test_a_finished_run_is_left_as_it_is(train: Train, trained: Path):
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == times
 
 
-def test_a_refused_start_leaves_no_folder(train: Train, tmp_path: Path):
+def test_a_refused_start_leaves_no_folder(train: Train, tmp_path):
     for words, message in (
         (["--set", "MODEL.num_classes=2"], "error: MODEL.num_classes=2: the data set has labels 0 to 2; "),
         (["--set", "DATA.download=True"], "error: DATA.download=True has no effect in this task: leave it out"),
@@ -75,7 +75,7 @@ def test_a_refused_start_leaves_no_folder(train: Train, tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_branch_and_an_extension_train(train: Train, trained: Path, tmp_path: Path):
+def test_a_branch_and_an_extension_train(train: Train, trained: Path, tmp_path):
     branch = ["--resume", min((trained / "checkpoints").glob("step-*")), "--set", "LEARNING_RATE=1e-3"]
     branch += ["--set", "NUM_EPOCHS=3"]
     assert train(*branch).code == 2
@@ -93,7 +93,7 @@ def test_a_branch_and_an_extension_train(train: Train, trained: Path, tmp_path: 
     assert "this run is finished" in " ".join(train(*branch).stdout.split())
 
 
-def test_it_trains_without_packages_that_it_does_not_use(tmp_path: Path):
+def test_it_trains_without_packages_that_it_does_not_use(tmp_path):
     def main(argv: list[str]) -> None:
         sys.modules.update(dict.fromkeys(["simplejpeg", "imagenet_dali.imagenet_dali_dataloader"]))
         train_dali.main(argv)

@@ -24,7 +24,7 @@ def write(output: Path, *steps: int) -> list[Path]:
     return paths
 
 
-def test_the_newest_is_chosen(tmp_path: Path):
+def test_the_newest_is_chosen(tmp_path):
     first, second = write(tmp_path, 9, 12)
     assert choose_checkpoint("auto", tmp_path) == second
     assert choose_checkpoint(str(first), tmp_path / "other") == first
@@ -52,7 +52,7 @@ def test_the_newest_is_chosen(tmp_path: Path):
         ("nope", "a", "^--resume nope: no such folder"),
     ],
 )
-def test_what_is_refused(resume: str, output: str, words: str, tmp_path: Path):
+def test_what_is_refused(resume: str, output: str, words: str, tmp_path):
     for name in ("a", "b"):
         write(tmp_path / name, 9)
     with pytest.raises(UserError, match=words):
@@ -68,7 +68,7 @@ def test_what_is_refused(resume: str, output: str, words: str, tmp_path: Path):
         ("INIT=a", "INIT='a' "),
     ],
 )
-def test_what_changes_training_is_refused_unless_allowed_or_branched_off(tmp_path: Path, setting: str, words: str):
+def test_what_changes_training_is_refused_unless_allowed_or_branched_off(tmp_path, setting: str, words: str):
     (path,) = write(tmp_path, 9)
     changed, key = restore_config(CONFIG, [setting], where=""), setting.partition("=")[0]
     with pytest.raises(UserError, match=words) as refused:
@@ -80,14 +80,14 @@ def test_what_changes_training_is_refused_unless_allowed_or_branched_off(tmp_pat
 
 
 @pytest.mark.parametrize("setting", ["TOTAL_BATCH_SIZE=32", "SEED=2", "OPTIMIZER.name='sgd'"])
-def test_what_the_state_depends_on_never_changes(tmp_path: Path, setting: str):
+def test_what_the_state_depends_on_never_changes(tmp_path, setting: str):
     (path,) = write(tmp_path, 9)
     changed = restore_config(CONFIG, [setting], where="")
     with pytest.raises(UserError, match=f"{setting}: .* keep that, or start another run with --output DIR"):
         check_changes(path, changed, tmp_path / "branch", [setting.partition("=")[0]], 10)
 
 
-def test_another_data_set_is_refused_unless_allowed(tmp_path: Path, capsys):
+def test_another_data_set_is_refused_unless_allowed(tmp_path, capsys):
     (path,) = write(tmp_path, 9)
     check_data(path, DATA, False)
     other = DataSummary(60, 10, 3, fingerprint="other")

@@ -29,7 +29,7 @@ def value_of(path: Path) -> float:
     return load_file(path / "model.safetensors")["head.bias"][0].item()
 
 
-def test_checksums_and_modes_are_those_of_the_shell(small: Path, tmp_path: Path):
+def test_checksums_and_modes_are_those_of_the_shell(small: Path, tmp_path):
     subprocess.run(["sha256sum", "--check", "--strict", "COMPLETE"], cwd=small, check=True, capture_output=True)
     (tmp_path / "new").touch()
     assert {file.stat().st_mode for file in small.iterdir()} == {(tmp_path / "new").stat().st_mode}
@@ -71,7 +71,7 @@ def test_after_a_kill_at_any_point_the_old_or_the_new_checkpoint_is_whole(small:
     assert len(seen) == 19  # to make the folder, write and sync 7 files, sync, rename twice, sync
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path: Path):
+def test_the_newest_and_the_best_are_kept(tmp_path):
     for step in range(1, 7):
         path = write_small(checkpoint_path(tmp_path, step))
         if step == 2:

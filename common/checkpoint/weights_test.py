@@ -109,7 +109,7 @@ def test_every_mode_starts_from_the_same(trained: Path, data: Path, gpus: int, m
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
-def test_the_head_alone_is_trained_and_then_the_whole(trained: Path, data: Path, tmp_path: Path):
+def test_the_head_alone_is_trained_and_then_the_whole(trained: Path, data: Path, tmp_path):
     settings = ("EMA=0.9", "MODEL.dropout=0.1")
     train(data, tmp_path / "run", f"INIT={trained}", "FREEZE=body", *settings)
     source = load_file(newest_checkpoint(trained / "checkpoints") / "ema.safetensors")
@@ -158,7 +158,7 @@ class Code:
     """Something that is no tensor."""
 
 
-def test_what_holds_no_weights_is_refused(tmp_path: Path):
+def test_what_holds_no_weights_is_refused(tmp_path):
     torch.save({"model": {"a": torch.ones(1)}, "args": Code()}, tmp_path / "code.pth")
     torch.save({"epoch": 3, "weights": {"a": torch.ones(1)}}, tmp_path / "other.pth")
     (tmp_path / "short.safetensors").write_bytes(b"12345678{")

@@ -41,7 +41,7 @@ def test_config(
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 5), FLOAT16), ((8, 0), BFLOAT16)])
-def test_the_default_of_a_gpu_is_the_type_that_it_has(capability, dtype, monkeypatch: pytest.MonkeyPatch):
+def test_the_default_of_a_gpu_is_the_type_that_it_has(capability, dtype, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert compute_dtype(dict(mode=TORCH), "cuda") == dtype
@@ -56,7 +56,7 @@ def test_the_default_of_a_gpu_is_the_type_that_it_has(capability, dtype, monkeyp
         *((dict(mode=mode), FLOAT32, ()) for mode in AMP_TYPE),
     ],
 )
-def test_types(fp16: dict, dtype: torch.dtype, in_half: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
+def test_types(fp16: dict, dtype: torch.dtype, in_half: tuple[str, ...], monkeypatch):
     monkeypatch.setattr(amp, "is_fast", lambda _: False)
     seen = {}
     with launched(fp16=fp16):

@@ -43,7 +43,7 @@ def test_groups_and_relaunch():
     assert single0 == single1 == (fresh, [0], [0])
 
 
-def test_each_launch_finds_the_device_and_seeds_the_generators(monkeypatch: pytest.MonkeyPatch):
+def test_each_launch_finds_the_device_and_seeds_the_generators(monkeypatch):
     monkeypatch.setattr(api, "_ACCELERATOR", "stale")
     draws = []
     for _ in range(2):
@@ -92,7 +92,7 @@ def test_import_is_quiet_and_leaves_nothing_behind():
     assert len(done.stderr.splitlines()) <= 2
 
 
-def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_another_version_is_refused(monkeypatch):
     monkeypatch.setattr(upstream, "version", lambda name: "0.4.9")
     with pytest.raises(UserError, match=r"colossalai is 0\.4\.9, this project needs 0\.5\.0: pip install"):
         check_version()

@@ -72,7 +72,7 @@ def test_every_pass_is_whole(accumulation: int, size: int):
 MODEL = dict(image_size=16, patch_size=8, width=16, depth=3, heads=2, num_classes=3)
 
 
-def test_trains_eagerly_where_code_cannot_be_generated(monkeypatch: pytest.MonkeyPatch, capsys):
+def test_trains_eagerly_where_code_cannot_be_generated(monkeypatch, capsys):
     monkeypatch.setenv("CXX", "no-such-compiler")
     model = build_model(**MODEL)
     with launched(COMPILE=True):
@@ -83,7 +83,7 @@ def test_trains_eagerly_where_code_cannot_be_generated(monkeypatch: pytest.Monke
     assert [part._compiled_call_impl is None for part in (model, *model.blocks)] == [False, True, True, True]
 
 
-def test_by_default_a_gpu_compiles_and_a_cpu_does_not(monkeypatch: pytest.MonkeyPatch):
+def test_by_default_a_gpu_compiles_and_a_cpu_does_not(monkeypatch):
     monkeypatch.setattr(engine_module, "_missing", lambda _: "")
     with launched():
         asked = [(asked, device) for asked in (None, True, False) for device in ("cuda", "cpu")]

@@ -72,7 +72,7 @@ def test_the_benchmarks_script_trains_and_logs_with_every_hook(ranks: int, by_ep
 
 
 @pytest.mark.parametrize("flags", [["--use_trainer"], []])
-def test_the_amp_scripts_schedule_steps_once_per_optimizer_step(flags: list[str], tmp_path: Path, capfd):
+def test_the_amp_scripts_schedule_steps_once_per_optimizer_step(flags: list[str], tmp_path, capfd):
     (tmp_path / "config.py").write_text(AMP)
     run_ranks(2, run_script, "amp.py", tmp_path / "config.py", *flags)
     words = " ".join(capfd.readouterr().out.split())
@@ -121,7 +121,7 @@ def save_sharded(path: Path) -> bool:
         return saved.keys() == whole.keys() and all(torch.equal(saved[name], whole[name]) for name in whole)
 
 
-def test_a_sharded_models_checkpoint_is_whole_and_upstreams_lamb_is_refused(tmp_path: Path):
+def test_a_sharded_models_checkpoint_is_whole_and_upstreams_lamb_is_refused(tmp_path):
     assert run_ranks(2, save_sharded, tmp_path / "weights.pt") == [True, True]
 
 

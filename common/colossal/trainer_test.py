@@ -52,7 +52,7 @@ def fit(
         return trainer
 
 
-def test_hooks_are_called_in_order_and_progress_is_told(monkeypatch: pytest.MonkeyPatch):
+def test_hooks_are_called_in_order_and_progress_is_told(monkeypatch):
     reported: list[str] = []
     monkeypatch.setattr("common.colossal.trainer.doing", reported.append)
     recorder = Recorder()
@@ -71,7 +71,7 @@ def test_hooks_are_called_in_order_and_progress_is_told(monkeypatch: pytest.Monk
     ]
 
 
-def test_counts_with_accumulation(monkeypatch: pytest.MonkeyPatch):
+def test_counts_with_accumulation(monkeypatch):
     # a second passes between two looks at the clock
     monkeypatch.setattr("common.colossal.trainer.time", SimpleNamespace(perf_counter=iter(range(99)).__next__))
     counts = Recorder(lambda trainer: (trainer.step, trainer.update_done, trainer.cur_step, trainer.cur_epoch))

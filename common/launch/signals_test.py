@@ -144,7 +144,7 @@ def test_a_worker_leaves_signals_to_its_parent_and_dies_with_it(start):
     wait_until(lambda: has_ended(child), seconds=10)
 
 
-def test_under_nohup_torchrun_leaves_sighup_ignored(monkeypatch: pytest.MonkeyPatch):
+def test_under_nohup_torchrun_leaves_sighup_ignored(monkeypatch):
     calls: list[list[str]] = []
     monkeypatch.setattr("torch.distributed.run.main", calls.append)
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -48,7 +48,7 @@ def test_rates_grow_evenly_from_the_loss_of_the_run_until_it_diverges(data, tmp_
         assert picture.size == (1200, 750)
 
 
-def test_layer_decay_scales_the_rates_of_the_test_too(tmp_path: Path):
+def test_layer_decay_scales_the_rates_of_the_test_too(tmp_path):
     groups = [{"lr": 0.1 * 0.65}, {"lr": 0.1}]
     trainer: Any = SimpleNamespace(engine=SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups)), device="cpu")
     LearningRateFinder(tmp_path, 5, is_main=True).before_train(trainer)

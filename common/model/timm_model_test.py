@@ -124,7 +124,7 @@ def test_half_precision_takes_float32_and_tuples_between_layers(name: str):
     assert model(torch.empty(1, 3, 224, 224, device="meta")).dtype == torch.bfloat16
 
 
-def test_a_model_of_ours_that_is_not_timms_starts_from_its_own_weights(data: Path, tmp_path: Path):
+def test_a_model_of_ours_that_is_not_timms_starts_from_its_own_weights(data: Path, tmp_path):
     settings = ["MODEL.stem=conv", "MODEL.pool=seq"]
     output = train(data, tmp_path / "run", *settings)
     run = open_run(str(output))
@@ -136,7 +136,7 @@ def test_a_model_of_ours_that_is_not_timms_starts_from_its_own_weights(data: Pat
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "resnet18")) for name in (*MODELS, "BEiT")]
 )
-def test_tools_take_it(name: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_tools_take_it(name: str, data: Path, tmp_path, capsys):
     model = f"MODEL={(MODELS | {'BEiT': BEIT})[name]}"
     output = train(data, tmp_path / "run", model, "EMA=0.5")
     run = open_run(str(output))
@@ -154,7 +154,7 @@ def test_tools_take_it(name: str, data: Path, tmp_path: Path, capsys: pytest.Cap
     assert changed == set(build_on_meta(run.config["MODEL"]).head_names)
 
 
-def test_pretrained_weights_are_fitted_as_by_timm(tmp_path: Path):
+def test_pretrained_weights_are_fitted_as_by_timm(tmp_path):
     """To other classes and another image size."""
     torch.manual_seed(0)
     theirs = timm.create_model("test_vit", img_size=64, num_classes=7)
@@ -216,7 +216,7 @@ def test_refusals(settings: list[str], message: str):
         ("timm='test_resnet'", "'test_resnet' does not support tensor parallel mode '1d': set it to None"),
     ],
 )
-def test_tensor_parallel_modes_are_refused(data: Path, tmp_path: Path, model: str, message: str):
+def test_tensor_parallel_modes_are_refused(data: Path, tmp_path, model: str, message: str):
     settings = [f"MODEL=dict({model})", "TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d"]
     with pytest.raises(UserError, match=f"{re.escape(message)}$"):
         train(data, tmp_path, *settings, flags=["--dry-run", "--gpus", "2"])

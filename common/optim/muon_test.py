@@ -1,6 +1,5 @@
 """Muon against torch.optim.Muon and AdamW side by side."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -15,7 +14,7 @@ def split(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [part.detach().clone() for part in (*tensors[0].chunk(3), *tensors[1:])]
 
 
-def test_equals_torchs_muon_and_adamw_side_by_side(monkeypatch: pytest.MonkeyPatch):
+def test_equals_torchs_muon_and_adamw_side_by_side(monkeypatch):
     monkeypatch.setattr(
         muon, "orthogonalize", lambda whole, stacked: orthogonalize(whole.bfloat16(), stacked).to(whole)
     )

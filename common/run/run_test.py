@@ -9,7 +9,7 @@ from common.testing.ranks import launched
 FIGURES = '{"kind": "eval", "step": 1, "loss": 1.0, "top1": 0.5, "top5": 1.0, "samples": 2}'
 
 
-def test_the_best_evaluation_is_named_where_it_is_not_the_last(tmp_path: Path, capsys):
+def test_the_best_evaluation_is_named_where_it_is_not_the_last(tmp_path, capsys):
     (tmp_path / "checkpoints" / "best").mkdir(parents=True)
     last = FIGURES.replace('"step": 1', '"step": 2').replace("0.5", "0.25")
     with launched():
@@ -21,14 +21,14 @@ def test_the_best_evaluation_is_named_where_it_is_not_the_last(tmp_path: Path, c
     assert two.endswith("best         top1 0.5000 at step 1 (checkpoints/best)\ntop1=0.2500\n")
 
 
-def test_a_line_that_a_full_disk_cut_is_not_continued(tmp_path: Path):
+def test_a_line_that_a_full_disk_cut_is_not_continued(tmp_path):
     (tmp_path / "step").mkdir()
     (tmp_path / "step" / "metrics.jsonl").write_text(f"{FIGURES}\n{FIGURES[:9]}")
     write_start(tmp_path, {}, tmp_path / "step")
     assert (tmp_path / "metrics.jsonl").read_text() == f"{FIGURES}\n"
 
 
-def test_a_run_ends_with_commands_for_the_shell(tmp_path: Path, capsys, monkeypatch):
+def test_a_run_ends_with_commands_for_the_shell(tmp_path, capsys, monkeypatch):
     output = tmp_path / "a run"
     (output / "wandb" / "offline-run-1").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

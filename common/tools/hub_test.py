@@ -53,7 +53,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_by_timms_name_answers_as_in_timm(name: str, hub: Path, tmp_path: Path, capsys):
+def test_a_model_by_timms_name_answers_as_in_timm(name: str, hub: Path, tmp_path, capsys):
     picture = Image.fromarray(np.random.default_rng(1).integers(0, 256, (40, 60, 3), np.uint8))
     picture.save(tmp_path / "picture.png")
     predict.main([name, str(tmp_path / "picture.png"), "--json"])
@@ -68,9 +68,7 @@ def test_a_model_by_timms_name_answers_as_in_timm(name: str, hub: Path, tmp_path
     assert [answer["class"] for answer in found] == [names[label] for label in shares.indices.tolist()]
 
 
-def test_two_processes_start_from_it_or_are_told_what_fits(
-    hub: Path, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture
-):
+def test_two_processes_start_from_it_or_are_told_what_fits(hub: Path, data: Path, tmp_path, capfd):
     def start(words: list[str]) -> None:
         output, *settings = words
         train(data, tmp_path / output, "MAX_STEPS=1", *settings)
@@ -88,7 +86,7 @@ def test_two_processes_start_from_it_or_are_told_what_fits(
     )
 
 
-def test_an_export_on_the_hub_is_evaluated_as_in_training(hub: Path, run: Path, data: Path, tmp_path: Path):
+def test_an_export_on_the_hub_is_evaluated_as_in_training(hub: Path, run: Path, data: Path, tmp_path):
     export.main([str(run), "--to", "timm", "--output", str(hub / "user" / "colours")])
     (tmp_path / "images").mkdir()
     for split, ours in (("train", "train"), ("val", "test")):  # as in ImageNet's folder
@@ -119,7 +117,7 @@ def test_a_plain_vit_starts_from_no_others(hub: Path, name: str, words: str):
     assert "\n" not in str(refused.value)
 
 
-def test_a_path_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_path_goes_before_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert resolve_source("vit_tiny_patch16_224") == "hf-hub:timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"
     Path("vit_tiny_patch16_224").mkdir()

@@ -84,7 +84,7 @@ def finished_run(top1: float, last_step: int = 4, **values: float) -> FinishedRu
     return FinishedRun(name, {"plan": {"last_step": last_step}}, [evaluation(4, top1)])
 
 
-def test_seeds_are_averaged_and_the_best_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
     runs = [finished_run(0.5, RATE=0.1, SEED=1), finished_run(0.7, RATE=0.1, SEED=2)]  # 60 % on average
     runs += [finished_run(0.65, RATE=0.8, SEED=1), finished_run(0.9, last_step=8, RATE=0.3)]  # the last is unfinished
     rows, verdict = rank_combinations(runs, {})

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from tqdm import tqdm
 
 from common.colossal.engine import Engine
@@ -49,6 +50,7 @@ class Trainer(UpstreamTrainer):
         self.update_done = self.stopping = False
         self.learning_rate = self.data_wait = 0.0
         self._is_silent = True
+        self._schedules: dict[LRScheduler, bool] = {}  # and whether each is stepped by epoch
 
     @property
     def device(self) -> torch.device:
@@ -64,15 +66,17 @@ class Trainer(UpstreamTrainer):
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore the position and the engine's schedule; the caller restores the loader."""
+        """Restore the position and the schedules; the caller restores the loader."""
         self.step, self._cur_epoch = state["step"], state["epoch"]
         self.epoch_step, self.evaluated_step = state["epoch_step"], state["evaluated_step"]
         self._cur_step = self.step * self.engine.optimizer.accumulation
-        if self.engine.lr_scheduler is not None:  # its rates depend on the step alone
-            schedule = self.engine.lr_scheduler.schedule
+        for schedule, by_epoch in self._schedules.items():
+            done = self._cur_epoch if by_epoch else self.step
             schedule.optimizer._opt_called = True  # called in the resumed run; otherwise torch warns
-            schedule.last_epoch = self.step - 1
-            schedule.step()
+            if isinstance(schedule, LambdaLR):  # whose rates depend on the step alone
+                schedule.last_epoch = done - 1
+            for _ in range(done - schedule.last_epoch):
+                schedule.step()
 
     @naming_lost_ranks()
     def fit(
@@ -100,12 +104,14 @@ class Trainer(UpstreamTrainer):
         self.hooks = sorted(hooks, key=lambda hook: hook.priority)
         self._is_silent = not self._should_display_progress(display_progress)
         self._returns_output = return_output_label
-        self._hooks_step = False
+        own = getattr(self.engine.lr_scheduler, "schedule", None)
+        self._schedules, self._hooks_step = {own: False} if own else {}, False
         for hook in hooks:
             if isinstance(hook, LRSchedulerHook):
                 schedule = getattr(hook.lr_scheduler, "schedule", hook.lr_scheduler)
                 hook.lr_scheduler = OncePerStep(schedule, self.engine.optimizer)
-                self._hooks_step |= getattr(self.engine.lr_scheduler, "schedule", None) is schedule
+                self._schedules[schedule] = hook.by_epoch
+                self._hooks_step |= own is schedule
         try:
             self._call_hooks("after_hook_is_attached")
             self._call_hooks("before_train")
@@ -183,8 +189,8 @@ class Trainer(UpstreamTrainer):
 
     def _eval(self, test_dataloader: Any, **unused: Any) -> None:
         self.engine.eval()
-        needs_loss = all(getattr(hook, "needs_test_loss", True) for hook in self.hooks)
-        has_loss = needs_loss and self.engine.criterion is not None
+        wishes = [hook.needs_test_loss for hook in self.hooks if hasattr(hook, "needs_test_loss")]
+        has_loss = any(wishes or [True]) and self.engine.criterion is not None
         phase = f"evaluating after step {self.step}"
         batches = iter(test_dataloader)
         self._call_hooks("before_test")

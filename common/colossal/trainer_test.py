@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR
 
 from common.colossal import BaseHook, Trainer, gpc, initialize
+from common.colossal.hooks import LossHook, LRSchedulerHook
 from common.errors import AgreedError
 from common.testing.ranks import launched, run_ranks
 
@@ -36,6 +39,8 @@ def fit(
     accumulation: int = 1,
     test_batches: int = 0,
     epochs: int = 1,
+    build_schedule: Any = lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+    by_epoch: bool = False,
     **options: Any,
 ) -> Trainer:
     """Train a linear model; its learning rate is 1 / (optimizer steps so far + 1), its norm's half of that."""
@@ -43,7 +48,8 @@ def fit(
         norm, linear = model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
         groups = [{"params": norm.parameters(), "lr": 0.5}, {"params": linear.parameters()}]
         optimizer = torch.optim.SGD(groups, lr=1.0)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+        schedule = build_schedule(optimizer)
+        hooks = [*hooks, LRSchedulerHook(schedule, by_epoch=True)] if by_epoch else hooks
         batch = torch.full((2, 3), float(gpc.get_global_rank())), torch.zeros(2, dtype=torch.long)
         train, test = [batch] * batches, [batch] * test_batches or None
         engine, train, test, _ = initialize(model, optimizer, nn.CrossEntropyLoss(), train, test, schedule)
@@ -105,13 +111,42 @@ def test_evaluation_and_end(options: dict, evaluated_at: list[int], ended_at: in
     assert trainer.step == ended_at
 
 
-def test_a_resumed_epoch_of_a_data_set_that_has_shrunk_is_over():
-    class Resumes(BaseHook):
-        def before_train(self, trainer: Trainer) -> None:
-            trainer.load_state_dict({"step": 5, "epoch": 0, "epoch_step": 4, "evaluated_step": 0})
+class Resumes(BaseHook):
+    def __init__(self, *state: int) -> None:
+        super().__init__(priority=0)
+        self.state = dict(zip(("step", "epoch", "epoch_step", "evaluated_step"), state, strict=True))
 
-    trainer = fit([Resumes(0)], epochs=2)
+    def before_train(self, trainer: Trainer) -> None:
+        trainer.load_state_dict(self.state)
+
+
+def test_a_resumed_epoch_of_a_data_set_that_has_shrunk_is_over():
+    trainer = fit([Resumes(5, 0, 4, 0)], epochs=2)
     assert (trainer.step, trainer.cur_epoch, trainer.learning_rate) == (9, 2, 1 / 9)
+
+
+@pytest.mark.parametrize("by_epoch", [False, True])
+@pytest.mark.parametrize(
+    "build_schedule",
+    [
+        lambda optimizer: MultiStepLR(optimizer, [1, 3, 7]),
+        lambda optimizer: CosineAnnealingLR(optimizer, 12),
+        lambda optimizer: CosineAnnealingWarmupLR(optimizer, 12, warmup_steps=2),
+    ],
+)
+def test_a_resumed_schedule_goes_on_at_its_place(build_schedule: Any, by_epoch: bool):
+    def rates(*hooks: BaseHook) -> list[float]:
+        recorder = Recorder(lambda trainer: trainer.learning_rate)
+        fit([*hooks, recorder], epochs=4, build_schedule=build_schedule, by_epoch=by_epoch)
+        return recorder.seen("after_train_iter")
+
+    assert rates(Resumes(9, 2, 1, 8)) == pytest.approx(rates()[9:])
+
+
+def test_a_hook_that_needs_the_loss_of_an_evaluation_gets_it():
+    quiet, loss = BaseHook(0), LossHook()
+    quiet.needs_test_loss = False
+    assert fit([quiet, loss], test_batches=1).states["metrics"]["test"]["Loss"].get_last_step_value() > 0
 
 
 def statistics_in_evaluation() -> list[list[float]]:

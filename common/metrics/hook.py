@@ -33,7 +33,7 @@ class MetricsHook(BaseHook):
     The device is synchronised only for a record.
     """
 
-    needs_test_loss = False  # of the trainer, which has training's criterion
+    needs_test_loss = False  # which is training's criterion: this one takes cross-entropy
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ def test_a_refused_start_leaves_no_folder(train: Train, tmp_path):
 
 
 def test_a_branch_and_an_extension_train(train: Train, trained: Path, tmp_path):
-    branch = ["--resume", min((trained / "checkpoints").glob("step-*")), "--set", "LEARNING_RATE=1e-3"]
+    branch = ["--resume", min((trained / "checkpoints").glob("step-*")), "--set", "LEARNING_RATE=1e-9"]
     branch += ["--set", "NUM_EPOCHS=3"]
     assert train(*branch).code == 2
     before, branch = read_folder(trained), [*branch, "--output", tmp_path]
@@ -84,11 +84,12 @@ def test_a_branch_and_an_extension_train(train: Train, trained: Path, tmp_path):
     stop = json.loads(before["config.json"])["plan"]["last_step"] + 1
     ended = train(*branch, "--set", f"MAX_STEPS={stop}")
     assert ended.code == 0, ended.stderr
-    assert "LEARNING_RATE=0.001 from here on (was " in ended.stdout
+    assert "LEARNING_RATE=1e-09 from here on (was " in ended.stdout
     ended = train(*branch)
     assert ended.code == 0, ended.stderr
     assert f"resuming from {tmp_path}/checkpoints/step-{stop:08}\n" in ended.stdout
     assert read_metrics(tmp_path)[-1]["epoch"] == 3
+    assert (tmp_path / "checkpoints" / "best").exists()
     assert read_folder(trained) == before
     assert "this run is finished" in " ".join(train(*branch).stdout.split())
 

@@ -68,7 +68,7 @@ class CheckpointHook(BaseHook):
         self.every_steps = every if isinstance(every, int) else math.inf
         self.every_seconds = math.inf if isinstance(every, int) else 60 * float(every.partition("min")[0])
         self.buffers: dict[str, Tensors] = {}  # the writer's
-        self.best = -1.0, 0.0  # top-1, and less its loss, which decides between equals
+        self.best = -1.0, 0.0  # top-1 or the user's score, and minus the loss, which decides between equal ones
         self.saved: dict[str, int] = {}  # where the trainer stood
         self.saved_at = time.monotonic()
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
@@ -90,12 +90,13 @@ class CheckpointHook(BaseHook):
     def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
         if not trainer.update_done:
             return
-        trainer.stopping, is_due = self._agree(trainer.step)
+        stopping, is_due = self._agree(trainer.step)
+        trainer.stopping |= stopping
         if is_due and not trainer.stopping:
             self._save(trainer)
 
     def after_test_iter(self, trainer: Trainer, *_: Any) -> None:
-        trainer.stopping = self._agree()[0]
+        trainer.stopping |= self._agree()[0]
 
     def after_test(self, trainer: Trainer) -> None:
         figures = trainer.states["eval"]
@@ -123,7 +124,7 @@ class CheckpointHook(BaseHook):
         flags = torch.tensor([stop_signals.received, is_due])
         if gpc.get_world_size(ParallelMode.GLOBAL) > 1:
             agreed = self._finish_exchange()
-            if agreed[1]:  # it is saved now
+            if agreed[1]:  # it is saved now, or asked for again after the evaluation
                 flags[1] = 0
             group = gpc.get_cpu_group(ParallelMode.GLOBAL)
             self.exchange = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, group, async_op=True)
@@ -179,7 +180,7 @@ class CheckpointHook(BaseHook):
             trainer.states["checkpoint"] = path
             if is_best:
                 mark_best(path)
-            clear_old(self.folder, self.keep)
+            clear_old(path, self.keep)
         except (OSError, SafetensorError) as error:  # safetensors raises the latter for the former
             reason, newest = getattr(error, "strerror", None) or error, newest_checkpoint(self.folder) or "none"
             raise UserError(f"{path} could not be written ({reason}); the newest checkpoint is {newest}") from error
@@ -198,7 +199,8 @@ class CheckpointHook(BaseHook):
         trainer.load_state_dict(state["trainer"])
         trainer.train_dataloader.load_state_dict(state["loader"])
         trainer.engine.optimizer.load_step_state(state["optimizer"])
-        self.best = state["best_top1"], -state["best_loss"]
+        if path.parent == self.folder:  # else a branch, whose own best is to be marked
+            self.best = state["best_top1"], -state["best_loss"]
         is_same = state["ranks"] == self.ranks
         rank = gpc.get_global_rank()
         self.metrics.load_state_dict(state["metrics"], rank if is_same else None)

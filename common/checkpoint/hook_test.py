@@ -40,14 +40,16 @@ def without_curves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class StopAfter(BaseHook):
-    """Receive a signal during step ``step``, or in the evaluation after it."""
+    """Receive a signal during step ``step``, or in the evaluation after it; or end the training without one (None)."""
 
-    def __init__(self, step: int, evaluating: bool) -> None:
+    def __init__(self, step: int, evaluating: bool | None) -> None:
         super().__init__(priority=5)
         self.step, self.evaluating = step, evaluating
 
     def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.step == self.step and not self.evaluating:
+        if self.evaluating is None:
+            trainer.stopping = trainer.step == self.step
+        elif trainer.step == self.step and not self.evaluating:
             stop_signals.received = 15
 
     def after_test_iter(self, trainer: Trainer, *_: Any) -> None:
@@ -71,7 +73,7 @@ def train(data: Path, output: Path, settings: Sequence[str] = (), stop: Any = No
 @pytest.mark.parametrize(
     ("mode", "amp", "stops"),
     [
-        ("none", "fp32", [(4, False), (4, True), (8, True)]),
+        ("none", "fp32", [(4, False), (4, True), (8, True), (2, None)]),
         *(("none", amp, [(3, False)]) for amp in AMP if amp not in ("fp32", "head")),
         ("zero 1", "timm", [(3, False)]),
         ("dp2", "float16", [(4, True)]),

@@ -95,10 +95,15 @@ def mark_best(path: Path) -> None:
     link.replace(path.with_name(BEST))
 
 
-def clear_old(folder: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints and the best, and what interrupted writing has left."""
+def clear_old(newest: Path, keep: int) -> None:
+    """Remove all but the best and ``keep`` checkpoints up to ``newest``, and what interrupted writing has left.
+
+    Later ones were damaged when the run was resumed from an earlier one.
+    """
+    folder = newest.parent
     best = (folder / BEST).resolve()
-    old = [path for path in list_checkpoints(folder)[keep:] if path.resolve() != best]
+    found = [path for path in list_checkpoints(folder) if path.name <= newest.name]
+    old = [path for path in found[keep:] if path.resolve() != best]
     for path in [*old, *folder.glob(".*.partial"), *folder.glob(".*.old")]:
         if path.is_symlink():  # that of an interrupted `mark_best`, or to a checkpoint elsewhere
             path.unlink()

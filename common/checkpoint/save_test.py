@@ -72,6 +72,7 @@ def test_after_a_kill_at_any_point_the_old_or_the_new_checkpoint_is_whole(small:
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
+    (write_small(later := checkpoint_path(tmp_path, 99)) / "model.safetensors").write_bytes(b"damaged")
     for step in range(1, 7):
         path = write_small(checkpoint_path(tmp_path, step))
         if step == 2:
@@ -79,11 +80,11 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         (tmp_path / ".step-00000099.partial").mkdir()
         (tmp_path / f".{path.name}.old").mkdir()
         (tmp_path / ".best.partial").symlink_to(path.name)  # as where `mark_best` is killed
-        clear_old(tmp_path, keep=2)
-    assert [path.name for path in list_checkpoints(tmp_path)] == [f"step-0000000{step}" for step in (6, 5, 2)]
+        clear_old(path, keep=2)
+    assert list_checkpoints(tmp_path) == [later, *(checkpoint_path(tmp_path, step) for step in (6, 5, 2))]
     assert (tmp_path / "best").resolve() == checkpoint_path(tmp_path, 2)
-    assert {path.name for path in tmp_path.iterdir()} == {"best", "step-00000002", "step-00000005", "step-00000006"}
+    assert len(list(tmp_path.iterdir())) == 5
     mark_best(path)
-    clear_old(tmp_path, keep=1)
-    assert {path.name for path in tmp_path.iterdir()} == {"best", "step-00000006"}
+    clear_old(path, keep=1)
+    assert {*tmp_path.iterdir()} == {tmp_path / "best", path, later}
     assert (tmp_path / "best").resolve() == path

@@ -117,6 +117,10 @@ def initialize(
     step_optimizer = StepOptimizer(optimizer, accumulation, precision.scaler, config.get("MAX_SKIPPED", MAX_SKIPPED))
     if isinstance(optimizer, Lamb) and any(hasattr(parameter, "shard") for parameter in step_optimizer.parameters):
         raise UserError("Lamb would take norms of shards: use build_optimizer(model, 'lamb') of common.optim.build")
+    if isinstance(model, FSDPModule) and not all(
+        hasattr(parameter, "source") for parameter in step_optimizer.parameters
+    ):
+        raise UserError("zero: give the optimizer model.shards.values(), as build_optimizer does")
     if should_compile(how := config.get("COMPILE", False), device.type):
         compile_model(model, how)
     schedule = OncePerStep(lr_scheduler, step_optimizer) if lr_scheduler is not None else None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.colossal import ParallelMode, gpc, named_shards
+from common.colossal import ParallelMode, gpc, initialize, named_shards
 from common.colossal.amp_test import MODES
 from common.colossal.tensor_parallel.sharding import canonical_state
 from common.config.load import load_config
@@ -32,6 +32,9 @@ def train(stage: int | None) -> dict[str, list[float]]:
                 for shard in named_shards(model).values():
                     shard.data.mul_(0.5)
             losses[name] += [weight.norm().item() for _, weight in canonical_state(model)]
+        if stage:
+            with pytest.raises(UserError, match="^zero: give the optimizer model.shards.values"):
+                initialize(model, torch.optim.SGD(model.parameters()))
     return losses
 
 

@@ -152,10 +152,17 @@ def _forward_in_own_type(layer: _NormBase, forward: Any, dtype: torch.dtype, inp
 
 
 def _forward_on_copies(layer: nn.Module, forward: Any, dtype: torch.dtype, *inputs: Any, **named_inputs: Any) -> Any:
-    """Call ``forward`` on casts, which are made per layer because checkpointed layers run again in backward."""
-    masters: dict[str, Any] = dict(layer._parameters)
-    layer._parameters.update({name: master.to(dtype) for name, master in masters.items() if master is not None})
+    """Call ``forward`` on casts, which are made per layer because checkpointed layers run again in backward.
+
+    The layer may use parameters of the layers in it itself, and buffers, as timm's BEiT and torch's MultiheadAttention.
+    """
+    layers = [layer, *(one for one in layer.children() if not isinstance(one, (_NormBase, ShardedLinear)))]
+    held: list[dict[str, Any]] = [of for one in layers for of in (one._parameters, one._buffers)]
+    masters = [dict(of) for of in held]
+    for of in held:
+        of.update({name: _cast(value, dtype) for name, value in of.items()})
     try:
         return _cast(forward(*_cast(inputs, dtype), **named_inputs), dtype)
     finally:
-        layer._parameters.update(masters)
+        for of, own in zip(held, masters, strict=True):
+            of.update(own)

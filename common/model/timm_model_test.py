@@ -116,9 +116,9 @@ def test_three_steps_equal_timms_model_with_torchs_optimizer(name, ranks: int, c
     assert all(of_rank == pytest.approx(norms, rel=tolerance) for _, of_rank in found)
 
 
-@pytest.mark.parametrize("name", ["xcit_nano_12_p8_224", "mvitv2_tiny"])
+@pytest.mark.parametrize("name", ["xcit_nano_12_p8_224", "mvitv2_tiny", "beit_base_patch16_224"])
 def test_half_precision_takes_float32_and_tuples_between_layers(name: str):
-    """Position encodings, and layers with several outputs."""
+    """Position encodings, layers with several outputs, and one that uses the weights of a layer in it."""
     model = build_on_meta(dict(timm=name, image_size=224))
     MixedPrecision(Cast.LAYERS, torch.bfloat16).apply(model)
     assert model(torch.empty(1, 3, 224, 224, device="meta")).dtype == torch.bfloat16

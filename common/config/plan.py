@@ -85,7 +85,7 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
             f"TOTAL_BATCH_SIZE={total} is more than the {data.train_samples} training images: set it to at most that"
         )
     total_steps = config["NUM_EPOCHS"] * steps_per_epoch
-    cooldown = round(config["COOLDOWN_EPOCHS"] * steps_per_epoch)
+    cooldown = max(0, min(round(config["COOLDOWN_EPOCHS"] * steps_per_epoch), total_steps - 1))
     return Plan(
         gpus=gpus,
         tensor_parallel=tensor,
@@ -106,10 +106,10 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
 def _divide_batch(config: Mapping[str, Any], total: int, data_parallel: int) -> tuple[int, int]:
     """Return (micro-batch, accumulation); the config says either, both, or neither (accumulation 1).
 
-    A micro-batch is no larger than what a process has of the global batch.
+    Without accumulation, a micro-batch is no larger than what a process has of the global batch.
     """
     micro, accumulation = config["MICRO_BATCH_SIZE"], config["gradient_accumulation"]
-    if micro and total < micro * data_parallel:
+    if micro and accumulation in (None, 1) and total < micro * data_parallel:
         micro = None if total % data_parallel else total // data_parallel
     if micro and accumulation and micro * accumulation * data_parallel != total:
         raise UserError(

@@ -28,6 +28,7 @@ FOUR = dict(tensor=dict(size=4, mode="2d"))
         (dict(TOTAL_BATCH_SIZE=None, MICRO_BATCH_SIZE=128, gradient_accumulation=2), 4, dict(total_batch=1024)),
         (dict(parallel=FOUR, gradient_accumulation=16), 8, dict(micro_batch=1024, data_parallel=2)),
         (dict(NUM_EPOCHS=1, WARMUP_EPOCHS=0.99, COOLDOWN_EPOCHS=0.04), 8, dict(warmup_steps=36, cooldown_steps=2)),
+        (dict(TOTAL_BATCH_SIZE=10**6, NUM_EPOCHS=3, COOLDOWN_EPOCHS=2.6), 1, dict(cooldown_steps=2, warmup_steps=0)),
         (dict(MAX_STEPS=7, WARMUP_EPOCHS=0.4), 8, dict(last_step=7, total_steps=11700, warmup_steps=16)),
     ],
 )
@@ -43,6 +44,7 @@ def test_a_batch_is_cut_for_the_number_of_gpus(keys, gpus, expected):
         (dict(TOTAL_BATCH_SIZE=300, MICRO_BATCH_SIZE=256), 1, "set it to 256 or 512, or MICRO_BATCH_SIZE=None"),
         (dict(TOTAL_BATCH_SIZE=33, MICRO_BATCH_SIZE=256), 8, "by 8 data-parallel processes: set it to 32 or 40$"),
         (dict(MICRO_BATCH_SIZE=256, gradient_accumulation=16), 4, "is 16384, not TOTAL_BATCH_SIZE=32768"),
+        (dict(MICRO_BATCH_SIZE=40_000, gradient_accumulation=2), 1, "MICRO_BATCH_SIZE=40000 x .* is 80000, not"),
         (dict(BATCH_SIZE=256, gradient_accumulation=16), 8, "BATCH_SIZE=256 is not .* = 2048"),
         (dict(parallel=FOUR), 6, "size=4 does not divide .* 6: start 4 or 8"),
         (dict(TOTAL_BATCH_SIZE=2_000_000), 1, "more than the 1281167 training images: set it"),

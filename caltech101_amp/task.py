@@ -94,4 +94,5 @@ TASK = Task(
     build_eval_crop=image_loaders.build_eval_crop,
     train_samples=TRAIN_SAMPLES,
     download=DOWNLOAD,
+    loader="torchvision",
 )

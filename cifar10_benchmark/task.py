@@ -164,4 +164,5 @@ TASK = Task(
     build_eval_crop=build_eval_crop,
     train_samples=TRAIN_SAMPLES,
     download=DOWNLOAD,
+    loader="memory",
 )

@@ -9,6 +9,7 @@ def test_dry_run_of_the_recipes_needs_no_data_and_downloads_nothing(tmp_path, ca
         train.main(["--config", recipe, "--dry-run", "--gpus", batch[0], *settings])
         printed = " ".join(capsys.readouterr().out.split())
         assert batch in printed
+        assert "(the host's limit)" not in printed
         assert "3.7 M" in printed  # arXiv 2104.05704, table 3
         assert "is not on this machine: time for 50,000 images" in printed
     assert not list(tmp_path.iterdir())

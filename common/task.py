@@ -22,7 +22,8 @@ class Task:
     ``script`` is its training script, within this repository. ``recipe`` fills in the keys that a config without MODEL
     leaves out. ``recipes`` are the first letters of the names of the task's recipes. ``describe`` counts the data set
     of a config's ``DATA``. ``train_samples`` are those of the data set that the recipes are for, and ``download`` names
-    what DATA.download fetches. ``has_splits`` tells whether ``DATA["split"]`` chooses what is evaluated.
+    what DATA.download fetches. ``has_splits`` tells whether ``DATA["split"]`` chooses what is evaluated. ``loader`` is
+    the task's only one, where ``DATA["loader"]`` does not choose it.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Task:
     train_samples: int
     download: str = ""
     has_splits: bool = False
+    loader: str = ""
 
 
 def find_task(name: str) -> Task:

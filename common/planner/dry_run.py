@@ -1,5 +1,6 @@
 """``--dry-run``: print the resolved config, the batch arithmetic, memory, time, and predictions for parallel modes."""
 
+import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -16,7 +17,7 @@ from common.hardware import instruction_set
 from common.model.build import build_on_meta, count_parameters
 from common.model.flops import flops_per_image
 from common.optim.build import layers_above
-from common.planner.prediction import ASSUMED_MFU, LATENCY, USABLE, Cluster, Planner, Prediction
+from common.planner.prediction import ASSUMED_MFU, DECODE, LATENCY, USABLE, Cluster, Planner, Prediction
 
 INDENT = 23
 UNITS = {"hours": 3600, "minutes": 60, "seconds": 1}
@@ -182,15 +183,18 @@ def _assumptions(planner: Planner) -> list[str]:
             f"A GPU computes {_range(rates, ',.0f')} TFLOP/s: {_range(shares, '.0%')} of the peak of an {cluster.gpu} "
             "(assumed; measure images/s and pass --images-per-s)."
         )
-    assumed = "assumed: 8 cores at 1.1 ms an image; " * (cluster.decode == Cluster.decode)
+    assumed = f"assumed: 8 cores at {8e3 / cluster.decode:.1f} ms an image; " * (cluster.decode in DECODE.values())
+    host = (
+        f"The host decodes and augments {cluster.decode:,.0f} images/s per GPU ({assumed}--decode-images-per-s). A * "
+        "marks steps that wait for it."
+    )
     return [
         speed + " A GPU with a shard of the model reaches the same fraction of its peak.",
         "A micro-batch takes at least 1 ms per block, the time to launch its kernels (assumed).",
         f"A GPU sends {cluster.inside / 1e9:.0f} GB/s within its node of {cluster.node} and "
         f"{cluster.between / 1e9:.0f} GB/s beyond (--links); a collective takes at least {1e6 * LATENCY:.0f} us. "
         "The slower time assumes no overlap of computation and communication.",
-        f"The host decodes and augments {cluster.decode:,.0f} images/s per GPU ({assumed}"
-        "--decode-images-per-s). A * marks steps that wait for it.",
+        host if cluster.decode < math.inf else "The images are in a GPU's memory: nothing is decoded.",
         f"Memory and bytes are counted; {USABLE:.0%} of {cluster.memory / 1e9:.0f} GB is usable.",
         "batch: data parallel x micro-batch x accumulation; GB: memory of a GPU; sent GB: by a GPU in a step, within + "
         "between nodes.",

@@ -43,7 +43,7 @@ class Cluster:
     node: int = 8
     inside: float = 450e9
     between: float = 50e9
-    decode: float = 7300.0  # 8 cores at 1.1 ms of CPU time an image
+    decode: float = 7300.0
     images_per_s: float | None = None
 
     def seconds(self, name: str, ranks: tuple[int, ...], calls: int, nbytes: int) -> float:
@@ -75,6 +75,8 @@ def sent_share(name: str, size: int) -> float:
     return (2 if name == "all_reduce" else 1) * (size - 1) / size
 
 
+# images/s that 8 cores decode and augment, by loader: 1.1 and 2.88 ms of CPU time an image (docs/performance.md)
+DECODE = {"dali": 7300.0, "torchvision": 2800.0, "memory": math.inf}
 # The flags of `Cluster`'s fields.
 FLAGS = ("gpu_memory", "gpus_per_node", "links", "images_per_s", "decode_images_per_s")
 
@@ -88,7 +90,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--links", type=_positive, nargs=2, metavar="GB/S", help=links)
     group.add_argument("--images-per-s", type=_positive, help="measured training rate of one GPU with the whole model")
     group.add_argument(
-        "--decode-images-per-s", type=_positive, help="images/s the host decodes per GPU (default: 7300)"
+        "--decode-images-per-s", type=_positive, help="images/s the host decodes per GPU (default: by the loader)"
     )
 
 
@@ -99,11 +101,18 @@ def _positive(text: str) -> float:
     return value
 
 
-def parse_cluster(args: argparse.Namespace) -> Cluster:
-    """Return the cluster described by the flags, of GPUs like this machine's if it has one."""
+def parse_cluster(args: argparse.Namespace, decode: float) -> Cluster:
+    """Return the cluster described by the flags, of GPUs like this machine's if it has one.
+
+    ``decode`` is what takes the place of ``--decode-images-per-s``.
+    """
     inside, between = args.links or (None, None)
     sizes = {"memory": args.gpu_memory, "inside": inside, "between": between}
-    rates = {"node": args.gpus_per_node, "images_per_s": args.images_per_s, "decode": args.decode_images_per_s}
+    rates = {
+        "node": args.gpus_per_node,
+        "images_per_s": args.images_per_s,
+        "decode": args.decode_images_per_s or decode,
+    }
     given = {name: value and 1e9 * value for name, value in sizes.items()} | rates
     return replace(cluster_here(), **{name: value for name, value in given.items() if value is not None})
 

@@ -32,7 +32,7 @@ from common.launch.signals import stop_signals
 from common.metrics.measurements import LearningRateFinder, ProfilerHook
 from common.model.flops import peak_images_per_s
 from common.planner.dry_run import describe_options, print_dry_run
-from common.planner.prediction import Planner, cluster_here, parse_cluster
+from common.planner.prediction import DECODE, Planner, cluster_here, parse_cluster
 from common.run.prepare import Prepared, check_init, parse_arguments, prepare_run, spare_classes
 from common.run.run import Run, read_evaluations
 from common.task import Task
@@ -119,7 +119,7 @@ def choose_order(prepared: Prepared, start_from: Path | None = None) -> tuple[st
     A resumed run keeps its order on any host.
     """
     config, plan, data, _ = prepared
-    if data is None or not data.shard_bytes:
+    if not data or not data.shard_bytes:
         return None, ""
     options, memory = config["DATA"], memory_bytes()
     is_large = data.shard_bytes > memory
@@ -149,7 +149,8 @@ def _print_plan(args: argparse.Namespace, prepared: Prepared, task: Task) -> Non
         notes |= {"classes": spare_classes(config, data), "reading": choose_order(prepared)[1]}
     elif root := named_root(config):
         notes["data"] = f"{root} is not on this machine: time for {task.train_samples:,} images"
-    cluster, is_compared = parse_cluster(args), args.gpus is not None
+    cluster = parse_cluster(args, DECODE[task.loader or config["DATA"]["loader"]])
+    is_compared = args.gpus is not None
     print_dry_run(config, plan, data, cluster, notes, task.train_samples, is_compared=is_compared)
 
 

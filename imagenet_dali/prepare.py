@@ -70,10 +70,10 @@ def _build_parser() -> argparse.ArgumentParser:
     add("dest", nargs="?", metavar="DEST", help="a new folder for the data set")
     add("--check", action="store_true", help="verify every byte of the prepared data set DIR")
     add("--adopt", action="store_true", help="verify and describe existing TFRecord shards in DIR")
-    refused = "of the images may be left out because they are bad, (default: 0.01)"
+    refused = "share of the images that may be left out as bad (default: 0.01)"
     add("--max-refused", type=float, default=MAX_BAD_SHARE, metavar="SHARE", help=refused)
     add("--workers", type=int, default=cores(), metavar="N", help="processes (default: cores)")
-    share = "of each class, if SOURCE has no validation split (default: 0.2)"
+    share = "share of each class that is held out if SOURCE has no validation split (default: 0.2)"
     add("--validation-share", type=float, metavar="F", help=share)
     add("--split", choices=sorted({*SPLITS.values()}), help="prepare this split alone; of a folder without any, all")
     add("--shards", type=int, metavar="N", help="training shards (default: one per 1,250 images)")

@@ -28,7 +28,7 @@ from imagenet_dali.dataset import (
 )
 from imagenet_dali.writer import BadImageError, ShardRows, check_jpeg, parallel_map, write_dataset
 
-SPLITS = ("train", "validation")
+NAMED_SPLITS = ("train", "validation")
 ANY_LABEL = range(2**31)
 
 
@@ -57,7 +57,7 @@ def adopt(root: Path, workers: int) -> list[str]:
         raise UserError(f"{root}: no such folder; name the one that holds train/ and validation/")
     if (root / MANIFEST).exists():
         raise UserError(f"{root / MANIFEST}: exists, the data set is prepared already; use --check to verify it")
-    names = {split: found for split in SPLITS if (found := _find_shards(root, split))}
+    names = {split: found for split in NAMED_SPLITS if (found := _find_shards(root, split))}
     if "train" not in names:
         raise UserError(f"{root}: no shards; they are the files of train/, or files named train-*")
     class_names = read_labels(root / LABELS) if (root / LABELS).is_file() else None

@@ -19,7 +19,7 @@ from common.errors import RankError, UserError
 
 POLL = 1.0  # seconds between two looks at the store
 ANSWER = 5.0  # seconds within which a rank that lives answers in the store
-LOOPBACK = ("127.", "::1", "localhost")  # how such addresses begin
+LOOPBACKS = ("127.", "::1", "localhost")  # how such addresses begin
 
 _doing = "starting"
 _changes = 0
@@ -157,7 +157,7 @@ def open_store(rank: int, world_size: int, host: str, port: int, timeout: float,
     try:
         if serves:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            bound = host if host.startswith(LOOPBACK) else ""
+            bound = host if host.startswith(LOOPBACKS) else ""
             options["master_listen_fd"] = socket.create_server((bound, port), family=family).detach()
         store = dist.TCPStore(host, port, is_master=serves, **options)
         # an agent may serve several attempts of the same run
@@ -192,8 +192,8 @@ def _meet(store: dist.Store, rank: int, world_size: int, seconds: float, backend
         raise UserError(
             f"torch finds no GPU on rank {on_cpu}: check nvidia-smi there, or start all with --backend gloo"
         )
-    if address.startswith(LOOPBACK):  # this machine's /etc/hosts maps the name to it, or all processes are here
-        address = next((_source_address(other) for other in addresses if not other.startswith(LOOPBACK)), address)
+    if address.startswith(LOOPBACKS):  # this machine's /etc/hosts maps the name to it, or all processes are here
+        address = next((_source_address(other) for other in addresses if not other.startswith(LOOPBACKS)), address)
     held = {one.address: name for name, ones in psutil.net_if_addrs().items() for one in ones}
     if address in held:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", held[address])

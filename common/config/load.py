@@ -205,7 +205,8 @@ def read_original(values: dict[str, Any], recipe: Mapping[str, Any], name: str |
     """Replace the examples' key names in ``values``, add what is left out, and return how each key was read.
 
     ``recipe`` is that of the task, called ``name``, for a config without MODEL; else it is empty. Colossal-AI's keys
-    (lower case) mean without a value what they mean there. Raises `UserError` for a key under both names.
+    (lower case) mean without a value what they mean there. Raises `UserError` for a key under both names; of a key
+    inside MODEL or DATA, the example's name counts.
     """
     notes = _read_dali(values) + _read_fp16(values)
     named = {RENAMED.get(name, name) for name in values} | STATED

@@ -38,7 +38,10 @@ TimmRandAugment = Annotated[
 
 
 class Data(Section):
-    root: str | None = key(None, "folder of the data set; `None`: `$DATA`")
+    root: str | None = key(
+        None,
+        "folder of the data set; `None`: `$DATA`, or without it CIFAR-10 and Caltech-101 are downloaded to ./data",
+    )
     download: bool = key(False, "CIFAR-10, Caltech-101: fetch the data set into `root` if it is not there")
     allow_change: bool = key(False, "resume from a checkpoint that was trained on another data set")
     loader: Literal["dali", "torchvision"] = key("dali", "which loader decodes")
@@ -49,7 +52,7 @@ class Data(Section):
         "blocks where the training shards exceed the host's memory",
     )
     block: Number = key(16, "most that is read at once in blocks", unit="MB", ge=1e-3, le=1e4)
-    window: int = key(2, "blocks that each of the 64 streams of `order='blocks'` shuffles", ge=1, le=10**4)
+    window: int = key(2, "blocks that each of at most 64 streams of `order='blocks'` shuffles", ge=1, le=10**4)
     crop: Literal["random_resized", "simple"] = key(
         "random_resized", "training crop; `simple` (DeiT III): a random square of the resized image, padded by 4 pixels"
     )
@@ -100,7 +103,7 @@ class Optimizer(Options):
     decay_all: bool = key(True, "`False`: no weight decay on biases, norms, class token, registers, position embedding")
     layer_decay: Number = key(1.0, "factor of the learning rate per layer from the head down; 1: none", gt=0, le=1)
     betas: BETAS = key((0.9, 0.999), "decay of the moments", says="(beta1, beta2), each >= 0 and < 1")
-    eps: Number = key(None, "added to the root of the second moment; `adamw` 1e-8, `lamb` by variant", gt=0)
+    eps: Number = key(None, "added to the root of the second moment; 1e-8, `lamb` by variant", gt=0)
     variant: Literal["colossalai", "apex", "deepspeed", "timm"] = key(
         "colossalai", "LAMB implementation to match; sets defaults for the four options below and `eps`"
     )
@@ -129,7 +132,7 @@ class Log(Section):
     )
 
 
-class Tensor(Options):
+class TensorParallel(Options):
     size: int = key(1, "GPUs that share one model", ge=1)
     mode: Literal[None, "1d", "2d", "2.5d", "3d"] = key(None, "how they share it")
     depth: int = key(1, "2.5d: squares that make up the size", ge=1)
@@ -137,7 +140,7 @@ class Tensor(Options):
 
 class Parallel(Options):
     pipeline: int = key(1, "pipeline parallelism is not supported: 1", ge=1)
-    tensor: Tensor = key(Tensor(), "tensor parallelism; made from `TENSOR_PARALLEL_SIZE` and `_MODE`")
+    tensor: TensorParallel = key(TensorParallel(), "tensor parallelism; made from `TENSOR_PARALLEL_SIZE` and `_MODE`")
 
 
 # As config.json spells it too.
@@ -199,9 +202,10 @@ class Config(Section):
     )
     KEEP: int = key(2, "newest checkpoints that are kept, beside the best", ge=1)
     LEARNING_RATE: Number = key(..., "peak, at the end of warm-up", gt=0)
-    WEIGHT_DECAY: Number = key(0.0, "decoupled for AdamW and LAMB", ge=0)
+    WEIGHT_DECAY: Number = key(0.0, "decoupled, but for `sgd`", ge=0)
     LR_SCHEDULE: Literal[*SCHEDULES] = key(  # pyright: ignore[reportInvalidTypeForm]
-        "cosine", "decay after warm-up, to `MIN_LR`; timm: its cosine, whose first part warm-up replaces"
+        "cosine",
+        "decay after warm-up, to `MIN_LR`; `timm`: a cosine over all steps, without the part of warm-up",
     )
     MIN_LR: Number = key(0.0, "learning rate at the end of the decay", ge=0)
     WARMUP_LR: Number | None = key(None, "learning rate of the first step; `None`: one step's share of the peak", ge=0)
@@ -210,7 +214,7 @@ class Config(Section):
     EMA: Number = key(0.0, "decay of the weights' moving average, which is then evaluated; 0: none", ge=0, lt=1)
     EMA_WARMUP: bool = key(True, "a smaller decay in the first steps: at most (1 + step) / (10 + step)")
     MODEL: Annotated[SerializeAsAny[Model], WrapValidator(choose_model)] = key(
-        Model(), "the model's shape, or its name"
+        Model(), "the model's shape, or with `timm` the name of one of timm's"
     )
     OUTPUT: str | None = key(None, "folder of the run without `--output`; `None`: outputs/<name of the config>")
     INIT: str | None = key(None, "weights to start from: a run, checkpoint, file, timm's name or hf-hub:USER/NAME")
@@ -233,7 +237,13 @@ class Config(Section):
     DATA: Data = key(Data(), "where the images are and how they are read")
     LOG: Log = key(Log(), "what is written while training")
     MAX_SKIPPED: int = key(20, "updates in a row that may be skipped for numbers that are not finite", ge=0)
-    TIMEOUT: Number = key(600, "after which a lost or hanging rank ends the run", unit="seconds", ge=1, le=10**7)
+    TIMEOUT: Number = key(
+        600,
+        "after which a lost or hanging rank ends the run; longer than a checkpoint takes to write",
+        unit="seconds",
+        ge=1,
+        le=10**7,
+    )
     SEED: int = key(1024, "seed for initialisation, sampling, augmentation, dropout", ge=0)
     TENSOR_PARALLEL_SIZE: int = key(1, "GPUs that share one model; `parallel` is made from it", ge=1)
     TENSOR_PARALLEL_MODE: Literal[None, "1d", "2d", "2.5d", "3d"] = key(None, "how they share it")

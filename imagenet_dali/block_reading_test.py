@@ -53,7 +53,7 @@ def test_shards_sorted_by_class_are_not_read_in_blocks(prepared: Path, monkeypat
     assert why.endswith("exceed the 0.0 MB of memory but are sorted by class: prepare them again for large reads")
 
 
-def test_a_run_in_blocks_resumes_to_the_bit_on_a_host_with_more_memory(colours: Path, tmp_path, monkeypatch, capsys):
+def test_a_run_in_blocks_resumes_to_the_bit_on_a_host_with_more_memory(colours, tmp_path, monkeypatch, capsys):
     def train(output: str, *flags: str, memory: int = 10**12) -> str:
         monkeypatch.setattr("common.run.start.memory_bytes", lambda: memory)
         said = [f"DATA.root={colours}", "DATA.workers=1", "DATA.block=0.005", "NUM_EPOCHS=2", "CHECKPOINT_EVERY=4"]

@@ -34,13 +34,13 @@ FAULTS: list[tuple[Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("corrupt", "message"), FAULTS)
-def test_files_that_do_not_fit_the_manifest_are_refused(data: Path, corrupt: Callable, message: str):
+def test_files_that_do_not_fit_the_manifest_are_refused(data, corrupt: Callable, message: str):
     corrupt(data)
     with pytest.raises(UserError, match=message):
         open_split(data, "train")
 
 
-def test_a_record_that_went_bad_is_named(data: Path):
+def test_a_record_that_went_bad_is_named(data):
     split = open_split(data, "train")
     edit_manifest(data, lambda of: of["splits"]["train"]["shards"][2].update(sha256="other"))
     assert open_split(data, "train").fingerprint != split.fingerprint

@@ -14,7 +14,7 @@ from imagenet_dali.prepare import main
 from imagenet_dali.testing import encode, gradient, jpeg, spoil_record, with_flipped_bit
 
 
-def test_check_lists_all_that_is_wrong(data: Path, capsys):
+def test_check_lists_all_that_is_wrong(data, capsys):
     main(["--check", str(data), "--workers=2"])
     assert capsys.readouterr().out == f"{data}: every record is verified\n"
     shards = [spoil_record(data, "train", 2), spoil_record(data, "validation", 5)]

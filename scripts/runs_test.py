@@ -45,7 +45,7 @@ def trained(train: Train, folder: Path) -> Path:
     return folder / "run"
 
 
-def test_a_finished_run_is_left_as_it_is(train: Train, trained: Path):
+def test_a_finished_run_is_left_as_it_is(train, trained):
     before, times = read_folder(trained), {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
     ended = train("--set", "LOG.every=1", "--set", "TIMEOUT=60", "--set", "KEEP=1")
     assert (ended.code, ended.stderr) == (0, "")
@@ -61,7 +61,7 @@ def test_a_finished_run_is_left_as_it_is(train: Train, trained: Path):
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == times
 
 
-def test_a_refused_start_leaves_no_folder(train: Train, tmp_path):
+def test_a_refused_start_leaves_no_folder(train, tmp_path):
     for words, message in (
         (["--set", "MODEL.num_classes=2"], "error: MODEL.num_classes=2: the data set has labels 0 to 2; "),
         (["--set", "DATA.download=True"], "error: DATA.download=True has no effect in this task: leave it out"),
@@ -75,7 +75,7 @@ def test_a_refused_start_leaves_no_folder(train: Train, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_branch_and_an_extension_train(train: Train, trained: Path, tmp_path):
+def test_a_branch_and_an_extension_train(train, trained, tmp_path):
     branch = ["--resume", min((trained / "checkpoints").glob("step-*")), "--set", "LEARNING_RATE=1e-9"]
     branch += ["--set", "NUM_EPOCHS=3"]
     assert train(*branch).code == 2
@@ -107,7 +107,7 @@ def test_it_trains_without_packages_that_it_does_not_use(tmp_path):
     assert "top1=" in ended.stdout, ended.stderr
 
 
-def test_it_is_extended_and_changed_on_purpose_last(train: Train, trained: Path):
+def test_it_is_extended_and_changed_on_purpose_last(train, trained):
     """The last test: it changes the run that the others share."""
     ended = train("--set", "NUM_EPOCHS=3", "--set", "LEARNING_RATE=1e-3", "--allow-change", "LEARNING_RATE")
     assert ended.code == 0, ended.stderr

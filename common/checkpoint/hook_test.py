@@ -85,7 +85,7 @@ def train(data: Path, output: Path, settings: Sequence[str] = (), stop: Any = No
         *(pytest.param(mode, "fp32", [(3, False)], marks=pytest.mark.slow) for mode in ("2.5d-8", "zero 1 x 1d-2")),
     ],
 )
-def test_resumes_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]], data: Path, tmp_path):
+def test_resumes_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]], data, tmp_path):
     gpus, options = CASES[mode]
     settings = [f"{key}={value!r}" for key, value in options.items()] + [f"fp16={AMP[amp]}"]
     settings += ["MODEL=dict(timm='test_resnet', image_size=32)"] * (amp == "timm")
@@ -110,7 +110,7 @@ def test_resumes_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]],
         assert [file for file in whole if found[file] != whole[file]] == []
 
 
-def test_resumes_with_the_same_batches_in_another_mode(data: Path, tmp_path):
+def test_resumes_with_the_same_batches_in_another_mode(data, tmp_path):
     """Dropout's masks would differ between ranks."""
     settings = ["MODEL.dropout=0.0", "NUM_EPOCHS=3"]
     run_ranks(1, train, data, tmp_path / "whole", settings)
@@ -125,7 +125,7 @@ def test_resumes_with_the_same_batches_in_another_mode(data: Path, tmp_path):
     assert [r["loss"] for r in pieces] == pytest.approx([r["loss"] for r in whole], rel=1e-5)
 
 
-def test_averages_begin_at_the_weights_of_a_checkpoint_that_has_none(data: Path, tmp_path):
+def test_averages_begin_at_the_weights_of_a_checkpoint_that_has_none(data, tmp_path):
     run_ranks(1, train, data, tmp_path / "run", [], (3, False))
     weights = load_file(tmp_path / "run/checkpoints/step-00000003/model.safetensors")
     averaging = ["EMA=0.9", "CHECKPOINT_EVERY=1", "gradient_accumulation=2"]
@@ -137,7 +137,7 @@ def test_averages_begin_at_the_weights_of_a_checkpoint_that_has_none(data: Path,
 
 
 @pytest.mark.parametrize(("every", "keep", "steps"), [("3", 2, [8, 6]), ("0.5 min", 20, [8, 7, 4, 3])])
-def test_saves_when_due_and_marks_the_best(every, keep, steps, data: Path, tmp_path, monkeypatch):
+def test_saves_when_due_and_marks_the_best(every, keep, steps, data, tmp_path, monkeypatch):
     seconds = itertools.count(0, 10)  # the hook looks at its clock in each step, evaluation batch and checkpoint
     monkeypatch.setattr("common.checkpoint.hook.time", SimpleNamespace(monotonic=lambda: next(seconds)))
     settings = [f"CHECKPOINT_EVERY={every}", f"KEEP={keep}", "LEARNING_RATE=1e-5"]
@@ -150,7 +150,7 @@ def test_saves_when_due_and_marks_the_best(every, keep, steps, data: Path, tmp_p
     assert (marked["best_top1"], marked["trainer"]["step"]) == (best["top1"], best["step"])
 
 
-def test_a_checkpoint_holds_the_state_of_its_own_step(data: Path, tmp_path, monkeypatch):
+def test_a_checkpoint_holds_the_state_of_its_own_step(data, tmp_path, monkeypatch):
     """The checkpoints of a slow disk, written while training continues, equal those of a fast one."""
 
     def write_slowly(path: Path, content: dict) -> None:

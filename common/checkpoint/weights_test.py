@@ -81,7 +81,7 @@ def test_the_hidden_channels_of_a_file_survive_the_rounding_of_their_ratio():
     assert int(176 * infer_model("a file", weights)["mlp_ratio"]) == 240
 
 
-def test_a_run_a_checkpoint_a_file_and_exports_give_the_averaged_weights_and_heads(trained: Path, tmp_path):
+def test_a_run_a_checkpoint_a_file_and_exports_give_the_averaged_weights_and_heads(trained, tmp_path):
     for target in ("timm", "safetensors"):
         export.main([str(trained), "--to", target, "--output", str(tmp_path / target)])
     shutil.copy(tmp_path / "safetensors" / "model.safetensors", tmp_path / "alone.safetensors")
@@ -99,7 +99,7 @@ def test_a_run_a_checkpoint_a_file_and_exports_give_the_averaged_weights_and_hea
 
 
 @pytest.mark.parametrize(("gpus", "mode"), [(2, None), (2, "1d"), (4, "2d")])
-def test_every_mode_starts_from_the_same(trained: Path, data: Path, gpus: int, mode: str | None, tmp_path):
+def test_every_mode_starts_from_the_same(trained, data, gpus: int, mode: str | None, tmp_path):
     """At a learning rate of 0, the evaluation after a step is that of the initial weights."""
     parallel = [f"TENSOR_PARALLEL_SIZE={gpus}", f"TENSOR_PARALLEL_MODE={mode}"] if mode else []
     settings = [f"INIT={trained}", "LEARNING_RATE=1e-50", "MAX_STEPS=1", *parallel]
@@ -109,7 +109,7 @@ def test_every_mode_starts_from_the_same(trained: Path, data: Path, gpus: int, m
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
-def test_the_head_alone_is_trained_and_then_the_whole(trained: Path, data: Path, tmp_path):
+def test_the_head_alone_is_trained_and_then_the_whole(trained, data, tmp_path):
     settings = ("EMA=0.9", "MODEL.dropout=0.1")
     train(data, tmp_path / "run", f"INIT={trained}", "FREEZE=body", *settings)
     source = load_file(newest_checkpoint(trained / "checkpoints") / "ema.safetensors")

@@ -3,7 +3,6 @@
 import re
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,7 +123,7 @@ def test_half_precision_takes_float32_and_tuples_between_layers(name: str):
     assert model(torch.empty(1, 3, 224, 224, device="meta")).dtype == torch.bfloat16
 
 
-def test_a_model_of_ours_that_is_not_timms_starts_from_its_own_weights(data: Path, tmp_path):
+def test_a_model_of_ours_that_is_not_timms_starts_from_its_own_weights(data, tmp_path):
     settings = ["MODEL.stem=conv", "MODEL.pool=seq"]
     output = train(data, tmp_path / "run", *settings)
     run = open_run(str(output))
@@ -136,7 +135,7 @@ def test_a_model_of_ours_that_is_not_timms_starts_from_its_own_weights(data: Pat
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "resnet18")) for name in (*MODELS, "BEiT")]
 )
-def test_tools_take_it(name: str, data: Path, tmp_path, capsys):
+def test_tools_take_it(name: str, data, tmp_path, capsys):
     model = f"MODEL={(MODELS | {'BEiT': BEIT})[name]}"
     output = train(data, tmp_path / "run", model, "EMA=0.5")
     run = open_run(str(output))
@@ -216,7 +215,7 @@ def test_refusals(settings: list[str], message: str):
         ("timm='test_resnet'", "'test_resnet' does not support tensor parallel mode '1d': set it to None"),
     ],
 )
-def test_tensor_parallel_modes_are_refused(data: Path, tmp_path, model: str, message: str):
+def test_tensor_parallel_modes_are_refused(data, tmp_path, model: str, message: str):
     settings = [f"MODEL=dict({model})", "TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d"]
     with pytest.raises(UserError, match=f"{re.escape(message)}$"):
         train(data, tmp_path, *settings, flags=["--dry-run", "--gpus", "2"])

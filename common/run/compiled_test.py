@@ -68,7 +68,7 @@ def test_losses_names_and_graphs(backend, how, ranks, settings, graphs, toleranc
     assert outcomes[1] == pytest.approx(outcomes[0], rel=tolerance)
 
 
-def test_a_compiler_that_fails_is_one_line_with_the_remedy(data: Path, tmp_path):
+def test_a_compiler_that_fails_is_one_line_with_the_remedy(data, tmp_path):
     def main(argv: list[str]) -> None:
         torch._inductor.config.cpp.cxx = (None, "false")
         tiny_task.train(data, tmp_path / "run", "COMPILE=True")

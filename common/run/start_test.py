@@ -19,7 +19,7 @@ def start(data: Path, output: Path, *settings: str) -> Ended:
     return run_forked(lambda words: train(data, output, "MAX_STEPS=1", *words), settings)
 
 
-def test_the_first_lines_name_what_is_set_within_80_columns(data: Path, tmp_path):
+def test_the_first_lines_name_what_is_set_within_80_columns(data, tmp_path):
     keys = ("OPTIMIZER.layer_decay=0.5", "zero=dict(stage=3)", "MODEL.num_classes=9", "EMA=0.99")
     whole = start(data, tmp_path / "whole", *keys)
     head = start(data, tmp_path / "head", f"INIT={tmp_path / 'whole'}", "FREEZE=body", "MICRO_BATCH_SIZE=64")
@@ -47,7 +47,7 @@ def test_it_says_how_long_a_step_takes_on_a_cpu(monkeypatch):
     assert not explain_cpu(load_config("quickstart"), 128, 1)
 
 
-def test_what_this_machine_lacks_is_refused_by_a_start_only(data: Path, tmp_path):
+def test_what_this_machine_lacks_is_refused_by_a_start_only(data, tmp_path):
     for flags in ([], ["--dry-run"]):
         ended = run_forked(
             lambda _, flags=flags: train(data, tmp_path / "run", "MODEL.width=65536", "MODEL.depth=20", flags=flags), []
@@ -90,7 +90,7 @@ def test_what_is_refused(words: list[str], message: str):
         parse_arguments(["--config", "quickstart", *words], "")
 
 
-def test_out_of_memory_is_one_line_with_the_micro_batch_that_should_fit(data: Path, tmp_path):
+def test_out_of_memory_is_one_line_with_the_micro_batch_that_should_fit(data, tmp_path):
     def main(argv: list[str]) -> None:
         def fail(*_: object) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

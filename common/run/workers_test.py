@@ -32,7 +32,7 @@ def when_training(output: Path, action: Callable[[], None]) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a file system")
-def test_trains_with_almost_no_shared_memory(data: Path, tmp_path):
+def test_trains_with_almost_no_shared_memory(data, tmp_path):
     def main(argv: list[str]) -> None:
         assert ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) == 0
         subprocess.run(["mount", "--make-rprivate", "/"], check=True)
@@ -44,7 +44,7 @@ def test_trains_with_almost_no_shared_memory(data: Path, tmp_path):
     assert ended.stdout.splitlines()[-1].startswith("top1=")
 
 
-def test_a_worker_that_is_killed_ends_the_run(data: Path, tmp_path):
+def test_a_worker_that_is_killed_ends_the_run(data, tmp_path):
     output = tmp_path / "run"
 
     def main(argv: list[str]) -> None:
@@ -57,7 +57,7 @@ def test_a_worker_that_is_killed_ends_the_run(data: Path, tmp_path):
     assert re.fullmatch("error: DATA.workers=2: a worker has died, status -9; if .*", line)
 
 
-def test_sigterm_ends_a_run_whose_workers_are_stuck(data: Path, tmp_path):
+def test_sigterm_ends_a_run_whose_workers_are_stuck(data, tmp_path):
     def stick() -> None:
         for process in multiprocessing.active_children():
             os.kill(process.pid, signal.SIGSTOP)

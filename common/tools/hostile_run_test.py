@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from common.errors import UserError
 from common.tools import evaluate, report
 
 
-def test_no_module_that_a_run_names_is_imported(run: Path, tmp_path):
+def test_no_module_that_a_run_names_is_imported(run, tmp_path):
     hostile = shutil.copytree(run, tmp_path / "run", symlinks=True)
     file = newest_checkpoint(hostile / "checkpoints") / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"task": "evil"}))
@@ -20,7 +19,7 @@ def test_no_module_that_a_run_names_is_imported(run: Path, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["report.html", "evaluation/{step}/evaluation.json"])
-def test_nothing_is_written_through_a_link_in_a_run(run: Path, tmp_path, name: str):
+def test_nothing_is_written_through_a_link_in_a_run(run, tmp_path, name: str):
     hostile, ours = shutil.copytree(run, tmp_path / "run", symlinks=True), tmp_path / "ours"
     link = hostile / name.format(step=newest_checkpoint(hostile / "checkpoints").name)
     ours.write_text("ours")

@@ -68,7 +68,7 @@ def test_a_model_by_timms_name_answers_as_in_timm(name: str, hub: Path, tmp_path
     assert [answer["class"] for answer in found] == [names[label] for label in shares.indices.tolist()]
 
 
-def test_two_processes_start_from_it_or_are_told_what_fits(hub: Path, data: Path, tmp_path, capfd):
+def test_two_processes_start_from_it_or_are_told_what_fits(hub: Path, data, tmp_path, capfd):
     def start(words: list[str]) -> None:
         output, *settings = words
         train(data, tmp_path / output, "MAX_STEPS=1", *settings)
@@ -86,7 +86,7 @@ def test_two_processes_start_from_it_or_are_told_what_fits(hub: Path, data: Path
     )
 
 
-def test_an_export_on_the_hub_is_evaluated_as_in_training(hub: Path, run: Path, data: Path, tmp_path):
+def test_an_export_on_the_hub_is_evaluated_as_in_training(hub: Path, run, data, tmp_path):
     export.main([str(run), "--to", "timm", "--output", str(hub / "user" / "colours")])
     (tmp_path / "images").mkdir()
     for split, ours in (("train", "train"), ("val", "test")):  # as in ImageNet's folder

@@ -21,7 +21,7 @@ from common.errors import AgreedError, RankError, UserError, command_parser, run
         (AgreedError, "1", True, False),
     ],
 )
-def test_who_speaks(error: type, rank: str, joined: bool, speaks: bool, monkeypatch, capsys):
+def test_who_speaks(error, rank, joined, speaks, monkeypatch, capsys):
     def main(argv: list[str]) -> None:
         raise error("KEY=1: choose 2")
 
@@ -46,7 +46,7 @@ def test_who_speaks(error: type, rank: str, joined: bool, speaks: bool, monkeypa
         (KeyboardInterrupt(), 130, ""),
     ],
 )
-def test_an_end_without_a_traceback(error: BaseException, code: int, printed: str, capsys):
+def test_an_end_without_a_traceback(error, code, printed, capsys):
     def main(argv: list[str]) -> None:
         raise error
 

@@ -28,7 +28,7 @@ class Point(Schema):
         (b" " * 2000, "2,000 bytes, more than 1,000"),
     ],
 )
-def test_what_does_not_fit_the_schema_is_one_short_line(text: bytes, words: str, tmp_path):
+def test_what_does_not_fit_the_schema_is_one_short_line(text, words, tmp_path):
     (tmp_path / "file").write_bytes(text)
     with pytest.raises(UserError, match=words) as error:
         read_json(tmp_path / "file", Point, 1000)

@@ -39,7 +39,7 @@ def test_instruction_sets(monkeypatch, has, aten, name, fast):
         ("0::/docker/x", {"cpu.max": "50000 100000", "memory.max": "123456"}, 0.5, ""),
     ],
 )
-def test_the_quota_of_a_cgroup(tmp_path, groups: str, files: dict, quota: float, group: str):
+def test_the_quota_of_a_cgroup(tmp_path, groups, files, quota, group):
     (tmp_path / "cgroup").write_text(groups + "\n")
     for name, content in files.items():
         (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ ALL, LOW, MIDDLE = (frozenset(range(*ends)) for ends in ((64,), (32,), (16, 48))
         ([CpuLimits("a", ALL, 4.0, "one"), CpuLimits("a", ALL, 2.5, "two")], [4, 3]),
     ],
 )
-def test_ranks_divide_what_they_have_in_common(processes: list[CpuLimits], expected: list[int]):
+def test_ranks_divide_what_they_have_in_common(processes, expected):
     assert [share_of_cores(process, processes) for process in processes] == expected
 
 

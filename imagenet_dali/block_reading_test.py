@@ -16,7 +16,7 @@ from imagenet_dali.task import describe_data
 from imagenet_dali.testing import write_config
 
 
-def test_a_block_is_read_once_and_at_once(prepared: Path, monkeypatch):
+def test_a_block_is_read_once_and_at_once(prepared, monkeypatch):
     sizes, split = [], open_split(prepared, "train")
     expected, read_file_range = [split.read(number) for number in range(len(split))], dataset.read_file_range
 
@@ -37,7 +37,7 @@ def test_a_block_is_read_once_and_at_once(prepared: Path, monkeypatch):
     assert len(sizes) < samples / 8
 
 
-def test_shards_sorted_by_class_are_not_read_in_blocks(prepared: Path, monkeypatch):
+def test_shards_sorted_by_class_are_not_read_in_blocks(prepared, monkeypatch):
     split = open_split(prepared, "train")
     rows = split.records.copy()
     rows["label"].sort()

@@ -34,7 +34,7 @@ FAULTS: list[tuple[Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("corrupt", "message"), FAULTS)
-def test_files_that_do_not_fit_the_manifest_are_refused(data, corrupt: Callable, message: str):
+def test_files_that_do_not_fit_the_manifest_are_refused(data, corrupt, message):
     corrupt(data)
     with pytest.raises(UserError, match=message):
         open_split(data, "train")

@@ -101,7 +101,7 @@ def test_class_folders_are_split_by_class(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["val", "Valid", "validation", "DEV"])
-def test_a_validation_folder_has_one_of_these_names_and_test_is_for_requests(tmp_path, name: str):
+def test_a_validation_folder_has_one_of_these_names_and_test_is_for_requests(tmp_path, name):
     names = ("train/a/1", "train/b/deep/er/2", f"{name}/b/3", "test/a/4")
     source = list_source(fill(tmp_path, dict.fromkeys(names, b"1")))
     assert source.splits == {"train": [("train/a/1", 0), ("train/b/deep/er/2", 1)], "validation": [(f"{name}/b/3", 1)]}
@@ -164,6 +164,6 @@ REFUSED: list[tuple[Files, str]] = [
 
 
 @pytest.mark.parametrize(("files", "message"), REFUSED)
-def test_what_is_no_source_is_refused(tmp_path, files: Files, message: str):
+def test_what_is_no_source_is_refused(tmp_path, files, message):
     with pytest.raises(UserError, match=message):
         list_source(fill(tmp_path, files))

@@ -40,7 +40,7 @@ SAMPLES = [(jpeg(20 + number, 40, seed=number), number % 3) for number in range(
 
 
 @pytest.mark.parametrize(("base", "names"), [(0, "{split}/{split}-0000{n}-of-2"), (1, "{split}-0000{n}-of-2")])
-def test_foreign_shards_are_adopted_with_labels_from_0(tmp_path, base: int, names: str):
+def test_foreign_shards_are_adopted_with_labels_from_0(tmp_path, base, names):
     samples = [(image, label + base) for image, label in SAMPLES]
     for split in ("train", "validation"):
         for n in range(2):

@@ -71,7 +71,7 @@ def help_of(program: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_it_names_exists(page: str, monkeypatch):
+def test_what_it_names_exists(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     text = (ROOT / page).read_text()
     for command in commands(page):

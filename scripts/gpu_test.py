@@ -124,7 +124,7 @@ def train_steps(batches: list[tuple[Tensor, Tensor]], config: dict[str, Any]) ->
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("loader", ["torchvision", "dali"])
-def test_quickstart(loader: str, compiled: bool, digits: Path, tmp_path, record: Record):
+def test_quickstart(loader, compiled, digits, tmp_path, record):
     started = time.monotonic()
     top1 = run(command(digits, tmp_path / "run", f"DATA.loader={loader}", f"COMPILE={compiled}"))
     record(top1=top1, seconds=time.monotonic() - started)
@@ -133,7 +133,7 @@ def test_quickstart(loader: str, compiled: bool, digits: Path, tmp_path, record:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
-def test_numerics(optimizer: str, compiled: bool, record: Record):
+def test_numerics(optimizer, compiled, record):
     """Five steps in every precision, against a plain loop in float64 on the CPU."""
     random = torch.Generator().manual_seed(1)
     images, labels = torch.randn(5, 32, 3, 64, 64, generator=random), torch.randint(10, (5, 32), generator=random)
@@ -173,7 +173,7 @@ class ForbidWaiting(BaseHook):
 
 
 @pytest.mark.parametrize("amp", ["None", "dict(mode=AMP_TYPE.TORCH,dtype='bfloat16')", "dict(mode=AMP_TYPE.TORCH)"])
-def test_the_host_does_not_wait(amp: str, tmp_path, monkeypatch, record: Record):
+def test_the_host_does_not_wait(amp, tmp_path, monkeypatch, record):
     """CIFAR-10's training with its augmentation; a line that waits raises there."""
     for split in ("train", "test"):
         write_photographs(tmp_path / "data" / split, ("cat", "dog"), 160, 32, 32)
@@ -186,7 +186,7 @@ def test_the_host_does_not_wait(amp: str, tmp_path, monkeypatch, record: Record)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_resume_is_exact(dtype: str, digits: Path, tmp_path, record: Record):
+def test_resume_is_exact(dtype, digits, tmp_path, record):
     """Six steps, the same again, and three that are saved and resumed."""
     amp, left = ["fp16=None"] if dtype == "float32" else [f"fp16.dtype={dtype!r}"], {}
     for name, end in (("once", 6), ("again", 6), ("resumed", 3), ("resumed", 6)):
@@ -208,7 +208,7 @@ def test_resume_is_exact(dtype: str, digits: Path, tmp_path, record: Record):
         (VIT_B16 | {"activation_checkpoint": True}, 256, "TORCH bfloat16", "lamb", 1),
     ],
 )
-def test_memory(model: dict, batch: int, mode: str, optimizer: str, accumulation: int, record: Record):
+def test_memory(model, batch, mode, optimizer, accumulation, record):
     """The peak that --dry-run predicts, against that of a training step."""
     config = load_config("vit_s16_vanilla") | {"fp16": None, "clip_grad_norm": 1.0, **MODES[mode]}
     config |= {"OPTIMIZER": {"name": optimizer}, "parallel": resolve_parallel(None, 1)}
@@ -223,7 +223,7 @@ def test_memory(model: dict, batch: int, mode: str, optimizer: str, accumulation
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_two_processes_on_one_gpu(compiled: bool, digits: Path, tmp_path, record: Record):
+def test_two_processes_on_one_gpu(compiled, digits, tmp_path, record):
     """They train as one does, over gloo."""
     settings = ("MAX_STEPS=20", "MIXUP=0.0", "fp16=None", "TF32=False", "LOG.every=1", f"COMPILE={compiled}")
     run(command(digits, tmp_path / "one", *settings))
@@ -234,7 +234,7 @@ def test_two_processes_on_one_gpu(compiled: bool, digits: Path, tmp_path, record
     assert difference < 1e-3
 
 
-def test_a_killed_rank_ends_the_other(digits: Path, tmp_path, record: Record):
+def test_a_killed_rank_ends_the_other(digits, tmp_path, record):
     words = [*command(digits, tmp_path / "run", "LOG.every=1", launcher=TWO), "--backend", "gloo"]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL) as launcher:
         metrics = tmp_path / "run" / "metrics.jsonl"
@@ -250,7 +250,7 @@ def test_a_killed_rank_ends_the_other(digits: Path, tmp_path, record: Record):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("part", "model"), [("step", VIT_B16), ("step", VIT_S16), ("lamb", {})])
-def test_speed(part: str, model: dict[str, int], compiled: bool, record: Record):
+def test_speed(part, model, compiled, record):
     """ViT-B/16 and ViT-S/16 at batch 256 in bfloat16, beside bare PyTorch and timm; LAMB beside timm's."""
     shape = model and model | {"mlp_ratio": 4.0, "dropout": 0.0}
     settings = (*(f"MODEL.{key}={value}" for key, value in shape.items()), "TOTAL_BATCH_SIZE=256")
@@ -260,7 +260,7 @@ def test_speed(part: str, model: dict[str, int], compiled: bool, record: Record)
 
 
 @pytest.mark.parametrize("load", [None, 0.0, 0.65, 1.0])
-def test_dali(load: float | None, tmp_path, monkeypatch, record: Record):
+def test_dali(load, tmp_path, monkeypatch, record):
     """Windows, or whole images of which the GPU's JPEG engine decodes a share; pixels against the CPU's."""
     write_photographs(tmp_path / "images", "abcd", 4096, 500, 400)
     prepare([str(tmp_path / "images"), str(tmp_path / "shards"), "--validation-share", "0.125"])
@@ -284,7 +284,7 @@ def test_dali(load: float | None, tmp_path, monkeypatch, record: Record):
 
 
 @pytest.mark.skipif("CIFAR10" not in os.environ, reason="CIFAR10 names no folder of CIFAR-10")
-def test_cifar10(record: Record):
+def test_cifar10(record):
     """ViT-Lite-7/4, all 200 epochs in bfloat16; a second call resumes what the time limit has stopped."""
     settings = ["fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bfloat16'", f"DATA.root={os.environ['CIFAR10']}"]
     settings += ["EVAL_EVERY=10", "CHECKPOINT_EVERY='1 min'", "OUTPUT=outputs/gpu_cifar10"]

@@ -91,7 +91,7 @@ def resume(run: Path) -> None:
         (MARKER, b"", " does not list model.safetensors, "),
     ],
 )
-def test_a_file_with_the_right_checksum_and_the_wrong_content(file: str, change, fault: str, tmp_path):
+def test_a_file_with_the_right_checksum_and_the_wrong_content(file, change, fault, tmp_path):
     content = build_content()
     content[file] = content[file].replace(*change) if isinstance(change, tuple) else change
     write_checkpoint(tmp_path / "step-00000001", content)
@@ -100,7 +100,7 @@ def test_a_file_with_the_right_checksum_and_the_wrong_content(file: str, change,
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(st.sampled_from(DAMAGED), st.sampled_from(DAMAGE), st.integers(0, 10**6), st.booleans())
-def test_damage_is_refused_in_one_line(tmp_path_factory, name: str, how: str, seed: int, is_signed: bool):
+def test_damage_is_refused_in_one_line(tmp_path_factory, name, how, seed, is_signed):
     run = tmp_path_factory.mktemp("damaged") / "run"
     path = checkpoint_path(run / "checkpoints", 1)
     write_checkpoint(path, build_content())

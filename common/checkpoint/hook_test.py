@@ -85,7 +85,7 @@ def train(data: Path, output: Path, settings: Sequence[str] = (), stop: Any = No
         *(pytest.param(mode, "fp32", [(3, False)], marks=pytest.mark.slow) for mode in ("2.5d-8", "zero 1 x 1d-2")),
     ],
 )
-def test_resumes_bit_for_bit(mode: str, amp: str, stops: list[tuple[int, bool]], data, tmp_path):
+def test_resumes_bit_for_bit(mode, amp, stops, data, tmp_path):
     gpus, options = CASES[mode]
     settings = [f"{key}={value!r}" for key, value in options.items()] + [f"fp16={AMP[amp]}"]
     settings += ["MODEL=dict(timm='test_resnet', image_size=32)"] * (amp == "timm")

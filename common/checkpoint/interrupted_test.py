@@ -85,12 +85,12 @@ def send(number: int) -> Inject:
         (save, "save_file", 7),  # in the middle of the second checkpoint
     ],
 )
-def test_kill_9(owner: Any, name: str, call: int, data, whole: dict[str, Any], tmp_path):
+def test_kill_9(owner, name, call, data, whole, tmp_path):
     assert run(data, tmp_path / "run", at(owner, name, call, send(signal.SIGKILL))).code == -signal.SIGKILL
     rerun(data, tmp_path / "run", whole)
 
 
-def test_a_job_that_is_stopped_and_requeued(data, whole: dict[str, Any], tmp_path):
+def test_a_job_that_is_stopped_and_requeued(data, whole, tmp_path):
     """Slurm warns with SIGUSR1 before the time limit, and ends a job with SIGTERM."""
     for number, name, code in (
         (signal.SIGUSR1, "SIGUSR1", 143),
@@ -104,7 +104,7 @@ def test_a_job_that_is_stopped_and_requeued(data, whole: dict[str, Any], tmp_pat
     rerun(data, tmp_path / "run", whole)
 
 
-def test_a_full_disk(data, whole: dict[str, Any], tmp_path):
+def test_a_full_disk(data, whole, tmp_path):
     def fail() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -130,7 +130,7 @@ def flip_a_bit(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip_a_bit, Path.unlink])
-def test_a_damaged_checkpoint(damage: Callable[[Path], None], stopped: Path, data, whole: dict[str, Any], tmp_path):
+def test_a_damaged_checkpoint(damage, stopped, data, whole, tmp_path):
     output = shutil.copytree(stopped, tmp_path / "run", symlinks=True)
     newest, before = list_checkpoints(output / "checkpoints")[:2]
     damage(newest / (MARKER if damage is Path.unlink else "optimizer.safetensors"))

@@ -52,7 +52,7 @@ def test_the_newest_is_chosen(tmp_path):
         ("nope", "a", "^--resume nope: no such folder"),
     ],
 )
-def test_what_is_refused(resume: str, output: str, words: str, tmp_path):
+def test_what_is_refused(resume, output, words, tmp_path):
     for name in ("a", "b"):
         write(tmp_path / name, 9)
     with pytest.raises(UserError, match=words):
@@ -68,7 +68,7 @@ def test_what_is_refused(resume: str, output: str, words: str, tmp_path):
         ("INIT=a", "INIT='a' "),
     ],
 )
-def test_what_changes_training_is_refused_unless_allowed_or_branched_off(tmp_path, setting: str, words: str):
+def test_what_changes_training_is_refused_unless_allowed_or_branched_off(tmp_path, setting, words):
     (path,) = write(tmp_path, 9)
     changed, key = restore_config(CONFIG, [setting], where=""), setting.partition("=")[0]
     with pytest.raises(UserError, match=words) as refused:
@@ -80,7 +80,7 @@ def test_what_changes_training_is_refused_unless_allowed_or_branched_off(tmp_pat
 
 
 @pytest.mark.parametrize("setting", ["TOTAL_BATCH_SIZE=32", "SEED=2", "OPTIMIZER.name='sgd'"])
-def test_what_the_state_depends_on_never_changes(tmp_path, setting: str):
+def test_what_the_state_depends_on_never_changes(tmp_path, setting):
     (path,) = write(tmp_path, 9)
     changed = restore_config(CONFIG, [setting], where="")
     with pytest.raises(UserError, match=f"{setting}: .* keep that, or start another run with --output DIR"):

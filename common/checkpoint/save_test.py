@@ -29,7 +29,7 @@ def value_of(path: Path) -> float:
     return load_file(path / "model.safetensors")["head.bias"][0].item()
 
 
-def test_checksums_and_modes_are_those_of_the_shell(small: Path, tmp_path):
+def test_checksums_and_modes_are_those_of_the_shell(small, tmp_path):
     subprocess.run(["sha256sum", "--check", "--strict", "COMPLETE"], cwd=small, check=True, capture_output=True)
     (tmp_path / "new").touch()
     assert {file.stat().st_mode for file in small.iterdir()} == {(tmp_path / "new").stat().st_mode}
@@ -60,7 +60,7 @@ def write_and_die(path: Path, value: float, calls: int) -> bool:
     return process.exitcode == 9
 
 
-def test_after_a_kill_at_any_point_the_old_or_the_new_checkpoint_is_whole(small: Path):
+def test_after_a_kill_at_any_point_the_old_or_the_new_checkpoint_is_whole(small):
     seen = []
     while write_and_die(small, 2.0, calls=len(seen) + 1):
         assert choose_checkpoint("auto", small.parent.parent) == small

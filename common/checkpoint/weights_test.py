@@ -54,7 +54,7 @@ def timms(weights: dict[str, Tensor], ours: nn.Module, **arguments: object) -> n
 @pytest.mark.parametrize(
     "parts", [{}, {"reg_tokens": 4}, {"reg_tokens": 4, "no_embed_class": True, "init_values": 0.1}]
 )
-def test_other_classes_and_another_size_are_timms(pool: str, position: str, size: int, parts: dict, tmp_path):
+def test_other_classes_and_another_size_are_timms(pool, position, size, parts, tmp_path):
     arguments = OTHER | {"pool": pool, "position": position, "image_size": 32, **parts}
     theirs = VisionTransformer(**timm_arguments(**arguments | {"num_classes": 9}))
     source = build_model(**arguments | {"num_classes": 9})
@@ -99,7 +99,7 @@ def test_a_run_a_checkpoint_a_file_and_exports_give_the_averaged_weights_and_hea
 
 
 @pytest.mark.parametrize(("gpus", "mode"), [(2, None), (2, "1d"), (4, "2d")])
-def test_every_mode_starts_from_the_same(trained, data, gpus: int, mode: str | None, tmp_path):
+def test_every_mode_starts_from_the_same(trained, data, gpus, mode, tmp_path):
     """At a learning rate of 0, the evaluation after a step is that of the initial weights."""
     parallel = [f"TENSOR_PARALLEL_SIZE={gpus}", f"TENSOR_PARALLEL_MODE={mode}"] if mode else []
     settings = [f"INIT={trained}", "LEARNING_RATE=1e-50", "MAX_STEPS=1", *parallel]
@@ -140,13 +140,13 @@ def test_the_head_alone_is_trained_and_then_the_whole(trained, data, tmp_path):
         ),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(saved: Path, change: dict, message: str):
+def test_weights_that_do_not_fit_are_refused(saved, change, message):
     with pytest.raises(UserError, match=message) as raised:
         load_pretrained(build_model(**OTHER | change), str(saved))
     assert "\n" not in str(raised.value)
 
 
-def test_weights_that_are_not_finite_are_refused(saved: Path):
+def test_weights_that_are_not_finite_are_refused(saved):
     weights = load_file(saved)
     weights["blocks.1.mlp.fc1.bias"][3] = torch.nan
     save_file(weights, saved)

@@ -29,9 +29,7 @@ LAYERS = ("first", "norm", "activation", "last", "batch_norm")
         (dict(mode=APEX, opt_level="O3", dtype=FLOAT16), "cuda", Cast.PARAMETERS, FLOAT16, None),
     ],
 )
-def test_config(
-    fp16: dict | None, device: str, cast: Cast | None, dtype: torch.dtype, scale: float | None, monkeypatch
-):
+def test_config(fp16, device, cast, dtype, scale, monkeypatch):
     monkeypatch.setattr(amp, "is_fast", lambda name: name == "bfloat16")
     precision = build_mixed_precision(fp16, device)
     assert (precision.cast, precision.dtype, compute_dtype(fp16, device)) == (cast, dtype, dtype)
@@ -56,7 +54,7 @@ def test_the_default_of_a_gpu_is_the_type_that_it_has(capability, dtype, monkeyp
         *((dict(mode=mode), FLOAT32, ()) for mode in AMP_TYPE),
     ],
 )
-def test_types(fp16: dict, dtype: torch.dtype, in_half: tuple[str, ...], monkeypatch):
+def test_types(fp16, dtype, in_half, monkeypatch):
     monkeypatch.setattr(amp, "is_fast", lambda _: False)
     seen = {}
     with launched(fp16=fp16):
@@ -110,7 +108,7 @@ def distance(losses: list[float], expected: list[float]) -> float:
 
 @pytest.mark.parametrize("optimizer_name", ["sgd", "lamb"])
 @pytest.mark.parametrize("name", MODES)
-def test_stays_near_float32(name: str, optimizer_name: str):
+def test_stays_near_float32(name, optimizer_name):
     """With LAMB, activations are recomputed in the backward pass."""
     expected = in_float32(optimizer_name)
     with launched_here():
@@ -124,7 +122,7 @@ def train_as_rank(config: dict[str, Any]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("case", ["dp2", "1d-2", "2d-4", "2.5d-8", "3d-8"])
-def test_stays_near_float32_in_parallel(case: str):
+def test_stays_near_float32_in_parallel(case):
     by_rank = run_ranks(CASES[case][0], train_as_rank, CASES[case][1])
     for number, name in enumerate(IN_PARALLEL):
         assert all(losses[number] == by_rank[0][number] for losses in by_rank)

@@ -56,7 +56,7 @@ def test_each_launch_finds_the_device_and_seeds_the_generators(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_every_group_has_the_timeout_and_nccl_outlives_the_others_verdict(backend: str, monkeypatch):
+def test_every_group_has_the_timeout_and_nccl_outlives_the_others_verdict(backend, monkeypatch):
     join_groups({}, 0, 1, "", 0, backend="gloo", verbose=False)
     monkeypatch.setattr(gpc, "watcher", SimpleNamespace(timeout=600.0, stop=lambda state: None))
     groups, chosen = mock.patch.dict(gpc._groups), mock.patch.object(dist, "get_backend", return_value=backend)

@@ -63,7 +63,7 @@ class OneShot:
 
 
 @pytest.mark.parametrize(("accumulation", "size"), [(1, 8), (3, 6)])
-def test_every_pass_is_whole(accumulation: int, size: int):
+def test_every_pass_is_whole(accumulation, size):
     steps, expected = WholeSteps(OneShot(8), accumulation), list(range(1, size + 1))
     assert (len(steps), list(steps), list(steps)) == (size, expected, expected)
     assert steps.handed_out == 2 * size  # no batch is read and dropped

@@ -48,7 +48,7 @@ def run_script(name: str, config: Path, *flags: str) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "by_epoch"), [(1, False), (2, True)])
-def test_the_benchmarks_script_trains_and_logs_with_every_hook(ranks: int, by_epoch: bool, tmp_path, capfd):
+def test_the_benchmarks_script_trains_and_logs_with_every_hook(ranks, by_epoch, tmp_path, capfd):
     (tmp_path / "config.py").write_text(f"{BENCHMARK}BY_EPOCH, LOG_PATH = {by_epoch}, '{tmp_path}'\n")
     run_ranks(ranks, run_script, "benchmark.py", tmp_path / "config.py", "--from_torch")
     printed = capfd.readouterr()
@@ -72,7 +72,7 @@ def test_the_benchmarks_script_trains_and_logs_with_every_hook(ranks: int, by_ep
 
 
 @pytest.mark.parametrize("flags", [["--use_trainer"], []])
-def test_the_amp_scripts_schedule_steps_once_per_optimizer_step(flags: list[str], tmp_path, capfd):
+def test_the_amp_scripts_schedule_steps_once_per_optimizer_step(flags, tmp_path, capfd):
     (tmp_path / "config.py").write_text(AMP)
     run_ranks(2, run_script, "amp.py", tmp_path / "config.py", *flags)
     words = " ".join(capfd.readouterr().out.split())
@@ -100,7 +100,7 @@ def launch_own(config: Any) -> tuple[dict[str, Any], int, str]:
         (dict(TENSOR_PARALLEL_SIZE=2, TENSOR_PARALLEL_MODE="1d", BATCH_SIZE=7), None, {"BATCH_SIZE": 7}, 2),
     ],
 )
-def test_a_script_gets_the_config_that_train_py_gets(config, recipe, own: dict, size: int, tmp_path, monkeypatch):
+def test_a_script_gets_the_config_that_train_py_gets(config, recipe, own, size, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(OWN)
     values, tensor_size, backend = run_ranks(size, launch_own, config)[0]

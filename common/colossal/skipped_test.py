@@ -57,7 +57,7 @@ def skip_one(optimizer_name: str, criterion: FaultyLoss) -> list[bool]:
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("mode", [None, *MODES])
-def test_a_skipped_update_leaves_no_trace(mode: str | None, optimizer_name: str):
+def test_a_skipped_update_leaves_no_trace(mode, optimizer_name):
     fp16 = MODES[mode] | ({"init_scale": SCALE} if " float16" in mode else {}) if mode else None
     with launched(gradient_accumulation=ACCUMULATION, clip_grad_norm=0.3, fp16=fp16):
         assert skip_one(optimizer_name, FaultyLoss([2])) == [True, False, True]
@@ -74,7 +74,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("micro_batch", [2, 3])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_any_fault_in_any_micro_batch_counts(fault: str, micro_batch: int):
+def test_any_fault_in_any_micro_batch_counts(fault, micro_batch):
     with launched(gradient_accumulation=ACCUMULATION):
         assert skip_one("adamw", FaultyLoss([micro_batch], FAULTS[fault])) == [True, False, True]
 
@@ -90,7 +90,7 @@ def update(engine: Engine, gradient: float) -> None:
     ("name", "options"),
     [("sgd", {}), ("sgd", {"momentum": 0.0}), *(("lamb", {"variant": variant}) for variant in ("colossalai", "apex"))],
 )
-def test_training_continues_as_if_an_update_had_not_been(name: str, options: dict, monkeypatch):
+def test_training_continues_as_if_an_update_had_not_been(name, options, monkeypatch):
     monkeypatch.setattr(torch, "empty_like", lambda tensor, **_: torch.full_like(tensor, 1e9))  # memory used before
 
     def train(*gradients: float) -> Tensor:
@@ -121,7 +121,7 @@ def skip_together(config: dict, faulty: int) -> list[list[bool]]:
         (2, CASES["1d-2"][1] | {"fp16": FP16 | {"mode": AMP_TYPE.NAIVE}}),
     ],
 )
-def test_all_ranks_skip_what_is_not_finite_on_one(processes: int, config: dict):
+def test_all_ranks_skip_what_is_not_finite_on_one(processes, config):
     for moved in run_ranks(processes, skip_together, config, processes - 1):
         assert moved == [[True, False, True]] * (len(OPTIMIZERS) if processes == 2 else 1)
 

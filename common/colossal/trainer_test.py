@@ -104,7 +104,7 @@ def test_counts_with_accumulation(monkeypatch):
         ({"epochs": 2, "accumulation": 2, "max_steps": 3}, [2, 3], 3),
     ],
 )
-def test_evaluation_and_end(options: dict, evaluated_at: list[int], ended_at: int):
+def test_evaluation_and_end(options, evaluated_at, ended_at):
     recorder = Recorder(lambda trainer: trainer.step)
     trainer = fit([recorder], test_batches=1, **options)
     assert recorder.seen("before_test") == evaluated_at
@@ -134,7 +134,7 @@ def test_a_resumed_epoch_of_a_data_set_that_has_shrunk_is_over():
         lambda optimizer: CosineAnnealingWarmupLR(optimizer, 12, warmup_steps=2),
     ],
 )
-def test_a_resumed_schedule_goes_on_at_its_place(build_schedule: Any, by_epoch: bool):
+def test_a_resumed_schedule_goes_on_at_its_place(build_schedule, by_epoch):
     def rates(*hooks: BaseHook) -> list[float]:
         recorder = Recorder(lambda trainer: trainer.learning_rate)
         fit([*hooks, recorder], epochs=4, build_schedule=build_schedule, by_epoch=by_epoch)

@@ -39,7 +39,7 @@ def train(stage: int | None) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_mixed_precision_and_recomputed_blocks_are_those_of_data_parallelism(stage: int):
+def test_mixed_precision_and_recomputed_blocks_are_those_of_data_parallelism(stage):
     ranks = stage + 1  # of four, two have nothing of sequence pooling's one row
     found, expected = (run_ranks(ranks, train, each)[0] for each in (stage, None))
     for name, losses in found.items():
@@ -55,7 +55,7 @@ def test_mixed_precision_and_recomputed_blocks_are_those_of_data_parallelism(sta
         (["fp16={'mode':'AMP_TYPE.APEX','opt_level':'O3'}"], "fp16.opt_level='O3': set it to 'O2'"),
     ],
 )
-def test_contradictions_are_refused_with_both_keys(settings: list[str], words: str):
+def test_contradictions_are_refused_with_both_keys(settings, words):
     with pytest.raises(UserError) as caught:
         load_config("vit_s16_vanilla", ["zero.stage=3", *settings])
     assert str(caught.value) == f"zero={{'stage': 3}} does not support {words}, or zero=None"

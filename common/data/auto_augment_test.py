@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from common.data.auto_augment import AutoAugment, Policy, RandAugment
+from common.data.auto_augment import AutoAugment, RandAugment
 
 RANDOM = np.random.default_rng(0)
 NOISE = RANDOM.integers(0, 256, (4, 5, 3), np.uint8)
@@ -52,13 +52,13 @@ def auto_augment(numbers: np.ndarray) -> Image.Image:
         *((RandAugment(2, m), lambda numbers, m=m: rand_augment(round(100 * m), numbers)) for m in (0, 3, 7.77, 10)),
     ],
 )
-def test_an_image_is_augmented_as_by_torchvision(policy: Policy, theirs):
+def test_an_image_is_augmented_as_by_torchvision(policy, theirs):
     for numbers in RANDOM.random((100, policy.uniforms)):
         assert np.array_equal(policy(IMAGE, numbers), theirs(numbers))
 
 
 @pytest.mark.parametrize("magnitude", [0, 3, 9.5, 10])
-def test_each_operation_on_a_batch_is_that_on_an_image_within_rounding(magnitude: float):
+def test_each_operation_on_a_batch_is_that_on_an_image_within_rounding(magnitude):
     augment = RandAugment(1, magnitude)
     numbers = np.array([[(which + 0.5) / 14, sign] for which in range(14) for sign in (0.2, 0.8)])
     for image in (IMAGE, Image.new("RGB", IMAGE.size, (7, 0, 255))):

@@ -155,7 +155,7 @@ def colored(
         ([0.9, 1.0], gaussian_filter(np.asarray(IMAGE, float), (2, 2, 0), mode="nearest"), 0.51, 0.3),
     ],
 )
-def test_each_operation_of_3_augment_is_deits(uniforms: list[float], expected: Image.Image, most: float, mean: float):
+def test_each_operation_of_3_augment_is_deits(uniforms, expected, most, mean):
     difference = np.abs(colored([*uniforms, 0.5, 0.5, 0.5]) - np.asarray(expected, float))
     assert difference.max() <= most
     assert difference.mean() <= mean
@@ -174,7 +174,7 @@ def test_jitter_is_torchvisions_in_any_order():
 
 @pytest.mark.parametrize("center", [(0.5, 0.5), (0.0, 0.99), (0.31, 0.07)])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.71, 1.0])
-def test_cuts_and_pastes_the_rectangle_that_timm_does(share: float, center: tuple[float, float], monkeypatch):
+def test_cuts_and_pastes_the_rectangle_that_timm_does(share, center, monkeypatch):
     images, labels = torch.rand(5, 3, 9, 12), torch.arange(5)
     places = iter(center)
     monkeypatch.setattr(np.random, "randint", lambda low, high, size: int(next(places) * high))
@@ -189,7 +189,7 @@ def test_cuts_and_pastes_the_rectangle_that_timm_does(share: float, center: tupl
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_loss_equals_cross_entropy_of_blended_targets(label_smoothing: float):
+def test_loss_equals_cross_entropy_of_blended_targets(label_smoothing):
     torch.manual_seed(0)
     logits, target, other = torch.randn(8, 5), torch.randint(5, (8,)), torch.randint(5, (8,))
     soft = 0.3 * F.one_hot(target, 5) + 0.7 * F.one_hot(other, 5)
@@ -210,7 +210,7 @@ def test_loss_is_fp32_and_leaves_out_padding():
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.2, 0.5])
-def test_binary_cross_entropy_is_timms(threshold: float):
+def test_binary_cross_entropy_is_timms(threshold):
     torch.manual_seed(0)
     logits, target, other = torch.randn(9, 5), torch.randint(5, (9,)), torch.randint(5, (9,))
     theirs, criterion = BinaryCrossEntropy(smoothing=0, target_threshold=threshold), MixupLoss(0.0, threshold)

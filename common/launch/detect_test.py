@@ -67,7 +67,7 @@ def detect(line: str, environ: Mapping[str, str]) -> Launch:
         ("--config=c", SBATCH_SHELL | {"SLURM_STEP_ID": "4294967290"}, ("single", 0, 0, 1, "127.0.0.1", 0)),
     ],
 )
-def test_command_lines(line: str, environ: dict[str, str], expected: tuple):
+def test_command_lines(line, environ, expected):
     launch = detect(line, environ)
     port = launch.port if expected[-1] is None else expected[-1]
     assert launch == Launch(*expected[:-1], port, "nccl" if torch.cuda.is_available() else "gloo")
@@ -91,7 +91,7 @@ def test_the_derived_port_is_that_of_the_step():
         ("--world_size 2 --rank 2 --host h --port 1", {}, "--rank=2 is out of range: expected 0 to 1"),
     ],
 )
-def test_what_is_refused(line: str, environ: dict[str, str], message: str):
+def test_what_is_refused(line, environ, message):
     with pytest.raises(UserError) as refusal:
         detect(line, environ)
     assert message in str(refusal.value)
@@ -131,7 +131,7 @@ ON_ONE_NODE = SRUN | {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NUM_NODES": 
 
 
 @pytest.mark.parametrize("environ", [{"MASTER_ADDR": "localhost"}, ON_ONE_NODE])
-def test_ranks_meet_at_addresses_names_and_the_derived_port(environ: dict[str, str]):
+def test_ranks_meet_at_addresses_names_and_the_derived_port(environ):
     assert run_ranks(2, started_sum, environ) == [3.0, 3.0]
 
 

@@ -55,7 +55,7 @@ def end(process: subprocess.Popen) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("number", "code"), [("SIGTERM", 143), ("SIGUSR1", 143), ("SIGINT", 130), ("SIGHUP", 143)])
-def test_before_training_a_signal_ends_the_process(start, number: str, code: int):
+def test_before_training_a_signal_ends_the_process(start, number, code):
     process = start("starting")
     process.send_signal(signal.Signals[number])
     name = "Ctrl-C" if number == "SIGINT" else number
@@ -63,7 +63,7 @@ def test_before_training_a_signal_ends_the_process(start, number: str, code: int
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_while_training_it_is_noted(start, number: signal.Signals):
+def test_while_training_it_is_noted(start, number):
     process = start("deferring")
     process.send_signal(number)
     assert process.stdout.readline() == f"{number.value}\n"
@@ -126,7 +126,7 @@ IMPORTS += "from common.launch.signals import stop_signals\n"
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_ends_well(name: str):
+def test_ends_well(name):
     done = subprocess.run([sys.executable, "-c", IMPORTS + PROGRAMS[name]], check=False, timeout=60)
     assert done.returncode == 0
 

@@ -20,7 +20,7 @@ def update(averages: list[Tensor], weights: list[Tensor], step: Tensor, decay: f
 
 
 @pytest.mark.parametrize(("decay", "warmup"), [(0.3, True), (0.9999, True), (0.9, False)])
-def test_averages_are_torchs(decay: float, warmup: bool):
+def test_averages_are_torchs(decay, warmup):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
     hook = EmaHook(model, decay, warmup)

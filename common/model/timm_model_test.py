@@ -108,7 +108,7 @@ def in_half(mode: AMP_TYPE, **options: str) -> dict[str, Any]:
     ],
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_three_steps_equal_timms_model_with_torchs_optimizer(name, ranks: int, config: dict, tolerance: float):
+def test_three_steps_equal_timms_model_with_torchs_optimizer(name, ranks, config, tolerance):
     """In float64; the logits are float32."""
     found, (losses, norms) = run_ranks(ranks, partial(train_here, name, **config)), train_timm(name, ranks)
     assert torch.tensor([of_rank for of_rank, _ in found]).mean(0).tolist() == pytest.approx(losses, rel=tolerance)
@@ -116,7 +116,7 @@ def test_three_steps_equal_timms_model_with_torchs_optimizer(name, ranks: int, c
 
 
 @pytest.mark.parametrize("name", ["xcit_nano_12_p8_224", "mvitv2_tiny", "beit_base_patch16_224"])
-def test_half_precision_takes_float32_and_tuples_between_layers(name: str):
+def test_half_precision_takes_float32_and_tuples_between_layers(name):
     """Position encodings, layers with several outputs, and one that uses the weights of a layer in it."""
     model = build_on_meta(dict(timm=name, image_size=224))
     MixedPrecision(Cast.LAYERS, torch.bfloat16).apply(model)
@@ -135,7 +135,7 @@ def test_a_model_of_ours_that_is_not_timms_starts_from_its_own_weights(data, tmp
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "resnet18")) for name in (*MODELS, "BEiT")]
 )
-def test_tools_take_it(name: str, data, tmp_path, capsys):
+def test_tools_take_it(name, data, tmp_path, capsys):
     model = f"MODEL={(MODELS | {'BEiT': BEIT})[name]}"
     output = train(data, tmp_path / "run", model, "EMA=0.5")
     run = open_run(str(output))
@@ -198,7 +198,7 @@ def test_synchronised_batch_norms_keep_their_activations():
         (["MODEL.timm=vit_tiny_patch16_224", "MODEL.embed_dim=7"], "^MODEL.timm='vit_tiny.*: timm does not build it"),
     ],
 )
-def test_refusals(settings: list[str], message: str):
+def test_refusals(settings, message):
     with pytest.raises(UserError, match=message):
         flops_per_image(load_config("quickstart", ["MODEL=dict()", *settings])["MODEL"])
 
@@ -215,7 +215,7 @@ def test_refusals(settings: list[str], message: str):
         ("timm='test_resnet'", "'test_resnet' does not support tensor parallel mode '1d': set it to None"),
     ],
 )
-def test_tensor_parallel_modes_are_refused(data, tmp_path, model: str, message: str):
+def test_tensor_parallel_modes_are_refused(data, tmp_path, model, message):
     settings = [f"MODEL=dict({model})", "TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d"]
     with pytest.raises(UserError, match=f"{re.escape(message)}$"):
         train(data, tmp_path, *settings, flags=["--dry-run", "--gpus", "2"])

@@ -68,13 +68,13 @@ def assert_equal_to_timm(**arguments: object) -> None:
         {"dropout": 0.1, "drop_path": 0.5},
     ],
 )
-def test_options_equal_timm(options: dict):
+def test_options_equal_timm(options):
     """Dropout too: from one seed both draw the same masks, with our Dropout in timm's places."""
     assert_equal_to_timm(**TINY | options)
 
 
 @pytest.mark.parametrize("options", [{"reg_tokens": 1, "init_values": 0.3}, {"pool": "avg", "no_embed_class": True}])
-def test_bfloat16_autocast_makes_the_residual_stream_bfloat16(options: dict):
+def test_bfloat16_autocast_makes_the_residual_stream_bfloat16(options):
     model, images = build_model(**TINY, **options, drop_path=0.2), torch.randn(2, 3, 16, 16)
     seen = []
     for block in model.blocks:
@@ -97,7 +97,7 @@ def kept(p: float) -> Tensor:
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 1 / 3, 0.97])
-def test_dropouts_rate_is_right_and_its_masks_are_independent(p: float):
+def test_dropouts_rate_is_right_and_its_masks_are_independent(p):
     """Within five standard errors, for each of the four values that share a random integer, and between calls."""
     torch.manual_seed(0)
     first, second = (kept(p).double() - (1 - p) for _ in range(2))
@@ -109,7 +109,7 @@ def test_dropouts_rate_is_right_and_its_masks_are_independent(p: float):
 
 @pytest.mark.parametrize("p", [1e-5, 0.1, 0.99998])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_dropout_scales_what_it_keeps_and_its_gradient(p: float, dtype: torch.dtype):
+def test_dropout_scales_what_it_keeps_and_its_gradient(p, dtype):
     torch.manual_seed(3)
     x = torch.randn(100_003).to(dtype).requires_grad_()
     y = Dropout(p)(x)
@@ -194,7 +194,7 @@ NAMES += ["vit_large_patch16_384", "deit3_small_patch16_224", "deit3_huge_patch1
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_timm_name_creates_the_same_shapes(name: str):
+def test_timm_name_creates_the_same_shapes(name):
     family, size, patch, side = name.replace("patch", "").split("_")
     arguments = dict(zip(("width", "depth", "heads"), SIZES[size], strict=True))
     arguments |= {"patch_size": int(patch), "image_size": int(side)}
@@ -220,6 +220,6 @@ def test_timm_name_creates_the_same_shapes(name: str):
         ({"dept": 3}, "^unknown key dept; did you mean 'depth'"),
     ],
 )
-def test_bad_arguments(arguments: dict, message: str):
+def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         build_model(**arguments)

@@ -41,7 +41,7 @@ LAYERED = {"decay_all": False, "layer_decay": 0.9}
         ("lamb", {"variant": "timm"}, TimmLamb),
     ],
 )
-def test_trains_as_the_optimizer_it_names(name: str, options: dict, reference: object):
+def test_trains_as_the_optimizer_it_names(name, options, reference):
     """With layer decay it trains as with a learning rate for each parameter."""
     torch.manual_seed(0)
     model, copy = build_model(**TINY), build_model(**TINY)
@@ -73,7 +73,7 @@ def learning_rates(build: Callable[[SGD], LRScheduler], steps: int) -> list[floa
 
 
 @pytest.mark.parametrize(("total", "warmup"), [(20, 0), (20, 5), (300, 150), (7, 6)])
-def test_equals_colossalais_linear_and_torchs_cosine_schedule(total: int, warmup: int):
+def test_equals_colossalais_linear_and_torchs_cosine_schedule(total, warmup):
     mine = learning_rates(lambda sgd: build_lr_scheduler(sgd, "linear", total, warmup), total + 1)
     reference = learning_rates(lambda sgd: LinearWarmupLR(sgd, total_steps=total, warmup_steps=warmup), total)
     assert mine == pytest.approx([*reference, 0], rel=1e-9)

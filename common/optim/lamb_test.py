@@ -59,7 +59,7 @@ def run_both(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer, scale: 
         ({"max_grad_norm": math.inf}, {"max_grad_norm": None}),
     ],
 )
-def test_variants_and_options_are_those_of_colossalai_and_timm(ours: dict, theirs: dict | None, scale: float):
+def test_variants_and_options_are_those_of_colossalai_and_timm(ours, theirs, scale):
     common, variant = {"lr": 1.8e-2, "weight_decay": 0.1}, {"variant": "apex" if scale == 1 else "timm"}
     build = ColossalaisLamb if theirs is None else partial(TimmLamb, **theirs)
     run_both(Lamb(two_groups(), **common, **variant | ours), build(two_groups(), **common), scale)
@@ -75,7 +75,7 @@ def test_deepspeeds_trust_ratio_is_within_a_hundredth_and_ten():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_parameters_in_half_precision_move_as_far_as_in_float32(dtype: torch.dtype, is_sharded: bool):
+def test_parameters_in_half_precision_move_as_far_as_in_float32(dtype, is_sharded):
     """The squared norm of this direction, 0.1 / sqrt(0.001) in each of 16,384 places, is beyond float16."""
     torch.manual_seed(0)
     start, gradient = 0.02 * torch.randn(128, 128).to(dtype), torch.randn(128, 128).to(dtype)

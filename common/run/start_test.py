@@ -85,7 +85,7 @@ def test_help_on_the_config_needs_no_config(words, key, capsys, monkeypatch):
         (["--gpus-per-node", "4", "--dry-run"], "--gpus-per-node: requires --dry-run --gpus N"),
     ],
 )
-def test_what_is_refused(words: list[str], message: str):
+def test_what_is_refused(words, message):
     with pytest.raises(UserError, match=message):
         parse_arguments(["--config", "quickstart", *words], "")
 

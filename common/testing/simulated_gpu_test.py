@@ -49,7 +49,7 @@ def train(data: Path, output: Path, *settings: str) -> Waits:
 
 
 @pytest.mark.parametrize(("dtype", "optimizer"), [("", "adamw"), ("bfloat16", "lamb"), ("float16", "sgd")])
-def test_a_run_waits_where_it_may_and_resumes(dtype: str, optimizer: str, data, tmp_path):
+def test_a_run_waits_where_it_may_and_resumes(dtype, optimizer, data, tmp_path):
     precision = f"fp16=dict(mode=AMP_TYPE.TORCH, dtype={dtype!r})" if dtype else "fp16=None"
     settings = [precision, f"OPTIMIZER.name={optimizer!r}", "MODEL.dropout=0.1", "EMA=0.9", "NUM_EPOCHS=6"]
     (waits,) = run_ranks(1, train, data, tmp_path / "whole", *settings)
@@ -66,7 +66,7 @@ SLOW = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("2d-4", "2.5d-4"
 
 
 @pytest.mark.parametrize("mode", ["1d-2", "zero 3", *SLOW])
-def test_a_mode_trains_on_groups_of_nccl_as_one_process_does(mode: str, losses, data, tmp_path):
+def test_a_mode_trains_on_groups_of_nccl_as_one_process_does(mode, losses, data, tmp_path):
     gpus, options = CASES[mode]
     settings = ["EMA=0.9", *(f"{key}={value}" for key, value in options.items())]
     waits, *_ = run_ranks(gpus, train, data, tmp_path / "run", *settings)
@@ -76,7 +76,7 @@ def test_a_mode_trains_on_groups_of_nccl_as_one_process_does(mode: str, losses, 
 
 
 @pytest.mark.parametrize("mode", ["const", "pixel"])
-def test_loaders_and_augmentation_do_not_wait_after_the_first_batch(mode: str, data):
+def test_loaders_and_augmentation_do_not_wait_after_the_first_batch(mode, data):
     settings = ["THREE_AUGMENT=True", "COLOR_JITTER=0.3", "ERASING=0.5", f"ERASING_MODE={mode!r}", "MIXUP=0.8"]
     config = load_config("quickstart", [*settings, "CUTMIX=1.0", f"DATA.root={data}", "DATA.workers=1"])
 

@@ -19,7 +19,7 @@ def test_no_module_that_a_run_names_is_imported(run, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["report.html", "evaluation/{step}/evaluation.json"])
-def test_nothing_is_written_through_a_link_in_a_run(run, tmp_path, name: str):
+def test_nothing_is_written_through_a_link_in_a_run(run, tmp_path, name):
     hostile, ours = shutil.copytree(run, tmp_path / "run", symlinks=True), tmp_path / "ours"
     link = hostile / name.format(step=newest_checkpoint(hostile / "checkpoints").name)
     ours.write_text("ours")

@@ -53,7 +53,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_by_timms_name_answers_as_in_timm(name: str, hub: Path, tmp_path, capsys):
+def test_a_model_by_timms_name_answers_as_in_timm(name, hub, tmp_path, capsys):
     picture = Image.fromarray(np.random.default_rng(1).integers(0, 256, (40, 60, 3), np.uint8))
     picture.save(tmp_path / "picture.png")
     predict.main([name, str(tmp_path / "picture.png"), "--json"])
@@ -68,7 +68,7 @@ def test_a_model_by_timms_name_answers_as_in_timm(name: str, hub: Path, tmp_path
     assert [answer["class"] for answer in found] == [names[label] for label in shares.indices.tolist()]
 
 
-def test_two_processes_start_from_it_or_are_told_what_fits(hub: Path, data, tmp_path, capfd):
+def test_two_processes_start_from_it_or_are_told_what_fits(hub, data, tmp_path, capfd):
     def start(words: list[str]) -> None:
         output, *settings = words
         train(data, tmp_path / output, "MAX_STEPS=1", *settings)
@@ -86,7 +86,7 @@ def test_two_processes_start_from_it_or_are_told_what_fits(hub: Path, data, tmp_
     )
 
 
-def test_an_export_on_the_hub_is_evaluated_as_in_training(hub: Path, run, data, tmp_path):
+def test_an_export_on_the_hub_is_evaluated_as_in_training(hub, run, data, tmp_path):
     export.main([str(run), "--to", "timm", "--output", str(hub / "user" / "colours")])
     (tmp_path / "images").mkdir()
     for split, ours in (("train", "train"), ("val", "test")):  # as in ImageNet's folder
@@ -109,7 +109,7 @@ def test_an_export_on_the_hub_is_evaluated_as_in_training(hub: Path, run, data, 
         ("hf-hub:user/clip", "has another activation, norm or"),
     ],
 )
-def test_a_plain_vit_starts_from_no_others(hub: Path, name: str, words: str):
+def test_a_plain_vit_starts_from_no_others(hub, name, words):
     shutil.copytree(hub / "timm" / "test_resnet.r160_in1k", hub / "user" / "clip")
     (hub / "user" / "clip" / "config.json").write_text('{"architecture": "vit_base_patch32_clip_224"}')
     with pytest.raises(UserError, match=words) as refused:

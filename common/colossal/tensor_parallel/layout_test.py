@@ -13,7 +13,7 @@ def tensor(mode: str | None, size: int, **more: int) -> dict:
 
 
 @pytest.mark.parametrize("parallel", [None, tensor("2.5d", 1, depth=1), {"tensor": 1, "pipeline": {"size": 1}}])
-def test_size_1_is_no_tensor_parallelism(parallel: dict | None):
+def test_size_1_is_no_tensor_parallelism(parallel):
     assert resolve_parallel(parallel, 6) == {"pipeline": 1, "tensor": {"size": 1, "mode": None}}
 
 
@@ -31,13 +31,13 @@ def test_size_1_is_no_tensor_parallelism(parallel: dict | None):
         (tensor("1d", 3), "parallel.tensor.size=3 does not divide the 8 processes: start 6 or 9 processes"),
     ],
 )
-def test_groups_that_are_refused(parallel: dict, message: str):
+def test_groups_that_are_refused(parallel, message):
     with pytest.raises(UserError, match=message):
         resolve_parallel(parallel, 8)
 
 
 @pytest.mark.parametrize("size", [8, 27, 64, 125])
-def test_every_cube_is_a_cube(size: int):
+def test_every_cube_is_a_cube(size):
     assert resolve_parallel(tensor("3d", size), size)["tensor"]["size"] == size
 
 
@@ -53,6 +53,6 @@ def test_every_cube_is_a_cube(size: int):
         (tensor("1d", 2), {"pool": "seq"}, 4, "pool='seq' of MODEL do not support tensor parallel mode '1d'"),
     ],
 )
-def test_shapes_that_are_refused(parallel: dict, model: dict, micro_batch: int, message: str):
+def test_shapes_that_are_refused(parallel, model, micro_batch, message):
     with pytest.raises(UserError, match=message):
         check_tensor_parallel(parallel, MODEL | model, micro_batch, 8)

@@ -119,7 +119,7 @@ SLOW = ("1d-4", "2.5d-4", "zero 1 x 1d-2", "dp2 x 2d-4", "dp2 x 2.5d-4", "dp2 x 
 
 
 @pytest.mark.parametrize("case", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
-def test_equals_one_process(case: str):
+def test_equals_one_process(case):
     """Losses, gradients and weights are those of the plain loop; copies agree bit for bit."""
     by_rank = run_ranks(CASES[case][0], sharded_training, CASES[case][1])
     for name, (_, _, arguments) in TRAINED.items():

@@ -70,7 +70,7 @@ def recomputed_gradients() -> tuple[list[Tensor], list[Tensor]]:
 
 
 @pytest.mark.parametrize("case", MODES)
-def test_ranks_hold_what_is_announced(case: str):
+def test_ranks_hold_what_is_announced(case):
     line = describe_tensor_parallel(CASES[case][1]["parallel"], build_tiny_model(), 16)
     for answer in on_ranks(case):
         samples, channels, parameters = answer["holds"]
@@ -79,7 +79,7 @@ def test_ranks_hold_what_is_announced(case: str):
 
 
 @pytest.mark.parametrize("case", MODES)
-def test_masks_are_drawn_anew_and_agree_where_activations_do(case: str):
+def test_masks_are_drawn_anew_and_agree_where_activations_do(case):
     answers = on_ranks(case)
     for answer in answers:
         assert 0.4 < answer["masks"]["hidden"].float().mean() < 0.6
@@ -97,7 +97,7 @@ def test_masks_are_drawn_anew_and_agree_where_activations_do(case: str):
 
 
 @pytest.mark.parametrize("case", MODES)
-def test_recomputed_activations_have_the_same_masks(case: str):
+def test_recomputed_activations_have_the_same_masks(case):
     for answer in on_ranks(case):
         for plain, recomputed in zip(*answer["recomputed"], strict=True):
             torch.testing.assert_close(recomputed, plain, rtol=1e-5, atol=1e-6)

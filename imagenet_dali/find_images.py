@@ -119,8 +119,8 @@ def list_source(root: Path, validation_share: float | None = None, split: str | 
 def _list_folder(root: Path, folders: Mapping[str, Path], split: str | None) -> Source:
     """List class folders, and files beside which there are the devkit's labels; the classes are those of train."""
     evaluation = folders.get(split or "validation")
-    if split and not evaluation and folders:
-        raise UserError(f"{root}: no {split} split, only {', '.join(folders)}; name it with --split")
+    if folders and (wanted := split or "train") not in folders:
+        raise UserError(f"{root}: no {wanted} split, only {', '.join(folders)}; name it with --split")
     train = folders.get("train", evaluation or root)
     is_flat = evaluation and not list_folders(evaluation)
     labelled = {"train": train} | ({split or "validation": evaluation} if evaluation and not is_flat else {})
@@ -199,6 +199,10 @@ def _list_containers(root: Path, containers: list[str], split: str | None) -> So
     for container in itertools.chain(*chosen.values()):
         if container.endswith(".parquet"):
             found[container], names = _list_parquet(root, container)
+            if names and class_names not in (None, names):
+                raise UserError(
+                    f"{root / container}: its class names are not those of labels.txt or an earlier file: equalise them"
+                )
             class_names = names or class_names
         else:
             found[container] = _list_webdataset(root, container)

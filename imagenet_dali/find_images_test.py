@@ -80,6 +80,9 @@ def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path):
         prepare.prepare(tmp_path / kind, tmp_path / "made" / kind, shards=3)
         made.append({n: data for n, data in read_folder(tmp_path / "made" / kind).items() if "manifest" not in n})
     assert made == made[:1] * 4
+    fill(tmp_path / "two", {"train-0.parquet": parquet_of(train, WORDS), "val-0.parquet": parquet_of(val, WORDS[::-1])})
+    with pytest.raises(UserError, match="val-0.parquet: its class names are not those of labels.txt or an earlier "):
+        list_source(tmp_path / "two")
     assert list_source(tmp_path / "parquet", split="validation").validation == "the validation split"
     with pytest.raises(UserError, match="tars: no test split, only train, validation; name it with --split"):
         list_source(tmp_path / "tars", split="test")
@@ -121,6 +124,9 @@ def test_of_folders_without_validation_a_share_is_held_out_and_a_request_gets_al
     assert (alone.validation, len(alone.splits["test"])) == ("the whole folder", 10)
     with pytest.raises(UserError, match="no validation split, only t.*; name it with --split"):
         list_source(tmp_path, split="validation")
+    (tmp_path / "train").rename(tmp_path / "val")
+    with pytest.raises(UserError, match="no train split, only "):  # validation is none
+        list_source(tmp_path)
 
 
 def test_samples_of_one_name_are_all_there(tmp_path):

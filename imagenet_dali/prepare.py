@@ -131,7 +131,7 @@ def prepare(
         print_wrapped(f"{split or 'validation'}: {listed.validation}")
     share = VALIDATION_SHARE if validation_share is None else validation_share
     job = dict(source=printable(source.resolve()), files=listed.fingerprint, validation_share=share)
-    job |= dict(shards=shards, seed=0, quality=QUALITY, short_side=short_side) | ({"split": split} if split else {})
+    job |= dict(shards=shards, seed=0, quality=QUALITY, short_side=short_side, split=split)
     plan = plan_shards(listed, shards)
     if _is_complete(dest, job):
         print(f"{printable(dest)}: complete already")

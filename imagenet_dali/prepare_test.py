@@ -89,8 +89,11 @@ def test_the_same_job_again_does_nothing_and_another_one_is_refused(tmp_path, ca
     before = read_folder(dest)
     main([*words, "--validation-share=0.2"])
     assert "complete already" in capsys.readouterr().out
-    with pytest.raises(UserError, match="made with other shards"):
-        main([*words, "--shards=2"])
+    with pytest.raises(UserError, match="made with other shards, split"):
+        main([*words, "--shards=2", "--split=train"])
+    main([*words[:1], f"{dest}2", "--workers=1", "--split=train"])
+    with pytest.raises(UserError, match="made with other split"):
+        main([*words[:1], f"{dest}2", "--workers=1"])
     (source / "class_0" / "new.jpg").write_bytes(jpeg())
     with pytest.raises(UserError, match="made with other files"):
         main(words)

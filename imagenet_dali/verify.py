@@ -126,11 +126,11 @@ def scan(path: Path) -> Iterator[tuple[int, bytes]]:
     offset, end = 0, path.stat().st_size
     with path.open("rb") as file:
         while header := file.read(HEADER_BYTES):
-            if header.startswith(b"\x1f\x8b"):
-                raise BadRecordError("compressed with gzip: gunzip the shard first")
             if len(header) < HEADER_BYTES:
                 raise BadRecordError("truncated")
             if masked_crc(header[:8]) != header[8:]:
+                if header.startswith(b"\x1f\x8b"):
+                    raise BadRecordError("compressed with gzip: gunzip the shard first")
                 raise BadRecordError("checksum of the length does not match; the rest of the shard cannot be read")
             size = HEADER_BYTES + int.from_bytes(header[:8], "little") + FOOTER_BYTES
             if offset + size > end:

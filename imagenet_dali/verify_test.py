@@ -12,6 +12,7 @@ from common.testing.commands import read_folder
 from imagenet_dali.dataset import frame, open_split
 from imagenet_dali.prepare import main
 from imagenet_dali.testing import encode, gradient, jpeg, spoil_record, with_flipped_bit
+from imagenet_dali.verify import scan
 
 
 def test_check_lists_all_that_is_wrong(data, capsys):
@@ -108,3 +109,8 @@ def assert_refused(folder: Path, message: str, capsys) -> None:
         main(["--adopt", str(folder), "--workers=1"])
     assert re.search(message, f"{error.value} {capsys.readouterr().out}")
     assert read_folder(folder) == before
+
+
+def test_a_record_whose_length_begins_as_gzip_does_is_read(tmp_path):
+    (tmp_path / "shard").write_bytes(record := frame(bytes(0x8B1F)))
+    assert list(scan(tmp_path / "shard")) == [(0, record)]

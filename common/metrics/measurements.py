@@ -47,7 +47,7 @@ class LearningRateFinder(Measurement):
     def before_train(self, trainer: Trainer) -> None:
         self.rows: list[dict[str, float]] = []
         trainer.engine.lr_scheduler = None
-        rates = [group["lr"] for group in trainer.engine.optimizer.param_groups]
+        rates = [group.get("initial_lr", group["lr"]) for group in trainer.engine.optimizer.param_groups]
         self.factors = [rate / max(rates) for rate in rates]  # of layer decay
         self.loss = torch.zeros((), dtype=torch.float64, device=trainer.device)
         self.average = 0.0

@@ -7,9 +7,11 @@ warm-up, then a decay.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -35,6 +37,9 @@ class FusedSGD(SGD):
         del closure
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         starting = [p for p in trained if self.state.get(p, {}).get("momentum_buffer") is None]
+        if len(starting) < len(trained):  # those of a part of the model that was frozen before
+            for p in starting:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         super().step()
         found_inf = getattr(self, "found_inf", None)
         for p in starting:
@@ -86,12 +91,12 @@ OPTIMIZERS = {
 }
 
 
-def state_names(options: Mapping[str, Any], parameter: str, ndim: int = 2) -> tuple[str, ...]:
+def state_names(options: Mapping[str, Any], parameter: str) -> tuple[str, ...]:
     """Return the names of the tensors that the config's OPTIMIZER keeps for a parameter, given by name."""
     entry = OPTIMIZERS[options["name"]]
     if options["name"] == "sgd" and options.get("momentum") == 0:
         return ()
-    return entry.matrix_state if entry.matrix_state is not None and count_matrices(parameter, ndim) else entry.state
+    return entry.matrix_state if entry.matrix_state is not None and count_matrices(parameter) else entry.state
 
 
 def build_optimizer(
@@ -127,7 +132,7 @@ def _parameter_groups(
     kept = getattr(model, "no_weight_decay", set)()
     groups: dict[tuple[bool, int], list[nn.Parameter]] = {}
     for name, param in trained.items():
-        without = not decay_all and (param.ndim <= 1 or name in kept)
+        without = not decay_all and (param.ndim <= 1 or any(fnmatch(name, pattern) for pattern in kept))
         groups.setdefault((without, above[name]), []).append(param)
     return [
         {"params": params, "lr": learning_rate * layer_decay**layers} | ({"weight_decay": 0.0} if without else {})

@@ -80,3 +80,14 @@ def test_equals_colossalais_linear_and_torchs_cosine_schedule(total, warmup):
     mine = learning_rates(lambda sgd: build_lr_scheduler(sgd, "cosine", total, warmup), total)
     reference = learning_rates(lambda sgd: CosineAnnealingLR(sgd, total - warmup), total - warmup)
     assert mine == pytest.approx([PEAK * (step + 1) / warmup for step in range(warmup)] + reference, rel=1e-9)
+
+
+def test_what_is_trained_later_starts_without_momentum():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    mine = build_optimizer(model, "sgd", 1.0)
+    for trained in (model[1], model):
+        for p in trained.parameters():
+            p.grad = torch.ones_like(p)
+        mine.step()
+    found = [state["momentum_buffer"].mean().item() for state in mine.state.values()]
+    assert found == pytest.approx([1.9, 1.9, 1, 1])

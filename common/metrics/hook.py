@@ -79,6 +79,7 @@ class MetricsHook(BaseHook):
             micro_batches = steps * self.plan.accumulation
             loss = mean * micro_batches
         self.micro_batches = self.untimed = micro_batches
+        self.started = time.perf_counter()
         self.loss.fill_(loss)
 
     def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:

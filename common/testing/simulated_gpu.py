@@ -182,7 +182,7 @@ def simulate_gpu() -> SimulatedGpu:
     answers |= dict(get_device_name=name, get_device_capability=(9, 0), is_bf16_supported=True, _lazy_init=None)
     answers |= dict(get_device_properties=SimpleNamespace(total_memory=1 << 37, name=name), max_memory_allocated=0)
     answers |= dict(is_current_stream_capturing=False, reset_peak_memory_stats=None)
-    answers |= dict(Stream=stream, current_stream=stream, stream=nullcontext(), Event=event)
+    answers |= dict(Stream=stream, current_stream=stream, stream=nullcontext(), device=nullcontext(), Event=event)
     for key, value in answers.items():
         setattr(torch.cuda, key, lambda *_, value=value, **__: value)
     generator, new_generator, init_group = gpu.generator, torch.Generator, dist.init_process_group

@@ -14,7 +14,7 @@ from configs.deit3_b16 import MODEL
 TOTAL_BATCH_SIZE = 512
 MICRO_BATCH_SIZE = 64
 NUM_EPOCHS = 20
-LEARNING_RATE = 1e-5
+LEARNING_RATE = 1e-5  # to which MIN_LR is equal: constant after warm-up
 WEIGHT_DECAY = 0.1
 OPTIMIZER = dict(name="adamw", decay_all=False)
 

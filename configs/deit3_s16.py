@@ -6,7 +6,8 @@ Source: "DeiT III: Revenge of the ViT" (https://arxiv.org/abs/2204.07118): 81.4 
 project.
 
 Differences from the source: stochastic depth rises from 0 to its rate over the blocks, as in timm, while the source
-uses the same rate in all; warm-up starts at 0 instead of 1e-6, and the cosine ends at 0.
+uses the same rate in all; the learning rate changes every step instead of every epoch; the class token begins at a
+standard deviation of 1e-6 instead of 0.02.
 """
 
 from colossalai.amp import AMP_TYPE
@@ -18,8 +19,11 @@ GPUS = 8
 NUM_EPOCHS = 800
 WARMUP_EPOCHS = 5
 LEARNING_RATE = 4e-3
+LR_SCHEDULE = "timm"
+WARMUP_LR = 1e-6
+MIN_LR = 1e-5
 WEIGHT_DECAY = 0.05
-OPTIMIZER = dict(name="lamb", variant="apex", decay_all=False)
+OPTIMIZER = dict(name="lamb", variant="apex", eps=1e-8, decay_all=False)
 
 MODEL = dict(
     image_size=224,
@@ -29,7 +33,7 @@ MODEL = dict(
     heads=6,
     num_classes=1000,
     drop_path=0.05,
-    init_values=1e-6,
+    init_values=1e-4,
     no_embed_class=True,
 )
 MIXUP = 0.8

@@ -208,7 +208,9 @@ class Config(Section):
         "decay after warm-up, to `MIN_LR`; `timm`: a cosine over all steps, without the part of warm-up",
     )
     MIN_LR: Number = key(0.0, "learning rate at the end of the decay", ge=0)
-    WARMUP_LR: Number | None = key(None, "learning rate of the first step; `None`: one step's share of the peak", ge=0)
+    WARMUP_LR: Number | None = key(
+        None, "learning rate of the first step; `None`: one step's share of the peak, 0 with `timm`", ge=0
+    )
     COOLDOWN_EPOCHS: Number = key(0, "last epochs, which are trained at `MIN_LR`", unit="epochs", ge=0)
     OPTIMIZER: Optimizer = key(Optimizer(), "the optimizer, and its own options")
     EMA: Number = key(0.0, "decay of the weights' moving average, which is then evaluated; 0: none", ge=0, lt=1)

@@ -126,7 +126,7 @@ def timm_name(**arguments: object) -> str | None:
 
     a = parse_model(**arguments)
     size = TIMM_SIZES.get((a.width, a.depth, a.heads))
-    family = {(None, False): "vit", (DEIT3_INIT_VALUES, True): "deit3"}.get((a.init_values, a.no_embed_class))
+    family = {(True, False): "vit", (False, True): "deit3"}.get((a.init_values is None, a.no_embed_class))
     name = f"{family}_{size}_patch{a.patch_size}_{a.image_size}"
     return name if is_model(name) else None
 

@@ -33,6 +33,7 @@ if [ $# = 0 ]; then
 fi
 python=$(dirname "$(readlink -f "$1")")/../.venv/bin/python
 [ -x "$python" ] || python=python
+((${SLURM_STEP_ID:-0xFFFFFFFF} < 0xFFFFFFF0)) || unset HOST # which sbatch inherits: tcsh exports the login node's
 host=${HOST:-$(scontrol show hostnames "${SLURM_STEP_NODELIST:-$SLURM_JOB_NODELIST}" | sed -n 1p)}
 set -- "$python" "$@" --host="$host" --port="${PORT:-$((20000 + SLURM_JOB_ID * 8 % 12000 + ${SLURM_STEP_ID:-0} % 8))}"
 

@@ -191,8 +191,7 @@ os.register_at_fork(
 def run_torchrun(arguments: list[str]) -> None:
     """Run torchrun without its traceback, some 45 lines: a training script that exits with `MISTAKE` has said why.
 
-    After SIGTERM or Ctrl-C, which torchrun passes on, the exit status is 128 plus the signal's number. Under nohup it
-    ignores SIGHUP.
+    It passes signals on, SIGUSR1 too, which would end it otherwise. Under nohup it ignores SIGHUP.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -202,9 +201,9 @@ def run_torchrun(arguments: list[str]) -> None:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)  # each has its own level
     is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # which torchrun overrides by default
     try:
-        main(["--signals-to-handle=SIGTERM,SIGINT,SIGQUIT"] * is_nohup + arguments)
+        main(["--signals-to-handle=SIGTERM,SIGINT,SIGQUIT,SIGUSR1" + ",SIGHUP" * (not is_nohup), *arguments])
     except SignalException as error:
-        sys.exit(128 + error.sigval)
+        sys.exit(exit_code(error.sigval))
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
         if MISTAKE in codes:  # torchrun sent SIGTERM to the others

@@ -247,10 +247,10 @@ class Planner:
         for (name, ranks), nbytes in estimate.nbytes.items():
             calls = estimate.calls[name, ranks]
             seconds[ranks == estimate.data_ranks] += self.cluster.seconds(name, ranks, calls, nbytes)
-        hidden = min(seconds[True], BACKWARD_SHARE * compute / accumulation)
+        hidden = min(seconds[True], BACKWARD_SHARE * compute / self.speedup / accumulation)
         communication = seconds[True] + seconds[False]
         slow = max(compute, launches) + update + communication
-        fast = max(compute / self.speedup, launches) + update + (communication - hidden / self.speedup)
+        fast = max(compute / self.speedup, launches) + update + (communication - hidden)
         return slow, fast
 
 

@@ -125,7 +125,7 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
     """
     config = load_config(args.config, [*args.set, *([f"INIT={args.init}"] if args.init else [])], task.recipe)
     gpus = launch.world_size
-    if args.dry_run and launch.launcher == "single":
+    if args.dry_run and (args.gpus or launch.launcher == "single"):
         gpus = args.gpus or args.world_size or config["GPUS"]
     if task.download and not named_root(config) and not args.dry_run:
         config["DATA"] |= {"root": "data", "download": True}

@@ -120,7 +120,14 @@ def plan_commands(args: argparse.Namespace, grid: dict[str, list[str]]) -> dict[
         script = args.train or find_script(path)
         if not script.is_file():
             raise UserError(f"--train {script}: no such file; name a task's script: imagenet_dali/train_dali.py, ...")
-        torchrun = ["-m", "common.launch.signals", "--standalone", "--nproc_per_node", str(processes)]
+        torchrun = [
+            "-m",
+            "common.launch.signals",
+            "--standalone",
+            "--nproc_per_node",
+            str(processes),
+            "--local_addr=127.0.0.1",
+        ]
         words = [word for setting in settings for word in ("--set", setting)]
         start = [sys.executable, *(torchrun if processes > 1 else []), str(script.resolve())]
         commands[folder] = [*start, "--config", path, *words, "--output", str(folder)]

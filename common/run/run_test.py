@@ -10,10 +10,11 @@ FIGURES = '{"kind": "eval", "step": 1, "loss": 1.0, "top1": 0.5, "top5": 1.0, "s
 
 
 def test_the_best_evaluation_is_named_where_it_is_not_the_last(tmp_path, capsys):
-    (tmp_path / "checkpoints" / "best").mkdir(parents=True)
-    last = FIGURES.replace('"step": 1', '"step": 2').replace("0.5", "0.25")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "best").symlink_to("step-00000001")
+    origin, last = (FIGURES.replace('"step": 1', f'"step": {n}').replace("0.5", f"{0.75 - 0.25 * n}") for n in (0, 2))
     with launched():
-        for lines in (FIGURES, f"{FIGURES}\n{last}\n"):
+        for lines in (FIGURES, f"{origin}\n{FIGURES}\n{last}\n"):  # of a branch
             (tmp_path / "metrics.jsonl").write_text(lines)
             Run(None, tmp_path, True, {}, start_from=None, measurement=None).finish()
     one, two = capsys.readouterr().out.split("top1=0.5000\n")

@@ -159,10 +159,13 @@ def _label_flat(root: Path, folder: Path, files: list[str], classes: list[str]) 
 
     if not (path := root / DEVKIT).is_file():
         raise UserError(f"{folder}: no class folders; put {DEVKIT} into {root}")
-    with tarfile.open(path, "r:gz") as tar:
-        content = {PurePosixPath(member.name).name: tar.extractfile(member) for member in tar if member.isreg()}
-        truth = content["ILSVRC2012_validation_ground_truth.txt"].read()  # pyright: ignore[reportOptionalMemberAccess]
-        table = loadmat(io.BytesIO(content["meta.mat"].read()), squeeze_me=True)["synsets"]  # pyright: ignore[reportOptionalMemberAccess]
+    try:
+        with tarfile.open(path) as tar:
+            content = {PurePosixPath(member.name).name: tar.extractfile(member) for member in tar if member.isreg()}
+            truth = content["ILSVRC2012_validation_ground_truth.txt"].read()  # pyright: ignore[reportOptionalMemberAccess]
+            table = loadmat(io.BytesIO(content["meta.mat"].read()), squeeze_me=True)["synsets"]  # pyright: ignore[reportOptionalMemberAccess]
+    except Exception as error:  # of a damaged archive, a dozen unrelated types
+        raise UserError(f"{path}: {first_line(error)}; download it again") from error
     numbers = [int(line) for line in truth.split()]
     if len(numbers) != len(files):
         raise UserError(f"{path}: {len(numbers)} labels for {len(files)} files in {folder}; complete the download")
@@ -255,21 +258,25 @@ def _tar_members(path: Path, start: int = 0) -> Iterator[tuple[tarfile.TarInfo, 
 
 
 def _list_webdataset(root: Path, container: str) -> Listing:
-    """Return the images of a tar in which ``key.cls`` holds the label of ``key.jpg``."""
+    """Return the images of a tar in which ``key.cls`` holds the label of ``key.jpg``, one for each key.
+
+    Of several images of a key, it is that of the first of `IMAGE_SUFFIXES`, as of webdataset's ``"jpg;jpeg;png"``.
+    """
     path, images, labels = root / container, {}, {}
     for member, file in _tar_members(path):
         folder, _, base = member.name.rpartition("/")
         stem, _, suffix = base.lower().partition(".")
         key = f"{folder}/{base[: len(stem)]}"
         if suffix in IMAGE_SUFFIXES:
-            images[member.name] = key, Place(container, member.offset_data, member.size)
+            image = IMAGE_SUFFIXES.index(suffix), member.name, Place(container, member.offset_data, member.size)
+            images[key] = min(image, images.get(key, image))
         elif suffix == "cls":
             file.seek(member.offset_data)
             with suppress(ValueError):
                 labels[key] = int(file.read(member.size))
-    if unlabelled := [name for name, (key, _) in images.items() if key not in labels]:
+    if unlabelled := [name for key, (_, name, _) in images.items() if key not in labels]:
         raise UserError(f"{path}: {unlabelled[0]}: no label; its sample needs a class number in a .cls")
-    return [(name, labels[key], place) for name, (key, place) in images.items()]
+    return [(name, labels[key], place) for key, (_, name, place) in images.items()]
 
 
 def _list_parquet(root: Path, container: str) -> tuple[Listing, list[str] | None]:
@@ -279,7 +286,7 @@ def _list_parquet(root: Path, container: str) -> tuple[Listing, list[str] | None
         for group in range(file.num_row_groups):
             rows = file.read_row_group(group, [label_column, f"{image}.path"], use_threads=False).to_pylist()
             for row, content in enumerate(rows):
-                name, label = content[image]["path"] or f"{container}/{len(found)}", content[label_column]
+                name, label = (content[image] or {}).get("path") or f"{container}/{len(found)}", content[label_column]
                 if label is None:
                     raise UserError(f"{path}: {name}: row {len(found)} has no label; remove it or add one")
                 found.append((name, label, Place(container, group, row)))
@@ -307,15 +314,16 @@ def _open_parquet(path: Path) -> Iterator[tuple["ParquetFile", str, str, list[st
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            schema, classes = file.schema_arrow, {}
+            schema, features = file.schema_arrow, {}
             if b"huggingface" in (schema.metadata or {}):
                 features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
-                classes = {name: each["names"] for name, each in features.items() if each.get("_type") == "ClassLabel"}
-            images = [each.name for each in schema if is_struct(each.type)]
-            labels = [each.name for each in schema if each.name in (*classes, "label") and is_integer(each.type)]
+            structs = [each for each in schema if is_struct(each.type)]
+            images = [each.name for each in structs if {"bytes", "path"} <= {field.name for field in each.type}]
+            numbers = [each.name for each in schema if is_integer(each.type)]
+            labels = [name for name in numbers if name == "label" or "names" in features.get(name, {})]
             if not images or not labels:
                 found = ", ".join(schema.names)
                 raise UserError(f"{path}: columns {found}; a struct of bytes and path and an integer label are needed")
-            yield file, images[0], labels[0], classes.get(labels[0])
+            yield file, images[0], labels[0], features.get(labels[0], {}).get("names")
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: {first_line(error)}; download it again") from error

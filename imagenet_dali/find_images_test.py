@@ -41,11 +41,12 @@ def tar_of(members: Files, mode: str = "w") -> bytes:
 
 def parquet_of(rows: list[tuple[str | None, bytes | None, int | None]], names: list[str]) -> bytes:
     """Return what the datasets library writes for images and class labels, four rows to a row group."""
-    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    features = {"image": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
+    image, size = pa.struct([("bytes", pa.binary()), ("path", pa.string())]), pa.struct([("width", pa.int64())])
+    features = {"image": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}, "tags": [{}]}
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
-    columns = {"image": [dict(bytes=data, path=name) for name, data, _ in rows], "label": [row[2] for row in rows]}
-    schema = pa.schema([("image", image), ("label", pa.int64())], metadata)
+    images = [data and dict(bytes=data, path=name) for name, data, _ in rows]
+    columns = {"size": [None] * len(rows), "image": images, "label": [label for _, _, label in rows]}
+    schema = pa.schema([("size", size), ("image", image), ("label", pa.int64())], metadata)
     write_table(pa.table(columns, schema), buffer := io.BytesIO(), row_group_size=4)
     return buffer.getvalue()
 
@@ -91,14 +92,14 @@ def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path):
 
 def test_class_folders_are_split_by_class(tmp_path):
     names = [f"{c}/{i}{IMG_EXTENSIONS[i % 9]}" for c, n in (("b", 20), ("a", 10), ("dev/x", 1)) for i in range(n)]
-    fill(tmp_path, dict.fromkeys((*names, ".git/x", "a/.cache/1.jpg", "a/1.db"), b"1"))
+    fill(tmp_path, dict.fromkeys((*names, "a/1.jif", ".git/x", "a/.cache/1.jpg", "a/1.db"), b"1"))
     (tmp_path / "a/again").symlink_to(tmp_path / "a")
     (tmp_path / "dev/x/more").symlink_to(tmp_path / "b")
     source, least = list_source(tmp_path), list_source(tmp_path, validation_share=0.99)
     assert source.class_names == ["a", "b", "dev"]
     counts = {split: Counter(label for _, label in files) for split, files in source.splits.items()}
-    assert counts == {"train": {0: 8, 1: 16, 2: 17}, "validation": {0: 2, 1: 4, 2: 4}}
-    assert len({file for files in source.splits.values() for file in files}) == 51
+    assert counts == {"train": {0: 9, 1: 16, 2: 17}, "validation": {0: 2, 1: 4, 2: 4}}
+    assert len({file for files in source.splits.values() for file in files}) == 52
     assert [label for _, label in least.splits["train"]] == [0, 1, 2]
     assert list(list_source(tmp_path, validation_share=0).splits) == ["train"]
 
@@ -131,10 +132,12 @@ def test_of_folders_without_validation_a_share_is_held_out_and_a_request_gets_al
 
 def test_samples_of_one_name_are_all_there(tmp_path):
     kinds = enumerate(["jpg", "JPEG", "png", "webp", "bmp", "ppm", "tif", "tiff", "jpg"])
-    samples = tar_of({f"{i}.{suffix}": b"%d" % (i % 3) for i, kind in kinds for suffix in (kind, "cls")})
+    samples = {f"{i}.{suffix}": b"%d" % (i % 3) for i, kind in kinds for suffix in (kind, "cls")}
+    samples = tar_of({"0.png": b"another view"} | samples)
     source = list_source(fill(tmp_path / "tars", dict.fromkeys(("train/0.tar", "train/1.tar", "val/0.tar"), samples)))
     assert source.class_names == ["0", "1", "2"]
     assert {split: len(set(files)) for split, files in source.splits.items()} == {"train": 18, "validation": 9}
+    assert "/0.png" not in str(source.splits)
 
 
 def test_rows_of_large_parquet_sources_are_shuffled_in_windows_of_row_groups(tmp_path, monkeypatch):
@@ -148,15 +151,18 @@ def test_rows_of_large_parquet_sources_are_shuffled_in_windows_of_row_groups(tmp
     assert sorted(order[:12]) != order[:12]
 
 
+KIT = "ILSVRC2012_devkit_t12.tar.gz"
+TRAIN = {"train/a/1": b"", "train/b/2": b""}
 TAR = tar_of({"a.jpg": b"1", "a.cls": b"1", "b.jpg": b"1", "b.cls": b"0"})
 REFUSED: list[tuple[Files, str]] = [
     ({"wrapper/a/1": b"", "wrapper/b/2": b""}, "is .*wrapper the folder you mean"),
     ({"train/1.jpg": b"", "test/3.jpg": b""}, "test, train are splits, not classes"),
-    ({"train/a/1": b"", "train/b/2": b"", "extra/a/3": b""}, "extra: beside train there may be one of val, valid"),
-    ({"train/a/1": b"", "train/b/2": b"", "val/a/3": b"", "dev/a/3": b""}, "(val|dev): beside train there may be one"),
+    (TRAIN | {"extra/a/3": b""}, "extra: beside train there may be one of val, valid"),
+    (TRAIN | {"val/a/3": b"", "dev/a/3": b""}, "(val|dev): beside train there may be one"),
     ({"train-0.tar": b"", "more.tar": b""}, "more.tar: its path names no split, as the others do"),
-    ({"train/a/1": b"", "train/b/2": b"", "val/v": b""}, "no class folders; put ILSVRC2012_devkit_t12.tar.gz into"),
-    ({"train/a/1": b"", "train/b/2": b"", "val/a/.3": b""}, "val: no images; they are expected as"),
+    (TRAIN | {"val/v": b""}, f"no class folders; put {KIT} into"),
+    (TRAIN | {"val/v": b"", KIT: tar_of({"1": b""}, "w:gz")[:40]}, f"{KIT}: .*; download it again"),
+    (TRAIN | {"val/a/.3": b""}, "val: no images; they are expected as"),
     ({"train-0.tar": tar_of({})}, "no labelled images for the split train in train-0.tar"),
     ({"t.tar": tar_of({"a.jpg": b"1", "a.cls": b"cat"})}, "t.tar: a.jpg: no label; its sample needs a class number"),
     ({"t.tar": TAR, "labels.txt": b"cat\n\n"}, "t.tar: a.jpg: label 1, out of range for 1 classes"),
@@ -164,7 +170,7 @@ REFUSED: list[tuple[Files, str]] = [
     ({"t.tar": TAR[:2048] + b"x" + TAR[2049:]}, "t.tar: compressed, truncated or damaged at a.cls"),
     ({"train-0.tar.gz": tar_of({"1.jpg": b"1"}, "w:gz")}, "train-0.tar.gz: compressed, .*; run gunzip on it"),
     ({"t.parquet": parquet_of([("a.jpg", b"1", None)], ["a", "b"])}, "t.parquet: a.jpg: row 0 has no label"),
-    ({"t.parquet": parquet_of([(None, b"1", -1)], ["a", "b"])}, "t.parquet: t.parquet/0: label -1, out of range for 2"),
+    ({"t.parquet": parquet_of([(None, None, -1)], ["a", "b"])}, "t.parquet: t.parquet/0: label -1, out of range for 2"),
     ({"t.parquet": parquet_of([("a.jpg", b"1", 0)], ["a", "b"])[:-5]}, "t.parquet: .*; download it again"),
 ]
 

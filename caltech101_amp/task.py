@@ -76,7 +76,7 @@ def _unpack(root: Path, allow_download: bool) -> Path:
     archive = next((path for path in (root / ARCHIVE, inner) if path.is_file()), None)
     if archive is None:
         needed = f"{FOLDER}/, {ARCHIVE} or {OUTER_ARCHIVE}"
-        fetch(inner.parent, root / OUTER_ARCHIVE, URL, MD5, allow_download, needed, DOWNLOAD)
+        fetch(inner, root / OUTER_ARCHIVE, URL, MD5, allow_download, needed, DOWNLOAD)
     with folder_lock(root, wait=True):
         if not (root / FOLDER).is_dir():  # no other process was first
             extract(archive or inner, FOLDER, root)

@@ -7,8 +7,8 @@ from common.errors import UserError, first_line
 from common.files import folder_lock
 
 
-def fetch(folder: Path, archive: Path, url: str, md5: str, allow_download: bool, needed: str, description: str) -> None:
-    """Unpack ``folder`` from ``archive`` beside it, which is downloaded if it is missing and ``DATA.download`` is set.
+def fetch(path: Path, archive: Path, url: str, md5: str, allow_download: bool, needed: str, description: str) -> None:
+    """Unpack ``path`` from ``archive`` in a folder above it, after a download if ``DATA.download`` is set.
 
     If several processes of a machine call this at once, one does the work while the others wait. ``needed`` and
     ``description`` tell the user what was looked for and what a download would get.
@@ -20,7 +20,7 @@ def fetch(folder: Path, archive: Path, url: str, md5: str, allow_download: bool,
         fault = f"{archive}: its MD5 is not {md5}" if archive.is_file() else f"DATA.root={root} has no {needed}"
         raise UserError(f"{fault}: --set DATA.download=True fetches {description} into it")
     with folder_lock(root, wait=True):
-        if folder.is_dir():  # another process was first
+        if path.exists():  # another process was first
             return
         try:
             download_url(url, root, archive.name, md5)
@@ -28,19 +28,20 @@ def fetch(folder: Path, archive: Path, url: str, md5: str, allow_download: bool,
             raise UserError(
                 f"{url}: {first_line(error)}; rerun the command, or download the file to {archive}"
             ) from error
-        extract(archive, folder.name, root)
+        extract(archive, path.relative_to(root), root)
 
 
-def extract(archive: Path, name: str, folder: Path) -> None:
-    """Unpack the archive's folder ``name`` as ``folder / name``, which appears only when it is whole.
+def extract(archive: Path, name: Path | str, folder: Path) -> None:
+    """Unpack the archive's folder or file ``name`` as ``folder / name``, which appears only when it is whole.
 
-    Raises `UserError` for an archive that is damaged, lacks the folder, or has a path or link that leads out of it.
+    Raises `UserError` for an archive that is damaged, lacks it, or has a path or link that leads out of it.
     """
     from torchvision.datasets.utils import extract_archive
 
-    unpacked = folder / f".{name}.partial"
+    unpacked = folder / f".{archive.name}.partial"
     try:
         extract_archive(archive, unpacked)
+        (folder / name).parent.mkdir(exist_ok=True)
         (unpacked / name).rename(folder / name)
     except Exception as error:  # of a damaged archive, a dozen unrelated types
         raise UserError(

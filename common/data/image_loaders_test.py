@@ -1,6 +1,5 @@
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from torchvision.transforms import functional as F
 
 from common.config.schema import Data
 from common.data.crops import CROP_UNIFORMS, CenterCrop, RandomCrop, SimpleCrop
-from common.data.image_folder import FolderSplit, list_files
+from common.data.image_folder import FolderSplit, list_classes
 from common.data.image_loaders import TorchvisionReader, build_eval_loader, build_train_loader
 from common.data.loader import Loader
 from common.data.sampler import NO_LABEL, EvalSampler, TrainSampler
@@ -46,9 +45,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 def open_folder(root: Path, split: str) -> FolderSplit:
-    class_names, folder = ["ape", "bee"], root / ("val" if split == "validation" else split)
-    files = [(path.relative_to(root).as_posix(), class_names.index(path.parent.name)) for path in list_files(folder)]
-    return FolderSplit(root, class_names, files)
+    class_names = ["ape", "bee"]
+    return FolderSplit(root, class_names, list_classes(root, root / split, class_names))
 
 
 def reader(split, crop, workers: int = 0, dp_size: int = 1) -> TorchvisionReader:
@@ -63,11 +61,6 @@ def train_loader(split, workers: int = 0) -> Loader:
 
 def eval_loader(split, batch: int = 4) -> Loader:
     return Loader(EvalSampler(len(split), batch), reader(split, CenterCrop(SIZE, 28)))
-
-
-def open_upright(split: FolderSplit, index: int) -> Image.Image:
-    with Image.open(split.path(index)) as image:
-        return ImageOps.exif_transpose(image).convert("RGB")
 
 
 @pytest.mark.parametrize("text", ["rand-m9-mstd0.5-inc1", "rand-m10-n8-inc1"])
@@ -93,24 +86,27 @@ def test_a_text_is_timms_randaugment_after_the_crop(folder, text, monkeypatch):
 
 
 def test_the_config_decides_the_crops():
-    data = Data(flip=False, interpolation="bicubic", crop_scale=(0.2, 0.5), crop_ratio=(1, 2), repeats=2).model_dump()
+    crops = dict(crop_scale=(0.2, 0.5), crop_ratio=(1, 2), eval_crop=0.9)
+    data = Data(flip=False, interpolation="bicubic", repeats=2, **crops).model_dump()
     read = {"build_reader": lambda _, crop, **options: (crop, options["batch"], options["dp_size"])}
     place = read | dict(image_size=SIZE, device=torch.device("cpu"), dp_size=2)
     loader = build_train_loader(range(20), data, 8, 4, **place)
     assert loader.reader == (RandomCrop((0.2, 0.5), (1, 2), False, "bicubic"), 4, 2)
     assert loader.sampler.repeats == 2
-    assert build_eval_loader(range(20), data, 6, **place).reader == (CenterCrop(SIZE, 27, "bicubic"), 6, 2)
+    assert build_eval_loader(range(20), data, 6, **place).reader == (CenterCrop(SIZE, 26, "bicubic"), 6, 2)
     loader = build_train_loader(range(20), data | {"crop": "simple"}, 8, 4, **place)
     assert loader.reader[0] == SimpleCrop(SIZE, False, "bicubic")
 
 
 def test_evaluation_shows_what_torchvision_shows_once_each(folder):
-    split = open_folder(folder, "validation")
+    split = open_folder(folder, "val")
     images, labels = (torch.cat(parts) for parts in zip(*eval_loader(split), strict=True))
     assert labels.tolist() == [0] * 5 + [1] * 5 + [NO_LABEL] * 2
     assert not images[10:].any()
     for index in range(10):
-        expected = F.center_crop(F.resize(open_upright(split, index), 28), SIZE)
+        with Image.open(split.path(index)) as image:
+            upright = ImageOps.exif_transpose(image).convert("RGB")
+        expected = F.center_crop(F.resize(upright, 28), SIZE)
         torch.testing.assert_close(images[index], F.normalize(F.to_tensor(expected), MEAN, STD), rtol=0, atol=VALUE)
 
 
@@ -133,11 +129,11 @@ def test_workers_change_nothing_and_leave_with_the_loader(folder):
     assert set(children()) <= before
 
 
-def test_workers_compute_though_threads_of_their_parent_have():
+def test_workers_compute_though_threads_of_their_parent_have_and_leave_its_objects():
     program = """
-import torch
+import gc, torch
 from common.data.workers import WorkerPool
-pool = WorkerPool(lambda size: torch.ones(size).sum().item(), 1)
+pool = WorkerPool(lambda size: torch.ones(size).sum().item() * (gc.get_freeze_count() > 0), 1)
 pool.start()
 print(torch.ones(1 << 20).sum().item(), *pool.map(iter([1 << 20])))
 pool.close()"""
@@ -182,12 +178,10 @@ def test_more_bad_images_than_allowed_stop_the_pass(corrupt):
         list(reader(split, CenterCrop(SIZE, 28), dp_size=2).read(EvalSampler(20, 4).draws(0)))
 
 
-def test_what_must_not_be_decoded_is_named(folder, tmp_path, capsys):
-    """A PostScript program, which Pillow would run, and an image that would fill the memory."""
+def test_a_postscript_program_is_not_run_but_named(folder, tmp_path, capsys):
     split = open_folder(shutil.copytree(folder, tmp_path / "images"), "train")
-    for kind, side, reason in (("EPS", 8, "cannot identify"), ("PNG", 12_000, "is more than 100 million pixels")):
-        before = split.fingerprint
-        Image.new("L", (side, side)).save(split.path(0), kind)
-        assert split.fingerprint != before
-        list(eval_loader(split))
-        assert re.search(f"skipped: {split.path(0)}: .*{reason}", capsys.readouterr().err)
+    before = split.fingerprint
+    Image.new("L", (8, 8)).save(split.path(0), "EPS")
+    assert split.fingerprint != before
+    list(eval_loader(split))
+    assert f"skipped: {split.path(0)}: cannot identify" in capsys.readouterr().err

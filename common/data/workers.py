@@ -1,5 +1,6 @@
 """Threads that read the records of draws, and processes that decode them, ahead of their use and in order."""
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -158,6 +159,7 @@ def _set_function(function: Callable[[Any], Any]) -> None:
     import torch  # seconds, which processes that only `follow_parent` do not need
 
     global _function
+    gc.freeze()  # the parent's objects: to free those of CUDA here would fail
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     _function = function
     follow_parent()

@@ -6,7 +6,7 @@ DATA=/path/to/caltech101 torchrun --nproc_per_node 4 train.py --config config/co
 
 from caltech101_amp.task import TASK, build_eval_loader, build_train_loader
 from common.colossal import Trainer, gpc, initialize, shard_model
-from common.data.batch_augment import MixupLoss, build_batch_augment
+from common.data.batch_augment import BatchAugment, MixupLoss
 from common.errors import run_command
 from common.model.build import build_model, freeze
 from common.optim.build import build_lr_scheduler, build_optimizer
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
     lr_scheduler = build_lr_scheduler(optimizer, config.LR_SCHEDULE, *steps, config.MIN_LR, config.WARMUP_LR)
     loaders = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)
     train_loader = build_train_loader(config.DATA, plan.total_batch, plan.micro_batch, seed=config.SEED, **loaders)
-    train_loader = build_batch_augment(train_loader, config)
+    train_loader = BatchAugment(train_loader, config)
     eval_loader = build_eval_loader(config.DATA, plan.micro_batch, **loaders)
 
     criterion = MixupLoss(config.LABEL_SMOOTHING, config.BCE_THRESHOLD, config.BCE_SUM)

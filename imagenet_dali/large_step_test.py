@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.config.load import load_config
-from common.data.batch_augment import build_batch_augment
+from common.data.batch_augment import BatchAugment
 from common.metrics.curves import read_metrics
 from common.model.build import build_model, timm_arguments
 from common.testing.photographs import write_photographs
@@ -34,7 +34,7 @@ def gradient_of_timm(data: Path, weights: Path) -> dict[str, Tensor]:
     for rank in range(RANKS):
         place = dict(image_size=MODEL["image_size"], device=torch.device("cpu"), dp_rank=rank, dp_size=RANKS)
         loader = build_train_loader(config["DATA"], TOTAL, MICRO, seed=config["SEED"], **place)
-        for images, labels in build_batch_augment(loader, config):
+        for images, labels in BatchAugment(loader, config):
             first, second = (F.one_hot(labels[key], MODEL["num_classes"]).double() for key in ("target", "other"))
             share = labels["share"].double()
             blend = share * first + (1 - share) * second

@@ -5,7 +5,7 @@ torchrun --nproc_per_node 8 train_dali.py --config vit-b16.py --set DATA.root=/p
 """
 
 from common.colossal import Trainer, gpc, initialize, shard_model
-from common.data.batch_augment import MixupLoss, build_batch_augment
+from common.data.batch_augment import BatchAugment, MixupLoss
 from common.errors import run_command
 from common.model.build import build_model, freeze
 from common.optim.build import build_lr_scheduler, build_optimizer
@@ -33,7 +33,7 @@ def main(argv: list[str], task: Task = TASK) -> None:
     train_loader = build_train_loader(
         config.DATA, plan.total_batch, plan.micro_batch, order=plan.order, seed=config.SEED, **loaders
     )
-    train_loader = build_batch_augment(train_loader, config)
+    train_loader = BatchAugment(train_loader, config)
     eval_loader = build_eval_loader(config.DATA, plan.micro_batch, **loaders)
 
     criterion = MixupLoss(config.LABEL_SMOOTHING, config.BCE_THRESHOLD, config.BCE_SUM)

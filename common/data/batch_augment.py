@@ -153,11 +153,6 @@ CHANGES = (
 )
 
 
-def build_batch_augment(loader: Loader, config: Mapping[str, Any]) -> "BatchAugment":
-    """Return ``loader`` with the augmentations that the config's keys turn on."""
-    return BatchAugment(loader, config)
-
-
 class BatchAugment:
     """Change a training loader's images, then blend them with one another, in place, as the config's keys say.
 

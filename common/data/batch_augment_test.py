@@ -22,7 +22,6 @@ from common.data.batch_augment import (
     BatchAugment,
     MixupLoss,
     augment_colors,
-    build_batch_augment,
     cut_and_paste,
     erase,
 )
@@ -53,7 +52,7 @@ class ConstantReader:
 
 def build(dp_rank: int = 0, dp_size: int = 2, micro_batch: int = 4, **config: Any) -> BatchAugment:
     sampler = TrainSampler(48, global_batch=16, micro_batch=micro_batch, dp_rank=dp_rank, dp_size=dp_size, seed=1)
-    return build_batch_augment(Loader(sampler, ConstantReader()), OFF | config)
+    return BatchAugment(Loader(sampler, ConstantReader()), OFF | config)
 
 
 def shares(augment: BatchAugment) -> list[float]:

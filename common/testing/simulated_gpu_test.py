@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common.config.load import load_config
-from common.data.batch_augment import build_batch_augment
+from common.data.batch_augment import BatchAugment
 from common.metrics import curves
 from common.testing import tiny_task
 from common.testing.checkpoints import read_result
@@ -84,7 +84,7 @@ def test_loaders_and_augmentation_do_not_wait_after_the_first_batch(mode, data):
         place = dict(image_size=32, dp_rank=0, dp_size=1, device=device)
         train_loader = tiny_task.build_train_loader(config["DATA"], 14, 7, seed=0, **place)
         eval_loader = tiny_task.build_eval_loader(config["DATA"], 7, **place)
-        for loader in (eval_loader, build_batch_augment(train_loader, config)):
+        for loader in (eval_loader, BatchAugment(train_loader, config)):
             for _ in range(2):
                 yield from loader
             loader.close()

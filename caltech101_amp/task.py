@@ -33,7 +33,8 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     refuse_unused(data, (*image_loaders.UNUSED, *image_loaders.SHARDS_ONLY, "loader"))
     train, test = open_split(data, "train"), open_split(data, "test")
     fingerprint = fingerprint_of([train.fingerprint, test.fingerprint])
-    return DataSummary(len(train), len(test), train.num_classes, fingerprint, class_names=train.class_names)
+    counts = len(train), len(test), len(train.class_names)
+    return DataSummary(*counts, fingerprint, class_names=train.class_names)
 
 
 def build_train_loader(data: Mapping[str, Any], total_batch: int, micro_batch: int, **options: Any) -> Loader:

@@ -48,7 +48,6 @@ class ShardEntry(Schema):
     bytes: Count
     records: Count
     sha256: str
-    index_sha256: str = Field("", exclude=True)  # of older data sets
 
 
 class SplitEntry(Schema):
@@ -65,7 +64,6 @@ class Manifest(Schema):
     label_base: Literal[0, 1]
     splits: dict[str, SplitEntry]
     made: dict[str, Any]
-    repairs: list[Any] = Field([], exclude=True)  # of older data sets
 
     @property
     def fingerprint(self) -> str:
@@ -80,7 +78,7 @@ class Manifest(Schema):
 class Split:
     """One split of a prepared data set, opened by `open_split`."""
 
-    is_prepared: ClassVar[bool] = True  # RGB JPEGs, turned as their EXIF blocks said
+    is_prepared: ClassVar[bool] = True  # JPEGs, turned already as their EXIF blocks said, if at all
     root: Path
     name: str
     shards: Sequence[Path]
@@ -92,10 +90,6 @@ class Split:
     def place(self) -> str:
         """Where the images come from, in words."""
         return f"the prepared {self.name} split"
-
-    @property
-    def num_classes(self) -> int:
-        return len(self.class_names)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -126,7 +120,7 @@ class Split:
         _, _, size, image_start, image_size, label, *_ = row
         try:
             unframe(data[:size])
-        except BadRecordError as error:
+        except BadSampleError as error:
             return self.fault(index, error)
         return data[image_start : image_start + image_size], label
 
@@ -141,11 +135,6 @@ class Split:
         blocks = offsets * -(-ends // nbytes)[shards] // ends[shards]
         starts = np.flatnonzero(np.diff(shards) | np.diff(blocks)) + 1
         return np.concatenate([[0], starts, [len(self)]])
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all records."""
-        return self.span_bytes(0, len(self))
 
     def span_bytes(self, first: int, end: int) -> int:
         """Return the size of consecutive records."""
@@ -190,7 +179,7 @@ def open_split(root: Path, split: str) -> Split:
         name=split,
         shards=[root / entry.name for entry in entries],
         records=read_table(root, manifest, split),
-        class_names=read_labels(root / LABELS),
+        class_names=read_labels(root / LABELS, manifest.num_classes),
         fingerprint=manifest.fingerprint,
     )
 
@@ -221,10 +210,15 @@ def read_manifest(root: Path) -> Manifest:
     return read_json(path, Manifest)
 
 
-def read_labels(path: Path) -> list[str]:
-    """Return the class names in a file with one on each line; empty lines at its end are none."""
+def read_labels(path: Path, count: int | None = None) -> list[str]:
+    """Return the class names in a file with one on each line; empty lines at its end are none.
+
+    Raises `UserError` for names that cannot be used, and if there are not ``count``, the manifest's number of classes.
+    """
     names = read_text(path).rstrip("\r\n").splitlines()
     check_class_names(names, path)
+    if count not in (None, len(names)):
+        raise UserError(f"{path}: {len(names)} names, not {count} as in the manifest; {REMEDY}")
     return names
 
 
@@ -236,8 +230,8 @@ def read_table(root: Path, manifest: Manifest, split: str) -> np.ndarray:
     return np.load(table, mmap_mode="r")
 
 
-class BadRecordError(ValueError):
-    """A record that must not reach training; the message is the reason, without the location."""
+class BadSampleError(ValueError):
+    """A record or an image that must not reach training; the message is the reason, without the location."""
 
 
 # the package's own __init__ imports torch: seconds and 200 MB that preparation workers do not need
@@ -262,13 +256,13 @@ def _header(size: int) -> bytes:
 
 
 def unframe(record: bytes | memoryview) -> memoryview:
-    """Return the payload of one whole record, without a copy; `BadRecordError` if a checksum is wrong."""
+    """Return the payload of one whole record, without a copy; `BadSampleError` if a checksum is wrong."""
     record = memoryview(record)
     payload = record[HEADER_BYTES:-FOOTER_BYTES]
     if record[:HEADER_BYTES] != _header(len(payload)):
-        raise BadRecordError("length or its checksum does not match")
+        raise BadSampleError("length or its checksum does not match")
     if record[-FOOTER_BYTES:] != masked_crc(payload):
-        raise BadRecordError("checksum of the data does not match")
+        raise BadSampleError("checksum of the data does not match")
     return payload
 
 

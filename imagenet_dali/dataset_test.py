@@ -26,9 +26,9 @@ FAULTS: list[tuple[Callable[[Path], object], str]] = [
     (lambda root: (root / FIRST).unlink(), f"{FIRST}: missing; copy the data set again"),
     (lambda root: truncate(root / FIRST), rf"{FIRST}: \d+ bytes, not \d+ as in the manifest; copy"),
     (lambda root: truncate(root / "records/train.npy"), "train.npy: missing, or differs from the"),
+    (lambda root: (root / "labels.txt").write_text("class_0\n"), "labels.txt: 1 names, not 2 as in the manifest; copy"),
     (lambda root: edit_manifest(root, lambda of: of.update(format=2)), "format: Input should be 1"),
     (lambda root: edit_manifest(root, lambda of: of["splits"].pop("train")), "no train split, only val"),
-    (lambda root: (root / "manifest.json").unlink(), "prepare SOURCE DEST` and name.* --adopt"),
     (lambda root: root.rename(root.with_name("elsewhere")), "no such folder"),
 ]
 

@@ -7,8 +7,9 @@ import pytest
 import simplejpeg
 from PIL import Image
 
+from imagenet_dali.dataset import BadSampleError
 from imagenet_dali.testing import encode, gradient, jpeg, with_flipped_bit
-from imagenet_dali.writer import BadImageError, convert_image
+from imagenet_dali.writer import convert_image
 
 
 def mean_difference(data: bytes, expected: Image.Image) -> float:
@@ -76,5 +77,5 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_image_is_refused_with_a_reason(kind):
     data, reason = BAD[kind]
-    with pytest.raises(BadImageError, match=reason):
+    with pytest.raises(BadSampleError, match=reason):
         convert_image(data)

@@ -24,16 +24,16 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     refuse_unused(data, (*image_loaders.UNUSED, "download"))
     if split := data.get("split"):
         images = open_images(data, split)
-        counts = 0, len(images), images.num_classes
+        counts = 0, len(images), len(images.class_names)
         return DataSummary(*counts, images.fingerprint, images.class_names, validation=images.place)
     if data["loader"] == "dali" and isinstance(text := data.get("randaugment"), str):
         raise UserError(f"DATA.randaugment={text!r} is timm's, on the CPU: add --set DATA.loader=torchvision")
     train, validation = open_images(data, "train"), open_images(data, "validation")
     fingerprint = fingerprint_of([train.fingerprint, validation.fingerprint])
-    counts = len(train), len(validation), train.num_classes
+    counts = len(train), len(validation), len(train.class_names)
     summary = DataSummary(*counts, fingerprint, train.class_names, validation=validation.place)
     if isinstance(train, Split):
-        sizes = dict(shard_bytes=train.nbytes, is_shuffled=train.is_shuffled)
+        sizes = dict(shard_bytes=train.span_bytes(0, len(train)), is_shuffled=train.is_shuffled)
         summary = replace(summary, fingerprint=train.fingerprint, **sizes)
     if data.get("order") == "blocks" and not (summary.shard_bytes and summary.is_shuffled):
         fault = "has shards sorted by class, so batches would be too" if summary.shard_bytes else "has no shards"

@@ -9,6 +9,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from tqdm import tqdm
 
+from common.data.image_folder import SPLITS
 from common.errors import UserError
 from common.files import sha256_of
 from imagenet_dali.dataset import (
@@ -17,7 +18,7 @@ from imagenet_dali.dataset import (
     LABELS,
     MANIFEST,
     RECORD,
-    BadRecordError,
+    BadSampleError,
     Example,
     find_faults,
     masked_crc,
@@ -26,15 +27,15 @@ from imagenet_dali.dataset import (
     read_table,
     unframe,
 )
-from imagenet_dali.writer import BadImageError, ShardRows, check_jpeg, parallel_map, write_dataset
+from imagenet_dali.writer import ShardRows, check_jpeg, parallel_map, write_dataset
 
-NAMED_SPLITS = ("train", "validation")
 ANY_LABEL = range(2**31)
 
 
 def check(root: Path, workers: int) -> list[str]:
     """Compare every byte of a prepared data set with its manifest; return a line for each fault of a shard."""
     manifest = read_manifest(root)
+    read_labels(root / LABELS, manifest.num_classes)
     for name in manifest.splits:
         read_table(root, manifest, name)
     entries = [entry for split in manifest.splits.values() for entry in split.shards]
@@ -49,17 +50,18 @@ def check(root: Path, workers: int) -> list[str]:
 def adopt(root: Path, workers: int) -> list[str]:
     """Index and describe the shards below `root`, or return a line for each bad record and write nothing.
 
-    Shards are the files of ``train/`` and ``validation/``, or ``train-*`` and ``validation-*`` in `root` itself. Their
-    labels may start at 0 or 1. Class names are the lines of ``labels.txt``, or else the numbers. Raises `UserError` if
-    there are no shards, and if the first label is ambiguous.
+    Shards are the files of ``train/`` and ``validation/``, or ``train-*`` and ``validation-*`` in `root` itself;
+    validation's may have any of its names in `SPLITS`. Labels may start at 0 or 1. Class names are the lines of
+    ``labels.txt``, or else the numbers. Raises `UserError` if there are no shards, and if the first label is ambiguous.
     """
-    if not root.is_dir():
-        raise UserError(f"{root}: no such folder; name the one that holds train/ and validation/")
     if (root / MANIFEST).exists():
         raise UserError(f"{root / MANIFEST}: exists, the data set is prepared already; use --check to verify it")
-    names = {split: found for split in NAMED_SPLITS if (found := _find_shards(root, split))}
+    names: dict[str, list[str]] = {}
+    for word, split in SPLITS.items():
+        if split != "test" and (found := _find_shards(root, word)):
+            names[split] = names.get(split, []) + found
     if "train" not in names:
-        raise UserError(f"{root}: no shards; they are the files of train/, or files named train-*")
+        raise UserError(f"{root}: no such folder, or no shards: they are the files of train/, or files named train-*")
     class_names = read_labels(root / LABELS) if (root / LABELS).is_file() else None
     tasks = [(root, name) for name in itertools.chain(*names.values())]
     results = tqdm(parallel_map(_inspect_shard, tasks, workers), total=len(tasks), unit="shard", disable=None)
@@ -78,9 +80,9 @@ def adopt(root: Path, workers: int) -> list[str]:
     return []
 
 
-def _find_shards(root: Path, split: str) -> list[str]:
-    folder = root / split
-    paths = folder.iterdir() if folder.is_dir() else root.glob(f"{split}-*")
+def _find_shards(root: Path, word: str) -> list[str]:
+    folder = root / word
+    paths = folder.iterdir() if folder.is_dir() else root.glob(f"{word}-*")
     is_shard = (p for p in paths if p.is_file() and p.suffix != ".idx" and not p.name.startswith("."))
     return sorted(path.relative_to(root).as_posix() for path in is_shard)
 
@@ -96,13 +98,13 @@ def _inspect_shard(task: tuple[Path, str]) -> tuple[ShardRows, list[str]]:
                 image, label = parse_example(unframe(record))
                 height, width, color_space = check_jpeg(image)
                 if label not in ANY_LABEL:
-                    raise BadRecordError(f"label {label} is no class number")
+                    raise BadSampleError(f"label {label} is no class number")
                 if color_space not in ("YCbCr", "Gray", "RGB"):
-                    raise BadImageError(f"{color_space} JPEG, which decoders turn into different colours")
+                    raise BadSampleError(f"{color_space} JPEG, which decoders turn into different colours")
                 rows.append((0, offset, len(record), record.find(image), len(image), label, height, width))
-            except (BadRecordError, BadImageError) as error:
+            except BadSampleError as error:
                 faults.append(f"{root / name}: record {number} at byte {offset}: {error}")
-    except BadRecordError as error:
+    except BadSampleError as error:
         faults.append(f"{root / name}: after record {number}, at byte {end}: {error}")
     return ShardRows(name, sha256_of(root / name), np.array(rows, RECORD)), faults
 
@@ -121,31 +123,31 @@ def _find_label_base(root: Path, present: list[int], class_names: list[str] | No
 def scan(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield ``(offset, record)`` for each record of a shard, in order; `unframe` checks what the record holds.
 
-    Raises `BadRecordError` where the next record cannot be found: a wrong length, or the end of the file inside one.
+    Raises `BadSampleError` where the next record cannot be found: a wrong length, or the end of the file inside one.
     """
     offset, end = 0, path.stat().st_size
     with path.open("rb") as file:
         while header := file.read(HEADER_BYTES):
             if len(header) < HEADER_BYTES:
-                raise BadRecordError("truncated")
+                raise BadSampleError("truncated")
             if masked_crc(header[:8]) != header[8:]:
                 if header.startswith(b"\x1f\x8b"):
-                    raise BadRecordError("compressed with gzip: gunzip the shard first")
-                raise BadRecordError("checksum of the length does not match; the rest of the shard cannot be read")
+                    raise BadSampleError("compressed with gzip: gunzip the shard first")
+                raise BadSampleError("checksum of the length does not match; the rest of the shard cannot be read")
             size = HEADER_BYTES + int.from_bytes(header[:8], "little") + FOOTER_BYTES
             if offset + size > end:
-                raise BadRecordError("truncated")
+                raise BadSampleError("truncated")
             yield offset, header + file.read(size - HEADER_BYTES)
             offset += size
 
 
 def parse_example(payload: bytes | memoryview) -> tuple[bytes, int]:
-    """Return ``(image, label as stored)``; `BadRecordError` unless there is exactly one of each, of the right type."""
+    """Return ``(image, label as stored)``; `BadSampleError` unless there is exactly one of each, of the right type."""
     try:
         features = Example.FromString(payload).features.feature
         (image,), (label,) = features["image/encoded"].bytes_list.value, features["image/class/label"].int64_list.value
     except (DecodeError, ValueError) as error:
-        raise BadRecordError(
+        raise BadSampleError(
             "not a tf.train.Example with one image/encoded (bytes) and one image/class/label (int64)"
         ) from error
     return image, label

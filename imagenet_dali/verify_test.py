@@ -26,6 +26,9 @@ def test_check_lists_all_that_is_wrong(data, capsys):
     with pytest.raises(UserError, match="faults found: 1"):
         main(["--check", str(data)])
     assert capsys.readouterr().out == f"{shards[0]}: missing\n"
+    (data / "labels.txt").write_text("class_0\n")
+    with pytest.raises(UserError, match="labels.txt: 1 names, not 2"):
+        main(["--check", str(data)])
 
 
 def write_foreign(path: Path, samples: list[tuple[bytes, int]], **more: tuple[object, str]) -> None:
@@ -40,10 +43,14 @@ def write_foreign(path: Path, samples: list[tuple[bytes, int]], **more: tuple[ob
 SAMPLES = [(jpeg(20 + number, 40, seed=number), number % 3) for number in range(9)]
 
 
-@pytest.mark.parametrize(("base", "names"), [(0, "{split}/{split}-0000{n}-of-2"), (1, "{split}-0000{n}-of-2")])
-def test_foreign_shards_are_adopted_with_labels_from_0(tmp_path, base, names):
+@pytest.mark.parametrize(
+    ("base", "names", "validation"),
+    [(0, "{split}/{split}-0000{n}-of-2", "val"), (1, "{split}-0000{n}-of-2", "validation")],
+)
+def test_foreign_shards_are_adopted_with_labels_from_0(tmp_path, base, names, validation):
     samples = [(image, label + base) for image, label in SAMPLES]
-    for split in ("train", "validation"):
+    (tmp_path / "test-0").write_text("left out")
+    for split in ("train", validation):
         for n in range(2):
             write_foreign(shard := tmp_path / names.format(split=split, n=n), samples[5 * n : 5 * n + 5])
             shard.with_suffix(".idx").write_text("0 1\n")  # as of DALI's tfrecord2idx
@@ -92,10 +99,9 @@ FIRST, SECOND = frame(b"one"), frame(b"two")
     ("content", "message"),
     [
         (FIRST + SECOND[:-1], "after record 0, at byte 19: truncated"),
-        (FIRST + SECOND[:5], "truncated"),
         (FIRST + with_flipped_bit(SECOND, 0), "checksum of the length"),
         (FIRST + b"\x1f\x8b" + bytes(100), "gunzip"),
-        (b"\x00", "after record 0, at byte 0"),
+        (b"\x00", "after record 0, at byte 0: truncated"),
     ],
 )
 def test_a_shard_whose_next_record_cannot_be_found_is_refused(tmp_path, capsys, content, message):

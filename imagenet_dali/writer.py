@@ -24,7 +24,7 @@ from common.data.image_folder import FORMATS, MAX_BYTES, UNREADABLE, Files, chec
 from common.data.workers import follow_parent
 from common.errors import UserError, first_line, printable
 from common.files import read_bytes
-from imagenet_dali.dataset import FORMAT, LABELS, MANIFEST, PARTIAL, build_example, frame
+from imagenet_dali.dataset import FORMAT, LABELS, MANIFEST, PARTIAL, BadSampleError, build_example, frame
 from imagenet_dali.find_images import Place, read_rows
 
 QUALITY = 95  # of JPEGs that are re-encoded
@@ -34,10 +34,6 @@ _JPEG_MAGIC = b"\xff\xd8\xff"
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-
-
-class BadImageError(ValueError):
-    """An image that must not reach training; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ def write_shard(task: ShardTask) -> dict[str, Any]:
             try:
                 content = _read(task, number, in_memory)
                 image, height, width = convert_image(content, task.short_side)
-            except BadImageError as error:
+            except BadSampleError as error:
                 refused.append(f"{printable(filename)}\t{printable(error)}")
                 continue
             record = frame(build_example(image, label, task.class_names[label], filename, height, width))
@@ -130,7 +126,7 @@ def _read(task: ShardTask, number: int, in_memory: dict[Place, bytes]) -> bytes:
         try:
             return read_bytes(path, MAX_BYTES)
         except UserError as error:
-            raise BadImageError(str(error).removeprefix(f"{path}: ")) from error
+            raise BadSampleError(str(error).removeprefix(f"{path}: ")) from error
     if place.is_row:
         if place not in in_memory:
             in_memory.update(read_rows(task.source, filter(None, task.places[number : number + ROWS_IN_MEMORY])))
@@ -146,34 +142,34 @@ def convert_image(data: bytes, short_side: int | None = None) -> tuple[bytes, in
     A YCbCr JPEG that is upright and not too large is returned unchanged. All else is re-encoded without
     chroma subsampling: other formats and colour spaces (alpha is dropped, the first frame is taken, 16 bits become 8),
     images with an EXIF rotation, and images whose shorter side is longer than `short_side` (resized by Lanczos). Raises
-    `BadImageError`.
+    `BadSampleError`.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns of harmless metadata
             return _convert(data, short_side)
-    except (BadImageError, MemoryError):
+    except (BadSampleError, MemoryError):
         raise
     except Image.UnidentifiedImageError as error:
-        raise BadImageError(f"{UNREADABLE}not one of {', '.join(FORMATS)}") from error
+        raise BadSampleError(f"{UNREADABLE}not one of {', '.join(FORMATS)}") from error
     except Exception as error:  # Pillow's decoders raise a dozen unrelated types for damaged files
-        raise BadImageError(UNREADABLE + first_line(error)) from error
+        raise BadSampleError(UNREADABLE + first_line(error)) from error
 
 
 def check_jpeg(data: bytes | memoryview) -> tuple[int, int, str]:
     """Decode a JPEG strictly and return its height, width and colour space.
 
-    libjpeg repairs truncated and damaged data with a warning; here each warning raises `BadImageError`, as do
+    libjpeg repairs truncated and damaged data with a warning; here each warning raises `BadSampleError`, as do
     dimensions beyond `MAX_PIXELS`.
     """
     if bytes(data[:3]) != _JPEG_MAGIC:
-        raise BadImageError("not a JPEG")
+        raise BadSampleError("not a JPEG")
     try:
         height, width, color_space, _ = simplejpeg.decode_jpeg_header(data)
         check_pixels(height, width)  # pyright: ignore[reportArgumentType]
         simplejpeg.decode_jpeg(data, "CMYK" if color_space in ("CMYK", "YCCK") else "RGB")
     except ValueError as error:
-        raise BadImageError(f"{UNREADABLE}{error}") from error
+        raise BadSampleError(f"{UNREADABLE}{error}") from error
     return height, width, color_space  # pyright: ignore[reportReturnType]
 
 

@@ -6,8 +6,9 @@ import random
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -155,7 +156,7 @@ class FolderSplit:
     is_prepared = False  # an image may be of any kind, and say in its EXIF block how it is to be turned
 
     def __init__(self, root: Path, class_names: Sequence[str], files: Files, place: str = "") -> None:
-        self.root, self.class_names, self.num_classes, self.place = root, class_names, len(class_names), place
+        self.root, self.class_names, self.place = root, class_names, place
         # arrays, because workers would copy a million strings page by page as they count references
         self._paths = np.array([os.fsencode(path) for path, _ in files])
         self._labels = np.array([label for _, label in files], np.int64)
@@ -182,12 +183,9 @@ class FolderSplit:
     @property
     def fingerprint(self) -> str:
         """A checksum over paths, labels and sizes; where the folder lies does not matter."""
-        return fingerprint_of(self._describe())
-
-    def _describe(self) -> Iterator[str]:
-        yield from self.class_names
-        for path, label in sorted(zip(map(os.fsdecode, self._paths), self._labels.tolist(), strict=True)):
-            yield f"{label} {file_state(self.root / path)[0]} {path}"
+        files = sorted(zip(map(os.fsdecode, self._paths), self._labels.tolist(), strict=True))
+        described = (f"{label} {file_state(self.root / path)[0]} {path}" for path, label in files)
+        return fingerprint_of(chain(self.class_names, described))
 
 
 def check_pixels(height: int, width: int) -> None:

@@ -50,7 +50,8 @@ def open_images(data: Mapping[str, Any]) -> DataSet:
 @functools.cache
 def _open(root: Path, allow_download: bool) -> DataSet:
     if (root / "train").is_dir():
-        return _read_folders(root)
+        classes, folders = list_splits(root, {split: root / split for split in ("train", "test")})
+        return DataSet(classes, *(_decode(FolderSplit(root, classes, files)) for files in folders.values()))
     if not (root / BATCHES).is_dir():
         archive, needed = root / CIFAR10.filename, f"{BATCHES}/, {CIFAR10.filename} or train/<class>/*"
         fetch(root / BATCHES, archive, CIFAR10.url, CIFAR10.tgz_md5, allow_download, needed, DOWNLOAD)
@@ -60,12 +61,6 @@ def _open(root: Path, allow_download: bool) -> DataSet:
         remedy = f"remove it and unpack {CIFAR10.filename} again"
         raise UserError(f"{root / BATCHES}: a file is missing, or its MD5 is not CIFAR-10's; {remedy}") from error
     return DataSet(train.classes, *(_to_images(split.data, split.targets) for split in (train, test)))
-
-
-def _read_folders(root: Path) -> DataSet:
-    """Read ``train/<class>/*`` and ``test/<class>/*``; labels index the sorted class folders."""
-    classes, splits = list_splits(root, {split: root / split for split in ("train", "test")})
-    return DataSet(classes, *(_decode(FolderSplit(root, classes, files)) for files in splits.values()))
 
 
 def _decode(split: FolderSplit) -> Images:

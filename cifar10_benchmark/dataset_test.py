@@ -86,9 +86,6 @@ def test_reads_a_folder_of_images(folder, tmp_path_factory):
     data = load_config("vit_lite_vanilla", [f"DATA.root={folder}"])["DATA"]
     assert describe_data(data).class_names == images.class_names
     assert images.train.labels.tolist() == [0, 0, 0, 1, 1, 2, 2]
-    for row, path in enumerate(sorted(folder.glob("train/*/*"))):
-        pixels = np.asarray(Image.open(path).convert("RGB"))
-        np.testing.assert_array_equal(images.train.images[row], pixels.transpose(2, 0, 1))
     copy = shutil.copytree(folder, tmp_path_factory.mktemp("other") / "copy")
     assert open_at(copy).fingerprint == images.fingerprint
     (copy / "test" / "r" / "0.png").rename(copy / "test" / "g" / "0.png")

@@ -20,7 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.data.image_folder import MAX_BAD_SHARE, NAMED, SPLITS, Files
-from common.errors import UserError, counted, print_wrapped, printable, run_command
+from common.errors import UserError, command_parser, counted, print_wrapped, printable, run_command
 from common.files import folder_lock
 from common.hardware import cores
 from imagenet_dali.dataset import MANIFEST, PARTIAL, RECORD, REMEDY, read_manifest
@@ -60,10 +60,8 @@ def main(argv: list[str]) -> None:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m imagenet_dali.prepare",
-        description="Turn folders, tars or parquet files of images into TFRecord shards, tables and manifest.",
-    )
+    parser = command_parser("Turn folders, tars or parquet files of images into TFRecord shards, tables and manifest.")
+    parser.prog = "python -m imagenet_dali.prepare"
     add = parser.add_argument
     source = "SOURCE/[train/]<class>/*, ImageNet, or tars or parquet files in SOURCE; DIR with --check, --adopt"
     add("source", nargs="?", metavar="SOURCE", help=source)
@@ -82,7 +80,6 @@ def _build_parser() -> argparse.ArgumentParser:
         "smaller and decode faster, but detail is lost; smaller images are not enlarged"
     )
     add("--short-side", type=int, metavar="N", help=short_side)
-    add("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
@@ -91,10 +88,11 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise UserError("give SOURCE and DEST, or --check DIR, or --adopt DIR; see --help")
     if args.split and args.validation_share is not None:
         raise UserError(f"--validation-share={args.validation_share}: --split {args.split} prepares all; leave it out")
-    for name, most in dict(validation_share=0.99, workers=1024, shards=50_000, short_side=65_535).items():
+    ranges = dict(validation_share=(0, 0.99), workers=(1, 1024), shards=(1, 50_000), short_side=(1, 65_535))
+    for name, (least, most) in ranges.items():
         value = getattr(args, name)
-        if value is not None and not (name != "validation_share") <= value <= most:
-            raise UserError(f"--{name.replace('_', '-')}={value}: choose {int(name != 'validation_share')} to {most}")
+        if value is not None and not least <= value <= most:
+            raise UserError(f"--{name.replace('_', '-')}={value}: choose {least} to {most}")
 
 
 def _verify(args: argparse.Namespace) -> None:

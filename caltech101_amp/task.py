@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.config.load import refuse_unused
 from common.config.plan import DataSummary
 from common.data import image_loaders
 from common.data.download import extract, fetch
@@ -13,7 +12,7 @@ from common.data.image_folder import Files, FolderSplit, list_classes, list_fold
 from common.data.loader import Loader
 from common.errors import UserError
 from common.files import fingerprint_of, folder_lock
-from common.task import Task
+from common.task import Task, refuse_unused
 
 URL = "https://data.caltech.edu/records/mzrjq-6wc02/files/caltech-101.zip"
 MD5 = "3138e1922a9193bfa496528edbbc45d0"

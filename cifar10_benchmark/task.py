@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cifar10_benchmark.dataset import DOWNLOAD, TRAIN_SAMPLES, Images, open_images
-from common.config.load import refuse_unused
 from common.config.plan import DataSummary
 from common.data.auto_augment import AutoAugment
 from common.data.crops import CenterCrop, Normalizer
@@ -22,7 +21,7 @@ from common.data.image_loaders import SHARDS_ONLY
 from common.data.loader import Batch, Loader, prefetch, to_device
 from common.data.sampler import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
 from common.errors import UserError
-from common.task import Task
+from common.task import Task, refuse_unused
 
 # keys of DATA for photographs only
 UNUSED = ("loader", "workers", "crop", "crop_scale", "crop_ratio", "randaugment", *SHARDS_ONLY)

@@ -1,11 +1,14 @@
 """What a task's folder hands to a run and to the tools: its data set, its loaders, its training script."""
 
 import importlib
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from common.config.plan import DataSummary
+from common.config.schema import Data
 from common.data.crops import CenterCrop
 from common.data.loader import Loader
 from common.errors import UserError
@@ -45,3 +48,40 @@ def find_task(name: str) -> Task:
     if name not in TASKS:
         raise UserError(f"config.json: task={name!r} is none of {', '.join(TASKS)}: restore the file")
     return importlib.import_module(TASKS[name]).TASK
+
+
+def named_root(config: Mapping[str, Any]) -> str:
+    """Return ``DATA.root``, else the environment variable DATA, else ""; ~ is the home folder."""
+    return os.path.expanduser(config["DATA"]["root"] or os.environ.get("DATA") or "")
+
+
+def data_root(config: Mapping[str, Any], download: str = "") -> str:
+    """Return the data set's folder, as `named_root` does; refuse one that is not there.
+
+    ``download`` names what DATA.download fetches in this task.
+    """
+    root = named_root(config)
+    if not root:
+        fetched = f"; with --set DATA.download=True too, {download} is fetched into it" if download else ""
+        raise UserError(
+            f"DATA.root is not set: give the data set's folder, DATA=/path or --set DATA.root=/path{fetched}"
+        )
+    path = Path(root).resolve()
+    if not config["DATA"]["download"] and not (path.is_dir() and any(path.iterdir())):
+        state = "is empty" if path.is_dir() else "is not a folder"
+        maker = (
+            f"--set DATA.download=True fetches {download}" if download else "python -m imagenet_dali.prepare makes one"
+        )
+        raise UserError(f"DATA.root={root} {state} (it is {path}): point it at a data set ({maker})")
+    return str(path)
+
+
+def refuse_unused(data: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise `UserError` for the first key of ``DATA`` among ``names`` that is not at its default.
+
+    A task names the keys that its loaders do not read, so that none is ignored silently.
+    """
+    for name in names:
+        default = Data.model_fields[name].default
+        if data.get(name, default) != default:
+            raise UserError(f"DATA.{name}={data[name]!r} has no effect in this task: leave it out")

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.config.load import refuse_unused
 from common.config.plan import DataSummary
 from common.data import image_loaders
 from common.data.crops import Crop
@@ -14,7 +13,7 @@ from common.data.image_folder import FolderSplit
 from common.data.loader import BatchReader, Loader
 from common.errors import UserError
 from common.files import fingerprint_of
-from common.task import Task
+from common.task import Task, refuse_unused
 from imagenet_dali.dataset import MANIFEST, PARTIAL, Split, open_split
 from imagenet_dali.find_images import list_source
 

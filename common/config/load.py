@@ -1,7 +1,6 @@
 """Load a config: run its file, check every key, fill in defaults, derive the rest. `load_config` shows the order."""
 
 import ast
-import os
 import re
 import traceback
 import types
@@ -15,7 +14,7 @@ import configs
 from common.colossal import AMP_TYPE, check_compile, check_zero, resolve_parallel
 from common.config.fields import check_given, parse, values_of
 from common.config.model_keys import data_of
-from common.config.schema import Config, Data, find_key
+from common.config.schema import Config, find_key
 from common.errors import UserError, did_you_mean, is_first_process, print_wrapped
 from common.files import read_bytes, short_path
 
@@ -162,43 +161,6 @@ def _derive_parallel(config: Mapping[str, Any]) -> dict[str, Any]:
     if tensor.get("mode") == "2.5d":
         tensor = dict(depth=1) | tensor
     return resolve_parallel(dict(parallel, tensor=tensor), world_size=tensor.get("size", 1))
-
-
-def named_root(config: Mapping[str, Any]) -> str:
-    """Return ``DATA.root``, else the environment variable DATA, else ""; ~ is the home folder."""
-    return os.path.expanduser(config["DATA"]["root"] or os.environ.get("DATA") or "")
-
-
-def data_root(config: Mapping[str, Any], download: str = "") -> str:
-    """Return the data set's folder, as `named_root` does; refuse one that is not there.
-
-    ``download`` names what DATA.download fetches in this task.
-    """
-    root = named_root(config)
-    if not root:
-        fetched = f"; with --set DATA.download=True too, {download} is fetched into it" if download else ""
-        raise UserError(
-            f"DATA.root is not set: give the data set's folder, DATA=/path or --set DATA.root=/path{fetched}"
-        )
-    path = Path(root).resolve()
-    if not config["DATA"]["download"] and not (path.is_dir() and any(path.iterdir())):
-        state = "is empty" if path.is_dir() else "is not a folder"
-        maker = (
-            f"--set DATA.download=True fetches {download}" if download else "python -m imagenet_dali.prepare makes one"
-        )
-        raise UserError(f"DATA.root={root} {state} (it is {path}): point it at a data set ({maker})")
-    return str(path)
-
-
-def refuse_unused(data: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Raise `UserError` for the first key of ``DATA`` among ``names`` that is not at its default.
-
-    A task names the keys that its loaders do not read, so that none is ignored silently.
-    """
-    for name in names:
-        default = Data.model_fields[name].default
-        if data.get(name, default) != default:
-            raise UserError(f"DATA.{name}={data[name]!r} has no effect in this task: leave it out")
 
 
 def read_original(values: dict[str, Any], recipe: Mapping[str, Any], name: str | None) -> list[str]:

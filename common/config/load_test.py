@@ -6,7 +6,7 @@ import pytest
 
 from common.colossal import AMP_TYPE
 from common.config.fields import flatten
-from common.config.load import data_root, load_config, restore_config
+from common.config.load import load_config, restore_config
 from common.config.originals_test import IMAGENET, parallel_lines
 from common.config.plan import DataSummary, build_plan
 from common.config.schema import all_keys, keys_as_markdown
@@ -165,23 +165,6 @@ def test_a_config_that_was_written_as_json_is_the_same():
 def test_a_missing_config_names_the_nearest():
     with pytest.raises(UserError, match="did you mean 'vit-b16'.; ls .*configs lists them$"):
         load_config("vit-b61")
-
-
-def test_data_root_comes_from_the_config_else_from_the_environment(tmp_path, monkeypatch):
-    def find(root, download=""):
-        return data_root({"DATA": {"root": root, "download": False}}, download)
-
-    with pytest.raises(UserError, match="DATA.root is not set: .*DATA.download=True too, Digits is fetched"):
-        find(None, "Digits")
-    monkeypatch.setenv("DATA", str(tmp_path))
-    with pytest.raises(UserError, match="is empty .*--set DATA.download=True fetches Digits"):
-        find(None, "Digits")
-    (tmp_path / "train").mkdir()
-    assert find(None) == str(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path.parent))
-    assert find(f"~/{tmp_path.name}") == str(tmp_path)
-    with pytest.raises(UserError, match=r"is not a folder .* \(python -m imagenet_dali.prepare makes one"):
-        find(str(tmp_path / "absent"))
 
 
 SNIPPETS = [

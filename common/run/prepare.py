@@ -12,7 +12,7 @@ import torch
 from common.checkpoint.resume import AUTO, NEVER
 from common.checkpoint.weights import fit_pretrained, resolve_source, same_plain_vit
 from common.colossal import MixedPrecision, build_mixed_precision, check_tensor_parallel, name_dtype
-from common.config.load import data_root, load_config, named_root
+from common.config.load import load_config
 from common.config.plan import DataSummary, Plan, build_plan
 from common.config.schema import describe_keys, find_key
 from common.errors import UserError, command_parser, is_first_process, print_wrapped
@@ -23,7 +23,7 @@ from common.metrics.measurements import STEPS
 from common.model.build import build_on_meta
 from common.model.flops import flops_per_image
 from common.planner.prediction import FLAGS, NO_MACHINE, add_cluster_arguments, check_limits
-from common.task import Task
+from common.task import Task, data_root, named_root
 
 
 def parse_arguments(argv: list[str], description: str | None) -> argparse.Namespace:

@@ -21,7 +21,6 @@ from common.checkpoint.resume import (
     note_start,
 )
 from common.colossal import explain_compiler, progress, shutdown
-from common.config.load import named_root
 from common.config.plan import Plan
 from common.data.sampler import window_bytes
 from common.errors import AT_END, EXPLAIN, UserError, first_line, print_wrapped
@@ -35,7 +34,7 @@ from common.planner.dry_run import describe_options, print_dry_run
 from common.planner.prediction import DECODE, Planner, cluster_here, parse_cluster
 from common.run.prepare import Prepared, check_init, parse_arguments, prepare_run, spare_classes
 from common.run.run import Run, read_evaluations
-from common.task import Task
+from common.task import Task, named_root
 
 
 def start_run(argv: list[str], description: str | None, task: Task) -> Run | None:

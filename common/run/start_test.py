@@ -11,6 +11,7 @@ from common.errors import UserError
 from common.planner.prediction import Cluster, cluster_here
 from common.run.prepare import parse_arguments
 from common.run.start import explain_cpu
+from common.task import data_root
 from common.testing.commands import Ended, run_forked
 from common.testing.tiny_task import train
 
@@ -111,3 +112,20 @@ def test_a_dry_run_on_a_machine_with_a_gpu_plans_for_that_gpu(monkeypatch, capsy
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr("common.planner.prediction.torch.cuda.is_available", lambda: True)
     assert cluster_here() == Cluster("H200", 150e9, 8, 450e9, 50e9, 7300.0)
+
+
+def test_data_root_comes_from_the_config_else_from_the_environment(tmp_path, monkeypatch):
+    def find(root, download=""):
+        return data_root({"DATA": {"root": root, "download": False}}, download)
+
+    with pytest.raises(UserError, match="DATA.root is not set: .*DATA.download=True too, Digits is fetched"):
+        find(None, "Digits")
+    monkeypatch.setenv("DATA", str(tmp_path))
+    with pytest.raises(UserError, match="is empty .*--set DATA.download=True fetches Digits"):
+        find(None, "Digits")
+    (tmp_path / "train").mkdir()
+    assert find(None) == str(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    assert find(f"~/{tmp_path.name}") == str(tmp_path)
+    with pytest.raises(UserError, match=r"is not a folder .* \(python -m imagenet_dali.prepare makes one"):
+        find(str(tmp_path / "absent"))

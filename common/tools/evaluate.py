@@ -22,7 +22,6 @@ from common.checkpoint.content import list_changes
 from common.checkpoint.saved_run import SavedRun, build_parser
 from common.checkpoint.weights import OTHERS, open_model
 from common.colossal import ParallelMode, Predictor, gpc, naming_lost_ranks, shutdown
-from common.config.load import data_root
 from common.config.plan import DataSummary
 from common.data.image_folder import SPLITS
 from common.errors import UserError, format_table, print_wrapped
@@ -31,7 +30,7 @@ from common.hardware import describe_run
 from common.launch.detect import add_launch_arguments, detect_launch, start
 from common.metrics.curves import build_figure, save_figure
 from common.metrics.hook import count_correct
-from common.task import find_task
+from common.task import data_root, find_task
 
 ONE_PROCESS = dict(pipeline=1, tensor=dict(size=1, mode=None))  # a model that is not cut
 

@@ -132,8 +132,7 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
         if is_first_process():
             print_wrapped(f"DATA.root is not set: ./data, to which {task.download} is downloaded unless it is there")
     data, root = None, named_root(config)
-    is_to_fetch = config["DATA"]["download"] and Path(root).is_dir() and not any(Path(root).iterdir())
-    if not args.dry_run or (root and Path(root).exists() and not is_to_fetch):
+    if not args.dry_run or (root and Path(root).exists() and not config["DATA"]["download"]):
         config["DATA"]["root"] = data_root(config, task.download)
         data = task.describe(config["DATA"])
         config["MODEL"]["num_classes"] = _check_classes(config["MODEL"]["num_classes"], data)

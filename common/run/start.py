@@ -124,8 +124,8 @@ def choose_order(prepared: Prepared, start_from: Path | None = None) -> tuple[st
     is_large = data.shard_bytes > memory
     if order := options["order"]:
         why = "set by DATA.order"
-    elif start_from:
-        order, why = read_about(start_from)["plan"]["order"], "as before"
+    elif saved := start_from and read_about(start_from)["plan"]["order"]:
+        order, why = saved, "as before"
     else:
         order = "blocks" if is_large and data.is_shuffled else "random"
         does = "exceed" if is_large else "fit into"
@@ -147,7 +147,8 @@ def _print_plan(args: argparse.Namespace, prepared: Prepared, task: Task) -> Non
     if data:
         notes |= {"classes": spare_classes(config, data), "reading": choose_order(prepared)[1]}
     elif root := named_root(config):
-        notes["data"] = f"{root} is not on this machine: time for {task.train_samples:,} images"
+        why = "not read, as DATA.download may write to it" if config["DATA"]["download"] else "not on this machine"
+        notes["data"] = f"{root} is {why}: time for {task.train_samples:,} images"
     cluster = parse_cluster(args, DECODE[task.loader or config["DATA"]["loader"]])
     is_compared = args.gpus is not None
     print_dry_run(config, plan, data, cluster, notes, task.train_samples, is_compared=is_compared)
@@ -190,8 +191,8 @@ def explain_out_of_memory(error: Exception, config: Mapping[str, Any], plan: Pla
     remedy = "set MODEL.activation_checkpoint=True or zero=dict(stage=1)"
     if fitting and fitting.fits:
         remedy = (
-            f"--set MICRO_BATCH_SIZE={fitting.micro_batch} is expected to fit, with gradient_accumulation="
-            f"{fitting.accumulation} for the same batch"
+            f"--set MICRO_BATCH_SIZE={fitting.micro_batch} --set gradient_accumulation={fitting.accumulation} is "
+            "expected to fit, with the same batch"
         )
     return f"out of memory with micro-batches of {plan.micro_batch} images: {remedy} ({first_line(error)})"
 

@@ -20,7 +20,7 @@ NEVER, AUTO = "never", "auto"
 FIXED = ("TOTAL_BATCH_SIZE", "SEED", "OPTIMIZER.name")
 # These say where, how fast and how often, not what is trained: they may change at every start.
 HARMLESS = (
-    *("BATCH_SIZE", "CHECKPOINT_EVERY", "COMPILE", "DATA.allow_change", "DATA.download"),
+    *("BATCH_SIZE", "CHECKPOINT_EVERY", "COMPILE", "DATA.download"),
     *("DATA.loader", "DATA.root", "DATA.workers", "EVAL_EVERY", "GPUS", "KEEP", "LOG", "MAX_SKIPPED", "MAX_STEPS"),
     *("MICRO_BATCH_SIZE", "OUTPUT"),
     *("MODEL.activation_checkpoint", "TENSOR_PARALLEL_MODE", "TENSOR_PARALLEL_SIZE", "TIMEOUT", "cudnn_benchmark"),
@@ -145,16 +145,16 @@ def finished_step(path: Path, last_step: int) -> int | None:
     return state["step"] if state["step"] >= last_step and state["evaluated_step"] == state["step"] else None
 
 
-def check_data(path: Path, data: DataSummary, allow_change: bool) -> None:
-    """Raise `UserError` if the checkpoint ``path`` is from another data set."""
+def check_data(path: Path, data: DataSummary, allowed: Sequence[str]) -> None:
+    """Raise `UserError` if the checkpoint ``path`` is from another data set, unless DATA.root is ``allowed``."""
     then = read_about(path)["data"]
     if then["fingerprint"] == data.fingerprint:
         return
     counts = f"{then['train_samples']:,} training images then, {data.train_samples:,} now"
-    if not allow_change:
+    if not _is_under("DATA.root", allowed):
         raise UserError(
             f"DATA.root differs from the data set of checkpoint {path} ({counts}): point DATA.root to the original, "
-            "or pass --set DATA.allow_change=True"
+            "or add --allow-change DATA.root"
         )
     print(f"DATA.root is another data set from here on ({counts})")
 

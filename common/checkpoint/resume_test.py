@@ -89,10 +89,10 @@ def test_what_the_state_depends_on_never_changes(tmp_path, setting):
 
 def test_another_data_set_is_refused_unless_allowed(tmp_path, capsys):
     (path,) = write(tmp_path, 9)
-    check_data(path, DATA, False)
+    check_data(path, DATA, [])
     other = DataSummary(60, 10, 3, fingerprint="other")
-    with pytest.raises(UserError, match=r"\(61 training images then, 60 now\).*--set DATA.allow_change=True"):
-        check_data(path, other, False)
+    with pytest.raises(UserError, match=r"\(61 training images then, 60 now\).*--allow-change DATA.root"):
+        check_data(path, other, [])
     assert capsys.readouterr().out == ""
-    check_data(path, other, True)
+    check_data(path, other, ["DATA.root"])
     assert "another data set from here on" in capsys.readouterr().out

@@ -28,6 +28,7 @@ RENAMED = {"seed": "SEED", "LOG_PATH": "OUTPUT", "DROP_RATE": "MODEL.dropout", "
 WITHOUT_EFFECT = {"min_scale", "hysteresis", "max_scale", "log_num_zeros_in_grad", "verbose", "cast_model_type"}
 WITHOUT_EFFECT |= {"patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale", "num_losses"}
 WITHOUT_EFFECT |= {"cast_model_outputs", "verbosity", "min_loss_scale", "max_loss_scale"}
+GONE = {"allow_change", "cache", "cache_gb"}  # keys of DATA in earlier versions
 # What a config says for itself: how a batch is cut.
 STATED = {"TOTAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "BATCH_SIZE"}
 
@@ -83,13 +84,13 @@ def load_own_config(config: Any) -> dict[str, Any]:
 def restore_config(values: Mapping[str, Any], settings: Sequence[str], where: str) -> dict[str, Any]:
     """Return a config that was read back from JSON, checked, with ``settings`` (``KEY=VALUE``) applied.
 
-    Keys of older versions are left out: those that were None, and of a cache that is gone. Raises `UserError` for other
+    Keys of older versions are left out: those that were None, and `GONE`. Raises `UserError` for other
     unknown keys and wrong values, naming the file ``where`` it comes from.
     """
     changed = {key: override(changes, values.get(key)) for key, changes in parse_settings(settings).items()}
     kept = {key: value for key, value in values.items() if value is not None or key in Config.model_fields}
     if isinstance(data := kept.get("DATA"), dict):
-        kept["DATA"] = {key: value for key, value in data.items() if key not in ("cache", "cache_gb")}
+        kept["DATA"] = {key: value for key, value in data.items() if key not in GONE}
     return parse(Config, {**kept, **changed}, where).model_dump()
 
 

@@ -158,7 +158,7 @@ def test_a_config_that_was_written_as_json_is_the_same():
     changes = ["fp16=dict(mode=AMP_TYPE.APEX, opt_level='O2')", "DATA.randaugment=[2, 10]", "OPTIMIZER.eps=1e-9"]
     config = load_config("quickstart", changes)
     written = json.loads(json.dumps(config | {"gradient_handler": None}, default=str))
-    written["DATA"] |= {"cache": None, "cache_gb": 100}  # keys of earlier versions
+    written["DATA"] |= {"cache": None, "cache_gb": 100, "allow_change": False}  # keys of earlier versions
     assert restore_config(written, [], "config.json") == config
 
 

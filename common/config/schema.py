@@ -43,7 +43,6 @@ class Data(Section):
         "folder of the data set; `None`: `$DATA`, or without it CIFAR-10 and Caltech-101 are downloaded to ./data",
     )
     download: bool = key(False, "CIFAR-10, Caltech-101: fetch the data set into `root` if it is not there")
-    allow_change: bool = key(False, "resume from a checkpoint that was trained on another data set")
     loader: Literal["dali", "torchvision"] = key("dali", "which loader decodes")
     workers: int | None = key(None, "decoding threads or processes per rank; `None`: its share of cores", ge=0, le=1024)
     order: Literal[None, "blocks", "random"] = key(

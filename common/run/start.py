@@ -89,7 +89,7 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tu
         return None, ""
     path = choose_checkpoint(args.resume, output)
     if path is not None:
-        check_data(path, data, config["DATA"]["allow_change"])  # pyright: ignore[reportArgumentType]
+        check_data(path, data, args.allow_change)  # pyright: ignore[reportArgumentType]
         check_changes(path, config, output, args.allow_change, plan.last_step)
         longer = "MAX_STEPS" if plan.last_step < plan.total_steps else "NUM_EPOCHS"
         if path.is_relative_to(output) and (step := finished_step(path, plan.last_step)) is not None:

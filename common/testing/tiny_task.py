@@ -92,7 +92,7 @@ def timm_logits(run: Path, images: Iterable[Image.Image]) -> Tensor:
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
     """Count samples and classes."""
     train, test = _open(data, "train"), _open(data, "test")
-    return DataSummary(len(train), len(test), train.num_classes, train.fingerprint, class_names=train.class_names)
+    return DataSummary(len(train), len(test), len(train.class_names), train.fingerprint, class_names=train.class_names)
 
 
 def build_train_loader(data: Mapping[str, Any], total_batch: int, micro_batch: int, **place: Any) -> Loader:

@@ -29,6 +29,7 @@ from common.checkpoint.save import (
 )
 from common.colossal import BaseHook, ParallelMode, Trainer, doing, generator_states, gpc, set_generator_states
 from common.errors import RankError, UserError
+from common.launch.detect import gather
 from common.launch.signals import stop_signals
 from common.metrics.hook import MetricsHook
 from common.metrics.loggers import warn
@@ -151,9 +152,9 @@ class CheckpointHook(BaseHook):
         content: dict[str, Tensors | bytes] = {
             **full_state_dict(self.model, self.optimizer, self.averages, self.buffers)
         }
-        states = _gather({"random": generator_states(), "metrics": self.metrics.state_dict()})
+        states = gather({"random": generator_states(), "metrics": self.metrics.state_dict()})
         self.saved, self.saved_at = trainer.state_dict(), time.monotonic()
-        if states is None:  # rank 0 writes
+        if gpc.get_global_rank() > 0:  # rank 0 writes
             return
         state = {
             "trainer": self.saved,
@@ -207,13 +208,3 @@ class CheckpointHook(BaseHook):
         if is_same:  # otherwise dropout's masks differ, and nothing else
             prefix, states = f"{rank}/", load_file(path / RANDOM)
             set_generator_states({k.removeprefix(prefix): v for k, v in states.items() if k.startswith(prefix)})
-
-
-def _gather(value: Any) -> list[Any] | None:
-    """Return every rank's ``value`` on rank 0, None on the others."""
-    world_size, rank = gpc.get_world_size(ParallelMode.GLOBAL), gpc.get_global_rank()
-    if world_size == 1:
-        return [value]
-    values: list[Any] | None = [None] * world_size if rank == 0 else None
-    dist.gather_object(value, values, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
-    return values

@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from common.checkpoint.content import CONFIG, TRAINER, find_fault, read_about, read_config, read_trainer_state
 from common.checkpoint.save import list_checkpoints, put_back_old
-from common.colossal import ParallelMode, gpc
+from common.colossal import gpc
 from common.config.fields import flatten
 from common.config.plan import DataSummary
 from common.errors import AgreedError, UserError, printable
+from common.launch.detect import gather
 
 NEVER, AUTO = "never", "auto"
 # The position in the data and the optimizer's state depend on these: they never change within a run.
@@ -31,17 +30,17 @@ Answer = TypeVar("Answer")
 
 def ask_first_rank(question: Callable[[], Answer]) -> Answer:
     """Return rank 0's answer to ``question()`` on all ranks, or raise its `UserError` or OSError as `AgreedError`."""
-    answer: list[Any] = [None, None]
+    answer: Any = None
+    refusal = ""
     if gpc.get_global_rank() == 0:
         try:
-            answer[0] = question()
+            answer = question()
         except (UserError, OSError) as error:
-            answer[1] = str(error)
-    if gpc.get_world_size(ParallelMode.GLOBAL) > 1:
-        dist.broadcast_object_list(answer, src=0, group=gpc.get_cpu_group(ParallelMode.GLOBAL))
-    if answer[1] is not None:
-        raise AgreedError(answer[1])
-    return answer[0]
+            refusal = str(error)
+    answer, refusal = gather((answer, refusal))[0]
+    if refusal:
+        raise AgreedError(refusal)
+    return answer
 
 
 def choose_checkpoint(resume: str, output: Path) -> Path | None:

@@ -93,17 +93,17 @@ def start(launch: Launch, config: Mapping[str, Any]) -> None:
         timeout=config.get("TIMEOUT"),
     )
     dtype = colossal.compute_dtype(config.get("fp16"), "cuda" if torch.cuda.is_available() else "cpu")
-    limits, dtypes = zip(*_gather((cpu_limits(), colossal.name_dtype(dtype)), launch.world_size), strict=True)
+    limits, dtypes = zip(*gather((cpu_limits(), colossal.name_dtype(dtype))), strict=True)
     set_processes(limits)
     limit_threads()
     if len(set(dtypes)) > 1:  # tensors in exchange would not match
         raise AgreedError(f"fp16 without dtype means {', '.join(dtypes)} on the ranks' devices: set fp16.dtype")
 
 
-def _gather(value: Any, world_size: int) -> list[Any]:
+def gather(value: Any) -> list[Any]:
     """Return the ``value`` of each rank."""
-    values = [value] * world_size
-    if world_size > 1:
+    values = [value] * dist.get_world_size()
+    if len(values) > 1:
         dist.all_gather_object(values, value, group=colossal.gpc.get_cpu_group(colossal.ParallelMode.GLOBAL))
     return values
 

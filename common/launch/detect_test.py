@@ -105,7 +105,7 @@ def test_a_process_without_a_gpu_of_its_own_is_refused(launcher, gpus, is_refuse
     """Two processes on one GPU end in NCCL's "Duplicate GPU"; a launcher may show each process its own GPU only."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr("common.colossal.join_groups", lambda *_, **options: used.append(options))
-    monkeypatch.setattr("common.launch.detect._gather", lambda value, _: [value])
+    monkeypatch.setattr("common.launch.detect.gather", lambda value: [value])
     monkeypatch.setattr("common.launch.detect.limit_threads", lambda: None)
     used: list[dict] = []
     refused = pytest.raises(UserError, match=f"process 5 of this node has no GPU: torch finds {gpus}")

@@ -14,22 +14,21 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
 from common.checkpoint.content import list_changes
 from common.checkpoint.saved_run import SavedRun, build_parser
 from common.checkpoint.weights import OTHERS, open_model
-from common.colossal import ParallelMode, Predictor, gpc, naming_lost_ranks, shutdown
+from common.colossal import ParallelMode, Predictor, naming_lost_ranks, shutdown
 from common.config.plan import DataSummary
 from common.data.image_folder import SPLITS
 from common.errors import UserError, format_table, print_wrapped
 from common.files import own_file, short_path, write_csv
 from common.hardware import describe_run
-from common.launch.detect import add_launch_arguments, detect_launch, start
+from common.launch.detect import add_launch_arguments, detect_launch, gather, start
 from common.metrics.curves import build_figure, save_figure
-from common.metrics.hook import count_correct
+from common.metrics.hook import count_correct, sum_over
 from common.task import data_root, find_task
 
 ONE_PROCESS = dict(pipeline=1, tensor=dict(size=1, mode=None))  # a model that is not cut
@@ -93,12 +92,11 @@ def _name_results(run: SavedRun, args: argparse.Namespace, data: DataSummary) ->
 
 
 class Tally:
-    """Counts over the evaluation set, [loss, top-1, top-5, samples], and `describe_classes`'s answers."""
+    """Counts over the evaluation set, [loss, top-1, top-5, samples], and in the end `describe_classes`'s answers."""
 
     def __init__(self, device: torch.device) -> None:
         self.totals = torch.zeros(4, dtype=torch.float64, device=device)
         self.batches: list[Tensor] = []  # [3, B]; a matrix of 21,843 classes would take 3.8 GB
-        self.answers = np.empty((3, 0), np.int64)  # on rank 0, in the end
 
     def add(self, logits_BC: Tensor, labels_B: Tensor) -> None:
         """Count a batch; labels below 0 do not count."""
@@ -107,15 +105,11 @@ class Tally:
         self.batches.append(torch.stack([labels_B, best_BK[:, 0], (best_BK == labels_B[:, None]).any(1).long()]))
 
     def sum_over_ranks(self) -> None:
-        """Add up what every process has counted."""
+        """Add up what every process has counted; ``answers`` are those of all."""
         mine = torch.cat(self.batches, dim=1).cpu().numpy()
         mine = mine[:, mine[0] >= 0]  # here, as on a GPU it would wait
-        parts: list[Any] = [mine] * dist.get_world_size()
-        if len(parts) > 1:
-            dist.all_reduce(self.totals)
-            group = gpc.get_cpu_group(ParallelMode.GLOBAL)
-            dist.gather_object(mine, parts if dist.get_rank() == 0 else None, group=group)
-        self.answers = np.concatenate(parts, axis=1)
+        self.answers = np.concatenate(gather(mine), axis=1)
+        sum_over(ParallelMode.GLOBAL, self.totals)
 
 
 def _check_labels(run: SavedRun, data: DataSummary) -> None:

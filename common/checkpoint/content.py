@@ -150,9 +150,14 @@ class TrainerState(Schema):
         return self
 
 
-def list_changes(start: Mapping[str, Any]) -> list[str]:
-    """Return what a start of a run, in config.json, has changed."""
-    return [f"{key}={now!r} (was {then!r})" for key, (then, now) in start.get("changed", {}).items()]
+def list_changes(about: Mapping[str, Any]) -> list[str]:
+    """Return what the starts of a run changed in its config, from config.json: a line for each that did."""
+    lines = []
+    for start in about.get("starts", ()):
+        changes = [f"{key}={now!r} (was {then!r})" for key, (then, now) in start.get("changed", {}).items()]
+        if changes:
+            lines.append(f"from step {start.get('step', 0):,} on {', '.join(changes)}")
+    return lines
 
 
 def read_about(folder: Path, schema: type[RunInfo] = FullInfo) -> dict[str, Any]:

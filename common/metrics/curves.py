@@ -39,17 +39,9 @@ def place_legend(axes: "Axes", columns: int = 4) -> None:
 
 def save_figure(figure: "Figure", path: Path) -> None:
     """Write the figure to ``path``, as PNG or JPEG."""
-    import numpy as np
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from PIL import Image
-
-    figure.set_dpi(DPI)
-    canvas = FigureCanvasAgg(figure)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # of a class's name, drawn as a box
-        canvas.draw()
-    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-    picture.save(own_file(path), dpi=(DPI, DPI), quality=90)
+        figure.savefig(own_file(path), dpi=DPI, pil_kwargs={"quality": 90})
 
 
 DRAWING_EVERY = 100.0  # seconds, at least; a drawing takes 0.3

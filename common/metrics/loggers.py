@@ -30,8 +30,8 @@ def open_loggers(
     ``folder`` contains config.json; ``start``: optimizer steps completed before.
     """
     chosen = {name: LOGGERS[name] for name in (*["tensorboard"] * tensorboard, *trackers)}
-    builders = {"metrics.jsonl": JsonLines, "curves": Curves, **chosen}
-    builders["progress bar"] = ProgressBar  # last: it starts its clock
+    # the bar last, as it starts its clock
+    builders = {"metrics.jsonl": JsonLines, "curves": Curves, **chosen, "progress bar": ProgressBar}
     return [Guarded(name, partial(build, folder, start, total_steps)) for name, build in builders.items()]
 
 

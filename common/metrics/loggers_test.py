@@ -41,15 +41,6 @@ def write(folder: Path, *lines: dict) -> None:
     logger.close()
 
 
-def test_a_value_that_is_not_finite_is_null_and_a_line_that_a_crash_cut_short_left_out(tmp_path):
-    write(tmp_path, TRAIN | {"loss": float("inf"), "lr": float("nan")}, EVAL)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "tra')
-    assert '"loss": null' in (tmp_path / "metrics.jsonl").read_text()
-    line, evaluation = read_metrics(tmp_path)
-    assert (str(line["loss"]), line["lr"], evaluation) == ("nan", None, EVAL)
-
-
 def write_to_a_full_disk(argv: list[str]) -> None:
     """Limit the size of files: the kernel refuses what is beyond, in the middle of a line too."""
     folder, sizes = Path(argv[0]), []

@@ -65,9 +65,8 @@ def main(argv: list[str]) -> None:
         print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
         split = summary.validation or "its evaluation split"
         print_wrapped(f"data       {data['root']}: {summary.eval_samples:,} images, {split}", 11)
-        for each in run.about.get("starts", ()):
-            if changes := list_changes(each):
-                print_wrapped(f"from step {each.get('step', 0):,} on {', '.join(changes)}")
+        for line in list_changes(run.about):
+            print_wrapped(line)
     predict = Predictor(run.load_model(), run.config)
     ranks = dict(dp_rank=launch.rank, dp_size=launch.world_size, device=predict.device)
     loader = task.build_eval_loader(data, run.batch, image_size=run.config["MODEL"]["image_size"], **ranks)

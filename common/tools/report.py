@@ -27,6 +27,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from common.checkpoint.content import METRICS, RunInfo, list_changes, read_about
+from common.checkpoint.save import newest_checkpoint
 from common.config.fields import flatten
 from common.errors import UserError, command_parser, counted
 from common.files import own_file, short_path
@@ -133,8 +134,9 @@ def load_run(folder: Path, name: str) -> FinishedRun:
     """Read a run's config.json and metrics.jsonl; the run may still be running."""
     about = read_about(folder, RunInfo)
     metrics = read_metrics(folder) if (folder / METRICS).exists() else []  # before the first step
-    found = [re.fullmatch(r"step-(\d{1,18})", path.parent.name) for path in folder.glob("checkpoints/step-*/COMPLETE")]
-    return FinishedRun(name, about, metrics, max((int(match[1]) for match in found if match), default=0))
+    newest = newest_checkpoint(folder / "checkpoints")
+    step = newest.name.removeprefix("step-") if newest else ""
+    return FinishedRun(name, about, metrics, int(step) if step.isdecimal() else 0)
 
 
 def rank_combinations(runs: Sequence[FinishedRun], notes: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
@@ -146,7 +148,7 @@ def rank_combinations(runs: Sequence[FinishedRun], notes: Mapping[str, str]) -> 
     found = []
     for values, group in group_by_seed(runs).items():
         ends = [run.final for run in group if run.final]
-        tops = [100 * end["top1"] for end in ends] or [math.nan]
+        tops = [100 * end["top1"] for end in ends] or [-math.inf]
         steps = [run.steps + notes.get(run.name, "") for run in group]
         reached = {
             "top1": f"{statistics.mean(tops):.2f}%" if ends else ABSENT,
@@ -156,7 +158,7 @@ def rank_combinations(runs: Sequence[FinishedRun], notes: Mapping[str, str]) -> 
             "steps": ", ".join(dict.fromkeys(steps)),
         }
         found.append((tops, dict(values), reached))
-    found.sort(key=lambda one: (math.isnan(one[0][0]), -statistics.mean(one[0])))
+    found.sort(key=lambda one: -statistics.mean(one[0]))
     rows = [values | reached for _, values, reached in found]
     if len(rows) < 2 or not rows[1]["n"]:
         return rows, ""
@@ -277,17 +279,8 @@ SUMMARY: dict[str, Callable[[FinishedRun], str]] = {
     "Images per second, median": lambda run: run.median("samples_per_s", "{:,.0f}"),
     "Hardware": lambda run: name_hardware(run.about["hardware"]) if "hardware" in run.about else ABSENT,
     "Processes": lambda run: str(run.about.get("plan", {}).get("gpus", 1)),
-    "Changed since the first start": lambda run: "; ".join(_changes(run)) or ABSENT,
+    "Changed since the first start": lambda run: "; ".join(list_changes(run.about)) or ABSENT,
 }
-
-
-def _changes(run: FinishedRun) -> list[str]:
-    starts = run.about.get("starts", ())
-    return [
-        f"from step {start.get('step', 0):,} {', '.join(list_changes(start))}"
-        for start in starts
-        if start.get("changed")
-    ]
 
 
 def _align(columns: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:

@@ -88,12 +88,18 @@ def parse_json(text: bytes, schema: type[S], where: str) -> S:
 
 
 def own_file(path: Path) -> Path:
-    """Return ``path``, which is going to be written; raise `UserError` if that would write elsewhere, or wait.
+    """Return ``path``, which is going to be written, in a folder that is created; raise `UserError` where it cannot be.
 
-    A link in the folder of a stranger's run may lead to any file of ours; a pipe waits for a reader.
+    Nor may it be a link, which in the folder of a stranger's run may lead to any file of ours, or a pipe, which waits
+    for a reader.
     """
+    folder, remedy = path.parent, "choose another place with --output"
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise UserError(f"{path}: a link, or not a regular file; remove it, or choose another place with --output")
+        raise UserError(f"{path}: a link, or not a regular file; remove it, or {remedy}")
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if not (folder.is_dir() and os.access(path if path.exists() else folder, os.W_OK)):
+        raise UserError(f"{path}: cannot be written; {remedy}")
     return path
 
 
@@ -143,8 +149,7 @@ def lock_folder(folder: Path, *, wait: bool = False) -> None:
         raise UserError(f"{folder} is being written by this process: choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        own_file(folder / ".lock")
-        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another") from error
     try:

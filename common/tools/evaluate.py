@@ -31,8 +31,6 @@ from common.metrics.curves import build_figure, save_figure
 from common.metrics.hook import count_correct, sum_over
 from common.task import data_root, find_task
 
-ONE_PROCESS = dict(pipeline=1, tensor=dict(size=1, mode=None))  # a model that is not cut
-
 AT_EACH_END = 5  # classes of the table for the terminal
 NAMED = 50  # classes up to which the picture names them
 DRAWN = 2000  # classes up to which there is a picture
@@ -58,10 +56,10 @@ def main(argv: list[str]) -> None:
         data["split"] = args.split or "validation"
     summary = task.describe(data)
     _check_labels(run, summary)
-    start(launch, run.config | {"parallel": ONE_PROCESS})
     output = Path(args.output or run.folder / "evaluation" / _name_results(run, args, summary))
+    own_file(output / "evaluation.json")  # a place that cannot be written is refused before the work
+    start(launch, run.config | {"parallel": dict(pipeline=1, tensor=dict(size=1, mode=None))})  # the model is not cut
     if launch.rank == 0:
-        output.mkdir(parents=True, exist_ok=True)
         print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
         split = summary.validation or "its evaluation split"
         print_wrapped(f"data       {data['root']}: {summary.eval_samples:,} images, {split}", 11)

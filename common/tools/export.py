@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from common.checkpoint.saved_run import SavedRun, build_parser, open_run
 from common.errors import UserError
-from common.files import short_path
+from common.files import own_file, short_path
 from common.model.build import is_not_timms, timm_architecture
 from common.task import find_task
 
@@ -63,8 +63,7 @@ def export(run: SavedRun, target: str, output: Path) -> float:
         raise UserError("--to timm: timm has no stem='conv' and no pool='seq' of MODEL; export to safetensors or onnx")
     with timm.layers.set_exportable(True):  # without operators that torch.onnx cannot convert in any shape
         model, size = run.load_model(), run.config["MODEL"]["image_size"]
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "config.json").write_text(json.dumps(describe_for_timm(run, model), indent=2) + "\n")
+    own_file(output / "config.json").write_text(json.dumps(describe_for_timm(run, model), indent=2) + "\n")
     exported = FORMATS[target](model, size, output)
     difference = _compare(model, exported, size)
     if not difference < TOLERANCE:

@@ -1,4 +1,4 @@
-"""No module that an untrusted run names is imported, and nothing is written through its links."""
+"""No module that an untrusted run names is imported; nothing is written through its links, or where it cannot be."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from common.errors import UserError
-from common.tools import evaluate, report
+from common.tools import evaluate, export, report
 
 
 def test_no_module_that_a_run_names_is_imported(run, tmp_path):
@@ -28,3 +28,10 @@ def test_nothing_is_written_through_a_link_in_a_run(run, tmp_path, name):
     with pytest.raises(UserError, match=f"{link}: a link, or not a regular file; remove it"):
         (report if name == "report.html" else evaluate).main([str(hostile)])
     assert ours.read_text() == "ours"
+
+
+@pytest.mark.parametrize(("tool", "words"), [(evaluate, []), (export, ["--to=timm"]), (report, [])])
+def test_a_place_that_cannot_be_written_is_refused(run, tmp_path, tool, words):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file/.*: cannot be written; choose another place with --output"):
+        tool.main([str(run), *words, "--output", str(tmp_path / "file" / "results")])

@@ -39,7 +39,7 @@ def write_run(folder, records=(), config=None, **about):
 
 
 def make(*folders) -> str:
-    output = folders[0].parent / "report.html"
+    output = folders[0].parent / "pages" / "report.html"
     report.main([*map(str, folders), "--output", str(output)])
     return output.read_text()
 

@@ -331,7 +331,7 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
     check_architecture(path, fitted, model)
     names, descriptions = _name_classes(about, about["num_classes"])
     return PretrainedRun(
-        folder=Path("outputs"),
+        folder=Path("outputs", path.parent.name.removeprefix(HUB)) if source.startswith(HUB) else path.parent,
         checkpoint=path,
         chosen="pretrained" if is_known else f"pretrained; images are resized bilinearly here, not {how}",
         config=config,

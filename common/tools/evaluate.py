@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
     of_data = "of the data set (default: validation; of a folder of images without splits, all)"
     parser.add_argument("--split", choices=sorted({*SPLITS.values()}), help=of_data)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config")
-    parser.add_argument("--output", metavar="DIR", help="default: evaluation/<checkpoint>[-raw][-<data>] of the run")
+    parser.add_argument("--output", metavar="DIR", help="default: evaluation/<checkpoint>[-raw][-<data>], in the run")
     add_launch_arguments(parser)
     args = parser.parse_args(argv)
     launch = detect_launch(args, os.environ)

@@ -39,10 +39,10 @@ Forward = Callable[[Tensor], Tensor]
 def main(argv: list[str]) -> None:
     parser = build_parser(__doc__)
     parser.add_argument("--to", required=True, choices=FORMATS, help="format")
-    parser.add_argument("--output", metavar="DIR", help="default: export/<checkpoint>/<format> in the run's folder")
+    parser.add_argument("--output", metavar="DIR", help="default: export/<checkpoint>[-raw]/<format>, in the run")
     args = parser.parse_args(argv)
     run = open_run(args.run, raw=args.raw)
-    output = Path(args.output or run.folder / "export" / run.checkpoint.name / args.to)
+    output = Path(args.output or run.folder / "export" / f"{run.checkpoint.name}{'-raw' * args.raw}" / args.to)
     difference = export(run, args.to, output)
     print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})")
     print(f"checked    logits differ from the checkpoint's by {difference:.1e} of the largest")
@@ -87,6 +87,7 @@ def describe_for_timm(run: SavedRun, model: nn.Module) -> dict[str, Any]:
         "num_features": own.get_submodule(heads[0]).in_features,
         "label_names": run.class_names,
         "model_args": arguments,
+        "checkpoint": f"{run.checkpoint.name}/{run.weights}",  # timm ignores it
         "pretrained_cfg": {
             "num_classes": classes,
             "input_size": [3, size, size],

@@ -45,10 +45,13 @@ def test_an_export_gives_timms_logits_and_the_umask_says_who_may_read_it(run, ta
     before = os.umask(0o077 if target == "timm" else 0o022)
     export.main([str(run), "--to", target])
     os.umask(before)
+    if target == "safetensors":
+        export.main([str(run), "--to", target, "--raw"])  # beside the other
     folder = run / "export" / "step-00000010" / target
     picture = Image.fromarray(np.random.default_rng(3).integers(0, 256, (6, 8, 3), np.uint8)).resize((40, 30))
     np.testing.assert_allclose(logits_of(folder, target, picture), timm_logits(run, [picture]), rtol=1e-4, atol=1e-5)
-    assert json.loads((folder / "config.json").read_text())["label_names"] == list(NAMES)
+    about = json.loads((folder / "config.json").read_text())
+    assert (about["label_names"], about["checkpoint"]) == (list(NAMES), "step-00000010/model.safetensors")
     modes = {(folder / name).stat().st_mode & 0o777 for name in ("config.json", FILES[target])}
     assert modes == {0o600 if target == "timm" else 0o644}
     if target == "onnx":

@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from timm.data import create_transform
 
-from common.checkpoint.weights import load_pretrained, resolve_source
+from common.checkpoint.weights import load_pretrained, open_model, resolve_source
 from common.errors import UserError
 from common.metrics.curves import read_metrics
 from common.model.build import build_model
@@ -97,6 +97,7 @@ def test_an_export_on_the_hub_is_evaluated_as_in_training(hub, run, data, tmp_pa
     found, expected = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text()), read_metrics(run)[-1]
     assert (found["top1"], found["samples"]) == (expected["top1"], expected["samples"])
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert open_model(str(hub / "user" / "colours")).folder == hub / "user"  # where its results go: not into the export
     assert ",magenta," in (tmp_path / "evaluation" / "classes.csv").read_text()
 
 

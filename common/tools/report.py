@@ -80,9 +80,10 @@ class FinishedRun:
 
     @property
     def values(self) -> dict[str, int | float | str]:
-        """The values in the name of a sweep's run, ``KEY=VALUE,KEY=VALUE``."""
-        parts = (part.partition("=") for part in self.name.split(",") if "=" in part)
-        return {key: _number(value) for key, _, value in parts}
+        """The values in the name of a sweep's run, ``KEY=VALUE,KEY=VALUE``, and the sweep if that is in it too."""
+        sweep, _, combination = self.name.rpartition("/")
+        parts = [part.partition("=") for part in combination.split(",") if "=" in part]
+        return ({"sweep": sweep} if sweep and parts else {}) | {key: _number(value) for key, _, value in parts}
 
     @property
     def final(self) -> Metrics | None:
@@ -219,8 +220,8 @@ def result_columns(about: Mapping[str, Any]) -> dict[str, str | None]:
         "hardware": name_hardware(about["hardware"]),
         "versions": " ".join(f"{name}={number}" for name, number in about["versions"].items() if number),
         "commit": about["commit"],
-        # absolute paths are reduced to file names
-        "command": shlex.join(re.sub(r"(^|=)/.*/", r"\1", word) for word in about["argv"]),
+        # absolute paths are reduced to their last part
+        "command": shlex.join(re.sub(r"(^|=)/.*/(?=.)", r"\1", word) for word in about["argv"]),
     }
 
 

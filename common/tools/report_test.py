@@ -1,6 +1,7 @@
 import csv
 import json
 import re
+import shutil
 from html import unescape
 
 import pytest
@@ -113,6 +114,8 @@ def test_runs_of_a_sweep_are_ranked_and_what_is_no_run_is_skipped(tmp_path, caps
     assert config == {"": ["B", "R"]} | {name: [part[2:] for part in name.split(",")] for name in names}
     report.main([str(sweep), "--output", str(tmp_path / "report.html")])
     assert capsys.readouterr().out == f"{tmp_path}/report.html  (4 runs; the earlier one is replaced)\n"
+    report.main([str(sweep), str(shutil.copytree(sweep, tmp_path / "twin"))])
+    assert tables_of((tmp_path / "report.html").read_text())[2]["sweep"] == ["B", *ranked["B"]]
     with pytest.raises(UserError, match="empty holds no run: name the folder of"):
         report.main([str(tmp_path / "empty")])
 
@@ -128,6 +131,7 @@ def test_names_are_text(tmp_path):
 
 def test_csv_is_a_row_of_the_results(run, tmp_path, capsys):
     about = json.loads((run / "config.json").read_text()) | {"starts": [{"started": 1000.0}]}
+    about["argv"] += ["--init", "/data/weights/"]
     records = [train(5, loss=3.0), evaluation(5, 0.25), train(10, loss=1.5), evaluation(10, 0.75)]
     report.main([str(write_run(tmp_path / "run", records, **about)), "--csv"])
     with (ROOT / "cifar10_benchmark" / "results.csv").open() as file:
@@ -137,4 +141,5 @@ def test_csv_is_a_row_of_the_results(run, tmp_path, capsys):
     expected |= dict(first_loss="3.0000", last_loss="1.5000", top1="0.7500", top5="1.0000", eval_images="8")
     assert row.items() >= expected.items()
     assert " --config tiny.py --output run --set " in row["command"]
+    assert row["command"].endswith(" --init weights/")
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", row["date"])

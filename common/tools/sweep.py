@@ -24,6 +24,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
+
 from common.config.load import find_config, load_config
 from common.config.plan import build_plan
 from common.errors import UserError, command_parser, did_you_mean, format_table, print_wrapped
@@ -118,16 +120,8 @@ def plan_commands(args: argparse.Namespace, grid: dict[str, list[str]]) -> dict[
         if folder in commands:
             raise UserError(f"--grid: two combinations would share the folder {folder.name}: choose values that differ")
         script = args.train or find_script(path)
-        if not script.is_file():
-            raise UserError(f"--train {script}: no such file; name a task's script: imagenet_dali/train_dali.py, ...")
-        torchrun = [
-            "-m",
-            "common.launch.signals",
-            "--standalone",
-            "--nproc_per_node",
-            str(processes),
-            "--local_addr=127.0.0.1",
-        ]
+        torchrun = ["-m", "common.launch.signals", "--standalone", "--local_addr=127.0.0.1"]
+        torchrun.append(f"--nproc_per_node={processes}")
         words = [word for setting in settings for word in ("--set", setting)]
         start = [sys.executable, *(torchrun if processes > 1 else []), str(script.resolve())]
         commands[folder] = [*start, "--config", path, *words, "--output", str(folder)]
@@ -165,7 +159,14 @@ def find_script(config: str) -> Path:
 def _parse_grid(text: str) -> tuple[str, list[str]]:
     """Return the key of ``KEY=a,b`` and its values; commas within brackets are theirs."""
     key, _, values = text.partition("=")
-    parts = [part.strip() for part in re.split(r",(?![^(\[{]*[)\]}])", values)]
+    parts, depth = [""], 0
+    for letter in values:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    parts = [part.strip() for part in parts]
     if not key or not all(parts):
         raise UserError(f"--grid {text}: write it as KEY=VALUE,VALUE")
     return key, parts
@@ -190,6 +191,7 @@ def tabulate_costs(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
     first, rows = {line["step"]: line["loss"] for line in runs[0].of_kind("train")}, []
     for run in runs:
         lines = [line for line in run.of_kind("train") if line["step"] in first]
+        differences = np.abs([line["loss"] - first[line["step"]] for line in lines])
         costs = {
             "run": ", ".join(map(str, run.values.values())) or run.name,
             "GB": run.median("peak_memory_gb", "{:.2f}"),
@@ -197,7 +199,7 @@ def tabulate_costs(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
             "data": run.median("data_wait", "{:.1f} %"),
             "fwd ms": run.median("forward_s", "{:.1f}"),
             "bwd ms": run.median("backward_s", "{:.1f}"),
-            "d(loss)": f"{max(abs(line['loss'] - first[line['step']]) for line in lines):.1e}" if lines else ABSENT,
+            "d(loss)": f"{differences.max():.1e}" if lines else ABSENT,
         }
         rows.append(costs)
     return rows

@@ -76,7 +76,7 @@ def describe_for_timm(run: SavedRun, model: nn.Module) -> dict[str, Any]:
 
     The layout is that of timm/models/_hub.py, `save_config_for_hf`.
     """
-    size, data, classes = (run.config["MODEL"]["image_size"], run.config["DATA"], run.config["MODEL"]["num_classes"])
+    size, data, classes = run.config["MODEL"]["image_size"], run.config["DATA"], run.config["MODEL"]["num_classes"]
     short_side = find_task(run.about["task"]).build_eval_crop(data, size).short_side
     architecture, arguments = timm_architecture(**run.config["MODEL"])
     own: Any = model

@@ -110,7 +110,8 @@ def main(argv: list[str]) -> None:
     if not folders:
         raise UserError(f"{args.runs[0]} holds no run: name the folder of a run or of a sweep")
     names = [folder.resolve().name for folder in folders]
-    names = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+    if len(set(names)) < len(names):  # of several sweeps
+        names = [str(folder) for folder in folders]
     runs = [load_run(folder, name) for folder, name in zip(folders, names, strict=True)]
     if args.csv:
         csv.writer(sys.stdout, lineterminator="\n").writerows(result_row(run).values() for run in runs)

@@ -87,10 +87,10 @@ def restore_config(values: Mapping[str, Any], settings: Sequence[str], where: st
     Keys of older versions are left out: those that were None, and `GONE`. Raises `UserError` for other
     unknown keys and wrong values, naming the file ``where`` it comes from.
     """
-    changed = {key: override(changes, values.get(key)) for key, changes in parse_settings(settings).items()}
     kept = {key: value for key, value in values.items() if value is not None or key in Config.model_fields}
     if isinstance(data := kept.get("DATA"), dict):
         kept["DATA"] = {key: value for key, value in data.items() if key not in GONE}
+    changed = {key: override(changes, kept.get(key)) for key, changes in parse_settings(settings).items()}
     return parse(Config, {**kept, **changed}, where).model_dump()
 
 

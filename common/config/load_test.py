@@ -159,7 +159,8 @@ def test_a_config_that_was_written_as_json_is_the_same():
     config = load_config("quickstart", changes)
     written = json.loads(json.dumps(config | {"gradient_handler": None}, default=str))
     written["DATA"] |= {"cache": None, "cache_gb": 100, "allow_change": False}  # keys of earlier versions
-    assert restore_config(written, [], "config.json") == config
+    for settings in ([], ["DATA.randaugment=[2, 10]"]):
+        assert restore_config(written, settings, "config.json") == config
 
 
 def test_a_missing_config_names_the_nearest():

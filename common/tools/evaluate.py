@@ -156,9 +156,9 @@ def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[dict[str
             "label": label,
             "class": names[label],
             "samples": int(samples[label]),
-            "top1": round(float(right[label] / samples[label]), 4),
-            "top5": round(float(top5[label] / samples[label]), 4),
-            "precision": round(float(right[label] / answered[label]), 4) if answered[label] else "",
+            "top1": f"{right[label] / samples[label]:.4f}",
+            "top5": f"{top5[label] / samples[label]:.4f}",
+            "precision": f"{right[label] / answered[label]:.4f}" if answered[label] else "",
             "mistaken for": mistakes.get(label, ""),
         }
         for label in np.flatnonzero(samples).tolist()

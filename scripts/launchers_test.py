@@ -31,8 +31,7 @@ pytestmark = [pytest.mark.launchers, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parent.parent
 TASK = ROOT / "imagenet_dali"
 STEPS = "--set MAX_STEPS=3"
-SBATCH = "sbatch --ntasks 2 --cpus-per-task 1 --output job.out"
-TRAIN = f"{ROOT}/scripts/train_slurm.sh {TASK}/train_dali.py"
+SBATCH = f"sbatch --ntasks 2 --cpus-per-task 1 --output job.out --parsable {ROOT}/scripts/train_slurm.sh"
 OWN_TRAINING = """
 import torch
 from torch import nn
@@ -149,16 +148,17 @@ def test_a_signal_to_torchrun_saves_a_checkpoint_and_prints_no_traceback(data, t
 @pytest.mark.parametrize(
     ("script", "environ", "words"),
     [
-        ("torchrun", dict(NNODES="2", MASTER_ADDR="localhost"), "NNODES=2 needs NODE_RANK"),
-        ("torchrun", dict(MASTER_PORT="{taken}"), "MASTER_PORT={taken} is in use on this node: choose another"),
-        ("slurm", {}, "not in a Slurm job"),
+        ("train_torchrun", dict(NNODES="2", MASTER_ADDR="localhost"), "NNODES=2 needs NODE_RANK"),
+        ("train_torchrun", dict(MASTER_PORT="{taken}"), "MASTER_PORT={taken} is in use on this node: choose another"),
+        ("train_slurm", {}, "not in a Slurm job"),
+        ("setup", dict(PYTHON="bash"), "PYTHON=bash: .venv is there, with Python 3."),
     ],
 )
 def test_what_the_scripts_refuse(script, environ, words):
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = str(server.getsockname()[1])
         environ = {name: value.format(taken=taken) for name, value in environ.items()}
-        answer = run(f"bash scripts/train_{script}.sh train.py", cwd=ROOT, code=2, **environ)
+        answer = run(f"bash scripts/{script}.sh train.py", cwd=ROOT, code=2, **environ)
     assert answer.stderr.startswith("error: ")
     assert words.format(taken=taken) in answer.stderr
 
@@ -233,21 +233,12 @@ def rank_in(process: Process, folder: Path) -> str | None:
     return None
 
 
-def test_sbatch(slurm, data, arguments, expected, tmp_path):
-    run(f"{SBATCH} --wait {TRAIN} {arguments}", cwd=tmp_path, DATA=data, **slurm)
-    assert outcome((tmp_path / "job.out").read_text(), tmp_path / "run") == expected
-
-
-@pytest.mark.parametrize(
-    "interrupt",
-    ["scancel --batch --signal=USR1 {job}", "srun --partition urgent -n 2 true"],
-    ids=["warned", "preempted"],
-)
+@pytest.mark.parametrize("interrupt", ["scancel --batch --signal=USR1 {job}", "srun --partition urgent -n 2 true"])
 def test_a_job_that_is_interrupted_requeues_itself_and_resumes(slurm, data, tmp_path, interrupt):
     """The first is the signal of --signal=B:USR1. Steps and weights are those of an uninterrupted run."""
     settings = "--set NUM_EPOCHS=60 --set EVAL_EVERY=60 --set CHECKPOINT_EVERY=20 --set LOG.every=1"
     arguments = f"--config={write_config(tmp_path)} {settings}"
-    command = f"{SBATCH} --parsable {TRAIN} {arguments} --output={tmp_path}/run"
+    command = f"{SBATCH} {TASK}/train_dali.py {arguments} --output={tmp_path}/run"
     job = run(command, cwd=tmp_path, DATA=data, **slurm).stdout.strip()
 
     def says(state: str) -> bool:

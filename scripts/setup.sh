@@ -6,6 +6,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+[ -z "${PYTHON:-}" ] || [ ! -x .venv/bin/python ] || [ "$("$PYTHON" --version)" = "$(.venv/bin/python --version)" ] || {
+    echo "error: PYTHON=$PYTHON: .venv is there, with $(.venv/bin/python --version); remove it first, or unset PYTHON" >&2
+    exit 2
+}
 stamp=.venv/.installed
 wanted="$(cat requirements.txt requirements-colossalai.txt setup.cfg pyproject.toml scripts/setup.sh | cksum) ${TORCH_INDEX:-}"
 [ "$(cat "$stamp" 2>/dev/null)" = "$wanted $PWD" ] && exit 0

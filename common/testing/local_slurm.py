@@ -82,17 +82,12 @@ def _write_configuration(folder: Path) -> Path:
 
 @contextmanager
 def _daemon(command: list[str], log: Path, environ: dict[str, str]) -> Iterator[None]:
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, **environ})
-    try:
-        yield
-    finally:
-        process.terminate()
+    environ = {**os.environ, **environ}
+    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environ) as process:
         try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            yield
+        finally:
+            process.terminate()
 
 
 def _ask(environ: dict[str, str], *command: str) -> str:

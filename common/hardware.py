@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 BUSY = 0.3  # cores that other programs use, from which on threads wait without spinning; docs/performance.md says why
-PACKAGES = ("torch", "torchvision", "colossalai", "nvidia-dali-cuda130", "timm")
+PACKAGES = ("torch", "torchvision", "colossalai", "nvidia-dali-cuda130", "nvidia-dali-cuda120", "timm")
 CGROUPS = Path("/sys/fs/cgroup")
 _processes: list["CpuLimits"] = []  # of the run
 
@@ -81,11 +81,10 @@ def peak_memory() -> int:
 
 
 def limit_threads() -> None:
-    """Let torch compute with `rank_cores` threads at most, unless the user has set OMP_NUM_THREADS."""
+    """Let torch compute with `rank_cores` threads at most; with fewer where OMP_NUM_THREADS says so."""
     import torch
 
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(rank_cores(), torch.get_num_threads()))
+    torch.set_num_threads(min(rank_cores(), torch.get_num_threads()))
 
 
 @dataclass(frozen=True)

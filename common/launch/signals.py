@@ -179,7 +179,7 @@ def _say(line: str) -> None:
     os.write(2, f"{line}\n".encode())  # not print: the main thread may be printing
 
 
-_PRCTL = getattr(ctypes.CDLL(None), "prctl", lambda *_: None)  # Linux only
+_PRCTL = ctypes.CDLL(None).prctl  # of Linux
 stop_signals = StopSignals()
 os.register_at_fork(
     before=stop_signals.before_fork,
@@ -191,14 +191,17 @@ os.register_at_fork(
 def run_torchrun(arguments: list[str]) -> None:
     """Run torchrun without its traceback, some 45 lines: a training script that exits with `MISTAKE` has said why.
 
-    It passes signals on, SIGUSR1 too, which would end it otherwise. Under nohup it ignores SIGHUP.
+    It passes signals on, SIGUSR1 too, which would end it otherwise. Under nohup it ignores SIGHUP. The ranks divide the
+    cores (`limit_threads`): torchrun would set OMP_NUM_THREADS=1.
     """
+    import torch
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
     for name in ("multiprocessing.api", "multiprocessing.errors", "multiprocessing.errors.error_handler"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)  # each has its own level
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # which torchrun overrides by default
     try:
         main(["--signals-to-handle=SIGTERM,SIGINT,SIGQUIT,SIGUSR1" + ",SIGHUP" * (not is_nohup), *arguments])

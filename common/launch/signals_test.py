@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from torch.distributed.run import parse_args
 
 from common.launch.signals import run_torchrun
@@ -144,8 +145,9 @@ def test_a_worker_leaves_signals_to_its_parent_and_dies_with_it(start):
     wait_until(lambda: has_ended(child), seconds=10)
 
 
-def test_under_nohup_torchrun_leaves_sighup_ignored(monkeypatch):
+def test_torchrun_leaves_sighup_ignored_under_nohup_and_threads_to_the_ranks(monkeypatch):
     calls: list[list[str]] = []
+    monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr("torch.distributed.run.main", calls.append)
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -154,3 +156,4 @@ def test_under_nohup_torchrun_leaves_sighup_ignored(monkeypatch):
         signal.signal(signal.SIGHUP, previous)
     ((option, script),) = calls
     assert "SIGHUP" not in parse_args([option, script]).signals_to_handle
+    assert os.environ["OMP_NUM_THREADS"] == str(torch.get_num_threads())  # else torchrun sets 1

@@ -123,6 +123,10 @@ def _find_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
 
 def _from_environment(launcher: str, args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
     names = dict(zip(FLAGS, VARIABLES[launcher], strict=False))
+    if missing := [name for name in names.values() if not environ.get(name)]:  # Kubeflow sets no LOCAL_RANK
+        raise UserError(
+            f"{', '.join(missing)} not set: set all of {', '.join(names.values())}, as torchrun does, or none"
+        )
     place = {field: environ[name] if field == "host" else int(environ[name]) for field, name in names.items()}
     for field, name in names.items():
         # scripts pass --local_rank=$SLURM_PROCID: the task's rank, or 0 if the shell of sbatch expanded it

@@ -25,7 +25,6 @@ MEMORY_BANDWIDTH = 2e12  # bytes/s that optimizer kernels reach; an H100 has 3.3
 USABLE = 0.9  # of a GPU's memory; the rest is CUDA's context, NCCL's buffers and fragmentation
 BACKWARD_SHARE = 2 / 3  # of the time of both passes
 LATENCY = 20e-6  # least seconds per collective; an assumption
-NO_MACHINE = 10**14  # bytes: more than any GPU or host has
 WHOLE = {"mode": None, "size": 1}
 
 
@@ -85,13 +84,19 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `parse_cluster` reads."""
     group = parser.add_argument_group("prediction", "with --dry-run --gpus N; defaults: DGX H100 nodes")
     group.add_argument("--gpu-memory", type=_positive, help="GPU memory in GB (default: 80)")
-    group.add_argument("--gpus-per-node", type=int, help="default: 8")
+    group.add_argument("--gpus-per-node", type=at_least_1, help="default: 8")
     links = "bandwidth per GPU within and between nodes (default: 450 50: NVLink 4, one 400 Gb/s link per GPU)"
     group.add_argument("--links", type=_positive, nargs=2, metavar="GB/S", help=links)
     group.add_argument("--images-per-s", type=_positive, help="measured training rate of one GPU with the whole model")
     group.add_argument(
         "--decode-images-per-s", type=_positive, help="images/s the host decodes per GPU (default: by the loader)"
     )
+
+
+def at_least_1(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected an integer >= 1")
+    return int(text)
 
 
 def _positive(text: str) -> float:
@@ -188,12 +193,12 @@ class Planner:
         return [prediction for prediction in ways if prediction]
 
     def _predict_way(self, tensor: Mapping[str, Any], zero: int | None) -> Prediction | None:
-        """Return the prediction with MICRO_BATCH_SIZE, if it is set, else with the largest power of two that fits."""
+        """Return the prediction with MICRO_BATCH_SIZE, if it is set, else with the largest micro-batch that fits."""
         groups, stated = self.plan.gpus // tensor["size"], self.config["MICRO_BATCH_SIZE"]
         samples, rest = divmod(self.plan.total_batch, groups)
         if self.plan.total_is_derived:
             samples, rest = self.plan.micro_batch * self.plan.accumulation, 0
-        sizes = [min(stated, samples)] if stated else [2**power for power in reversed(range(samples.bit_length()))]
+        sizes = [min(stated, samples)] if stated else range(min(samples, 2**16), 0, -1)  # no GPU holds more
         config = {**self.config, "parallel": _parallel(tensor), "zero": {"stage": zero} if zero else None}
         return None if rest else self.predict_largest(config, samples, sizes)
 
@@ -204,7 +209,7 @@ class Planner:
         """
         prediction = None
         for micro_batch in sizes:
-            if not micro_batch or samples % micro_batch or not _can_cut(config, micro_batch, self.plan.gpus):
+            if samples % micro_batch or not _can_cut(config, micro_batch, self.plan.gpus):
                 continue
             if prediction and micro_batch != sizes[-1]:  # the activations shrink with the micro-batch
                 saved = (1 - micro_batch / prediction.micro_batch) * prediction.estimate.activations
@@ -279,30 +284,19 @@ def _can_cut(config: Mapping[str, Any], micro_batch: int, gpus: int) -> bool:
 
 
 def check_limits(config: Mapping[str, Any], plan: Plan, memory: float, place: str) -> None:
-    """Raise `UserError` for a model or micro-batch that certainly needs more than ``memory`` bytes.
+    """Raise `UserError` for a model that certainly needs more than ``memory`` bytes.
 
     ``place`` describes what has that memory. This is a lower bound: weights, gradients and moments in float32 (16 bits
-    with APEX O3), and the images.
+    with APEX O3).
     """
-    tensor, fp16 = plan.tensor_parallel, config["fp16"] or {}
-    (parameters, trained), model = count_parameters(build_on_meta(config["MODEL"], config["FREEZE"])), config["MODEL"]
-    number = 2 if fp16.get("opt_level") == "O3" else 4
+    model = config["MODEL"]
+    parameters, trained = count_parameters(build_on_meta(model, config["FREEZE"]))
+    number = 2 if (config["fp16"] or {}).get("opt_level") == "O3" else 4
     moments = sum(name != "step" for name in state_names(config["OPTIMIZER"], "blocks.0.mlp.fc1.weight"))
     state = number * (parameters + trained * (1 + moments))
-    state //= plan.gpus if config["zero"] else tensor
+    state //= plan.gpus if config["zero"] else plan.tensor_parallel
     if state > memory:
         raise UserError(
-            f"MODEL={dict(model)}: {parameters:.3g} parameters take {_gigabytes(state)} per process, {place} has "
-            f"{_gigabytes(memory)}: "
-            "use a smaller model, or split it over more GPUs (zero, tensor parallelism)"
+            f"MODEL={dict(model)}: {parameters:.3g} parameters take {state / 1e9:,.1f} GB per process, {place} has "
+            f"{memory / 1e9:,.1f} GB: use a smaller model, or split it over more GPUs (zero, tensor parallelism)"
         )
-    batch = plan.micro_batch * 12 * model["image_size"] ** 2
-    if batch > memory:
-        raise UserError(
-            f"TOTAL_BATCH_SIZE={plan.total_batch}: micro-batches of {plan.micro_batch:,} images take at least "
-            f"{_gigabytes(batch)}, {place} has {_gigabytes(memory)}: set MICRO_BATCH_SIZE or gradient_accumulation"
-        )
-
-
-def _gigabytes(nbytes: float) -> str:
-    return f"{nbytes / 1e9:,.1f} GB"

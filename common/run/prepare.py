@@ -22,7 +22,7 @@ from common.metrics.loggers import check_trackers
 from common.metrics.measurements import STEPS
 from common.model.build import build_on_meta
 from common.model.flops import flops_per_image
-from common.planner.prediction import FLAGS, NO_MACHINE, add_cluster_arguments, check_limits
+from common.planner.prediction import FLAGS, add_cluster_arguments, at_least_1, check_limits
 from common.task import Task, data_root, named_root
 
 
@@ -35,8 +35,8 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
         raise UserError(
             f"--resume {args.resume}: --find-lr and --profile do not resume; omit it, or use --init for its weights"
         )
-    if args.gpus is not None and (not args.dry_run or args.gpus < 1):
-        raise UserError(f"--gpus {args.gpus}: requires --dry-run and a number >= 1; a run counts its processes itself")
+    if args.gpus is not None and not args.dry_run:
+        raise UserError(f"--gpus {args.gpus}: requires --dry-run; a run counts its processes itself")
     for name in FLAGS:
         if args.gpus is None and getattr(args, name) is not None:
             raise UserError(f"--{name.replace('_', '-')}: requires --dry-run --gpus N")
@@ -73,18 +73,18 @@ def _build_parser(description: str | None) -> argparse.ArgumentParser:
         help="start from the weights of a run, a file, a timm model or a Hub model (see --help-config INIT)",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, then exit")
-    parser.add_argument("--gpus", type=int, help="with --dry-run: plan for this many GPUs and compare parallel modes")
+    parser.add_argument("--gpus", type=at_least_1, help="with --dry-run: plan for N GPUs and compare parallel modes")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--find-lr",
-        type=_positive,
+        type=at_least_1,
         nargs="?",
         const=STEPS,
         metavar="STEPS",
         help=f"run a learning-rate range test instead of training (default: {STEPS} steps)",
     )
     instead.add_argument(
-        "--profile", type=_positive, metavar="STEPS", help="record STEPS steps with torch.profiler instead of training"
+        "--profile", type=at_least_1, metavar="STEPS", help="record STEPS steps with torch.profiler instead of training"
     )
     parser.add_argument(
         "--from_torch", "--use_trainer", action="store_true", help="accepted for compatibility; no effect"
@@ -100,12 +100,6 @@ class _HelpConfig(argparse.Action):
     ) -> None:
         print(describe_keys(str(name), shutil.get_terminal_size().columns))
         parser.exit()
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"invalid number of steps {text!r}: expected an integer >= 1")
-    return int(text)
 
 
 class Prepared(NamedTuple):
@@ -136,10 +130,7 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
         config["DATA"]["root"] = data_root(config, task.download)
         data = task.describe(config["DATA"])
         config["MODEL"]["num_classes"] = _check_classes(config["MODEL"]["num_classes"], data)
-    try:
-        plan = build_plan(config, gpus, data)
-    except UserError as error:
-        raise UserError(f"{error}{f' (planned for {gpus} GPUs)' * (gpus != launch.world_size)}") from None
+    plan = build_plan(config, gpus, data)
     config |= {"INIT": config["INIT"] and resolve_source(config["INIT"])}
     config |= {"TOTAL_BATCH_SIZE": plan.total_batch, "gradient_accumulation": plan.accumulation}
     precision = _check_builds(config, plan, args.dry_run)
@@ -182,11 +173,9 @@ def _check_classes(num_classes: int | None, data: DataSummary) -> int:
 def _check_builds(config: Mapping[str, Any], plan: Plan, is_dry_run: bool) -> MixedPrecision:
     """Raise `UserError` for what memory, sharding or trackers would refuse; return the mixed precision."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if is_dry_run:  # perhaps for another machine
-        check_limits(config, plan, NO_MACHINE, "the largest supported machine")
-    elif device == "cuda":
+    if device == "cuda" and not is_dry_run:  # which may be for another machine
         check_limits(config, plan, torch.cuda.get_device_properties(0).total_memory, "a GPU here")
-    else:
+    elif not is_dry_run:
         check_limits(config, plan, memory_bytes(), "this machine")
     model = config["MODEL"]
     if model.get("sync_bn") and device == "cpu" and not is_dry_run:

@@ -185,9 +185,8 @@ def explain_out_of_memory(error: Exception, config: Mapping[str, Any], plan: Pla
     """Return a line with the largest MICRO_BATCH_SIZE below the plan's that the planner expects to fit."""
     if not isinstance(error, torch.OutOfMemoryError):
         return ""
-    samples = plan.micro_batch * plan.accumulation
-    sizes = [2**power for power in reversed(range((plan.micro_batch - 1).bit_length()))]
-    fitting = Planner(config, plan, cluster_here()).predict_largest(config, samples, sizes)
+    samples, smaller = plan.micro_batch * plan.accumulation, range(plan.micro_batch - 1, 0, -1)
+    fitting = Planner(config, plan, cluster_here()).predict_largest(config, samples, smaller)
     remedy = "set MODEL.activation_checkpoint=True or zero=dict(stage=1)"
     if fitting and fitting.fits:
         remedy = (

@@ -49,18 +49,21 @@ def test_it_says_how_long_a_step_takes_on_a_cpu(monkeypatch):
 
 
 def test_what_this_machine_lacks_is_refused_by_a_start_only(data, tmp_path):
-    for flags in ([], ["--dry-run"]):
-        ended = run_forked(
-            lambda _, flags=flags: train(data, tmp_path / "run", "MODEL.width=65536", "MODEL.depth=20", flags=flags), []
-        )
-        if flags:
-            shown = " ".join(ended.stdout.split())
-            assert "70 training, 45 evaluation images, 7 classes steps 5 per epoch x 2 = 10, 0 of warm-up" in shown
-            assert " does not fit in the usable 72 GB (90%) of a GPU with 80 GB: lower" in shown
-            assert " 2 epochs of 70 images: " in shown
-        else:
-            assert (ended.code, ended.stderr.count("\n"), "this machine has" in ended.stderr) == (2, 1, True)
-        assert not (tmp_path / "run").exists()
+    huge = tmp_path / "run", "MODEL.width=65536", "MODEL.depth=20"
+    refused = run_forked(lambda flags: train(data, *huge, flags=flags), [])
+    assert (refused.code, refused.stderr.count("\n"), "this machine has" in refused.stderr) == (2, 1, True)
+    shown = " ".join(run_forked(lambda flags: train(data, *huge, flags=flags), ["--dry-run"]).stdout.split())
+    assert "70 training, 45 evaluation images, 7 classes steps 5 per epoch x 2 = 10, 0 of warm-up" in shown
+    assert " does not fit in the usable 72 GB (90%) of a GPU with 80 GB: lower" in shown
+    assert " 2 epochs of 70 images: " in shown
+    assert not (tmp_path / "run").exists()
+
+
+def test_numbers_of_gpus_and_steps_are_at_least_1(capsys):
+    for flag in ("--gpus", "--gpus-per-node", "--profile"):
+        with pytest.raises(SystemExit):
+            parse_arguments(["--config", "quickstart", "--dry-run", flag, "0"], "")
+        assert f"error: argument {flag}: 0: expected an integer >= 1\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "key"), [(["--help-config", "fp16"], "fp16.dtype"), (["--help-config"], "MIXUP: ")])
@@ -81,8 +84,7 @@ def test_help_on_the_config_needs_no_config(words, key, capsys, monkeypatch):
         (["--help-config", "Depth"], "Depth: unknown key; did you mean 'MODEL.depth'"),
         (["--allow-change", "Depth"], "Depth: unknown key; did you mean 'MODEL.depth'"),
         (["--resume", "run", "--profile", "3"], "--resume run: .* use --init"),
-        (["--gpus", "8"], "--gpus 8: requires --dry-run and a number >= 1"),
-        (["--gpus", "0", "--dry-run"], "--gpus 0: requires --dry-run and a number >= 1"),
+        (["--gpus", "8"], "--gpus 8: requires --dry-run; a run counts its processes itself"),
         (["--gpus-per-node", "4", "--dry-run"], "--gpus-per-node: requires --dry-run --gpus N"),
     ],
 )

@@ -110,20 +110,21 @@ def plan_commands(args: argparse.Namespace, grid: dict[str, list[str]]) -> dict[
     commands = {}
     for values in itertools.product(*grid.values()):
         chosen = dict(zip(grid, values, strict=True))
-        path = str(find_config(chosen.get(CONFIG) or args.config).resolve())
+        name = chosen.get(CONFIG) or args.config
+        script, recipe = find_script(name, args.train)
+        path = str(find_config(name, recipe).resolve())
         settings = [*args.set, *(f"{key}={value}" for key, value in chosen.items() if key != CONFIG)]
-        config = load_config(path, settings)
+        config = load_config(path, settings, recipe)
         processes = max(args.processes, config["parallel"]["tensor"]["size"])
         build_plan(config, processes, None)
         names = [re.sub(r"[^\w.=+-]+", "_", f"{key}={value}").strip("_") for key, value in chosen.items()]
         folder = args.output.resolve() / (",".join(names) or "run")
         if folder in commands:
             raise UserError(f"--grid: two combinations would share the folder {folder.name}: choose values that differ")
-        script = args.train or find_script(path)
         torchrun = ["-m", "common.launch.signals", "--standalone", "--local_addr=127.0.0.1"]
         torchrun.append(f"--nproc_per_node={processes}")
         words = [word for setting in settings for word in ("--set", setting)]
-        start = [sys.executable, *(torchrun if processes > 1 else []), str(script.resolve())]
+        start = [sys.executable, *(torchrun if processes > 1 else []), str(script)]
         commands[folder] = [*start, "--config", path, *words, "--output", str(folder)]
     return commands
 
@@ -146,14 +147,20 @@ def run_child(command: Sequence[str]) -> tuple[int, int]:
             signal.signal(number, handler)
 
 
-def find_script(config: str) -> Path:
-    """Return the training script of the recipe ``config``; raise `UserError` for a config of the user's own."""
+def find_script(config: str, script: Path | None) -> tuple[Path, str | None]:
+    """Return the training script, that of the recipe ``config`` or ``script``, and what a task's falls back on.
+
+    Raises `UserError` for a config of the user's own without ``script``.
+    """
     tasks = [find_task(name) for name in TASKS]
     for task in tasks:
-        if Path(config).stem.startswith(task.recipes):
-            return ROOT / task.script
+        own = ROOT / task.script
+        if script.resolve() == own if script else Path(config).stem.startswith(task.recipes):
+            return own, task.recipe
+    if script:
+        return script.resolve(), None
     scripts = ", ".join(task.script for task in tasks)
-    raise UserError(f"--config {config} is no recipe of configs/: add --train SCRIPT, which is one of {scripts}")
+    raise UserError(f"--config {find_config(config)} is no recipe: add --train SCRIPT, which is one of {scripts}")
 
 
 def _parse_grid(text: str) -> tuple[str, list[str]]:

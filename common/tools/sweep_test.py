@@ -122,9 +122,12 @@ def test_mistakes_are_refused_before_the_first_run(words, trained, arguments, me
     assert trained == []
 
 
-def test_a_recipe_is_trained_by_its_tasks_script():
-    found = [sweep.find_script(recipe) for recipe in ("vit-b16", "vit_lite_2d", "config_AMP_torch")]
-    assert [path.parent.name for path in found] == ["imagenet_dali", "cifar10_benchmark", "caltech101_amp"]
+def test_a_recipe_is_trained_by_its_tasks_script_and_an_original_config_as_its_train_py_does(words, trained, tmp_path):
+    found = [sweep.find_script(recipe, None) for recipe in ("vit-b16", "vit_lite_2d", "config_AMP_torch")]
+    assert [path.parent.name for path, _ in found] == ["imagenet_dali", "cifar10_benchmark", "caltech101_amp"]
+    (tmp_path / "tiny.py").write_text("BATCH_SIZE = 128\nDROP_RATE = 0.1\n")
+    sweep.main([*words, f"--train={found[2][0]}", "--grid", "LEARNING_RATE=1"])
+    assert trained == ["LEARNING_RATE=1"]
 
 
 def test_a_run_that_fails_does_not_end_the_sweep_and_a_stop_signal_does(words, trained, capsys):

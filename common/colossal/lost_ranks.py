@@ -62,26 +62,16 @@ class Watcher:
         self.woken.set()
         self.thread.join(ANSWER + 3 * POLL)
 
-    def explain(self) -> None:
-        """Tell the other ranks that this one says itself why it leaves."""
-        with suppress(RuntimeError):  # rank 0 has ended
-            self.store.set("explained", "")
-
     def await_verdict(self, error: Exception) -> str:
-        """Return the message about lost ranks after a failed collective; "" if its ``error`` says more.
-
-        Exits if another rank has said why it left.
-        """
+        """Return the message about lost ranks after a failed collective; "" if its ``error`` says more."""
         self.stop("failed")
         if self.thread.is_alive():
             return self._describe("0")
-        if self._is_set("explained"):
-            sys.exit(2)
         return self.verdict or (self._describe("") if "Timed out" in str(error) else "")
 
     def _run(self) -> None:
         seen, still = -1, 0.0  # the time in which the process is suspended does not count
-        while self.state == "running" and still < self.timeout and not self._is_set("asked"):
+        while self.state == "running" and still < self.timeout and not self._is_asked():
             self.woken.wait(POLL)
             seen, still = progress(), still + POLL if seen == progress() else 0.0
         if self.state == "closed":
@@ -94,9 +84,9 @@ class Watcher:
             os.write(2, f"error: {self._describe(missing)}\n".encode())
             os._exit(2)
 
-    def _is_set(self, key: str) -> bool:
+    def _is_asked(self) -> bool:
         with suppress(RuntimeError):  # rank 0 has ended; collectives fail if it was needed
-            return self.store.check([key])
+            return self.store.check(["asked"])
         return False
 
     def _find_missing(self) -> str:
@@ -133,17 +123,19 @@ def naming_lost_ranks() -> Iterator[None]:
     except Exception as error:
         if gpc.watcher is None:
             raise
+        if dist.get_backend() == "nccl":  # its clean-up would wait for kernels that never end
+            atexit.register(_exit)  # runs after all threads, such as the checkpoint writer, and the error's line
         is_lost_connection = isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
         is_collectives = isinstance(error, RuntimeError) and is_lost_connection
-        if not is_collectives:
-            gpc.watcher.explain()
-        verdict = gpc.watcher.await_verdict(error) if is_collectives else ""
-        if dist.get_backend() == "nccl":  # its clean-up would wait for kernels that never end
-            # runs after all threads, such as the checkpoint writer, have ended, and after the error was printed
-            atexit.register(os._exit, 2 if verdict or isinstance(error, UserError) else 1)
+        verdict = is_collectives and gpc.watcher.await_verdict(error)
         if not verdict:
             raise
         raise UserError(verdict) from error
+
+
+def _exit() -> None:
+    sys.stdout.flush()
+    os._exit(1 if hasattr(sys, "last_value") else 2)  # which Python sets where it prints a traceback
 
 
 def open_store(rank: int, world_size: int, host: str, port: int, timeout: float, backend: str) -> dist.Store:

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -78,10 +80,30 @@ def test_all_end_in_time_with_one_line_that_names_the_missing_one(fault, lost, o
         assert fault is not compute or "in compute" in ranks[lost][2].read_text()
 
 
+OUT_OF_MEMORY = """
+from common import colossal, errors
+
+@colossal.naming_lost_ranks()
+def train(_):
+    print("started")
+    raise MemoryError("out of memory")
+
+colossal.join_groups({}, 0, 1, "", 0, "gloo", verbose=False, timeout=60)
+colossal.context.dist.get_backend = lambda: "nccl"
+errors.EXPLAIN.append(str)
+errors.run_command(train)
+"""
+
+
+def test_with_nccl_a_process_ends_without_clean_up_but_with_its_output_and_status():
+    ended = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "started\n", "error: out of memory\n")
+
+
 def test_progress_restarts_the_clock():
     watcher, polls = Watcher(0, 1, timeout=3 * POLL), iter(range(99))
     watcher.woken = SimpleNamespace(wait=lambda _: doing("a step") if next(polls) in (1, 3, 5) else None)
-    watcher._is_set = lambda _: False
+    watcher._is_asked = lambda: False
     watcher._find_missing = lambda: watcher.__setattr__("state", "failed")
     watcher._run()
     assert next(polls) == 9

@@ -104,8 +104,8 @@ def test_out_of_memory_is_one_line_with_the_micro_batch_that_should_fit(data, tm
     ended = run_forked(main, [])
     assert (ended.code, ended.stderr.splitlines()[-1]) == (
         2,
-        "error: out of memory with micro-batches of 16 images: --set MICRO_BATCH_SIZE=8 is expected to fit, with "
-        "gradient_accumulation=4 for the same batch (CUDA out of memory. Tried to allocate 2.00 GiB.)",
+        "error: out of memory with micro-batches of 16 images: --set MICRO_BATCH_SIZE=8 --set gradient_accumulation=4 "
+        "is expected to fit, with the same batch (CUDA out of memory. Tried to allocate 2.00 GiB.)",
     )
 
 

@@ -102,9 +102,9 @@ class CheckpointHook(BaseHook):
     def after_test(self, trainer: Trainer) -> None:
         figures = trainer.states["eval"]
         reached = figures.get("score", figures["top1"]), -figures["loss"]
-        if math.isfinite(figures["loss"]) and reached > self.best:
-            self.best = reached
-            self._save(trainer, is_best=True)
+        # rank 0 alone knows whether the best so far was written
+        if math.isfinite(figures["loss"]) and ask_first_rank(lambda: reached > self.best):
+            self._save(trainer, reached)
 
     def after_train(self, trainer: Trainer) -> None:
         self._finish_exchange()
@@ -142,8 +142,11 @@ class CheckpointHook(BaseHook):
         work.wait()
         return flags
 
-    def _save(self, trainer: Trainer, is_best: bool = False) -> None:
-        """Copy the state, which takes all ranks, and let rank 0 write it; waits for the write before this one."""
+    def _save(self, trainer: Trainer, best: tuple[float, float] | None = None) -> None:
+        """Copy the state, which takes all ranks, and let rank 0 write it; waits for the write before this one.
+
+        ``best`` is what its evaluation has reached, if no other has reached more.
+        """
         doing("saving a checkpoint")
         try:
             self.wait()
@@ -156,6 +159,7 @@ class CheckpointHook(BaseHook):
         self.saved, self.saved_at = trainer.state_dict(), time.monotonic()
         if gpc.get_global_rank() > 0:  # rank 0 writes
             return
+        before, self.best = self.best, best or self.best
         state = {
             "trainer": self.saved,
             "loader": trainer.train_dataloader.state_dict(),
@@ -171,18 +175,19 @@ class CheckpointHook(BaseHook):
         metrics = self.folder.parent / METRICS
         content[METRICS] = metrics.read_bytes() if metrics.exists() else b""
         path = checkpoint_path(self.folder, self.saved["step"])
-        self.writing = self.writer.submit(self._write_checkpoint, trainer, path, content, is_best)
+        self.writing = self.writer.submit(self._write_checkpoint, trainer, path, content, before)
 
     def _write_checkpoint(
-        self, trainer: Trainer, path: Path, content: dict[str, Tensors | bytes], is_best: bool
+        self, trainer: Trainer, path: Path, content: dict[str, Tensors | bytes], before: tuple[float, float]
     ) -> None:
         try:
             write_checkpoint(path, content)
             trainer.states["checkpoint"] = path
-            if is_best:
+            if self.best > before:
                 mark_best(path)
             clear_old(path, self.keep)
         except (OSError, SafetensorError) as error:  # safetensors raises the latter for the former
+            self.best = before
             reason, newest = getattr(error, "strerror", None) or error, newest_checkpoint(self.folder) or "none"
             raise UserError(f"{path} could not be written ({reason}); the newest checkpoint is {newest}") from error
 

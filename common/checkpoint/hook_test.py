@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -148,6 +149,12 @@ def test_saves_when_due_and_marks_the_best(every, keep, steps, data, tmp_path, m
     assert [int(path.name[5:]) for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == steps
     marked = read_trainer_state(tmp_path / "run/checkpoints/best")
     assert (marked["best_top1"], marked["trainer"]["step"]) == (best["top1"], best["step"])
+
+
+def test_an_evaluation_that_equals_one_that_was_not_saved_is_the_best(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("common.checkpoint.hook.mark_best", mark := Mock(side_effect=[OSError, None]))
+    train(data, tmp_path / "run", ["LEARNING_RATE=1e-50"])
+    assert mark.call_count == 2
 
 
 def test_a_checkpoint_holds_the_state_of_its_own_step(data, tmp_path, monkeypatch):

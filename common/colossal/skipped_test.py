@@ -86,6 +86,15 @@ def update(engine: Engine, gradient: float) -> None:
     engine.step()
 
 
+def test_batch_norms_do_not_count_what_is_not_finite():
+    with launched():
+        engine, *_ = initialize(norm := nn.BatchNorm1d(3), build_optimizer(norm))
+        engine.zero_grad()
+        engine.backward(engine(torch.full((2, 3), torch.inf)).sum())
+        engine.step()
+    assert torch.equal(norm.running_var, torch.ones(3))
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [("sgd", {}), ("sgd", {"momentum": 0.0}), *(("lamb", {"variant": variant}) for variant in ("colossalai", "apex"))],

@@ -72,7 +72,8 @@ class StepOptimizer(OptimizerWrapper):
     If a loss or a gradient of any rank is not finite, all ranks skip the update. This needs no extra communication:
     a non-finite loss makes the gradient non-finite, and with it the global norm, which is equal on all ranks. The host
     does not wait for the device if the optimizer reads ``found_inf`` there (LAMB, torch's fused optimizers). More than
-    ``max_skipped`` consecutive skipped updates raise `AgreedError`.
+    ``max_skipped`` consecutive skipped updates raise `AgreedError`. Running statistics of batch norms that a forward
+    pass has made infinite or NaN keep their values.
 
     Replaces upstream's three wrappers, which
 
@@ -88,6 +89,7 @@ class StepOptimizer(OptimizerWrapper):
         self.accumulated = 0
         self.grad_norm = torch.tensor(torch.nan)
         self.counter = SkipCounter(self.parameters[0].device)
+        self.statistics: list[Tensor] = []  # of batch norms, flat
 
     @property
     def completes_step(self) -> bool:
@@ -102,6 +104,8 @@ class StepOptimizer(OptimizerWrapper):
     def zero_grad(self) -> None:
         if self.accumulated == 0:
             self.optim.zero_grad()
+            if self.statistics:
+                self.before = torch.cat(self.statistics)
 
     def backward(self, loss: Tensor) -> None:
         loss = loss / self.accumulation + self._poison(loss)
@@ -135,6 +139,10 @@ class StepOptimizer(OptimizerWrapper):
         self.accumulated = 0
         found_inf = (~self.grad_norm.isfinite()).float()
         self._update(found_inf)
+        if self.statistics:
+            now = torch.cat(self.statistics)
+            kept = torch.where(now.isfinite(), now, self.before).split([len(each) for each in self.statistics])
+            torch._foreach_copy_(self.statistics, kept)
         if self.scaler:
             # unscaling finds only this rank's overflows; the scale must be equal on all ranks
             for found in self.scaler._found_inf_per_device(self.optim).values():

@@ -26,7 +26,6 @@ from common.colossal.hooks import repair_hooks
 from common.colossal.lost_ranks import doing, naming_lost_ranks, progress
 from common.colossal.tensor_parallel.layout import check_tensor_parallel, describe_tensor_parallel, resolve_parallel
 from common.colossal.tensor_parallel.sharding import (
-    build_norm_reducer,
     canonical_state,
     cut_piece,
     gather_whole,

@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from common.colossal import build_norm_reducer, named_shards
-from common.colossal.tensor_parallel.sharding import build_whole_mapper
+from common.colossal import named_shards, whole_shape
+from common.colossal.tensor_parallel.sharding import is_sharded, map_whole, reduce_norms
 from common.errors import UserError
 from common.optim.lamb import Lamb
 from common.optim.muon import Muon, count_matrices
@@ -70,17 +70,19 @@ class OptimizerEntry:
 
 
 def _matrices(model: nn.Module) -> dict[str, Any]:
-    shards = named_shards(model).items()
-    counts = {parameter: count_matrices(name, parameter.ndim) for name, parameter in shards}
+    shards = named_shards(model)
+    counts = {parameter: count_matrices(name, whole_shape(parameter)) for name, parameter in shards.items()}
     matrices = {parameter: count for parameter, count in counts.items() if count}
-    return {"matrices": matrices, "map_whole": build_whole_mapper(model)}
+    return {"matrices": matrices, "map_whole": map_whole if is_sharded(shards.values()) else None}
+
+
+def _norms(model: nn.Module) -> dict[str, Any]:
+    return {"reduce_norms": reduce_norms if is_sharded(named_shards(model).values()) else None}
 
 
 LAMB_OPTIONS = ("betas", "eps", "variant", "bias_correction", "max_grad_norm", "always_adapt", "trust_range")
 OPTIMIZERS = {
-    "lamb": OptimizerEntry(
-        Lamb, LAMB_OPTIONS, ADAM, traffic=14, of_model=lambda model: {"reduce_norms": build_norm_reducer(model)}
-    ),
+    "lamb": OptimizerEntry(Lamb, LAMB_OPTIONS, ADAM, traffic=14, of_model=_norms),
     "adamw": OptimizerEntry(partial(AdamW, fused=True), ("betas", "eps"), ADAM, traffic=7),
     "muon": OptimizerEntry(
         Muon, ("betas", "eps", "momentum", "adamw_lr_scale"), ADAM, 8, ("momentum_buffer",), _matrices

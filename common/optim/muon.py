@@ -6,7 +6,7 @@ lower: `adamw_lr_scale`.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import sqrt
 from typing import Any
@@ -24,10 +24,15 @@ EPS = 1e-7  # least norm that a matrix is divided by
 MapWhole = Callable[[list[Callable[[Tensor], Tensor]], list[Tensor], list[Tensor]], list[Tensor]]
 
 
-def count_matrices(name: str, ndim: int = 2) -> int:
+def count_matrices(name: str, shape: Sequence[int] = (3, 1)) -> int:
     """Return how many matrices a block's parameter holds along dimension 0, 3 of queries, keys and values; 0: none."""
     layer = re.search(r"(?:^|\.)blocks\.\d+\.(attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.weight$", name)
-    return 0 if layer is None or ndim != 2 else 3 if layer[1] == "attn.qkv" else 1
+    if layer is None or len(shape) != 2:
+        return 0
+    if layer[1] != "attn.qkv":
+        return 1
+    # of timm's, some blocks of GC ViT have no queries, and TinyViT's three have a third of the heads each
+    return 2 if shape[0] == 2 * shape[1] else 3
 
 
 class Muon(AdamW):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from common.optim import muon
-from common.optim.muon import Muon, orthogonalize
+from common.optim.muon import Muon, count_matrices, orthogonalize
 
 OPTIONS = {"lr": 3e-3, "weight_decay": 0.1}
 
@@ -35,3 +35,7 @@ def test_equals_torchs_muon_and_adamw_side_by_side(monkeypatch):
         for other in pair:
             other.step()
     torch.testing.assert_close(split(ours), [p.detach() for p in theirs], rtol=0, atol=2e-5)
+
+
+def test_keys_and_values_alone_are_two_matrices():
+    assert count_matrices("stages.0.blocks.1.attn.qkv.weight", (128, 64)) == 2  # of timm's gcvit_tiny

@@ -137,9 +137,9 @@ def cut_piece(parameter: nn.Parameter, whole: Tensor) -> Tensor:
     return whole if shard is None else shard.piece(whole)
 
 
-def build_whole_mapper(model: nn.Module) -> Callable[..., list[Tensor]] | None:
-    """Return `map_whole`; None if the model is not sharded."""
-    return map_whole if _is_sharded(named_shards(model).values()) else None
+def is_sharded(parameters: Iterable[Tensor]) -> bool:
+    """Return whether a rank holds a shard of any of ``parameters``, those of a model."""
+    return any(hasattr(parameter, "shard") for parameter in parameters)
 
 
 @torch.no_grad()
@@ -217,7 +217,7 @@ def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     Upstream clips by the norm of each rank's shards (legacy/engine/_base_engine.py:161), so replicas diverge.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
-    if not _is_sharded(trained):
+    if not is_sharded(trained):
         return _norm([parameter.grad for parameter in trained])
     grads_by_copies = defaultdict(list)
     for parameter in trained:
@@ -233,23 +233,12 @@ def _norm(tensors: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2, dtype)).norm()
 
 
-def build_norm_reducer(model: nn.Module) -> Callable[[Tensor, list[Tensor]], Tensor] | None:
-    """Return a function from squared norms of shards [R, P], and their P parameters, to those of whole tensors [R, P].
-
-    It uses one all-reduce. None if the model is not sharded.
-    """
-    return _reduce_norms if _is_sharded(named_shards(model).values()) else None
-
-
-def _reduce_norms(squares_RP: Tensor, parameters: list[Tensor]) -> Tensor:
+def reduce_norms(squares_RP: Tensor, parameters: list[Tensor]) -> Tensor:
+    """Return the squared norms of whole tensors, given those of the shards of P parameters; one all-reduce."""
     shares_P = torch.tensor([1 / _copies(parameter) for parameter in parameters], dtype=squares_RP.dtype)
     squares_RP = squares_RP * shares_P.to(squares_RP.device, non_blocking=True)
     dist.all_reduce(squares_RP, group=gpc.get_group(sharing_group(parameters)))
     return squares_RP
-
-
-def _is_sharded(parameters: Iterable[Tensor]) -> bool:
-    return any(hasattr(parameter, "shard") for parameter in parameters)
 
 
 def _copies(parameter: Tensor) -> int:

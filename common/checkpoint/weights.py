@@ -26,7 +26,7 @@ from common.checkpoint.save import check_architecture
 from common.checkpoint.saved_run import SavedRun, open_run
 from common.colossal import kept_buffers
 from common.config.load import restore_config
-from common.config.model_keys import TIMM_DATA, parse_model
+from common.config.model_keys import TIMM_DATA
 from common.errors import UserError, did_you_mean, first_line
 from common.files import read_bytes
 from common.model.build import DEIT3_INIT_VALUES, build_model, build_on_meta, timm_arguments
@@ -147,7 +147,7 @@ def _heads_of_timm(source: str, timm: str, **arguments: Any) -> int:
     return block.attn.num_heads
 
 
-def infer_model(name: str, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+def infer_model(name: str, weights: Mapping[str, Tensor], no_embed_class: bool | None = None) -> dict[str, Any]:
     """Return what the shapes of ``weights`` tell of MODEL: all of its shape but ``heads`` and ``num_classes``."""
     try:
         width, _, patch_size, _ = weights["patch_embed.proj.weight"].shape
@@ -162,7 +162,8 @@ def infer_model(name: str, weights: Mapping[str, Tensor]) -> dict[str, Any]:
     ratio = hidden / width
     ratio = ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
     prefix = ("cls_token" in weights) + registers
-    no_embed_class = prefix > 0 and math.isqrt(tokens) ** 2 == tokens
+    # guessed if None: 9 positions are those of 3 x 3 patches, or of 2 x 2 and 5 other tokens
+    no_embed_class = prefix > 0 and (math.isqrt(tokens) ** 2 == tokens if no_embed_class is None else no_embed_class)
     side = math.isqrt(max(0, tokens - (0 if no_embed_class else prefix)))
     return dict(
         image_size=side * patch_size,
@@ -199,7 +200,7 @@ def fit_pretrained(model: nn.Module, source: str) -> tuple[dict[str, Tensor], st
         raise UserError(f"INIT={error}") from error
     notes = []
     if is_plain:
-        _check_shape(source, weights, heads, model)
+        _check_shape(source, weights, {**known, "heads": heads}, model)
         notes = [] if heads else [f"MODEL.heads={_heads(model)}, which the weights do not tell"]
     fits = (_fit_head, _fit_position) if is_plain else (_fit_timm,)
     notes += [note for fit in fits if (note := fit(weights, model))]
@@ -225,30 +226,12 @@ def _fit_timm(weights: dict[str, Tensor], model: Any) -> str | None:
     return f"a new head of {len(model.get_submodule(model.head_names[0]).weight)} classes"
 
 
-def same_plain_vit(model: dict[str, Any]) -> str:
-    """Return the MODEL without ``timm`` that builds the same model; "" if there is none."""
-    from timm.models.vision_transformer import VisionTransformer
-
-    theirs: Any = build_on_meta(model)
-    try:
-        heads = _heads_of_timm("", **model)
-    except UserError:
-        return ""
-    shape = infer_model("", dict(theirs.named_parameters())) | {"heads": heads, "num_classes": model["num_classes"]}
-    shape |= {"dropout": model.get("proj_drop_rate", 0.0), "drop_path": model.get("drop_path_rate", 0.0)}
-    shape["init_values"] = getattr(theirs.blocks[0].ls1, "init_values", None)
-    with torch.device("meta"):
-        same = VisionTransformer(**timm_arguments(**shape))
-    own = {name: value for name, value in shape.items() if value != getattr(parse_model(), name)}
-    return f"MODEL=dict({', '.join(f'{name}={value!r}' for name, value in own.items())})" * (str(same) == str(theirs))
-
-
-def _check_shape(source: str, weights: Mapping[str, Tensor], heads: int | None, model: Any) -> None:
+def _check_shape(source: str, weights: Mapping[str, Tensor], known: Mapping[str, Any], model: Any) -> None:
     """Refuse weights of another shape than ``model``; name every key of MODEL that has to change."""
-    theirs, own = infer_model(source, weights), infer_model("", dict(model.named_parameters()))
+    theirs = infer_model(source, weights, known.get("no_embed_class"))
+    own = infer_model("", dict(model.named_parameters()), model.embedded_prefix == 0)
     own["heads"] = _heads(model)
-    theirs["heads"] = heads or own["heads"]
-    own["no_embed_class"] = model.prefix_tokens > 0 and model.embedded_prefix == 0  # pyright: ignore
+    theirs["heads"] = known["heads"] or own["heads"]
     if own["image_size"] % theirs["patch_size"] == 0:
         del theirs["image_size"]  # the position embedding is resampled
     differing = [key for key in theirs if theirs[key] != own[key]]

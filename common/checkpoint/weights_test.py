@@ -81,6 +81,13 @@ def test_the_hidden_channels_of_a_file_survive_the_rounding_of_their_ratio():
     assert int(176 * infer_model("a file", weights)["mlp_ratio"]) == 240
 
 
+def test_a_square_of_patches_and_registers_is_what_config_json_says(tmp_path):
+    arguments = OTHER | {"reg_tokens": 4}  # 2 x 2 patches and 5 other tokens are 3 x 3
+    save_file(build_model(**arguments).state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"config": {"MODEL": {"no_embed_class": false}}}')
+    load_pretrained(build_model(**arguments), str(tmp_path))
+
+
 def test_a_run_a_checkpoint_a_file_and_exports_give_the_averaged_weights_and_heads(trained, tmp_path):
     for target in ("timm", "safetensors"):
         export.main([str(trained), "--to", target, "--output", str(tmp_path / target)])
@@ -127,11 +134,11 @@ def test_the_head_alone_is_trained_and_then_the_whole(trained, data, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mlp_ratio": 3}, "from MODEL.mlp_ratio=3.0: --set MODEL.mlp_ratio=2.0 fits"),
         (
-            {"reg_tokens": 2, "init_values": 1e-6, "no_embed_class": True},
-            "from MODEL.no_embed_class=True, MODEL.reg_tokens=2, MODEL.init_values=1e-06: "
-            "--set MODEL.no_embed_class=False --set MODEL.reg_tokens=0 --set MODEL.init_values=None fits",
+            {"mlp_ratio": 3, "reg_tokens": 2, "init_values": 1e-6, "no_embed_class": True},
+            "from MODEL.mlp_ratio=3.0, MODEL.no_embed_class=True, MODEL.reg_tokens=2, MODEL.init_values=1e-06: "
+            "--set MODEL.mlp_ratio=2.0 --set MODEL.no_embed_class=False --set MODEL.reg_tokens=0 "
+            "--set MODEL.init_values=None fits",
         ),
         (
             {"image_size": 28, "patch_size": 7, "width": 48, "heads": 3, "position": "sincos2d"},

@@ -1,6 +1,5 @@
 """Models of timm's: trained as timm's own with torch's optimizer, and what is refused."""
 
-import re
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -191,7 +190,6 @@ def test_synchronised_batch_norms_keep_their_activations():
         ),
         (["MODEL.timm=resnet18", "MODEL.in_chans=1"], "^MODEL.in_chans: .* no such argument"),
         (["MODEL.timm=resnet18", "MODEL.depth=5"], "^MODEL.depth: .* no such argument; it takes block, layers, "),
-        (["MODEL.timm=resnet18", "MODEL.image_size=0"], "^MODEL.image_size=0: expected integer >= 1"),
         (["MODEL.timm=inception_v3", "MODEL.image_size=20"], "^MODEL.image_size=20: the model takes no such images"),
         (["MODEL.timm=test_vit", "MODEL.image_size=20"], "no such images .Input height .20. should be divisible by"),
         (["MODEL.timm=resnet18", "MODEL.layers=[2,2,2,9999999]"], "^MODEL.layers=.*: expected a number up to 65536"),
@@ -203,21 +201,9 @@ def test_refusals(settings, message):
         flops_per_image(load_config("quickstart", ["MODEL=dict()", *settings])["MODEL"])
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (
-            "timm='test_vit', drop_path_rate=0.1",
-            "; MODEL=dict(image_size=160, width=64, depth=6, mlp_ratio=3.0, heads=2, "
-            "num_classes=7, drop_path=0.1) is the same model",
-        ),
-        ("timm='test_vit', qk_norm=True", "'test_vit' does not support tensor parallel mode '1d': set it to None"),
-        ("timm='test_resnet'", "'test_resnet' does not support tensor parallel mode '1d': set it to None"),
-    ],
-)
-def test_tensor_parallel_modes_are_refused(data, tmp_path, model, message):
-    settings = [f"MODEL=dict({model})", "TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d"]
-    with pytest.raises(UserError, match=f"{re.escape(message)}$"):
+def test_tensor_parallel_modes_are_refused(data, tmp_path):
+    settings = ["MODEL=dict(timm='test_vit')", "TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d"]
+    with pytest.raises(UserError, match="^MODEL.timm='test_vit' does not support tensor parallel mode '1d': set it to"):
         train(data, tmp_path, *settings, flags=["--dry-run", "--gpus", "2"])
 
 

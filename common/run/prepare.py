@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from common.checkpoint.resume import AUTO, NEVER
-from common.checkpoint.weights import fit_pretrained, resolve_source, same_plain_vit
+from common.checkpoint.weights import fit_pretrained, resolve_source
 from common.colossal import MixedPrecision, build_mixed_precision, check_tensor_parallel, name_dtype
 from common.config.load import load_config
 from common.config.plan import DataSummary, Plan, build_plan
@@ -180,9 +180,6 @@ def _check_builds(config: Mapping[str, Any], plan: Plan, is_dry_run: bool) -> Mi
     model = config["MODEL"]
     if model.get("sync_bn") and device == "cpu" and not is_dry_run:
         raise UserError("MODEL.sync_bn=True: torch's SyncBatchNorm needs GPUs; leave it out")
-    if model["timm"] and plan.tensor_parallel > 1 and (same := same_plain_vit(model)):
-        same += f" with INIT={config['INIT']!r}" * bool(config["INIT"])
-        raise UserError(f"MODEL.timm={model['timm']!r} does not support tensor parallelism; {same} is the same model")
     flops_per_image(model)  # refuses images that it does not take
     check_tensor_parallel(config["parallel"], model, plan.micro_batch, plan.gpus)
     check_trackers(config["LOG"]["trackers"])

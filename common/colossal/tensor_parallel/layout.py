@@ -217,7 +217,10 @@ def check_tensor_parallel(
     if mode is None:
         return
     if model.get("timm"):
-        raise UserError(f"MODEL.timm={model['timm']!r} does not support tensor parallel mode {mode!r}: set it to None")
+        raise UserError(
+            f"MODEL.timm={model['timm']!r} does not support tensor parallel mode {mode!r}: set it to None, or give a "
+            "plain ViT by the other keys of MODEL"
+        )
     if model.get("stem") == "conv" or model.get("pool") == "seq":
         raise UserError(
             f"stem='conv' and pool='seq' of MODEL do not support tensor parallel mode {mode!r}: set it to None"

@@ -15,7 +15,7 @@ os.environ.pop("DATA", None)
 os.register_at_fork(after_in_child=gc.freeze)
 
 # Cases of eight processes run in CI only, but for the equality with one process.
-EIGHT_PROCESSES = ("2.5d-8", "3d-8", "dp2 x 2d-4", "dp2 x 2.5d-4")
+EIGHT_PROCESSES = ("2.5d-8", "3d-8", "dp2 x 2d-4")
 
 
 def pytest_configure(config: pytest.Config) -> None:

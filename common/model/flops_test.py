@@ -35,7 +35,6 @@ def test_flops_of_a_frozen_body_are_pytorchs_count():
 @pytest.mark.parametrize(
     ("name", "dtype", "precision", "tflops"),
     [
-        ("NVIDIA H100 80GB HBM3", torch.bfloat16, "highest", 989.4),
         ("NVIDIA H100 NVL", torch.bfloat16, "highest", 835.0),
         ("NVIDIA A100-SXM4-80GB", torch.float32, "highest", 19.5),
         ("NVIDIA A100-SXM4-80GB", torch.float32, "high", 156.0),  # TF32

@@ -27,7 +27,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "3d-8": (8, tensor_parallel("3d", 8)),
     "dp2 x 1d-2": (4, tensor_parallel("1d", 2)),
     "dp2 x 2d-4": (8, tensor_parallel("2d", 4)),
-    "dp2 x 2.5d-4": (8, tensor_parallel("2.5d", 4, depth=1)),
     "dp2 x 2.5d-8": (16, tensor_parallel("2.5d", 8, depth=2)),
     "dp2 x 3d-8": (16, tensor_parallel("3d", 8)),
     "zero 1": (2, {"zero": {"stage": 1}}),

@@ -135,7 +135,8 @@ class SimulatedGpu(TorchDispatchMode):
 
 def _check_devices(function, leaves):
     others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, GpuTensor)]
-    others = [tensor for tensor in others if tensor.ndim]  # a kernel takes a single number as an argument
+    if torch.Tag.pointwise in function.tags:  # such kernels take a single number as an argument
+        others = [tensor for tensor in others if tensor.ndim]
     if others and function._overloadpacket not in COPYING | INDEXING:
         raise RuntimeError(f"{function}: tensors on cuda:0, and one of shape {tuple(others[0].shape)} on the CPU")
 

@@ -118,16 +118,17 @@ def list_source(root: Path, validation_share: float | None = None, split: str | 
 
 def _list_folder(root: Path, folders: Mapping[str, Path], split: str | None) -> Source:
     """List class folders, and files beside which there are the devkit's labels; the classes are those of train."""
-    evaluation = folders.get(split or "validation")
+    name = split or "validation"
+    evaluation = folders.get(name)
     if folders and (wanted := split or "train") not in folders:
         raise UserError(f"{root}: no {wanted} split, only {', '.join(folders)}; name it with --split")
     train = folders.get("train", evaluation or root)
-    is_flat = evaluation and not list_folders(evaluation)
-    labelled = {"train": train} | ({split or "validation": evaluation} if evaluation and not is_flat else {})
+    is_flat = evaluation and name == "validation" and not list_folders(evaluation)
+    labelled = {"train": train} | ({name: evaluation} if evaluation and not is_flat else {})
     classes, splits = list_splits(root, labelled)
     if evaluation and is_flat:
         files = [path.relative_to(root).as_posix() for path in list_files(evaluation)]
-        splits[split or "validation"], classes = _label_flat(root, evaluation, files, classes)
+        splits[name], classes = _label_flat(root, evaluation, files, classes)
     if split and not evaluation:
         splits = {split: splits["train"]}
     return Source(root, classes, splits)

@@ -39,14 +39,18 @@ def tar_of(members: Files, mode: str = "w") -> bytes:
     return buffer.getvalue()
 
 
-def parquet_of(rows: list[tuple[str | None, bytes | None, int | None]], names: list[str]) -> bytes:
-    """Return what the datasets library writes for images and class labels, four rows to a row group."""
+def parquet_of(rows: list[tuple[str | None, bytes | None, int | None]], names: list[str] | None) -> bytes:
+    """Return what the datasets library writes for images and their class, four rows to a row group.
+
+    Without names it is a file of others, with a column "label".
+    """
     image, size = pa.struct([("bytes", pa.binary()), ("path", pa.string())]), pa.struct([("width", pa.int64())])
-    features = {"image": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}, "tags": [{}]}
-    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    features = {"image": {"_type": "Image"}, "class": {"names": names, "_type": "ClassLabel"}, "tags": [{}]}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})} if names else None
+    label = "label" if names is None else "class"
     images = [data and dict(bytes=data, path=name) for name, data, _ in rows]
-    columns = {"size": [None] * len(rows), "image": images, "label": [label for _, _, label in rows]}
-    schema = pa.schema([("size", size), ("image", image), ("label", pa.int64())], metadata)
+    columns = {"size": [None] * len(rows), "id": range(len(rows)), "image": images, label: [row[2] for row in rows]}
+    schema = pa.schema([("size", size), ("id", pa.int64()), ("image", image), (label, pa.int64())], metadata)
     write_table(pa.table(columns, schema), buffer := io.BytesIO(), row_group_size=4)
     return buffer.getvalue()
 
@@ -75,7 +79,7 @@ def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path):
         webdataset[f"{split}-{number}.tar"] = tar_of(members)
         parquet[f"data/{split}-0000{number}-of-00002.parquet"] = parquet_of(part, WORDS)
     fill(tmp_path / "webdataset", webdataset)
-    fill(tmp_path / "parquet", parquet)
+    fill(tmp_path / "parquet", parquet | {"assets/README.md": b""})
     made = []
     for kind in ("folder", "tars", "webdataset", "parquet"):
         prepare.prepare(tmp_path / kind, tmp_path / "made" / kind, shards=3)
@@ -88,6 +92,15 @@ def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path):
     with pytest.raises(UserError, match="tars: no test split, only train, validation; name it with --split"):
         list_source(tmp_path / "tars", split="test")
     assert (tmp_path / "made/folder/labels.txt").read_text().splitlines() == WORDS
+    fill(folder, {f"test/{number}.JPEG": b"" for number in range(6)})  # whose labels ImageNet does not publish
+    with pytest.raises(UserError, match="test: no images; they are expected as .*test/<class>"):
+        list_source(folder, split="test")
+    (folder / "train/n03").rename(tmp_path / "n03")
+    with pytest.raises(UserError, match="n03 is no class of the training images; complete the download"):
+        list_source(folder)
+    (folder / "val/v_0.JPEG").unlink()
+    with pytest.raises(UserError, match="6 labels for 5 files in .*val; complete the download"):
+        list_source(folder)
 
 
 def test_class_folders_are_split_by_class(tmp_path):
@@ -98,6 +111,7 @@ def test_class_folders_are_split_by_class(tmp_path):
     source, least = list_source(tmp_path), list_source(tmp_path, validation_share=0.99)
     assert source.class_names == ["a", "b", "dev"]
     counts = {split: Counter(label for _, label in files) for split, files in source.splits.items()}
+    assert source.splits["validation"][:2] == [("a/1.jif", 0), ("a/1.jpeg", 0)]
     assert counts == {"train": {0: 9, 1: 16, 2: 17}, "validation": {0: 2, 1: 4, 2: 4}}
     assert len({file for files in source.splits.values() for file in files}) == 52
     assert [label for _, label in least.splits["train"]] == [0, 1, 2]
@@ -133,8 +147,8 @@ def test_of_folders_without_validation_a_share_is_held_out_and_a_request_gets_al
 def test_samples_of_one_name_are_all_there(tmp_path):
     kinds = enumerate(["jpg", "JPEG", "png", "webp", "bmp", "ppm", "tif", "tiff", "jpg"])
     samples = {f"{i}.{suffix}": b"%d" % (i % 3) for i, kind in kinds for suffix in (kind, "cls")}
-    samples = tar_of({"0.png": b"another view"} | samples)
-    source = list_source(fill(tmp_path / "tars", dict.fromkeys(("train/0.tar", "train/1.tar", "val/0.tar"), samples)))
+    samples = tar_of({"0.png": b"another view", "0.mask.jpg": b""} | samples)
+    source = list_source(fill(tmp_path / "tars", dict.fromkeys(("Train/0.tar", "Train/1.tar", "val0/0.tar"), samples)))
     assert source.class_names == ["0", "1", "2"]
     assert {split: len(set(files)) for split, files in source.splits.items()} == {"train": 18, "validation": 9}
     assert "/0.png" not in str(source.splits)
@@ -142,13 +156,14 @@ def test_samples_of_one_name_are_all_there(tmp_path):
 
 def test_rows_of_large_parquet_sources_are_shuffled_in_windows_of_row_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "IMAGES_PER_WINDOW", 12)
-    rows = [(f"{i:02d}", b"1", i % 2) for i in range(40)]
-    source = list_source(fill(tmp_path, {"t.parquet": parquet_of(rows, ["cat", "dog"])}), validation_share=0)
+    files = {"t.parquet": parquet_of([("a.jpg", b"1", i % 2) for i in range(40)], None), "labels.txt": b"cat\ndog"}
+    source = list_source(fill(tmp_path, files), validation_share=0)
+    assert source.class_names == ["cat", "dog"]
     order = [file for files in prepare.plan_shards(source, 5).values() for file in files]
     assert sorted(order) == sorted(source.splits["train"])
     windows = [{source.places[name].start for name, _ in order[i : i + 12]} for i in range(0, 40, 12)]
     assert [len(groups) for groups in windows] == [3, 3, 3, 1]
-    assert sorted(order[:12]) != order[:12]
+    assert [name for name, _ in order[:3]] == [f"t.parquet/{row}/a.jpg" for row in (10, 26, 6)]
 
 
 KIT = "ILSVRC2012_devkit_t12.tar.gz"
@@ -169,9 +184,10 @@ REFUSED: list[tuple[Files, str]] = [
     ({"t.tar": tar_of({"a.jpg": b"1", "a.cls": b"5"})}, "labels 5 to 5 with gaps; name all in .*labels.txt"),
     ({"t.tar": TAR[:2048] + b"x" + TAR[2049:]}, "t.tar: compressed, truncated or damaged at a.cls"),
     ({"train-0.tar.gz": tar_of({"1.jpg": b"1"}, "w:gz")}, "train-0.tar.gz: compressed, .*; run gunzip on it"),
-    ({"t.parquet": parquet_of([("a.jpg", b"1", None)], ["a", "b"])}, "t.parquet: a.jpg: row 0 has no label"),
+    ({"t.parquet": parquet_of([("a", b"1", 0)] * 4 + [("b", b"1", None)], None)}, "t.parquet: b: row 4 has no label"),
     ({"t.parquet": parquet_of([(None, None, -1)], ["a", "b"])}, "t.parquet: t.parquet/0: label -1, out of range for 2"),
     ({"t.parquet": parquet_of([("a.jpg", b"1", 0)], ["a", "b"])[:-5]}, "t.parquet: .*; download it again"),
+    ({"t.parquet": parquet_of([], [])}, "columns size, id, image, class; a struct of bytes and path and an integer"),
 ]
 
 

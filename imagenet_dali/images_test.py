@@ -56,11 +56,11 @@ def test_odd_image_becomes_an_upright_rgb_jpeg(name):
 
 
 def test_short_side_shrinks_only_larger_images():
-    assert convert_image(jpeg(24, 40), short_side=24)[0] == jpeg(24, 40)
-    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 101, 3), np.uint8))
+    assert convert_image(jpeg(24, 40), short_side=30)[0] == jpeg(24, 40)
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 103, 3), np.uint8))
     image, *size = convert_image(encode(noise, quality=95, subsampling=0), short_side=30)
-    assert size == [30, 50]
-    assert mean_difference(image, noise.resize((50, 30), Image.Resampling.LANCZOS)) < 4
+    assert size == [30, 52]
+    assert mean_difference(image, noise.resize((52, 30), Image.Resampling.LANCZOS)) < 4
 
 
 BAD = {
@@ -77,5 +77,5 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_image_is_refused_with_a_reason(kind):
     data, reason = BAD[kind]
-    with pytest.raises(BadSampleError, match=reason):
+    with pytest.raises(BadSampleError, match=f"^not a readable image: .*{reason}"):
         convert_image(data)

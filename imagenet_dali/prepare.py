@@ -151,7 +151,7 @@ def prepare(
             progress.update(len(rows) + len(report["refused"]))
     _report_refused(dest, listed, sorted(refused), max_refused)
     written = {split: [done[name] for name in plan if name.startswith(f"{split}/")] for split in listed.splits}
-    write_dataset(dest, written, names, 0, {**job, "refused": len(refused), "converted": converted})
+    write_dataset(dest, written, names, 0, job)
     shutil.rmtree(dest / PARTIAL)
     for split, of_split in written.items():
         images, files = sum(len(shard.rows) for shard in of_split), counted(len(of_split), "shard")
@@ -207,7 +207,7 @@ def _is_complete(dest: Path, job: dict[str, Any]) -> bool:
         earlier = read_manifest(dest).made
     elif job_path.is_file():
         earlier = json.loads(job_path.read_bytes())
-    elif dest.exists() and (not dest.is_dir() or {path.name for path in dest.iterdir()} - {REFUSED, PARTIAL}):
+    elif dest.exists() and {path.name for path in dest.iterdir()} - {REFUSED}:
         raise UserError(f"{dest}: not empty and not a data set; choose an empty folder for DEST")
     else:
         with atomic_file(job_path) as file:

@@ -180,7 +180,7 @@ def test_what_dali_cannot_read_is_named(data, monkeypatch):
 @pytest.mark.parametrize(
     ("said", "error", "message"),
     [
-        ("CUDA_ERROR_OUT_OF_MEMORY (2)\nStacktrace", UserError, "memory .*lower MICRO_BATCH_SIZE"),
+        ("CUDA_ERROR_OUT_OF_MEMORY (2)\nStacktrace", UserError, "on the host to decode a batch of 4 images: lower"),
         ("CUDA runtime API error cudaErrorAssert (710)\nStacktrace malloc", RuntimeError, "cudaErrorAssert"),
     ],
 )

@@ -6,7 +6,18 @@ import sys
 import pytest
 import torch
 
-from common.errors import AgreedError, RankError, UserError, command_parser, run_command
+from common.errors import (
+    AgreedError,
+    RankError,
+    UserError,
+    command_parser,
+    counted,
+    first_line,
+    format_table,
+    nearest_multiples,
+    print_wrapped,
+    run_command,
+)
 
 
 @pytest.mark.parametrize(
@@ -25,8 +36,9 @@ def test_who_speaks(error, rank, joined, speaks, monkeypatch, capsys):
     def main(argv: list[str]) -> None:
         raise error("KEY=1: choose 2")
 
-    monkeypatch.setenv("SLURM_PROCID", rank)
-    monkeypatch.setenv("SLURM_NTASKS", "2")
+    first, size = ("SLURM_PROCID", "SLURM_NTASKS") if joined else ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    monkeypatch.setenv(first, rank)
+    monkeypatch.setenv(size, "2")
     monkeypatch.setattr("common.errors.PATIENCE", 0.01)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: joined)
     with pytest.raises(SystemExit) as ended:
@@ -55,6 +67,15 @@ def test_an_end_without_a_traceback(error, code, printed, capsys):
     assert (ended.value.code, capsys.readouterr().err) == (code, printed)
     with pytest.raises(type(error)) if code == 2 else pytest.raises(SystemExit):
         run_command(main, ["--debug"])
+
+
+def test_messages_are_put_together_from_words_numbers_and_tables(capsys):
+    print_wrapped("one " + "long-" * 16)
+    assert capsys.readouterr().out == "one\n    " + "long-" * 16 + "\n"
+    assert format_table([{"a": 1, "class": "x\n"}]) == "|  a | class |\n| -: | ----: |\n|  1 |   x\\n |"
+    assert [counted(1, "class"), counted(0, "class"), counted(2, "image")] == ["1 class", "0 classes", "2 images"]
+    assert [nearest_multiples(value, 4) for value in (3, 9)] == ["4", "8 or 12"]
+    assert [first_line(ValueError(text)) for text in ("\n a \nb", "")] == ["a", "ValueError"]
 
 
 def test_help_has_the_lines_of_the_docstring():

@@ -21,18 +21,18 @@ class Point(Schema):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b'{"x": 1', "Invalid JSON"),
-        (b'{"x": -1}', "x: Input should be greater than or equal to 0, not -1"),
+        (b'{"x": 1', "Invalid JSON: EOF .* column 7$"),
+        (b"{}", "x: Field required$"),
+        (b'{"x": -1}'.ljust(1000), "x: Input should be greater than or equal to 0, not -1"),
         (b'{"x": 1, "y": 2}', "y: Extra inputs are not permitted"),
-        (b"[" * 900, "recursion limit"),
+        (b"[" * 900, "Invalid JSON: recursion limit"),
         (b" " * 2000, "2,000 bytes, more than 1,000"),
     ],
 )
 def test_what_does_not_fit_the_schema_is_one_short_line(text, words, tmp_path):
     (tmp_path / "file").write_bytes(text)
-    with pytest.raises(UserError, match=words) as error:
+    with pytest.raises(UserError, match=f"^{tmp_path}/file: {words}"):
         read_json(tmp_path / "file", Point, 1000)
-    assert str(error.value).startswith(f"{tmp_path}/file: ")
 
 
 def test_what_is_no_regular_file_is_not_opened(tmp_path):
@@ -50,7 +50,9 @@ def test_a_folder_is_locked_until_its_holder_ends(tmp_path):
     command = [sys.executable, "-c", program, str(tmp_path / "run")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         holder.stdout.readline()
-        with pytest.raises(UserError, match="is being written by another process: choose another folder"):
+        with pytest.raises(
+            UserError, match="is being written by another process: choose another folder, or wait for its end$"
+        ):
             lock_folder(tmp_path / "run")
         holder.kill()
     lock_folder(tmp_path / "run")

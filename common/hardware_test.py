@@ -17,16 +17,21 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize(
-    ("has", "aten", "name", "fast"),
-    [(("amx_tile", "avx512_bf16"), "AVX512", "AMX", True), ((), "AVX512", "AVX512", False)],
+    ("machine", "has", "aten", "name", "fast"),
+    [
+        ("x86_64", "amx_tile", "AVX512", "AMX", True),
+        ("x86_64", "avx512_bf16", "AVX512", "AVX512_BF16", True),
+        ("x86_64", "", "AVX512", "AVX512", False),
+        ("aarch64", "", "SVE256", "SVE256", True),
+    ],
 )
-def test_instruction_sets(monkeypatch, has, aten, name, fast):
+def test_instruction_sets(monkeypatch, machine, has, aten, name, fast):
     for flag in ("amx_tile", "avx512_bf16"):
-        monkeypatch.setattr(torch.cpu, f"_is_{flag}_supported", lambda flag=flag: flag in has)
+        monkeypatch.setattr(torch.cpu, f"_is_{flag}_supported", lambda flag=flag: flag == has)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: aten)
-    monkeypatch.setattr(hardware.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(hardware.platform, "machine", lambda: machine)
     # torch's own answer, true from AVX-512 on, which is too much
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: aten == "AVX512", raising=False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True, raising=False)
     assert (hardware.instruction_set(), hardware.is_fast("bfloat16")) == (name, fast)
 
 
@@ -57,7 +62,7 @@ ALL, LOW, MIDDLE = (frozenset(range(*ends)) for ends in ((64,), (32,), (16, 48))
 @pytest.mark.parametrize(
     ("processes", "expected"),
     [
-        ([CpuLimits("a", ALL)] * 4, [16] * 4),  # torchrun, mpirun --bind-to none
+        ([CpuLimits("a", ALL)] * 5 + [CpuLimits("b", LOW)], [12] * 5 + [32]),  # torchrun, mpirun --bind-to none
         ([CpuLimits("a", LOW), CpuLimits("a", MIDDLE)], [24, 24]),
         ([CpuLimits("a", ALL, 4.0, "one"), CpuLimits("a", ALL, 2.5, "two")], [4, 3]),
     ],
@@ -76,7 +81,7 @@ def test_threads_sleep_at_barriers_where_others_use_the_cores(monkeypatch):
     """OpenMP prints what it took from the environment when torch is loaded."""
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(hardware.psutil, "cpu_percent", lambda *_, **__: [0.0])
+    monkeypatch.setattr(hardware.psutil, "cpu_percent", lambda *_, **__: [29.0])
     hardware.prepare_torch()
     assert "OMP_WAIT_POLICY" not in os.environ
     program = "import psutil; psutil.cpu_percent = lambda *_, **__: [30.0]; import common.colossal"

@@ -25,7 +25,6 @@ from PIL import Image
 from torch import Tensor
 
 from common.data.crops import Crop, Crops, Normalizer, reflected, resample
-from common.data.image_folder import reason_of
 from common.data.loader import prefetch, to_device
 from common.data.sampler import NO_LABEL, Draw
 from common.data.workers import Record, RecordReader
@@ -259,7 +258,7 @@ class DaliReader:
                 try:
                     simplejpeg.decode_jpeg(data)
                 except ValueError as reason:
-                    return self.split.fault(index, reason_of(reason))
+                    return self.split.fault(index, reason)
         return error
 
 

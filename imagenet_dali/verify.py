@@ -106,6 +106,8 @@ def _inspect_shard(task: tuple[Path, str]) -> tuple[ShardRows, list[str]]:
                 faults.append(f"{root / name}: record {number} at byte {offset}: {error}")
     except BadSampleError as error:
         faults.append(f"{root / name}: after record {number}, at byte {end}: {error}")
+    if not end:
+        faults.append(f"{root / name}: no records")
     return ShardRows(name, sha256_of(root / name), np.array(rows, RECORD)), faults
 
 

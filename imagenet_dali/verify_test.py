@@ -110,6 +110,7 @@ FIRST, SECOND = frame(b"one"), frame(b"two")
         (FIRST + with_flipped_bit(SECOND, 0), "checksum of the length"),
         (FIRST + b"\x1f\x8b" + bytes(100), "gunzip"),
         (b"\x00", "after record 0, at byte 0: truncated"),
+        (b"", "train-0: no records"),
     ],
 )
 def test_a_shard_whose_next_record_cannot_be_found_is_refused(tmp_path, capsys, content, message):

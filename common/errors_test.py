@@ -6,18 +6,8 @@ import sys
 import pytest
 import torch
 
-from common.errors import (
-    AgreedError,
-    RankError,
-    UserError,
-    command_parser,
-    counted,
-    first_line,
-    format_table,
-    nearest_multiples,
-    print_wrapped,
-    run_command,
-)
+from common import errors
+from common.errors import AgreedError, RankError, UserError, command_parser, counted, run_command
 
 
 @pytest.mark.parametrize(
@@ -70,15 +60,12 @@ def test_an_end_without_a_traceback(error, code, printed, capsys):
 
 
 def test_messages_are_put_together_from_words_numbers_and_tables(capsys):
-    print_wrapped("one " + "long-" * 16)
+    errors.print_wrapped("one " + "long-" * 16)
     assert capsys.readouterr().out == "one\n    " + "long-" * 16 + "\n"
-    assert format_table([{"a": 1, "class": "x\n"}]) == "|  a | class |\n| -: | ----: |\n|  1 |   x\\n |"
+    assert errors.format_table([{"a": 1, "class": "x\n"}]) == "|  a | class |\n| -: | ----: |\n|  1 |   x\\n |"
     assert [counted(1, "class"), counted(0, "class"), counted(2, "image")] == ["1 class", "0 classes", "2 images"]
-    assert [nearest_multiples(value, 4) for value in (3, 9)] == ["4", "8 or 12"]
-    assert [first_line(ValueError(text)) for text in ("\n a \nb", "")] == ["a", "ValueError"]
-
-
-def test_help_has_the_lines_of_the_docstring():
+    assert [errors.nearest_multiples(value, 4) for value in (3, 9)] == ["4", "8 or 12"]
+    assert [errors.first_line(ValueError(text)) for text in ("\n a \nb", "")] == ["a", "ValueError"]
     assert "\nOne\n    python two.py\n" in command_parser("One\n    python two.py").format_help()
 
 

@@ -67,9 +67,9 @@ class Manifest(Schema):
     @property
     def fingerprint(self) -> str:
         """A checksum over the content of all splits, wherever the data set lies."""
-        parts = [entry for _, entry in sorted(self.splits.items())]
         return fingerprint_of(
-            fingerprint_of([entry.records_sha256, *(shard.sha256 for shard in entry.shards)]) for entry in parts
+            fingerprint_of([entry.records_sha256, *(shard.sha256 for shard in entry.shards)])
+            for _, entry in sorted(self.splits.items())
         )
 
 
@@ -108,7 +108,6 @@ class Split:
         rows = self.records[first:end].tolist()
         shard, start = rows[0][0], min(offset for _, offset, *_ in rows)
         length = max(offset + size for _, offset, size, *_ in rows) - start
-
         try:
             view = memoryview(read_file_range(self.shards[shard], start, length))
         except OSError as error:

@@ -47,5 +47,4 @@ def test_a_record_that_went_bad_is_named(data):
     with pytest.raises(UserError, match=f"{split.shards[2]}: record 239 .*: length or its checksum does not match"):
         split.read(len(split) - 1)
     split.shards[2].unlink()
-    faults = split.read_span(238, 240)
-    assert ["No such file" in str(fault) for fault in faults] == [True] * 2
+    assert "No such file" in str(split.read_span(238, 240)[1])

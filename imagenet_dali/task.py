@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,12 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     if data["loader"] == "dali" and isinstance(text := data.get("randaugment"), str):
         raise UserError(f"DATA.randaugment={text!r} is timm's, on the CPU: add --set DATA.loader=torchvision")
     train, validation = open_images(data, "train"), open_images(data, "validation")
-    fingerprint = fingerprint_of([train.fingerprint, validation.fingerprint])
-    counts = len(train), len(validation), len(train.class_names)
-    summary = DataSummary(*counts, fingerprint, train.class_names, validation=validation.place)
+    shards, fingerprint = {}, fingerprint_of([train.fingerprint, validation.fingerprint])
     if isinstance(train, Split):
-        sizes = dict(shard_bytes=train.span_bytes(0, len(train)), is_shuffled=train.is_shuffled)
-        summary = replace(summary, fingerprint=train.fingerprint, **sizes)
+        fingerprint = train.fingerprint
+        shards = dict(shard_bytes=train.span_bytes(0, len(train)), is_shuffled=train.is_shuffled)
+    counts = len(train), len(validation), len(train.class_names)
+    summary = DataSummary(*counts, fingerprint, train.class_names, validation=validation.place, **shards)
     if data.get("order") == "blocks" and not (summary.shard_bytes and summary.is_shuffled):
         fault = "has shards sorted by class, so batches would be too" if summary.shard_bytes else "has no shards"
         raise UserError(

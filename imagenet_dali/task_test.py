@@ -57,17 +57,6 @@ def read(loader: Loader) -> list[tuple[torch.Tensor, torch.Tensor]]:
         loader.close()
 
 
-def test_describes_a_folder_and_what_was_prepared_from_it(folder, root):
-    found = [
-        describe_data({"root": str(place), "loader": loader})
-        for place, loader in ((folder, "torchvision"), (root, "torchvision"), (root, "dali"))
-    ]
-    assert {(data.train_samples, data.eval_samples) for data in found} == {(24, 10)}
-    assert found[0].class_names == found[1].class_names == ["ape", "bee"]
-    assert found[0].fingerprint != found[1].fingerprint
-    assert found[1] == found[2]
-
-
 @pytest.mark.parametrize(
     ("interpolation", "order", "crop", "randaugment", "resizes"),
     [
@@ -147,17 +136,6 @@ def test_wrong_places_are_refused(folder, tmp_path):
     for root, options, message in cases:
         with pytest.raises(UserError, match=message):
             describe_data(DATA | {"root": str(root), "loader": "torchvision"} | options)
-
-
-def test_a_record_that_went_bad_is_left_out(data, capsys, monkeypatch):
-    monkeypatch.setattr("common.data.image_folder.MAX_BAD_SHARE", 0.02)  # one of 60
-    labels = open_split(data, "validation").records["label"].tolist()
-    shard = spoil_record(data, "validation", 11)
-    loader = eval_loader(data, 16, loader="torchvision")
-    found = [label for _, labels in read(loader) for label in labels.tolist() if label != NO_LABEL]
-    assert found == labels[:11] + labels[12:]
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith(f"skipped: {shard}: record 11 of validation at byte ")
 
 
 def test_what_dali_cannot_read_is_named(data, monkeypatch):

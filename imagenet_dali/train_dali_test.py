@@ -17,17 +17,12 @@ from imagenet_dali import prepare, train_dali
 from imagenet_dali.testing import run, write_config
 
 
-@pytest.fixture
-def config(tmp_path) -> Path:
-    return write_config(tmp_path)
-
-
-def test_a_run_resumes_on_a_cpu_with_other_instructions(config, colours, tmp_path, capsys, monkeypatch):
+def test_a_run_resumes_on_a_cpu_with_other_instructions(colours, tmp_path, capsys, monkeypatch):
     """The recipe's fp16 names no dtype: bfloat16 where that is fast, else float32; the choice is recorded."""
 
     def train(is_fast: bool, *more: str) -> str:
         monkeypatch.setattr("common.colossal.amp.is_fast", lambda _: is_fast)
-        arguments = ["--config", str(config), "--output", str(tmp_path / "run"), *more]
+        arguments = ["--config", str(write_config(tmp_path)), "--output", str(tmp_path / "run"), *more]
         train_dali.main([*arguments, "--set", f"DATA.root={colours}", "--set", "DATA.workers=0"])
         return capsys.readouterr().out
 
@@ -63,15 +58,15 @@ def test_dry_run_of_the_benchmarks_file_needs_no_data(tmp_path):
     assert run_forked(main, command, **other_rank) == (0, "", "")
 
 
-def test_every_data_set_has_its_own_evaluation(config, tmp_path, capsys, monkeypatch):
+def test_every_data_set_has_its_own_evaluation(tmp_path, capsys, monkeypatch):
     """From a folder of {train,Valid,test} and a test set of class folders that is prepared."""
     monkeypatch.setenv("DATA", "/elsewhere")
     images, tested, output = tmp_path / "images", tmp_path / "testset", tmp_path / "run"
     for number, (folder, count) in enumerate({"train": 48, "Valid": 9, "test": 15, "../testset": 30}.items()):
         write_colours(images / folder, count, 20, 24, "jpg", seed=number)
     folders = ["--set", "DATA.loader=torchvision", "--set", "DATA.workers=0"]
-    words = ["--config", str(config), "--output", str(output), "--set", f"DATA.root={images}", "--set", "MAX_STEPS=1"]
-    train_dali.main([*words, *folders])
+    words = ["--config", str(write_config(tmp_path)), "--output", str(output), "--set", f"DATA.root={images}"]
+    train_dali.main([*words, *folders, "--set", "MAX_STEPS=1"])
     said = " ".join(capsys.readouterr().out.split())
     assert f"DATA=/elsewhere in the environment is not used, because the config sets DATA.root={images}" in said
     assert "validation: Valid/; test is left out, prepare and evaluate take --split test" in said
@@ -91,9 +86,9 @@ def test_every_data_set_has_its_own_evaluation(config, tmp_path, capsys, monkeyp
 
 
 @pytest.mark.slow
-def test_torchruns_own_lines_do_not_hide_a_mistake(config, tmp_path):
+def test_torchruns_own_lines_do_not_hide_a_mistake(tmp_path):
     """The launch script shows our line alone."""
-    arguments = f"train_dali.py --config {config} --output {tmp_path}/run --set TOTAL_BATCH_SIZ=1"
+    arguments = f"train_dali.py --config {write_config(tmp_path)} --output {tmp_path}/run --set TOTAL_BATCH_SIZ=1"
     ours = "error: TOTAL_BATCH_SIZ: unknown key; did you mean 'TOTAL_BATCH_SIZE'?"
     answer = run(f"bash ../scripts/train_torchrun.sh {arguments}", code=2, NPROC_PER_NODE="2")
     assert answer.stderr.splitlines() == [ours]

@@ -94,7 +94,7 @@ def _start_worker() -> None:
 def write_shard(task: ShardTask) -> dict[str, Any]:
     """Write one shard and its report, unless an earlier call has; return the report."""
     report_path = task.dest / PARTIAL / f"{task.name}.json"
-    if report_path.is_file() and (task.dest / task.name).is_file():
+    if report_path.is_file():
         return json.loads(report_path.read_bytes())
     rows, refused, converted, offset, digest = [], [], 0, 0, hashlib.sha256()
     in_memory: dict[Place, bytes] = {}

@@ -24,6 +24,7 @@ class Point(Schema):
         (b'{"x": 1', "Invalid JSON: EOF .* column 7$"),
         (b"{}", "x: Field required$"),
         (b'{"x": -1}'.ljust(1000), "x: Input should be greater than or equal to 0, not -1"),
+        (b'{"x": "1"}', "x: Input should be a valid integer, not '1'$"),
         (b'{"x": 1, "y": 2}', "y: Extra inputs are not permitted"),
         (b"[" * 900, "Invalid JSON: recursion limit"),
         (b" " * 2000, "2,000 bytes, more than 1,000"),

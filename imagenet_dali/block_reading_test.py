@@ -48,6 +48,7 @@ def test_shards_sorted_by_class_are_not_read_in_blocks(prepared, monkeypatch):
     data = {"root": "/data", "loader": "dali", "order": None}
     with pytest.raises(UserError, match=r"DATA.order='blocks': DATA.root=/data has shards sorted by class"):
         describe_data(data | {"order": "blocks"})
+    assert describe_data(data).fingerprint == split.fingerprint
     order, why = choose_order(Prepared({"DATA": data}, None, describe_data(data), None))
     assert order == "random"
     assert why.endswith("exceed the 0.0 MB of memory but are sorted by class: prepare them again for large reads")

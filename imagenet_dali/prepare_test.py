@@ -132,7 +132,6 @@ def test_wrong_folders_are_refused_before_anything_is_written(tmp_path):
         ((source, dest, "--short-side=0"), "--short-side=0: choose 1 to 65535"),
         ((source, dest, "--validation-share=1"), "--validation-share=1.0: choose 0 to 0.99"),
         ((source, dest, "--workers=0"), "--workers=0: choose 1 to 1024"),
-        ((source, dest, "--shards=0"), "--shards=0: choose 1 to 50000"),
         ((source, dest, "--split=test", "--validation-share=0.1"), "--validation-share=0.1: --split test prepares all"),
         ((source, dest, "--shards=100"), "--shards=100: more than the 8 images"),
         ((source,), "give SOURCE and DEST"),

@@ -27,7 +27,8 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     if data["loader"] == "dali" and isinstance(text := data.get("randaugment"), str):
         raise UserError(f"DATA.randaugment={text!r} is timm's, on the CPU: add --set DATA.loader=torchvision")
     train, validation = open_images(data, "train"), open_images(data, "validation")
-    shards, fingerprint = {}, fingerprint_of([train.fingerprint, validation.fingerprint])
+    shards: dict[str, Any] = {}
+    fingerprint = fingerprint_of([train.fingerprint, validation.fingerprint])
     if isinstance(train, Split):
         fingerprint = train.fingerprint
         shards = dict(shard_bytes=train.span_bytes(0, len(train)), is_shuffled=train.is_shuffled)

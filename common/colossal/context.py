@@ -31,7 +31,6 @@ from common.colossal.upstream import (
     tensor_parallel_env,
     upstream_launch,
 )
-from common.errors import UserError
 
 DATA_PARALLEL_SEED_STRIDE = 2**20
 DEFAULT_TIMEOUT = 1800.0  # seconds; PyTorch's own, for gloo
@@ -169,11 +168,8 @@ def launch(
     _launch(join_groups, config, backend, rank=rank, world_size=world_size, host=host, port=port, **more)
 
 
-def launch_from_slurm(config: Any, host: str | None, port: int | None, backend: str | None = None, **more: Any) -> None:
+def launch_from_slurm(config: Any, host: str, port: int, backend: str | None = None, **more: Any) -> None:
     """Join the process groups as a task of srun; see `_launch`."""
-    host = host or os.environ.get("HOST") or os.environ.get("MASTER_ADDR")
-    if not host or not port:
-        raise UserError("--host and --port are required: the first node, and a free port on it")
     _launch(upstream.launch_from_slurm, config, backend, host=host, port=port, **more)
 
 

@@ -141,9 +141,11 @@ def _exit() -> None:
 def open_store(rank: int, world_size: int, host: str, port: int, timeout: float, backend: str) -> dist.Store:
     """Return the launch's store once all ranks have joined; rank 0 or torchrun's agent serves it.
 
-    If ``host`` is the loopback interface, rank 0 listens on that only (PyTorch: on all). Raises `UserError` with the
-    ranks that do not join within ``timeout`` seconds; `RankError` if rank 0 does not.
+    If ``host`` is the loopback interface, rank 0 listens on that only (PyTorch: on all). Raises `UserError` without a
+    host or port, and with the ranks that do not join within ``timeout`` seconds; `RankError` if rank 0 does not.
     """
+    if not host or not port:
+        raise UserError(f"--host={host} --port={port}: set them to the first node, and a free port on it")
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     options = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False}
     try:

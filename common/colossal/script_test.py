@@ -15,6 +15,7 @@ from common.colossal import (
     Lamb,
     gpc,
     initialize,
+    launch_from_openmpi,
     launch_from_slurm,
     launch_from_torch,
     shard_model,
@@ -125,6 +126,15 @@ def test_a_sharded_models_checkpoint_is_whole_and_upstreams_lamb_is_refused(tmp_
     assert run_ranks(2, save_sharded, tmp_path / "weights.pt") == [True, True]
 
 
-def test_launch_from_slurm_asks_for_the_port():
-    with pytest.raises(UserError, match="--host and --port are required"):
-        launch_from_slurm({}, "node", None)
+@pytest.mark.parametrize(
+    ("launch", "rank", "size"),
+    [
+        (launch_from_slurm, "SLURM_PROCID", "SLURM_NPROCS"),
+        (launch_from_openmpi, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ],
+)
+def test_srun_and_mpirun_need_a_host_and_a_port(launch, rank, size, monkeypatch):
+    for name, value in ((rank, "1"), (size, "2"), ("OMPI_COMM_WORLD_LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="^--host=node --port=None: set them to the first node, and a free port on it$"):
+        launch({}, "node", None)

@@ -55,7 +55,7 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
     """Return how this process was started, from its flags and environment.
 
     The innermost launcher applies: torchrun, mpirun, srun (not the shell of sbatch or salloc), flags, else a single
-    process. Raises `UserError` for a flag that is missing or contradicts the launcher.
+    process. Raises `UserError` for a rank that cannot be, and for a flag that is missing or contradicts the launcher.
     """
     launcher = _find_launcher(args, environ)
     place: dict[str, Any]
@@ -65,6 +65,8 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
         place = _from_flags(args)
     else:
         place = {"rank": 0, "local_rank": 0, "world_size": 1, "host": LOOPBACK, "port": 0}
+    if not 0 <= place["rank"] < place["world_size"]:
+        raise RankError(f"rank={place['rank']} is out of range: expected 0 to {place['world_size'] - 1}")
     return Launch(launcher, **place, backend=args.backend or ("nccl" if torch.cuda.is_available() else "gloo"))
 
 
@@ -153,8 +155,6 @@ def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(
             f"{', '.join(missing)} missing: without a launcher, set --rank, --world_size, --host and --port"
         )
-    if not 0 <= place["rank"] < place["world_size"]:
-        raise RankError(f"--rank={place['rank']} is out of range: expected 0 to {place['world_size'] - 1}")
     return place
 
 

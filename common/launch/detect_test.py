@@ -81,15 +81,15 @@ def test_command_lines(line, environ, expected):
         ("--world_size 4 --rank 1", {}, "--host, --port missing: without a launcher, set --rank, --world_size, "),
         ("", SRUN | MPIRUN, "--host missing: on several nodes mpirun does not set the host of rank 0"),
         ("", TORCHRUN | {"LOCAL_RANK": ""}, "LOCAL_RANK not set: set all of RANK, LOCAL_RANK, WORLD_SIZE, "),
-        ("--world_size 2 --rank 2 --host h --port 1", {}, "--rank=2 is out of range: expected 0 to 1"),
-        ("--world_size 2 --rank -1 --host h --port 1", {}, "--rank=-1 is out of range"),
+        ("", TORCHRUN | {"RANK": "4"}, "rank=4 is out of range: expected 0 to 3"),
+        ("--world_size 2 --rank -1 --host h --port 1", {}, "rank=-1 is out of range: expected 0 to 1"),
     ],
 )
 def test_what_is_refused(line, environ, message):
     with pytest.raises(UserError) as refusal:
         detect(line, environ)
     assert str(refusal.value).startswith(message)
-    assert isinstance(refusal.value, RankError) == message.startswith(("--rank=", "--local_rank="))
+    assert isinstance(refusal.value, RankError) == message.startswith(("rank=", "--rank=", "--local_rank="))
 
 
 @pytest.mark.parametrize(

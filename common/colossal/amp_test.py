@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from common.colossal import AMP_TYPE, ParallelMode, amp, gpc, initialize
-from common.colossal.amp import Cast, build_mixed_precision, compute_dtype, name_dtype
+from common.colossal.amp import build_mixed_precision, compute_dtype
 from common.testing.parity_cases import ACCUMULATION, CASES, MAX_NORM, build_engine, fit, micro_batches
 from common.testing.ranks import launched, run_ranks
 
@@ -18,24 +18,39 @@ FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 LAYERS = ("first", "norm", "activation", "last", "batch_norm")
 
 
+SLOW = "warning: fp16.dtype='float16': this CPU (AVX) has no instructions for it; training can be hundreds of times "
+SLOW += "slower than in float32. Omit dtype to compute in bfloat16"
+BY, AUTOCAST = ", by PyTorch instead of apex.amp,", "operations, by autocast"
+COPIES = "all layers, on half-precision copies of the parameters"
+ALL = "parameters, gradients and the optimizer's state too"
+
+
 @pytest.mark.parametrize(
-    ("fp16", "device", "cast", "dtype", "scale"),
+    ("fp16", "device", "dtype", "scale", "note"),
     [
-        (None, "cuda", None, FLOAT32, None),
-        (dict(mode=TORCH, dtype=FLOAT16, init_scale=8.0), "cpu", Cast.OPERATIONS, FLOAT16, 8),
-        (dict(mode=TORCH, dtype=FLOAT16, enabled=False), "cuda", Cast.OPERATIONS, FLOAT16, None),
-        (dict(mode=APEX, init_scale=8.0), "cpu", Cast.OPERATIONS, BFLOAT16, None),
-        (dict(mode=APEX, opt_level="O2", dtype="float16"), "cpu", Cast.LAYERS, FLOAT16, 2.0**16),
-        (dict(mode=APEX, opt_level="O3", dtype=FLOAT16), "cuda", Cast.PARAMETERS, FLOAT16, None),
+        (None, "cuda", FLOAT32, None, "float32"),
+        (dict(mode=TORCH, dtype=FLOAT16, init_scale=8.0), "cpu", FLOAT16, 8, f"{TORCH} in float16: {AUTOCAST}"),
+        (dict(mode=TORCH, dtype=FLOAT16, enabled=False), "cuda", FLOAT16, None, f"{TORCH} in float16: {AUTOCAST}"),
+        (dict(mode=APEX, init_scale=8.0), "cpu", BFLOAT16, None, f"{APEX} O1{BY} in bfloat16: {AUTOCAST}"),
+        (dict(mode=APEX, opt_level="O0"), "cuda", FLOAT32, None, f"{APEX} O0{BY} in float32"),
+        (
+            dict(mode=APEX, opt_level="O2", dtype="float16"),
+            "cpu",
+            FLOAT16,
+            2**16,
+            f"{APEX} O2{BY} in float16: {COPIES}",
+        ),
+        (dict(mode=APEX, opt_level="O3", dtype=FLOAT16), "cuda", FLOAT16, None, f"{APEX} O3{BY} in float16: {ALL}"),
     ],
 )
-def test_config(fp16, device, cast, dtype, scale, monkeypatch):
+def test_config(fp16, device, dtype, scale, note, monkeypatch):
     monkeypatch.setattr(amp, "is_fast", lambda name: name == "bfloat16")
+    monkeypatch.setattr(amp, "instruction_set", lambda: "AVX")
     precision = build_mixed_precision(fp16, device)
-    assert (precision.cast, precision.dtype, compute_dtype(fp16, device)) == (cast, dtype, dtype)
+    assert (precision.dtype, compute_dtype(fp16, device)) == (dtype, dtype)
     assert (precision.scaler and precision.scaler.get_scale()) == scale
-    assert f"in {name_dtype(dtype)}" in precision.note or not cast
-    assert bool(precision.warning) == (device == "cpu" and dtype == FLOAT16)
+    assert precision.note == f"fp16: {note}"
+    assert precision.warning == (SLOW if device == "cpu" and dtype == FLOAT16 else None)
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 5), FLOAT16), ((8, 0), BFLOAT16)])
@@ -63,6 +78,7 @@ def test_types(fp16, dtype, in_half, monkeypatch):
             layer.register_forward_hook(lambda _, inputs, output, name=name: seen.update({name: output.dtype}))
         engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
         logits, _, loss = engine.execute_schedule(iter([(torch.randn(2, 4), torch.tensor([0, 1]))]))
+        assert ("this CPU" in engine.precision.note) == (dtype == FLOAT32)  # has no bfloat16 instructions
         tensors = {"logits": logits, "loss": loss, "weight": model[0].weight, "grad": model[0].weight.grad}
         seen |= {name: tensor.dtype for name, tensor in tensors.items()}
     assert seen == dict.fromkeys((*LAYERS, *tensors), FLOAT32) | dict.fromkeys(in_half, dtype)

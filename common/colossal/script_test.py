@@ -65,7 +65,7 @@ def test_the_benchmarks_script_trains_and_logs_with_every_hook(ranks, by_epoch, 
     ):
         assert re.search(rf"\[Epoch {line}", words), words
     assert words.count("[Epoch 1 / Train]: Loss") == 1  # of rank 0
-    assert "[Epoch 1 / Train]: 100%" in printed.err
+    assert "[Epoch 1 / Test]: 100%" in printed.err
     assert "loss=" in printed.err
     saved = torch.load(tmp_path / "weights.pt")
     assert (saved["epoch"], list(saved["model"])) == (2, ["1.weight", "1.bias"])

@@ -125,6 +125,11 @@ def test_a_resumed_epoch_of_a_data_set_that_has_shrunk_is_over():
     assert (trainer.step, trainer.cur_epoch, trainer.learning_rate) == (9, 2, 1 / 9)
 
 
+def test_the_bar_of_a_resumed_epoch_shows_its_steps(capsys):
+    fit([Resumes(1, 0, 1, 0)], batches=8, accumulation=2, display_progress=True)
+    assert "[Epoch 1 / Train]: 100%|██████████| 4/4 [" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("by_epoch", [False, True])
 @pytest.mark.parametrize(
     "build_schedule",
@@ -159,11 +164,15 @@ def test_all_ranks_evaluate_with_the_statistics_of_the_first():
     assert run_ranks(2, statistics_in_evaluation) == [[[0.0] * 3]] * 2
 
 
-def test_an_agreed_error_names_the_last_checkpoint():
+@pytest.mark.parametrize(
+    ("states", "words"),
+    [({"checkpoint": "a/step-1"}, "the last checkpoint is a/step-1"), ({}, "no checkpoint was saved yet")],
+)
+def test_an_agreed_error_names_the_last_checkpoint(states, words):
     class Fails(BaseHook):
         def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
-            trainer.states["checkpoint"] = "a/step-1"
+            trainer.states.update(states)
             raise AgreedError("diverged")
 
-    with pytest.raises(AgreedError, match="^diverged; the last checkpoint is a/step-1$"):
+    with pytest.raises(AgreedError, match=f"^diverged; {words}$"):
         fit([Fails(0)])

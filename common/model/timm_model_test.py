@@ -203,7 +203,8 @@ def test_refusals(settings, message):
 
 def test_tensor_parallel_modes_are_refused(data, tmp_path):
     settings = ["MODEL=dict(timm='test_vit')", "TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d"]
-    with pytest.raises(UserError, match="^MODEL.timm='test_vit' does not support tensor parallel mode '1d': set it to"):
+    words = "mode '1d': set it to None, or give a plain ViT by the other keys of MODEL$"
+    with pytest.raises(UserError, match=f"^MODEL.timm='test_vit' does not support tensor parallel {words}"):
         train(data, tmp_path, *settings, flags=["--dry-run", "--gpus", "2"])
 
 

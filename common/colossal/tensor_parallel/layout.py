@@ -191,7 +191,7 @@ def _check_size(mode: str | None, size: int, depth: int | None) -> None:
         raise UserError(f"parallel.tensor.size={size} needs parallel.tensor.mode: one of {modes}, not {mode!r}")
     if mode != "2.5d" and depth is not None:
         raise UserError(f"parallel.tensor.depth={depth} requires mode '2.5d', not {mode!r}: remove it")
-    if mode == "2.5d" and (not isinstance(depth, int) or depth < 1):
+    if mode == "2.5d" and not depth:
         raise UserError(
             f"parallel.tensor.depth={depth}: mode '2.5d' needs size = depth x a square, such as depth=1 with size 4 or "
             "9, depth=2 with size 8 or 18"
@@ -228,13 +228,11 @@ def check_tensor_parallel(
     heads, width, mlp_ratio = model["heads"], model["width"], model["mlp_ratio"]
     sizes, layout = group_sizes(mode, size, depth), LAYOUTS[mode]
     side = size if mode == "1d" else sizes[layout.channels]
-    # A 3d weight is split along its input channels twice.
-    width_unit = math.lcm(side**2, heads) if mode == "3d" else heads
-    hidden, hidden_unit = int(width * mlp_ratio), side**2 if mode == "3d" else side
+    unit = side**2 if mode == "3d" else side  # a 3d weight is split along its input channels twice
     rules = (
         ("MODEL.heads", heads, side),
-        ("MODEL.width", width, width_unit),
-        ("the MLP's width, MODEL.width x MODEL.mlp_ratio", hidden, hidden_unit),
+        ("MODEL.width", width, math.lcm(unit, heads)),
+        ("the MLP's width, MODEL.width x MODEL.mlp_ratio", int(width * mlp_ratio), unit),
         ("the micro-batch (MICRO_BATCH_SIZE)", micro_batch, sizes[layout.samples]),
     )
     for name, value, unit in rules:

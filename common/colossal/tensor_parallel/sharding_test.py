@@ -40,11 +40,16 @@ def look_around(case: str) -> dict[str, Any]:
 
 
 def holds() -> tuple[int, ...]:
-    """Return how many samples, channels and parameters this rank has of 16 samples."""
+    """Return how many samples, channels, heads of 8 channels and parameters this rank has of 16 samples."""
     model, shapes = shard_model(build_tiny_model()), []
     model.blocks[0].register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
     model(torch.randn(16, 3, 16, 16))
-    return shapes[0][0], shapes[0][2], sum(p.numel() for p in model.parameters())
+    return (
+        shapes[0][0],
+        shapes[0][2],
+        len(model.blocks[0].attn.qkv.bias) // 24,
+        sum(p.numel() for p in model.parameters()),
+    )
 
 
 def masks() -> dict[str, Tensor]:
@@ -71,11 +76,10 @@ def recomputed_gradients() -> tuple[list[Tensor], list[Tensor]]:
 
 @pytest.mark.parametrize("case", MODES)
 def test_ranks_hold_what_is_announced(case):
-    line = describe_tensor_parallel(CASES[case][1]["parallel"], build_tiny_model(), 16)
+    line = describe_tensor_parallel(CASES[case][1]["parallel"], whole := build_tiny_model(), 16)
+    words = "{} of 16 samples, {} of 32 channels between blocks, {} of 4 heads, {:,} of "
     for answer in on_ranks(case):
-        samples, channels, parameters = answer["holds"]
-        assert line.startswith(f"{samples} of 16 samples, {channels} of 32 channels between blocks, ")
-        assert f" of 4 heads, {parameters:,} of " in line
+        assert line == f"{words.format(*answer['holds'])}{sum(p.numel() for p in whole.parameters()):,} parameters"
 
 
 @pytest.mark.parametrize("case", MODES)

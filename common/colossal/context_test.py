@@ -48,12 +48,9 @@ def test_a_launch_finds_the_device_and_seeds_the_generators(monkeypatch):
     join_groups({}, 0, 1, "", 0, "gloo", seed=7, verbose=False)
     drawn = random.random(), np.random.rand(), torch.rand(1)
     shutdown()
-    assert drawn == (
-        random.Random(7).random(),
-        np.random.RandomState(7).rand(),
-        torch.rand(1, generator=torch.Generator().manual_seed(7)),
-    )
-    assert api.get_accelerator().name == ("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(7)
+    assert drawn == (random.Random(7).random(), np.random.RandomState(7).rand(), torch.rand(1))
+    assert api.get_accelerator().name == "cpu"
     shutdown()  # nothing left to do
     assert gpc.config is None
 

@@ -105,9 +105,10 @@ def test_counts_with_accumulation(monkeypatch):
     ],
 )
 def test_evaluation_and_end(options, evaluated_at, ended_at):
-    recorder = Recorder(lambda trainer: trainer.step)
+    recorder = Recorder(lambda trainer: (trainer.step, trainer.engine.training))
     trainer = fit([recorder], test_batches=1, **options)
-    assert recorder.seen("before_test") == evaluated_at
+    assert recorder.seen("before_test") == [(step, False) for step in evaluated_at]
+    assert all(is_training for _, is_training in recorder.seen("before_train_iter"))
     assert trainer.step == ended_at
 
 
@@ -164,15 +165,11 @@ def test_all_ranks_evaluate_with_the_statistics_of_the_first():
     assert run_ranks(2, statistics_in_evaluation) == [[[0.0] * 3]] * 2
 
 
-@pytest.mark.parametrize(
-    ("states", "words"),
-    [({"checkpoint": "a/step-1"}, "the last checkpoint is a/step-1"), ({}, "no checkpoint was saved yet")],
-)
-def test_an_agreed_error_names_the_last_checkpoint(states, words):
+def test_an_agreed_error_names_the_last_checkpoint():
     class Fails(BaseHook):
         def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
-            trainer.states.update(states)
+            trainer.states["checkpoint"] = "a/step-1"
             raise AgreedError("diverged")
 
-    with pytest.raises(AgreedError, match=f"^diverged; {words}$"):
+    with pytest.raises(AgreedError, match="^diverged; the last checkpoint is a/step-1$"):
         fit([Fails(0)])

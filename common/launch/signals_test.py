@@ -110,11 +110,25 @@ for _ in range(100):
     "under nohup SIGHUP stays ignored, and the end of torchrun is a SIGTERM": """
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 stop_signals.install(follow_parent=True)
+assert stop_signals._patience == 25  # seconds: torchrun kills after 30
 os.kill(os.getpid(), signal.SIGHUP)
 stop_signals.restore()
 number = ctypes.c_int()
 ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
 assert number.value == signal.SIGTERM
+""",
+    "a fork leaves signals as they were, or ends if there is no progress, with a line": """
+for patience, status in ((None, -signal.SIGTERM), (2, 0), (0, 143)):
+    if (child := os.fork()) == 0:
+        if patience is not None:
+            stop_signals.install(progress=lambda: int(time.monotonic()), patience=patience)
+            stop_signals.deferring = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(4)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
+    stop_signals.install()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 """,
     "a worker process does not keep its parent from ending": """
 stop_signals.install()
@@ -124,12 +138,16 @@ stop_signals.restore()
 }
 IMPORTS = "import ctypes, multiprocessing, os, signal, threading, time\n"
 IMPORTS += "from common.launch.signals import stop_signals\n"
+IMPORTS += "os.environ.update(RANK='1', WORLD_SIZE='2')\n"  # only the first process says what it does
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ends_well(name):
-    done = subprocess.run([sys.executable, "-c", IMPORTS + PROGRAMS[name]], check=False, timeout=60)
-    assert done.returncode == 0
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS + PROGRAMS[name]], capture_output=True, check=False, timeout=60
+    )
+    line = b"SIGTERM: no progress for 0 s; exiting\n" if "progress" in name else b""
+    assert (done.returncode, done.stderr) == (0, line)
 
 
 def test_a_worker_leaves_signals_to_its_parent_and_dies_with_it(start):
@@ -155,5 +173,5 @@ def test_torchrun_leaves_sighup_ignored_under_nohup_and_threads_to_the_ranks(mon
     finally:
         signal.signal(signal.SIGHUP, previous)
     ((option, script),) = calls
-    assert "SIGHUP" not in parse_args([option, script]).signals_to_handle
+    assert parse_args([option, script]).signals_to_handle == "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"
     assert os.environ["OMP_NUM_THREADS"] == str(torch.get_num_threads())  # else torchrun sets 1

@@ -126,15 +126,14 @@ def test_a_sharded_models_checkpoint_is_whole_and_upstreams_lamb_is_refused(tmp_
     assert run_ranks(2, save_sharded, tmp_path / "weights.pt") == [True, True]
 
 
+OPEN_MPI = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1"
+
+
 @pytest.mark.parametrize(
-    ("launch", "rank", "size"),
-    [
-        (launch_from_slurm, "SLURM_PROCID", "SLURM_NPROCS"),
-        (launch_from_openmpi, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ],
+    ("launch", "place"), [(launch_from_slurm, "SLURM_PROCID=1 SLURM_NPROCS=2"), (launch_from_openmpi, OPEN_MPI)]
 )
-def test_srun_and_mpirun_need_a_host_and_a_port(launch, rank, size, monkeypatch):
-    for name, value in ((rank, "1"), (size, "2"), ("OMPI_COMM_WORLD_LOCAL_RANK", "1")):
-        monkeypatch.setenv(name, value)
+def test_srun_and_mpirun_need_a_host_and_a_port(launch, place, monkeypatch):
+    for setting in place.split():
+        monkeypatch.setenv(*setting.split("="))
     with pytest.raises(UserError, match="^--host=node --port=None: set them to the first node, and a free port on it$"):
         launch({}, "node", None)

@@ -111,7 +111,7 @@ class Trainer(UpstreamTrainer):
                 schedule = getattr(hook.lr_scheduler, "schedule", hook.lr_scheduler)
                 hook.lr_scheduler = OncePerStep(schedule, self.engine.optimizer)
                 self._schedules[schedule] = hook.by_epoch
-                self._hooks_step |= own is schedule
+                self._hooks_step = True
         try:
             self._call_hooks("after_hook_is_attached")
             self._call_hooks("before_train")

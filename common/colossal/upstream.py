@@ -7,7 +7,7 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from unittest import mock
@@ -49,20 +49,22 @@ def quiet_import() -> Iterator[None]:
     - About 60 warnings, log lines and prints are dropped.
     - The environment is restored (initialize.py:10 sets `CUDA_DEVICE_MAX_CONNECTIONS`).
     """
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ))
-        stack.callback(logging.disable, logging.root.manager.disable)
-        stubs = {name: _Stub(name) for name in STUBBED if name not in sys.modules}
-        sys.modules.update(stubs)
-        for name in stubs:
-            stack.callback(sys.modules.pop, name)
-        stack.enter_context(mock.patch.object(torch, "compile", return_value=lambda function: function))
-        stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", side_effect=RuntimeError))
-        stack.enter_context(warnings.catch_warnings())
+    disabled = logging.root.manager.disable
+    stubs = {name: _Stub(name) for name in STUBBED if name not in sys.modules}
+    with (
+        mock.patch.dict(os.environ),
+        mock.patch.object(torch, "compile", return_value=lambda function: function),
+        mock.patch.object(torch.cuda, "get_device_capability", side_effect=RuntimeError),
+        warnings.catch_warnings(),
+        redirect_stdout(io.StringIO()),
+    ):
         warnings.simplefilter("ignore")
-        stack.enter_context(redirect_stdout(io.StringIO()))
         logging.disable(logging.WARNING)
+        sys.modules.update(stubs)
         yield
+    for name in stubs:
+        del sys.modules[name]
+    logging.disable(disabled)
 
 
 class _Stub(types.ModuleType):

@@ -107,9 +107,8 @@ def set_communication(model: FSDPModule, is_training: bool, is_last: bool) -> No
 
 
 def collect_gradients(parameters: Iterable[Tensor]) -> None:
-    """Add the gradients that FSDP has reduced to those of the tensors in ``model.shards``."""
+    """Move the gradients that FSDP has reduced to the tensors in ``model.shards``."""
     for parameter in parameters:
         source = getattr(parameter, "source", None)
         if source is not None and source.grad is not None:
-            grad, source.grad = source.grad.to_local(), None
-            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+            parameter.grad, source.grad = source.grad.to_local(), None

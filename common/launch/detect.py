@@ -58,13 +58,11 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
     process. Raises `UserError` for a rank that cannot be, and for a flag that is missing or contradicts the launcher.
     """
     launcher = _find_launcher(args, environ)
-    place: dict[str, Any]
+    place: dict[str, Any] = {"rank": 0, "local_rank": 0, "world_size": 1, "host": LOOPBACK, "port": 0}
     if launcher in VARIABLES:
         place = _from_environment(launcher, args, environ)
     elif launcher == "args":
         place = _from_flags(args)
-    else:
-        place = {"rank": 0, "local_rank": 0, "world_size": 1, "host": LOOPBACK, "port": 0}
     if not 0 <= place["rank"] < place["world_size"]:
         raise RankError(f"rank={place['rank']} is out of range: expected 0 to {place['world_size'] - 1}")
     return Launch(launcher, **place, backend=args.backend or ("nccl" if torch.cuda.is_available() else "gloo"))

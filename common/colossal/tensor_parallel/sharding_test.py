@@ -44,12 +44,8 @@ def holds() -> tuple[int, ...]:
     model, shapes = shard_model(build_tiny_model()), []
     model.blocks[0].register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
     model(torch.randn(16, 3, 16, 16))
-    return (
-        shapes[0][0],
-        shapes[0][2],
-        len(model.blocks[0].attn.qkv.bias) // 24,
-        sum(p.numel() for p in model.parameters()),
-    )
+    heads = len(model.blocks[0].attn.qkv.bias) // 24
+    return shapes[0][0], shapes[0][2], heads, sum(p.numel() for p in model.parameters())
 
 
 def masks() -> dict[str, Tensor]:

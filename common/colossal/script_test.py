@@ -27,6 +27,7 @@ from common.errors import UserError
 from common.testing.parity_cases import CASES, build_tiny_model
 from common.testing.ranks import launched, run_ranks
 
+OPEN_MPI = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1"
 PORTED = Path(__file__).parents[1] / "testing" / "ported"
 BENCHMARK = """
 BATCH_SIZE, LEARNING_RATE, WEIGHT_DECAY, NUM_EPOCHS, WARMUP_EPOCHS = 8, 2e-3, 0.03, 2, 1
@@ -124,9 +125,6 @@ def save_sharded(path: Path) -> bool:
 
 def test_a_sharded_models_checkpoint_is_whole_and_upstreams_lamb_is_refused(tmp_path):
     assert run_ranks(2, save_sharded, tmp_path / "weights.pt") == [True, True]
-
-
-OPEN_MPI = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1"
 
 
 @pytest.mark.parametrize(

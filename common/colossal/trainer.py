@@ -37,7 +37,6 @@ class Trainer(UpstreamTrainer):
         update_done: whether the last micro-batch ended an optimizer step.
         learning_rate: of the last optimizer step; with layer decay, of the head.
         data_wait: seconds spent waiting for the training loader so far.
-        train_dataloader, test_dataloader: the loaders given to `fit`.
         states: values shared between hooks.
         stopping: set by a hook after an optimizer step or in an evaluation to end the training.
     """

@@ -126,11 +126,6 @@ def test_a_resumed_epoch_of_a_data_set_that_has_shrunk_is_over():
     assert (trainer.step, trainer.cur_epoch, trainer.learning_rate) == (9, 2, 1 / 9)
 
 
-def test_the_bar_of_a_resumed_epoch_shows_its_steps(capsys):
-    fit([Resumes(1, 0, 1, 0)], batches=8, accumulation=2, display_progress=True)
-    assert "[Epoch 1 / Train]: 100%|██████████| 4/4 [" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("by_epoch", [False, True])
 @pytest.mark.parametrize(
     "build_schedule",
@@ -140,13 +135,15 @@ def test_the_bar_of_a_resumed_epoch_shows_its_steps(capsys):
         lambda optimizer: CosineAnnealingWarmupLR(optimizer, 12, warmup_steps=2),
     ],
 )
-def test_a_resumed_schedule_goes_on_at_its_place(build_schedule, by_epoch):
+def test_a_resumed_schedule_and_bar_go_on_at_their_place(build_schedule, by_epoch, capsys):
     def rates(*hooks: BaseHook) -> list[float]:
         recorder = Recorder(lambda trainer: trainer.learning_rate)
-        fit([*hooks, recorder], epochs=4, build_schedule=build_schedule, by_epoch=by_epoch)
+        fit([*hooks, recorder], epochs=4, build_schedule=build_schedule, by_epoch=by_epoch, display_progress=True)
         return recorder.seen("after_train_iter")
 
-    assert rates(Resumes(9, 2, 1, 8)) == pytest.approx(rates()[9:])
+    resumed = rates(Resumes(9, 2, 1, 8))
+    assert "[Epoch 3 / Train]: 100%|██████████| 4/4 [" in capsys.readouterr().err
+    assert resumed == pytest.approx(rates()[9:])
 
 
 def test_a_hook_that_needs_the_loss_of_an_evaluation_gets_it():

@@ -74,15 +74,9 @@ def test_while_training_it_is_noted(start, number):
     process.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.3)
-
-
-def test_a_second_ctrl_c_ends_at_once(start):
-    process = start("deferring")
-    process.send_signal(signal.SIGINT)
-    process.stdout.readline()
-    time.sleep(1.2)
-    process.send_signal(signal.SIGINT)
-    assert end(process) == (130, "Ctrl-C: stopping after this step\nCtrl-C: exiting\n")
+    if number == signal.SIGINT:  # a second Ctrl-C ends it
+        process.send_signal(number)
+        assert end(process) == (130, "Ctrl-C: stopping after this step\nCtrl-C: exiting\n")
 
 
 PROGRAMS = {
@@ -137,15 +131,13 @@ stop_signals.restore()
 """,
 }
 IMPORTS = "import ctypes, multiprocessing, os, signal, threading, time\n"
-IMPORTS += "from common.launch.signals import stop_signals\n"
-IMPORTS += "os.environ.update(RANK='1', WORLD_SIZE='2')\n"  # only the first process says what it does
+# only the first process says what it does
+IMPORTS += "from common.launch.signals import stop_signals; os.environ.update(RANK='1', WORLD_SIZE='2')\n"
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ends_well(name):
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTS + PROGRAMS[name]], capture_output=True, check=False, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", IMPORTS + PROGRAMS[name]], capture_output=True, check=False)
     line = b"SIGTERM: no progress for 0 s; exiting\n" if "progress" in name else b""
     assert (done.returncode, done.stderr) == (0, line)
 

@@ -82,7 +82,6 @@ def test_command_lines(line, environ, expected):
         ("", SRUN | MPIRUN, "--host missing: on several nodes mpirun does not set the host of rank 0"),
         ("", TORCHRUN | {"LOCAL_RANK": ""}, "LOCAL_RANK not set: set all of RANK, LOCAL_RANK, WORLD_SIZE, "),
         ("", TORCHRUN | {"RANK": "4"}, "rank=4 is out of range: expected 0 to 3"),
-        ("--world_size 2 --rank -1 --host h --port 1", {}, "rank=-1 is out of range: expected 0 to 1"),
     ],
 )
 def test_what_is_refused(line, environ, message):

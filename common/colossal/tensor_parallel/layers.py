@@ -13,7 +13,7 @@ Shape suffixes: B samples, N tokens, D channels of this rank; [...] any leading 
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,6 +53,8 @@ class Linear(nn.Module):
     autocast on GPUs, and fail under autocast on CPUs (``custom_fwd`` in legacy/nn/layer/parallel_2d/_operation.py:61
     and the other modes' files).
     """
+
+    multiply: Callable[[Tensor, Tensor], Tensor]  # this rank's shard of the product of the whole x [..., in] and weight
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter) -> None:
         super().__init__()

@@ -19,6 +19,7 @@ from common.data.image_loaders import TorchvisionReader, build_eval_loader, buil
 from common.data.loader import Loader
 from common.data.sampler import NO_LABEL, EvalSampler, TrainSampler
 from common.errors import UserError
+from common.hardware import rank_cores
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIZE = 24
@@ -87,15 +88,18 @@ def test_a_text_is_timms_randaugment_after_the_crop(folder, text, monkeypatch):
 
 def test_the_config_decides_the_crops():
     crops = dict(crop_scale=(0.2, 0.5), crop_ratio=(1, 2), eval_crop=0.9)
-    data = Data(flip=False, interpolation="bicubic", repeats=2, **crops).model_dump()
-    read = {"build_reader": lambda _, crop, **options: (crop, options["batch"], options["dp_size"])}
-    place = read | dict(image_size=SIZE, device=torch.device("cpu"), dp_size=2)
+    data = Data(flip=False, interpolation="bicubic", repeats=2, window=3, mean=MEAN, std=STD, **crops).model_dump()
+    place = dict(image_size=SIZE, device=torch.device("cpu"), dp_size=2)
+    options = dict(size=SIZE, mean=MEAN, std=STD, workers=rank_cores(), device=place["device"], dp_size=2)
+    place["build_reader"] = lambda *arguments, **given: (*arguments, given)
     loader = build_train_loader(range(20), data, 8, 4, **place)
-    assert loader.reader == (RandomCrop((0.2, 0.5), (1, 2), False, "bicubic"), 4, 2)
-    assert loader.sampler.repeats == 2
-    assert build_eval_loader(range(20), data, 6, **place).reader == (CenterCrop(SIZE, 26, "bicubic"), 6, 2)
+    crop = RandomCrop((0.2, 0.5), (1, 2), False, "bicubic")
+    assert loader.reader == (range(20), crop, options | {"batch": 4, "augment": None})
+    assert (loader.sampler.repeats, loader.sampler.window) == (2, 3)
+    reader = build_eval_loader(range(20), data | {"workers": 0}, 6, **place).reader
+    assert reader == (range(20), CenterCrop(SIZE, 26, "bicubic"), options | {"batch": 6, "workers": 0})
     loader = build_train_loader(range(20), data | {"crop": "simple"}, 8, 4, **place)
-    assert loader.reader[0] == SimpleCrop(SIZE, False, "bicubic")
+    assert loader.reader[1] == SimpleCrop(SIZE, False, "bicubic")
 
 
 def test_evaluation_shows_what_torchvision_shows_once_each(folder):
@@ -148,27 +152,32 @@ def children() -> list[int]:
 
 @pytest.fixture
 def corrupt(folder, tmp_path) -> Path:
-    """The folder with two training images of 20 gone bad, numbers 7 and 12."""
+    """The folder with three training images of 20 gone bad; the first runs as a PostScript program."""
     root = shutil.copytree(folder, tmp_path / "images")
     split = open_folder(root, "train")
-    split.path(7).write_bytes(b"no image")
-    split.path(12).write_bytes(split.path(12).read_bytes()[:-100])
+    Image.new("L", (8, 8)).save(split.path(7), "EPS")
+    split.path(12).write_bytes(b"P4 20000 20000\n")
+    split.path(15).write_bytes(split.path(15).read_bytes()[:-100])
     return root
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_bad_images_are_left_out_of_evaluation_and_named_once(folder, corrupt, monkeypatch, capsys, workers):
-    monkeypatch.setattr("common.data.image_folder.MAX_BAD_SHARE", 0.1)
-    split = open_folder(corrupt, "train")
+BAD = {7: "cannot identify image file", 12: "20000x20000 is more than 100 million pixels", 15: "image file is truncated"}
+
+
+@pytest.mark.parametrize(("workers", "named"), [(0, 3), (1, 2)])
+def test_bad_images_are_left_out_of_evaluation_and_named_once(folder, corrupt, monkeypatch, capsys, workers, named):
+    monkeypatch.setattr("common.data.image_folder.MAX_BAD_SHARE", 0.15)
+    monkeypatch.setattr("common.data.image_folder.NAMED", named)
+    split, whole = open_folder(corrupt, "train"), open_folder(folder, "train")
+    assert split.fingerprint != whole.fingerprint
     loader = Loader(EvalSampler(20, 20), reader(split, CenterCrop(SIZE, 28), workers))
-    ((expected_images, expected_labels),) = eval_loader(open_folder(folder, "train"), 20)
-    expected_images[[7, 12]], expected_labels[[7, 12]] = 0, NO_LABEL
+    ((expected_images, expected_labels),) = eval_loader(whole, 20)
+    expected_images[list(BAD)], expected_labels[list(BAD)] = 0, NO_LABEL
     for _ in range(2):
         assert_same_batches(loader, [(expected_images, expected_labels)])
     loader.close()
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(": ")[1] for line in lines] == [str(split.path(7)), str(split.path(12))]
-    assert all(line.startswith("skipped: ") and line.endswith("remove or replace this image") for line in lines)
+    lines = [f"skipped: {split.path(row)}: {reason}; remove or replace this image" for row, reason in BAD.items()]
+    assert capsys.readouterr().err.splitlines() == lines[:named]
 
 
 def test_more_bad_images_than_allowed_stop_the_pass(corrupt):
@@ -176,12 +185,3 @@ def test_more_bad_images_than_allowed_stop_the_pass(corrupt):
     words = "2 of the 10 images that this process reads in a pass are bad, more than 1%"
     with pytest.raises(UserError, match=f"^{split.path(12)}: .*{words}$"):
         list(reader(split, CenterCrop(SIZE, 28), dp_size=2).read(EvalSampler(20, 4).draws(0)))
-
-
-def test_a_postscript_program_is_not_run_but_named(folder, tmp_path, capsys):
-    split = open_folder(shutil.copytree(folder, tmp_path / "images"), "train")
-    before = split.fingerprint
-    Image.new("L", (8, 8)).save(split.path(0), "EPS")
-    assert split.fingerprint != before
-    list(eval_loader(split))
-    assert f"skipped: {split.path(0)}: cannot identify" in capsys.readouterr().err

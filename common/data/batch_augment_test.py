@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageFilter, ImageOps
+from PIL import Image, ImageOps
 from scipy.ndimage import gaussian_filter
 from timm.data.mixup import cutmix_bbox_and_lam, mixup_target
 from timm.loss import BinaryCrossEntropy
@@ -139,9 +139,9 @@ def test_what_is_erased_is_a_random_crop_with_torchvisions_limits():
 def colored(
     uniforms: list[float], three_augment: bool = True, jitter: float = 0.0, image: Image.Image = IMAGE
 ) -> np.ndarray:
-    images = tv.normalize(tv.to_tensor(image), MEAN, STD)[None].clone()
+    images = F.pad(tv.normalize(tv.to_tensor(image), MEAN, STD)[None], (0, 0, 0, 0, 0, 0, 0, 1))  # beside a flat one
     config = {"THREE_AUGMENT": three_augment, "COLOR_JITTER": jitter, "DATA": {"mean": MEAN, "std": STD}}
-    augment_colors(config, images, np.array([uniforms]))
+    augment_colors(config, images, np.array([uniforms, uniforms]))
     return (255 * (images[0].permute(1, 2, 0) * torch.tensor(STD) + torch.tensor(MEAN))).numpy()
 
 
@@ -150,8 +150,10 @@ def colored(
     [
         ([0.1, 0.0], ImageOps.grayscale(IMAGE).convert("RGB"), 1.01, 0.05),
         ([0.5, 0.0], ImageOps.solarize(IMAGE), 0.01, 0.01),
-        ([0.9, 0.5], IMAGE.filter(ImageFilter.GaussianBlur(1.05)), 4, 0.8),
-        ([0.9, 1.0], gaussian_filter(np.asarray(IMAGE, float), (2, 2, 0), mode="nearest"), 0.51, 0.3),
+        *(
+            ([0.9, place], gaussian_filter(np.asarray(IMAGE, float), (sigma, sigma, 0), mode="nearest"), 0.51, 0.3)
+            for place, sigma in ((0.5, 1.05), (1.0, 2))
+        ),
     ],
 )
 def test_each_operation_of_3_augment_is_deits(uniforms, expected, most, mean):
@@ -161,7 +163,7 @@ def test_each_operation_of_3_augment_is_deits(uniforms, expected, most, mean):
 
 
 def test_jitter_is_torchvisions_in_any_order():
-    """Within a level for each of the three roundings, of an image in which nothing is clipped."""
+    """Within a level for each of the three roundings, of an image in which nothing is clipped; clipping is at the end."""
     factors, soft = dict(brightness=0.9, contrast=0.8, saturation=1.2), IMAGE.point(lambda value: 70 + 0.4 * value)
     found = colored([0, 0, 1 / 3, 1 / 6, 5 / 6], three_augment=False, jitter=0.3, image=soft)
     for order in (list(factors), list(factors)[::-1]):
@@ -169,6 +171,8 @@ def test_jitter_is_torchvisions_in_any_order():
         for name in order:
             expected = getattr(tv, f"adjust_{name}")(expected, factors[name])
         assert np.abs(found - np.asarray(expected, float)).max() <= 3
+    clipped = colored([0, 0, 0.5, 1, 0.5], three_augment=False, jitter=0.3)
+    assert np.abs(clipped - np.asarray(tv.adjust_contrast(IMAGE, 1.3), float)).max() <= 1.01
 
 
 @pytest.mark.parametrize("center", [(0.5, 0.5), (0.0, 0.99), (0.31, 0.07)])

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from torchvision.datasets import Caltech101
 
 from caltech101_amp import task, train
 from caltech101_amp.task import open_split
@@ -35,7 +36,7 @@ def root(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(task, "IMAGES", len(NAMES) * PER_CATEGORY)
     task._open.cache_clear()
     noise = np.random.default_rng(0)
-    for label, name in enumerate((*NAMES, task.BACKGROUND)):
+    for label, name in enumerate((*NAMES, "BACKGROUND_Google")):
         (folder := tmp_path / "data" / task.FOLDER / name).mkdir(parents=True)
         for number in range(PER_CATEGORY):
             pixels = noise.integers(0, 80, (*noise.integers(20, 40, 2), 3), np.uint8)
@@ -54,16 +55,17 @@ def paths(split: FolderSplit) -> list[str]:
 
 def test_a_fifth_of_each_category_is_for_testing(root):
     train, test = open_at(root), open_at(root, "test")
-    assert (len(train), len(test), train.class_names) == (48, 12, list(NAMES))
-    for label, name in enumerate(NAMES):
-        members = [path for path in paths(test) if path.startswith(name)]
-        assert len(members) == 4
-        assert test.read(paths(test).index(members[0]))[1] == label
+    assert train.class_names == list(NAMES)
     # the same in every version of this project
-    assert paths(test)[:4] == [f"accordion/image_{number:04d}.jpg" for number in (4, 6, 11, 19)]
+    numbers = [(4, 6, 11, 19), (2, 3, 6, 17), (4, 5, 8, 12)]
+    held_out = [f"{name}/image_{i:04d}.jpg" for name, chosen in zip(NAMES, numbers, strict=True) for i in chosen]
+    assert paths(test) == held_out
+    assert paths(train) == sorted({f"{name}/image_{i:04d}.jpg" for name in NAMES for i in range(20)} - {*held_out})
+    assert [test.read(row)[1] for row in range(0, 12, 4)] == [0, 1, 2]
 
 
 def test_either_archive_is_unpacked(root, tmp_path, monkeypatch):
+    assert {task.URL, task.MD5} < {*Caltech101.download.__code__.co_consts}
     for name in ("tar", "zip"):
         (tmp_path / name).mkdir()
     tar_path, zip_path = tmp_path / "tar" / task.ARCHIVE, tmp_path / "zip" / task.OUTER_ARCHIVE
@@ -75,6 +77,7 @@ def test_either_archive_is_unpacked(root, tmp_path, monkeypatch):
     monkeypatch.setattr(task, "MD5", hashlib.md5(zip_path.read_bytes()).hexdigest())
     for name in ("tar", "zip"):
         assert len(open_at(tmp_path / name)) == 48
+    assert len(open_at(root / task.FOLDER)) == 48
     (tmp_path / task.OUTER_FOLDER).symlink_to(root)  # unpacked as it is, beside its archive
     assert len(open_at(tmp_path)) == 48
 

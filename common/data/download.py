@@ -24,7 +24,7 @@ def fetch(path: Path, archive: Path, url: str, md5: str, allow_download: bool, n
             return
         try:
             download_url(url, root, archive.name, md5)
-        except (OSError, RuntimeError) as error:  # of the network or the disk; of a wrong checksum
+        except Exception as error:  # of the network, the disk, the protocol or a wrong checksum
             raise UserError(
                 f"{url}: {first_line(error)}; rerun the command, or download the file to {archive}"
             ) from error

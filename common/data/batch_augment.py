@@ -17,8 +17,6 @@ from common.data.crops import CROP_UNIFORMS, RandomCrop
 from common.data.loader import Loader, to_device
 from common.data.sampler import COLORS, ERASING, TrainSampler, sample_uniforms
 
-LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as in Pillow
-SIGMA = (0.1, 2.0)
 RADIUS = 8  # of the blur's kernel: four times the largest sigma
 COLOR_UNIFORMS = 5
 # area and aspect ratio of the erased rectangle, as in torchvision and timm
@@ -42,7 +40,7 @@ def augment_colors(config: Mapping[str, Any], images: Tensor, uniforms: np.ndarr
     for number, change in enumerate((grey, solarise, blur) if config["THREE_AUGMENT"] else ()):
         (rows,) = np.nonzero(np.floor(3 * uniforms[:, 0]) == number)
         if len(rows):
-            place, sigmas = to_device(rows, images.device), SIGMA[0] + (SIGMA[1] - SIGMA[0]) * uniforms[rows, 1]
+            place, sigmas = to_device(rows, images.device), 0.1 + 1.9 * uniforms[rows, 1]
             pixels[place] = change(pixels[place], sigmas)
     if jitter := config["COLOR_JITTER"]:
         factors = to_device((1 + jitter * (2 * uniforms[:, 2:] - 1)).astype(np.float32), images.device)
@@ -79,9 +77,9 @@ def adjust(pixels: Tensor, brightness: Tensor, contrast: Tensor, saturation: Ten
 
 
 def luma(pixels: Tensor) -> Tensor:
-    """Return the rounded luma [B, 1, Y, X]."""
+    """Return the rounded luma of ITU-R 601 [B, 1, Y, X], as Pillow."""
     red, green, blue = pixels.split(1, dim=1)
-    return (LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue).round_()
+    return (0.299 * red + 0.587 * green + 0.114 * blue).round_()
 
 
 def erase(config: Mapping[str, Any], images: Tensor, uniforms: np.ndarray) -> None:

@@ -163,7 +163,7 @@ def test_each_operation_of_3_augment_is_deits(uniforms, expected, most, mean):
 
 
 def test_jitter_is_torchvisions_in_any_order():
-    """Within a level for each of the three roundings, of an image in which nothing is clipped; clipping is at the end."""
+    """Within a level for each of the three roundings, of an image in which nothing is clipped. Clipping comes last."""
     factors, soft = dict(brightness=0.9, contrast=0.8, saturation=1.2), IMAGE.point(lambda value: 70 + 0.4 * value)
     found = colored([0, 0, 1 / 3, 1 / 6, 5 / 6], three_augment=False, jitter=0.3, image=soft)
     for order in (list(factors), list(factors)[::-1]):

@@ -106,7 +106,7 @@ class CenterCrop:
     short_side: int
     interpolation: str = "bilinear"
 
-    def __call__(self, heights: np.ndarray, widths: np.ndarray, uniforms: np.ndarray | None = None) -> Crops:
+    def __call__(self, heights: np.ndarray, widths: np.ndarray, uniforms: np.ndarray) -> Crops:
         """Return the crops of images of those sizes, int [B]; nothing is random in them."""
         shape = np.stack([heights, widths], axis=1).astype(np.int64)
         resized = _resized(shape, self.short_side)

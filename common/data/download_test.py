@@ -43,8 +43,8 @@ def test_what_cannot_be_unpacked_leaves_nothing(tmp_path):
 
 def test_four_processes_download_and_unpack_once(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    source = write_tar(tmp_path / "archive.tar.gz", "deep/data/one")
-    md5, folder, archive = hashlib.md5(source.read_bytes()).hexdigest(), tmp_path / "new/deep/data", tmp_path / "new/a.tgz"
+    source = write_tar(tmp_path / "archive.tar.gz", "a/data/one")
+    md5, folder, archive = hashlib.md5(source.read_bytes()).hexdigest(), tmp_path / "new/a/data", tmp_path / "new/a.tgz"
     with HTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as http:
         threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         url = f"http://127.0.0.1:{http.server_port}/archive.tar.gz"

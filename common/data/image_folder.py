@@ -241,12 +241,8 @@ class BadImages:
     """
 
     def __init__(self, samples: float) -> None:
-        self.samples, self.count = samples, 0
+        self.samples, self.count = samples, 0  # the count is of a pass
         self._named: set[str] = set()
-
-    def start_pass(self) -> None:
-        """Count from 0 again, without naming images twice."""
-        self.count = 0
 
     def add(self, messages: Iterable[str]) -> None:
         """Count the skipped images of a batch, given a message for each."""

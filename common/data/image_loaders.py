@@ -76,7 +76,7 @@ class TorchvisionReader:
 
     def read(self, draws: Iterator[Draw]) -> Generator[Batch, None, None]:
         """Yield the batch of each draw, in order."""
-        self._bad.start_pass()
+        self._bad.count = 0
         self._pool.start()
         return prefetch(self._read(draws), self.device)
 

@@ -95,8 +95,8 @@ def prefetch(batches: Generator[Batch, None, None], device: torch.device) -> Gen
     if device.type == "cpu":
         yield from batches
         return
-    stream, training = _loading_stream(device), torch.cuda.current_stream(device)
-    stream.wait_stream(training)  # on which the inputs were made
+    stream = _loading_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))  # on which the inputs were made
 
     def load() -> tuple[Batch, Any] | None:
         # a thread begins on GPU 0, where restoring its stream would open a context: 0.5 GB a rank

@@ -162,13 +162,13 @@ def build_train_loader(
     ``sampling`` are ``dp_rank``, ``dp_size``, ``seed`` and ``blocks`` of `TrainSampler`.
     """
     augment, uniforms = None, CROP_UNIFORMS
-    if data["randaugment"] is not None:
+    if randaugment := data["randaugment"]:
         from common.data.auto_augment import RandAugment, TimmRandAugment  # torchvision takes a second to import
 
-        if isinstance(data["randaugment"], str):
-            augment = TimmRandAugment(data["randaugment"], data["mean"], data["interpolation"])
+        if isinstance(randaugment, str):
+            augment = TimmRandAugment(randaugment, data["mean"], data["interpolation"])
         else:
-            augment = RandAugment(*data["randaugment"])
+            augment = RandAugment(*randaugment)
         uniforms += augment.uniforms
     sampling |= dict(uniforms=uniforms, repeats=data["repeats"], window=data["window"])
     sampler = TrainSampler(len(images), total_batch, micro_batch, **sampling)

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import islice
 from multiprocessing.process import BaseProcess
 from signal import SIGTERM
 from typing import Any, NamedTuple, Protocol
@@ -116,13 +115,12 @@ class WorkerPool:
         assert self._pool
         pending: deque[Future[Any]] = deque()
         try:
-            for task in islice(tasks, AHEAD * self.workers):
+            for task in tasks:
                 pending.append(self._pool.submit(_call, task))
+                if len(pending) > AHEAD * self.workers:
+                    yield pending.popleft().result()
             while pending:
-                result = pending.popleft().result()
-                for task in islice(tasks, 1):
-                    pending.append(self._pool.submit(_call, task))
-                yield result
+                yield pending.popleft().result()
         except BrokenProcessPool as error:
             for process in self._processes:
                 process.join(1)  # a worker's pipe closes before its status is there

@@ -74,11 +74,9 @@ def test_either_archive_is_unpacked(root, tmp_path, monkeypatch):
         container.write(tar_path, f"{task.OUTER_FOLDER}/{task.ARCHIVE}")
     (tmp_path / "zip" / task.OUTER_FOLDER).mkdir()  # what is left when a damaged tar in it is removed
     monkeypatch.setattr(task, "MD5", hashlib.md5(zip_path.read_bytes()).hexdigest())
-    for name in ("tar", "zip"):
-        assert len(open_at(tmp_path / name)) == 48
-    assert len(open_at(root / task.FOLDER)) == 48
     (tmp_path / task.OUTER_FOLDER).symlink_to(root)  # unpacked as it is, beside its archive
-    assert len(open_at(tmp_path)) == 48
+    places = (root, root / task.FOLDER, tmp_path / "tar", tmp_path / "zip", tmp_path)
+    assert len({open_at(place).fingerprint for place in places}) == 1
 
 
 @pytest.mark.parametrize(

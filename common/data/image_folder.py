@@ -170,9 +170,8 @@ class FolderSplit:
 
     def read(self, index: int) -> tuple[bytes, int]:
         """Return ``(content of the file, label)`` of one image."""
-        path = self.path(index)
         try:
-            return read_bytes(path, MAX_BYTES), int(self._labels[index])
+            return read_bytes(self.path(index), MAX_BYTES), int(self._labels[index])
         except UserError as error:
             raise UserError(f"{error}; remove or replace this image") from error
 

@@ -181,6 +181,12 @@ def test_bad_images_are_left_out_of_evaluation_and_named_once(folder, corrupt, m
     assert capsys.readouterr().err.splitlines() == lines[:named]
 
 
+def test_a_fingerprint_is_of_paths_labels_and_class_names(tmp_path):
+    lists = [("1", 0), ("2", 1)], [("1", 1), ("2", 0)], [("1", 0), ("3", 1)]
+    found = {FolderSplit(tmp_path, names, files).fingerprint for names in ("ab", "ac") for files in lists}
+    assert len(found) == 6
+
+
 def test_more_bad_images_than_allowed_stop_the_pass(corrupt):
     split = open_folder(corrupt, "train")
     words = "2 of the 10 images that this process reads in a pass are bad, more than 1%"

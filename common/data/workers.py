@@ -55,17 +55,13 @@ class RecordReader:
         """Yield each draw and the records of its samples, without padding, in order."""
         held: dict[int, Future[Sequence[Record]]] = {}  # spans, by their first record
         pending: deque[_Pending] = deque()
-        try:
-            for draw in draws:
-                pending.append(self._begin(draw, held))
-                nbytes = sum(each.nbytes for each in pending)
-                if len(pending) > DRAWS_AHEAD and (nbytes > BYTES_AHEAD or len(pending) > MOST_DRAWS_AHEAD):
-                    yield _finish(pending.popleft())
-            while pending:
+        for draw in draws:
+            pending.append(self._begin(draw, held))
+            nbytes = sum(each.nbytes for each in pending)
+            if len(pending) > DRAWS_AHEAD and (nbytes > BYTES_AHEAD or len(pending) > MOST_DRAWS_AHEAD):
                 yield _finish(pending.popleft())
-        finally:
-            for future in {future for each in pending for future, _ in each.places}:
-                future.cancel()
+        while pending:
+            yield _finish(pending.popleft())
 
     def close(self) -> None:
         """End the threads."""

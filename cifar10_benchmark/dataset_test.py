@@ -74,18 +74,19 @@ def test_a_file_that_is_not_cifars_is_not_unpickled(root, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Three classes of images; one is grey."""
+    """Three classes of images; two are grey, one of which has a damaged EXIF block."""
     for split in ("train", "test"):
         write_colours(tmp_path / split, 6, 8, 8)
-    Image.new("L", (8, 8), 99).save(tmp_path / "train" / "b" / "grey.bmp")
+    for name in ("grey.bmp", "grey.png"):
+        Image.new("L", (8, 8), 99).save(tmp_path / "train" / "b" / name, exif=b"garbage!")
     return tmp_path
 
 
 def test_reads_a_folder_of_images(folder, tmp_path_factory):
     images = open_at(folder)
     data = load_config("vit_lite_vanilla", [f"DATA.root={folder}"])["DATA"]
-    assert describe_data(data) == DataSummary(7, 6, 3, images.fingerprint, class_names=["b", "g", "r"])
-    assert images.train.labels.tolist() == [0, 0, 0, 1, 1, 2, 2]
+    assert describe_data(data) == DataSummary(8, 6, 3, images.fingerprint, class_names=["b", "g", "r"])
+    assert images.train.labels.tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
     copy = shutil.copytree(folder, tmp_path_factory.mktemp("other") / "copy")
     assert open_at(copy).fingerprint == images.fingerprint
     (copy / "test" / "r" / "0.png").rename(copy / "test" / "g" / "0.png")

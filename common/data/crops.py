@@ -6,7 +6,7 @@ processes, produce the same ones.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ TRIES = 10
 CROP_UNIFORMS = 2 * TRIES + 3
 MARGIN = 2
 REFLECTED = 4  # pixels on each side of the simple random crop
-NO_UNIFORMS = np.empty((1, 0))
 
 
 class Crops(NamedTuple):
@@ -149,8 +148,8 @@ def _crops(
 Crop = RandomCrop | SimpleCrop | CenterCrop
 
 
-def crop_image(image: np.ndarray, crop: Crop, size: int, uniforms: np.ndarray = NO_UNIFORMS) -> np.ndarray:
-    """Return the crop of an image, uint8 [Y, X, 3], as [``size``, ``size``, 3]; ``uniforms`` is [1, K]."""
+def crop_image(image: np.ndarray, crop: Crop, size: int, uniforms: Any = None) -> np.ndarray:
+    """Return the crop of an image, uint8 [Y, X, 3], as [``size``, ``size``, 3], by ``uniforms`` [1, K]."""
     crops = crop(np.array([image.shape[0]]), np.array([image.shape[1]]), uniforms)
     top, left, height, width = *crops.start[0].tolist(), *crops.shape[0].tolist()
     return resample(image[top : top + height, left : left + width], crops, 0, size, crop.interpolation)

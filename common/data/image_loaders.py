@@ -7,7 +7,7 @@ and flips, and the same pixels to within rounding.
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,12 +17,9 @@ from common.data.crops import CROP_UNIFORMS, CenterCrop, Crop, Normalizer, Rando
 from common.data.image_folder import BadImages, decode_image, reason_of
 from common.data.loader import Batch, BatchReader, Loader, prefetch, to_device
 from common.data.sampler import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
-from common.data.workers import Record, RecordReader, RecordSource, WorkerPool
+from common.data.workers import Record, RecordReader, WorkerPool
 from common.errors import UserError
 from common.hardware import rank_cores
-
-if TYPE_CHECKING:
-    from common.data.auto_augment import Policy, TimmRandAugment
 
 # keys of DATA for small images, which are held in memory
 UNUSED = ("crop_padding", "autoaugment")
@@ -46,11 +43,11 @@ class ImageSplit(Protocol):
 class TorchvisionReader:
     """Read draws of a split as normalised images, float32 [B, 3, size, size], and labels, int64 [B], on ``device``.
 
-    ``mean`` and ``std`` are of RGB values from 0 to 1. ``crop`` takes the first numbers of a draw, ``augment`` the
-    last. Whole batches are made by ``workers`` processes, or in this one if 0; of draws with spans, each of which is
-    read once, the workers only decode. Rows of padding, and of images that cannot be read, are zeros with label -100.
-    The latter are named on stderr; more than `MAX_BAD_SHARE` of what one of ``dp_size`` processes reads in a pass
-    raises `UserError`, and so does a worker that dies.
+    ``mean`` and ``std`` are of RGB values from 0 to 1. ``crop`` takes the first numbers of a draw, ``augment``, a
+    `Policy` or `TimmRandAugment`, the last. Whole batches are made by ``workers`` processes, or in this one if 0; of
+    draws with spans, each of which is read once, the workers only decode. Rows of padding, and of images that cannot
+    be read, are zeros with label -100. The latter are named on stderr; more than `MAX_BAD_SHARE` of what one of
+    ``dp_size`` processes reads in a pass raises `UserError`, and so does a worker that dies.
     """
 
     def __init__(
@@ -65,11 +62,11 @@ class TorchvisionReader:
         device: torch.device,
         batch: int = 0,
         dp_size: int = 1,
-        augment: "Policy | TimmRandAugment | None" = None,
+        augment: Any = None,
     ) -> None:
         del batch  # its largest draw, for other readers
         self.device = device
-        self._records = RecordReader(cast(RecordSource, split))  # called for draws with spans only
+        self._records = RecordReader(split)  # pyright: ignore[reportArgumentType]  # called for draws with spans only
         self._bad = BadImages(len(split) / dp_size)
         self._normalize = Normalizer(mean, std, device)
         self._pool = WorkerPool(partial(_decode_draw, split, crop, size, augment), workers)
@@ -109,7 +106,7 @@ def _decode_draw(
     split: ImageSplit,
     crop: Crop,
     size: int,
-    augment: "Policy | TimmRandAugment | None",
+    augment: Any,
     task: tuple[Draw, list[Record] | None],
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Return images, uint8 [B, size, size, 3], labels, int64 [B], and a message for each that cannot be read.

@@ -58,7 +58,6 @@ class Loader:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Resume from a position; between optimizer steps it may be from a run with another number of processes."""
-        self._pass.close()
         done = state["samples"] // self.sampler.stride
         # beyond the end: the data set has shrunk since
         self._next_pass = self._position = (state["epoch"], done) if done < len(self) else (state["epoch"] + 1, 0)

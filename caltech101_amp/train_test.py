@@ -65,6 +65,9 @@ def test_a_fifth_of_each_category_is_for_testing(root):
 
 def test_either_archive_is_unpacked(root, tmp_path, monkeypatch):
     assert {task.URL, task.MD5} < {*Caltech101.download.__code__.co_consts}
+    for key in ("crop_padding", "window", "loader"):
+        with pytest.raises(UserError, match=f"DATA.{key}=9 has no effect"):
+            task.describe_data({key: 9})
     for name in ("tar", "zip"):
         (tmp_path / name).mkdir()
     tar_path, zip_path = tmp_path / "tar" / task.ARCHIVE, tmp_path / "zip" / task.OUTER_ARCHIVE

@@ -21,8 +21,6 @@ DRAWS = 4000
 def test_crops_are_distributed_as_those_of_torchvision(height, width):
     uniforms = sample_uniforms(seed=0, epoch=0, step=0, row=0, rows=DRAWS, count=CROP_UNIFORMS)
     crops = RandomCrop()(np.full(DRAWS, height), np.full(DRAWS, width), uniforms)
-    assert (crops.start >= 0).all()
-    assert (crops.start + crops.shape <= [height, width]).all()
     (top, left), (h, w) = crops.start.T.astype(float), crops.shape.T.astype(float)
     torch.manual_seed(0)
     image = torch.empty(1, height, width)

@@ -66,7 +66,7 @@ class TorchvisionReader:
     ) -> None:
         del batch  # its largest draw, for other readers
         self.device = device
-        self._records = RecordReader(split)  # pyright: ignore[reportArgumentType]  # called for draws with spans only
+        self._records = RecordReader(split)  # called for draws with spans only
         self._bad = BadImages(len(split) / dp_size)
         self._normalize = Normalizer(mean, std, device)
         self._pool = WorkerPool(partial(_decode_draw, split, crop, size, augment), workers)

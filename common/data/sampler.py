@@ -11,6 +11,7 @@ some streams belong to two. The number of streams depends on the data set and th
 """
 
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ class Stream(NamedTuple):
     spans: np.ndarray  # int64 [S, 2]: first record, and the one after the last
 
 
+@dataclass
 class TrainSampler:
     """Deal out each epoch's order of the samples as micro-batches of one data-parallel rank.
 
@@ -60,25 +62,21 @@ class TrainSampler:
     records, one of streams of blocks: each stream has consecutive rows of the batch.
     """
 
-    def __init__(
-        self,
-        samples: int,
-        global_batch: int,
-        micro_batch: int,
-        *,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        seed: int = 0,
-        uniforms: int = 0,
-        repeats: int = 1,
-        blocks: np.ndarray | None = None,
-        window: int = 1,
-    ) -> None:
-        self.samples, self.global_batch, self.micro_batch = samples, global_batch, micro_batch
-        self.dp_rank, self.dp_size, self.seed, self.uniforms = dp_rank, dp_size, seed, uniforms
-        self.repeats, self.blocks, self.window = repeats, blocks, window
-        self.stride = micro_batch * dp_size  # samples that one micro-batch takes over all ranks
-        self.accumulation = global_batch // self.stride
+    samples: int
+    global_batch: int
+    micro_batch: int
+    _: KW_ONLY
+    dp_rank: int = 0
+    dp_size: int = 1
+    seed: int = 0
+    uniforms: int = 0
+    repeats: int = 1
+    blocks: np.ndarray | None = None
+    window: int = 1
+
+    def __post_init__(self) -> None:
+        self.stride = self.micro_batch * self.dp_size  # samples that one micro-batch takes over all ranks
+        self.accumulation = self.global_batch // self.stride
 
     def __len__(self) -> int:
         """Return the micro-batches in an epoch."""
@@ -129,17 +127,22 @@ class TrainSampler:
         return shuffle_stream(cut_stream(self.blocks, order, start, length), self.window, words)
 
 
+@dataclass
 class EvalSampler:
     """Deal out consecutive samples to each rank, every sample exactly once, as many batches to each.
 
     `PADDING` fills the last ones. ``blocks`` is as for `TrainSampler`.
     """
 
-    def __init__(
-        self, samples: int, batch: int, *, dp_rank: int = 0, dp_size: int = 1, blocks: np.ndarray | None = None
-    ) -> None:
-        self.samples, self.batch, self.dp_rank, self.dp_size = samples, batch, dp_rank, dp_size
-        self.blocks, self.stride = blocks, batch * dp_size
+    samples: int
+    batch: int
+    _: KW_ONLY
+    dp_rank: int = 0
+    dp_size: int = 1
+    blocks: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        self.stride = self.batch * self.dp_size
 
     def __len__(self) -> int:
         """Return the batches of each rank."""

@@ -45,9 +45,6 @@ class ConstantReader:
             labels = torch.from_numpy(draw.indices)
             yield labels.float()[:, None, None, None].expand(-1, 3, SIDE, SIDE) + 1, labels
 
-    def close(self) -> None:
-        pass
-
 
 def build(dp_rank: int = 0, dp_size: int = 2, micro_batch: int = 4, **config: Any) -> BatchAugment:
     sampler = TrainSampler(48, global_batch=16, micro_batch=micro_batch, dp_rank=dp_rank, dp_size=dp_size, seed=1)

@@ -140,8 +140,7 @@ def split_by_class(files: Files, share: float, seed: int) -> tuple[Files, Files]
     by_class = defaultdict(list)
     for file in files:
         by_class[file[1]].append(file)
-    kept: Files = []
-    held_out: Files = []
+    kept, held_out = [], []
     for label, members in by_class.items():
         random.Random(f"{seed}/{label}").shuffle(members)
         number = min(round(share * len(members)), len(members) - 1)

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.process import BaseProcess
 from signal import SIGTERM
 from typing import Any, NamedTuple
 
@@ -93,8 +92,7 @@ class WorkerPool:
 
     def __init__(self, function: Callable[[Any], Any], workers: int) -> None:
         self.function, self.workers = function, workers
-        self._pool: ProcessPoolExecutor | None = None
-        self._processes: list[BaseProcess] = []
+        self._pool, self._processes = None, []
 
     def map(self, tasks: Iterator[Any]) -> Iterator[Any]:
         """Yield the result of each task, in order, once the workers are there."""
@@ -131,9 +129,8 @@ class WorkerPool:
         """End the workers."""
         for process in self._processes:
             process.kill()
-        if self._pool is not None:
+        if self._pool:
             self._pool.shutdown(cancel_futures=True)
-            self._pool = None
 
 
 _function: Callable[[Any], Any]  # of a worker

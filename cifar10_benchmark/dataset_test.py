@@ -90,8 +90,8 @@ def test_reads_a_folder_of_images(folder, tmp_path_factory):
     assert images.train.labels.tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
     copy = shutil.copytree(folder, tmp_path_factory.mktemp("other") / "copy")
     assert open_at(copy).fingerprint == images.fingerprint
-    changed = images._replace(train=images.test), images._replace(test=images.train)
-    assert len({each.fingerprint for each in (images, *changed)}) == 3
+    assert images._replace(train=images.test).fingerprint != images.fingerprint
+    assert images._replace(test=images.train).fingerprint != images.fingerprint
 
 
 @pytest.mark.parametrize(

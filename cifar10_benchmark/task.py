@@ -72,7 +72,6 @@ def build_eval_loader(
 
 def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
     """Return the transform from an image of any size to the data set's size."""
-    del data
     return CenterCrop(image_size, short_side=image_size)
 
 

@@ -240,7 +240,7 @@ class BadImages:
 
     def __init__(self, samples: float) -> None:
         self.samples, self.count = samples, 0  # the count is of a pass
-        self._named: set[str] = set()
+        self._named = set()
 
     def add(self, messages: Iterable[str]) -> None:
         """Count the skipped images of a batch, given a message for each."""

@@ -60,11 +60,10 @@ class TorchvisionReader:
         std: Sequence[float],
         workers: int,
         device: torch.device,
-        batch: int = 0,
+        batch: int = 0,  # its largest draw, for other readers
         dp_size: int = 1,
         augment: Any = None,
     ) -> None:
-        del batch  # its largest draw, for other readers
         self.device = device
         self._records = RecordReader(split)  # called for draws with spans only
         self._bad = BadImages(len(split) / dp_size)

@@ -150,7 +150,6 @@ class EvalSampler:
 
     def draws(self, epoch: int, start: int = 0) -> Iterator[Draw]:
         """Yield the batches from number ``start`` on, the same in every epoch."""
-        del epoch
         share = len(self) * self.batch
         first, end = (min(rank * share, self.samples) for rank in (self.dp_rank, self.dp_rank + 1))
         for number in range(start, len(self)):

@@ -15,8 +15,8 @@ from common.errors import AgreedError, UserError, printable
 from common.launch.detect import gather
 
 NEVER, AUTO = "never", "auto"
-# The position in the data and the optimizer's state depend on these: they never change within a run.
-FIXED = ("TOTAL_BATCH_SIZE", "SEED", "OPTIMIZER.name")
+# The position in the data and the optimizer's state depend on these, and a checkpoint replaces the weights of INIT.
+FIXED = ("TOTAL_BATCH_SIZE", "SEED", "OPTIMIZER.name", "INIT")
 # These say where, how fast and how often, not what is trained: they may change at every start.
 HARMLESS = (
     *("BATCH_SIZE", "CHECKPOINT_EVERY", "COMPILE", "DATA.download"),

@@ -169,7 +169,7 @@ LOGGERS: dict[str, Callable[[Path, int, int], Any]] = {"tensorboard": TensorBoar
 def _select(metrics: Metrics) -> dict[str, float]:
     """Return the numbers as ``{"<kind>/<name>": value}``, without the size of the evaluation set."""
     kind, left_out = metrics["kind"], (*WHEN, "samples")
-    return {f"{kind}/{name}": value for name, value in metrics.items() if name not in left_out and value is not None}
+    return {f"{kind}/{name}": value for name, value in metrics.items() if name not in left_out}
 
 
 class ProgressBar:
@@ -185,7 +185,7 @@ class ProgressBar:
         if sys.stderr.isatty():
             short = "{percentage:.0f}% {n_fmt}/{total_fmt} {remaining} left{postfix}"  # no bar, no steps/s
             options = dict(mininterval=0.5, dynamic_ncols=True, bar_format=short)
-        self.bar = tqdm(total=total_steps, initial=min(start, total_steps), unit="step", maxinterval=60, **options)
+        self.bar = tqdm(total=total_steps, initial=start, unit="step", maxinterval=60, **options)
         self.shown: dict[str, str] = {}
 
     def step(self, loss: float | None = None) -> None:

@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -84,66 +85,79 @@ def test_a_logger_that_fails_is_dropped_with_one_warning(capsys):
 def test_curves_are_pictures_also_with_a_gap_and_not_drawn_often(tmp_path, monkeypatch):
     figures, save = [], curves.save_figure
     monkeypatch.setattr(curves, "save_figure", lambda figure, path: figures.append(figure) or save(figure, path))
-    write(tmp_path, TRAIN, TRAIN | {"loss": float("inf"), "step": 3}, EVAL)
-    logger = curves.Curves(tmp_path)
-    logger(EVAL)
-    monkeypatch.setattr(curves, "DRAWING_EVERY", 0.0)
-    logger(TRAIN)
-    assert figures == []
-    logger(EVAL)
+    (run := tmp_path / "run").mkdir()
+    (run / "config.json").write_text('{"config": {"BCE_THRESHOLD": 0.0, "MIXUP": 0.0, "CUTMIX": 1.0}}')
+    write(run, TRAIN, TRAIN | {"loss": float("inf"), "step": 3}, EVAL)
+    monkeypatch.setattr(curves, "time", clock := SimpleNamespace(perf_counter=lambda: clock.now, now=0.0))
+    logger, counts, drawn = curves.Curves(run), [], []
+    for clock.now, record in ((99.0, EVAL), (100.0, TRAIN), (100.0, EVAL), (199.0, TRAIN), (199.0, EVAL)):
+        logger(record)
+        counts.append(len(figures))
+    assert counts == [0, 0, 2, 2, 2]
     logger.close()
-    drawn = [[line.get_xydata().tolist() for line in figure.axes[0].lines] for figure in figures]
-    assert str(drawn) == "[[[[2.0, 2.0], [3.0, nan]], [[4.0, 1.5]]], [[[4.0, 25.0]], [[4.0, 50.0]]]]"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["acc.jpeg", "loss.jpeg", "metrics.jsonl"]
-    for name in ("loss.jpeg", "acc.jpeg"):
-        with Image.open(tmp_path / name) as picture:
-            assert picture.format == "JPEG"
-            assert picture.size == (960, 600)
-            assert len(picture.getcolors(2**24)) > 50  # lines, not an empty page
+    logger.close()
+    for axes in (figure.axes[0] for figure in figures[2:]):
+        drawn.append([axes.get_xlabel(), axes.get_ylabel(), axes.get_title("right")])
+        drawn[-1] += [text.get_text() for text in axes.get_legend().get_texts()]
+        drawn[-1] += [[line.get_marker(), line.get_alpha(), line.get_xydata().tolist()] for line in axes.lines]
+    loss = "'loss', 'run', 'training: binary cross-entropy, cutmix 1.0', 'evaluation: cross-entropy', "
+    loss += "['None', 0.45, [[2.0, 2.0], [3.0, nan]]], ['o', 1.0, [[4.0, 1.5]]]"
+    accuracy = "'accuracy (%)', 'run', 'top-1', 'top-5', ['o', 1.0, [[4.0, 25.0]]], ['s', 1.0, [[4.0, 50.0]]]"
+    assert str(drawn) == f"[['optimizer step', {loss}], ['optimizer step', {accuracy}]]"
+    assert sorted(path.name for path in run.iterdir()) == ["acc.jpeg", "config.json", "loss.jpeg", "metrics.jsonl"]
+    with Image.open(run / "acc.jpeg") as picture:
+        assert (picture.format, picture.size) == ("JPEG", (960, 600))
 
 
 def test_all_metrics_fit_in_a_terminal_of_80_columns(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loggers.sys.stderr, "isatty", lambda: True)
-    progress = ProgressBar(tmp_path, 0, 28000)
+    progress = ProgressBar(tmp_path, 7000, 28000)
     progress.bar.dynamic_ncols = lambda file: (80, 24)
     progress.step(loss=2.5)
     assert "loss=2.5000" in str(progress.bar)
     progress(TRAIN | {"loss": 6.90775, "samples_per_s": 10480.0, "skipped": 12})
     progress(EVAL)
     progress.bar.n, progress.bar.start_t = 14000, progress.bar.start_t - 10 * 3600
-    words = r"50% 14000/28000 10:00:0\d left, loss=6.9078, img/s=10,480, skipped=12, top1=0.250"
+    words = r"50% 14000/28000 20:00:0\d left, loss=6.9078, img/s=10,480, skipped=12, top1=0.250"
     assert re.fullmatch(words, str(progress.bar))
     progress.close()
 
 
 def test_progress_is_whole_lines_where_stderr_is_no_terminal(tmp_path, capsys):
-    progress = ProgressBar(tmp_path, 0, 1)
-    progress.step(loss=2.5)
+    progress = ProgressBar(tmp_path, 0, 2)
+    for _ in range(2):
+        progress.bar.last_print_t -= 20  # seconds
+        progress.step(loss=2.5)
     progress(TRAIN)
     progress(EVAL)
     progress.close()
     out, err = capsys.readouterr()
     assert out == "epoch 1: top1 0.2500, top5 0.5000, loss 1.5000 on 8 images\n"
     assert "\r" not in err
-    assert re.search("1/1 .*loss=2.0000, img/s=10, top1=0.250", err.splitlines()[-1])
+    start, after_40_s, end = err.splitlines()
+    assert re.search(r" 0/2 .* 2/2 \[.* .*step.*, loss=2.5000\]", start + after_40_s)
+    assert re.search(r" 2/2 \[.*, loss=2.0000, img/s=10, top1=0.250\]", end)
 
 
 def test_tensorboard_reads_every_metric_and_the_config_once(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"config": {"MODEL": {"depth": 2}, "INIT": None}}))
-    for start in (0, 2):  # the first ends before the last step
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"MODEL": {"depth": 2}, "INIT": None, "EMA": 0.5}}))
+    interrupted = [TRAIN, EVAL | {"step": 2}, TRAIN | {"step": 3}]  # after its checkpoint of step 2
+    for start, records in ((0, interrupted), (2, [EVAL])):
         for logger in loggers.open_loggers(tmp_path, start, 4, tensorboard=True, trackers=[]):
-            logger(EVAL if start else TRAIN)
+            for record in records:
+                logger(record)
             logger.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     shown = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     both = [("train", "loss", 2.0), ("train", "samples_per_s", 10.0), ("train", "skipped", 0.0)]
     both += [("eval", "loss", 1.5), ("eval", "top1", 0.25), ("eval", "top5", 0.5)]
-    assert shown == {f"{kind}/{name}": [(4 if kind == "eval" else 2, value)] for kind, name, value in both} | {
+    steps = {"train": [2], "eval": [2, 4]}
+    assert shown == {f"{kind}/{name}": [(step, value) for step in steps[kind]] for kind, name, value in both} | {
         "final/top1": [(0, 0.25)],
         "final/loss": [(0, 1.5)],
     }
     (about,) = [about for tag, about in events.PluginTagToContent("hparams").items() if "session_start" in tag]
-    assert b"MODEL.depth" in about
+    assert [text in about for text in (b"MODEL.depth", b"None", b"0.5")] == [True, True, False]  # that is a number
 
 
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):

@@ -93,7 +93,7 @@ class CheckpointHook(BaseHook):
             return
         stopping, is_due = self._agree(trainer.step)
         trainer.stopping |= stopping
-        if is_due and not trainer.stopping:
+        if is_due:
             self._save(trainer)
 
     def after_test_iter(self, trainer: Trainer, *_: Any) -> None:

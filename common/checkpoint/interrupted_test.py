@@ -3,7 +3,6 @@
 import errno
 import itertools
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from common.checkpoint import save
-from common.checkpoint.content import MARKER
 from common.checkpoint.hook import CheckpointHook
 from common.checkpoint.save import list_checkpoints
 from common.testing import tiny_task
@@ -117,24 +115,12 @@ def test_a_full_disk(data, whole, tmp_path):
     assert f"resuming from {first}\n" in rerun(data, tmp_path / "run", whole).stdout
 
 
-@pytest.fixture(scope="module")
-def stopped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("stopped") / "run"
-    run(data, output, at(CheckpointHook, "after_train_iter", 8, send(signal.SIGTERM)))
-    return output
-
-
-def flip_a_bit(file: Path) -> None:
-    content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-
-
-@pytest.mark.parametrize("damage", [flip_a_bit, Path.unlink])
-def test_a_damaged_checkpoint(damage, stopped, data, whole, tmp_path):
-    output = shutil.copytree(stopped, tmp_path / "run", symlinks=True)
-    newest, before = list_checkpoints(output / "checkpoints")[:2]
-    damage(newest / (MARKER if damage is Path.unlink else "optimizer.safetensors"))
-    ended = rerun(data, output, whole)
+def test_a_damaged_checkpoint(data, whole, tmp_path):
+    run(data, tmp_path / "run", at(CheckpointHook, "after_train_iter", 8, send(signal.SIGTERM)))
+    newest, before = list_checkpoints(tmp_path / "run" / "checkpoints")[:2]
+    content = (newest / "optimizer.safetensors").read_bytes()
+    (newest / "optimizer.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    ended = rerun(data, tmp_path / "run", whole)
     assert f"resuming from {before}\n" in ended.stdout
     reason = "cannot be resumed (optimizer.safetensors has changed since it was written) and is skipped"
-    assert (f"warning: {newest} {reason}\n" in ended.stderr) == (damage is not Path.unlink)
+    assert f"warning: {newest} {reason}\n" in ended.stderr

@@ -202,7 +202,7 @@ def fit_pretrained(model: nn.Module, source: str) -> tuple[dict[str, Tensor], st
     if is_plain:
         _check_shape(source, weights, {**known, "heads": heads}, model)
         notes = [] if heads else [f"MODEL.heads={_heads(model)}, which the weights do not tell"]
-    fits = (_fit_head, _fit_position) if is_plain else (_fit_timm,)
+    fits = (_fit_timm, _fit_position) if is_plain else (_fit_timm,)
     notes += [note for fit in fits if (note := fit(weights, model))]
     check_architecture(Path(source), weights, model)
     return weights, "; ".join([f"starting from the weights of {source}{chosen and f' ({chosen})'}", *notes])
@@ -222,8 +222,10 @@ def _fit_timm(weights: dict[str, Tensor], model: Any) -> str | None:
     own = {name: p.detach() for name, p in model.named_parameters() if name.rpartition(".")[0] in model.head_names}
     if all(name in weights and weights[name].shape == p.shape for name, p in own.items()):
         return None
+    name = f"{model.head_names[0]}.weight"
+    saved = weights.get(name)
     weights |= own
-    return f"a new head of {len(model.get_submodule(model.head_names[0]).weight)} classes"
+    return f"a new head of {len(own[name])} classes" + (f", not its {len(saved)}" if saved is not None else "")
 
 
 def _check_shape(source: str, weights: Mapping[str, Tensor], known: Mapping[str, Any], model: Any) -> None:
@@ -241,15 +243,6 @@ def _check_shape(source: str, weights: Mapping[str, Tensor], known: Mapping[str,
             f"INIT={source}: its model differs from {', '.join(f'MODEL.{key}={own[key]}' for key in differing)}: "
             f"{fitting} fits, or start from other weights"
         )
-
-
-def _fit_head(weights: dict[str, Tensor], model: Any) -> str | None:
-    """Put the head of ``model`` in place of one for another number of classes."""
-    saved, classes = weights.get("head.bias"), len(model.head.bias)
-    if saved is not None and len(saved) == classes:
-        return None
-    weights |= {f"head.{name}": parameter.detach() for name, parameter in model.head.named_parameters()}
-    return f"a new head of {classes} classes" + (f", not its {len(saved)}" if saved is not None else "")
 
 
 def _fit_position(weights: dict[str, Tensor], model: Any) -> str | None:

@@ -128,7 +128,7 @@ def test_a_model_of_ours_that_is_not_timms_starts_from_its_own_weights(data, tmp
     run = open_run(str(output))
     model = build_model(**run.config["MODEL"] | {"num_classes": 9})
     assert export.describe_for_timm(run, model)["architecture"] == "none"
-    assert fit_pretrained(model, str(output))[1].endswith("; a new head of 9 classes")
+    assert fit_pretrained(model, str(output))[1].endswith("; a new head of 9 classes, not its 7")
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_pretrained_weights_are_fitted_as_by_timm(tmp_path):
     torch.save(theirs.state_dict(), tmp_path / "weights.pt")
     model = build_model(timm="test_vit", image_size=32, num_classes=3)
     weights, done = fit_pretrained(model, str(tmp_path / "weights.pt"))
-    assert done.endswith("; a new head of 3 classes")
+    assert done.endswith("; a new head of 3 classes, not its 7")
     overlay = {"file": str(tmp_path / "weights.pt"), "num_classes": 7}
     expected = timm.create_model(
         "test_vit", img_size=32, num_classes=3, pretrained=True, pretrained_cfg_overlay=overlay

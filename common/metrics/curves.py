@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DPI = 150
-
 
 def build_figure(width: float = 6.4, height: float = 4.0) -> tuple["Figure", Any]:
     """Return a figure of ``width`` x ``height`` inches, and its axes."""
@@ -28,7 +26,6 @@ def build_figure(width: float = 6.4, height: float = 4.0) -> tuple["Figure", Any
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     axes.grid(alpha=0.3)
-    axes.set_axisbelow(True)
     return figure, axes
 
 
@@ -41,7 +38,7 @@ def save_figure(figure: "Figure", path: Path) -> None:
     """Write the figure to ``path``, as PNG or JPEG."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # of a class's name, drawn as a box
-        figure.savefig(own_file(path), dpi=DPI, pil_kwargs={"quality": 90})
+        figure.savefig(own_file(path), dpi=150, pil_kwargs={"quality": 90})
 
 
 DRAWING_EVERY = 100.0  # seconds, at least; a drawing takes 0.3

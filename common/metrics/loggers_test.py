@@ -35,13 +35,6 @@ for logger in loggers:
 """
 
 
-def write(folder: Path, *lines: dict) -> None:
-    logger = JsonLines(folder)
-    for line in lines:
-        logger(line)
-    logger.close()
-
-
 def write_to_a_full_disk(argv: list[str]) -> None:
     """Limit the size of files: the kernel refuses what is beyond, in the middle of a line too."""
     folder, sizes = Path(argv[0]), []
@@ -87,7 +80,10 @@ def test_curves_are_pictures_also_with_a_gap_and_not_drawn_often(tmp_path, monke
     monkeypatch.setattr(curves, "save_figure", lambda figure, path: figures.append(figure) or save(figure, path))
     (run := tmp_path / "run").mkdir()
     (run / "config.json").write_text('{"config": {"BCE_THRESHOLD": 0.0, "MIXUP": 0.0, "CUTMIX": 1.0}}')
-    write(run, TRAIN, TRAIN | {"loss": float("inf"), "step": 3}, EVAL)
+    file = JsonLines(run)
+    for record in (TRAIN, TRAIN | {"loss": float("inf"), "step": 3}, EVAL):
+        file(record)
+    file.close()
     monkeypatch.setattr(curves, "time", clock := SimpleNamespace(perf_counter=lambda: clock.now, now=0.0))
     logger, counts, drawn = curves.Curves(run), [], []
     for clock.now, record in ((99.0, EVAL), (100.0, TRAIN), (100.0, EVAL), (199.0, TRAIN), (199.0, EVAL)):
@@ -96,14 +92,16 @@ def test_curves_are_pictures_also_with_a_gap_and_not_drawn_often(tmp_path, monke
     assert counts == [0, 0, 2, 2, 2]
     logger.close()
     logger.close()
-    for axes in (figure.axes[0] for figure in figures[2:]):
-        drawn.append([axes.get_xlabel(), axes.get_ylabel(), axes.get_title("right")])
-        drawn[-1] += [text.get_text() for text in axes.get_legend().get_texts()]
-        drawn[-1] += [[line.get_marker(), line.get_alpha(), line.get_xydata().tolist()] for line in axes.lines]
-    loss = "'loss', 'run', 'training: binary cross-entropy, cutmix 1.0', 'evaluation: cross-entropy', "
-    loss += "['None', 0.45, [[2.0, 2.0], [3.0, nan]]], ['o', 1.0, [[4.0, 1.5]]]"
-    accuracy = "'accuracy (%)', 'run', 'top-1', 'top-5', ['o', 1.0, [[4.0, 25.0]]], ['s', 1.0, [[4.0, 50.0]]]"
-    assert str(drawn) == f"[['optimizer step', {loss}], ['optimizer step', {accuracy}]]"
+    for figure in figures[2:]:
+        (axes,) = figure.axes
+        drawn += [axes.get_xlabel(), axes.get_ylabel(), axes.get_title("right")]
+        drawn += [text.get_text() for text in axes.get_legend().get_texts()]
+        drawn += [[line.get_alpha(), line.get_xydata().tolist()] for line in axes.lines]
+    assert str(drawn) == (
+        "['optimizer step', 'loss', 'run', 'training: binary cross-entropy, cutmix 1.0', 'evaluation: cross-entropy', "
+        "[0.45, [[2.0, 2.0], [3.0, nan]]], [1.0, [[4.0, 1.5]]], "
+        "'optimizer step', 'accuracy (%)', 'run', 'top-1', 'top-5', [1.0, [[4.0, 25.0]]], [1.0, [[4.0, 50.0]]]]"
+    )
     assert sorted(path.name for path in run.iterdir()) == ["acc.jpeg", "config.json", "loss.jpeg", "metrics.jsonl"]
     with Image.open(run / "acc.jpeg") as picture:
         assert (picture.format, picture.size) == ("JPEG", (960, 600))
@@ -140,7 +138,7 @@ def test_progress_is_whole_lines_where_stderr_is_no_terminal(tmp_path, capsys):
 
 
 def test_tensorboard_reads_every_metric_and_the_config_once(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"config": {"MODEL": {"depth": 2}, "INIT": None, "EMA": 0.5}}))
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"MODEL": {"depth": 2}, "INIT": None}}))
     interrupted = [TRAIN, EVAL | {"step": 2}, TRAIN | {"step": 3}]  # after its checkpoint of step 2
     for start, records in ((0, interrupted), (2, [EVAL])):
         for logger in loggers.open_loggers(tmp_path, start, 4, tensorboard=True, trackers=[]):
@@ -157,7 +155,7 @@ def test_tensorboard_reads_every_metric_and_the_config_once(tmp_path):
         "final/loss": [(0, 1.5)],
     }
     (about,) = [about for tag, about in events.PluginTagToContent("hparams").items() if "session_start" in tag]
-    assert [text in about for text in (b"MODEL.depth", b"None", b"0.5")] == [True, True, False]  # that is a number
+    assert b"MODEL.depth" in about
 
 
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):

@@ -21,7 +21,6 @@ DIVERGED = 4.0  # times the lowest smoothed loss
 MARGIN = 10.0
 SIGNIFICANT = 1.3  # standard deviations by which the loss must fall; noise alone does in 3 % of tests
 WARMUP = 5  # steps before the profiled ones; the profiler runs during the last of them
-ROWS = 10
 
 
 class Measurement(BaseHook):
@@ -151,7 +150,7 @@ class ProfilerHook(Measurement):
         recorded.export_chrome_trace(str(self.folder / "trace.json"))
         keys = ["self_cpu_time_total", *(["self_device_time_total"] if torch.cuda.is_available() else [])]
         events = recorded.key_averages()
-        tables = "\n".join(events.table(sort_by=key, row_limit=ROWS, max_name_column_width=60) for key in keys)
+        tables = "\n".join(events.table(sort_by=key, row_limit=10, max_name_column_width=60) for key in keys)
         (self.folder / "operators.txt").write_text(tables + "\n")
         shown = short_path(self.folder)
         print(f"{tables}\ntrace        {shown}/trace.json\noperators    {shown}/operators.txt", flush=True)

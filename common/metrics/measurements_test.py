@@ -32,15 +32,19 @@ def read_rows(output: Path) -> list[dict[str, float]]:
 def test_rates_grow_evenly_from_the_loss_of_the_run_until_it_diverges(data, tmp_path, capsys):
     settings = ("gradient_accumulation=2", "fp16.mode=AMP_TYPE.TORCH", "LOG.every=1")
     find(data, tmp_path / "found", *settings, steps=40)  # over ends of epochs
-    rows, (*said, last_line) = read_rows(tmp_path / "found"), capsys.readouterr().out.splitlines()
-    assert said[0] == "40 steps instead of training; nothing is saved but find_lr.png and find_lr.csv,"
+    rows, said = read_rows(tmp_path / "found"), capsys.readouterr().out
+    words = "40 steps instead of training; nothing is saved but find_lr.png and find_lr.csv, of learning rates"
+    assert f"{words} from 1e-05 to 10 in place of the config's, in {tmp_path}/found " in " ".join(said.split())
     first = read_metrics(train(data, tmp_path / "trained", *settings))[0]
     rates = [10 ** (-5 + 6 * k / 39) for k in range(len(rows))]
     assert [row["learning_rate"] for row in rows] == pytest.approx(rates)
     assert rows[0]["loss"] == first["loss"] == pytest.approx(rows[0]["smoothed"], rel=1e-12)
     assert sorted(path.name for path in (tmp_path / "found").iterdir()) == [".lock", "find_lr.csv", "find_lr.png"]
     smoothed = [row["smoothed"] for row in rows]
-    assert last_line == f"LEARNING_RATE={rates[smoothed.index(min(smoothed))] / 10:.1e}"
+    best = rates[smoothed.index(min(smoothed))]
+    lines = f"curve        {tmp_path}/found/find_lr.png\n             {tmp_path}/found/find_lr.csv\n"
+    lines += f"suggested    a tenth of {best:.1e}, where the smoothed loss is lowest\nLEARNING_RATE={best / 10:.1e}\n"
+    assert said.endswith(lines)
     assert 20 < len(rows) < 40
     diverged = [not value < 4 * min(smoothed[: number + 1]) for number, value in enumerate(smoothed)]
     assert diverged == [False] * (len(rows) - 1) + [True]

@@ -57,8 +57,8 @@ class CheckpointHook(BaseHook):
         about: Mapping[str, Any],
         every: int | str,
         keep: int,
-        start_from: Path | None = None,
-        averages: Mapping[str, Tensor] | None = None,
+        start_from: Path | None,
+        averages: Mapping[str, Tensor] | None,
     ):
         super().__init__(priority=10)  # after the step's metrics are written
         self.averages = averages

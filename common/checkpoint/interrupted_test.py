@@ -75,15 +75,9 @@ def send(number: int) -> Inject:
     return lambda: os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "call"),
-    [
-        (CheckpointHook, "after_train_iter", 5),
-        (CheckpointHook, "after_test_iter", 2),  # evaluating
-        (save, "save_file", 7),  # in the middle of the second checkpoint
-    ],
-)
+@pytest.mark.parametrize(("owner", "name", "call"), [(CheckpointHook, "after_test_iter", 2), (save, "save_file", 7)])
 def test_kill_9(owner, name, call, data, whole, tmp_path):
+    """In an evaluation, and in the middle of the second checkpoint."""
     assert run(data, tmp_path / "run", at(owner, name, call, send(signal.SIGKILL))).code == -signal.SIGKILL
     rerun(data, tmp_path / "run", whole)
 

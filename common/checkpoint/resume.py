@@ -1,7 +1,6 @@
 """Which checkpoint a run resumes from, and which keys of the config may have changed since."""
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,8 +10,9 @@ from common.checkpoint.save import list_checkpoints, put_back_old
 from common.colossal import gpc
 from common.config.fields import flatten
 from common.config.plan import DataSummary
-from common.errors import AgreedError, UserError, printable
+from common.errors import AgreedError, UserError
 from common.launch.detect import gather
+from common.metrics.loggers import warn
 
 NEVER, AUTO = "never", "auto"
 # The position in the data and the optimizer's state depend on these, and a checkpoint replaces the weights of INIT.
@@ -101,7 +101,7 @@ def _newest_intact(folder: Path) -> Path | None:
     for path in checkpoints:
         if (fault := find_fault(path)) is None:
             return path
-        print(printable(f"warning: {path} cannot be resumed ({fault}) and is skipped"), file=sys.stderr, flush=True)
+        warn(f"{path} cannot be resumed ({fault}) and is skipped")
     if checkpoints:
         raise UserError(
             f"{folder}: none of the {len(checkpoints)} checkpoints can be resumed; start again in another folder"
@@ -130,10 +130,10 @@ def note_start(about: Mapping[str, Any], start_from: Path | None) -> dict[str, A
     before = read_about(start_from)
     if (dtype := before["starts"][-1].get("dtype")) != now["dtype"]:
         print(f"computing in {now['dtype']} from here on (was {dtype})")
-    training = {key: pair for key, pair in changed.items() if not _is_under(key, HARMLESS)}
-    modes = {key: pair for key, pair in changed.items() if _is_under(key, ("parallel", "zero"))}
-    processes = {"processes": (before["plan"]["gpus"], plan["gpus"])} if before["plan"]["gpus"] != plan["gpus"] else {}
-    now["changed"] = training | modes | processes
+    untold = [key for key in HARMLESS if key not in ("parallel", "zero")]
+    now["changed"] = {key: pair for key, pair in changed.items() if not _is_under(key, untold)}
+    if before["plan"]["gpus"] != plan["gpus"]:
+        now["changed"]["processes"] = before["plan"]["gpus"], plan["gpus"]
     config = dict(about["config"], INIT=before["config"]["INIT"])
     return {"starts": [*before["starts"], now], "config": config}
 

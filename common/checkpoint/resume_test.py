@@ -15,18 +15,11 @@ from common.testing.checkpoints import build_about, build_content
 
 CONFIG = build_about("SEED=1", "LEARNING_RATE=0.1")["config"]
 DATA = DataSummary(60, 10, 3, fingerprint="same")
-NUMBERS = ["BATCH_SIZE", "CHECKPOINT_EVERY", "DATA.workers", "EVAL_EVERY", "GPUS", "KEEP", "LOG.every", "MAX_SKIPPED"]
-NUMBERS += ["MAX_STEPS", "MICRO_BATCH_SIZE", "TIMEOUT", "gradient_accumulation", "zero.stage"]
+NUMBERS = ["CHECKPOINT_EVERY", "DATA.workers", "EVAL_EVERY", "GPUS", "KEEP", "LOG.every", "MAX_SKIPPED", "MAX_STEPS"]
+NUMBERS += ["MICRO_BATCH_SIZE", "TENSOR_PARALLEL_SIZE", "TIMEOUT", "gradient_accumulation", "zero.stage"]
 FLAGS = ["COMPILE", "DATA.download", "MODEL.activation_checkpoint", "cudnn_benchmark", "cudnn_deterministic"]
-FLAGS += ["torch_ddp.find_unused_parameters"]
-MAY_CHANGE = [*(f"{key}=3" for key in NUMBERS), *(f"{key}=True" for key in FLAGS)]
-MAY_CHANGE += [
-    "DATA.loader=torchvision",
-    "DATA.root=b",
-    "OUTPUT=x",
-    "TENSOR_PARALLEL_MODE=1d",
-    "TENSOR_PARALLEL_SIZE=2",
-]
+MAY_CHANGE = [*(f"{key}=3" for key in NUMBERS), *(f"{key}=True" for key in FLAGS), "DATA.root=b", "OUTPUT=x"]
+MAY_CHANGE += ["DATA.loader=torchvision", "TENSOR_PARALLEL_MODE=1d", "torch_ddp.find_unused_parameters=True"]
 
 
 def write(output: Path, *steps: int) -> list[Path]:
@@ -49,7 +42,7 @@ def test_the_newest_is_chosen(tmp_path):
     assert choose_checkpoint("auto", tmp_path / "other") is None
     assert choose_checkpoint("never", tmp_path / "other") is None
     (own,) = write(branch := tmp_path / "branch", 10)
-    for origin, path in (("/gone/run/step", "/gone/run"), (first, first), (first, tmp_path)):
+    for origin, path in (("/gone/run/step", "/gone/run"), (first, tmp_path)):
         starts = [{"from": "/other"}, {"from": str(origin)}, {"from": str(own)}]
         (branch / "config.json").write_text(json.dumps(build_about() | {"starts": starts}))
         assert choose_checkpoint(str(path), branch) == own

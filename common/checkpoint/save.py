@@ -116,8 +116,8 @@ def clear_old(newest: Path, keep: int) -> None:
 def full_state_dict(
     model: nn.Module,
     optimizer: Optimizer,
-    averages: Mapping[str, Tensor] | None = None,
-    buffers: dict[str, Tensors] | None = None,
+    averages: Mapping[str, Tensor] | None,
+    buffers: dict[str, Tensors],
 ) -> dict[str, Tensors]:
     """Return copies on the CPU of the parameters, their averages and the optimizer's state, by the name of their file.
 
@@ -129,7 +129,6 @@ def full_state_dict(
     if averages is not None:
         whole = ((name, gather_whole(p, averages.get(name))) for name, p in parameters.items())
         files[EMA] = chain(whole, ((name, averages.get(name, b)) for name, b in kept_buffers(model).items()))
-    buffers = {} if buffers is None else buffers
     copies = {file: _copy(tensors, buffers.setdefault(file, {})) for file, tensors in files.items()}
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
@@ -157,7 +156,7 @@ def _copy(tensors: Iterable[tuple[str, Tensor | None]], buffers: Tensors) -> Ten
 
 
 def load_full_state_dict(
-    path: Path, model: nn.Module, optimizer: Optimizer, averages: Mapping[str, Tensor] | None = None
+    path: Path, model: nn.Module, optimizer: Optimizer, averages: Mapping[str, Tensor] | None
 ) -> None:
     """Load the checkpoint folder ``path``, saved in any parallel mode, into a model that is sharded or not.
 
@@ -191,8 +190,6 @@ def _load_moments(path: Path, moments: Mapping[str, Tensor], model: nn.Module, o
     state: dict[Tensor, dict[str, Tensor]] = {}
     for place, whole in moments.items():
         key, _, name = place.partition("/")
-        if name not in parameters:
-            raise UserError(f"{path / OPTIMIZER} does not belong to its model: it has {place}; use another checkpoint")
         parameter = parameters[name]
         is_moment = whole.shape == whole_shape(parameter)
         state.setdefault(parameter, {})[key] = cut_piece(parameter, whole) if is_moment else whole

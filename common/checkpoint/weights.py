@@ -37,7 +37,7 @@ OTHERS = ", a folder that export wrote for timm, a model of timm's by name, or h
 BATCH = 64  # images that are evaluated at once, unless ``MICRO_BATCH_SIZE`` is set
 WRAPPERS = ("state_dict", "model")  # under which timm, DeiT and others keep the parameters in a torch file
 # timm.create_model's other arguments load further files and unpickle them.
-SHAPE = {"qkv_bias", "pre_norm", "fc_norm", "act_layer", "norm_layer", "in_chans", *timm_arguments()}
+SHAPE = {"act_layer", "norm_layer", *timm_arguments()}
 
 
 class Source(NamedTuple):
@@ -83,7 +83,7 @@ def open_source(name: str) -> Source:
     except UserError:
         raise
     except Exception as error:  # safetensors', torch's, timm's, the Hub's and the network's have no type in common
-        reason = getattr(error, "strerror", None) or first_line(error)[:200]
+        reason = first_line(error)[:200]
         if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the code in the file
             reason = "not by torch.save, or more than tensors, which is not read since it may run code"
         remedy = "name a run, a checkpoint, a file of weights, a timm model; of the Hub, check network and HF_TOKEN"

@@ -93,7 +93,8 @@ class Run:
         """
         shutdown()
         unlock_folder(self.output)
-        checkpoint = newest_checkpoint(self.output / "checkpoints")
+        folder = self.output / "checkpoints"
+        checkpoint = newest_checkpoint(folder)
         stopped = stop_signals.agreed
         stop_signals.restore()
         if stopped:
@@ -112,7 +113,6 @@ class Run:
         print(f"next         python {quote(report)} {quote(shown)}")
         print("             # or evaluate.py, predict.py, export.py")
         evaluations = read_evaluations(self.output)
-        folder = self.output / "checkpoints"
         marked = (folder / BEST).resolve()  # of a branch, not what it came from
         best = next((record for record in evaluations if checkpoint_path(folder, record["step"]) == marked), None)
         if best and best["step"] != evaluations[-1]["step"]:

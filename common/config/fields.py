@@ -30,7 +30,7 @@ ALIASES = {  # what others call a key
 }
 NONE = type(None)
 SHORT = reprlib.Repr()
-SHORT.maxstring = SHORT.maxother = 100
+SHORT.maxstring = 100
 # Finite; an integer stays one.
 Number = Annotated[
     float,
@@ -45,7 +45,7 @@ Triple = Annotated[tuple[Number, Number, Number], Field(strict=False)]
 class Section(BaseModel):
     """Keys that belong together. Unknown keys are refused, and no value is converted but a list to a tuple."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 S = TypeVar("S", bound=Section)
@@ -73,12 +73,12 @@ def parse(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
 
 
 def check_given(section: type[Section], values: Mapping[str, Any]) -> None:
-    """Raise `UserError` for a wrong one of ``values``, as `parse` does; any key may be missing or unknown."""
+    """Raise `UserError` for a wrong one of ``values``, as `parse` does; any key may be missing."""
     try:
         section.model_validate(dict(values))
     except ValidationError as error:
         for problem in error.errors():
-            if problem["type"] not in ("missing", "extra_forbidden"):
+            if problem["type"] != "missing":
                 raise UserError(_explain(problem, section, values, "")) from None
 
 

@@ -250,7 +250,7 @@ def _replace(value: Any, path: tuple[str, ...], new: Any) -> Any:
 def _parse_value(text: str, takes_text: bool) -> Any:
     """Evaluate what a config file could assign; anything else is text, as is DATA.root=2012."""
     try:
-        value = eval(text, {"__builtins__": {"dict": dict}, **PREDEFINED})
+        value = eval(text, {"__builtins__": {"dict": dict, "float": float}, **PREDEFINED})
     except Exception:
         return text
     return value if not takes_text or value is None or isinstance(value, str) else text

@@ -9,7 +9,7 @@ from common.config.fields import flatten
 from common.config.load import load_config, restore_config
 from common.config.originals_test import IMAGENET, parallel_lines
 from common.config.plan import DataSummary, build_plan
-from common.config.schema import all_keys, keys_as_markdown
+from common.config.schema import all_keys, describe_keys, keys_as_markdown
 from common.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +46,9 @@ PARALLEL = {"pipeline": 1, "tensor": {"mode": "1d", "size": 2}}
 TIMM = "vit_tiny_patch16_224.augreg_in21k"
 OF_TIMM = {"INIT": TIMM, "DATA.mean": (0.5,) * 3, "DATA.std": (0.5,) * 3, "DATA.interpolation": "bicubic"}
 OF_TIMM |= {"DATA.eval_crop": 0.5, "MODEL.image_size": 224}
+# The last values that are accepted, and the first that are not.
+EDGES = ["CHECKPOINT_EVERY=0.5minutes", "DATA.randaugment=rand-m9-p0.5-mmax5", "DATA.crop_scale=(1, 1)"]
+EDGES += ["OPTIMIZER.name=lamb", "OPTIMIZER.betas=(0, 0.9)", "OPTIMIZER.trust_range=(0, float('inf'))"]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +66,7 @@ OF_TIMM |= {"DATA.eval_crop": 0.5, "MODEL.image_size": 224}
         (B16 + "NUM_EPOCHS = 9", ["NUM_EPOCHS=4"], dict(NUM_EPOCHS=4, WARMUP_EPOCHS=2)),
         (MINIMAL, ["LOG=dict(every=3)", "LOG.every=4"], dict(LOG=dict(every=4, tensorboard=True, trackers=[]))),
         (MINIMAL, ["fp16=dict(mode=AMP_TYPE.NAIVE)"], dict(fp16={"mode": AMP_TYPE.NAIVE})),
-        (MINIMAL, ["OUTPUT=2012", "INIT=None"], dict(OUTPUT="2012", INIT=None)),
+        (MINIMAL, ["OUTPUT=2012", "INIT=None", *EDGES], dict(OUTPUT="2012", INIT=None)),
         (MINIMAL, [f"MODEL=dict(timm='{TIMM}', pretrained=True)", "DATA.eval_crop=0.5"], OF_TIMM),
     ],
 )
@@ -87,16 +90,18 @@ def test_a_config_imports_its_neighbour(write, tmp_path):
     assert (config["WARMUP_EPOCHS"], config["OUTPUT"]) == (2, str(tmp_path / "six_base.py"))
 
 
-OUT_OF_RANGE = ["OPTIMIZER.betas=(0.9, 1)", "OPTIMIZER.betas=(-1, 0)", "OPTIMIZER.trust_range=(2, 1)"]
-OUT_OF_RANGE += ["DATA.randaugment=(2, 11)", "DATA.randaugment=(0, 5)", "DATA.randaugment=rand-m", "DATA.std=(1, 0, 1)"]
-OUT_OF_RANGE += ["DATA.crop_ratio=(2, 1)", "DATA.crop_ratio=(1, 101)", "CHECKPOINT_EVERY=0", "CHECKPOINT_EVERY=0 min"]
+OUT_OF_RANGE = ["OPTIMIZER.betas=(0.9, 1)", "OPTIMIZER.betas=(-1, 0)", "WEIGHT_DECAY=1e999", "DATA.mean=(0, 1)"]
+OUT_OF_RANGE += ["OPTIMIZER.trust_range=(2, 1)", "OPTIMIZER.trust_range=(-1, 1)", "DATA.std=(1, 0, 1)"]
+OUT_OF_RANGE += ["DATA.randaugment=(2, 11)", "DATA.randaugment=(0, 5)", "DATA.randaugment=(2, -1)"]
+OUT_OF_RANGE += ["DATA.randaugment=rand-m", "DATA.crop_ratio=(2, 1)", "DATA.crop_ratio=(1, 101)", "CHECKPOINT_EVERY=0"]
+OUT_OF_RANGE += ["CHECKPOINT_EVERY=0 min", "DATA.crop_scale=(0, 1)", "DATA.crop_scale=(1, 2)"]
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         (["MODEL.widht=64"], "config.py or --set: unknown key MODEL.widht; did you mean 'MODEL.width'"),
-        (["LERNING_RATE=1"], "unknown key; did you mean 'LEARNING_RATE'"),
+        (["num_layers=6"], "^num_layers: unknown key; did you mean 'MODEL.depth'"),
         (["NUM_EPOCHS"], "write it as KEY=VALUE"),
         (["LEARNING_RATE=fast"], "^LEARNING_RATE='fast': expected number > 0$"),
         (["TIMEOUT=1e999"], r"TIMEOUT=inf: expected number >= 1 and <= 10000000 \(seconds\)$"),
@@ -104,8 +109,9 @@ OUT_OF_RANGE += ["DATA.crop_ratio=(2, 1)", "DATA.crop_ratio=(1, 101)", "CHECKPOI
         (["CHECKPOINT_EVERY=10 s"], "CHECKPOINT_EVERY='10 s': expected optimizer steps, as 500, or minutes"),
         (["fp16.mode=AMP_TYPE.FAST"], "expected AMP_TYPE.APEX, AMP_TYPE.TORCH, AMP_TYPE.NAIVE or None"),
         (["DATA.crop_scale=(0.5, 0.1)"], r"\(0.5, 0.1\): expected \(low, high\), 0 < low <= high <= 1$"),
-        (["parallel.tensor=4"], r"parallel.tensor=4: expected dict\(size=..., mode=..., depth=...\)"),
-        (["DATA.crop=simple", "DATA.crop_scale=(0.5, 1.0)"], r"crop_scale=\(0.5, 1.0\) has no effect with crop="),
+        (["MODEL=small"], r"^MODEL='small': expected dict\(timm=..., image_size=..., patch_size=...\)$"),
+        (["DATA=dict(crop='simple', crop_scale=(0.5, 1.0))"], r"^DATA.crop_scale=\(0.5, 1.0\) has no effect with crop"),
+        (["DATA=dict(crop='simple', crop_ratio=(1, 2))"], r"^DATA.crop_ratio=\(1, 2\) has no effect with crop"),
         (["OPTIMIZER.name=sgd", "OPTIMIZER.eps=1"], "OPTIMIZER.eps has no effect with name=sgd, which takes mom"),
         (["fp16=dict(mode=AMP_TYPE.TORCH, opt_level='O2')"], "no effect with mode=AMP_TYPE.TORCH, which takes none$"),
         (["fp16.dtype=float16"], "fp16.dtype has no effect with mode=None: set mode to one of AMP_TYPE$"),
@@ -115,9 +121,11 @@ OUT_OF_RANGE += ["DATA.crop_ratio=(2, 1)", "DATA.crop_ratio=(1, 101)", "CHECKPOI
         ([*TENSOR, "COMPILE=True"], "COMPILE=True does not support tensor"),
         (["TENSOR_PARALLEL_SIZE=2", "parallel.tensor.size=4"], "TENSOR_PARALLEL_SIZE=2, .* contradict parallel.tensor"),
         (["TENSOR_PARALLEL_MODE=1d", "parallel.tensor.mode=2d"], "MODE='1d' contradict parallel.tensor"),
-        (["MODEL.embed_dim=64"], "unknown key MODEL.embed_dim; did you mean 'MODEL.width'"),
+        (["MODEL.timm=resnet18", "MODEL.pretrained=yes"], "^MODEL.pretrained='yes': expected True or False$"),
+        (["MODEL.num_heads=64"], "unknown key MODEL.num_heads; did you mean 'MODEL.heads'"),
         (["batch_size=8"], "batch_size: unknown key; did you mean 'TOTAL_BATCH_SIZE'"),
         (["OPTIMIZER=dict(name='sgd', nesterov=True, momentum=0)"], "nesterov=True needs momentum above 0"),
+        (["OPTIMIZER=dict(name='sgd', nesterov=True, dampening=1)"], "nesterov=True needs .* dampening 0$"),
         *(([setting], f"^{setting.partition('=')[0]}=.*: expected ") for setting in OUT_OF_RANGE),
     ],
 )
@@ -130,7 +138,7 @@ def test_a_wrong_setting_is_refused(write, changes, words):
     ("text", "words"),
     [
         (MINIMAL + "WARMUP_EPOCH = 1\nWARMUP_EPOCHS = WARMUP_EPOCH", "unknown key WARMUP_EPOCH; did you mean"),
-        (MINIMAL + "lr = 1", "unknown key lr; did you mean 'LEARNING_RATE'"),
+        (MINIMAL.replace("LEARNING_RATE", "lr"), "unknown key lr; did you mean 'LEARNING_RATE'"),
         (MINIMAL + "SIDE = 4\nSIDE = 2 * SIDE", "unknown key SIDE$"),
         ("from configs.vit_s16_vanila import *", "line 1: no recipe .*; did you mean 'configs.vit_s16_vanilla'"),
         ("from configs.vit_b16 import MODLE", "line 1: configs.vit_b16 has no MODLE"),
@@ -138,7 +146,7 @@ def test_a_wrong_setting_is_refused(write, changes, words):
         (B16 + "WARMUP_EPOCHS = NUM_EPOCHS\nNUM_EPOCHS = 4", "derives other keys from NUM_EPOCHS"),
         ("NUM_EPOCHS = 1", "config.py: LEARNING_RATE is missing: peak"),
         ("NUM_EPOCHS = LEARNING_RATE = 1", "^TOTAL_BATCH_SIZE is missing: samples"),
-        (MINIMAL + "LEARNING_RATE = float('nan')", "LEARNING_RATE=nan: expected number"),
+        (MINIMAL + "LEARNING_RATE = float('nan')", "^LEARNING_RATE=nan: expected number > 0$"),
         (MINIMAL + "SEED = 1 +", "config.py, line 4: SyntaxError: invalid syntax$"),
         (MINIMAL + "SEED = (1,\n  SEDE)", "config.py, line 5: NameError: name 'SEDE' is not defined$"),
         (MINIMAL + "import sys\nsys.exit(0)", "config.py, line 5: SystemExit: 0$"),
@@ -149,18 +157,14 @@ def test_a_wrong_file_is_refused(write, text, words):
         load_config(write(text))
 
 
-def test_a_variable_of_the_files_own_is_no_key(write):
-    text = MINIMAL + "SIDE = 4\nMODEL = dict(image_size=8 * SIDE, patch_size=SIDE)\n"
-    assert load_config(write(text))["MODEL"]["image_size"] == 32
-
-
 def test_a_config_that_was_written_as_json_is_the_same():
     changes = ["fp16=dict(mode=AMP_TYPE.APEX, opt_level='O2')", "DATA.randaugment=[2, 10]", "OPTIMIZER.eps=1e-9"]
     config = load_config("quickstart", changes)
     written = json.loads(json.dumps(config | {"gradient_handler": None}, default=str))
     written["DATA"] |= {"cache": None, "cache_gb": 100, "allow_change": False}  # keys of earlier versions
-    for settings in ([], ["DATA.randaugment=[2, 10]"]):
-        assert restore_config(written, settings, "config.json") == config
+    assert restore_config(written, [], "config.json") == config
+    config["DATA"]["randaugment"] = "rand-m9"
+    assert restore_config(written, ["DATA.randaugment=rand-m9"], "config.json") == config
 
 
 def test_a_missing_config_names_the_nearest():
@@ -187,6 +191,13 @@ from pathlib import Path
 from common.config.schema import keys_as_markdown
 page = Path("docs/config.md")
 page.write_text(page.read_text().partition("| key |")[0] + keys_as_markdown() + "\n")'"""
+
+
+def test_the_help_on_a_key_is_its_paragraph_and_those_of_the_keys_inside():
+    zero, stage = describe_keys("zero", 200).splitlines()
+    assert zero.endswith(" GPUs (docs/parallel-modes.md); values: dict(stage=...) or None; default: None")
+    assert stage.startswith("zero.stage: 1: shard the optimizer's state; 3: ")
+    assert "EMA_WARMUP" not in describe_keys("EMA")
 
 
 def test_the_documentation_lists_the_keys_as_they_are():

@@ -89,14 +89,14 @@ class Model(Section):
 class TimmModel(Section):
     """MODEL with ``timm``; further keys are arguments of that model, which `build_model` checks."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow")
 
     timm: str
     image_size: int = key(..., "side of the square input", ge=1, le=65536)
     num_classes: int | None = key(None, "classes of the head", ge=1, le=10**8)
     pretrained: bool = key(False, "with `timm`: its weights as `INIT`")
     sync_bn: bool = key(False, "with `timm`: batch norms take the statistics of all GPUs' images")
-    activation_checkpoint: bool = False
+    activation_checkpoint: bool = key(False, "recompute each block in the backward pass")
 
     @model_validator(mode="before")
     @classmethod
@@ -107,7 +107,7 @@ class TimmModel(Section):
 def choose_model(value: Any, parse_shape: Any) -> Any:
     """Return the section that MODEL's ``value`` is: `TimmModel` where it names one, else what ``parse_shape`` makes."""
     has_name = isinstance(value, Mapping) and isinstance(value.get("timm"), str)
-    return TimmModel.model_validate(value) if has_name else parse_shape(value)
+    return parse(TimmModel, value) if has_name else parse_shape(value)
 
 
 def parse_model(**arguments: Any) -> Model:

@@ -325,7 +325,7 @@ def describe_keys(name: str = "", width: int = 80) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    if isinstance(field.default, Section) or field.default == []:
+    if isinstance(field.default, Section):
         return ""
     if field.default is None and not {None, NONE} & {*get_args(field.annotation)}:
         return "by variant"

@@ -7,7 +7,6 @@ from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -157,17 +156,6 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         is_nested = isinstance(value, Mapping)
         flat |= flatten(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
     return flat
-
-
-def hold(condition: Any) -> AfterValidator:
-    """Refuse a value for which ``condition`` does not hold."""
-
-    def check(value: Any) -> Any:
-        if not condition(value):
-            raise ValueError
-        return value
-
-    return AfterValidator(check)
 
 
 class Options(Section):

@@ -40,10 +40,7 @@ class Model(Section):
     no_embed_class: bool = key(False, "no position embedding for the class token and the registers")
     reg_tokens: int = key(0, "register tokens (arXiv 2309.16588), which the head does not read", ge=0, le=65536)
     init_values: Number | None = key(
-        None,
-        "LayerScale (arXiv 2103.17239): initial factor of every residual branch; `None`: no LayerScale",
-        ge=0,
-        le=1,
+        None, "LayerScale (arXiv 2103.17239): first factor of a residual branch; `None`: no LayerScale", ge=0, le=1
     )
     activation_checkpoint: bool = key(False, "recompute each block in the backward pass, to save memory")
 

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, get_args
 
+from annotated_types import Predicate
 from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator, model_validator
 from pydantic.fields import FieldInfo
 
@@ -19,7 +20,6 @@ from common.config.fields import (
     Pair,
     Section,
     Triple,
-    hold,
     key,
     section_of,
     suggest_key,
@@ -30,10 +30,10 @@ from common.errors import UserError
 from common.optim.build import OPTIMIZERS, SCHEDULES
 
 TorchvisionRandAugment = Annotated[
-    tuple[int, Number], Field(strict=False), hold(lambda pair: pair[0] >= 1 and 0 <= pair[1] <= 10)
+    tuple[int, Number], Field(strict=False), Predicate(lambda pair: pair[0] >= 1 and 0 <= pair[1] <= 10)
 ]
 TimmRandAugment = Annotated[
-    str, hold(lambda text: re.fullmatch(r"rand(-(m|n|mmax|inc)\d+|-(p|mstd)\d+(\.\d+)?)*", text))
+    str, Predicate(lambda text: re.fullmatch(r"rand(-(m|n|mmax|inc)\d+|-(p|mstd)\d+(\.\d+)?)*", text))
 ]
 
 
@@ -55,10 +55,10 @@ class Data(Section):
     crop: Literal["random_resized", "simple"] = key(
         "random_resized", "training crop; `simple` (DeiT III): a random square of the resized image, padded by 4 pixels"
     )
-    crop_scale: Annotated[Pair, hold(lambda pair: 0 < pair[0] <= pair[1] <= 1)] = key(
+    crop_scale: Annotated[Pair, Predicate(lambda pair: 0 < pair[0] <= pair[1] <= 1)] = key(
         (0.08, 1.0), "share of the image's area that a training crop takes", says="(low, high), 0 < low <= high <= 1"
     )
-    crop_ratio: Annotated[Pair, hold(lambda pair: 0 < pair[0] <= pair[1] <= 100)] = key(
+    crop_ratio: Annotated[Pair, Predicate(lambda pair: 0 < pair[0] <= pair[1] <= 100)] = key(
         (3 / 4, 4 / 3), "width / height of a training crop", says="(low, high), 0 < low <= high <= 100"
     )
     repeats: int = key(1, "repeated augmentation (arXiv 1901.09335): draws of an image in a batch", ge=1, le=1024)
@@ -74,7 +74,7 @@ class Data(Section):
     interpolation: Literal["bilinear", "bicubic"] = key("bilinear", "antialiased filter that resizes images")
     eval_crop: Number = key(0.875, "share of the short side that evaluation's centre crop takes", ge=0.1, le=1)
     mean: Triple = key((0.485, 0.456, 0.406), "subtracted from R, G, B (0 to 1)", says="(R, G, B)")
-    std: Annotated[Triple, hold(lambda colour: min(colour) >= 1e-6)] = key(
+    std: Annotated[Triple, Predicate(lambda colour: min(colour) >= 1e-6)] = key(
         (0.229, 0.224, 0.225), "then divided by", says="(R, G, B), each >= 1e-6"
     )
 
@@ -87,10 +87,10 @@ class Data(Section):
         return self
 
 
-BETAS = Annotated[Pair, hold(lambda pair: all(0 <= beta < 1 for beta in pair))]
+BETAS = Annotated[Pair, Predicate(lambda pair: all(0 <= beta < 1 for beta in pair))]
 # The upper limit may be infinite, which is written float("inf").
-Limit = Annotated[float, hold(lambda value: value >= 0)]
-LIMITS = Annotated[tuple[Limit, Limit], Field(strict=False), hold(lambda pair: pair[0] <= pair[1])]
+Limit = Annotated[float, Predicate(lambda value: value >= 0)]
+LIMITS = Annotated[tuple[Limit, Limit], Field(strict=False), Predicate(lambda pair: pair[0] <= pair[1])]
 
 
 class Optimizer(Options):
@@ -181,7 +181,7 @@ class Zero(Section):
 
 MINUTES = r"(?=.*[1-9])\d{1,9}(\.\d{1,9})? ?min(utes?)?"
 STEPS_OR_MINUTES = Annotated[
-    int | str, hold(lambda every: every >= 1 if isinstance(every, int) else re.fullmatch(MINUTES, every))
+    int | str, Predicate(lambda every: every >= 1 if isinstance(every, int) else re.fullmatch(MINUTES, every))
 ]
 
 

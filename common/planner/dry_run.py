@@ -50,12 +50,13 @@ def print_dry_run(
             f"{_describe_time(prediction, plan, images)}, on {counted(plan.gpus, cluster.gpu)}; "
             f"--gpus {plan.gpus} lists the assumptions and compares parallel modes"
         )
-    for name, value in (rows | notes).items():
-        if value:
-            _print_row(name, value)
+    rows |= notes
     if plan.tensor_parallel > 1:
         model = build_on_meta(config["MODEL"])
-        _print_row("each rank holds", describe_tensor_parallel(config["parallel"], model, plan.micro_batch))
+        rows["each rank holds"] = describe_tensor_parallel(config["parallel"], model, plan.micro_batch)
+    for name, value in rows.items():
+        if value:
+            print_wrapped(f"{name:<{INDENT}}{value}", INDENT)
     flat = {name: value for name, value in flatten(config).items() if value != DEFAULTS.get(name, ...)}
     width = max(map(len, flat))
     print("\nkeys that are not at their defaults:")
@@ -63,10 +64,6 @@ def print_dry_run(
         print(f"{name:<{width}}  {value if isinstance(value, Enum) else repr(value)}")
     if is_compared:
         _print_modes(planner, images)
-
-
-def _print_row(name: str, text: str) -> None:
-    print_wrapped(f"{name:<{INDENT}}{text}", INDENT)
 
 
 def _describe_plan(config: Mapping[str, Any], plan: Plan, data: DataSummary | None) -> dict[str, str]:
@@ -128,10 +125,8 @@ def _describe_memory(prediction: Prediction, cluster: Cluster) -> str:
     )
     if prediction.fits:
         return f"{parts}; fits in {_usable(cluster)}"
-    return (
-        f"{parts}; does not fit in {_usable(cluster)}: lower MICRO_BATCH_SIZE, set MODEL.activation_checkpoint=True or "
-        "zero=dict(stage=1)"
-    )
+    remedies = "lower MICRO_BATCH_SIZE, set MODEL.activation_checkpoint=True or zero=dict(stage=1)"
+    return f"{parts}; does not fit in {_usable(cluster)}: {remedies}"
 
 
 def _usable(cluster: Cluster) -> str:
@@ -191,11 +186,11 @@ def _assumptions(planner: Planner) -> list[str]:
     return [
         speed + " A GPU with a shard of the model reaches the same fraction of its peak.",
         "A micro-batch takes at least 1 ms per block, the time to launch its kernels (assumed).",
-        f"A GPU sends {cluster.inside / 1e9:.0f} GB/s within its node of {cluster.node} and "
-        f"{cluster.between / 1e9:.0f} GB/s beyond (--links); a collective takes at least {1e6 * LATENCY:.0f} us. "
+        f"A GPU sends {cluster.inside / 1e9:g} GB/s within its node of {cluster.node} and "
+        f"{cluster.between / 1e9:g} GB/s beyond (--links); a collective takes at least {1e6 * LATENCY:.0f} us. "
         "The slower time assumes no overlap of computation and communication.",
         host if cluster.decode < math.inf else "The images are in a GPU's memory: nothing is decoded.",
-        f"Memory and bytes are counted; {USABLE:.0%} of {cluster.memory / 1e9:.0f} GB is usable.",
+        f"Memory and bytes are counted; {USABLE:.0%} of {cluster.memory / 1e9:.3g} GB is usable.",
         "batch: data parallel x micro-batch x accumulation; GB: memory of a GPU; sent GB: by a GPU in a step, within + "
         "between nodes.",
     ]

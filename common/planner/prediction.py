@@ -179,7 +179,7 @@ class Planner:
         self.rate = ASSUMED_MFU * (half if in_half else tf32 if config["TF32"] else single) * 1e12
         self.speedup = 1.0 if cluster.images_per_s or config["COMPILE"] is False else BEST_MFU / ASSUMED_MFU
         if cluster.images_per_s:  # of one GPU, with the whole model
-            self.rate = cluster.images_per_s * estimate_step({**config, "parallel": _parallel(WHOLE)}, 1, 1).flops
+            self.rate = cluster.images_per_s * estimate_step({**config, "parallel": {"tensor": WHOLE}}, 1, 1).flops
 
     def predict_modes(self) -> list[Prediction]:
         """Return a prediction for the run of each way to split the model that the plan's GPUs and batch allow.
@@ -199,7 +199,7 @@ class Planner:
         if self.plan.total_is_derived:
             samples, rest = self.plan.micro_batch * self.plan.accumulation, 0
         sizes = [min(stated, samples)] if stated else range(min(samples, 2**16), 0, -1)  # no GPU holds more
-        config = {**self.config, "parallel": _parallel(tensor), "zero": {"stage": zero} if zero else None}
+        config = {**self.config, "parallel": {"tensor": tensor}, "zero": {"stage": zero} if zero else None}
         return None if rest else self.predict_largest(config, samples, sizes)
 
     def predict_largest(self, config: Mapping[str, Any], samples: int, sizes: Sequence[int]) -> Prediction | None:
@@ -267,10 +267,6 @@ def _ways(gpus: int, own: dict[str, Any]) -> list[dict[str, Any]]:
     tensors += [{"mode": "3d", "size": side**3} for side in range(2, 5)]
     fitting = [tensor for tensor in tensors if gpus % tensor["size"] == 0 and tensor["size"] <= 64]
     return fitting if own in fitting else [*fitting, own]
-
-
-def _parallel(tensor: Mapping[str, Any]) -> dict[str, Any]:
-    return {"pipeline": 1, "tensor": tensor}
 
 
 def _can_cut(config: Mapping[str, Any], micro_batch: int, gpus: int) -> bool:

@@ -49,6 +49,7 @@ OF_TIMM |= {"DATA.eval_crop": 0.5, "MODEL.image_size": 224}
 # The last values that are accepted, and the first that are not.
 EDGES = ["CHECKPOINT_EVERY=0.5minutes", "DATA.randaugment=rand-m9-p0.5-mmax5", "DATA.crop_scale=(1, 1)"]
 EDGES += ["OPTIMIZER.name=lamb", "OPTIMIZER.betas=(0, 0.9)", "OPTIMIZER.trust_range=(0, float('inf'))"]
+EDGES += ["BCE_THRESHOLD=soft", "LABEL_SMOOTHING=0.1"]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_a_wrong_setting_is_refused(write, changes, words):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (MINIMAL + "WARMUP_EPOCH = 1\nWARMUP_EPOCHS = WARMUP_EPOCH", "unknown key WARMUP_EPOCH; did you mean"),
+        (MINIMAL + "WARM_EPOCHS = 1\nWARMUP_EPOCHS = WARM_EPOCHS", "unknown key WARM_EPOCHS; did you mean"),
         (MINIMAL.replace("LEARNING_RATE", "lr"), "unknown key lr; did you mean 'LEARNING_RATE'"),
         (MINIMAL + "SIDE = 4\nSIDE = 2 * SIDE", "unknown key SIDE$"),
         ("from configs.vit_s16_vanila import *", "line 1: no recipe .*; did you mean 'configs.vit_s16_vanilla'"),
@@ -145,7 +146,7 @@ def test_a_wrong_setting_is_refused(write, changes, words):
         (B16 + "NUM_EPOCHS = 4\nNUM_EPOCHS *= 2", "line 1: configs.vit_b16 derives other keys from NUM_EPOCHS: assign"),
         (B16 + "WARMUP_EPOCHS = NUM_EPOCHS\nNUM_EPOCHS = 4", "derives other keys from NUM_EPOCHS"),
         ("NUM_EPOCHS = 1", "config.py: LEARNING_RATE is missing: peak"),
-        ("NUM_EPOCHS = LEARNING_RATE = 1", "^TOTAL_BATCH_SIZE is missing: samples"),
+        ("BATCH_SIZE = NUM_EPOCHS = LEARNING_RATE = 1", "^TOTAL_BATCH_SIZE is missing: samples"),
         (MINIMAL + "LEARNING_RATE = float('nan')", "^LEARNING_RATE=nan: expected number > 0$"),
         (MINIMAL + "SEED = 1 +", "config.py, line 4: SyntaxError: invalid syntax$"),
         (MINIMAL + "SEED = (1,\n  SEDE)", "config.py, line 5: NameError: name 'SEDE' is not defined$"),

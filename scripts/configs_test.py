@@ -101,6 +101,8 @@ def test_the_flags_of_a_row_start_the_run_that_the_row_describes(capsys):
     command = ["--config", "vit_s16_vanilla", "--dry-run", "--set", "MODEL.depth=2"]
     train_dali.main([*command, "--gpus", "8"])
     lines = capsys.readouterr().out.splitlines()
+    assert "- A GPU computes 228-396 TFLOP/s: 23%-40% of the peak of an H100 (assumed;" in lines
+    assert "- The host decodes and augments 7,300 images/s per GPU (assumed: 8 cores at 1.1" in lines
     for name in ("1d 2", "2.5d 2 x 2 x 2"):
         row = next(line.split("|")[2:] for line in lines if re.match(rf"\| *{name} \|", line))
         flags = next(line.removeprefix(name) for line in lines if line.startswith(f"{name}: "))
@@ -111,6 +113,19 @@ def test_the_flags_of_a_row_start_the_run_that_the_row_describes(capsys):
         value, unit = re.search(r"memory per GPU +([\d.]+) (.B) at the peak", plan).groups()
         assert f"{float(value) / {'GB': 1, 'MB': 1e3}[unit]:.2f}" == memory
         assert re.search(rf"{groups} groups? of \d GPUs x {micro} x {accumulation} = 4,096", plan)
+
+
+@pytest.mark.parametrize(
+    ("memory", "words"),
+    [
+        ("0.02", r"12.5 GB/s .* nothing is decoded. .* not fit \| \| .* zero=dict\(stage=1\) fastest that fits: 1d 2"),
+        ("0.001", "90% of 0.001 GB .* no mode fits in the usable 0.0009 GB .90%. of a GPU with 0.001 GB$"),
+    ],
+)
+def test_a_dry_run_says_what_fits_and_what_is_fastest(memory, words, capsys):
+    command = f"--config vit_lite_vanilla --dry-run --gpus 2 --links 300 12.5 --gpu-memory {memory} --set MODEL.depth=2"
+    train_cifar10.main(command.split())
+    assert re.search(words, " ".join(capsys.readouterr().out.split()))
 
 
 def test_the_amp_examples_command_downloads_to_data_or_says_where_to_put_it(tmp_path, monkeypatch):

@@ -47,9 +47,8 @@ TIMM = "vit_tiny_patch16_224.augreg_in21k"
 OF_TIMM = {"INIT": TIMM, "DATA.mean": (0.5,) * 3, "DATA.std": (0.5,) * 3, "DATA.interpolation": "bicubic"}
 OF_TIMM |= {"DATA.eval_crop": 0.5, "MODEL.image_size": 224}
 # The last values that are accepted, and the first that are not.
-EDGES = ["CHECKPOINT_EVERY=0.5minutes", "DATA.randaugment=rand-m9-p0.5-mmax5", "DATA.crop_scale=(1, 1)"]
+EDGES = ["CHECKPOINT_EVERY=0.5min", "DATA.randaugment=rand-m9-p0.5-mmax5", "BCE_THRESHOLD=soft", "LABEL_SMOOTHING=0.1"]
 EDGES += ["OPTIMIZER.name=lamb", "OPTIMIZER.betas=(0, 0.9)", "OPTIMIZER.trust_range=(0, float('inf'))"]
-EDGES += ["BCE_THRESHOLD=soft", "LABEL_SMOOTHING=0.1"]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,6 @@ EDGES += ["BCE_THRESHOLD=soft", "LABEL_SMOOTHING=0.1"]
         (BENCHMARK, ["MICRO_BATCH_SIZE=64"], dict(MICRO_BATCH_SIZE=64, gradient_accumulation=None, BATCH_SIZE=None)),
         (MICRO, ["gradient_accumulation=4"], dict(MICRO_BATCH_SIZE=None, gradient_accumulation=4)),
         (TOTAL, ["gradient_accumulation=2"], dict(MICRO_BATCH_SIZE=64, gradient_accumulation=2)),
-        (TOTAL, ["MICRO_BATCH_SIZE=32"], dict(MICRO_BATCH_SIZE=32, gradient_accumulation=4)),
         *((f"from configs.vit_s16_1d import *\n{lines}\n", [], expected) for lines, expected in OWN.items()),
         (B16 + "GPUS = 2\nNUM_EPOCHS *= 2", ["NUM_EPOCHS=4"], dict(GPUS=2, NUM_EPOCHS=4, WARMUP_EPOCHS=2)),
         (B16 + "NUM_EPOCHS = 9", ["NUM_EPOCHS=4"], dict(NUM_EPOCHS=4, WARMUP_EPOCHS=2)),
@@ -94,8 +92,9 @@ def test_a_config_imports_its_neighbour(write, tmp_path):
 OUT_OF_RANGE = ["OPTIMIZER.betas=(0.9, 1)", "OPTIMIZER.betas=(-1, 0)", "WEIGHT_DECAY=1e999", "DATA.mean=(0, 1)"]
 OUT_OF_RANGE += ["OPTIMIZER.trust_range=(2, 1)", "OPTIMIZER.trust_range=(-1, 1)", "DATA.std=(1, 0, 1)"]
 OUT_OF_RANGE += ["DATA.randaugment=(2, 11)", "DATA.randaugment=(0, 5)", "DATA.randaugment=(2, -1)"]
-OUT_OF_RANGE += ["DATA.randaugment=rand-m", "DATA.crop_ratio=(2, 1)", "DATA.crop_ratio=(1, 101)", "CHECKPOINT_EVERY=0"]
-OUT_OF_RANGE += ["CHECKPOINT_EVERY=0 min", "DATA.crop_scale=(0, 1)", "DATA.crop_scale=(1, 2)", "DATA.crop_ratio=(0, 1)"]
+OUT_OF_RANGE += ["DATA.randaugment=rand-m", "DATA.crop_ratio=(2, 1)", "DATA.crop_ratio=(1, 101)"]
+OUT_OF_RANGE += ["DATA.crop_scale=(0, 1)", "DATA.crop_scale=(1, 2)", "DATA.crop_scale=(0.5, 0.1)", "CHECKPOINT_EVERY=0"]
+OUT_OF_RANGE += ["CHECKPOINT_EVERY=0 min", "CHECKPOINT_EVERY=10 s", "fp16.mode=AMP_TYPE.FAST", "DATA.crop_ratio=(0, 1)"]
 
 
 @pytest.mark.parametrize(
@@ -105,11 +104,7 @@ OUT_OF_RANGE += ["CHECKPOINT_EVERY=0 min", "DATA.crop_scale=(0, 1)", "DATA.crop_
         (["num_layers=6"], "^num_layers: unknown key; did you mean 'MODEL.depth'"),
         (["NUM_EPOCHS"], "write it as KEY=VALUE"),
         (["LEARNING_RATE=fast"], "^LEARNING_RATE='fast': expected number > 0$"),
-        (["TIMEOUT=1e999"], r"TIMEOUT=inf: expected number >= 1 and <= 10000000 \(seconds\)$"),
         (["LR_SCHEDULE=cosine_as_long_as_the_warm-up"], "'cosine_as_long_as_the_warm-up': expected 'linear', 'cosine'"),
-        (["CHECKPOINT_EVERY=10 s"], "CHECKPOINT_EVERY='10 s': expected optimizer steps, as 500, or minutes"),
-        (["fp16.mode=AMP_TYPE.FAST"], "expected AMP_TYPE.APEX, AMP_TYPE.TORCH, AMP_TYPE.NAIVE or None"),
-        (["DATA.crop_scale=(0.5, 0.1)"], r"\(0.5, 0.1\): expected \(low, high\), 0 < low <= high <= 1$"),
         (["MODEL=small"], r"^MODEL='small': expected dict\(timm=..., image_size=..., patch_size=...\)$"),
         (["DATA=dict(crop='simple', crop_scale=(0.5, 1.0))"], r"^DATA.crop_scale=\(0.5, 1.0\) has no effect with crop"),
         (["DATA=dict(crop='simple', crop_ratio=(1, 2))"], r"^DATA.crop_ratio=\(1, 2\) has no effect with crop"),
@@ -147,7 +142,6 @@ def test_a_wrong_setting_is_refused(write, changes, words):
         (B16 + "WARMUP_EPOCHS = NUM_EPOCHS\nNUM_EPOCHS = 4", "derives other keys from NUM_EPOCHS"),
         ("NUM_EPOCHS = 1", "config.py: LEARNING_RATE is missing: peak"),
         ("BATCH_SIZE = NUM_EPOCHS = LEARNING_RATE = 1", "^TOTAL_BATCH_SIZE is missing: samples"),
-        (MINIMAL + "LEARNING_RATE = float('nan')", "^LEARNING_RATE=nan: expected number > 0$"),
         (MINIMAL + "SEED = 1 +", "config.py, line 4: SyntaxError: invalid syntax$"),
         (MINIMAL + "SEED = (1,\n  SEDE)", "config.py, line 5: NameError: name 'SEDE' is not defined$"),
         (MINIMAL + "import sys\nsys.exit(0)", "config.py, line 5: SystemExit: 0$"),
@@ -195,9 +189,8 @@ page.write_text(page.read_text().partition("| key |")[0] + keys_as_markdown() + 
 
 
 def test_the_help_on_a_key_is_its_paragraph_and_those_of_the_keys_inside():
-    zero, stage = describe_keys("zero", 200).splitlines()
-    assert zero.endswith(" GPUs (docs/parallel-modes.md); values: dict(stage=...) or None; default: None")
-    assert stage.startswith("zero.stage: 1: shard the optimizer's state; 3: ")
+    words = " GPUs (docs/parallel-modes.md); values: dict(stage=...) or None; default: None\nzero.stage: 1: shard the "
+    assert words in describe_keys("zero", 200)
     assert "EMA_WARMUP" not in describe_keys("EMA")
 
 

@@ -27,9 +27,7 @@ class Model(Section):
     mlp_ratio: Number = key(4.0, "hidden channels of the MLP / `width`", gt=0, le=1000)
     num_classes: int | None = key(None, "classes of the head; `None`: as many as the data set has", ge=1, le=10**8)
     dropout: Number = key(0.0, "after the position embedding and after every projection of a block but qkv", ge=0, lt=1)
-    drop_path: Number = key(
-        0.0, "stochastic depth (arXiv 1603.09382): rate of the last block, rising from 0", ge=0, lt=1
-    )
+    drop_path: Number = key(0.0, "stochastic depth (arXiv 1603.09382): last block's rate, rising from 0", ge=0, lt=1)
     stem: Literal["patch", "conv"] = key(
         "patch", "`conv`: 3 x 3 convolutions, one of stride 1 and then of stride 2, instead of the patch projection"
     )

@@ -203,8 +203,7 @@ class Config(Section):
     LEARNING_RATE: Number = key(..., "peak, at the end of warm-up", gt=0)
     WEIGHT_DECAY: Number = key(0.0, "decoupled, but for `sgd`", ge=0)
     LR_SCHEDULE: Literal[*SCHEDULES] = key(  # pyright: ignore[reportInvalidTypeForm]
-        "cosine",
-        "decay after warm-up, to `MIN_LR`; `timm`: a cosine over all steps, without the part of warm-up",
+        "cosine", "decay after warm-up, to `MIN_LR`; `timm`: a cosine over all steps, without the part of warm-up"
     )
     MIN_LR: Number = key(0.0, "learning rate at the end of the decay", ge=0)
     WARMUP_LR: Number | None = key(

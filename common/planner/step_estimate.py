@@ -253,8 +253,8 @@ def _count_step(
 def _launch_config(config: Mapping[str, Any], accumulation: int) -> dict[str, Any]:
     # DDP's options that need its own reduction, which the estimate replaces, change nothing that it counts
     unused = dict(init_sync=False, find_unused_parameters=False, static_graph=False)
-    options = {"torch_ddp": {**(config.get("torch_ddp") or {}), **unused}}
-    return {**config, **options, "gradient_accumulation": min(accumulation, 3)}
+    ddp = {**(config.get("torch_ddp") or {}), **unused}
+    return {**config, "torch_ddp": ddp, "gradient_accumulation": min(accumulation, 3)}
 
 
 def _precision(fp16: Mapping[str, Any] | None, device: str) -> Mapping[str, Any] | None:

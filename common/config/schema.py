@@ -33,7 +33,7 @@ TorchvisionRandAugment = Annotated[
     tuple[int, Number], Field(strict=False), Predicate(lambda pair: pair[0] >= 1 and 0 <= pair[1] <= 10)
 ]
 TimmRandAugment = Annotated[
-    str, Predicate(lambda text: re.fullmatch(r"rand(-(m|n|mmax|inc)\d+|-(p|mstd)\d+(\.\d+)?)*", text))
+    str, Predicate(lambda text: bool(re.fullmatch(r"rand(-(m|n|mmax|inc)\d+|-(p|mstd)\d+(\.\d+)?)*", text)))
 ]
 
 
@@ -181,7 +181,7 @@ class Zero(Section):
 
 MINUTES = r"(?=.*[1-9])\d{1,9}(\.\d{1,9})? ?min(utes?)?"
 STEPS_OR_MINUTES = Annotated[
-    int | str, Predicate(lambda every: every >= 1 if isinstance(every, int) else re.fullmatch(MINUTES, every))
+    int | str, Predicate(lambda every: every >= 1 if isinstance(every, int) else bool(re.fullmatch(MINUTES, every)))
 ]
 
 

@@ -223,8 +223,8 @@ def read_labels(path: Path, count: int | None = None) -> list[str]:
 def read_table(root: Path, manifest: Manifest, split: str) -> np.ndarray:
     """Return the `RECORD` rows of a split, memory-mapped; raise `UserError` if they differ from the manifest."""
     table, entry = root / "records" / f"{split}.npy", manifest.splits[split]
-    if sha256_of(table) != entry.records_sha256:
-        raise UserError(f"{table}: differs from the manifest; {REMEDY}")
+    if not table.is_file() or sha256_of(table) != entry.records_sha256:
+        raise UserError(f"{table}: missing, or differs from the manifest; {REMEDY}")
     return np.load(table, mmap_mode="r")
 
 

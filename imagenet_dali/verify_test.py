@@ -26,7 +26,7 @@ def test_check_lists_all_that_is_wrong(data, capsys):
         main(["--check", str(data)])
     assert capsys.readouterr().out == f"{shards[0]}: missing\n"
     (data / "records/validation.npy").write_bytes(b"")
-    with pytest.raises(UserError, match="validation.npy: differs from the manifest"):
+    with pytest.raises(UserError, match="validation.npy: missing, or differs from the manifest"):
         main(["--check", str(data)])
     (data / "labels.txt").write_text("class_0\n")
     with pytest.raises(UserError, match="labels.txt: 1 names, not 2"):

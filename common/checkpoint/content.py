@@ -161,6 +161,8 @@ def list_changes(about: Mapping[str, Any]) -> list[str]:
 
 def read_about(folder: Path, schema: type[RunInfo] = FullInfo) -> dict[str, Any]:
     """Return config.json of a run or a checkpoint; raise `UserError` where it is none."""
+    if not (folder / CONFIG).exists():
+        raise UserError(f"{folder} holds no run: {CONFIG} is missing")
     return read_json(folder / CONFIG, schema).model_dump(exclude_unset=True, by_alias=True)
 
 

@@ -190,6 +190,8 @@ def _load_moments(path: Path, moments: Mapping[str, Tensor], model: nn.Module, o
     state: dict[Tensor, dict[str, Tensor]] = {}
     for place, whole in moments.items():
         key, _, name = place.partition("/")
+        if name not in parameters:
+            raise UserError(f"{path / OPTIMIZER} does not belong to its model: it has {place}; use another checkpoint")
         parameter = parameters[name]
         is_moment = whole.shape == whole_shape(parameter)
         state.setdefault(parameter, {})[key] = cut_piece(parameter, whole) if is_moment else whole

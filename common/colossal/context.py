@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -162,21 +161,40 @@ def get_default_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _launch(start: Callable[..., None], config: Any, *place: Any, backend: str | None = None, **more: Any) -> None:
+def launch(
+    config: Any, rank: int, world_size: int, host: str, port: int, backend: str | None = None, **more: Any
+) -> None:
+    """Join the process groups as rank ``rank``; see `_launch`."""
+    _launch(join_groups, config, backend, rank=rank, world_size=world_size, host=host, port=port, **more)
+
+
+def launch_from_slurm(config: Any, host: str | None, port: int | None, backend: str | None = None, **more: Any) -> None:
+    """Join the process groups as a task of srun; see `_launch`."""
+    host = host or os.environ.get("HOST") or os.environ.get("MASTER_ADDR")
+    _launch(upstream.launch_from_slurm, config, backend, host=host, port=port, **more)
+
+
+def launch_from_openmpi(
+    config: Any, host: str | None, port: int | None, backend: str | None = None, **more: Any
+) -> None:
+    """Join the process groups as a task of mpirun; see `_launch`."""
+    _launch(upstream.launch_from_openmpi, config, backend, host=host, port=port, **more)
+
+
+def launch_from_torch(config: Any, backend: str | None = None, **more: Any) -> None:
+    """Join the process groups as a process of torchrun; see `_launch`."""
+    _launch(upstream.launch_from_torch, config, backend, **more)
+
+
+def _launch(start: Callable[..., None], config: Any, backend: str | None, **more: Any) -> None:
     """Launch a script of a user's own, with a dict, a file or a recipe, resolved as for a train.py.
 
-    ``place`` and ``more`` are upstream's (legacy/initialize.py); ``backend`` defaults to nccl on GPUs and gloo on CPUs.
+    ``backend`` defaults to nccl on GPUs and gloo on CPUs.
     """
     from common.config.load import load_own_config  # the one import upwards: layering_test.py says why
 
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    start(load_own_config(config), *place, backend=backend, **more)
-
-
-launch = partial(_launch, join_groups)
-launch_from_slurm = partial(_launch, upstream.launch_from_slurm)
-launch_from_openmpi = partial(_launch, upstream.launch_from_openmpi)
-launch_from_torch = partial(_launch, upstream.launch_from_torch)
+    start(config=load_own_config(config), backend=backend, **more)
 
 
 def allow_fake_launches() -> None:

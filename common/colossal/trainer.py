@@ -189,7 +189,7 @@ class Trainer(UpstreamTrainer):
     def _eval(self, test_dataloader: Any, **unused: Any) -> None:
         self.engine.eval()
         wishes = [hook.needs_test_loss for hook in self.hooks if hasattr(hook, "needs_test_loss")]
-        has_loss = any(wishes or [True])
+        has_loss = any(wishes or [True]) and self.engine.criterion is not None
         phase = f"evaluating after step {self.step}"
         batches = iter(test_dataloader)
         self._call_hooks("before_test")

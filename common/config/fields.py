@@ -44,7 +44,7 @@ Triple = Annotated[tuple[Number, Number, Number], Field(strict=False)]
 class Section(BaseModel):
     """Keys that belong together. Unknown keys are refused, and no value is converted but a list to a tuple."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 S = TypeVar("S", bound=Section)

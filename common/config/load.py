@@ -317,7 +317,7 @@ def _read_ahead(body: list[ast.stmt], overrides: Overrides) -> dict[str, Any]:
                 targets = [target.id for target in node.targets if isinstance(target, ast.Name)]
                 plain |= {name: override(overrides.get(name, ()), value) for name in targets}
                 continue
-        late |= _names(node, ast.Load)
+        late |= stored | _names(node, ast.Load)
         plain = {name: value for name, value in plain.items() if name not in stored}
     return plain
 

@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.process import BaseProcess
 from signal import SIGTERM
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,6 +26,14 @@ AHEAD = 2  # tasks for each worker that are done before they are asked for
 Record = tuple[bytes | memoryview, int] | UserError  # an encoded image and its label, or why there is none
 
 
+class RecordSource(Protocol):
+    """What is read: the records of a split, by number."""
+
+    def read_span(self, first: int, end: int) -> Sequence[Record]: ...
+
+    def span_bytes(self, first: int, end: int) -> int: ...
+
+
 class _Pending(NamedTuple):
     draw: Draw
     places: list[tuple[Future[Sequence[Record]], int]]  # of each sample, in the records of a read
@@ -34,12 +43,11 @@ class _Pending(NamedTuple):
 class RecordReader:
     """Yield draws with their records, while the next draws are read; a span stays in memory until its last use.
 
-    ``source`` is a split: ``read_span(first, end)`` returns records by their numbers, ``span_bytes`` their size.
     At least `DRAWS_AHEAD` draws are ahead, and more of them up to `BYTES_AHEAD` and `MOST_DRAWS_AHEAD`. Bad records
     are yielded as errors.
     """
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: RecordSource) -> None:
         self.source = source
         self._pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="record-reader")
 
@@ -92,7 +100,8 @@ class WorkerPool:
 
     def __init__(self, function: Callable[[Any], Any], workers: int) -> None:
         self.function, self.workers = function, workers
-        self._pool, self._processes = None, []
+        self._pool: ProcessPoolExecutor | None = None
+        self._processes: list[BaseProcess] = []
 
     def map(self, tasks: Iterator[Any]) -> Iterator[Any]:
         """Yield the result of each task, in order, once the workers are there."""
@@ -131,6 +140,7 @@ class WorkerPool:
             process.kill()
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
+            self._pool = None
 
 
 _function: Callable[[Any], Any]  # of a worker

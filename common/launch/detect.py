@@ -103,7 +103,8 @@ def start(launch: Launch, config: Mapping[str, Any]) -> None:
 def gather(value: Any) -> list[Any]:
     """Return the ``value`` of each rank."""
     values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=colossal.gpc.get_cpu_group(colossal.ParallelMode.GLOBAL))
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=colossal.gpc.get_cpu_group(colossal.ParallelMode.GLOBAL))
     return values
 
 

@@ -1,4 +1,3 @@
-import csv
 import json
 import re
 import shutil
@@ -45,52 +44,64 @@ def make(*folders) -> str:
     return output.read_text()
 
 
-def test_summary(tmp_path):
+def charts_of(page: str) -> list[dict]:
+    return json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["charts"]
+
+
+def test_summary(tmp_path, monkeypatch):
     speeds = [10.0, 1000.0, 30.0, 20.0, 1240.0]
     records = [train(step, samples_per_s=speed) for step, speed in enumerate(speeds)]
     records += [evaluation(1, 0.75, loss=2.0), evaluation(2, 0.75), evaluation(3, 0.75, loss=3.0), evaluation(4, 0.5)]
-    records += [train(5, loss=2.5) | {"time": 9000.0}]
+    records += [train(5, loss=2.3456789, samples_per_s=None) | {"time": 13000.0}]
     config = {"LABEL_SMOOTHING": 0.1, "MIXUP": 0.8, "B": {"c": [1, 2]}}
     plan = {"last_step": 5, "gpus": 8}
-    starts = [{"started": 940.0}, {"started": 8000.0}, {"started": 8990.0}]  # the second ended before its first record
-    page = make(write_run(tmp_path / "run", records, config, plan=plan, hardware=CPU, starts=starts))
-    assert tables_of(page)[:2] == [
+    starts = [{"started": 940.0}, {"started": 8000.0}, {"started": 9000.0}]  # the second ended before its first record
+    run = write_run(tmp_path / "run", records, config, plan=plan, hardware=CPU, starts=starts, argv=["train.py", "a b"])
+    monkeypatch.chdir(run)
+    report.main(["."])
+    page = (run / "report.html").read_text()
+    assert tables_of(page) == [
         {
             "": ["run"],
             "Top-1, last evaluation": ["50.00%"],
             "Top-1, best evaluation": ["75.00% at step 2"],
             "Steps": ["5"],
-            "Wall time": ["5 min 11 s"],
+            "Wall time": ["1 h 11 min"],
             "Images per second, median": ["30"],
             "Hardware": ["2 cores of AMD EPYC, AVX2"],
             "Processes": ["8"],
             "Changed since the first start": ["-"],
         },
         {"": ["run"], "LABEL_SMOOTHING": ["0.1"], "MIXUP": ["0.8"], "B.c": ["[1, 2]"]},
+        {"": ["run"], "starts": [str(starts)]} | {f"hardware.{key}": [str(value)] for key, value in CPU.items()},
     ]
-    charts = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["charts"]
+    assert "<pre>python train.py &#39;a b&#39;</pre>" in page
+    charts = charts_of(page)
     assert [chart["name"] for chart in charts] == ["loss", "top1", "top5", "samples_per_s"]
     losses = "cross-entropy, label smoothing 0.1, mixup 0.8; evaluation: cross-entropy"
     assert charts[0]["title"] == f"Loss (training: {losses})"
     assert charts[0]["lines"] == [
-        {"run": 0, "kind": "train", "x": [5], "y": [2.5]},
+        {"run": 0, "kind": "train", "x": [5], "y": [2.34568]},
         {"run": 0, "kind": "eval", "x": [1, 2, 3, 4], "y": [2.0, 1.0, 3.0, 1.0]},
     ]
     assert charts[1]["lines"][0]["y"] == [75.0, 75.0, 75.0, 50.0]
 
 
 def test_a_run_that_is_running_or_was_killed_in_the_middle_of_a_line(tmp_path):
-    run = write_run(tmp_path / "run", [train(1, loss=2.0), train(2, loss=None)])
+    run = write_run(tmp_path / "run", [train(1, loss=2.0), train(2000, loss=None)], plan={"last_step": 4000})
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
+    (run / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000001" / "COMPLETE").touch()
     page = make(run)
-    assert tables_of(page)[0]["Steps"] == ["2 of 4"]
+    assert tables_of(page)[0]["Steps"] == ["2,000 of 4,000"]
     assert tables_of(page)[0]["Top-1, last evaluation"] == tables_of(page)[0]["Top-1, best evaluation"] == ["-"]
-    (chart,) = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["charts"]
+    (chart,) = charts_of(page)
     assert (chart["name"], chart["lines"][0]["y"]) == ("loss", [2.0, None])
-    (run / "checkpoints" / "step-00000003").mkdir(parents=True)
-    (run / "checkpoints" / "step-00000003" / "COMPLETE").touch()
-    assert tables_of(make(run))[0]["Steps"] == ["3 of 4"]
+    (run / "checkpoints" / "step-00000001").rename(run / "checkpoints" / "step-00003000")
+    assert tables_of(make(run))[0]["Steps"] == ["3,000 of 4,000"]
+    with pytest.raises(UserError, match="^run has no evaluation yet, so no result: train it for longer, or lower"):
+        report.main([str(run), "--csv"])
     (run / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="run/metrics.jsonl line 1: kind: Field required"):
         make(run)
@@ -109,7 +120,7 @@ def test_runs_of_a_sweep_are_ranked_and_what_is_no_run_is_skipped(tmp_path, caps
     assert summary["B=64,R=1"] == ["10.00%", "10.00% at step 4"]
     assert list(ranked) == ["B", "512", "64"]
     assert ranked["B"] == ["R", "top1", "range", "n", "loss", "steps"]
-    assert "best: B=512, R=1; no ranges" in page
+    assert all(words in page for words in ("<h1>4 runs</h1>", "best: B=512, R=1; no ranges"))
     names = [f"B={batch},R={rate}" for batch in (512, 64) for rate in range(2)]
     assert config == {"": ["B", "R"]} | {name: [part[2:] for part in name.split(",")] for name in names}
     report.main([str(sweep), "--output", str(tmp_path / "report.html")])
@@ -121,24 +132,39 @@ def test_runs_of_a_sweep_are_ranked_and_what_is_no_run_is_skipped(tmp_path, caps
 
 
 def test_names_are_text(tmp_path):
-    evil, other = {EVIL: EVIL}, write_run(tmp_path / "other")
+    evil, other = {EVIL: EVIL}, write_run(tmp_path / "other", [], {"MIXUP": 0.2}, hardware=CPU | {"gpu": "H100"})
     run = write_run(tmp_path / "run", [train(1, loss=1.0)], config=evil, argv=[EVIL], versions=evil)
-    page = report.render([report.load_run(run, EVIL), report.load_run(other, "other")])
+    page = report.render([report.load_run(run, EVIL), report.load_run(other, "A=1")])
     assert "<script>alert" not in page
-    assert EVIL in unescape(re.search("<pre>(.*?)</pre>", page)[1])
-    assert tables_of(page)[2][EVIL] == [EVIL, "-"]
+    assert unescape(re.search("<pre>(.*?)</pre>", page)[1]) == f"python '{EVIL}'"
+    summary, _, config, *_ = tables_of(page)
+    assert summary[EVIL] == ["1 of 4", "2 min 00 s", "-"]
+    assert summary["A=1"] == ["0 of 4", "0 min 00 s", "H100"]
+    assert config == {"": [EVIL, "MIXUP"], EVIL: [EVIL, "-"], "A=1": ["-", "0.2"]}
+    assert (
+        charts_of(page)[0]["title"]
+        == "Loss (training: cross-entropy or cross-entropy, mixup 0.2; evaluation: cross-entropy)"
+    )
 
 
-def test_csv_is_a_row_of_the_results(run, tmp_path, capsys):
-    about = json.loads((run / "config.json").read_text()) | {"starts": [{"started": 1000.0}]}
-    about["argv"] += ["--init", "/data/weights/"]
+def test_every_metric_has_a_chart_in_its_unit(tmp_path):
+    shares = dict.fromkeys(("top1", "top5", "mfu", "data_wait"), 50)
+    factors = dict(loss=0.5, lr=0.5, grad_norm=0.5, skipped=0.5, samples_per_s=0.5, forward_s=500, backward_s=500)
+    factors |= shares | {"peak_memory_gb": 0.5}
+    charts = charts_of(make(write_run(tmp_path / "run", [train(1, **dict.fromkeys(factors, 0.5)) | {"skipped": 1}])))
+    assert {chart["name"]: chart["lines"][0]["y"][0] for chart in charts} == factors | {"skipped": 1}
+    assert [chart["name"] for chart in charts if not chart["fromZero"]] == ["loss", "top1", "top5"]
+
+
+def test_csv_is_a_row_of_the_results(tmp_path, capsys):
+    argv = ["/code/train.py", "--output=/tmp/run", "--init", "/data/weights/"]
+    plan, versions = {"last_step": 10, "gpus": 2, "total_batch": 14}, {"python": "3.11", "timm": "1.0", "wandb": None}
+    about = dict(name="tiny", started=86400, plan=plan, argv=argv, commit="abc", versions=versions, hardware=CPU)
     records = [train(5, loss=3.0), evaluation(5, 0.25), train(10, loss=1.5), evaluation(10, 0.75)]
     report.main([str(write_run(tmp_path / "run", records, **about)), "--csv"])
-    with (ROOT / "cifar10_benchmark" / "results.csv").open() as file:
-        header = next(csv.reader(file))
-    (row,) = csv.DictReader(capsys.readouterr().out.splitlines(), header)
-    expected = dict(config="tiny", processes="1", global_batch="14", epochs="1", steps="10", minutes="10.0")
-    expected |= dict(first_loss="3.0000", last_loss="1.5000", top1="0.7500", top5="1.0000", eval_images="8")
-    assert row.items() >= expected.items()
-    assert " --config tiny.py --output run --set " in row["command"]
-    assert row["command"].endswith(" --init weights/")
+    row = (
+        '1970-01-02,tiny,"2 cores of AMD EPYC, AVX2",2,14,1,10,3.0000,1.5000,0.7500,1.0000,8,11.0,python=3.11 timm=1.0,'
+    )
+    assert capsys.readouterr().out == f"{row}abc,train.py --output=run --init weights/\n"
+    header = (ROOT / "cifar10_benchmark" / "results.csv").read_text().partition("\n")[0]
+    assert header == ",".join(report.result_row(report.load_run(tmp_path / "run", "run")))

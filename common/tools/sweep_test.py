@@ -74,32 +74,48 @@ def test_every_combination_is_trained_once(words, trained, tmp_path, capsys):
     sweep.main([*words, *grid])
     assert capsys.readouterr().out.count(": finished already\n") == 3
     sweep.main([*words, "--grid", "TOTAL_BATCH_SIZE=28", "--grid", "LEARNING_RATE=1"])  # joins the others
-    sweep.main([*words, "--grid", "LEARNING_RATE=3"])
+    for seed in (1, 2):  # another command: the run decides
+        sweep.main([*words, "--grid", "LEARNING_RATE=3", "--set", f"SEED={seed}"])
     sweep.main(["--output", str(folder), "--best", "LEARNING_RATE"])
-    assert trained[4:] == [names[2], "TOTAL_BATCH_SIZE=28,LEARNING_RATE=1", "LEARNING_RATE=3"]
+    assert trained[4:] == [names[2], "TOTAL_BATCH_SIZE=28,LEARNING_RATE=1", "LEARNING_RATE=3", "LEARNING_RATE=3"]
+    with pytest.raises(UserError, match="--best SEED: none of the --grid keys"):
+        sweep.main(["--output", str(folder), "--best", "SEED"])
+    with pytest.raises(UserError, match="tiny.py: no run in it yet; start the sweep with --config and --grid"):
+        sweep.main(["--output", f"{tmp_path}/tiny.py"])
 
 
 def finished_run(top1: float, last_step: int = 4, **values: float) -> FinishedRun:
     name = ",".join(f"{key}={value}" for key, value in values.items())
-    return FinishedRun(name, {"plan": {"last_step": last_step}}, [evaluation(4, top1)])
+    return FinishedRun(name, {"plan": {"last_step": last_step}}, [evaluation(4, top1, loss=10 * top1)])
 
 
 def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
-    runs = [finished_run(0.5, RATE=0.1, SEED=1), finished_run(0.7, RATE=0.1, SEED=2)]  # 60 % on average
-    runs += [finished_run(0.65, RATE=0.8, SEED=1), finished_run(0.9, last_step=8, RATE=0.3)]  # the last is unfinished
-    rows, verdict = rank_combinations(runs, {})
-    assert [(row["RATE"], row["top1"], row["range"], row["n"]) for row in rows] == [
-        (0.8, "65.00%", "65.00-65.00", 1),
-        (0.1, "60.00%", "50.00-70.00", 2),
-        (0.3, "-", "-", 0),
+    runs = [finished_run(0.5, RATE=0.1, SEED=1), finished_run(0.65, RATE=0.1, SEED=2), finished_run(0.65, RATE=0.8)]
+    runs.append(finished_run(0.9, last_step=8, RATE=0.3, EMA=1))
+    rows, _ = rank_combinations(runs, {})
+    assert [list(row.values()) for row in rows] == [
+        [0.8, "-", "65.00%", "65.00-65.00", 1, "6.500", "4"],
+        [0.1, "-", "57.50%", "50.00-65.00", 2, "5.750", "4"],
+        [0.3, 1, "-", "-", 0, "-", "4 of 8"],
     ]
-    assert verdict == "best: RATE=0.8; ranges overlap"
+    parts = runs, [runs[0], *runs[::2]], runs[1:3], runs[2:]
+    assert [rank_combinations(part, {})[1].partition("; ")[::2] for part in parts] == [
+        ("best: RATE=0.8, EMA=-", "ranges overlap"),
+        ("best: RATE=0.8", "ranges do not overlap"),
+        ("best: RATE=0.1", "no ranges: repeat it with --grid SEED=1,2,3"),
+        ("", ""),
+    ]
     drawn = []
     monkeypatch.setattr(sweep, "save_figure", lambda figure, path: drawn.append(figure.axes[0]))
     assert sweep.draw(runs, tmp_path / "sweep.png")
-    assert sweep.draw(runs, tmp_path / "sweep.png", best="RATE")  # the only key
-    assert [list(axes.lines[0].get_ydata()) for axes in drawn] == [pytest.approx([60, 65]), pytest.approx([65])]
-    assert [axes.get_xscale() for axes in drawn] == ["log", "linear"]
+    assert sweep.draw(runs[:3], tmp_path / "sweep.png", best="RATE")  # the only key
+    assert not sweep.draw(runs[3:], tmp_path / "sweep.png")
+    assert [list(axes.lines[0].get_ydata()) for axes in drawn] == [pytest.approx([57.5, 65]), pytest.approx([65])]
+    assert [(axes.get_xscale(), axes.get_xlabel()) for axes in drawn] == [("log", "RATE"), ("linear", "run")]
+    first = drawn[0]
+    assert [bar[:, 1].tolist() for bar in first.collections[0].get_segments()] == [[50, 65], [65, 65]]
+    texts = [text.get_text() for text in (*first.get_legend().get_texts(), *first.get_xticklabels())]
+    assert texts == ["EMA=-", "0.1", "0.8"]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +128,7 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
         (["--grid", "MODEL=dict(a=[(1,2),(3,4)])"], "unknown key MODEL.a;"),
         (["--grid", "INIT=a/b,a_b"], "two combinations would share the folder INIT=a_b"),
         (["--grid", "LEARNING_RATE=1", "--best", "SED", "--grid", "SEED=1"], "--best SED: .*did you mean 'SEED'"),
-        (["--grid", "LEARNING_RATE=1", "--config", ""], "need --config, or --grid CONFIG=A,B"),
+        (["--set", "LEARNING_RATE=1", "--config", ""], "need --config, or --grid CONFIG=A,B"),
         (["--grid", "LEARNING_RATE=13,1"], "LEARNING_RATE=13 did not start .exit status 2"),
     ],
 )
@@ -122,21 +138,30 @@ def test_mistakes_are_refused_before_the_first_run(words, trained, arguments, me
     assert trained == []
 
 
-def test_a_recipe_is_trained_by_its_tasks_script_and_an_original_config_as_its_train_py_does(words, trained, tmp_path):
+def test_a_recipe_is_trained_by_its_tasks_script_and_an_original_config_as_its_train_py_does(
+    words, trained, tmp_path, monkeypatch, capsys
+):
     found = [sweep.find_script(recipe, None) for recipe in ("vit-b16", "vit_lite_2d", "config_AMP_torch")]
     assert [path.parent.name for path, _ in found] == ["imagenet_dali", "cifar10_benchmark", "caltech101_amp"]
-    (tmp_path / "tiny.py").write_text("BATCH_SIZE = 128\nDROP_RATE = 0.1\n")
-    sweep.main([*words, f"--train={found[2][0]}", "--grid", "LEARNING_RATE=1"])
-    assert trained == ["LEARNING_RATE=1"]
+    (tmp_path / "own.py").write_text("BATCH_SIZE = 128\nDROP_RATE = 0.1\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        UserError, match="own.py is no recipe: add --train SCRIPT, which is one of .*caltech101_amp/train"
+    ):
+        sweep.find_script("own.py", None)
+    sweep.main([*words[1:], f"--train={found[2][0]}", "--grid", "CONFIG=own.py", "--set", "LEARNING_RATE=1"])
+    sweep.main([*words, "--set", "LEARNING_RATE=2"])
+    assert trained == ["CONFIG=own.py", "run"]
 
 
 def test_a_run_that_fails_does_not_end_the_sweep_and_a_stop_signal_does(words, trained, capsys):
+    parallel = ["--set", "TENSOR_PARALLEL_SIZE=2", "--set", "TENSOR_PARALLEL_MODE=1d"]  # as many processes
     for grid, code, shown in (
         ("7,1", 1, "failed: LEARNING_RATE=7; rerun the command to resume\n"),
         ("5,2", 143, "SIGTERM: LEARNING_RATE=5 was stopped; rerun the command to resume\n"),
     ):
         with pytest.raises(SystemExit) as ended:
-            sweep.main([*words, "--grid", f"LEARNING_RATE={grid}"])
+            sweep.main([*words[:-1], *parallel, "--grid", f"LEARNING_RATE={grid}"])
         out, err = capsys.readouterr()
         assert (ended.value.code, err) == (code, shown)
         assert code == 143 or [row[-1] for row in tables(out)[2:4]] == ["4", "2 of 4 (failed, exit status 1)"]

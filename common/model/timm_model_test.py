@@ -46,6 +46,7 @@ def batches(size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def build_double(name: str) -> nn.Module:
     torch.manual_seed(0)
     model = build_model(**MODELS[name], num_classes=5).double()
+    assert getattr(model, "grad_checkpointing", False) == (name == "DINOv2")
     with torch.no_grad():
         for parameter in model.parameters():  # LayerScale's, and heads that begin at 0
             parameter.add_(0.02 * torch.randn_like(parameter))

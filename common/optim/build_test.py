@@ -16,7 +16,7 @@ from common.optim.lamb import Lamb
 
 PEAK = 1.8e-2
 TINY = {"image_size": 8, "patch_size": 4, "width": 16, "depth": 11, "heads": 2, "num_classes": 3}
-TINY |= {"pool": "avg", "reg_tokens": 2, "init_values": 0.1}
+TINY |= {"reg_tokens": 2, "init_values": 0.1}
 
 
 def timm_scales() -> dict[str, tuple[float, float]]:

@@ -78,10 +78,6 @@ def test_every_combination_is_trained_once(words, trained, tmp_path, capsys):
         sweep.main([*words, "--grid", "LEARNING_RATE=3", "--set", f"SEED={seed}"])
     sweep.main(["--output", str(folder), "--best", "LEARNING_RATE"])
     assert trained[4:] == [names[2], "TOTAL_BATCH_SIZE=28,LEARNING_RATE=1", "LEARNING_RATE=3", "LEARNING_RATE=3"]
-    with pytest.raises(UserError, match="--best SEED: none of the --grid keys"):
-        sweep.main(["--output", str(folder), "--best", "SEED"])
-    with pytest.raises(UserError, match="tiny.py: no run in it yet; start the sweep with --config and --grid"):
-        sweep.main(["--output", f"{tmp_path}/tiny.py"])
 
 
 def finished_run(top1: float, last_step: int = 4, **values: float) -> FinishedRun:
@@ -112,10 +108,7 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
     assert not sweep.draw(runs[3:], tmp_path / "sweep.png")
     assert [list(axes.lines[0].get_ydata()) for axes in drawn] == [pytest.approx([57.5, 65]), pytest.approx([65])]
     assert [(axes.get_xscale(), axes.get_xlabel()) for axes in drawn] == [("log", "RATE"), ("linear", "run")]
-    first = drawn[0]
-    assert [bar[:, 1].tolist() for bar in first.collections[0].get_segments()] == [[50, 65], [65, 65]]
-    texts = [text.get_text() for text in (*first.get_legend().get_texts(), *first.get_xticklabels())]
-    assert texts == ["EMA=-", "0.1", "0.8"]
+    assert [bar[:, 1].tolist() for bar in drawn[0].collections[0].get_segments()] == [[50, 65], [65, 65]]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +132,7 @@ def test_mistakes_are_refused_before_the_first_run(words, trained, arguments, me
 
 
 def test_a_recipe_is_trained_by_its_tasks_script_and_an_original_config_as_its_train_py_does(
-    words, trained, tmp_path, monkeypatch, capsys
+    words, trained, tmp_path, monkeypatch
 ):
     found = [sweep.find_script(recipe, None) for recipe in ("vit-b16", "vit_lite_2d", "config_AMP_torch")]
     assert [path.parent.name for path, _ in found] == ["imagenet_dali", "cifar10_benchmark", "caltech101_amp"]
@@ -149,9 +142,9 @@ def test_a_recipe_is_trained_by_its_tasks_script_and_an_original_config_as_its_t
         UserError, match="own.py is no recipe: add --train SCRIPT, which is one of .*caltech101_amp/train"
     ):
         sweep.find_script("own.py", None)
-    sweep.main([*words[1:], f"--train={found[2][0]}", "--grid", "CONFIG=own.py", "--set", "LEARNING_RATE=1"])
+    sweep.main([*words[1:], f"--train={found[2][0]}", "--grid", "CONFIG=own.py", "--grid", "LEARNING_RATE=1"])
     sweep.main([*words, "--set", "LEARNING_RATE=2"])
-    assert trained == ["CONFIG=own.py", "run"]
+    assert trained == ["CONFIG=own.py,LEARNING_RATE=1", "run"]
 
 
 def test_a_run_that_fails_does_not_end_the_sweep_and_a_stop_signal_does(words, trained, capsys):

@@ -36,23 +36,21 @@ from common.metrics.curves import Metrics, name_loss, read_metrics
 ABSENT = "-"
 NO_ENVIRONMENT = {"name", "config", "plan", "argv", "started"}  # of config.json; shown elsewhere
 SEED = "SEED"  # in a sweep, its values are repetitions
-# Titles, with the unit of the page at the end.
-CHARTS = {
-    "loss": "Loss",
-    "top1": "Top-1 accuracy, %",
-    "top5": "Top-5 accuracy, %",
-    "lr": "Learning rate",
-    "grad_norm": "Gradient norm before clipping",
-    "skipped": "Updates skipped so far",
-    "samples_per_s": "Images per second, all GPUs",
-    "mfu": "Model FLOPs utilisation, %",
-    "data_wait": "Time waiting for data, %",
-    "forward_s": "Forward passes of a step, ms",
-    "backward_s": "Backward passes of a step, ms",
-    "peak_memory_gb": "Peak memory of a process, GB",
+# Title, factor from file to page, and whether the axis starts at 0.
+CHARTS: dict[str, tuple[str, float, bool]] = {
+    "loss": ("Loss", 1, False),
+    "top1": ("Top-1 accuracy, %", 100, False),
+    "top5": ("Top-5 accuracy, %", 100, False),
+    "lr": ("Learning rate", 1, True),
+    "grad_norm": ("Gradient norm before clipping", 1, True),
+    "skipped": ("Updates skipped so far", 1, True),
+    "samples_per_s": ("Images per second, all GPUs", 1, True),
+    "mfu": ("Model FLOPs utilisation, %", 100, True),
+    "data_wait": ("Time waiting for data, %", 100, True),
+    "forward_s": ("Forward passes of a step, ms", 1e3, True),
+    "backward_s": ("Backward passes of a step, ms", 1e3, True),
+    "peak_memory_gb": ("Peak memory of a process, GB", 1, True),
 }
-UNITS = {"%": 100, "ms": 1e3}  # factors from file to page
-FROM_ANY = ("loss", "top1", "top5")  # of the others the axis starts at 0
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,8 @@ class FinishedRun:
     @property
     def seconds(self) -> float:
         """The wall time up to the last record, without the pauses before a start."""
-        times = [line["time"] for line in self.metrics]
-        starts = [start["started"] for start in self.about.get("starts", ())]
+        times = [line["time"] for line in self.metrics if "time" in line]
+        starts = [start["started"] for start in self.about.get("starts", ()) if "started" in start]
         spans = itertools.pairwise([*starts, math.inf])
         return sum(max((when for when in times if start <= when < end), default=start) - start for start, end in spans)
 
@@ -97,9 +95,9 @@ class FinishedRun:
         return [line for line in self.metrics if line["kind"] == kind]
 
     def median(self, name: str, form: str) -> str:
-        """Return the median of a training metric, in the unit of `CHARTS`, by the format ``form``."""
+        """Return the median of a training metric, scaled as in `CHARTS`, by the format ``form``."""
         values = [line[name] for line in self.of_kind("train") if line.get(name) is not None]
-        return form.format(_factor(name) * statistics.median(values)) if values else ABSENT
+        return form.format(CHARTS[name][1] * statistics.median(values)) if values else ABSENT
 
 
 def main(argv: list[str]) -> None:
@@ -183,10 +181,6 @@ def group_by_seed(runs: Sequence[FinishedRun]) -> dict[tuple[tuple[str, Any], ..
     return groups
 
 
-def _factor(name: str) -> float:
-    return UNITS.get(CHARTS[name].rpartition(", ")[2], 1)
-
-
 def _number(text: str) -> int | float | str:
     for kind in (int, float):
         with suppress(ValueError):
@@ -201,9 +195,9 @@ def result_row(run: FinishedRun) -> dict[str, Any]:
         raise UserError(f"{run.name} has no evaluation yet, so no result: train it for longer, or lower EVAL_EVERY")
     last, origin = evaluations[-1], result_columns(about)
     return {
-        "date": origin.pop("date"),
+        "date": origin["date"],
         "config": about["name"],
-        "hardware": origin.pop("hardware"),
+        "hardware": origin["hardware"],
         "processes": about["plan"]["gpus"],
         "global_batch": about["plan"]["total_batch"],
         "epochs": f"{last['epoch']:g}",
@@ -214,7 +208,10 @@ def result_row(run: FinishedRun) -> dict[str, Any]:
         "top5": f"{last['top5']:.4f}",
         "eval_images": last["samples"],
         "minutes": f"{run.seconds / 60:.1f}",
-    } | origin
+        "versions": origin["versions"],
+        "commit": origin["commit"],
+        "command": origin["command"],
+    }
 
 
 def result_columns(about: Mapping[str, Any]) -> dict[str, str | None]:
@@ -233,7 +230,8 @@ def name_hardware(hardware: Mapping[str, Any]) -> str:
     """Return the GPU's name, or for CPUs a text like "2 cores of AMD EPYC, AVX2", as clouds hide the exact model."""
     if hardware["gpu"]:
         return hardware["gpu"]
-    return "{cpus} cores of {cpu}, {instruction_set}".format(**hardware)
+    instructions = f", {hardware['instruction_set']}" if "instruction_set" in hardware else ""  # not in older records
+    return f"{hardware['cpus']} cores of {hardware['cpu']}{instructions}"
 
 
 def render(runs: Sequence[FinishedRun]) -> str:
@@ -301,20 +299,20 @@ def _flat_text(values: Mapping[str, Any]) -> dict[str, str]:
 def collect_charts(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
     """Return a chart for every metric that the runs have, with a line for each run and kind."""
     charts = []
-    for name, title in CHARTS.items():
-        lines = [line for number, run in enumerate(runs) for line in _lines(run, number, name)]
+    for name, (title, scale, from_zero) in CHARTS.items():
+        lines = [line for number, run in enumerate(runs) for line in _lines(run, number, name, scale)]
         if name == "loss":  # which may differ, so that they cannot be compared
             title += f" (training: {' or '.join({name_loss(run.about.get('config', {})): 0 for run in runs})}; "
             title += "evaluation: cross-entropy)"
         if lines:
-            charts.append({"name": name, "title": title, "fromZero": name not in FROM_ANY, "lines": lines})
+            charts.append({"name": name, "title": title, "fromZero": from_zero, "lines": lines})
     return charts
 
 
-def _lines(run: FinishedRun, number: int, name: str) -> Iterator[dict[str, Any]]:
+def _lines(run: FinishedRun, number: int, name: str, scale: float) -> Iterator[dict[str, Any]]:
     for kind in ("train", "eval"):
         pairs = [(line["step"], line[name]) for line in run.of_kind(kind) if name in line]
-        points = [(x, None if y is None or math.isnan(y) else float(f"{y * _factor(name):.6g}")) for x, y in pairs]
+        points = [(x, None if y is None or math.isnan(y) else float(f"{y * scale:.6g}")) for x, y in pairs]
         if any(y is not None for _, y in points):
             xs, ys = zip(*points, strict=True)
             yield {"run": number, "kind": kind, "x": xs, "y": ys}

@@ -49,6 +49,7 @@ from imagenet_dali.prepare import main as prepare
 from imagenet_dali.task import build_train_loader
 
 SIDE, BATCH = 224, 64  # of the loaders' crops
+ROUNDS = 4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BFLOAT16 = DEVICE == "cuda" or is_fast("bfloat16")  # else float32
 
@@ -203,7 +204,6 @@ def compare(variants: dict[str, Variant], work: Work, rounds: int) -> list[dict[
 def main(argv: list[str]) -> None:
     parser = command_parser(__doc__)
     parser.add_argument("part", choices=PARTS, help="what to compare")
-    parser.add_argument("--rounds", type=int, default=4, help="starts of each variant (default: 4)")
     parser.add_argument("--compile", action="store_true", help="compile the models")
     args = parser.parse_args(argv)
     print("`{command}`, {date}, commit {commit}, {hardware}, {versions}".format(**result_columns(describe_run(argv))))
@@ -214,7 +214,7 @@ def main(argv: list[str]) -> None:
                 write_photographs(work.folder / "images" / split, "abcd", count, 500, 400)
             prepare([str(work.folder / "images"), str(work.folder / "shards")])
             work = replace(work, steps=1, warm_up=1)  # passes over the images
-        print(format_table(compare(PARTS[args.part], work, args.rounds)))
+        print(format_table(compare(PARTS[args.part], work, ROUNDS)))
 
 
 if __name__ == "__main__":

@@ -75,10 +75,11 @@ def test_other_classes_and_another_size_are_timms(pool, position, size, parts, t
     assert done == f"starting from the weights of {tmp_path}/timm.pth; {heads}{expected}"
 
 
-def test_the_hidden_channels_of_a_file_survive_the_rounding_of_their_ratio():
-    arguments = OTHER | {"width": 176, "mlp_ratio": 240.5 / 176}
+def test_the_hidden_channels_of_a_file_survive_the_rounding_of_their_ratio_and_registers_are_no_patches():
+    arguments = OTHER | {"width": 176, "mlp_ratio": 240.5 / 176, "reg_tokens": 8}
     weights = build_model(**arguments).state_dict()  # int(176 * (240 / 176)) is 239
-    assert int(176 * infer_model("a file", weights)["mlp_ratio"]) == 240
+    found = infer_model("a file", weights)
+    assert (int(176 * found["mlp_ratio"]), found["image_size"]) == (240, 16)
 
 
 def test_a_square_of_patches_and_registers_is_what_config_json_says(tmp_path):

@@ -174,9 +174,7 @@ def launch_from_slurm(config: Any, host: str | None, port: int | None, backend: 
     _launch(upstream.launch_from_slurm, config, backend, host=host, port=port, **more)
 
 
-def launch_from_openmpi(
-    config: Any, host: str | None, port: int | None, backend: str | None = None, **more: Any
-) -> None:
+def launch_from_openmpi(config: Any, host: str, port: int, backend: str | None = None, **more: Any) -> None:
     """Join the process groups as a task of mpirun; see `_launch`."""
     _launch(upstream.launch_from_openmpi, config, backend, host=host, port=port, **more)
 

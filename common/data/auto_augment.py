@@ -158,15 +158,11 @@ class TimmRandAugment:
                 operation.aug_fn = _posterize
 
     def __call__(self, image: Image.Image, uniforms: np.ndarray) -> Image.Image:
-        """Return ``image`` augmented; the states of `random` and NumPy's generator stay as they were."""
-        states, number = (random.getstate(), np.random.get_state()), int(2**32 * uniforms[0])
+        """Return ``image`` augmented; with DATA.workers=0 this seeds `random` and NumPy's generator of the process."""
+        number = int(2**32 * uniforms[0])
         random.seed(number)
         np.random.seed(number)
-        try:
-            return self.transform(image)
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+        return self.transform(image)
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:

@@ -7,7 +7,7 @@ and flips, and the same pixels to within rounding.
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,12 +17,9 @@ from common.data.crops import CROP_UNIFORMS, CenterCrop, Crop, Normalizer, Rando
 from common.data.image_folder import BadImages, decode_image, reason_of
 from common.data.loader import Batch, BatchReader, Loader, prefetch, to_device
 from common.data.sampler import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
-from common.data.workers import Record, RecordReader, RecordSource, WorkerPool
+from common.data.workers import Record, RecordReader, WorkerPool
 from common.errors import UserError
 from common.hardware import rank_cores
-
-if TYPE_CHECKING:
-    from common.data.auto_augment import Policy, TimmRandAugment
 
 # keys of DATA for small images, which are held in memory
 UNUSED = ("crop_padding", "autoaugment")
@@ -65,10 +62,10 @@ class TorchvisionReader:
         device: torch.device,
         batch: int = 0,  # its largest draw, for other readers
         dp_size: int = 1,
-        augment: "Policy | TimmRandAugment | None" = None,
+        augment: Any = None,
     ) -> None:
         self.device = device
-        self._records = RecordReader(cast(RecordSource, split))  # called for draws with spans only
+        self._records = RecordReader(split)  # called for draws with spans only
         self._bad = BadImages(len(split) / dp_size)
         self._normalize = Normalizer(mean, std, device)
         self._pool = WorkerPool(partial(_decode_draw, split, crop, size, augment), workers)
@@ -108,7 +105,7 @@ def _decode_draw(
     split: ImageSplit,
     crop: Crop,
     size: int,
-    augment: "Policy | TimmRandAugment | None",
+    augment: Any,
     task: tuple[Draw, list[Record] | None],
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Return images, uint8 [B, size, size, 3], labels, int64 [B], and a message for each that cannot be read.

@@ -93,13 +93,13 @@ def test_the_config_decides_the_crops():
     place = dict(image_size=SIZE, device=torch.device("cpu"), dp_size=2)
     options = dict(size=SIZE, mean=MEAN, std=STD, workers=rank_cores(), device=place["device"], dp_size=2)
     place["build_reader"] = lambda *arguments, **given: (*arguments, given)
-    loader = build_train_loader(range(20), data, 8, 4, **place)
+    loader = build_train_loader(range(20), data, 8, 4, seed=5, **place)
     crop = RandomCrop((0.2, 0.5), (1, 2), False, "bicubic")
     assert loader.reader == (range(20), crop, options | {"batch": 4, "augment": None})
     assert (loader.sampler.repeats, loader.sampler.window) == (2, 3)
     reader = build_eval_loader(range(20), data | {"workers": 0}, 6, **place).reader
     assert reader == (range(20), CenterCrop(SIZE, 26, "bicubic"), options | {"batch": 6, "workers": 0})
-    loader = build_train_loader(range(20), data | {"crop": "simple"}, 8, 4, **place)
+    loader = build_train_loader(range(20), data | {"crop": "simple"}, 8, 4, seed=5, **place)
     assert loader.reader[1] == SimpleCrop(SIZE, False, "bicubic")
 
 

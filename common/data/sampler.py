@@ -68,7 +68,7 @@ class TrainSampler:
     _: KW_ONLY
     dp_rank: int = 0
     dp_size: int = 1
-    seed: int = 0
+    seed: int
     uniforms: int = 0
     repeats: int = 1
     blocks: np.ndarray | None = None

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.process import BaseProcess
 from signal import SIGTERM
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,14 +26,6 @@ AHEAD = 2  # tasks for each worker that are done before they are asked for
 Record = tuple[bytes | memoryview, int] | UserError  # an encoded image and its label, or why there is none
 
 
-class RecordSource(Protocol):
-    """What is read: the records of a split, by number."""
-
-    def read_span(self, first: int, end: int) -> Sequence[Record]: ...
-
-    def span_bytes(self, first: int, end: int) -> int: ...
-
-
 class _Pending(NamedTuple):
     draw: Draw
     places: list[tuple[Future[Sequence[Record]], int]]  # of each sample, in the records of a read
@@ -43,11 +35,12 @@ class _Pending(NamedTuple):
 class RecordReader:
     """Yield draws with their records, while the next draws are read; a span stays in memory until its last use.
 
+    ``source`` is a split: ``read_span(first, end)`` returns records by their numbers, ``span_bytes`` their size.
     At least `DRAWS_AHEAD` draws are ahead, and more of them up to `BYTES_AHEAD` and `MOST_DRAWS_AHEAD`. Bad records
     are yielded as errors.
     """
 
-    def __init__(self, source: RecordSource) -> None:
+    def __init__(self, source: Any) -> None:
         self.source = source
         self._pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="record-reader")
 

@@ -164,6 +164,13 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
         check_trackers(["wandb"])
 
 
+def test_wandb_gets_numbers_with_their_step():
+    logged = []
+    run = SimpleNamespace(log=lambda numbers, step: logged.append((numbers, step)))
+    loggers.WeightsAndBiases.__call__(SimpleNamespace(run=run), EVAL)
+    assert logged == [({"eval/loss": 1.5, "eval/top1": 0.25, "eval/top5": 0.5}, EVAL["step"])]
+
+
 @pytest.mark.trackers
 def test_wandb_continues_under_the_same_id(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"config": {"MODEL": {"depth": 2}}}))

@@ -73,8 +73,8 @@ class FinishedRun:
     @property
     def seconds(self) -> float:
         """The wall time up to the last record, without the pauses before a start."""
-        times = [line["time"] for line in self.metrics if "time" in line]
-        starts = [start["started"] for start in self.about.get("starts", ()) if "started" in start]
+        times = [line["time"] for line in self.metrics]
+        starts = [start["started"] for start in self.about.get("starts", ())]
         spans = itertools.pairwise([*starts, math.inf])
         return sum(max((when for when in times if start <= when < end), default=start) - start for start, end in spans)
 
@@ -195,9 +195,9 @@ def result_row(run: FinishedRun) -> dict[str, Any]:
         raise UserError(f"{run.name} has no evaluation yet, so no result: train it for longer, or lower EVAL_EVERY")
     last, origin = evaluations[-1], result_columns(about)
     return {
-        "date": origin["date"],
+        "date": origin.pop("date"),
         "config": about["name"],
-        "hardware": origin["hardware"],
+        "hardware": origin.pop("hardware"),
         "processes": about["plan"]["gpus"],
         "global_batch": about["plan"]["total_batch"],
         "epochs": f"{last['epoch']:g}",
@@ -208,10 +208,7 @@ def result_row(run: FinishedRun) -> dict[str, Any]:
         "top5": f"{last['top5']:.4f}",
         "eval_images": last["samples"],
         "minutes": f"{run.seconds / 60:.1f}",
-        "versions": origin["versions"],
-        "commit": origin["commit"],
-        "command": origin["command"],
-    }
+    } | origin
 
 
 def result_columns(about: Mapping[str, Any]) -> dict[str, str | None]:
@@ -230,8 +227,7 @@ def name_hardware(hardware: Mapping[str, Any]) -> str:
     """Return the GPU's name, or for CPUs a text like "2 cores of AMD EPYC, AVX2", as clouds hide the exact model."""
     if hardware["gpu"]:
         return hardware["gpu"]
-    instructions = f", {hardware['instruction_set']}" if "instruction_set" in hardware else ""  # not in older records
-    return f"{hardware['cpus']} cores of {hardware['cpu']}{instructions}"
+    return "{cpus} cores of {cpu}, {instruction_set}".format(**hardware)
 
 
 def render(runs: Sequence[FinishedRun]) -> str:

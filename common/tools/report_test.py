@@ -48,7 +48,7 @@ def charts_of(page: str) -> list[dict]:
 
 
 def test_summary(tmp_path, monkeypatch):
-    speeds = [10.0, 1000.0, 30.0, 20.0, 1240.0]
+    speeds = [0.0, 1000.0, 30.0, 0.0, 1240.0]
     records = [train(step, samples_per_s=speed) for step, speed in enumerate(speeds)]
     records += [evaluation(1, 0.75, loss=2.0), evaluation(2, 0.75), evaluation(3, 0.75, loss=3.0), evaluation(4, 0.5)]
     records += [train(5, loss=2.3456789, samples_per_s=None) | {"time": 12400.0}]

@@ -73,8 +73,8 @@ class FinishedRun:
     @property
     def seconds(self) -> float:
         """The wall time up to the last record, without the pauses before a start."""
-        times = [line["time"] for line in self.metrics]
-        starts = [start["started"] for start in self.about.get("starts", ())]
+        times = [line["time"] for line in self.metrics if "time" in line]
+        starts = [start["started"] for start in self.about.get("starts", ()) if "started" in start]
         spans = itertools.pairwise([*starts, math.inf])
         return sum(max((when for when in times if start <= when < end), default=start) - start for start, end in spans)
 

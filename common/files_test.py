@@ -47,7 +47,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path):
 
 
 def test_folders_above_a_result_are_created(tmp_path):
-    assert own_file(tmp_path / "new" / "folder" / "result").parent.is_dir()
+    assert own_file(tmp_path / "new/folder/result").parent.is_dir()
 
 
 def test_a_folder_is_locked_until_its_holder_ends(tmp_path):

@@ -166,9 +166,9 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
 
 def test_wandb_gets_numbers_with_their_step():
     logged = []
-    run = SimpleNamespace(log=lambda numbers, step: logged.append((numbers, step)))
-    loggers.WeightsAndBiases.__call__(SimpleNamespace(run=run), EVAL)
-    assert logged == [({"eval/loss": 1.5, "eval/top1": 0.25, "eval/top5": 0.5}, EVAL["step"])]
+    tracker = SimpleNamespace(run=SimpleNamespace(log=lambda numbers, step: logged.append((numbers, step))))
+    loggers.WeightsAndBiases.__call__(tracker, EVAL)
+    assert logged == [({"eval/loss": 1.5, "eval/top1": 0.25, "eval/top5": 0.5}, 4)]
 
 
 @pytest.mark.trackers

@@ -14,7 +14,10 @@ from typing import Any
 
 PATIENCE = 5.0  # seconds in which the first process can speak before a launcher ends it because another has left
 AT_END = ExitStack()  # what `run_command` undoes, whatever ends its main function
-EXPLAIN: list[Callable[[Exception], str]] = []  # what an error means to the user, "" for one that it does not know
+# What an error means to the user, "" for one that it does not know.
+EXPLAIN: list[Callable[[Exception], str]] = [
+    lambda error: f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else ""
+]
 # Control characters, line separators, overrides of the direction of text, and bytes that are not UTF-8.
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 RANK_AND_SIZE = (  # variables of torchrun, mpirun and srun

@@ -123,10 +123,8 @@ def note_start(about: Mapping[str, Any], start_from: Path | None) -> dict[str, A
     print(f"resuming from {start_from}")
     changed = changed_keys(start_from, about["config"])
     for key, (then, value) in changed.items():
-        rises = "; the learning rate follows the new schedule, so it rises again" * (
-            key == "NUM_EPOCHS" and value > then
-        )
-        print(f"{key}={value!r} from here on (was {then!r}){rises}")
+        schedule = "; the learning rate follows the new schedule" * (key == "NUM_EPOCHS")
+        print(f"{key}={value!r} from here on (was {then!r}){schedule}")
     before = read_about(start_from)
     if (dtype := before["starts"][-1].get("dtype")) != now["dtype"]:
         print(f"computing in {now['dtype']} from here on (was {dtype})")

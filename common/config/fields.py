@@ -24,6 +24,7 @@ ALIASES = {  # what others call a key
     **dict.fromkeys(("hidden_size", "embed_dim"), "MODEL.width"),
     **dict.fromkeys(("num_heads", "num_attention_heads"), "MODEL.heads"),
     **dict.fromkeys(("num_layers", "num_hidden_layers"), "MODEL.depth"),
+    "pretrained": "MODEL.timm",
     "lr": "LEARNING_RATE",
     "batch_size": "TOTAL_BATCH_SIZE",
 }

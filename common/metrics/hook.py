@@ -146,10 +146,10 @@ class MetricsHook(BaseHook):
 
 
 def count_correct(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
-    """Return [sum of cross-entropy, top-1 hits, top-5 hits, samples], float64; labels below 0 are ignored."""
+    """Return [sum of cross-entropy, top-1 hits, top-5 hits, samples], float64; labels of -100 are ignored."""
     logits_BC = logits_BC.float()
     valid_B = labels_B >= 0
-    loss = F.cross_entropy(logits_BC, labels_B, ignore_index=-100, reduction="sum")
+    loss = F.cross_entropy(logits_BC, labels_B, reduction="sum")
     best_BK = logits_BC.topk(min(5, logits_BC.shape[1])).indices
     hits_BK = best_BK == labels_B[:, None]
     return torch.stack([loss.double(), hits_BK[:, 0].sum(), hits_BK.sum(), valid_B.sum()])

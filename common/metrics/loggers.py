@@ -19,8 +19,6 @@ from common.errors import UserError, did_you_mean, printable
 from common.files import own_file, read_text
 from common.metrics.curves import WHEN, Curves, Metrics
 
-PROJECT = "vit-large-batch"
-
 
 def open_loggers(
     folder: Path, start: int, total_steps: int, *, tensorboard: bool, trackers: Iterable[str]
@@ -134,7 +132,7 @@ class WeightsAndBiases:
     """Log to Weights & Biases, offline in the run's folder unless WANDB_MODE is set; a resumed run keeps its id.
 
     Offline, each start creates another ``offline-run-*``; ``wandb sync`` uploads and merges them. WANDB_PROJECT
-    overrides `PROJECT`.
+    overrides the project, vit-large-batch.
     """
 
     def __init__(self, folder: Path, *_: int):
@@ -144,7 +142,7 @@ class WeightsAndBiases:
         id_file = own_file(folder / "wandb_id")
         mode = os.environ.get("WANDB_MODE", "offline")
         self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            project=os.environ.get("WANDB_PROJECT", "vit-large-batch"),
             name=folder.name,
             id=read_text(id_file, most=1000) if id_file.exists() else None,
             resume="allow" if mode == "online" else None,

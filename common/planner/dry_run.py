@@ -125,7 +125,7 @@ def _describe_memory(prediction: Prediction, cluster: Cluster) -> str:
     )
     if prediction.fits:
         return f"{parts}; fits in {_usable(cluster)}"
-    remedies = "lower MICRO_BATCH_SIZE, set MODEL.activation_checkpoint=True or zero=dict(stage=1)"
+    remedies = "lower MICRO_BATCH_SIZE, set MODEL.activation_checkpoint=True or zero=dict(stage=1) or 3"
     return f"{parts}; does not fit in {_usable(cluster)}: {remedies}"
 
 

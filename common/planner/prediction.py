@@ -279,11 +279,10 @@ def _can_cut(config: Mapping[str, Any], micro_batch: int, gpus: int) -> bool:
     return True
 
 
-def check_limits(config: Mapping[str, Any], plan: Plan, memory: float, place: str) -> None:
+def check_limits(config: Mapping[str, Any], plan: Plan, memory: float) -> None:
     """Raise `UserError` for a model that certainly needs more than ``memory`` bytes.
 
-    ``place`` describes what has that memory. This is a lower bound: weights, gradients and moments in float32 (16 bits
-    with APEX O3).
+    This is a lower bound: weights, gradients and moments in float32 (16 bits with APEX O3).
     """
     model = config["MODEL"]
     parameters, trained = count_parameters(build_on_meta(model, config["FREEZE"]))
@@ -293,6 +292,6 @@ def check_limits(config: Mapping[str, Any], plan: Plan, memory: float, place: st
     state //= plan.gpus if config["zero"] else plan.tensor_parallel
     if state > memory:
         raise UserError(
-            f"MODEL={dict(model)}: {parameters:.3g} parameters take {state / 1e9:,.1f} GB per process, {place} has "
-            f"{memory / 1e9:,.1f} GB: use a smaller model, or split it over more GPUs (zero, tensor parallelism)"
+            f"MODEL={dict(model)}: {parameters:.3g} parameters take {state / 1e9:,.1f} GB per process, more than the "
+            f"{memory / 1e9:,.1f} GB here: use a smaller model, or split it over more GPUs (zero, tensor parallelism)"
         )

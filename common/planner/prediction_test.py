@@ -113,5 +113,5 @@ def test_zero_is_predicted_where_data_parallelism_does_not_fit():
 def test_a_model_is_refused_for_what_it_needs_at_least():
     config = load_config("quickstart", ["MODEL.width=65536", "zero.stage=1"])
     # 4 blocks of 8 width^2 parameters; with gradients and two moments 16 bytes each, on two GPUs
-    with pytest.raises(UserError, match="e[+]11 parameters take 1,099.7 GB per process, a GPU here has 1.0 GB: use a"):
-        check_limits(config, build_plan(config, 2, None), 1e9, "a GPU here")
+    with pytest.raises(UserError, match="e[+]11 parameters take 1,099.7 GB per process, more than the 1.0 GB here"):
+        check_limits(config, build_plan(config, 2, None), 1e9)

@@ -173,10 +173,9 @@ def _check_classes(num_classes: int | None, data: DataSummary) -> int:
 def _check_builds(config: Mapping[str, Any], plan: Plan, is_dry_run: bool) -> MixedPrecision:
     """Raise `UserError` for what memory, sharding or trackers would refuse; return the mixed precision."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not is_dry_run:  # which may be for another machine
-        check_limits(config, plan, torch.cuda.get_device_properties(0).total_memory, "a GPU here")
-    elif not is_dry_run:
-        check_limits(config, plan, memory_bytes(), "this machine")
+    if not is_dry_run:  # which may be for another machine
+        on_gpu = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
+        check_limits(config, plan, on_gpu or memory_bytes())
     model = config["MODEL"]
     if model.get("sync_bn") and device == "cpu" and not is_dry_run:
         raise UserError("MODEL.sync_bn=True: torch's SyncBatchNorm needs GPUs; leave it out")

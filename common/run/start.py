@@ -45,13 +45,13 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
     args = parse_arguments(argv, description)
     launch = detect_launch(args, os.environ)
     prepared = prepare_run(args, launch, task)
-    is_main, config, data = launch.rank == 0, prepared.config, prepared.data
+    is_main, config = launch.rank == 0, prepared.config
     if args.dry_run:
         if is_main:
             _print_plan(args, prepared, task)
         return None
     AT_END.callback(stop_signals.restore)
-    EXPLAIN[:] = [lambda error: explain_out_of_memory(error, config, prepared.plan), explain_compiler]
+    EXPLAIN[1:] = [lambda error: explain_out_of_memory(error, config, prepared.plan), explain_compiler]
     stop_signals.install(launch.launcher == "torch", progress, config["TIMEOUT"])
     start(launch, config)
     output = Path(args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem).resolve()
@@ -69,7 +69,7 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
         steps = measurement.total_steps  # from the first step, over as many epochs as needed
         plan = replace(plan, epochs=steps, last_step=steps, total_steps=max(steps, plan.total_steps))
     about = {"name": Path(args.config).stem, "task": task.name, "config": config, "plan": asdict(plan)}
-    about |= {"data": asdict(data), **describe_run(argv)}  # pyright: ignore[reportArgumentType]
+    about |= {"data": asdict(prepared.data), **describe_run(argv)}  # pyright: ignore[reportArgumentType]
     about |= ask_first_rank(lambda: note_start(about, start_from))
     if is_main:
         _announce(args.config, prepared._replace(plan=plan), reading, measurement.announcement if measurement else "")
@@ -187,7 +187,7 @@ def explain_out_of_memory(error: Exception, config: Mapping[str, Any], plan: Pla
         return ""
     samples, smaller = plan.micro_batch * plan.accumulation, range(plan.micro_batch - 1, 0, -1)
     fitting = Planner(config, plan, cluster_here()).predict_largest(config, samples, smaller)
-    remedy = "set MODEL.activation_checkpoint=True or zero=dict(stage=1)"
+    remedy = "set MODEL.activation_checkpoint=True or zero=dict(stage=1) or 3"
     if fitting and fitting.fits:
         remedy = (
             f"--set MICRO_BATCH_SIZE={fitting.micro_batch} --set gradient_accumulation={fitting.accumulation} is "

@@ -65,8 +65,8 @@ class FinishedRun:
     @property
     def steps(self) -> str:
         """The optimizer steps that are done, and of how many if the run has not ended."""
-        done = max((line["step"] for line in self.metrics), default=0)
-        done = max(done, self.saved_step)  # a run that was stopped has saved the steps since its last record
+        # a run that was stopped has saved the steps since its last record
+        done = max([self.saved_step, *(line["step"] for line in self.metrics)])
         planned = self.about.get("plan", {}).get("last_step", done)
         return f"{done:,}" if done == planned else f"{done:,} of {planned:,}"
 

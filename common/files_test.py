@@ -8,7 +8,7 @@ import pytest
 from pydantic import Field
 
 from common.errors import UserError
-from common.files import Count, Schema, lock_folder, own_file, read_json, read_text, sha256_of, unlock_folder
+from common.files import Count, Schema, lock_folder, read_json, read_text, sha256_of, unlock_folder
 
 HOLD = "import sys; from pathlib import Path; from common.files import lock_folder; lock_folder(Path(sys.argv[1]))"
 
@@ -44,10 +44,6 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path):
         for read in (read_text, sha256_of, lambda path: read_json(path, Point)):
             with pytest.raises(UserError, match="not a regular file|No such file|Too many levels"):
                 read(tmp_path / name)
-
-
-def test_folders_above_a_result_are_created(tmp_path):
-    assert own_file(tmp_path / "new/folder/result").parent.is_dir()
 
 
 def test_a_folder_is_locked_until_its_holder_ends(tmp_path):

@@ -40,7 +40,7 @@ def instruction_set() -> str:
     """Return the widest instructions for matrix products, such as "AMX" or "AVX2"; not on x86-64, ATen's name."""
     import torch
 
-    if is_fast("bfloat16") and platform.machine() in ("x86_64", "AMD64"):
+    if is_fast("bfloat16") and platform.machine() == "x86_64":
         return "AMX" if torch.cpu._is_amx_tile_supported() else "AVX512_BF16"
     return torch.backends.cpu.get_cpu_capability()  # follows ATEN_CPU_CAPABILITY
 
@@ -56,7 +56,7 @@ def is_fast(dtype_name: str) -> bool:
         return torch.ops.mkldnn._is_mkldnn_fp16_supported()
     # which is true of AVX-512 without these instructions too, where oneDNN converts to float32 and back
     has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    is_x86 = platform.machine() == "x86_64"
     return torch.ops.mkldnn._is_mkldnn_bf16_supported() and (has_instructions or not is_x86)
 
 
@@ -136,7 +136,7 @@ def cpu_limits(cgroups: Path = CGROUPS, proc: Path = Path("/proc/self")) -> CpuL
 
 def memory_bytes(cgroups: Path = CGROUPS, proc: Path = Path("/proc/self")) -> int:
     """Return the bytes of memory that this process may use: the machine's, or the limit of its cgroup if lower."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    limits = [psutil.virtual_memory().total]
     for folder in _cgroup_folders(cgroups, proc):
         with suppress(OSError, ValueError):  # ValueError: "max"
             limits.append(int((folder / "memory.max").read_text()))

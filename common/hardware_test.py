@@ -71,9 +71,11 @@ def test_ranks_divide_what_they_have_in_common(processes, expected):
     assert [share_of_cores(process, processes) for process in processes] == expected
 
 
-def test_a_result_names_its_commit_and_memory_is_in_bytes():
+def test_a_result_names_its_commit_and_cores_and_memory_is_in_bytes(monkeypatch):
+    monkeypatch.setattr(hardware, "cores", lambda: 9)
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert head.startswith(hardware.describe_run([])["commit"][:12])
+    assert hardware.describe_run([])["hardware"]["cpus"] == 9
     assert psutil.Process().memory_info().rss <= hardware.peak_memory() < psutil.virtual_memory().total
 
 

@@ -62,7 +62,8 @@ def test_every_data_set_has_its_own_evaluation(tmp_path, capsys, monkeypatch):
     """From a folder of {train,Valid,test} and a test set of class folders that is prepared."""
     monkeypatch.setenv("DATA", "/elsewhere")
     images, tested, output = tmp_path / "images", tmp_path / "testset", tmp_path / "run"
-    for number, (folder, count) in enumerate({"train": 48, "Valid": 9, "test": 15, "../testset": 30}.items()):
+    folders = {"train": 48, "Valid": 9, "test": 15, "../testset": 30, "../other/val": 8}
+    for number, (folder, count) in enumerate(folders.items()):
         write_colours(images / folder, count, 20, 24, "jpg", seed=number)
     folders = ["--set", "DATA.loader=torchvision", "--set", "DATA.workers=0"]
     words = ["--config", str(write_config(tmp_path)), "--output", str(output), "--set", f"DATA.root={images}"]
@@ -77,11 +78,12 @@ def test_every_data_set_has_its_own_evaluation(tmp_path, capsys, monkeypatch):
         ([], f"{images}: 9 images, Valid/"),
         (["--split", "test"], f"{images}: 15 images, test/"),
         (["--data", str(tmp_path / "shards"), "--split", "test"], test_split),
+        (["--data", str(tmp_path / "other")], f"{tmp_path}/other: 8 images, val/"),
     ):
         evaluate.main([str(output), *more])
         assert f"data {place}" in " ".join(capsys.readouterr().out.split())
     found = {path.parent.name: json.loads(path.read_text()) for path in output.glob("evaluation/*/evaluation.json")}
-    assert [found[name]["samples"] for name in sorted(found)] == [9, 15, 30]
+    assert [found[name]["samples"] for name in sorted(found)] == [9, 15, 8, 30]
     assert found["step-00000001"]["top1"] == read_metrics(output)[-1]["top1"]
 
 

@@ -118,7 +118,7 @@ def test_the_flags_of_a_row_start_the_run_that_the_row_describes(capsys):
 @pytest.mark.parametrize(
     ("memory", "words"),
     [
-        ("0.02", r"12.5 GB/s .* nothing is decoded. .* not fit \| \| .* zero=dict\(stage=1\) fastest that fits: 1d 2"),
+        ("0.02", r"^proc.* 12.5 GB/s .* is decoded. .* not fit \| \| .* zero=dict\(stage=1\) fastest that fits: 1d 2"),
         ("0.001", "90% of 0.001 GB .* no mode fits in the usable 0.0009 GB .90%. of a GPU with 0.001 GB$"),
     ],
 )

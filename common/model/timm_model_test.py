@@ -27,7 +27,7 @@ from common.tools import evaluate, export, predict
 
 VIT = dict(image_size=28, depth=2, embed_dim=48, num_heads=2)
 MODELS = {
-    "convnext_atto": dict(timm="convnext_atto", image_size=32),
+    "convnext_atto": dict(timm="convnext_atto", image_size=32, depths=(1, 1, 2, 1)),
     "resnet18": dict(timm="resnet18", image_size=32),
     "registers and qk-norm": dict(timm="vit_tiny_patch16_224", reg_tokens=2, qk_norm=True, **VIT | {"image_size": 32}),
     "DINOv2": dict(timm="vit_small_patch14_dinov2", activation_checkpoint=True, **VIT),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from common.colossal import Trainer, gpc
 from common.config.plan import DataSummary
 from common.data import image_loaders
-from common.data.image_folder import FolderSplit, list_files
+from common.data.image_folder import FolderSplit, list_classes, list_folders
 from common.data.loader import Loader
 from common.model.build import build_model, build_training, timm_arguments
 from common.run.start import start_run
@@ -78,11 +78,10 @@ def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -
 
 def timm_logits(run: Path, images: Iterable[Image.Image]) -> Tensor:
     """Return what timm's model, with timm's preprocessing and the weights after ten steps of ``run``, computes."""
-    from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
+    from timm.data import create_transform
     from timm.models.vision_transformer import VisionTransformer
 
-    normalized = dict(mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
-    transform = create_transform((3, 16, 16), **normalized, crop_pct=0.8, interpolation="bilinear")
+    transform = create_transform((3, 16, 16), crop_pct=0.8)
     model = VisionTransformer(**timm_arguments(**MODEL, num_classes=len(NAMES))).eval()
     model.load_state_dict(load_file(run / "checkpoints" / "step-00000010" / "model.safetensors"))
     with torch.no_grad():
@@ -107,9 +106,8 @@ def build_eval_loader(data: Mapping[str, Any], batch: int, **place: Any) -> Load
 
 def _open(data: Mapping[str, Any], split: str) -> FolderSplit:
     root = Path(data["root"], split)
-    names = sorted(path.name for path in root.iterdir())
-    files = [(path.relative_to(root).as_posix(), names.index(path.parent.name)) for path in list_files(root)]
-    return FolderSplit(root, names, files)
+    names = list_folders(root)
+    return FolderSplit(root, names, list_classes(root, root, names))
 
 
 TASK = Task(

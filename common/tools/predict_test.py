@@ -51,6 +51,7 @@ def test_every_kind_of_image_gets_timms_answer(run, pictures, capsys):
 
 
 def test_standard_input(run, pictures, capsys, monkeypatch):
+    monkeypatch.setattr(predict, "BEST", 9)  # of 7 classes
     from_file = ask(capsys, run, pictures / "a.png")
     content = io.BytesIO((pictures / "a.png").read_bytes())
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=content))

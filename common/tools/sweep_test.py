@@ -103,10 +103,10 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
     ]
     drawn = []
     monkeypatch.setattr(sweep, "save_figure", lambda figure, path: drawn.append(figure.axes[0]))
-    assert sweep.draw(runs, tmp_path / "sweep.png")
+    assert sweep.draw([*runs, runs[0]], tmp_path / "sweep.png")
     assert sweep.draw(runs[:3], tmp_path / "sweep.png", best="RATE")  # the only key
     assert not sweep.draw(runs[3:], tmp_path / "sweep.png")
-    assert [list(axes.lines[0].get_ydata()) for axes in drawn] == [pytest.approx([57.5, 65]), pytest.approx([65])]
+    assert [list(axes.lines[0].get_ydata()) for axes in drawn] == [pytest.approx([55, 65]), pytest.approx([65])]
     assert [(axes.get_xscale(), axes.get_xlabel()) for axes in drawn] == [("log", "RATE"), ("linear", "run")]
     assert [bar[:, 1].tolist() for bar in drawn[0].collections[0].get_segments()] == [[50, 65], [65, 65]]
 

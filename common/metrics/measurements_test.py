@@ -74,7 +74,7 @@ def test_a_loss_that_falls_by_less_than_its_noise_suggests_nothing():
     for deviations, expected in ((1.2, None), (1.4, 0.01)):
         least = statistics.mean(losses) - deviations * statistics.stdev(losses)
         rows = [dict(loss=loss, smoothed=1.0) for loss in losses]
-        assert suggest_rate([*rows, dict(learning_rate=0.1, loss=least, smoothed=least)]) == expected
+        assert suggest_rate([*rows, dict(learning_rate=0.1, loss=least, smoothed=least), *rows, *rows]) == expected
     assert suggest_rate([dict(loss=math.nan, smoothed=math.nan)]) is None
 
 

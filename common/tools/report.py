@@ -227,7 +227,7 @@ def name_hardware(hardware: Mapping[str, Any]) -> str:
     """Return the GPU's name, or for CPUs a text like "2 cores of AMD EPYC, AVX2", as clouds hide the exact model."""
     if hardware["gpu"]:
         return hardware["gpu"]
-    return "{cpus} cores of {cpu}, {instruction_set}".format_map({"instruction_set": "-", **hardware})
+    return f"{counted(hardware['cpus'], 'core')} of {hardware['cpu']}, {hardware.get('instruction_set', '-')}"
 
 
 def render(runs: Sequence[FinishedRun]) -> str:

@@ -1,4 +1,4 @@
-"""The loaders of a prepared data set, which DALI or Pillow decodes, or of an image folder, which Pillow decodes."""
+"""The loaders of a prepared data set, by DALI or simplejpeg, or of an image folder, by simplejpeg or Pillow."""
 
 import functools
 from collections.abc import Mapping

@@ -1,11 +1,11 @@
 """What the files of a run and its checkpoints hold, and the check that they do.
 
 checkpoints/step-00001234/
-    model.safetensors       parameters under timm's names
+    model.safetensors       parameters under timm's names, and statistics of batch norms
     ema.safetensors         their moving averages, with EMA
     optimizer.safetensors   `<state>/<parameter>`, e.g. `exp_avg/head.weight`
     random.safetensors      `<rank>/<generator>`: states of every rank's random number generators
-    trainer.json            where the run stood
+    trainer.json            step, position in the data, loss scale, skipped updates, best evaluation
     config.json             the run's own
     metrics.jsonl           the run's own, so far
     COMPLETE                written last: SHA-256 of the others, for `sha256sum -c COMPLETE` too
@@ -230,7 +230,7 @@ def _check_sums(path: Path, model: dict[str, Any]) -> None:
     sums = {name: digest for digest, name in listed}
     if not set(FILES) <= sums.keys() <= {*FILES, EMA}:
         raise UserError(f"{path / MARKER}: does not list {', '.join(FILES)} and at most {EMA}, each with its SHA-256")
-    # a sparse file may claim any size: no more is read than the model makes it
+    # a sparse file may claim any size: no more is read than six float32 moments of each parameter
     most = MAX_METRICS + 24 * sum(map(math.prod, state_shapes(build_on_meta(model)).values()))
     for name, digest in sums.items():
         if sha256_of(path / name, most) != digest:

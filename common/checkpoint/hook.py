@@ -210,6 +210,6 @@ class CheckpointHook(BaseHook):
         is_same = state["ranks"] == self.ranks
         rank = gpc.get_global_rank()
         self.metrics.load_state_dict(state["metrics"], rank if is_same else None)
-        if is_same:  # otherwise dropout's masks differ, and nothing else
+        if is_same:  # else the masks of dropout and drop_path, and what is drawn per micro-batch (Mixup), differ
             prefix, states = f"{rank}/", load_file(path / RANDOM)
             set_generator_states({k.removeprefix(prefix): v for k, v in states.items() if k.startswith(prefix)})

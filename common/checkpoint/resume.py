@@ -17,7 +17,8 @@ from common.metrics.loggers import warn
 NEVER, AUTO = "never", "auto"
 # The position in the data and the optimizer's state depend on these, and a checkpoint replaces the weights of INIT.
 FIXED = ("TOTAL_BATCH_SIZE", "SEED", "OPTIMIZER.name", "INIT")
-# These say where, how fast and how often, not what is trained: they may change at every start.
+# These say where, how fast and how often: they may change at every start. Global batches and crops stay the same; what
+# is drawn per micro-batch (dropout, Mixup, CutMix, the noise of ERASING_MODE="pixel") changes with how they are cut.
 HARMLESS = (
     *("BATCH_SIZE", "CHECKPOINT_EVERY", "COMPILE", "DATA.download"),
     *("DATA.loader", "DATA.root", "DATA.workers", "EVAL_EVERY", "GPUS", "KEEP", "LOG", "MAX_SKIPPED", "MAX_STEPS"),

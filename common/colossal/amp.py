@@ -154,7 +154,8 @@ def _forward_in_own_type(layer: _NormBase, forward: Any, dtype: torch.dtype, inp
 def _forward_on_copies(layer: nn.Module, forward: Any, dtype: torch.dtype, *inputs: Any, **named_inputs: Any) -> Any:
     """Call ``forward`` on casts, which are made per layer because checkpointed layers run again in backward.
 
-    The layer may use parameters of the layers in it itself, and buffers, as timm's BEiT and torch's MultiheadAttention.
+    Those of its children are cast too: a layer may use their parameters and buffers itself, as timm's BEiT and torch's
+    MultiheadAttention.
     """
     layers = [layer, *(one for one in layer.children() if not isinstance(one, (_NormBase, ShardedLinear)))]
     held: list[dict[str, Any]] = [of for one in layers for of in (one._parameters, one._buffers)]

@@ -32,7 +32,8 @@ GRAPHS_PER_BLOCK = 4  # training and evaluation, with and without gradients
 class Engine(UpstreamEngine):
     """Upstream's engine with mixed precision, and gradients all-reduced once per optimizer step.
 
-    The model's output is float32.
+    For each micro-batch `Trainer` calls `zero_grad`, upstream's `execute_schedule` (forward, loss, `backward`), and
+    `step`, which calls ``clip_grad_by_norm`` and ``step`` of `StepOptimizer`. The model's output is float32.
 
     Upstream (legacy/engine/gradient_accumulation/_gradient_accumulation.py:90) encloses only the backward pass in DDP's
     ``no_sync``, which acts on the forward pass: gradients are all-reduced in every micro-batch.

@@ -122,7 +122,10 @@ class StepOptimizer(OptimizerWrapper):
         return factor * smallest.flatten()[:1].sum()
 
     def clip_grad_by_norm(self, max_norm: float) -> None:
-        """Set ``grad_norm``, and scale the gradient down to ``max_norm`` if that is above 0."""
+        """Finish the gradient; then scale it down to ``max_norm`` if that is above 0.
+
+        Collects ZeRO's shards, sums what tensor-parallel ranks have in part, unscales, and sets ``grad_norm``.
+        """
         if self.accumulated < self.accumulation:
             return
         collect_gradients(self.parameters)

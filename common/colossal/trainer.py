@@ -187,6 +187,7 @@ class Trainer(UpstreamTrainer):
             yield batch
 
     def _eval(self, test_dataloader: Any, **unused: Any) -> None:
+        """``unused`` is what upstream's `evaluate` passes."""
         self.engine.eval()
         wishes = [hook.needs_test_loss for hook in self.hooks if hasattr(hook, "needs_test_loss")]
         has_loss = any(wishes or [True]) and self.engine.criterion is not None

@@ -1,4 +1,4 @@
-"""All imports from Colossal-AI 0.5.0, without its log noise and its heavy unused dependencies."""
+"""Imports from Colossal-AI 0.5.0 without its log noise and its heavy unused dependencies; `hooks` has two more."""
 
 import io
 import logging

@@ -189,7 +189,9 @@ class Config(Section):
     TOTAL_BATCH_SIZE: int | None = key(
         None, "samples per optimizer step over all GPUs; `None`: from `MICRO_BATCH_SIZE`", unit="images", ge=1
     )
-    MICRO_BATCH_SIZE: int | None = key(None, "samples per GPU and forward pass", unit="images", ge=1)
+    MICRO_BATCH_SIZE: int | None = key(
+        None, "samples per forward pass on a GPU, or on the GPUs that share one model", unit="images", ge=1
+    )
     BATCH_SIZE: int | None = key(None, "checked: `TOTAL_BATCH_SIZE // gradient_accumulation`", unit="images", ge=1)
     GPUS: int = key(1, "GPUs the recipe is written for; default GPU count for `--dry-run`", ge=1, le=10**6)
     NUM_EPOCHS: int = key(..., "passes over the training data", unit="epochs", ge=1)

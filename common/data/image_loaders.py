@@ -1,7 +1,7 @@
 """Loaders of encoded images, which are decoded, cropped and augmented as they are read.
 
-`TorchvisionReader` decodes with Pillow in worker processes. The reader of `imagenet_dali` sees the same samples, crops
-and flips, and the same pixels to within rounding.
+`TorchvisionReader` decodes with simplejpeg or Pillow in worker processes. The reader of `imagenet_dali` sees the same
+samples, crops and flips, and the same pixels to within rounding.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence

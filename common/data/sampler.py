@@ -111,6 +111,7 @@ class TrainSampler:
             if not mine.any():
                 continue
             stream = self._stream(epoch, number, starts[number], lengths[number])
+            # repeats of a sample lie far apart in a global batch, so that they fall on different ranks
             places = np.argsort(np.arange(end - begin) % self.repeats, kind="stable")[mine]
             drawn = (np.arange(steps)[:, None] * (end - begin) + places) // self.repeats
             samples.append(stream.samples[drawn])

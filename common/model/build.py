@@ -150,7 +150,7 @@ def build_training(
     loaders: tuple[Any, Any] = (None, None),
     steps: tuple[int, ...] | None = None,
 ) -> Training:
-    """Build what a train.py builds, in its order and in the mode of the launch.
+    """Build what a train.py builds, for planner, tests and benchmark, in its order and in the mode of the launch.
 
     ``model`` is whole; by default it is built from ``MODEL``. ``loaders`` are those of training and evaluation,
     ``steps`` the total, warm-up and cool-down steps of the schedule.

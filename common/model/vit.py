@@ -153,7 +153,7 @@ class DropPath(nn.Module):
 
 
 def bfloat16_as(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return ``tensor`` in bfloat16 if ``other`` is; float16's range is too small for a residual stream."""
+    """Return ``tensor`` in bfloat16 if ``other`` is; float16's range is too small for a residual stream in autocast."""
     return tensor.bfloat16() if other.dtype == torch.bfloat16 else tensor
 
 

@@ -1,7 +1,7 @@
 """The optimizers and the schedules of the learning rate.
 
-LAMB is ours, AdamW and SGD are PyTorch's; all skip an update on the device (`found_inf`). A schedule is a linear
-warm-up, then a decay.
+LAMB and Muon are ours, AdamW is PyTorch's, SGD a subclass of PyTorch's; all skip an update on the device
+(`found_inf`). A schedule is a linear warm-up, then a decay.
 """
 
 import math
@@ -53,7 +53,7 @@ ADAM = ("step", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """What config, planner and checkpoint know of an optimizer.
+    """What the config, the planner and `build_optimizer` know of an optimizer.
 
     ``options`` are the keys of the config's OPTIMIZER for `build`. ``state`` names the tensors that it keeps for each
     parameter: of the parameter's shape, but for "step", a number; ``matrix_state`` those for a matrix of a block, if

@@ -79,7 +79,8 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
 def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tuple[Path | None, str]:
     """Lock ``output``; return the checkpoint to resume from or None, and why there is nothing to train or "".
 
-    Raises `UserError`, before changing any file, if the run cannot be resumed this way.
+    Raises `UserError` if the run cannot be resumed this way, before it changes any file; only a checkpoint whose
+    replacement was interrupted is put back.
     """
     config, plan, data, _ = prepared
     if args.resume in (AUTO, NEVER) and not (output / CONFIG).exists():  # an existing run is past its INIT

@@ -50,7 +50,7 @@ class Linear(nn.Module):
 
     ``multiply`` of each mode returns this rank's shard of the product of the whole ``x`` [..., in] and ``weight``.
     The product runs in autocast's dtype with autocast disabled: upstream's products cast to float16 even under bfloat16
-    autocast on GPUs, and fail under autocast on CPUs (``custom_fwd`` in legacy/nn/layer/parallel_2d/_operation.py:61
+    autocast on GPUs, and fail under autocast on CPUs (``custom_fwd`` in legacy/nn/layer/parallel_2d/_operation.py:223
     and the other modes' files).
     """
 

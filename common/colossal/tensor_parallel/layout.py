@@ -6,7 +6,8 @@ A block has two pairs of linear layers, qkv and proj, fc1 and fc2.
 - 1d (Megatron-LM, arXiv 1909.08053): every rank holds all samples and channels between blocks, and a slice of the heads
   and hidden channels within a block.
 - 2d (Optimus, arXiv 2104.05343): a square of ranks; COL splits samples, ROW splits channels.
-- 2.5d (Tesseract, arXiv 2105.14500): ``depth`` such squares with equal weights and different samples (XZ).
+- 2.5d (Tesseract, arXiv 2105.14500): ``depth`` such squares with equal weights and different samples, which
+  XZ splits.
 - 3d (arXiv 2105.14450): a cube; INPUT x WEIGHT splits samples and OUTPUT channels; within a pair, OUTPUT x WEIGHT
   splits samples and INPUT channels.
 """

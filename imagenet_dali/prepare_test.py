@@ -42,7 +42,7 @@ def test_another_tool_reads_every_image_once(prepared):
 
 def test_stopped_and_killed_it_makes_the_same(tmp_path):
     source, dest = write_images(tmp_path / "images", 300), tmp_path / "data"
-    command = [sys.executable, "-m", "imagenet_dali.prepare", source, dest, "--workers", "2", "--shards", "120"]
+    command = [sys.executable, "-m", "imagenet_dali.prepare", source, dest, "--workers", "2", "--shards", "400"]
     options = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, text=True)
     done: dict[str, int] = {}
     for number, stop in ((signal.SIGINT, os.killpg), (signal.SIGTERM, os.killpg), (signal.SIGKILL, os.kill)):
@@ -59,11 +59,11 @@ def test_stopped_and_killed_it_makes_the_same(tmp_path):
         shards = {path: (dest / "train" / path.stem).stat().st_mtime_ns for path in dest.glob(".partial/train/*.json")}
         assert done.items() <= shards.items()
         done = shards
-        assert len(done) < 120
+        assert len(done) < 400
     with pytest.raises(UserError, match="rerun the command to finish it"):
         open_split(dest, "train")
     assert subprocess.run(command, cwd=PROJECT, check=False).returncode == 0
-    prepare(source, tmp_path / "uninterrupted", shards=120)
+    prepare(source, tmp_path / "uninterrupted", shards=400)
     assert read_folder(dest) == read_folder(tmp_path / "uninterrupted")
 
 

@@ -62,8 +62,8 @@ def test_every_data_set_has_its_own_evaluation(tmp_path, capsys, monkeypatch):
     """From a folder of {train,Valid,test} and a test set of class folders that is prepared."""
     monkeypatch.setenv("DATA", "/elsewhere")
     images, tested, output = tmp_path / "images", tmp_path / "testset", tmp_path / "run"
-    folders = {"train": 48, "Valid": 9, "test": 15, "../testset": 30, "../other/val": 8}
-    for number, (folder, count) in enumerate(folders.items()):
+    counts = {"train": 48, "Valid": 9, "test": 15, "../testset": 30, "../other/val": 8}
+    for number, (folder, count) in enumerate(counts.items()):
         write_colours(images / folder, count, 20, 24, "jpg", seed=number)
     folders = ["--set", "DATA.loader=torchvision", "--set", "DATA.workers=0"]
     words = ["--config", str(write_config(tmp_path)), "--output", str(output), "--set", f"DATA.root={images}"]

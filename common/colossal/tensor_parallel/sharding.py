@@ -1,5 +1,6 @@
 """Shard a model, and gather it again."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -148,23 +149,26 @@ def map_whole(
 ) -> list[Tensor]:
     """Return this rank's shards of ``function(whole)``, for ``values`` that are sharded like their ``parameters``.
 
-    The ranks that share a model take turns: each computes every n-th whole tensor, n tensors at a time.
+    The ranks that share a model take turns: n ranks each compute one of n whole tensors at a time. Those are of like
+    size, since the turn lasts as long as the largest takes.
     """
     group = sharing_group(parameters)
     ranks, handle, own = gpc.get_ranks_in_group(group), gpc.get_group(group), gpc.get_local_rank(group)
-    pieces = []
-    for start in range(0, len(parameters), len(ranks)):
-        chunk = range(start, min(start + len(ranks), len(parameters)))
+    order = sorted(range(len(parameters)), key=lambda number: math.prod(parameters[number].shard.shape))
+    pieces = {}
+    for start in range(0, len(order), len(ranks)):
+        chunk = order[start : start + len(ranks)]
         wholes = [_place(parameters[number].shard, values[number]) for number in chunk]
         pairs = list(zip(wholes, ranks[: len(chunk)], strict=True))
         for whole, to in pairs:
             dist.reduce(whole, to, group=handle)
         if own < len(chunk):
-            wholes[own].copy_(functions[start + own](wholes[own]))
+            wholes[own].copy_(functions[chunk[own]](wholes[own]))
         for whole, source in pairs:
             dist.broadcast(whole, source, group=handle)
-        pieces += [cut_piece(parameters[number], whole) for number, whole in zip(chunk, wholes, strict=True)]
-    return pieces
+        for number, whole in zip(chunk, wholes, strict=True):
+            pieces[number] = cut_piece(parameters[number], whole)
+    return [pieces[number] for number in range(len(parameters))]
 
 
 def _place(shard: Shard, value: Tensor) -> Tensor:

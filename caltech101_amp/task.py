@@ -24,7 +24,7 @@ OUTER_FOLDER = "caltech-101"
 OUTER_ARCHIVE = f"{OUTER_FOLDER}.zip"
 BACKGROUND = "BACKGROUND_Google"  # clutter, not a category
 CATEGORIES, IMAGES = 101, 8677
-TEST_SHARE, SPLIT_SEED = 0.2, 0
+TEST_SHARE = 0.2
 
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
@@ -67,7 +67,7 @@ def _open(root: Path, allow_download: bool) -> tuple[Path, list[str], dict[str, 
             f"{folder}: {len(class_names)} categories with {len(files):,} images, not {CATEGORIES} with {IMAGES:,}; "
             f"unpack {ARCHIVE} again, or add --set DATA.download=True with an empty folder"
         )
-    train, test = split_by_class(files, TEST_SHARE, SPLIT_SEED)
+    train, test = split_by_class(files, TEST_SHARE)
     return folder, class_names, {"train": train, "test": test}
 
 
@@ -89,7 +89,6 @@ TASK = Task(
     recipe="config_fp32",
     recipes=("config_",),
     describe=describe_data,
-    build_train_loader=build_train_loader,
     build_eval_loader=build_eval_loader,
     build_eval_crop=image_loaders.build_eval_crop,
     train_samples=TRAIN_SAMPLES,

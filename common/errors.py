@@ -125,7 +125,7 @@ def _report(error: UserError) -> None:
     `RankError`; later each speaks for itself, unless it is an `AgreedError`.
     """
     distributed = sys.modules.get("torch.distributed")  # tools that do not train do not import torch
-    has_joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    has_joined = distributed is not None and distributed.is_initialized()
     if is_first_process() or isinstance(error, RankError) or (has_joined and not isinstance(error, AgreedError)):
         if tqdm := sys.modules.get("tqdm"):
             for bar in list(getattr(tqdm.tqdm, "_instances", ())):

@@ -60,13 +60,6 @@ def is_fast(dtype_name: str) -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported() and (has_instructions or not is_x86)
 
 
-def is_gpu_older_than_bfloat16() -> bool:
-    """Return whether this process's GPU, if it has one, computes in float16 only (before Ampere)."""
-    import torch
-
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
-
-
 def peak_memory() -> int:
     """Return the most bytes that this process has held: on its GPU, else in total.
 

@@ -34,7 +34,6 @@ class Task:
     recipe: str
     recipes: tuple[str, ...]
     describe: Callable[[Mapping[str, Any]], DataSummary]
-    build_train_loader: Callable[..., Loader]
     build_eval_loader: Callable[..., Loader]
     build_eval_crop: Callable[[Mapping[str, Any], int], CenterCrop]
     train_samples: int

@@ -78,7 +78,6 @@ class Split:
     """One split of a prepared data set, opened by `open_split`."""
 
     is_prepared: ClassVar[bool] = True  # JPEGs, turned already as their EXIF blocks said, if at all
-    root: Path
     name: str
     shards: Sequence[Path]
     records: np.ndarray  # of RECORD, memory-mapped
@@ -173,7 +172,6 @@ def open_split(root: Path, split: str) -> Split:
     for fault in find_faults(root, entries):
         raise UserError(f"{fault}; {REMEDY}")
     return Split(
-        root=root,
         name=split,
         shards=[root / entry.name for entry in entries],
         records=read_table(root, manifest, split),

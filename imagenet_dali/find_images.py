@@ -107,7 +107,7 @@ def list_source(root: Path, validation_share: float | None = None, split: str | 
     unused = "; test is left out, prepare and evaluate take --split test" * has_test
     if "validation" not in source.splits:
         share = VALIDATION_SHARE if validation_share is None else validation_share
-        train, validation = split_by_class(source.splits["train"], share, 0)
+        train, validation = split_by_class(source.splits["train"], share)
         splits = {"train": train} | ({"validation": validation} if validation else {})
         return replace(source, splits=splits, validation=f"{share:.0%} of each class, held out of train{unused}")
     if validation_share is not None:

@@ -108,7 +108,6 @@ TASK = Task(
     recipe="vit-b16",
     recipes=("vit-", "vit_s16", "deit3", "convnext", "dinov2", "quickstart"),
     describe=describe_data,
-    build_train_loader=build_train_loader,
     build_eval_loader=build_eval_loader,
     build_eval_crop=image_loaders.build_eval_crop,
     train_samples=1_281_167,

@@ -73,11 +73,10 @@ def run(
     answer = subprocess.run(
         ["bash", "-c", command.replace("python ", f"{shlex.quote(sys.executable)} ")],
         cwd=cwd,
-        env={**kept, "OMP_NUM_THREADS": "1", **environ},
+        env=kept | environ,
         capture_output=True,
         text=True,
         timeout=timeout,
-        check=False,
     )
     assert answer.returncode == code, f"{command}: {answer.returncode}\n{answer.stdout}\n{answer.stderr}"
     assert "Traceback" not in answer.stderr or (code and "torch.distributed" in command), answer.stderr

@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from common.checkpoint.save import list_checkpoints
 from common.testing import tiny_task
 from common.testing.checkpoints import read_result
 from common.testing.commands import Ended, run_forked
-from common.testing.ranks import become_rank, import_once
+from common.testing.ranks import import_once
 
 SETTINGS = ("CHECKPOINT_EVERY=3", "EVAL_EVERY=1", "EMA=0.9", "MODEL.dropout=0.1", "LOG.every=2")  # 2 epochs of 5 steps
 Inject = Callable[[], object]
@@ -31,7 +32,6 @@ def run(data: Path, output: Path, inject: Inject = lambda: None) -> Ended:
     """Run the command in a process of its own, in which ``inject()`` is called first."""
 
     def main(argv: list[str]) -> None:
-        become_rank(0, 0, 0)
         inject()
         tiny_task.train(data, output, *SETTINGS)
 
@@ -93,6 +93,8 @@ def test_a_job_that_is_stopped_and_requeued(data, whole, tmp_path):
         assert ended.code == code
         newest = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
         assert f"{name}: stopped; rerun the command to resume from {newest}\n" in ended.stdout
+    (shutil.copytree(data, tmp_path / "data") / "train/red/04.png").unlink()
+    assert "DATA.root differs" in run(tmp_path / "data", tmp_path / "run").stderr
     rerun(data, tmp_path / "run", whole)
 
 
@@ -118,3 +120,4 @@ def test_a_damaged_checkpoint(data, whole, tmp_path):
     assert f"resuming from {before}\n" in ended.stdout
     reason = "cannot be resumed (optimizer.safetensors has changed since it was written) and is skipped"
     assert f"warning: {newest} {reason}\n" in ended.stderr
+    assert f" {int(before.name[5:])}/10 [" in ended.stderr  # where the bar begins

@@ -26,8 +26,8 @@ from common.checkpoint.save import check_architecture
 from common.checkpoint.saved_run import SavedRun, open_run
 from common.colossal import kept_buffers
 from common.config.load import restore_config
-from common.config.model_keys import TIMM_DATA
-from common.errors import UserError, did_you_mean, first_line
+from common.config.model_keys import TIMM_DATA, pretrained_config
+from common.errors import UserError, first_line
 from common.files import read_bytes
 from common.model.build import DEIT3_INIT_VALUES, build_model, build_on_meta, timm_arguments
 from common.model.vit import PatchEmbed, VisionTransformer
@@ -56,17 +56,11 @@ def resolve_source(name: str) -> str:
     if os.path.exists(name) or "/" in name:
         return str(Path(name).resolve())
     import timm  # takes a second
-    from timm.models import get_pretrained_cfg
 
     if not timm.is_model(name.partition(".")[0]):
         return str(Path(name).resolve())
-    known = timm.list_pretrained(f"{name.partition('.')[0]}.*")
-    if "." in name and name not in known:
-        raise UserError(
-            f"{name}: timm has no such weights{did_you_mean(name, known)}; timm.list_pretrained() lists all"
-        )
-    cfg = get_pretrained_cfg(name)
-    if cfg is None or not cfg.hf_hub_id:
+    cfg = pretrained_config(name)
+    if not cfg.hf_hub_id:
         raise UserError(f"{name}: timm has no weights of it on the Hugging Face Hub; choose another")
     return HUB + cfg.hf_hub_id
 

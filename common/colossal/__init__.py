@@ -44,6 +44,7 @@ from common.colossal.upstream import (
     LinearWarmupLR,
     MultiTimer,
     ParallelMode,
+    get_accelerator,
     get_dataloader,
     get_dist_logger,
     gpc,

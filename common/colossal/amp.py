@@ -13,9 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from common.colossal.tensor_parallel.layers import Linear as ShardedLinear
 from common.colossal.upstream import AMP_TYPE
-from common.hardware import instruction_set, is_fast, is_gpu_older_than_bfloat16
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+from common.hardware import instruction_set, is_fast
 
 
 class Cast(Enum):
@@ -72,7 +70,7 @@ def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> M
 
     ``dtype`` is 'float16' or 'bfloat16'; default: bfloat16 if the device supports it, else float16 on GPUs, full
     precision on CPUs. Other keys are those of the loss scaler, which only float16 uses. Raises KeyError for another
-    mode or dtype, which the config's schema refuses before.
+    mode, which the config's schema refuses before.
     """
     options = dict(fp16 or {})
     mode = options.pop("mode", None)
@@ -107,9 +105,10 @@ def name_dtype(dtype: torch.dtype | str) -> str:
 def _parse_dtype(dtype: Any, device_type: str) -> torch.dtype:
     if dtype is None:
         if device_type == "cuda":
-            return torch.float16 if is_gpu_older_than_bfloat16() else torch.bfloat16
+            is_old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)  # before Ampere
+            return torch.float16 if is_old else torch.bfloat16
         return torch.bfloat16 if is_fast("bfloat16") else torch.float32
-    return DTYPES[name_dtype(dtype)]
+    return getattr(torch, name_dtype(dtype))
 
 
 def _warn_of_slow(dtype: torch.dtype) -> str | None:

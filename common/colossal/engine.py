@@ -184,9 +184,10 @@ class Predictor:
             return self._model(images_BCYX.to(self.device)).float()
 
 
-def check_compile(asked: bool | str | None, tensor_size: int) -> None:
+def check_compile(config: Mapping[str, Any]) -> None:
     """Raise `UserError` for tensor-parallel blocks: their matrix products are Colossal-AI's autograd functions."""
-    if asked and tensor_size > 1:
+    asked = config.get("COMPILE")
+    if asked and config["parallel"]["tensor"]["size"] > 1:
         raise UserError(f"COMPILE={asked!r} does not support tensor parallelism: omit COMPILE or the tensor mode")
 
 
@@ -195,9 +196,8 @@ def should_compile(asked: bool | str | None, device_type: str) -> bool:
 
     Raises `UserError` as `check_compile` does. Warns if no compiler is available.
     """
-    tensor_size = gpc.get_world_size(ParallelMode.TENSOR)
-    check_compile(asked, tensor_size)
-    if asked is False or (asked is None and (tensor_size > 1 or device_type != "cuda")):
+    check_compile(gpc.config)
+    if asked is False or (asked is None and (gpc.get_world_size(ParallelMode.TENSOR) > 1 or device_type != "cuda")):
         return False
     missing = _missing(device_type)
     if missing and is_first_process():

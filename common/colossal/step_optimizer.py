@@ -153,7 +153,12 @@ class StepOptimizer(OptimizerWrapper):
             self.scaler.update()
         self.counter.count(found_inf)
         if self.counter.exceeds(self.max_skipped):
-            raise AgreedError(self._describe_skips())
+            scale = f"; the float16 loss scale is down to {self.scaler.get_scale():.1e}" if self.scaler else ""
+            raise AgreedError(
+                f"by step {self.counter.updates}, {self.counter.longest.item()} consecutive updates were skipped "
+                f"because the loss or a gradient was not finite (MAX_SKIPPED={self.max_skipped}){scale}: lower "
+                "LEARNING_RATE, raise WARMUP_EPOCHS, set clip_grad_norm, or use bfloat16 instead of float16"
+            )
 
     def _update(self, found_inf: Tensor) -> None:
         if getattr(self.optim, "_step_supports_amp_scaling", False):
@@ -164,14 +169,6 @@ class StepOptimizer(OptimizerWrapper):
             self.optim.step()
         else:  # schedules count skipped updates too; without this, torch warns if the first one is skipped
             self.optim._opt_called = True
-
-    def _describe_skips(self) -> str:
-        scale = f"; the float16 loss scale is down to {self.scaler.get_scale():.1e}" if self.scaler else ""
-        return (
-            f"by step {self.counter.updates}, {self.counter.longest.item()} consecutive updates were skipped because "
-            f"the loss or a gradient was not finite (MAX_SKIPPED={self.max_skipped}){scale}: lower LEARNING_RATE, "
-            "raise WARMUP_EPOCHS, set clip_grad_norm, or use bfloat16 instead of float16"
-        )
 
     def step_state(self) -> dict[str, Any]:
         """Return the JSON state that a checkpoint needs besides the optimizer's; waits for the device."""

@@ -28,7 +28,6 @@ RENAMED = {"seed": "SEED", "LOG_PATH": "OUTPUT", "DROP_RATE": "MODEL.dropout", "
 WITHOUT_EFFECT = {"min_scale", "hysteresis", "max_scale", "log_num_zeros_in_grad", "verbose", "cast_model_type"}
 WITHOUT_EFFECT |= {"patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale", "num_losses"}
 WITHOUT_EFFECT |= {"cast_model_outputs", "verbosity", "min_loss_scale", "max_loss_scale"}
-GONE = {"allow_change", "cache", "cache_gb"}  # keys of DATA in earlier versions
 # What a config says for itself: how a batch is cut.
 STATED = {"TOTAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "BATCH_SIZE"}
 
@@ -59,7 +58,7 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
         config["INIT"] = config["INIT"] or config["MODEL"]["timm"]
     config["parallel"] = _derive_parallel(config)
     check_zero(config)
-    check_compile(config["COMPILE"], config["parallel"]["tensor"]["size"])
+    check_compile(config)
     return config
 
 
@@ -84,14 +83,10 @@ def load_own_config(config: Any) -> dict[str, Any]:
 def restore_config(values: Mapping[str, Any], settings: Sequence[str], where: str) -> dict[str, Any]:
     """Return a config that was read back from JSON, checked, with ``settings`` (``KEY=VALUE``) applied.
 
-    Keys of older versions are left out: those that were None, and `GONE`. Raises `UserError` for other
-    unknown keys and wrong values, naming the file ``where`` it comes from.
+    Raises `UserError` for unknown keys and wrong values, naming the file ``where`` it comes from.
     """
-    kept = {key: value for key, value in values.items() if value is not None or key in Config.model_fields}
-    if isinstance(data := kept.get("DATA"), dict):
-        kept["DATA"] = {key: value for key, value in data.items() if key not in GONE}
-    changed = {key: override(changes, kept.get(key)) for key, changes in parse_settings(settings).items()}
-    return parse(Config, {**kept, **changed}, where).model_dump()
+    changed = {key: override(changes, values.get(key)) for key, changes in parse_settings(settings).items()}
+    return parse(Config, {**values, **changed}, where).model_dump()
 
 
 def _print_notes(where: str, notes: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, model_validator
 
 from common.config.fields import Number, Section, key, parse
-from common.errors import did_you_mean, nearest_multiples
+from common.errors import UserError, did_you_mean, nearest_multiples
 
 # Keys of DATA, and what timm's configuration of weights calls them.
 TIMM_DATA = {"mean": "mean", "std": "std", "interpolation": "interpolation", "eval_crop": "crop_pct"}
@@ -111,19 +111,19 @@ def parse_model(**arguments: Any) -> Model:
 
 
 def pretrained_config(name: str) -> Any:
-    """Return timm's configuration of the model or weights ``name``; raise ValueError with the nearest name."""
+    """Return timm's configuration of the model or weights ``name``; raise `UserError` with the nearest name."""
     import timm  # takes a second
     from timm.models import get_pretrained_cfg
 
     architecture = name.partition(".")[0]
     if not timm.is_model(architecture):
         known = did_you_mean(architecture, timm.list_models())
-        raise ValueError(f"timm={name!r}: timm has no such model{known}; timm.list_models() lists all")
+        raise UserError(f"timm={name!r}: timm has no such model{known}; timm.list_models() lists all")
     try:
         return get_pretrained_cfg(name, allow_unregistered=False)
     except RuntimeError:
         known = did_you_mean(name, timm.list_pretrained(f"{architecture}.*"))
-        raise ValueError(f"timm={name!r}: timm has no such weights{known}") from None
+        raise UserError(f"timm={name!r}: timm has no such weights{known}") from None
 
 
 def data_of(model: Mapping[str, Any]) -> dict[str, Any]:

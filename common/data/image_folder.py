@@ -135,14 +135,14 @@ def list_splits(root: Path, folders: Mapping[str, Path]) -> tuple[list[str], dic
     return classes, splits
 
 
-def split_by_class(files: Files, share: float, seed: int) -> tuple[Files, Files]:
-    """Return kept and held-out files: ``share`` of each class is held out, chosen by ``seed``, but never all of one."""
+def split_by_class(files: Files, share: float) -> tuple[Files, Files]:
+    """Return kept and held-out files: ``share`` of each class is held out, but never all of one."""
     by_class = defaultdict(list)
     for file in files:
         by_class[file[1]].append(file)
     kept, held_out = [], []
     for label, members in by_class.items():
-        random.Random(f"{seed}/{label}").shuffle(members)
+        random.Random(f"0/{label}").shuffle(members)
         number = min(round(share * len(members)), len(members) - 1)
         held_out += sorted(members[:number])
         kept += sorted(members[number:])

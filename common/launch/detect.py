@@ -131,17 +131,13 @@ def _from_environment(launcher: str, args: argparse.Namespace, environ: Mapping[
     for field, name in names.items():
         # scripts pass --local_rank=$SLURM_PROCID: the task's rank, or 0 if the shell of sbatch expanded it
         also = (place["rank"], 0) if name == "SLURM_LOCALID" else ()
-        _check_flag(args, field, (place[field], *also), f"{name}={environ[name]}")
+        flag = getattr(args, field)
+        if flag not in (None, "", place[field], *also):
+            mistake = RankError if field in ("rank", "local_rank") else UserError
+            raise mistake(f"--{field}={flag} contradicts {name}={environ[name]}: omit the flag")
     if launcher != "torch":
         place |= _rendezvous(launcher, args, environ)
     return place
-
-
-def _check_flag(args: argparse.Namespace, field: str, accepted: tuple[Any, ...], source: str) -> None:
-    flag = getattr(args, field)
-    if flag not in (None, "", *accepted):
-        mistake = RankError if field in ("rank", "local_rank") else UserError
-        raise mistake(f"--{field}={flag} contradicts {source}: omit the flag")
 
 
 def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
@@ -161,19 +157,15 @@ def _rendezvous(launcher: str, args: argparse.Namespace, environ: Mapping[str, s
     if launcher == "slurm":
         one_node = environ.get("SLURM_STEP_NUM_NODES") == "1"
         job = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
-        nodes = environ.get("SLURM_STEP_NODELIST", "")
+        # the first of gpu[003-007,9],login is gpu003
+        first = re.sub(r"\[(\d+)[^\]]*\]", r"\1", environ.get("SLURM_STEP_NODELIST", "")).partition(",")[0]
     else:
         one_node = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == environ["OMPI_COMM_WORLD_SIZE"]
         job = environ.get("PMIX_NAMESPACE", "")
-        nodes = ""
-    host = args.host or environ.get("MASTER_ADDR") or (LOOPBACK if one_node else _first_node(nodes))
+        first = ""
+    host = args.host or environ.get("MASTER_ADDR") or (LOOPBACK if one_node else first)
     if not host:
         raise UserError("--host missing: on several nodes mpirun does not set the host of rank 0")
     if args.port or environ.get("MASTER_PORT"):
         return {"host": host, "port": args.port or int(environ["MASTER_PORT"])}
     return {"host": host, "port": 20_000 + zlib.crc32(job.encode()) % 12_000}  # below the ephemeral ports
-
-
-def _first_node(nodes: str) -> str:
-    """Return the first host of a Slurm node list: ``gpu003`` for ``gpu[003-007,9],login``."""
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes).partition(",")[0]

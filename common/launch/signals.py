@@ -131,16 +131,11 @@ class StopSignals:
         if self._previous:
             signal.set_wakeup_fd(-1)
             self._previous = {}  # it may `install` for itself
-            die_with(self._forking.parent)
+            _PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != self._forking.parent:  # it has ended already
+                os._exit(1)
         else:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
-
-
-def die_with(parent: int) -> None:
-    """Let this process be killed when ``parent``, the process that started it, ends."""
-    _PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended already
-        os._exit(1)
 
 
 def _kill_children() -> None:

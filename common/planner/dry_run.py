@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from common.colossal import compute_dtype, describe_tensor_parallel, name_dtype
+from common.colossal import compute_dtype, describe_tensor_parallel, name_dtype, resolve_parallel
 from common.config.fields import flatten
 from common.config.model_keys import TIMM_DATA
 from common.config.plan import DataSummary, Plan
@@ -21,8 +21,7 @@ from common.planner.prediction import ASSUMED_MFU, DECODE, LATENCY, USABLE, Clus
 
 INDENT = 23
 UNITS = {"hours": 3600, "minutes": 60, "seconds": 1}
-WHOLE = {"parallel": {"pipeline": 1, "tensor": {"size": 1, "mode": None}}}
-DEFAULTS = flatten(Config.model_construct().model_dump() | WHOLE)
+DEFAULTS = flatten(Config.model_construct().model_dump() | {"parallel": resolve_parallel(None, 1)})
 ZERO = {1: "optimizer state", 3: "parameters, gradients and optimizer state"}
 
 

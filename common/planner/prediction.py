@@ -209,7 +209,7 @@ class Planner:
         """
         prediction = None
         for micro_batch in sizes:
-            if samples % micro_batch or not _can_cut(config, micro_batch, self.plan.gpus):
+            if samples % micro_batch or not _can_cut(config, micro_batch):
                 continue
             if prediction and micro_batch != sizes[-1]:  # the activations shrink with the micro-batch
                 saved = (1 - micro_batch / prediction.micro_batch) * prediction.estimate.activations
@@ -224,7 +224,7 @@ class Planner:
         """Return the flags that start the run of ``prediction`` with this config."""
         tensor, own, zero = prediction.tensor, self.config["parallel"]["tensor"], prediction.zero
         values = {}
-        if {**tensor, "depth": tensor.get("depth", 1)} != {**own, "depth": own.get("depth", 1)}:
+        if tensor != own:
             values = {"TENSOR_PARALLEL_SIZE": tensor["size"], "TENSOR_PARALLEL_MODE": tensor["mode"]}
             values |= {"parallel.tensor.depth": tensor["depth"]} if tensor.get("depth", 1) > 1 else {}
         if zero != (self.config["zero"] and self.config["zero"]["stage"]):
@@ -269,11 +269,11 @@ def _ways(gpus: int, own: dict[str, Any]) -> list[dict[str, Any]]:
     return fitting if own in fitting else [*fitting, own]
 
 
-def _can_cut(config: Mapping[str, Any], micro_batch: int, gpus: int) -> bool:
+def _can_cut(config: Mapping[str, Any], micro_batch: int) -> bool:
     try:
         check_zero(config)
-        check_compile(config["COMPILE"], config["parallel"]["tensor"]["size"])
-        check_tensor_parallel(config["parallel"], config["MODEL"], micro_batch, gpus)
+        check_compile(config)
+        check_tensor_parallel(config["parallel"], config["MODEL"], micro_batch)
     except UserError:
         return False
     return True

@@ -24,12 +24,13 @@ from common.colossal import (
     Engine,
     ParallelMode,
     allow_fake_launches,
+    compute_dtype,
     fake_launch,
     gpc,
+    name_dtype,
     named_shards,
     reduce_without_waiting,
 )
-from common.hardware import is_gpu_older_than_bfloat16
 from common.model.build import build_on_meta, build_training
 from common.model.ema import EmaHook
 from common.model.flops import FlopCount
@@ -156,7 +157,9 @@ def estimate_step(
     ``config`` is a whole one, with ``parallel`` resolved. Takes seconds at most.
     Runs in a separate process, because `allow_fake_launches` patches PyTorch.
     """
-    config = {**config, "fp16": _precision(config["fp16"], device)}
+    # the device's default, which may not be that of the CPU that estimates
+    fp16 = config["fp16"] or {}
+    config = {**config, "fp16": {**fp16, "dtype": name_dtype(compute_dtype(fp16, device))}}
     return _process(os.getpid()).submit(_estimate, config, processes, micro_batch, accumulation, device).result()
 
 
@@ -255,13 +258,6 @@ def _launch_config(config: Mapping[str, Any], accumulation: int) -> dict[str, An
     unused = dict(init_sync=False, find_unused_parameters=False, static_graph=False)
     ddp = {**(config.get("torch_ddp") or {}), **unused}
     return {**config, "torch_ddp": ddp, "gradient_accumulation": min(accumulation, 3)}
-
-
-def _precision(fp16: Mapping[str, Any] | None, device: str) -> Mapping[str, Any] | None:
-    """Say the type of mixed precision that is the device's default, which is not that of the CPU that estimates."""
-    if not fp16 or fp16.get("mode") is None or device == "cpu":
-        return fp16
-    return {**fp16, "dtype": fp16.get("dtype") or ("float16" if is_gpu_older_than_bfloat16() else "bfloat16")}
 
 
 @contextmanager

@@ -180,6 +180,6 @@ def _check_builds(config: Mapping[str, Any], plan: Plan, is_dry_run: bool) -> Mi
     if model.get("sync_bn") and device == "cpu" and not is_dry_run:
         raise UserError("MODEL.sync_bn=True: torch's SyncBatchNorm needs GPUs; leave it out")
     flops_per_image(model)  # refuses images that it does not take
-    check_tensor_parallel(config["parallel"], model, plan.micro_batch, plan.gpus)
+    check_tensor_parallel(config["parallel"], model, plan.micro_batch)
     check_trackers(config["LOG"]["trackers"])
     return build_mixed_precision(config["fp16"], device)

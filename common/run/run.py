@@ -16,7 +16,7 @@ from common.checkpoint.hook import CheckpointHook
 from common.checkpoint.resume import ask_first_rank
 from common.checkpoint.save import checkpoint_path, newest_checkpoint
 from common.checkpoint.weights import load_pretrained
-from common.colossal import BaseHook, ParallelMode, gpc, shutdown
+from common.colossal import BaseHook, ParallelMode, get_accelerator, gpc, shutdown
 from common.config.plan import Plan
 from common.errors import UserError, print_wrapped
 from common.files import ROOT, own_file, short_path, unlock_folder
@@ -42,7 +42,7 @@ class Run:
     @property
     def device(self) -> torch.device:
         """This process's GPU, or the CPU."""
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        return get_accelerator().get_current_device()
 
     @property
     def data_parallel(self) -> dict[str, int]:

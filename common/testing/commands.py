@@ -71,6 +71,11 @@ def _run(
         _python_exit()  # ends process pools, as at the exit of a process that was not forked
 
 
+def in_words(*settings: str) -> list[str]:
+    """Return the words of a command line that set ``KEY=VALUE``."""
+    return [word for setting in settings for word in ("--set", setting)]
+
+
 def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
     """Wait until ``condition()`` holds."""
     deadline = time.monotonic() + seconds

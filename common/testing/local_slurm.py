@@ -91,5 +91,5 @@ def _daemon(command: list[str], log: Path, environ: dict[str, str]) -> Iterator[
 
 
 def _ask(environ: dict[str, str], *command: str) -> str:
-    answer = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environ}, check=False)
+    answer = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environ})
     return answer.stdout.strip()

@@ -1,6 +1,5 @@
 """Images for tests and benchmarks: JPEGs of about 0.3 bytes a pixel, like photographs; images of three colours."""
 
-import io
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,7 +16,10 @@ def write_photographs(folder: Path, names: Iterable[str], count: int, width: int
     for number, path in enumerate(paths):
         path.parent.mkdir(parents=True, exist_ok=True)
         if number < DIFFERENT:
-            path.write_bytes(_encode(random, width, height))
+            coarse = random.integers(0, 256, (max(1, height // 8), max(1, width // 8), 3), np.uint8)
+            smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), np.int16)
+            pixels = (smooth + random.integers(-12, 13, smooth.shape)).clip(0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(path, quality=85)
         else:
             path.hardlink_to(paths[number % DIFFERENT])
     return folder
@@ -33,12 +35,3 @@ def write_colours(folder: Path, count: int, height: int, width: int, kind: str =
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(path, quality=95)
     return folder
-
-
-def _encode(random: np.random.Generator, width: int, height: int) -> bytes:
-    coarse = random.integers(0, 256, (max(1, height // 8), max(1, width // 8), 3), np.uint8)
-    pixels = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), np.int16)
-    pixels = (pixels + random.integers(-12, 13, pixels.shape)).clip(0, 255).astype(np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "JPEG", quality=85)
-    return file.getvalue()

@@ -9,13 +9,16 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
 import torch
 
 from common.colossal import join_groups, shutdown
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
 PLACE = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 0}
 
 
@@ -66,23 +69,16 @@ def import_once() -> None:
 def _run_rank(
     sender: Connection, rank: int, world_size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    become_rank(rank, world_size, port)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMIX_"))]:
+        del os.environ[name]
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    torch.set_num_threads(1)
     try:
         answer = (function(*args), None)
     except BaseException:
         answer = (None, traceback.format_exc())
     sender.send_bytes(pickle.dumps(answer))  # by value: send() would share the tensors' memory with a process that ends
-
-
-def become_rank(rank: int, size: int, port: int) -> None:
-    """Set this process's environment as torchrun does, or for ``size`` 0 as without a launcher; hide GPUs."""
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMIX_"))]:
-        del os.environ[name]
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()} if size else {})
-    torch.cuda.is_available = lambda: False
-    torch.cuda.device_count = lambda: 0
-    torch.set_num_threads(1)
 
 
 def _collect(pending: dict[Connection, int], deadline: float) -> list[Any]:

@@ -19,6 +19,7 @@ from common.data.loader import Loader
 from common.model.build import build_model, build_training, timm_arguments
 from common.run.start import start_run
 from common.task import TASKS, Task
+from common.testing.commands import in_words
 
 NAMES = ("blue", "cyan", "green", "magenta", "red", "white", "yellow")
 CHANNELS = ((2,), (1, 2), (1,), (0, 2), (0,), (0, 1, 2), (0, 1))
@@ -56,8 +57,8 @@ def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -
     partial = config.with_suffix(f".{os.getpid()}")  # every rank writes it
     partial.write_text(CONFIG)
     partial.replace(config)
-    words = [word for setting in (f"DATA.root={root}", *settings) for word in ("--set", setting)]
-    run = start_run(["--config", str(config), "--output", str(output), *words, *flags], __doc__, TASK)
+    words = ["--config", str(config), "--output", str(output), *in_words(f"DATA.root={root}", *settings), *flags]
+    run = start_run(words, __doc__, TASK)
     if run is None:  # finished already
         return output
     config, plan = gpc.config, run.plan
@@ -116,7 +117,6 @@ TASK = Task(
     recipe="vit-b16",
     recipes=("tiny",),
     describe=describe_data,
-    build_train_loader=build_train_loader,
     build_eval_loader=build_eval_loader,
     build_eval_crop=image_loaders.build_eval_crop,
     train_samples=SAMPLES["train"],

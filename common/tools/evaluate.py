@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
     _check_labels(run, summary)
     output = Path(args.output or run.folder / "evaluation" / _name_results(run, args, summary))
     own_file(output / "evaluation.json")  # a place that cannot be written is refused before the work
-    start(launch, run.config | {"parallel": dict(pipeline=1, tensor=dict(size=1, mode=None))})  # the model is not cut
+    start(launch, run.config | {"parallel": None})  # the model is not cut
     if launch.rank == 0:
         print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
         split = summary.validation or "its evaluation split"

@@ -168,22 +168,20 @@ def resolve_parallel(parallel: Mapping[str, Any] | None, world_size: int) -> dic
     `UserError` for a size without a mode, a pipeline, and a size that is invalid for the mode or does not divide
     ``world_size``.
     """
-    parallel = dict(parallel or {})
-    pipeline, tensor = parallel.get("pipeline", 1), parallel.get("tensor") or {}
-    stages = pipeline["size"] if isinstance(pipeline, Mapping) else pipeline
-    if stages != 1:
+    parallel = parallel or {}
+    if (stages := parallel.get("pipeline", 1)) != 1:
         raise UserError(f"parallel.pipeline={stages}: pipeline parallelism is not supported; set it to 1")
-    tensor = dict(tensor) if isinstance(tensor, Mapping) else {"size": tensor}
-    size, mode = tensor.get("size", 1), tensor.get("mode")
+    tensor = parallel.get("tensor") or {}
+    size, mode, depth = tensor.get("size", 1), tensor.get("mode"), tensor.get("depth")
     if size == 1:
         return {"pipeline": 1, "tensor": {"size": 1, "mode": None}}
-    _check_size(mode, size, tensor.get("depth"))
+    _check_size(mode, size, depth)
     if world_size % size:
         nearest = nearest_multiples(world_size, size)
         raise UserError(
             f"parallel.tensor.size={size} does not divide the {world_size} processes: start {nearest} processes"
         )
-    return {"pipeline": 1, "tensor": tensor}
+    return {"pipeline": 1, "tensor": dict(tensor)}
 
 
 def _check_size(mode: str | None, size: int, depth: int | None) -> None:
@@ -192,11 +190,6 @@ def _check_size(mode: str | None, size: int, depth: int | None) -> None:
         raise UserError(f"parallel.tensor.size={size} needs parallel.tensor.mode: one of {modes}, not {mode!r}")
     if mode != "2.5d" and depth is not None:
         raise UserError(f"parallel.tensor.depth={depth} requires mode '2.5d', not {mode!r}: remove it")
-    if mode == "2.5d" and not depth:
-        raise UserError(
-            f"parallel.tensor.depth={depth}: mode '2.5d' needs size = depth x a square, such as depth=1 with size 4 or "
-            "9, depth=2 with size 8 or 18"
-        )
     shape, power = {"1d": ("a number", 1), "2d": ("a square", 2), "2.5d": (f"depth {depth} x a square", 2)}.get(
         mode, ("a cube", 3)
     )
@@ -209,11 +202,12 @@ def _check_size(mode: str | None, size: int, depth: int | None) -> None:
         )
 
 
-def check_tensor_parallel(
-    parallel: Mapping[str, Any] | None, model: Mapping[str, Any], micro_batch: int, world_size: int
-) -> None:
-    """Raise `UserError` if a model (the config's MODEL) or a micro-batch cannot be split evenly over the ranks."""
-    tensor = resolve_parallel(parallel, world_size)["tensor"]
+def check_tensor_parallel(parallel: Mapping[str, Any], model: Mapping[str, Any], micro_batch: int) -> None:
+    """Raise `UserError` if a model (the config's MODEL) or a micro-batch cannot be split evenly over the ranks.
+
+    ``parallel`` is resolved.
+    """
+    tensor = parallel["tensor"]
     mode, size, depth = tensor["mode"], tensor["size"], tensor.get("depth", 1)
     if mode is None:
         return

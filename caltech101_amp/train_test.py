@@ -7,9 +7,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 from torchvision.datasets import Caltech101
 
 from caltech101_amp import task, train
@@ -17,10 +15,12 @@ from caltech101_amp.task import open_split
 from common.data.image_folder import FolderSplit
 from common.errors import UserError
 from common.metrics.curves import read_metrics
+from common.testing.commands import in_words
+from common.testing.photographs import write_colours
 from common.testing.ranks import run_ranks
 from common.tools import evaluate
 
-NAMES = ("accordion", "bass", "cup")
+NAMES = ("accordion", "b", "g")
 PER_CATEGORY = 20
 MODES = ("fp32", "AMP_torch", "AMP_naive", "AMP_apex")
 SMALL = ["MODEL.image_size=16", "MODEL.patch_size=8", "MODEL.width=32", "MODEL.depth=2", "MODEL.heads=2",
@@ -31,17 +31,13 @@ SMALL = ["MODEL.image_size=16", "MODEL.patch_size=8", "MODEL.width=32", "MODEL.d
 
 @pytest.fixture
 def root(tmp_path, monkeypatch) -> Path:
-    """A miniature that counts as complete: images of one colour a category, and the background folder."""
+    """A miniature that counts as complete: images of a colour for each category, and the background folder."""
     monkeypatch.setattr(task, "CATEGORIES", len(NAMES))
     monkeypatch.setattr(task, "IMAGES", len(NAMES) * PER_CATEGORY)
     task._open.cache_clear()
-    noise = np.random.default_rng(0)
-    for label, name in enumerate((*NAMES, "BACKGROUND_Google")):
-        (folder := tmp_path / "data" / task.FOLDER / name).mkdir(parents=True)
-        for number in range(PER_CATEGORY):
-            pixels = noise.integers(0, 80, (*noise.integers(20, 40, 2), 3), np.uint8)
-            pixels[..., label % 3] += 120
-            Image.fromarray(pixels).save(folder / f"image_{number:04d}.jpg")
+    folder = write_colours(tmp_path / "data" / task.FOLDER, len(NAMES) * PER_CATEGORY, 24, 30, "jpg")
+    (folder / "r").rename(folder / "accordion")
+    shutil.copytree(folder / "g", folder / "BACKGROUND_Google")
     return tmp_path / "data"
 
 
@@ -55,10 +51,10 @@ def paths(split: FolderSplit) -> list[str]:
 
 def test_a_fifth_of_each_category_is_for_testing(root):
     train, test = open_at(root), open_at(root, "test")
-    assert train.class_names == list(NAMES)
+    assert task.describe_data({"root": str(root), "download": False}).class_names == list(NAMES)
     # the same in every version of this project
-    numbers = iter([4, 6, 11, 19, 2, 3, 6, 17, 4, 5, 8, 12])
-    assert paths(test) == [f"{name}/image_{next(numbers):04d}.jpg" for name in NAMES for _ in range(4)]
+    numbers = iter([21, 27, 39, 9, 17, 2, 26, 56, 19, 22, 31, 40])
+    assert paths(test) == [f"{name}/{next(numbers)}.jpg" for name in NAMES for _ in range(4)]
     assert (len(train), paths(train)) == (48, sorted({*paths(train)} - {*paths(test)}))
     assert [test.read(row)[1] for row in range(0, 12, 4)] == [0, 1, 2]
 
@@ -78,6 +74,7 @@ def test_either_archive_is_unpacked(root, tmp_path, monkeypatch):
     (tmp_path / "zip" / task.OUTER_FOLDER).mkdir()  # what is left when a damaged tar in it is removed
     monkeypatch.setattr(task, "MD5", hashlib.md5(zip_path.read_bytes()).hexdigest())
     (tmp_path / task.OUTER_FOLDER).symlink_to(root)  # unpacked as it is, beside its archive
+    run_ranks(4, task._unpack, tmp_path / "tar", False)
     places = (root, root / task.FOLDER, tmp_path / "tar", tmp_path / "zip", tmp_path)
     assert len({open_at(place).fingerprint for place in places}) == 1
 
@@ -86,7 +83,7 @@ def test_either_archive_is_unpacked(root, tmp_path, monkeypatch):
     ("removed", "words"),
     [
         ("", "has no 101_ObjectCategories/, .*--set DATA.download=True fetches Caltech-101"),
-        ("cup/image_0000.jpg", "101_ObjectCategories: 3 categories with 59 images, not 3 with 60; unpack"),
+        ("g/1.jpg", "101_ObjectCategories: 3 categories with 59 images, not 3 with 60; unpack"),
     ],
 )
 def test_a_missing_or_partial_data_set_is_named_with_the_remedy(root, removed, words):
@@ -97,8 +94,9 @@ def test_a_missing_or_partial_data_set_is_named_with_the_remedy(root, removed, w
 
 
 def arguments(config: str, root: Path, *settings: str) -> list[str]:
-    words = [word for setting in (*SMALL, f"DATA.root={root}", *settings) for word in ("--set", setting)]
-    return ["--config", f"config/config_{config}.py", "--output", str(root.parent / config), *words]
+    output = str(root.parent / config)
+    words = in_words(*SMALL, f"DATA.root={root}", *settings)
+    return ["--config", f"config/config_{config}.py", "--output", output, *words]
 
 
 def losses(output: Path) -> list[float]:

@@ -86,7 +86,6 @@ def test_batches_on_a_gpu_are_those_on_a_cpu_and_do_not_wait(data, build):
 def test_images_of_another_size_and_keys_without_effect_are_refused(data):
     with pytest.raises(UserError, match="MODEL.image_size=32: the train images of .* are 8 x 8 pixels.*=8"):
         build_train(data, image_size=32)
-    unread = dict(loader="torchvision", workers=1, crop="simple", crop_scale=(0.5, 1.0), crop_ratio=(1, 1), window=3)
-    for key, value in (unread | dict(randaugment=(2, 9), order="random", block=1)).items():
-        with pytest.raises(UserError, match=f"DATA.{key}=.* has no effect"):
-            describe_data(data | {key: value})
+    for key in ("loader", "workers", "crop", "crop_scale", "crop_ratio", "window", "randaugment", "order", "block"):
+        with pytest.raises(UserError, match=f"DATA.{key}=9 has no effect"):
+            describe_data(data | {key: 9})

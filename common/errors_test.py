@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common import errors
-from common.errors import AgreedError, RankError, UserError, command_parser, counted, run_command
+from common.errors import AgreedError, RankError, UserError, command_parser, run_command
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,6 @@ def test_messages_are_put_together_from_words_numbers_and_tables(capsys):
     errors.print_wrapped("one " + "long-" * 16)
     assert capsys.readouterr().out == "one\n    " + "long-" * 16 + "\n"
     assert errors.format_table([{"a": 1, "class": "x\n"}]) == "|  a | class |\n| -: | ----: |\n|  1 |   x\\n |"
-    assert [counted(1, "class"), counted(0, "class"), counted(2, "image")] == ["1 class", "0 classes", "2 images"]
-    assert [errors.nearest_multiples(value, 4) for value in (3, 9)] == ["4", "8 or 12"]
     assert [errors.first_line(ValueError(text)) for text in ("\n a \nb", "")] == ["a", "ValueError"]
     assert "\nOne\n    python two.py\n" in command_parser("One\n    python two.py").format_help()
 
@@ -73,5 +71,5 @@ def test_messages_are_put_together_from_words_numbers_and_tables(capsys):
 def test_a_closed_standard_output_ends_quietly():
     program = "from common.errors import run_command; run_command(lambda argv: print('line\\n' * 80))"
     command = f'"{sys.executable}" -c "{program}" | true; exit ${{PIPESTATUS[0]}}'
-    ended = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
+    ended = subprocess.run(["bash", "-c", command], capture_output=True)
     assert (ended.returncode, ended.stderr) == (141, b"")

@@ -71,12 +71,15 @@ def test_ranks_divide_what_they_have_in_common(processes, expected):
     assert [share_of_cores(process, processes) for process in processes] == expected
 
 
-def test_a_result_names_its_commit_and_cores_and_memory_is_in_bytes(monkeypatch):
+def test_a_result_names_its_commit_and_cores_and_memory_is_in_bytes(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware, "cores", lambda: 9)
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert head.startswith(hardware.describe_run([])["commit"][:12])
     assert hardware.describe_run([])["hardware"]["cpus"] == 9
     assert psutil.Process().memory_info().rss <= hardware.peak_memory() < psutil.virtual_memory().total
+    monkeypatch.setenv("GIT_DIR", str(ROOT / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path))  # all files are missing
+    assert hardware.describe_run([])["commit"].endswith("-dirty")
 
 
 def test_threads_sleep_at_barriers_where_others_use_the_cores(monkeypatch):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,7 @@ from pyarrow.parquet import write_table
 from scipy.io import savemat
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from common.data.image_folder import list_files
 from common.errors import UserError
 from common.testing.commands import read_folder
 from imagenet_dali import prepare
@@ -115,6 +117,8 @@ def test_class_folders_are_split_by_class(tmp_path):
     assert counts == {"train": {0: 9, 1: 16, 2: 17}, "validation": {0: 2, 1: 4, 2: 4}}
     assert [label for _, label in least.splits["train"]] == [0, 1, 2]
     assert list(list_source(tmp_path, validation_share=0).splits) == ["train"]
+    with pytest.raises(NotADirectoryError):
+        list_files(tmp_path / "a/1.db")
 
 
 @pytest.mark.parametrize("name", ["val", "Valid", "validation", "DEV"])
@@ -151,6 +155,9 @@ def test_samples_of_one_name_are_all_there(tmp_path):
     assert source.class_names == ["0", "1", "2"]
     assert {split: len(set(files)) for split, files in source.splits.items()} == {"train": 18, "validation": 9}
     assert "/0.png" not in str(source.splits)
+    before = source.fingerprint
+    os.utime(tmp_path / "tars/Train/0.tar", (0, 0))
+    assert source.fingerprint != before
 
 
 def test_rows_of_large_parquet_sources_are_shuffled_in_windows_of_row_groups(tmp_path, monkeypatch):

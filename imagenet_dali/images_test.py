@@ -7,6 +7,7 @@ import pytest
 import simplejpeg
 from PIL import Image
 
+from common.data.image_folder import decode_image
 from imagenet_dali.dataset import BadSampleError
 from imagenet_dali.testing import encode, gradient, jpeg, with_flipped_bit
 from imagenet_dali.writer import convert_image
@@ -68,7 +69,6 @@ BAD = {
     "JPEG without its last byte": (jpeg()[:-1], "Premature end of JPEG file"),
     "JPEG that says it has 400 million pixels": (jpeg().replace(b"\0\x18\0\x28", b"N N "), "more than 100 million"),
     "PNG with a flipped bit": (with_flipped_bit(encode(gradient(), "PNG"), 80), "checksum"),
-    "PNG of 144 million pixels": (encode(Image.new("1", (12_000, 12_000)), "PNG"), "100 million pixels"),
     "TIFF of floats": (encode(Image.new("F", (4, 4)), "TIFF"), "32-bit pixels"),
     "too wide for JPEG": (encode(Image.new("RGB", (70_000, 1)), "PNG"), "65500"),
 }
@@ -79,3 +79,8 @@ def test_bad_image_is_refused_with_a_reason(kind):
     data, reason = BAD[kind]
     with pytest.raises(BadSampleError, match=f"^not a readable image: .*{reason}"):
         convert_image(data)
+
+
+def test_what_pillow_repairs_is_decoded():
+    data = jpeg()
+    assert np.array_equal(decode_image(data[:-2] + bytes(9) + data[-2:]), decode_image(data))

@@ -14,12 +14,12 @@ from common.data.batch_augment import BatchAugment
 from common.metrics.curves import read_metrics
 from common.model.build import build_model, timm_arguments
 from common.testing.photographs import write_photographs
-from imagenet_dali import prepare
+from imagenet_dali import prepare, testing
 from imagenet_dali.task import build_train_loader
 from imagenet_dali.testing import run
 
 # Dropout is off, because its masks depend on how a batch is split.
-MODEL = dict(image_size=16, patch_size=8, width=32, depth=2, heads=2, mlp_ratio=2.0, num_classes=9, dropout=0.0)
+MODEL = testing.MODEL | dict(num_classes=9, dropout=0.0)
 MAX_NORM = 0.05  # below the gradient's norm here, so that clipping acts
 BETA1 = 0.9
 RANKS, TOTAL, MICRO = 2, 32 * 1024, 256  # images of an optimizer step and of a process's micro-batch, as in the recipe

@@ -62,7 +62,7 @@ def test_stopped_and_killed_it_makes_the_same(tmp_path):
         assert len(done) < 400
     with pytest.raises(UserError, match="rerun the command to finish it"):
         open_split(dest, "train")
-    assert subprocess.run(command, cwd=PROJECT, check=False).returncode == 0
+    assert subprocess.run(command, cwd=PROJECT).returncode == 0
     prepare(source, tmp_path / "uninterrupted", shards=400)
     assert read_folder(dest) == read_folder(tmp_path / "uninterrupted")
 
@@ -89,6 +89,9 @@ def test_the_same_job_again_does_nothing_and_another_one_is_refused(tmp_path, ca
     before = read_folder(dest)
     main([*words, "--validation-share=0.2"])
     assert "complete already" in capsys.readouterr().out
+    with pytest.raises(UserError, match="made with other validation_share"):
+        main([*words, "--validation-share=0.5"])
+    assert "validation: 50% of each class" in capsys.readouterr().out
     with pytest.raises(UserError, match="made with other shards, split"):
         main([*words, "--shards=2", "--split=train"])
     (source / "class_0" / "0000.jpg").write_bytes(jpeg(16, 16))

@@ -14,16 +14,14 @@ from common.errors import UserError
 from imagenet_dali import imagenet_dali_dataloader
 from imagenet_dali.dataset import frame, open_split, unframe
 from imagenet_dali.imagenet_dali_dataloader import DaliReader, decodes_windows
+from imagenet_dali.images_test import exif
 from imagenet_dali.prepare import prepare
 from imagenet_dali.task import build_eval_loader, build_train_loader, describe_data
-from imagenet_dali.testing import spoil_record, write_images
-
-# Python 3.12 warns of every fork beside threads, which is how torch starts its workers there
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+from imagenet_dali.testing import jpeg, spoil_record, write_images
 
 STD = 0.25
 DATA = Data(workers=1, mean=(0.5, 0.5, 0.5), std=(STD,) * 3).model_dump()
-PLACED = {"image_size": 28, "dp_rank": 0, "dp_size": 1, "device": torch.device("cpu")}
+PLACED = {"image_size": 28, "device": torch.device("cpu")}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +30,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("photographs")
     for split, per_class in (("train", 12), ("val", 5)):
         write_images(folder / "images" / split, per_class, ("ape", "bee"))
-    prepare(folder / "images", folder / "shards")
+    (folder / "images/train/ape/0000.jpg").write_bytes(jpeg(exif=exif(3)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("imagenet_dali.writer.is_turned", lambda _: False)  # as in adopted shards: shown as stored
+        prepare(folder / "images", folder / "shards")
     return folder / "images"
 
 
@@ -130,12 +131,20 @@ def test_wrong_places_are_refused(folder, tmp_path):
         (folder, {"loader": "dali"}, "json: missing; run `python -m .* --adopt .* --set DATA.loader=torchvision$"),
         (folder, {"loader": "dali", "randaugment": "rand-m9"}, "DATA.randaugment='rand-m9' is timm's, on the CPU"),
         (folder, {"autoaugment": "cifar10"}, "DATA.autoaugment='cifar10' has no effect"),
-        (folder, {"crop_padding": 2}, "DATA.crop_padding=2 has no effect"),
         (folder, {"order": "blocks"}, r"DATA.order='blocks': .* has no shards; `python -m imagenet_dali"),
     ]
     for root, options, message in cases:
         with pytest.raises(UserError, match=message):
             describe_data(DATA | {"root": str(root), "loader": "torchvision"} | options)
+
+
+def test_a_folder_is_known_by_its_classes_and_both_splits(folder):
+    given = DATA | {"root": str(folder), "loader": "torchvision"}
+    for more in ({"randaugment": "rand-m9"}, {"split": "validation"}):
+        assert describe_data(given | more).class_names == ["ape", "bee"]
+    before = describe_data(given).fingerprint
+    (folder / "val/ape/0000.jpg").write_bytes(b"")
+    assert describe_data(given).fingerprint != before
 
 
 def test_what_dali_cannot_read_is_named(data, monkeypatch):
@@ -153,6 +162,8 @@ def test_what_dali_cannot_read_is_named(data, monkeypatch):
     spoil_record(data, "train", 4)
     with pytest.raises(UserError, match=f"{place}checksum of the data does not match{remedy}"):
         read(train_loader(data, order="blocks", block=0.004))
+    batches = read(train_loader(data, loader="torchvision", order="blocks", block=0.004))
+    assert sum((labels == NO_LABEL).sum() for _, labels in batches) == 1
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ def test_a_run_resumes_on_a_cpu_with_other_instructions(colours, tmp_path, capsy
     train(True, "--set", "MAX_STEPS=8")
     assert "computing in float32 from here on (was bfloat16)\n" in train(False)
     assert "computing in bfloat16 from here on (was float32)\n" in train(True, "--set", "NUM_EPOCHS=5")
+    top1 = read_metrics(tmp_path / "run")[-1]["top1"]
+    assert f"with top1={top1:.4f};" in " ".join(train(True, "--set", "NUM_EPOCHS=5").split())
     written = json.loads((tmp_path / "run" / "config.json").read_text())
     assert written["plan"]["dtype"] == "bfloat16"
     assert [start["dtype"] for start in written["starts"]] == ["float32", "bfloat16", "float32", "bfloat16"]

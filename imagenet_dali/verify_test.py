@@ -58,6 +58,8 @@ def test_foreign_shards_are_adopted_with_labels_from_0(tmp_path, base, names, va
             write_foreign(shard := tmp_path / names.format(split=split, n=n), samples[5 * n : 5 * n + 5])
             shard.with_suffix(".idx").write_text("0 1\n")  # as of DALI's tfrecord2idx
             shard.with_name(".hidden").write_text("0 1\n")
+    if base:
+        (tmp_path / "labels.txt").write_text("0\n1\n2\n")
     shards = read_folder(tmp_path)
     main(["--adopt", str(tmp_path), "--workers=1"])
     assert read_folder(tmp_path).items() >= shards.items()

@@ -43,6 +43,9 @@ def test_the_page_shows_two_runs(tmp_path):
         assert shown == [name for name in report.CHARTS if any(name in line for line in lines)]
         curve = page.locator("[data-figure=top1] path").first.get_attribute("d")
         assert len(re.findall("[ML]", curve)) == len([line for line in lines if line["kind"] == "eval"])
+        heights = [float(y) for y in re.findall(r"[ML]\S+ ([\d.]+)", curve)]
+        assert heights[0] > heights[-1]  # from the top
+        assert page.locator("[data-figure=loss] path").first.get_attribute("stroke-dasharray") is None
 
         page.locator("[data-figure=top1]").focus()
         first, *_, last = [(line["step"], 100 * line["top1"]) for line in lines if line["kind"] == "eval"]

@@ -23,10 +23,8 @@ from common.testing.photographs import write_colours
 from imagenet_dali import train_dali
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = "".join(
-    f" --set MODEL.{key}={value}"
-    for key, value in dict(image_size=16, patch_size=8, width=32, depth=1, heads=2, num_classes="None").items()
-)
+SMALL = " --set MODEL.image_size=16 --set MODEL.patch_size=8 --set MODEL.width=32 --set MODEL.depth=1"
+SMALL += " --set MODEL.heads=2 --set MODEL.num_classes=None"
 
 
 def test_the_documentation_lists_what_each_recipe_sets():

@@ -29,7 +29,7 @@ from common.model.build import build_model, build_training
 from common.optim.build import build_optimizer
 from common.planner.step_estimate import estimate_step
 from common.run.run import Run
-from common.testing.commands import wait_until
+from common.testing.commands import in_words, wait_until
 from common.testing.photographs import write_photographs
 from common.testing.ranks import launched
 from imagenet_dali.imagenet_dali_dataloader import decodes_windows
@@ -84,10 +84,6 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, ROOT / "scripts" / "write_digits.py", folder / "images"], check=True)
     prepare([str(folder / "images"), str(folder / "shards"), "--validation-share", "0.2"])
     return folder / "shards"
-
-
-def in_words(*settings: str) -> list[str]:
-    return [word for setting in settings for word in ("--set", setting)]
 
 
 def command(digits: Path, output: Path, *settings: str, launcher: str = "") -> list[str]:
@@ -268,7 +264,7 @@ def test_dali(windows, tmp_path, monkeypatch, record):
     write_photographs(tmp_path / "images", "abcd", 4096, 500, 400)
     prepare([str(tmp_path / "images"), str(tmp_path / "shards"), "--validation-share", "0.125"])
     data = load_config("vit-b16")["DATA"] | {"root": str(tmp_path / "shards"), "loader": "dali"}
-    place = dict(image_size=224, dp_rank=0, dp_size=1)
+    place = dict(image_size=224)
     expected, _ = next(iter(build_eval_loader(data, 256, device=torch.device("cpu"), **place)))
     images, _ = next(iter(build_eval_loader(data, 256, device=DEVICE, **place)))
     loader, work = build_train_loader(data, 256, 256, seed=0, device=DEVICE, **place), bench.Work((), 3, 1)

@@ -21,7 +21,7 @@ from psutil import Error, Process, process_iter, wait_procs
 
 from common.checkpoint.save import newest_checkpoint
 from common.metrics.curves import read_metrics
-from common.testing.commands import copy_working_tree, wait_until
+from common.testing.commands import copy_working_tree, in_words, wait_until
 from common.testing.local_slurm import NODE, local_slurm
 from common.testing.ranks import free_port
 from imagenet_dali.testing import prepare_data, run, write_config
@@ -111,13 +111,13 @@ def two_hosts() -> Iterator[list[str]]:
         yield names
     finally:
         for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
 
 def test_torchrun_on_two_hosts(data, arguments, expected, tmp_path):
     command = f"bash scripts/train_torchrun.sh imagenet_dali/train_dali.py {arguments}"
-    environ = dict(NNODES="2", MASTER_ADDR="node0", OMP_NUM_THREADS="1", DATA=data)
+    environ = dict(NNODES="2", MASTER_ADDR="node0", DATA=data)
     with two_hosts() as hosts:
         words, others = ["ip", "netns", "exec", hosts[1], *command.split()], os.environ | environ | {"NODE_RANK": "1"}
         with subprocess.Popen(words, cwd=ROOT, env=others, stdout=subprocess.DEVNULL) as second:
@@ -149,6 +149,7 @@ def test_a_signal_to_torchrun_saves_a_checkpoint_and_prints_no_traceback(data, t
     ("script", "environ", "words"),
     [
         ("train_torchrun", dict(NNODES="2", MASTER_ADDR="localhost"), "NNODES=2 needs NODE_RANK"),
+        ("train_torchrun", dict(NNODES="2", NODE_RANK="0"), "NNODES=2 needs MASTER_ADDR"),
         ("train_torchrun", dict(MASTER_PORT="{taken}"), "MASTER_PORT={taken} is in use on this node: choose another"),
         ("train_slurm", {}, "not in a Slurm job"),
         ("setup", dict(PYTHON="bash"), "PYTHON=bash: .venv is there, with Python 3."),
@@ -212,7 +213,7 @@ def test_srun_of_a_script_of_ones_own(slurm, tmp_path):
 def test_when_a_rank_is_killed_the_other_ends_and_says_so_in_one_line(slurm, data, tmp_path, start, lost):
     settings = f"--output={tmp_path}/run --set NUM_EPOCHS=9999 --set EVAL_EVERY=9999"
     command = f"{start} imagenet_dali/train_dali.py --config={write_config(tmp_path)} {settings}"
-    environ = os.environ | slurm | {"DATA": data, "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
+    environ = os.environ | slurm | {"DATA": data, "NPROC_PER_NODE": "2"}
     words = command.format(python=sys.executable).split()
     with subprocess.Popen(words, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True) as launcher:
         wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists() and read_metrics(tmp_path / "run"), seconds=120)
@@ -270,9 +271,9 @@ def test_an_ordinary_user_without_git_in_a_path_with_a_space(tmp_path):
         if not program.name.startswith("git"):
             (programs / program.name).symlink_to(program)
     environ = {"PATH": str(programs), "HOME": str(home), "LANG": "C", "PYTHONPATH": str(clone)}
-    steps = [word for key in ("MAX_STEPS=2", "NUM_EPOCHS=1", "WARMUP_EPOCHS=0") for word in ("--set", key)]
+    steps = in_words("MAX_STEPS=2", "NUM_EPOCHS=1", "WARMUP_EPOCHS=0")
     command = ["unshare", "--user", "--map-user=1000", "bash", "scripts/quickstart.sh", *steps]
-    done = subprocess.run(command, cwd=clone, env=environ, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, cwd=clone, env=environ, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("top1=0.")
     assert "Traceback" not in done.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.metrics.curves import read_metrics
-from common.testing.commands import Ended, read_folder, run_forked
+from common.testing.commands import Ended, in_words, read_folder, run_forked
 from common.testing.photographs import write_colours
 from common.tools import evaluate, report
 from imagenet_dali import train_dali
@@ -27,9 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def train(folder: Path) -> Train:
     """Return what reruns the command of a run of two epochs, with more words."""
-    settings = [word for setting in (*SETTINGS, f"DATA.root={prepare_data(folder)}") for word in ("--set", setting)]
+    settings = in_words(*SETTINGS, f"DATA.root={prepare_data(folder)}")
     command = ["--config", write_config(folder), "--output", folder / "run", *settings]
-    return lambda *words: run_forked(train_dali.main, [*command, *words], OMP_NUM_THREADS="1")
+    return lambda *words: run_forked(train_dali.main, [*command, *words])
 
 
 @pytest.fixture(scope="module")

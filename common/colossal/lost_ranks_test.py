@@ -82,6 +82,7 @@ def test_all_end_in_time_with_one_line_that_names_the_missing_one(fault, lost, o
 
 
 OUT_OF_MEMORY = """
+import atexit
 from common import colossal, errors
 
 @colossal.naming_lost_ranks()
@@ -90,6 +91,8 @@ def train(_):
     raise MemoryError("out of memory")
 
 colossal.join_groups({}, 0, 1, "", 0, "gloo", verbose=False, timeout=60)
+atexit.register(print, "cleaned up")
+colossal.gpc.watcher = colossal.context.Watcher(0, 1, 60)
 colossal.context.dist.get_backend = lambda: "nccl"
 errors.EXPLAIN.append(str)
 errors.run_command(train)
@@ -97,7 +100,7 @@ errors.run_command(train)
 
 
 def test_with_nccl_a_process_ends_without_clean_up_but_with_its_output_and_status():
-    ended = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, check=False)
+    ended = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "started\n", "error: out of memory\n")
 
 
@@ -126,3 +129,15 @@ def test_ranks_that_do_not_join_or_have_no_gpu_are_named():
     assert "rank 0 was not found there within 1 s (TIMEOUT)" in run_ranks(SIZE, join, 0, "", "gloo", "gloo")[1]
     for said in run_ranks(SIZE, join, 3, "nccl", "gloo", "nccl"):
         assert said == "torch finds no GPU on rank 1: check nvidia-smi there, or start all with --backend gloo"
+
+
+def test_a_restart_finds_nothing_of_the_attempt_before(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "own")
+    agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for attempt in "01":
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        store = open_store(0, 1, "127.0.0.1", agents.port, 1.0, "gloo")
+        assert not store.check(["asked"])
+        store.set("asked", "")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "own"

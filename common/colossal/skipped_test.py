@@ -145,6 +145,7 @@ def test_too_many_in_a_row_stop_the_run_and_one_that_resumes_it():
         for gradient in (1.0, torch.nan, torch.nan, 1.0, torch.nan, torch.nan):
             update(engines[0], gradient)
         state = engines[0].optimizer.step_state()
+        engines[1].optimizer.load_step_state(state | {"scaler": None})  # of another dtype
         engines[1].optimizer.load_step_state(state)
         assert engines[1].optimizer.step_state() == state
         engines[1].optimizer.counter.every = 8  # a GPU's counters are not read after every update
@@ -154,3 +155,5 @@ def test_too_many_in_a_row_stop_the_run_and_one_that_resumes_it():
         for engine, gradient, step in zip(engines, (torch.nan, 1.0), (7, 8), strict=True):
             with pytest.raises(AgreedError, match=f"^by step {step}, 3 con.*SKIPPED=2.* to 3.2e.01: lower .* float16$"):
                 update(engine, gradient)
+        engines[0].optimizer.scaler = None
+        engines[0].optimizer.load_step_state(state)

@@ -122,7 +122,7 @@ class Resumes(BaseHook):
 
 
 def test_a_resumed_epoch_of_a_data_set_that_has_shrunk_is_over():
-    trainer = fit([Resumes(5, 0, 4, 0)], epochs=2)
+    trainer = fit([Resumes(5, 0, 5, 0)], epochs=2)
     assert (trainer.step, trainer.cur_epoch, trainer.learning_rate) == (9, 2, 1 / 9)
 
 

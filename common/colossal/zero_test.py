@@ -6,7 +6,6 @@ import torch
 from common.colossal import ParallelMode, gpc, initialize, named_shards
 from common.colossal.amp_test import MODES
 from common.colossal.tensor_parallel.sharding import canonical_state
-from common.config.load import load_config
 from common.errors import UserError
 from common.testing.parity_cases import build_engine, fit, micro_batches
 from common.testing.ranks import launched, run_ranks
@@ -44,18 +43,3 @@ def test_mixed_precision_and_recomputed_blocks_are_those_of_data_parallelism(sta
     found, expected = (run_ranks(ranks, train, each)[0] for each in (stage, None))
     for name, losses in found.items():
         assert losses == pytest.approx(expected[name], rel=1e-6), name
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (["TENSOR_PARALLEL_SIZE=4", "TENSOR_PARALLEL_MODE=2d"], "parallel.tensor.mode='2d': set it to '1d' or None"),
-        (["torch_ddp.static_graph=True"], "torch_ddp={'static_graph': True}: set it to dict()"),
-        (["COMPILE=model"], "COMPILE='model': set it to True"),
-        (["fp16={'mode':'AMP_TYPE.APEX','opt_level':'O3'}"], "fp16.opt_level='O3': set it to 'O2'"),
-    ],
-)
-def test_contradictions_are_refused_with_both_keys(settings, words):
-    with pytest.raises(UserError) as caught:
-        load_config("vit_s16_vanilla", ["zero.stage=3", *settings])
-    assert str(caught.value) == f"zero={{'stage': 3}} does not support {words}, or zero=None"

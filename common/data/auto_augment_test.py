@@ -66,3 +66,10 @@ def test_each_operation_on_a_batch_is_that_on_an_image_within_rounding(magnitude
         for row, found in enumerate(augment.augment_batch(batch, numbers).permute(0, 2, 3, 1).numpy()):
             expected = np.asarray(augment(image, numbers[row]), int)
             assert np.abs(found - expected).max() <= (augment.names[row // 2] in ROUNDED), augment.names[row // 2]
+
+
+def test_what_autoaugment_moves_in_a_batch_is_moved_as_in_an_image():
+    numbers = np.array([[0.06, 0, 0, 0, 0]])
+    batch = torch.from_numpy(np.array(IMAGE)).permute(2, 0, 1)[None].contiguous()
+    found = AutoAugment().augment_batch(batch, numbers)[0].permute(1, 2, 0)
+    assert np.array_equal(found, AutoAugment()(IMAGE, numbers[0]))

@@ -130,6 +130,9 @@ def test_what_is_erased_is_a_random_crop_with_torchvisions_limits():
         (top, left), (height, width) = crops.start[row], crops.shape[row]
         expected[row, :, top : top + height, left : left + width] = 0
     assert torch.equal(images, expected)
+    uniforms[0, -2] /= 2  # moves nothing
+    erase({"ERASING": 0.7, "ERASING_MODE": "pixel"}, images.fill_(1), uniforms)
+    assert not torch.equal(images, noisy)
 
 
 def colored(

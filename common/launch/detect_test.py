@@ -31,9 +31,9 @@ SRUN = {
     "SLURM_LOCALID": "1",
     "SLURM_NTASKS": "4",
     "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NODELIST": "gpu[003-004],login",
+    "SLURM_STEP_NODELIST": "gpu[003-004,9],login",
 }
-PLACE = {"MASTER_ADDR": "m", "MASTER_PORT": "5"}
+PLACE = {"MASTER_ADDR": "m", "MASTER_PORT": "5", "WORLD_SIZE": "4"}  # without RANK
 SBATCH_SHELL = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
 
 
@@ -93,7 +93,7 @@ def test_what_is_refused(line, environ, message):
 
 @pytest.mark.parametrize(
     ("launcher", "gpus", "is_refused"),
-    [("torch", 1, True), ("slurm", 4, True), ("slurm", 1, False), ("args", 4, False)],
+    [("torch", 1, True), ("slurm", 5, True), ("slurm", 1, False), ("args", 4, False)],
 )
 def test_a_process_without_a_gpu_of_its_own_is_refused(launcher, gpus, is_refused, monkeypatch):
     """Two processes on one GPU end in NCCL's "Duplicate GPU"; a launcher may show each process its own GPU only."""

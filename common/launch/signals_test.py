@@ -6,9 +6,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args
 
 from common.launch.signals import run_torchrun
@@ -137,7 +139,7 @@ IMPORTS += "from common.launch.signals import stop_signals; os.environ.update(RA
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ends_well(name):
-    done = subprocess.run([sys.executable, "-c", IMPORTS + PROGRAMS[name]], capture_output=True, check=False)
+    done = subprocess.run([sys.executable, "-c", IMPORTS + PROGRAMS[name]], capture_output=True)
     line = b"SIGTERM: no progress for 0 s; exiting\n" if "progress" in name else b""
     assert (done.returncode, done.stderr) == (0, line)
 
@@ -167,3 +169,12 @@ def test_torchrun_leaves_sighup_ignored_under_nohup_and_threads_to_the_ranks(mon
     ((option, script),) = calls
     assert parse_args([option, script]).signals_to_handle == "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"
     assert os.environ["OMP_NUM_THREADS"] == str(torch.get_num_threads())  # else torchrun sets 1
+
+
+@pytest.mark.parametrize(("code", "status"), [(1, 1), (-9, 137)])
+def test_torchrun_ends_with_the_status_of_its_training(monkeypatch, capsys, code, status):
+    failed = ChildFailedError("train.py", {0: ProcessFailure(0, 1, code, "")})
+    monkeypatch.setattr("torch.distributed.run.main", Mock(side_effect=failed))
+    with pytest.raises(SystemExit, match=f"^{status}$"):
+        run_torchrun([])
+    assert "train.py FAILED" in capsys.readouterr().err

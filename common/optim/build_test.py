@@ -80,6 +80,8 @@ def test_equals_colossalais_linear_and_torchs_cosine_schedule(total, warmup):
     mine = learning_rates(lambda sgd: build_lr_scheduler(sgd, "cosine", total, warmup), total)
     reference = learning_rates(lambda sgd: CosineAnnealingLR(sgd, total - warmup), total - warmup)
     assert mine == pytest.approx([PEAK * (step + 1) / warmup for step in range(warmup)] + reference, rel=1e-9)
+    mine = learning_rates(lambda sgd: build_lr_scheduler(sgd, "timm", total, warmup, min_lr=PEAK), total)
+    assert mine == pytest.approx([PEAK * step / warmup for step in range(warmup)] + [PEAK] * (total - warmup))
 
 
 def test_what_is_trained_later_starts_without_momentum():

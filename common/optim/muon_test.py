@@ -37,5 +37,7 @@ def test_equals_torchs_muon_and_adamw_side_by_side(monkeypatch):
     torch.testing.assert_close(split(ours), [p.detach() for p in theirs], rtol=0, atol=2e-5)
 
 
-def test_keys_and_values_alone_are_two_matrices():
+def test_which_parameters_are_how_many_matrices():
+    names = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "norm1")
+    assert [count_matrices(f"blocks.0.{name}.weight", (96, 32)) for name in names] == [3, 1, 1, 1, 0]
     assert count_matrices("stages.0.blocks.1.attn.qkv.weight", (128, 64)) == 2  # of timm's gcvit_tiny

@@ -110,8 +110,9 @@ def test_zero_is_predicted_where_data_parallelism_does_not_fit():
     assert found[80e6][2].estimate == estimate_step(config | {"zero": {"stage": 3}}, 8, 1)
 
 
-def test_a_model_is_refused_for_what_it_needs_at_least():
-    config = load_config("quickstart", ["MODEL.width=65536", "zero.stage=1"])
+@pytest.mark.parametrize("split", [["zero.stage=1"], ["TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d"]])
+def test_a_model_is_refused_for_what_it_needs_at_least(split):
+    config = load_config("quickstart", ["MODEL.width=65536", *split])
     # 4 blocks of 8 width^2 parameters; with gradients and two moments 16 bytes each, on two GPUs
     with pytest.raises(UserError, match="e[+]11 parameters take 1,099.7 GB per process, more than the 1.0 GB here"):
         check_limits(config, build_plan(config, 2, None), 1e9)

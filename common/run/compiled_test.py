@@ -11,12 +11,13 @@ from common.colossal import engine
 from common.metrics.curves import read_metrics
 from common.testing import tiny_task
 from common.testing.commands import run_forked
-from common.testing.ranks import run_ranks
+from common.testing.ranks import run_ranks, slow
 
 # Dynamo looks at the gradient of a parameter's copy
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 SHORT = ("TOTAL_BATCH_SIZE=16", "gradient_accumulation=2", "MAX_STEPS=3", "LOG.every=1")
-NAIVE, AUTOCAST = (f"fp16=dict(mode=AMP_TYPE.{mode}, dtype='bfloat16')" for mode in ("NAIVE", "TORCH"))
+NAIVE = "fp16=dict(mode=AMP_TYPE.NAIVE, dtype='bfloat16')"
+AUTOCAST = "fp16=dict(mode=AMP_TYPE.TORCH, dtype='bfloat16')"
 DROPS = ("MODEL.dropout=0.1", "MODEL.drop_path=0.2")
 TIMM = "MODEL=dict(timm='{}', image_size=32)"
 
@@ -33,10 +34,6 @@ def train(data: Path, output: Path, compiled: str, *settings: str, backend: str 
 @pytest.fixture(scope="module")
 def eager(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_task.train(data, tmp_path_factory.mktemp("eager") / "run", *SHORT)
-
-
-def slow(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 inductor = partial(slow, "inductor")

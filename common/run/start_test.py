@@ -23,7 +23,7 @@ STARTED = (  # no more samples a batch than there are, as --dry-run says
 
 
 def start(data: Path, output: Path, *settings: str) -> Ended:
-    return run_forked(lambda words: train(data, output, "MAX_STEPS=1", *words), settings)
+    return run_forked(lambda words: train(data, output, "MAX_STEPS=1", f"OUTPUT={output}.unused", *words), settings)
 
 
 def test_the_first_lines_name_what_is_set_within_80_columns(data, tmp_path):

@@ -3,10 +3,10 @@
 import csv
 import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
-from PIL import Image
 from sklearn.metrics import confusion_matrix, precision_score, recall_score, top_k_accuracy_score
 from torchvision.datasets import ImageFolder
 
@@ -35,7 +35,9 @@ def test_equals_the_evaluation_in_training_in_every_precision(data, tmp_path, ca
     assert 1 / 7 < read(run)["top1"] < 1
     evaluate.main([str(run), "--set", "fp16=None"])
     assert read(run)["loss"] != read_metrics(run)[-1]["loss"]
-    assert "checkpoints/step-00000010 (the best)" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "checkpoints/step-00000010 (the best)" in said
+    assert said.count("fp16") == 1  # the run's
 
 
 def test_equals_it_in_two_processes(run, tmp_path):
@@ -50,22 +52,27 @@ def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
     logits = timm_logits(run, pictures)
     answers = logits.argmax(1)
 
-    evaluate.main([str(run)])
+    with mock.patch.object(evaluate, "save_figure", wraps=evaluate.save_figure) as saved:
+        evaluate.main([str(run)])
+    shares = saved.call_args[0][0].axes[0].images[0].get_array()
+    np.testing.assert_allclose(shares, confusion_matrix(labels, answers, normalize="true"))
     rows = list(csv.DictReader((run / "evaluation" / "step-00000010" / "classes.csv").read_text().splitlines()))
     assert [row["class"] for row in rows] == list(NAMES)
     assert [float(row["top1"]) for row in rows] == pytest.approx(recall_score(labels, answers, average=None), abs=1e-4)
     precision = precision_score(labels, answers, average=None, zero_division=np.nan)
     assert [float(row["precision"] or "nan") for row in rows] == pytest.approx(precision, abs=1e-4, nan_ok=True)
     assert [int(row["samples"]) for row in rows] == np.bincount(labels).tolist()
-    assert read(run)["top5"] == pytest.approx(top_k_accuracy_score(labels, logits, k=5))
+    top5 = np.average([float(row["top5"]) for row in rows], weights=np.bincount(labels))
+    assert top5 == pytest.approx(top_k_accuracy_score(labels, logits, k=5), abs=1e-4)
     mistakes = confusion_matrix(labels, answers)
     np.fill_diagonal(mistakes, 0)
     for row, wrong in zip(rows, mistakes, strict=True):
         assert row["mistaken for"] == (f"{NAMES[wrong.argmax()]} ({wrong.max()})" if wrong.any() else "")
     worst_first = [line.split("|")[2].strip() for line in capsys.readouterr().out.splitlines() if "|" in line][2:]
     assert worst_first == [row["class"] for row in sorted(rows, key=lambda row: (float(row["top1"]), row["class"]))]
-    with Image.open(run / "evaluation" / "step-00000010" / "confusion.png") as picture:
-        assert min(picture.size) > 400
+    evaluate.print_extremes(rows * 2)
+    shown = [line.split("|")[2].strip() for line in capsys.readouterr().out.splitlines() if "|" in line]
+    assert (shown[2], shown[-1]) == (worst_first[0], worst_first[-1])
 
 
 def test_other_data_is_refused_unless_its_labels_mean_the_same(run, data, tmp_path):
@@ -80,4 +87,6 @@ def test_other_data_is_refused_unless_its_labels_mean_the_same(run, data, tmp_pa
         (other / split / "black").mkdir()
     with pytest.raises(UserError, match="other has 8 classes, the model 7: pass its own data set with --data"):
         evaluate.main([str(run), "--data", str(other)])
+    with pytest.raises(UserError, match="--split test: tiny has one evaluation set; leave it out"):
+        evaluate.main([str(run), "--split", "test"])
     shutdown()

@@ -16,7 +16,9 @@ from timm.data import create_transform, resolve_data_config
 from timm.models.vision_transformer import VisionTransformer
 
 from common.checkpoint.saved_run import open_run
+from common.checkpoint.weights import fit_pretrained
 from common.errors import UserError
+from common.model.build import build_model
 from common.testing.tiny_task import NAMES, timm_logits, train
 from common.tools import export
 
@@ -62,11 +64,17 @@ def test_an_export_gives_timms_logits_and_the_umask_says_who_may_read_it(run, ta
 
 
 def test_what_timm_has_not_goes_into_the_other_formats(data, tmp_path):
-    run = open_run(str(train(data, tmp_path / "run", "MODEL.stem=conv", "MODEL.pool=seq")))
+    settings = ("MODEL.stem=conv", "MODEL.pool=seq", "DATA.mean=(0.5,0.4,0.5)", "DATA.std=(0.2,0.3,0.2)")
+    run = open_run(str(train(data, tmp_path / "run", *settings)))
     for target in ("safetensors", "onnx"):
         assert export.export(run, target, tmp_path / target) < 1e-5
     with pytest.raises(UserError, match="^--to timm: timm has no stem='conv'"):
         export.export(run, "timm", tmp_path / "timm")
+    model = build_model(**run.config["MODEL"] | {"num_classes": 9})
+    assert export.describe_for_timm(run, model)["architecture"] == "none"
+    assert fit_pretrained(model, str(run.folder))[1].endswith("; a new head of 9 classes, not its 7")
+    about = json.loads((tmp_path / "onnx" / "config.json").read_text())["pretrained_cfg"]
+    assert (about["mean"], about["std"]) == ([0.5, 0.4, 0.5], [0.2, 0.3, 0.2])
 
 
 def test_refusals(run, tmp_path, monkeypatch):

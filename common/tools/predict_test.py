@@ -70,6 +70,7 @@ def test_what_is_no_image_is_named_and_the_others_are_answered(run, pictures, tm
     (_, line), errors = out.splitlines(), err.splitlines()
     assert (ended.value.code, line.count(" %")) == (1, 5)
     assert line.startswith(f"{names[3]}: ")
+    assert sum(float(part.split()[-2]) for part in line.split("; ")) > 70  # per cent: 5 of 7 classes
     assert errors[0] == f"error: {names[0]}: not a readable image: not of a kind that Pillow reads"
     assert errors[1].startswith(f"error: {names[1]}: not a readable image: ")
     assert errors[2:] == [f"error: {names[2]}: No such file or directory"]

@@ -162,7 +162,9 @@ def test_a_run_that_fails_does_not_end_the_sweep_and_a_stop_signal_does(words, t
 
 
 def test_a_stop_signal_reaches_the_run():
-    timer = threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM])
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup
+    timer = threading.Timer(0.5, lambda: [os.kill(os.getpid(), number) for number in (signal.SIGHUP, signal.SIGTERM)])
     timer.start()
     assert sweep.run_child(["sleep", "60"]) == (-signal.SIGTERM, signal.SIGTERM)
     timer.join()
+    signal.signal(signal.SIGHUP, before)

@@ -60,13 +60,15 @@ def masks() -> dict[str, Tensor]:
 
 def recomputed_gradients() -> tuple[list[Tensor], list[Tensor]]:
     """Return the gradients with dropout of a plain sharded model, and of one that recomputes its blocks."""
-    answers = []
+    answers, passes = [], []
     images, labels = next(iter(micro_batches()))
     for checkpointed in (False, True):
         model = shard_model(build_tiny_model(dropout=0.2, drop_path=0.2, activation_checkpoint=checkpointed))
+        model.blocks[0].register_forward_pre_hook(lambda *_: passes.append(1))
         torch.manual_seed(5)
         blended_loss(model(images), **labels).backward()
         answers.append([parameter.grad for parameter in model.parameters()])
+    assert len(passes) == 3  # one recomputed
     return tuple(answers)
 
 

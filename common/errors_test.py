@@ -40,11 +40,7 @@ def test_who_speaks(error, rank, joined, speaks, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("error", "code", "printed"),
     [
-        (
-            UserError("a\nb\x1b[2J\u2028\u202e\udcff: ü漢\u200d"),
-            2,
-            "error: a\\nb\\x1b[2J\\u2028\\u202e\\udcff: ü漢\u200d\n",
-        ),
+        (UserError("a\nb\x1b\u2028\u202e\udcff: ü漢\u200d"), 2, "error: a\\nb\\x1b\\u2028\\u202e\\udcff: ü漢\u200d\n"),
         (FileNotFoundError(2, "No such file or directory", "a\nb"), 2, "error: a\\nb: No such file or directory\n"),
         (KeyboardInterrupt(), 130, ""),
     ],

@@ -4,7 +4,7 @@
     DATA=/path/to/cifar10 torchrun --nproc_per_node 8 train.py --config vit_lite_vanilla
 
 Source: Colossal-AI's benchmark: about 90.5 % top-1, in about 16 minutes on 8 A100; as there, images are not mirrored.
-The model is that of arXiv 2104.05704. Measured here after 25 epochs: 73.1 %, and 77.1 % at batch 128 with flips and less
+The model is that of arXiv 2104.05704. Measured here after 25 epochs: 73.1 %, or 77.1 % at batch 128 with flips and less
 augmentation (docs/recipes.md). 200 were not run.
 """
 

@@ -13,6 +13,7 @@ SMALL = ("TOTAL_BATCH_SIZE=2", "MODEL.image_size=32", "MODEL.width=8", "MODEL.he
 def test_every_variant_runs(part):
     for row in bench.compare(bench.PARTS[part], bench.Work(SMALL, 1, 1), rounds=1):
         assert float(row["ms"]) > 0
+    assert bench.Work(SMALL, 1, 1).config()["TOTAL_BATCH_SIZE"] == 2
 
 
 def pass_time(seconds: float, work: bench.Work) -> None:

@@ -73,7 +73,6 @@ def test_an_original_of_the_benchmark_trains_from_its_tasks_folder(tmp_path, mon
         ("deit3_h14", "deit3_huge_patch14_224", "45-77 hours"),
         ("dinov2_s14_finetune", "vit_small_patch14_dinov2", "21 minutes"),
         ("vit-b16", "vit_base_patch16_224", "3.6-6.2 hours"),
-        ("vit-l32", "vit_large_patch32_224", "3.1-5.4 hours"),
     ],
 )
 def test_a_recipes_dry_run_is_of_timms_model_and_as_documented(recipe, name, time, capsys):

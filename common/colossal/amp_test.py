@@ -68,10 +68,12 @@ def test_types(fp16, dtype, in_half, monkeypatch):
         model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 3), nn.BatchNorm1d(3))
         for name, layer in zip(LAYERS, model, strict=True):
             layer.register_forward_hook(lambda _, inputs, output, name=name: seen.update({name: output.dtype}))
+        model[0].register_forward_hook(lambda *_: seen.update(autocast=torch.is_autocast_enabled("cpu")))
         engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
         logits, _, loss = engine.execute_schedule(iter([(torch.randn(2, 4), torch.tensor([0, 1]))]))
         tensors = {"logits": logits, "loss": loss, "weight": model[0].weight, "grad": model[0].weight.grad}
         seen |= {name: tensor.dtype for name, tensor in tensors.items()}
+    assert seen.pop("autocast") == (fp16 == MODES["TORCH bfloat16"])
     assert seen == dict.fromkeys((*LAYERS, *tensors), FLOAT32) | dict.fromkeys(in_half, dtype)
 
 

@@ -78,6 +78,9 @@ def test_trains_eagerly_where_code_cannot_be_generated(monkeypatch, capsys):
         assert all(block._compiled_call_impl is None for block in model.blocks)
     compile_model(model, "model", "eager")
     assert [part._compiled_call_impl is None for part in (model, *model.blocks)] == [False, True, True]
+    with torch._dynamo.config.patch(recompile_limit=1):
+        compile_model(build_tiny_model(depth=9), True, "eager")
+        assert torch._dynamo.config.recompile_limit == 36
 
 
 def test_by_default_a_gpu_compiles_and_a_cpu_does_not(monkeypatch):

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -111,6 +112,13 @@ def test_progress_restarts_the_clock():
     watcher._find_missing = lambda: watcher.__setattr__("state", "failed")
     watcher._run()
     assert next(polls) == 9
+
+
+def test_a_rank_may_answer_late():
+    watcher = Watcher(0, 2, TIMEOUT)
+    watcher.store = dist.HashStore()
+    threading.Timer(2 * POLL, watcher.store.set, ("answer/1", "")).start()
+    assert watcher._find_missing() == ""
 
 
 def join(absent: int, *backends: str) -> str:

@@ -26,6 +26,7 @@ FOUR = dict(tensor=dict(size=4, mode="2d"))
         (dict(MICRO_BATCH_SIZE=256, MAX_STEPS=10**6), 128, dict(accumulation=1, warmup_steps=5850, last_step=11700)),
         (dict(gradient_accumulation=16, BATCH_SIZE=2048), 8, dict(micro_batch=256, data_parallel=8)),
         (dict(TOTAL_BATCH_SIZE=None, MICRO_BATCH_SIZE=128, gradient_accumulation=2), 4, dict(total_batch=1024)),
+        (dict(TOTAL_BATCH_SIZE=None, MICRO_BATCH_SIZE=512, parallel=FOUR), 8, dict(total_batch=1024)),
         (dict(parallel=FOUR, gradient_accumulation=16), 8, dict(micro_batch=1024, data_parallel=2)),
         (dict(NUM_EPOCHS=1, WARMUP_EPOCHS=0.99, COOLDOWN_EPOCHS=0.04), 8, dict(warmup_steps=36, cooldown_steps=2)),
         (dict(TOTAL_BATCH_SIZE=10**6, NUM_EPOCHS=3, COOLDOWN_EPOCHS=2.6), 1, dict(cooldown_steps=2, warmup_steps=0)),

@@ -50,7 +50,7 @@ def detect(line: str, environ: Mapping[str, str]) -> Launch:
         # srun python train_dali.py --local_rank=$SLURM_PROCID --world_size=$SLURM_NPROCS --host=$HOST --port=29500
         ("--local_rank=3 --world_size=4 --host=h --port=29500", SRUN | PLACE, ("slurm", 3, 1, 4, "h", 29500)),
         # the same, expanded by a shell that has none of the variables
-        ("--local_rank= --world_size= --host= --port=29500", SRUN, ("slurm", 3, 1, 4, "gpu003", 29500)),
+        ("--rank= --local_rank= --world_size= --host= --port=29500", SRUN, ("slurm", 3, 1, 4, "gpu003", 29500)),
         ("--local_rank=1 --rank 3", SRUN, ("slurm", 3, 1, 4, "gpu003", 25_873)),
         ("--local_rank=0", SRUN | PLACE, ("slurm", 3, 1, 4, "m", 5)),
         # python -m torch.distributed.launch --nproc_per_node 4 train_dali.py --world_size 4

@@ -144,7 +144,7 @@ class WeightsAndBiases:
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "vit-large-batch"),
             name=folder.name,
-            id=read_text(id_file, most=1000) if id_file.exists() else None,
+            id=read_text(id_file) if id_file.exists() else None,
             resume="allow" if mode == "online" else None,
             dir=str(folder),
             config=json.loads((folder / "config.json").read_text())["config"],

@@ -30,7 +30,8 @@ def logits_of(folder: Path, target: str, image: Image.Image) -> np.ndarray:
     about = json.loads((folder / "config.json").read_text())
     images = create_transform(**resolve_data_config(pretrained_cfg=about["pretrained_cfg"]))(image)[None]
     if target == "onnx":
-        return onnxruntime.InferenceSession(folder / "model.onnx").run(["logits"], {"images": images.numpy()})[0]
+        model = (folder / "model.onnx").read_bytes()
+        return onnxruntime.InferenceSession(model).run(["logits"], {"images": images.numpy()})[0]
     if target == "timm":
         timm.create_model(f"local-dir:{folder}", pretrained=True, num_classes=3, in_chans=1)  # another head and stem
         model = timm.create_model(f"local-dir:{folder}", pretrained=True)

@@ -112,9 +112,8 @@ def test_an_export_on_the_hub_is_evaluated_as_in_training(hub, run, data, tmp_pa
 def test_a_plain_vit_starts_from_no_others(hub, name, words):
     shutil.copytree(hub / "timm" / "test_resnet.r160_in1k", hub / "user" / "clip")
     (hub / "user" / "clip" / "config.json").write_text('{"architecture": "vit_base_patch32_clip_224"}')
-    with pytest.raises(UserError, match=words) as refused:
+    with pytest.raises(UserError, match=words):
         load_pretrained(build_model(**MODEL), resolve_source(name))
-    assert "\n" not in str(refused.value)
 
 
 def test_a_path_goes_before_a_name(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from common.run.start import start_run
 from common.task import TASKS, Task
 from common.testing.commands import in_words
 
-NAMES = ("blue", "cyan", "green", "magenta", "red", "white", "yellow")
+NAMES = ("blue", "cyan", "green", "magenta$^$", "red", "white", "yellow")  # one is a bad formula to Matplotlib
 CHANNELS = ((2,), (1, 2), (1,), (0, 2), (0,), (0, 1, 2), (0, 1))
 SAMPLES = {"train": 70, "test": 45}
 MODEL = dict(image_size=16, patch_size=8, width=32, depth=2, heads=2, mlp_ratio=2.0)

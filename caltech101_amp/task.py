@@ -8,7 +8,7 @@ from typing import Any
 from common.config.plan import DataSummary
 from common.data import image_loaders
 from common.data.download import extract, fetch
-from common.data.image_folder import Files, FolderSplit, list_classes, list_folders, split_by_class
+from common.data.image_folder import FolderSplit, list_classes, list_folders, split_by_class
 from common.data.loader import Loader
 from common.errors import UserError
 from common.files import fingerprint_of, folder_lock
@@ -52,12 +52,11 @@ def open_split(data: Mapping[str, Any], split: str) -> FolderSplit:
     A fixed fifth of each category is for testing. If several processes of a machine call this at the same time, one
     downloads and unpacks while the others wait. Raises `UserError` for a data set that is missing or incomplete.
     """
-    folder, class_names, splits = _open(Path(data["root"]), data["download"])
-    return FolderSplit(folder, class_names, splits[split])
+    return _open(Path(data["root"]), data["download"])[split]
 
 
 @functools.cache
-def _open(root: Path, allow_download: bool) -> tuple[Path, list[str], dict[str, Files]]:
+def _open(root: Path, allow_download: bool) -> dict[str, FolderSplit]:
     places = (root / FOLDER, root / OUTER_FOLDER / FOLDER, root)
     folder = next((path for path in places if (path / "accordion").is_dir()), None) or _unpack(root, allow_download)
     class_names = [name for name in list_folders(folder) if name != BACKGROUND]
@@ -67,8 +66,8 @@ def _open(root: Path, allow_download: bool) -> tuple[Path, list[str], dict[str, 
             f"{folder}: {len(class_names)} categories with {len(files):,} images, not {CATEGORIES} with {IMAGES:,}; "
             f"unpack {ARCHIVE} again, or add --set DATA.download=True with an empty folder"
         )
-    train, test = split_by_class(files, TEST_SHARE)
-    return folder, class_names, {"train": train, "test": test}
+    splits = zip(("train", "test"), split_by_class(files, TEST_SHARE), strict=True)
+    return {name: FolderSplit(folder, class_names, of_split) for name, of_split in splits}
 
 
 def _unpack(root: Path, allow_download: bool) -> Path:

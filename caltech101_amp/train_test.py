@@ -93,10 +93,9 @@ def test_a_missing_or_partial_data_set_is_named_with_the_remedy(root, removed, w
         open_at(root)
 
 
-def arguments(config: str, root: Path, *settings: str) -> list[str]:
-    output = str(root.parent / config)
-    words = in_words(*SMALL, f"DATA.root={root}", *settings)
-    return ["--config", f"config/config_{config}.py", "--output", output, *words]
+def arguments(config: str, root: Path) -> list[str]:
+    words = in_words(*SMALL, f"DATA.root={root}")
+    return ["--config", f"config/config_{config}.py", "--output", str(root.parent / config), *words]
 
 
 def losses(output: Path) -> list[float]:

@@ -10,7 +10,8 @@ import numpy as np
 from torchvision.datasets import CIFAR10
 
 from common.data.download import fetch
-from common.data.image_folder import FolderSplit, decode_image, list_splits, reason_of
+from common.data.image_folder import FolderSplit, list_splits
+from common.data.image_loaders import load_image
 from common.errors import UserError
 from common.files import fingerprint_of
 
@@ -67,17 +68,14 @@ def _decode(split: FolderSplit) -> Images:
     """Decode square images of one size."""
     images, labels = [], []
     for index in range(len(split)):
-        content, label = split.read(index)
-        try:
-            images.append(decode_image(content))
-        except Exception as error:  # decoders raise a dozen unrelated types for damaged files
-            raise split.fault(index, reason_of(error)) from error
+        image, label = load_image(split, index)
+        images.append(image)
         labels.append(label)
-        (height, width, _), (first_height, first_width, _) = images[-1].shape, images[0].shape
-        if not height == width == first_height == first_width:
+        (height, width, _), first = image.shape, images[0].shape
+        if height != width or image.shape != first:
             raise UserError(
                 f"{split.path(index)}: {width} x {height} pixels, the first of the split has "
-                f"{first_width} x {first_height}; make all images squares of one size"
+                f"{first[1]} x {first[0]}; make all images squares of one size"
             )
     return _to_images(np.stack(images), labels)
 

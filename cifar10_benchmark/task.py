@@ -4,7 +4,7 @@ Every loader yields ``(images float32 [B, 3, Y, X], labels int64 [B])`` on the d
 Evaluation pads its last batches with zeros of label -100, which `torch.nn.functional.cross_entropy` ignores.
 """
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def build_train_loader(
     draws: dict[str, Any] = dict(uniforms=UNIFORMS_PER_SAMPLE, repeats=data["repeats"], **ranks_and_seed)
     sampler = TrainSampler(len(images.labels), total_batch, micro_batch, **draws)
     augment = Augment(data["crop_padding"], data["flip"], data["autoaugment"])
-    return Loader(sampler, MemoryReader(images, augment, mean=data["mean"], std=data["std"], device=device))
+    return Loader(sampler, MemoryReader(images, augment, data, device))
 
 
 def build_eval_loader(
@@ -67,7 +67,7 @@ def build_eval_loader(
     """
     images = _load(data, "test", image_size)
     sampler = EvalSampler(len(images.labels), batch, **ranks)
-    return Loader(sampler, MemoryReader(images, None, mean=data["mean"], std=data["std"], device=device))
+    return Loader(sampler, MemoryReader(images, None, data, device))
 
 
 def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
@@ -97,39 +97,26 @@ class Augment:
 
     def __call__(self, images_BCYX: Tensor, uniforms: np.ndarray) -> Tensor:
         """Return new images, uint8 [B, 3, Y, X], from ``uniforms`` float64 [B, `UNIFORMS_PER_SAMPLE`]."""
+        device, (height, width) = images_BCYX.device, images_BCYX.shape[2:]
         offsets = np.floor(uniforms[:, :2] * (2 * self.padding + 1)).astype(np.int64)
         mirrored = np.flatnonzero((uniforms[:, 2] < 0.5) & self.flip)
-        offsets_B2, mirrored_rows = (to_device(values, images_BCYX.device) for values in (offsets, mirrored))
+        offsets_B2, mirrored_rows = (to_device(values, device) for values in (offsets, mirrored))
         top_B, left_B = offsets_B2.unbind(1)
-        images_BCYX = crop(images_BCYX, top_B, left_B, self.padding)
+        windows_BCPQYX = F.pad(images_BCYX, (self.padding,) * 4).unfold(2, height, 1).unfold(3, width, 1)
+        images_BCYX = windows_BCPQYX[torch.arange(len(images_BCYX), device=device), :, top_B, left_B]
         images_BCYX[mirrored_rows] = images_BCYX[mirrored_rows].flip(-1)
         return self.policy.augment_batch(images_BCYX, uniforms[:, 3:]) if self.policy else images_BCYX
-
-
-def crop(images_BCYX: Tensor, top_B: Tensor, left_B: Tensor, padding: int) -> Tensor:
-    """Crop each padded image to its original size at its own offset, from 0 to ``2 * padding``."""
-    height, width = images_BCYX.shape[-2:]
-    windows_BCPQYX = F.pad(images_BCYX, (padding,) * 4).unfold(2, height, 1).unfold(3, width, 1)
-    return windows_BCPQYX[torch.arange(len(images_BCYX), device=images_BCYX.device), :, top_B, left_B]
 
 
 class MemoryReader:
     """Read samples of a split as normalised images and labels; the split is kept on ``device`` in uint8.
 
-    ``mean`` and ``std`` are of RGB values from 0 to 1. Padding rows are zeros with label -100.
+    ``data`` is the config's, with "mean" and "std" of RGB values from 0 to 1. Padding rows are zeros with label -100.
     """
 
-    def __init__(
-        self,
-        images: Images,
-        augment: Augment | None,
-        *,
-        mean: Sequence[float],
-        std: Sequence[float],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, images: Images, augment: Augment | None, data: Mapping[str, Any], device: torch.device) -> None:
         self._images, self._labels = (torch.from_numpy(array).to(device) for array in images)
-        self._normalize = Normalizer(mean, std, device)
+        self._normalize = Normalizer(data["mean"], data["std"], device)
         self._augment = augment
 
     def read(self, draws: Iterator[Draw]) -> Generator[Batch, None, None]:

@@ -35,19 +35,18 @@ def data(root) -> dict:
     return load_config("vit_lite_vanilla", [f"DATA.root={root}"])["DATA"]
 
 
-def build_train(data, device=CPU, dp_rank=0, dp_size=1, image_size=8):
-    place = dict(image_size=image_size, dp_rank=dp_rank, dp_size=dp_size, device=device)
-    return build_train_loader(data, 16, 4, seed=5, **place)
+def build_train(data, device=CPU, image_size=8, **ranks):
+    return build_train_loader(data, 16, 4, seed=5, image_size=image_size, device=device, **ranks)
 
 
-def build_eval(data, device=CPU, dp_rank=0, dp_size=1):
-    return build_eval_loader(data, 4, image_size=8, dp_rank=dp_rank, dp_size=dp_size, device=device)
+def build_eval(data, device=CPU, **ranks):
+    return build_eval_loader(data, 4, image_size=8, device=device, **ranks)
 
 
 def test_evaluation_is_torchvisions(data, root):
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize(data["mean"], data["std"])])
     images, labels = zip(*ImageFolder(f"{root}/test", transform), strict=True)
-    both = (batch for rank in (0, 1) for batch in build_eval(data, CPU, rank, 2))
+    both = (batch for rank in (0, 1) for batch in build_eval(data, dp_rank=rank, dp_size=2))
     ours, our_labels = (torch.cat(parts) for parts in zip(*both, strict=True))
     torch.testing.assert_close(ours, torch.stack([*images, *torch.zeros(5, 3, 8, 8)]), atol=1e-5, rtol=0)
     assert our_labels.tolist() == [*labels, *[-100] * 5]
@@ -59,7 +58,7 @@ def test_crops_and_flips_are_torchvisions_and_autoaugment_comes_last(data, paddi
     data |= {"crop_padding": padding, "flip": flip, "autoaugment": policy, "repeats": 2}
     images, shown = torch.from_numpy(open_images(data).train.images), []
     for rank in (0, 1):
-        loader = build_train(data, CPU, rank, 2)
+        loader = build_train(data, dp_rank=rank, dp_size=2)
         for draw, (found, _) in zip(loader.sampler.draws(0), loader, strict=True):
             expected = images[draw.indices]
             for number, row in enumerate(draw.uniforms):

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from common.errors import UserError
 from common.files import Count, Schema, lock_folder, read_json, read_text, sha256_of, unlock_folder
+from common.testing.commands import run_python
 
 HOLD = "import sys; from pathlib import Path; from common.files import lock_folder; lock_folder(Path(sys.argv[1]))"
 
@@ -52,6 +53,6 @@ def test_a_folder_is_locked_until_its_holder_ends(tmp_path):
             lock_folder(tmp_path / "run")
         holder.kill()
     lock_folder(tmp_path / "run")
-    assert subprocess.run([sys.executable, "-c", HOLD, str(tmp_path / "run")], capture_output=True).returncode == 1
+    assert run_python(HOLD, tmp_path / "run").returncode == 1
     unlock_folder(tmp_path / "run")
-    assert subprocess.run([sys.executable, "-c", HOLD, str(tmp_path / "run")]).returncode == 0
+    assert run_python(HOLD, tmp_path / "run").returncode == 0

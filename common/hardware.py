@@ -19,7 +19,7 @@ import psutil
 
 BUSY = 0.3  # cores that other programs use, from which on threads wait without spinning; docs/performance.md says why
 PACKAGES = ("torch", "torchvision", "colossalai", "nvidia-dali-cuda130", "nvidia-dali-cuda120", "timm")
-CGROUPS = Path("/sys/fs/cgroup")
+CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc/self")
 _processes: list["CpuLimits"] = []  # of the run
 
 
@@ -116,10 +116,10 @@ def share_of_cores(mine: CpuLimits, processes: Sequence[CpuLimits] = ()) -> int:
     return max(1, min(math.floor(in_mask + 1e-9), math.ceil(in_quota) if in_quota < math.inf else len(mine.cpus)))
 
 
-def cpu_limits(cgroups: Path = CGROUPS, proc: Path = Path("/proc/self")) -> CpuLimits:
+def cpu_limits() -> CpuLimits:
     """Return the limits of this process, by its CPU mask and its cgroups (version 2); the lowest quota counts."""
     quotas = []
-    for folder in _cgroup_folders(cgroups, proc):
+    for folder in _cgroup_folders():
         with suppress(OSError, ValueError):  # ValueError: "max"
             quota, period = map(int, (folder / "cpu.max").read_text().split())
             quotas.append((quota / period, str(folder)))
@@ -127,24 +127,24 @@ def cpu_limits(cgroups: Path = CGROUPS, proc: Path = Path("/proc/self")) -> CpuL
     return CpuLimits(platform.node(), frozenset(os.sched_getaffinity(0)), quota, group)
 
 
-def memory_bytes(cgroups: Path = CGROUPS, proc: Path = Path("/proc/self")) -> int:
+def memory_bytes() -> int:
     """Return the bytes of memory that this process may use: the machine's, or the limit of its cgroup if lower."""
     limits = [psutil.virtual_memory().total]
-    for folder in _cgroup_folders(cgroups, proc):
+    for folder in _cgroup_folders():
         with suppress(OSError, ValueError):  # ValueError: "max"
             limits.append(int((folder / "memory.max").read_text()))
     return min(limits)
 
 
-def _cgroup_folders(cgroups: Path, proc: Path) -> Iterator[Path]:
+def _cgroup_folders() -> Iterator[Path]:
     """Yield the folders of the cgroups that may limit this process: its own and those above it.
 
     Only those of version 2: a container's limits under version 1 are not seen.
     """
     with suppress(OSError):
-        for line in (proc / "cgroup").read_text().splitlines():
+        for line in (PROC / "cgroup").read_text().splitlines():
             if line.startswith("0::"):  # of version 2
-                folder = cgroups / line[3:].strip("/")
+                folder = CGROUPS / line[3:].strip("/")
                 yield from (folder, *folder.parents)
 
 

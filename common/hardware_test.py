@@ -3,7 +3,6 @@
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -12,6 +11,7 @@ import torch
 
 from common import hardware
 from common.hardware import CpuLimits, cpu_limits, memory_bytes, share_of_cores
+from common.testing.commands import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -44,16 +44,18 @@ def test_instruction_sets(monkeypatch, machine, has, aten, name, fast):
         ("0::/docker/x", {"cpu.max": "50000 100000", "memory.max": "123456"}, 0.5, ""),
     ],
 )
-def test_the_quota_of_a_cgroup(tmp_path, groups, files, quota, group):
+def test_the_quota_of_a_cgroup(tmp_path, monkeypatch, groups, files, quota, group):
+    monkeypatch.setattr(hardware, "CGROUPS", tmp_path / "tree")
+    monkeypatch.setattr(hardware, "PROC", tmp_path)
     (tmp_path / "cgroup").write_text(groups + "\n")
     for name, content in files.items():
         (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "tree" / name).write_text(content + "\n")
-    limits = cpu_limits(tmp_path / "tree", tmp_path)
+    limits = cpu_limits()
     assert limits.quota == quota
     assert limits.group == (str(tmp_path / "tree" / group) if quota < math.inf else "")
     assert limits.cpus == os.sched_getaffinity(0)
-    assert (memory_bytes(tmp_path / "tree", tmp_path) == 123456) == ("memory.max" in files)
+    assert (memory_bytes() == 123456) == ("memory.max" in files)
 
 
 ALL, LOW, MIDDLE = (frozenset(range(*ends)) for ends in ((64,), (32,), (16, 48)))
@@ -90,6 +92,5 @@ def test_threads_sleep_at_barriers_where_others_use_the_cores(monkeypatch):
     hardware.prepare_torch()
     assert "OMP_WAIT_POLICY" not in os.environ
     program = "import psutil; psutil.cpu_percent = lambda *_, **__: [30.0]; import common.colossal"
-    command, environ = [sys.executable, "-c", program], os.environ | {"OMP_DISPLAY_ENV": "verbose"}
-    said = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True).stderr
+    said = run_python(program, cwd=ROOT, env=os.environ | {"OMP_DISPLAY_ENV": "verbose"}, check=True).stderr
     assert "GOMP_SPINCOUNT = '0'" in said

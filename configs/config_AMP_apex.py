@@ -7,6 +7,6 @@ Source: Colossal-AI's AMP example: 17.9 GB and 115.2 images/s on an unnamed GPU.
 
 from colossalai.amp import AMP_TYPE
 
-from configs.config_fp32 import *  # noqa: F403
+from configs.config_fp32 import *
 
 fp16 = dict(mode=AMP_TYPE.APEX, opt_level="O1")

@@ -7,6 +7,6 @@ Source: Colossal-AI's AMP example: 14.8 GB and 119.0 images/s on an unnamed GPU.
 
 from colossalai.amp import AMP_TYPE
 
-from configs.config_fp32 import *  # noqa: F403
+from configs.config_fp32 import *
 
 fp16 = dict(mode=AMP_TYPE.NAIVE)

@@ -5,8 +5,7 @@
 Source: https://arxiv.org/abs/2204.07118: 83.8 % top-1 at 224 px after fine-tuning. Not run by this project.
 """
 
-from configs.deit3_s16 import *  # noqa: F403
-from configs.deit3_s16 import MODEL
+from configs.deit3_s16 import *
 
 LEARNING_RATE = 3e-3
 MODEL = dict(MODEL, image_size=192, width=768, heads=12, drop_path=0.2)

@@ -8,8 +8,7 @@ Source: https://arxiv.org/abs/2204.07118: 83.8 % top-1 at 224 px. Not run by thi
 Difference from the source: RandAugment's operations are torchvision's, at one magnitude, after the crop.
 """
 
-from configs.deit3_b16 import *  # noqa: F403
-from configs.deit3_b16 import MODEL
+from configs.deit3_b16 import *
 
 TOTAL_BATCH_SIZE = 512
 MICRO_BATCH_SIZE = 64

@@ -6,8 +6,7 @@ Source: https://arxiv.org/abs/2204.07118: 85.2 % top-1 at 224 px after fine-tuni
 160 px, of which its patches cover 154. Not run by this project.
 """
 
-from configs.deit3_s16 import *  # noqa: F403
-from configs.deit3_s16 import MODEL
+from configs.deit3_s16 import *
 
 LEARNING_RATE = 3e-3
 MICRO_BATCH_SIZE = 64  # the source has 32 GPUs, without accumulation

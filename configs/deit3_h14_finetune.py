@@ -6,7 +6,7 @@
 Source: https://arxiv.org/abs/2204.07118: 85.2 % top-1 at 224 px. Not run by this project.
 """
 
-from configs.deit3_b16_finetune import *  # noqa: F403
+from configs.deit3_b16_finetune import *
 from configs.deit3_h14 import MODEL
 
 MICRO_BATCH_SIZE = 32

@@ -6,6 +6,6 @@ Source: "How to quickly reproduce ViT pre-training with only one small server" (
 full length.
 """
 
-from configs.vit_b16 import *  # noqa: F403
+from configs.vit_b16 import *
 
 GPUS = 4

@@ -5,7 +5,6 @@
 Source: Colossal-AI's large-batch ViT example, which lists this model without a result. Not run by this project.
 """
 
-from configs.vit_b16 import *  # noqa: F403
-from configs.vit_b16 import MODEL
+from configs.vit_b16 import *
 
 MODEL = dict(MODEL, patch_size=32, width=1024, depth=24, heads=16)

@@ -11,8 +11,7 @@ padded crop instead of 80 to 100 % of the area, no dropout in attention, Mixup a
 175 epochs.
 """
 
-from configs.vit_lite_vanilla import *  # noqa: F403
-from configs.vit_lite_vanilla import DATA, MODEL
+from configs.vit_lite_vanilla import *
 
 TOTAL_BATCH_SIZE = 128
 GPUS = 1

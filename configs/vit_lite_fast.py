@@ -9,8 +9,7 @@ three hours on two cores (one run, images as JPEG; docs/recipes.md).
 
 from colossalai.amp import AMP_TYPE
 
-from configs.vit_lite_vanilla import *  # noqa: F403
-from configs.vit_lite_vanilla import DATA
+from configs.vit_lite_vanilla import *
 
 TOTAL_BATCH_SIZE = 128
 GPUS = 1

@@ -6,7 +6,7 @@ Source: Colossal-AI's benchmark, which has no results for this mode; Optimus (ar
 Expected: the same curves as vit_s16_vanilla. Not run by this project at full length.
 """
 
-from configs.vit_s16_vanilla import *  # noqa: F403
+from configs.vit_s16_vanilla import *
 
 TENSOR_PARALLEL_SIZE = 4
 TENSOR_PARALLEL_MODE = "2d"

@@ -6,7 +6,7 @@ Source: Colossal-AI's benchmark, which has no results for this mode; arXiv 2105.
 Expected: the same curves as vit_s16_vanilla. Not run by this project at full length.
 """
 
-from configs.vit_s16_vanilla import *  # noqa: F403
+from configs.vit_s16_vanilla import *
 
 TENSOR_PARALLEL_SIZE = 8
 TENSOR_PARALLEL_MODE = "3d"

@@ -1,7 +1,7 @@
 """What is opened and read in blocks, and that a run in this order resumes exactly."""
 
 from dataclasses import replace
-from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,14 +17,9 @@ from imagenet_dali.testing import write_config
 
 
 def test_a_block_is_read_once_and_at_once(prepared, monkeypatch):
-    sizes, split = [], open_split(prepared, "train")
-    expected, read_file_range = [split.read(number) for number in range(len(split))], dataset.read_file_range
-
-    def read_range(path: Path, start: int, length: int) -> bytes:
-        sizes.append(length)
-        return read_file_range(path, start, length)
-
-    monkeypatch.setattr(dataset, "read_file_range", read_range)
+    split, read = open_split(prepared, "train"), Mock(wraps=dataset.read_file_range)
+    expected = [split.read(number) for number in range(len(split))]
+    monkeypatch.setattr(dataset, "read_file_range", read)
     blocks, samples = split.block_bounds(12_000), len(split)
     for rank in range(4):
         sampler = TrainSampler(samples, 40, 10, dp_rank=rank, dp_size=4, seed=0, blocks=blocks, window=2)
@@ -32,6 +27,7 @@ def test_a_block_is_read_once_and_at_once(prepared, monkeypatch):
         for draw, records in reader.read(sampler.draws(0)):
             assert records == [expected[number] for number in draw.indices[: len(records)]]
         reader.close()
+    sizes = [call.args[2] for call in read.call_args_list]
     assert sum(sizes) == sum(path.stat().st_size for path in split.shards)
     assert max(sizes) < 12_000 + split.records["size"].max()
     assert len(sizes) < samples / 8

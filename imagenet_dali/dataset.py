@@ -111,15 +111,15 @@ class Split:
             view = memoryview(read_file_range(self.shards[shard], start, length))
         except OSError as error:
             return [self.fault(index, error) for index in range(first, end)]
-        return [self._unpack(index, row, view[row[1] - start :]) for index, row in enumerate(rows, first)]
-
-    def _unpack(self, index: int, row: tuple[int, ...], data: memoryview) -> tuple[memoryview, int] | UserError:
-        _, _, size, image_start, image_size, label, *_ = row
-        try:
-            unframe(data[:size])
-        except BadSampleError as error:
-            return self.fault(index, error)
-        return data[image_start : image_start + image_size], label
+        records = []
+        for index, (_, offset, size, image_start, image_size, label, *_) in enumerate(rows, first):
+            data = view[offset - start :]
+            try:
+                unframe(data[:size])
+                records.append((data[image_start : image_start + image_size], label))
+            except BadSampleError as error:
+                records.append(self.fault(index, error))
+        return records
 
     def block_bounds(self, nbytes: int) -> np.ndarray:
         """Return the first record of each block, and the number of records.

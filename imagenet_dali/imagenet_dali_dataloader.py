@@ -174,7 +174,8 @@ class DaliReader:
             rows = self.split.records[indices]
             labels = rows["label"].astype(np.int64)
             labels[samples:] = NO_LABEL
-            crops = self.crop(rows["height"], rows["width"], draw.uniforms)
+            shape = np.stack([rows["height"], rows["width"]], axis=1).astype(np.int64)
+            crops = self.crop(shape, draw.uniforms)
             yield RawBatch(indices, [*map(_jpeg, records + padding)], crops, draw.uniforms, labels, samples)
 
     def _next_inputs(self) -> tuple:

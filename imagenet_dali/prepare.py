@@ -247,7 +247,8 @@ def _stop(number: int, _: object) -> None:
 
 def print_some(lines: list[str]) -> None:
     """Print the first lines, and how many more there are."""
-    print(*(printable(line.expandtabs(1)) for line in lines[:NAMED]), sep="\n", end="\n" if lines else "")
+    for line in lines[:NAMED]:
+        print(printable(line.expandtabs(1)))
     if len(lines) > NAMED:
         print(f"... and {len(lines) - NAMED:,} more")
 

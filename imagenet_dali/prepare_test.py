@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -13,12 +12,11 @@ import tfrecord
 from PIL import Image
 
 from common.errors import UserError
+from common.files import ROOT
 from common.testing.commands import has_ended, read_folder, wait_until
 from imagenet_dali.dataset import open_split
 from imagenet_dali.prepare import main, prepare
 from imagenet_dali.testing import jpeg, write_images
-
-PROJECT = Path(__file__).parent.parent
 
 
 def test_another_tool_reads_every_image_once(prepared):
@@ -46,7 +44,7 @@ def test_stopped_and_killed_it_makes_the_same(tmp_path):
     options = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, text=True)
     done: dict[str, int] = {}
     for number, stop in ((signal.SIGINT, os.killpg), (signal.SIGTERM, os.killpg), (signal.SIGKILL, os.kill)):
-        process = subprocess.Popen(command, cwd=PROJECT, **options)
+        process = subprocess.Popen(command, cwd=ROOT, **options)
         wait_until(lambda: len(list(dest.glob(".partial/train/*.json"))) > len(done))  # noqa: B023
         workers = [child.pid for child in psutil.Process(process.pid).children()]
         stop(process.pid, number)
@@ -62,7 +60,7 @@ def test_stopped_and_killed_it_makes_the_same(tmp_path):
         assert len(done) < 400
     with pytest.raises(UserError, match="rerun the command to finish it"):
         open_split(dest, "train")
-    assert subprocess.run(command, cwd=PROJECT).returncode == 0
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
     prepare(source, tmp_path / "uninterrupted", shards=400)
     assert read_folder(dest) == read_folder(tmp_path / "uninterrupted")
 

@@ -46,8 +46,8 @@ def train_loader(root: Path, order: str = "random", **data: object) -> Loader:
     return build_train_loader(DATA | data | {"root": str(root)}, 8, 4, order=order, seed=1, **PLACED)
 
 
-def eval_loader(root: Path, batch: int = 4, **data: object) -> Loader:
-    return build_eval_loader(DATA | data | {"root": str(root)}, batch, **PLACED)
+def eval_loader(root: Path, **data: object) -> Loader:
+    return build_eval_loader(DATA | data | {"root": str(root)}, 4, **PLACED)
 
 
 def read(loader: Loader) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -107,8 +107,7 @@ def test_an_older_nvjpeg_decodes_whole_images_to_the_same_pixels(root, monkeypat
         monkeypatch.setattr(imagenet_dali_dataloader, "nvjpeg_version", lambda found=found: found)
         shown.append(read(train_loader(root)) + read(eval_loader(root)))
     decodes_windows.cache_clear()
-    for batch, other in zip(*shown, strict=True):
-        assert all(map(torch.equal, batch, other))
+    torch.testing.assert_close(*shown, rtol=0, atol=0)
     assert capsys.readouterr().out.splitlines() == [
         "DALI: nvJPEG 13.2 decodes windows of images",
         "DALI: nvJPEG 13.1 decodes whole images, since windows need nvJPEG 13.2",
@@ -149,8 +148,9 @@ def test_a_folder_is_known_by_its_classes_and_both_splits(folder):
 
 def test_what_dali_cannot_read_is_named(data, monkeypatch):
     monkeypatch.setattr("imagenet_dali.imagenet_dali_dataloader.decodes_windows", None)  # a GPU's
-    split, shard = open_split(data, "train"), open_split(data, "train").shards[0]
-    content, row = bytearray(shard.read_bytes()), split.records[4]
+    split = open_split(data, "train")
+    shard, row = split.shards[0], split.records[4]
+    content = bytearray(shard.read_bytes())
     record = slice(int(row["offset"]), int(row["offset"] + row["size"]))
     image, payload = bytes(split.read(4)[0]), bytes(unframe(content[record]))
     content[record] = frame(payload.replace(image, bytes(len(image))))  # no image, with a right checksum

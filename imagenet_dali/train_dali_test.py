@@ -10,7 +10,7 @@ import pytest
 from common.config.originals_test import FILES
 from common.hardware import instruction_set
 from common.metrics.curves import read_metrics
-from common.testing.commands import run_forked
+from common.testing.commands import in_words, run_forked
 from common.testing.photographs import write_colours
 from common.tools import evaluate
 from imagenet_dali import prepare, train_dali
@@ -67,9 +67,8 @@ def test_every_data_set_has_its_own_evaluation(tmp_path, capsys, monkeypatch):
     counts = {"train": 48, "Valid": 9, "test": 15, "../testset": 30, "../other/val": 8}
     for number, (folder, count) in enumerate(counts.items()):
         write_colours(images / folder, count, 20, 24, "jpg", seed=number)
-    folders = ["--set", "DATA.loader=torchvision", "--set", "DATA.workers=0"]
-    words = ["--config", str(write_config(tmp_path)), "--output", str(output), "--set", f"DATA.root={images}"]
-    train_dali.main([*words, *folders, "--set", "MAX_STEPS=1"])
+    settings = in_words(f"DATA.root={images}", "DATA.loader=torchvision", "DATA.workers=0", "MAX_STEPS=1")
+    train_dali.main(["--config", str(write_config(tmp_path)), "--output", str(output), *settings])
     said = " ".join(capsys.readouterr().out.split())
     assert f"DATA=/elsewhere in the environment is not used, because the config sets DATA.root={images}" in said
     assert "validation: Valid/; test is left out, prepare and evaluate take --split test" in said

@@ -29,8 +29,6 @@ from imagenet_dali.dataset import (
 )
 from imagenet_dali.writer import ShardRows, check_jpeg, parallel_map, write_dataset
 
-ANY_LABEL = range(2**31)
-
 
 def check(root: Path, workers: int) -> list[str]:
     """Compare every byte of a prepared data set with its manifest; return a line for each fault of a shard."""
@@ -65,16 +63,17 @@ def adopt(root: Path, workers: int) -> list[str]:
     class_names = read_labels(root / LABELS) if (root / LABELS).is_file() else None
     tasks = [(root, name) for name in itertools.chain(*names.values())]
     results = tqdm(parallel_map(_inspect_shard, tasks, workers), total=len(tasks), unit="shard", disable=None)
-    found = {shard.name: (shard, faults) for shard, faults in results}
-    if faults := [fault for name in found for fault in found[name][1]]:
-        return sorted(faults)
-    splits = {split: [found[name][0] for name in shards] for split, shards in names.items()}
-    present = np.unique(np.concatenate([shard.rows["label"] for shard, _ in found.values()]))
+    shards, faults = zip(*results, strict=True)
+    if any(faults):
+        return sorted(itertools.chain(*faults))
+    by_name = {shard.name: shard for shard in shards}
+    splits = {split: [by_name[name] for name in listed] for split, listed in names.items()}
+    present = np.unique(np.concatenate([shard.rows["label"] for shard in shards]))
     base = _find_label_base(root, present.tolist(), class_names)
     class_names = class_names or [str(label) for label in range(int(present[-1]) + 1 - base)]
     if present[-1] - base >= len(class_names):
         raise UserError(f"{root}: label {present[-1]}, out of range for {len(class_names)} classes from {base}")
-    for shard, _ in found.values():
+    for shard in shards:
         shard.rows["label"] -= base
     write_dataset(root, splits, class_names, base, made={"adopted": True})
     return []
@@ -97,7 +96,7 @@ def _inspect_shard(task: tuple[Path, str]) -> tuple[ShardRows, list[str]]:
             try:
                 image, label = parse_example(unframe(record))
                 height, width, color_space = check_jpeg(image)
-                if label not in ANY_LABEL:
+                if not 0 <= label < 2**31:
                     raise BadSampleError(f"label {label} is no class number")
                 if color_space not in ("YCbCr", "Gray", "RGB"):
                     raise BadSampleError(f"{color_space} JPEG, which decoders turn into different colours")

@@ -162,8 +162,7 @@ def torchvision(work: Work) -> None:
 
 def our_loader(work: Work) -> None:
     data = work.config("vit-b16")["DATA"] | {"root": str(work.folder / "shards"), "loader": "dali", "workers": cores()}
-    place: dict[str, Any] = dict(image_size=SIDE, dp_rank=0, dp_size=1, seed=0, device=torch.device("cpu"))
-    loader = build_train_loader(data, BATCH, BATCH, **place)
+    loader = build_train_loader(data, BATCH, BATCH, image_size=SIDE, seed=0, device=torch.device("cpu"))
     for _ in work:
         deque(loader, 0)
 

@@ -7,16 +7,16 @@ scripts/browser_test.py``.
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
+from common.files import ROOT
 from common.metrics.curves import read_metrics
 from common.tools import report
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
-RUN = Path(__file__).parents[1] / "cifar10_benchmark"  # a real run's metrics.jsonl
+RUN = ROOT / "cifar10_benchmark"  # a real run's metrics.jsonl
 
 
 def test_the_page_shows_two_runs(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,12 +16,12 @@ from cifar10_benchmark import train as train_cifar10
 from common.config.fields import flatten
 from common.config.load import FOLDER, load_config
 from common.config.originals_test import FILES
+from common.files import ROOT
 from common.planner.dry_run import DEFAULTS
 from common.testing.commands import run_forked
 from common.testing.photographs import write_colours
 from imagenet_dali import train_dali
 
-ROOT = Path(__file__).resolve().parent.parent
 SMALL = " --set MODEL.image_size=16 --set MODEL.patch_size=8 --set MODEL.width=32 --set MODEL.depth=1"
 SMALL += " --set MODEL.heads=2 --set MODEL.num_classes=None"
 

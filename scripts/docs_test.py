@@ -13,18 +13,17 @@ import sys
 from contextlib import redirect_stdout, suppress
 from functools import cache
 from io import StringIO
-from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from common.config.load import find_config
 from common.config.schema import find_key
+from common.files import ROOT
 from common.metrics.curves import read_metrics
 from common.testing.commands import Ended, copy_working_tree, run_forked
 from imagenet_dali.testing import MODEL, prepare_data, run
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
 OWN_CONFIGS = ("mine.py", "small.py")  # of docs/own-images.md
 # Replacements for the data and the hardware that a command of README.md names, in this order.
@@ -95,19 +94,20 @@ def test_what_it_names_exists(page, monkeypatch):
 
 
 def test_the_librarys_example_trains_resumes_and_its_metric_chooses_the_best(tmp_path, monkeypatch):
-    text, _, rest = (ROOT / "docs" / "library.md").read_text().partition("```python\n")
-    (tmp_path / "own.py").write_text(rest.partition("```")[0])
+    text = (ROOT / "docs" / "library.md").read_text()
+    code = re.search("```python\n(.*?)```", text, re.DOTALL)[1]
+    (tmp_path / "own.py").write_text(code)
     command = re.search("`python (own.py .*)`", text)[1] + " --set WARMUP_EPOCHS=0 --set TOTAL_BATCH_SIZE=32"
     monkeypatch.chdir(tmp_path)
 
     def start(epochs: int) -> Ended:
         monkeypatch.setattr(sys, "argv", shlex.split(f"{command} --set NUM_EPOCHS={epochs} --output run"))
-        return run_forked(lambda _: runpy.run_path("own.py", run_name="__main__"), [])
+        return run_forked(lambda _: runpy.run_path("own.py", run_name="__main__"))
 
     for epochs, words in ((1, "top1="), (2, "resuming from"), (2, "this run is finished")):
         ended = start(epochs)
         assert (ended.code, words in " ".join(ended.stdout.split())) == (0, True), ended.stderr
-    (tmp_path / "own.py").write_text(rest.partition("```")[0].replace("def state_dict", "def state"))
+    (tmp_path / "own.py").write_text(code.replace("def state_dict", "def state"))
     assert "error: the training loader has no state_dict and load_state_dict, which a checkpoint " in start(3).stderr
     figures = [line for line in read_metrics(tmp_path / "run") if line["kind"] == "eval"]
     best = json.loads((tmp_path / "run" / "checkpoints" / "best" / "trainer.json").read_text())["best_top1"]

@@ -1,7 +1,6 @@
 """docs/from-timm.md: its config trains as timm's objects do with the flags of its command."""
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +15,11 @@ from timm.scheduler import create_scheduler_v2
 from common.config.load import load_config
 from common.config.plan import DataSummary, Plan, build_plan
 from common.data.batch_augment import MixupLoss
+from common.files import ROOT
 from common.model.build import build_model, timm_arguments
 from common.optim.build import build_lr_scheduler, build_optimizer
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "from-timm.md"
+PAGE = ROOT / "docs" / "from-timm.md"
 TINY = ["MODEL.image_size=8", "MODEL.patch_size=4", "MODEL.width=16", "MODEL.heads=2", "MODEL.depth=1"]
 TINY += ["MODEL.num_classes=5", "MODEL.drop_path=0"]
 TRAINED = 20  # steps; for the rest only learning rates are compared

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from cifar10_benchmark.train import main as train_cifar10
 from common.colossal import AMP_TYPE, BaseHook, Trainer, gpc, resolve_parallel
 from common.config.load import load_config
+from common.files import ROOT
 from common.hardware import cores, describe_run
 from common.metrics.curves import read_metrics
 from common.model.build import build_model, build_training
@@ -41,7 +42,6 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # compilers warn of a GPU in ways that no CPU shows
     pytest.mark.timeout(540),
 ]
-ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "outputs" / "gpu.jsonl"
 DEVICE = torch.device(bench.DEVICE)
 SMALL = dict(image_size=64, patch_size=16, width=192, depth=4, heads=3, num_classes=10)

@@ -73,12 +73,12 @@ class RunInfo(Open):
     config: dict[str, Any]
     name: str = ""
     task: str = ""
-    plan: PlanSoFar = Field(PlanSoFar())
+    plan: PlanSoFar = PlanSoFar()
     started: Seconds = 0
     starts: list[Start] = Field([], min_length=1)
-    argv: list[str] = Field([])
+    argv: list[str] = []
     commit: str | None = None
-    versions: dict[str, str | None] = Field({})
+    versions: dict[str, str | None] = {}
     hardware: Hardware | None = None
 
 
@@ -218,7 +218,10 @@ def find_fault(path: Path) -> str | None:
         if (path / EMA).exists():
             check_weights(path / EMA, config["MODEL"])
         read_shapes(path / RANDOM)
-        _check_moments(path / OPTIMIZER, weights)
+        # each state is a parameter's; a script's own optimizer may have any names and shapes
+        moments = read_shapes(path / OPTIMIZER)
+        wanted = {key: shape for key, shape in moments.items() if key.partition("/")[2] in weights}
+        check_shapes(path / OPTIMIZER, moments, wanted)
     except UserError as error:
         return str(error).removeprefix(f"{path}/")
     return None
@@ -235,9 +238,3 @@ def _check_sums(path: Path, model: dict[str, Any]) -> None:
     for name, digest in sums.items():
         if sha256_of(path / name, most) != digest:
             raise UserError(f"{path / name} has changed since it was written")
-
-
-def _check_moments(file: Path, weights: Shapes) -> None:
-    """Raise `UserError` unless each state is a parameter's; a script's own optimizer may have any names and shapes."""
-    saved = read_shapes(file)
-    check_shapes(file, saved, {key: shape for key, shape in saved.items() if key.partition("/")[2] in weights})

@@ -23,11 +23,6 @@ SETTINGS = ("CHECKPOINT_EVERY=3", "EVAL_EVERY=1", "EMA=0.9", "MODEL.dropout=0.1"
 Inject = Callable[[], object]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
-    import_once()
-
-
 def run(data: Path, output: Path, inject: Inject = lambda: None) -> Ended:
     """Run the command in a process of its own, in which ``inject()`` is called first."""
 
@@ -35,7 +30,8 @@ def run(data: Path, output: Path, inject: Inject = lambda: None) -> Ended:
         inject()
         tiny_task.train(data, output, *SETTINGS)
 
-    return run_forked(main, [])
+    import_once()
+    return run_forked(main)
 
 
 @pytest.fixture(scope="module")

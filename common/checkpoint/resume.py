@@ -88,7 +88,7 @@ def _find(path: Path) -> Path:
         if fault := find_fault(path):
             raise UserError(f"--resume {path}: this checkpoint cannot be resumed, {fault}; choose another")
         return path
-    found = _newest_intact(path / "checkpoints") if path.is_dir() else None
+    found = _newest_intact(path / "checkpoints")
     if found is None:
         raise UserError(
             f"--resume {path}: neither a checkpoint nor a run with one; give the path of one of these, or {NEVER}"

@@ -2,12 +2,10 @@
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,7 +15,8 @@ from common.colossal import (
     canonical_state,
     cut_piece,
     gather_whole,
-    kept_buffers,
+    gpc,
+    held_state,
     load_canonical_state,
     named_shards,
     whole_shape,
@@ -124,11 +123,9 @@ def full_state_dict(
     The optimizer's are named ``<state>/<parameter>``, e.g. ``exp_avg/head.weight``. Every rank must call it; only rank
     0 copies. The next call with the same ``buffers`` overwrites the copies, instead of allocating and pinning memory.
     """
-    parameters = named_shards(model)
-    files = {MODEL: canonical_state(model), OPTIMIZER: _gather_moments(parameters, optimizer)}
+    files = {MODEL: canonical_state(model), OPTIMIZER: _gather_moments(named_shards(model), optimizer)}
     if averages is not None:
-        whole = ((name, gather_whole(p, averages.get(name))) for name, p in parameters.items())
-        files[EMA] = chain(whole, ((name, averages.get(name, b)) for name, b in kept_buffers(model).items()))
+        files[EMA] = ((name, gather_whole(held, averages.get(name))) for name, held in held_state(model).items())
     copies = {file: _copy(tensors, buffers.setdefault(file, {})) for file, tensors in files.items()}
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
@@ -146,7 +143,7 @@ def _gather_moments(
 
 def _copy(tensors: Iterable[tuple[str, Tensor | None]], buffers: Tensors) -> Tensors:
     """Copy the tensors into ``buffers`` on rank 0, each before the next one is gathered; on others only gather them."""
-    is_first, copies = not dist.is_initialized() or dist.get_rank() == 0, {}
+    is_first, copies = gpc.get_global_rank() == 0, {}
     for name, tensor in tensors:
         if tensor is not None and is_first:
             if name not in buffers:
@@ -169,16 +166,15 @@ def load_full_state_dict(
     _load_moments(path, load_file(path / OPTIMIZER), model, optimizer)
     if averages is not None:
         whole = load_file(path / EMA) if (path / EMA).exists() else weights
-        parameters: dict[str, Any] = named_shards(model) | kept_buffers(model)
+        held = held_state(model)
         for name, average in averages.items():
-            average.copy_(cut_piece(parameters[name], whole[name]))
+            average.copy_(cut_piece(held[name], whole[name]))
 
 
 def check_architecture(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -> None:
     """Raise UserError if ``weights``, read from ``path``, are not the whole parameters of ``model``, or not finite."""
     saved = {name: list(tensor.shape) for name, tensor in weights.items()}
-    own: dict[str, Any] = named_shards(model) | kept_buffers(model)
-    check_shapes(path, saved, {name: list(whole_shape(tensor)) for name, tensor in own.items()})
+    check_shapes(path, saved, {name: list(whole_shape(held)) for name, held in held_state(model).items()})
     for name, tensor in weights.items():
         if not tensor.is_meta and not tensor.isfinite().all():
             raise UserError(f"{path}: {name} holds numbers that are not finite: start from other weights")

@@ -15,8 +15,8 @@ from common.checkpoint.save import checkpoint_path, clear_old, list_checkpoints,
 from common.testing.checkpoints import build_content
 
 
-def write_small(path: Path, value: float = 0.0, **other: object) -> Path:
-    write_checkpoint(path, build_content(value=value) | other)
+def write_small(path: Path, value: float = 0.0) -> Path:
+    write_checkpoint(path, build_content(value=value))
     return path
 
 
@@ -35,8 +35,8 @@ def test_checksums_and_modes_are_those_of_the_shell(small, tmp_path):
     assert {file.stat().st_mode for file in small.iterdir()} == {(tmp_path / "new").stat().st_mode}
 
 
-def write_and_die(path: Path, value: float, calls: int) -> bool:
-    """Write in a process that ends at its ``calls``-th call that changes the disk; return whether it did."""
+def write_and_die(path: Path, calls: int) -> bool:
+    """Write 2.0 in a process that ends at its ``calls``-th call that changes the disk; return whether it did."""
 
     def counted(function: Callable) -> Callable:
         def count(*args: object, **options: object) -> object:
@@ -51,7 +51,7 @@ def write_and_die(path: Path, value: float, calls: int) -> bool:
             setattr(owner, name, counted(getattr(owner, name)))
         os.fsync = counted(os.fsync)
         common.checkpoint.save.save_file = counted(common.checkpoint.save.save_file)
-        write_small(path, value)
+        write_small(path, 2.0)
 
     process = multiprocessing.get_context("fork").Process(target=write)
     process.start()
@@ -62,7 +62,7 @@ def write_and_die(path: Path, value: float, calls: int) -> bool:
 
 def test_after_a_kill_at_any_point_the_old_or_the_new_checkpoint_is_whole(small):
     seen = []
-    while write_and_die(small, 2.0, calls=len(seen) + 1):
+    while write_and_die(small, calls=len(seen) + 1):
         assert choose_checkpoint("auto", small.parent.parent) == small
         seen.append(value_of(small))
         write_small(small, 1.0)

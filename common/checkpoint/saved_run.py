@@ -68,23 +68,7 @@ def open_run(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> S
     weights themselves, where the checkpoint has their moving average too. Raises `UserError`
     for anything else.
     """
-    path = Path(name).resolve()  # checkpoints/best is a link
-    if (path / MARKER).is_file():
-        return _open_checkpoint(path, "named", settings, raw)
-    if not (path / CONFIG).is_file():
-        raise UserError(
-            f"{name}: neither a run (it has no config.json) nor a checkpoint (no {MARKER}): name outputs/<run>"
-        )
-    folder = path / "checkpoints"
-    if (folder / BEST / MARKER).is_file():
-        return _open_checkpoint((folder / BEST).resolve(), "the best", settings, raw)
-    newest = newest_checkpoint(folder)
-    if newest is None:
-        raise UserError(f"{name}: no complete checkpoint in {folder}: wait until the run has saved one")
-    return _open_checkpoint(newest, "the newest", settings, raw)
-
-
-def _open_checkpoint(checkpoint: Path, chosen: str, settings: Sequence[str], raw: bool) -> SavedRun:
+    checkpoint, chosen = _choose_checkpoint(name)
     run, about = checkpoint.parent.parent, read_about(checkpoint)
     config = read_config(checkpoint, about, settings)
     weights = MODEL if raw or not (checkpoint / EMA).exists() else EMA
@@ -92,3 +76,21 @@ def _open_checkpoint(checkpoint: Path, chosen: str, settings: Sequence[str], raw
     folder = run if (run / CONFIG).is_file() else checkpoint.parent
     average = "; moving average of the weights" if weights == EMA else ""
     return SavedRun(folder, checkpoint, chosen + average, config, about, weights)
+
+
+def _choose_checkpoint(name: str) -> tuple[Path, str]:
+    """Return the checkpoint ``name``, or the run's that it names, and why this one."""
+    path = Path(name).resolve()  # checkpoints/best is a link
+    if (path / MARKER).is_file():
+        return path, "named"
+    if not (path / CONFIG).is_file():
+        raise UserError(
+            f"{name}: neither a run (it has no config.json) nor a checkpoint (no {MARKER}): name outputs/<run>"
+        )
+    folder = path / "checkpoints"
+    if (folder / BEST / MARKER).is_file():
+        return (folder / BEST).resolve(), "the best"
+    newest = newest_checkpoint(folder)
+    if newest is None:
+        raise UserError(f"{name}: no complete checkpoint in {folder}: wait until the run has saved one")
+    return newest, "the newest"

@@ -53,16 +53,15 @@ def resolve_source(name: str) -> str:
     """Return ``hf-hub:<id>`` for a model of the Hub or of timm, an absolute path for all else."""
     if re.match("hf[-_]hub:", name):
         return HUB + name[len(HUB) :]
-    if os.path.exists(name) or "/" in name:
-        return str(Path(name).resolve())
-    import timm  # takes a second
+    if not os.path.exists(name) and "/" not in name:
+        import timm  # takes a second
 
-    if not timm.is_model(name.partition(".")[0]):
-        return str(Path(name).resolve())
-    cfg = pretrained_config(name)
-    if not cfg.hf_hub_id:
-        raise UserError(f"{name}: timm has no weights of it on the Hugging Face Hub; choose another")
-    return HUB + cfg.hf_hub_id
+        if timm.is_model(name.partition(".")[0]):
+            cfg = pretrained_config(name)
+            if not cfg.hf_hub_id:
+                raise UserError(f"{name}: timm has no weights of it on the Hugging Face Hub; choose another")
+            return HUB + cfg.hf_hub_id
+    return str(Path(name).resolve())
 
 
 def open_source(name: str) -> Source:
@@ -195,15 +194,11 @@ def fit_pretrained(model: nn.Module, source: str) -> tuple[dict[str, Tensor], st
     notes = []
     if is_plain:
         _check_shape(source, weights, {**known, "heads": heads}, model)
-        notes = [] if heads else [f"MODEL.heads={_heads(model)}, which the weights do not tell"]
+        notes = [] if heads else [f"MODEL.heads={model.heads}, which the weights do not tell"]
     fits = (_fit_timm, _fit_position) if is_plain else (_fit_timm,)
     notes += [note for fit in fits if (note := fit(weights, model))]
     check_architecture(Path(source), weights, model)
     return weights, "; ".join([f"starting from the weights of {source}{chosen and f' ({chosen})'}", *notes])
-
-
-def _heads(model: Any) -> int:
-    return model.blocks[0].attn.qkv.in_features // model.blocks[0].attn.head_width
 
 
 def _fit_timm(weights: dict[str, Tensor], model: Any) -> str | None:
@@ -226,7 +221,7 @@ def _check_shape(source: str, weights: Mapping[str, Tensor], known: Mapping[str,
     """Refuse weights of another shape than ``model``; name every key of MODEL that has to change."""
     theirs = infer_model(source, weights, known.get("no_embed_class"))
     own = infer_model("", dict(model.named_parameters()), model.embedded_prefix == 0)
-    own["heads"] = _heads(model)
+    own["heads"] = model.heads
     theirs["heads"] = known["heads"] or own["heads"]
     if own["image_size"] % theirs["patch_size"] == 0:
         del theirs["image_size"]  # the position embedding is resampled

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
-from torch import Tensor
 
 from common.checkpoint.save import newest_checkpoint
 from common.checkpoint.saved_run import open_run
@@ -36,10 +35,6 @@ def saved(tmp_path) -> Path:
     return path
 
 
-def images(size: int) -> Tensor:
-    return torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(0))
-
-
 @pytest.mark.parametrize("size", [16, 32, 56])
 @pytest.mark.parametrize("pool", ["cls", "avg"])
 @pytest.mark.parametrize("position", ["learned", "sincos2d"])
@@ -62,7 +57,8 @@ def test_other_classes_and_another_size_are_timms(pool, position, size, parts, t
     if position == "sincos2d":  # timm knows of no fixed table, and would resample it
         assert torch.equal(ours.pos_embed, own_position)
         reference.pos_embed.data.copy_(own_position)
-    torch.testing.assert_close(ours.eval()(images(size)), reference(images(size)))
+    images = torch.randn(3, 3, size, size)
+    torch.testing.assert_close(ours.eval()(images), reference(images))
     expected = f"; position embedding resampled to {size // 8} x {size // 8} patches from 4 x 4" * (size != 32)
     expected = "; fixed positions in place of its" if position == "sincos2d" else expected
     heads = "MODEL.heads=2, which the weights do not tell; a new head of 7 classes, not its 9"

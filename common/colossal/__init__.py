@@ -29,6 +29,7 @@ from common.colossal.tensor_parallel.sharding import (
     canonical_state,
     cut_piece,
     gather_whole,
+    held_state,
     kept_buffers,
     load_canonical_state,
     named_shards,

@@ -85,16 +85,19 @@ def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> M
     scaler = None
     if dtype == torch.float16 and cast is not Cast.PARAMETERS and options.pop("enabled", True):
         scaler = GradScaler(device_type, **options)
-    warning = _warn_of_slow(dtype) if device_type == "cpu" else None
+    warning = None
+    if device_type == "cpu" and not is_fast(name_dtype(dtype)):  # so it was set explicitly
+        default = name_dtype(_parse_dtype(None, "cpu"))
+        warning = (
+            f"warning: fp16.dtype={name_dtype(dtype)!r}: this CPU ({instruction_set()}) has no instructions for it; "
+            f"training can be hundreds of times slower than in float32. Omit dtype to compute in {default}"
+        )
     return MixedPrecision(cast, dtype, scaler, f"{name} in {name_dtype(dtype)}: {cast.value}", warning)
 
 
 def compute_dtype(fp16: Mapping[str, Any] | None, device_type: str) -> torch.dtype:
     """Return the dtype of matrix products under a valid ``fp16`` on "cuda" or "cpu"."""
-    options = fp16 or {}
-    if options.get("mode") is None or options.get("opt_level") == "O0":
-        return torch.float32
-    return _parse_dtype(options.get("dtype"), device_type)
+    return build_mixed_precision({**(fp16 or {}), "enabled": False}, device_type).dtype
 
 
 def name_dtype(dtype: torch.dtype | str) -> str:
@@ -109,17 +112,6 @@ def _parse_dtype(dtype: Any, device_type: str) -> torch.dtype:
             return torch.float16 if is_old else torch.bfloat16
         return torch.bfloat16 if is_fast("bfloat16") else torch.float32
     return getattr(torch, name_dtype(dtype))
-
-
-def _warn_of_slow(dtype: torch.dtype) -> str | None:
-    """Return a warning if this CPU has no instructions for a dtype, which then was set explicitly."""
-    name, default = name_dtype(dtype), name_dtype(_parse_dtype(None, "cpu"))
-    if is_fast(name):
-        return None
-    return (
-        f"warning: fp16.dtype={name!r}: this CPU ({instruction_set()}) has no instructions for it; training can be "
-        f"hundreds of times slower than in float32. Omit dtype to compute in {default}"
-    )
 
 
 def compute_in_half(model: nn.Module, dtype: torch.dtype) -> None:

@@ -1,16 +1,15 @@
 """Mixed precision: what the config asks for, types of layers, loss and gradients, and training near float32."""
 
 import functools
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from common.colossal import AMP_TYPE, ParallelMode, amp, gpc, initialize
+from common.colossal import AMP_TYPE, amp, gpc, initialize
 from common.colossal.amp import build_mixed_precision, compute_dtype
-from common.testing.parity_cases import ACCUMULATION, CASES, MAX_NORM, build_engine, fit, micro_batches
+from common.testing.parity_cases import CASES, build_engine, fit, launched_clipping
 from common.testing.ranks import launched, run_ranks
 
 TORCH, NAIVE, APEX = AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX
@@ -97,17 +96,12 @@ def allowed(name: str) -> float:
 def train(name: str | None, optimizer_name: str, steps: int = STEPS, **arguments: Any) -> list[float]:
     """Train in the mode ``name`` and the launch's parallel mode; return the losses."""
     gpc.config["fp16"] = MODES[name] if name else None
-    place = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
-    return fit(build_engine(optimizer_name, **arguments)[2], list(micro_batches(steps, *place)))
-
-
-def launched_here(**config: Any) -> AbstractContextManager[None]:
-    return launched(**config, clip_grad_norm=MAX_NORM, gradient_accumulation=ACCUMULATION)
+    return fit(build_engine(optimizer_name, **arguments)[2], steps)
 
 
 @functools.cache
 def in_float32(optimizer_name: str) -> list[float]:
-    with launched_here():
+    with launched_clipping():
         return train(None, optimizer_name)
 
 
@@ -120,13 +114,13 @@ def distance(losses: list[float], expected: list[float]) -> float:
 def test_stays_near_float32(name, optimizer_name):
     """With LAMB, activations are recomputed in the backward pass."""
     expected = in_float32(optimizer_name)
-    with launched_here():
+    with launched_clipping():
         losses = train(name, optimizer_name, activation_checkpoint=optimizer_name == "lamb")
     assert 0 < distance(losses, expected) <= allowed(name)
 
 
 def train_as_rank(config: dict[str, Any]) -> list[list[float]]:
-    with launched_here(**config):
+    with launched_clipping(**config):
         return [train(name, "lamb", FEW_STEPS) for name in IN_PARALLEL]
 
 

@@ -3,8 +3,6 @@
 import json
 import os
 import random
-import subprocess
-import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -18,6 +16,7 @@ from colossalai.legacy.global_variables import tensor_parallel_env
 from common.colossal import ParallelMode, gpc, join_groups, shutdown, upstream
 from common.colossal.upstream import check_version
 from common.errors import UserError
+from common.testing.commands import run_python
 from common.testing.ranks import launched, run_ranks
 
 
@@ -36,11 +35,10 @@ def groups_of_two_launches() -> list[tuple]:
 
 
 def test_groups_and_relaunch():
-    (rank0, single0), (rank1, single1) = run_ranks(2, groups_of_two_launches)
-    assert (rank0[0]["mode"], *rank0[1:]) == ("1d", [0], [0, 1])
-    assert (rank1[0]["mode"], *rank1[1:]) == ("1d", [1], [0, 1])
     fresh = type(tensor_parallel_env)().save()
-    assert single0 == single1 == (fresh, [0], [0])
+    for rank, (together, single) in enumerate(run_ranks(2, groups_of_two_launches)):
+        assert (together[0]["mode"], *together[1:]) == ("1d", [rank], [0, 1])
+        assert single == (fresh, [0], [0])
 
 
 def test_a_launch_finds_the_device_and_seeds_the_generators(monkeypatch):
@@ -84,7 +82,7 @@ warnings.warn("seen")
 
 def test_import_is_quiet_and_leaves_nothing_behind():
     environ = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
-    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True, env=environ)
+    done = run_python(IMPORT, check=True, env=environ)
     assert json.loads(done.stdout) == {"unchanged": True, "heavy": [], "amp": True, "cuda": False}
     assert "UserWarning: seen" in done.stderr
     assert "colossalai" not in done.stderr

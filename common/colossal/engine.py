@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from common.colossal.amp import MixedPrecision, build_mixed_precision
 from common.colossal.lost_ranks import naming_lost_ranks
 from common.colossal.step_optimizer import MAX_SKIPPED, OncePerStep, StepOptimizer
-from common.colossal.tensor_parallel.sharding import kept_buffers
+from common.colossal.tensor_parallel.sharding import is_sharded, kept_buffers
 from common.colossal.upstream import Lamb, ParallelMode, UpstreamEngine, get_accelerator, gpc
 from common.colossal.zero import set_communication
 from common.errors import UserError, first_line, is_first_process
@@ -118,7 +118,7 @@ def initialize(
     precision.apply(model)
     step_optimizer = StepOptimizer(optimizer, accumulation, precision.scaler, config.get("MAX_SKIPPED", MAX_SKIPPED))
     step_optimizer.statistics = [b.flatten() for b in kept_buffers(model).values() if b.is_floating_point()]
-    if isinstance(optimizer, Lamb) and any(hasattr(parameter, "shard") for parameter in step_optimizer.parameters):
+    if isinstance(optimizer, Lamb) and is_sharded(step_optimizer.parameters):
         raise UserError("Lamb would take norms of shards: use build_optimizer(model, 'lamb') of common.optim.build")
     if isinstance(model, FSDPModule) and not all(
         hasattr(parameter, "source") for parameter in step_optimizer.parameters

@@ -42,13 +42,12 @@ def test_gradients_cross_ranks_once_per_step():
 
 
 class OneShot:
-    """An iterator without an end that has to be reset before another pass, as DALI's."""
+    """An iterator over 8 batches, without an end, that has to be reset before another pass, as DALI's."""
 
-    def __init__(self, batches: int) -> None:
-        self.batches, self.position, self.handed_out = batches, 0, 0
+    position = handed_out = 0
 
     def __len__(self) -> int:
-        return self.batches
+        return 8
 
     def __iter__(self) -> Iterator[int]:
         return self
@@ -64,7 +63,7 @@ class OneShot:
 
 @pytest.mark.parametrize(("accumulation", "size"), [(1, 8), (3, 6)])
 def test_every_pass_is_whole(accumulation, size):
-    steps, expected = WholeSteps(OneShot(8), accumulation), list(range(1, size + 1))
+    steps, expected = WholeSteps(OneShot(), accumulation), list(range(1, size + 1))
     assert (len(steps), list(steps), list(steps)) == (size, expected, expected)
     assert steps.handed_out == 2 * size  # no batch is read and dropped
 

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +17,7 @@ import torch.distributed as dist
 from common.colossal import doing, join_groups, naming_lost_ranks, shutdown
 from common.colossal.lost_ranks import POLL, Watcher, open_store
 from common.errors import UserError
-from common.testing.commands import forked
+from common.testing.commands import forked, run_python
 from common.testing.ranks import free_port, run_ranks
 
 TIMEOUT = 8.0
@@ -35,11 +33,11 @@ def compute() -> None:  # or wait for a GPU, where no error tells of the lost ra
 
 
 def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    signal.raise_signal(signal.SIGKILL)
 
 
 def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+    signal.raise_signal(signal.SIGSTOP)
 
 
 def train(rank: int, port: int, lost: int, fault: Callable[[], None], others: Callable[[], None], _: object) -> None:
@@ -48,7 +46,7 @@ def train(rank: int, port: int, lost: int, fault: Callable[[], None], others: Ca
         assert {c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"} <= {"127.0.0.1"}
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         assert (os.environ["GLOO_SOCKET_IFNAME"], backend.options._timeout.total_seconds()) == ("lo", TIMEOUT)
-        dist.all_reduce(torch.ones(1))
+        wait_for_the_others()
         doing(f"step 4 of rank {rank}")
         (fault if rank == lost else others)()
     shutdown()
@@ -101,7 +99,7 @@ errors.run_command(train)
 
 
 def test_with_nccl_a_process_ends_without_clean_up_but_with_its_output_and_status():
-    ended = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True)
+    ended = run_python(OUT_OF_MEMORY)
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "started\n", "error: out of memory\n")
 
 

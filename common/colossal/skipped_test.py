@@ -1,6 +1,6 @@
 """Updates whose loss or gradient is not finite are skipped by all ranks, leave no trace, and are counted."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from common.colossal import AMP_TYPE, Engine, ParallelMode, gpc, initialize, nam
 from common.colossal.amp_test import MODES
 from common.errors import AgreedError
 from common.optim.build import build_optimizer
-from common.testing.parity_cases import CASES, OPTIMIZERS, blended_loss, build_engine, micro_batches
+from common.testing.parity_cases import CASES, OPTIMIZERS, blended_loss, build_engine, launched_clipping, own_batches
 from common.testing.ranks import launched, run_ranks
 
 ACCUMULATION = 2
@@ -20,15 +20,15 @@ FP16 = {"mode": AMP_TYPE.TORCH, "dtype": "float16", "init_scale": SCALE}
 
 
 class FaultyLoss:
-    """`blended_loss` that is ``fault(loss, shard)`` in the micro-batches numbered in ``at``, from 0."""
+    """`blended_loss` that is ``fault(loss, shard)`` in the micro-batch number ``at``, from 0."""
 
-    def __init__(self, at: Sequence[int], fault: Fault = lambda loss, _: loss * torch.nan) -> None:
+    def __init__(self, at: int | None, fault: Fault = lambda loss, _: loss * torch.nan) -> None:
         self.at, self.fault, self.calls = at, fault, 0
 
     def __call__(self, *args: Tensor, **named: Tensor) -> Tensor:
         loss = blended_loss(*args, **named)
         self.calls += 1
-        return self.fault(loss, self.shard) if self.calls - 1 in self.at else loss
+        return self.fault(loss, self.shard) if self.calls - 1 == self.at else loss
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
@@ -40,10 +40,9 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[byte
 
 def skip_one(optimizer_name: str, criterion: FaultyLoss) -> list[bool]:
     """Train for three steps, the second of them bad; return in which of them something moved."""
-    place = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
     model, optimizer, engine = build_engine(optimizer_name, criterion)
     criterion.shard = model.blocks[1].mlp.fc1.weight
-    batches, moved, scaler = iter(list(micro_batches(3, *place))), [], engine.optimizer.scaler
+    batches, moved, scaler = iter(own_batches(3)), [], engine.optimizer.scaler
     for step in range(3):
         before = state_bytes(model, optimizer)
         for _ in range(ACCUMULATION):
@@ -53,7 +52,7 @@ def skip_one(optimizer_name: str, criterion: FaultyLoss) -> list[bool]:
         moved.append(state_bytes(model, optimizer) != before)
         assert engine.optimizer.grad_norm.isfinite().item() == (step != 1)
         assert scaler is None or scaler.get_scale() == SCALE / (2 if step else 1)
-    assert (*engine.optimizer.counter.state_dict().values(), hasattr(optimizer, "found_inf")) == (3, 1, 0, False)
+    assert (*engine.optimizer.counter.state_dict().values(), "found_inf" in vars(optimizer)) == (3, 1, 0, False)
     return moved
 
 
@@ -61,8 +60,8 @@ def skip_one(optimizer_name: str, criterion: FaultyLoss) -> list[bool]:
 @pytest.mark.parametrize("mode", [None, *MODES])
 def test_a_skipped_update_leaves_no_trace(mode, optimizer_name):
     fp16 = MODES[mode] | ({"init_scale": SCALE} if " float16" in mode else {}) if mode else None
-    with launched(gradient_accumulation=ACCUMULATION, clip_grad_norm=0.3, fp16=fp16):
-        assert skip_one(optimizer_name, FaultyLoss([2])) == [True, False, True]
+    with launched_clipping(fp16=fp16):
+        assert skip_one(optimizer_name, FaultyLoss(2)) == [True, False, True]
 
 
 FAULTS = {
@@ -78,7 +77,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_any_fault_in_any_micro_batch_counts(fault, micro_batch):
     with launched(gradient_accumulation=ACCUMULATION):
-        assert skip_one("adamw", FaultyLoss([micro_batch], FAULTS[fault])) == [True, False, True]
+        assert skip_one("adamw", FaultyLoss(micro_batch, FAULTS[fault])) == [True, False, True]
 
 
 def update(engine: Engine, gradient: float) -> None:
@@ -118,8 +117,8 @@ def test_training_continues_as_if_an_update_had_not_been(name, options, monkeypa
 
 def skip_together(config: dict, faulty: int) -> list[list[bool]]:
     """Skip an update because of one rank only, with each optimizer; return what moved."""
-    with launched(gradient_accumulation=ACCUMULATION, clip_grad_norm=0.3, **config):
-        at = [3] if gpc.get_global_rank() == faulty else []
+    with launched_clipping(**config):
+        at = 3 if gpc.get_global_rank() == faulty else None
         names = OPTIMIZERS if gpc.get_world_size(ParallelMode.GLOBAL) == 2 else ["lamb"]
         fault = FAULTS[
             "infinite gradient of one shard" if "fp16" in config and "parallel" in config else "infinite loss"

@@ -66,7 +66,6 @@ def _shard_data_parallel(model: nn.Module) -> None:
     precision = build_mixed_precision(gpc.config.get("fp16"), device.type)
     gathered = precision.dtype if precision.cast in (Cast.OPERATIONS, Cast.LAYERS) else None
     whole = {name: getattr(p, "shard", None) or Shard(shape=tuple(p.shape)) for name, p in model.named_parameters()}
-    shapes = {name: p.shape for name, p in model.named_parameters()}
     options: dict[str, Any] = dict(
         mesh=mesh, shard_placement_fn=lambda parameter: DimensionShard(_placement_dim(parameter.shape, size))
     )
@@ -84,8 +83,8 @@ def _shard_data_parallel(model: nn.Module) -> None:
             layer.set_force_sum_reduction_for_comms(True)  # not every gloo has an average
     model.shards = {}
     for name, source in model.named_parameters():
-        dim = _placement_dim(shapes[name], size)
-        start = min(-(-shapes[name][dim] // size) * gpc.get_local_rank(DATA), shapes[name][dim])
+        dim = _placement_dim(source.shape, size)
+        start = min(-(-source.shape[dim] // size) * gpc.get_local_rank(DATA), source.shape[dim])
         shard = nn.Parameter(source.to_local().detach(), source.requires_grad)
         shard.source, shard.shard = source, replace(whole[name], part=(dim, start, shard.shape[dim]))
         model.shards[name] = shard

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from common.colossal import ParallelMode, gpc, initialize, named_shards
+from common.colossal import gpc, initialize, named_shards
 from common.colossal.amp_test import MODES
 from common.colossal.tensor_parallel.sharding import canonical_state
 from common.errors import UserError
-from common.testing.parity_cases import build_engine, fit, micro_batches
-from common.testing.ranks import launched, run_ranks
+from common.testing.parity_cases import build_engine, fit, launched_clipping, micro_batches
+from common.testing.ranks import run_ranks
 
 RECOMPUTED = {"activation_checkpoint": True, "init_values": 0.5, "drop_path": 0.3, "stem": "conv", "pool": "seq"}
 PRECISIONS = ["TORCH bfloat16", "TORCH float16", "NAIVE bfloat16"]
@@ -18,12 +18,11 @@ def train(stage: int | None) -> dict[str, list[float]]:
     """Return losses in each precision, with recomputed blocks in the first, and norms of logits and of all weights."""
     losses = {}
     zero = stage and {"stage": stage}
-    with launched(zero=zero, clip_grad_norm=0.3, gradient_accumulation=2):
+    with launched_clipping(zero=zero):
         for name in PRECISIONS:
             gpc.config["fp16"] = MODES[name]
             model, _, engine = build_engine("sgd", **RECOMPUTED if name == PRECISIONS[0] else {})
-            place = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
-            losses[name] = fit(engine, list(micro_batches(3, *place)))
+            losses[name] = fit(engine, 3)
             engine.eval()
             for _ in range(2):  # the second time, with other weights, as after averages
                 with torch.no_grad():

@@ -7,8 +7,6 @@ from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     PlainSerializer,
     ValidationError,
@@ -19,6 +17,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from common.errors import UserError, did_you_mean
+from common.files import Schema
 
 ALIASES = {  # what others call a key
     **dict.fromkeys(("hidden_size", "embed_dim"), "MODEL.width"),
@@ -42,10 +41,8 @@ Pair = Annotated[tuple[Number, Number], Field(strict=False)]  # or a list
 Triple = Annotated[tuple[Number, Number, Number], Field(strict=False)]
 
 
-class Section(BaseModel):
+class Section(Schema):
     """Keys that belong together. Unknown keys are refused, and no value is converted but a list to a tuple."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 S = TypeVar("S", bound=Section)

@@ -7,7 +7,7 @@ import pytest
 from common.colossal import AMP_TYPE
 from common.config.fields import flatten
 from common.config.load import load_config, restore_config
-from common.config.originals_test import IMAGENET, parallel_lines
+from common.config.originals_test import IMAGENET, load, parallel_lines
 from common.config.plan import DataSummary, build_plan
 from common.config.schema import all_keys, describe_keys, keys_as_markdown
 from common.errors import UserError
@@ -15,15 +15,6 @@ from common.errors import UserError
 ROOT = Path(__file__).parents[2]
 MINIMAL = "TOTAL_BATCH_SIZE = 64\nNUM_EPOCHS = 10\nLEARNING_RATE = 1e-3\n"
 BENCHMARK = IMAGENET.format(parallel=parallel_lines("vanilla"))
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write(text: str) -> str:
-        (tmp_path / "config.py").write_text(text)
-        return str(tmp_path / "config.py")
-
-    return write
 
 
 # What is assigned after an import, and what it changes.
@@ -72,23 +63,23 @@ EDGES += ["OPTIMIZER.name=lamb", "OPTIMIZER.betas=(0, 0.9)", "OPTIMIZER.trust_ra
         (MINIMAL, [f"MODEL=dict(timm='{TIMM}', pretrained=True)", "INIT=own"], dict(INIT="own")),
     ],
 )
-def test_what_the_file_derives_follows_a_setting(write, text, changes, expected):
-    config = load_config(write(text), changes)
+def test_what_the_file_derives_follows_a_setting(tmp_path, text, changes, expected):
+    config = load(tmp_path, text, None, *changes)
     config |= flatten(config)
     assert {key: config[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize("text", [B16, "LEARNING_RATE = 0.1\n"])
 @pytest.mark.parametrize(("more", "changes"), [("NUM_EPOCHS = '3'\n", []), ("", ["NUM_EPOCHS='3'"])])
-def test_a_wrong_value_is_named_and_not_the_recipe_that_derives_from_it(write, text, more, changes):
+def test_a_wrong_value_is_named_and_not_the_recipe_that_derives_from_it(tmp_path, text, more, changes):
     with pytest.raises(UserError, match="^NUM_EPOCHS='3': expected integer >= 1 .epochs.$"):
-        load_config(write(text + more), changes, base="vit-b16")
+        load(tmp_path, text + more, "vit-b16", *changes)
 
 
-def test_a_config_imports_its_neighbour(write, tmp_path):
+def test_a_config_imports_its_neighbour(tmp_path):
     base = "import math\nPARTS = 10\nWARMUP_EPOCHS = NUM_EPOCHS / PARTS\nOUTPUT = __file__\n"
     (tmp_path / "six_base.py").write_text(MINIMAL + base)
-    config = load_config(write("from six_base import *\nNUM_EPOCHS = 20\n"))
+    config = load(tmp_path, "from six_base import *\nNUM_EPOCHS = 20\n")
     assert (config["WARMUP_EPOCHS"], config["OUTPUT"]) == (2, str(tmp_path / "six_base.py"))
 
 
@@ -135,9 +126,9 @@ OUT_OF_RANGE += ["CHECKPOINT_EVERY=0 min", "CHECKPOINT_EVERY=10 s", "fp16.mode=A
         *(([setting], f"^{setting.partition('=')[0]}=.*: expected ") for setting in OUT_OF_RANGE),
     ],
 )
-def test_a_wrong_setting_is_refused(write, changes, words):
+def test_a_wrong_setting_is_refused(tmp_path, changes, words):
     with pytest.raises(UserError, match=words):
-        load_config(write(MINIMAL), changes)
+        load(tmp_path, MINIMAL, None, *changes)
 
 
 @pytest.mark.parametrize(
@@ -157,9 +148,9 @@ def test_a_wrong_setting_is_refused(write, changes, words):
         (MINIMAL + "import sys\nsys.exit(0)", "config.py, line 5: SystemExit: 0$"),
     ],
 )
-def test_a_wrong_file_is_refused(write, text, words):
+def test_a_wrong_file_is_refused(tmp_path, text, words):
     with pytest.raises(UserError, match=words):
-        load_config(write(text))
+        load(tmp_path, text)
 
 
 def test_a_config_that_was_written_as_json_is_the_same():
@@ -185,9 +176,9 @@ SNIPPETS = [
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)
-def test_every_config_snippet_loads(write, snippet):
+def test_every_config_snippet_loads(tmp_path, snippet):
     base = "" if "from configs." in snippet else "from configs.vit_s16_vanilla import *\n"
-    load_config(write(base + snippet))
+    load(tmp_path, base + snippet)
 
 
 REGENERATE = r""".venv/bin/python -c '
@@ -209,10 +200,11 @@ def test_the_documentation_lists_the_keys_as_they_are():
 
 
 @pytest.mark.parametrize("value", ["None", "1", "-1", "1e999", "x", "(0, 2)", "{'a': 7}", "{[1]: 2}", "(" * 999])
-def test_any_value_of_any_key_is_taken_or_refused_in_one_line(write, value):
+def test_any_value_of_any_key_is_taken_or_refused_in_one_line(tmp_path, value):
     for key, _ in all_keys():
         try:
-            build_plan(load_config(write(MINIMAL), [f"{key}={value}"]), 8, DataSummary(1_281_167, 50_000, 1000, ""))
+            config = load(tmp_path, MINIMAL, None, f"{key}={value}")
+            build_plan(config, 8, DataSummary(1_281_167, 50_000, 1000, ""))
         except UserError as refused:
             lines = str(refused).splitlines()
             assert len(lines) == 1, lines

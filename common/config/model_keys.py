@@ -105,11 +105,6 @@ def choose_model(value: Any, parse_shape: Any) -> Any:
     return parse(TimmModel, value) if has_name else parse_shape(value)
 
 
-def parse_model(**arguments: Any) -> Model:
-    """Check the names and values of MODEL; raises ValueError for an unknown name or a value that does not fit."""
-    return parse(Model, arguments)
-
-
 def pretrained_config(name: str) -> Any:
     """Return timm's configuration of the model or weights ``name``; raise `UserError` with the nearest name."""
     import timm  # takes a second

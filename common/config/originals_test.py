@@ -73,7 +73,7 @@ for mode in ("TORCH", "NAIVE", "APEX"):
 FILES["amp/config_fp32.py"] = "config_fp32", AMP.format(fp16="")
 
 
-def load(folder, text: str, base: str | None, *settings: str) -> dict:
+def load(folder, text: str, base: str | None = None, *settings: str) -> dict:
     file = folder / "config.py"
     file.write_text(text)
     return load_config(str(file), settings, base)

@@ -88,7 +88,7 @@ def erase(config: Mapping[str, Any], images: Tensor, uniforms: np.ndarray) -> No
     In the mode "pixel" it becomes normal noise instead, drawn once a batch.
     """
     batch, _, height, width = images.shape
-    crops = ERASED(np.full(batch, height), np.full(batch, width), uniforms)
+    crops = ERASED(np.full((batch, 2), (height, width)), uniforms)
     erased = uniforms[:, CROP_UNIFORMS] < config["ERASING"]
     start_B2, stop_B2 = (
         to_device(corner, images.device)
@@ -107,18 +107,7 @@ def erase(config: Mapping[str, Any], images: Tensor, uniforms: np.ndarray) -> No
         images.copy_(torch.where(erased_B1YX, noise, images))
 
 
-def mix(images: Tensor, labels: Tensor, share: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mix sample i with sample B-1-i in place: share * x[i] + (1 - share) * x[B-1-i].
-
-    Returns `images` [B, 3, H, W] and the keyword arguments of `MixupLoss`.
-    """
-    images.lerp_(images.flip(0), 1 - share)
-    return images, _two_labels(labels, share)
-
-
-def cut_and_paste(
-    images: Tensor, labels: Tensor, share: float, center: tuple[float, float]
-) -> tuple[Tensor, dict[str, Tensor]]:
+def cut_and_paste(images: Tensor, labels: Tensor, share: float, center: tuple[float, float]) -> Blended:
     """CutMix: copy one box from sample B-1-i into sample i, in place.
 
     The box has the aspect ratio of the image and the fraction ``1 - share`` of its area. It is centred at `center`
@@ -139,8 +128,7 @@ def _span(size: int, share: float, center: float) -> tuple[int, int]:
 
 def _two_labels(labels: Tensor, share: float) -> dict[str, Tensor]:
     # filled on the device: no transfer from the host
-    share_on_device = torch.full((), share, dtype=torch.float32, device=labels.device)
-    return {"target": labels, "other": labels.flip(0), "share": share_on_device}
+    return {"target": labels, "other": labels.flip(0), "share": torch.full((), share, device=labels.device)}
 
 
 # Augmentations of single images, in their order: the keys that turn one on, the kind of its draws, how many numbers it
@@ -192,7 +180,9 @@ class BatchAugment:
         cuts = choice < 0.5 if self.mixup and self.cutmix else bool(self.cutmix)
         if cuts:
             return cut_and_paste(images, labels, random.beta(self.cutmix, self.cutmix), tuple(center))
-        return mix(images, labels, random.beta(self.mixup, self.mixup))
+        share = random.beta(self.mixup, self.mixup)
+        images.lerp_(images.flip(0), 1 - share)  # share * x[i] + (1 - share) * x[B-1-i]
+        return images, _two_labels(labels, share)
 
 
 class MixupLoss(nn.Module):

@@ -46,8 +46,8 @@ class ConstantReader:
             yield labels.float()[:, None, None, None].expand(-1, 3, SIDE, SIDE) + 1, labels
 
 
-def build(dp_rank: int = 0, dp_size: int = 2, micro_batch: int = 4, **config: Any) -> BatchAugment:
-    sampler = TrainSampler(48, global_batch=16, micro_batch=micro_batch, dp_rank=dp_rank, dp_size=dp_size, seed=1)
+def build(dp_rank: int = 0, **config: Any) -> BatchAugment:
+    sampler = TrainSampler(48, global_batch=16, micro_batch=4, dp_rank=dp_rank, dp_size=2, seed=1)
     return BatchAugment(Loader(sampler, ConstantReader()), OFF | config)
 
 
@@ -125,7 +125,7 @@ def test_what_is_erased_is_a_random_crop_with_torchvisions_limits():
     assert torch.equal(noisy == 1, images == 1)
     assert (noise.mean().item(), noise.std().item()) == pytest.approx((0, 1), abs=0.01)
     assert (*ERASED.scale, *ERASED.ratio) == pytest.approx((*theirs.scale, *theirs.ratio), abs=0.004)
-    crops = ERASED(np.full(2000, 40), np.full(2000, 30), uniforms)
+    crops = ERASED(np.full((2000, 2), (40, 30)), uniforms)
     for row in np.flatnonzero(uniforms[:, -1] < 0.7):
         (top, left), (height, width) = crops.start[row], crops.shape[row]
         expected[row, :, top : top + height, left : left + width] = 0
@@ -195,7 +195,7 @@ def test_loss_equals_cross_entropy_of_blended_targets(label_smoothing):
     soft = 0.3 * F.one_hot(target, 5) + 0.7 * F.one_hot(other, 5)
     expected = F.cross_entropy(logits, soft, label_smoothing=label_smoothing)
     criterion = MixupLoss(label_smoothing)
-    blended = criterion(logits, target=target, other=other, share=torch.tensor(0.3))
+    blended = criterion(logits, target, other, torch.tensor(0.3))
     torch.testing.assert_close(blended, expected, rtol=1e-6, atol=0)
     plain = F.cross_entropy(logits, target, label_smoothing=label_smoothing)
     assert torch.equal(criterion(logits, target), plain)
@@ -206,7 +206,7 @@ def test_loss_is_fp32_and_leaves_out_padding():
     loss = MixupLoss()(logits, torch.tensor([1, -100, 3, -100]))
     assert loss.dtype == torch.float32
     assert torch.equal(loss, F.cross_entropy(logits[::2].float(), torch.tensor([1, 3])))
-    assert MixupLoss(0.1)(logits, padding, other=padding, share=torch.tensor(0.3)) == 0
+    assert MixupLoss(0.1)(logits, padding, padding, torch.tensor(0.3)) == 0
 
 
 @pytest.mark.parametrize("threshold", [0, 0.2, 0.5])
@@ -215,8 +215,8 @@ def test_binary_cross_entropy_is_timms(threshold):
     logits, target, other = torch.randn(9, 5), torch.randint(5, (9,)), torch.randint(5, (9,))
     theirs, criterion = BinaryCrossEntropy(smoothing=0, target_threshold=threshold), MixupLoss(0.0, threshold)
     for share in (0.0, 0.1, 0.3, 0.85, 1.0):
-        blend = mixup_target(target, 5, share)  # with the mirrored batch, as `mix`
-        mixed = criterion(logits, target=target, other=target.flip(0), share=torch.tensor(share))
+        blend = mixup_target(target, 5, share)  # with the mirrored batch, as ours
+        mixed = criterion(logits, target, target.flip(0), torch.tensor(share))
         torch.testing.assert_close(mixed, theirs(logits, blend), rtol=1e-6, atol=0)
     torch.testing.assert_close(criterion(logits, target), theirs(logits, target), rtol=1e-6, atol=0)
     padded = F.pad(target, (0, 3), value=-100), F.pad(other, (0, 3), value=-100)

@@ -50,9 +50,8 @@ class RandomCrop:
     flip: bool = True
     interpolation: str = "bilinear"
 
-    def __call__(self, heights: np.ndarray, widths: np.ndarray, uniforms: np.ndarray) -> Crops:
-        """Return the crops of images of those sizes, int [B], from the first `CROP_UNIFORMS` of ``uniforms``."""
-        shape = np.stack([heights, widths], axis=1).astype(np.int64)
+    def __call__(self, shape: np.ndarray, uniforms: np.ndarray) -> Crops:
+        """Return the crops of images of ``shape``, int64 [B, 2], from the first `CROP_UNIFORMS` of ``uniforms``."""
         area = shape.prod(1, keepdims=True) * (self.scale[0] + (self.scale[1] - self.scale[0]) * uniforms[:, :TRIES])
         low, high = np.log(self.ratio)
         ratio = np.exp(low + (high - low) * uniforms[:, TRIES : 2 * TRIES])
@@ -84,9 +83,8 @@ class SimpleCrop:
     flip: bool = True
     interpolation: str = "bilinear"
 
-    def __call__(self, heights: np.ndarray, widths: np.ndarray, uniforms: np.ndarray) -> Crops:
-        """Return the crops of images of those sizes, int [B], from the last of `CROP_UNIFORMS` ``uniforms``."""
-        shape = np.stack([heights, widths], axis=1).astype(np.int64)
+    def __call__(self, shape: np.ndarray, uniforms: np.ndarray) -> Crops:
+        """Return the crops of images of ``shape``, int64 [B, 2], from the last of `CROP_UNIFORMS` ``uniforms``."""
         resized = _resized(shape, self.size)
         places = resized + 2 * REFLECTED - self.size + 1
         offset = np.floor(uniforms[:, 2 * TRIES : 2 * TRIES + 2] * places).astype(np.int64) - REFLECTED
@@ -105,9 +103,8 @@ class CenterCrop:
     short_side: int
     interpolation: str = "bilinear"
 
-    def __call__(self, heights: np.ndarray, widths: np.ndarray, uniforms: np.ndarray) -> Crops:
-        """Return the crops of images of those sizes, int [B]; nothing is random in them."""
-        shape = np.stack([heights, widths], axis=1).astype(np.int64)
+    def __call__(self, shape: np.ndarray, uniforms: np.ndarray) -> Crops:
+        """Return the crops of images of ``shape``, int64 [B, 2]; nothing is random in them."""
         resized = _resized(shape, self.short_side)
         # torchvision.transforms.functional.center_crop rounds half to even
         return _square(shape, resized, np.rint((resized - self.size) / 2), self.size)
@@ -150,7 +147,7 @@ Crop = RandomCrop | SimpleCrop | CenterCrop
 
 def crop_image(image: np.ndarray, crop: Crop, size: int, uniforms: Any = None) -> np.ndarray:
     """Return the crop of an image, uint8 [Y, X, 3], as [``size``, ``size``, 3], by ``uniforms`` [1, K]."""
-    crops = crop(np.array([image.shape[0]]), np.array([image.shape[1]]), uniforms)
+    crops = crop(np.array([image.shape[:2]]), uniforms)
     top, left, height, width = *crops.start[0].tolist(), *crops.shape[0].tolist()
     return resample(image[top : top + height, left : left + width], crops, 0, size, crop.interpolation)
 

@@ -20,7 +20,7 @@ DRAWS = 4000
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (300, 100), (40, 900), (900, 40)])
 def test_crops_are_distributed_as_those_of_torchvision(height, width):
     uniforms = sample_uniforms(seed=0, epoch=0, step=0, row=0, rows=DRAWS, count=CROP_UNIFORMS)
-    crops = RandomCrop()(np.full(DRAWS, height), np.full(DRAWS, width), uniforms)
+    crops = RandomCrop()(np.full((DRAWS, 2), (height, width)), uniforms)
     (top, left), (h, w) = crops.start.T.astype(float), crops.shape.T.astype(float)
     torch.manual_seed(0)
     image = torch.empty(1, height, width)
@@ -43,7 +43,7 @@ def shown_by_torchvision(image: Image.Image, crop: Crop, size: int, uniforms: np
     if isinstance(crop, CenterCrop):
         return F.center_crop(F.resize(image, crop.short_side, interpolation), size)
     if isinstance(crop, RandomCrop):
-        crops = crop(np.array([image.height]), np.array([image.width]), uniforms)
+        crops = crop(np.array([[image.height, image.width]]), uniforms)
         shown = F.resized_crop(image, *crops.start[0].tolist(), *crops.shape[0].tolist(), [size, size], interpolation)
     else:
         resized = F.resize(image, size, interpolation)

@@ -118,7 +118,7 @@ def _decode_draw(
     bad = []
     for row in np.flatnonzero(indices != PADDING):
         try:
-            image, label = _load(split, int(indices[row]), records[row] if records else None)
+            image, label = load_image(split, int(indices[row]), records[row] if records else None)
         except UserError as error:
             bad.append(str(error))
         else:
@@ -129,7 +129,8 @@ def _decode_draw(
     return images, labels, bad
 
 
-def _load(split: ImageSplit, index: int, record: Record | None) -> tuple[np.ndarray, int]:
+def load_image(split: ImageSplit, index: int, record: Record | None = None) -> tuple[np.ndarray, int]:
+    """Return an image, uint8 [Y, X, 3], from its ``record`` if that is read already, and its label."""
     if isinstance(record, UserError):
         raise record
     data, label = record or split.read(index)

@@ -166,6 +166,5 @@ def _rendezvous(launcher: str, args: argparse.Namespace, environ: Mapping[str, s
     host = args.host or environ.get("MASTER_ADDR") or (LOOPBACK if one_node else first)
     if not host:
         raise UserError("--host missing: on several nodes mpirun does not set the host of rank 0")
-    if args.port or environ.get("MASTER_PORT"):
-        return {"host": host, "port": args.port or int(environ["MASTER_PORT"])}
-    return {"host": host, "port": 20_000 + zlib.crc32(job.encode()) % 12_000}  # below the ephemeral ports
+    derived = 20_000 + zlib.crc32(job.encode()) % 12_000  # below the ephemeral ports
+    return {"host": host, "port": args.port or int(environ.get("MASTER_PORT") or derived)}

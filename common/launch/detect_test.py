@@ -16,25 +16,22 @@ from common.hardware import rank_cores
 from common.launch.detect import Launch, add_launch_arguments, detect_launch, start
 from common.testing.ranks import run_ranks
 
-TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
-MPIRUN = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_NAMESPACE": "3231121409",
-}
-SRUN = {
-    "SLURM_JOB_ID": "77",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NTASKS": "4",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NODELIST": "gpu[003-004,9],login",
-}
-PLACE = {"MASTER_ADDR": "m", "MASTER_PORT": "5", "WORLD_SIZE": "4"}  # without RANK
-SBATCH_SHELL = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
+
+def variables(text: str) -> dict[str, str]:
+    return dict(setting.split("=") for setting in text.split())
+
+
+TORCHRUN = variables("RANK=3 LOCAL_RANK=1 WORLD_SIZE=4 MASTER_ADDR=node0 MASTER_PORT=29500")
+MPIRUN = variables("""
+    OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2
+    PMIX_NAMESPACE=3231121409
+""")
+SRUN = variables("""
+    SLURM_JOB_ID=77 SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_NTASKS=4
+    SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST=gpu[003-004,9],login
+""")
+PLACE = variables("MASTER_ADDR=m MASTER_PORT=5 WORLD_SIZE=4")  # without RANK
+SBATCH_SHELL = variables("SLURM_JOB_ID=77 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=4")
 
 
 def detect(line: str, environ: Mapping[str, str]) -> Launch:

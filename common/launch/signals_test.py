@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import parse_args
 
 from common.launch.signals import run_torchrun
-from common.testing.commands import has_ended, wait_until
+from common.testing.commands import has_ended, run_python, wait_until
 
 PROGRAM = """
 import os, sys, threading, time
@@ -139,8 +139,8 @@ IMPORTS += "from common.launch.signals import stop_signals; os.environ.update(RA
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ends_well(name):
-    done = subprocess.run([sys.executable, "-c", IMPORTS + PROGRAMS[name]], capture_output=True)
-    line = b"SIGTERM: no progress for 0 s; exiting\n" if "progress" in name else b""
+    done = run_python(IMPORTS + PROGRAMS[name])
+    line = "SIGTERM: no progress for 0 s; exiting\n" if "progress" in name else ""
     assert (done.returncode, done.stderr) == (0, line)
 
 

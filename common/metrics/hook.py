@@ -54,7 +54,6 @@ class MetricsHook(BaseHook):
         self.loggers = []
         if is_main:
             self.loggers = open_loggers(folder, start, plan.last_step, tensorboard=tensorboard, trackers=trackers)
-        self.progress = self.loggers[-1] if is_main else None
 
     def before_train(self, trainer: Trainer) -> None:
         self.clock = trainer.engine.on_phase = PhaseClock(trainer.device.type)
@@ -90,8 +89,8 @@ class MetricsHook(BaseHook):
         has_record = trainer.step % self.every == 0 or trainer.step == self.plan.last_step
         shown = None if has_record or self.has_shown_loss else self._mean_loss()  # show one immediately
         self.has_shown_loss = True
-        if self.progress:
-            self.progress.step(shown)
+        if self.loggers:
+            self.loggers[-1].step(shown)  # the progress bar
         if has_record:
             self._log("train", trainer, self._train_figures(trainer))
             self._restart_window(trainer)

@@ -13,36 +13,27 @@ from common.metrics.curves import read_metrics
 from common.metrics.hook import MetricsHook
 from common.testing.ranks import launched
 
+CLOCK = SimpleNamespace(now=0.0)
 
-class Timed(torch.autograd.Function):
-    """Let 1 s pass in the forward pass, 3 s in the backward pass."""
 
-    now = 0.0
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
-        Timed.now += 1
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
-        Timed.now += 3
-        return grad
+def let_pass(seconds: float) -> None:
+    CLOCK.now += seconds
 
 
 def tick() -> float:
     """Let 1 s pass; the trainer looks at this clock before and after it waits for a batch."""
-    Timed.now += 1
-    return Timed.now
+    let_pass(1)
+    return CLOCK.now
 
 
 def test_a_record_has_the_means_of_the_steps_since_the_last(tmp_path, monkeypatch):
-    monkeypatch.setattr(hook, "time", SimpleNamespace(perf_counter=lambda: Timed.now, time=lambda: 0.0))
+    monkeypatch.setattr(hook, "time", SimpleNamespace(perf_counter=lambda: CLOCK.now, time=lambda: 0.0))
     monkeypatch.setattr("common.colossal.trainer.time", SimpleNamespace(perf_counter=tick))
     plan = Plan(1, 1, 1, 4, 2, 8, 2, steps_per_epoch=3, warmup_steps=0, total_steps=6, last_step=4)
     with launched(gradient_accumulation=2):
         model = nn.Linear(3, 2)
-        model.register_forward_hook(lambda module, inputs, output: Timed.apply(output))
+        model.register_forward_hook(lambda *_: let_pass(1))
+        model.weight.register_hook(lambda _: let_pass(3))  # in the backward pass
         batches = [(torch.randn(4, 3), torch.zeros(4, dtype=torch.long))] * 6
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine, batches, *_ = initialize(model, optimizer, nn.CrossEntropyLoss(), batches, batches)

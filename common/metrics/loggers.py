@@ -217,6 +217,3 @@ class _Lines:
     def write(self, text: str) -> None:
         if line := text.strip():
             sys.stderr.write(f"{line}\n")  # one write, unlike print, since ranks share stderr
-
-    def flush(self) -> None:
-        sys.stderr.flush()

@@ -3,10 +3,9 @@
 import json
 import re
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
@@ -16,7 +15,7 @@ from common.errors import UserError
 from common.metrics import curves, loggers
 from common.metrics.curves import read_metrics
 from common.metrics.loggers import Guarded, JsonLines, ProgressBar, check_trackers
-from common.testing.commands import run_forked
+from common.testing.commands import run_forked, run_python
 
 TRAIN = {"kind": "train", "step": 2, "epoch": 0.5, "loss": 2.0, "samples_per_s": 10.0, "skipped": 0}
 EVAL = {"kind": "eval", "step": 4, "epoch": 1.0, "loss": 1.5, "top1": 0.25, "top5": 0.5, "samples": 8}
@@ -60,24 +59,20 @@ def test_a_full_disk_neither_stops_training_nor_loses_a_line(tmp_path):
 
 
 def test_a_logger_that_fails_is_dropped_with_one_warning(capsys):
-    calls = []
-
-    def fail(metrics):
-        calls.append(metrics)
-        raise RuntimeError("several\nlines")
-
+    fail = Mock(side_effect=RuntimeError("several\nlines"))
     logger = Guarded("tracker", lambda: fail)
     logger(TRAIN)
     logger(EVAL)
     logger.step()
     logger.close()
+    fail.assert_called_once_with(TRAIN)
     warning = "warning: tracker: RuntimeError: several lines; training continues without it\n"
-    assert (calls, capsys.readouterr().err) == ([TRAIN], warning)
+    assert capsys.readouterr().err == warning
 
 
 def test_curves_are_pictures_also_with_a_gap_and_not_drawn_often(tmp_path, monkeypatch):
-    figures, save = [], curves.save_figure
-    monkeypatch.setattr(curves, "save_figure", lambda figure, path: figures.append(figure) or save(figure, path))
+    save = Mock(wraps=curves.save_figure)
+    monkeypatch.setattr(curves, "save_figure", save)
     (run := tmp_path / "run").mkdir()
     (run / "config.json").write_text('{"config": {"BCE_THRESHOLD": 0.0, "MIXUP": 0.0, "CUTMIX": 1.0}}')
     file = JsonLines(run)
@@ -88,11 +83,11 @@ def test_curves_are_pictures_also_with_a_gap_and_not_drawn_often(tmp_path, monke
     logger, counts, drawn = curves.Curves(run), [], []
     for clock.now, record in ((99.0, EVAL), (100.0, TRAIN), (100.0, EVAL), (199.0, TRAIN), (199.0, EVAL)):
         logger(record)
-        counts.append(len(figures))
+        counts.append(save.call_count)
     assert counts == [0, 0, 2, 2, 2]
     logger.close()
     logger.close()
-    for figure in figures[2:]:
+    for (figure, _), _ in save.call_args_list[2:]:
         (axes,) = figure.axes
         drawn += [axes.get_xlabel(), axes.get_ylabel(), axes.get_title("right")]
         drawn += [text.get_text() for text in axes.get_legend().get_texts()]
@@ -168,8 +163,7 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
 def test_wandb_continues_under_the_same_id(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"config": {"MODEL": {"depth": 2}}}))
     for start in (1, 3):
-        command = [sys.executable, "-c", WRITE_WANDB, tmp_path, str(start)]
-        assert "warning" not in subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        assert "warning" not in run_python(WRITE_WANDB, tmp_path, start, check=True).stderr
     first, second = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert first.name == second.name  # it holds the id
     assert b"train/loss" in first.read_bytes()

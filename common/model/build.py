@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.colossal import Engine, initialize, shard_model
-from common.config.model_keys import TimmModel, parse_model, pretrained_config
+from common.config.fields import parse
+from common.config.model_keys import Model, TimmModel, pretrained_config
 from common.model.timm_model import build_timm_model
 from common.model.vit import VisionTransformer
 from common.optim.build import build_lr_scheduler, build_optimizer
@@ -34,7 +35,7 @@ def build_model(**arguments: object) -> nn.Module:
     """
     if arguments.get("timm"):
         return build_timm_model(**arguments)  # pyright: ignore[reportArgumentType]
-    return VisionTransformer(parse_model(**arguments))
+    return VisionTransformer(parse(Model, arguments))
 
 
 def build_on_meta(model: dict[str, Any], frozen: str | None = None) -> nn.Module:
@@ -77,17 +78,12 @@ def _stay(mode: bool = True) -> Any:
     """Keep a frozen layer in evaluation mode."""
 
 
-def is_not_timms(stem: str = "patch", pool: str = "cls", **_: Any) -> bool:
-    """Return whether timm's `VisionTransformer` has no such stem or pooling."""
-    return stem == "conv" or pool == "seq"
-
-
 def timm_arguments(**arguments: Any) -> dict[str, Any]:
     """Return the arguments with which `timm.models.vision_transformer.VisionTransformer` is the same model.
 
     They also override every shape in `timm.create_model(name, **arguments)` for any plain ViT's name.
     """
-    a = parse_model(**arguments)
+    a = parse(Model, arguments)
     return {
         "img_size": a.image_size,
         "patch_size": a.patch_size,
@@ -108,27 +104,24 @@ def timm_arguments(**arguments: Any) -> dict[str, Any]:
 
 
 def timm_architecture(timm: str | None = None, **arguments: Any) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments with which `timm.create_model` builds the model of MODEL."""
+    """Return the name and the arguments with which `timm.create_model` builds the model of MODEL; "none" if it cannot.
+
+    A plain ViT is named by its width, depth, heads, patches and images if timm has it, as "vit_base_patch16_224".
+    """
     if timm:
         own = {name: value for name, value in arguments.items() if name not in TimmModel.model_fields}
         size = arguments["image_size"]
         return timm.partition(".")[0], own | ({"img_size": size} if pretrained_config(timm).fixed_input_size else {})
-    if is_not_timms(**arguments):
+    a = parse(Model, arguments)
+    if a.stem == "conv" or a.pool == "seq":
         return "none", arguments
-    shape = timm_arguments(**arguments)
-    own = {name: value for name, value in shape.items() if not name.endswith("_rate")}
-    return timm_name(**arguments) or ANY_PLAIN_VIT, own
-
-
-def timm_name(**arguments: object) -> str | None:
-    """Return the timm model of MODEL's width, depth, heads, patches and images, as "vit_base_patch16_224", or None."""
     from timm import is_model  # timm takes a second to import
 
-    a = parse_model(**arguments)
     size = TIMM_SIZES.get((a.width, a.depth, a.heads))
     family = {(True, False): "vit", (False, True): "deit3"}.get((a.init_values is None, a.no_embed_class))
     name = f"{family}_{size}_patch{a.patch_size}_{a.image_size}"
-    return name if is_model(name) else None
+    own = {key: value for key, value in timm_arguments(**arguments).items() if not key.endswith("_rate")}
+    return name if is_model(name) else ANY_PLAIN_VIT, own
 
 
 class Training(NamedTuple):

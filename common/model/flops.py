@@ -43,8 +43,9 @@ def flops_per_image(model: Mapping[str, Any], frozen: str | None = None) -> int:
             built(torch.empty(1, 3, size, size, device="meta"))
     except (RuntimeError, AssertionError, ValueError) as error:
         raise UserError(f"MODEL.image_size={size}: the model takes no such images ({first_line(error)})") from error
-    heads: Any = [built.get_submodule(name) for name in built.head_names]  # pyright: ignore
-    return count.total + 2 * sum(head.weight.numel() for head in heads) if frozen else 3 * count.total
+    if not frozen:
+        return 3 * count.total
+    return count.total + 2 * sum(built.get_submodule(name).weight.numel() for name in built.head_names)  # pyright: ignore
 
 
 def peak_images_per_s(
@@ -88,9 +89,7 @@ class FlopCount(TorchDispatchMode):
     activations alive.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
+    total = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         outcome = function(*args, **(kwargs or {}))

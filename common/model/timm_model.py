@@ -30,7 +30,11 @@ def build_timm_model(
     from timm import create_model
     from timm.layers import convert_sync_batchnorm
 
-    has_size, taken = pretrained_config(timm).fixed_input_size, _arguments_of(timm) if arguments else ()
+    has_size, taken = pretrained_config(timm).fixed_input_size, []
+    if arguments:
+        with torch.device("meta"):
+            signature = inspect.signature(type(create_model(timm)))
+        taken = [key for key in signature.parameters if key not in NOT_TAKEN]
     for name, value in arguments.items():
         if name not in taken:
             known = did_you_mean(name, taken) or f"; it takes {', '.join(taken)}"
@@ -50,13 +54,6 @@ def build_timm_model(
     model.head_names = (heads,) if isinstance(heads, str) else tuple(heads or ())
     on_meta = next(model.parameters()).is_meta  # where a plan needs no statistics
     return convert_sync_batchnorm(model) if sync_bn and not on_meta else model
-
-
-def _arguments_of(name: str) -> list[str]:
-    from timm import create_model
-
-    with torch.device("meta"):
-        return [key for key in inspect.signature(type(create_model(name))).parameters if key not in NOT_TAKEN]
 
 
 def _is_plain(value: Any) -> bool:

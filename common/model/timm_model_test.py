@@ -91,17 +91,13 @@ def train_timm(name: str, ranks: int) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def in_half(mode: AMP_TYPE, **options: str) -> dict[str, Any]:
-    return {"fp16": dict(mode=mode, dtype="bfloat16", **options)}
-
-
 @pytest.mark.parametrize(
     ("ranks", "config", "tolerance"),
     [
         (1, {}, 1e-6),
         *(slow(2, {"zero": zero}, 1e-6) for zero in (None, {"stage": 1}, {"stage": 3})),
-        slow(1, in_half(AMP_TYPE.NAIVE), 0.1),
-        slow(1, in_half(AMP_TYPE.APEX, opt_level="O3"), 0.1),
+        slow(1, {"fp16": dict(mode=AMP_TYPE.NAIVE, dtype="bfloat16")}, 0.1),
+        slow(1, {"fp16": dict(mode=AMP_TYPE.APEX, opt_level="O3", dtype="bfloat16")}, 0.1),
     ],
 )
 @pytest.mark.parametrize("name", MODELS)

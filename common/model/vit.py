@@ -80,17 +80,14 @@ class Dropout(nn.Dropout):
     def forward(self, x: Tensor) -> Tensor:
         kept = round((1 - self.p) * MASK_LEVELS)
         cuts_bits = self.training and 0 < kept < MASK_LEVELS and x.is_cpu and not torch.compiler.is_compiling()
-        return _drop(x, kept) if cuts_bits else super().forward(x)
-
-
-def _drop(x: Tensor, kept: int) -> Tensor:
-    """Keep each value of ``x`` with probability ``kept / MASK_LEVELS``, scaled by the inverse."""
-    count = x.numel()
-    # the default lower bound, 0, would never set the sign bit
-    bits = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
-    # in place and without bool tensors, which PyTorch converts slowly
-    mask = bits.lt_(kept - MASK_LEVELS // 2)[:count].view(x.shape).to(x.dtype)
-    return (x * mask).mul_(MASK_LEVELS / kept)
+        if not cuts_bits:
+            return super().forward(x)
+        count = x.numel()
+        # the default lower bound, 0, would never set the sign bit
+        bits = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+        # in place and without bool tensors, which PyTorch converts slowly
+        mask = bits.lt_(kept - MASK_LEVELS // 2)[:count].view(x.shape).to(x.dtype)
+        return (x * mask).mul_(MASK_LEVELS / kept)
 
 
 class Attention(nn.Module):
@@ -191,7 +188,7 @@ class VisionTransformer(nn.Module):
     def __init__(self, arguments: Model) -> None:
         super().__init__()
         width, depth, pool = arguments.width, arguments.depth, arguments.pool
-        self.activation_checkpoint = arguments.activation_checkpoint
+        self.heads, self.activation_checkpoint = arguments.heads, arguments.activation_checkpoint
         self.prefix_tokens, self.embedded_prefix = arguments.prefix_tokens, arguments.embedded_prefix
         self.cls_token = _build_tokens(int(pool == "cls"), width)
         self.reg_token = _build_tokens(arguments.reg_tokens, width)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.checkpoint.weights import infer_model
-from common.model.build import build_model, timm_architecture, timm_arguments
+from common.model.build import build_model, state_shapes, timm_architecture, timm_arguments
 from common.model.vit import MASK_LEVELS, Dropout, DropPath, attend
+from common.testing.ranks import slow
 
 VIT_LITE = {"image_size": 32, "patch_size": 4, "width": 256, "depth": 7, "heads": 4, "mlp_ratio": 2, "num_classes": 10}
 COUNT = 1 << 22  # values that dropout draws
@@ -45,7 +46,7 @@ def logits_and_gradients(model: nn.Module, images: torch.Tensor) -> dict[str, to
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"width": 768, "heads": 12, "image_size": 224, "patch_size": 16}, marks=pytest.mark.slow),
+        slow({"width": 768, "heads": 12, "image_size": 224, "patch_size": 16}),
         VIT_LITE,
         *({"pool": pool, "position": position} for pool in ("cls", "avg") for position in ("learned", "sincos2d")),
         *(
@@ -89,15 +90,11 @@ def test_bfloat16_autocast_makes_the_residual_stream_bfloat16(options):
     assert {x.dtype for x in seen} == {torch.float32}
 
 
-def kept(p: float) -> Tensor:
-    return Dropout(p)(torch.ones(COUNT)) != 0
-
-
 @pytest.mark.parametrize("p", [0.1, 0.5, 1 / 3, 0.97])
 def test_dropouts_rate_is_right_and_its_masks_are_independent(p):
     """Within five standard errors, for each of the four values that share a random integer, and between calls."""
     torch.manual_seed(0)
-    first, second = (kept(p).double() - (1 - p) for _ in range(2))
+    first, second = ((Dropout(p)(torch.ones(COUNT)) != 0).double() - (1 - p) for _ in range(2))
     error = math.sqrt(p * (1 - p) / COUNT)
     assert first.view(-1, 4).mean(0).abs().max() < 5 * 2 * error
     for ours, theirs in [(first, second), *((first[:-n], first[n:]) for n in (1, 2, 3, 4, 8, 65, 256))]:
@@ -196,6 +193,4 @@ def test_timm_name_creates_the_same_shapes(name):
         ours = build_model(**shape)
     assert timm_architecture(**shape)[0] == name
     assert timm_architecture(**shape | {"patch_size": 56, "image_size": 224})[0] == "vit_base_patch16_224"
-    assert [(key, p.shape) for key, p in ours.state_dict().items()] == [
-        (key, p.shape) for key, p in theirs.state_dict().items()
-    ]
+    assert state_shapes(ours) == state_shapes(theirs)

@@ -42,6 +42,8 @@ class Lamb(Optimizer):
     tensor parallelism `reduce_norms` sums the squared norms over the shards, once a step for all trust ratios.
     """
 
+    found_inf: Tensor | None = None
+
     def __init__(
         self,
         params: ParamsT,
@@ -115,17 +117,21 @@ class Lamb(Optimizer):
         param_norms_P, direction_norms_P = squares_2P.sqrt()
         ratios_P = (param_norms_P / direction_norms_P).clamp(*group["trust_range"])
         ratios_P = torch.where((param_norms_P > 0) & (direction_norms_P > 0), ratios_P, 1.0)
-        if self._found_inf is not None:  # then a direction is the weight decay's alone
-            ratios_P = ratios_P * (1 - self._found_inf)
+        if self.found_inf is not None:  # then a direction is the weight decay's alone
+            ratios_P = ratios_P * (1 - self.found_inf)
         torch._foreach_addcmul_(params, directions, (-group["lr"] * ratios_P).unbind())
 
     def _directions(self, params: list[Tensor], group: dict, clip: Tensor | None) -> list[Tensor]:
         """Advance the moments; return moment / (sqrt(second moment) + eps) + weight_decay * parameter."""
-        states = [self._state(p) for p in params]
+        for p in params:
+            if not self.state[p]:
+                step = torch.zeros((), dtype=torch.float32, device=p.device)
+                self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        states = [self.state[p] for p in params]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
-        if self._found_inf is not None:
-            torch._foreach_sub_(steps, [self._found_inf] * len(steps))  # a list: one tensor would be read by the host
+        if self.found_inf is not None:
+            torch._foreach_sub_(steps, [self.found_inf] * len(steps))  # a list: one tensor would be read by the host
         if not group["bias_correction"]:
             steps = [torch.full_like(steps[0], inf)] * len(steps)  # 1 - beta^inf = 1
         # PyTorch's fused Adam reads and writes everything once; with a learning rate of -1 it adds its direction to
@@ -146,21 +152,9 @@ class Lamb(Optimizer):
             amsgrad=False,
             maximize=False,
             grad_scale=clip,
-            found_inf=self._found_inf,
+            found_inf=self.found_inf,
         )
         return directions
-
-    @property
-    def _found_inf(self) -> Tensor | None:
-        return getattr(self, "found_inf", None)
-
-    def _state(self, param: Tensor) -> dict[str, Tensor]:
-        state = self.state[param]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            state["exp_avg"] = torch.zeros_like(param)
-            state["exp_avg_sq"] = torch.zeros_like(param)
-        return state
 
 
 def _squared_norms(tensors: list[Tensor]) -> Tensor:

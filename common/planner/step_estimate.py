@@ -177,7 +177,10 @@ def _estimate(
     depth = count_blocks(config["MODEL"])
     # blocks; the first one drops no paths, and `zero` gathers a block during another's backward pass
     shallow = 3 if config["zero"] else 2 if config["MODEL"].get("drop_path") else 1
-    with fake_launch(_launch_config(config, accumulation), processes), _choosing_as_on(device):
+    # DDP's options that need its own reduction, which the estimate replaces, change nothing that it counts
+    unused = dict(init_sync=False, find_unused_parameters=False, static_graph=False)
+    launched = {**config, "torch_ddp": config["torch_ddp"] | unused, "gradient_accumulation": min(accumulation, 3)}
+    with fake_launch(launched, processes), _choosing_as_on(device):
         if depth <= shallow + 1:
             return _estimate_depth(config, depth, micro_batch, accumulation)
         first, second = (_estimate_depth(config, n, micro_batch, accumulation) for n in (shallow, shallow + 1))
@@ -251,13 +254,6 @@ def _count_step(
     update_peak = count(engine.step)
     counts = dict(flops=flops[""], calls=calls, nbytes=nbytes, gradients=gradients, update_peak=update_peak)
     return counts | {"training_peak": max(peaks)}
-
-
-def _launch_config(config: Mapping[str, Any], accumulation: int) -> dict[str, Any]:
-    # DDP's options that need its own reduction, which the estimate replaces, change nothing that it counts
-    unused = dict(init_sync=False, find_unused_parameters=False, static_graph=False)
-    ddp = {**(config.get("torch_ddp") or {}), **unused}
-    return {**config, "torch_ddp": ddp, "gradient_accumulation": min(accumulation, 3)}
 
 
 @contextmanager

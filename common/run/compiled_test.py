@@ -70,6 +70,6 @@ def test_a_compiler_that_fails_is_one_line_with_the_remedy(data, tmp_path):
         torch._inductor.config.cpp.cxx = (None, "false")
         tiny_task.train(data, tmp_path / "run", "COMPILE=True")
 
-    ended = run_forked(main, [], TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    ended = run_forked(main, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     line = "error: the model could not be compiled: --set COMPILE=False trains without a compiler (InvalidCxxCompiler: "
     assert (ended.code, ended.stderr.splitlines()[-1].startswith(line)) == (2, True), ended.stderr

@@ -117,7 +117,7 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
     ``--dry-run`` needs neither data, which may be on another machine, nor GPUs. Raises `UserError` for everything that
     would fail later.
     """
-    config = load_config(args.config, [*args.set, *([f"INIT={args.init}"] if args.init else [])], task.recipe)
+    config = load_config(args.config, args.set + [f"INIT={args.init}"] * bool(args.init), task.recipe)
     gpus = launch.world_size
     if args.dry_run and (args.gpus or launch.launcher == "single"):
         gpus = args.gpus or args.world_size or config["GPUS"]
@@ -129,7 +129,13 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
     if not args.dry_run or (root and Path(root).exists() and not config["DATA"]["download"]):
         config["DATA"]["root"] = data_root(config, task.download)
         data = task.describe(config["DATA"])
-        config["MODEL"]["num_classes"] = _check_classes(config["MODEL"]["num_classes"], data)
+        classes = config["MODEL"]["num_classes"] or data.num_classes
+        if classes < data.num_classes:
+            raise UserError(
+                f"MODEL.num_classes={classes}: the data set has labels 0 to {data.num_classes - 1}; "
+                f"--set MODEL.num_classes={data.num_classes} (or None) fits"
+            )
+        config["MODEL"]["num_classes"] = classes
     plan = build_plan(config, gpus, data)
     config["INIT"] = config["INIT"] and resolve_source(config["INIT"])
     config |= {"TOTAL_BATCH_SIZE": plan.total_batch, "gradient_accumulation": plan.accumulation}
@@ -158,16 +164,6 @@ def spare_classes(config: Mapping[str, Any], data: DataSummary) -> str:
         f"warning: MODEL.num_classes={classes} is more than the data set's {data.num_classes} classes; None takes as "
         "many as it has"
     )
-
-
-def _check_classes(num_classes: int | None, data: DataSummary) -> int:
-    """Return the number of classes of the head, by default that of the data set; raise `UserError` for fewer."""
-    if num_classes is not None and num_classes < data.num_classes:
-        raise UserError(
-            f"MODEL.num_classes={num_classes}: the data set has labels 0 to {data.num_classes - 1}; "
-            f"--set MODEL.num_classes={data.num_classes} (or None) fits"
-        )
-    return num_classes or data.num_classes
 
 
 def _check_builds(config: Mapping[str, Any], plan: Plan, is_dry_run: bool) -> MixedPrecision:

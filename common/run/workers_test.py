@@ -39,7 +39,7 @@ def test_trains_with_almost_no_shared_memory(data, tmp_path):
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/dev/shm"], check=True)
         train(data, tmp_path / "run", *WORKERS, "MODEL.image_size=32", "MODEL.patch_size=16")
 
-    ended = run_forked(main, [])
+    ended = run_forked(main)
     assert ended.code == 0, ended.stderr
     assert ended.stdout.splitlines()[-1].startswith("top1=")
 
@@ -51,7 +51,7 @@ def test_a_worker_that_is_killed_ends_the_run(data, tmp_path):
         when_training(output, lambda: os.kill(max(p.pid for p in multiprocessing.active_children()), signal.SIGKILL))
         train(data, output, *WORKERS, "NUM_EPOCHS=2000", "CHECKPOINT_EVERY=1")
 
-    ended = run_forked(main, [])
+    ended = run_forked(main)
     assert ended.code == 2, ended.stderr
     *_, line = ended.stderr.splitlines()
     assert re.fullmatch("error: DATA.workers=2: a worker has died, status -9; if .*", line)
@@ -67,6 +67,6 @@ def test_sigterm_ends_a_run_whose_workers_are_stuck(data, tmp_path):
         when_training(tmp_path / "run", stick)
         train(data, tmp_path / "run", *WORKERS, "NUM_EPOCHS=2000", "TIMEOUT=5")
 
-    ended = run_forked(main, [])
+    ended = run_forked(main)
     assert ended.code == 143, ended.stderr
     assert "SIGTERM: stopping after this step\n" in ended.stderr

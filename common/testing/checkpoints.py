@@ -16,9 +16,8 @@ from common.metrics.curves import read_metrics
 from common.model.build import build_on_meta, state_shapes
 from common.optim.build import state_names
 
-SETTINGS = ["MODEL.width=8", "MODEL.depth=1", "MODEL.heads=2", "MODEL.image_size=8", "MODEL.patch_size=4"]
-SETTINGS += ["MODEL.num_classes=3", "NUM_EPOCHS=5", "WARMUP_EPOCHS=0", "TOTAL_BATCH_SIZE=16", "DATA.root=a"]
-SETTINGS.append("fp16=None")
+SETTINGS = ["MODEL=dict(image_size=8, patch_size=4, width=8, depth=1, heads=2, mlp_ratio=2.0, num_classes=3)"]
+SETTINGS += ["NUM_EPOCHS=5", "WARMUP_EPOCHS=0", "TOTAL_BATCH_SIZE=16", "DATA.root=a", "fp16=None"]
 MEASURED = ("time", "samples_per_s", "data_wait", "forward_s", "backward_s", "peak_memory_gb", "mfu")
 
 

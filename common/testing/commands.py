@@ -12,7 +12,7 @@ from concurrent.futures.process import _python_exit
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -25,6 +25,9 @@ class Ended(NamedTuple):
     code: int
     stdout: str
     stderr: str
+
+
+TIMEOUT = 240.0  # seconds
 
 
 @contextmanager
@@ -45,14 +48,12 @@ def forked(
             process.join()
 
 
-def run_forked(
-    main: Callable[[list[str]], object], argv: Sequence[object], timeout: float = 240, **environ: str
-) -> Ended:
+def run_forked(main: Callable[[list[str]], object], argv: Sequence[object] = (), **environ: str) -> Ended:
     """Run ``main(argv)`` by `forked` to its end; no traceback may be printed."""
     with forked(main, argv, **environ) as (process, stdout, stderr):
-        process.join(timeout)
+        process.join(TIMEOUT)
         code, out, err = process.exitcode, stdout.read_text(), stderr.read_text()
-    assert code is not None, f"{argv} did not end within {timeout} s:\n{out}\n{err}"
+    assert code is not None, f"{argv} did not end within {TIMEOUT:g} s:\n{out}\n{err}"
     assert "Traceback" not in err, err
     return Ended(code, out, err)
 
@@ -60,7 +61,7 @@ def run_forked(
 def _run(
     main: Callable[[list[str]], object], argv: Sequence[object], outputs: Sequence[Path], environ: Mapping[str, str]
 ) -> None:
-    for descriptor, path in zip((1, 2), outputs, strict=True):
+    for descriptor, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY), descriptor)
     sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
@@ -69,6 +70,12 @@ def _run(
         run_command(main, [str(word) for word in argv])
     finally:
         _python_exit()  # ends process pools, as at the exit of a process that was not forked
+
+
+def run_python(program: str, *words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the text of a program in a new Python, by `subprocess.run`."""
+    command = [sys.executable, "-c", program, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, **options)
 
 
 def in_words(*settings: str) -> list[str]:

@@ -82,8 +82,7 @@ def _write_configuration(folder: Path) -> Path:
 
 @contextmanager
 def _daemon(command: list[str], log: Path, environ: dict[str, str]) -> Iterator[None]:
-    environ = {**os.environ, **environ}
-    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environ) as process:
+    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | environ) as process:
         try:
             yield
         finally:
@@ -91,5 +90,5 @@ def _daemon(command: list[str], log: Path, environ: dict[str, str]) -> Iterator[
 
 
 def _ask(environ: dict[str, str], *command: str) -> str:
-    answer = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environ})
+    answer = subprocess.run(command, capture_output=True, text=True, env=os.environ | environ)
     return answer.stdout.strip()

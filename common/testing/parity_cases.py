@@ -1,6 +1,7 @@
 """Parallel modes, a tiny model and its data for tests, and training it in any mode."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 from common.colossal import BaseHook, Engine, ParallelMode, Trainer, gpc
 from common.model.build import build_model, build_training
+from common.testing.ranks import launched
 
 
 def tensor_parallel(mode: str, size: int, **depth: int) -> dict[str, Any]:
@@ -37,6 +39,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 MODEL = {"image_size": 16, "patch_size": 4, "width": 32, "depth": 2, "heads": 4, "mlp_ratio": 2.0, "num_classes": 8}
 MICRO_BATCH, ACCUMULATION, STEPS = 16, 2, 2  # of all data-parallel ranks together
 MAX_NORM = 0.3
+launched_clipping = partial(launched, clip_grad_norm=MAX_NORM, gradient_accumulation=ACCUMULATION)
 OPTIMIZERS = {
     "adamw": {"learning_rate": 2e-3, "weight_decay": 0.1, "layer_decay": 0.65},
     "lamb": {"learning_rate": 1e-2, "weight_decay": 0.1, "layer_decay": 0.65, "decay_all": False, "max_grad_norm": 0.1},
@@ -66,12 +69,12 @@ def blended_loss(logits: Tensor, target: Tensor, other: Tensor, share: Tensor) -
 def micro_batches(steps: int = STEPS, dp_rank: int = 0, dp_size: int = 1) -> Iterator[Batch]:
     """Yield a data-parallel rank's micro-batches: images, and the arguments of `blended_loss`."""
     generator = torch.Generator().manual_seed(1)
-    own = slice(dp_rank * MICRO_BATCH // dp_size, (dp_rank + 1) * MICRO_BATCH // dp_size)
     for _ in range(steps * ACCUMULATION):
         images = torch.randn(MICRO_BATCH, 3, 16, 16, generator=generator)
-        target, other = torch.randint(MODEL["num_classes"], (2, MICRO_BATCH), generator=generator)[:, own]
+        labels = torch.randint(MODEL["num_classes"], (2, MICRO_BATCH), generator=generator)
+        target, other = labels.chunk(dp_size, dim=1)[dp_rank]
         share = torch.rand((), generator=generator)
-        yield images[own], {"target": target, "other": other, "share": share}
+        yield images.chunk(dp_size)[dp_rank], {"target": target, "other": other, "share": share}
 
 
 class Losses(BaseHook):
@@ -97,8 +100,14 @@ def build_engine(
     return build_training(config, criterion, model=build_tiny_model(**arguments))[:3]
 
 
-def fit(engine: Engine, batches: list[Batch]) -> list[float]:
-    """Train on ``batches`` through the trainer; return their losses."""
+def own_batches(steps: int) -> list[Batch]:
+    """Return the micro-batches of this data-parallel rank of the launch."""
+    rank, size = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
+    return list(micro_batches(steps, rank, size))
+
+
+def fit(engine: Engine, steps: int = STEPS) -> list[float]:
+    """Train on `own_batches` through the trainer; return their losses."""
     losses = Losses()
-    Trainer(engine).fit(batches, 1, hooks=[losses])
+    Trainer(engine).fit(own_batches(steps), 1, hooks=[losses])
     return losses.values

@@ -1,6 +1,6 @@
 """Images for tests and benchmarks: JPEGs of about 0.3 bytes a pixel, like photographs; images of three colours."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +9,14 @@ from PIL import Image
 DIFFERENT = 64  # JPEGs; more are links to them
 
 
-def write_photographs(folder: Path, names: Iterable[str], count: int, width: int, height: int) -> Path:
+def write_photographs(folder: Path, names: Sequence[str], count: int, width: int, height: int) -> Path:
     """Write ``count`` JPEGs into ``folder/<name>/``, one after another into each; return ``folder``."""
-    names, random = list(names), np.random.default_rng(0)
+    random = np.random.default_rng(0)
     paths = [folder / names[number % len(names)] / f"image_{number:05d}.jpg" for number in range(count)]
     for number, path in enumerate(paths):
         path.parent.mkdir(parents=True, exist_ok=True)
         if number < DIFFERENT:
-            coarse = random.integers(0, 256, (max(1, height // 8), max(1, width // 8), 3), np.uint8)
+            coarse = random.integers(0, 256, (height // 8, width // 8, 3), np.uint8)
             smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), np.int16)
             pixels = (smooth + random.integers(-12, 13, smooth.shape)).clip(0, 255).astype(np.uint8)
             Image.fromarray(pixels).save(path, quality=85)

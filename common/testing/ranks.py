@@ -33,12 +33,12 @@ def launched(**config: Any) -> Iterator[None]:
         shutdown()
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Return ``[function(*args) of rank 0, of rank 1, ...]``, each run in a forked process, without GPUs.
 
     Processes are forked so that they need not import torch, with the environment that torchrun would set. Raises
-    RuntimeError with the traceback of a rank that fails, TimeoutError after ``timeout`` seconds. All processes are gone
-    on return. The caller must not have used CUDA.
+    RuntimeError with the traceback of a rank that fails, TimeoutError after 240 s. All processes are gone on return.
+    The caller must not have used CUDA.
     """
     import_once()
     context = multiprocessing.get_context("fork")
@@ -52,7 +52,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
             sender.close()
             processes.append(process)
             pending[receiver] = rank
-        return _collect(pending, time.monotonic() + timeout)
+        return _collect(pending)
     finally:
         for process in processes:
             process.kill()
@@ -81,8 +81,9 @@ def _run_rank(
     sender.send_bytes(pickle.dumps(answer))  # by value: send() would share the tensors' memory with a process that ends
 
 
-def _collect(pending: dict[Connection, int], deadline: float) -> list[Any]:
+def _collect(pending: dict[Connection, int]) -> list[Any]:
     results: dict[int, Any] = {}
+    deadline = time.monotonic() + 240
     while pending:
         ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:

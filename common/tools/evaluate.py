@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
     add_launch_arguments(parser)
     args = parser.parse_args(argv)
     launch = detect_launch(args, os.environ)
-    run = open_model(args.run, [*args.set, *([f"DATA.root={args.data}"] if args.data else [])], raw=args.raw)
+    run = open_model(args.run, args.set + [f"DATA.root={args.data}"] * bool(args.data), raw=args.raw)
     data = run.config["DATA"]
     task = find_task(run.about["task"])
     data["root"] = data_root(run.config, task.download)

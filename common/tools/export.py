@@ -20,14 +20,13 @@ from typing import Any
 
 import timm
 import torch
-from safetensors import safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from common.checkpoint.saved_run import SavedRun, build_parser, open_run
 from common.errors import UserError
 from common.files import own_file, short_path
-from common.model.build import is_not_timms, timm_architecture
+from common.model.build import timm_architecture
 from common.task import find_task
 
 WEIGHTS = "model.safetensors"
@@ -59,11 +58,12 @@ def export(run: SavedRun, target: str, output: Path) -> float:
         raise UserError("--to onnx needs more packages: pip install onnx onnxruntime onnxscript")
     if output.is_dir() and any(output.iterdir()):
         raise UserError(f"{output} is not empty: choose another folder with --output DIR, or remove it")
-    if target == "timm" and is_not_timms(**run.config["MODEL"]):
-        raise UserError("--to timm: timm has no stem='conv' and no pool='seq' of MODEL; export to safetensors or onnx")
     with timm.layers.set_exportable(True):  # without operators that torch.onnx cannot convert in any shape
         model, size = run.load_model(), run.config["MODEL"]["image_size"]
-    own_file(output / "config.json").write_text(json.dumps(describe_for_timm(run, model), indent=2) + "\n")
+    about = describe_for_timm(run, model)
+    if target == "timm" and about["architecture"] == "none":
+        raise UserError("--to timm: timm has no stem='conv' and no pool='seq' of MODEL; export to safetensors or onnx")
+    own_file(output / "config.json").write_text(json.dumps(about, indent=2) + "\n")
     exported = FORMATS[target](model, size, output)
     difference = _compare(model, exported, size)
     if not difference < TOLERANCE:
@@ -125,9 +125,8 @@ def _write_timm(model: nn.Module, size: int, output: Path) -> Forward:
 
 def _write_safetensors(model: nn.Module, size: int, output: Path) -> Forward:
     _save(model, output, {"format": "pt", "config": (output / "config.json").read_text()})
-    with safe_open(output / WEIGHTS, "pt") as file:
-        read = deepcopy(model)
-        read.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118, it is no dict
+    read = deepcopy(model)
+    read.load_state_dict(load_file(output / WEIGHTS))
     return read
 
 

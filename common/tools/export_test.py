@@ -22,8 +22,6 @@ from common.model.build import build_model
 from common.testing.tiny_task import NAMES, timm_logits, train
 from common.tools import export
 
-FILES = {"timm": "model.safetensors", "safetensors": "model.safetensors", "onnx": "model.onnx"}
-
 
 def logits_of(folder: Path, target: str, image: Image.Image) -> np.ndarray:
     """Return what a user's program computes from an export, with timm's preprocessing."""
@@ -43,7 +41,7 @@ def logits_of(folder: Path, target: str, image: Image.Image) -> np.ndarray:
         return model.eval()(images).numpy()
 
 
-@pytest.mark.parametrize("target", FILES)
+@pytest.mark.parametrize("target", export.FORMATS)
 def test_an_export_gives_timms_logits_and_the_umask_says_who_may_read_it(run, target):
     before = os.umask(0o077 if target == "timm" else 0o022)
     export.main([str(run), "--to", target])
@@ -55,7 +53,7 @@ def test_an_export_gives_timms_logits_and_the_umask_says_who_may_read_it(run, ta
     np.testing.assert_allclose(logits_of(folder, target, picture), timm_logits(run, [picture]), rtol=1e-4, atol=1e-5)
     about = json.loads((folder / "config.json").read_text())
     assert (about["label_names"], about["checkpoint"]) == (list(NAMES), "step-00000010/model.safetensors")
-    modes = {(folder / name).stat().st_mode & 0o777 for name in ("config.json", FILES[target])}
+    modes = {file.stat().st_mode & 0o777 for file in folder.iterdir()}
     assert modes == {0o600 if target == "timm" else 0o644}
     if target == "onnx":
         model = onnx.load(folder / "model.onnx")

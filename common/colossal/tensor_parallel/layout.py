@@ -249,7 +249,8 @@ def describe_tensor_parallel(parallel: Mapping[str, Any], model: nn.Module, micr
     shards = [shard for _, shard in plan_shards(model, mode)]
     held, whole = sum(shard.numel(sizes) for shard in shards), sum(math.prod(shard.shape) for shard in shards)
     width: Any = model.head.in_features
-    heads, side = width // model.blocks[0].attn.head_width, size if mode == "1d" else sizes[layout.channels]
+    heads: Any = model.heads
+    side = size if mode == "1d" else sizes[layout.channels]
     return (
         f"{micro_batch // sizes[layout.samples]} of {micro_batch} samples, "
         f"{width // sizes[layout.channels]} of {width} channels between blocks, {heads // side} of {heads} heads, "

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.colossal import ParallelMode, gather_whole, gpc, named_shards
+from common.colossal import gather_whole, gpc, named_shards
 from common.colossal.tensor_parallel.layout import Shard
 from common.optim.build import build_optimizer
 from common.testing.parity_cases import (
@@ -25,9 +25,10 @@ from common.testing.parity_cases import (
     build_engine,
     build_tiny_model,
     fit,
+    launched_clipping,
     micro_batches,
 )
-from common.testing.ranks import launched, run_ranks
+from common.testing.ranks import run_ranks, slow
 
 TOLERANCE = 1e-5
 # optimizer, what is frozen, and what the model has beside the plain one's parts
@@ -68,12 +69,11 @@ def plain_training(name: str) -> Curve:
 def sharded_training(config: dict[str, Any]) -> dict[str, tuple[Curve, dict[str, tuple]]]:
     """Return, for each optimizer, a rank's curve (tensors on the first rank of each model only) and its pieces."""
     answers = {}
-    with launched(**config, clip_grad_norm=MAX_NORM, gradient_accumulation=ACCUMULATION):
-        place = gpc.get_local_rank(ParallelMode.DATA), gpc.get_world_size(ParallelMode.DATA)
+    with launched_clipping(**config):
         for name, (optimizer_name, frozen, arguments) in TRAINED.items():
             model, optimizer, engine = build_engine(optimizer_name, frozen=frozen, **arguments)
             shards = named_shards(model)
-            losses = fit(engine, list(micro_batches(STEPS, *place)))
+            losses = fit(engine)
             losses.append(engine.optimizer.grad_norm.item())
             gradients = {name: gather_whole(p, p.grad) for name, p in shards.items() if p.requires_grad}
             assert len(optimizer.state) == len(gradients)
@@ -118,7 +118,7 @@ def disagreements(pieces_by_rank: list[dict[str, tuple]]) -> list[str]:
 SLOW = ("1d-4", "2.5d-4", "zero 1 x 1d-2", "dp2 x 2d-4", "dp2 x 2.5d-8", "dp2 x 3d-8")
 
 
-@pytest.mark.parametrize("case", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
+@pytest.mark.parametrize("case", [slow(name) if name in SLOW else name for name in CASES])
 def test_equals_one_process(case):
     """Losses, gradients and weights are those of the plain loop; copies agree bit for bit."""
     by_rank = run_ranks(CASES[case][0], sharded_training, CASES[case][1])

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,6 +97,11 @@ def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
 
 
+def held_state(model: nn.Module) -> dict[str, Any]:
+    """Return `named_shards` and then `kept_buffers`: what this rank holds of a checkpoint's weights, by name."""
+    return named_shards(model) | kept_buffers(model)
+
+
 def broadcast_buffers(model: nn.Module) -> None:
     """Give all data-parallel ranks the first one's `kept_buffers`."""
     group = gpc.get_ranks_in_group(ParallelMode.DATA)
@@ -106,8 +112,7 @@ def broadcast_buffers(model: nn.Module) -> None:
 
 def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """Return the shape of the unsharded parameter."""
-    shard = getattr(parameter, "shard", None)
-    return parameter.shape if shard is None else shard.shape
+    return getattr(parameter, "shard", parameter).shape
 
 
 @torch.no_grad()
@@ -184,19 +189,16 @@ def canonical_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     The buffers follow, on each rank.
     """
-    for name, parameter in named_shards(model).items():
-        if (whole := gather_whole(parameter)) is not None:
+    for name, held in held_state(model).items():
+        if (whole := gather_whole(held)) is not None:
             yield name, whole
-    yield from kept_buffers(model).items()
 
 
 @torch.no_grad()
 def load_canonical_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy whole parameters and buffers into a model that may be sharded."""
-    for name, parameter in named_shards(model).items():
-        parameter.copy_(cut_piece(parameter, state[name]))
-    for name, buffer in kept_buffers(model).items():
-        buffer.copy_(state[name])
+    for name, held in held_state(model).items():
+        held.copy_(cut_piece(held, state[name]))
 
 
 def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:

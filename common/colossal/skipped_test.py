@@ -64,11 +64,10 @@ def test_a_skipped_update_leaves_no_trace(mode, optimizer_name):
         assert skip_one(optimizer_name, FaultyLoss(2)) == [True, False, True]
 
 
+WITHOUT_LABELS = "loss without labels, whose gradient is 0"
 FAULTS = {
     "infinite loss": lambda loss, _: loss * torch.inf,
-    "loss without labels, whose gradient is 0": lambda loss, _: nn.functional.cross_entropy(
-        loss.expand(1, 8), torch.tensor([-100])
-    ),
+    WITHOUT_LABELS: lambda loss, _: nn.functional.cross_entropy(loss.expand(1, 8), torch.tensor([-100])),
     "infinite gradient of one shard": lambda loss, shard: loss + (shard - shard.detach()).sum() * 3e38 * 3e38,
 }
 
@@ -120,10 +119,8 @@ def skip_together(config: dict, faulty: int) -> list[list[bool]]:
     with launched_clipping(**config):
         at = 3 if gpc.get_global_rank() == faulty else None
         names = OPTIMIZERS if gpc.get_world_size(ParallelMode.GLOBAL) == 2 else ["lamb"]
-        fault = FAULTS[
-            "infinite gradient of one shard" if "fp16" in config and "parallel" in config else "infinite loss"
-        ]
-        return [skip_one(name, FaultyLoss(at, fault)) for name in names]
+        fault = "infinite gradient of one shard" if "fp16" in config and "parallel" in config else WITHOUT_LABELS
+        return [skip_one(name, FaultyLoss(at, FAULTS[fault])) for name in names]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +147,9 @@ def test_too_many_in_a_row_stop_the_run_and_one_that_resumes_it():
             update(engines[0], gradient)
         state = engines[0].optimizer.step_state()
         engines[1].optimizer.load_step_state(state | {"scaler": None})  # of another dtype
+        state["scaler"]["growth_interval"] += 1  # of a run with other options
         engines[1].optimizer.load_step_state(state)
+        state["scaler"]["growth_interval"] -= 1
         assert engines[1].optimizer.step_state() == state
         engines[1].optimizer.counter.every = 8  # a GPU's counters are not read after every update
         update(engines[1], torch.nan)

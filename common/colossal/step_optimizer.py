@@ -178,4 +178,5 @@ class StepOptimizer(OptimizerWrapper):
         """Restore the state from `step_state`; the loss scale only if both runs have one."""
         self.counter.load_state_dict(state)
         if self.scaler and state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
+            state = {key: state["scaler"][key] for key in ("scale", "_growth_tracker")}  # the options are this run's
+            self.scaler.load_state_dict(self.scaler.state_dict() | state)

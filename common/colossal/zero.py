@@ -9,6 +9,7 @@ The shards have float32 parameters; in mixed precision the blocks are gathered i
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -70,7 +71,8 @@ def _shard_data_parallel(model: nn.Module) -> None:
         mesh=mesh, shard_placement_fn=lambda parameter: DimensionShard(_placement_dim(parameter.shape, size))
     )
     policy = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
-    for block in getattr(model, "blocks", ()):
+    stages = ([one] if type(one) not in (nn.ModuleList, nn.Sequential) else one for one in getattr(model, "blocks", ()))
+    for block in chain.from_iterable(stages):  # of some of timm's models, which never call a stage itself
         computed_in_half = [layer for name, layer in block.named_children() if name in ("attn", "mlp")]
         with_weights = [layer for part in computed_in_half for layer in part.modules() if layer._parameters]
         if computed_in_half and all("Linear" in type(layer).__name__ for layer in with_weights):
@@ -110,4 +112,5 @@ def collect_gradients(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         source = getattr(parameter, "source", None)
         if source is not None and source.grad is not None:
-            parameter.grad, source.grad = source.grad.to_local(), None
+            grad = source.grad.to_local()  # a loss that is not finite has left its mark beside it
+            parameter.grad, source.grad = grad if parameter.grad is None else grad + parameter.grad, None

@@ -283,7 +283,8 @@ def _execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]
         beside = path.parent / f"{module}.py"
         if not module.startswith("configs.") and not (module and beside.is_file()):
             _run(node, path, names, overrides)
-            used |= _names(node, ast.Load) - _names(node, ast.Store)
+            own = _names(node, ast.Store) if isinstance(node, ast.Assign) else set()  # SIDE = 2 * SIDE
+            used |= _names(node, ast.Load) - own
             continue
         where = f"{path}, line {node.lineno}"
         if module not in recipes:
@@ -330,7 +331,7 @@ def _run(node: ast.stmt, path: Path, names: dict[str, Any], overrides: Overrides
     except Exception:  # blame it on a given value that is wrong by itself, if one is, not on what derives from it
         check_given(Config, {key: override(changes, None) for key, changes in overrides.items() if not changes[0][0]})
         raise
-    for name in _names(node, ast.Store) & overrides.keys():
+    for name in _names(node, ast.Store) & overrides.keys() & names.keys():
         names[name] = override(overrides[name], names[name])
 
 

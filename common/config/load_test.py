@@ -56,6 +56,8 @@ EDGES += ["OPTIMIZER.name=lamb", "OPTIMIZER.betas=(0, 0.9)", "OPTIMIZER.trust_ra
         *((f"from configs.vit_s16_1d import *\n{lines}\n", [], expected) for lines, expected in OWN.items()),
         (B16 + "GPUS = 2\nNUM_EPOCHS *= 2", ["NUM_EPOCHS=4"], dict(GPUS=2, NUM_EPOCHS=4, WARMUP_EPOCHS=2)),
         (B16 + "NUM_EPOCHS = 9", ["NUM_EPOCHS=4"], dict(NUM_EPOCHS=4, WARMUP_EPOCHS=2)),
+        (MINIMAL + "if False:\n    KEEP = 3", ["KEEP=4"], dict(KEEP=4)),
+        (MINIMAL + "for PART in (1, 2):\n    KEEP = PART", [], dict(KEEP=2)),
         (MINIMAL, ["LOG=dict(every=3)", "LOG.every=4"], dict(LOG=dict(every=4, tensorboard=True, trackers=[]))),
         (MINIMAL, ["fp16=dict(mode=AMP_TYPE.NAIVE)"], dict(fp16={"mode": AMP_TYPE.NAIVE})),
         (MINIMAL, ["OUTPUT=2012", "INIT=None", *EDGES], dict(OUTPUT="2012", INIT=None)),

@@ -167,7 +167,7 @@ def open_split(root: Path, split: str) -> Split:
     """
     manifest = read_manifest(root)
     if split not in manifest.splits:
-        raise UserError(f"{root}: no {split} split, only {', '.join(manifest.splits)}; name it with --split")
+        raise UserError(f"{root}: no {split} split, only {', '.join(manifest.splits)}; prepare it again with one")
     entries = manifest.splits[split].shards
     for fault in find_faults(root, entries):
         raise UserError(f"{fault}; {REMEDY}")

@@ -322,6 +322,7 @@ def _open_parquet(path: Path) -> Iterator[tuple["ParquetFile", str, str, list[st
             images = [each.name for each in structs if {"bytes", "path"} <= {field.name for field in each.type}]
             numbers = [each.name for each in schema if is_integer(each.type)]
             labels = [name for name in numbers if name == "label" or "names" in features.get(name, {})]
+            labels.sort(key=lambda name: name != "label")  # that before others, such as an age
             if not images or not labels:
                 found = ", ".join(schema.names)
                 raise UserError(f"{path}: columns {found}; a struct of bytes and path and an integer label are needed")

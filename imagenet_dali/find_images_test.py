@@ -48,7 +48,8 @@ def parquet_of(rows: list[tuple[str | None, bytes | None, int | None]], names: l
     """
     image, size = pa.struct([("bytes", pa.binary()), ("path", pa.string())]), pa.struct([("width", pa.int64())])
     features = {"image": {"_type": "Image"}, "class": {"names": names, "_type": "ClassLabel"}, "tags": [{}]}
-    metadata = {"huggingface": json.dumps({"info": {"features": features}})} if names else None
+    features |= {"id": {"names": ["of another task"]}} if names is None else {}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})} if names != [] else None
     label = "label" if names is None else "class"
     images = [data and dict(bytes=data, path=name) for name, data, _ in rows]
     columns = {"size": [None] * len(rows), "id": range(len(rows)), "image": images, label: [row[2] for row in rows]}

@@ -50,7 +50,7 @@ def adopt(root: Path, workers: int) -> list[str]:
 
     Shards are the files of ``train/`` and ``validation/``, or ``train-*`` and ``validation-*`` in `root` itself;
     validation's may have any of its names in `SPLITS`. Labels may start at 0 or 1. Class names are the lines of
-    ``labels.txt``, or else the numbers. Raises `UserError` if there are no shards, and if the first label is ambiguous.
+    ``labels.txt``, or else the numbers. Raises `UserError` for a split without shards and an ambiguous first label.
     """
     if (root / MANIFEST).exists():
         raise UserError(f"{root / MANIFEST}: exists, the data set is prepared already; use --check to verify it")
@@ -73,6 +73,8 @@ def adopt(root: Path, workers: int) -> list[str]:
     class_names = class_names or [str(label) for label in range(int(present[-1]) + 1 - base)]
     if present[-1] - base >= len(class_names):
         raise UserError(f"{root}: label {present[-1]}, out of range for {len(class_names)} classes from {base}")
+    if "validation" not in names:
+        raise UserError(f"{root}: no validation shards: they are the files of validation/, or files named validation-*")
     for shard in shards:
         shard.rows["label"] -= base
     write_dataset(root, splits, class_names, base, made={"adopted": True})
@@ -80,7 +82,7 @@ def adopt(root: Path, workers: int) -> list[str]:
 
 
 def _find_shards(root: Path, word: str) -> list[str]:
-    folder = root / word
+    folder = next((p for p in root.glob("*") if p.is_dir() and p.name.lower() == word), root / word)
     paths = folder.iterdir() if folder.is_dir() else root.glob(f"{word}-*")
     is_shard = (p for p in paths if p.is_file() and p.suffix != ".idx" and not p.name.startswith("."))
     return sorted(path.relative_to(root).as_posix() for path in is_shard)

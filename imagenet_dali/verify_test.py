@@ -48,7 +48,7 @@ SAMPLES = [(encode(image), number % 3) for number, image in enumerate(SHAPED)]
 
 @pytest.mark.parametrize(
     ("base", "names", "validation"),
-    [(0, "{split}/{split}-0000{n}-of-2", "val"), (1, "{split}-0000{n}-of-2", "validation")],
+    [(0, "{split}/{split}-0000{n}-of-2", "Val"), (1, "{split}-0000{n}-of-2", "validation")],
 )
 def test_foreign_shards_are_adopted_with_labels_from_0(tmp_path, base, names, validation):
     samples = [(image, label + base) for image, label in SAMPLES]
@@ -80,6 +80,7 @@ CMYK = encode(gradient().convert("CMYK"))
 @pytest.mark.parametrize(
     ("labels", "names", "more", "message"),
     [
+        ([0, 1], "", {}, "no validation shards: they are"),
         ([0, 1, 3], "", {}, "labels run from 0 to 3 with gaps"),
         ([1, 2], "abc", {}, "labels 1 to 2 fit 3 names counted from 0 and from 1"),
         ([0, 5], "abc", {}, "label 5, out of range for 3 classes from 0"),

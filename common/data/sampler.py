@@ -6,7 +6,7 @@ and resuming means starting at a position.
 An epoch that reads blocks, consecutive records of a shard, permutes them and deals them out to streams; within a stream
 samples are shuffled over a window that slides along its blocks. A stream belongs to one process, which alone reads its
 blocks, once an epoch, and holds ``window`` of them; where the number of processes does not divide that of the streams,
-some streams belong to two. The number of streams depends on the data set and the batch but not on the processes
+some streams belong to several. The number of streams depends on the data set and the batch but not on the processes
 (Streaming's ``num_canonical_nodes``), and so does the order.
 """
 

@@ -120,7 +120,7 @@ class WorkerPool:
             ) from error
 
     def start(self) -> None:
-        """Fork the workers, unless they are there; they end with the thread that calls this."""
+        """Fork the workers, unless they are there; they end with this process."""
         if self.workers and not self._pool:
             context, others = multiprocessing.get_context("fork"), multiprocessing.active_children()
             self._pool = ProcessPoolExecutor(self.workers, context, _set_function, (self.function,))

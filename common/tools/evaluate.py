@@ -116,8 +116,8 @@ def _check_labels(run: SavedRun, data: DataSummary) -> None:
     if data.num_classes > outputs:
         raise UserError(f"{root} has {data.num_classes} classes, the model {outputs}: {remedy}")
     known = run.about.get("data", {}).get("class_names", ())
-    for label, (ours, theirs) in enumerate(zip(known, data.class_names, strict=False)):
-        if ours != theirs:
+    for label, (ours, meaning, theirs) in enumerate(zip(known, run.class_names, data.class_names, strict=False)):
+        if theirs not in (ours, meaning, str(label)):  # n01440764, "tench, Tinca tinca", or no name
             raise UserError(f"{root}: label {label} is {theirs!r}, the model learned {ours!r}: {remedy}")
 
 

@@ -11,6 +11,7 @@ from sklearn.metrics import confusion_matrix, precision_score, recall_score, top
 from torchvision.datasets import ImageFolder
 
 from common.colossal import shutdown
+from common.config.plan import DataSummary
 from common.errors import UserError
 from common.metrics.curves import read_metrics
 from common.testing.ranks import run_ranks
@@ -74,6 +75,13 @@ def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
     evaluate.print_extremes(rows * 2)
     shown = [row[1] for row in tables(capsys.readouterr().out)]
     assert (shown[2], shown[-1]) == (worst_first[0], worst_first[-1])
+
+
+@pytest.mark.parametrize("names", [["n01", "n02"], ["tench", "goldfish"], ["0", "1"]])
+def test_imagenets_classes_may_have_synsets_words_or_no_names(names):
+    config = {"DATA": {"root": ""}, "MODEL": {"num_classes": 2}}
+    run = mock.Mock(about={"data": {"class_names": ["n01", "n02"]}}, class_names=["tench", "goldfish"], config=config)
+    evaluate._check_labels(run, DataSummary(2, 2, 2, "", class_names=names))
 
 
 def test_other_data_is_refused_unless_its_labels_mean_the_same(run, data, tmp_path):

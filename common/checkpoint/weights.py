@@ -61,7 +61,7 @@ def resolve_source(name: str) -> str:
             if not cfg.hf_hub_id:
                 raise UserError(f"{name}: timm has no weights of it on the Hugging Face Hub; choose another")
             return HUB + cfg.hf_hub_id
-    return str(Path(name).resolve())
+    return str(Path(name).expanduser().resolve())
 
 
 def open_source(name: str) -> Source:
@@ -88,7 +88,8 @@ def _open_hub(name: str) -> Source:
 
     hub_id = name.removeprefix(HUB)
     preprocessing, architecture, arguments = load_model_config_from_hf(hub_id)
-    return Source(load_state_dict_from_hf(hub_id), {"timm": architecture, **arguments}, preprocessing)
+    weights = load_state_dict_from_hf(hub_id, weights_only=True)  # not the default of an older timm
+    return Source(weights, {"timm": architecture, **arguments}, preprocessing)
 
 
 def _open_file(name: str, file: Path) -> Source:
@@ -185,17 +186,17 @@ def fit_pretrained(model: nn.Module, source: str) -> tuple[dict[str, Tensor], st
     with a `state_dict` and nothing else to unpickle, or ``hf-hub:<id>``. Raises `UserError` for anything else, and for
     weights of another architecture.
     """
-    is_plain = isinstance(model, VisionTransformer) and isinstance(model.patch_embed, PatchEmbed)
+    is_ours = isinstance(model, VisionTransformer)
     try:
         weights, known, _, chosen = open_source(source)
-        heads = _heads_of_timm(source, **known) if is_plain and known.get("timm") else known.get("heads")
+        heads = _heads_of_timm(source, **known) if is_ours and known.get("timm") else known.get("heads")
     except UserError as error:
         raise UserError(f"INIT={error}") from error
     notes = []
-    if is_plain:
+    if is_ours:
         _check_shape(source, weights, {**known, "heads": heads}, model)
         notes = [] if heads else [f"MODEL.heads={model.heads}, which the weights do not tell"]
-    fits = (_fit_timm, _fit_position) if is_plain else (_fit_timm,)
+    fits = (_fit_timm, _fit_position) if is_ours and "pos_embed" in weights else (_fit_timm,)
     notes += [note for fit in fits if (note := fit(weights, model))]
     check_architecture(Path(source), weights, model)
     return weights, "; ".join([f"starting from the weights of {source}{chosen and f' ({chosen})'}", *notes])
@@ -219,12 +220,14 @@ def _fit_timm(weights: dict[str, Tensor], model: Any) -> str | None:
 
 def _check_shape(source: str, weights: Mapping[str, Tensor], known: Mapping[str, Any], model: Any) -> None:
     """Refuse weights of another shape than ``model``; name every key of MODEL that has to change."""
-    theirs = infer_model(source, weights, known.get("no_embed_class"))
-    own = infer_model("", dict(model.named_parameters()), model.embedded_prefix == 0)
+    theirs, own = {}, {}
+    if isinstance(model.patch_embed, PatchEmbed):  # else of a convolutional stem, whose weights tell no patch size
+        theirs = infer_model(source, weights, known.get("no_embed_class"))
+        own = infer_model("", dict(model.named_parameters()), model.embedded_prefix == 0)
+        if own["image_size"] % theirs["patch_size"] == 0:
+            del theirs["image_size"]  # the position embedding is resampled
     own["heads"] = model.heads
     theirs["heads"] = known["heads"] or own["heads"]
-    if own["image_size"] % theirs["patch_size"] == 0:
-        del theirs["image_size"]  # the position embedding is resampled
     differing = [key for key in theirs if theirs[key] != own[key]]
     fitting = " ".join(f"--set MODEL.{key}={theirs[key]}" for key in differing)
     if differing:

@@ -79,6 +79,15 @@ def test_a_square_of_patches_and_registers_is_what_config_json_says(tmp_path):
     load_pretrained(build_model(**arguments), str(tmp_path))
 
 
+def test_of_a_convolutional_stem_positions_are_resampled_and_heads_compared(tmp_path):
+    arguments = OTHER | {"stem": "conv"}
+    save_file(build_model(**arguments).state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"config": {"MODEL": {"heads": 2}}}')
+    assert "resampled to 4 x 4" in load_pretrained(build_model(**arguments | {"image_size": 32}), str(tmp_path))
+    with pytest.raises(UserError, match="--set MODEL.heads=2 fits"):
+        load_pretrained(build_model(**arguments | {"heads": 4}), str(tmp_path))
+
+
 def test_a_run_a_checkpoint_a_file_and_exports_give_the_averaged_weights_and_heads(trained, tmp_path):
     for target in ("timm", "safetensors"):
         export.main([str(trained), "--to", target, "--output", str(tmp_path / target)])

@@ -1,6 +1,7 @@
 """FLOPs of a model, and the peak FLOP/s of a device."""
 
 import math
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -62,11 +63,17 @@ def peak_images_per_s(
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the peak FLOP/s of matrix products in ``dtype``: from `PEAKS`, else measured within 0.3 s."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    for part, (half, tf32, single) in PEAKS.items():
-        if part in name and "MIG" not in name:  # a slice of a GPU is measured
-            fast = torch.get_float32_matmul_precision() != "highest"
-            return 1e12 * (half if dtype != torch.float32 else tf32 if fast else single)
-    return _measure_peak(device, dtype)
+    gpu = known_gpu(name)
+    if gpu is None or "MIG" in name:  # a slice of a GPU
+        return _measure_peak(device, dtype)
+    half, tf32, single = PEAKS[gpu]
+    fast = torch.get_float32_matmul_precision() != "highest"
+    return 1e12 * (half if dtype != torch.float32 else tf32 if fast else single)
+
+
+def known_gpu(name: str) -> str | None:
+    """Return the key of `PEAKS` that a GPU's name contains: not A100 for an RTX A1000."""
+    return next((part for part in PEAKS if re.search(rf"{part}\b", name)), None)
 
 
 def _measure_peak(device: torch.device, dtype: torch.dtype) -> float:

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common.colossal import AMP_TYPE
 from common.model.build import build_model, freeze
-from common.model.flops import flops_per_image, peak_flops, peak_images_per_s
+from common.model.flops import flops_per_image, known_gpu, peak_flops, peak_images_per_s
 
 CPU = torch.device("cpu")
 VIT_B16 = {"image_size": 224, "patch_size": 16, "width": 768, "depth": 12, "heads": 12, "num_classes": 1000}
@@ -46,6 +46,7 @@ def test_the_peak_of_a_known_gpu_is_its_data_sheets(monkeypatch, name, dtype, pr
 
 
 def test_the_peak_of_another_device_is_measured(monkeypatch):
+    assert known_gpu("NVIDIA RTX A1000") is None
     ticks = count(step=0.1)
     monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
     assert peak_flops(CPU, torch.float32) == pytest.approx(2 * 1024**3 / 0.1)

@@ -13,7 +13,7 @@ from common.colossal import check_compile, check_tensor_parallel, check_zero, co
 from common.config.plan import Plan
 from common.errors import UserError
 from common.model.build import build_on_meta, count_parameters
-from common.model.flops import PEAKS
+from common.model.flops import PEAKS, known_gpu
 from common.optim.build import OPTIMIZERS, state_names
 from common.planner.step_estimate import Route, StepEstimate, count_blocks, estimate_step
 
@@ -127,8 +127,7 @@ def cluster_here() -> Cluster:
     if not torch.cuda.is_available():
         return Cluster()
     properties = torch.cuda.get_device_properties(0)
-    gpu = next((name for name in PEAKS if name in properties.name), "H100")
-    return Cluster(gpu, properties.total_memory)
+    return Cluster(known_gpu(properties.name) or "H100", properties.total_memory)
 
 
 @dataclass(frozen=True)

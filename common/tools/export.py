@@ -84,7 +84,7 @@ def describe_for_timm(run: SavedRun, model: nn.Module) -> dict[str, Any]:
     return {
         "architecture": architecture,
         "num_classes": classes,
-        "num_features": own.get_submodule(heads[0]).in_features,
+        "num_features": own.get_submodule(heads[0]).weight.shape[1],
         "label_names": run.class_names,
         "model_args": arguments,
         "checkpoint": f"{run.checkpoint.name}/{run.weights}",  # timm ignores it

@@ -136,7 +136,8 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-_held: dict[Path, int] = {}  # descriptors: a file object left open warns at exit
+# descriptors, as a file object left open warns at exit, and whether the folder was made for the lock
+_held: dict[Path, tuple[int, bool]] = {}
 
 
 def lock_folder(folder: Path, *, wait: bool = False) -> None:
@@ -147,6 +148,7 @@ def lock_folder(folder: Path, *, wait: bool = False) -> None:
     """
     if folder in _held:  # to close a second handle would release the lock
         raise UserError(f"{folder} is being written by this process: choose another folder")
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -161,7 +163,7 @@ def lock_folder(folder: Path, *, wait: bool = False) -> None:
         ) from error
     except OSError:  # a file system without locks
         pass
-    _held[folder] = handle
+    _held[folder] = handle, is_new
 
 
 @contextlib.contextmanager
@@ -177,12 +179,13 @@ def folder_lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
 def remove_unused(folder: Path) -> None:
     """Remove ``folder`` if this process has created it and written nothing into it but the lock."""
     if folder in _held:
+        _, is_new = _held[folder]
         unlock_folder(folder)
-        if [path.name for path in folder.iterdir()] == [".lock"]:
+        if is_new and [path.name for path in folder.iterdir()] == [".lock"]:
             shutil.rmtree(folder)
 
 
 def unlock_folder(folder: Path) -> None:
     """Let go of the lock of ``folder``, if this process holds it."""
     if folder in _held:
-        os.close(_held.pop(folder))
+        os.close(_held.pop(folder)[0])

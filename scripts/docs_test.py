@@ -97,7 +97,7 @@ def test_the_librarys_example_trains_resumes_and_its_metric_chooses_the_best(tmp
     text = (ROOT / "docs" / "library.md").read_text()
     code = re.search("```python\n(.*?)```", text, re.DOTALL)[1]
     (tmp_path / "own.py").write_text(code)
-    command = re.search("`python (own.py .*)`", text)[1] + " --set WARMUP_EPOCHS=0 --set TOTAL_BATCH_SIZE=32"
+    command = re.search("`python (own.py .*)`", text)[1] + " --set WARMUP_EPOCHS=0"
     monkeypatch.chdir(tmp_path)
 
     def start(epochs: int) -> Ended:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up, prepare scikit-learn's handwritten digits as TFRecord shards, and train a small ViT on them.
-# Arguments go to train_dali.py: bash scripts/quickstart.sh --set NUM_EPOCHS=5 --output /tmp/short
+# Arguments go to train_dali.py: bash scripts/quickstart.sh --set NUM_EPOCHS=20 --output /tmp/short
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh

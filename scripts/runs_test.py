@@ -73,6 +73,8 @@ def test_a_refused_start_leaves_no_folder(train, tmp_path):
         assert (ended.code, ended.stdout) == (2, "")
         assert ended.stderr.startswith(message)
     assert list(tmp_path.iterdir()) == []
+    train("--output", tmp_path, *words)
+    assert tmp_path.exists()  # the user's own
 
 
 def test_a_branch_and_an_extension_train(train, trained, tmp_path):
@@ -80,7 +82,10 @@ def test_a_branch_and_an_extension_train(train, trained, tmp_path):
     branch += ["--set", "NUM_EPOCHS=3"]
     assert train(*branch).code == 2
     before, branch = read_folder(trained), [*branch, "--output", tmp_path]
-    assert "error: MAX_STEPS=1 ends at step 1, but " in train(*branch, "--set", "MAX_STEPS=1").stderr
+    start = json.loads((branch[1] / "trainer.json").read_text())["trainer"]["step"]
+    for stop in (1, start):  # where there is nothing to train
+        refused = train(*branch, "--set", f"MAX_STEPS={stop}").stderr
+        assert f"error: MAX_STEPS={stop} ends at step {stop}, " in refused
     stop = json.loads(before["config.json"])["plan"]["last_step"] + 1
     ended = train(*branch, "--set", f"MAX_STEPS={stop}")
     assert ended.code == 0, ended.stderr

@@ -11,8 +11,8 @@ cd "$(dirname "$0")/.."
     exit 2
 }
 stamp=.venv/.installed
-wanted="$(cat requirements.txt requirements-colossalai.txt setup.cfg pyproject.toml scripts/setup.sh | cksum) ${TORCH_INDEX:-}"
-[ "$(cat "$stamp" 2>/dev/null)" = "$wanted $PWD" ] && exit 0
+wanted="$(cat requirements.txt requirements-colossalai.txt setup.cfg pyproject.toml scripts/setup.sh | cksum)"
+[[ "$(cat "$stamp" 2>/dev/null)" = "$wanted "${TORCH_INDEX:-*}" $PWD" ]] && exit 0 # unset: what is installed stays
 
 phase() { # prints a name, runs the command after it, prints its seconds
     local started=$SECONDS
@@ -44,4 +44,4 @@ if [ -n "${TORCH_INDEX:-}" ]; then
 fi
 phase "packages" "${install[@]}" --requirement "$listed" --requirement requirements-colossalai.txt
 phase "this project" "${install[@]}" --no-build-isolation --editable .
-echo "$wanted $PWD" >"$stamp"
+echo "$wanted ${TORCH_INDEX:-} $PWD" >"$stamp"

@@ -19,7 +19,8 @@ fail() {
 python=$(dirname "$(readlink -f "$1")")/../.venv/bin/python
 [ -x "$python" ] || python=python
 processes=${NPROC_PER_NODE:-1}
-[ -n "${NPROC_PER_NODE:-}" ] || ! nvidia-smi --list-gpus >/dev/null 2>&1 || processes=gpu
+[ -n "${NPROC_PER_NODE:-}" ] || ! nvidia-smi --list-gpus >/dev/null 2>&1 ||
+    ! "$python" -c 'import torch; exit(not torch.cuda.is_available())' || processes=gpu
 
 nodes=${NNODES:-1} rank=${NODE_RANK:-0} port=${MASTER_PORT:-29500}
 if [ "$nodes" = 1 ] && [ -z "${MASTER_PORT:-}" ]; then

@@ -81,7 +81,8 @@ class Watcher:
         if self.state == "running":  # else the main thread raises
             if not missing:
                 faulthandler.dump_traceback()
-            os.write(2, f"error: {self._describe(missing)}\n".encode())
+            with suppress(OSError):  # stderr is closed
+                os.write(2, f"error: {self._describe(missing)}\n".encode())
             os._exit(2)
 
     def _is_asked(self) -> bool:
@@ -152,7 +153,9 @@ def open_store(rank: int, world_size: int, host: str, port: int, timeout: float,
         if serves:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             bound = host if host.startswith(LOOPBACKS) else ""
-            options["master_listen_fd"] = socket.create_server((bound, port), family=family).detach()
+            takes_both = family == socket.AF_INET6  # the others may know an IPv4 address of this host
+            server = socket.create_server((bound, port), family=family, dualstack_ipv6=takes_both)
+            options["master_listen_fd"] = server.detach()
         store = dist.TCPStore(host, port, is_master=serves, **options)
         # an agent may serve several attempts of the same run
         store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from common.errors import is_first_process
@@ -171,7 +172,8 @@ def _leave(number: int) -> None:
 
 
 def _say(line: str) -> None:
-    os.write(2, f"{line}\n".encode())  # not print: the main thread may be printing
+    with suppress(OSError):  # stderr is closed
+        os.write(2, f"{line}\n".encode())  # not print: the main thread may be printing
 
 
 _PRCTL = ctypes.CDLL(None).prctl  # of Linux

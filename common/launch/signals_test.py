@@ -81,6 +81,13 @@ def test_while_training_it_is_noted(start, number):
         assert end(process) == (130, "Ctrl-C: stopping after this step\nCtrl-C: exiting\n")
 
 
+def test_a_process_ends_although_its_terminal_has_gone(start):
+    process = start("starting")
+    process.stderr.close()
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(30) == 143
+
+
 PROGRAMS = {
     # torchrun sends SIGTERM to the ranks that are still about to exit after the first
     "after an agreed stop the launcher's signal changes nothing": """

@@ -54,7 +54,7 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
     EXPLAIN[1:] = [lambda error: explain_out_of_memory(error, config, prepared.plan), explain_compiler]
     stop_signals.install(launch.launcher == "torch", progress, config["TIMEOUT"])
     start(launch, config)
-    output = Path(args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem).resolve()
+    output = Path(args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem).expanduser().resolve()
     AT_END.callback(remove_unused, output)
     start_from, finished = ask_first_rank(lambda: find_start(output, args, prepared))
     if finished:
@@ -101,8 +101,9 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tu
                 f"was trained. Extend it with --set {longer}=N (now {config[longer]}), or start another with "
                 "--output DIR"
             )
-        if (step := read_trainer_state(path)["trainer"]["step"]) > plan.last_step:
-            raise UserError(f"{longer}={config[longer]} ends at step {plan.last_step}, but {path} is past it: raise it")
+        is_branch = not path.is_relative_to(output)
+        if (step := read_trainer_state(path)["trainer"]["step"]) + is_branch > plan.last_step:
+            raise UserError(f"{longer}={config[longer]} ends at step {plan.last_step}, {path} is at {step}: raise it")
     elif (output / CONFIG).exists() and any(
         record["step"] >= read_about(output, RunInfo)["plan"]["last_step"] for record in read_evaluations(output)
     ):

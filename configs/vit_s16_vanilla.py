@@ -29,6 +29,6 @@ GPUS = 8
 fp16 = dict(mode=AMP_TYPE.TORCH)
 
 gradient_accumulation = 2
-BATCH_SIZE = TOTAL_BATCH_SIZE // gradient_accumulation
+BATCH_SIZE = TOTAL_BATCH_SIZE // gradient_accumulation if TOTAL_BATCH_SIZE and gradient_accumulation else None
 
 clip_grad_norm = 1.0

@@ -158,6 +158,7 @@ def get_default_parser() -> argparse.ArgumentParser:
     """Return upstream's parser without its default ``--backend nccl`` (legacy/initialize.py:54), which needs GPUs."""
     parser = upstream.get_default_parser()
     parser.set_defaults(backend=None)
+    parser.add_argument("--local-rank", type=int)  # as torch.distributed.launch writes it
     return parser
 
 

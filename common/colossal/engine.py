@@ -123,7 +123,7 @@ def initialize(
     if isinstance(model, FSDPModule) and not all(
         hasattr(parameter, "source") for parameter in step_optimizer.parameters
     ):
-        raise UserError("zero: give the optimizer model.shards.values(), as build_optimizer does")
+        raise UserError("zero: give the optimizer named_shards(model).values(), as build_optimizer does")
     if should_compile(how := config.get("COMPILE", False), device.type):
         compile_model(model, how)
     schedule = OncePerStep(lr_scheduler, step_optimizer) if lr_scheduler is not None else None

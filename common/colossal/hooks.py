@@ -1,10 +1,11 @@
 """The originals' hooks, repaired, here and in `colossalai.legacy.trainer.hooks`."""
 
+from copy import deepcopy
 from typing import Any
 
 import torch
 from colossalai.legacy.trainer.hooks import *  # noqa: F403, imported without noise by `upstream` before
-from colossalai.legacy.trainer.hooks import _checkpoint_hook, _log_hook
+from colossalai.legacy.trainer.hooks import _checkpoint_hook, _log_hook, _metric_hook
 from torch import nn
 
 from common.colossal.tensor_parallel.sharding import canonical_state
@@ -32,3 +33,5 @@ def repair_hooks() -> None:
     """Let upstream's hooks call the functions above."""
     _log_hook.report_memory_usage, _checkpoint_hook.save_checkpoint = report_memory_usage, save_checkpoint
     LossHook.needs_test_loss = True  # noqa: F405
+    for metric in (_metric_hook.LossMetric, _metric_hook.ThroughputMetric):  # whose totals change when they are read
+        metric.get_accumulated_value = lambda self, read=metric.get_accumulated_value: read(deepcopy(self))

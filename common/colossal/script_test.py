@@ -52,7 +52,7 @@ def run_script(name: str, config: Path, *flags: str) -> None:
 @pytest.mark.parametrize(("ranks", "by_epoch"), [(1, False), (2, True)])
 def test_the_benchmarks_script_trains_and_logs_with_every_hook(ranks, by_epoch, tmp_path, capfd):
     (tmp_path / "config.py").write_text(f"{BENCHMARK}BY_EPOCH, LOG_PATH = {by_epoch}, '{tmp_path}'\n")
-    run_ranks(ranks, run_script, "benchmark.py", tmp_path / "config.py", "--from_torch")
+    run_ranks(ranks, run_script, "benchmark.py", tmp_path / "config.py", "--from_torch", "--local-rank=0")
     printed = capfd.readouterr()
     words = " ".join(printed.out.split())
     for line in (

@@ -57,9 +57,9 @@ class OncePerStep:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.schedule, name)
 
-    def step(self) -> None:
+    def step(self, *args: Any) -> None:
         if self.optimizer.accumulated == 0:
-            self.schedule.step()
+            self.schedule.step(*args)
 
 
 class StepOptimizer(OptimizerWrapper):

@@ -13,7 +13,7 @@ from common.colossal.lost_ranks import doing, naming_lost_ranks
 from common.colossal.step_optimizer import OncePerStep
 from common.colossal.tensor_parallel.sharding import broadcast_buffers
 from common.colossal.upstream import BaseHook, LRSchedulerHook, UpstreamTrainer
-from common.errors import AgreedError
+from common.errors import AgreedError, UserError
 
 
 class Trainer(UpstreamTrainer):
@@ -98,6 +98,8 @@ class Trainer(UpstreamTrainer):
         """
         self._max_epochs, self._max_steps = epochs, max_steps
         self._steps_per_epoch = len(train_dataloader) // self.engine.optimizer.accumulation
+        if not self._steps_per_epoch:
+            raise UserError("the training loader has fewer batches than gradient_accumulation: lower it, or the batch")
         self.train_dataloader, self.test_dataloader = train_dataloader, test_dataloader
         self._reset_states()
         self.hooks = sorted(hooks, key=lambda hook: hook.priority)
@@ -118,6 +120,7 @@ class Trainer(UpstreamTrainer):
             doing("ending")
             self._call_hooks("after_train")
         finally:
+            self.stopping = False  # for an evaluation or a fit that follows
             for loader in (train_dataloader, test_dataloader):
                 if hasattr(loader, "close"):
                     loader.close()

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR
 
 from common.colossal import BaseHook, Trainer, gpc, initialize
 from common.colossal.hooks import LossHook, LRSchedulerHook
-from common.errors import AgreedError
+from common.colossal.step_optimizer import OncePerStep
+from common.errors import AgreedError, UserError
 from common.testing.ranks import launched, run_ranks
 
 
@@ -149,7 +151,25 @@ def test_a_resumed_schedule_and_bar_go_on_at_their_place(build_schedule, by_epoc
 def test_a_hook_that_needs_the_loss_of_an_evaluation_gets_it():
     quiet, loss = BaseHook(0), LossHook()
     quiet.needs_test_loss = False
-    assert fit([quiet, loss], test_batches=1).states["metrics"]["test"]["Loss"].get_last_step_value() > 0
+    metric = fit([quiet, loss], test_batches=2).states["metrics"]["test"]["Loss"]
+    assert metric.get_accumulated_value() == metric.get_accumulated_value() > 0  # for a second hook
+
+
+def test_a_schedule_may_take_the_loss_of_an_evaluation():
+    OncePerStep(schedule := Mock(), SimpleNamespace(accumulated=0)).step(0.5)
+    schedule.step.assert_called_once_with(0.5)
+
+
+class Stops(BaseHook):
+    def after_train_iter(self, trainer: Trainer, *_: Any) -> None:
+        trainer.stopping = True
+
+
+def test_after_a_hook_has_ended_it_training_can_go_on():
+    trainer = fit([Stops(0)])
+    assert (trainer.step, trainer.stopping) == (1, False)
+    with pytest.raises(UserError, match="fewer batches than gradient_accumulation"):
+        fit(batches=1, accumulation=2)
 
 
 def statistics_in_evaluation() -> list[list[float]]:

@@ -31,7 +31,7 @@ def train(stage: int | None) -> dict[str, list[float]]:
                     shard.data.mul_(0.5)
             losses[name] += [weight.norm().item() for _, weight in canonical_state(model)]
         if stage:
-            with pytest.raises(UserError, match="^zero: give the optimizer model.shards.values"):
+            with pytest.raises(UserError, match="^zero: give the optimizer named_shards"):
                 initialize(model, torch.optim.SGD(model.parameters()))
     return losses
 

@@ -52,13 +52,19 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
             values[key] = override(changes, values.get(key))
     _leave_one(values, overrides)
     where = f"{path} or --set" if "MODEL" in overrides else str(path)
+    config = _complete(values, where)
+    check_compile(config)
+    return config
+
+
+def _complete(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Check ``values``; return them with defaults, what MODEL says of DATA and INIT, and ``parallel``."""
     config = parse(Config, values, where).model_dump()
     config["DATA"] |= {k: v for k, v in data_of(config["MODEL"]).items() if k not in (values.get("DATA") or {})}
     if config["MODEL"].get("pretrained"):
         config["INIT"] = config["INIT"] or config["MODEL"]["timm"]
     config["parallel"] = _derive_parallel(config)
     check_zero(config)
-    check_compile(config)
     return config
 
 
@@ -74,9 +80,7 @@ def load_own_config(config: Any) -> dict[str, Any]:
     checked = {key for key in values if is_whole or key.islower() or key.startswith("TENSOR_PARALLEL_")}
     known = {key: values[key] for key in checked & Config.model_fields.keys()}
     required = {"MICRO_BATCH_SIZE", *(key for key, field in Config.model_fields.items() if field.is_required())}
-    whole = parse(Config, known if is_whole else dict.fromkeys(required, 1) | known, where="config").model_dump()
-    whole["parallel"] = _derive_parallel(whole)
-    check_zero(whole)
+    whole = _complete(known if is_whole else dict.fromkeys(required, 1) | known, where="config")
     return values | {key: whole[key] for key in (whole if is_whole else {*known, "parallel"})}
 
 

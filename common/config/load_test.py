@@ -27,6 +27,7 @@ OWN = {
     ),
     "WARMUP_EPOCHS = NUM_EPOCHS / 10\nNUM_EPOCHS = 400": dict(WARMUP_EPOCHS=30, NUM_EPOCHS=400),
     "OPTIMIZER = dict(name='lamb', variant='apex')": dict(OPTIMIZER={"name": "lamb", "variant": "apex"}),
+    "MICRO_BATCH_SIZE = 64\nTOTAL_BATCH_SIZE = gradient_accumulation = None": dict(BATCH_SIZE=None),
     "KEEP = MODEL['depth']\nMODEL['depth'] *= 2": {"KEEP": 12, "MODEL.depth": 24},
 }
 TENSOR = ["TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d"]

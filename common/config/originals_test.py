@@ -119,7 +119,8 @@ def test_a_line_says_how_each_key_was_read(tmp_path, monkeypatch, capsys):
 
 
 def test_own_scripts_take_recipes_and_naives_options_and_are_checked(capsys):
-    assert load_own_config("quickstart") == load_config("quickstart")
+    for recipe in ("quickstart", "dinov2_s14_finetune"):
+        assert load_own_config(recipe) == load_config(recipe)
     with pytest.raises(UserError, match="^zero={'stage': 1} does not support torch_ddp="):
         load_own_config({"zero": {"stage": 1}, "torch_ddp": {"static_graph": True}})
     fp16 = dict(mode=AMP_TYPE.NAIVE, initial_scale=2**32)

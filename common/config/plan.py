@@ -114,7 +114,7 @@ def _divide_batch(config: Mapping[str, Any], total: int, data_parallel: int) -> 
     if micro and accumulation and micro * accumulation * data_parallel != total:
         raise UserError(
             f"MICRO_BATCH_SIZE={micro} x gradient_accumulation={accumulation} x {data_parallel} processes is "
-            f"{micro * accumulation * data_parallel}, not TOTAL_BATCH_SIZE={total}: leave one of the first two out"
+            f"{micro * accumulation * data_parallel}, not TOTAL_BATCH_SIZE={total}: set one of the first two to None"
         )
     unit = (micro or accumulation or 1) * data_parallel
     if total % unit:
@@ -124,7 +124,7 @@ def _divide_batch(config: Mapping[str, Any], total: int, data_parallel: int) -> 
         either = ", or MICRO_BATCH_SIZE=None" if micro and not total % data_parallel else ""
         raise UserError(
             f"TOTAL_BATCH_SIZE={total} is not divisible by {said}{counted(data_parallel, 'data-parallel process')}: "
-            f"set it to {nearest_multiples(total, unit)}{either}"
+            f"set it to {nearest_multiples(total, unit)}{either}, or start another number of processes"
         )
     micro, accumulation = (micro, total // unit) if micro else (total // unit, accumulation or 1)
     stated = config["BATCH_SIZE"]

@@ -121,18 +121,18 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
 def _report(error: UserError) -> None:
     """Print ``error`` once for the processes that share it.
 
-    Before the processes of a run have joined they all see the same mistake, and only the first speaks, unless it is a
-    `RankError`; later each speaks for itself, unless it is an `AgreedError`.
+    Before the processes of a run have joined they may all see the same mistake: the first speaks at once, and ends the
+    run; others speak if that has not ended them, or at once of a `RankError`. An `AgreedError` is the first's to say.
     """
     distributed = sys.modules.get("torch.distributed")  # tools that do not train do not import torch
     has_joined = distributed is not None and distributed.is_initialized()
-    if is_first_process() or isinstance(error, RankError) or (has_joined and not isinstance(error, AgreedError)):
+    if not (has_joined or is_first_process() or isinstance(error, RankError)):
+        time.sleep(PATIENCE)
+    if is_first_process() or not isinstance(error, AgreedError):
         if tqdm := sys.modules.get("tqdm"):
             for bar in list(getattr(tqdm.tqdm, "_instances", ())):
                 bar.close()
         sys.stderr.write(f"error: {printable(error)}\n")  # one write, unlike print, since ranks share stderr
-    elif not has_joined:
-        time.sleep(PATIENCE)
 
 
 def is_first_process() -> bool:

@@ -15,7 +15,7 @@ from common.errors import AgreedError, RankError, UserError, command_parser, run
     ("error", "rank", "joined", "speaks"),
     [
         (UserError, "0", False, True),
-        (UserError, "1", False, False),
+        (UserError, "1", False, True),  # the first has not ended it
         (UserError, "2", False, True),  # of two processes
         (UserError, "1", True, True),
         (RankError, "1", False, True),

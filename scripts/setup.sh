@@ -28,7 +28,7 @@ python=${PYTHON:-python3}
     exit 2
 }
 echo "setting up .venv (a few minutes and 7 GB the first time) ..."
-[ -n "${TORCH_INDEX:-}" ] || [ -e /dev/nvidia0 ] || [ -e /dev/dxg ] ||
+[ -n "${TORCH_INDEX:-}" ] || compgen -G "/dev/nvidia[0-9]*" >/dev/null || [ -e /dev/dxg ] ||
     echo "  no NVIDIA device: TORCH_INDEX=https://download.pytorch.org/whl/cpu saves 5 GB, see README.md"
 rm -f "$stamp"
 export PIP_DISABLE_PIP_VERSION_CHECK=1

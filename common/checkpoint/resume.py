@@ -174,7 +174,7 @@ def check_changes(path: Path, config: Mapping[str, Any], output: Path, allowed: 
     if not path.is_relative_to(output):
         return
     then, now = changed.get("NUM_EPOCHS", (0, 0))
-    extended = ["NUM_EPOCHS"] * (now > then)
+    extended = ["NUM_EPOCHS", "WARMUP_EPOCHS"] * (now > then)  # which some recipes derive
     refused = {key: pair for key, pair in changed.items() if not _is_under(key, (*HARMLESS, *allowed, *extended))}
     if refused:
         shown = ", ".join(f"{key}={now!r} (was {then!r})" for key, (then, now) in refused.items())
@@ -194,7 +194,7 @@ def changed_keys(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, 
     """Return ``{key: (then, now)}`` for the keys that differ from those of the checkpoint ``path``."""
     about = read_about(path)
     saved = read_config(path, about)  # newer keys at their defaults
-    saved["DATA"]["order"] = about["plan"]["order"]
+    saved["DATA"]["order"] = about["plan"]["order"] or saved["DATA"]["order"]  # a folder has none
     then, now = (flatten(json.loads(json.dumps(values, default=str))) for values in (saved, config))
     pairs = {key: (then.get(key), now.get(key)) for key in then | now}
     as_before = [key for key in ("INIT", "DATA.order") if now[key] is None]

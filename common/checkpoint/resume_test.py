@@ -13,7 +13,7 @@ from common.config.plan import DataSummary
 from common.errors import UserError
 from common.testing.checkpoints import build_about, build_content
 
-CONFIG = build_about("SEED=1", "LEARNING_RATE=0.1")["config"]
+CONFIG = build_about("SEED=1", "LEARNING_RATE=0.1", "DATA.order='random'")["config"]
 DATA = DataSummary(60, 10, 3, fingerprint="same")
 NUMBERS = ["CHECKPOINT_EVERY", "DATA.workers", "EVAL_EVERY", "GPUS", "KEEP", "LOG.every", "MAX_SKIPPED", "MAX_STEPS"]
 NUMBERS += ["BATCH_SIZE", "MICRO_BATCH_SIZE", "TENSOR_PARALLEL_SIZE", "TIMEOUT", "gradient_accumulation", "zero.stage"]
@@ -25,7 +25,7 @@ MAY_CHANGE += ["DATA.loader=torchvision", "TENSOR_PARALLEL_MODE=1d", "torch_ddp.
 def write(output: Path, *steps: int) -> list[Path]:
     paths = [checkpoint_path(output / "checkpoints", step) for step in steps]
     for step, path in zip(steps, paths, strict=True):
-        write_checkpoint(path, build_content(step, 1.0, "SEED=1", "LEARNING_RATE=0.1"))
+        write_checkpoint(path, build_content(step, 1.0, "SEED=1", "LEARNING_RATE=0.1", "DATA.order='random'"))
     (output / "config.json").write_text(json.dumps(build_about()))
     return paths
 
@@ -90,6 +90,7 @@ def test_what_changes_training_is_refused_unless_allowed_or_branched_off(tmp_pat
     check_changes(path, changed, tmp_path, [key], 10)
     check_changes(path, changed, tmp_path, [key.partition(".")[0]], 10)
     check_changes(path, changed, tmp_path / "branch", [], 10)
+    check_changes(path, restore_config(CONFIG, ["NUM_EPOCHS=6", "WARMUP_EPOCHS=1"], where=""), tmp_path, [], 10)
 
 
 @pytest.mark.parametrize("setting", ["TOTAL_BATCH_SIZE=32", "SEED=2", "OPTIMIZER.name='sgd'", "INIT='a'"])

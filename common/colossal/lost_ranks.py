@@ -147,7 +147,8 @@ def open_store(rank: int, world_size: int, host: str, port: int, timeout: float,
     """
     if not host or not port:
         raise UserError(f"--host={host} --port={port}: set them to the first node, and a free port on it")
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and not has_agent
     options = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False}
     try:
         if serves:
@@ -157,8 +158,8 @@ def open_store(rank: int, world_size: int, host: str, port: int, timeout: float,
             server = socket.create_server((bound, port), family=family, dualstack_ipv6=takes_both)
             options["master_listen_fd"] = server.detach()
         store = dist.TCPStore(host, port, is_master=serves, **options)
-        # an agent may serve several attempts of the same run
-        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        if has_agent:  # which may serve several attempts of the same run
+            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         _meet(store, rank, world_size, timeout, backend, _source_address(host))
     except (OSError, dist.DistError) as error:
         why = str(error).splitlines()[0] if serves else f"rank 0 was not found there within {timeout:g} s (TIMEOUT)"

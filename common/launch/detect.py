@@ -76,7 +76,7 @@ def start(launch: Launch, config: Mapping[str, Any]) -> None:
     gpus = torch.cuda.device_count()
     is_bound = gpus == 1 and launch.launcher != "torch"  # Slurm and Open MPI may show each process its own GPU only
     if launch.backend == "nccl" and launch.local_rank >= gpus and launch.launcher != "args" and not is_bound:
-        raise UserError(
+        raise RankError(
             f"process {launch.local_rank} of this node has no GPU, torch finds {gpus}: start fewer, or --backend gloo"
         )
     colossal.join_groups(

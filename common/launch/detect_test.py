@@ -99,7 +99,7 @@ def test_a_process_without_a_gpu_of_its_own_is_refused(launcher, gpus, is_refuse
     monkeypatch.setattr("common.launch.detect.gather", lambda value: [value])
     monkeypatch.setattr("common.launch.detect.limit_threads", lambda: None)
     used: list[dict] = []
-    refused = pytest.raises(UserError, match=f"process 5 .* no GPU, torch finds {gpus}: start fewer")
+    refused = pytest.raises(RankError, match=f"process 5 .* no GPU, torch finds {gpus}: start fewer")
     with refused if is_refused else nullcontext():
         start(Launch(launcher, 5, 5, 8, "localhost", 1, "nccl"), {"SEED": 7, "TIMEOUT": 9})
     assert used == [dict(local_rank=5 % gpus, seed=7, verbose=False, timeout=9)] * (not is_refused)

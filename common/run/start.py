@@ -52,7 +52,7 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
         return None
     AT_END.callback(stop_signals.restore)
     EXPLAIN[1:] = [lambda error: explain_out_of_memory(error, config, prepared.plan), explain_compiler]
-    stop_signals.install(launch.launcher == "torch", progress, config["TIMEOUT"])
+    stop_signals.install("TORCHELASTIC_RUN_ID" in os.environ, progress, config["TIMEOUT"])
     start(launch, config)
     output = Path(args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem).expanduser().resolve()
     AT_END.callback(remove_unused, output)
@@ -203,7 +203,7 @@ def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int) -> 
     if torch.cuda.is_available():
         return ""
     model, why = config["MODEL"], ""
-    if Path("/dev/nvidia0").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+    if any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         why = f": torch, built for CUDA {torch.version.cuda}, cannot use the GPU: see Requirements in README.md"
     seconds = total_batch / peak_images_per_s(model, config["fp16"], processes, torch.device("cpu"), config["FREEZE"])
     if seconds < 1:

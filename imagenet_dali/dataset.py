@@ -167,7 +167,8 @@ def open_split(root: Path, split: str) -> Split:
     """
     manifest = read_manifest(root)
     if split not in manifest.splits:
-        raise UserError(f"{root}: no {split} split, only {', '.join(manifest.splits)}; prepare it again with one")
+        remedy = f"--split names another, and prepare --split {split} writes one"
+        raise UserError(f"{root}: no {split} split, only {', '.join(manifest.splits)}; {remedy}")
     entries = manifest.splits[split].shards
     for fault in find_faults(root, entries):
         raise UserError(f"{fault}; {REMEDY}")

@@ -73,7 +73,7 @@ class RunInfo(Open):
     config: dict[str, Any]
     name: str = ""
     task: str = ""
-    plan: PlanSoFar = PlanSoFar()
+    plan: PlanSoFar = Field(PlanSoFar())
     started: Seconds = 0
     starts: list[Start] = Field([], min_length=1)
     argv: list[str] = []

@@ -49,11 +49,14 @@ class Source(NamedTuple):
     chosen: str = ""  # the checkpoint of a run, and why that one
 
 
-def resolve_source(name: str) -> str:
-    """Return ``hf-hub:<id>`` for a model of the Hub or of timm, an absolute path for all else."""
+def resolve_source(name: str, is_timm: bool = False) -> str:
+    """Return ``hf-hub:<id>`` for a model of the Hub or of timm, an absolute path for all else.
+
+    A path goes before a name of timm's, unless ``is_timm``.
+    """
     if re.match("hf[-_]hub:", name):
         return HUB + name[len(HUB) :]
-    if not os.path.exists(name) and "/" not in name:
+    if "/" not in name and (is_timm or not os.path.exists(name)):
         import timm  # takes a second
 
         if timm.is_model(name.partition(".")[0]):
@@ -61,7 +64,8 @@ def resolve_source(name: str) -> str:
             if not cfg.hf_hub_id:
                 raise UserError(f"{name}: timm has no weights of it on the Hugging Face Hub; choose another")
             return HUB + cfg.hf_hub_id
-    return str(Path(name).expanduser().resolve())
+    path = Path(name).expanduser()
+    return str(path.resolve() if path.is_dir() else path.absolute())  # the Hub's cache links to files without suffix
 
 
 def open_source(name: str) -> Source:
@@ -301,7 +305,9 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
     return PretrainedRun(
         folder=Path("outputs", path.parent.name.removeprefix(HUB)) if source.startswith(HUB) else path.parent,
         checkpoint=path,
-        chosen="pretrained" if is_known else f"pretrained; images are resized bilinearly here, not {how}",
+        chosen="pretrained"
+        + f"; images are resized bilinearly here, not {how}" * (not is_known)
+        + "; the centre is cut out here, timm squashes images" * (about.get("crop_mode") == "squash"),
         config=config,
         about={"task": "imagenet_dali", "data": {"class_names": names}, "plan": {"micro_batch": BATCH}},
         state=weights,

@@ -173,7 +173,7 @@ class BatchAugment:
         return getattr(self.loader, name)  # its position, and close
 
     def _blend(self, images: Tensor, labels: Tensor, epoch: int, number: int) -> Blended:
-        if not (self.mixup or self.cutmix) or epoch >= self.blended_epochs:
+        if not (self.mixup or self.cutmix) or (self.config["MIXUP_OFF_EPOCHS"] and epoch >= self.blended_epochs):
             return images, labels
         random = np.random.default_rng([self.seed, epoch, number, self.loader.sampler.dp_rank])
         choice, *center = random.random(3)

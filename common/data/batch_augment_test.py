@@ -101,6 +101,11 @@ def test_the_last_epochs_are_not_blended():
     assert [isinstance(labels, dict) for _ in range(2) for _, labels in augment] == [True] * 6 + [False] * 6
 
 
+def test_a_range_test_that_is_longer_than_the_training_is_blended_throughout():
+    augment = build(MIXUP=0.2, NUM_EPOCHS=1)
+    assert all(isinstance(labels, dict) for _ in range(2) for _, labels in augment)
+
+
 def test_colors_then_erasing_depend_on_seed_and_position_alone():
     """In each process and epoch and after a restart; and each is there without the others."""
     for rank in (1, 0):

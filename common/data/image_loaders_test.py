@@ -16,7 +16,7 @@ from torchvision.transforms import functional as F
 
 from common.config.schema import Data
 from common.data.crops import CROP_UNIFORMS, CenterCrop, RandomCrop, SimpleCrop
-from common.data.image_folder import FolderSplit, list_classes
+from common.data.image_folder import BadImages, FolderSplit, list_classes
 from common.data.image_loaders import TorchvisionReader, build_eval_loader, build_train_loader
 from common.data.loader import Loader
 from common.data.sampler import NO_LABEL, Draw, EvalSampler, TrainSampler
@@ -171,6 +171,12 @@ def test_bad_images_are_left_out_of_evaluation_and_named_once(folder, corrupt, m
     loader.close()
     lines = [f"skipped: {split.path(row)}: {reason}; remove or replace this image" for row, reason in BAD.items()]
     assert capsys.readouterr().err.splitlines() == lines[:named]
+
+
+def test_chance_may_deal_a_process_some_more_bad_images():
+    BadImages(500).add(["x"] * 12)
+    with pytest.raises(UserError, match="more than 1%"):
+        BadImages(500).add(["x"] * 20)
 
 
 def test_a_fingerprint_is_of_paths_labels_and_class_names(tmp_path):

@@ -86,6 +86,8 @@ def _measure_peak(device: torch.device, dtype: torch.dtype) -> float:
         started = time.perf_counter()
         (matrix @ matrix)[0, 0].item()  # waits for the device
         fastest = min(fastest, time.perf_counter() - started)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # which is to be training's
     return 2 * size**3 / fastest
 
 

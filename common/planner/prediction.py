@@ -222,9 +222,10 @@ class Planner:
     def settings_of(self, prediction: Prediction) -> str:
         """Return the flags that start the run of ``prediction`` with this config."""
         tensor, own, zero = prediction.tensor, self.config["parallel"]["tensor"], prediction.zero
-        values = {}
+        values: dict[str, Any] = {}
         if tensor != own:
-            values = {"TENSOR_PARALLEL_SIZE": tensor["size"], "TENSOR_PARALLEL_MODE": tensor["mode"]}
+            values |= {"parallel": None} if own["size"] > 1 else {}  # from which the two keys must not differ
+            values |= {"TENSOR_PARALLEL_SIZE": tensor["size"], "TENSOR_PARALLEL_MODE": tensor["mode"]}
             values |= {"parallel.tensor.depth": tensor["depth"]} if tensor.get("depth", 1) > 1 else {}
         if zero != (self.config["zero"] and self.config["zero"]["stage"]):
             values["zero"] = zero and f"'dict(stage={zero})'"

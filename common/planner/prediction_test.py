@@ -49,9 +49,11 @@ def test_every_mode_that_the_model_and_the_gpus_allow_is_there():
     compiled = build_planner(build_config() | {"COMPILE": True}, 8)  # which tensor parallelism refuses
     assert [prediction.mode for prediction in compiled.predict_modes()] == ["data parallel"]
     parallel = resolve_parallel({"tensor": {"mode": "2.5d", "size": 4, "depth": 1}}, 4)
-    own = build_planner(build_config(heads=2) | {"parallel": parallel, "zero": {"stage": 1}}, 4).predict_modes()
+    planner = build_planner(build_config(heads=2) | {"parallel": parallel, "zero": {"stage": 1}}, 4)
+    own = planner.predict_modes()
     modes = ["data parallel", "1d 2", "2d 2 x 2", "2.5d 2 x 2 x 1", "zero 1", "zero 3", "1d 2, zero 3"]
     assert [prediction.mode for prediction in own] == modes
+    assert planner.settings_of(own[0]).startswith("--set parallel=None --set TENSOR_PARALLEL_SIZE=1 ")
     nine = build_planner(build_config() | {"TOTAL_BATCH_SIZE": 18}, 9).predict_modes()
     assert [(p.mode, p.micro_batch) for p in nine] == [("data parallel", 2), ("1d 3", 6), ("2d 3 x 3", 18)]
 

@@ -137,7 +137,7 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
             )
         config["MODEL"]["num_classes"] = classes
     plan = build_plan(config, gpus, data)
-    config["INIT"] = config["INIT"] and resolve_source(config["INIT"])
+    config["INIT"] = config["INIT"] and resolve_source(config["INIT"], bool(config["MODEL"].get("pretrained")))
     config |= {"TOTAL_BATCH_SIZE": plan.total_batch, "gradient_accumulation": plan.accumulation}
     precision = _check_builds(config, plan, args.dry_run)
     return Prepared(config, replace(plan, dtype=name_dtype(precision.dtype)), data, precision)

@@ -63,6 +63,9 @@ def main(argv: list[str]) -> None:
         print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
         split = summary.validation or "its evaluation split"
         print_wrapped(f"data       {data['root']}: {summary.eval_samples:,} images, {split}", 11)
+        then = run.about["data"].get("fingerprint", summary.fingerprint)
+        if then != summary.fingerprint and not (args.data or args.split):
+            print_wrapped("warning: the data set has changed: some of these images may have been trained on", 11)
         for line in list_changes(run.about):
             print_wrapped(line)
     predict = Predictor(run.load_model(), run.config)

@@ -84,10 +84,15 @@ def test_imagenets_classes_may_have_synsets_words_or_no_names(names):
     evaluate._check_labels(run, DataSummary(2, 2, 2, "", class_names=names))
 
 
-def test_other_data_is_refused_unless_its_labels_mean_the_same(run, data, tmp_path):
+def test_other_data_is_refused_unless_its_labels_mean_the_same(run, data, tmp_path, capsys):
     evaluate.main([str(run), "--data", str(data), "--raw"])
     assert [*(run / "evaluation").glob(f"step-00000010-raw-{data.name}-??????/evaluation.json")]
     other = write_images(tmp_path / "other")
+    evaluate.main([str(run), "--set", f"DATA.root={other}"])
+    assert "has changed" not in capsys.readouterr().out
+    next((other / "train" / "red").iterdir()).unlink()
+    evaluate.main([str(run), "--set", f"DATA.root={other}"])
+    assert "warning: the data set has changed" in capsys.readouterr().out
     for split in ("train", "test"):
         (other / split / "red").rename(other / split / "orange")
     with pytest.raises(UserError, match="label 4 is 'orange', the model learned 'red': pass its own data set with"):

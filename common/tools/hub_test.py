@@ -118,5 +118,8 @@ def test_a_path_goes_before_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert resolve_source("vit_tiny_patch16_224") == "hf-hub:timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"
     Path("vit_tiny_patch16_224").mkdir()
+    assert resolve_source("vit_tiny_patch16_224", is_timm=True).startswith("hf-hub:timm/")
+    Path("linked.safetensors").symlink_to("a blob of the cache")
+    assert resolve_source("linked.safetensors") == str(tmp_path / "linked.safetensors")
     assert resolve_source("vit_tiny_patch16_224") == str(tmp_path / "vit_tiny_patch16_224")
     assert resolve_source("weights.pth") == str(tmp_path / "weights.pth")

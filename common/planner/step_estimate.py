@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Self
 from unittest import mock
 
@@ -258,19 +258,25 @@ def _count_step(
 
 @contextmanager
 def _choosing_as_on(device: str) -> Iterator[None]:
-    """Make device-dependent code behave as on ``device``: attention, LAMB (``is_cpu``) and dropout's mask.
+    """Make device-dependent code behave as on ``device``: attention, LAMB (``is_cpu``), dropout's mask and LayerNorm.
 
     Fake tensors cannot be on "cuda" themselves, because autograd asks the driver for the device.
     """
     if device == "cpu":
         yield
         return
-    with mock.patch.object(Tensor, "is_cpu", False), mock.patch.object(F, "dropout", _dropout_by_mask):
+    layer_norm = partial(_layer_norm_as_on_a_gpu, F.layer_norm)
+    functions = mock.patch.multiple(F, dropout=_dropout_by_mask, layer_norm=layer_norm)
+    with mock.patch.object(Tensor, "is_cpu", False), functions:
         yield
 
 
 def _dropout_by_mask(x: Tensor, p: float, training: bool = True, inplace: bool = False) -> Tensor:
     return torch.native_dropout(x, p, training)[0] if training and p else x
+
+
+def _layer_norm_as_on_a_gpu(layer_norm: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+    return layer_norm(x.float() if torch.is_autocast_enabled("cpu") else x, *args)  # autocast's choice on GPUs
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

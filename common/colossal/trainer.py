@@ -69,6 +69,8 @@ class Trainer(UpstreamTrainer):
         self.step, self._cur_epoch = state["step"], state["epoch"]
         self.epoch_step, self.evaluated_step = state["epoch_step"], state["evaluated_step"]
         self._cur_step = self.step * self.engine.optimizer.accumulation
+        # if the data set has grown, its epochs have more steps than those that the state has counted
+        self._max_epochs += max(0, self._cur_epoch - self.step // self._steps_per_epoch)
         for schedule, by_epoch in self._schedules.items():
             done = self._cur_epoch if by_epoch else self.step
             schedule.optimizer._opt_called = True  # called in the resumed run; otherwise torch warns

@@ -123,9 +123,14 @@ class Resumes(BaseHook):
         trainer.load_state_dict(self.state)
 
 
-def test_a_resumed_epoch_of_a_data_set_that_has_shrunk_is_over():
-    trainer = fit([Resumes(5, 0, 5, 0)], epochs=2)
-    assert (trainer.step, trainer.cur_epoch, trainer.learning_rate) == (9, 2, 1 / 9)
+@pytest.mark.parametrize(
+    ("state", "end"),
+    [((5, 0, 5, 0), (9, 2, 1 / 9)), ((4, 2, 0, 4), (8, 3, 1 / 8))],  # from epochs of 6 or more, and of 2 steps
+    ids=["shrunk", "grown"],
+)
+def test_two_epochs_of_a_data_set_whose_size_has_changed_end_with_the_schedule(state, end):
+    trainer = fit([Resumes(*state)], epochs=2)
+    assert (trainer.step, trainer.cur_epoch, trainer.learning_rate) == end
 
 
 @pytest.mark.parametrize("by_epoch", [False, True])

@@ -21,6 +21,7 @@ TRAIN_SAMPLES = 6_941
 FOLDER = "101_ObjectCategories"
 ARCHIVE = f"{FOLDER}.tar.gz"  # within OUTER_FOLDER of OUTER_ARCHIVE
 OUTER_FOLDER = "caltech-101"
+TORCHVISIONS = "caltech101"  # into which torchvision.datasets.Caltech101 unpacks it
 OUTER_ARCHIVE = f"{OUTER_FOLDER}.zip"
 BACKGROUND = "BACKGROUND_Google"  # clutter, not a category
 CATEGORIES, IMAGES = 101, 8677
@@ -33,7 +34,8 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     train, test = open_split(data, "train"), open_split(data, "test")
     fingerprint = fingerprint_of([train.fingerprint, test.fingerprint])
     counts = len(train), len(test), len(train.class_names)
-    return DataSummary(*counts, fingerprint, class_names=train.class_names)
+    held_out = f"{TEST_SHARE:.0%} of each category, held out"
+    return DataSummary(*counts, fingerprint, train.class_names, validation=held_out)
 
 
 def build_train_loader(data: Mapping[str, Any], total_batch: int, micro_batch: int, **options: Any) -> Loader:
@@ -57,7 +59,7 @@ def open_split(data: Mapping[str, Any], split: str) -> FolderSplit:
 
 @functools.cache
 def _open(root: Path, allow_download: bool) -> dict[str, FolderSplit]:
-    places = (root / FOLDER, root / OUTER_FOLDER / FOLDER, root)
+    places = (root / FOLDER, root / OUTER_FOLDER / FOLDER, root / TORCHVISIONS / FOLDER, root)
     folder = next((path for path in places if (path / "accordion").is_dir()), None) or _unpack(root, allow_download)
     class_names = [name for name in list_folders(folder) if name != BACKGROUND]
     files = list_classes(folder, folder, class_names)

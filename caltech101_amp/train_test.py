@@ -51,7 +51,8 @@ def paths(split: FolderSplit) -> list[str]:
 
 def test_a_fifth_of_each_category_is_for_testing(root):
     train, test = open_at(root), open_at(root, "test")
-    assert task.describe_data({"root": str(root), "download": False}).class_names == list(NAMES)
+    data = task.describe_data({"root": str(root), "download": False})
+    assert (data.class_names, data.validation) == (list(NAMES), "20% of each category, held out")
     # the same in every version of this project
     numbers = iter([21, 27, 39, 9, 17, 2, 26, 56, 19, 22, 31, 40])
     assert paths(test) == [f"{name}/{next(numbers)}.jpg" for name in NAMES for _ in range(4)]
@@ -64,18 +65,20 @@ def test_either_archive_is_unpacked(root, tmp_path, monkeypatch):
     for key in ("crop_padding", "window", "loader"):
         with pytest.raises(UserError, match=f"DATA.{key}=9 has no effect"):
             task.describe_data({key: 9})
-    for name in ("tar", "zip"):
+    for name in ("tar", "zip", "torchvision"):
         (tmp_path / name).mkdir()
-    tar_path, zip_path = tmp_path / "tar" / task.ARCHIVE, tmp_path / "zip" / task.OUTER_ARCHIVE
+    archive = "101_ObjectCategories.tar.gz"  # in caltech-101.zip
+    tar_path, zip_path = tmp_path / "tar" / archive, tmp_path / "zip" / "caltech-101.zip"
     with tarfile.open(tar_path, "w:gz") as tar:
         tar.add(root / task.FOLDER, task.FOLDER)
     with zipfile.ZipFile(zip_path, "w") as container:
-        container.write(tar_path, f"{task.OUTER_FOLDER}/{task.ARCHIVE}")
+        container.write(tar_path, f"caltech-101/{archive}")
     (tmp_path / "zip" / task.OUTER_FOLDER).mkdir()  # what is left when a damaged tar in it is removed
     monkeypatch.setattr(task, "MD5", hashlib.md5(zip_path.read_bytes()).hexdigest())
     (tmp_path / task.OUTER_FOLDER).symlink_to(root)  # unpacked as it is, beside its archive
+    (tmp_path / "torchvision" / "caltech101").symlink_to(root)
     run_ranks(4, task._unpack, tmp_path / "tar", False)
-    places = (root, root / task.FOLDER, tmp_path / "tar", tmp_path / "zip", tmp_path)
+    places = (root, root / task.FOLDER, tmp_path, *(tmp_path / name for name in ("tar", "zip", "torchvision")))
     assert len({open_at(place).fingerprint for place in places}) == 1
 
 

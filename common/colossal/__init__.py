@@ -45,6 +45,7 @@ from common.colossal.upstream import (
     LinearWarmupLR,
     MultiTimer,
     ParallelMode,
+    disable_existing_loggers,
     get_accelerator,
     get_dataloader,
     get_dist_logger,

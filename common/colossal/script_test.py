@@ -32,7 +32,7 @@ PORTED = Path(__file__).parents[1] / "testing" / "ported"
 BENCHMARK = """
 BATCH_SIZE, LEARNING_RATE, WEIGHT_DECAY, NUM_EPOCHS, WARMUP_EPOCHS = 8, 2e-3, 0.03, 2, 1
 TENSOR_PARALLEL_SIZE, TENSOR_PARALLEL_MODE = 1, None
-parallel = dict(pipeline=1, tensor=dict(size=TENSOR_PARALLEL_SIZE, mode=TENSOR_PARALLEL_MODE))
+parallel = dict(pipeline=dict(size=1), tensor=dict(size=TENSOR_PARALLEL_SIZE, mode=TENSOR_PARALLEL_MODE))
 fp16 = dict(mode=AMP_TYPE.TORCH)
 """
 AMP = """

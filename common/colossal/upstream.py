@@ -102,7 +102,7 @@ with quiet_import():
     from colossalai.legacy.trainer import Trainer as UpstreamTrainer
     from colossalai.legacy.trainer.hooks import BaseHook, LRSchedulerHook
     from colossalai.legacy.utils import get_dataloader
-    from colossalai.logging import get_dist_logger
+    from colossalai.logging import disable_existing_loggers, get_dist_logger
     from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR, LinearWarmupLR
     from colossalai.nn.lr_scheduler.delayed import WarmupScheduler
     from colossalai.nn.optimizer import Lamb

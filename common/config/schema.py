@@ -137,8 +137,12 @@ class TensorParallel(Options):
     depth: int = key(1, "2.5d: squares that make up the size", ge=1)
 
 
+# Colossal-AI takes a dict too.
+Pipeline = Annotated[int, BeforeValidator(lambda stages: stages.get("size") if isinstance(stages, dict) else stages)]
+
+
 class Parallel(Options):
-    pipeline: int = key(1, "pipeline parallelism is not supported: 1", ge=1)
+    pipeline: Pipeline = key(1, "pipeline parallelism is not supported: 1", ge=1)
     tensor: TensorParallel = key(TensorParallel(), "tensor parallelism; made from `TENSOR_PARALLEL_SIZE` and `_MODE`")
 
 

@@ -123,6 +123,8 @@ def _find_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
 
 def _from_environment(launcher: str, args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
     names = dict(zip(FLAGS, VARIABLES[launcher], strict=False))
+    flags = {name: str(getattr(args, field)) for field, name in names.items() if getattr(args, field) is not None}
+    environ = flags | {name: value for name, value in environ.items() if value}
     if missing := [name for name in names.values() if not environ.get(name)]:  # Kubeflow sets no LOCAL_RANK
         raise UserError(
             f"{', '.join(missing)} not set: set all of {', '.join(names.values())}, as torchrun does, or none"

@@ -22,6 +22,7 @@ def variables(text: str) -> dict[str, str]:
 
 
 TORCHRUN = variables("RANK=3 LOCAL_RANK=1 WORLD_SIZE=4 MASTER_ADDR=node0 MASTER_PORT=29500")
+EMPTY = {"LOCAL_RANK": "", "MASTER_ADDR": "", "MASTER_PORT": ""}
 MPIRUN = variables("""
     OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2
     PMIX_NAMESPACE=3231121409
@@ -52,6 +53,7 @@ def detect(line: str, environ: Mapping[str, str]) -> Launch:
         ("--local_rank=0", SRUN | PLACE, ("slurm", 3, 1, 4, "m", 5)),
         # python -m torch.distributed.launch --nproc_per_node 4 train_dali.py --world_size 4
         ("--local-rank=1 --world_size 4 --config c", TORCHRUN, ("torch", 3, 1, 4, "node0", 29500)),
+        ("--rank 3 --local_rank=1 --host=node0 --port=29500", TORCHRUN | EMPTY, ("torch", 3, 1, 4, "node0", 29500)),
         # torchrun ... train.py --config=CONFIG_FILE, also inside a Slurm step
         ("--config=c", SRUN | TORCHRUN, ("torch", 3, 1, 4, "node0", 29500)),
         # python train.py --world_size=4 --rank=3 --local_rank=1 --host=node0 --port=29500

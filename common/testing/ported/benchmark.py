@@ -10,6 +10,7 @@ from common.colossal import (
     CosineAnnealingWarmupLR,
     MultiTimer,
     Trainer,
+    disable_existing_loggers,
     get_dataloader,
     get_dist_logger,
     gpc,
@@ -20,6 +21,7 @@ parser = colossalai.get_default_parser()
 parser.add_argument("--from_torch", action="store_true")
 args = parser.parse_args()
 colossalai.launch_from_torch(config=args.config)
+disable_existing_loggers()
 logger = get_dist_logger()
 
 torch.manual_seed(0)

@@ -40,7 +40,7 @@ WRAPPERS = ("state_dict", "model")  # under which timm, DeiT and others keep the
 SHAPE = {"act_layer", "norm_layer", *timm_arguments()}
 
 
-class Source(NamedTuple):
+class OpenedWeights(NamedTuple):
     """Parameters by timm's names, what is known of their MODEL, and timm's pretrained_cfg."""
 
     weights: dict[str, Tensor]
@@ -64,17 +64,16 @@ def resolve_source(name: str, is_timm: bool = False) -> str:
             if not cfg.hf_hub_id:
                 raise UserError(f"{name}: timm has no weights of it on the Hugging Face Hub; choose another")
             return HUB + cfg.hf_hub_id
-    path = Path(name).expanduser()
-    return str(path.resolve() if path.is_dir() else path.absolute())  # the Hub's cache links to files without suffix
+    return os.path.abspath(os.path.expanduser(name))  # links stay: a run's `best`, files of the Hub's cache
 
 
-def open_source(name: str) -> Source:
+def open_source(name: str) -> OpenedWeights:
     """Read the weights that `resolve_source` named; raise `UserError` for what holds none."""
     path, is_hub = Path(name), name.startswith(HUB)
     if not is_hub and ((path / MARKER).is_file() or (path / "checkpoints").is_dir()):
         run = open_run(name)
-        chosen = "" if run.checkpoint == path.resolve() else f"{run.chosen}: {run.checkpoint.name}"
-        return Source(run.load_weights(), run.config["MODEL"], chosen=chosen)
+        chosen = "" if run.checkpoint == path else f"{run.chosen}: {run.checkpoint.name}"
+        return OpenedWeights(run.load_weights(), run.config["MODEL"], chosen=chosen)
     try:
         return _open_hub(name) if is_hub else _open_file(name, path / MODEL if path.is_dir() else path)
     except UserError:
@@ -87,28 +86,29 @@ def open_source(name: str) -> Source:
         raise UserError(f"{name}: holds no weights that can be read ({reason}): {remedy}") from error
 
 
-def _open_hub(name: str) -> Source:
+def _open_hub(name: str) -> OpenedWeights:
     from timm.models import load_model_config_from_hf, load_state_dict_from_hf
 
     hub_id = name.removeprefix(HUB)
     preprocessing, architecture, arguments = load_model_config_from_hf(hub_id)
     weights = load_state_dict_from_hf(hub_id, weights_only=True)  # not the default of an older timm
-    return Source(weights, {"timm": architecture, **arguments}, preprocessing)
+    return OpenedWeights(weights, {"timm": architecture, **arguments}, preprocessing)
 
 
-def _open_file(name: str, file: Path) -> Source:
+def _open_file(name: str, file: Path) -> OpenedWeights:
     weights = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
     weights = next((weights[key] for key in WRAPPERS if isinstance(weights, Mapping) and key in weights), weights)
     if not (isinstance(weights, Mapping) and weights and all(isinstance(value, Tensor) for value in weights.values())):
         raise UserError(f"{name}: {file.name} is no state_dict: save model.state_dict() alone")
     weights, about = dict(weights), _read_description(file)
     if "config" in about:  # a run's
-        return Source(weights, about["config"]["MODEL"])
+        return OpenedWeights(weights, about["config"]["MODEL"])
     if "architecture" not in about:
-        return Source(weights, {})
+        return OpenedWeights(weights, {})
     own = {key: about.get(key) for key in ("label_names", "num_classes")}
-    model = {"timm": about["architecture"], **about.get("model_args", {})}
-    return Source(weights, model, about.get("pretrained_cfg", about) | own)
+    timm = about["architecture"]  # "none": of a model that timm does not have, by export.py
+    model = about.get("model_args", {}) | ({} if timm == "none" else {"timm": timm})
+    return OpenedWeights(weights, model, about.get("pretrained_cfg", about) | own)
 
 
 def _read_description(file: Path) -> Mapping[str, Any]:

@@ -71,7 +71,8 @@ def test_what_timm_has_not_goes_into_the_other_formats(data, tmp_path):
         export.export(run, "timm", tmp_path / "timm")
     model = build_model(**run.config["MODEL"] | {"num_classes": 9})
     assert export.describe_for_timm(run, model)["architecture"] == "none"
-    assert fit_pretrained(model, str(run.folder))[1].endswith("; a new head of 9 classes, not its 7")
+    for source in (run.folder, tmp_path / "safetensors"):
+        assert fit_pretrained(model, str(source))[1].endswith("; a new head of 9 classes, not its 7")
     about = json.loads((tmp_path / "onnx" / "config.json").read_text())["pretrained_cfg"]
     assert (about["mean"], about["std"]) == ([0.5, 0.4, 0.5], [0.2, 0.3, 0.2])
 

@@ -122,4 +122,6 @@ def test_a_path_goes_before_a_name(tmp_path, monkeypatch):
     Path("linked.safetensors").symlink_to("a blob of the cache")
     assert resolve_source("linked.safetensors") == str(tmp_path / "linked.safetensors")
     assert resolve_source("vit_tiny_patch16_224") == str(tmp_path / "vit_tiny_patch16_224")
+    Path("best").symlink_to("vit_tiny_patch16_224")
+    assert resolve_source("best") == str(tmp_path / "best")
     assert resolve_source("weights.pth") == str(tmp_path / "weights.pth")

@@ -12,5 +12,5 @@ def test_dry_run_of_the_recipes_needs_no_data_and_downloads_nothing(tmp_path, ca
         assert batch in printed
         assert "(the host's limit)" not in printed
         assert "3.7 M" in printed  # arXiv 2104.05704, table 3
-        assert "is not read, as DATA.download may write to it: time for 50,000 images" in printed
+        assert "is not read, as DATA.download may write to it: times assume 50,000 images" in printed
     assert list(tmp_path.iterdir()) == [tmp_path / "note"]

@@ -1,6 +1,6 @@
 """Pre-train a Vision Transformer on TFRecord shards read by DALI, with very large batches.
 
-python train_dali.py --config quickstart
+python train_dali.py --config quickstart --set DATA.root=../data/digits   # after scripts/quickstart.sh
 torchrun --nproc_per_node 8 train_dali.py --config vit-b16.py --set DATA.root=/path/to/imagenet
 """
 
@@ -14,8 +14,8 @@ from common.task import Task
 from imagenet_dali.task import TASK, build_eval_loader, build_train_loader
 
 
-def main(argv: list[str], task: Task = TASK) -> None:
-    run = start_run(argv, __doc__, task)
+def main(argv: list[str], task: Task = TASK, text: str | None = __doc__) -> None:
+    run = start_run(argv, text, task)
     if run is None:  # --dry-run, or finished already
         return
     config, plan = gpc.config, run.plan

@@ -54,10 +54,11 @@ def test_dry_run_of_the_benchmarks_file_needs_no_data(tmp_path):
     assert ended.code == 0, ended.stderr
     printed = " ".join(ended.stdout.split())
     assert "8 GPUs = 2 data parallel x 4 tensor parallel" in printed
-    assert "time for 1,281,167 images" in printed
+    assert "times assume 1,281,167 images" in printed
     assert "22.1 M" in printed  # ViT-S/16 in arXiv 2012.12877, table 1
     other_rank = dict(RANK="1", LOCAL_RANK="1", WORLD_SIZE="8", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     assert run_forked(main, command, **other_rank) == (0, "", "")
+    assert "recipe is vit_s16_vanilla" in run_forked(main, [command[0], "--help"]).stdout
 
 
 def test_every_data_set_has_its_own_evaluation(tmp_path, capsys, monkeypatch):

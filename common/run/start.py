@@ -150,7 +150,7 @@ def _print_plan(args: argparse.Namespace, prepared: Prepared, task: Task) -> Non
         notes |= {"classes": spare_classes(config, data), "reading": choose_order(prepared)[1]}
     elif root := named_root(config):
         why = "not read, as DATA.download may write to it" if config["DATA"]["download"] else "not on this machine"
-        notes["data"] = f"{root} is {why}: time for {task.train_samples:,} images"
+        notes["data"] = f"{root} is {why}: times assume {task.train_samples:,} images"
     cluster = parse_cluster(args, DECODE[task.loader or config["DATA"]["loader"]])
     is_compared = args.gpus is not None
     print_dry_run(config, plan, data, cluster, notes, task.train_samples, is_compared=is_compared)

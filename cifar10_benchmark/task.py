@@ -1,8 +1,4 @@
-"""The loaders of a config's ``DATA``, over images kept in the memory of the training device.
-
-Every loader yields ``(images float32 [B, 3, Y, X], labels int64 [B])`` on the device, in whole micro-batches.
-Evaluation pads its last batches with zeros of label -100, which `torch.nn.functional.cross_entropy` ignores.
-"""
+"""The loaders of a config's ``DATA``, over images kept in the memory of the training device."""
 
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path

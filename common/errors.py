@@ -32,11 +32,11 @@ class UserError(ValueError):
 
 
 class RankError(UserError):
-    """A mistake that the processes of a run do not share: each that sees it says so."""
+    """A mistake that not all processes of a run see: each that sees it prints it."""
 
 
 class AgreedError(UserError):
-    """What all processes of a run raise together: the first one says so."""
+    """What all processes of a run raise together: only the first prints it."""
 
 
 def printable(text: object) -> str:
@@ -138,7 +138,7 @@ def _report(error: UserError) -> None:
 def is_first_process() -> bool:
     """Return whether this process is the first of those that its launcher started, as far as the environment says.
 
-    A rank that cannot be is left to speak for itself.
+    A process with an invalid rank counts as first, so that it prints its own error.
     """
     for place in RANK_AND_SIZE:
         rank, size = map(os.environ.get, place)

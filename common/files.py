@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from common.errors import UserError, printable
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
-MAX_TEXT = 1 << 24  # bytes of a file that is read whole: a manifest of 50,000 shards, and little enough to be wrong
+MAX_TEXT = 1 << 24  # bytes of a file that is read whole; a manifest of 50,000 shards fits
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
@@ -88,10 +88,9 @@ def parse_json(text: bytes, schema: type[S], where: str) -> S:
 
 
 def own_file(path: Path) -> Path:
-    """Return ``path``, which is going to be written, in a folder that is created; raise `UserError` where it cannot be.
+    """Create the folder of ``path`` and return ``path``; raise `UserError` if it cannot be written.
 
-    Nor may it be a link, which in the folder of a stranger's run may lead to any file of ours, or a pipe, which waits
-    for a reader.
+    Refuses a link, which in a stranger's run may lead to any file of ours, and a pipe, which waits for a reader.
     """
     folder, remedy = path.parent, "choose another place with --output"
     if path.is_symlink() or (path.exists() and not path.is_file()):

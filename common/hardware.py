@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-BUSY = 0.3  # cores that other programs use, from which on threads wait without spinning; docs/performance.md says why
+BUSY = 0.3  # if other programs use more cores than this, threads wait without spinning (docs/performance.md)
 PACKAGES = ("torch", "torchvision", "colossalai", "nvidia-dali-cuda130", "nvidia-dali-cuda120", "timm")
 CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc/self")
 _processes: list["CpuLimits"] = []  # of the run

@@ -141,8 +141,7 @@ def prepare(
         ShardTask(source, dest, name, files, [listed.places.get(file) for file, _ in files], names, short_side)
         for name, files in plan.items()
     )
-    total = sum(len(files) for files in plan.values())
-    with folder_lock(dest / PARTIAL), tqdm(total=total, unit="image", disable=None) as progress:
+    with folder_lock(dest / PARTIAL), tqdm(total=sum(map(len, plan.values())), unit="image", disable=None) as progress:
         for report in parallel_map(write_shard, tasks, workers):
             rows = np.array([tuple(row) for row in report["rows"]], RECORD)  # an eighth of the report's memory
             done[report["name"]] = ShardRows(report["name"], report["sha256"], rows)

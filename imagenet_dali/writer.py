@@ -32,7 +32,7 @@ RESAMPLING = Image.Resampling.LANCZOS
 ROWS_IN_MEMORY = 1250  # images of parquet files that a worker holds
 _JPEG_MAGIC = b"\xff\xd8\xff"
 
-Task = TypeVar("Task")
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -58,7 +58,7 @@ class ShardRows:
     rows: np.ndarray
 
 
-def parallel_map(function: Callable[[Task], Result], tasks: Iterable[Task], workers: int) -> Iterator[Result]:
+def parallel_map(function: Callable[[Item], Result], tasks: Iterable[Item], workers: int) -> Iterator[Result]:
     """Yield ``function(task)`` of each task as it completes, in any order, from `workers` spawned processes.
 
     With one worker, this process does the work. Workers end with this process, however it ends.

@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from caltech101_amp import train as train_caltech
 from cifar10_benchmark import train as train_cifar10
 from common.config.fields import flatten
-from common.config.load import FOLDER, load_config
+from common.config.load import CONFIGS, load_config
 from common.config.originals_test import FILES
 from common.files import ROOT
 from common.planner.dry_run import DEFAULTS
@@ -28,7 +28,7 @@ SMALL += " --set MODEL.heads=2 --set MODEL.num_classes=None"
 
 def test_the_documentation_lists_what_each_recipe_sets():
     rows = ["| recipe | based on | sets |", "| --- | --- | --- |"]
-    for path in sorted(FOLDER.glob("[!_]*.py")):
+    for path in sorted(CONFIGS.glob("[!_]*.py")):
         text, values = path.read_text(), flatten(load_config(path.stem))
         base = "".join(re.findall(r"from configs\.(\w+) import \*", text)).replace("vit_b", "vit-b")
         before = flatten(load_config(base)) if base else DEFAULTS

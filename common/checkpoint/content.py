@@ -5,7 +5,7 @@ checkpoints/step-00001234/
     ema.safetensors         their moving averages, with EMA
     optimizer.safetensors   `<state>/<parameter>`, e.g. `exp_avg/head.weight`
     random.safetensors      `<rank>/<generator>`: states of every rank's random number generators
-    trainer.json            step, position in the data, loss scale, skipped updates, best evaluation
+    trainer.json            step, position in the data, loss scale, skipped updates, best evaluation, running loss
     config.json             the run's own
     metrics.jsonl           the run's own, so far
     COMPLETE                written last: SHA-256 of the others, for `sha256sum -c COMPLETE` too
@@ -119,7 +119,7 @@ class Updates(Schema):
 
 
 class Window(Schema):
-    """What the next train record of a rank has seen so far."""
+    """A rank's running totals for its next train record."""
 
     steps: Count
     micro_batches: Count

@@ -41,8 +41,8 @@ class CheckpointHook(BaseHook):
     The training loop waits for a copy of the weights and the optimizer's state; a thread of rank 0 writes it. A write
     that fails is reported, and training continues; if it is the last one, the run ends with `UserError`. The newest
     ``keep`` checkpoints stay, and the best. A signal that any rank has received ends the training of all ranks after
-    the same step. Ranks exchange this after every step without waiting, and act on it a step later; so do they save
-    after minutes.
+    the same step. Ranks exchange this after every step without waiting, and act on it a step later. They agree
+    in the same way on saves that are due by minutes.
 
     ``start_from`` is the checkpoint to resume from; ``about`` what config.json holds; ``averages`` those of `EmaHook`.
     """
@@ -145,7 +145,7 @@ class CheckpointHook(BaseHook):
     def _save(self, trainer: Trainer, best: tuple[float, float] | None = None) -> None:
         """Copy the state, which takes all ranks, and let rank 0 write it; waits for the write before this one.
 
-        ``best`` is what its evaluation has reached, if no other has reached more.
+        ``best``: (score, -loss) of the evaluation just done, if it is the best so far.
         """
         doing("saving a checkpoint")
         try:

@@ -111,9 +111,9 @@ def _newest_intact(folder: Path) -> Path | None:
 
 
 def note_start(about: Mapping[str, Any], start_from: Path | None) -> dict[str, Any]:
-    """Return what config.json says of a start: when, how and from which step, each time, and INIT as at the first.
+    """Return config.json's ``starts`` with this start added, and its ``config`` with INIT as at the first start.
 
-    Prints what has changed since the last.
+    Prints what has changed since the last start.
     """
     plan = about["plan"]
     now: dict[str, Any] = {"step": 0} | {key: about[key] for key in ("started", "argv", "commit")}
@@ -158,7 +158,7 @@ def check_data(path: Path, data: DataSummary, allowed: Sequence[str]) -> None:
 
 
 def check_changes(path: Path, config: Mapping[str, Any], output: Path, allowed: Sequence[str], last_step: int) -> None:
-    """Raise `UserError` where ``config`` would train otherwise than the run of the checkpoint ``path`` did.
+    """Raise `UserError` where ``config`` would train differently from the run of the checkpoint ``path``.
 
     In another folder than that run's, a branch, only `FIXED` keys are refused; else also those that are neither
     `HARMLESS` nor in ``allowed``.
@@ -179,7 +179,7 @@ def check_changes(path: Path, config: Mapping[str, Any], output: Path, allowed: 
     if refused:
         shown = ", ".join(f"{key}={now!r} (was {then!r})" for key, (then, now) in refused.items())
         allow = " ".join(f"--allow-change {key}" for key in refused)
-        state = "would train otherwise" if finished_step(path, last_step) is None else "is finished"
+        state = "would train differently" if finished_step(path, last_step) is None else "is finished"
         raise UserError(
             f"{shown}: the run in {output} {state}; keep the earlier values, start another run with --output DIR, "
             f"branch off with --resume {path} --output DIR, or add {allow}"

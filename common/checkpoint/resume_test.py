@@ -76,7 +76,7 @@ def test_what_is_refused(resume, output, words, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("LEARNING_RATE=0.2", r"LEARNING_RATE=0.2 \(was 0.1\): the run in .* otherwise; keep .* --output DIR, .*"),
+        ("LEARNING_RATE=0.2", r"LEARNING_RATE=0.2 \(was 0.1\): the run in .* differently; keep .* --output DIR, .*"),
         ("NUM_EPOCHS=4", r"NUM_EPOCHS=4 \(was 5\): "),
         ("OPTIMIZER.eps=1", r"OPTIMIZER.eps=1 \(was None\): "),
     ],

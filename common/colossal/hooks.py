@@ -4,7 +4,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from colossalai.legacy.trainer.hooks import *  # noqa: F403, imported without noise by `upstream` before
+from colossalai.legacy.trainer.hooks import *  # noqa: F403, `upstream` has imported it without its log lines
 from colossalai.legacy.trainer.hooks import _checkpoint_hook, _log_hook, _metric_hook
 from torch import nn
 

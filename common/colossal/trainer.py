@@ -108,13 +108,13 @@ class Trainer(UpstreamTrainer):
         self._is_silent = not self._should_display_progress(display_progress)
         self._returns_output = return_output_label
         own = getattr(self.engine.lr_scheduler, "schedule", None)
-        self._schedules, self._hooks_step = {own: False} if own else {}, False
+        self._schedules, self._stepped_by_hook = {own: False} if own else {}, False
         for hook in hooks:
             if isinstance(hook, LRSchedulerHook):
                 schedule = getattr(hook.lr_scheduler, "schedule", hook.lr_scheduler)
                 hook.lr_scheduler = OncePerStep(schedule, self.engine.optimizer)
                 self._schedules[schedule] = hook.by_epoch
-                self._hooks_step = True
+                self._stepped_by_hook = True
         try:
             self._call_hooks("after_hook_is_attached")
             self._call_hooks("before_train")
@@ -177,7 +177,7 @@ class Trainer(UpstreamTrainer):
         if self.epoch_step == self._steps_per_epoch:
             self._cur_epoch, self.epoch_step = self._cur_epoch + 1, 0
         self.learning_rate = max(group["lr"] for group in self.engine.optimizer.param_groups)
-        if self.engine.lr_scheduler is not None and not self._hooks_step:
+        if self.engine.lr_scheduler is not None and not self._stepped_by_hook:
             self.engine.lr_scheduler.step()
 
     def _timed(self, dataloader: Any) -> Iterator[Any]:
@@ -199,7 +199,7 @@ class Trainer(UpstreamTrainer):
         phase = f"evaluating after step {self.step}"
         batches = iter(test_dataloader)
         self._call_hooks("before_test")
-        broadcast_buffers(self.engine.model)  # their ranks' batch norms have seen different images
+        broadcast_buffers(self.engine.model)  # each rank's batch norms have seen different images
         self._call_hooks("before_test_epoch")
         self._call_timer("start", "Test-epoch")
         for _ in tqdm(range(len(test_dataloader)), desc=f"[Epoch {self._cur_epoch} / Test]", disable=self._is_silent):

@@ -112,5 +112,5 @@ def collect_gradients(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         source = getattr(parameter, "source", None)
         if source is not None and source.grad is not None:
-            grad = source.grad.to_local()  # a loss that is not finite has left its mark beside it
+            grad = source.grad.to_local()  # parameter.grad, if any, is by `StepOptimizer._poison`
             parameter.grad, source.grad = grad if parameter.grad is None else grad + parameter.grad, None

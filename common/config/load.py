@@ -18,7 +18,7 @@ from common.config.schema import Config, find_key
 from common.errors import UserError, did_you_mean, is_first_process, print_wrapped
 from common.files import read_bytes, short_path
 
-FOLDER = Path(configs.__path__[0])
+CONFIGS = Path(configs.__path__[0])
 PREDEFINED = {"AMP_TYPE": AMP_TYPE}  # without an import, as Colossal-AI's benchmark prints its config files
 # What replaces a key's value, in order: [(("depth",), 6)] for --set MODEL.depth=6, [((), 6)] for the value itself.
 Overrides = Mapping[str, Sequence[tuple[tuple[str, ...], Any]]]
@@ -123,11 +123,11 @@ def find_config(name: str, base: str | None = None) -> Path:
     stem = re.sub(r"^(\./)?(configs?/)?", "", name).removesuffix(".py")
     if base and base.endswith("_vanilla"):
         stem = re.sub(r"^vit_(?=(vanilla|1d|2d|2p5d|3d)$)", base.removesuffix("vanilla"), stem)
-    recipes = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
+    recipes = sorted(path.stem for path in CONFIGS.glob("[!_]*.py"))
     if stem in recipes:
-        return FOLDER / f"{stem}.py"
+        return CONFIGS / f"{stem}.py"
     raise UserError(
-        f"--config {name}: no such file or recipe{did_you_mean(stem, recipes)}; ls {short_path(FOLDER)} lists them"
+        f"--config {name}: no such file or recipe{did_you_mean(stem, recipes)}; ls {short_path(CONFIGS)} lists them"
     )
 
 
@@ -341,7 +341,7 @@ def _run(node: ast.stmt, path: Path, names: dict[str, Any], overrides: Overrides
 
 def _find_recipe(module: str, where: str) -> Path:
     """Return the file of ``from configs.x import ...``, ``vit_b16`` for ``vit-b16.py`` too."""
-    files = {f"configs.{file.stem.replace('-', '_')}": file for file in FOLDER.glob("[!_]*.py")}
+    files = {f"configs.{file.stem.replace('-', '_')}": file for file in CONFIGS.glob("[!_]*.py")}
     if module not in files:
         raise UserError(f"{where}: no recipe {module}{did_you_mean(module, files)}")
     return files[module]

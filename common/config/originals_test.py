@@ -8,6 +8,7 @@ from common.colossal import AMP_TYPE
 from common.config.load import find_config, load_config, load_own_config
 from common.config.plan import build_plan
 from common.errors import UserError
+from common.task import find_task
 
 SIZES = {"vanilla": (1, None), "1d": (2, "1d"), "2d": (4, "2d"), "2p5d": (4, "2.5d"), "3d": (8, "3d")}
 
@@ -62,14 +63,14 @@ CIFAR_1D = CIFAR.format(parallel=parallel_lines("1d"))
 SCALED = "fp16 = dict(mode=AMP_TYPE.NAIVE, initial_scale=8, growth_factor=4, hysteresis=2, num_losses=1, verbosity=0)\n"
 SCALED += CIFAR_1D + "gradient_accumulation = 2\ndali = dict(root='/data')\n"
 # name in the originals' repositories: the recipe of its task, the file
-FILES = {"data_parallel/config.py": ("vit-b16", DATA_PARALLEL)}
+FILES = {"data_parallel/config.py": (find_task("imagenet_dali").recipe, DATA_PARALLEL)}
 for name in SIZES:
     parallel = parallel_lines(name)
     FILES[f"imagenet1k/vit_{name}.py"] = "vit_s16_vanilla", IMAGENET.format(parallel=parallel)
-    FILES[f"cifar/vit_{name}.py"] = "vit_lite_vanilla", CIFAR.format(parallel=parallel)
+    FILES[f"cifar/vit_{name}.py"] = find_task("cifar10_benchmark").recipe, CIFAR.format(parallel=parallel)
 for mode in ("TORCH", "NAIVE", "APEX"):
     lines = f"from colossalai.amp import AMP_TYPE\nfp16 = dict(mode=AMP_TYPE.{mode})"
-    FILES[f"amp/config_AMP_{mode.lower()}.py"] = "config_fp32", AMP.format(fp16=lines)
+    FILES[f"amp/config_AMP_{mode.lower()}.py"] = find_task("caltech101_amp").recipe, AMP.format(fp16=lines)
 FILES["amp/config_fp32.py"] = "config_fp32", AMP.format(fp16="")
 
 

@@ -186,7 +186,7 @@ class BatchAugment:
 
 
 class MixupLoss(nn.Module):
-    """Loss against the two weighted labels of a mixed image, in fp32.
+    """Loss against the two weighted labels of a mixed image, in float32.
 
     Cross-entropy against the weighted one-hot labels. With ``bce_threshold``: binary cross-entropy, averaged over the
     classes or with ``bce_sum`` summed, with target 1 for classes whose weight exceeds it (DeiT III, arXiv 2204.07118),

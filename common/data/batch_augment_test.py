@@ -47,7 +47,7 @@ class ConstantReader:
 
 
 def build(dp_rank: int = 0, **config: Any) -> BatchAugment:
-    sampler = TrainSampler(48, global_batch=16, micro_batch=4, dp_rank=dp_rank, dp_size=2, seed=1)
+    sampler = TrainSampler(48, total_batch=16, micro_batch=4, dp_rank=dp_rank, dp_size=2, seed=1)
     return BatchAugment(Loader(sampler, ConstantReader()), OFF | config)
 
 

@@ -50,7 +50,7 @@ class TrainSampler:
     """Deal out each epoch's order of the samples as micro-batches of one data-parallel rank.
 
     Each rank has consecutive rows of every global batch, and micro-batches are consecutive rows of these. The last
-    ``samples % global_batch`` samples of an order, which differ by epoch, are dropped. With each sample come
+    ``samples % total_batch`` samples of an order, which differ by epoch, are dropped. With each sample come
     ``uniforms`` numbers in [0, 1) for its augmentation, which depend on the seed, the epoch, the step and the row in
     the global batch alone.
 
@@ -63,7 +63,7 @@ class TrainSampler:
     """
 
     samples: int
-    global_batch: int
+    total_batch: int
     micro_batch: int
     _: KW_ONLY
     dp_rank: int = 0
@@ -76,11 +76,11 @@ class TrainSampler:
 
     def __post_init__(self) -> None:
         self.stride = self.micro_batch * self.dp_size  # samples that one micro-batch takes over all ranks
-        self.accumulation = self.global_batch // self.stride
+        self.accumulation = self.total_batch // self.stride
 
     def __len__(self) -> int:
         """Return the micro-batches in an epoch."""
-        return self.samples // self.global_batch * self.accumulation
+        return self.samples // self.total_batch * self.accumulation
 
     def draws(self, epoch: int, start: int = 0) -> Iterator[Draw]:
         """Yield the epoch's micro-batches from number ``start`` on."""
@@ -100,9 +100,9 @@ class TrainSampler:
 
     def _order(self, epoch: int) -> Stream:
         """Return all that this rank draws in an epoch, in order."""
-        steps, rows = self.samples // self.global_batch, self.global_batch // self.dp_size
-        count = 1 if self.blocks is None else count_streams(len(self.blocks) - 1, self.window, self.global_batch)
-        edges = np.arange(count + 1) * self.global_batch // count  # rows of each stream
+        steps, rows = self.samples // self.total_batch, self.total_batch // self.dp_size
+        count = 1 if self.blocks is None else count_streams(len(self.blocks) - 1, self.window, self.total_batch)
+        edges = np.arange(count + 1) * self.total_batch // count  # rows of each stream
         lengths = -(-steps * np.diff(edges) // self.repeats)
         starts = np.cumsum(lengths) - lengths
         samples, span_of, spans = [], [], [np.empty((0, 2), np.int64)]
@@ -197,9 +197,9 @@ def _is_last(values: np.ndarray) -> np.ndarray:
     return last[values] == np.arange(len(values))
 
 
-def count_streams(blocks: int, window: int, global_batch: int) -> int:
+def count_streams(blocks: int, window: int, total_batch: int) -> int:
     """Return the number of streams: a power of two, so that each has a row of the batch and a window of blocks."""
-    most = max(1, min(STREAMS, global_batch, blocks // window))
+    most = max(1, min(STREAMS, total_batch, blocks // window))
     return 1 << (most.bit_length() - 1)
 
 

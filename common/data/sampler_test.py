@@ -11,10 +11,10 @@ BLOCKS = np.append(np.arange(0, 1000, 7), 1000)  # the last is shorter
 SPLIT = dict(blocks=BLOCKS, window=3)
 
 
-def build(samples: int, global_batch: int, micro_batch: int, dp_size: int, **options: object) -> list[TrainSampler]:
+def build(samples: int, total_batch: int, micro_batch: int, dp_size: int, **options: object) -> list[TrainSampler]:
     """Return the samplers of all ranks."""
     place = dict(dp_size=dp_size, seed=7, uniforms=5, **options)
-    return [TrainSampler(samples, global_batch, micro_batch, dp_rank=rank, **place) for rank in range(dp_size)]
+    return [TrainSampler(samples, total_batch, micro_batch, dp_rank=rank, **place) for rank in range(dp_size)]
 
 
 def global_batches(*sizes: int, epoch: int = 0, **options: object) -> list[tuple]:

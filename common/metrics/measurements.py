@@ -18,7 +18,7 @@ STEPS = 120  # of a range test: 20 for each factor of ten
 LOWEST, HIGHEST = 1e-5, 10.0
 SMOOTHING = 0.9  # weight of the previous average
 DIVERGED = 4.0  # times the lowest smoothed loss
-MARGIN = 10.0
+SAFETY = 10.0
 SIGNIFICANT = 1.3  # standard deviations by which the loss must fall; noise alone does in 3 % of tests
 WARMUP = 5  # steps before the profiled ones; the profiler runs during the last of them
 
@@ -83,12 +83,12 @@ class LearningRateFinder(Measurement):
             print("no suggestion: the loss is not finite, or does not fall by more than its noise")
             print("take more steps (--find-lr 500) or a larger TOTAL_BATCH_SIZE", flush=True)
         else:
-            print(f"suggested    a tenth of {suggested * MARGIN:.1e}, where the smoothed loss is lowest")
+            print(f"suggested    a tenth of {suggested * SAFETY:.1e}, where the smoothed loss is lowest")
             print(f"LEARNING_RATE={suggested:.1e}", flush=True)
 
 
 def suggest_rate(rows: list[dict[str, float]]) -> float | None:
-    """Return the rate with the lowest smoothed loss, divided by `MARGIN`; None if the loss falls by noise only.
+    """Return the rate with the lowest smoothed loss, divided by `SAFETY`; None if the loss falls by noise only.
 
     The first tenth of the losses (at least five), at rates too low to change them, gives the initial loss and its
     standard deviation.
@@ -99,7 +99,7 @@ def suggest_rate(rows: list[dict[str, float]]) -> float | None:
         return None
     best = min(finite, key=lambda row: row["smoothed"])
     falls = statistics.fmean(first) - best["smoothed"] > SIGNIFICANT * statistics.stdev(first)
-    return best["learning_rate"] / MARGIN if falls else None
+    return best["learning_rate"] / SAFETY if falls else None
 
 
 def _draw(rows: list[dict[str, float]], best: float | None, path: Path) -> None:

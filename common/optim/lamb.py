@@ -39,7 +39,7 @@ class Lamb(Optimizer):
 
     The state is `exp_avg`, `exp_avg_sq` and `step`, all tensors of the parameter's device. As with torch's fused
     optimizers, an attribute `found_inf`, a 0-dim float32 tensor there, makes `step` change nothing where it is 1. Under
-    tensor parallelism `reduce_norms` sums the squared norms over the shards, once a step for all trust ratios.
+    tensor parallelism and ZeRO `reduce_norms` sums the squared norms over the shards, once a step for all trust ratios.
     """
 
     found_inf: Tensor | None = None

@@ -96,7 +96,7 @@ def describe_options(config: Mapping[str, Any], plan: Plan) -> dict[str, str]:
         rows["MODEL.timm"] = f"{name}, images of {size} x {size} pixels, {own}"
     if decay := config["EMA"]:
         steps = f"{1 / (1 - decay):,.0f}"
-        rows["EMA"] = f"evaluated are averages over about {steps} steps; evaluate.py --raw takes the weights"
+        rows["EMA"] = f"evaluation uses averages over about {steps} steps; evaluate.py --raw uses the weights"
     if (decay := config["OPTIMIZER"].get("layer_decay", 1.0)) != 1:
         layers = max(layers_above(model).values())
         lowest = f"{decay:g}^{layers} = {decay**layers:.2g}"
@@ -151,14 +151,14 @@ def _print_modes(planner: Planner, images: int) -> None:
         return
     if not predictions[0].fits and (sharded := [p.zero for p in fitting if p.zero and not p.tensor["mode"]]):
         print_wrapped(f"data parallel does not fit in {_usable(cluster)}: set zero=dict(stage={min(sharded)})")
-    best = min(fitting, key=lambda prediction: prediction.step)
+    best = min(fitting, key=lambda prediction: prediction.slowest_step)
     print(f"fastest that fits: {best.mode}, {_range(best.images_per_s, ',.0f')} images/s")
     print_wrapped(f"{_describe_time(best, plan, images)}, without evaluation")
 
 
 def _describe_time(prediction: Prediction, plan: Plan, images: int) -> str:
     steps = plan.epochs * images / prediction.total_batch
-    seconds = [steps * prediction.fastest_step, steps * prediction.step]
+    seconds = [steps * prediction.fastest_step, steps * prediction.slowest_step]
     unit, size = next((unit, size) for unit, size in UNITS.items() if seconds[0] >= size or size == 1)
     times = [value / size for value in seconds]
     limit = " (the host's limit)" * prediction.waits
@@ -207,7 +207,7 @@ def _row(prediction: Prediction, cluster: Cluster) -> dict[str, str]:
         "images/s": "",
     }
     if prediction.fits:
-        times = [1e3 * prediction.fastest_step, 1e3 * prediction.step]
+        times = [1e3 * prediction.fastest_step, 1e3 * prediction.slowest_step]
         row["step ms"] = "*" * prediction.waits + _range(times, ",.0f")
         row["images/s"] = _range(prediction.images_per_s, ",.0f")
     return row

@@ -77,7 +77,7 @@ def sent_share(name: str, size: int) -> float:
 # images/s that 8 cores decode and augment, by loader: 1.1 and 2.88 ms of CPU time an image (docs/performance.md)
 DECODE = {"dali": 7300.0, "torchvision": 2800.0, "memory": math.inf}
 # The flags of `Cluster`'s fields.
-FLAGS = ("gpu_memory", "gpus_per_node", "links", "images_per_s", "decode_images_per_s")
+CLUSTER_FLAGS = ("gpu_memory", "gpus_per_node", "links", "images_per_s", "decode_images_per_s")
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
@@ -134,8 +134,8 @@ def cluster_here() -> Cluster:
 class Prediction:
     """One way to train on N GPUs: how batch and model are split, and the seconds of a step.
 
-    ``step``: the worst case, in which nothing overlaps but decoding. ``fastest_step``: the best case, a well-tuned GPU
-    that sends gradients during the last micro-batch's backward pass. ``waits``: this one waits for decoding.
+    ``slowest_step``: the worst case, in which nothing overlaps but decoding. ``fastest_step``: the best case, a
+    well-tuned GPU that sends gradients during the last micro-batch's backward pass, waits for decoding if ``waits``.
     """
 
     tensor: Mapping[str, Any]
@@ -145,7 +145,7 @@ class Prediction:
     accumulation: int
     estimate: StepEstimate
     fits: bool
-    step: float
+    slowest_step: float
     fastest_step: float
     waits: bool
 
@@ -165,7 +165,7 @@ class Prediction:
     @property
     def images_per_s(self) -> tuple[float, float]:
         """The rate of the worst and of the best case."""
-        return self.total_batch / self.step, self.total_batch / self.fastest_step
+        return self.total_batch / self.slowest_step, self.total_batch / self.fastest_step
 
 
 class Planner:

@@ -22,7 +22,7 @@ from common.metrics.loggers import check_trackers
 from common.metrics.measurements import STEPS
 from common.model.build import build_on_meta
 from common.model.flops import flops_per_image
-from common.planner.prediction import FLAGS, add_cluster_arguments, at_least_1, check_limits
+from common.planner.prediction import CLUSTER_FLAGS, add_cluster_arguments, at_least_1, check_limits
 from common.task import Task, data_root, named_root
 
 
@@ -37,7 +37,7 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
         )
     if args.gpus is not None and not args.dry_run:
         raise UserError(f"--gpus {args.gpus}: requires --dry-run; a run counts its processes itself")
-    for name in FLAGS:
+    for name in CLUSTER_FLAGS:
         if args.gpus is None and getattr(args, name) is not None:
             raise UserError(f"--{name.replace('_', '-')}: requires --dry-run --gpus N")
     return args

@@ -32,7 +32,7 @@ def test_the_first_lines_name_what_is_set_within_80_columns(data, tmp_path):
     head = start(data, tmp_path / "head", f"INIT={tmp_path / 'whole'}", "FREEZE=body", "MICRO_BATCH_SIZE=64")
     for ended, lines in (
         (whole, ["OPTIMIZER.layer_decay: learning rate x 0.5^3 = 0.12 (embeddings) to 1 (head)"]),
-        (whole, ["EMA: evaluated are averages over about 100 steps; evaluate.py --raw takes the weights"]),
+        (whole, ["EMA: evaluation uses averages over about 100 steps; evaluate.py --raw uses the weights"]),
         (whole, ["zero: stage 3, parameters, gradients and optimizer state sharded over 1 data-parallel process"]),
         (whole, ["warning: MODEL.num_classes=9 is more than the data set's 7 classes; None takes as many as it has"]),
         (head, [STARTED, "a new head of 7 classes, not its 9"]),

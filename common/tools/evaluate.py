@@ -32,7 +32,7 @@ from common.metrics.hook import count_correct, sum_over
 from common.task import data_root, find_task
 
 AT_EACH_END = 5  # classes of the table for the terminal
-NAMED = 50  # classes up to which the picture names them
+NAMED_CLASSES = 50  # classes up to which the picture names them
 DRAWN = 2000  # classes up to which there is a picture
 
 
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
         print_wrapped(f"data       {data['root']}: {summary.eval_samples:,} images, {split}", 11)
         then = run.about["data"].get("fingerprint", summary.fingerprint)
         if then != summary.fingerprint and not (args.data or args.split):
-            print_wrapped("warning: the data set has changed: some of these images may have been trained on", 11)
+            print_wrapped("warning: the data set has changed: the model may have been trained on some of these", 11)
         for line in list_changes(run.about):
             print_wrapped(line)
     predict = Predictor(run.load_model(), run.config)
@@ -190,7 +190,7 @@ def draw_confusion(names: Sequence[str], answers: np.ndarray, path: Path) -> boo
     shares = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
     figure.colorbar(axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the class's images")
     axes.set(xlabel="predicted", ylabel="true class", title=f"Confusion matrix, {confusion.sum():,} images")
-    if count <= NAMED:
+    if count <= NAMED_CLASSES:
         axes.set_xticks(range(count), names, rotation=90, parse_math=False)  # "$" is no formula
         axes.set_yticks(range(count), names, parse_math=False)
     save_figure(figure, path)

@@ -54,7 +54,7 @@ CHARTS: dict[str, tuple[str, float, bool]] = {
 
 
 @dataclass(frozen=True)
-class FinishedRun:
+class RecordedRun:
     """What a run left, or has left so far: ``about`` is config.json, ``saved_step`` that of its newest checkpoint."""
 
     name: str
@@ -132,16 +132,16 @@ def find_runs(folder: Path) -> list[Path]:
     return inside
 
 
-def load_run(folder: Path, name: str) -> FinishedRun:
+def load_run(folder: Path, name: str) -> RecordedRun:
     """Read a run's config.json and metrics.jsonl; the run may still be running."""
     about = read_about(folder, RunInfo)
     metrics = read_metrics(folder) if (folder / METRICS).exists() else []  # before the first step
     newest = newest_checkpoint(folder / "checkpoints")
     step = newest.name.removeprefix("step-") if newest else ""
-    return FinishedRun(name, about, metrics, int(step) if step.isdecimal() else 0)
+    return RecordedRun(name, about, metrics, int(step) if step.isdecimal() else 0)
 
 
-def rank_combinations(runs: Sequence[FinishedRun], notes: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
+def rank_combinations(runs: Sequence[RecordedRun], notes: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
     """Return a row for each combination of a sweep's values, the best first, and a line that names the best.
 
     Runs that differ only in `SEED` share a row: the mean of their final top-1, its range, and how many they are.
@@ -171,9 +171,9 @@ def rank_combinations(runs: Sequence[FinishedRun], notes: Mapping[str, str]) -> 
     return rows, f"best: {named}; {verdict}"
 
 
-def group_by_seed(runs: Sequence[FinishedRun]) -> dict[tuple[tuple[str, Any], ...], list[FinishedRun]]:
+def group_by_seed(runs: Sequence[RecordedRun]) -> dict[tuple[tuple[str, Any], ...], list[RecordedRun]]:
     """Return the runs by the (key, value) of what the sweep varies but `SEED`."""
-    groups: dict[tuple[tuple[str, Any], ...], list[FinishedRun]] = {}
+    groups: dict[tuple[tuple[str, Any], ...], list[RecordedRun]] = {}
     keys = dict.fromkeys(key for run in runs for key in run.values)
     for run in runs:
         values = {key: run.values.get(key, ABSENT) for key in keys if key != SEED} if keys else {"run": run.name}
@@ -188,7 +188,7 @@ def _number(text: str) -> int | float | str:
     return text
 
 
-def result_row(run: FinishedRun) -> dict[str, Any]:
+def result_row(run: RecordedRun) -> dict[str, Any]:
     """Return a run's row of results.csv; losses are those of the first and last train record."""
     about, train, evaluations = run.about, run.of_kind("train"), run.of_kind("eval")
     if not train or not evaluations:
@@ -230,7 +230,7 @@ def name_hardware(hardware: Mapping[str, Any]) -> str:
     return f"{counted(hardware['cpus'], 'core')} of {hardware['cpu']}, {hardware.get('instruction_set', '-')}"
 
 
-def render(runs: Sequence[FinishedRun]) -> str:
+def render(runs: Sequence[RecordedRun]) -> str:
     """Return the page."""
     charts = {"runs": [run.name for run in runs], "charts": collect_charts(runs)}
     ranked, verdict = rank_combinations(runs, {})
@@ -256,7 +256,7 @@ def render(runs: Sequence[FinishedRun]) -> str:
     )
 
 
-def _best_top1(run: FinishedRun) -> str:
+def _best_top1(run: RecordedRun) -> str:
     evaluations = run.of_kind("eval")
     if not evaluations:
         return ABSENT
@@ -264,12 +264,12 @@ def _best_top1(run: FinishedRun) -> str:
     return f"{best['top1']:.2%} at step {best['step']:,}"
 
 
-def _wall_time(run: FinishedRun) -> str:
+def _wall_time(run: RecordedRun) -> str:
     hours, minutes = divmod(round(run.seconds) // 60, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {round(run.seconds) % 60:02} s"
 
 
-SUMMARY: dict[str, Callable[[FinishedRun], str]] = {
+SUMMARY: dict[str, Callable[[RecordedRun], str]] = {
     "Top-1, last evaluation": lambda run: next((f"{line['top1']:.2%}" for line in run.of_kind("eval")[::-1]), ABSENT),
     "Top-1, best evaluation": _best_top1,
     "Steps": lambda run: run.steps,
@@ -292,7 +292,7 @@ def _flat_text(values: Mapping[str, Any]) -> dict[str, str]:
     return {key: value if isinstance(value, str) else repr(value) for key, value in flatten(values).items()}
 
 
-def collect_charts(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
+def collect_charts(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
     """Return a chart for every metric that the runs have, with a line for each run and kind."""
     charts = []
     for name, (title, scale, from_zero) in CHARTS.items():
@@ -305,7 +305,7 @@ def collect_charts(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
     return charts
 
 
-def _lines(run: FinishedRun, number: int, name: str, scale: float) -> Iterator[dict[str, Any]]:
+def _lines(run: RecordedRun, number: int, name: str, scale: float) -> Iterator[dict[str, Any]]:
     for kind in ("train", "eval"):
         pairs = [(line["step"], line[name]) for line in run.of_kind(kind) if name in line]
         points = [(x, None if y is None or math.isnan(y) else float(f"{y * scale:.6g}")) for x, y in pairs]

@@ -33,9 +33,9 @@ from common.files import ROOT
 from common.launch.signals import SIGNALS, exit_code, signal_name
 from common.metrics.curves import build_figure, place_legend, save_figure
 from common.task import TASKS, find_task
-from common.tools.report import ABSENT, SEED, FinishedRun, find_runs, group_by_seed, load_run, rank_combinations
+from common.tools.report import ABSENT, SEED, RecordedRun, find_runs, group_by_seed, load_run, rank_combinations
 
-CONFIG = "CONFIG"
+CONFIG_KEY = "CONFIG"
 COSTS = (
     "GB: peak memory of a process; data: share of the time waiting for images; fwd, bwd: of a step; d(loss): largest "
     "difference of the train loss from the first run's"
@@ -81,7 +81,7 @@ def train(args: argparse.Namespace) -> dict[str, str]:
     grid = dict(map(_parse_grid, args.grid))
     if len(grid) < len(args.grid):
         raise UserError("--grid: a key is named twice: put all its values into one --grid")
-    if not args.config and CONFIG not in grid:
+    if not args.config and CONFIG_KEY not in grid:
         raise UserError("--grid and --set need --config, or --grid CONFIG=A,B: which recipes to train")
     _check_best(args.best, list(grid))
     commands = plan_commands(args, grid)
@@ -110,10 +110,10 @@ def plan_commands(args: argparse.Namespace, grid: dict[str, list[str]]) -> dict[
     commands = {}
     for values in itertools.product(*grid.values()):
         chosen = dict(zip(grid, values, strict=True))
-        name = chosen.get(CONFIG) or args.config
+        name = chosen.get(CONFIG_KEY) or args.config
         script, recipe = find_script(name, args.train)
         path = str(find_config(name, recipe).resolve())
-        settings = [*args.set, *(f"{key}={value}" for key, value in chosen.items() if key != CONFIG)]
+        settings = [*args.set, *(f"{key}={value}" for key, value in chosen.items() if key != CONFIG_KEY)]
         config = load_config(path, settings, recipe)
         processes = max(args.processes, config["parallel"]["tensor"]["size"])
         build_plan(config, processes, None)
@@ -193,7 +193,7 @@ def is_finished(folder: Path, command: Sequence[str]) -> bool:
     return run.final is not None and list(command[-len(arguments) :]) == arguments
 
 
-def tabulate_costs(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
+def tabulate_costs(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
     """Return each run's medians of memory, rate and times, and the difference of its loss; `COSTS` explains them."""
     first, rows = {line["step"]: line["loss"] for line in runs[0].of_kind("train")}, []
     for run in runs:
@@ -212,7 +212,7 @@ def tabulate_costs(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
     return rows
 
 
-def draw(runs: Sequence[FinishedRun], path: Path, best: str | None = None) -> bool:
+def draw(runs: Sequence[RecordedRun], path: Path, best: str | None = None) -> bool:
     """Draw top-1 of the finished runs against the first key, with a line for the others; False if there is none yet.
 
     Runs that differ only in `SEED` are one point, their mean, with a bar from the least to the greatest. ``best`` names
@@ -250,7 +250,7 @@ def draw(runs: Sequence[FinishedRun], path: Path, best: str | None = None) -> bo
     return True
 
 
-def collect_points(runs: Sequence[FinishedRun], best: str | None) -> dict[tuple, dict[Any, list[float]]]:
+def collect_points(runs: Sequence[RecordedRun], best: str | None) -> dict[tuple, dict[Any, list[float]]]:
     """Return the final top-1 of the finished runs in per cent, by line and x; there are several if seeds differ.
 
     Of the points that differ only in the key ``best`` only the one with the highest mean stays, without that key.

@@ -11,7 +11,7 @@ import pytest
 from common.errors import UserError
 from common.testing.tiny_task import CONFIG
 from common.tools import sweep
-from common.tools.report import FinishedRun, rank_combinations
+from common.tools.report import RecordedRun, rank_combinations
 from common.tools.report_test import evaluation, train, write_run
 
 
@@ -80,9 +80,9 @@ def test_every_combination_is_trained_once(words, trained, tmp_path, capsys):
     assert trained[4:] == [names[2], "TOTAL_BATCH_SIZE=28,LEARNING_RATE=1", "LEARNING_RATE=3", "LEARNING_RATE=3"]
 
 
-def finished_run(top1: float, last_step: int = 4, **values: float) -> FinishedRun:
+def finished_run(top1: float, last_step: int = 4, **values: float) -> RecordedRun:
     name = ",".join(f"{key}={value}" for key, value in values.items())
-    return FinishedRun(name, {"plan": {"last_step": last_step}}, [evaluation(4, top1, loss=10 * top1)])
+    return RecordedRun(name, {"plan": {"last_step": last_step}}, [evaluation(4, top1, loss=10 * top1)])
 
 
 def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):

@@ -54,7 +54,7 @@ class Linear(nn.Module):
     and the other modes' files).
     """
 
-    multiply: Callable[[Tensor, Tensor], Tensor]  # this rank's shard of the product of the whole x [..., in] and weight
+    multiply: Callable[[Tensor, Tensor], Tensor]
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ OUTPUT_X_WEIGHT_3D = ParallelMode.PARALLEL_3D_OUTPUT_X_WEIGHT
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's shard of a parameter.
+    """How this rank's shard of a parameter is cut from the whole; the shard's attribute ``shard``.
 
     Attributes:
         cuts: (dimension, group), in order: the dimension is split evenly over the group's ranks.

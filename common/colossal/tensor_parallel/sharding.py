@@ -1,4 +1,4 @@
-"""Shard a model, and gather it again."""
+"""Shard a model, and gather it from its shards and those of ZeRO; the buffers of batch norms."""
 
 import math
 from collections import defaultdict

@@ -185,12 +185,13 @@ def _check_best(best: str | None, keys: Sequence[str]) -> None:
 
 
 def is_finished(folder: Path, command: Sequence[str]) -> bool:
-    """Return whether ``folder`` holds the whole run of ``command``; the run itself decides what else it resumes."""
+    """Return whether ``folder`` holds the whole run of ``command``; else the run itself decides what it resumes."""
     if not (folder / "config.json").exists():
         return False
     run = load_run(folder, folder.name)
     arguments = run.about["argv"][1:]
-    return run.final is not None and list(command[-len(arguments) :]) == arguments
+    is_edited = Path(command[command.index("--config") + 1]).stat().st_mtime > (folder / "config.json").stat().st_mtime
+    return run.final is not None and not is_edited and list(command[-len(arguments) :]) == arguments
 
 
 def tabulate_costs(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:

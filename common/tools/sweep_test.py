@@ -76,8 +76,10 @@ def test_every_combination_is_trained_once(words, trained, tmp_path, capsys):
     sweep.main([*words, "--grid", "TOTAL_BATCH_SIZE=28", "--grid", "LEARNING_RATE=1"])  # joins the others
     for seed in (1, 2):  # another command: the run decides
         sweep.main([*words, "--grid", "LEARNING_RATE=3", "--set", f"SEED={seed}"])
+    os.utime(tmp_path / "tiny.py", (3e9, 3e9))  # edited since
+    sweep.main([*words, "--grid", "LEARNING_RATE=3", "--set", "SEED=2"])
     sweep.main(["--output", str(folder), "--best", "LEARNING_RATE"])
-    assert trained[4:] == [names[2], "TOTAL_BATCH_SIZE=28,LEARNING_RATE=1", "LEARNING_RATE=3", "LEARNING_RATE=3"]
+    assert trained[4:] == [names[2], "TOTAL_BATCH_SIZE=28,LEARNING_RATE=1", *["LEARNING_RATE=3"] * 3]
 
 
 def finished_run(top1: float, last_step: int = 4, **values: float) -> RecordedRun:

@@ -74,8 +74,9 @@ def test_what_it_names_exists(page, monkeypatch):
     text = (ROOT / page).read_text()
     for command in commands(page):
         found = re.search(r"(?:\bpython -m |^| )((?<=-m )[\w.]+|\S+\.py) (.*)", command)
-        if not found or found[1] in ("pip", "pytest"):
+        if not found or found[1] in ("pip", "pytest", "gpu"):
             continue
+        assert "usage: " in help_of(found[1])
         flags = shlex.split(found[2])
         for flag, value in zip(flags, [*flags[1:], ""], strict=True):
             name, _, joined = flag.partition("=")

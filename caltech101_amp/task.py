@@ -17,7 +17,6 @@ from common.task import Task, refuse_unused
 URL = "https://data.caltech.edu/records/mzrjq-6wc02/files/caltech-101.zip"
 MD5 = "3138e1922a9193bfa496528edbbc45d0"
 DOWNLOAD = "Caltech-101 (137 MB)"
-TRAIN_SAMPLES = 6_941
 FOLDER = "101_ObjectCategories"
 ARCHIVE = f"{FOLDER}.tar.gz"  # within OUTER_FOLDER of OUTER_ARCHIVE
 OUTER_FOLDER = "caltech-101"
@@ -68,8 +67,8 @@ def _open(root: Path, allow_download: bool) -> dict[str, FolderSplit]:
             f"{folder}: {len(class_names)} categories with {len(files):,} images, not {CATEGORIES} with {IMAGES:,}; "
             f"unpack {ARCHIVE} again, or add --set DATA.download=True with an empty folder"
         )
-    splits = zip(("train", "test"), split_by_class(files, TEST_SHARE), strict=True)
-    return {name: FolderSplit(folder, class_names, of_split) for name, of_split in splits}
+    train, test = (FolderSplit(folder, class_names, of_split) for of_split in split_by_class(files, TEST_SHARE))
+    return {"train": train, "test": test}
 
 
 def _unpack(root: Path, allow_download: bool) -> Path:
@@ -92,7 +91,7 @@ TASK = Task(
     describe=describe_data,
     build_eval_loader=build_eval_loader,
     build_eval_crop=image_loaders.build_eval_crop,
-    train_samples=TRAIN_SAMPLES,
+    train_samples=6_941,
     download=DOWNLOAD,
     loader="torchvision",
 )

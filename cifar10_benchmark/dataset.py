@@ -16,7 +16,6 @@ from common.errors import UserError
 from common.files import fingerprint_of
 
 DOWNLOAD = "CIFAR-10 (170 MB)"
-TRAIN_SAMPLES = 50_000
 BATCHES = CIFAR10.base_folder
 
 

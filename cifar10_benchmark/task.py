@@ -1,6 +1,6 @@
 """The loaders of a config's ``DATA``, over images kept in the memory of the training device."""
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cifar10_benchmark.dataset import DOWNLOAD, TRAIN_SAMPLES, Images, open_images
+from cifar10_benchmark.dataset import DOWNLOAD, Images, open_images
 from common.config.plan import DataSummary
 from common.data.auto_augment import AutoAugment
 from common.data.crops import CenterCrop, Normalizer
 from common.data.image_loaders import SHARDS_ONLY
-from common.data.loader import Batch, Loader, prefetch, to_device
+from common.data.loader import Batches, Loader, prefetch, to_device
 from common.data.sampler import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
 from common.errors import UserError
 from common.task import Task, refuse_unused
@@ -48,8 +48,8 @@ def build_train_loader(
     ``ranks_and_seed`` are ``dp_rank``, ``dp_size`` and ``seed`` of `TrainSampler`.
     """
     images = _load(data, "train", image_size)
-    draws: dict[str, Any] = dict(uniforms=UNIFORMS_PER_SAMPLE, repeats=data["repeats"], **ranks_and_seed)
-    sampler = TrainSampler(len(images.labels), total_batch, micro_batch, **draws)
+    ranks_and_seed |= dict(uniforms=UNIFORMS_PER_SAMPLE, repeats=data["repeats"])
+    sampler = TrainSampler(len(images.labels), total_batch, micro_batch, **ranks_and_seed)
     augment = Augment(data["crop_padding"], data["flip"], data["autoaugment"])
     return Loader(sampler, MemoryReader(images, augment, data, device))
 
@@ -115,11 +115,11 @@ class MemoryReader:
         self._normalize = Normalizer(data["mean"], data["std"], device)
         self._augment = augment
 
-    def read(self, draws: Iterator[Draw]) -> Generator[Batch, None, None]:
+    def read(self, draws: Iterator[Draw]) -> Batches:
         """Yield one batch per draw, in order."""
         return prefetch(self._read(draws), self._images.device)
 
-    def _read(self, draws: Iterator[Draw]) -> Generator[Batch, None, None]:
+    def _read(self, draws: Iterator[Draw]) -> Batches:
         for indices, uniforms, *_ in draws:
             rows = to_device(np.where(indices == PADDING, 0, indices), self._images.device)
             images, labels = self._images.index_select(0, rows), self._labels.index_select(0, rows)
@@ -142,7 +142,7 @@ TASK = Task(
     describe=describe_data,
     build_eval_loader=build_eval_loader,
     build_eval_crop=build_eval_crop,
-    train_samples=TRAIN_SAMPLES,
+    train_samples=50_000,
     download=DOWNLOAD,
     loader="memory",
 )

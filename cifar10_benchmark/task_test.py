@@ -19,13 +19,12 @@ from common.testing.ranks import run_ranks
 from common.testing.simulated_gpu import read_on_gpu
 
 CPU = torch.device("cpu")
-TRAIN, TEST = 61, 11
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("data")
-    for split, count in (("train", TRAIN), ("test", TEST)):
+    for split, count in (("train", 61), ("test", 11)):
         write_colours(folder / split, count, 8, 8)
     return str(folder)
 

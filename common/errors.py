@@ -20,11 +20,11 @@ EXPLAIN: list[Callable[[Exception], str]] = [
 ]
 # Control characters, line separators, overrides of the direction of text, and bytes that are not UTF-8.
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-RANK_AND_SIZE = (  # variables of torchrun, mpirun and srun
-    ("RANK", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
-)
+VARIABLES = {  # rank, local rank and size, as torchrun, mpirun and srun name them; then host and port
+    "torch": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+}
 
 
 class UserError(ValueError):
@@ -54,9 +54,9 @@ def print_wrapped(text: str, indent: int = 4, *, is_warning: bool = False) -> No
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows as a table for the terminal, which is Markdown too."""
-    header, *body = [list(rows[0]), *([printable(value) for value in row.values()] for row in rows)]
-    widths = [max(2, *map(len, column)) for column in zip(header, *body, strict=True)]  # Markdown needs a dash
-    lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in (header, *body)]
+    cells = [list(rows[0]), *([printable(value) for value in row.values()] for row in rows)]
+    widths = [max(2, *map(len, column)) for column in zip(*cells, strict=True)]  # Markdown needs a dash
+    lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in cells]
     lines.insert(1, ["-" * (width - 1) + ":" for width in widths])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -140,8 +140,8 @@ def is_first_process() -> bool:
 
     A process with an invalid rank counts as first, so that it prints its own error.
     """
-    for place in RANK_AND_SIZE:
-        rank, size = map(os.environ.get, place)
+    for names in VARIABLES.values():
+        rank, size = map(os.environ.get, (names[0], names[2]))
         if rank and size:
             return not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
     return True

@@ -47,7 +47,7 @@ def test_an_end_without_a_traceback(error, code, printed, capsys):
     with pytest.raises(SystemExit, match=f"^{code}$"):
         run_command(main, [])
     assert capsys.readouterr().err == printed
-    with pytest.raises(type(error)) if code == 2 else pytest.raises(SystemExit):
+    with pytest.raises(type(error) if code == 2 else SystemExit):
         run_command(main, ["--debug"])
 
 

@@ -82,9 +82,9 @@ def parse_json(text: bytes, schema: type[S], where: str) -> S:
         return schema.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-    place = "".join(f"{part}: " for part in [".".join(map(str, first["loc"]))] if part)
+    place = ".".join(map(str, first["loc"]))
     value = f", not {first['input']!r}" if first["type"] not in ("missing", "json_invalid") else ""
-    raise UserError(f"{where}: {place}{first['msg']}{value}"[:400])
+    raise UserError(f"{where}: {place and f'{place}: '}{first['msg']}{value}"[:400])
 
 
 def own_file(path: Path) -> Path:

@@ -3,17 +3,15 @@
 import math
 import os
 import subprocess
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
 from common import hardware
+from common.files import ROOT
 from common.hardware import CpuLimits, cpu_limits, memory_bytes, share_of_cores
 from common.testing.commands import run_python
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@
 
 import ast
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from common.files import ROOT
+
 TASKS = {"imagenet_dali", "caltech101_amp", "cifar10_benchmark"}
 FILES = sorted(path for package in TASKS | {"common", "configs"} for path in (ROOT / package).rglob("*.py"))
 # What users' own scripts call when they launch; it stands in Colossal-AI's room, as the functions are Colossal-AI's.

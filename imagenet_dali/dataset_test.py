@@ -44,9 +44,7 @@ def test_a_record_that_went_bad_is_named(data):
     edit_manifest(data, lambda of: of["splits"]["validation"]["shards"][-1].update(sha256="other"))
     assert open_split(data, "validation").fingerprint != split.fingerprint
     truncate(split.shards[-1])
-    with pytest.raises(
-        UserError, match=f"{split.shards[-1]}: record 59 of validation .*: length or its checksum does not match"
-    ):
+    with pytest.raises(UserError, match=f"{split.shards[-1]}: record 59 of validation .*: length or its checksum"):
         split.read(59)
     split.shards[-1].unlink()
     assert "No such file" in str(split.read_span(58, 60)[1])

@@ -191,9 +191,9 @@ def _find_containers(root: Path) -> list[str]:
 
 def _list_containers(root: Path, containers: list[str], split: str | None) -> Source:
     """List tars and parquet files; a word in a path names the split; where none does, all is for training."""
-    by_split: dict[str, list[str]] = {}
+    by_split = defaultdict(list)
     for container in containers:
-        by_split.setdefault(_split_of(container), []).append(container)
+        by_split[_split_of(container)].append(container)
     if by_split.keys() > {""}:
         raise UserError(f"{root / by_split[''][0]}: its path names no split, as the others do; rename it")
     wanted = [split or "train", *(["validation"] if not split and "validation" in by_split else [])]

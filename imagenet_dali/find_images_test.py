@@ -58,7 +58,8 @@ def parquet_of(rows: list[tuple[str | None, bytes | None, int | None]], names: l
     return buffer.getvalue()
 
 
-def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path):
+def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path, monkeypatch):
+    monkeypatch.setattr("imagenet_dali.writer.ROWS_IN_MEMORY", 4)  # of 10 in a shard
     labels = [2, 0, 1, 1, 0, 0]
     kinds = [("ILSVRC2012_ID", "i4"), ("WNID", "O"), ("words", "O"), ("num_children", "i4")]
     synsets = [(7, "n02", WORDS[1], 0), (8, "n01", WORDS[0], 0), (9, "n03", WORDS[2], 0), (10, "n00", "fish", 3)]

@@ -10,7 +10,7 @@ import functools
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -25,7 +25,7 @@ from PIL import Image
 from torch import Tensor
 
 from common.data.crops import Crop, Crops, Normalizer, reflected, resample
-from common.data.loader import prefetch, to_device
+from common.data.loader import Batch, Batches, prefetch, to_device
 from common.data.sampler import NO_LABEL, Draw
 from common.data.workers import Record, RecordReader
 from common.errors import UserError, is_first_process
@@ -142,17 +142,17 @@ class DaliReader:
         self._in_flight: deque[RawBatch] = deque()  # given to DALI, not yielded yet
         self._pipeline = self._build()
 
-    def read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:
+    def read(self, draws: Iterator[Draw]) -> Batches:
         """Yield the batch of each draw, in order."""
         return prefetch(self._read(draws), self.device)
 
-    def _read(self, draws: Iterator[Draw]) -> Generator[tuple[Tensor, Tensor], None, None]:
+    def _read(self, draws: Iterator[Draw]) -> Batches:
         # DALI must finish the batches of a pass that was left early before it takes a new one
         self._raw_batches = iter(())
         while self._run() is not None:
             pass
         self._raw_batches = self._read_raw(draws)
-        pending: deque[Callable[[], tuple[Tensor, Tensor]]] = deque()
+        pending: deque[Callable[[], Batch]] = deque()
         while (decoded := self._run()) is not None:
             pending.append(partial(self._finish, *decoded) if self.resizes else self._resize(*decoded))
             if self.resizes or len(pending) > 1:  # else the threads resize one more while this one is used
@@ -209,19 +209,19 @@ class DaliReader:
             raise self._explain(error) from error
         return self._in_flight.popleft(), outputs
 
-    def _finish(self, raw: RawBatch, outputs: tuple) -> tuple[Tensor, Tensor]:
+    def _finish(self, raw: RawBatch, outputs: tuple) -> Batch:
         """Return the batch that DALI has resized."""
         images = _shift(torch.from_dlpack(outputs[0].as_tensor()), raw.crops)
         if self.augment:
             images = self.augment.augment_batch(images.clone(), raw.uniforms[:, -self.augment.uniforms :])
         return self._normalized(images, raw)
 
-    def _normalized(self, images_BCYX: Tensor, raw: RawBatch) -> tuple[Tensor, Tensor]:
+    def _normalized(self, images_BCYX: Tensor, raw: RawBatch) -> Batch:
         images = self._normalize(images_BCYX)
         images[raw.samples :] = 0
         return images, to_device(raw.labels, self.device)
 
-    def _resize(self, raw: RawBatch, outputs: tuple) -> Callable[[], tuple[Tensor, Tensor]]:
+    def _resize(self, raw: RawBatch, outputs: tuple) -> Callable[[], Batch]:
         """Resize and normalise the windows that DALI has decoded, in threads; return what waits for the batch."""
         images_BYXC = torch.empty(self.batch, self.size, self.size, 3, dtype=torch.uint8)
         arrays = images_BYXC.numpy()
@@ -236,7 +236,7 @@ class DaliReader:
 
         resized = self._resizing.map(resize, range(self.threads))
 
-        def wait() -> tuple[Tensor, Tensor]:
+        def wait() -> Batch:
             for _ in resized:
                 pass
             return self._normalized(images_BYXC.permute(0, 3, 1, 2).contiguous(), raw)

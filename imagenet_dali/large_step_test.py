@@ -28,7 +28,7 @@ RANKS, TOTAL, MICRO = 2, 32 * 1024, 256  # images of an optimizer step and of a 
 def gradient_of_timm(data: Path, weights: Path) -> dict[str, Tensor]:
     """Return the gradient of the mean loss in float64 on what all ranks train on in the first step."""
     model = VisionTransformer(**timm_arguments(**MODEL))
-    model.load_state_dict(load_file(weights), strict=True)
+    model.load_state_dict(load_file(weights))
     model.double()
     config = load_config("vit-b16", [f"DATA.root={data}"])
     for rank in range(RANKS):
@@ -55,7 +55,7 @@ def test_32k_images_in_float32(tmp_path):
     for split, images in (("train", TOTAL + 1000), ("val", 50)):
         write_photographs(tmp_path / "images" / split, "abcdefghi", images, 20, 20)
     data, weights, output = tmp_path / "shards", tmp_path / "model.safetensors", tmp_path / "run"
-    prepare.main([str(tmp_path / "images"), str(data), "--workers", "2"])
+    prepare.prepare(tmp_path / "images", data, workers=2)
     torch.manual_seed(0)
     save_file(build_model(**MODEL).state_dict(), weights)
 

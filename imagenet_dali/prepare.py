@@ -12,6 +12,7 @@ import random
 import shutil
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -182,11 +183,11 @@ def _shuffle(files: Files, places: Mapping[str, Place], rng: random.Random) -> F
 
     Of a row group, which is compressed as a whole, every shard of its window reads some rows.
     """
-    blocks: dict[tuple[str, int], Files] = {}
+    blocks = defaultdict(list)
     for file in sorted(files):
         place = places.get(file[0])
         block = place[:2] if place and place.is_row and len(files) > IMAGES_PER_WINDOW else ("", 0)
-        blocks.setdefault(block, []).append(file)
+        blocks[block].append(file)
     order = list(blocks)
     rng.shuffle(order)
     shuffled, window = [], []

@@ -13,8 +13,8 @@ import numpy as np
 from PIL import Image
 
 from common.testing.photographs import write_colours
-from imagenet_dali import prepare
 from imagenet_dali.dataset import open_split
+from imagenet_dali.prepare import prepare
 
 HERE = Path(__file__).parent
 LAUNCHERS = ("SLURM_", "OMPI_", "PMIX_")
@@ -47,8 +47,7 @@ def write_config(folder: Path) -> Path:
 
 def prepare_data(folder: Path) -> Path:
     """Prepare 65 images of three colours as shards, in ``folder/shards``."""
-    images = write_colours(folder / "images", 65, 20, 24, "jpg")
-    prepare.main([str(images), str(folder / "shards"), "--validation-share", "0.2", "--workers", "1"])
+    prepare(write_colours(folder / "images", 65, 20, 24, "jpg"), folder / "shards")
     return folder / "shards"
 
 
@@ -58,7 +57,7 @@ def write_images(root: Path, per_class: int, names: Sequence[str] = ("class_0", 
         (root / name).mkdir(parents=True)
         for number in range(per_class):
             path = root / name / f"{number:04d}.jpg"
-            path.write_bytes(jpeg(24 + number % 16, 40 + label, seed=number))
+            path.write_bytes(jpeg(24 + number % 16, 40 + label, number))
     return root
 
 
@@ -97,9 +96,9 @@ def encode(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
     return buffer.getvalue()
 
 
-def jpeg(height: int = 24, width: int = 40, seed: int = 0, **options: Any) -> bytes:
-    """Return the content of a good JPEG."""
-    return encode(gradient(height, width, seed), **options)
+def jpeg(*shape_and_seed: int, **options: Any) -> bytes:
+    """Return the content of a good JPEG, of a `gradient`."""
+    return encode(gradient(*shape_and_seed), **options)
 
 
 def with_flipped_bit(data: bytes, position: int) -> bytes:

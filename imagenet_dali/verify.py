@@ -1,6 +1,7 @@
 """Verify a prepared data set; turn existing TFRecord shards into one."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -54,10 +55,10 @@ def adopt(root: Path, workers: int) -> list[str]:
     """
     if (root / MANIFEST).exists():
         raise UserError(f"{root / MANIFEST}: exists, the data set is prepared already; use --check to verify it")
-    names: dict[str, list[str]] = {}
+    names = defaultdict(list)
     for word, split in SPLITS.items():
         if split != "test" and (found := _find_shards(root, word)):
-            names[split] = names.get(split, []) + found
+            names[split] += found
     if "train" not in names:
         raise UserError(f"{root}: no such folder, or no shards: they are the files of train/, or files named train-*")
     class_names = read_labels(root / LABELS) if (root / LABELS).is_file() else None

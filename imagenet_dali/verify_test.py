@@ -15,22 +15,23 @@ from imagenet_dali.testing import encode, gradient, jpeg, spoil_record, with_fli
 
 
 def test_check_lists_all_that_is_wrong(data, capsys):
-    main(["--check", str(data), "--workers=2"])
+    words = ["--check", str(data)]
+    main([*words, "--workers=2"])
     assert capsys.readouterr().out == f"{data}: every record is verified\n"
     shards = [spoil_record(data, "train", 2), spoil_record(data, "validation", 5)]
     with pytest.raises(UserError, match="faults found: 2; copy the data set again, or delete it and prepare it again"):
-        main(["--check", str(data), "--workers=1"])
+        main([*words, "--workers=1"])
     assert capsys.readouterr().out.splitlines() == [f"{shard}: differs from the manifest" for shard in shards]
     shards[0].unlink()
     with pytest.raises(UserError, match="faults found: 1"):
-        main(["--check", str(data)])
+        main(words)
     assert capsys.readouterr().out == f"{shards[0]}: missing\n"
     (data / "records/validation.npy").write_bytes(b"")
     with pytest.raises(UserError, match="validation.npy: missing, or differs from the manifest"):
-        main(["--check", str(data)])
+        main(words)
     (data / "labels.txt").write_text("class_0\n")
     with pytest.raises(UserError, match="labels.txt: 1 names, not 2"):
-        main(["--check", str(data)])
+        main(words)
 
 
 def write_foreign(path: Path, samples: list[tuple[bytes, int]], **more: tuple[object, str]) -> None:
@@ -85,12 +86,7 @@ CMYK = encode(gradient().convert("CMYK"))
         ([1, 2], "abc", {}, "labels 1 to 2 fit 3 names counted from 0 and from 1"),
         ([0, 5], "abc", {}, "label 5, out of range for 3 classes from 0"),
         ([2, 3], "", {}, "labels run from 2 to 3 with gaps"),
-        (
-            [1] * 21,
-            "",
-            {IMAGE: (encode(gradient(), "PNG"), "byte")},
-            "21; leave.* 0 at byte 0: not.*\n(.*\n){19}.* 1 m",
-        ),
+        ([1] * 21, "", {IMAGE: (encode(gradient(), "PNG"), "byte")}, "21; leave.* at byte 0: not.*\n(.*\n){19}.* 1 m"),
         ([1], "", {IMAGE: (CMYK, "byte")}, "which decoders turn into different colours"),
         ([1], "", {IMAGE: (7, "int")}, r"not a tf.train.Example with one image/encoded \(bytes\)"),
         ([1], "", {LABEL: (-1, "int")}, "label -1 is no class number"),

@@ -57,7 +57,7 @@ def test_an_original_of_the_benchmark_trains_from_its_tasks_folder(tmp_path, mon
     monkeypatch.chdir(ROOT / "cifar10_benchmark")
     settings = f"--set DATA.root={tmp_path}/data --set MAX_STEPS=2{SMALL}"
     ended = run_forked(train_cifar10.main, f"--config {tmp_path}/vit_vanilla.py {settings}".split())
-    assert "BATCH_SIZE as TOTAL_BATCH_SIZE=16, over all GPUs; left out" in " ".join(ended.stdout.split())
+    assert "BATCH_SIZE as TOTAL_BATCH_SIZE=16, over all GPUs; left out" in ended.words
     assert ended.stdout.splitlines()[-1].startswith("top1=")
     about = json.loads((tmp_path / "vit_None_cifar10_bs16_lr0.002" / "config.json").read_text())
     assert (about["plan"]["total_batch"], about["config"]["DATA"]["autoaugment"]) == (16, "cifar10")
@@ -76,7 +76,7 @@ def test_an_original_of_the_benchmark_trains_from_its_tasks_folder(tmp_path, mon
 )
 def test_a_recipes_dry_run_is_of_timms_model_and_as_documented(recipe, name, time, capsys):
     train_dali.main(["--config", recipe, "--dry-run"])
-    size = load_config(recipe, [])["MODEL"]["image_size"]
+    size = load_config(recipe)["MODEL"]["image_size"]
     with torch.device("meta"):
         count = sum(p.numel() for p in timm.create_model(name, img_size=size, num_classes=1000).parameters())
     shown = " ".join(capsys.readouterr().out.split())
@@ -127,8 +127,7 @@ def test_a_dry_run_says_what_fits_and_what_is_fastest(memory, words, capsys):
 def test_the_amp_examples_command_downloads_to_data_or_says_where_to_put_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("caltech101_amp.task.URL", "http://127.0.0.1:9/caltech-101.zip")  # where nobody listens
-    ended = run_forked(train_caltech.main, ["--config", "config/config_AMP_torch.py"])
-    assert ended.code == 2
-    assert "DATA.root is not set: ./data, to which Caltech-101 (137 MB) is downloaded" in " ".join(ended.stdout.split())
+    ended = run_forked(train_caltech.main, ["--config", "config/config_AMP_torch.py"], code=2)
+    assert "DATA.root is not set: ./data, to which Caltech-101 (137 MB) is downloaded" in ended.words
     (line,) = ended.stderr.splitlines()
     assert line.endswith(f"; rerun the command, or download the file to {tmp_path}/data/caltech-101.zip")

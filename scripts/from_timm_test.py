@@ -82,8 +82,7 @@ def test_the_ported_recipe_trains_as_timms(tmp_path):
     for (name, p), q in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
         assert is_decayed(ours.optimizer, p) == is_decayed(theirs.optimizer, q), name
     for step in range(1, plan.total_steps + 1):
-        rate = theirs.optimizer.param_groups[0]["lr"]
-        assert ours.schedule.get_last_lr()[0] == pytest.approx(rate, rel=1e-9), step
+        assert ours.schedule.get_last_lr()[0] == pytest.approx(theirs.optimizer.param_groups[0]["lr"], rel=1e-9), step
         if step <= TRAINED:
             take_step(ours, theirs, number["smoothing"])
         ours.schedule.step()

@@ -34,7 +34,7 @@ from common.testing.commands import in_words, wait_until
 from common.testing.photographs import write_photographs
 from common.testing.ranks import launched
 from imagenet_dali.imagenet_dali_dataloader import decodes_windows
-from imagenet_dali.prepare import main as prepare
+from imagenet_dali.prepare import prepare
 from imagenet_dali.task import build_eval_loader, build_train_loader
 
 pytestmark = [
@@ -55,6 +55,7 @@ TOLERANCES = {"float32": (1e-5, 1e-3), "TF32": (2e-3, 0.1), "float16": (2e-3, 0.
 RATES = {"LEARNING_RATE": 1e-3, "WEIGHT_DECAY": 0.1, "clip_grad_norm": 1.0}
 TWO = "-m torch.distributed.run --nproc_per_node 2"
 Record = Callable[..., None]
+eager_and_compiled = pytest.mark.parametrize("compiled", [False, True])
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's data."""
     folder = tmp_path_factory.mktemp("digits")
     subprocess.run([sys.executable, ROOT / "scripts" / "write_digits.py", folder / "images"], check=True)
-    prepare([str(folder / "images"), str(folder / "shards"), "--validation-share", "0.2"])
+    prepare(folder / "images", folder / "shards")
     return folder / "shards"
 
 
@@ -118,7 +119,7 @@ def train_steps(batches: list[tuple[Tensor, Tensor]], config: dict[str, Any]) ->
         return losses, engine.optimizer
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@eager_and_compiled
 @pytest.mark.parametrize("loader", ["torchvision", "dali"])
 def test_quickstart(loader, compiled, digits, tmp_path, record):
     started = time.monotonic()
@@ -127,7 +128,7 @@ def test_quickstart(loader, compiled, digits, tmp_path, record):
     assert top1 > 0.96
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@eager_and_compiled
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 def test_numerics(optimizer, compiled, record):
     """Five steps in every precision, with LAMB on recomputed blocks, against a plain loop in float64 on the CPU."""
@@ -219,7 +220,7 @@ def test_memory(model, batch, mode, optimizer, accumulation, record):
     assert predicted == pytest.approx(taken, rel=0.1)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@eager_and_compiled
 def test_two_processes_on_one_gpu(compiled, digits, tmp_path, record):
     """They train as one does, over gloo."""
     settings = ("MAX_STEPS=20", "MIXUP=0.0", "fp16=None", "TF32=False", "LOG.every=1", f"COMPILE={compiled}")
@@ -245,7 +246,7 @@ def test_a_killed_rank_ends_the_other(digits, tmp_path, record):
     assert not any(rank.is_running() for rank in ranks)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@eager_and_compiled
 @pytest.mark.parametrize(("part", "model"), [("step", VIT_B16), ("step", VIT_S16), ("lamb", {})])
 def test_speed(part, model, compiled, record):
     """ViT-B/16 and ViT-S/16 at batch 256 in bfloat16, beside bare PyTorch and timm; LAMB beside timm's."""
@@ -262,12 +263,11 @@ def test_dali(windows, tmp_path, monkeypatch, record):
     decodes_windows()  # loads DALI's nvJPEG
     monkeypatch.setattr("imagenet_dali.imagenet_dali_dataloader.decodes_windows", lambda: windows)
     write_photographs(tmp_path / "images", "abcd", 4096, 500, 400)
-    prepare([str(tmp_path / "images"), str(tmp_path / "shards"), "--validation-share", "0.125"])
+    prepare(tmp_path / "images", tmp_path / "shards", cores(), validation_share=0.125)
     data = load_config("vit-b16")["DATA"] | {"root": str(tmp_path / "shards"), "loader": "dali"}
-    place = dict(image_size=224)
-    expected, _ = next(iter(build_eval_loader(data, 256, device=torch.device("cpu"), **place)))
-    images, _ = next(iter(build_eval_loader(data, 256, device=DEVICE, **place)))
-    loader, work = build_train_loader(data, 256, 256, seed=0, device=DEVICE, **place), bench.Work((), 3, 1)
+    expected, _ = next(iter(build_eval_loader(data, 256, image_size=224, device=torch.device("cpu"))))
+    images, _ = next(iter(build_eval_loader(data, 256, image_size=224, device=DEVICE)))
+    loader, work = build_train_loader(data, 256, 256, seed=0, image_size=224, device=DEVICE), bench.Work((), 3, 1)
     for _ in work:
         count = sum(len(batch) for batch, _ in loader)
     difference = (images.cpu() - expected).abs().mean().item()

@@ -70,15 +70,15 @@ def expected(data, tmp_path_factory) -> Outcome:
     """The result of the tiny config with two processes of torchrun."""
     folder = tmp_path_factory.mktemp("expected")
     command = f"bash scripts/train_torchrun.sh imagenet_dali/train_dali.py --config={write_config(folder)} {STEPS}"
-    answer = run(f"{command} --output={folder}/run", cwd=ROOT, DATA=data, NPROC_PER_NODE="2")
-    return outcome(answer.stdout, folder / "run")
+    return outcome(folder / "run", f"{command} --output={folder}/run", cwd=ROOT, DATA=data, NPROC_PER_NODE="2")
 
 
-def outcome(stdout: str, folder: Path) -> Outcome:
-    """Return the line of the final top-1 and the weights' file of the run in ``folder``."""
+def outcome(output: Path, command: str, **options: object) -> Outcome:
+    """Run a command that trains into ``output``; return the line of the final top-1, and the weights' file."""
+    stdout = run(command, **options).stdout
     lines = [line for line in stdout.splitlines() if line.startswith("top1=")]
     assert len(lines) == 1, stdout
-    return lines[0], (newest_checkpoint(folder / "checkpoints") / "model.safetensors").read_bytes()
+    return lines[0], (newest_checkpoint(output / "checkpoints") / "model.safetensors").read_bytes()
 
 
 # --- torchrun ---------------------------------------------------------------------------------------------------------
@@ -87,8 +87,8 @@ def outcome(stdout: str, folder: Path) -> Outcome:
 def test_torch_distributed_launch(data, arguments, expected, tmp_path):
     """Seed 003's command, with two processes on the CPU."""
     command = "python -m torch.distributed.launch --nproc_per_node 2 --master_addr localhost"
-    answer = run(f"{command} --master_port {free_port()} train_dali.py --world_size 2 {arguments}", DATA=data)
-    assert outcome(answer.stdout, tmp_path / "run") == expected
+    command += f" --master_port {free_port()} train_dali.py --world_size 2 {arguments}"
+    assert outcome(tmp_path / "run", command, DATA=data) == expected
 
 
 @contextmanager
@@ -122,21 +122,28 @@ def test_torchrun_on_two_hosts(data, arguments, expected, tmp_path):
         words, others = ["ip", "netns", "exec", hosts[1], *command.split()], os.environ | environ | {"NODE_RANK": "1"}
         with subprocess.Popen(words, cwd=ROOT, env=others, stdout=subprocess.DEVNULL) as second:
             try:
-                answer = run(f"ip netns exec {hosts[0]} {command}", cwd=ROOT, NODE_RANK="0", **environ)
+                first = f"ip netns exec {hosts[0]} {command}"
+                assert outcome(tmp_path / "run", first, cwd=ROOT, NODE_RANK="0", **environ) == expected
                 assert second.wait(60) == 0
             finally:
                 second.terminate()
-    assert outcome(answer.stdout, tmp_path / "run") == expected
+
+
+@contextmanager
+def training(start: str, folder: Path, **environ: str) -> Iterator[subprocess.Popen]:
+    """Train without an end into ``folder/run``, in two processes; yield their launcher once there are records."""
+    settings = f"--config={write_config(folder)} --output={folder}/run --set NUM_EPOCHS=9999 --set EVAL_EVERY=9999"
+    words = f"{start} imagenet_dali/train_dali.py {settings}".split()
+    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environ = os.environ | environ | {"NPROC_PER_NODE": "2"}
+    with subprocess.Popen(words, cwd=ROOT, env=environ, **streams) as launcher:
+        wait_until(lambda: (folder / "run/metrics.jsonl").exists() and read_metrics(folder / "run"), seconds=120)
+        yield launcher
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_torchrun_saves_a_checkpoint_and_prints_no_traceback(data, tmp_path, number):
-    settings = f"--output={tmp_path}/run --set NUM_EPOCHS=9999 --set EVAL_EVERY=9999"
-    command = f"bash scripts/train_torchrun.sh imagenet_dali/train_dali.py --config={write_config(tmp_path)} {settings}"
-    environ = os.environ | {"DATA": data, "NPROC_PER_NODE": "2"}
-    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    with subprocess.Popen(command.split(), cwd=ROOT, env=environ, **streams) as process:
-        wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists() and read_metrics(tmp_path / "run"), seconds=120)
+    with training("bash scripts/train_torchrun.sh", tmp_path, DATA=data) as process:
         process.send_signal(number)
         printed = process.communicate(timeout=60)[0]
     assert process.returncode == 128 + number
@@ -168,9 +175,8 @@ def test_what_the_scripts_refuse(script, environ, words):
 
 
 def test_mpirun(data, arguments, expected, tmp_path):
-    options = "--allow-run-as-root --oversubscribe --bind-to none -n 2"
-    answer = run(f"mpirun {options} python train_dali.py {arguments}", DATA=data)
-    assert outcome(answer.stdout, tmp_path / "run") == expected
+    command = f"mpirun --allow-run-as-root --oversubscribe --bind-to none -n 2 python train_dali.py {arguments}"
+    assert outcome(tmp_path / "run", command, DATA=data) == expected
 
 
 # --- Slurm ------------------------------------------------------------------------------------------------------------
@@ -180,8 +186,7 @@ def test_srun_of_the_training_script(slurm, data, arguments, expected, tmp_path)
     """Seed 000's command, typed into a shell that has no such variables."""
     flags = "--local_rank=$SLURM_PROCID --world_size=$SLURM_NPROCS --host=$HOST"
     command = f"srun -n 2 python train_dali.py {flags} --port={free_port()} {arguments}"
-    answer = run(command, DATA=data, HOST=NODE, **slurm)
-    assert outcome(answer.stdout, tmp_path / "run") == expected
+    assert outcome(tmp_path / "run", command, DATA=data, HOST=NODE, **slurm) == expected
 
 
 def test_srun_of_the_slurm_script(slurm, data, expected, tmp_path):
@@ -191,8 +196,8 @@ def test_srun_of_the_slurm_script(slurm, data, expected, tmp_path):
         config.write("MAX_STEPS = 3\n")
     (tmp_path / "train.py").symlink_to(TASK / "train_dali.py")
     environ = dict(SLURM_NTASKS="2", HOST=NODE, CONFIG="tiny.py", DATA=data)
-    answer = run("srun bash ./scripts/train_slurm.sh", cwd=tmp_path, **environ, **slurm)
-    assert outcome(answer.stdout, tmp_path / "outputs" / "tiny") == expected
+    command = "srun bash ./scripts/train_slurm.sh"
+    assert outcome(tmp_path / "outputs" / "tiny", command, cwd=tmp_path, **environ, **slurm) == expected
 
 
 def test_srun_of_a_script_of_ones_own(slurm, tmp_path):
@@ -208,18 +213,13 @@ def test_srun_of_a_script_of_ones_own(slurm, tmp_path):
     assert one == other
 
 
-@pytest.mark.parametrize(("start", "lost"), [("bash scripts/train_torchrun.sh", 1), ("srun -n 2 {python}", 0)])
+@pytest.mark.parametrize(("start", "lost"), [("bash scripts/train_torchrun.sh", 1), (f"srun -n 2 {sys.executable}", 0)])
 def test_when_a_rank_is_killed_the_other_ends_and_says_so_in_one_line(slurm, data, tmp_path, start, lost):
-    settings = f"--output={tmp_path}/run --set NUM_EPOCHS=9999 --set EVAL_EVERY=9999"
-    command = f"{start} imagenet_dali/train_dali.py --config={write_config(tmp_path)} {settings}"
-    environ = os.environ | slurm | {"DATA": data, "NPROC_PER_NODE": "2"}
-    words = command.format(python=sys.executable).split()
-    with subprocess.Popen(words, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True) as launcher:
-        wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists() and read_metrics(tmp_path / "run"), seconds=120)
+    with training(start, tmp_path, DATA=data, **slurm) as launcher:
         ranks = {rank: process for process in reversed([*process_iter()]) if (rank := rank_in(process, tmp_path))}
         ranks[str(lost)].kill()
         assert not wait_procs(ranks.values(), timeout=30)[1]
-        printed = launcher.communicate(timeout=30)[1]
+        printed = launcher.communicate(timeout=30)[0]
     (line,) = [line for line in printed.splitlines() if line.startswith("error: of 2 processes")]
     assert f"rank {lost} is missing, see its output; rank {1 - lost} was at 'step " in line
     assert "Traceback" not in printed

@@ -29,14 +29,13 @@ def train(folder: Path) -> Train:
     """Return what reruns the command of a run of two epochs, with more words."""
     settings = in_words(*SETTINGS, f"DATA.root={prepare_data(folder)}")
     command = ["--config", write_config(folder), "--output", folder / "run", *settings]
-    return lambda *words: run_forked(train_dali.main, [*command, *words])
+    return lambda *words, code=0: run_forked(train_dali.main, [*command, *words], code)
 
 
 @pytest.fixture(scope="module")
 def trained(train: Train, folder: Path) -> Path:
     """The folder of the run, finished; it ends with its accuracy and no traceback."""
     ended = train()
-    assert ended.code == 0, ended.stderr
     evaluation = read_metrics(folder / "run")[-1]
     assert ended.stdout.splitlines()[-1] == f"top1={evaluation['top1']:.4f}"
     last = ended.stderr.splitlines()[-1]  # of its progress
@@ -46,18 +45,16 @@ def trained(train: Train, folder: Path) -> Path:
 
 
 def test_a_finished_run_is_left_as_it_is(train, trained):
-    before, times = read_folder(trained), {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+    times = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
     ended = train("--set", "LOG.every=1", "--set", "TIMEOUT=60", "--set", "KEEP=1")
-    assert (ended.code, ended.stderr) == (0, "")
-    line = " ".join(ended.stdout.split())
+    assert ended.stderr == ""
     for part in ("this run is finished", "nothing was trained", "--set NUM_EPOCHS=N (now 2)", "--output DIR"):
-        assert part in line
-    ended = train("--set", "LEARNING_RATE=5")
-    assert (ended.code, ended.stdout) == (2, "")
+        assert part in ended.words
+    ended = train("--set", "LEARNING_RATE=5", code=2)
+    assert ended.stdout == ""
     for part in ("error: LEARNING_RATE=5 (was 0.01): ", " is finished; ", "--resume ", "--allow-change LEARNING_RATE"):
         assert part in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
-    assert read_folder(trained) == before
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == times
 
 
@@ -69,33 +66,32 @@ def test_a_refused_start_leaves_no_folder(train, tmp_path):
         (["--set", "FREEZE=body"], "error: FREEZE='body' without INIT trains a head on random weights: "),
         (["--resume", tmp_path], f"error: --resume {tmp_path}: neither a checkpoint nor a run with one; "),
     ):
-        ended = train("--output", tmp_path / "new", *words)
-        assert (ended.code, ended.stdout) == (2, "")
+        ended = train("--output", tmp_path / "new", *words, code=2)
+        assert ended.stdout == ""
         assert ended.stderr.startswith(message)
     assert list(tmp_path.iterdir()) == []
-    train("--output", tmp_path, *words)
+    train("--output", tmp_path, *words, code=2)
     assert tmp_path.exists()  # the user's own
 
 
 def test_a_branch_and_an_extension_train(train, trained, tmp_path):
     branch = ["--resume", min((trained / "checkpoints").glob("step-*")), "--set", "LEARNING_RATE=1e-9"]
     branch += ["--set", "NUM_EPOCHS=3"]
-    assert train(*branch).code == 2
+    train(*branch, code=2)
     before, branch = read_folder(trained), [*branch, "--output", tmp_path]
     start = json.loads((branch[1] / "trainer.json").read_text())["trainer"]["step"]
     for stop in (1, start):  # where there is nothing to train
-        refused = train(*branch, "--set", f"MAX_STEPS={stop}").stderr
+        refused = train(*branch, "--set", f"MAX_STEPS={stop}", code=2).stderr
         assert f"error: MAX_STEPS={stop} ends at step {stop}, " in refused
     stop = json.loads(before["config.json"])["plan"]["last_step"] + 1
     ended = train(*branch, "--set", f"MAX_STEPS={stop}")
-    assert ended.code == 0, ended.stderr
     assert "LEARNING_RATE=1e-09 from here on (was " in ended.stdout
     ended = train(*branch)
     assert f"resuming from {tmp_path}/checkpoints/step-{stop:08}\n" in ended.stdout
     assert read_metrics(tmp_path)[-1]["epoch"] == 3
     assert (tmp_path / "checkpoints" / "best").exists()
     assert read_folder(trained) == before
-    assert "this run is finished" in " ".join(train(*branch).stdout.split())
+    assert "this run is finished" in train(*branch).words
 
 
 def test_it_trains_without_packages_that_it_does_not_use(tmp_path):
@@ -107,24 +103,21 @@ def test_it_trains_without_packages_that_it_does_not_use(tmp_path):
         write_colours(tmp_path / "data" / split, 16, 32, 32, "jpg")
     settings = ["MAX_STEPS=1", "TOTAL_BATCH_SIZE=8", "MODEL.depth=1", "fp16=None", "DATA.loader=torchvision"]
     settings += ["DATA.autoaugment=None", "DATA.workers=1", f"DATA.root={tmp_path}/data"]
-    words = " ".join(f"--set {setting}" for setting in settings)
-    ended = run_forked(main, f"--config vit_lite_vanilla --output {tmp_path}/run {words}".split())
-    assert "top1=" in ended.stdout, ended.stderr
+    ended = run_forked(main, ["--config", "vit_lite_vanilla", "--output", tmp_path / "run", *in_words(*settings)])
+    assert "top1=" in ended.stdout
 
 
 def test_it_is_extended_and_changed_on_purpose_last(train, trained):
     """The last test: it changes the run that the others share."""
     ended = train("--set", "NUM_EPOCHS=3", "--set", "LEARNING_RATE=1e-3", "--allow-change", "LEARNING_RATE")
-    assert ended.code == 0, ended.stderr
     assert "LEARNING_RATE=0.001 from here on (was " in ended.stdout
-    words = "NUM_EPOCHS=3 from here on (was 2); the learning rate follows the new schedule\n"
-    assert words in ended.stdout
+    assert "NUM_EPOCHS=3 from here on (was 2); the learning rate follows the new schedule\n" in ended.stdout
     assert read_metrics(trained)[-1]["epoch"] == 3
     start = json.loads((trained / "config.json").read_text())["starts"][-1]
     assert start["changed"] == {"NUM_EPOCHS": [2, 3], "LEARNING_RATE": [0.01, 0.001]}
     said = run_forked(evaluate.main, [trained]).stdout
     assert f"from step {start['step']} on NUM_EPOCHS=3 (was 2), LEARNING_RATE=0.001 (was 0.01)" in said
-    assert run_forked(report.main, [trained]).code == 0
+    run_forked(report.main, [trained])
     assert "LEARNING_RATE=0.001 (was 0.01)" in (trained / "report.html").read_text()
     shutil.rmtree(trained / "checkpoints")
-    assert "holds a finished run without checkpoints, whose record would be overwritten" in train().stderr
+    assert "holds a finished run without checkpoints, whose record would be overwritten" in train(code=2).stderr

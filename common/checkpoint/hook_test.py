@@ -26,7 +26,6 @@ from common.testing.checkpoints import read_result
 from common.testing.parity_cases import CASES
 from common.testing.ranks import run_ranks, slow
 
-STEPS = 8  # two epochs
 SETTINGS = ["TOTAL_BATCH_SIZE=16", "EVAL_EVERY=1", "CHECKPOINT_EVERY=3", "KEEP=20", "LOG.every=3"]
 SETTINGS += ["MODEL.patch_size=4", "MODEL.heads=4", "MODEL.dropout=0.1"]
 FLOAT16 = "dict(mode=AMP_TYPE.TORCH, dtype='float16', init_scale=262144.0, growth_interval=3)"
@@ -41,6 +40,7 @@ AMP = {
     "fp32": "None",
     "Muon": "None",
 }
+IN_STEP_3 = [(3, False)]  # of `StopAfter`
 
 
 @pytest.fixture(autouse=True)
@@ -87,15 +87,15 @@ def train(data: Path, output: Path, settings: Sequence[str] = (), stop: Any = No
     ("mode", "amp", "stops"),
     [
         ("none", "fp32", [(4, False), (4, True), (8, True), (2, None)]),
-        *(("none", amp, [(3, False)]) for amp in AMP if amp not in ("fp32", "head")),
-        ("zero 1", "timm", [(3, False)]),
+        *(("none", amp, IN_STEP_3) for amp in AMP if amp not in ("fp32", "head")),
+        ("zero 1", "timm", IN_STEP_3),
         ("dp2", "float16", [(4, True)]),
-        ("1d-2", "head", [(3, False)]),
-        *((mode, "fp32", [(3, False)]) for mode in ("2d-4", "2.5d-8", "3d-8")),
-        slow("dp2", "timm", [(3, False)]),
-        slow("1d-2", "Muon", [(3, False)]),
+        ("1d-2", "head", IN_STEP_3),
+        *((mode, "fp32", IN_STEP_3) for mode in ("2d-4", "2.5d-8", "3d-8")),
+        slow("dp2", "timm", IN_STEP_3),
+        slow("1d-2", "Muon", IN_STEP_3),
         slow("zero 3", "float16", [(4, True)]),
-        slow("zero 1 x 1d-2", "fp32", [(3, False)]),
+        slow("zero 1 x 1d-2", "fp32", IN_STEP_3),
     ],
 )
 def test_resumes_bit_for_bit(mode, amp, stops, data, tmp_path):
@@ -109,7 +109,7 @@ def test_resumes_bit_for_bit(mode, amp, stops, data, tmp_path):
     epochs = 1 if options else 2
     settings.append(f"NUM_EPOCHS={epochs}")
     run_ranks(gpus, train, data, tmp_path / "whole", settings)
-    whole, steps = read_result(tmp_path / "whole"), STEPS // 2 * epochs
+    whole, steps = read_result(tmp_path / "whole"), 4 * epochs
     assert ("ema.safetensors" in whole) == (amp != "TORCH")
     assert list(whole["trainer.json"]["trainer"].values()) == [steps, epochs, 0, steps]
     for number, stop in enumerate(stops):
@@ -159,8 +159,7 @@ def test_saves_when_due_and_marks_the_best(gpus, every, keep, steps, data, tmp_p
     seconds = itertools.count(0, 10)  # the hook looks at its clock in each step, evaluation batch and checkpoint
     monkeypatch.setattr("common.checkpoint.hook.time", SimpleNamespace(monotonic=lambda: next(seconds)))
     settings = [f"CHECKPOINT_EVERY={every}", f"KEEP={keep}", "LEARNING_RATE=1e-5"]
-    records = run_ranks(gpus, train, data, tmp_path / "run", settings)[0]
-    evaluations = [r for r in records if r["kind"] == "eval"]
+    evaluations = [r for r in run_ranks(gpus, train, data, tmp_path / "run", settings)[0] if r["kind"] == "eval"]
     best = max(evaluations, key=lambda r: (r["top1"], -r["loss"]))
     assert gpus > 1 or [r["top1"] for r in evaluations].count(best["top1"]) > 1  # of equals, the lower loss
     assert [int(path.name[5:]) for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == steps

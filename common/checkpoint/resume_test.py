@@ -109,5 +109,4 @@ def test_another_data_set_is_refused_unless_allowed(tmp_path, capsys):
         check_data(path, other, [])
     assert capsys.readouterr().out == ""
     check_data(path, other, ["DATA.root"])
-    said = "DATA.root is another data set from here on (61 training images then, 60 now)\n"
-    assert capsys.readouterr().out == said
+    assert capsys.readouterr().out == "DATA.root is another data set from here on (61 training images then, 60 now)\n"

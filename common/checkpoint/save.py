@@ -1,6 +1,7 @@
 """The full state dict of a model and its optimizer under timm's names, written as checkpoints or not at all."""
 
 import shutil
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -183,14 +184,14 @@ def check_architecture(path: Path, weights: Mapping[str, Tensor], model: nn.Modu
 def _load_moments(path: Path, moments: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
     """Give every parameter its pieces of ``moments``, whose names are ``<state>/<parameter>``."""
     parameters = named_shards(model)
-    state: dict[Tensor, dict[str, Tensor]] = {}
+    state = defaultdict(dict)
     for place, whole in moments.items():
         key, _, name = place.partition("/")
         if name not in parameters:
             raise UserError(f"{path / OPTIMIZER} does not belong to its model: it has {place}; use another checkpoint")
         parameter = parameters[name]
         is_moment = whole.shape == whole_shape(parameter)
-        state.setdefault(parameter, {})[key] = cut_piece(parameter, whole) if is_moment else whole
+        state[parameter][key] = cut_piece(parameter, whole) if is_moment else whole
     # torch's own loading brings every state to the device and the type that the optimizer keeps it in
     ordered: list[Any] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbered = {number: state[parameter] for number, parameter in enumerate(ordered) if parameter in state}

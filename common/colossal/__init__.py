@@ -17,7 +17,6 @@ from common.colossal.context import (
     launch_from_slurm,
     launch_from_torch,
     reduce_without_waiting,
-    repair_context,
     set_generator_states,
     shutdown,
 )
@@ -45,6 +44,7 @@ from common.colossal.upstream import (
     LinearWarmupLR,
     MultiTimer,
     ParallelMode,
+    all_reduce,
     disable_existing_loggers,
     get_accelerator,
     get_dataloader,
@@ -53,5 +53,4 @@ from common.colossal.upstream import (
 )
 from common.colossal.zero import check_zero, shard_model
 
-repair_context()
 repair_hooks()

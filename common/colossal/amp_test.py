@@ -15,8 +15,13 @@ from common.testing.ranks import launched, run_ranks
 TORCH, NAIVE, APEX = AMP_TYPE.TORCH, AMP_TYPE.NAIVE, AMP_TYPE.APEX
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 LAYERS = ("first", "norm", "activation", "last", "batch_norm")
-
-
+MODES = {
+    "TORCH bfloat16": {"mode": TORCH, "dtype": "bfloat16"},
+    "TORCH float16": {"mode": TORCH, "dtype": "float16"},
+    "NAIVE bfloat16": {"mode": NAIVE, "dtype": torch.bfloat16},
+    "NAIVE float16": {"mode": NAIVE, "dtype": torch.float16},
+    "APEX O3 bfloat16": {"mode": APEX, "opt_level": "O3", "dtype": "bfloat16"},
+}
 SLOW = "warning: fp16.dtype='float16': this CPU (AVX) has no instructions for it; training can be hundreds of times "
 SLOW += "slower than in float32. Omit dtype to compute in bfloat16"
 BY, AUTOCAST = ", by PyTorch instead of apex.amp, in", "operations, by autocast"
@@ -54,9 +59,9 @@ def test_the_default_of_a_gpu_is_the_type_that_it_has(capability, dtype, monkeyp
 @pytest.mark.parametrize(
     ("fp16", "dtype", "in_half"),
     [
-        (dict(mode=TORCH, dtype="bfloat16"), BFLOAT16, LAYERS),
-        (dict(mode=NAIVE, dtype="float16"), FLOAT16, LAYERS),
-        (dict(mode=APEX, opt_level="O3", dtype="bfloat16"), BFLOAT16, (*LAYERS, "weight", "grad")),
+        (MODES["TORCH bfloat16"], BFLOAT16, LAYERS),
+        (MODES["NAIVE float16"], FLOAT16, LAYERS),
+        (MODES["APEX O3 bfloat16"], BFLOAT16, (*LAYERS, "weight", "grad")),
         *((dict(mode=mode), FLOAT32, ()) for mode in AMP_TYPE),
     ],
 )
@@ -76,15 +81,6 @@ def test_types(fp16, dtype, in_half, monkeypatch):
     assert seen == dict.fromkeys((*LAYERS, *tensors), FLOAT32) | dict.fromkeys(in_half, dtype)
 
 
-STEPS = 20
-FEW_STEPS = 2  # in parallel, where a step takes long
-MODES = {
-    "TORCH bfloat16": {"mode": TORCH, "dtype": "bfloat16"},
-    "TORCH float16": {"mode": TORCH, "dtype": "float16"},
-    "NAIVE bfloat16": {"mode": NAIVE, "dtype": torch.bfloat16},
-    "NAIVE float16": {"mode": NAIVE, "dtype": torch.float16},
-    "APEX O3 bfloat16": {"mode": APEX, "opt_level": "O3", "dtype": "bfloat16"},
-}
 IN_PARALLEL = ("TORCH bfloat16", "TORCH float16", "NAIVE float16", "APEX O3 bfloat16")
 
 
@@ -93,7 +89,7 @@ def allowed(name: str) -> float:
     return 2e-3 if name.endswith(" float16") else 1e-2
 
 
-def train(name: str | None, optimizer_name: str, steps: int = STEPS, **arguments: Any) -> list[float]:
+def train(name: str | None, optimizer_name: str, steps: int = 20, **arguments: Any) -> list[float]:
     """Train in the mode ``name`` and the launch's parallel mode; return the losses."""
     gpc.config["fp16"] = MODES[name] if name else None
     return fit(build_engine(optimizer_name, **arguments)[2], steps)
@@ -121,7 +117,7 @@ def test_stays_near_float32(name, optimizer_name):
 
 def train_as_rank(config: dict[str, Any]) -> list[list[float]]:
     with launched_clipping(**config):
-        return [train(name, "lamb", FEW_STEPS) for name in IN_PARALLEL]
+        return [train(name, "lamb", steps=2) for name in IN_PARALLEL]  # where a step takes long
 
 
 @pytest.mark.parametrize("case", ["dp2", "1d-2", "2d-4", "2.5d-8", "3d-8"])

@@ -122,6 +122,9 @@ class RepairedContext(ParallelContext):
         self._config = self.watcher = None
 
 
+gpc.__class__ = RepairedContext
+
+
 def join_groups(
     config: Mapping[str, Any],
     rank: int,
@@ -147,11 +150,6 @@ def shutdown() -> None:
     """Leave the process groups of the last launch, if any."""
     if gpc.is_initialized(ParallelMode.GLOBAL):
         gpc.destroy()
-
-
-def repair_context() -> None:
-    """Replace the class of Colossal-AI's global context."""
-    gpc.__class__ = RepairedContext
 
 
 def get_default_parser() -> argparse.ArgumentParser:

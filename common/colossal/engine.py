@@ -120,9 +120,7 @@ def initialize(
     step_optimizer.statistics = [b.flatten() for b in kept_buffers(model).values() if b.is_floating_point()]
     if isinstance(optimizer, Lamb) and is_sharded(step_optimizer.parameters):
         raise UserError("Lamb would take norms of shards: use build_optimizer(model, 'lamb') of common.optim.build")
-    if isinstance(model, FSDPModule) and not all(
-        hasattr(parameter, "source") for parameter in step_optimizer.parameters
-    ):
+    if isinstance(model, FSDPModule) and not all(hasattr(p, "source") for p in step_optimizer.parameters):
         raise UserError("zero: give the optimizer named_shards(model).values(), as build_optimizer does")
     if should_compile(how := config.get("COMPILE", False), device.type):
         compile_model(model, how)

@@ -96,10 +96,7 @@ class Watcher:
         try:
             self.store.set("asked", "")
             self.store.set(keys[self.rank], "")
-            deadline = time.monotonic() + ANSWER
-            while not self.store.check(keys) and time.monotonic() < deadline:
-                time.sleep(POLL / 10)
-            missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not self.store.check([key]))
+            missing = _await_keys(self.store, keys, ANSWER)
         except RuntimeError:
             return "0"
         time.sleep(2 * POLL if self.rank == 0 else 0)  # it may serve the store
@@ -178,12 +175,8 @@ def _meet(store: dist.Store, rank: int, world_size: int, seconds: float, backend
     """
     keys = [f"here/{other}" for other in range(world_size)]
     store.set(keys[rank], f"{backend} {address}")
-    deadline = time.monotonic() + seconds
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            absent = ", ".join(str(other) for other, key in enumerate(keys) if not store.check([key]))
-            raise UserError(f"rank {absent} of {world_size} processes did not start within {seconds:g} s (TIMEOUT)")
-        time.sleep(POLL / 20)
+    if absent := _await_keys(store, keys, seconds):
+        raise UserError(f"rank {absent} of {world_size} processes did not start within {seconds:g} s (TIMEOUT)")
     backends, addresses = zip(*(words.decode().split(" ") for words in store.multi_get(keys)), strict=True)
     if len(set(backends)) > 1:  # their groups would wait for each other until the timeout
         on_cpu = ", ".join(str(other) for other, name in enumerate(backends) if name == "gloo")
@@ -195,6 +188,16 @@ def _meet(store: dist.Store, rank: int, world_size: int, seconds: float, backend
     held = {one.address: name for name, ones in psutil.net_if_addrs().items() for one in ones}
     if address in held:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", held[address])
+
+
+def _await_keys(store: dist.Store, keys: list[str], seconds: float) -> str:
+    """Wait until the store has a key of each rank; return the ranks that set none within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            return ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+        time.sleep(POLL / 20)
+    return ""
 
 
 def _source_address(host: str) -> str:

@@ -17,8 +17,7 @@ PRECISIONS = ["TORCH bfloat16", "TORCH float16", "NAIVE bfloat16"]
 def train(stage: int | None) -> dict[str, list[float]]:
     """Return losses in each precision, with recomputed blocks in the first, and norms of logits and of all weights."""
     losses = {}
-    zero = stage and {"stage": stage}
-    with launched_clipping(zero=zero):
+    with launched_clipping(zero=stage and {"stage": stage}):
         for name in PRECISIONS:
             gpc.config["fp16"] = MODES[name]
             model, _, engine = build_engine("sgd", **RECOMPUTED if name == PRECISIONS[0] else {})

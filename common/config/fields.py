@@ -93,17 +93,17 @@ def values_of(field: FieldInfo) -> str:
 
 
 def _describe(kind: Any, metadata: Any = ()) -> str:
-    if get_origin(kind) is Annotated:
-        kind, *more = get_args(kind)
-        return _describe(kind, [*more, *metadata])
-    if get_origin(kind) in (Union, types.UnionType):
-        return " or ".join(_describe(part, metadata) for part in get_args(kind))
-    if get_origin(kind) is Literal:
-        return ", ".join(repr(choice) for choice in get_args(kind))
-    if get_origin(kind) is tuple:
-        return "(" + ", ".join(_describe(part) for part in get_args(kind)) + ")"
-    if get_origin(kind) is list:
-        return f"list of {_describe(*get_args(kind))}"
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _describe(parts[0], [*parts[1:], *metadata])
+    if origin in (Union, types.UnionType):
+        return " or ".join(_describe(part, metadata) for part in parts)
+    if origin is Literal:
+        return ", ".join(map(repr, parts))
+    if origin is tuple:
+        return "(" + ", ".join(map(_describe, parts)) + ")"
+    if origin is list:
+        return f"list of {_describe(*parts)}"
     if issubclass(kind, Enum):
         return ", ".join(str(member) for member in kind)
     if issubclass(kind, Section):
@@ -114,9 +114,7 @@ def _describe(kind: Any, metadata: Any = ()) -> str:
 
 def _bounds(metadata: Any) -> str:
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    said = [
-        f" {sign} {getattr(item, name)}" for name, sign in signs.items() for item in metadata if hasattr(item, name)
-    ]
+    said = [f" {sign} {getattr(one, name)}" for name, sign in signs.items() for one in metadata if hasattr(one, name)]
     return " and".join(said)
 
 

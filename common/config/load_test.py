@@ -1,6 +1,5 @@
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +10,8 @@ from common.config.originals_test import IMAGENET, load, parallel_lines
 from common.config.plan import DataSummary, build_plan
 from common.config.schema import all_keys, describe_keys, keys_as_markdown
 from common.errors import UserError
+from common.files import ROOT
 
-ROOT = Path(__file__).parents[2]
 MINIMAL = "TOTAL_BATCH_SIZE = 64\nNUM_EPOCHS = 10\nLEARNING_RATE = 1e-3\n"
 BENCHMARK = IMAGENET.format(parallel=parallel_lines("vanilla"))
 
@@ -198,8 +197,7 @@ def test_the_help_on_a_key_is_its_paragraph_and_those_of_the_keys_inside():
 
 
 def test_the_documentation_lists_the_keys_as_they_are():
-    page = ROOT / "docs" / "config.md"
-    assert keys_as_markdown() in page.read_text(), f"regenerate its table:\n{REGENERATE}"
+    assert keys_as_markdown() in (ROOT / "docs" / "config.md").read_text(), f"regenerate its table:\n{REGENERATE}"
 
 
 @pytest.mark.parametrize("value", ["None", "1", "-1", "1e999", "x", "(0, 2)", "{'a': 7}", "{[1]: 2}", "(" * 999])

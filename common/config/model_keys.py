@@ -45,10 +45,9 @@ class Model(Section):
     @model_validator(mode="after")
     def _divide(self) -> "Model":
         if self.image_size % self.patch_size:
-            nearest = nearest_multiples(self.image_size, self.patch_size)
             raise ValueError(
                 f"image_size={self.image_size} is not a multiple of patch_size={self.patch_size}; "
-                f"the nearest that are: {nearest}"
+                f"the nearest that are: {nearest_multiples(self.image_size, self.patch_size)}"
             )
         unit = self.patch_size
         if self.stem == "conv" and (unit & (unit - 1) or self.width % unit):

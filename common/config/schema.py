@@ -91,6 +91,7 @@ BETAS = Annotated[Pair, Predicate(lambda pair: all(0 <= beta < 1 for beta in pai
 # The upper limit may be infinite, which is written float("inf").
 Limit = Annotated[float, Predicate(lambda value: value >= 0)]
 LIMITS = Annotated[tuple[Limit, Limit], Field(strict=False), Predicate(lambda pair: pair[0] <= pair[1])]
+TensorMode = Literal[None, "1d", "2d", "2.5d", "3d"]
 
 
 class Optimizer(Options):
@@ -133,7 +134,7 @@ class Log(Section):
 
 class TensorParallel(Options):
     size: int = key(1, "GPUs that share one model", ge=1)
-    mode: Literal[None, "1d", "2d", "2.5d", "3d"] = key(None, "how they share it")
+    mode: TensorMode = key(None, "how they share it")
     depth: int = key(1, "2.5d: squares that make up the size", ge=1)
 
 
@@ -252,7 +253,7 @@ class Config(Section):
     )
     SEED: int = key(1024, "seed for initialisation, sampling, augmentation, dropout", ge=0)
     TENSOR_PARALLEL_SIZE: int = key(1, "GPUs that share one model; `parallel` is made from it", ge=1)
-    TENSOR_PARALLEL_MODE: Literal[None, "1d", "2d", "2.5d", "3d"] = key(None, "how they share it")
+    TENSOR_PARALLEL_MODE: TensorMode = key(None, "how they share it")
     parallel: Parallel | None = key(None, "Colossal-AI's form of the two keys above")
     zero: Zero | None = key(None, "ZeRO over data-parallel GPUs ([parallel-modes.md](parallel-modes.md))")
     fp16: Fp16 | None = key(None, "mixed precision; `None`: float32")

@@ -140,11 +140,9 @@ def test_what_is_erased_is_a_random_crop_with_torchvisions_limits():
     assert not torch.equal(images, noisy)
 
 
-def colored(
-    uniforms: list[float], three_augment: bool = True, jitter: float = 0.0, image: Image.Image = IMAGE
-) -> np.ndarray:
+def colored(uniforms: list[float], jitter: float = 0.0, image: Image.Image = IMAGE) -> np.ndarray:
     images = F.pad(tv.normalize(tv.to_tensor(image), MEAN, STD)[None], (0, 0, 0, 0, 0, 0, 0, 1))  # beside a flat one
-    config = {"THREE_AUGMENT": three_augment, "COLOR_JITTER": jitter, "DATA": {"mean": MEAN, "std": STD}}
+    config = {"THREE_AUGMENT": not jitter, "COLOR_JITTER": jitter, "DATA": {"mean": MEAN, "std": STD}}
     augment_colors(config, images, np.array([uniforms, uniforms]))
     return (255 * (images[0].permute(1, 2, 0) * torch.tensor(STD) + torch.tensor(MEAN))).numpy()
 
@@ -169,11 +167,11 @@ def test_each_operation_of_3_augment_is_deits(uniforms, expected, most, mean):
 def test_jitter_is_torchvisions():
     """Within a level for each of the three roundings, of an image in which nothing is clipped. Clipping comes last."""
     expected = soft = IMAGE.point(lambda value: 70 + 0.4 * value)
-    found = colored([0, 0, 1 / 3, 1 / 6, 5 / 6], three_augment=False, jitter=0.3, image=soft)
+    found = colored([0, 0, 1 / 3, 1 / 6, 5 / 6], jitter=0.3, image=soft)
     for name, factor in dict(brightness=0.9, contrast=0.8, saturation=1.2).items():
         expected = getattr(tv, f"adjust_{name}")(expected, factor)
     assert np.abs(found - np.asarray(expected, float)).max() <= 3
-    clipped = colored([0, 0, 0.5, 1, 0.5], three_augment=False, jitter=0.3)
+    clipped = colored([0, 0, 0.5, 1, 0.5], jitter=0.3)
     assert np.abs(clipped - np.asarray(tv.adjust_contrast(IMAGE, 1.3), float)).max() <= 1.01
 
 

@@ -89,10 +89,8 @@ class SimpleCrop:
         places = resized + 2 * REFLECTED - self.size + 1
         offset = np.floor(uniforms[:, 2 * TRIES : 2 * TRIES + 2] * places).astype(np.int64) - REFLECTED
         inside = np.clip(offset, 0, resized - self.size)
-        crops = _square(shape, resized, inside, self.size)
-        return crops._replace(
-            flip=(uniforms[:, 2 * TRIES + 2] < 0.5) & self.flip, shift=(offset - inside).astype(np.int32)
-        )
+        flip = (uniforms[:, 2 * TRIES + 2] < 0.5) & self.flip
+        return _square(shape, resized, inside, self.size)._replace(flip=flip, shift=(offset - inside).astype(np.int32))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
-from common.errors import UNPRINTABLE, UserError, first_line, printable
+from common.errors import UNPRINTABLE, UserError, printable
 from common.files import fingerprint_of, read_bytes
 
 # Suffixes of images, or none; of kinds too that are not read, so that such images are refused and not ignored.
@@ -225,11 +225,6 @@ def is_turned(image: Image.Image) -> bool:
         return image.getexif().get(ExifTags.Base.Orientation) in range(2, 9)
     except Exception:  # a damaged EXIF block says nothing against the pixels
         return False
-
-
-def reason_of(error: Exception) -> str:
-    """Return a decoder's message as one line, without the buffer's address that some contain."""
-    return first_line(error).partition(" <")[0]
 
 
 class BadImages:

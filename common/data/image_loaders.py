@@ -4,7 +4,7 @@
 samples, crops and flips, and the same pixels to within rounding.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -14,11 +14,11 @@ import torch
 from PIL import Image
 
 from common.data.crops import CROP_UNIFORMS, CenterCrop, Crop, Normalizer, RandomCrop, SimpleCrop, crop_image
-from common.data.image_folder import BadImages, decode_image, reason_of
-from common.data.loader import Batch, BatchReader, Loader, prefetch, to_device
+from common.data.image_folder import BadImages, decode_image
+from common.data.loader import Batches, BatchReader, Loader, prefetch, to_device
 from common.data.sampler import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
 from common.data.workers import Record, RecordReader, WorkerPool
-from common.errors import UserError
+from common.errors import UserError, first_line
 from common.hardware import rank_cores
 
 # keys of DATA for small images, which are held in memory
@@ -70,13 +70,13 @@ class TorchvisionReader:
         self._normalize = Normalizer(mean, std, device)
         self._pool = WorkerPool(partial(_decode_draw, split, crop, size, augment), workers)
 
-    def read(self, draws: Iterator[Draw]) -> Generator[Batch, None, None]:
+    def read(self, draws: Iterator[Draw]) -> Batches:
         """Yield the batch of each draw, in order."""
         self._bad.count = 0
         self._pool.start()
         return prefetch(self._read(draws), self.device)
 
-    def _read(self, draws: Iterator[Draw]) -> Generator[Batch, None, None]:
+    def _read(self, draws: Iterator[Draw]) -> Batches:
         for images_BHWC, labels, bad in self._pool.map(self._tasks(draws)):
             self._bad.add(bad)
             has_padding = NO_LABEL in labels
@@ -140,7 +140,8 @@ def load_image(split: ImageSplit, index: int, record: Record | None = None) -> t
     try:
         return decode(data), label
     except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
-        raise split.fault(index, reason_of(error)) from error
+        reason = first_line(error).partition(" <")[0]  # without the buffer's address that some contain
+        raise split.fault(index, reason) from error
 
 
 def build_train_loader(

@@ -1,8 +1,6 @@
 import os
 import random
 import shutil
-import subprocess
-import sys
 from multiprocessing import active_children
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +13,7 @@ from timm.data import create_transform
 from torchvision.transforms import functional as F
 
 from common.config.schema import Data
+from common.data.batch_augment_test import MEAN, STD
 from common.data.crops import CROP_UNIFORMS, CenterCrop, RandomCrop, SimpleCrop
 from common.data.image_folder import BadImages, FolderSplit, list_classes
 from common.data.image_loaders import TorchvisionReader, build_eval_loader, build_train_loader
@@ -23,8 +22,8 @@ from common.data.sampler import NO_LABEL, Draw, EvalSampler, TrainSampler
 from common.data.workers import RecordReader
 from common.errors import UserError
 from common.hardware import rank_cores
+from common.testing.commands import run_python
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIZE = 24
 VALUE = 1.01 / 255 / min(STD)  # one of 255
 ORIENTATION = 0x0112
@@ -137,9 +136,7 @@ pool = WorkerPool(lambda size: torch.ones(size).sum().item() * (gc.get_freeze_co
 pool.start()
 print(torch.ones(1 << 20).sum().item(), *pool.map(iter([1 << 20])), flush=True)
 os.kill(os.getpid(), 9)"""  # an orphan would keep the pipe open
-    command, environ = [sys.executable, "-c", program], os.environ | {"OMP_NUM_THREADS": "2"}
-    said = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, timeout=60).stdout
-    assert said == "1048576.0 1048576.0\n"
+    assert run_python(program, env=os.environ | {"OMP_NUM_THREADS": "2"}, timeout=60).stdout == "1048576.0 1048576.0\n"
 
 
 @pytest.fixture

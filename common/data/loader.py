@@ -17,12 +17,13 @@ from torch import Tensor
 from common.data.sampler import Draw, EvalSampler, TrainSampler
 
 Batch = tuple[Tensor, Tensor]
+Batches = Generator[Batch, None, None]
 
 
 class BatchReader(Protocol):
     """Turns draws into batches, in order; may read as far ahead as it likes."""
 
-    def read(self, draws: Iterator[Draw]) -> Generator[Batch, None, None]: ...
+    def read(self, draws: Iterator[Draw]) -> Batches: ...
 
     def close(self) -> None: ...
 
@@ -67,7 +68,7 @@ class Loader:
         self._pass.close()
         self.reader.close()
 
-    def _batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
+    def _batches(self, epoch: int, start: int) -> Batches:
         with closing(self.reader.read(self.sampler.draws(epoch, start))) as batches:
             for done, batch in enumerate(batches, start + 1):
                 self._position = (epoch, done) if done < len(self) else (epoch + 1, 0)
@@ -86,7 +87,7 @@ def _loading_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def prefetch(batches: Generator[Batch, None, None], device: torch.device) -> Generator[Batch, None, None]:
+def prefetch(batches: Batches, device: torch.device) -> Batches:
     """Yield the batches unchanged; for a GPU, make the next one in a thread, and run its kernels on their own stream.
 
     So neither the host's work for a batch nor its copies and kernels delay the step before it.

@@ -57,8 +57,7 @@ def test_the_draws_of_a_seed_stay_the_same_for_ever():
     assert epoch_order(8, seed=42, epoch=3).tolist() == [5, 3, 4, 7, 6, 1, 0, 2]
     draws = list(TrainSampler(24, 12, 2, seed=42, uniforms=3).draws(3))  # the first here is row 2 of step 1
     assert draws[7].uniforms[0].tolist() == [0.44243122935824586, 0.205813289885728, 0.01969606774345667]
-    blocks = dict(blocks=np.array([0, 3, 6, 9, 12]), window=2)
-    (draw,) = TrainSampler(12, 12, 12, seed=42, **blocks).draws(3)
+    (draw,) = TrainSampler(12, 12, 12, seed=42, blocks=np.array([0, 3, 6, 9, 12]), window=2).draws(3)
     assert draw.indices.tolist() == [11, 10, 5, 3, 9, 4, 0, 7, 8, 1, 2, 6]
 
 

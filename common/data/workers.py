@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.process import BaseProcess
@@ -24,11 +24,12 @@ DRAWS_AHEAD, BYTES_AHEAD, MOST_DRAWS_AHEAD = 3, 128_000_000, 64
 AHEAD = 2  # tasks for each worker that are done before they are asked for
 
 Record = tuple[bytes | memoryview, int] | UserError  # an encoded image and its label, or why there is none
+Reading = Future[Sequence[Record]]
 
 
 class _Pending(NamedTuple):
     draw: Draw
-    places: list[tuple[Future[Sequence[Record]], int]]  # of each sample, in the records of a read
+    places: list[tuple[Reading, int]]  # of each sample, in the records of a read
     nbytes: int  # whose reading has begun with this draw
 
 
@@ -44,9 +45,9 @@ class RecordReader:
         self.source = source
         self._pool = ThreadPoolExecutor(READING_THREADS, thread_name_prefix="record-reader")
 
-    def read(self, draws: Iterator[Draw]) -> Generator[tuple[Draw, list[Record]], None, None]:
+    def read(self, draws: Iterator[Draw]) -> Iterator[tuple[Draw, list[Record]]]:
         """Yield each draw and the records of its samples, without padding, in order."""
-        held: dict[int, Future[Sequence[Record]]] = {}  # spans, by their first record
+        held: dict[int, Reading] = {}  # spans, by their first record
         pending: deque[_Pending] = deque()
         for draw in draws:
             pending.append(self._begin(draw, held))
@@ -60,7 +61,7 @@ class RecordReader:
         """End the threads."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _begin(self, draw: Draw, held: dict[int, Future[Sequence[Record]]]) -> _Pending:
+    def _begin(self, draw: Draw, held: dict[int, Reading]) -> _Pending:
         indices, places, nbytes = draw.indices[draw.indices != PADDING], [], 0
         if draw.spans is None:
             for part in np.split(indices, range(RECORDS_PER_READ, len(indices), RECORDS_PER_READ)):

@@ -11,16 +11,11 @@ import torch
 import torch.distributed as dist
 
 from common import colossal
-from common.errors import AgreedError, RankError, UserError
+from common.errors import VARIABLES, AgreedError, RankError, UserError
 from common.hardware import cpu_limits, limit_threads, set_processes
 
 LOOPBACK = "127.0.0.1"
-FLAGS = ("rank", "local_rank", "world_size", "host", "port")
-VARIABLES = {  # in the order of FLAGS
-    "torch": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
-    "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
-}
+FLAGS = ("rank", "local_rank", "world_size", "host", "port")  # in the order of VARIABLES
 
 
 @dataclass(frozen=True)

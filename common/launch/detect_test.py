@@ -22,7 +22,7 @@ def variables(text: str) -> dict[str, str]:
 
 
 TORCHRUN = variables("RANK=3 LOCAL_RANK=1 WORLD_SIZE=4 MASTER_ADDR=node0 MASTER_PORT=29500")
-EMPTY = {"LOCAL_RANK": "", "MASTER_ADDR": "", "MASTER_PORT": ""}
+EMPTY = variables("LOCAL_RANK= MASTER_ADDR= MASTER_PORT=")
 MPIRUN = variables("""
     OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2
     PMIX_NAMESPACE=3231121409
@@ -33,6 +33,7 @@ SRUN = variables("""
 """)
 PLACE = variables("MASTER_ADDR=m MASTER_PORT=5 WORLD_SIZE=4")  # without RANK
 SBATCH_SHELL = variables("SLURM_JOB_ID=77 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=4")
+BY_TORCHRUN, ALONE = ("torch", 3, 1, 4, "node0", 29500), ("single", 0, 0, 1, "127.0.0.1", 0)
 
 
 def detect(line: str, environ: Mapping[str, str]) -> Launch:
@@ -52,10 +53,10 @@ def detect(line: str, environ: Mapping[str, str]) -> Launch:
         ("--local_rank=1 --rank 3", SRUN, ("slurm", 3, 1, 4, "gpu003", 25_873)),
         ("--local_rank=0", SRUN | PLACE, ("slurm", 3, 1, 4, "m", 5)),
         # python -m torch.distributed.launch --nproc_per_node 4 train_dali.py --world_size 4
-        ("--local-rank=1 --world_size 4 --config c", TORCHRUN, ("torch", 3, 1, 4, "node0", 29500)),
-        ("--rank 3 --local_rank=1 --host=node0 --port=29500", TORCHRUN | EMPTY, ("torch", 3, 1, 4, "node0", 29500)),
+        ("--local-rank=1 --world_size 4 --config c", TORCHRUN, BY_TORCHRUN),
+        ("--rank 3 --local_rank=1 --host=node0 --port=29500", TORCHRUN | EMPTY, BY_TORCHRUN),
         # torchrun ... train.py --config=CONFIG_FILE, also inside a Slurm step
-        ("--config=c", SRUN | TORCHRUN, ("torch", 3, 1, 4, "node0", 29500)),
+        ("--config=c", SRUN | TORCHRUN, BY_TORCHRUN),
         # python train.py --world_size=4 --rank=3 --local_rank=1 --host=node0 --port=29500
         ("--world_size=4 --rank=3 --local_rank=1 --host=h --port=9", SBATCH_SHELL, ("args", 3, 1, 4, "h", 9)),
         ("--world-size=4 --rank=3 --host=h --port=9 --backend nccl", {}, ("args", 3, 3, 4, "h", 9, "nccl")),
@@ -63,8 +64,8 @@ def detect(line: str, environ: Mapping[str, str]) -> Launch:
         ("--host h --port 9", MPIRUN, ("openmpi", 3, 1, 4, "h", 9)),
         ("", SRUN | MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, ("openmpi", 3, 1, 4, "127.0.0.1", 22_876)),
         # python train_dali.py, also in the shell of salloc (a step with a reserved number)
-        ("--host=", SBATCH_SHELL | {"SLURM_STEP_ID": "4294967290"}, ("single", 0, 0, 1, "127.0.0.1", 0)),
-        ("--world_size=1 --rank=0", {"RANK": "3"}, ("single", 0, 0, 1, "127.0.0.1", 0)),
+        ("--host=", SBATCH_SHELL | {"SLURM_STEP_ID": "4294967290"}, ALONE),
+        ("--world_size=1 --rank=0", {"RANK": "3"}, ALONE),
     ],
 )
 def test_command_lines(line, environ, expected):

@@ -125,9 +125,9 @@ def draw_curves(folder: Path) -> None:
     for name, label, scale, curves in pictures:
         figure, axes = build_figure()
         for kind, key, title, style in curves:
-            points = [(line["step"], scale * line[key]) for line in lines if line["kind"] == kind and key in line]
+            drawn = [line for line in lines if line["kind"] == kind and key in line]
+            steps, values = [line["step"] for line in drawn], [scale * line[key] for line in drawn]
             shade = 0.45 if kind == "train" else 1.0
-            steps, values = zip(*points, strict=True) if points else ((), ())
             axes.plot(steps, values, style, color="tab:blue", alpha=shade, label=title, markersize=4)
         axes.set(xlabel="optimizer step", ylabel=label)
         axes.set_title(folder.resolve().name, loc="right", fontsize="medium")

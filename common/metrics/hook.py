@@ -8,11 +8,10 @@ from statistics import fmean
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.colossal import BaseHook, ParallelMode, Trainer, gpc
+from common.colossal import BaseHook, ParallelMode, Trainer, all_reduce
 from common.config.plan import Plan
 from common.hardware import peak_memory
 from common.metrics.loggers import open_loggers
@@ -96,7 +95,7 @@ class MetricsHook(BaseHook):
             self._restart_window(trainer)
 
     def _mean_loss(self) -> float:
-        return sum_over(ParallelMode.DATA, self.loss / self.micro_batches).item() / self.plan.data_parallel
+        return all_reduce(self.loss / self.micro_batches, ParallelMode.DATA).item() / self.plan.data_parallel
 
     def _train_figures(self, trainer: Trainer) -> dict:
         loss = self._mean_loss()
@@ -126,7 +125,7 @@ class MetricsHook(BaseHook):
         self.totals += count_correct(output, label)
 
     def after_test(self, trainer: Trainer) -> None:
-        loss, top1, top5, samples = sum_over(ParallelMode.DATA, self.totals).tolist()
+        loss, top1, top5, samples = all_reduce(self.totals, ParallelMode.DATA).tolist()
         metrics = {"loss": loss / samples, "top1": top1 / samples, "top5": top5 / samples, "samples": int(samples)}
         metrics |= trainer.states.pop("figures", {})  # of a hook of the user's
         trainer.states["eval"] = metrics
@@ -152,13 +151,6 @@ def count_correct(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
     best_BK = logits_BC.topk(min(5, logits_BC.shape[1])).indices
     hits_BK = best_BK == labels_B[:, None]
     return torch.stack([loss.double(), hits_BK[:, 0].sum(), hits_BK.sum(), valid_B.sum()])
-
-
-def sum_over(mode: ParallelMode, value: Tensor) -> Tensor:
-    """Return the sum of the values of all ranks of a group; it may be written over ``value``."""
-    if gpc.get_world_size(mode) > 1:
-        dist.all_reduce(value, group=gpc.get_group(mode))
-    return value
 
 
 class PhaseClock:

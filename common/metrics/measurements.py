@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.profiler import profile, schedule
 
-from common.colossal import BaseHook, ParallelMode, Trainer, gpc
+from common.colossal import BaseHook, ParallelMode, Trainer, all_reduce, gpc
 from common.files import short_path, write_csv
 from common.metrics.curves import build_figure, place_legend, save_figure
-from common.metrics.hook import sum_over
 
 STEPS = 120  # of a range test: 20 for each factor of ten
 LOWEST, HIGHEST = 1e-5, 10.0
@@ -62,7 +61,7 @@ class LearningRateFinder(Measurement):
         if not trainer.update_done:
             return
         # equal on all ranks, so that they stop together
-        loss_of_step = sum_over(ParallelMode.GLOBAL, self.loss).item() / gpc.get_world_size(ParallelMode.GLOBAL)
+        loss_of_step = all_reduce(self.loss, ParallelMode.GLOBAL).item() / gpc.get_world_size(ParallelMode.GLOBAL)
         self.loss = torch.zeros_like(self.loss)
         self.average = SMOOTHING * self.average + (1 - SMOOTHING) * loss_of_step
         smoothed = self.average / (1 - SMOOTHING ** (len(self.rows) + 1))

@@ -14,8 +14,9 @@ from torch.optim import AdamW
 
 from common.checkpoint.saved_run import open_run
 from common.checkpoint.weights import fit_pretrained
-from common.colossal import AMP_TYPE, MixedPrecision, ParallelMode, gpc
+from common.colossal import MixedPrecision, ParallelMode, gpc
 from common.colossal.amp import Cast
+from common.colossal.amp_test import MODES
 from common.config.load import load_config
 from common.errors import UserError
 from common.model.build import build_model, build_on_meta, build_training
@@ -25,22 +26,21 @@ from common.testing.ranks import launched, run_ranks, slow
 from common.testing.tiny_task import train
 from common.tools import evaluate, export, predict
 
-VIT = dict(image_size=28, depth=2, embed_dim=48, num_heads=2)
+VIT = dict(image_size=32, depth=2, embed_dim=48, num_heads=2)
 MODELS = {
     "convnext_atto": dict(timm="convnext_atto", image_size=32, depths=(1, 1, 2, 1)),
     "resnet18": dict(timm="resnet18", image_size=32),
-    "registers and qk-norm": dict(timm="vit_tiny_patch16_224", reg_tokens=2, qk_norm=True, **VIT | {"image_size": 32}),
-    "DINOv2": dict(timm="vit_small_patch14_dinov2", activation_checkpoint=True, **VIT),
+    "registers and qk-norm": dict(timm="vit_tiny_patch16_224", reg_tokens=2, qk_norm=True, **VIT),
+    "DINOv2": dict(timm="vit_small_patch14_dinov2", activation_checkpoint=True, **VIT | {"image_size": 28}),
 }
-BEIT = dict(timm="beit_base_patch16_224", **VIT | {"image_size": 32})
+BEIT = dict(timm="beit_base_patch16_224", **VIT)
 WITHOUT_LAYERS = ("csatv2", "caformer_b36", "pit_b_224")
 CONFIG = dict(LEARNING_RATE=1e-3, WEIGHT_DECAY=0.1, OPTIMIZER=dict(name="adamw", layer_decay=0.7, decay_all=False))
 
 
 def batches(size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    shape = (8, 3, size, size)
-    return [(torch.randn(shape, generator=generator).double(), torch.arange(8) % 5) for _ in range(3)]
+    return [(torch.randn(8, 3, size, size, generator=generator).double(), torch.arange(8) % 5) for _ in range(3)]
 
 
 def build_double(name: str) -> nn.Module:
@@ -96,8 +96,7 @@ def train_timm(name: str, ranks: int) -> tuple[list[float], list[float]]:
     [
         (1, {}, 1e-6),
         *(slow(2, {"zero": zero}, 1e-6) for zero in (None, {"stage": 1}, {"stage": 3})),
-        slow(1, {"fp16": dict(mode=AMP_TYPE.NAIVE, dtype="bfloat16")}, 0.1),
-        slow(1, {"fp16": dict(mode=AMP_TYPE.APEX, opt_level="O3", dtype="bfloat16")}, 0.1),
+        *(slow(1, {"fp16": MODES[mode]}, 0.1) for mode in ("NAIVE bfloat16", "APEX O3 bfloat16")),
     ],
 )
 @pytest.mark.parametrize("name", MODELS)
@@ -166,15 +165,9 @@ def test_synchronised_batch_norms_keep_their_activations():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            ["MODEL.timm=resnt18", "MODEL.image_size=64"],
-            "^MODEL.timm='resnt18': timm has no such model; did you mean 'resnet18'",
-        ),
+        (["MODEL.timm=resnt18"], "^MODEL.timm='resnt18': timm has no such model; did you mean 'resnet18'"),
         (["MODEL.timm=resnet18.a9_in1k"], "timm has no such weights; did you mean 'resnet18.a"),
-        (
-            ["MODEL.timm=resnet18", "MODEL.drop_rat=0.1"],
-            "^MODEL.drop_rat: .* no such argument; did you mean 'drop_rate'",
-        ),
+        (["MODEL.timm=resnet18", "MODEL.drop_rat=1"], "^MODEL.drop_rat: .* no such argument; did you mean 'drop_rate'"),
         (["MODEL.timm=resnet18", "MODEL.in_chans=1"], "^MODEL.in_chans: .* no such argument"),
         (["MODEL.timm=resnet18", "MODEL.depth=5"], "^MODEL.depth: .* no such argument; it takes block, layers, "),
         (["MODEL.timm=inception_v3", "MODEL.image_size=20"], "^MODEL.image_size=20: the model takes no such images"),

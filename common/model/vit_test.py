@@ -29,7 +29,7 @@ def build_pair(**arguments: object) -> tuple[nn.Module, nn.Module]:
         for name, p in ours.named_parameters():
             if p.ndim == 1 or name.endswith("_token"):
                 p.add_(0.1 * torch.randn_like(p))
-    theirs.load_state_dict(ours.state_dict(), strict=True, assign=True)
+    theirs.load_state_dict(ours.state_dict(), assign=True)
     for name, layer in list(theirs.named_modules()):
         if isinstance(layer, nn.Dropout):
             theirs.set_submodule(name, Dropout(layer.p))
@@ -49,10 +49,8 @@ def logits_and_gradients(model: nn.Module, images: torch.Tensor) -> dict[str, to
         slow({"width": 768, "heads": 12, "image_size": 224, "patch_size": 16}),
         VIT_LITE,
         *({"pool": pool, "position": position} for pool in ("cls", "avg") for position in ("learned", "sincos2d")),
-        *(
-            {"init_values": 0.3, "reg_tokens": 2, "pool": pool, "no_embed_class": pool == "cls"}
-            for pool in ("cls", "avg")
-        ),
+        {"init_values": 0.3, "reg_tokens": 2, "no_embed_class": True},
+        {"init_values": 0.3, "reg_tokens": 2, "pool": "avg"},
         {"init_values": 1e-6, "no_embed_class": True, "position": "sincos2d", "image_size": 28, "patch_size": 14},
         {"drop_path": 0.5, "reg_tokens": 3},
         {"dropout": 0.1, "drop_path": 0.5},
@@ -110,7 +108,6 @@ def test_dropout_scales_what_it_keeps_and_its_gradient(p, dtype):
     y.backward(torch.ones_like(y))
     factor = MASK_LEVELS / round((1 - p) * MASK_LEVELS)
     assert factor == pytest.approx(1 / (1 - p), rel=0.4)  # of a probability as small as a level
-    assert y.dtype == dtype
     assert torch.equal(y.detach(), torch.where(y == 0, 0, x * factor).detach())
     assert torch.equal(x.grad, torch.where(y == 0, 0, torch.tensor(factor)).to(dtype))
 

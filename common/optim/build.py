@@ -5,6 +5,7 @@ LAMB and Muon are ours, AdamW is PyTorch's, SGD a subclass of PyTorch's; all ski
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -34,7 +35,6 @@ class FusedSGD(SGD):
         super().__init__(*args, fused=True, **options)
 
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        del closure
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         starting = [p for p in trained if self.state.get(p, {}).get("momentum_buffer") is None]
         if len(starting) < len(trained):  # those of a part of the model that was frozen before
@@ -132,10 +132,10 @@ def _parameter_groups(
     trained = {name: param for name, param in named_shards(model).items() if param.requires_grad}
     above = dict.fromkeys(trained, 0) if layer_decay == 1 else layers_above(model)
     kept = getattr(model, "no_weight_decay", set)()
-    groups: dict[tuple[bool, int], list[nn.Parameter]] = {}
+    groups = defaultdict(list)
     for name, param in trained.items():
         without = not decay_all and (param.ndim <= 1 or any(fnmatch(name, pattern) for pattern in kept))
-        groups.setdefault((without, above[name]), []).append(param)
+        groups[without, above[name]].append(param)
     return [
         {"params": params, "lr": learning_rate * layer_decay**layers} | ({"weight_decay": 0.0} if without else {})
         for (without, layers), params in sorted(groups.items(), key=lambda group: group[0])

@@ -91,5 +91,4 @@ def test_what_is_trained_later_starts_without_momentum():
         for p in trained.parameters():
             p.grad = torch.ones_like(p)
         mine.step()
-    found = [state["momentum_buffer"].mean().item() for state in mine.state.values()]
-    assert found == pytest.approx([1.9, 1.9, 1, 1])
+    assert [state["momentum_buffer"].mean().item() for state in mine.state.values()] == pytest.approx([1.9, 1.9, 1, 1])

@@ -65,7 +65,6 @@ class Lamb(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient."""
-        del closure
         clip = self._clip_divisor()
         buckets = [(params, group) for group in self.param_groups for params in self._buckets(group["params"])]
         if self.reduce_norms is None:

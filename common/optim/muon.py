@@ -63,7 +63,6 @@ class Muon(AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient."""
-        del closure
         own = [(p, group) for group in self.param_groups for p in group["params"] if p in self.matrices]
         trained = [(p, p.grad, group) for p, group in own if p.grad is not None]
         for p, _, _ in trained:

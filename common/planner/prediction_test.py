@@ -65,8 +65,7 @@ def test_one_gpu_needs_its_arithmetic_and_nothing_else():
     assert alone.slowest_step == pytest.approx(compute + update)
     assert alone.fastest_step == pytest.approx(compute * 0.23 / 0.40 + update)
     for keys, teraflops in (({}, 494.7), ({"TF32": False}, 66.9)):
-        single = build_planner(build_config() | {"fp16": None} | keys, 1)
-        assert single.rate == pytest.approx(0.23 * teraflops * 1e12)
+        assert build_planner(build_config() | {"fp16": None} | keys, 1).rate == pytest.approx(0.23 * teraflops * 1e12)
     (eager,) = build_planner(build_config() | {"COMPILE": False}, 1).predict_modes()
     assert eager.fastest_step == pytest.approx(compute + update)
 
@@ -107,8 +106,7 @@ def test_zero_is_predicted_where_data_parallelism_does_not_fit():
     found = {memory: build_planner(config, 8, Cluster(memory=memory)).predict_modes() for memory in (80e6, 120e6)}
     assert {p.mode: p.fits for p in found[80e6]} == {"data parallel": False, "zero 1": True, "zero 3": True}
     assert [p.mode for p in found[120e6]] == ["data parallel"]
-    flags = build_planner(config, 8).settings_of(found[80e6][1])
-    assert flags == "--set zero='dict(stage=1)' --set MICRO_BATCH_SIZE=1"
+    assert build_planner(config, 8).settings_of(found[80e6][1]) == "--set zero='dict(stage=1)' --set MICRO_BATCH_SIZE=1"
     assert found[80e6][2].estimate == estimate_step(config | {"zero": {"stage": 3}}, 8, 1)
 
 

@@ -56,28 +56,24 @@ def build_config(processes: int, parallel: Any = None, model: dict[str, Any] = T
 
 
 def train(config: dict[str, Any], micro_batch: int, accumulation: int) -> Traffic:
-    """Train as a task does; return the traffic of the last step."""
-    engine = build_training(config, torch.nn.CrossEntropyLoss()).engine
-    engine.train()
+    """Launch, and train as a task does; return the traffic of the last step."""
     images = torch.randn(micro_batch, 3, config["MODEL"]["image_size"], config["MODEL"]["image_size"])
     labels = torch.zeros(micro_batch, dtype=torch.long)
-    for step in range(STEPS):
-        with Traffic() as traffic, record_function(f"step {step}"):
-            for _ in range(accumulation):
-                engine.zero_grad()
-                engine.backward(engine.criterion(engine(images), labels))
-                engine.step()
+    options = {key: config[key] for key in ("parallel", "zero", "fp16", "clip_grad_norm")}
+    with launched(**options, gradient_accumulation=accumulation):
+        engine = build_training(config, torch.nn.CrossEntropyLoss()).engine
+        engine.train()
+        for step in range(STEPS):
+            with Traffic() as traffic, record_function(f"step {step}"):
+                for _ in range(accumulation):
+                    engine.zero_grad()
+                    engine.backward(engine.criterion(engine(images), labels))
+                    engine.step()
     return traffic
 
 
-def launch_config(config: dict[str, Any], accumulation: int) -> dict[str, Any]:
-    options = {key: config[key] for key in ("parallel", "zero", "fp16", "clip_grad_norm")}
-    return options | {"gradient_accumulation": accumulation}
-
-
 def count_traffic(config: dict[str, Any], micro_batch: int, accumulation: int) -> Counter:
-    with launched(**launch_config(config, accumulation)):
-        return train(config, micro_batch, accumulation).nbytes
+    return train(config, micro_batch, accumulation).nbytes
 
 
 @pytest.mark.parametrize("case", ["dp2 x 1d-2", "2d-4", "zero 1", "zero 3 x 1d-2", "2.5d-8", "3d-8"])
@@ -99,7 +95,7 @@ def measure_peak(config: dict[str, Any], micro_batch: int, accumulation: int) ->
     """
     libc10 = ctypes.CDLL(Path(torch.__file__).parent / "lib" / "libc10.so")
     ctypes.c_bool.in_dll(libc10, "FLAGS_caffe2_report_cpu_memory_usage").value = True
-    with launched(**launch_config(config, accumulation)), profile(profile_memory=True) as profiler:
+    with profile(profile_memory=True) as profiler:
         train(config, micro_batch, accumulation)
     events = profiler.profiler.kineto_results.experimental_event_tree()
     for event in events:
@@ -112,7 +108,7 @@ def measure_peak(config: dict[str, Any], micro_batch: int, accumulation: int) ->
 SMALL = {"image_size": 96, "width": 192, "depth": 6, "heads": 3, "num_classes": 100}
 VIT_TI = SMALL | {"depth": 12}
 # In bfloat16 where that is fast, else in float32: these models would take minutes.
-TORCH, NAIVE = ({"mode": mode} for mode in (AMP_TYPE.TORCH, AMP_TYPE.NAIVE))
+TORCH, NAIVE = {"mode": AMP_TYPE.TORCH}, {"mode": AMP_TYPE.NAIVE}
 FLOAT16 = TORCH | {"dtype": "float16"}
 CHECKPOINT = {"activation_checkpoint": True}
 

@@ -16,9 +16,7 @@ next         python {ROOT}/scripts/report.py 'a run'
 """
 
 
-def test_a_run_ends_with_commands_for_the_shell_and_its_best_evaluation_where_another_is_last(
-    tmp_path, capsys, monkeypatch
-):
+def test_a_run_ends_with_commands_for_the_shell_and_its_best_evaluation(tmp_path, capsys, monkeypatch):
     output = tmp_path / "a run"
     (output / "wandb" / "offline-run-1").mkdir(parents=True)
     (output / "checkpoints" / "step-00000001").mkdir(parents=True)

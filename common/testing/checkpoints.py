@@ -26,8 +26,7 @@ def build_about(*settings: str) -> dict[str, Any]:
     config = load_config("quickstart", [*SETTINGS, *settings])
     data = DataSummary(61, 10, 3, fingerprint="same", class_names=("a", "b", "c"))
     about = {"name": "tiny", "task": "", "config": config, "plan": asdict(build_plan(config, 1, data))}
-    about |= {"data": asdict(data), **describe_run([])}
-    about["starts"] = [{"step": 0, "dtype": "float32"}]
+    about |= {"data": asdict(data), **describe_run([]), "starts": [{"step": 0, "dtype": "float32"}]}
     return json.loads(json.dumps(about, default=str))
 
 

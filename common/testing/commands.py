@@ -20,20 +20,23 @@ from common.errors import run_command
 
 
 class Ended(NamedTuple):
-    """A finished process: exit status (negative: a signal), and what it printed."""
+    """What a finished process has printed."""
 
-    code: int
     stdout: str
     stderr: str
 
+    @property
+    def words(self) -> str:
+        """The standard output as one line, however it was wrapped."""
+        return " ".join(self.stdout.split())
 
+
+Main = Callable[[list[str]], object]
 TIMEOUT = 240.0  # seconds
 
 
 @contextmanager
-def forked(
-    main: Callable[[list[str]], object], argv: Sequence[object] = (), **environ: str
-) -> Iterator[tuple[BaseProcess, Path, Path]]:
+def forked(main: Main, argv: Sequence[object] = (), **environ: str) -> Iterator[tuple[BaseProcess, Path, Path]]:
     """Run ``main(argv)`` as its script does, in a forked process; yield it and the files of its stdout and stderr."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
@@ -48,19 +51,17 @@ def forked(
             process.join()
 
 
-def run_forked(main: Callable[[list[str]], object], argv: Sequence[object] = (), **environ: str) -> Ended:
-    """Run ``main(argv)`` by `forked` to its end; no traceback may be printed."""
+def run_forked(main: Main, argv: Sequence[object] = (), code: int = 0, **environ: str) -> Ended:
+    """Run ``main(argv)`` by `forked`; expect exit status ``code`` (negative: a signal) and no traceback."""
     with forked(main, argv, **environ) as (process, stdout, stderr):
         process.join(TIMEOUT)
-        code, out, err = process.exitcode, stdout.read_text(), stderr.read_text()
-    assert code is not None, f"{argv} did not end within {TIMEOUT:g} s:\n{out}\n{err}"
+        found, out, err = process.exitcode, stdout.read_text(), stderr.read_text()
+    assert found == code, f"{argv}: exit status {found}, None after {TIMEOUT:g} s:\n{out}\n{err}"
     assert "Traceback" not in err, err
-    return Ended(code, out, err)
+    return Ended(out, err)
 
 
-def _run(
-    main: Callable[[list[str]], object], argv: Sequence[object], outputs: Sequence[Path], environ: Mapping[str, str]
-) -> None:
+def _run(main: Main, argv: Sequence[object], outputs: Sequence[Path], environ: Mapping[str, str]) -> None:
     for descriptor, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY), descriptor)
     sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
@@ -74,8 +75,7 @@ def _run(
 
 def run_python(program: str, *words: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run the text of a program in a new Python, by `subprocess.run`."""
-    command = [sys.executable, "-c", program, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, **options)
+    return subprocess.run([sys.executable, "-c", program, *map(str, words)], capture_output=True, text=True, **options)
 
 
 def in_words(*settings: str) -> list[str]:
@@ -101,9 +101,7 @@ def has_ended(pid: int) -> bool:
 
 def read_folder(folder: Path) -> dict[str, bytes]:
     """Return the content of every file in a folder, by its path in there."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
-    }
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def copy_working_tree(root: Path, folder: Path) -> Path:

@@ -58,7 +58,10 @@ def local_slurm() -> Iterator[dict[str, str]]:
             "slurmctld": ["-D", "-c"],
             "slurmd": ["-D", "-N", NODE],
         }.items():
-            stack.enter_context(_daemon([program, *arguments], folder / f"{program}.out", environ))
+            out = stack.enter_context((folder / f"{program}.out").open("wb"))
+            daemon = subprocess.Popen([program, *arguments], stdout=out, stderr=out, env=os.environ | environ)
+            stack.enter_context(daemon)
+            stack.callback(daemon.terminate)
             if program == "munged":
                 wait_until((folder / "munge.socket").exists)
         wait_until(lambda: _ask(environ, "sinfo", "--noheader", "--format=%T", "--partition=main") == "idle")
@@ -80,15 +83,5 @@ def _write_configuration(folder: Path) -> Path:
     return path
 
 
-@contextmanager
-def _daemon(command: list[str], log: Path, environ: dict[str, str]) -> Iterator[None]:
-    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | environ) as process:
-        try:
-            yield
-        finally:
-            process.terminate()
-
-
 def _ask(environ: dict[str, str], *command: str) -> str:
-    answer = subprocess.run(command, capture_output=True, text=True, env=os.environ | environ)
-    return answer.stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environ).stdout.strip()

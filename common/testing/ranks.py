@@ -42,12 +42,12 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
     """
     import_once()
     context = multiprocessing.get_context("fork")
-    port = free_port()
+    port, work = free_port(), partial(function, *args)
     processes, pending = [], {}
     try:
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_run_rank, args=(sender, rank, world_size, port, function, args))
+            process = context.Process(target=_run_rank, args=(sender, rank, world_size, port, work))
             process.start()
             sender.close()
             processes.append(process)
@@ -66,16 +66,14 @@ def import_once() -> None:
         importlib.import_module(name)
 
 
-def _run_rank(
-    sender: Connection, rank: int, world_size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _run_rank(sender: Connection, rank: int, world_size: int, port: int, work: Callable[[], Any]) -> None:
     for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMIX_"))]:
         del os.environ[name]
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     try:
-        answer = (function(*args), None)
+        answer = (work(), None)
     except BaseException:
         answer = (None, traceback.format_exc())
     sender.send_bytes(pickle.dumps(answer))  # by value: send() would share the tensors' memory with a process that ends

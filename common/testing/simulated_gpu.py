@@ -26,11 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from common.data import loader
+from common.files import ROOT
 from common.launch.signals import stop_signals
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
-ROOT = Path(__file__).resolve().parents[2]
 # the host needs their result, or its shape
 WAITING = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten.bincount, aten._unique2}
 COPYING = {aten.copy_, aten._to_copy}

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from common.checkpoint.content import list_changes
 from common.checkpoint.saved_run import SavedRun, build_parser
 from common.checkpoint.weights import OTHERS, open_model
-from common.colossal import ParallelMode, Predictor, naming_lost_ranks, shutdown
+from common.colossal import ParallelMode, Predictor, all_reduce, naming_lost_ranks, shutdown
 from common.config.plan import DataSummary
 from common.data.image_folder import SPLITS
 from common.errors import UserError, format_table, print_wrapped
@@ -28,7 +28,7 @@ from common.files import own_file, short_path, write_csv
 from common.hardware import describe_run
 from common.launch.detect import add_launch_arguments, detect_launch, gather, start
 from common.metrics.curves import build_figure, save_figure
-from common.metrics.hook import count_correct, sum_over
+from common.metrics.hook import count_correct
 from common.task import data_root, find_task
 
 AT_EACH_END = 5  # classes of the table for the terminal
@@ -109,7 +109,7 @@ class Tally:
         mine = torch.cat(self.batches, dim=1).cpu().numpy()
         mine = mine[:, mine[0] >= 0]  # here, as on a GPU it would wait
         self.answers = np.concatenate(gather(mine), axis=1)
-        sum_over(ParallelMode.GLOBAL, self.totals)
+        all_reduce(self.totals, ParallelMode.GLOBAL)
 
 
 def _check_labels(run: SavedRun, data: DataSummary) -> None:

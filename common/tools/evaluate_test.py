@@ -24,6 +24,10 @@ def read(run: Path) -> dict:
     return json.loads((run / "evaluation" / "step-00000010" / "evaluation.json").read_text())
 
 
+def evaluate_run(*words: object) -> None:
+    evaluate.main([*map(str, words)])
+
+
 def metrics_of(record: dict) -> dict:
     return {name: record[name] for name in ("loss", "top1", "top5", "samples")}
 
@@ -32,10 +36,10 @@ def metrics_of(record: dict) -> dict:
 def test_equals_the_evaluation_in_training_in_every_precision(data, tmp_path, capfd, mode):
     precision = [f"fp16.mode=AMP_TYPE.{mode}", "fp16.dtype='bfloat16'"] + ["fp16.opt_level=O3"] * (mode == "APEX")
     run = train(data, tmp_path / "run", *precision, "LEARNING_RATE=5e-4")
-    evaluate.main([str(run)])
+    evaluate_run(run)
     assert metrics_of(read(run)) == metrics_of(read_metrics(run)[-1])
     assert 1 / 7 < read(run)["top1"] < 1
-    evaluate.main([str(run), "--set", "fp16=None"])
+    evaluate_run(run, "--set", "fp16=None")
     assert read(run)["loss"] != read_metrics(run)[-1]["loss"]
     said = capfd.readouterr().out
     assert "checkpoints/step-00000010 (the best)" in said
@@ -43,7 +47,7 @@ def test_equals_the_evaluation_in_training_in_every_precision(data, tmp_path, ca
 
 
 def test_equals_it_in_two_processes(run, tmp_path):
-    run_ranks(2, evaluate.main, [str(run), "--output", str(tmp_path), "--set", "MICRO_BATCH_SIZE=4"])
+    run_ranks(2, evaluate_run, run, "--output", tmp_path, "--set", "MICRO_BATCH_SIZE=4")
     found = metrics_of(json.loads((tmp_path / "evaluation.json").read_text()))
     expected = metrics_of(read_metrics(run)[-1]) | {"samples": SAMPLES["test"]}
     assert found == pytest.approx(expected, rel=1e-6)
@@ -55,7 +59,7 @@ def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
     answers = logits.argmax(1)
 
     with mock.patch.object(evaluate, "save_figure", wraps=evaluate.save_figure) as saved:
-        evaluate.main([str(run)])
+        evaluate_run(run)
     shares = saved.call_args[0][0].axes[0].images[0].get_array()
     np.testing.assert_allclose(shares, confusion_matrix(labels, answers, normalize="true"))
     rows = list(csv.DictReader((run / "evaluation" / "step-00000010" / "classes.csv").read_text().splitlines()))
@@ -85,22 +89,22 @@ def test_imagenets_classes_may_have_synsets_words_or_no_names(names):
 
 
 def test_other_data_is_refused_unless_its_labels_mean_the_same(run, data, tmp_path, capsys):
-    evaluate.main([str(run), "--data", str(data), "--raw"])
+    evaluate_run(run, "--data", data, "--raw")
     assert [*(run / "evaluation").glob(f"step-00000010-raw-{data.name}-??????/evaluation.json")]
     other = write_images(tmp_path / "other")
-    evaluate.main([str(run), "--set", f"DATA.root={other}"])
+    evaluate_run(run, "--set", f"DATA.root={other}")
     assert "has changed" not in capsys.readouterr().out
     next((other / "train" / "red").iterdir()).unlink()
-    evaluate.main([str(run), "--set", f"DATA.root={other}"])
+    evaluate_run(run, "--set", f"DATA.root={other}")
     assert "warning: the data set has changed" in capsys.readouterr().out
     for split in ("train", "test"):
         (other / split / "red").rename(other / split / "orange")
     with pytest.raises(UserError, match="label 4 is 'orange', the model learned 'red': pass its own data set with"):
-        evaluate.main([str(run), "--data", str(other)])
+        evaluate_run(run, "--data", other)
     for split in ("train", "test"):
         (other / split / "black").mkdir()
     with pytest.raises(UserError, match="other has 8 classes, the model 7: pass its own data set with --data"):
-        evaluate.main([str(run), "--data", str(other)])
+        evaluate_run(run, "--data", other)
     with pytest.raises(UserError, match="--split test: tiny has one evaluation set; leave it out"):
-        evaluate.main([str(run), "--split", "test"])
+        evaluate_run(run, "--split", "test")
     shutdown()

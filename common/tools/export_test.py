@@ -53,8 +53,7 @@ def test_an_export_gives_timms_logits_and_the_umask_says_who_may_read_it(run, ta
     np.testing.assert_allclose(logits_of(folder, target, picture), timm_logits(run, [picture]), rtol=1e-4, atol=1e-5)
     about = json.loads((folder / "config.json").read_text())
     assert (about["label_names"], about["checkpoint"]) == (list(NAMES), "step-00000010/model.safetensors")
-    modes = {file.stat().st_mode & 0o777 for file in folder.iterdir()}
-    assert modes == {0o600 if target == "timm" else 0o644}
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o600 if target == "timm" else 0o644}
     if target == "onnx":
         model = onnx.load(folder / "model.onnx")
         onnx.checker.check_model(model, full_check=True)

@@ -17,6 +17,7 @@ import shlex
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -173,11 +174,11 @@ def rank_combinations(runs: Sequence[RecordedRun], notes: Mapping[str, str]) -> 
 
 def group_by_seed(runs: Sequence[RecordedRun]) -> dict[tuple[tuple[str, Any], ...], list[RecordedRun]]:
     """Return the runs by the (key, value) of what the sweep varies but `SEED`."""
-    groups: dict[tuple[tuple[str, Any], ...], list[RecordedRun]] = {}
+    groups = defaultdict(list)
     keys = dict.fromkeys(key for run in runs for key in run.values)
     for run in runs:
         values = {key: run.values.get(key, ABSENT) for key in keys if key != SEED} if keys else {"run": run.name}
-        groups.setdefault(tuple(values.items()), []).append(run)
+        groups[tuple(values.items())].append(run)
     return groups
 
 
@@ -235,24 +236,19 @@ def render(runs: Sequence[RecordedRun]) -> str:
     charts = {"runs": [run.name for run in runs], "charts": collect_charts(runs)}
     ranked, verdict = rank_combinations(runs, {})
     configs = _align(_flat_text(run.about["config"]) for run in runs)
-    page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    return (
-        Environment(autoescape=True)
-        .from_string(page)
-        .render(
-            runs=runs,
-            title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
-            summary={title: [cell(run) for run in runs] for title, cell in SUMMARY.items()},
-            sweep=ranked if all(run.values for run in runs) else [],
-            verdict=verdict,
-            keys={key: cells for key, cells in configs.items() if len(runs) == 1 or len(set(cells)) > 1},
-            environment=_align(
-                _flat_text({key: value for key, value in run.about.items() if key not in NO_ENVIRONMENT})
-                for run in runs
-            ),
-            commands={run.name: shlex.join(["python", *run.about.get("argv", ())]) for run in runs},
-            charts=Markup(json.dumps(charts, separators=(",", ":")).replace("<", "\\u003c")),
-        )
+    page = Environment(autoescape=True).from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
+    return page.render(
+        runs=runs,
+        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
+        summary={title: [cell(run) for run in runs] for title, cell in SUMMARY.items()},
+        sweep=ranked if all(run.values for run in runs) else [],
+        verdict=verdict,
+        keys={key: cells for key, cells in configs.items() if len(runs) == 1 or len(set(cells)) > 1},
+        environment=_align(
+            _flat_text({key: value for key, value in run.about.items() if key not in NO_ENVIRONMENT}) for run in runs
+        ),
+        commands={run.name: shlex.join(["python", *run.about.get("argv", ())]) for run in runs},
+        charts=Markup(json.dumps(charts, separators=(",", ":")).replace("<", "\\u003c")),
     )
 
 
@@ -307,8 +303,8 @@ def collect_charts(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
 
 def _lines(run: RecordedRun, number: int, name: str, scale: float) -> Iterator[dict[str, Any]]:
     for kind in ("train", "eval"):
-        pairs = [(line["step"], line[name]) for line in run.of_kind(kind) if name in line]
-        points = [(x, None if y is None or math.isnan(y) else float(f"{y * scale:.6g}")) for x, y in pairs]
-        if any(y is not None for _, y in points):
-            xs, ys = zip(*points, strict=True)
-            yield {"run": number, "kind": kind, "x": xs, "y": ys}
+        lines = [line for line in run.of_kind(kind) if name in line]
+        values = [line[name] for line in lines]
+        ys = [None if y is None or math.isnan(y) else float(f"{y * scale:.6g}") for y in values]
+        if any(y is not None for y in ys):
+            yield {"run": number, "kind": kind, "x": [line["step"] for line in lines], "y": ys}

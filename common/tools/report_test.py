@@ -48,8 +48,7 @@ def charts_of(page: str) -> list[dict]:
 
 
 def test_summary(tmp_path, monkeypatch):
-    speeds = [0.0, 1000.0, 30.0, 0.0, 1240.0]
-    records = [train(step, samples_per_s=speed) for step, speed in enumerate(speeds)]
+    records = [train(step, samples_per_s=speed) for step, speed in enumerate([0.0, 1000.0, 30.0, 0.0, 1240.0])]
     records += [evaluation(1, 0.75, loss=2.0), evaluation(2, 0.75), evaluation(3, 0.75, loss=3.0), evaluation(4, 0.5)]
     records += [train(5, loss=2.3456789, samples_per_s=None) | {"time": 12400.0}]
     config = {"LABEL_SMOOTHING": 0.1, "MIXUP": 0.8, "B": {"c": [1, 2]}}
@@ -93,8 +92,9 @@ def test_a_run_that_is_running_or_was_killed_in_the_middle_of_a_line(tmp_path):
     (run / "checkpoints" / "step-00000001").mkdir(parents=True)
     (run / "checkpoints" / "step-00000001" / "COMPLETE").touch()
     page = make(run)
-    assert tables_of(page)[0]["Steps"] == ["2,000 of 4,000"]
-    assert tables_of(page)[0]["Top-1, last evaluation"] == tables_of(page)[0]["Top-1, best evaluation"] == ["-"]
+    summary, *_ = tables_of(page)
+    assert summary["Steps"] == ["2,000 of 4,000"]
+    assert summary["Top-1, last evaluation"] == summary["Top-1, best evaluation"] == ["-"]
     (chart,) = charts_of(page)
     assert (chart["name"], chart["lines"][0]["y"]) == ("loss", [2.0, None])
     (run / "checkpoints" / "step-00000001").rename(run / "checkpoints" / "step-00003000")
@@ -140,10 +140,7 @@ def test_names_are_text(tmp_path):
     assert summary[EVIL] == ["1 of 4", "2 min 00 s", "-"]
     assert summary["A=1"] == ["0 of 4", "0 min 00 s", "H100"]
     assert config == {"": [EVIL, "MIXUP"], EVIL: [EVIL, "-"], "A=1": ["-", "0.2"]}
-    assert (
-        charts_of(page)[0]["title"]
-        == "Loss (training: cross-entropy or cross-entropy, mixup 0.2; evaluation: cross-entropy)"
-    )
+    assert "training: cross-entropy or cross-entropy, mixup 0.2; evaluation: " in charts_of(page)[0]["title"]
 
 
 def test_csv_is_a_row_of_the_results(tmp_path, capsys):
@@ -152,7 +149,5 @@ def test_csv_is_a_row_of_the_results(tmp_path, capsys):
     about = dict(name="tiny", started=86400, plan=plan, argv=argv, commit="abc", versions=versions, hardware=CPU)
     records = [train(5, loss=3.0), evaluation(5, 0.25), train(10, loss=1.5), evaluation(10, 0.75)]
     report.main([str(write_run(tmp_path / "run", records, **about)), "--csv"])
-    row = (
-        '1970-01-02,tiny,"2 cores of AMD EPYC, AVX2",2,14,1,10,3.0000,1.5000,0.7500,1.0000,8,11.0,python=3.11 timm=1.0,'
-    )
-    assert capsys.readouterr().out == f"{row}abc,train.py --output=run --init weights/\n"
+    row = '1970-01-02,tiny,"2 cores of AMD EPYC, AVX2",2,14,1,10,3.0000,1.5000,0.7500,1.0000,8,11.0'
+    assert capsys.readouterr().out == f"{row},python=3.11 timm=1.0,abc,train.py --output=run --init weights/\n"

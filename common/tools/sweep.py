@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -256,11 +257,11 @@ def collect_points(runs: Sequence[RecordedRun], best: str | None) -> dict[tuple,
 
     Of the points that differ only in the key ``best`` only the one with the highest mean stays, without that key.
     """
-    lines: dict[tuple, dict[Any, list[float]]] = {}
+    lines = defaultdict(dict)
     for values, group in group_by_seed(runs).items():
         tops = [100 * run.final["top1"] for run in group if run.final]
         (_, x), *line = [pair for pair in values if pair[0] != best] or [("", "best")]
-        points = lines.setdefault(tuple(line), {})
+        points = lines[tuple(line)]
         if tops and (x not in points or mean(tops) > mean(points[x])):
             points[x] = tops
     return {line: points for line, points in lines.items() if points}

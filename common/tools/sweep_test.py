@@ -133,16 +133,12 @@ def test_mistakes_are_refused_before_the_first_run(words, trained, arguments, me
     assert trained == []
 
 
-def test_a_recipe_is_trained_by_its_tasks_script_and_an_original_config_as_its_train_py_does(
-    words, trained, tmp_path, monkeypatch
-):
+def test_a_recipe_is_trained_by_its_tasks_script_and_an_original_config_by_train(words, trained, tmp_path, monkeypatch):
     found = [sweep.find_script(recipe, None) for recipe in ("vit-b16", "vit_lite_2d", "config_AMP_torch")]
     assert [path.parent.name for path, _ in found] == ["imagenet_dali", "cifar10_benchmark", "caltech101_amp"]
     (tmp_path / "own.py").write_text("BATCH_SIZE = 128\nDROP_RATE = 0.1\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        UserError, match="own.py is no recipe: add --train SCRIPT, which is one of .*caltech101_amp/train"
-    ):
+    with pytest.raises(UserError, match="own.py is no recipe: add --train SCRIPT, which is .*caltech101_amp/train"):
         sweep.find_script("own.py", None)
     sweep.main([*words[1:], f"--train={found[2][0]}", "--grid", "CONFIG=own.py", "--grid", "LEARNING_RATE=1"])
     sweep.main([*words, "--set", "LEARNING_RATE=2"])

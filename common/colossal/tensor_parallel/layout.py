@@ -177,9 +177,9 @@ def resolve_parallel(parallel: Mapping[str, Any] | None, world_size: int) -> dic
         return {"pipeline": 1, "tensor": {"size": 1, "mode": None}}
     _check_size(mode, size, depth)
     if world_size % size:
-        nearest = nearest_multiples(world_size, size)
         raise UserError(
-            f"parallel.tensor.size={size} does not divide the {world_size} processes: start {nearest} processes"
+            f"parallel.tensor.size={size} does not divide the {world_size} processes: "
+            f"start {nearest_multiples(world_size, size)} processes"
         )
     return {"pipeline": 1, "tensor": dict(tensor)}
 

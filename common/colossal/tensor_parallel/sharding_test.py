@@ -17,7 +17,7 @@ from common.colossal.tensor_parallel.layout import LAYOUTS, ROW_2D
 from common.testing.parity_cases import CASES, blended_loss, build_engine, build_tiny_model, micro_batches
 from common.testing.ranks import launched, run_ranks
 
-MODES = ["1d-2", "2d-4", "2.5d-8", "3d-8", "dp2 x 1d-2"]
+in_every_mode = pytest.mark.parametrize("case", ["1d-2", "2d-4", "2.5d-8", "3d-8", "dp2 x 1d-2"])
 
 
 @functools.cache
@@ -72,7 +72,7 @@ def recomputed_gradients() -> tuple[list[Tensor], list[Tensor]]:
     return tuple(answers)
 
 
-@pytest.mark.parametrize("case", MODES)
+@in_every_mode
 def test_ranks_hold_what_is_announced(case):
     line = describe_tensor_parallel(CASES[case][1]["parallel"], whole := build_tiny_model(), 16)
     words = "{} of 16 samples, {} of 32 channels between blocks, {} of 4 heads, {:,} of "
@@ -80,25 +80,19 @@ def test_ranks_hold_what_is_announced(case):
         assert line == f"{words.format(*answer['holds'])}{sum(p.numel() for p in whole.parameters()):,} parameters"
 
 
-@pytest.mark.parametrize("case", MODES)
+@in_every_mode
 def test_masks_are_drawn_anew_and_agree_where_activations_do(case):
     answers = on_ranks(case)
-    for answer in answers:
-        assert 0.4 < answer["masks"]["hidden"].float().mean() < 0.6
-        assert not torch.equal(answer["masks"]["hidden"], answer["masks"]["again"])
     for one in answers:
+        assert 0.4 < one["masks"]["hidden"].float().mean() < 0.6
+        assert not torch.equal(one["masks"]["hidden"], one["masks"]["again"])
         for other in answers:
-            same_activations, same_samples = one["place"] == other["place"], one["place"][:2] == other["place"][:2]
-            expected = {
-                "residual": same_activations,
-                "output": same_activations,
-                "hidden": one is other,
-                "drop_path": same_samples,
-            }
+            same_place, same_samples = one["place"] == other["place"], one["place"][:2] == other["place"][:2]
+            expected = {"residual": same_place, "output": same_place, "hidden": one is other, "drop_path": same_samples}
             assert {name: torch.equal(one["masks"][name], other["masks"][name]) for name in expected} == expected
 
 
-@pytest.mark.parametrize("case", MODES)
+@in_every_mode
 def test_recomputed_activations_have_the_same_masks(case):
     for answer in on_ranks(case):
         for plain, recomputed in zip(*answer["recomputed"], strict=True):

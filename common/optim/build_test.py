@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
-from common.colossal import LinearWarmupLR
+from common.colossal import CosineAnnealingWarmupLR, LinearWarmupLR
 from common.model.build import build_model, timm_arguments
 from common.optim.build import build_lr_scheduler, build_optimizer
 from common.optim.lamb import Lamb
@@ -80,6 +80,8 @@ def test_equals_colossalais_linear_and_torchs_cosine_schedule(total, warmup):
     mine = learning_rates(lambda sgd: build_lr_scheduler(sgd, "cosine", total, warmup), total)
     reference = learning_rates(lambda sgd: CosineAnnealingLR(sgd, total - warmup), total - warmup)
     assert mine == pytest.approx([PEAK * (step + 1) / warmup for step in range(warmup)] + reference, rel=1e-9)
+    repaired = learning_rates(lambda sgd: CosineAnnealingWarmupLR(sgd, total, warmup_steps=warmup), total)
+    assert mine == pytest.approx(repaired, rel=1e-9)
     mine = learning_rates(lambda sgd: build_lr_scheduler(sgd, "timm", total, warmup, min_lr=PEAK), total)
     assert mine == pytest.approx([PEAK * step / warmup for step in range(warmup)] + [PEAK] * (total - warmup))
 

@@ -70,6 +70,8 @@ def resolve_source(name: str, is_timm: bool = False) -> str:
 def open_source(name: str) -> OpenedWeights:
     """Read the weights that `resolve_source` named; raise `UserError` for what holds none."""
     path, is_hub = Path(name), name.startswith(HUB)
+    if not is_hub and not path.exists():
+        raise UserError(f"{name}: no such file or folder: name a run, a checkpoint, a file of weights or a timm model")
     if not is_hub and ((path / MARKER).is_file() or (path / "checkpoints").is_dir()):
         run = open_run(name)
         chosen = "" if run.checkpoint == path else f"{run.chosen}: {run.checkpoint.name}"

@@ -247,7 +247,8 @@ def draw(runs: Sequence[RecordedRun], path: Path, best: str | None = None) -> bo
         axes.set_xticks(places, [f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in places])
         axes.minorticks_off()
     if any(lines):
-        place_legend(axes, columns=2)
+        longest = max(map(len, axes.get_legend_handles_labels()[1]))
+        place_legend(axes, columns=2 if longest < 40 else 1)
     save_figure(figure, path)
     return True
 

@@ -229,6 +229,7 @@ def draw(runs: Sequence[RecordedRun], path: Path, best: str | None = None) -> bo
     for number, (line, points) in enumerate(lines.items()):
         xs = sorted(points) if is_numeric else list(points)
         tops = [points[x] for x in xs]
+        shown = [pair for pair in line if pair[1] != ABSENT] or line
         bars = [(mean(each) - min(each), max(each) - mean(each)) for each in tops]
         axes.errorbar(
             xs if is_numeric else list(map(str, xs)),
@@ -237,7 +238,7 @@ def draw(runs: Sequence[RecordedRun], path: Path, best: str | None = None) -> bo
             fmt="o-" if is_numeric else "o",
             capsize=3,
             color=f"C{number}",
-            label=", ".join(f"{key}={value}" for key, value in line),
+            label=", ".join(f"{key}={value}" for key, value in shown),
         )
     varied = [key for key in runs[0].values if key not in (SEED, best)]
     axes.set(xlabel=varied[0] if varied else "run", ylabel="top-1 of finished runs at the end, %")

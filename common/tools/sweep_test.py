@@ -110,7 +110,8 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
     assert not sweep.draw(runs[3:], tmp_path / "sweep.png")
     for length in (30, 40):
         named = [finished_run(0.5, A=1, **{length * "b": value}) for value in (2, 3)]
-        assert sweep.draw(named, tmp_path / "sweep.png")
+        assert sweep.draw([*named, finished_run(0.5, A=1, C=4)], tmp_path / "sweep.png")
+    assert [text.get_text() for text in drawn[-1].get_legend().get_texts()] == [f"{40 * 'b'}=2", f"{40 * 'b'}=3", "C=4"]
     assert [drawn.pop().get_legend()._ncols for _ in range(2)] == [1, 2]
     assert [list(axes.lines[0].get_ydata()) for axes in drawn] == [pytest.approx([55, 65]), pytest.approx([65])]
     assert [(axes.get_xscale(), axes.get_xlabel()) for axes in drawn] == [("log", "RATE"), ("linear", "run")]

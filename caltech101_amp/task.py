@@ -20,7 +20,7 @@ DOWNLOAD = "Caltech-101 (137 MB)"
 FOLDER = "101_ObjectCategories"
 ARCHIVE = f"{FOLDER}.tar.gz"  # within OUTER_FOLDER of OUTER_ARCHIVE
 OUTER_FOLDER = "caltech-101"
-TORCHVISIONS = "caltech101"  # into which torchvision.datasets.Caltech101 unpacks it
+TORCHVISION_FOLDER = "caltech101"  # into which torchvision.datasets.Caltech101 unpacks it
 OUTER_ARCHIVE = f"{OUTER_FOLDER}.zip"
 BACKGROUND = "BACKGROUND_Google"  # clutter, not a category
 CATEGORIES, IMAGES = 101, 8677
@@ -58,7 +58,7 @@ def open_split(data: Mapping[str, Any], split: str) -> FolderSplit:
 
 @functools.cache
 def _open(root: Path, allow_download: bool) -> dict[str, FolderSplit]:
-    places = (root / FOLDER, root / OUTER_FOLDER / FOLDER, root / TORCHVISIONS / FOLDER, root)
+    places = (root / FOLDER, root / OUTER_FOLDER / FOLDER, root / TORCHVISION_FOLDER / FOLDER, root)
     folder = next((path for path in places if (path / "accordion").is_dir()), None) or _unpack(root, allow_download)
     class_names = [name for name in list_folders(folder) if name != BACKGROUND]
     files = list_classes(folder, folder, class_names)

@@ -20,7 +20,7 @@ EXPLAIN: list[Callable[[Exception], str]] = [
 ]
 # Control characters, line separators, overrides of the direction of text, and bytes that are not UTF-8.
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-VARIABLES = {  # rank, local rank and size, as torchrun, mpirun and srun name them; then host and port
+LAUNCHER_VARIABLES = {  # rank, local rank and size, as torchrun, mpirun and srun name them; then host and port
     "torch": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
     "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
@@ -140,7 +140,7 @@ def is_first_process() -> bool:
 
     A process with an invalid rank counts as first, so that it prints its own error.
     """
-    for names in VARIABLES.values():
+    for names in LAUNCHER_VARIABLES.values():
         rank, size = map(os.environ.get, (names[0], names[2]))
         if rank and size:
             return not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))

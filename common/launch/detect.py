@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from common import colossal
-from common.errors import VARIABLES, AgreedError, RankError, UserError
+from common.errors import LAUNCHER_VARIABLES, AgreedError, RankError, UserError
 from common.hardware import cpu_limits, limit_threads, set_processes
 
 LOOPBACK = "127.0.0.1"
-FLAGS = ("rank", "local_rank", "world_size", "host", "port")  # in the order of VARIABLES
+FLAGS = ("rank", "local_rank", "world_size", "host", "port")  # in the order of LAUNCHER_VARIABLES
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
     """
     launcher = _find_launcher(args, environ)
     place: dict[str, Any] = {"rank": 0, "local_rank": 0, "world_size": 1, "host": LOOPBACK, "port": 0}
-    if launcher in VARIABLES:
+    if launcher in LAUNCHER_VARIABLES:
         place = _from_environment(launcher, args, environ)
     elif launcher == "args":
         place = _from_flags(args)
@@ -117,7 +117,7 @@ def _find_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
 
 
 def _from_environment(launcher: str, args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
-    names = dict(zip(FLAGS, VARIABLES[launcher], strict=False))
+    names = dict(zip(FLAGS, LAUNCHER_VARIABLES[launcher], strict=False))
     flags = {name: str(getattr(args, field)) for field, name in names.items() if getattr(args, field) is not None}
     environ = flags | {name: value for name, value in environ.items() if value}
     if missing := [name for name in names.values() if not environ.get(name)]:  # Kubeflow sets no LOCAL_RANK

@@ -17,7 +17,7 @@ STEPS = 120  # of a range test: 20 for each factor of ten
 LOWEST, HIGHEST = 1e-5, 10.0
 SMOOTHING = 0.9  # weight of the previous average
 DIVERGED = 4.0  # times the lowest smoothed loss
-SAFETY = 10.0
+SAFETY = 10.0  # divides the rate with the lowest loss
 SIGNIFICANT = 1.3  # standard deviations by which the loss must fall; noise alone does in 3 % of tests
 WARMUP = 5  # steps before the profiled ones; the profiler runs during the last of them
 

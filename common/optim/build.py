@@ -166,7 +166,7 @@ def linear(step: int, total_steps: int, warmup_steps: int) -> float:
 
 
 def cosine(step: int, total_steps: int, warmup_steps: int) -> float:
-    """Equals Colossal-AI's CosineAnnealingWarmupLR, repaired: it overshoots the peak by 2 / (1 + cos(pi / (T - W))).
+    """Equals Colossal-AI's CosineAnnealingWarmupLR without its overshoot of the peak, which `upstream` repairs.
 
     1 / W at first, 1 at step W of T, (1 + cos(pi (T - W - 1) / (T - W))) / 2 at the last.
     """

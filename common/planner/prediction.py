@@ -135,7 +135,8 @@ class Prediction:
     """One way to train on N GPUs: how batch and model are split, and the seconds of a step.
 
     ``slowest_step``: the worst case, in which nothing overlaps but decoding. ``fastest_step``: the best case, a
-    well-tuned GPU that sends gradients during the last micro-batch's backward pass, waits for decoding if ``waits``.
+    well-tuned GPU that sends gradients during the last micro-batch's backward pass. ``waits``: even it waits for
+    decoding.
     """
 
     tensor: Mapping[str, Any]

@@ -275,8 +275,9 @@ def _dropout_by_mask(x: Tensor, p: float, training: bool = True, inplace: bool =
     return torch.native_dropout(x, p, training)[0] if training and p else x
 
 
-def _layer_norm_as_on_a_gpu(layer_norm: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-    return layer_norm(x.float() if torch.is_autocast_enabled("cpu") else x, *args)  # autocast's choice on GPUs
+def _layer_norm_as_on_a_gpu(layer_norm: Callable[..., Tensor], x: Tensor, *args: Any, **options: Any) -> Tensor:
+    x = x.float() if torch.is_autocast_enabled("cpu") else x  # as CUDA's autocast does
+    return layer_norm(x, *args, **options)
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

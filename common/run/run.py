@@ -55,6 +55,7 @@ class Run:
         if not source or self.start_from is not None:
             return
         done = ask_first_rank(lambda: load_pretrained(model, source))
+        self.about["starts"][-1]["init"] = done  # names the checkpoint, where INIT names a run or a link
         if not self.is_main:
             load_pretrained(model, source)
         else:

@@ -1,5 +1,6 @@
 """What a run prints when it starts, and refuses before it trains."""
 
+import json
 import types
 from pathlib import Path
 
@@ -40,6 +41,8 @@ def test_the_first_lines_name_what_is_set_within_80_columns(data, tmp_path):
         printed = [line for line in (ended.stdout + ended.stderr).splitlines() if str(tmp_path) not in line]
         assert all(line in " ".join(" ".join(printed).split()) for line in lines)
         assert max(map(len, (line for line in printed if "loss=" not in line))) <= 80
+    (first,) = json.loads((tmp_path / "head" / "config.json").read_text())["starts"]
+    assert ": step-00000001); a new head" in first["init"]
 
 
 def test_it_says_how_long_a_step_takes_on_a_cpu(monkeypatch):

@@ -1,4 +1,4 @@
-"""Shard a model, and gather it from its shards and those of ZeRO; the buffers of batch norms."""
+"""Shard a model by tensor parallelism; gather it again, from ZeRO's shards too; broadcast its buffers."""
 
 import math
 from collections import defaultdict

@@ -37,9 +37,13 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     return DataSummary(*counts, fingerprint, train.class_names, validation=held_out)
 
 
-def build_train_loader(data: Mapping[str, Any], total_batch: int, micro_batch: int, **options: Any) -> Loader:
+def build_train_loader(
+    data: Mapping[str, Any], total_batch: int, micro_batch: int, **options: Any
+) -> Loader:
     """Return the loader of the training split; ``options`` are those of `image_loaders`."""
-    return image_loaders.build_train_loader(open_split(data, "train"), data, total_batch, micro_batch, **options)
+    return image_loaders.build_train_loader(
+        open_split(data, "train"), data, total_batch, micro_batch, **options
+    )
 
 
 def build_eval_loader(data: Mapping[str, Any], batch: int, **options: Any) -> Loader:
@@ -59,7 +63,9 @@ def open_split(data: Mapping[str, Any], split: str) -> FolderSplit:
 @functools.cache
 def _open(root: Path, allow_download: bool) -> dict[str, FolderSplit]:
     places = (root / FOLDER, root / OUTER_FOLDER / FOLDER, root / TORCHVISION_FOLDER / FOLDER, root)
-    folder = next((path for path in places if (path / "accordion").is_dir()), None) or _unpack(root, allow_download)
+    folder = next((path for path in places if (path / "accordion").is_dir()), None) or _unpack(
+        root, allow_download
+    )
     class_names = [name for name in list_folders(folder) if name != BACKGROUND]
     files = list_classes(folder, folder, class_names)
     if len(class_names) != CATEGORIES or len(files) < IMAGES:
@@ -67,7 +73,9 @@ def _open(root: Path, allow_download: bool) -> dict[str, FolderSplit]:
             f"{folder}: {len(class_names)} categories with {len(files):,} images, not {CATEGORIES} with {IMAGES:,}; "
             f"unpack {ARCHIVE} again, or add --set DATA.download=True with an empty folder"
         )
-    train, test = (FolderSplit(folder, class_names, of_split) for of_split in split_by_class(files, TEST_SHARE))
+    train, test = (
+        FolderSplit(folder, class_names, of_split) for of_split in split_by_class(files, TEST_SHARE)
+    )
     return {"train": train, "test": test}
 
 

@@ -34,7 +34,9 @@ def root(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(task, "CATEGORIES", len(NAMES))
     monkeypatch.setattr(task, "IMAGES", len(NAMES) * PER_CATEGORY)
     task._open.cache_clear()
-    folder = write_colours(tmp_path / "data" / task.FOLDER, len(NAMES) * PER_CATEGORY, 24, 30, "jpg")
+    folder = write_colours(
+        tmp_path / "data" / task.FOLDER, len(NAMES) * PER_CATEGORY, 24, 30, "jpg"
+    )
     (folder / "r").rename(folder / "accordion")
     shutil.copytree(folder / "g", folder / "BACKGROUND_Google")
     return tmp_path / "data"
@@ -72,12 +74,19 @@ def test_either_archive_is_unpacked(root, tmp_path, monkeypatch):
         tar.add(root / task.FOLDER, task.FOLDER)
     with zipfile.ZipFile(zip_path, "w") as container:
         container.write(tar_path, f"caltech-101/{archive}")
-    (tmp_path / "zip" / task.OUTER_FOLDER).mkdir()  # what is left when a damaged tar in it is removed
+    (
+        tmp_path / "zip" / task.OUTER_FOLDER
+    ).mkdir()  # what is left when a damaged tar in it is removed
     monkeypatch.setattr(task, "MD5", hashlib.md5(zip_path.read_bytes()).hexdigest())
     (tmp_path / task.OUTER_FOLDER).symlink_to(root)  # unpacked as it is, beside its archive
     (tmp_path / "torchvision" / "caltech101").symlink_to(root)
     run_ranks(4, task._unpack, tmp_path / "tar", False)
-    places = (root, root / task.FOLDER, tmp_path, *(tmp_path / name for name in ("tar", "zip", "torchvision")))
+    places = (
+        root,
+        root / task.FOLDER,
+        tmp_path,
+        *(tmp_path / name for name in ("tar", "zip", "torchvision")),
+    )
     assert len({open_at(place).fingerprint for place in places}) == 1
 
 

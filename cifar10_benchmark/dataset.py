@@ -36,7 +36,9 @@ class DataSet(NamedTuple):
     @property
     def fingerprint(self) -> str:
         """A checksum over the images and labels."""
-        return fingerprint_of(hashlib.sha256(array.data).hexdigest() for array in (*self.train, *self.test))
+        return fingerprint_of(
+            hashlib.sha256(array.data).hexdigest() for array in (*self.train, *self.test)
+        )
 
 
 def open_images(data: Mapping[str, Any]) -> DataSet:
@@ -51,16 +53,27 @@ def open_images(data: Mapping[str, Any]) -> DataSet:
 def _open(root: Path, allow_download: bool) -> DataSet:
     if (root / "train").is_dir():
         classes, folders = list_splits(root, {split: root / split for split in ("train", "test")})
-        return DataSet(classes, *(_decode(FolderSplit(root, classes, files)) for files in folders.values()))
+        return DataSet(
+            classes, *(_decode(FolderSplit(root, classes, files)) for files in folders.values())
+        )
     if not (root / BATCHES).is_dir():
-        archive, needed = root / CIFAR10.filename, f"{BATCHES}/, {CIFAR10.filename} or train/<class>/*"
-        fetch(root / BATCHES, archive, CIFAR10.url, CIFAR10.tgz_md5, allow_download, needed, DOWNLOAD)
+        archive, needed = (
+            root / CIFAR10.filename,
+            f"{BATCHES}/, {CIFAR10.filename} or train/<class>/*",
+        )
+        fetch(
+            root / BATCHES, archive, CIFAR10.url, CIFAR10.tgz_md5, allow_download, needed, DOWNLOAD
+        )
     try:  # MD5 sums are verified before anything is unpickled: a pickle may run code
         train, test = (CIFAR10(root, train=is_train) for is_train in (True, False))
     except (RuntimeError, OSError) as error:
         remedy = f"remove it and unpack {CIFAR10.filename} again"
-        raise UserError(f"{root / BATCHES}: a file is missing, or its MD5 is not CIFAR-10's; {remedy}") from error
-    return DataSet(train.classes, *(_to_images(split.data, split.targets) for split in (train, test)))
+        raise UserError(
+            f"{root / BATCHES}: a file is missing, or its MD5 is not CIFAR-10's; {remedy}"
+        ) from error
+    return DataSet(
+        train.classes, *(_to_images(split.data, split.targets) for split in (train, test))
+    )
 
 
 def _decode(split: FolderSplit) -> Images:
@@ -80,4 +93,6 @@ def _decode(split: FolderSplit) -> Images:
 
 
 def _to_images(images_BYXC: np.ndarray, labels: Sequence[int]) -> Images:
-    return Images(np.ascontiguousarray(images_BYXC.transpose(0, 3, 1, 2)), np.array(labels, np.int64))
+    return Images(
+        np.ascontiguousarray(images_BYXC.transpose(0, 3, 1, 2)), np.array(labels, np.int64)
+    )

@@ -56,19 +56,27 @@ def test_reads_the_batches_and_their_archive(root, tmp_path, monkeypatch):
     check(root)
     new = tmp_path / "new"
     monkeypatch.setattr(CIFAR10, "url", "http://127.0.0.1:9/")  # where nobody listens
-    for download, words in ((False, "DATA.root=.* has no cifar-10-batches-py/.*DATA.download=True"), (True, "9/: ")):
+    for download, words in (
+        (False, "DATA.root=.* has no cifar-10-batches-py/.*DATA.download=True"),
+        (True, "9/: "),
+    ):
         with pytest.raises(UserError, match=words):
             open_images({"root": str(new), "download": download})
     with tarfile.open(new / CIFAR10.filename, "w:gz") as tar:
         tar.add(root / BATCHES, BATCHES)
-    monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5((new / CIFAR10.filename).read_bytes()).hexdigest())
+    monkeypatch.setattr(
+        CIFAR10, "tgz_md5", hashlib.md5((new / CIFAR10.filename).read_bytes()).hexdigest()
+    )
     check(new)
 
 
 def test_a_file_that_is_not_cifars_is_not_unpickled(root, monkeypatch):
     monkeypatch.chdir(root)
     (root / BATCHES / "test_batch").write_bytes(b"cos\nmkdir\n(S'evil'\ntR.")
-    with pytest.raises(UserError, match=f"{root / BATCHES}: .* MD5 .*; remove it and unpack {CIFAR10.filename} again"):
+    with pytest.raises(
+        UserError,
+        match=f"{root / BATCHES}: .* MD5 .*; remove it and unpack {CIFAR10.filename} again",
+    ):
         open_at(root)
     assert not (root / "evil").exists()
 
@@ -86,7 +94,9 @@ def folder(tmp_path) -> Path:
 def test_reads_a_folder_of_images(folder, tmp_path_factory):
     images = open_at(folder)
     data = load_config("vit_lite_vanilla", [f"DATA.root={folder}"])["DATA"]
-    assert describe_data(data) == DataSummary(8, 6, 3, images.fingerprint, class_names=["b", "g", "r"])
+    assert describe_data(data) == DataSummary(
+        8, 6, 3, images.fingerprint, class_names=["b", "g", "r"]
+    )
     assert images.train.labels.tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
     copy = shutil.copytree(folder, tmp_path_factory.mktemp("other") / "copy")
     assert open_at(copy).fingerprint == images.fingerprint

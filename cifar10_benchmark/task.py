@@ -98,10 +98,16 @@ class Augment:
         mirrored = np.flatnonzero((uniforms[:, 2] < 0.5) & self.flip)
         offsets_B2, mirrored_rows = (to_device(values, device) for values in (offsets, mirrored))
         top_B, left_B = offsets_B2.unbind(1)
-        windows_BCPQYX = F.pad(images_BCYX, (self.padding,) * 4).unfold(2, height, 1).unfold(3, width, 1)
-        images_BCYX = windows_BCPQYX[torch.arange(len(images_BCYX), device=device), :, top_B, left_B]
+        windows_BCPQYX = (
+            F.pad(images_BCYX, (self.padding,) * 4).unfold(2, height, 1).unfold(3, width, 1)
+        )
+        images_BCYX = windows_BCPQYX[
+            torch.arange(len(images_BCYX), device=device), :, top_B, left_B
+        ]
         images_BCYX[mirrored_rows] = images_BCYX[mirrored_rows].flip(-1)
-        return self.policy.augment_batch(images_BCYX, uniforms[:, 3:]) if self.policy else images_BCYX
+        return (
+            self.policy.augment_batch(images_BCYX, uniforms[:, 3:]) if self.policy else images_BCYX
+        )
 
 
 class MemoryReader:
@@ -110,7 +116,9 @@ class MemoryReader:
     ``data`` is the config's, with "mean" and "std" of RGB values from 0 to 1. Padding rows are zeros with label -100.
     """
 
-    def __init__(self, images: Images, augment: Augment | None, data: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(
+        self, images: Images, augment: Augment | None, data: Mapping[str, Any], device: torch.device
+    ) -> None:
         self._images, self._labels = (torch.from_numpy(array).to(device) for array in images)
         self._normalize = Normalizer(data["mean"], data["std"], device)
         self._augment = augment
@@ -123,7 +131,9 @@ class MemoryReader:
         for indices, uniforms, *_ in draws:
             rows = to_device(np.where(indices == PADDING, 0, indices), self._images.device)
             images, labels = self._images.index_select(0, rows), self._labels.index_select(0, rows)
-            normalized = self._normalize(self._augment(images, uniforms) if self._augment else images)
+            normalized = self._normalize(
+                self._augment(images, uniforms) if self._augment else images
+            )
             if PADDING in indices:
                 is_padding = to_device(indices == PADDING, self._images.device)
                 normalized.masked_fill_(is_padding[:, None, None, None], 0)

@@ -9,7 +9,12 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms.v2 import functional as F
 
 from cifar10_benchmark.dataset import open_images
-from cifar10_benchmark.task import build_eval_crop, build_eval_loader, build_train_loader, describe_data
+from cifar10_benchmark.task import (
+    build_eval_crop,
+    build_eval_loader,
+    build_train_loader,
+    describe_data,
+)
 from common.config.load import load_config
 from common.data.auto_augment import AutoAugment
 from common.data.crops import CenterCrop, Normalizer
@@ -43,16 +48,22 @@ def build_eval(data, device=CPU, **ranks):
 
 
 def test_evaluation_is_torchvisions(data, root):
-    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize(data["mean"], data["std"])])
+    transform = transforms.Compose(
+        [transforms.ToTensor(), transforms.Normalize(data["mean"], data["std"])]
+    )
     images, labels = zip(*ImageFolder(f"{root}/test", transform), strict=True)
     both = (batch for rank in (0, 1) for batch in build_eval(data, dp_rank=rank, dp_size=2))
     ours, our_labels = (torch.cat(parts) for parts in zip(*both, strict=True))
-    torch.testing.assert_close(ours, torch.stack([*images, *torch.zeros(5, 3, 8, 8)]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        ours, torch.stack([*images, *torch.zeros(5, 3, 8, 8)]), atol=1e-5, rtol=0
+    )
     assert our_labels.tolist() == [*labels, *[-100] * 5]
     assert build_eval_crop(data, 8) == CenterCrop(8, 8)
 
 
-@pytest.mark.parametrize(("padding", "flip", "policy"), [(4, True, None), (2, False, "cifar10"), (0, True, None)])
+@pytest.mark.parametrize(
+    ("padding", "flip", "policy"), [(4, True, None), (2, False, "cifar10"), (0, True, None)]
+)
 def test_crops_and_flips_are_torchvisions_and_autoaugment_comes_last(data, padding, flip, policy):
     data |= {"crop_padding": padding, "flip": flip, "autoaugment": policy, "repeats": 2}
     images, shown = torch.from_numpy(open_images(data).train.images), []
@@ -82,8 +93,20 @@ def test_batches_on_a_gpu_are_those_on_a_cpu_and_do_not_wait(data, build):
 
 
 def test_images_of_another_size_and_keys_without_effect_are_refused(data):
-    with pytest.raises(UserError, match="MODEL.image_size=32: the train images of .* are 8 x 8 pixels.*=8"):
+    with pytest.raises(
+        UserError, match="MODEL.image_size=32: the train images of .* are 8 x 8 pixels.*=8"
+    ):
         build_train(data, image_size=32)
-    for key in ("loader", "workers", "crop", "crop_scale", "crop_ratio", "window", "randaugment", "order", "block"):
+    for key in (
+        "loader",
+        "workers",
+        "crop",
+        "crop_scale",
+        "crop_ratio",
+        "window",
+        "randaugment",
+        "order",
+        "block",
+    ):
         with pytest.raises(UserError, match=f"DATA.{key}=9 has no effect"):
             describe_data(data | {key: 9})

@@ -16,7 +16,11 @@ PATIENCE = 5.0  # seconds in which the first process can speak before a launcher
 AT_END = ExitStack()  # what `run_command` undoes, whatever ends its main function
 # What an error means to the user, "" for one that it does not know.
 EXPLAIN: list[Callable[[Exception], str]] = [
-    lambda error: f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else ""
+    lambda error: (
+        f"{error.filename}: {error.strerror}"
+        if isinstance(error, OSError) and error.filename
+        else ""
+    )
 ]
 # Control characters, line separators, overrides of the direction of text, and bytes that are not UTF-8.
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -47,7 +51,11 @@ def printable(text: object) -> str:
 def print_wrapped(text: str, indent: int = 4, *, is_warning: bool = False) -> None:
     """Print ``text`` in lines of at most 80 columns, the later ones indented, but for longer words such as paths."""
     wrap = textwrap.TextWrapper(
-        80, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False, expand_tabs=False
+        80,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        expand_tabs=False,
     )
     print(wrap.fill(printable(text)), file=sys.stderr if is_warning else sys.stdout, flush=True)
 
@@ -55,7 +63,9 @@ def print_wrapped(text: str, indent: int = 4, *, is_warning: bool = False) -> No
 def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows as a table for the terminal, which is Markdown too."""
     cells = [list(rows[0]), *([printable(value) for value in row.values()] for row in rows)]
-    widths = [max(2, *map(len, column)) for column in zip(*cells, strict=True)]  # Markdown needs a dash
+    widths = [
+        max(2, *map(len, column)) for column in zip(*cells, strict=True)
+    ]  # Markdown needs a dash
     lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in cells]
     lines.insert(1, ["-" * (width - 1) + ":" for width in widths])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -86,7 +96,9 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 def command_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser that prints ``description`` as it is, with the ``--debug`` of `run_command`."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--debug", action="store_true", help="show a traceback for user errors too")
     return parser
 
@@ -102,7 +114,9 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
         main(argv)
         print(end="", flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # for what Python flushes at its exit
         sys.exit(128 + signal.SIGPIPE)
     except Exception as error:
         if not isinstance(error, UserError):
@@ -124,7 +138,9 @@ def _report(error: UserError) -> None:
     Before the processes of a run have joined they may all see the same mistake: the first speaks at once, and ends the
     run; others speak if that has not ended them, or at once of a `RankError`. An `AgreedError` is the first's to say.
     """
-    distributed = sys.modules.get("torch.distributed")  # tools that do not train do not import torch
+    distributed = sys.modules.get(
+        "torch.distributed"
+    )  # tools that do not train do not import torch
     has_joined = distributed is not None and distributed.is_initialized()
     if not (has_joined or is_first_process() or isinstance(error, RankError)):
         time.sleep(PATIENCE)
@@ -132,7 +148,9 @@ def _report(error: UserError) -> None:
         if tqdm := sys.modules.get("tqdm"):
             for bar in list(getattr(tqdm.tqdm, "_instances", ())):
                 bar.close()
-        sys.stderr.write(f"error: {printable(error)}\n")  # one write, unlike print, since ranks share stderr
+        sys.stderr.write(
+            f"error: {printable(error)}\n"
+        )  # one write, unlike print, since ranks share stderr
 
 
 def is_first_process() -> bool:

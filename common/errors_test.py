@@ -24,7 +24,11 @@ from common.errors import AgreedError, RankError, UserError, command_parser, run
     ],
 )
 def test_who_speaks(error, rank, joined, speaks, monkeypatch, capsys):
-    first, size = ("SLURM_PROCID", "SLURM_NTASKS") if joined else ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    first, size = (
+        ("SLURM_PROCID", "SLURM_NTASKS")
+        if joined
+        else ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    )
     monkeypatch.setenv(first, rank)
     monkeypatch.setenv(size, "2")
     monkeypatch.setattr("common.errors.PATIENCE", 0.01)
@@ -37,8 +41,16 @@ def test_who_speaks(error, rank, joined, speaks, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("error", "code", "printed"),
     [
-        (UserError("a\nb\x1b\u2028\u202e\udcff: ü漢\u200d"), 2, "error: a\\nb\\x1b\\u2028\\u202e\\udcff: ü漢\u200d\n"),
-        (FileNotFoundError(2, "No such file or directory", "a\nb"), 2, "error: a\\nb: No such file or directory\n"),
+        (
+            UserError("a\nb\x1b\u2028\u202e\udcff: ü漢\u200d"),
+            2,
+            "error: a\\nb\\x1b\\u2028\\u202e\\udcff: ü漢\u200d\n",
+        ),
+        (
+            FileNotFoundError(2, "No such file or directory", "a\nb"),
+            2,
+            "error: a\\nb: No such file or directory\n",
+        ),
         (KeyboardInterrupt(), 130, ""),
     ],
 )
@@ -54,13 +66,18 @@ def test_an_end_without_a_traceback(error, code, printed, capsys):
 def test_messages_are_put_together_from_words_numbers_and_tables(capsys):
     errors.print_wrapped("one " + "long-" * 16)
     assert capsys.readouterr().out == "one\n    " + "long-" * 16 + "\n"
-    assert errors.format_table([{"a": 1, "class": "x\n"}]) == "|  a | class |\n| -: | ----: |\n|  1 |   x\\n |"
+    assert (
+        errors.format_table([{"a": 1, "class": "x\n"}])
+        == "|  a | class |\n| -: | ----: |\n|  1 |   x\\n |"
+    )
     assert [errors.first_line(ValueError(text)) for text in ("\n a \nb", "")] == ["a", "ValueError"]
     assert "\nOne\n    python two.py\n" in command_parser("One\n    python two.py").format_help()
 
 
 def test_a_closed_standard_output_ends_quietly():
-    program = "from common.errors import run_command; run_command(lambda argv: print('line\\n' * 80))"
+    program = (
+        "from common.errors import run_command; run_command(lambda argv: print('line\\n' * 80))"
+    )
     command = f'"{sys.executable}" -c "{program}" | true; exit ${{PIPESTATUS[0]}}'
     ended = subprocess.run(["bash", "-c", command], capture_output=True)
     assert (ended.returncode, ended.stderr) == (141, b"")

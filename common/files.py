@@ -32,7 +32,9 @@ S = TypeVar("S", bound=BaseModel)
 
 def short_path(path: Path) -> str:
     """Return ``path``, to be printed, relative to the current folder if it is below it."""
-    with contextlib.suppress(OSError, ValueError):  # the current folder is gone, or ``path`` is elsewhere
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # the current folder is gone, or ``path`` is elsewhere
         path = path.resolve().relative_to(Path.cwd())
     return printable(path)
 
@@ -150,9 +152,13 @@ def lock_folder(folder: Path, *, wait: bool = False) -> None:
     is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        handle = os.open(
+            folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666
+        )
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another") from error
+        raise UserError(
+            f"{folder}: cannot be written ({error.strerror}); choose another"
+        ) from error
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:

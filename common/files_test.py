@@ -47,9 +47,13 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path):
 def test_a_folder_is_locked_until_its_holder_ends(tmp_path):
     program = f"{HOLD}; print('held', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", program, str(tmp_path / "run")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
         holder.stdout.readline()
-        with pytest.raises(UserError, match="written by another process: choose another folder, or wait"):
+        with pytest.raises(
+            UserError, match="written by another process: choose another folder, or wait"
+        ):
             lock_folder(tmp_path / "run")
         holder.kill()
     lock_folder(tmp_path / "run")

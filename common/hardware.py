@@ -18,7 +18,14 @@ from typing import Any
 import psutil
 
 BUSY = 0.3  # if other programs use more cores than this, threads wait without spinning (docs/performance.md)
-PACKAGES = ("torch", "torchvision", "colossalai", "nvidia-dali-cuda130", "nvidia-dali-cuda120", "timm")
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "colossalai",
+    "nvidia-dali-cuda130",
+    "nvidia-dali-cuda120",
+    "timm",
+)
 CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc/self")
 _processes: list["CpuLimits"] = []  # of the run
 
@@ -113,7 +120,13 @@ def share_of_cores(mine: CpuLimits, processes: Sequence[CpuLimits] = ()) -> int:
     neighbours = [process for process in processes if process.host == mine.host] or [mine]
     in_mask = sum(1 / sum(cpu in process.cpus for process in neighbours) for cpu in mine.cpus)
     in_quota = mine.quota / sum(process.group == mine.group for process in neighbours)
-    return max(1, min(math.floor(in_mask + 1e-9), math.ceil(in_quota) if in_quota < math.inf else len(mine.cpus)))
+    return max(
+        1,
+        min(
+            math.floor(in_mask + 1e-9),
+            math.ceil(in_quota) if in_quota < math.inf else len(mine.cpus),
+        ),
+    )
 
 
 def cpu_limits() -> CpuLimits:
@@ -157,7 +170,8 @@ def describe_run(argv: list[str]) -> dict[str, Any]:
         "started": round(time.time(), 2),
         "argv": [sys.argv[0], *argv],
         "commit": _commit(),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()}
+        | {name: _version(name) for name in PACKAGES},
         "hardware": {
             "host": platform.node(),
             "cpu": cpu[1] if cpu else platform.machine(),
@@ -172,7 +186,9 @@ def _commit() -> str | None:
     """Return the project's commit, with "-dirty" if files have changed; None outside a clone."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     with suppress(FileNotFoundError):  # no git
-        answer = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        answer = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
         return answer.stdout.strip() or None
     return None
 

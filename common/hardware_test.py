@@ -37,7 +37,12 @@ def test_instruction_sets(monkeypatch, machine, has, aten, name, fast):
     ("groups", "files", "quota", "group"),
     [
         ("0::/a/b", {"a/b/cpu.max": "max 100000"}, math.inf, ""),
-        ("0::/a/b", {"a/b/cpu.max": "4 1", "a/cpu.max": "200000 100000"}, 2.0, "a"),  # lower in the parent
+        (
+            "0::/a/b",
+            {"a/b/cpu.max": "4 1", "a/cpu.max": "200000 100000"},
+            2.0,
+            "a",
+        ),  # lower in the parent
         # a container, whose own cgroup is the mount point
         ("0::/docker/x", {"cpu.max": "50000 100000", "memory.max": "123456"}, 0.5, ""),
     ],
@@ -62,7 +67,10 @@ ALL, LOW, MIDDLE = (frozenset(range(*ends)) for ends in ((64,), (32,), (16, 48))
 @pytest.mark.parametrize(
     ("processes", "expected"),
     [
-        ([CpuLimits("a", ALL)] * 5 + [CpuLimits("b", LOW)], [12] * 5 + [32]),  # torchrun, mpirun --bind-to none
+        (
+            [CpuLimits("a", ALL)] * 5 + [CpuLimits("b", LOW)],
+            [12] * 5 + [32],
+        ),  # torchrun, mpirun --bind-to none
         ([CpuLimits("a", LOW), CpuLimits("a", MIDDLE)], [24, 24]),
         ([CpuLimits("a", ALL, 4.0, "one"), CpuLimits("a", ALL, 2.5, "two")], [4, 3]),
     ],
@@ -73,10 +81,14 @@ def test_ranks_divide_what_they_have_in_common(processes, expected):
 
 def test_a_result_names_its_commit_and_cores_and_memory_is_in_bytes(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware, "cores", lambda: 9)
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert head.startswith(hardware.describe_run([])["commit"][:12])
     assert hardware.describe_run([])["hardware"]["cpus"] == 9
-    assert psutil.Process().memory_info().rss <= hardware.peak_memory() < psutil.virtual_memory().total
+    assert (
+        psutil.Process().memory_info().rss <= hardware.peak_memory() < psutil.virtual_memory().total
+    )
     monkeypatch.setenv("GIT_DIR", str(ROOT / ".git"))
     monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path))  # all files are missing
     assert hardware.describe_run([])["commit"].endswith("-dirty")
@@ -90,5 +102,7 @@ def test_threads_sleep_at_barriers_where_others_use_the_cores(monkeypatch):
     hardware.prepare_torch()
     assert "OMP_WAIT_POLICY" not in os.environ
     program = "import psutil; psutil.cpu_percent = lambda *_, **__: [30.0]; import common.colossal"
-    said = run_python(program, cwd=ROOT, env=os.environ | {"OMP_DISPLAY_ENV": "verbose"}, check=True).stderr
+    said = run_python(
+        program, cwd=ROOT, env=os.environ | {"OMP_DISPLAY_ENV": "verbose"}, check=True
+    ).stderr
     assert "GOMP_SPINCOUNT = '0'" in said

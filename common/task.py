@@ -45,7 +45,9 @@ class Task:
 def find_task(name: str) -> Task:
     """Return the task of a run's config.json; raise `UserError` for a name that is not in `TASKS`."""
     if name not in TASKS:
-        raise UserError(f"config.json: task={name!r} is none of {', '.join(TASKS)}: restore the file")
+        raise UserError(
+            f"config.json: task={name!r} is none of {', '.join(TASKS)}: restore the file"
+        )
     return importlib.import_module(TASKS[name]).TASK
 
 
@@ -61,7 +63,11 @@ def data_root(config: Mapping[str, Any], download: str = "") -> str:
     """
     root = named_root(config)
     if not root:
-        fetched = f"; with --set DATA.download=True too, {download} is fetched into it" if download else ""
+        fetched = (
+            f"; with --set DATA.download=True too, {download} is fetched into it"
+            if download
+            else ""
+        )
         raise UserError(
             f"DATA.root is not set: give the data set's folder, DATA=/path or --set DATA.root=/path{fetched}"
         )
@@ -69,9 +75,13 @@ def data_root(config: Mapping[str, Any], download: str = "") -> str:
     if not config["DATA"]["download"] and not (path.is_dir() and any(path.iterdir())):
         state = "is empty" if path.is_dir() else "is not a folder"
         maker = (
-            f"--set DATA.download=True fetches {download}" if download else "python -m imagenet_dali.prepare makes one"
+            f"--set DATA.download=True fetches {download}"
+            if download
+            else "python -m imagenet_dali.prepare makes one"
         )
-        raise UserError(f"DATA.root={root} {state} (it is {path}): point it at a data set ({maker})")
+        raise UserError(
+            f"DATA.root={root} {state} (it is {path}): point it at a data set ({maker})"
+        )
     return str(path)
 
 

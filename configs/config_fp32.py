@@ -21,7 +21,9 @@ WEIGHT_DECAY = 0.1
 OPTIMIZER = dict(name="sgd", momentum=0.0)
 clip_grad_norm = 1.0
 
-MODEL = dict(image_size=224, patch_size=16, width=768, depth=12, heads=12, num_classes=101, dropout=0.1)
+MODEL = dict(
+    image_size=224, patch_size=16, width=768, depth=12, heads=12, num_classes=101, dropout=0.1
+)
 TF32 = False  # the baseline is float32 itself
 COMPILE = False  # the source compares eager modes
 DATA = dict(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))

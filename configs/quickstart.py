@@ -20,9 +20,13 @@ WEIGHT_DECAY = 0.1
 OPTIMIZER = dict(name="lamb")
 clip_grad_norm = 1.0
 
-MODEL = dict(image_size=32, patch_size=8, width=128, depth=4, heads=4, mlp_ratio=2.0, num_classes=10)
+MODEL = dict(
+    image_size=32, patch_size=8, width=128, depth=4, heads=4, mlp_ratio=2.0, num_classes=10
+)
 MIXUP = 0.2
-DATA = dict(root="data/digits", crop_scale=(0.5, 1.0), crop_ratio=(0.85, 1.18), flip=False, eval_crop=1.0)
+DATA = dict(
+    root="data/digits", crop_scale=(0.5, 1.0), crop_ratio=(0.85, 1.18), flip=False, eval_crop=1.0
+)
 EVAL_EVERY = 10
 
 fp16 = dict(mode=AMP_TYPE.TORCH)

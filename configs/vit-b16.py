@@ -26,7 +26,9 @@ WEIGHT_DECAY = 0.1
 OPTIMIZER = dict(name="lamb")
 clip_grad_norm = 1.0
 
-MODEL = dict(image_size=224, patch_size=16, width=768, depth=12, heads=12, num_classes=1000, dropout=0.1)
+MODEL = dict(
+    image_size=224, patch_size=16, width=768, depth=12, heads=12, num_classes=1000, dropout=0.1
+)
 MIXUP = 0.2
 
 fp16 = dict(mode=AMP_TYPE.TORCH)

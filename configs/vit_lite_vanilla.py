@@ -17,9 +17,22 @@ LEARNING_RATE = 2e-3
 WEIGHT_DECAY = 3e-2
 LABEL_SMOOTHING = 0.1
 
-MODEL = dict(image_size=32, patch_size=4, width=256, depth=7, heads=4, mlp_ratio=2.0, num_classes=10, dropout=0.1)
+MODEL = dict(
+    image_size=32,
+    patch_size=4,
+    width=256,
+    depth=7,
+    heads=4,
+    mlp_ratio=2.0,
+    num_classes=10,
+    dropout=0.1,
+)
 DATA = dict(
-    crop_padding=4, flip=False, autoaugment="cifar10", mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010)
+    crop_padding=4,
+    flip=False,
+    autoaugment="cifar10",
+    mean=(0.4914, 0.4822, 0.4465),
+    std=(0.2023, 0.1994, 0.2010),
 )
 
 TF32 = False  # the source's fp32, in which all parallel modes agree

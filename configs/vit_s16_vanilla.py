@@ -21,7 +21,9 @@ LABEL_SMOOTHING = 0.1
 NUM_EPOCHS = 300
 WARMUP_EPOCHS = 32
 
-MODEL = dict(image_size=224, patch_size=16, width=384, depth=12, heads=6, num_classes=1000, dropout=0.1)
+MODEL = dict(
+    image_size=224, patch_size=16, width=384, depth=12, heads=6, num_classes=1000, dropout=0.1
+)
 DATA = dict(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 SEED = 42
 GPUS = 8
@@ -29,6 +31,10 @@ GPUS = 8
 fp16 = dict(mode=AMP_TYPE.TORCH)
 
 gradient_accumulation = 2
-BATCH_SIZE = TOTAL_BATCH_SIZE // gradient_accumulation if TOTAL_BATCH_SIZE and gradient_accumulation else None
+BATCH_SIZE = (
+    TOTAL_BATCH_SIZE // gradient_accumulation
+    if TOTAL_BATCH_SIZE and gradient_accumulation
+    else None
+)
 
 clip_grad_norm = 1.0

@@ -22,7 +22,9 @@ def test_a_block_is_read_once_and_at_once(prepared, monkeypatch):
     monkeypatch.setattr(dataset, "read_file_range", read)
     blocks, samples = split.block_bounds(12_000), len(split)
     for rank in range(4):
-        sampler = TrainSampler(samples, 40, 10, dp_rank=rank, dp_size=4, seed=0, blocks=blocks, window=2)
+        sampler = TrainSampler(
+            samples, 40, 10, dp_rank=rank, dp_size=4, seed=0, blocks=blocks, window=2
+        )
         reader = RecordReader(split)
         for draw, records in reader.read(sampler.draws(0)):
             assert records == [expected[number] for number in draw.indices[: len(records)]]
@@ -42,20 +44,41 @@ def test_shards_sorted_by_class_are_not_read_in_blocks(prepared, monkeypatch):
     monkeypatch.setattr("imagenet_dali.task.open_images", lambda *_: by_class)
     monkeypatch.setattr("common.run.start.memory_bytes", lambda: 1)
     data = {"root": "/data", "loader": "dali", "order": None}
-    with pytest.raises(UserError, match=r"DATA.order='blocks': DATA.root=/data has shards sorted by class"):
+    with pytest.raises(
+        UserError, match=r"DATA.order='blocks': DATA.root=/data has shards sorted by class"
+    ):
         describe_data(data | {"order": "blocks"})
     assert describe_data(data).fingerprint == split.fingerprint
     order, why = choose_order(Prepared({"DATA": data}, None, describe_data(data), None))
     assert order == "random"
-    assert why.endswith("exceed the 0.0 MB of memory but are sorted by class: prepare them again for large reads")
+    assert why.endswith(
+        "exceed the 0.0 MB of memory but are sorted by class: prepare them again for large reads"
+    )
 
 
-def test_a_run_in_blocks_resumes_to_the_bit_on_a_host_with_more_memory(colours, tmp_path, monkeypatch, capsys):
+def test_a_run_in_blocks_resumes_to_the_bit_on_a_host_with_more_memory(
+    colours, tmp_path, monkeypatch, capsys
+):
     def train(output: str, *flags: str, memory: int = 10**12) -> str:
         monkeypatch.setattr("common.run.start.memory_bytes", lambda: memory)
-        said = [f"DATA.root={colours}", "DATA.workers=1", "DATA.block=0.005", "NUM_EPOCHS=2", "CHECKPOINT_EVERY=4"]
+        said = [
+            f"DATA.root={colours}",
+            "DATA.workers=1",
+            "DATA.block=0.005",
+            "NUM_EPOCHS=2",
+            "CHECKPOINT_EVERY=4",
+        ]
         words = [word for setting in said for word in ("--set", setting)]
-        train_dali.main(["--config", str(write_config(tmp_path)), "--output", str(tmp_path / output), *words, *flags])
+        train_dali.main(
+            [
+                "--config",
+                str(write_config(tmp_path)),
+                "--output",
+                str(tmp_path / output),
+                *words,
+                *flags,
+            ]
+        )
         return " ".join(capsys.readouterr().out.split())
 
     because = "since 0.1 MB of training shards exceed the 0.0 MB of memory; holding up to 0.1 MB of them per process"
@@ -65,8 +88,13 @@ def test_a_run_in_blocks_resumes_to_the_bit_on_a_host_with_more_memory(colours, 
     assert "reading in blocks, as before; " in train("resumed", "--resume", str(fourth))
     resumed = tmp_path / "resumed/checkpoints" / last.name
     assert (resumed / "model.safetensors").read_bytes() == (last / "model.safetensors").read_bytes()
-    assert "reading in blocks, set by DATA.order; " in train("other", "--dry-run", "--set", "DATA.order=blocks")
+    assert "reading in blocks, set by DATA.order; " in train(
+        "other", "--dry-run", "--set", "DATA.order=blocks"
+    )
     said = train("other")
-    assert "reading in random order, since 0.1 MB of training shards fit into the 1,000.0 GB of memory" in said
+    assert (
+        "reading in random order, since 0.1 MB of training shards fit into the 1,000.0 GB of memory"
+        in said
+    )
     other = tmp_path / "other/checkpoints" / last.name
     assert (other / "model.safetensors").read_bytes() != (last / "model.safetensors").read_bytes()

@@ -126,7 +126,9 @@ class Split:
 
         Shards are cut into blocks of about equal size, at most ``nbytes`` and a part of a record.
         """
-        shards, offsets, sizes = (self.records[name].astype(np.int64) for name in ("shard", "offset", "size"))
+        shards, offsets, sizes = (
+            self.records[name].astype(np.int64) for name in ("shard", "offset", "size")
+        )
         ends = np.zeros(len(self.shards), np.int64)
         np.maximum.at(ends, shards, offsets + sizes)
         blocks = offsets * -(-ends // nbytes)[shards] // ends[shards]
@@ -148,7 +150,9 @@ class Split:
     def fault(self, index: int, reason: object) -> UserError:
         """Return the error that names the record of an image and the reason."""
         row = self.records[index]
-        place = f"{self.shards[row['shard']]}: record {index} of {self.name} at byte {row['offset']}"
+        place = (
+            f"{self.shards[row['shard']]}: record {index} of {self.name} at byte {row['offset']}"
+        )
         return UserError(f"{place}: {reason}; {REMEDY}")
 
 
@@ -198,7 +202,9 @@ def read_manifest(root: Path) -> Manifest:
         if not root.is_dir():
             raise UserError(f"{root}: no such folder; name the folder of a prepared data set")
         if (root / PARTIAL).is_dir():
-            raise UserError(f"{path}: missing, preparation was stopped; rerun the command to finish it")
+            raise UserError(
+                f"{path}: missing, preparation was stopped; rerun the command to finish it"
+            )
         raise UserError(
             f"{path}: missing; run `python -m imagenet_dali.prepare SOURCE DEST` and name DEST, or "
             f"`python -m imagenet_dali.prepare --adopt {root}` if these are shards; folders of images are read as they "
@@ -263,7 +269,9 @@ def unframe(record: bytes | memoryview) -> memoryview:
     return payload
 
 
-def build_example(image: bytes, label: int, text: str, filename: str, height: int, width: int) -> bytes:
+def build_example(
+    image: bytes, label: int, text: str, filename: str, height: int, width: int
+) -> bytes:
     """Return the serialised Example of one JPEG, under the keys that TensorFlow's ImageNet shards use."""
     example = Example()
     numbers = {"class/label": label, "height": height, "width": width}

@@ -23,11 +23,23 @@ def truncate(path: Path) -> None:
 
 
 FAULTS: list[tuple[Callable[[Path], object], str]] = [
-    (lambda root: truncate(root / FIRST), rf"{FIRST}: \d+ bytes, not \d+ as in the manifest; copy the data set again"),
-    (lambda root: (root / "labels.txt").write_text("class_0\n"), "labels.txt: 1 names, not 2 as in the manifest; copy"),
-    (lambda root: (root / "labels.txt").write_bytes(b"caf\xe9"), r"labels.txt: not UTF-8 text \(byte 3\)"),
+    (
+        lambda root: truncate(root / FIRST),
+        rf"{FIRST}: \d+ bytes, not \d+ as in the manifest; copy the data set again",
+    ),
+    (
+        lambda root: (root / "labels.txt").write_text("class_0\n"),
+        "labels.txt: 1 names, not 2 as in the manifest; copy",
+    ),
+    (
+        lambda root: (root / "labels.txt").write_bytes(b"caf\xe9"),
+        r"labels.txt: not UTF-8 text \(byte 3\)",
+    ),
     (lambda root: edit_manifest(root, lambda of: of.update(format=2)), "format: Input should be 1"),
-    (lambda root: edit_manifest(root, lambda of: of["splits"].pop("train")), "no train split, only val"),
+    (
+        lambda root: edit_manifest(root, lambda of: of["splits"].pop("train")),
+        "no train split, only val",
+    ),
     (lambda root: root.rename(root.with_name("elsewhere")), "no such folder"),
 ]
 
@@ -44,7 +56,9 @@ def test_a_record_that_went_bad_is_named(data):
     edit_manifest(data, lambda of: of["splits"]["validation"]["shards"][-1].update(sha256="other"))
     assert open_split(data, "validation").fingerprint != split.fingerprint
     truncate(split.shards[-1])
-    with pytest.raises(UserError, match=f"{split.shards[-1]}: record 59 of validation .*: length or its checksum"):
+    with pytest.raises(
+        UserError, match=f"{split.shards[-1]}: record 59 of validation .*: length or its checksum"
+    ):
         split.read(59)
     split.shards[-1].unlink()
     assert "No such file" in str(split.read_span(58, 60)[1])

@@ -69,13 +69,20 @@ class Source:
     def fingerprint(self) -> str:
         """A checksum over the names, labels, sizes and times of the images, without reading them."""
         files = sorted(itertools.chain(*self.splits.values()))
-        described = ((*file, *(self.places.get(file[0]) or file_state(self.root / file[0]))) for file in files)
+        described = (
+            (*file, *(self.places.get(file[0]) or file_state(self.root / file[0])))
+            for file in files
+        )
         containers = sorted({place.container for place in self.places.values()})
         states = itertools.chain.from_iterable(file_state(self.root / name) for name in containers)
-        return fingerprint_of([*self.class_names, *itertools.chain.from_iterable(described), *states])
+        return fingerprint_of(
+            [*self.class_names, *itertools.chain.from_iterable(described), *states]
+        )
 
 
-def list_source(root: Path, validation_share: float | None = None, split: str | None = None) -> Source:
+def list_source(
+    root: Path, validation_share: float | None = None, split: str | None = None
+) -> Source:
     """Find the images for training and validation below `root`, or those of one `split`: of a folder without, all.
 
     Layouts: those in docs/own-images.md. Labels number the sorted class folders from 0, as in torchvision.
@@ -93,13 +100,17 @@ def list_source(root: Path, validation_share: float | None = None, split: str | 
     elif containers := _find_containers(root):
         source = _list_containers(root, containers, split)
     elif not names and len(found := list_folders(root)) > 1:
-        raise UserError(f"{root}: {', '.join(found)} are splits, not classes; sort the images into train/<class>/*")
+        raise UserError(
+            f"{root}: {', '.join(found)} are splits, not classes; sort the images into train/<class>/*"
+        )
     else:
         source = _list_folder(root, {}, split)
     check_class_names(source.class_names, root)
     if split:
         if split not in source.splits:
-            raise UserError(f"{root}: no {split} split, only {', '.join(source.splits)}; name it with --split")
+            raise UserError(
+                f"{root}: no {split} split, only {', '.join(source.splits)}; name it with --split"
+            )
         place = f"the {split} split" if any(map(_split_of, containers)) else "the whole folder"
         place = f"{folders[split].name}/" if folders else place
         return replace(source, splits={split: source.splits[split]}, validation=place)
@@ -109,9 +120,15 @@ def list_source(root: Path, validation_share: float | None = None, split: str | 
         share = VALIDATION_SHARE if validation_share is None else validation_share
         train, validation = split_by_class(source.splits["train"], share)
         splits = {"train": train} | ({"validation": validation} if validation else {})
-        return replace(source, splits=splits, validation=f"{share:.0%} of each class, held out of train{unused}")
+        return replace(
+            source,
+            splits=splits,
+            validation=f"{share:.0%} of each class, held out of train{unused}",
+        )
     if validation_share is not None:
-        raise UserError(f"--validation-share={validation_share}: {root} has a validation split already; drop it")
+        raise UserError(
+            f"--validation-share={validation_share}: {root} has a validation split already; drop it"
+        )
     place = f"{folders['validation'].name}/" if folders else "the validation split"
     return replace(source, validation=place + unused)
 
@@ -121,7 +138,9 @@ def _list_folder(root: Path, folders: Mapping[str, Path], split: str | None) -> 
     name = split or "validation"
     evaluation = folders.get(name)
     if folders and (wanted := split or "train") not in folders:
-        raise UserError(f"{root}: no {wanted} split, only {', '.join(folders)}; name it with --split")
+        raise UserError(
+            f"{root}: no {wanted} split, only {', '.join(folders)}; name it with --split"
+        )
     train = folders.get("train", evaluation or root)
     is_flat = evaluation and name == "validation" and not list_folders(evaluation)
     labelled = {"train": train} | ({name: evaluation} if evaluation and not is_flat else {})
@@ -148,13 +167,23 @@ def _list_imagenet_tars(root: Path) -> Source:
             flat.append(name := f"val/{member.name}")
             places[name] = Place(VALIDATION_TAR, member.offset_data, member.size)
     classes = [folder.removeprefix("train/") for folder in sorted(by_class)]
-    splits = {"train": [(name, label) for label, folder in enumerate(sorted(by_class)) for name in by_class[folder]]}
+    splits = {
+        "train": [
+            (name, label)
+            for label, folder in enumerate(sorted(by_class))
+            for name in by_class[folder]
+        ]
+    }
     if flat:
-        splits["validation"], classes = _label_flat(root, root / VALIDATION_TAR, sorted(flat), classes)
+        splits["validation"], classes = _label_flat(
+            root, root / VALIDATION_TAR, sorted(flat), classes
+        )
     return Source(root, classes, splits, places)
 
 
-def _label_flat(root: Path, folder: Path, files: list[str], classes: list[str]) -> tuple[Files, list[str]]:
+def _label_flat(
+    root: Path, folder: Path, files: list[str], classes: list[str]
+) -> tuple[Files, list[str]]:
     """Label the sorted files of a flat folder or tar by the devkit; return also the names of the classes."""
     from scipy.io import loadmat
 
@@ -162,19 +191,27 @@ def _label_flat(root: Path, folder: Path, files: list[str], classes: list[str]) 
         raise UserError(f"{folder}: no class folders; put {DEVKIT} into {root}")
     try:
         with tarfile.open(path) as tar:
-            content = {PurePosixPath(member.name).name: tar.extractfile(member) for member in tar if member.isreg()}
+            content = {
+                PurePosixPath(member.name).name: tar.extractfile(member)
+                for member in tar
+                if member.isreg()
+            }
             truth = content["ILSVRC2012_validation_ground_truth.txt"].read()  # pyright: ignore[reportOptionalMemberAccess]
             table = loadmat(io.BytesIO(content["meta.mat"].read()), squeeze_me=True)["synsets"]  # pyright: ignore[reportOptionalMemberAccess]
     except Exception as error:  # of a damaged archive, a dozen unrelated types
         raise UserError(f"{path}: {first_line(error)}; download it again") from error
     numbers = [int(line) for line in truth.split()]
     if len(numbers) != len(files):
-        raise UserError(f"{path}: {len(numbers)} labels for {len(files)} files in {folder}; complete the download")
+        raise UserError(
+            f"{path}: {len(numbers)} labels for {len(files)} files in {folder}; complete the download"
+        )
     names, words = table["WNID"].tolist(), table["words"].tolist()
     synsets = dict(zip(table["ILSVRC2012_ID"].tolist(), names, strict=True))
     labels = {name: label for label, name in enumerate(classes)}
     if missing := {synsets[number] for number in numbers} - set(labels):
-        raise UserError(f"{path}: {min(missing)} is no class of the training images; complete the download")
+        raise UserError(
+            f"{path}: {min(missing)} is no class of the training images; complete the download"
+        )
     listed = [(file, labels[synsets[number]]) for file, number in zip(files, numbers, strict=True)]
     by_name = dict(zip(names, words, strict=True))
     return listed, [by_name.get(name, name) for name in classes]
@@ -195,7 +232,9 @@ def _list_containers(root: Path, containers: list[str], split: str | None) -> So
     for container in containers:
         by_split[_split_of(container)].append(container)
     if by_split.keys() > {""}:
-        raise UserError(f"{root / by_split[''][0]}: its path names no split, as the others do; rename it")
+        raise UserError(
+            f"{root / by_split[''][0]}: its path names no split, as the others do; rename it"
+        )
     wanted = [split or "train", *(["validation"] if not split and "validation" in by_split else [])]
     chosen = {name: by_split.get("") or by_split.get(name, []) for name in wanted}
     found: dict[str, Listing] = {}
@@ -212,27 +251,46 @@ def _list_containers(root: Path, containers: list[str], split: str | None) -> So
             found[container] = _list_webdataset(root, container)
     images = list(itertools.chain(*found.values()))
     if len({name for name, _, _ in images}) < len(images):
-        for file, listing in found.items():  # of the same name in other folders, or numbered in each container
-            found[file] = [(f"{file}/{n}/{name}", label, place) for n, (name, label, place) in enumerate(listing)]
+        for (
+            file,
+            listing,
+        ) in found.items():  # of the same name in other folders, or numbered in each container
+            found[file] = [
+                (f"{file}/{n}/{name}", label, place)
+                for n, (name, label, place) in enumerate(listing)
+            ]
     splits = {}
     for split, members in chosen.items():
         splits[split] = sorted((name, label) for file in members for name, label, _ in found[file])
         if not splits[split]:
-            raise UserError(f"{root}: no labelled images for the split {split} in {', '.join(containers[:3])}")
+            raise UserError(
+                f"{root}: no labelled images for the split {split} in {', '.join(containers[:3])}"
+            )
     if class_names is None:
         present = {label for _, label in splits[wanted[0]]}
         class_names = [str(label) for label in range(len(present))]
         if present != set(range(len(present))):
-            raise UserError(f"{root}: labels {min(present)} to {max(present)} with gaps; name all in {root / LABELS}")
+            raise UserError(
+                f"{root}: labels {min(present)} to {max(present)} with gaps; name all in {root / LABELS}"
+            )
     for file, listing in found.items():
         for name, label, _ in listing:
             if not 0 <= label < len(class_names):
-                raise UserError(f"{root / file}: {name}: label {label}, out of range for {len(class_names)} classes")
-    return Source(root, class_names, splits, {name: place for each in found.values() for name, _, place in each})
+                raise UserError(
+                    f"{root / file}: {name}: label {label}, out of range for {len(class_names)} classes"
+                )
+    return Source(
+        root,
+        class_names,
+        splits,
+        {name: place for each in found.values() for name, _, place in each},
+    )
 
 
 def _split_of(container: str) -> str:
-    return next((SPLITS[word] for word in re.findall("[a-z]+", container.lower()) if word in SPLITS), "")
+    return next(
+        (SPLITS[word] for word in re.findall("[a-z]+", container.lower()) if word in SPLITS), ""
+    )
 
 
 def _tar_members(path: Path, start: int = 0) -> Iterator[tuple[tarfile.TarInfo, BinaryIO]]:
@@ -269,14 +327,20 @@ def _list_webdataset(root: Path, container: str) -> Listing:
         stem, _, suffix = base.lower().partition(".")
         key = f"{folder}/{base[: len(stem)]}"
         if suffix in IMAGE_SUFFIXES:
-            image = IMAGE_SUFFIXES.index(suffix), member.name, Place(container, member.offset_data, member.size)
+            image = (
+                IMAGE_SUFFIXES.index(suffix),
+                member.name,
+                Place(container, member.offset_data, member.size),
+            )
             images[key] = min(image, images.get(key, image))
         elif suffix == "cls":
             file.seek(member.offset_data)
             with suppress(ValueError):
                 labels[key] = int(file.read(member.size))
     if unlabelled := [name for key, (_, name, _) in images.items() if key not in labels]:
-        raise UserError(f"{path}: {unlabelled[0]}: no label; its sample needs a class number in a .cls")
+        raise UserError(
+            f"{path}: {unlabelled[0]}: no label; its sample needs a class number in a .cls"
+        )
     return [(name, labels[key], place) for key, (_, name, place) in images.items()]
 
 
@@ -285,11 +349,18 @@ def _list_parquet(root: Path, container: str) -> tuple[Listing, list[str] | None
     path, found = root / container, []
     with _open_parquet(path) as (file, image, label_column, class_names):
         for group in range(file.num_row_groups):
-            rows = file.read_row_group(group, [label_column, f"{image}.path"], use_threads=False).to_pylist()
+            rows = file.read_row_group(
+                group, [label_column, f"{image}.path"], use_threads=False
+            ).to_pylist()
             for row, content in enumerate(rows):
-                name, label = (content[image] or {}).get("path") or f"{container}/{len(found)}", content[label_column]
+                name, label = (
+                    (content[image] or {}).get("path") or f"{container}/{len(found)}",
+                    content[label_column],
+                )
                 if label is None:
-                    raise UserError(f"{path}: {name}: row {len(found)} has no label; remove it or add one")
+                    raise UserError(
+                        f"{path}: {name}: row {len(found)} has no label; remove it or add one"
+                    )
                 found.append((name, label, Place(container, group, row)))
     return found, class_names
 
@@ -319,13 +390,21 @@ def _open_parquet(path: Path) -> Iterator[tuple["ParquetFile", str, str, list[st
             if b"huggingface" in (schema.metadata or {}):
                 features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
             structs = [each for each in schema if is_struct(each.type)]
-            images = [each.name for each in structs if {"bytes", "path"} <= {field.name for field in each.type}]
+            images = [
+                each.name
+                for each in structs
+                if {"bytes", "path"} <= {field.name for field in each.type}
+            ]
             numbers = [each.name for each in schema if is_integer(each.type)]
-            labels = [name for name in numbers if name == "label" or "names" in features.get(name, {})]
+            labels = [
+                name for name in numbers if name == "label" or "names" in features.get(name, {})
+            ]
             labels.sort(key=lambda name: name != "label")  # that before others, such as an age
             if not images or not labels:
                 found = ", ".join(schema.names)
-                raise UserError(f"{path}: columns {found}; a struct of bytes and path and an integer label are needed")
+                raise UserError(
+                    f"{path}: columns {found}; a struct of bytes and path and an integer label are needed"
+                )
             yield file, images[0], labels[0], features.get(labels[0], {}).get("names")
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: {first_line(error)}; download it again") from error

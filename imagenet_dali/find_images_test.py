@@ -41,19 +41,37 @@ def tar_of(members: Files, mode: str = "w") -> bytes:
     return buffer.getvalue()
 
 
-def parquet_of(rows: list[tuple[str | None, bytes | None, int | None]], names: list[str] | None) -> bytes:
+def parquet_of(
+    rows: list[tuple[str | None, bytes | None, int | None]], names: list[str] | None
+) -> bytes:
     """Return what the datasets library writes for images and their class, four rows to a row group.
 
     Without names it is a file of others, with a column "label".
     """
-    image, size = pa.struct([("bytes", pa.binary()), ("path", pa.string())]), pa.struct([("width", pa.int64())])
-    features = {"image": {"_type": "Image"}, "class": {"names": names, "_type": "ClassLabel"}, "tags": [{}]}
+    image, size = (
+        pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
+        pa.struct([("width", pa.int64())]),
+    )
+    features = {
+        "image": {"_type": "Image"},
+        "class": {"names": names, "_type": "ClassLabel"},
+        "tags": [{}],
+    }
     features |= {"id": {"names": ["of another task"]}} if names is None else {}
-    metadata = {"huggingface": json.dumps({"info": {"features": features}})} if names != [] else None
+    metadata = (
+        {"huggingface": json.dumps({"info": {"features": features}})} if names != [] else None
+    )
     label = "label" if names is None else "class"
     images = [data and dict(bytes=data, path=name) for name, data, _ in rows]
-    columns = {"size": [None] * len(rows), "id": range(len(rows)), "image": images, label: [row[2] for row in rows]}
-    schema = pa.schema([("size", size), ("id", pa.int64()), ("image", image), (label, pa.int64())], metadata)
+    columns = {
+        "size": [None] * len(rows),
+        "id": range(len(rows)),
+        "image": images,
+        label: [row[2] for row in rows],
+    }
+    schema = pa.schema(
+        [("size", size), ("id", pa.int64()), ("image", image), (label, pa.int64())], metadata
+    )
     write_table(pa.table(columns, schema), buffer := io.BytesIO(), row_group_size=4)
     return buffer.getvalue()
 
@@ -62,22 +80,43 @@ def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path, monke
     monkeypatch.setattr("imagenet_dali.writer.ROWS_IN_MEMORY", 4)  # of 10 in a shard
     labels = [2, 0, 1, 1, 0, 0]
     kinds = [("ILSVRC2012_ID", "i4"), ("WNID", "O"), ("words", "O"), ("num_children", "i4")]
-    synsets = [(7, "n02", WORDS[1], 0), (8, "n01", WORDS[0], 0), (9, "n03", WORDS[2], 0), (10, "n00", "fish", 3)]
+    synsets = [
+        (7, "n02", WORDS[1], 0),
+        (8, "n01", WORDS[0], 0),
+        (9, "n03", WORDS[2], 0),
+        (10, "n00", "fish", 3),
+    ]
     savemat(mat := io.BytesIO(), {"synsets": np.array(synsets, kinds)[:, None]})
     truth = "".join(f"{[8, 7, 9][label]}\n" for label in labels).encode()
-    devkit = {"kit/data/meta.mat": mat.getvalue(), "kit/data/ILSVRC2012_validation_ground_truth.txt": truth}
+    devkit = {
+        "kit/data/meta.mat": mat.getvalue(),
+        "kit/data/ILSVRC2012_validation_ground_truth.txt": truth,
+    }
     kit = {"ILSVRC2012_devkit_t12.tar.gz": tar_of(devkit, "w:gz")}
     folder = write_images(fill(tmp_path / "folder", kit) / "train", 10, CLASSES).parent
     fill(folder, {f"val/v_{number}.JPEG": jpeg(50, 60, number) for number in range(6)})
-    files = {name: data for name, data in sorted(read_folder(folder).items()) if "devkit" not in name}
-    rows = [(n, data, labels[int(n[6])] if n[:3] == "val" else CLASSES.index(n[6:9])) for n, data in files.items()]
+    files = {
+        name: data for name, data in sorted(read_folder(folder).items()) if "devkit" not in name
+    }
+    rows = [
+        (n, data, labels[int(n[6])] if n[:3] == "val" else CLASSES.index(n[6:9]))
+        for n, data in files.items()
+    ]
     train, val = rows[:30], rows[30:]
 
-    classes = {f"{name}.tar": tar_of({n[10:]: data for n, data, _ in train if name in n}) for name in CLASSES[::-1]}
+    classes = {
+        f"{name}.tar": tar_of({n[10:]: data for n, data, _ in train if name in n})
+        for name in CLASSES[::-1]
+    }
     flat = tar_of({name[4:]: data for name, data, _ in val[::-1]})
-    fill(tmp_path / "tars", kit | {"ILSVRC2012_img_train.tar": tar_of(classes), "ILSVRC2012_img_val.tar": flat})
+    fill(
+        tmp_path / "tars",
+        kit | {"ILSVRC2012_img_train.tar": tar_of(classes), "ILSVRC2012_img_val.tar": flat},
+    )
     webdataset, parquet = {"labels.txt": "".join(f"{name}\n" for name in WORDS).encode()}, {}
-    for number, (split, part) in enumerate((("train", train[::2]), ("train", train[1::2]), ("validation", val))):
+    for number, (split, part) in enumerate(
+        (("train", train[::2]), ("train", train[1::2]), ("validation", val))
+    ):
         members = {name: data for name, data, _ in part}
         members |= {f"{name.split('.')[0]}.cls": str(label).encode() for name, _, label in part}
         webdataset[f"{split}-{number}.tar"] = tar_of(members)
@@ -87,20 +126,42 @@ def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path, monke
     made = []
     for kind in ("folder", "tars", "webdataset", "parquet"):
         prepare.prepare(tmp_path / kind, tmp_path / "made" / kind, shards=3)
-        made.append({n: data for n, data in read_folder(tmp_path / "made" / kind).items() if "manifest" not in n})
+        made.append(
+            {
+                n: data
+                for n, data in read_folder(tmp_path / "made" / kind).items()
+                if "manifest" not in n
+            }
+        )
     assert made == made[:1] * 4
-    fill(tmp_path / "two", {"train-0.parquet": parquet_of(train, WORDS), "val-0.parquet": parquet_of(val, WORDS[::-1])})
-    with pytest.raises(UserError, match="val-0.parquet: its class names are not those of labels.txt or an earlier "):
+    fill(
+        tmp_path / "two",
+        {
+            "train-0.parquet": parquet_of(train, WORDS),
+            "val-0.parquet": parquet_of(val, WORDS[::-1]),
+        },
+    )
+    with pytest.raises(
+        UserError, match="val-0.parquet: its class names are not those of labels.txt or an earlier "
+    ):
         list_source(tmp_path / "two")
-    assert list_source(tmp_path / "parquet", split="validation").validation == "the validation split"
-    with pytest.raises(UserError, match="tars: no test split, only train, validation; name it with --split"):
+    assert (
+        list_source(tmp_path / "parquet", split="validation").validation == "the validation split"
+    )
+    with pytest.raises(
+        UserError, match="tars: no test split, only train, validation; name it with --split"
+    ):
         list_source(tmp_path / "tars", split="test")
     assert (tmp_path / "made/folder/labels.txt").read_text().splitlines() == WORDS
-    fill(folder, {f"test/{number}.JPEG": b"" for number in range(6)})  # whose labels ImageNet does not publish
+    fill(
+        folder, {f"test/{number}.JPEG": b"" for number in range(6)}
+    )  # whose labels ImageNet does not publish
     with pytest.raises(UserError, match="test: no images; they are expected as .*test/<class>"):
         list_source(folder, split="test")
     (folder / "train/n03").rename(tmp_path / "n03")
-    with pytest.raises(UserError, match="n03 is no class of the training images; complete the download"):
+    with pytest.raises(
+        UserError, match="n03 is no class of the training images; complete the download"
+    ):
         list_source(folder)
     (folder / "val/v_0.JPEG").unlink()
     with pytest.raises(UserError, match="6 labels for 5 files in .*val; complete the download"):
@@ -108,7 +169,11 @@ def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path, monke
 
 
 def test_class_folders_are_split_by_class(tmp_path):
-    names = [f"{c}/{i}{IMG_EXTENSIONS[i % 9]}" for c, n in (("b", 20), ("a", 10), ("dev/x", 1)) for i in range(n)]
+    names = [
+        f"{c}/{i}{IMG_EXTENSIONS[i % 9]}"
+        for c, n in (("b", 20), ("a", 10), ("dev/x", 1))
+        for i in range(n)
+    ]
     fill(tmp_path, dict.fromkeys((*names, "a/1.jif", ".git/x", "a/.cache/1.jpg", "a/1.db"), b"1"))
     (tmp_path / "a/again").symlink_to(tmp_path / "a")
     (tmp_path / "dev/x/more").symlink_to(tmp_path / "b")
@@ -127,15 +192,22 @@ def test_class_folders_are_split_by_class(tmp_path):
 def test_a_validation_folder_has_one_of_these_names_and_test_is_for_requests(tmp_path, name):
     names = ("train/a/1", "train/b/deep/er/2", f"{name}/b/3", "test/a/4")
     source = list_source(fill(tmp_path, dict.fromkeys(names, b"1")))
-    assert source.splits == {"train": [("train/a/1", 0), ("train/b/deep/er/2", 1)], "validation": [(f"{name}/b/3", 1)]}
+    assert source.splits == {
+        "train": [("train/a/1", 0), ("train/b/deep/er/2", 1)],
+        "validation": [(f"{name}/b/3", 1)],
+    }
     assert source.validation == f"{name}/; test is left out, prepare and evaluate take --split test"
     assert list_source(tmp_path, split="test").splits == {"test": [("test/a/4", 0)]}
-    with pytest.raises(UserError, match="--validation-share=0.5: .* has a validation split already"):
+    with pytest.raises(
+        UserError, match="--validation-share=0.5: .* has a validation split already"
+    ):
         list_source(tmp_path, validation_share=0.5)
 
 
 def test_of_folders_without_validation_a_share_is_held_out_and_a_request_gets_all(tmp_path):
-    files = dict.fromkeys((f"{split}/{c}/{i}" for split in ("train", "test") for c in "ab" for i in range(5)), b"1")
+    files = dict.fromkeys(
+        (f"{split}/{c}/{i}" for split in ("train", "test") for c in "ab" for i in range(5)), b"1"
+    )
     source = list_source(fill(tmp_path, files))
     unused = "; test is left out, prepare and evaluate take --split test"
     assert source.validation == f"20% of each class, held out of train{unused}"
@@ -153,9 +225,16 @@ def test_samples_of_one_name_are_all_there(tmp_path):
     kinds = enumerate(["jpg", "JPEG", "png", "webp", "bmp", "ppm", "tif", "tiff", "jpg"])
     samples = {f"{i}.{suffix}": b"%d" % (i % 3) for i, kind in kinds for suffix in (kind, "cls")}
     samples = tar_of({"0.png": b"another view", "0.mask.jpg": b""} | samples)
-    source = list_source(fill(tmp_path / "tars", dict.fromkeys(("Train/0.tar", "Train/1.tar", "val0/0.tar"), samples)))
+    source = list_source(
+        fill(
+            tmp_path / "tars", dict.fromkeys(("Train/0.tar", "Train/1.tar", "val0/0.tar"), samples)
+        )
+    )
     assert source.class_names == ["0", "1", "2"]
-    assert {split: len(set(files)) for split, files in source.splits.items()} == {"train": 18, "validation": 9}
+    assert {split: len(set(files)) for split, files in source.splits.items()} == {
+        "train": 18,
+        "validation": 9,
+    }
     assert "/0.png" not in str(source.splits)
     before = source.fingerprint
     os.utime(tmp_path / "tars/Train/0.tar", (0, 0))
@@ -164,12 +243,17 @@ def test_samples_of_one_name_are_all_there(tmp_path):
 
 def test_rows_of_large_parquet_sources_are_shuffled_in_windows_of_row_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "IMAGES_PER_WINDOW", 12)
-    files = {"t.parquet": parquet_of([("a.jpg", b"1", i % 2) for i in range(40)], None), "labels.txt": b"cat\ndog"}
+    files = {
+        "t.parquet": parquet_of([("a.jpg", b"1", i % 2) for i in range(40)], None),
+        "labels.txt": b"cat\ndog",
+    }
     source = list_source(fill(tmp_path, files), validation_share=0)
     assert source.class_names == ["cat", "dog"]
     order = [file for files in prepare.plan_shards(source, 5).values() for file in files]
     assert sorted(order) == sorted(source.splits["train"])
-    windows = [{source.places[name].start for name, _ in order[i : i + 12]} for i in range(0, 40, 12)]
+    windows = [
+        {source.places[name].start for name, _ in order[i : i + 12]} for i in range(0, 40, 12)
+    ]
     assert [len(groups) for groups in windows] == [3, 3, 3, 1]
     assert [name for name, _ in order[:3]] == [f"t.parquet/{row}/a.jpg" for row in (10, 26, 6)]
 
@@ -187,15 +271,36 @@ REFUSED: list[tuple[Files, str]] = [
     (TRAIN | {"val/v": b"", KIT: tar_of({"1": b""}, "w:gz")[:40]}, f"{KIT}: .*; download it again"),
     (TRAIN | {"val/a/.3": b""}, "val: no images; they are expected as"),
     ({"train-0.tar": tar_of({})}, "no labelled images for the split train in train-0.tar"),
-    ({"t.tar": tar_of({"a.jpg": b"1", "a.cls": b"cat"})}, "t.tar: a.jpg: no label; its sample needs a class number"),
+    (
+        {"t.tar": tar_of({"a.jpg": b"1", "a.cls": b"cat"})},
+        "t.tar: a.jpg: no label; its sample needs a class number",
+    ),
     ({"t.tar": TAR, "labels.txt": b"cat\n\n"}, "t.tar: a.jpg: label 1, out of range for 1 classes"),
-    ({"t.tar": tar_of({"a.jpg": b"1", "a.cls": b"5"})}, "labels 5 to 5 with gaps; name all in .*labels.txt"),
+    (
+        {"t.tar": tar_of({"a.jpg": b"1", "a.cls": b"5"})},
+        "labels 5 to 5 with gaps; name all in .*labels.txt",
+    ),
     ({"t.tar": TAR[:2048] + b"x" + TAR[2049:]}, "t.tar: compressed, truncated or damaged at a.cls"),
-    ({"train-0.tar.gz": tar_of({"1.jpg": b"1"}, "w:gz")}, "train-0.tar.gz: compressed, .*; run gunzip on it"),
-    ({"t.parquet": parquet_of([("a", b"1", 0)] * 4 + [("b", b"1", None)], None)}, "t.parquet: b: row 4 has no label"),
-    ({"t.parquet": parquet_of([(None, None, -1)], ["a", "b"])}, "t.parquet: t.parquet/0: label -1, out of range for 2"),
-    ({"t.parquet": parquet_of([("a.jpg", b"1", 0)], ["a", "b"])[:-5]}, "t.parquet: .*; download it again"),
-    ({"t.parquet": parquet_of([], [])}, "columns size, id, image, class; a struct of bytes and path and an integer"),
+    (
+        {"train-0.tar.gz": tar_of({"1.jpg": b"1"}, "w:gz")},
+        "train-0.tar.gz: compressed, .*; run gunzip on it",
+    ),
+    (
+        {"t.parquet": parquet_of([("a", b"1", 0)] * 4 + [("b", b"1", None)], None)},
+        "t.parquet: b: row 4 has no label",
+    ),
+    (
+        {"t.parquet": parquet_of([(None, None, -1)], ["a", "b"])},
+        "t.parquet: t.parquet/0: label -1, out of range for 2",
+    ),
+    (
+        {"t.parquet": parquet_of([("a.jpg", b"1", 0)], ["a", "b"])[:-5]},
+        "t.parquet: .*; download it again",
+    ),
+    (
+        {"t.parquet": parquet_of([], [])},
+        "columns size, id, image, class; a struct of bytes and path and an integer",
+    ),
 ]
 
 

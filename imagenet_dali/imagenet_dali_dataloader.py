@@ -35,8 +35,13 @@ if TYPE_CHECKING:
     from common.data.auto_augment import Policy
 
 FILTERS = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}  # pyright: ignore[reportAttributeAccessIssue]
-OUT_OF_MEMORY = re.compile("out.of.memory|alloc", re.IGNORECASE)  # in DALI's, CUDA's and nvJPEG's errors
-FANCY_WINDOWS = (13, 2)  # the nvJPEG since which windows are upsampled on the GPU; DALI decodes them on the CPU before
+OUT_OF_MEMORY = re.compile(
+    "out.of.memory|alloc", re.IGNORECASE
+)  # in DALI's, CUDA's and nvJPEG's errors
+FANCY_WINDOWS = (
+    13,
+    2,
+)  # the nvJPEG since which windows are upsampled on the GPU; DALI decodes them on the CPU before
 
 
 class RawBatch(NamedTuple):
@@ -57,11 +62,15 @@ def decode_windows(source: Callable[[], tuple]) -> DataNode:
     ``source`` returns a batch: JPEG bytes, start and shape of the windows.
     """
     jpegs, start, shape = fn.external_source(source, num_outputs=3)
-    return fn.decoders.image_slice(jpegs, start=start, shape=shape, axes=(0, 1), adjust_orientation=False)
+    return fn.decoders.image_slice(
+        jpegs, start=start, shape=shape, axes=(0, 1), adjust_orientation=False
+    )
 
 
 @pipeline_def
-def decode_and_resize(source: Callable[[], tuple], size: int, filter_: str, device: str, whole: bool) -> DataNode:
+def decode_and_resize(
+    source: Callable[[], tuple], size: int, filter_: str, device: str, whole: bool
+) -> DataNode:
     """Return the graph for a GPU: decode a window, resample a region of it to ``size``, mirror; uint8 [3, Y, X] each.
 
     With ``whole``, images are decoded whole and cut then.
@@ -70,14 +79,22 @@ def decode_and_resize(source: Callable[[], tuple], size: int, filter_: str, devi
     """
     jpegs, start, shape, region_start, region_end, flip = fn.external_source(source, num_outputs=6)
     # upsampling is the CPU's way, so that a GPU sees the same pixels
-    options: dict[str, Any] = dict(device=device, adjust_orientation=False, jpeg_fancy_upsampling=True)
+    options: dict[str, Any] = dict(
+        device=device, adjust_orientation=False, jpeg_fancy_upsampling=True
+    )
     if whole:
         images = fn.decoders.image(jpegs, **options)
-        images = fn.slice(images, start, shape, axes=(0, 1), normalized_anchor=False, normalized_shape=False)
+        images = fn.slice(
+            images, start, shape, axes=(0, 1), normalized_anchor=False, normalized_shape=False
+        )
     else:
         images = fn.decoders.image_slice(jpegs, start=start, shape=shape, axes=(0, 1), **options)
     images = fn.resize(
-        images, size=(size, size), interp_type=FILTERS[filter_], roi_start=region_start, roi_end=region_end
+        images,
+        size=(size, size),
+        interp_type=FILTERS[filter_],
+        roi_start=region_start,
+        roi_end=region_end,
     )
     mirrored: dict[str, Any] = dict(mirror=flip, dtype=types.UINT8, output_layout="CHW")  # pyright: ignore[reportAttributeAccessIssue]
     return fn.crop_mirror_normalize(images, **mirrored)  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -91,7 +108,11 @@ def decodes_windows() -> bool:
     version = nvjpeg_version()
     del pipeline
     name = f"nvJPEG {'.'.join(map(str, version))}"
-    does = "windows of images" if version >= FANCY_WINDOWS else "whole images, since windows need nvJPEG 13.2"
+    does = (
+        "windows of images"
+        if version >= FANCY_WINDOWS
+        else "whole images, since windows need nvJPEG 13.2"
+    )
     if is_first_process():
         print(f"DALI: {name} decodes {does}", flush=True)
     return version >= FANCY_WINDOWS
@@ -132,7 +153,13 @@ class DaliReader:
         augment: "Policy | None" = None,
         resizes: bool | None = None,
     ) -> None:
-        self.split, self.crop, self.batch, self.device, self.augment = split, crop, batch, device, augment
+        self.split, self.crop, self.batch, self.device, self.augment = (
+            split,
+            crop,
+            batch,
+            device,
+            augment,
+        )
         self.size, self.threads = size, threads
         self._normalize = Normalizer(mean, std, device)
         self.resizes = device.type == "cuda" if resizes is None else resizes
@@ -154,8 +181,12 @@ class DaliReader:
         self._raw_batches = self._read_raw(draws)
         pending: deque[Callable[[], Batch]] = deque()
         while (decoded := self._run()) is not None:
-            pending.append(partial(self._finish, *decoded) if self.resizes else self._resize(*decoded))
-            if self.resizes or len(pending) > 1:  # else the threads resize one more while this one is used
+            pending.append(
+                partial(self._finish, *decoded) if self.resizes else self._resize(*decoded)
+            )
+            if (
+                self.resizes or len(pending) > 1
+            ):  # else the threads resize one more while this one is used
                 yield pending.popleft()()
         for finish in pending:
             yield finish()
@@ -170,13 +201,17 @@ class DaliReader:
         """Yield the draws with their bytes."""
         for draw, records in self.records.read(draws):
             samples, indices = len(records), np.maximum(draw.indices, 0)
-            padding = [self.split.read(0)] * (len(indices) - samples) if samples < len(indices) else []
+            padding = (
+                [self.split.read(0)] * (len(indices) - samples) if samples < len(indices) else []
+            )
             rows = self.split.records[indices]
             labels = rows["label"].astype(np.int64)
             labels[samples:] = NO_LABEL
             shape = np.stack([rows["height"], rows["width"]], axis=1).astype(np.int64)
             crops = self.crop(shape, draw.uniforms)
-            yield RawBatch(indices, [*map(_jpeg, records + padding)], crops, draw.uniforms, labels, samples)
+            yield RawBatch(
+                indices, [*map(_jpeg, records + padding)], crops, draw.uniforms, labels, samples
+            )
 
     def _next_inputs(self) -> tuple:
         """Hand DALI its next batch; StopIteration ends the pass."""
@@ -189,12 +224,18 @@ class DaliReader:
 
     def _build(self) -> Pipeline:
         on_gpu = self.device.type == "cuda"
-        place = dict(batch_size=self.batch, num_threads=self.threads, device_id=self.device.index if on_gpu else None)
+        place = dict(
+            batch_size=self.batch,
+            num_threads=self.threads,
+            device_id=self.device.index if on_gpu else None,
+        )
         if not self.resizes:
             return decode_windows(self._next_inputs, **place)
         how = "mixed" if on_gpu else "cpu"
         whole = not decodes_windows()
-        return decode_and_resize(self._next_inputs, self.size, self.crop.interpolation, how, whole, **place)
+        return decode_and_resize(
+            self._next_inputs, self.size, self.crop.interpolation, how, whole, **place
+        )
 
     def _run(self) -> tuple[RawBatch, tuple] | None:
         """Return the oldest batch in flight and what DALI made of it; None at the end of the pass."""
@@ -213,7 +254,9 @@ class DaliReader:
         """Return the batch that DALI has resized."""
         images = _shift(torch.from_dlpack(outputs[0].as_tensor()), raw.crops)
         if self.augment:
-            images = self.augment.augment_batch(images.clone(), raw.uniforms[:, -self.augment.uniforms :])
+            images = self.augment.augment_batch(
+                images.clone(), raw.uniforms[:, -self.augment.uniforms :]
+            )
         return self._normalized(images, raw)
 
     def _normalized(self, images_BCYX: Tensor, raw: RawBatch) -> Batch:
@@ -228,7 +271,9 @@ class DaliReader:
 
         def resize(first: int) -> None:
             for row in range(first, raw.samples, self.threads):
-                view = resample(np.asarray(outputs[0][row]), raw.crops, row, self.size, self.crop.interpolation)
+                view = resample(
+                    np.asarray(outputs[0][row]), raw.crops, row, self.size, self.crop.interpolation
+                )
                 if self.augment:
                     uniforms = raw.uniforms[row, -self.augment.uniforms :]
                     view = np.asarray(self.augment(Image.fromarray(view), uniforms))
@@ -265,7 +310,9 @@ def _shift(images_BCYX: Tensor, crops: Crops) -> Tensor:
     if not crops.shift.any():
         return images_BCYX
     shifts = crops.shift[:, 0], np.where(crops.flip, -1, 1) * crops.shift[:, 1]
-    rows_BY, columns_BX = (to_device(reflected(images_BCYX.shape[2], shift), images_BCYX.device) for shift in shifts)
+    rows_BY, columns_BX = (
+        to_device(reflected(images_BCYX.shape[2], shift), images_BCYX.device) for shift in shifts
+    )
     batch = torch.arange(len(images_BCYX), device=images_BCYX.device)[:, None, None]
     shifted_BYXC = images_BCYX.permute(0, 2, 3, 1)[batch, rows_BY[:, :, None], columns_BX[:, None]]
     return shifted_BYXC.permute(0, 3, 1, 2).contiguous()

@@ -43,7 +43,10 @@ ODD = {
     "PNG with alpha": (encode(gradient().convert("RGBA"), "PNG"), gradient()),
     "WebP": (encode(gradient(), "WEBP", lossless=True), gradient()),
     "16-bit PNG": (encode(Image.fromarray(WORDS), "PNG"), RAMP),
-    "16-bit PPM": (b"P6 40 24 65535\n" + WORDS.astype(">u2")[..., None].repeat(3, -1).tobytes(), RAMP),
+    "16-bit PPM": (
+        b"P6 40 24 65535\n" + WORDS.astype(">u2")[..., None].repeat(3, -1).tobytes(),
+        RAMP,
+    ),
 }
 
 
@@ -67,7 +70,10 @@ def test_short_side_shrinks_only_larger_images():
 BAD = {
     "a PostScript program": (encode(gradient(), "EPS"), "not one of JPEG"),
     "JPEG without its last byte": (jpeg()[:-1], "Premature end of JPEG file"),
-    "JPEG that says it has 400 million pixels": (jpeg().replace(b"\0\x18\0\x28", b"N N "), "more than 100 million"),
+    "JPEG that says it has 400 million pixels": (
+        jpeg().replace(b"\0\x18\0\x28", b"N N "),
+        "more than 100 million",
+    ),
     "PNG with a flipped bit": (with_flipped_bit(encode(gradient(), "PNG"), 80), "checksum"),
     "TIFF of floats": (encode(Image.new("F", (4, 4)), "TIFF"), "32-bit pixels"),
     "too wide for JPEG": (encode(Image.new("RGB", (70_000, 1)), "PNG"), "65500"),

@@ -22,7 +22,11 @@ from imagenet_dali.testing import run
 MODEL = testing.MODEL | dict(num_classes=9, dropout=0.0)
 MAX_NORM = 0.05  # below the gradient's norm here, so that clipping acts
 BETA1 = 0.9
-RANKS, TOTAL, MICRO = 2, 32 * 1024, 256  # images of an optimizer step and of a process's micro-batch, as in the recipe
+RANKS, TOTAL, MICRO = (
+    2,
+    32 * 1024,
+    256,
+)  # images of an optimizer step and of a process's micro-batch, as in the recipe
 
 
 def gradient_of_timm(data: Path, weights: Path) -> dict[str, Tensor]:
@@ -32,10 +36,14 @@ def gradient_of_timm(data: Path, weights: Path) -> dict[str, Tensor]:
     model.double()
     config = load_config("vit-b16", [f"DATA.root={data}"])
     for rank in range(RANKS):
-        place = dict(image_size=MODEL["image_size"], device=torch.device("cpu"), dp_rank=rank, dp_size=RANKS)
+        place = dict(
+            image_size=MODEL["image_size"], device=torch.device("cpu"), dp_rank=rank, dp_size=RANKS
+        )
         loader = build_train_loader(config["DATA"], TOTAL, MICRO, seed=config["SEED"], **place)
         for images, labels in BatchAugment(loader, config):
-            first, second = (F.one_hot(labels[key], MODEL["num_classes"]).double() for key in ("target", "other"))
+            first, second = (
+                F.one_hot(labels[key], MODEL["num_classes"]).double() for key in ("target", "other")
+            )
             share = labels["share"].double()
             blend = share * first + (1 - share) * second
             (-(blend * model(images.double()).log_softmax(1)).sum() / TOTAL).backward()
@@ -59,15 +67,28 @@ def test_32k_images_in_float32(tmp_path):
     torch.manual_seed(0)
     save_file(build_model(**MODEL).state_dict(), weights)
 
-    settings = ["MAX_STEPS=1", f"clip_grad_norm={MAX_NORM}", "LOG.every=1", "LOG.tensorboard=False", "fp16=None"]
-    words = " ".join(f"--set {each}" for each in [*(f"MODEL.{key}={value}" for key, value in MODEL.items()), *settings])
+    settings = [
+        "MAX_STEPS=1",
+        f"clip_grad_norm={MAX_NORM}",
+        "LOG.every=1",
+        "LOG.tensorboard=False",
+        "fp16=None",
+    ]
+    words = " ".join(
+        f"--set {each}"
+        for each in [*(f"MODEL.{key}={value}" for key, value in MODEL.items()), *settings]
+    )
     torchrun = f"python -m torch.distributed.run --standalone --nproc_per_node {RANKS}"
-    command = f"{torchrun} train_dali.py --config vit-b16.py --init {weights} --output {output} {words}"
+    command = (
+        f"{torchrun} train_dali.py --config vit-b16.py --init {weights} --output {output} {words}"
+    )
     run(command, timeout=1800, DATA=str(data))
     expected = gradient_of_timm(data, weights)
     norm = read_metrics(output)[0]["grad_norm"]
     state = load_file(output / "checkpoints" / "step-00000001" / "optimizer.safetensors")
     scale = min(1.0, MAX_NORM / (norm + 1e-6)) * (1 - BETA1)
-    difference = {name: state[f"exp_avg/{name}"].double() / scale - expected[name] for name in expected}
+    difference = {
+        name: state[f"exp_avg/{name}"].double() / scale - expected[name] for name in expected
+    }
     assert MAX_NORM < norm == pytest.approx(length(expected), rel=1e-5)
     assert length(difference) <= 1e-5 * length(expected)

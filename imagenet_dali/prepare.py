@@ -50,7 +50,10 @@ def main(argv: list[str]) -> None:
         if args.check or args.adopt:
             _verify(args)
         else:
-            options = {name: getattr(args, name) for name in ("validation_share", "shards", "short_side", "split")}
+            options = {
+                name: getattr(args, name)
+                for name in ("validation_share", "shards", "short_side", "split")
+            }
             prepare(Path(args.source), Path(args.dest), args.workers, args.max_refused, **options)
     except OSError as error:  # such as a full disk, which names no file
         path = error.filename or args.dest or args.source
@@ -61,7 +64,9 @@ def main(argv: list[str]) -> None:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = command_parser("Turn folders, tars or parquet files of images into TFRecord shards, tables and manifest.")
+    parser = command_parser(
+        "Turn folders, tars or parquet files of images into TFRecord shards, tables and manifest."
+    )
     parser.prog = "python -m imagenet_dali.prepare"
     add = parser.add_argument
     source = "SOURCE/[train/]<class>/*, ImageNet, or tars or parquet files in SOURCE; DIR with --check, --adopt"
@@ -74,7 +79,11 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--workers", type=int, default=cores(), metavar="N", help="processes (default: cores)")
     share = "share of each class that is held out if SOURCE has no validation split (default: 0.2)"
     add("--validation-share", type=float, metavar="F", help=share)
-    add("--split", choices=sorted({*SPLITS.values()}), help="prepare this split alone; of a folder without any, all")
+    add(
+        "--split",
+        choices=sorted({*SPLITS.values()}),
+        help="prepare this split alone; of a folder without any, all",
+    )
     add("--shards", type=int, metavar="N", help="training shards (default: one per 1,250 images)")
     short_side = (
         "shrink images whose shorter side is longer than N pixels to N (Lanczos, then JPEG): shards get "
@@ -88,8 +97,12 @@ def _check_arguments(args: argparse.Namespace) -> None:
     if args.source is None or args.check + args.adopt + (args.dest is not None) != 1:
         raise UserError("give SOURCE and DEST, or --check DIR, or --adopt DIR; see --help")
     if args.split and args.validation_share is not None:
-        raise UserError(f"--validation-share={args.validation_share}: --split {args.split} prepares all; leave it out")
-    ranges = dict(validation_share=(0, 0.99), workers=(1, 1024), shards=(1, 50_000), short_side=(1, 65_535))
+        raise UserError(
+            f"--validation-share={args.validation_share}: --split {args.split} prepares all; leave it out"
+        )
+    ranges = dict(
+        validation_share=(0, 0.99), workers=(1, 1024), shards=(1, 50_000), short_side=(1, 65_535)
+    )
     for name, (least, most) in ranges.items():
         value = getattr(args, name)
         if value is not None and not least <= value <= most:
@@ -139,24 +152,42 @@ def prepare(
     refused, converted = [], 0
     names = listed.class_names
     tasks = (
-        ShardTask(source, dest, name, files, [listed.places.get(file) for file, _ in files], names, short_side)
+        ShardTask(
+            source,
+            dest,
+            name,
+            files,
+            [listed.places.get(file) for file, _ in files],
+            names,
+            short_side,
+        )
         for name, files in plan.items()
     )
-    with folder_lock(dest / PARTIAL), tqdm(total=sum(map(len, plan.values())), unit="image", disable=None) as progress:
+    with (
+        folder_lock(dest / PARTIAL),
+        tqdm(total=sum(map(len, plan.values())), unit="image", disable=None) as progress,
+    ):
         for report in parallel_map(write_shard, tasks, workers):
-            rows = np.array([tuple(row) for row in report["rows"]], RECORD)  # an eighth of the report's memory
+            rows = np.array(
+                [tuple(row) for row in report["rows"]], RECORD
+            )  # an eighth of the report's memory
             done[report["name"]] = ShardRows(report["name"], report["sha256"], rows)
             refused += report["refused"]
             converted += report["converted"]
             progress.update(len(rows) + len(report["refused"]))
     _report_refused(dest, listed, sorted(refused), max_refused)
-    written = {split: [done[name] for name in plan if name.startswith(f"{split}/")] for split in listed.splits}
+    written = {
+        split: [done[name] for name in plan if name.startswith(f"{split}/")]
+        for split in listed.splits
+    }
     write_dataset(dest, written, names, 0, job)
     shutil.rmtree(dest / PARTIAL)
     for split, of_split in written.items():
         images, files = sum(len(shard.rows) for shard in of_split), counted(len(of_split), "shard")
         print(f"{printable(dest)}: {images} {split} images in {files}")
-    print(f"{printable(dest)}: {len(names)} classes; {converted} images converted, {len(refused)} refused")
+    print(
+        f"{printable(dest)}: {len(names)} classes; {converted} images converted, {len(refused)} refused"
+    )
 
 
 def plan_shards(source: Source, shards: int | None) -> dict[str, Files]:

@@ -21,7 +21,9 @@ from imagenet_dali.testing import jpeg, write_images
 
 def test_another_tool_reads_every_image_once(prepared):
     source, seen = prepared.parent / "images", []
-    strings = dict.fromkeys(("image/encoded", "image/filename", "image/format", "image/class/text"), "byte")
+    strings = dict.fromkeys(
+        ("image/encoded", "image/filename", "image/format", "image/class/text"), "byte"
+    )
     numbers = dict.fromkeys(("image/class/label", "image/height", "image/width"), "int")
     for name, count in (("train", 240), ("validation", 60)):
         split = open_split(prepared, name)
@@ -31,7 +33,11 @@ def test_another_tool_reads_every_image_once(prepared):
                 image, filename, kind, text = (bytes(record[key]) for key in strings)
                 label, *size = (int(record[key][0]) for key in numbers)
                 path = source / filename.decode()
-                assert (kind, text.decode(), path.parent.name) == (b"JPEG", f"class_{label}", f"class_{label}")
+                assert (kind, text.decode(), path.parent.name) == (
+                    b"JPEG",
+                    f"class_{label}",
+                    f"class_{label}",
+                )
                 assert path.read_bytes() == image
                 assert size == list(Image.open(io.BytesIO(image)).size)[::-1]
                 seen.append(path)
@@ -40,10 +46,26 @@ def test_another_tool_reads_every_image_once(prepared):
 
 def test_stopped_and_killed_it_makes_the_same(tmp_path):
     source, dest = write_images(tmp_path / "images", 300), tmp_path / "data"
-    command = [sys.executable, "-m", "imagenet_dali.prepare", source, dest, "--workers", "2", "--shards", "400"]
-    options = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "imagenet_dali.prepare",
+        source,
+        dest,
+        "--workers",
+        "2",
+        "--shards",
+        "400",
+    ]
+    options = dict(
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, text=True
+    )
     done: dict[str, int] = {}
-    for number, stop in ((signal.SIGINT, os.killpg), (signal.SIGTERM, os.killpg), (signal.SIGKILL, os.kill)):
+    for number, stop in (
+        (signal.SIGINT, os.killpg),
+        (signal.SIGTERM, os.killpg),
+        (signal.SIGKILL, os.kill),
+    ):
         process = subprocess.Popen(command, cwd=ROOT, **options)
         wait_until(lambda: len(list(dest.glob(".partial/train/*.json"))) > len(done))  # noqa: B023
         workers = [child.pid for child in psutil.Process(process.pid).children()]
@@ -53,8 +75,14 @@ def test_stopped_and_killed_it_makes_the_same(tmp_path):
         if number == signal.SIGKILL:
             assert process.returncode == -number
         else:
-            assert (process.returncode, stderr) == (128 + number, "stopped; rerun the command to resume\n")
-        shards = {path: (dest / "train" / path.stem).stat().st_mtime_ns for path in dest.glob(".partial/train/*.json")}
+            assert (process.returncode, stderr) == (
+                128 + number,
+                "stopped; rerun the command to resume\n",
+            )
+        shards = {
+            path: (dest / "train" / path.stem).stat().st_mtime_ns
+            for path in dest.glob(".partial/train/*.json")
+        }
         assert done.items() <= shards.items()
         done = shards
         assert len(done) < 400
@@ -69,14 +97,18 @@ def test_the_same_job_again_does_nothing_and_another_one_is_refused(tmp_path, ca
     source, dest = write_images(tmp_path / "images", 5), tmp_path / "data"
 
     def write_from_two_processes(task):
-        with pytest.raises(UserError, match="is being written by this process: choose another folder"):
+        with pytest.raises(
+            UserError, match="is being written by this process: choose another folder"
+        ):
             prepare(source, dest)
         raise OSError(28, "No space left on device")
 
     words = [str(source), str(dest), "--workers=1"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("imagenet_dali.prepare.write_shard", write_from_two_processes)
-        with pytest.raises(UserError, match=f"{dest}: No space left on device; fix that and rerun the command"):
+        with pytest.raises(
+            UserError, match=f"{dest}: No space left on device; fix that and rerun the command"
+        ):
             main(words)
     with pytest.raises(UserError, match="made with other short_side"):
         main([*words, "--short-side=20"])
@@ -133,7 +165,10 @@ def test_wrong_folders_are_refused_before_anything_is_written(tmp_path):
         ((source, dest, "--short-side=0"), "--short-side=0: choose 1 to 65535"),
         ((source, dest, "--validation-share=1"), "--validation-share=1.0: choose 0 to 0.99"),
         ((source, dest, "--workers=0"), "--workers=0: choose 1 to 1024"),
-        ((source, dest, "--split=test", "--validation-share=0.1"), "--validation-share=0.1: --split test prepares all"),
+        (
+            (source, dest, "--split=test", "--validation-share=0.1"),
+            "--validation-share=0.1: --split test prepares all",
+        ),
         ((source, dest, "--shards=100"), "--shards=100: more than the 8 images"),
         ((source,), "give SOURCE and DEST"),
         (("--adopt", source), "images: no such folder, or no shards: they are the files of train/"),
@@ -143,7 +178,18 @@ def test_wrong_folders_are_refused_before_anything_is_written(tmp_path):
     assert read_folder(tmp_path) == before
 
 
-NAMES = ["Cat", "cat", "-x", " b ", "100 %s", "a,b;c|d=e", "'a' \"b\"", "<b>&amp;", "\u00e9", "n" * 255]
+NAMES = [
+    "Cat",
+    "cat",
+    "-x",
+    " b ",
+    "100 %s",
+    "a,b;c|d=e",
+    "'a' \"b\"",
+    "<b>&amp;",
+    "\u00e9",
+    "n" * 255,
+]
 FILES = [b"0.jpg", b"\xff.jpg", b"a\nb\x1b[2J.jpg", b"-x %s#'\".jpg"]
 
 
@@ -157,7 +203,11 @@ def test_names_are_carried_exactly_or_refused(tmp_path, capsys):
     main([str(images), str(tmp_path / "data"), "--workers=1", "--max-refused=0.03"])
     assert "\x1b" not in capsys.readouterr().out
     assert open_split(tmp_path / "data", "train").class_names == sorted(NAMES)
-    assert (tmp_path / "data" / "refused.txt").read_text() == "cat/link\\n.jpg\tNo such file or directory\n"
+    assert (
+        tmp_path / "data" / "refused.txt"
+    ).read_text() == "cat/link\\n.jpg\tNo such file or directory\n"
     (images / os.fsdecode(b"caf\xe9\n")).mkdir()
-    with pytest.raises(UserError, match=r"class caf\\udce9\\n has a control character, a line separator or bytes"):
+    with pytest.raises(
+        UserError, match=r"class caf\\udce9\\n has a control character, a line separator or bytes"
+    ):
         main([str(images), str(tmp_path / "other")])

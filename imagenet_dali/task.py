@@ -25,7 +25,9 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
         counts = 0, len(images), len(images.class_names)
         return DataSummary(*counts, images.fingerprint, images.class_names, validation=images.place)
     if data["loader"] == "dali" and isinstance(text := data.get("randaugment"), str):
-        raise UserError(f"DATA.randaugment={text!r} is timm's, on the CPU: add --set DATA.loader=torchvision")
+        raise UserError(
+            f"DATA.randaugment={text!r} is timm's, on the CPU: add --set DATA.loader=torchvision"
+        )
     train, validation = open_images(data, "train"), open_images(data, "validation")
     shards: dict[str, Any] = {}
     fingerprint = fingerprint_of([train.fingerprint, validation.fingerprint])
@@ -33,9 +35,15 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
         fingerprint = train.fingerprint
         shards = dict(shard_bytes=train.span_bytes(0, len(train)), is_shuffled=train.is_shuffled)
     counts = len(train), len(validation), len(train.class_names)
-    summary = DataSummary(*counts, fingerprint, train.class_names, validation=validation.place, **shards)
+    summary = DataSummary(
+        *counts, fingerprint, train.class_names, validation=validation.place, **shards
+    )
     if data.get("order") == "blocks" and not (summary.shard_bytes and summary.is_shuffled):
-        fault = "has shards sorted by class, so batches would be too" if summary.shard_bytes else "has no shards"
+        fault = (
+            "has shards sorted by class, so batches would be too"
+            if summary.shard_bytes
+            else "has no shards"
+        )
         raise UserError(
             f"DATA.order='blocks': DATA.root={data['root']} {fault}; `python -m imagenet_dali.prepare` makes shuffled "
             "ones, or use DATA.order='random'"
@@ -44,7 +52,12 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
 
 
 def build_train_loader(
-    data: Mapping[str, Any], total_batch: int, micro_batch: int, *, order: str | None = None, **options: Any
+    data: Mapping[str, Any],
+    total_batch: int,
+    micro_batch: int,
+    *,
+    order: str | None = None,
+    **options: Any,
 ) -> Loader:
     """Return the loader of the training split in the plan's ``order``; ``options`` are those of `image_loaders`."""
     images = open_images(data, "train")
@@ -78,12 +91,16 @@ def _open_folder(root: Path, split: str | None) -> dict[str, FolderSplit]:
     """Return the splits of a folder of images, or one of them."""
     source = list_source(root, split=split)
     if source.places:
-        raise UserError(f"DATA.root={root}: tars and parquet files are read by `python -m imagenet_dali.prepare` only")
+        raise UserError(
+            f"DATA.root={root}: tars and parquet files are read by `python -m imagenet_dali.prepare` only"
+        )
     names, place = source.class_names, source.validation
     return {name: FolderSplit(root, names, files, place) for name, files in source.splits.items()}
 
 
-def _options(images: Split | FolderSplit, data: Mapping[str, Any], device: str, in_blocks: bool) -> dict[str, Any]:
+def _options(
+    images: Split | FolderSplit, data: Mapping[str, Any], device: str, in_blocks: bool
+) -> dict[str, Any]:
     """Return what reads the images, and the bounds of the blocks that are read at once."""
     options: dict[str, Any] = {"build_reader": _read_with_dali} if data["loader"] == "dali" else {}
     if options and device == "cuda":
@@ -95,7 +112,9 @@ def _options(images: Split | FolderSplit, data: Mapping[str, Any], device: str, 
     return options
 
 
-def _read_with_dali(images: Split, crop: Crop, *, workers: int, dp_size: int, **options: Any) -> BatchReader:
+def _read_with_dali(
+    images: Split, crop: Crop, *, workers: int, dp_size: int, **options: Any
+) -> BatchReader:
     # DALI takes half a second to import
     from imagenet_dali.imagenet_dali_dataloader import DaliReader
 

@@ -32,7 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_images(folder / "images" / split, per_class, ("ape", "bee"))
     (folder / "images/train/ape/0000.jpg").write_bytes(jpeg(exif=exif(3)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("imagenet_dali.writer.is_turned", lambda _: False)  # as in adopted shards: shown as stored
+        patch.setattr(
+            "imagenet_dali.writer.is_turned", lambda _: False
+        )  # as in adopted shards: shown as stored
         prepare(folder / "images", folder / "shards")
     return folder / "images"
 
@@ -43,7 +45,9 @@ def root(folder: Path) -> Path:
 
 
 def train_loader(root: Path, order: str = "random", **data: object) -> Loader:
-    return build_train_loader(DATA | data | {"root": str(root)}, 8, 4, order=order, seed=1, **PLACED)
+    return build_train_loader(
+        DATA | data | {"root": str(root)}, 8, 4, order=order, seed=1, **PLACED
+    )
 
 
 def eval_loader(root: Path, **data: object) -> Loader:
@@ -66,13 +70,29 @@ def read(loader: Loader) -> list[tuple[torch.Tensor, torch.Tensor]]:
         ("bicubic", "blocks", "random_resized", None, False),
         ("bilinear", "random", "simple", None, True),
         ("bicubic", "random", "random_resized", (2, 10), False),
-        ("bicubic", "random", "random_resized", (2, 10), True),  # as on a GPU: in batches after DALI
+        (
+            "bicubic",
+            "random",
+            "random_resized",
+            (2, 10),
+            True,
+        ),  # as on a GPU: in batches after DALI
     ],
 )
-def test_both_loaders_show_the_same(root, interpolation, order, crop, randaugment, resizes, monkeypatch):
+def test_both_loaders_show_the_same(
+    root, interpolation, order, crop, randaugment, resizes, monkeypatch
+):
     """After a pass that was left early, and after a restart in the middle of the next one."""
-    monkeypatch.setattr(imagenet_dali_dataloader, "DaliReader", partial(DaliReader, resizes=resizes))
-    data = {"interpolation": interpolation, "order": order, "crop": crop, "randaugment": randaugment, "block": 0.004}
+    monkeypatch.setattr(
+        imagenet_dali_dataloader, "DaliReader", partial(DaliReader, resizes=resizes)
+    )
+    data = {
+        "interpolation": interpolation,
+        "order": order,
+        "crop": crop,
+        "randaugment": randaugment,
+        "block": 0.004,
+    }
     shown = {}
     for name in ("dali", "torchvision"):
         train, resumed = (train_loader(root, loader=name, **data) for _ in range(2))
@@ -81,7 +101,12 @@ def test_both_loaders_show_the_same(root, interpolation, order, crop, randaugmen
         next(iter(train))
         first = list(itertools.islice(train, 3))
         resumed.load_state_dict(train.state_dict())
-        shown[name] = [*first, *resumed, *read(resumed), *read(eval_loader(root, loader=name, **data))]
+        shown[name] = [
+            *first,
+            *resumed,
+            *read(resumed),
+            *read(eval_loader(root, loader=name, **data)),
+        ]
         train.close()
     assert len(shown["dali"]) == 6 + 6 + 3
     differences = []
@@ -126,11 +151,27 @@ def test_wrong_places_are_refused(folder, tmp_path):
     (tmp_path / ".partial").mkdir()
     cases = [
         (tmp_path, {}, "manifest.json: missing, preparation was stopped"),
-        (write_images(tmp_path / "few", 1), {}, "few has no validation split: add .*few/validation/<class>"),
-        (folder, {"loader": "dali"}, "json: missing; run `python -m .* --adopt .* --set DATA.loader=torchvision$"),
-        (folder, {"loader": "dali", "randaugment": "rand-m9"}, "DATA.randaugment='rand-m9' is timm's, on the CPU"),
+        (
+            write_images(tmp_path / "few", 1),
+            {},
+            "few has no validation split: add .*few/validation/<class>",
+        ),
+        (
+            folder,
+            {"loader": "dali"},
+            "json: missing; run `python -m .* --adopt .* --set DATA.loader=torchvision$",
+        ),
+        (
+            folder,
+            {"loader": "dali", "randaugment": "rand-m9"},
+            "DATA.randaugment='rand-m9' is timm's, on the CPU",
+        ),
         (folder, {"autoaugment": "cifar10"}, "DATA.autoaugment='cifar10' has no effect"),
-        (folder, {"order": "blocks"}, r"DATA.order='blocks': .* has no shards; `python -m imagenet_dali"),
+        (
+            folder,
+            {"order": "blocks"},
+            r"DATA.order='blocks': .* has no shards; `python -m imagenet_dali",
+        ),
     ]
     for root, options, message in cases:
         with pytest.raises(UserError, match=message):
@@ -153,7 +194,9 @@ def test_what_dali_cannot_read_is_named(data, monkeypatch):
     content = bytearray(shard.read_bytes())
     record = slice(int(row["offset"]), int(row["offset"] + row["size"]))
     image, payload = bytes(split.read(4)[0]), bytes(unframe(content[record]))
-    content[record] = frame(payload.replace(image, bytes(len(image))))  # no image, with a right checksum
+    content[record] = frame(
+        payload.replace(image, bytes(len(image)))
+    )  # no image, with a right checksum
     shard.write_bytes(content)
     place = f"^{shard}: record 4 of train at byte {row['offset']}: "
     remedy = "; copy the data set again, or delete it and prepare it again$"
@@ -169,8 +212,16 @@ def test_what_dali_cannot_read_is_named(data, monkeypatch):
 @pytest.mark.parametrize(
     ("said", "error", "message"),
     [
-        ("CUDA_ERROR_OUT_OF_MEMORY (2)\nStacktrace", UserError, "on the host to decode a batch of 4 images: lower"),
-        ("CUDA runtime API error cudaErrorAssert (710)\nStacktrace malloc", RuntimeError, "cudaErrorAssert"),
+        (
+            "CUDA_ERROR_OUT_OF_MEMORY (2)\nStacktrace",
+            UserError,
+            "on the host to decode a batch of 4 images: lower",
+        ),
+        (
+            "CUDA runtime API error cudaErrorAssert (710)\nStacktrace malloc",
+            RuntimeError,
+            "cudaErrorAssert",
+        ),
     ],
 )
 def test_no_record_is_blamed_for_what_is_not_its_fault(root, monkeypatch, said, error, message):

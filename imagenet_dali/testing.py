@@ -77,15 +77,21 @@ def run(
         text=True,
         timeout=timeout,
     )
-    assert answer.returncode == code, f"{command}: {answer.returncode}\n{answer.stdout}\n{answer.stderr}"
-    assert "Traceback" not in answer.stderr or (code and "torch.distributed" in command), answer.stderr
+    assert answer.returncode == code, (
+        f"{command}: {answer.returncode}\n{answer.stdout}\n{answer.stderr}"
+    )
+    assert "Traceback" not in answer.stderr or (code and "torch.distributed" in command), (
+        answer.stderr
+    )
     return answer
 
 
 def gradient(height: int = 24, width: int = 40, seed: int = 0) -> Image.Image:
     """Return a smooth colour image, which JPEG hardly changes and in which a wrong rotation or channel shows."""
     y, x = np.mgrid[0:height, 0:width]
-    pixels = np.stack([x * 255 / width, y * 255 / height, np.full_like(x, (40 + 83 * seed) % 256)], -1)
+    pixels = np.stack(
+        [x * 255 / width, y * 255 / height, np.full_like(x, (40 + 83 * seed) % 256)], -1
+    )
     return Image.fromarray(pixels.astype(np.uint8))
 
 

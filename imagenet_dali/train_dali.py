@@ -25,13 +25,23 @@ def main(argv: list[str], task: Task = TASK, text: str | None = __doc__) -> None
     freeze(model, config.FREEZE)
     model = shard_model(model)
     optimizer = build_optimizer(
-        model, learning_rate=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY, **config.OPTIMIZER
+        model,
+        learning_rate=config.LEARNING_RATE,
+        weight_decay=config.WEIGHT_DECAY,
+        **config.OPTIMIZER,
     )
     steps = plan.total_steps, plan.warmup_steps, plan.cooldown_steps
-    lr_scheduler = build_lr_scheduler(optimizer, config.LR_SCHEDULE, *steps, config.MIN_LR, config.WARMUP_LR)
+    lr_scheduler = build_lr_scheduler(
+        optimizer, config.LR_SCHEDULE, *steps, config.MIN_LR, config.WARMUP_LR
+    )
     loaders = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)
     train_loader = build_train_loader(
-        config.DATA, plan.total_batch, plan.micro_batch, order=plan.order, seed=config.SEED, **loaders
+        config.DATA,
+        plan.total_batch,
+        plan.micro_batch,
+        order=plan.order,
+        seed=config.SEED,
+        **loaders,
     )
     train_loader = BatchAugment(train_loader, config)
     eval_loader = build_eval_loader(config.DATA, plan.micro_batch, **loaders)
@@ -41,7 +51,9 @@ def main(argv: list[str], task: Task = TASK, text: str | None = __doc__) -> None
         model, optimizer, criterion, train_loader, eval_loader, lr_scheduler
     )
     hooks = run.build_hooks(model, optimizer)
-    Trainer(engine).fit(train_loader, plan.epochs, plan.last_step, eval_loader, config.EVAL_EVERY, hooks)
+    Trainer(engine).fit(
+        train_loader, plan.epochs, plan.last_step, eval_loader, config.EVAL_EVERY, hooks
+    )
     run.finish()
 
 

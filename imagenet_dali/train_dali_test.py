@@ -22,22 +22,38 @@ def test_a_run_resumes_on_a_cpu_with_other_instructions(colours, tmp_path, capsy
 
     def train(is_fast: bool, *more: str) -> str:
         monkeypatch.setattr("common.colossal.amp.is_fast", lambda _: is_fast)
-        arguments = ["--config", str(write_config(tmp_path)), "--output", str(tmp_path / "run"), *more]
+        arguments = [
+            "--config",
+            str(write_config(tmp_path)),
+            "--output",
+            str(tmp_path / "run"),
+            *more,
+        ]
         train_dali.main([*arguments, "--set", f"DATA.root={colours}", "--set", "DATA.workers=0"])
         return capsys.readouterr().out
 
     for is_fast, dtype in ((False, "float32"), (True, "bfloat16")):
         assert f"precision              {dtype} on this CPU" in train(is_fast, "--dry-run")
     first = train(False, "--set", "MAX_STEPS=4")
-    assert f"\nfp16: AMP_TYPE.TORCH in float32: this CPU ({instruction_set()}) has no bfloat16" in first
+    assert (
+        f"\nfp16: AMP_TYPE.TORCH in float32: this CPU ({instruction_set()}) has no bfloat16"
+        in first
+    )
     train(True, "--set", "MAX_STEPS=8")
     assert "computing in float32 from here on (was bfloat16)\n" in train(False)
-    assert "computing in bfloat16 from here on (was float32)\n" in train(True, "--set", "NUM_EPOCHS=5")
+    assert "computing in bfloat16 from here on (was float32)\n" in train(
+        True, "--set", "NUM_EPOCHS=5"
+    )
     top1 = read_metrics(tmp_path / "run")[-1]["top1"]
     assert f"with top1={top1:.4f};" in " ".join(train(True, "--set", "NUM_EPOCHS=5").split())
     written = json.loads((tmp_path / "run" / "config.json").read_text())
     assert written["plan"]["dtype"] == "bfloat16"
-    assert [start["dtype"] for start in written["starts"]] == ["float32", "bfloat16", "float32", "bfloat16"]
+    assert [start["dtype"] for start in written["starts"]] == [
+        "float32",
+        "bfloat16",
+        "float32",
+        "bfloat16",
+    ]
 
 
 def test_dry_run_of_the_benchmarks_file_needs_no_data(tmp_path):
@@ -48,13 +64,20 @@ def test_dry_run_of_the_benchmarks_file_needs_no_data(tmp_path):
         sys.argv = argv
         runpy.run_path(argv[0], run_name="__main__")
 
-    command = [Path(__file__).with_name("train.py"), "--dry-run", "--config", tmp_path / "vit_2p5d.py"]
+    command = [
+        Path(__file__).with_name("train.py"),
+        "--dry-run",
+        "--config",
+        tmp_path / "vit_2p5d.py",
+    ]
     command += ["--set", f"DATA.root={tmp_path}/none"]
     printed = run_forked(main, command).words
     assert "8 GPUs = 2 data parallel x 4 tensor parallel" in printed
     assert "times assume 1,281,167 images" in printed
     assert "22.1 M" in printed  # ViT-S/16 in arXiv 2012.12877, table 1
-    other_rank = dict(RANK="1", LOCAL_RANK="1", WORLD_SIZE="8", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    other_rank = dict(
+        RANK="1", LOCAL_RANK="1", WORLD_SIZE="8", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
+    )
     assert run_forked(main, command, **other_rank) == ("", "")
     assert "recipe is vit_s16_vanilla" in run_forked(main, [command[0], "--help"]).stdout
 
@@ -66,13 +89,21 @@ def test_every_data_set_has_its_own_evaluation(tmp_path, capsys, monkeypatch):
     counts = {"train": 48, "Valid": 9, "test": 15, "../testset": 30, "../other/val": 8}
     for number, (folder, count) in enumerate(counts.items()):
         write_colours(images / folder, count, 20, 24, "jpg", seed=number)
-    settings = in_words(f"DATA.root={images}", "DATA.loader=torchvision", "DATA.workers=0", "MAX_STEPS=1")
+    settings = in_words(
+        f"DATA.root={images}", "DATA.loader=torchvision", "DATA.workers=0", "MAX_STEPS=1"
+    )
     train_dali.main(["--config", str(write_config(tmp_path)), "--output", str(output), *settings])
     said = " ".join(capsys.readouterr().out.split())
-    assert f"DATA=/elsewhere in the environment is not used, because the config sets DATA.root={images}" in said
+    assert (
+        f"DATA=/elsewhere in the environment is not used, because the config sets DATA.root={images}"
+        in said
+    )
     assert "validation: Valid/; test is left out, prepare and evaluate take --split test" in said
     prepare.prepare(tested, tmp_path / "shards", split="test")
-    assert f"test: the whole folder\n{tmp_path}/shards: 30 test images in 1 shard\n" in capsys.readouterr().out
+    assert (
+        f"test: the whole folder\n{tmp_path}/shards: 30 test images in 1 shard\n"
+        in capsys.readouterr().out
+    )
     test_split = f"{tmp_path}/shards: 30 images, the prepared test split"
     for more, place in (
         ([], f"{images}: 9 images, Valid/"),
@@ -82,7 +113,10 @@ def test_every_data_set_has_its_own_evaluation(tmp_path, capsys, monkeypatch):
     ):
         evaluate.main([str(output), *more])
         assert f"data {place}" in " ".join(capsys.readouterr().out.split())
-    found = {path.parent.name: json.loads(path.read_text()) for path in output.glob("evaluation/*/evaluation.json")}
+    found = {
+        path.parent.name: json.loads(path.read_text())
+        for path in output.glob("evaluation/*/evaluation.json")
+    }
     assert [found[name]["samples"] for name in sorted(found)] == [9, 15, 8, 30]
     assert found["step-00000001"]["top1"] == read_metrics(output)[-1]["top1"]
 

@@ -42,8 +42,14 @@ def check(root: Path, workers: int) -> list[str]:
         return missing
     with ThreadPoolExecutor(workers) as pool:
         sums = pool.map(lambda entry: sha256_of(root / entry.name), entries)
-        pairs = zip(entries, tqdm(sums, total=len(entries), unit="shard", disable=None), strict=True)
-        return [f"{root / entry.name}: differs from the manifest" for entry, found in pairs if found != entry.sha256]
+        pairs = zip(
+            entries, tqdm(sums, total=len(entries), unit="shard", disable=None), strict=True
+        )
+        return [
+            f"{root / entry.name}: differs from the manifest"
+            for entry, found in pairs
+            if found != entry.sha256
+        ]
 
 
 def adopt(root: Path, workers: int) -> list[str]:
@@ -54,16 +60,22 @@ def adopt(root: Path, workers: int) -> list[str]:
     ``labels.txt``, or else the numbers. Raises `UserError` for a split without shards and an ambiguous first label.
     """
     if (root / MANIFEST).exists():
-        raise UserError(f"{root / MANIFEST}: exists, the data set is prepared already; use --check to verify it")
+        raise UserError(
+            f"{root / MANIFEST}: exists, the data set is prepared already; use --check to verify it"
+        )
     names = defaultdict(list)
     for word, split in SPLITS.items():
         if split != "test" and (found := _find_shards(root, word)):
             names[split] += found
     if "train" not in names:
-        raise UserError(f"{root}: no such folder, or no shards: they are the files of train/, or files named train-*")
+        raise UserError(
+            f"{root}: no such folder, or no shards: they are the files of train/, or files named train-*"
+        )
     class_names = read_labels(root / LABELS) if (root / LABELS).is_file() else None
     tasks = [(root, name) for name in itertools.chain(*names.values())]
-    results = tqdm(parallel_map(_inspect_shard, tasks, workers), total=len(tasks), unit="shard", disable=None)
+    results = tqdm(
+        parallel_map(_inspect_shard, tasks, workers), total=len(tasks), unit="shard", disable=None
+    )
     shards, faults = zip(*results, strict=True)
     if any(faults):
         return sorted(itertools.chain(*faults))
@@ -73,9 +85,13 @@ def adopt(root: Path, workers: int) -> list[str]:
     base = _find_label_base(root, present.tolist(), class_names)
     class_names = class_names or [str(label) for label in range(int(present[-1]) + 1 - base)]
     if present[-1] - base >= len(class_names):
-        raise UserError(f"{root}: label {present[-1]}, out of range for {len(class_names)} classes from {base}")
+        raise UserError(
+            f"{root}: label {present[-1]}, out of range for {len(class_names)} classes from {base}"
+        )
     if "validation" not in names:
-        raise UserError(f"{root}: no validation shards: they are the files of validation/, or files named validation-*")
+        raise UserError(
+            f"{root}: no validation shards: they are the files of validation/, or files named validation-*"
+        )
     for shard in shards:
         shard.rows["label"] -= base
     write_dataset(root, splits, class_names, base, made={"adopted": True})
@@ -85,7 +101,9 @@ def adopt(root: Path, workers: int) -> list[str]:
 def _find_shards(root: Path, word: str) -> list[str]:
     folder = next((p for p in root.glob("*") if p.is_dir() and p.name.lower() == word), root / word)
     paths = folder.iterdir() if folder.is_dir() else root.glob(f"{word}-*")
-    is_shard = (p for p in paths if p.is_file() and p.suffix != ".idx" and not p.name.startswith("."))
+    is_shard = (
+        p for p in paths if p.is_file() and p.suffix != ".idx" and not p.name.startswith(".")
+    )
     return sorted(path.relative_to(root).as_posix() for path in is_shard)
 
 
@@ -102,8 +120,12 @@ def _inspect_shard(task: tuple[Path, str]) -> tuple[ShardRows, list[str]]:
                 if not 0 <= label < 2**31:
                     raise BadSampleError(f"label {label} is no class number")
                 if color_space not in ("YCbCr", "Gray", "RGB"):
-                    raise BadSampleError(f"{color_space} JPEG, which decoders turn into different colours")
-                rows.append((0, offset, len(record), record.find(image), len(image), label, height, width))
+                    raise BadSampleError(
+                        f"{color_space} JPEG, which decoders turn into different colours"
+                    )
+                rows.append(
+                    (0, offset, len(record), record.find(image), len(image), label, height, width)
+                )
             except BadSampleError as error:
                 faults.append(f"{root / name}: record {number} at byte {offset}: {error}")
     except BadSampleError as error:
@@ -120,7 +142,9 @@ def _find_label_base(root: Path, present: list[int], class_names: list[str] | No
         names = f"{len(class_names)} names counted from 0 and from 1"
         raise UserError(f"{root}: labels {low} to {high} fit {names}; complete them")
     if not class_names and (low > 1 or len(present) != high - low + 1):
-        raise UserError(f"{root}: labels run from {low} to {high} with gaps; name every class in {root / LABELS}")
+        raise UserError(
+            f"{root}: labels run from {low} to {high} with gaps; name every class in {root / LABELS}"
+        )
     return min(low, 1)
 
 
@@ -137,7 +161,9 @@ def scan(path: Path) -> Iterator[tuple[int, bytes]]:
             if masked_crc(header[:8]) != header[8:]:
                 if header.startswith(b"\x1f\x8b"):
                     raise BadSampleError("compressed with gzip: gunzip the shard first")
-                raise BadSampleError("checksum of the length does not match; the rest of the shard cannot be read")
+                raise BadSampleError(
+                    "checksum of the length does not match; the rest of the shard cannot be read"
+                )
             size = HEADER_BYTES + int.from_bytes(header[:8], "little") + FOOTER_BYTES
             if offset + size > end:
                 raise BadSampleError("truncated")
@@ -149,7 +175,10 @@ def parse_example(payload: bytes | memoryview) -> tuple[bytes, int]:
     """Return ``(image, label as stored)``; `BadSampleError` unless there is exactly one of each, of the right type."""
     try:
         features = Example.FromString(payload).features.feature
-        (image,), (label,) = features["image/encoded"].bytes_list.value, features["image/class/label"].int64_list.value
+        (image,), (label,) = (
+            features["image/encoded"].bytes_list.value,
+            features["image/class/label"].int64_list.value,
+        )
     except (DecodeError, ValueError) as error:
         raise BadSampleError(
             "not a tf.train.Example with one image/encoded (bytes) and one image/class/label (int64)"

@@ -19,9 +19,14 @@ def test_check_lists_all_that_is_wrong(data, capsys):
     main([*words, "--workers=2"])
     assert capsys.readouterr().out == f"{data}: every record is verified\n"
     shards = [spoil_record(data, "train", 2), spoil_record(data, "validation", 5)]
-    with pytest.raises(UserError, match="faults found: 2; copy the data set again, or delete it and prepare it again"):
+    with pytest.raises(
+        UserError,
+        match="faults found: 2; copy the data set again, or delete it and prepare it again",
+    ):
         main([*words, "--workers=1"])
-    assert capsys.readouterr().out.splitlines() == [f"{shard}: differs from the manifest" for shard in shards]
+    assert capsys.readouterr().out.splitlines() == [
+        f"{shard}: differs from the manifest" for shard in shards
+    ]
     shards[0].unlink()
     with pytest.raises(UserError, match="faults found: 1"):
         main(words)
@@ -39,11 +44,15 @@ def write_foreign(path: Path, samples: list[tuple[bytes, int]], **more: tuple[ob
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = tfrecord.TFRecordWriter(str(path))
     for image, label in samples:
-        writer.write({"image/encoded": (image, "byte"), "image/class/label": (label, "int"), **more})
+        writer.write(
+            {"image/encoded": (image, "byte"), "image/class/label": (label, "int"), **more}
+        )
     writer.close()
 
 
-SHAPED = [gradient(20 + number, 40, number).convert("RGB" if number else "L") for number in range(9)]
+SHAPED = [
+    gradient(20 + number, 40, number).convert("RGB" if number else "L") for number in range(9)
+]
 SAMPLES = [(encode(image), number % 3) for number, image in enumerate(SHAPED)]
 
 
@@ -56,7 +65,9 @@ def test_foreign_shards_are_adopted_with_labels_from_0(tmp_path, base, names, va
     (tmp_path / "test-0").write_text("left out")
     for split in ("train", validation):
         for n in range(2):
-            write_foreign(shard := tmp_path / names.format(split=split, n=n), samples[5 * n : 5 * n + 5])
+            write_foreign(
+                shard := tmp_path / names.format(split=split, n=n), samples[5 * n : 5 * n + 5]
+            )
             shard.with_suffix(".idx").write_text("0 1\n")  # as of DALI's tfrecord2idx
             shard.with_name(".hidden").write_text("0 1\n")
     if base:
@@ -86,7 +97,12 @@ CMYK = encode(gradient().convert("CMYK"))
         ([1, 2], "abc", {}, "labels 1 to 2 fit 3 names counted from 0 and from 1"),
         ([0, 5], "abc", {}, "label 5, out of range for 3 classes from 0"),
         ([2, 3], "", {}, "labels run from 2 to 3 with gaps"),
-        ([1] * 21, "", {IMAGE: (encode(gradient(), "PNG"), "byte")}, "21; leave.* at byte 0: not.*\n(.*\n){19}.* 1 m"),
+        (
+            [1] * 21,
+            "",
+            {IMAGE: (encode(gradient(), "PNG"), "byte")},
+            "21; leave.* at byte 0: not.*\n(.*\n){19}.* 1 m",
+        ),
         ([1], "", {IMAGE: (CMYK, "byte")}, "which decoders turn into different colours"),
         ([1], "", {IMAGE: (7, "int")}, r"not a tf.train.Example with one image/encoded \(bytes\)"),
         ([1], "", {LABEL: (-1, "int")}, "label -1 is no class number"),

@@ -20,11 +20,27 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
-from common.data.image_folder import FORMATS, MAX_BYTES, UNREADABLE, Files, check_pixels, decode_image, is_turned
+from common.data.image_folder import (
+    FORMATS,
+    MAX_BYTES,
+    UNREADABLE,
+    Files,
+    check_pixels,
+    decode_image,
+    is_turned,
+)
 from common.data.workers import follow_parent
 from common.errors import UserError, first_line, printable
 from common.files import read_bytes
-from imagenet_dali.dataset import FORMAT, LABELS, MANIFEST, PARTIAL, BadSampleError, build_example, frame
+from imagenet_dali.dataset import (
+    FORMAT,
+    LABELS,
+    MANIFEST,
+    PARTIAL,
+    BadSampleError,
+    build_example,
+    frame,
+)
 from imagenet_dali.find_images import Place, read_rows
 
 QUALITY = 95  # of JPEGs that are re-encoded
@@ -58,7 +74,9 @@ class ShardRows:
     rows: np.ndarray
 
 
-def parallel_map(function: Callable[[Item], Result], tasks: Iterable[Item], workers: int) -> Iterator[Result]:
+def parallel_map(
+    function: Callable[[Item], Result], tasks: Iterable[Item], workers: int
+) -> Iterator[Result]:
     """Yield ``function(task)`` of each task as it completes, in any order, from `workers` spawned processes.
 
     With one worker, this process does the work. Workers end with this process, however it ends.
@@ -69,8 +87,12 @@ def parallel_map(function: Callable[[Item], Result], tasks: Iterable[Item], work
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
         try:
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited while workers import
-            completed = as_completed([pool.submit(function, task) for task in tasks])  # and forgets each
+            mask = signal.pthread_sigmask(
+                signal.SIG_BLOCK, {signal.SIGINT}
+            )  # inherited while workers import
+            completed = as_completed(
+                [pool.submit(function, task) for task in tasks]
+            )  # and forgets each
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for future in completed:
                 yield future.result()
@@ -106,13 +128,23 @@ def write_shard(task: ShardTask) -> dict[str, Any]:
             except BadSampleError as error:
                 refused.append(f"{printable(filename)}\t{printable(error)}")
                 continue
-            record = frame(build_example(image, label, task.class_names[label], filename, height, width))
-            rows.append((0, offset, len(record), record.find(image), len(image), label, height, width))
+            record = frame(
+                build_example(image, label, task.class_names[label], filename, height, width)
+            )
+            rows.append(
+                (0, offset, len(record), record.find(image), len(image), label, height, width)
+            )
             shard.write(record)
             digest.update(record)
             offset += len(record)
             converted += image is not content
-    report = {"name": task.name, "sha256": digest.hexdigest(), "rows": rows, "refused": refused, "converted": converted}
+    report = {
+        "name": task.name,
+        "sha256": digest.hexdigest(),
+        "rows": rows,
+        "refused": refused,
+        "converted": converted,
+    }
     with atomic_file(report_path) as file:
         file.write(json.dumps(report).encode())
     return report
@@ -129,7 +161,9 @@ def _read(task: ShardTask, number: int, in_memory: dict[Place, bytes]) -> bytes:
             raise BadSampleError(str(error).removeprefix(f"{path}: ")) from error
     if place.is_row:
         if place not in in_memory:
-            in_memory.update(read_rows(task.source, filter(None, task.places[number : number + ROWS_IN_MEMORY])))
+            in_memory.update(
+                read_rows(task.source, filter(None, task.places[number : number + ROWS_IN_MEMORY]))
+            )
         return in_memory.pop(place)
     with (task.source / place.container).open("rb") as tar:
         tar.seek(place.start)
@@ -192,7 +226,11 @@ def _convert(data: bytes, short_side: int | None) -> tuple[bytes, int, int]:
 
 
 def write_dataset(
-    root: Path, splits: dict[str, list[ShardRows]], class_names: list[str], label_base: int, made: dict[str, Any]
+    root: Path,
+    splits: dict[str, list[ShardRows]],
+    class_names: list[str],
+    label_base: int,
+    made: dict[str, Any],
 ) -> None:
     """Write everything but the shards; the manifest, which makes the folder a data set, is written last.
 
@@ -220,7 +258,13 @@ def write_dataset(
         }
     with atomic_file(root / LABELS) as file:
         file.write("".join(f"{name}\n" for name in class_names).encode())
-    manifest = dict(format=FORMAT, num_classes=len(class_names), label_base=label_base, splits=described, made=made)
+    manifest = dict(
+        format=FORMAT,
+        num_classes=len(class_names),
+        label_base=label_base,
+        splits=described,
+        made=made,
+    )
     with atomic_file(root / MANIFEST) as file:
         file.write(json.dumps(manifest, indent=1).encode())
 
@@ -229,7 +273,9 @@ def write_dataset(
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing that gets its name only when it is complete and on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")  # a restart overwrites what a killed process left
+    temporary = path.with_name(
+        f".{path.name}.tmp"
+    )  # a restart overwrites what a killed process left
     try:
         with open(temporary, "wb") as file:
             yield file

@@ -77,7 +77,13 @@ class Work:
         config = self.config()
         size, side = config["TOTAL_BATCH_SIZE"], config["MODEL"]["image_size"]
         images = torch.randn(4, size, 3, side, side).to(DEVICE)
-        self.items = [*zip(images, torch.randint(config["MODEL"]["num_classes"], (4, size)).to(DEVICE), strict=True)]
+        self.items = [
+            *zip(
+                images,
+                torch.randint(config["MODEL"]["num_classes"], (4, size)).to(DEVICE),
+                strict=True,
+            )
+        ]
         return config
 
     def __len__(self) -> int:
@@ -89,7 +95,10 @@ class Work:
             if number in (self.warm_up, self.warm_up + self.steps):
                 if DEVICE == "cuda":
                     torch.cuda.synchronize()
-                self.seconds, started = (time.perf_counter() - started) / self.steps, time.perf_counter()
+                self.seconds, started = (
+                    (time.perf_counter() - started) / self.steps,
+                    time.perf_counter(),
+                )
             yield item
 
     def state_dict(self) -> dict[str, int]:
@@ -100,7 +109,9 @@ def bare(work: Work) -> None:
     """Train our model as in PyTorch's tutorial."""
     config = work.fill()
     model = build_model(**config["MODEL"]).to(DEVICE)
-    optimizer = build_optimizer(model, learning_rate=config["LEARNING_RATE"], weight_decay=config["WEIGHT_DECAY"])
+    optimizer = build_optimizer(
+        model, learning_rate=config["LEARNING_RATE"], weight_decay=config["WEIGHT_DECAY"]
+    )
     train(model, optimizer, nn.CrossEntropyLoss(label_smoothing=0.1), work)
 
 
@@ -130,9 +141,13 @@ def ours(work: Work) -> None:
     with TemporaryDirectory() as folder:
         Path(folder, "unread").touch()  # the folder of the data must not be empty
         settings = [*work.settings, precision, f"COMPILE={work.compiled}", f"DATA.root={folder}"]
-        words = [word for setting in (*settings, f"MAX_STEPS={len(work)}") for word in ("--set", setting)]
+        words = [
+            word for setting in (*settings, f"MAX_STEPS={len(work)}") for word in ("--set", setting)
+        ]
         task = replace(TASK, describe=lambda _: data)
-        run = start_run(["--config", "vit_lite_vanilla", "--output", f"{folder}/run", *words], None, task)
+        run = start_run(
+            ["--config", "vit_lite_vanilla", "--output", f"{folder}/run", *words], None, task
+        )
         assert run is not None
         criterion, loaders = nn.CrossEntropyLoss(label_smoothing=0.1), (work, None)
         built = build_training(work.config(), criterion, loaders=loaders, steps=(len(work), 1))
@@ -152,17 +167,31 @@ def step_optimizer(build: Callable[..., Optimizer], work: Work) -> None:
 
 def torchvision(work: Work) -> None:
     """Read like torchvision's ImageNet example."""
-    crop = [transforms.RandomResizedCrop(SIDE), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
+    crop = [
+        transforms.RandomResizedCrop(SIDE),
+        transforms.RandomHorizontalFlip(),
+        transforms.ToTensor(),
+    ]
     normalize = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    images = datasets.ImageFolder(work.folder / "images" / "train", transforms.Compose([*crop, normalize]))
-    loader = DataLoader(images, BATCH, shuffle=True, drop_last=True, num_workers=cores(), persistent_workers=True)
+    images = datasets.ImageFolder(
+        work.folder / "images" / "train", transforms.Compose([*crop, normalize])
+    )
+    loader = DataLoader(
+        images, BATCH, shuffle=True, drop_last=True, num_workers=cores(), persistent_workers=True
+    )
     for _ in work:
         deque(loader, 0)
 
 
 def our_loader(work: Work) -> None:
-    data = work.config("vit-b16")["DATA"] | {"root": str(work.folder / "shards"), "loader": "dali", "workers": cores()}
-    loader = build_train_loader(data, BATCH, BATCH, image_size=SIDE, seed=0, device=torch.device("cpu"))
+    data = work.config("vit-b16")["DATA"] | {
+        "root": str(work.folder / "shards"),
+        "loader": "dali",
+        "workers": cores(),
+    }
+    loader = build_train_loader(
+        data, BATCH, BATCH, image_size=SIDE, seed=0, device=torch.device("cpu")
+    )
     for _ in work:
         deque(loader, 0)
 
@@ -170,7 +199,10 @@ def our_loader(work: Work) -> None:
 Variant = Callable[[Work], None]
 PARTS: dict[str, dict[str, Variant]] = {
     "step": {"bare PyTorch": bare, "timm": timm, "ours": ours},
-    "lamb": {"ours": partial(step_optimizer, Lamb), "timm's LAMB": partial(step_optimizer, TimmLamb)},
+    "lamb": {
+        "ours": partial(step_optimizer, Lamb),
+        "timm's LAMB": partial(step_optimizer, TimmLamb),
+    },
     "loader": {"torchvision": torchvision, "ours, DALI": our_loader},
 }
 
@@ -196,7 +228,9 @@ def compare(variants: dict[str, Variant], work: Work, rounds: int) -> list[dict[
     for name, seconds in measured.items():
         ratios = [one / other for one, other in zip(seconds, first, strict=True)]
         ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-        rows.append({"variant": name, "ms": f"{1e3 * statistics.median(seconds):.4g}", "ratio": ratio})
+        rows.append(
+            {"variant": name, "ms": f"{1e3 * statistics.median(seconds):.4g}", "ratio": ratio}
+        )
     return rows
 
 
@@ -205,7 +239,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("part", choices=PARTS, help="what to compare")
     parser.add_argument("--compile", action="store_true", help="compile the models")
     args = parser.parse_args(argv)
-    print("`{command}`, {date}, commit {commit}, {hardware}, {versions}".format(**result_columns(describe_run(argv))))
+    print(
+        "`{command}`, {date}, commit {commit}, {hardware}, {versions}".format(
+            **result_columns(describe_run(argv))
+        )
+    )
     with TemporaryDirectory() as folder:
         work = Work(("TOTAL_BATCH_SIZE=64",), 8, 4, args.compile, Path(folder))
         if args.part == "loader":

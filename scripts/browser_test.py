@@ -28,8 +28,13 @@ def test_the_page_shows_two_runs(tmp_path):
         shutil.copy(RUN / "metrics.jsonl", folder)
         (folder / "config.json").write_text(json.dumps({"config": {"KEY": "x" * 300}}))
     report.main([*map(str, folders), "--output", str(tmp_path / "report.html")])
-    chromium = shutil.which("chromium") or pytest.fail("chromium is missing: apt-get install chromium")
-    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=chromium) as browser:
+    chromium = shutil.which("chromium") or pytest.fail(
+        "chromium is missing: apt-get install chromium"
+    )
+    with (
+        sync_playwright() as playwright,
+        playwright.chromium.launch(executable_path=chromium) as browser,
+    ):
         page = browser.new_page(viewport={"width": 375, "height": 900}, color_scheme="dark")
         problems, requests = [], []
         page.on("pageerror", lambda error: problems.append(str(error)))
@@ -39,20 +44,30 @@ def test_the_page_shows_two_runs(tmp_path):
         assert page.evaluate("document.documentElement.scrollWidth") <= 375
 
         lines = read_metrics(RUN)
-        shown = page.evaluate("[...document.querySelectorAll('figure')].map(figure => figure.dataset.figure)")
+        shown = page.evaluate(
+            "[...document.querySelectorAll('figure')].map(figure => figure.dataset.figure)"
+        )
         assert shown == [name for name in report.CHARTS if any(name in line for line in lines)]
         curve = page.locator("[data-figure=top1] path").first.get_attribute("d")
-        assert len(re.findall("[ML]", curve)) == len([line for line in lines if line["kind"] == "eval"])
+        assert len(re.findall("[ML]", curve)) == len(
+            [line for line in lines if line["kind"] == "eval"]
+        )
         heights = [float(y) for y in re.findall(r"[ML]\S+ ([\d.]+)", curve)]
         assert heights[0] > heights[-1]  # from the top
-        assert page.locator("[data-figure=loss] path").first.get_attribute("stroke-dasharray") is None
+        assert (
+            page.locator("[data-figure=loss] path").first.get_attribute("stroke-dasharray") is None
+        )
 
         page.locator("[data-figure=top1]").focus()
-        first, *_, last = [(line["step"], 100 * line["top1"]) for line in lines if line["kind"] == "eval"]
+        first, *_, last = [
+            (line["step"], 100 * line["top1"]) for line in lines if line["kind"] == "eval"
+        ]
         for key, (step, top1) in {"Home": first, "End": last, "ArrowRight": last}.items():
             page.keyboard.press(key)
             words = page.locator(".tip").inner_text().split()
             assert words[:2] == ["step", f"{step:,}"]
             assert words.count(f"{top1:g}") == 2
         page.locator("[data-figure=loss] svg").hover()
-        assert page.locator("[data-figure=loss] .tip b").count() == 4  # training and evaluation of both
+        assert (
+            page.locator("[data-figure=loss] .tip b").count() == 4
+        )  # training and evaluation of both

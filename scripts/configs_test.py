@@ -22,7 +22,9 @@ from common.testing.commands import run_forked
 from common.testing.photographs import write_colours
 from imagenet_dali import train_dali
 
-SMALL = " --set MODEL.image_size=16 --set MODEL.patch_size=8 --set MODEL.width=32 --set MODEL.depth=1"
+SMALL = (
+    " --set MODEL.image_size=16 --set MODEL.patch_size=8 --set MODEL.width=32 --set MODEL.depth=1"
+)
 SMALL += " --set MODEL.heads=2 --set MODEL.num_classes=None"
 
 
@@ -32,7 +34,9 @@ def test_the_documentation_lists_what_each_recipe_sets():
         text, values = path.read_text(), flatten(load_config(path.stem))
         base = "".join(re.findall(r"from configs\.(\w+) import \*", text)).replace("vit_b", "vit-b")
         before = flatten(load_config(base)) if base else DEFAULTS
-        changed = [f"{key}={value}" for key, value in values.items() if value != before.get(key, ...)]
+        changed = [
+            f"{key}={value}" for key, value in values.items() if value != before.get(key, ...)
+        ]
         rows.append(f"| {path.stem} | {base} | `{', '.join(changed)}` |")
         assert "--config" in text or "bash scripts/" in text, path
     table = "\n".join(rows)
@@ -46,7 +50,9 @@ def test_the_quickstarts_digits_are_scikit_learns(tmp_path):
     with Image.open(tmp_path / f"{digits.target[1796]}/1796.jpg") as image:
         found = np.asarray(image.resize((8, 8), Image.Resampling.BOX))[..., 0] * (16 / 255)
     assert image.size == (32, 32)
-    assert abs(found - digits.images[1796]).mean() == pytest.approx(0.762, abs=0.006)  # of the enlargement
+    assert abs(found - digits.images[1796]).mean() == pytest.approx(
+        0.762, abs=0.006
+    )  # of the enlargement
 
 
 def test_an_original_of_the_benchmark_trains_from_its_tasks_folder(tmp_path, monkeypatch):
@@ -66,7 +72,11 @@ def test_an_original_of_the_benchmark_trains_from_its_tasks_folder(tmp_path, mon
 @pytest.mark.parametrize(
     ("recipe", "name", "time"),
     [
-        ("deit3_s16", "deit3_small_patch16_224", "800 epochs of 1,281,167 images: 4.9 hours (the host's limit)"),
+        (
+            "deit3_s16",
+            "deit3_small_patch16_224",
+            "800 epochs of 1,281,167 images: 4.9 hours (the host's limit)",
+        ),
         ("deit3_b16", "deit3_base_patch16_224", "7.3-13 hours"),
         ("deit3_l16", "deit3_large_patch16_224", "26-44 hours"),
         ("deit3_h14", "deit3_huge_patch14_224", "45-77 hours"),
@@ -78,7 +88,9 @@ def test_a_recipes_dry_run_is_of_timms_model_and_as_documented(recipe, name, tim
     train_dali.main(["--config", recipe, "--dry-run"])
     size = load_config(recipe)["MODEL"]["image_size"]
     with torch.device("meta"):
-        count = sum(p.numel() for p in timm.create_model(name, img_size=size, num_classes=1000).parameters())
+        count = sum(
+            p.numel() for p in timm.create_model(name, img_size=size, num_classes=1000).parameters()
+        )
     shown = " ".join(capsys.readouterr().out.split())
     assert f" {count:,} (" in shown
     assert f" {time}, on 8 H100" in shown
@@ -98,7 +110,9 @@ def test_the_flags_of_a_row_start_the_run_that_the_row_describes(capsys):
     train_dali.main([*command, "--gpus", "8"])
     lines = capsys.readouterr().out.splitlines()
     assert "- A GPU computes 228-396 TFLOP/s: 23%-40% of the peak of an H100 (assumed;" in lines
-    assert "- The host decodes and augments 7,300 images/s per GPU (assumed: 8 cores at 1.1" in lines
+    assert (
+        "- The host decodes and augments 7,300 images/s per GPU (assumed: 8 cores at 1.1" in lines
+    )
     for name in ("1d 2", "2.5d 2 x 2 x 2"):
         row = next(line.split("|")[2:] for line in lines if re.match(rf"\| *{name} \|", line))
         flags = next(line.removeprefix(name) for line in lines if line.startswith(f"{name}: "))
@@ -114,8 +128,14 @@ def test_the_flags_of_a_row_start_the_run_that_the_row_describes(capsys):
 @pytest.mark.parametrize(
     ("memory", "words"),
     [
-        ("0.02", r"^proc.* 12.5 GB/s .* is decoded. .* not fit \| \| .* zero=dict\(stage=1\) fastest that fits: 1d 2"),
-        ("0.001", "90% of 0.001 GB .* no mode fits in the usable 0.0009 GB .90%. of a GPU with 0.001 GB$"),
+        (
+            "0.02",
+            r"^proc.* 12.5 GB/s .* is decoded. .* not fit \| \| .* zero=dict\(stage=1\) fastest that fits: 1d 2",
+        ),
+        (
+            "0.001",
+            "90% of 0.001 GB .* no mode fits in the usable 0.0009 GB .90%. of a GPU with 0.001 GB$",
+        ),
     ],
 )
 def test_a_dry_run_says_what_fits_and_what_is_fastest(memory, words, capsys):
@@ -126,8 +146,14 @@ def test_a_dry_run_says_what_fits_and_what_is_fastest(memory, words, capsys):
 
 def test_the_amp_examples_command_downloads_to_data_or_says_where_to_put_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("caltech101_amp.task.URL", "http://127.0.0.1:9/caltech-101.zip")  # where nobody listens
+    monkeypatch.setattr(
+        "caltech101_amp.task.URL", "http://127.0.0.1:9/caltech-101.zip"
+    )  # where nobody listens
     ended = run_forked(train_caltech.main, ["--config", "config/config_AMP_torch.py"], code=2)
-    assert "DATA.root is not set: ./data, to which Caltech-101 (137 MB) is downloaded" in ended.words
+    assert (
+        "DATA.root is not set: ./data, to which Caltech-101 (137 MB) is downloaded" in ended.words
+    )
     (line,) = ended.stderr.splitlines()
-    assert line.endswith(f"; rerun the command, or download the file to {tmp_path}/data/caltech-101.zip")
+    assert line.endswith(
+        f"; rerun the command, or download the file to {tmp_path}/data/caltech-101.zip"
+    )

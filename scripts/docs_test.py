@@ -24,7 +24,9 @@ from common.metrics.curves import read_metrics
 from common.testing.commands import Ended, copy_working_tree, run_forked
 from imagenet_dali.testing import MODEL, prepare_data, run
 
-PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+)
 OWN_CONFIGS = ("mine.py", "small.py")  # of docs/own-images.md
 # Replacements for the data and the hardware that a command of README.md names, in this order.
 SUBSTITUTIONS = {
@@ -38,7 +40,12 @@ SUBSTITUTIONS = {
     r"MODEL.pretrained=True": "MODEL.image_size=28",  # its weights are on the Hub
 }
 # Added to every training: a smaller recipe, two steps.
-TINY = {"TOTAL_BATCH_SIZE": 16, "MICRO_BATCH_SIZE": None, "gradient_accumulation": 1, "NUM_EPOCHS": 4}
+TINY = {
+    "TOTAL_BATCH_SIZE": 16,
+    "MICRO_BATCH_SIZE": None,
+    "gradient_accumulation": 1,
+    "NUM_EPOCHS": 4,
+}
 TINY |= {"WARMUP_EPOCHS": 1, "MAX_STEPS": 2, "DATA.workers": 1, "LOG.tensorboard": False}
 TINY |= {f"MODEL.{key}": value for key, value in MODEL.items() if key != "num_classes"}
 TRAINING = r"train_dali\.py (?!.*(--dry-run|--find-lr|--profile|--init))"
@@ -47,11 +54,17 @@ ELSEWHERE = r"sbatch |mpirun |bash scripts/test.sh|pip install"  # run by launch
 
 def commands(page: str) -> list[str]:
     """Return the shell commands of the page's code blocks, each in one line with what it exports put in."""
-    blocks = re.findall(r"^```shell\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^```shell\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL
+    )
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     found = [" ".join(re.sub(r"(^|\s+)# .*$", "", line).split()) for line in lines]
     exported = dict(re.findall(r'^export (\w+)="(.*)"$', "\n".join(found), re.MULTILINE))
-    return [re.sub(r"\$(\w+)", lambda name: exported.get(name[1], name[0]), command) for command in found if command]
+    return [
+        re.sub(r"\$(\w+)", lambda name: exported.get(name[1], name[0]), command)
+        for command in found
+        if command
+    ]
 
 
 @cache
@@ -88,7 +101,9 @@ def test_what_it_names_exists(page, monkeypatch):
                 find_config(joined or value, "vit_s16_vanilla")
     for key in re.findall(r"`((?:DATA|MODEL|LOG|OPTIMIZER|zero)\.\w+)", text):
         find_key(key)
-    paths = re.findall(r"\b(?:common|imagenet_dali|caltech101_amp|cifar10_benchmark)/[\w/]+\.(?:py|sh)\b", text)
+    paths = re.findall(
+        r"\b(?:common|imagenet_dali|caltech101_amp|cifar10_benchmark)/[\w/]+\.(?:py|sh)\b", text
+    )
     links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
     missing = [path for path in paths if not (ROOT / path).exists()]
     assert missing + [link for link in links if not ((ROOT / page).parent / link).exists()] == []
@@ -102,15 +117,22 @@ def test_the_librarys_example_trains_resumes_and_its_metric_chooses_the_best(tmp
     monkeypatch.chdir(tmp_path)
 
     def start(epochs: int, code: int = 0) -> Ended:
-        monkeypatch.setattr(sys, "argv", shlex.split(f"{command} --set NUM_EPOCHS={epochs} --output run"))
+        monkeypatch.setattr(
+            sys, "argv", shlex.split(f"{command} --set NUM_EPOCHS={epochs} --output run")
+        )
         return run_forked(lambda _: runpy.run_path("own.py", run_name="__main__"), code=code)
 
     for epochs, words in ((1, "top1="), (2, "resuming from"), (2, "this run is finished")):
         assert words in start(epochs).words
     (tmp_path / "own.py").write_text(code.replace("def state_dict", "def state"))
-    assert "error: the training loader has no state_dict and load_state_dict, which a checkpoint " in start(3, 2).stderr
+    assert (
+        "error: the training loader has no state_dict and load_state_dict, which a checkpoint "
+        in start(3, 2).stderr
+    )
     figures = [line for line in read_metrics(tmp_path / "run") if line["kind"] == "eval"]
-    best = json.loads((tmp_path / "run" / "checkpoints" / "best" / "trainer.json").read_text())["best_top1"]
+    best = json.loads((tmp_path / "run" / "checkpoints" / "best" / "trainer.json").read_text())[
+        "best_top1"
+    ]
     assert best == max(line["score"] for line in figures) < max(line["top1"] for line in figures)
 
 
@@ -127,7 +149,9 @@ def test_the_commands_of_the_readme_run(tmp_path):
             shutil.rmtree(folder / "outputs" / "vit-b16", ignore_errors=True)
         if "train_dali.py" in command and "--dry-run" not in command:
             sizes = "MODEL." if "MODEL." in command else "-"  # those of a plain ViT, or none
-            command += "".join(f" --set {key}={value}" for key, value in TINY.items() if not key.startswith(sizes))
+            command += "".join(
+                f" --set {key}={value}" for key, value in TINY.items() if not key.startswith(sizes)
+            )
         for pattern, replacement in SUBSTITUTIONS.items():
             command = re.sub(pattern, replacement, command)
         run(command, folder, **environ)

@@ -51,7 +51,12 @@ MODES: dict[str, dict[str, Any]] = {"float32": {"TF32": False}, "TF32": {"TF32":
 for name in ("TORCH bfloat16", "TORCH float16", "NAIVE bfloat16", "NAIVE float16", "APEX float16"):
     MODES[name] = {"fp16": {"mode": AMP_TYPE[name.split()[0]], "dtype": name.split()[1]}}
 # By number format: largest error of a loss, and relative error of the last gradient's norm; some five times a CPU's.
-TOLERANCES = {"float32": (1e-5, 1e-3), "TF32": (2e-3, 0.1), "float16": (2e-3, 0.1), "bfloat16": (1e-2, 0.2)}
+TOLERANCES = {
+    "float32": (1e-5, 1e-3),
+    "TF32": (2e-3, 0.1),
+    "float16": (2e-3, 0.1),
+    "bfloat16": (1e-2, 0.2),
+}
 RATES = {"LEARNING_RATE": 1e-3, "WEIGHT_DECAY": 0.1, "clip_grad_norm": 1.0}
 TWO = "-m torch.distributed.run --nproc_per_node 2"
 Record = Callable[..., None]
@@ -82,7 +87,9 @@ def record(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture) -> Rec
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's data."""
     folder = tmp_path_factory.mktemp("digits")
-    subprocess.run([sys.executable, ROOT / "scripts" / "write_digits.py", folder / "images"], check=True)
+    subprocess.run(
+        [sys.executable, ROOT / "scripts" / "write_digits.py", folder / "images"], check=True
+    )
     prepare(folder / "images", folder / "shards")
     return folder / "shards"
 
@@ -90,7 +97,12 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(digits: Path, output: Path, *settings: str, launcher: str = "") -> list[str]:
     """Return the quickstart's command."""
     script = f"imagenet_dali/train_dali.py --config quickstart --output {output}"
-    return [sys.executable, *launcher.split(), *script.split(), *in_words(f"DATA.root={digits}", *settings)]
+    return [
+        sys.executable,
+        *launcher.split(),
+        *script.split(),
+        *in_words(f"DATA.root={digits}", *settings),
+    ]
 
 
 def run(words: list[str]) -> float:
@@ -99,7 +111,9 @@ def run(words: list[str]) -> float:
     return float(said.splitlines()[-1].removeprefix("top1="))
 
 
-def train_steps(batches: list[tuple[Tensor, Tensor]], config: dict[str, Any]) -> tuple[list[float], Any]:
+def train_steps(
+    batches: list[tuple[Tensor, Tensor]], config: dict[str, Any]
+) -> tuple[list[float], Any]:
     """Train with ``config`` in this process, every micro-batch of a step with the same samples.
 
     Returns the losses and the optimizer.
@@ -133,10 +147,15 @@ def test_quickstart(loader, compiled, digits, tmp_path, record):
 def test_numerics(optimizer, compiled, record):
     """Five steps in every precision, with LAMB on recomputed blocks, against a plain loop in float64 on the CPU."""
     random = torch.Generator().manual_seed(1)
-    images, labels = torch.randn(5, 32, 3, 64, 64, generator=random), torch.randint(10, (5, 32), generator=random)
+    images, labels = (
+        torch.randn(5, 32, 3, 64, 64, generator=random),
+        torch.randint(10, (5, 32), generator=random),
+    )
     torch.manual_seed(0)
     network, expected, norm, wrong = build_model(**SMALL).double(), [], 0.0, []
-    step = build_optimizer(network, optimizer, learning_rate=RATES["LEARNING_RATE"], weight_decay=RATES["WEIGHT_DECAY"])
+    step = build_optimizer(
+        network, optimizer, learning_rate=RATES["LEARNING_RATE"], weight_decay=RATES["WEIGHT_DECAY"]
+    )
     for batch, target in zip(images.double(), labels, strict=True):
         step.zero_grad()
         loss = nn.functional.cross_entropy(network(batch), target)
@@ -147,7 +166,12 @@ def test_numerics(optimizer, compiled, record):
     batches = list(zip(images.to(DEVICE), labels.to(DEVICE), strict=True))
     for mode, precision in MODES.items():
         model = SMALL | {"activation_checkpoint": optimizer == "lamb"}
-        config = {"MODEL": model, "OPTIMIZER": {"name": optimizer}, "COMPILE": compiled, **precision}
+        config = {
+            "MODEL": model,
+            "OPTIMIZER": {"name": optimizer},
+            "COMPILE": compiled,
+            **precision,
+        }
         losses, stepped = train_steps(batches, config)
         of_norm = abs(stepped.grad_norm.item() / norm - 1)
         of_loss = (torch.tensor(losses) - torch.tensor(expected)).abs().max().item()
@@ -170,15 +194,25 @@ class ForbidWaiting(BaseHook):
         self.steps += trainer.step > 3
 
 
-@pytest.mark.parametrize("amp", ["None", "dict(mode=AMP_TYPE.TORCH)", "dict(mode=AMP_TYPE.TORCH,dtype='float16')"])
+@pytest.mark.parametrize(
+    "amp", ["None", "dict(mode=AMP_TYPE.TORCH)", "dict(mode=AMP_TYPE.TORCH,dtype='float16')"]
+)
 def test_the_host_does_not_wait(amp, tmp_path, monkeypatch, record):
     """CIFAR-10's training with its augmentation; a line that waits raises there."""
     for split in ("train", "test"):
         write_photographs(tmp_path / "data" / split, ("cat", "dog"), 160, 32, 32)
     hook, build_hooks = ForbidWaiting(priority=100), Run.build_hooks
     monkeypatch.setattr(Run, "build_hooks", lambda self, *args: [*build_hooks(self, *args), hook])
-    settings = [f"fp16={amp}", "TOTAL_BATCH_SIZE=16", "MAX_STEPS=18", "LOG.every=1000", f"DATA.root={tmp_path}/data"]
-    train_cifar10(["--config", "vit_lite_vanilla", "--output", str(tmp_path / "run"), *in_words(*settings)])
+    settings = [
+        f"fp16={amp}",
+        "TOTAL_BATCH_SIZE=16",
+        "MAX_STEPS=18",
+        "LOG.every=1000",
+        f"DATA.root={tmp_path}/data",
+    ]
+    train_cifar10(
+        ["--config", "vit_lite_vanilla", "--output", str(tmp_path / "run"), *in_words(*settings)]
+    )
     record(steps_without_waiting=hook.steps)
     assert hook.steps > 10
 
@@ -190,8 +224,12 @@ def test_resume_is_exact(dtype, digits, tmp_path, record):
     for name, end in (("once", 6), ("again", 6), ("resumed", 3), ("resumed", 6)):
         run(command(digits, tmp_path / name, f"MAX_STEPS={end}", "MODEL.dropout=0.1", *amp))
     for name in ("once", "again", "resumed"):
-        files = (tmp_path / name / "checkpoints" / "step-00000006").glob("[mo]*.safetensors")  # model and optimizer
-        left[name] = torch.cat([x.flatten().double() for file in sorted(files) for x in load_file(file).values()])
+        files = (tmp_path / name / "checkpoints" / "step-00000006").glob(
+            "[mo]*.safetensors"
+        )  # model and optimizer
+        left[name] = torch.cat(
+            [x.flatten().double() for file in sorted(files) for x in load_file(file).values()]
+        )
     repeated, resumed = ((left[name] - left["once"]).norm().item() for name in ("again", "resumed"))
     record(again=repeated, resumed=resumed)
     assert resumed <= 10 * repeated  # both are 0 where the kernels are deterministic
@@ -212,8 +250,15 @@ def test_memory(model, batch, mode, optimizer, accumulation, record):
     config |= {"OPTIMIZER": {"name": optimizer}, "parallel": resolve_parallel(None, 1)}
     config["MODEL"] |= {"dropout": 0.0} | model
     predicted = estimate_step(config, 1, batch, accumulation, DEVICE.type).peak
-    data = torch.randn(batch, 3, 224, 224, device=DEVICE), torch.zeros(batch, dtype=torch.long, device=DEVICE)
-    parts = {"MODEL": model, "OPTIMIZER": {"name": optimizer}, "gradient_accumulation": accumulation}
+    data = (
+        torch.randn(batch, 3, 224, 224, device=DEVICE),
+        torch.zeros(batch, dtype=torch.long, device=DEVICE),
+    )
+    parts = {
+        "MODEL": model,
+        "OPTIMIZER": {"name": optimizer},
+        "gradient_accumulation": accumulation,
+    }
     train_steps([data, data], parts | MODES[mode])
     taken = torch.cuda.max_memory_allocated()
     record(mode=mode, batch=batch, predicted_gb=predicted / 1e9, measured_gb=taken / 1e9)
@@ -223,10 +268,20 @@ def test_memory(model, batch, mode, optimizer, accumulation, record):
 @eager_and_compiled
 def test_two_processes_on_one_gpu(compiled, digits, tmp_path, record):
     """They train as one does, over gloo."""
-    settings = ("MAX_STEPS=20", "MIXUP=0.0", "fp16=None", "TF32=False", "LOG.every=1", f"COMPILE={compiled}")
+    settings = (
+        "MAX_STEPS=20",
+        "MIXUP=0.0",
+        "fp16=None",
+        "TF32=False",
+        "LOG.every=1",
+        f"COMPILE={compiled}",
+    )
     run(command(digits, tmp_path / "one", *settings))
     run([*command(digits, tmp_path / "two", *settings, launcher=TWO), "--backend", "gloo"])
-    one, two = (torch.tensor([line["loss"] for line in read_metrics(tmp_path / name)]) for name in ("one", "two"))
+    one, two = (
+        torch.tensor([line["loss"] for line in read_metrics(tmp_path / name)])
+        for name in ("one", "two")
+    )
     difference = (one - two).abs().max().item()
     record(loss_difference=difference)
     assert difference < 1e-3
@@ -237,7 +292,11 @@ def test_a_killed_rank_ends_the_other(digits, tmp_path, record):
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL) as launcher:
         metrics = tmp_path / "run" / "metrics.jsonl"
         wait_until(lambda: metrics.exists() and metrics.read_text(), seconds=120)
-        ranks = [child for child in psutil.Process(launcher.pid).children() if "train_dali.py" in str(child.cmdline())]
+        ranks = [
+            child
+            for child in psutil.Process(launcher.pid).children()
+            if "train_dali.py" in str(child.cmdline())
+        ]
         started = time.monotonic()
         ranks[-1].kill()
         launcher.wait(timeout=60)
@@ -265,9 +324,14 @@ def test_dali(windows, tmp_path, monkeypatch, record):
     write_photographs(tmp_path / "images", "abcd", 4096, 500, 400)
     prepare(tmp_path / "images", tmp_path / "shards", cores(), validation_share=0.125)
     data = load_config("vit-b16")["DATA"] | {"root": str(tmp_path / "shards"), "loader": "dali"}
-    expected, _ = next(iter(build_eval_loader(data, 256, image_size=224, device=torch.device("cpu"))))
+    expected, _ = next(
+        iter(build_eval_loader(data, 256, image_size=224, device=torch.device("cpu")))
+    )
     images, _ = next(iter(build_eval_loader(data, 256, image_size=224, device=DEVICE)))
-    loader, work = build_train_loader(data, 256, 256, seed=0, image_size=224, device=DEVICE), bench.Work((), 3, 1)
+    loader, work = (
+        build_train_loader(data, 256, 256, seed=0, image_size=224, device=DEVICE),
+        bench.Work((), 3, 1),
+    )
     for _ in work:
         count = sum(len(batch) for batch, _ in loader)
     difference = (images.cpu() - expected).abs().mean().item()
@@ -278,7 +342,11 @@ def test_dali(windows, tmp_path, monkeypatch, record):
 @pytest.mark.skipif("CIFAR10" not in os.environ, reason="CIFAR10 names no folder of CIFAR-10")
 def test_cifar10(record):
     """ViT-Lite-7/4, all 200 epochs in bfloat16; a second call resumes what the time limit has stopped."""
-    settings = ["fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bfloat16'", f"DATA.root={os.environ['CIFAR10']}"]
+    settings = [
+        "fp16.mode=AMP_TYPE.TORCH",
+        "fp16.dtype='bfloat16'",
+        f"DATA.root={os.environ['CIFAR10']}",
+    ]
     settings += ["EVAL_EVERY=10", "CHECKPOINT_EVERY='1 min'", "OUTPUT=outputs/gpu_cifar10"]
     started = time.monotonic()
     script = "cifar10_benchmark/train.py --config vit_lite_vanilla"

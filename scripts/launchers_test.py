@@ -31,7 +31,9 @@ pytestmark = [pytest.mark.launchers, pytest.mark.timeout(600)]
 
 TASK = ROOT / "imagenet_dali"
 STEPS = "--set MAX_STEPS=3"
-SBATCH = f"sbatch --ntasks 2 --cpus-per-task 1 --output job.out --parsable {ROOT}/scripts/train_slurm.sh"
+SBATCH = (
+    f"sbatch --ntasks 2 --cpus-per-task 1 --output job.out --parsable {ROOT}/scripts/train_slurm.sh"
+)
 OWN_TRAINING = """
 import torch
 from torch import nn
@@ -70,7 +72,9 @@ def expected(data, tmp_path_factory) -> Outcome:
     """The result of the tiny config with two processes of torchrun."""
     folder = tmp_path_factory.mktemp("expected")
     command = f"bash scripts/train_torchrun.sh imagenet_dali/train_dali.py --config={write_config(folder)} {STEPS}"
-    return outcome(folder / "run", f"{command} --output={folder}/run", cwd=ROOT, DATA=data, NPROC_PER_NODE="2")
+    return outcome(
+        folder / "run", f"{command} --output={folder}/run", cwd=ROOT, DATA=data, NPROC_PER_NODE="2"
+    )
 
 
 def outcome(output: Path, command: str, **options: object) -> Outcome:
@@ -106,8 +110,12 @@ def two_hosts() -> Iterator[list[str]]:
             hosts = Path("/etc/netns") / name / "hosts"  # in place of /etc/hosts
             hosts.parent.mkdir(parents=True)
             node0 = "127.0.1.1" if number == 1 else "10.77.0.1"
-            hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n{node0} node0\n")
-            run(f"ip -n {name} address add 10.77.0.{number}/24 dev eth0 && ip -n {name} link set eth0 up")
+            hosts.write_text(
+                f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n{node0} node0\n"
+            )
+            run(
+                f"ip -n {name} address add 10.77.0.{number}/24 dev eth0 && ip -n {name} link set eth0 up"
+            )
         yield names
     finally:
         for name in names:
@@ -119,11 +127,16 @@ def test_torchrun_on_two_hosts(data, arguments, expected, tmp_path):
     command = f"bash scripts/train_torchrun.sh imagenet_dali/train_dali.py {arguments}"
     environ = dict(NNODES="2", MASTER_ADDR="node0", DATA=data)
     with two_hosts() as hosts:
-        words, others = ["ip", "netns", "exec", hosts[1], *command.split()], os.environ | environ | {"NODE_RANK": "1"}
+        words, others = (
+            ["ip", "netns", "exec", hosts[1], *command.split()],
+            os.environ | environ | {"NODE_RANK": "1"},
+        )
         with subprocess.Popen(words, cwd=ROOT, env=others, stdout=subprocess.DEVNULL) as second:
             try:
                 first = f"ip netns exec {hosts[0]} {command}"
-                assert outcome(tmp_path / "run", first, cwd=ROOT, NODE_RANK="0", **environ) == expected
+                assert (
+                    outcome(tmp_path / "run", first, cwd=ROOT, NODE_RANK="0", **environ) == expected
+                )
                 assert second.wait(60) == 0
             finally:
                 second.terminate()
@@ -137,7 +150,10 @@ def training(start: str, folder: Path, **environ: str) -> Iterator[subprocess.Po
     streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     environ = os.environ | environ | {"NPROC_PER_NODE": "2"}
     with subprocess.Popen(words, cwd=ROOT, env=environ, **streams) as launcher:
-        wait_until(lambda: (folder / "run/metrics.jsonl").exists() and read_metrics(folder / "run"), seconds=120)
+        wait_until(
+            lambda: (folder / "run/metrics.jsonl").exists() and read_metrics(folder / "run"),
+            seconds=120,
+        )
         yield launcher
 
 
@@ -157,7 +173,11 @@ def test_a_signal_to_torchrun_saves_a_checkpoint_and_prints_no_traceback(data, t
     [
         ("train_torchrun", dict(NNODES="2", MASTER_ADDR="localhost"), "NNODES=2 needs NODE_RANK"),
         ("train_torchrun", dict(NNODES="2", NODE_RANK="0"), "NNODES=2 needs MASTER_ADDR"),
-        ("train_torchrun", dict(MASTER_PORT="{taken}"), "MASTER_PORT={taken} is in use on this node: choose another"),
+        (
+            "train_torchrun",
+            dict(MASTER_PORT="{taken}"),
+            "MASTER_PORT={taken} is in use on this node: choose another",
+        ),
         ("train_slurm", {}, "not in a Slurm job"),
         ("setup", dict(PYTHON="bash"), "PYTHON=bash: .venv is there, with Python 3."),
     ],
@@ -197,13 +217,18 @@ def test_srun_of_the_slurm_script(slurm, data, expected, tmp_path):
     (tmp_path / "train.py").symlink_to(TASK / "train_dali.py")
     environ = dict(SLURM_NTASKS="2", HOST=NODE, CONFIG="tiny.py", DATA=data)
     command = "srun bash ./scripts/train_slurm.sh"
-    assert outcome(tmp_path / "outputs" / "tiny", command, cwd=tmp_path, **environ, **slurm) == expected
+    assert (
+        outcome(tmp_path / "outputs" / "tiny", command, cwd=tmp_path, **environ, **slurm)
+        == expected
+    )
 
 
 def test_srun_of_a_script_of_ones_own(slurm, tmp_path):
     """Seed 003's snippet and command, as docs/from-colossalai-examples.md prints them; then a step of training."""
     page = (ROOT / "docs" / "from-colossalai-examples.md").read_text()
-    snippet = re.search(r"^```python\n(from common import colossal.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
+    snippet = re.search(
+        r"^```python\n(from common import colossal.*?)^```$", page, re.MULTILINE | re.DOTALL
+    )[1]
     (tmp_path / "script.py").write_text(f"{snippet}\n{OWN_TRAINING}")
     config = ROOT / "configs" / "config_AMP_torch.py"
     command = f"srun -n 2 bash {ROOT}/scripts/train_slurm.sh {tmp_path}/script.py --config {config} --host {NODE}"
@@ -213,10 +238,18 @@ def test_srun_of_a_script_of_ones_own(slurm, tmp_path):
     assert one == other
 
 
-@pytest.mark.parametrize(("start", "lost"), [("bash scripts/train_torchrun.sh", 1), (f"srun -n 2 {sys.executable}", 0)])
-def test_when_a_rank_is_killed_the_other_ends_and_says_so_in_one_line(slurm, data, tmp_path, start, lost):
+@pytest.mark.parametrize(
+    ("start", "lost"), [("bash scripts/train_torchrun.sh", 1), (f"srun -n 2 {sys.executable}", 0)]
+)
+def test_when_a_rank_is_killed_the_other_ends_and_says_so_in_one_line(
+    slurm, data, tmp_path, start, lost
+):
     with training(start, tmp_path, DATA=data, **slurm) as launcher:
-        ranks = {rank: process for process in reversed([*process_iter()]) if (rank := rank_in(process, tmp_path))}
+        ranks = {
+            rank: process
+            for process in reversed([*process_iter()])
+            if (rank := rank_in(process, tmp_path))
+        }
         ranks[str(lost)].kill()
         assert not wait_procs(ranks.values(), timeout=30)[1]
         printed = launcher.communicate(timeout=30)[0]
@@ -233,7 +266,9 @@ def rank_in(process: Process, folder: Path) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("interrupt", ["scancel --batch --signal=USR1 {job}", "srun --partition urgent -n 2 true"])
+@pytest.mark.parametrize(
+    "interrupt", ["scancel --batch --signal=USR1 {job}", "srun --partition urgent -n 2 true"]
+)
 def test_a_job_that_is_interrupted_requeues_itself_and_resumes(slurm, data, tmp_path, interrupt):
     """The first is the signal of --signal=B:USR1. Steps and weights are those of an uninterrupted run."""
     settings = "--set NUM_EPOCHS=60 --set EVAL_EVERY=60 --set CHECKPOINT_EVERY=20 --set LOG.every=1"
@@ -252,12 +287,18 @@ def test_a_job_that_is_interrupted_requeues_itself_and_resumes(slurm, data, tmp_
     wait_until(lambda: says("JobState=COMPLETED"), seconds=300)
     out = (tmp_path / "job.out").read_text()
     assert len(re.findall(r"^resuming from .*/step-\d+$", out, re.MULTILINE)) == 1
-    steps = [record["step"] for record in read_metrics(tmp_path / "run") if record["kind"] == "train"]
+    steps = [
+        record["step"] for record in read_metrics(tmp_path / "run") if record["kind"] == "train"
+    ]
     assert steps == list(range(1, 181))
     command = f"bash scripts/train_torchrun.sh {TASK}/train_dali.py {arguments} --output={tmp_path}/uninterrupted"
     run(command, cwd=ROOT, DATA=data, NPROC_PER_NODE="2")
-    ours, expected = (newest_checkpoint(tmp_path / name / "checkpoints") for name in ("run", "uninterrupted"))
-    assert (ours / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+    ours, expected = (
+        newest_checkpoint(tmp_path / name / "checkpoints") for name in ("run", "uninterrupted")
+    )
+    assert (ours / "model.safetensors").read_bytes() == (
+        expected / "model.safetensors"
+    ).read_bytes()
 
 
 def test_an_ordinary_user_without_git_in_a_path_with_a_space(tmp_path):
@@ -272,8 +313,12 @@ def test_an_ordinary_user_without_git_in_a_path_with_a_space(tmp_path):
     environ = {"PATH": str(programs), "HOME": str(home), "LANG": "C", "PYTHONPATH": str(clone)}
     steps = in_words("MAX_STEPS=2", "NUM_EPOCHS=1", "WARMUP_EPOCHS=0")
     command = ["unshare", "--user", "--map-user=1000", "bash", "scripts/quickstart.sh", *steps]
-    done = subprocess.run(command, cwd=clone, env=environ, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        command, cwd=clone, env=environ, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("top1=0.")
     assert "Traceback" not in done.stderr
-    assert json.loads((clone / "outputs" / "quickstart" / "config.json").read_text())["commit"] is None
+    assert (
+        json.loads((clone / "outputs" / "quickstart" / "config.json").read_text())["commit"] is None
+    )

@@ -48,11 +48,21 @@ def test_a_finished_run_is_left_as_it_is(train, trained):
     times = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
     ended = train("--set", "LOG.every=1", "--set", "TIMEOUT=60", "--set", "KEEP=1")
     assert ended.stderr == ""
-    for part in ("this run is finished", "nothing was trained", "--set NUM_EPOCHS=N (now 2)", "--output DIR"):
+    for part in (
+        "this run is finished",
+        "nothing was trained",
+        "--set NUM_EPOCHS=N (now 2)",
+        "--output DIR",
+    ):
         assert part in ended.words
     ended = train("--set", "LEARNING_RATE=5", code=2)
     assert ended.stdout == ""
-    for part in ("error: LEARNING_RATE=5 (was 0.01): ", " is finished; ", "--resume ", "--allow-change LEARNING_RATE"):
+    for part in (
+        "error: LEARNING_RATE=5 (was 0.01): ",
+        " is finished; ",
+        "--resume ",
+        "--allow-change LEARNING_RATE",
+    ):
         assert part in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == times
@@ -60,11 +70,26 @@ def test_a_finished_run_is_left_as_it_is(train, trained):
 
 def test_a_refused_start_leaves_no_folder(train, tmp_path):
     for words, message in (
-        (["--set", "MODEL.num_classes=2"], "error: MODEL.num_classes=2: the data set has labels 0 to 2; "),
-        (["--set", "DATA.download=True"], "error: DATA.download=True has no effect in this task: leave it out"),
-        (["--set", "LOG.trackers=['wand']"], "error: LOG.trackers=['wand']: expected tensorboard, wandb; did you mean"),
-        (["--set", "FREEZE=body"], "error: FREEZE='body' without INIT trains a head on random weights: "),
-        (["--resume", tmp_path], f"error: --resume {tmp_path}: neither a checkpoint nor a run with one; "),
+        (
+            ["--set", "MODEL.num_classes=2"],
+            "error: MODEL.num_classes=2: the data set has labels 0 to 2; ",
+        ),
+        (
+            ["--set", "DATA.download=True"],
+            "error: DATA.download=True has no effect in this task: leave it out",
+        ),
+        (
+            ["--set", "LOG.trackers=['wand']"],
+            "error: LOG.trackers=['wand']: expected tensorboard, wandb; did you mean",
+        ),
+        (
+            ["--set", "FREEZE=body"],
+            "error: FREEZE='body' without INIT trains a head on random weights: ",
+        ),
+        (
+            ["--resume", tmp_path],
+            f"error: --resume {tmp_path}: neither a checkpoint nor a run with one; ",
+        ),
     ):
         ended = train("--output", tmp_path / "new", *words, code=2)
         assert ended.stdout == ""
@@ -75,7 +100,12 @@ def test_a_refused_start_leaves_no_folder(train, tmp_path):
 
 
 def test_a_branch_and_an_extension_train(train, trained, tmp_path):
-    branch = ["--resume", min((trained / "checkpoints").glob("step-*")), "--set", "LEARNING_RATE=1e-9"]
+    branch = [
+        "--resume",
+        min((trained / "checkpoints").glob("step-*")),
+        "--set",
+        "LEARNING_RATE=1e-9",
+    ]
     branch += ["--set", "NUM_EPOCHS=3"]
     train(*branch, code=2)
     before, branch = read_folder(trained), [*branch, "--output", tmp_path]
@@ -101,23 +131,41 @@ def test_it_trains_without_packages_that_it_does_not_use(tmp_path):
 
     for split in ("train", "test"):
         write_colours(tmp_path / "data" / split, 16, 32, 32, "jpg")
-    settings = ["MAX_STEPS=1", "TOTAL_BATCH_SIZE=8", "MODEL.depth=1", "fp16=None", "DATA.loader=torchvision"]
+    settings = [
+        "MAX_STEPS=1",
+        "TOTAL_BATCH_SIZE=8",
+        "MODEL.depth=1",
+        "fp16=None",
+        "DATA.loader=torchvision",
+    ]
     settings += ["DATA.autoaugment=None", "DATA.workers=1", f"DATA.root={tmp_path}/data"]
-    ended = run_forked(main, ["--config", "vit_lite_vanilla", "--output", tmp_path / "run", *in_words(*settings)])
+    ended = run_forked(
+        main, ["--config", "vit_lite_vanilla", "--output", tmp_path / "run", *in_words(*settings)]
+    )
     assert "top1=" in ended.stdout
 
 
 def test_it_is_extended_and_changed_on_purpose_last(train, trained):
     """The last test: it changes the run that the others share."""
-    ended = train("--set", "NUM_EPOCHS=3", "--set", "LEARNING_RATE=1e-3", "--allow-change", "LEARNING_RATE")
+    ended = train(
+        "--set", "NUM_EPOCHS=3", "--set", "LEARNING_RATE=1e-3", "--allow-change", "LEARNING_RATE"
+    )
     assert "LEARNING_RATE=0.001 from here on (was " in ended.stdout
-    assert "NUM_EPOCHS=3 from here on (was 2); the learning rate follows the new schedule\n" in ended.stdout
+    assert (
+        "NUM_EPOCHS=3 from here on (was 2); the learning rate follows the new schedule\n"
+        in ended.stdout
+    )
     assert read_metrics(trained)[-1]["epoch"] == 3
     start = json.loads((trained / "config.json").read_text())["starts"][-1]
     assert start["changed"] == {"NUM_EPOCHS": [2, 3], "LEARNING_RATE": [0.01, 0.001]}
     said = run_forked(evaluate.main, [trained]).stdout
-    assert f"from step {start['step']} on NUM_EPOCHS=3 (was 2), LEARNING_RATE=0.001 (was 0.01)" in said
+    assert (
+        f"from step {start['step']} on NUM_EPOCHS=3 (was 2), LEARNING_RATE=0.001 (was 0.01)" in said
+    )
     run_forked(report.main, [trained])
     assert "LEARNING_RATE=0.001 (was 0.01)" in (trained / "report.html").read_text()
     shutil.rmtree(trained / "checkpoints")
-    assert "holds a finished run without checkpoints, whose record would be overwritten" in train(code=2).stderr
+    assert (
+        "holds a finished run without checkpoints, whose record would be overwritten"
+        in train(code=2).stderr
+    )

@@ -33,7 +33,12 @@ from common.metrics.curves import MAX_METRICS, read_metrics
 from common.model.build import build_on_meta, state_shapes
 
 MODEL, OPTIMIZER, EMA = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
-RANDOM, TRAINER, CONFIG, METRICS = "random.safetensors", "trainer.json", "config.json", "metrics.jsonl"
+RANDOM, TRAINER, CONFIG, METRICS = (
+    "random.safetensors",
+    "trainer.json",
+    "config.json",
+    "metrics.jsonl",
+)
 FILES = (MODEL, OPTIMIZER, RANDOM, TRAINER, CONFIG, METRICS)
 MARKER, BEST = "COMPLETE", "best"
 SHOWN = 3  # parameters that an error lists
@@ -153,7 +158,9 @@ def list_changes(about: Mapping[str, Any]) -> list[str]:
     """Return what the starts of a run changed in its config, from config.json: a line for each that did."""
     lines = []
     for start in about.get("starts", ()):
-        changes = [f"{key}={now!r} (was {then!r})" for key, (then, now) in start.get("changed", {}).items()]
+        changes = [
+            f"{key}={now!r} (was {then!r})" for key, (then, now) in start.get("changed", {}).items()
+        ]
         if changes:
             lines.append(f"from step {start.get('step', 0):,} on {', '.join(changes)}")
     return lines
@@ -166,7 +173,9 @@ def read_about(folder: Path, schema: type[RunInfo] = FullInfo) -> dict[str, Any]
     return read_json(folder / CONFIG, schema).model_dump(exclude_unset=True, by_alias=True)
 
 
-def read_config(folder: Path, about: dict[str, Any], settings: Sequence[str] = ()) -> dict[str, Any]:
+def read_config(
+    folder: Path, about: dict[str, Any], settings: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the config in what `read_about` returned, with ``settings`` applied and a model that can be built."""
     config = restore_config(about["config"], settings, where=str(folder / CONFIG))
     if config["MODEL"]["num_classes"] is None:
@@ -196,11 +205,16 @@ def check_weights(file: Path, model: dict[str, Any]) -> Shapes:
     return shapes
 
 
-def check_shapes(path: Path, saved: Mapping[str, list[int]], wanted: Mapping[str, list[int]]) -> None:
+def check_shapes(
+    path: Path, saved: Mapping[str, list[int]], wanted: Mapping[str, list[int]]
+) -> None:
     """Raise UserError naming the parameters of ``path`` that are missing, of another shape, or too many."""
     names = [name for name in {**wanted, **saved} if saved.get(name) != wanted.get(name)]
     if names:
-        shown = [f"{name} {saved.get(name, 'missing')} (model: {wanted.get(name, 'none')})" for name in names[:SHOWN]]
+        shown = [
+            f"{name} {saved.get(name, 'missing')} (model: {wanted.get(name, 'none')})"
+            for name in names[:SHOWN]
+        ]
         more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         raise UserError(
             f"{path} is of another architecture: {', '.join(shown)}{more}; keep the MODEL it was trained with"
@@ -232,7 +246,9 @@ def _check_sums(path: Path, model: dict[str, Any]) -> None:
     listed = re.findall(r"^([0-9a-f]{64})  ([\w.]+)$", read_text(path / MARKER), re.MULTILINE)
     sums = {name: digest for digest, name in listed}
     if not set(FILES) <= sums.keys() <= {*FILES, EMA}:
-        raise UserError(f"{path / MARKER}: does not list {', '.join(FILES)} and at most {EMA}, each with its SHA-256")
+        raise UserError(
+            f"{path / MARKER}: does not list {', '.join(FILES)} and at most {EMA}, each with its SHA-256"
+        )
     # a sparse file may claim any size: no more is read than six float32 moments of each parameter
     most = MAX_METRICS + 24 * sum(map(math.prod, state_shapes(build_on_meta(model)).values()))
     for name, digest in sums.items():

@@ -25,7 +25,23 @@ from common.tools.report import load_run, render
 
 DAMAGED = (*FILES, MARKER, f"../../{CONFIG}", f"../../{METRICS}")
 DAMAGE = (*["value"] * 9, "cut", "missing", "pipe", "endless", "deep", "sparse", "pickle")
-JUNK = [None, True, -1, 0, 10**9, 2**63, 1e308, "", "\x1b[2J", "é" * 300, "../../x", [], {}, [[1]], {"x": 1}]
+JUNK = [
+    None,
+    True,
+    -1,
+    0,
+    10**9,
+    2**63,
+    1e308,
+    "",
+    "\x1b[2J",
+    "é" * 300,
+    "../../x",
+    [],
+    {},
+    [[1]],
+    {"x": 1},
+]
 
 
 class Evil:
@@ -59,7 +75,9 @@ def damage(file: Path, how: str, choice: random.Random) -> None:
     elif how == "sparse":
         os.truncate(os.open(file, os.O_CREAT | os.O_WRONLY), 2**43)
     elif how != "missing":
-        file.write_bytes({"deep": b"[" * 10**6, "pickle": pickle.dumps(Evil())}.get(how, content[:-9]))
+        file.write_bytes(
+            {"deep": b"[" * 10**6, "pickle": pickle.dumps(Evil())}.get(how, content[:-9])
+        )
 
 
 def report(run: Path) -> None:
@@ -82,11 +100,23 @@ def resume(run: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "change", "fault"),
     [
-        ("optimizer.safetensors", {"step/x": torch.ones(2)}, r".*: step/x \[2\] \(model: none\); keep the MODEL "),
-        ("ema.safetensors", {}, r" another .*: cls_token missing \(model: \[1, 1, 8\]\), .*, .*, and 17 more; keep "),
+        (
+            "optimizer.safetensors",
+            {"step/x": torch.ones(2)},
+            r".*: step/x \[2\] \(model: none\); keep the MODEL ",
+        ),
+        (
+            "ema.safetensors",
+            {},
+            r" another .*: cls_token missing \(model: \[1, 1, 8\]\), .*, .*, and 17 more; keep ",
+        ),
         ("random.safetensors", b"none", ""),
         ("trainer.json", (b'"gpus": 1', b'"gpus": 2'), "metrics of 1 ranks, not 2"),
-        (METRICS, b'{"kind": "eval", "step": 1, "loss": 1, "samples": 2}\n', " line 1: .* without top1, top5, "),
+        (
+            METRICS,
+            b'{"kind": "eval", "step": 1, "loss": 1, "samples": 2}\n',
+            " line 1: .* without top1, top5, ",
+        ),
         (CONFIG, (b'classes": 3', b'classes": null', 1), "MODEL.num_classes is missing"),
         (MARKER, b"", " does not list model.safetensors, "),
     ],
@@ -109,7 +139,9 @@ def test_damage_is_refused_in_one_line(tmp_path_factory, name, how, seed, is_sig
     damage(path / name, how, random.Random(seed))
     if is_signed and how != "sparse":  # whoever can write a file can write its checksum
         with suppress(UserError):
-            (path / MARKER).write_text("".join(f"{sha256_of(path / each)}  {each}\n" for each in FILES))
+            (path / MARKER).write_text(
+                "".join(f"{sha256_of(path / each)}  {each}\n" for each in FILES)
+            )
     refusals = []
     for read in (report, evaluate, resume):
         try:

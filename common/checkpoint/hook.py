@@ -27,7 +27,15 @@ from common.checkpoint.save import (
     newest_checkpoint,
     write_checkpoint,
 )
-from common.colossal import BaseHook, ParallelMode, Trainer, doing, generator_states, gpc, set_generator_states
+from common.colossal import (
+    BaseHook,
+    ParallelMode,
+    Trainer,
+    doing,
+    generator_states,
+    gpc,
+    set_generator_states,
+)
 from common.errors import RankError, UserError
 from common.launch.detect import gather
 from common.launch.signals import stop_signals
@@ -67,14 +75,21 @@ class CheckpointHook(BaseHook):
         # where these are equal, ranks do the same work and draw the same random numbers
         self.ranks = {"gpus": about["plan"]["gpus"], "parallel": about["config"]["parallel"]}
         self.every_steps = every if isinstance(every, int) else math.inf
-        self.every_seconds = math.inf if isinstance(every, int) else 60 * float(every.partition("min")[0])
+        self.every_seconds = (
+            math.inf if isinstance(every, int) else 60 * float(every.partition("min")[0])
+        )
         self.buffers: dict[str, Tensors] = {}  # the writer's
-        self.best = -1.0, 0.0  # top-1 or the user's score, and minus the loss, which decides between equal ones
+        self.best = (
+            -1.0,
+            0.0,
+        )  # top-1 or the user's score, and minus the loss, which decides between equal ones
         self.saved: dict[str, int] = {}  # where the trainer stood
         self.saved_at = time.monotonic()
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self.writing: Future[None] | None = None
-        self.exchange: tuple[Tensor, dist.Work] | None = None  # of flags between ranks, begun after the last step
+        self.exchange: tuple[Tensor, dist.Work] | None = (
+            None  # of flags between ranks, begun after the last step
+        )
 
     def before_train(self, trainer: Trainer) -> None:
         if not hasattr(trainer.train_dataloader, "state_dict"):
@@ -169,7 +184,9 @@ class CheckpointHook(BaseHook):
             "best_loss": -self.best[1],
             "ranks": self.ranks,
         }
-        content[RANDOM] = {f"{n}/{name}": t for n, each in enumerate(states) for name, t in each["random"].items()}
+        content[RANDOM] = {
+            f"{n}/{name}": t for n, each in enumerate(states) for name, t in each["random"].items()
+        }
         content[TRAINER] = json.dumps(state, indent=2).encode()
         content[CONFIG] = json.dumps(self.about, indent=2, default=str).encode()
         metrics = self.folder.parent / METRICS
@@ -178,7 +195,11 @@ class CheckpointHook(BaseHook):
         self.writing = self.writer.submit(self._write_checkpoint, trainer, path, content, before)
 
     def _write_checkpoint(
-        self, trainer: Trainer, path: Path, content: dict[str, Tensors | bytes], before: tuple[float, float]
+        self,
+        trainer: Trainer,
+        path: Path,
+        content: dict[str, Tensors | bytes],
+        before: tuple[float, float],
     ) -> None:
         try:
             write_checkpoint(path, content)
@@ -188,8 +209,13 @@ class CheckpointHook(BaseHook):
             clear_old(path, self.keep)
         except (OSError, SafetensorError) as error:  # safetensors raises the latter for the former
             self.best = before
-            reason, newest = getattr(error, "strerror", None) or error, newest_checkpoint(self.folder) or "none"
-            raise UserError(f"{path} could not be written ({reason}); the newest checkpoint is {newest}") from error
+            reason, newest = (
+                getattr(error, "strerror", None) or error,
+                newest_checkpoint(self.folder) or "none",
+            )
+            raise UserError(
+                f"{path} could not be written ({reason}); the newest checkpoint is {newest}"
+            ) from error
 
     def wait(self) -> None:
         """Wait for the last write; raise `UserError` if it failed."""
@@ -199,7 +225,9 @@ class CheckpointHook(BaseHook):
 
     def _load(self, path: Path, trainer: Trainer) -> None:
         if not path.exists():
-            raise RankError(f"{path} is not there on this node: --output must be on a file system that all nodes share")
+            raise RankError(
+                f"{path} is not there on this node: --output must be on a file system that all nodes share"
+            )
         state = read_trainer_state(path)
         load_full_state_dict(path, self.model, self.optimizer, self.averages)
         trainer.load_state_dict(state["trainer"])
@@ -212,4 +240,6 @@ class CheckpointHook(BaseHook):
         self.metrics.load_state_dict(state["metrics"], rank if is_same else None)
         if is_same:  # else the masks of dropout and drop_path, and what is drawn per micro-batch (Mixup), differ
             prefix, states = f"{rank}/", load_file(path / RANDOM)
-            set_generator_states({k.removeprefix(prefix): v for k, v in states.items() if k.startswith(prefix)})
+            set_generator_states(
+                {k.removeprefix(prefix): v for k, v in states.items() if k.startswith(prefix)}
+            )

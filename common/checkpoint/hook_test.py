@@ -67,7 +67,9 @@ class StopAfter(BaseHook):
             stop_signals.received = 15
 
 
-def train(data: Path, output: Path, settings: Sequence[str] = (), stop: Any = None, *flags: str) -> list[dict]:
+def train(
+    data: Path, output: Path, settings: Sequence[str] = (), stop: Any = None, *flags: str
+) -> list[dict]:
     """Train into ``output``, resuming the run in it; return the records.
 
     The last rank, or each of 4, has `StopAfter(*stop)`.
@@ -116,7 +118,9 @@ def test_resumes_bit_for_bit(mode, amp, stops, data, tmp_path):
         pieces = tmp_path / f"pieces {number}"
         run_ranks(gpus, train, data, pieces, settings, stop)
         stopped = read_result(pieces)["trainer.json"]["trainer"]
-        assert stopped["step"] == stop[0] + (gpus > 1 and not stop[1])  # several ranks agree a step later
+        assert stopped["step"] == stop[0] + (
+            gpus > 1 and not stop[1]
+        )  # several ranks agree a step later
         assert stopped["evaluated_step"] < steps
         shutil.rmtree(tmp_path / "body", ignore_errors=True)  # INIT, which a rerun does not need
         run_ranks(gpus, train, data, pieces, settings)
@@ -130,7 +134,9 @@ def test_resumes_with_the_same_batches_in_another_mode(data, tmp_path):
     run_ranks(1, train, data, tmp_path / "whole", settings)
     for mode, step in (("none", 1), ("dp2", 2), ("zero 3", 4), ("2.5d-4", 6), ("1d-2", None)):
         gpus, options = CASES[mode]
-        own = [f"{key}={value!r}" for key, value in options.items()] + ["gradient_accumulation=2"] * (mode == "dp2")
+        own = [f"{key}={value!r}" for key, value in options.items()] + [
+            "gradient_accumulation=2"
+        ] * (mode == "dp2")
         run_ranks(gpus, train, data, tmp_path / "run", [*settings, *own], step and (step, False))
     starts = json.loads((tmp_path / "run" / "config.json").read_text())["starts"]
     assert [start["gpus"] for start in starts] == [1, 2, 4, 4, 2]
@@ -144,7 +150,9 @@ def test_averages_begin_at_the_weights_of_a_checkpoint_that_has_none(data, tmp_p
     run_ranks(1, train, data, tmp_path / "run", ["EMA_WARMUP=False"], (3, False))
     weights = load_file(tmp_path / "run/checkpoints/step-00000003/model.safetensors")
     averaging = ["EMA=0.9", "EMA_WARMUP=False", "CHECKPOINT_EVERY=1", "gradient_accumulation=2"]
-    run_ranks(1, train, data, tmp_path / "run", averaging, (4, True), "--allow-change", "EMA")  # once a step
+    run_ranks(
+        1, train, data, tmp_path / "run", averaging, (4, True), "--allow-change", "EMA"
+    )  # once a step
     last = tmp_path / "run/checkpoints/step-00000004"
     trained, averages = load_file(last / "model.safetensors"), load_file(last / "ema.safetensors")
     for name, average in averages.items():
@@ -153,22 +161,40 @@ def test_averages_begin_at_the_weights_of_a_checkpoint_that_has_none(data, tmp_p
 
 @pytest.mark.parametrize(
     ("gpus", "every", "keep", "steps"),
-    [(1, "3", 2, [8, 6]), (1, "0.5 min", 20, [8, 7, 4, 3]), (2, "0.5 min", 20, [8, 4])],  # ranks agree a step later
+    [
+        (1, "3", 2, [8, 6]),
+        (1, "0.5 min", 20, [8, 7, 4, 3]),
+        (2, "0.5 min", 20, [8, 4]),
+    ],  # ranks agree a step later
 )
 def test_saves_when_due_and_marks_the_best(gpus, every, keep, steps, data, tmp_path, monkeypatch):
-    seconds = itertools.count(0, 10)  # the hook looks at its clock in each step, evaluation batch and checkpoint
-    monkeypatch.setattr("common.checkpoint.hook.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    seconds = itertools.count(
+        0, 10
+    )  # the hook looks at its clock in each step, evaluation batch and checkpoint
+    monkeypatch.setattr(
+        "common.checkpoint.hook.time", SimpleNamespace(monotonic=lambda: next(seconds))
+    )
     settings = [f"CHECKPOINT_EVERY={every}", f"KEEP={keep}", "LEARNING_RATE=1e-5"]
-    evaluations = [r for r in run_ranks(gpus, train, data, tmp_path / "run", settings)[0] if r["kind"] == "eval"]
+    evaluations = [
+        r
+        for r in run_ranks(gpus, train, data, tmp_path / "run", settings)[0]
+        if r["kind"] == "eval"
+    ]
     best = max(evaluations, key=lambda r: (r["top1"], -r["loss"]))
-    assert gpus > 1 or [r["top1"] for r in evaluations].count(best["top1"]) > 1  # of equals, the lower loss
-    assert [int(path.name[5:]) for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == steps
+    assert (
+        gpus > 1 or [r["top1"] for r in evaluations].count(best["top1"]) > 1
+    )  # of equals, the lower loss
+    assert [
+        int(path.name[5:]) for path in list_checkpoints(tmp_path / "run" / "checkpoints")
+    ] == steps
     marked = read_trainer_state(tmp_path / "run/checkpoints/best")
     assert (marked["best_top1"], marked["trainer"]["step"]) == (best["top1"], best["step"])
 
 
 def test_an_evaluation_that_equals_one_that_was_not_saved_is_the_best(data, tmp_path, monkeypatch):
-    monkeypatch.setattr("common.checkpoint.hook.mark_best", mark := Mock(side_effect=[OSError, None]))
+    monkeypatch.setattr(
+        "common.checkpoint.hook.mark_best", mark := Mock(side_effect=[OSError, None])
+    )
     train(data, tmp_path / "run", ["LEARNING_RATE=1e-50"])
     assert mark.call_count == 2
 
@@ -188,8 +214,15 @@ def test_a_checkpoint_holds_the_state_of_its_own_step(data, tmp_path, monkeypatc
     monkeypatch.setattr("common.checkpoint.hook.write_checkpoint", write_slowly)
     assert run_ranks(2, newest, tmp_path / "slow") == ["step-00000008"] * 2
     for step in (3, 6, 8):
-        fast, slow = (tmp_path / name / "checkpoints" / f"step-{step:08d}" for name in ("fast", "slow"))
-        for file in ("model.safetensors", "optimizer.safetensors", "random.safetensors", "trainer.json"):
+        fast, slow = (
+            tmp_path / name / "checkpoints" / f"step-{step:08d}" for name in ("fast", "slow")
+        )
+        for file in (
+            "model.safetensors",
+            "optimizer.safetensors",
+            "random.safetensors",
+            "trainer.json",
+        ):
             assert (fast / file).read_bytes() == (slow / file).read_bytes()
 
 

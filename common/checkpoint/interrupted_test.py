@@ -19,7 +19,13 @@ from common.testing.checkpoints import read_result
 from common.testing.commands import Ended, run_forked
 from common.testing.ranks import import_once
 
-SETTINGS = ("CHECKPOINT_EVERY=3", "EVAL_EVERY=1", "EMA=0.9", "MODEL.dropout=0.1", "LOG.every=2")  # 2 epochs of 5 steps
+SETTINGS = (
+    "CHECKPOINT_EVERY=3",
+    "EVAL_EVERY=1",
+    "EMA=0.9",
+    "MODEL.dropout=0.1",
+    "LOG.every=2",
+)  # 2 epochs of 5 steps
 Inject = Callable[[], object]
 
 
@@ -70,7 +76,9 @@ def send(number: int) -> Inject:
     return lambda: os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize(("owner", "name", "call"), [(CheckpointHook, "after_test_iter", 2), (save, "save_file", 7)])
+@pytest.mark.parametrize(
+    ("owner", "name", "call"), [(CheckpointHook, "after_test_iter", 2), (save, "save_file", 7)]
+)
 def test_kill_9(owner, name, call, data, whole, tmp_path):
     """In an evaluation, and in the middle of the second checkpoint."""
     run(data, tmp_path / "run", at(owner, name, call, send(signal.SIGKILL)), -signal.SIGKILL)
@@ -84,7 +92,9 @@ def test_a_job_that_is_stopped_and_requeued(data, whole, tmp_path):
         (signal.SIGTERM, "SIGTERM", 143),
         (signal.SIGINT, "Ctrl-C", -signal.SIGINT),  # which a shell shows as 130
     ):
-        ended = run(data, tmp_path / "run", at(CheckpointHook, "after_train_iter", 2, send(number)), code)
+        ended = run(
+            data, tmp_path / "run", at(CheckpointHook, "after_train_iter", 2, send(number)), code
+        )
         newest = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
         assert f"{name}: stopped; rerun the command to resume from {newest}\n" in ended.stdout
     (shutil.copytree(data, tmp_path / "data") / "train/red/04.png").unlink()
@@ -99,18 +109,24 @@ def test_a_full_disk(data, whole, tmp_path):
     ended = run(data, tmp_path / "run", at(save, "save_file", 6, fail, until=float("inf")), 2)
     first = tmp_path / "run" / "checkpoints" / "step-00000003"
     said = f"could not be written (No space left on device); the newest checkpoint is {first}"
-    assert f"warning: {first.with_name('step-00000005')} {said}; training continues\n" in ended.stderr
+    assert (
+        f"warning: {first.with_name('step-00000005')} {said}; training continues\n" in ended.stderr
+    )
     assert ended.stderr.splitlines()[-1] == f"error: {first.with_name('step-00000010')} {said}"
     assert f"resuming from {first}\n" in rerun(data, tmp_path / "run", whole).stdout
 
 
 def test_a_damaged_checkpoint(data, whole, tmp_path):
-    run(data, tmp_path / "run", at(CheckpointHook, "after_train_iter", 8, send(signal.SIGTERM)), 143)
+    run(
+        data, tmp_path / "run", at(CheckpointHook, "after_train_iter", 8, send(signal.SIGTERM)), 143
+    )
     newest, before = list_checkpoints(tmp_path / "run" / "checkpoints")[:2]
     content = (newest / "optimizer.safetensors").read_bytes()
     (newest / "optimizer.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     ended = rerun(data, tmp_path / "run", whole)
     assert f"resuming from {before}\n" in ended.stdout
-    reason = "cannot be resumed (optimizer.safetensors has changed since it was written) and is skipped"
+    reason = (
+        "cannot be resumed (optimizer.safetensors has changed since it was written) and is skipped"
+    )
     assert f"warning: {newest} {reason}\n" in ended.stderr
     assert f" {int(before.name[5:])}/10 [" in ended.stderr  # where the bar begins

@@ -5,7 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.checkpoint.content import CONFIG, TRAINER, find_fault, read_about, read_config, read_trainer_state
+from common.checkpoint.content import (
+    CONFIG,
+    TRAINER,
+    find_fault,
+    read_about,
+    read_config,
+    read_trainer_state,
+)
 from common.checkpoint.save import list_checkpoints, put_back_old
 from common.colossal import gpc
 from common.config.fields import flatten
@@ -21,9 +28,25 @@ FIXED = ("TOTAL_BATCH_SIZE", "SEED", "OPTIMIZER.name", "INIT")
 # is drawn per micro-batch (dropout, Mixup, CutMix, the noise of ERASING_MODE="pixel") changes with how they are cut.
 HARMLESS = (
     *("BATCH_SIZE", "CHECKPOINT_EVERY", "COMPILE", "DATA.download"),
-    *("DATA.loader", "DATA.root", "DATA.workers", "EVAL_EVERY", "GPUS", "KEEP", "LOG", "MAX_SKIPPED", "MAX_STEPS"),
+    *(
+        "DATA.loader",
+        "DATA.root",
+        "DATA.workers",
+        "EVAL_EVERY",
+        "GPUS",
+        "KEEP",
+        "LOG",
+        "MAX_SKIPPED",
+        "MAX_STEPS",
+    ),
     *("MICRO_BATCH_SIZE", "OUTPUT"),
-    *("MODEL.activation_checkpoint", "TENSOR_PARALLEL_MODE", "TENSOR_PARALLEL_SIZE", "TIMEOUT", "cudnn_benchmark"),
+    *(
+        "MODEL.activation_checkpoint",
+        "TENSOR_PARALLEL_MODE",
+        "TENSOR_PARALLEL_SIZE",
+        "TIMEOUT",
+        "cudnn_benchmark",
+    ),
     *("cudnn_deterministic", "gradient_accumulation", "parallel", "torch_ddp", "zero"),
 )
 Answer = TypeVar("Answer")
@@ -54,17 +77,23 @@ def choose_checkpoint(resume: str, output: Path) -> Path | None:
     holds_run = (output / CONFIG).exists()
     if resume == NEVER:
         if holds_run:
-            raise UserError(f"--output {output} holds another run: choose another folder, or leave out --resume never")
+            raise UserError(
+                f"--output {output} holds another run: choose another folder, or leave out --resume never"
+            )
         return None
     if resume == AUTO:
         return _newest_intact(output / "checkpoints")
     path = Path(resume).resolve()
     is_branch = holds_run and _is_branch(output, path)
     if not is_branch and not path.exists():
-        raise UserError(f"--resume {resume}: no such folder; give the path of a run or a checkpoint, or {NEVER}")
+        raise UserError(
+            f"--resume {resume}: no such folder; give the path of a run or a checkpoint, or {NEVER}"
+        )
     if not holds_run or path.is_relative_to(output):
         found = _find(path)
-        later = [other for other in list_checkpoints(output / "checkpoints") if other.name > found.name]
+        later = [
+            other for other in list_checkpoints(output / "checkpoints") if other.name > found.name
+        ]
         if newest := next((other for other in later if not find_fault(other)), None):
             raise UserError(
                 f"--resume {path}: the run in {output} has continued to {newest.name}; omit --resume to resume "
@@ -72,7 +101,9 @@ def choose_checkpoint(resume: str, output: Path) -> Path | None:
             )
         return found
     if not is_branch:
-        raise UserError(f"--output {output} holds another run than --resume {path}: choose another folder")
+        raise UserError(
+            f"--output {output} holds another run than --resume {path}: choose another folder"
+        )
     return _newest_intact(output / "checkpoints") or _find(path)
 
 
@@ -86,7 +117,9 @@ def _is_branch(output: Path, path: Path) -> bool:
 def _find(path: Path) -> Path:
     if (path / TRAINER).exists():
         if fault := find_fault(path):
-            raise UserError(f"--resume {path}: this checkpoint cannot be resumed, {fault}; choose another")
+            raise UserError(
+                f"--resume {path}: this checkpoint cannot be resumed, {fault}; choose another"
+            )
         return path
     found = _newest_intact(path / "checkpoints")
     if found is None:
@@ -140,7 +173,11 @@ def note_start(about: Mapping[str, Any], start_from: Path | None) -> dict[str, A
 def finished_step(path: Path, last_step: int) -> int | None:
     """Return the step of the checkpoint ``path`` if a run that ends after ``last_step`` has ended there, else None."""
     state = read_trainer_state(path)["trainer"]
-    return state["step"] if state["step"] >= last_step and state["evaluated_step"] == state["step"] else None
+    return (
+        state["step"]
+        if state["step"] >= last_step and state["evaluated_step"] == state["step"]
+        else None
+    )
 
 
 def check_data(path: Path, data: DataSummary, allowed: Sequence[str]) -> None:
@@ -157,7 +194,9 @@ def check_data(path: Path, data: DataSummary, allowed: Sequence[str]) -> None:
     print(f"DATA.root is another data set from here on ({counts})")
 
 
-def check_changes(path: Path, config: Mapping[str, Any], output: Path, allowed: Sequence[str], last_step: int) -> None:
+def check_changes(
+    path: Path, config: Mapping[str, Any], output: Path, allowed: Sequence[str], last_step: int
+) -> None:
     """Raise `UserError` where ``config`` would train differently from the run of the checkpoint ``path``.
 
     In another folder than that run's, a branch, only `FIXED` keys are refused; else also those that are neither
@@ -175,11 +214,17 @@ def check_changes(path: Path, config: Mapping[str, Any], output: Path, allowed: 
         return
     then, now = changed.get("NUM_EPOCHS", (0, 0))
     extended = ["NUM_EPOCHS", "WARMUP_EPOCHS"] * (now > then)  # which some recipes derive
-    refused = {key: pair for key, pair in changed.items() if not _is_under(key, (*HARMLESS, *allowed, *extended))}
+    refused = {
+        key: pair
+        for key, pair in changed.items()
+        if not _is_under(key, (*HARMLESS, *allowed, *extended))
+    }
     if refused:
         shown = ", ".join(f"{key}={now!r} (was {then!r})" for key, (then, now) in refused.items())
         allow = " ".join(f"--allow-change {key}" for key in refused)
-        state = "would train differently" if finished_step(path, last_step) is None else "is finished"
+        state = (
+            "would train differently" if finished_step(path, last_step) is None else "is finished"
+        )
         raise UserError(
             f"{shown}: the run in {output} {state}; keep the earlier values, start another run with --output DIR, "
             f"branch off with --resume {path} --output DIR, or add {allow}"
@@ -198,4 +243,8 @@ def changed_keys(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, 
     then, now = (flatten(json.loads(json.dumps(values, default=str))) for values in (saved, config))
     pairs = {key: (then.get(key), now.get(key)) for key in then | now}
     as_before = [key for key in ("INIT", "DATA.order") if now[key] is None]
-    return {key: (was, value) for key, (was, value) in pairs.items() if was != value and key not in as_before}
+    return {
+        key: (was, value)
+        for key, (was, value) in pairs.items()
+        if was != value and key not in as_before
+    }

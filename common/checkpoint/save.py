@@ -46,7 +46,10 @@ def write_checkpoint(path: Path, content: Mapping[str, Tensors | bytes]) -> None
         partial.mkdir(parents=True)
         for name, value in content.items():
             _write_file(partial / name, value)
-        _write_file(partial / MARKER, "".join(f"{sha256_of(partial / name)}  {name}\n" for name in content).encode())
+        _write_file(
+            partial / MARKER,
+            "".join(f"{sha256_of(partial / name)}  {name}\n" for name in content).encode(),
+        )
         for name in content:  # save_file lets nobody else read
             shutil.copymode(partial / MARKER, partial / name)
         sync(partial)
@@ -79,7 +82,9 @@ def put_back_old(folder: Path) -> None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in ``folder``, the newest first; their content is not checked."""
-    return sorted((path.parent for path in folder.glob(f"step-*/{MARKER}") if path.is_file()), reverse=True)
+    return sorted(
+        (path.parent for path in folder.glob(f"step-*/{MARKER}") if path.is_file()), reverse=True
+    )
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -124,9 +129,15 @@ def full_state_dict(
     The optimizer's are named ``<state>/<parameter>``, e.g. ``exp_avg/head.weight``. Every rank must call it; only rank
     0 copies. The next call with the same ``buffers`` overwrites the copies, instead of allocating and pinning memory.
     """
-    files = {MODEL: canonical_state(model), OPTIMIZER: _gather_moments(named_shards(model), optimizer)}
+    files = {
+        MODEL: canonical_state(model),
+        OPTIMIZER: _gather_moments(named_shards(model), optimizer),
+    }
     if averages is not None:
-        files[EMA] = ((name, gather_whole(held, averages.get(name))) for name, held in held_state(model).items())
+        files[EMA] = (
+            (name, gather_whole(held, averages.get(name)))
+            for name, held in held_state(model).items()
+        )
     copies = {file: _copy(tensors, buffers.setdefault(file, {})) for file, tensors in files.items()}
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
@@ -139,7 +150,10 @@ def _gather_moments(
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                yield f"{key}/{name}", gather_whole(parameter, value) if value.shape == parameter.shape else value
+                yield (
+                    f"{key}/{name}",
+                    gather_whole(parameter, value) if value.shape == parameter.shape else value,
+                )
 
 
 def _copy(tensors: Iterable[tuple[str, Tensor | None]], buffers: Tensors) -> Tensors:
@@ -148,7 +162,9 @@ def _copy(tensors: Iterable[tuple[str, Tensor | None]], buffers: Tensors) -> Ten
     for name, tensor in tensors:
         if tensor is not None and is_first:
             if name not in buffers:
-                buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                buffers[name] = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+                )
             copies[name] = buffers[name].copy_(tensor.detach(), non_blocking=True)
     return copies
 
@@ -175,24 +191,38 @@ def load_full_state_dict(
 def check_architecture(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -> None:
     """Raise UserError if ``weights``, read from ``path``, are not the whole parameters of ``model``, or not finite."""
     saved = {name: list(tensor.shape) for name, tensor in weights.items()}
-    check_shapes(path, saved, {name: list(whole_shape(held)) for name, held in held_state(model).items()})
+    check_shapes(
+        path, saved, {name: list(whole_shape(held)) for name, held in held_state(model).items()}
+    )
     for name, tensor in weights.items():
         if not tensor.is_meta and not tensor.isfinite().all():
-            raise UserError(f"{path}: {name} holds numbers that are not finite: start from other weights")
+            raise UserError(
+                f"{path}: {name} holds numbers that are not finite: start from other weights"
+            )
 
 
-def _load_moments(path: Path, moments: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
+def _load_moments(
+    path: Path, moments: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizer
+) -> None:
     """Give every parameter its pieces of ``moments``, whose names are ``<state>/<parameter>``."""
     parameters = named_shards(model)
     state = defaultdict(dict)
     for place, whole in moments.items():
         key, _, name = place.partition("/")
         if name not in parameters:
-            raise UserError(f"{path / OPTIMIZER} does not belong to its model: it has {place}; use another checkpoint")
+            raise UserError(
+                f"{path / OPTIMIZER} does not belong to its model: it has {place}; use another checkpoint"
+            )
         parameter = parameters[name]
         is_moment = whole.shape == whole_shape(parameter)
         state[parameter][key] = cut_piece(parameter, whole) if is_moment else whole
     # torch's own loading brings every state to the device and the type that the optimizer keeps it in
-    ordered: list[Any] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbered = {number: state[parameter] for number, parameter in enumerate(ordered) if parameter in state}
-    optimizer.load_state_dict({"state": numbered, "param_groups": optimizer.state_dict()["param_groups"]})
+    ordered: list[Any] = [
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ]
+    numbered = {
+        number: state[parameter] for number, parameter in enumerate(ordered) if parameter in state
+    }
+    optimizer.load_state_dict(
+        {"state": numbered, "param_groups": optimizer.state_dict()["param_groups"]}
+    )

@@ -11,7 +11,13 @@ from safetensors.torch import load_file
 
 import common.checkpoint.save
 from common.checkpoint.resume import choose_checkpoint
-from common.checkpoint.save import checkpoint_path, clear_old, list_checkpoints, mark_best, write_checkpoint
+from common.checkpoint.save import (
+    checkpoint_path,
+    clear_old,
+    list_checkpoints,
+    mark_best,
+    write_checkpoint,
+)
 from common.testing.checkpoints import build_content
 
 
@@ -30,7 +36,9 @@ def value_of(path: Path) -> float:
 
 
 def test_checksums_and_modes_are_those_of_the_shell(small, tmp_path):
-    subprocess.run(["sha256sum", "--check", "--strict", "COMPLETE"], cwd=small, check=True, capture_output=True)
+    subprocess.run(
+        ["sha256sum", "--check", "--strict", "COMPLETE"], cwd=small, check=True, capture_output=True
+    )
     (tmp_path / "new").touch()
     assert {file.stat().st_mode for file in small.iterdir()} == {(tmp_path / "new").stat().st_mode}
 
@@ -67,12 +75,16 @@ def test_after_a_kill_at_any_point_the_old_or_the_new_checkpoint_is_whole(small)
         seen.append(value_of(small))
         write_small(small, 1.0)
     assert value_of(small) == 2.0
-    assert seen == [1.0] * (len(seen) - 1) + [2.0]  # the last call comes after the new one is in its place
+    assert seen == [1.0] * (len(seen) - 1) + [
+        2.0
+    ]  # the last call comes after the new one is in its place
     assert len(seen) == 19  # to make the folder, write and sync 7 files, sync, rename twice, sync
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
-    (write_small(later := checkpoint_path(tmp_path, 99)) / "model.safetensors").write_bytes(b"damaged")
+    (write_small(later := checkpoint_path(tmp_path, 99)) / "model.safetensors").write_bytes(
+        b"damaged"
+    )
     for step in range(1, 7):
         path = write_small(checkpoint_path(tmp_path, step))
         if step == 2:
@@ -81,6 +93,9 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         (tmp_path / f".{path.name}.old").mkdir()
         (tmp_path / ".best.partial").symlink_to(path.name)  # as where `mark_best` is killed
         clear_old(path, keep=2)
-    assert list_checkpoints(tmp_path) == [later, *(checkpoint_path(tmp_path, step) for step in (6, 5, 2))]
+    assert list_checkpoints(tmp_path) == [
+        later,
+        *(checkpoint_path(tmp_path, step) for step in (6, 5, 2)),
+    ]
     assert (tmp_path / "best").resolve() == checkpoint_path(tmp_path, 2)
     assert len(list(tmp_path.iterdir())) == 5

@@ -9,7 +9,16 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from common.checkpoint.content import BEST, CONFIG, EMA, MARKER, MODEL, check_weights, read_about, read_config
+from common.checkpoint.content import (
+    BEST,
+    CONFIG,
+    EMA,
+    MARKER,
+    MODEL,
+    check_weights,
+    read_about,
+    read_config,
+)
 from common.checkpoint.save import newest_checkpoint
 from common.errors import UserError, command_parser
 from common.model.build import build_model
@@ -40,7 +49,9 @@ class SavedRun:
     def class_names(self) -> list[str]:
         """A name for every output of the model; the number of those that the data set had no name for."""
         names = self.about["data"]["class_names"]
-        return names + [str(label) for label in range(len(names), self.config["MODEL"]["num_classes"])]
+        return names + [
+            str(label) for label in range(len(names), self.config["MODEL"]["num_classes"])
+        ]
 
     def load_model(self) -> nn.Module:
         """Return the unsharded model with the checkpoint's weights, which may be of any parallel mode."""
@@ -56,8 +67,14 @@ class SavedRun:
 def build_parser(description: str | None, others: str = "") -> argparse.ArgumentParser:
     """Return the parser of a command whose first argument is what `open_run` opens, or one of the ``others``."""
     parser = command_parser(description)
-    parser.add_argument("run", metavar="RUN_OR_CHECKPOINT", help=f"a run's folder, or one in its checkpoints/{others}")
-    parser.add_argument("--raw", action="store_true", help="use the weights instead of their moving average (EMA)")
+    parser.add_argument(
+        "run",
+        metavar="RUN_OR_CHECKPOINT",
+        help=f"a run's folder, or one in its checkpoints/{others}",
+    )
+    parser.add_argument(
+        "--raw", action="store_true", help="use the weights instead of their moving average (EMA)"
+    )
     return parser
 
 
@@ -92,5 +109,7 @@ def _choose_checkpoint(name: str) -> tuple[Path, str]:
         return (folder / BEST).resolve(), "the best"
     newest = newest_checkpoint(folder)
     if newest is None:
-        raise UserError(f"{name}: no complete checkpoint in {folder}: wait until the run has saved one")
+        raise UserError(
+            f"{name}: no complete checkpoint in {folder}: wait until the run has saved one"
+        )
     return newest, "the newest"

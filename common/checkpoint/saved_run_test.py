@@ -13,7 +13,12 @@ from common.testing.tiny_task import NAMES, train
 
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory) -> Path:
-    return train(data, tmp_path_factory.mktemp("task") / "run", "fp16.mode=AMP_TYPE.TORCH", "MODEL.num_classes=8")
+    return train(
+        data,
+        tmp_path_factory.mktemp("task") / "run",
+        "fp16.mode=AMP_TYPE.TORCH",
+        "MODEL.num_classes=8",
+    )
 
 
 @pytest.fixture
@@ -47,7 +52,10 @@ def test_the_config_comes_back_as_it_was(trained):
 def test_anything_else_is_refused(run):
     for file, words in (
         ("checkpoints/step-00000010/COMPLETE", "no complete checkpoint in"),
-        ("config.json", r"neither a run \(it has no config.json\) nor a checkpoint \(no COMPLETE\)"),
+        (
+            "config.json",
+            r"neither a run \(it has no config.json\) nor a checkpoint \(no COMPLETE\)",
+        ),
     ):
         (run / file).unlink()
         with pytest.raises(UserError, match=words):

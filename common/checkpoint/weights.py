@@ -35,7 +35,10 @@ from common.model.vit import PatchEmbed, VisionTransformer
 HUB = "hf-hub:"
 OTHERS = ", a folder that export wrote for timm, a model of timm's by name, or hf-hub:<user>/<name>"
 BATCH = 64  # images that are evaluated at once, unless ``MICRO_BATCH_SIZE`` is set
-WRAPPERS = ("state_dict", "model")  # under which timm, DeiT and others keep the parameters in a torch file
+WRAPPERS = (
+    "state_dict",
+    "model",
+)  # under which timm, DeiT and others keep the parameters in a torch file
 # timm.create_model's other arguments load further files and unpickle them.
 SHAPE = {"act_layer", "norm_layer", *timm_arguments()}
 
@@ -62,30 +65,46 @@ def resolve_source(name: str, is_timm: bool = False) -> str:
         if timm.is_model(name.partition(".")[0]):
             cfg = pretrained_config(name)
             if not cfg.hf_hub_id:
-                raise UserError(f"{name}: timm has no weights of it on the Hugging Face Hub; choose another")
+                raise UserError(
+                    f"{name}: timm has no weights of it on the Hugging Face Hub; choose another"
+                )
             return HUB + cfg.hf_hub_id
-    return os.path.abspath(os.path.expanduser(name))  # links stay: a run's `best`, files of the Hub's cache
+    return os.path.abspath(
+        os.path.expanduser(name)
+    )  # links stay: a run's `best`, files of the Hub's cache
 
 
 def open_source(name: str) -> OpenedWeights:
     """Read the weights that `resolve_source` named; raise `UserError` for what holds none."""
     path, is_hub = Path(name), name.startswith(HUB)
     if not is_hub and not path.exists():
-        raise UserError(f"{name}: no such file or folder: name a run, a checkpoint, a file of weights or a timm model")
+        raise UserError(
+            f"{name}: no such file or folder: name a run, a checkpoint, a file of weights or a timm model"
+        )
     if not is_hub and ((path / MARKER).is_file() or (path / "checkpoints").is_dir()):
         run = open_run(name)
         chosen = "" if run.checkpoint == path else f"{run.chosen}: {run.checkpoint.name}"
         return OpenedWeights(run.load_weights(), run.config["MODEL"], chosen=chosen)
     try:
-        return _open_hub(name) if is_hub else _open_file(name, path / MODEL if path.is_dir() else path)
+        return (
+            _open_hub(name) if is_hub else _open_file(name, path / MODEL if path.is_dir() else path)
+        )
     except UserError:
         raise
-    except Exception as error:  # safetensors', torch's, timm's, the Hub's and the network's have no type in common
+    except (
+        Exception
+    ) as error:  # safetensors', torch's, timm's, the Hub's and the network's have no type in common
         reason = first_line(error)[:200]
-        if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the code in the file
-            reason = "not by torch.save, or more than tensors, which is not read since it may run code"
+        if isinstance(
+            error, pickle.UnpicklingError
+        ):  # torch's message advises to run the code in the file
+            reason = (
+                "not by torch.save, or more than tensors, which is not read since it may run code"
+            )
         remedy = "name a run, a checkpoint, a file of weights, a timm model; of the Hub, check network and HF_TOKEN"
-        raise UserError(f"{name}: holds no weights that can be read ({reason}): {remedy}") from error
+        raise UserError(
+            f"{name}: holds no weights that can be read ({reason}): {remedy}"
+        ) from error
 
 
 def _open_hub(name: str) -> OpenedWeights:
@@ -98,9 +117,20 @@ def _open_hub(name: str) -> OpenedWeights:
 
 
 def _open_file(name: str, file: Path) -> OpenedWeights:
-    weights = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-    weights = next((weights[key] for key in WRAPPERS if isinstance(weights, Mapping) and key in weights), weights)
-    if not (isinstance(weights, Mapping) and weights and all(isinstance(value, Tensor) for value in weights.values())):
+    weights = (
+        load_file(file)
+        if file.suffix == ".safetensors"
+        else torch.load(file, "cpu", weights_only=True)
+    )
+    weights = next(
+        (weights[key] for key in WRAPPERS if isinstance(weights, Mapping) and key in weights),
+        weights,
+    )
+    if not (
+        isinstance(weights, Mapping)
+        and weights
+        and all(isinstance(value, Tensor) for value in weights.values())
+    ):
         raise UserError(f"{name}: {file.name} is no state_dict: save model.state_dict() alone")
     weights, about = dict(weights), _read_description(file)
     if "config" in about:  # a run's
@@ -133,13 +163,20 @@ def _heads_of_timm(source: str, timm: str, **arguments: Any) -> int:
         raise UserError(f"{source}: architecture {timm!r} is no model of timm's")
     with torch.device("meta"):
         if type(create_model(timm)) is not VisionTransformer:
-            raise UserError(f"{source}: {timm} is no plain Vision Transformer; choose a vit_* or deit3_*")
-        shape: dict[str, Any] = {key: arguments[key] for key in arguments.keys() & SHAPE} | {"depth": 1}
+            raise UserError(
+                f"{source}: {timm} is no plain Vision Transformer; choose a vit_* or deit3_*"
+            )
+        shape: dict[str, Any] = {key: arguments[key] for key in arguments.keys() & SHAPE} | {
+            "depth": 1
+        }
         model = create_model(timm, **shape)  # blocks are alike
     block: Any = model.blocks[0]
     has_gelu = type(block.mlp.act) is nn.GELU and block.mlp.act.approximate == "none"
     has_norm = isinstance(block.norm1, nn.LayerNorm) and block.norm1.eps == 1e-6
-    pools = model.global_pool == ("token" if model.has_class_token else "avg") and not model.pool_include_prefix
+    pools = (
+        model.global_pool == ("token" if model.has_class_token else "avg")
+        and not model.pool_include_prefix
+    )
     if not (has_gelu and has_norm and pools):
         raise UserError(
             f"{source}: {timm} has another activation, norm or pooling than a plain Vision Transformer; choose another"
@@ -147,7 +184,9 @@ def _heads_of_timm(source: str, timm: str, **arguments: Any) -> int:
     return block.attn.num_heads
 
 
-def infer_model(name: str, weights: Mapping[str, Tensor], no_embed_class: bool | None = None) -> dict[str, Any]:
+def infer_model(
+    name: str, weights: Mapping[str, Tensor], no_embed_class: bool | None = None
+) -> dict[str, Any]:
     """Return what the shapes of ``weights`` tell of MODEL: all of its shape but ``heads`` and ``num_classes``."""
     try:
         width, _, patch_size, _ = weights["patch_embed.proj.weight"].shape
@@ -163,7 +202,9 @@ def infer_model(name: str, weights: Mapping[str, Tensor], no_embed_class: bool |
     ratio = ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
     prefix = ("cls_token" in weights) + registers
     # guessed if None: 9 positions are those of 3 x 3 patches, or of 2 x 2 and 5 other tokens
-    no_embed_class = prefix > 0 and (math.isqrt(tokens) ** 2 == tokens if no_embed_class is None else no_embed_class)
+    no_embed_class = prefix > 0 and (
+        math.isqrt(tokens) ** 2 == tokens if no_embed_class is None else no_embed_class
+    )
     side = math.isqrt(max(0, tokens - (0 if no_embed_class else prefix)))
     return dict(
         image_size=side * patch_size,
@@ -174,7 +215,9 @@ def infer_model(name: str, weights: Mapping[str, Tensor], no_embed_class: bool |
         pool="cls" if "cls_token" in weights else "avg",
         no_embed_class=no_embed_class,
         reg_tokens=registers,
-        init_values=DEIT3_INIT_VALUES if "blocks.0.ls1.gamma" in weights else None,  # the weights replace any
+        init_values=DEIT3_INIT_VALUES
+        if "blocks.0.ls1.gamma" in weights
+        else None,  # the weights replace any
     )
 
 
@@ -195,7 +238,9 @@ def fit_pretrained(model: nn.Module, source: str) -> tuple[dict[str, Tensor], st
     is_ours = isinstance(model, VisionTransformer)
     try:
         weights, known, _, chosen = open_source(source)
-        heads = _heads_of_timm(source, **known) if is_ours and known.get("timm") else known.get("heads")
+        heads = (
+            _heads_of_timm(source, **known) if is_ours and known.get("timm") else known.get("heads")
+        )
     except UserError as error:
         raise UserError(f"INIT={error}") from error
     notes = []
@@ -205,7 +250,9 @@ def fit_pretrained(model: nn.Module, source: str) -> tuple[dict[str, Tensor], st
     fits = (_fit_timm, _fit_position) if is_ours and "pos_embed" in weights else (_fit_timm,)
     notes += [note for fit in fits if (note := fit(weights, model))]
     check_architecture(Path(source), weights, model)
-    return weights, "; ".join([f"starting from the weights of {source}{chosen and f' ({chosen})'}", *notes])
+    return weights, "; ".join(
+        [f"starting from the weights of {source}{chosen and f' ({chosen})'}", *notes]
+    )
 
 
 def _fit_timm(weights: dict[str, Tensor], model: Any) -> str | None:
@@ -215,19 +262,29 @@ def _fit_timm(weights: dict[str, Tensor], model: Any) -> str | None:
         weights.clear()
         weights |= converted
     weights |= {name: buffer for name, buffer in kept_buffers(model).items() if name not in weights}
-    own = {name: p.detach() for name, p in model.named_parameters() if name.rpartition(".")[0] in model.head_names}
+    own = {
+        name: p.detach()
+        for name, p in model.named_parameters()
+        if name.rpartition(".")[0] in model.head_names
+    }
     if all(name in weights and weights[name].shape == p.shape for name, p in own.items()):
         return None
     name = f"{model.head_names[0]}.weight"
     saved = weights.get(name)
     weights |= own
-    return f"a new head of {len(own[name])} classes" + (f", not its {len(saved)}" if saved is not None else "")
+    return f"a new head of {len(own[name])} classes" + (
+        f", not its {len(saved)}" if saved is not None else ""
+    )
 
 
-def _check_shape(source: str, weights: Mapping[str, Tensor], known: Mapping[str, Any], model: Any) -> None:
+def _check_shape(
+    source: str, weights: Mapping[str, Tensor], known: Mapping[str, Any], model: Any
+) -> None:
     """Refuse weights of another shape than ``model``; name every key of MODEL that has to change."""
     theirs, own = {}, {}
-    if isinstance(model.patch_embed, PatchEmbed):  # else of a convolutional stem, whose weights tell no patch size
+    if isinstance(
+        model.patch_embed, PatchEmbed
+    ):  # else of a convolutional stem, whose weights tell no patch size
         theirs = infer_model(source, weights, known.get("no_embed_class"))
         own = infer_model("", dict(model.named_parameters()), model.embedded_prefix == 0)
         if own["image_size"] % theirs["patch_size"] == 0:
@@ -292,10 +349,23 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
     if not known.get("timm") or not about.get("num_classes"):
         missing = "classes" if known.get("timm") else "config.json"
         raise UserError(f"{name}: it has no {missing}, so there is nothing to evaluate")
-    sizes = {"image_size": known.get("img_size") or about["input_size"][-1], "num_classes": about["num_classes"]}
+    sizes = {
+        "image_size": known.get("img_size") or about["input_size"][-1],
+        "num_classes": about["num_classes"],
+    }
     data = {key: about[theirs] for key, theirs in TIMM_DATA.items() if about.get(theirs)}
-    given = {key: value for key, value in known.items() if key not in ("img_size", "in_chans", "num_classes")}
-    values = {"TOTAL_BATCH_SIZE": BATCH, "NUM_EPOCHS": 1, "LEARNING_RATE": 1, "MODEL": given | sizes, "DATA": data}
+    given = {
+        key: value
+        for key, value in known.items()
+        if key not in ("img_size", "in_chans", "num_classes")
+    }
+    values = {
+        "TOTAL_BATCH_SIZE": BATCH,
+        "NUM_EPOCHS": 1,
+        "LEARNING_RATE": 1,
+        "MODEL": given | sizes,
+        "DATA": data,
+    }
     how = data.get("interpolation", "bilinear")
     is_known = how in ("bilinear", "bicubic")
     data["interpolation"] = how if is_known else "bilinear"
@@ -305,13 +375,20 @@ def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) ->
     check_architecture(path, fitted, model)
     names, descriptions = _name_classes(about, about["num_classes"])
     return PretrainedRun(
-        folder=Path("outputs", path.parent.name.removeprefix(HUB)) if source.startswith(HUB) else path.parent,
+        folder=Path("outputs", path.parent.name.removeprefix(HUB))
+        if source.startswith(HUB)
+        else path.parent,
         checkpoint=path,
         chosen="pretrained"
         + f"; images are resized bilinearly here, not {how}" * (not is_known)
-        + "; the centre is cut out here, timm squashes images" * (about.get("crop_mode") == "squash"),
+        + "; the centre is cut out here, timm squashes images"
+        * (about.get("crop_mode") == "squash"),
         config=config,
-        about={"task": "imagenet_dali", "data": {"class_names": names}, "plan": {"micro_batch": BATCH}},
+        about={
+            "task": "imagenet_dali",
+            "data": {"class_names": names},
+            "plan": {"micro_batch": BATCH},
+        },
         state=weights,
         descriptions=descriptions,
     )

@@ -59,7 +59,9 @@ def test_other_classes_and_another_size_are_timms(pool, position, size, parts, t
         reference.pos_embed.data.copy_(own_position)
     images = torch.randn(3, 3, size, size)
     torch.testing.assert_close(ours.eval()(images), reference(images))
-    expected = f"; position embedding resampled to {size // 8} x {size // 8} patches from 4 x 4" * (size != 32)
+    expected = f"; position embedding resampled to {size // 8} x {size // 8} patches from 4 x 4" * (
+        size != 32
+    )
     expected = "; fixed positions in place of its" if position == "sincos2d" else expected
     heads = "MODEL.heads=2, which the weights do not tell; a new head of 7 classes, not its 9"
     assert done == f"starting from the weights of {tmp_path}/timm.pth; {heads}{expected}"
@@ -83,12 +85,16 @@ def test_of_a_convolutional_stem_positions_are_resampled_and_heads_compared(tmp_
     arguments = OTHER | {"stem": "conv"}
     save_file(build_model(**arguments).state_dict(), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"config": {"MODEL": {"heads": 2}}}')
-    assert "resampled to 4 x 4" in load_pretrained(build_model(**arguments | {"image_size": 32}), str(tmp_path))
+    assert "resampled to 4 x 4" in load_pretrained(
+        build_model(**arguments | {"image_size": 32}), str(tmp_path)
+    )
     with pytest.raises(UserError, match="--set MODEL.heads=2 fits"):
         load_pretrained(build_model(**arguments | {"heads": 4}), str(tmp_path))
 
 
-def test_a_run_a_checkpoint_a_file_and_exports_give_the_averaged_weights_and_heads(trained, tmp_path):
+def test_a_run_a_checkpoint_a_file_and_exports_give_the_averaged_weights_and_heads(
+    trained, tmp_path
+):
     for target in ("timm", "safetensors"):
         export.main([str(trained), "--to", target, "--output", str(tmp_path / target)])
     shutil.copy(tmp_path / "safetensors" / "model.safetensors", tmp_path / "alone.safetensors")
@@ -98,8 +104,14 @@ def test_a_run_a_checkpoint_a_file_and_exports_give_the_averaged_weights_and_hea
     files = (checkpoint / "ema.safetensors", tmp_path / "timm", tmp_path / "alone.safetensors")
     for source in (trained, checkpoint, *files):
         model = build_model(**OTHER)
-        chosen = f" (the best; moving average of the weights: {checkpoint.name})" if source == trained else ""
-        assert load_pretrained(model, str(source)) == f"starting from the weights of {source}{chosen}"
+        chosen = (
+            f" (the best; moving average of the weights: {checkpoint.name})"
+            if source == trained
+            else ""
+        )
+        assert (
+            load_pretrained(model, str(source)) == f"starting from the weights of {source}{chosen}"
+        )
         assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
         with pytest.raises(UserError, match="differs from MODEL.heads=4: --set MODEL.heads=2 fits"):
             load_pretrained(build_model(**OTHER | {"heads": 4}), str(source))
@@ -123,9 +135,17 @@ def test_the_head_alone_is_trained_and_then_the_whole(trained, data, tmp_path):
     source = load_file(newest_checkpoint(trained / "checkpoints") / "ema.safetensors")
     last = newest_checkpoint(tmp_path / "run" / "checkpoints")
     for file in ("model.safetensors", "ema.safetensors"):
-        changed = {name for name, tensor in load_file(last / file).items() if not torch.equal(tensor, source[name])}
+        changed = {
+            name
+            for name, tensor in load_file(last / file).items()
+            if not torch.equal(tensor, source[name])
+        }
         assert changed == {"head.weight", "head.bias"}
-    moments = {f"{key}/head.{name}" for key in ("step", "exp_avg", "exp_avg_sq") for name in ("weight", "bias")}
+    moments = {
+        f"{key}/head.{name}"
+        for key in ("step", "exp_avg", "exp_avg_sq")
+        for name in ("weight", "bias")
+    }
     assert load_file(last / "optimizer.safetensors").keys() == moments
     train(data, tmp_path / "tuned", *settings, "NUM_EPOCHS=3", flags=["--resume", str(last)])
     tuned = load_file(newest_checkpoint(tmp_path / "tuned" / "checkpoints") / "model.safetensors")

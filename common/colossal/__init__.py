@@ -23,7 +23,11 @@ from common.colossal.context import (
 from common.colossal.engine import Engine, Predictor, check_compile, explain_compiler, initialize
 from common.colossal.hooks import repair_hooks
 from common.colossal.lost_ranks import doing, naming_lost_ranks, progress
-from common.colossal.tensor_parallel.layout import check_tensor_parallel, describe_tensor_parallel, resolve_parallel
+from common.colossal.tensor_parallel.layout import (
+    check_tensor_parallel,
+    describe_tensor_parallel,
+    resolve_parallel,
+)
 from common.colossal.tensor_parallel.sharding import (
     canonical_state,
     cut_piece,

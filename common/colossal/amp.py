@@ -92,7 +92,9 @@ def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> M
             f"warning: fp16.dtype={name_dtype(dtype)!r}: this CPU ({instruction_set()}) has no instructions for it; "
             f"training can be hundreds of times slower than in float32. Omit dtype to compute in {default}"
         )
-    return MixedPrecision(cast, dtype, scaler, f"{name} in {name_dtype(dtype)}: {cast.value}", warning)
+    return MixedPrecision(
+        cast, dtype, scaler, f"{name} in {name_dtype(dtype)}: {cast.value}", warning
+    )
 
 
 def compute_dtype(fp16: Mapping[str, Any] | None, device_type: str) -> torch.dtype:
@@ -108,7 +110,10 @@ def name_dtype(dtype: torch.dtype | str) -> str:
 def _parse_dtype(dtype: Any, device_type: str) -> torch.dtype:
     if dtype is None:
         if device_type == "cuda":
-            is_old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)  # before Ampere
+            is_old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (
+                8,
+                0,
+            )  # before Ampere
             return torch.float16 if is_old else torch.bfloat16
         return torch.bfloat16 if is_fast("bfloat16") else torch.float32
     return getattr(torch, name_dtype(dtype))
@@ -136,19 +141,28 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _forward_in_own_type(layer: _NormBase, forward: Any, dtype: torch.dtype, inputs: Tensor) -> Tensor:
+def _forward_in_own_type(
+    layer: _NormBase, forward: Any, dtype: torch.dtype, inputs: Tensor
+) -> Tensor:
     """Normalize in the dtype of the parameters and running statistics, which must be the same."""
-    own_dtype = next((tensor.dtype for tensor in (*layer.parameters(), *layer.buffers())), torch.float32)
+    own_dtype = next(
+        (tensor.dtype for tensor in (*layer.parameters(), *layer.buffers())), torch.float32
+    )
     return forward(inputs.to(own_dtype)).to(dtype)
 
 
-def _forward_on_copies(layer: nn.Module, forward: Any, dtype: torch.dtype, *inputs: Any, **named_inputs: Any) -> Any:
+def _forward_on_copies(
+    layer: nn.Module, forward: Any, dtype: torch.dtype, *inputs: Any, **named_inputs: Any
+) -> Any:
     """Call ``forward`` on casts, which are made per layer because checkpointed layers run again in backward.
 
     Those of its children are cast too: a layer may use their parameters and buffers itself, as timm's BEiT and torch's
     MultiheadAttention.
     """
-    layers = [layer, *(one for one in layer.children() if not isinstance(one, (_NormBase, ShardedLinear)))]
+    layers = [
+        layer,
+        *(one for one in layer.children() if not isinstance(one, (_NormBase, ShardedLinear))),
+    ]
     held: list[dict[str, Any]] = [of for one in layers for of in (one._parameters, one._buffers)]
     masters = [dict(of) for of in held]
     for of in held:

@@ -31,12 +31,42 @@ BY, AUTOCAST = ", by PyTorch instead of apex.amp, in", "operations, by autocast"
     ("fp16", "device", "dtype", "scale", "note"),
     [
         (None, "cuda", FLOAT32, None, "float32"),
-        (dict(mode=TORCH, dtype=FLOAT16, init_scale=8.0), "cpu", FLOAT16, 8, f"{TORCH} in float16: {AUTOCAST}"),
-        (dict(mode=TORCH, dtype=FLOAT16, enabled=False), "cuda", FLOAT16, None, f"{TORCH} in float16: {AUTOCAST}"),
-        (dict(mode=APEX, init_scale=8.0), "cpu", BFLOAT16, None, f"{APEX} O1{BY} bfloat16: {AUTOCAST}"),
+        (
+            dict(mode=TORCH, dtype=FLOAT16, init_scale=8.0),
+            "cpu",
+            FLOAT16,
+            8,
+            f"{TORCH} in float16: {AUTOCAST}",
+        ),
+        (
+            dict(mode=TORCH, dtype=FLOAT16, enabled=False),
+            "cuda",
+            FLOAT16,
+            None,
+            f"{TORCH} in float16: {AUTOCAST}",
+        ),
+        (
+            dict(mode=APEX, init_scale=8.0),
+            "cpu",
+            BFLOAT16,
+            None,
+            f"{APEX} O1{BY} bfloat16: {AUTOCAST}",
+        ),
         (dict(mode=APEX, opt_level="O0"), "cuda", FLOAT32, None, f"{APEX} O0{BY} float32"),
-        (dict(mode=APEX, opt_level="O2", dtype="float16"), "cpu", FLOAT16, 2**16, f"{APEX} O2{BY} float16: all layers"),
-        (dict(mode=APEX, opt_level="O3", dtype=FLOAT16), "cuda", FLOAT16, None, f"{APEX} O3{BY} float16: parameters"),
+        (
+            dict(mode=APEX, opt_level="O2", dtype="float16"),
+            "cpu",
+            FLOAT16,
+            2**16,
+            f"{APEX} O2{BY} float16: all layers",
+        ),
+        (
+            dict(mode=APEX, opt_level="O3", dtype=FLOAT16),
+            "cuda",
+            FLOAT16,
+            None,
+            f"{APEX} O3{BY} float16: parameters",
+        ),
     ],
 )
 def test_config(fp16, device, dtype, scale, note, monkeypatch):
@@ -69,13 +99,26 @@ def test_types(fp16, dtype, in_half, monkeypatch):
     monkeypatch.setattr(amp, "is_fast", lambda _: False)
     seen = {}
     with launched(fp16=fp16):
-        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 3), nn.BatchNorm1d(3))
+        model = nn.Sequential(
+            nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 3), nn.BatchNorm1d(3)
+        )
         for name, layer in zip(LAYERS, model, strict=True):
-            layer.register_forward_hook(lambda _, inputs, output, name=name: seen.update({name: output.dtype}))
-        model[0].register_forward_hook(lambda *_: seen.update(autocast=torch.is_autocast_enabled("cpu")))
-        engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+            layer.register_forward_hook(
+                lambda _, inputs, output, name=name: seen.update({name: output.dtype})
+            )
+        model[0].register_forward_hook(
+            lambda *_: seen.update(autocast=torch.is_autocast_enabled("cpu"))
+        )
+        engine, *_ = initialize(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
+        )
         logits, _, loss = engine.execute_schedule(iter([(torch.randn(2, 4), torch.tensor([0, 1]))]))
-        tensors = {"logits": logits, "loss": loss, "weight": model[0].weight, "grad": model[0].weight.grad}
+        tensors = {
+            "logits": logits,
+            "loss": loss,
+            "weight": model[0].weight,
+            "grad": model[0].weight.grad,
+        }
         seen |= {name: tensor.dtype for name, tensor in tensors.items()}
     assert seen.pop("autocast") == (fp16 == MODES["TORCH bfloat16"])
     assert seen == dict.fromkeys((*LAYERS, *tensors), FLOAT32) | dict.fromkeys(in_half, dtype)

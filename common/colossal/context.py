@@ -55,7 +55,9 @@ class RepairedContext(ParallelContext):
             return None
         return timedelta(seconds=self.watcher.timeout + (0 if backend == "gloo" else NCCL_GRACE))
 
-    def init_global_dist(self, rank: int, world_size: int, backend: str, host: str, port: int) -> None:
+    def init_global_dist(
+        self, rank: int, world_size: int, backend: str, host: str, port: int
+    ) -> None:
         """Join the default process group; a single process or a fake launch needs no host and port.
 
         Upstream (parallel_context.py:382) puts every host in brackets, which Python >= 3.11.4 accepts for IPv6 only,
@@ -75,7 +77,9 @@ class RepairedContext(ParallelContext):
         cpu_group = None
         if backend not in ("gloo", "fake"):
             cpu_group = dist.new_group(ranks, timeout=self.timeout_of("gloo"), backend="gloo")
-        self._register_dist(rank, world_size, dist.GroupMember.WORLD, cpu_group, ranks, ParallelMode.GLOBAL)
+        self._register_dist(
+            rank, world_size, dist.GroupMember.WORLD, cpu_group, ranks, ParallelMode.GLOBAL
+        )
         self.add_global_rank(ParallelMode.GLOBAL, rank)
 
     def init_parallel_groups(self) -> None:
@@ -84,7 +88,9 @@ class RepairedContext(ParallelContext):
         Upstream (parallel_context.py:450) fills missing keys of ``parallel`` from the process's previous launch.
         """
         config: Any = self.config
-        config.parallel = Config(resolve_parallel(config.get("parallel"), self.get_world_size(ParallelMode.GLOBAL)))
+        config.parallel = Config(
+            resolve_parallel(config.get("parallel"), self.get_world_size(ParallelMode.GLOBAL))
+        )
         new_group = dist.new_group
 
         def with_timeout(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup | int:
@@ -106,7 +112,9 @@ class RepairedContext(ParallelContext):
         Upstream uses the same masks on all data-parallel ranks.
         """
         device = torch.cuda if torch.cuda.is_available() else torch
-        device.manual_seed(self._seed + DATA_PARALLEL_SEED_STRIDE * (1 + self.get_local_rank(ParallelMode.DATA)))
+        device.manual_seed(
+            self._seed + DATA_PARALLEL_SEED_STRIDE * (1 + self.get_local_rank(ParallelMode.DATA))
+        )
 
     def destroy(self) -> None:
         """Leave all groups and reset the context for another launch.
@@ -117,7 +125,13 @@ class RepairedContext(ParallelContext):
             self.watcher.stop("closed")
         super().destroy()
         tensor_parallel_env.load()
-        for table in (self._global_ranks, self._local_ranks, self._world_sizes, self._cpu_groups, self._ranks_in_group):
+        for table in (
+            self._global_ranks,
+            self._local_ranks,
+            self._world_sizes,
+            self._cpu_groups,
+            self._ranks_in_group,
+        ):
             table.clear()
         self._config = self.watcher = None
 
@@ -161,19 +175,31 @@ def get_default_parser() -> argparse.ArgumentParser:
 
 
 def launch(
-    config: Any, rank: int, world_size: int, host: str, port: int, backend: str | None = None, **more: Any
+    config: Any,
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    backend: str | None = None,
+    **more: Any,
 ) -> None:
     """Join the process groups as rank ``rank``; see `_launch`."""
-    _launch(join_groups, config, backend, rank=rank, world_size=world_size, host=host, port=port, **more)
+    _launch(
+        join_groups, config, backend, rank=rank, world_size=world_size, host=host, port=port, **more
+    )
 
 
-def launch_from_slurm(config: Any, host: str | None, port: int | None, backend: str | None = None, **more: Any) -> None:
+def launch_from_slurm(
+    config: Any, host: str | None, port: int | None, backend: str | None = None, **more: Any
+) -> None:
     """Join the process groups as a task of srun; see `_launch`."""
     host = host or os.environ.get("HOST") or os.environ.get("MASTER_ADDR")
     _launch(upstream.launch_from_slurm, config, backend, host=host, port=port, **more)
 
 
-def launch_from_openmpi(config: Any, host: str, port: int, backend: str | None = None, **more: Any) -> None:
+def launch_from_openmpi(
+    config: Any, host: str, port: int, backend: str | None = None, **more: Any
+) -> None:
     """Join the process groups as a task of mpirun; see `_launch`."""
     _launch(upstream.launch_from_openmpi, config, backend, host=host, port=port, **more)
 
@@ -188,7 +214,9 @@ def _launch(start: Callable[..., None], config: Any, backend: str | None, **more
 
     ``backend`` defaults to nccl on GPUs and gloo on CPUs.
     """
-    from common.config.load import load_own_config  # the one import upwards: layering_test.py says why
+    from common.config.load import (
+        load_own_config,
+    )  # the one import upwards: layering_test.py says why
 
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     start(config=load_own_config(config), backend=backend, **more)
@@ -203,11 +231,15 @@ def allow_fake_launches() -> None:
 
     torch.cuda.is_available, torch.cuda.device_count = lambda: False, lambda: 0
     dist.new_group = new_fake_group
-    RepairedContext.detect_num_processes_on_current_node = lambda context: None  # gathers host names
+    RepairedContext.detect_num_processes_on_current_node = lambda context: (
+        None
+    )  # gathers host names
     layers._random_stream = lambda device, number: nullcontext()  # reads a random state
     Tensor.item = lambda tensor: 0.0  # read by the loss scaler for overflows
     # FSDP cuts every parameter into as many tensors as there are ranks, of which rank 0 keeps the first
-    _fsdp_param._chunk_with_empty = lambda tensor, parts, dim: [tensor.narrow(dim, 0, -(-tensor.size(dim) // parts))]
+    _fsdp_param._chunk_with_empty = lambda tensor, parts, dim: [
+        tensor.narrow(dim, 0, -(-tensor.size(dim) // parts))
+    ]
     nn.Module.to = _convert_in_place  # swaps tensors, which fake tensors do not support
     warnings.simplefilter("ignore")  # the run itself will warn
 
@@ -238,7 +270,9 @@ def reduce_without_waiting(engine: Any) -> None:
         engine.model.register_comm_hook(engine.model.process_group, _reduce_bucket)
 
 
-def _reduce_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _reduce_bucket(
+    group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
     buffer = bucket.buffer()
     dist.all_reduce(buffer, group=group)
     future: torch.futures.Future[Tensor] = torch.futures.Future()

@@ -56,11 +56,16 @@ def test_a_launch_finds_the_device_and_seeds_the_generators(monkeypatch):
 def test_every_group_has_the_timeout_and_nccl_outlives_the_others_verdict(backend, monkeypatch):
     join_groups({}, 0, 1, "", 0, backend="gloo", verbose=False)
     monkeypatch.setattr(gpc, "watcher", SimpleNamespace(timeout=600.0, stop=lambda state: None))
-    groups, chosen = mock.patch.dict(gpc._groups), mock.patch.object(dist, "get_backend", return_value=backend)
+    groups, chosen = (
+        mock.patch.dict(gpc._groups),
+        mock.patch.object(dist, "get_backend", return_value=backend),
+    )
     with groups, chosen, mock.patch.object(dist, "new_group") as new_group:
         gpc.init_parallel_groups()
     shutdown()
-    seconds = {(given, timeout.total_seconds()) for (_, timeout, given), _ in new_group.call_args_list}
+    seconds = {
+        (given, timeout.total_seconds()) for (_, timeout, given), _ in new_group.call_args_list
+    }
     assert seconds == ({(None, 600.0)} if backend == "gloo" else {(None, 720.0), ("gloo", 600.0)})
 
 
@@ -81,7 +86,9 @@ warnings.warn("seen")
 
 
 def test_import_is_quiet_and_leaves_nothing_behind():
-    environ = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    environ = {
+        name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"
+    }
     done = run_python(IMPORT, check=True, env=environ)
     assert json.loads(done.stdout) == {"unchanged": True, "heavy": [], "amp": True, "cuda": False}
     assert "UserWarning: seen" in done.stderr
@@ -90,5 +97,7 @@ def test_import_is_quiet_and_leaves_nothing_behind():
 
 def test_another_version_is_refused(monkeypatch):
     monkeypatch.setattr(upstream, "version", lambda name: "0.5.10")
-    with pytest.raises(UserError, match=r"colossalai is 0\.5\.10, this project needs 0\.5\.0: pip install"):
+    with pytest.raises(
+        UserError, match=r"colossalai is 0\.5\.10, this project needs 0\.5\.0: pip install"
+    ):
         check_version()

@@ -41,10 +41,18 @@ class Engine(UpstreamEngine):
 
     optimizer: StepOptimizer
 
-    def __init__(self, *args: Any, precision: MixedPrecision, lr_scheduler: OncePerStep | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        precision: MixedPrecision,
+        lr_scheduler: OncePerStep | None = None,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
         self.precision, self.lr_scheduler = precision, lr_scheduler
-        self.on_phase: Callable[[str], object] = lambda phase: None  # called in training where a phase begins
+        self.on_phase: Callable[[str], object] = lambda phase: (
+            None
+        )  # called in training where a phase begins
         self.device = get_accelerator().get_current_device()
 
     def backward(self, loss: Tensor) -> None:
@@ -56,8 +64,12 @@ class Engine(UpstreamEngine):
         if self.training:
             self.on_phase("forward")
         model: Any = self.model
-        skips_sync = isinstance(model, DistributedDataParallel) and not self.optimizer.completes_step
-        if skips_sync and model.static_graph:  # which is recorded in a first pass that must not skip it
+        skips_sync = (
+            isinstance(model, DistributedDataParallel) and not self.optimizer.completes_step
+        )
+        if (
+            skips_sync and model.static_graph
+        ):  # which is recorded in a first pass that must not skip it
             skips_sync = model._static_graph_delay_allreduce_enqueued
         if isinstance(self.model, FSDPModule):
             set_communication(self.model, model.training, self.optimizer.completes_step)
@@ -116,12 +128,22 @@ def initialize(
     if not isinstance(model, FSDPModule):
         model.to(device)
     precision.apply(model)
-    step_optimizer = StepOptimizer(optimizer, accumulation, precision.scaler, config.get("MAX_SKIPPED", MAX_SKIPPED))
-    step_optimizer.statistics = [b.flatten() for b in kept_buffers(model).values() if b.is_floating_point()]
+    step_optimizer = StepOptimizer(
+        optimizer, accumulation, precision.scaler, config.get("MAX_SKIPPED", MAX_SKIPPED)
+    )
+    step_optimizer.statistics = [
+        b.flatten() for b in kept_buffers(model).values() if b.is_floating_point()
+    ]
     if isinstance(optimizer, Lamb) and is_sharded(step_optimizer.parameters):
-        raise UserError("Lamb would take norms of shards: use build_optimizer(model, 'lamb') of common.optim.build")
-    if isinstance(model, FSDPModule) and not all(hasattr(p, "source") for p in step_optimizer.parameters):
-        raise UserError("zero: give the optimizer named_shards(model).values(), as build_optimizer does")
+        raise UserError(
+            "Lamb would take norms of shards: use build_optimizer(model, 'lamb') of common.optim.build"
+        )
+    if isinstance(model, FSDPModule) and not all(
+        hasattr(p, "source") for p in step_optimizer.parameters
+    ):
+        raise UserError(
+            "zero: give the optimizer named_shards(model).values(), as build_optimizer does"
+        )
     if should_compile(how := config.get("COMPILE", False), device.type):
         compile_model(model, how)
     schedule = OncePerStep(lr_scheduler, step_optimizer) if lr_scheduler is not None else None
@@ -145,9 +167,13 @@ def set_backends(config: Mapping[str, Any]) -> None:
     """Set PyTorch's precision of float32 products, and cuDNN's kernels, from the config."""
     torch.backends.cudnn.benchmark = config.get("cudnn_benchmark", False)
     torch.backends.cudnn.deterministic = config.get("cudnn_deterministic", False)
-    allows_tf32 = config.get("TF32", True)  # in matrix products and convolutions, whose defaults differ
+    allows_tf32 = config.get(
+        "TF32", True
+    )  # in matrix products and convolutions, whose defaults differ
     torch.set_float32_matmul_precision("high" if allows_tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = allows_tf32  # torch.export fails after setting cudnn.conv.fp32_precision
+    torch.backends.cudnn.allow_tf32 = (
+        allows_tf32  # torch.export fails after setting cudnn.conv.fp32_precision
+    )
 
 
 def _average_gradients(model: nn.Module, config: Mapping[str, Any]) -> nn.Module:
@@ -186,7 +212,9 @@ def check_compile(config: Mapping[str, Any]) -> None:
     """Raise `UserError` for tensor-parallel blocks: their matrix products are Colossal-AI's autograd functions."""
     asked = config.get("COMPILE")
     if asked and config["parallel"]["tensor"]["size"] > 1:
-        raise UserError(f"COMPILE={asked!r} does not support tensor parallelism: omit COMPILE or the tensor mode")
+        raise UserError(
+            f"COMPILE={asked!r} does not support tensor parallelism: omit COMPILE or the tensor mode"
+        )
 
 
 def should_compile(asked: bool | str | None, device_type: str) -> bool:
@@ -195,7 +223,9 @@ def should_compile(asked: bool | str | None, device_type: str) -> bool:
     Raises `UserError` as `check_compile` does. Warns if no compiler is available.
     """
     check_compile(gpc.config)
-    if asked is False or (asked is None and (gpc.get_world_size(ParallelMode.TENSOR) > 1 or device_type != "cuda")):
+    if asked is False or (
+        asked is None and (gpc.get_world_size(ParallelMode.TENSOR) > 1 or device_type != "cuda")
+    ):
         return False
     missing = _missing(device_type)
     if missing and is_first_process():
@@ -205,7 +235,9 @@ def should_compile(asked: bool | str | None, device_type: str) -> bool:
 
 def _missing(device_type: str) -> str:
     """Return what is missing for inductor (C++) or Triton (C, on GPUs) to build its code; "" if nothing."""
-    variable, language, usual = ("CC", "C", ("gcc", "clang")) if device_type == "cuda" else ("CXX", "C++", ("g++",))
+    variable, language, usual = (
+        ("CC", "C", ("gcc", "clang")) if device_type == "cuda" else ("CXX", "C++", ("g++",))
+    )
     compilers = [os.environ[variable]] if variable in os.environ else usual
     if not any(map(shutil.which, compilers)):
         return f"{language} compiler {' or '.join(compilers)}; install it, or set {variable}"
@@ -220,7 +252,9 @@ def explain_compiler(error: Exception) -> str:
     return f"the model could not be compiled: --set COMPILE=False trains without a compiler ({first_line(error)})"
 
 
-def compile_model(model: nn.Module, how: bool | str | None, backend: str | Callable[..., Any] = "inductor") -> None:
+def compile_model(
+    model: nn.Module, how: bool | str | None, backend: str | Callable[..., Any] = "inductor"
+) -> None:
     """Compile ``model`` in place; names stay the same.
 
     ``how``: "model" as a whole, anything else its ``blocks`` one by one. Identical blocks are compiled once, and with

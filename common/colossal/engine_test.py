@@ -26,7 +26,9 @@ def count_reductions() -> list[int]:
             gpc.config["torch_ddp"] = options
             model = nn.Linear(3, 1)
             nn.init.constant_(model.weight, gpc.get_global_rank())
-            engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), nn.MSELoss())
+            engine, *_ = initialize(
+                model, torch.optim.SGD(model.parameters(), lr=0.5), nn.MSELoss()
+            )
             assert not model.weight.any()  # those of rank 0
             with Traffic() as traffic:
                 for _ in range(8):
@@ -38,7 +40,9 @@ def count_reductions() -> list[int]:
 
 
 def test_gradients_cross_ranks_once_per_step():
-    assert run_ranks(2, count_reductions) == [[2, 4]] * 2  # the first pass reduces too, and what it used
+    assert (
+        run_ranks(2, count_reductions) == [[2, 4]] * 2
+    )  # the first pass reduces too, and what it used
 
 
 class OneShot:
@@ -73,10 +77,17 @@ def test_trains_eagerly_where_code_cannot_be_generated(monkeypatch, capsys):
     model = build_tiny_model()
     with launched(COMPILE=True):
         initialize(model, build_optimizer(model))
-        assert "missing C++ compiler no-such-compiler; install it, or set CXX\n" in capsys.readouterr().err
+        assert (
+            "missing C++ compiler no-such-compiler; install it, or set CXX\n"
+            in capsys.readouterr().err
+        )
         assert all(block._compiled_call_impl is None for block in model.blocks)
     compile_model(model, "model", "eager")
-    assert [part._compiled_call_impl is None for part in (model, *model.blocks)] == [False, True, True]
+    assert [part._compiled_call_impl is None for part in (model, *model.blocks)] == [
+        False,
+        True,
+        True,
+    ]
     with torch._dynamo.config.patch(recompile_limit=1):
         compile_model(build_tiny_model(depth=9), True, "eager")
         assert torch._dynamo.config.recompile_limit == 36
@@ -93,8 +104,23 @@ def test_by_default_a_gpu_compiles_and_a_cpu_does_not(monkeypatch):
 
 def test_tf32_is_on_unless_switched_off_and_cudnns_kernels_are_chosen():
     found, cudnn = [], torch.backends.cudnn
-    for config in ({"TF32": False, "cudnn_benchmark": True}, {"TF32": False, "cudnn_deterministic": True}, {}):
+    for config in (
+        {"TF32": False, "cudnn_benchmark": True},
+        {"TF32": False, "cudnn_deterministic": True},
+        {},
+    ):
         with launched(**config):
             initialize(model := nn.Linear(2, 2), build_optimizer(model))
-        found.append((torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic))
-    assert found == [("highest", False, True, False), ("highest", False, False, True), ("high", True, False, False)]
+        found.append(
+            (
+                torch.get_float32_matmul_precision(),
+                cudnn.allow_tf32,
+                cudnn.benchmark,
+                cudnn.deterministic,
+            )
+        )
+    assert found == [
+        ("highest", False, True, False),
+        ("highest", False, False, True),
+        ("high", True, False, False),
+    ]

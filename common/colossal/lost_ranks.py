@@ -103,10 +103,12 @@ class Watcher:
         return missing
 
     def _describe(self, missing: str) -> str:
-        lost = f"rank {missing} is missing, see its output" if missing else f"one hangs (TIMEOUT={self.timeout:g})"
-        return (
-            f"of {self.world_size} processes, {lost}; rank {self.rank} was at {_doing!r}; rerun the command to resume"
+        lost = (
+            f"rank {missing} is missing, see its output"
+            if missing
+            else f"one hangs (TIMEOUT={self.timeout:g})"
         )
+        return f"of {self.world_size} processes, {lost}; rank {self.rank} was at {_doing!r}; rerun the command to resume"
 
 
 @contextmanager
@@ -122,8 +124,12 @@ def naming_lost_ranks() -> Iterator[None]:
         if gpc.watcher is None:
             raise
         if dist.get_backend() == "nccl":  # its clean-up would wait for kernels that never end
-            atexit.register(_exit)  # runs after all threads, such as the checkpoint writer, and the error's line
-        is_lost_connection = isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
+            atexit.register(
+                _exit
+            )  # runs after all threads, such as the checkpoint writer, and the error's line
+        is_lost_connection = (
+            isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
+        )
         is_collectives = isinstance(error, RuntimeError) and is_lost_connection
         verdict = is_collectives and gpc.watcher.await_verdict(error)
         if not verdict:
@@ -133,17 +139,23 @@ def naming_lost_ranks() -> Iterator[None]:
 
 def _exit() -> None:
     sys.stdout.flush()
-    os._exit(1 if hasattr(sys, "last_value") else 2)  # which Python sets where it prints a traceback
+    os._exit(
+        1 if hasattr(sys, "last_value") else 2
+    )  # which Python sets where it prints a traceback
 
 
-def open_store(rank: int, world_size: int, host: str, port: int, timeout: float, backend: str) -> dist.Store:
+def open_store(
+    rank: int, world_size: int, host: str, port: int, timeout: float, backend: str
+) -> dist.Store:
     """Return the launch's store once all ranks have joined; rank 0 or torchrun's agent serves it.
 
     If ``host`` is the loopback interface, rank 0 listens on that only (PyTorch: on all). Raises `UserError` without a
     host or port, and with the ranks that do not join within ``timeout`` seconds; `RankError` if rank 0 does not.
     """
     if not host or not port:
-        raise UserError(f"--host={host} --port={port}: set them to the first node, and a free port on it")
+        raise UserError(
+            f"--host={host} --port={port}: set them to the first node, and a free port on it"
+        )
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not has_agent
     options = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False}
@@ -151,15 +163,23 @@ def open_store(rank: int, world_size: int, host: str, port: int, timeout: float,
         if serves:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             bound = host if host.startswith(LOOPBACKS) else ""
-            takes_both = family == socket.AF_INET6  # the others may know an IPv4 address of this host
+            takes_both = (
+                family == socket.AF_INET6
+            )  # the others may know an IPv4 address of this host
             server = socket.create_server((bound, port), family=family, dualstack_ipv6=takes_both)
             options["master_listen_fd"] = server.detach()
         store = dist.TCPStore(host, port, is_master=serves, **options)
         if has_agent:  # which may serve several attempts of the same run
-            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+            store = dist.PrefixStore(
+                f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
+            )
         _meet(store, rank, world_size, timeout, backend, _source_address(host))
     except (OSError, dist.DistError) as error:
-        why = str(error).splitlines()[0] if serves else f"rank 0 was not found there within {timeout:g} s (TIMEOUT)"
+        why = (
+            str(error).splitlines()[0]
+            if serves
+            else f"rank 0 was not found there within {timeout:g} s (TIMEOUT)"
+        )
         raise RankError(f"--host={host} --port={port}: {why}") from error
     except UserError:
         time.sleep(2 * POLL if rank == 0 else 0)  # it may serve the store
@@ -167,7 +187,9 @@ def open_store(rank: int, world_size: int, host: str, port: int, timeout: float,
     return store
 
 
-def _meet(store: dist.Store, rank: int, world_size: int, seconds: float, backend: str, address: str) -> None:
+def _meet(
+    store: dist.Store, rank: int, world_size: int, seconds: float, backend: str, address: str
+) -> None:
     """Wait for all ranks, check that their backends are the same, and choose gloo's interface.
 
     gloo binds the interface with the route to the other processes, unless GLOO_SOCKET_IFNAME is set. PyTorch's default,
@@ -176,15 +198,24 @@ def _meet(store: dist.Store, rank: int, world_size: int, seconds: float, backend
     keys = [f"here/{other}" for other in range(world_size)]
     store.set(keys[rank], f"{backend} {address}")
     if absent := _await_keys(store, keys, seconds):
-        raise UserError(f"rank {absent} of {world_size} processes did not start within {seconds:g} s (TIMEOUT)")
-    backends, addresses = zip(*(words.decode().split(" ") for words in store.multi_get(keys)), strict=True)
+        raise UserError(
+            f"rank {absent} of {world_size} processes did not start within {seconds:g} s (TIMEOUT)"
+        )
+    backends, addresses = zip(
+        *(words.decode().split(" ") for words in store.multi_get(keys)), strict=True
+    )
     if len(set(backends)) > 1:  # their groups would wait for each other until the timeout
         on_cpu = ", ".join(str(other) for other, name in enumerate(backends) if name == "gloo")
         raise UserError(
             f"torch finds no GPU on rank {on_cpu}: check nvidia-smi there, or start all with --backend gloo"
         )
-    if address.startswith(LOOPBACKS):  # this machine's /etc/hosts maps the name to it, or all processes are here
-        address = next((_source_address(other) for other in addresses if not other.startswith(LOOPBACKS)), address)
+    if address.startswith(
+        LOOPBACKS
+    ):  # this machine's /etc/hosts maps the name to it, or all processes are here
+        address = next(
+            (_source_address(other) for other in addresses if not other.startswith(LOOPBACKS)),
+            address,
+        )
     held = {one.address: name for name, ones in psutil.net_if_addrs().items() for one in ones}
     if address in held:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", held[address])

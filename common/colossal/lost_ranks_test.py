@@ -40,12 +40,24 @@ def stop() -> None:
     signal.raise_signal(signal.SIGSTOP)
 
 
-def train(rank: int, port: int, lost: int, fault: Callable[[], None], others: Callable[[], None], _: object) -> None:
+def train(
+    rank: int,
+    port: int,
+    lost: int,
+    fault: Callable[[], None],
+    others: Callable[[], None],
+    _: object,
+) -> None:
     join_groups({}, rank, SIZE, "127.0.0.1", port, "gloo", verbose=False, timeout=TIMEOUT)
     with naming_lost_ranks():
-        assert {c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"} <= {"127.0.0.1"}
+        assert {c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"} <= {
+            "127.0.0.1"
+        }
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-        assert (os.environ["GLOO_SOCKET_IFNAME"], backend.options._timeout.total_seconds()) == ("lo", TIMEOUT)
+        assert (os.environ["GLOO_SOCKET_IFNAME"], backend.options._timeout.total_seconds()) == (
+            "lo",
+            TIMEOUT,
+        )
         wait_for_the_others()
         doing(f"step 4 of rank {rank}")
         (fault if rank == lost else others)()
@@ -65,7 +77,9 @@ def test_all_end_in_time_with_one_line_that_names_the_missing_one(fault, lost, o
     port = free_port()
     with ExitStack() as stack:
         mains = [partial(train, rank, port, lost, fault, others) for rank in range(SIZE)]
-        ranks = [stack.enter_context(forked(main, RANK=str(rank))) for rank, main in enumerate(mains)]
+        ranks = [
+            stack.enter_context(forked(main, RANK=str(rank))) for rank, main in enumerate(mains)
+        ]
         started = time.monotonic()
         for rank, (process, _, err) in enumerate(ranks):
             if rank == lost and fault is not compute:
@@ -73,7 +87,11 @@ def test_all_end_in_time_with_one_line_that_names_the_missing_one(fault, lost, o
             process.join(60)
             assert process.exitcode == 2, err.read_text()
             (line,) = [line for line in err.read_text().splitlines() if line.startswith("error:")]
-            who = "one hangs (TIMEOUT=8)" if fault is compute else f"rank {lost} is missing, see its output"
+            who = (
+                "one hangs (TIMEOUT=8)"
+                if fault is compute
+                else f"rank {lost} is missing, see its output"
+            )
             place = f"rank {rank} was at 'step 4 of rank {rank}'; rerun the command to resume"
             assert line == f"error: of 3 processes, {who}; {place}"
         assert time.monotonic() - started < seconds + 20  # on a busy machine
@@ -100,12 +118,18 @@ errors.run_command(train)
 
 def test_with_nccl_a_process_ends_without_clean_up_but_with_its_output_and_status():
     ended = run_python(OUT_OF_MEMORY)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "started\n", "error: out of memory\n")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (
+        2,
+        "started\n",
+        "error: out of memory\n",
+    )
 
 
 def test_progress_restarts_the_clock():
     watcher, polls = Watcher(0, 1, timeout=3 * POLL), iter(range(99))
-    watcher.woken = SimpleNamespace(wait=lambda _: doing("a step") if next(polls) in (1, 3, 5) else None)
+    watcher.woken = SimpleNamespace(
+        wait=lambda _: doing("a step") if next(polls) in (1, 3, 5) else None
+    )
     watcher._is_asked = lambda: False
     watcher._find_missing = lambda: watcher.__setattr__("state", "failed")
     watcher._run()
@@ -132,9 +156,15 @@ def join(absent: int, *backends: str) -> str:
 def test_ranks_that_do_not_join_or_have_no_gpu_are_named():
     for said in run_ranks(SIZE, join, 1, "gloo", "", "gloo")[::2]:
         assert said == "rank 1 of 3 processes did not start within 1 s (TIMEOUT)"
-    assert "rank 0 was not found there within 1 s (TIMEOUT)" in run_ranks(SIZE, join, 0, "", "gloo", "gloo")[1]
+    assert (
+        "rank 0 was not found there within 1 s (TIMEOUT)"
+        in run_ranks(SIZE, join, 0, "", "gloo", "gloo")[1]
+    )
     for said in run_ranks(SIZE, join, 3, "nccl", "gloo", "nccl"):
-        assert said == "torch finds no GPU on rank 1: check nvidia-smi there, or start all with --backend gloo"
+        assert (
+            said
+            == "torch finds no GPU on rank 1: check nvidia-smi there, or start all with --backend gloo"
+        )
 
 
 def test_a_restart_finds_nothing_of_the_attempt_before(monkeypatch):

@@ -51,8 +51,12 @@ def run_script(name: str, config: Path, *flags: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "by_epoch"), [(1, False), (2, True)])
 def test_the_benchmarks_script_trains_and_logs_with_every_hook(ranks, by_epoch, tmp_path, capfd):
-    (tmp_path / "config.py").write_text(f"{BENCHMARK}BY_EPOCH, LOG_PATH = {by_epoch}, '{tmp_path}'\n")
-    run_ranks(ranks, run_script, "benchmark.py", tmp_path / "config.py", "--from_torch", "--local-rank=0")
+    (tmp_path / "config.py").write_text(
+        f"{BENCHMARK}BY_EPOCH, LOG_PATH = {by_epoch}, '{tmp_path}'\n"
+    )
+    run_ranks(
+        ranks, run_script, "benchmark.py", tmp_path / "config.py", "--from_torch", "--local-rank=0"
+    )
     printed = capfd.readouterr()
     words = " ".join(printed.out.split())
     for line in (
@@ -78,7 +82,10 @@ def test_the_amp_scripts_schedule_steps_once_per_optimizer_step(flags, tmp_path,
     (tmp_path / "config.py").write_text(AMP)
     run_ranks(2, run_script, "amp.py", tmp_path / "config.py", *flags)
     words = " ".join(capfd.readouterr().out.split())
-    for line in (r"1 / Train\]: Loss = \S+ \| LR = 0.0108\b", r"2 / Train\]: Loss = \S+ \| LR = 0\b"):  # 3/5 of 0.018
+    for line in (
+        r"1 / Train\]: Loss = \S+ \| LR = 0.0108\b",
+        r"2 / Train\]: Loss = \S+ \| LR = 0\b",
+    ):  # 3/5 of 0.018
         assert re.search(rf"\[Epoch {line}", words), words
 
 
@@ -88,7 +95,9 @@ OWN = "MY_KEY = 7\nTENSOR_PARALLEL_SIZE, TENSOR_PARALLEL_MODE = 1, None\nfp16 = 
 
 def launch_own(config: Any) -> tuple[dict[str, Any], int, str]:
     launch_from_torch(config=config)
-    assert Accuracy()(torch.eye(4), torch.tensor([0, 1, 2, 0])) == 3  # upstream's 2d takes logits for shards
+    assert (
+        Accuracy()(torch.eye(4), torch.tensor([0, 1, 2, 0])) == 3
+    )  # upstream's 2d takes logits for shards
     answer = dict(gpc.config), gpc.tensor_parallel_size, torch.distributed.get_backend()
     shutdown()
     return answer
@@ -99,10 +108,17 @@ def launch_own(config: Any) -> tuple[dict[str, Any], int, str]:
     [
         (load_config("vit_s16_2d") | {"MY_KEY": 7}, "vit_s16_2d", {"MY_KEY": 7}, 4),
         ("own.py", None, {"MY_KEY": 7, "fp16": {"mode": AMP_TYPE.TORCH}}, 1),
-        (dict(TENSOR_PARALLEL_SIZE=2, TENSOR_PARALLEL_MODE="1d", BATCH_SIZE=7), None, {"BATCH_SIZE": 7}, 2),
+        (
+            dict(TENSOR_PARALLEL_SIZE=2, TENSOR_PARALLEL_MODE="1d", BATCH_SIZE=7),
+            None,
+            {"BATCH_SIZE": 7},
+            2,
+        ),
     ],
 )
-def test_a_script_gets_the_config_that_train_py_gets(config, recipe, own, size, tmp_path, monkeypatch):
+def test_a_script_gets_the_config_that_train_py_gets(
+    config, recipe, own, size, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(OWN)
     values, tensor_size, backend = run_ranks(size, launch_own, config)[0]
@@ -120,7 +136,9 @@ def save_sharded(path: Path) -> bool:
             initialize(model, Lamb(model.parameters()))
         torch.distributed.barrier()
         saved, whole = torch.load(path)["model"], build_tiny_model().state_dict()
-        return saved.keys() == whole.keys() and all(torch.equal(saved[name], whole[name]) for name in whole)
+        return saved.keys() == whole.keys() and all(
+            torch.equal(saved[name], whole[name]) for name in whole
+        )
 
 
 def test_a_sharded_models_checkpoint_is_whole_and_upstreams_lamb_is_refused(tmp_path):
@@ -128,10 +146,14 @@ def test_a_sharded_models_checkpoint_is_whole_and_upstreams_lamb_is_refused(tmp_
 
 
 @pytest.mark.parametrize(
-    ("launch", "place"), [(launch_from_slurm, "SLURM_PROCID=1 SLURM_NPROCS=2"), (launch_from_openmpi, OPEN_MPI)]
+    ("launch", "place"),
+    [(launch_from_slurm, "SLURM_PROCID=1 SLURM_NPROCS=2"), (launch_from_openmpi, OPEN_MPI)],
 )
 def test_srun_and_mpirun_need_a_host_and_a_port(launch, place, monkeypatch):
     for setting in place.split():
         monkeypatch.setenv(*setting.split("="))
-    with pytest.raises(UserError, match="^--host=node --port=None: set them to the first node, and a free port on it$"):
+    with pytest.raises(
+        UserError,
+        match="^--host=node --port=None: set them to the first node, and a free port on it$",
+    ):
         launch({}, "node", None)

@@ -10,7 +10,14 @@ from common.colossal import AMP_TYPE, Engine, ParallelMode, gpc, initialize, nam
 from common.colossal.amp_test import MODES
 from common.errors import AgreedError
 from common.optim.build import build_optimizer
-from common.testing.parity_cases import CASES, OPTIMIZERS, blended_loss, build_engine, launched_clipping, own_batches
+from common.testing.parity_cases import (
+    CASES,
+    OPTIMIZERS,
+    blended_loss,
+    build_engine,
+    launched_clipping,
+    own_batches,
+)
 from common.testing.ranks import launched, run_ranks
 
 ACCUMULATION = 2
@@ -52,7 +59,12 @@ def skip_one(optimizer_name: str, criterion: FaultyLoss) -> list[bool]:
         moved.append(state_bytes(model, optimizer) != before)
         assert engine.optimizer.grad_norm.isfinite().item() == (step != 1)
         assert scaler is None or scaler.get_scale() == SCALE / (2 if step else 1)
-    assert (*engine.optimizer.counter.state_dict().values(), "found_inf" in vars(optimizer)) == (3, 1, 0, False)
+    assert (*engine.optimizer.counter.state_dict().values(), "found_inf" in vars(optimizer)) == (
+        3,
+        1,
+        0,
+        False,
+    )
     return moved
 
 
@@ -67,8 +79,12 @@ def test_a_skipped_update_leaves_no_trace(mode, optimizer_name):
 WITHOUT_LABELS = "loss without labels, whose gradient is 0"
 FAULTS = {
     "infinite loss": lambda loss, _: loss * torch.inf,
-    WITHOUT_LABELS: lambda loss, _: nn.functional.cross_entropy(loss.expand(1, 8), torch.tensor([-100])),
-    "infinite gradient of one shard": lambda loss, shard: loss + (shard - shard.detach()).sum() * 3e38 * 3e38,
+    WITHOUT_LABELS: lambda loss, _: nn.functional.cross_entropy(
+        loss.expand(1, 8), torch.tensor([-100])
+    ),
+    "infinite gradient of one shard": lambda loss, shard: (
+        loss + (shard - shard.detach()).sum() * 3e38 * 3e38
+    ),
 }
 
 
@@ -97,10 +113,16 @@ def test_batch_norms_do_not_count_what_is_not_finite():
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("sgd", {}), ("sgd", {"momentum": 0.0}), *(("lamb", {"variant": variant}) for variant in ("colossalai", "apex"))],
+    [
+        ("sgd", {}),
+        ("sgd", {"momentum": 0.0}),
+        *(("lamb", {"variant": variant}) for variant in ("colossalai", "apex")),
+    ],
 )
 def test_training_continues_as_if_an_update_had_not_been(name, options, monkeypatch):
-    monkeypatch.setattr(torch, "empty_like", lambda tensor, **_: torch.full_like(tensor, 1e9))  # memory used before
+    monkeypatch.setattr(
+        torch, "empty_like", lambda tensor, **_: torch.full_like(tensor, 1e9)
+    )  # memory used before
 
     def train(*gradients: float) -> Tensor:
         torch.manual_seed(0)
@@ -119,7 +141,11 @@ def skip_together(config: dict, faulty: int) -> list[list[bool]]:
     with launched_clipping(**config):
         at = 3 if gpc.get_global_rank() == faulty else None
         names = OPTIMIZERS if gpc.get_world_size(ParallelMode.GLOBAL) == 2 else ["lamb"]
-        fault = "infinite gradient of one shard" if "fp16" in config and "parallel" in config else WITHOUT_LABELS
+        fault = (
+            "infinite gradient of one shard"
+            if "fp16" in config and "parallel" in config
+            else WITHOUT_LABELS
+        )
         return [skip_one(name, FaultyLoss(at, FAULTS[fault])) for name in names]
 
 
@@ -140,7 +166,9 @@ def test_too_many_in_a_row_stop_the_run_and_one_that_resumes_it():
     with launched(MAX_SKIPPED=2, fp16=FP16):
         models = [nn.Linear(3, 2) for _ in range(2)]
         # not fused
-        engines = [initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))[0] for model in models]
+        engines = [
+            initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))[0] for model in models
+        ]
         schedule = torch.optim.lr_scheduler.LambdaLR(engines[1].optimizer.optim, lambda step: 1.0)
         before = models[1].weight.clone()
         for gradient in (1.0, torch.nan, torch.nan, 1.0, torch.nan, torch.nan):
@@ -156,7 +184,10 @@ def test_too_many_in_a_row_stop_the_run_and_one_that_resumes_it():
         schedule.step()  # no warning about the skipped first update
         assert torch.equal(models[1].weight, before)
         for engine, gradient, step in zip(engines, (torch.nan, 1.0), (7, 8), strict=True):
-            with pytest.raises(AgreedError, match=f"^by step {step}, 3 con.*SKIPPED=2.* to 3.2e.01: lower .* float16$"):
+            with pytest.raises(
+                AgreedError,
+                match=f"^by step {step}, 3 con.*SKIPPED=2.* to 3.2e.01: lower .* float16$",
+            ):
                 update(engine, gradient)
         engines[0].optimizer.scaler = None
         engines[0].optimizer.load_step_state(state)

@@ -25,7 +25,9 @@ class SkipCounter:
     def __init__(self, device: torch.device):
         self.every = 1 if device.type == "cpu" else CHECK_EVERY
         self.updates = 0
-        self.total, self.streak, self.longest = torch.zeros(3, dtype=torch.int64, device=device).unbind()
+        self.total, self.streak, self.longest = torch.zeros(
+            3, dtype=torch.int64, device=device
+        ).unbind()
 
     def count(self, skipped: Tensor) -> None:
         """Count one update; ``skipped`` is a 0-dim tensor, 1 if it was skipped and 0 if not."""
@@ -40,7 +42,11 @@ class SkipCounter:
         return self.updates % self.every == 0 and self.longest.item() > limit
 
     def state_dict(self) -> dict[str, int]:
-        return {"updates": self.updates, "skipped": int(self.total.item()), "skipped_in_a_row": int(self.streak.item())}
+        return {
+            "updates": self.updates,
+            "skipped": int(self.total.item()),
+            "skipped_in_a_row": int(self.streak.item()),
+        }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.updates = state["updates"]
@@ -83,7 +89,9 @@ class StepOptimizer(OptimizerWrapper):
     - clip before unscaling (legacy/amp/torch_amp/torch_amp.py:51, by the same mistake).
     """
 
-    def __init__(self, optim: Optimizer, accumulation: int, scaler: GradScaler | None, max_skipped: int):
+    def __init__(
+        self, optim: Optimizer, accumulation: int, scaler: GradScaler | None, max_skipped: int
+    ):
         super().__init__(optim)
         self.accumulation, self.scaler, self.max_skipped = accumulation, scaler, max_skipped
         self.accumulated = 0
@@ -144,7 +152,9 @@ class StepOptimizer(OptimizerWrapper):
         self._update(found_inf)
         if self.statistics:
             now = torch.cat(self.statistics)
-            kept = torch.where(now.isfinite(), now, self.before).split([len(each) for each in self.statistics])
+            kept = torch.where(now.isfinite(), now, self.before).split(
+                [len(each) for each in self.statistics]
+            )
             torch._foreach_copy_(self.statistics, kept)
         if self.scaler:
             # unscaling finds only this rank's overflows; the scale must be equal on all ranks
@@ -153,7 +163,11 @@ class StepOptimizer(OptimizerWrapper):
             self.scaler.update()
         self.counter.count(found_inf)
         if self.counter.exceeds(self.max_skipped):
-            scale = f"; the float16 loss scale is down to {self.scaler.get_scale():.1e}" if self.scaler else ""
+            scale = (
+                f"; the float16 loss scale is down to {self.scaler.get_scale():.1e}"
+                if self.scaler
+                else ""
+            )
             raise AgreedError(
                 f"by step {self.counter.updates}, {self.counter.longest.item()} consecutive updates were skipped "
                 f"because the loss or a gradient was not finite (MAX_SKIPPED={self.max_skipped}){scale}: lower "
@@ -172,11 +186,15 @@ class StepOptimizer(OptimizerWrapper):
 
     def step_state(self) -> dict[str, Any]:
         """Return the JSON state that a checkpoint needs besides the optimizer's; waits for the device."""
-        return self.counter.state_dict() | {"scaler": self.scaler.state_dict() if self.scaler else None}
+        return self.counter.state_dict() | {
+            "scaler": self.scaler.state_dict() if self.scaler else None
+        }
 
     def load_step_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `step_state`; the loss scale only if both runs have one."""
         self.counter.load_state_dict(state)
         if self.scaler and state["scaler"]:
-            state = {key: state["scaler"][key] for key in ("scale", "_growth_tracker")}  # the options are this run's
+            state = {
+                key: state["scaler"][key] for key in ("scale", "_growth_tracker")
+            }  # the options are this run's
             self.scaler.load_state_dict(self.scaler.state_dict() | state)

@@ -73,7 +73,9 @@ class Trainer(UpstreamTrainer):
         self._max_epochs += max(0, self._cur_epoch - self.step // self._steps_per_epoch)
         for schedule, by_epoch in self._schedules.items():
             done = self._cur_epoch if by_epoch else self.step
-            schedule.optimizer._opt_called = True  # called in the resumed run; otherwise torch warns
+            schedule.optimizer._opt_called = (
+                True  # called in the resumed run; otherwise torch warns
+            )
             if isinstance(schedule, LambdaLR):  # whose rates depend on the step alone
                 schedule.last_epoch = done - 1
             for _ in range(done - schedule.last_epoch):
@@ -101,7 +103,9 @@ class Trainer(UpstreamTrainer):
         self._max_epochs, self._max_steps = epochs, max_steps
         self._steps_per_epoch = len(train_dataloader) // self.engine.optimizer.accumulation
         if not self._steps_per_epoch:
-            raise UserError("the training loader has fewer batches than gradient_accumulation: lower it, or the batch")
+            raise UserError(
+                "the training loader has fewer batches than gradient_accumulation: lower it, or the batch"
+            )
         self.train_dataloader, self.test_dataloader = train_dataloader, test_dataloader
         self._reset_states()
         self.hooks = sorted(hooks, key=lambda hook: hook.priority)
@@ -128,7 +132,9 @@ class Trainer(UpstreamTrainer):
                     loader.close()
 
     def _run(self, test_interval: int) -> None:
-        if self.epoch_step >= self._steps_per_epoch:  # the data set has shrunk: the loader starts the next epoch
+        if (
+            self.epoch_step >= self._steps_per_epoch
+        ):  # the data set has shrunk: the loader starts the next epoch
             self._cur_epoch, self.epoch_step = self._cur_epoch + 1, 0
         try:
             while not self.stopping:
@@ -140,7 +146,11 @@ class Trainer(UpstreamTrainer):
                     self._train_epoch(self.train_dataloader)
         except AgreedError as error:
             checkpoint = self.states.get("checkpoint")
-            saved = f"the last checkpoint is {checkpoint}" if checkpoint else "no checkpoint was saved yet"
+            saved = (
+                f"the last checkpoint is {checkpoint}"
+                if checkpoint
+                else "no checkpoint was saved yet"
+            )
             raise AgreedError(f"{error}; {saved}") from error
 
     def _train_epoch(self, train_dataloader: Any) -> None:
@@ -202,13 +212,19 @@ class Trainer(UpstreamTrainer):
         broadcast_buffers(self.engine.model)  # each rank's batch norms have seen different images
         self._call_hooks("before_test_epoch")
         self._call_timer("start", "Test-epoch")
-        for _ in tqdm(range(len(test_dataloader)), desc=f"[Epoch {self._cur_epoch} / Test]", disable=self._is_silent):
+        for _ in tqdm(
+            range(len(test_dataloader)),
+            desc=f"[Epoch {self._cur_epoch} / Test]",
+            disable=self._is_silent,
+        ):
             doing(f"{phase}: waiting for data")
             self._call_hooks("before_test_iter")
             batch = next(batches)
             doing(f"{phase}: forward")
             self._call_timer("start", "Test-step")
-            result = self.engine.execute_schedule(iter([batch]), forward_only=True, return_loss=has_loss)
+            result = self.engine.execute_schedule(
+                iter([batch]), forward_only=True, return_loss=has_loss
+            )
             self._call_timer("stop", "Test-step", keep_in_history=True)
             self._call_hooks("after_test_iter", result)
             if self.stopping:  # the evaluation is repeated when the run is resumed
@@ -224,4 +240,6 @@ class Trainer(UpstreamTrainer):
         return self.step > self.evaluated_step and (ends_epoch or self._has_ended())
 
     def _has_ended(self) -> bool:
-        return self._cur_epoch >= self._max_epochs or (self._max_steps is not None and self.step >= self._max_steps)
+        return self._cur_epoch >= self._max_epochs or (
+            self._max_steps is not None and self.step >= self._max_steps
+        )

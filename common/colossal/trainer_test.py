@@ -54,7 +54,9 @@ def fit(
         hooks = [*hooks, LRSchedulerHook(schedule, by_epoch=True)] if by_epoch else hooks
         batch = torch.full((2, 3), float(gpc.get_global_rank())), torch.zeros(2, dtype=torch.long)
         train, test = [batch] * batches, [batch] * test_batches or None
-        engine, train, test, _ = initialize(model, optimizer, nn.CrossEntropyLoss(), train, test, schedule)
+        engine, train, test, _ = initialize(
+            model, optimizer, nn.CrossEntropyLoss(), train, test, schedule
+        )
         trainer = Trainer(engine)
         trainer.fit(train, epochs, test_dataloader=test, hooks=list(hooks), **options)
         return trainer
@@ -68,22 +70,37 @@ def test_hooks_are_called_in_order_and_progress_is_told(monkeypatch):
     assert [name for name, _ in recorder.values] == [
         *("after_hook_is_attached", "before_train", "before_train_epoch"),
         *("before_train_iter", "after_train_iter") * 2,
-        *("after_train_epoch", "before_test", "before_test_epoch", "before_test_iter", "after_test_iter"),
+        *(
+            "after_train_epoch",
+            "before_test",
+            "before_test_epoch",
+            "before_test_iter",
+            "after_test_iter",
+        ),
         *("after_test_epoch", "after_test", "after_train"),
     ]
     phases = ("waiting for data", "forward and backward", "hooks after the step")
     assert reported == [
         *(f"step {step}: {phase}" for step in (1, 2) for phase in phases),
-        *(f"evaluating after step 2: {phase}" for phase in ("waiting for data", "forward", "summing metrics")),
+        *(
+            f"evaluating after step 2: {phase}"
+            for phase in ("waiting for data", "forward", "summing metrics")
+        ),
         "ending",
     ]
 
 
 def test_counts_with_accumulation(monkeypatch):
     # a second passes between two looks at the clock
-    monkeypatch.setattr("common.colossal.trainer.time", SimpleNamespace(perf_counter=iter(range(99)).__next__))
-    counts = Recorder(lambda trainer: (trainer.step, trainer.update_done, trainer.cur_step, trainer.cur_epoch))
-    rates = Recorder(lambda trainer: (trainer.learning_rate, trainer.engine.optimizer.param_groups[1]["lr"]))
+    monkeypatch.setattr(
+        "common.colossal.trainer.time", SimpleNamespace(perf_counter=iter(range(99)).__next__)
+    )
+    counts = Recorder(
+        lambda trainer: (trainer.step, trainer.update_done, trainer.cur_step, trainer.cur_epoch)
+    )
+    rates = Recorder(
+        lambda trainer: (trainer.learning_rate, trainer.engine.optimizer.param_groups[1]["lr"])
+    )
     trainer = fit([counts, rates], batches=5, accumulation=2, epochs=2)
     assert counts.seen("after_train_iter") == [
         *((0, False, 0, 0), (1, True, 1, 0), (1, False, 2, 0), (2, True, 3, 1)),
@@ -117,7 +134,9 @@ def test_evaluation_and_end(options, evaluated_at, ended_at):
 class Resumes(BaseHook):
     def __init__(self, *state: int) -> None:
         super().__init__(priority=0)
-        self.state = dict(zip(("step", "epoch", "epoch_step", "evaluated_step"), state, strict=True))
+        self.state = dict(
+            zip(("step", "epoch", "epoch_step", "evaluated_step"), state, strict=True)
+        )
 
     def before_train(self, trainer: Trainer) -> None:
         trainer.load_state_dict(self.state)
@@ -125,7 +144,10 @@ class Resumes(BaseHook):
 
 @pytest.mark.parametrize(
     ("state", "end"),
-    [((5, 0, 5, 0), (9, 2, 1 / 9)), ((4, 2, 0, 4), (8, 3, 1 / 8))],  # from epochs of 6 or more, and of 2 steps
+    [
+        ((5, 0, 5, 0), (9, 2, 1 / 9)),
+        ((4, 2, 0, 4), (8, 3, 1 / 8)),
+    ],  # from epochs of 6 or more, and of 2 steps
     ids=["shrunk", "grown"],
 )
 def test_two_epochs_of_a_data_set_whose_size_has_changed_end_with_the_schedule(state, end):
@@ -145,7 +167,13 @@ def test_two_epochs_of_a_data_set_whose_size_has_changed_end_with_the_schedule(s
 def test_a_resumed_schedule_and_bar_go_on_at_their_place(build_schedule, by_epoch, capsys):
     def rates(*hooks: BaseHook) -> list[float]:
         recorder = Recorder(lambda trainer: trainer.learning_rate)
-        fit([*hooks, recorder], epochs=4, build_schedule=build_schedule, by_epoch=by_epoch, display_progress=True)
+        fit(
+            [*hooks, recorder],
+            epochs=4,
+            build_schedule=build_schedule,
+            by_epoch=by_epoch,
+            display_progress=True,
+        )
         return recorder.seen("after_train_iter")
 
     resumed = rates(Resumes(9, 2, 1, 8))

@@ -83,7 +83,12 @@ with quiet_import():
     from colossalai.accelerator.cpu_accelerator import CpuAccelerator
     from colossalai.context import Config
     from colossalai.interface import OptimizerWrapper
-    from colossalai.legacy import get_default_parser, launch_from_openmpi, launch_from_slurm, launch_from_torch
+    from colossalai.legacy import (
+        get_default_parser,
+        launch_from_openmpi,
+        launch_from_slurm,
+        launch_from_torch,
+    )
     from colossalai.legacy import launch as upstream_launch
     from colossalai.legacy.amp import AMP_TYPE
     from colossalai.legacy.communication import all_gather, all_reduce
@@ -93,7 +98,11 @@ with quiet_import():
     from colossalai.legacy.engine import Engine as UpstreamEngine
     from colossalai.legacy.global_variables import tensor_parallel_env
     from colossalai.legacy.nn import metric as upstream_metric
-    from colossalai.legacy.nn.layer.parallel_1d._utils import gather_forward_split_backward, reduce_grad, reduce_input
+    from colossalai.legacy.nn.layer.parallel_1d._utils import (
+        gather_forward_split_backward,
+        reduce_grad,
+        reduce_input,
+    )
     from colossalai.legacy.nn.layer.parallel_2d._operation import Matmul_AB_2D
     from colossalai.legacy.nn.layer.parallel_2p5d._operation import Matmul_AB_2p5D
     from colossalai.legacy.nn.layer.parallel_3d._operation import _Linear3D as Matmul3D

@@ -41,7 +41,9 @@ def check_zero(config: Mapping[str, Any]) -> None:
     }
     for key, (remedy, is_wrong) in contradictions.items():
         if is_wrong:
-            raise UserError(f"zero={dict(zero)} does not support {key}: set it to {remedy}, or zero=None")
+            raise UserError(
+                f"zero={dict(zero)} does not support {key}: set it to {remedy}, or zero=None"
+            )
 
 
 def shard_model(model: nn.Module) -> nn.Module:
@@ -66,15 +68,28 @@ def _shard_data_parallel(model: nn.Module) -> None:
         mesh = DeviceMesh.from_group(gpc.get_group(DATA), device.type)
     precision = build_mixed_precision(gpc.config.get("fp16"), device.type)
     gathered = precision.dtype if precision.cast in (Cast.OPERATIONS, Cast.LAYERS) else None
-    whole = {name: getattr(p, "shard", None) or Shard(shape=tuple(p.shape)) for name, p in model.named_parameters()}
+    whole = {
+        name: getattr(p, "shard", None) or Shard(shape=tuple(p.shape))
+        for name, p in model.named_parameters()
+    }
     options: dict[str, Any] = dict(
-        mesh=mesh, shard_placement_fn=lambda parameter: DimensionShard(_placement_dim(parameter.shape, size))
+        mesh=mesh,
+        shard_placement_fn=lambda parameter: DimensionShard(_placement_dim(parameter.shape, size)),
     )
     policy = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
-    stages = ([one] if type(one) not in (nn.ModuleList, nn.Sequential) else one for one in getattr(model, "blocks", ()))
-    for block in chain.from_iterable(stages):  # of some of timm's models, which never call a stage itself
-        computed_in_half = [layer for name, layer in block.named_children() if name in ("attn", "mlp")]
-        with_weights = [layer for part in computed_in_half for layer in part.modules() if layer._parameters]
+    stages = (
+        [one] if type(one) not in (nn.ModuleList, nn.Sequential) else one
+        for one in getattr(model, "blocks", ())
+    )
+    for block in chain.from_iterable(
+        stages
+    ):  # of some of timm's models, which never call a stage itself
+        computed_in_half = [
+            layer for name, layer in block.named_children() if name in ("attn", "mlp")
+        ]
+        with_weights = [
+            layer for part in computed_in_half for layer in part.modules() if layer._parameters
+        ]
         if computed_in_half and all("Linear" in type(layer).__name__ for layer in with_weights):
             fully_shard(computed_in_half, mp_policy=policy, **options)
         else:
@@ -88,7 +103,10 @@ def _shard_data_parallel(model: nn.Module) -> None:
         dim = _placement_dim(source.shape, size)
         start = min(-(-source.shape[dim] // size) * gpc.get_local_rank(DATA), source.shape[dim])
         shard = nn.Parameter(source.to_local().detach(), source.requires_grad)
-        shard.source, shard.shard = source, replace(whole[name], part=(dim, start, shard.shape[dim]))
+        shard.source, shard.shard = (
+            source,
+            replace(whole[name], part=(dim, start, shard.shape[dim])),
+        )
         model.shards[name] = shard
 
 
@@ -102,7 +120,9 @@ def set_communication(model: FSDPModule, is_training: bool, is_last: bool) -> No
     is_sharded = gpc.config["zero"]["stage"] == 3
     # evaluation must not keep whole parameters, which the weights that follow would not change
     model.set_reshard_after_forward(is_sharded or not is_training)
-    model.set_reshard_after_forward(not is_training, recurse=False)  # the backward pass begins with these
+    model.set_reshard_after_forward(
+        not is_training, recurse=False
+    )  # the backward pass begins with these
     model.set_reshard_after_backward(is_sharded or is_last)
     model.set_requires_gradient_sync(is_sharded or is_last)
 
@@ -113,4 +133,7 @@ def collect_gradients(parameters: Iterable[Tensor]) -> None:
         source = getattr(parameter, "source", None)
         if source is not None and source.grad is not None:
             grad = source.grad.to_local()  # parameter.grad, if any, is by `StepOptimizer._poison`
-            parameter.grad, source.grad = grad if parameter.grad is None else grad + parameter.grad, None
+            parameter.grad, source.grad = (
+                grad if parameter.grad is None else grad + parameter.grad,
+                None,
+            )

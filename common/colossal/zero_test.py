@@ -10,7 +10,13 @@ from common.errors import UserError
 from common.testing.parity_cases import build_engine, fit, launched_clipping, micro_batches
 from common.testing.ranks import run_ranks
 
-RECOMPUTED = {"activation_checkpoint": True, "init_values": 0.5, "drop_path": 0.3, "stem": "conv", "pool": "seq"}
+RECOMPUTED = {
+    "activation_checkpoint": True,
+    "init_values": 0.5,
+    "drop_path": 0.3,
+    "stem": "conv",
+    "pool": "seq",
+}
 PRECISIONS = ["TORCH bfloat16", "TORCH float16", "NAIVE bfloat16"]
 
 

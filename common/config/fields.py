@@ -82,7 +82,9 @@ def check_given(section: type[Section], values: Mapping[str, Any]) -> None:
 def section_of(field: FieldInfo) -> type[Section] | None:
     """Return the section that a key's value is, or None for any other value."""
     kinds = (field.annotation, *get_args(field.annotation))
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+    return next(
+        (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None
+    )
 
 
 def values_of(field: FieldInfo) -> str:
@@ -114,7 +116,12 @@ def _describe(kind: Any, metadata: Any = ()) -> str:
 
 def _bounds(metadata: Any) -> str:
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    said = [f" {sign} {getattr(one, name)}" for name, sign in signs.items() for one in metadata if hasattr(one, name)]
+    said = [
+        f" {sign} {getattr(one, name)}"
+        for name, sign in signs.items()
+        for one in metadata
+        if hasattr(one, name)
+    ]
     return " and".join(said)
 
 
@@ -129,7 +136,10 @@ def _explain(problem: Any, section: type[Section], values: Mapping[str, Any], wh
         inside = section_of(field)
     key = ".".join(names)
     if problem["type"] == "extra_forbidden" and inside:
-        unknown, known = ".".join([*names, *place]), [".".join([*names, name]) for name in inside.model_fields]
+        unknown, known = (
+            ".".join([*names, *place]),
+            [".".join([*names, name]) for name in inside.model_fields],
+        )
         return f"{where}unknown key {unknown}{suggest_key(unknown, known)}"
     if problem["type"] == "missing" and field and not place:
         return f"{where}{key} is missing: {field.description}"
@@ -166,7 +176,11 @@ class Options(Section):
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         for name, field in cls.model_fields.items():
-            if choices := [choice.removeprefix("AMP_TYPE.") for choice, names in cls.TAKES.items() if name in names]:
+            if choices := [
+                choice.removeprefix("AMP_TYPE.")
+                for choice, names in cls.TAKES.items()
+                if name in names
+            ]:
                 field.description = f"{', '.join(choices)}: {field.description}"
 
     @model_validator(mode="after")
@@ -175,9 +189,15 @@ class Options(Section):
         taken = self.TAKES.get(choice, ())
         if wrong := self.model_fields_set & set().union(*self.TAKES.values()) - {*taken}:
             known = ", ".join(taken) or "none"
-            raise ValueError(f"{min(wrong)} has no effect with {self.CHOICE}={choice}, which takes {known}")
+            raise ValueError(
+                f"{min(wrong)} has no effect with {self.CHOICE}={choice}, which takes {known}"
+            )
         return self
 
     @model_serializer
     def _named(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+        return {
+            name: getattr(self, name)
+            for name in type(self).model_fields
+            if name in self.model_fields_set
+        }

@@ -19,14 +19,34 @@ from common.errors import UserError, did_you_mean, is_first_process, print_wrapp
 from common.files import read_bytes, short_path
 
 CONFIGS = Path(configs.__path__[0])
-PREDEFINED = {"AMP_TYPE": AMP_TYPE}  # without an import, as Colossal-AI's benchmark prints its config files
+PREDEFINED = {
+    "AMP_TYPE": AMP_TYPE
+}  # without an import, as Colossal-AI's benchmark prints its config files
 # What replaces a key's value, in order: [(("depth",), 6)] for --set MODEL.depth=6, [((), 6)] for the value itself.
 Overrides = Mapping[str, Sequence[tuple[tuple[str, ...], Any]]]
 # What the config files of Colossal-AI's public examples call a key.
-RENAMED = {"seed": "SEED", "LOG_PATH": "OUTPUT", "DROP_RATE": "MODEL.dropout", "dali.root": "DATA.root"}
+RENAMED = {
+    "seed": "SEED",
+    "LOG_PATH": "OUTPUT",
+    "DROP_RATE": "MODEL.dropout",
+    "dali.root": "DATA.root",
+}
 # What Colossal-AI documents for NAIVE and APEX, and has no meaning here.
-WITHOUT_EFFECT = {"min_scale", "hysteresis", "max_scale", "log_num_zeros_in_grad", "verbose", "cast_model_type"}
-WITHOUT_EFFECT |= {"patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale", "num_losses"}
+WITHOUT_EFFECT = {
+    "min_scale",
+    "hysteresis",
+    "max_scale",
+    "log_num_zeros_in_grad",
+    "verbose",
+    "cast_model_type",
+}
+WITHOUT_EFFECT |= {
+    "patch_torch_functions",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+    "num_losses",
+}
 WITHOUT_EFFECT |= {"cast_model_outputs", "verbosity", "min_loss_scale", "max_loss_scale"}
 # What a config says for itself: how a batch is cut.
 STATED = {"TOTAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "BATCH_SIZE"}
@@ -40,12 +60,17 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
     """
     overrides = parse_settings(settings)
     path = find_config(name, base)
-    values, used = execute(path, overrides)  # where the file assigns a key of the settings, it gets theirs
+    values, used = execute(
+        path, overrides
+    )  # where the file assigns a key of the settings, it gets theirs
     values = {key: value for key, value in values.items() if not _is_helper(key, used)}
     assigned = set(values)
     recipe = {}
     if base and "MODEL" not in values:
-        recipe, _ = execute(find_config(base), {**overrides, **{key: [((), value)] for key, value in values.items()}})
+        recipe, _ = execute(
+            find_config(base),
+            {**overrides, **{key: [((), value)] for key, value in values.items()}},
+        )
     _print_notes(str(path), read_original(values, recipe, base))
     for key, changes in overrides.items():
         if key in values or key not in assigned:  # else read as another key, its setting included
@@ -60,7 +85,9 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
 def _complete(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Check ``values``; return them with defaults, what MODEL says of DATA and INIT, and ``parallel``."""
     config = parse(Config, values, where).model_dump()
-    config["DATA"] |= {k: v for k, v in data_of(config["MODEL"]).items() if k not in (values.get("DATA") or {})}
+    config["DATA"] |= {
+        k: v for k, v in data_of(config["MODEL"]).items() if k not in (values.get("DATA") or {})
+    }
     if config["MODEL"].get("pretrained"):
         config["INIT"] = config["INIT"] or config["MODEL"]["timm"]
     config["parallel"] = _derive_parallel(config)
@@ -74,22 +101,33 @@ def load_own_config(config: Any) -> dict[str, Any]:
     ``parallel`` is derived and Colossal-AI's keys (lower case) are checked, as `load_config` does. With MODEL, as in
     the recipes, so are all keys, and defaults are filled in; else UPPER CASE is the script's own. Unknown keys stay.
     """
-    values = dict(config) if isinstance(config, Mapping) else execute(find_config(str(config)), {})[0]
+    values = (
+        dict(config) if isinstance(config, Mapping) else execute(find_config(str(config)), {})[0]
+    )
     _print_notes("config" if isinstance(config, Mapping) else str(config), _read_fp16(values))
     is_whole = "MODEL" in values
-    checked = {key for key in values if is_whole or key.islower() or key.startswith("TENSOR_PARALLEL_")}
+    checked = {
+        key for key in values if is_whole or key.islower() or key.startswith("TENSOR_PARALLEL_")
+    }
     known = {key: values[key] for key in checked & Config.model_fields.keys()}
-    required = {"MICRO_BATCH_SIZE", *(key for key, field in Config.model_fields.items() if field.is_required())}
+    required = {
+        "MICRO_BATCH_SIZE",
+        *(key for key, field in Config.model_fields.items() if field.is_required()),
+    }
     whole = _complete(known if is_whole else dict.fromkeys(required, 1) | known, where="config")
     return values | {key: whole[key] for key in (whole if is_whole else {*known, "parallel"})}
 
 
-def restore_config(values: Mapping[str, Any], settings: Sequence[str], where: str) -> dict[str, Any]:
+def restore_config(
+    values: Mapping[str, Any], settings: Sequence[str], where: str
+) -> dict[str, Any]:
     """Return a config that was read back from JSON, checked, with ``settings`` (``KEY=VALUE``) applied.
 
     Raises `UserError` for unknown keys and wrong values, naming the file ``where`` it comes from.
     """
-    changed = {key: override(changes, values.get(key)) for key, changes in parse_settings(settings).items()}
+    changed = {
+        key: override(changes, values.get(key)) for key, changes in parse_settings(settings).items()
+    }
     return parse(Config, {**values, **changed}, where).model_dump()
 
 
@@ -142,7 +180,9 @@ def _leave_one(values: dict[str, Any], overrides: Overrides) -> None:
     """Keep only the overridden one of MICRO_BATCH_SIZE and ``gradient_accumulation`` if TOTAL_BATCH_SIZE gives both."""
     if values.get("TOTAL_BATCH_SIZE") is None:
         return
-    micro, accumulation = (key in overrides and values[key] for key in ("MICRO_BATCH_SIZE", "gradient_accumulation"))
+    micro, accumulation = (
+        key in overrides and values[key] for key in ("MICRO_BATCH_SIZE", "gradient_accumulation")
+    )
     if micro and not accumulation:
         values["gradient_accumulation"] = values["BATCH_SIZE"] = None
     elif accumulation and not micro:
@@ -172,18 +212,29 @@ def read_original(values: dict[str, Any], recipe: Mapping[str, Any], name: str |
     """
     notes = _read_dali(values) + _read_fp16(values)
     named = {RENAMED.get(name, name) for name in values} | STATED
-    left_out = [name for name in recipe if name.isupper() and name in Config.model_fields and name not in named]
+    left_out = [
+        name
+        for name in recipe
+        if name.isupper() and name in Config.model_fields and name not in named
+    ]
     values.update({name: recipe[name] for name in left_out})
     notes += [_rename(values, old, new) for old, new in RENAMED.items() if old in values]
     batch, accumulation = values.get("BATCH_SIZE"), values.get("gradient_accumulation") or 1
-    if recipe and "TOTAL_BATCH_SIZE" not in values and isinstance(batch, int) and isinstance(accumulation, int):
+    if (
+        recipe
+        and "TOTAL_BATCH_SIZE" not in values
+        and isinstance(batch, int)
+        and isinstance(accumulation, int)
+    ):
         del values["BATCH_SIZE"]
         if "MICRO_BATCH_SIZE" in recipe:  # this task's originals count it on each GPU
             values["MICRO_BATCH_SIZE"] = batch
             notes.append(f"BATCH_SIZE as MICRO_BATCH_SIZE={batch}, per GPU")
         else:
             values["TOTAL_BATCH_SIZE"] = batch * accumulation
-            notes.append(f"BATCH_SIZE as TOTAL_BATCH_SIZE={values['TOTAL_BATCH_SIZE']}, over all GPUs")
+            notes.append(
+                f"BATCH_SIZE as TOTAL_BATCH_SIZE={values['TOTAL_BATCH_SIZE']}, over all GPUs"
+            )
     if left_out:
         notes.append(f"left out, so as in the recipe {name}: {', '.join(left_out)}")
     return notes
@@ -212,9 +263,13 @@ def _read_dali(values: dict[str, Any]) -> list[str]:
     if "root" in dali:
         values["dali.root"] = dali.pop("root")  # beside the recipe's DATA, by _rename
     if "gpu_aug" in dali:
-        notes.append(f"dali.gpu_aug={dali.pop('gpu_aug')!r} as nothing: DALI decodes where the run trains")
+        notes.append(
+            f"dali.gpu_aug={dali.pop('gpu_aug')!r} as nothing: DALI decodes where the run trains"
+        )
     if dali:
-        raise UserError(f"unknown key dali.{next(iter(dali))}: known are dali.root, dali.mixup_alpha and dali.gpu_aug")
+        raise UserError(
+            f"unknown key dali.{next(iter(dali))}: known are dali.root, dali.mixup_alpha and dali.gpu_aug"
+        )
     return notes
 
 
@@ -268,16 +323,24 @@ def execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]]
     except (UserError, KeyboardInterrupt):
         raise
     except SyntaxError as error:
-        raise UserError(f"{error.filename}, line {error.lineno}: SyntaxError: {error.msg}") from error
+        raise UserError(
+            f"{error.filename}, line {error.lineno}: SyntaxError: {error.msg}"
+        ) from error
     except BaseException as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(f"{place.filename}, line {place.lineno}: {type(error).__name__}: {error}") from error
+        raise UserError(
+            f"{place.filename}, line {place.lineno}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]]:
     tree = ast.parse(read_bytes(path), str(path))
     plain = _read_ahead(tree.body, overrides)
-    computed = set().union(*(_names(node, ast.Store) for node in tree.body)) - plain.keys() - overrides.keys()
+    computed = (
+        set().union(*(_names(node, ast.Store) for node in tree.body))
+        - plain.keys()
+        - overrides.keys()
+    )
     in_recipes = {**overrides, **{name: [((), value)] for name, value in plain.items()}}
     names: dict[str, Any] = {"__file__": str(path), **PREDEFINED}
     used: set[str] = set()
@@ -287,22 +350,34 @@ def _execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]
         beside = path.parent / f"{module}.py"
         if not module.startswith("configs.") and not (module and beside.is_file()):
             _run(node, path, names, overrides)
-            own = _names(node, ast.Store) if isinstance(node, ast.Assign) else set()  # SIDE = 2 * SIDE
+            own = (
+                _names(node, ast.Store) if isinstance(node, ast.Assign) else set()
+            )  # SIDE = 2 * SIDE
             used |= _names(node, ast.Load) - own
             continue
         where = f"{path}, line {node.lineno}"
         if module not in recipes:
-            recipes[module], read = _execute(beside if beside.is_file() else _find_recipe(module, where), in_recipes)
+            recipes[module], read = _execute(
+                beside if beside.is_file() else _find_recipe(module, where), in_recipes
+            )
             if late := sorted(computed & read):
-                raise UserError(f"{where}: {module} derives other keys from {late[0]}: assign a plain value to it here")
+                raise UserError(
+                    f"{where}: {module} derives other keys from {late[0]}: assign a plain value to it here"
+                )
             used |= read
         assert isinstance(node, ast.ImportFrom)
         wanted = {alias.name: alias.asname or alias.name for alias in node.names}
         if missing := wanted.keys() - recipes[module].keys() - {"*"}:
             raise UserError(f"{where}: {module} has no {', '.join(missing)}")
-        names |= recipes[module] if "*" in wanted else {own: recipes[module][name] for name, own in wanted.items()}
+        names |= (
+            recipes[module]
+            if "*" in wanted
+            else {own: recipes[module][name] for name, own in wanted.items()}
+        )
     skipped = (types.ModuleType, type)
-    return {k: v for k, v in names.items() if not k.startswith("_") and not isinstance(v, skipped)}, used
+    return {
+        k: v for k, v in names.items() if not k.startswith("_") and not isinstance(v, skipped)
+    }, used
 
 
 def _read_ahead(body: list[ast.stmt], overrides: Overrides) -> dict[str, Any]:
@@ -313,7 +388,9 @@ def _read_ahead(body: list[ast.stmt], overrides: Overrides) -> dict[str, Any]:
         stored = _names(node, ast.Store)
         with suppress(Exception):
             if isinstance(node, ast.Assign) and not late & stored:
-                value = eval(compile(ast.Expression(node.value), "", "eval"), {**PREDEFINED, **plain})
+                value = eval(
+                    compile(ast.Expression(node.value), "", "eval"), {**PREDEFINED, **plain}
+                )
                 targets = [target.id for target in node.targets if isinstance(target, ast.Name)]
                 plain |= {name: override(overrides.get(name, ()), value) for name in targets}
                 continue
@@ -325,15 +402,26 @@ def _read_ahead(body: list[ast.stmt], overrides: Overrides) -> dict[str, Any]:
 def _names(statement: ast.stmt, context: type[ast.expr_context]) -> set[str]:
     """Return the names that a statement reads (`ast.Load`) or assigns (`ast.Store`)."""
     nodes = ast.walk(statement)
-    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
+    return {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, context)
+    }
 
 
 def _run(node: ast.stmt, path: Path, names: dict[str, Any], overrides: Overrides) -> None:
     """Run a statement; the keys that it assigns get what overrides them."""
     try:
         exec(compile(ast.Module([node], []), str(path), "exec"), names)
-    except Exception:  # blame it on a given value that is wrong by itself, if one is, not on what derives from it
-        check_given(Config, {key: override(changes, None) for key, changes in overrides.items() if not changes[0][0]})
+    except (
+        Exception
+    ):  # blame it on a given value that is wrong by itself, if one is, not on what derives from it
+        check_given(
+            Config,
+            {
+                key: override(changes, None)
+                for key, changes in overrides.items()
+                if not changes[0][0]
+            },
+        )
         raise
     for name in _names(node, ast.Store) & overrides.keys() & names.keys():
         names[name] = override(overrides[name], names[name])

@@ -25,7 +25,9 @@ OWN = {
         LEARNING_RATE=6e-3, NUM_EPOCHS=301
     ),
     "WARMUP_EPOCHS = NUM_EPOCHS / 10\nNUM_EPOCHS = 400": dict(WARMUP_EPOCHS=30, NUM_EPOCHS=400),
-    "OPTIMIZER = dict(name='lamb', variant='apex')": dict(OPTIMIZER={"name": "lamb", "variant": "apex"}),
+    "OPTIMIZER = dict(name='lamb', variant='apex')": dict(
+        OPTIMIZER={"name": "lamb", "variant": "apex"}
+    ),
     "MICRO_BATCH_SIZE = 64\nTOTAL_BATCH_SIZE = gradient_accumulation = None": dict(BATCH_SIZE=None),
     "KEEP = MODEL['depth']\nMODEL['depth'] *= 2": {"KEEP": 12, "MODEL.depth": 24},
 }
@@ -37,28 +39,65 @@ TOTAL = MICRO.replace("64", "None", 1) + "gradient_accumulation = 4\n"  # which 
 B16 = "from configs.vit_b16 import *\n"
 PARALLEL = {"pipeline": 1, "tensor": {"mode": "1d", "size": 2}}
 TIMM = "vit_tiny_patch16_224.augreg_in21k"
-OF_TIMM = {"INIT": TIMM, "DATA.mean": (0.5,) * 3, "DATA.std": (0.5,) * 3, "DATA.interpolation": "bicubic"}
+OF_TIMM = {
+    "INIT": TIMM,
+    "DATA.mean": (0.5,) * 3,
+    "DATA.std": (0.5,) * 3,
+    "DATA.interpolation": "bicubic",
+}
 OF_TIMM |= {"DATA.eval_crop": 0.5, "MODEL.image_size": 224}
 # The last values that are accepted, and the first that are not.
-EDGES = ["CHECKPOINT_EVERY=0.5min", "DATA.randaugment=rand-m9-p0.5-mmax5", "BCE_THRESHOLD=soft", "LABEL_SMOOTHING=0.1"]
-EDGES += ["OPTIMIZER.name=lamb", "OPTIMIZER.betas=(0, 0.9)", "OPTIMIZER.trust_range=(0, float('inf'))"]
+EDGES = [
+    "CHECKPOINT_EVERY=0.5min",
+    "DATA.randaugment=rand-m9-p0.5-mmax5",
+    "BCE_THRESHOLD=soft",
+    "LABEL_SMOOTHING=0.1",
+]
+EDGES += [
+    "OPTIMIZER.name=lamb",
+    "OPTIMIZER.betas=(0, 0.9)",
+    "OPTIMIZER.trust_range=(0, float('inf'))",
+]
 
 
 @pytest.mark.parametrize(
     ("text", "changes", "expected"),
     [
-        (BENCHMARK.replace("colossalai.amp", "colossalai.legacy.amp"), [], dict(fp16={"mode": AMP_TYPE.TORCH})),
-        (BENCHMARK.replace("from colossalai.amp import AMP_TYPE", ""), [], dict(fp16={"mode": AMP_TYPE.TORCH})),
+        (
+            BENCHMARK.replace("colossalai.amp", "colossalai.legacy.amp"),
+            [],
+            dict(fp16={"mode": AMP_TYPE.TORCH}),
+        ),
+        (
+            BENCHMARK.replace("from colossalai.amp import AMP_TYPE", ""),
+            [],
+            dict(fp16={"mode": AMP_TYPE.TORCH}),
+        ),
         (BENCHMARK, ["gradient_accumulation=4", *TENSOR], dict(BATCH_SIZE=1024, parallel=PARALLEL)),
-        (BENCHMARK, ["MICRO_BATCH_SIZE=64"], dict(MICRO_BATCH_SIZE=64, gradient_accumulation=None, BATCH_SIZE=None)),
+        (
+            BENCHMARK,
+            ["MICRO_BATCH_SIZE=64"],
+            dict(MICRO_BATCH_SIZE=64, gradient_accumulation=None, BATCH_SIZE=None),
+        ),
         (MICRO, ["gradient_accumulation=4"], dict(MICRO_BATCH_SIZE=None, gradient_accumulation=4)),
         (TOTAL, ["gradient_accumulation=2"], dict(MICRO_BATCH_SIZE=64, gradient_accumulation=2)),
-        *((f"from configs.vit_s16_1d import *\n{lines}\n", [], expected) for lines, expected in OWN.items()),
-        (B16 + "GPUS = 2\nNUM_EPOCHS *= 2", ["NUM_EPOCHS=4"], dict(GPUS=2, NUM_EPOCHS=4, WARMUP_EPOCHS=2)),
+        *(
+            (f"from configs.vit_s16_1d import *\n{lines}\n", [], expected)
+            for lines, expected in OWN.items()
+        ),
+        (
+            B16 + "GPUS = 2\nNUM_EPOCHS *= 2",
+            ["NUM_EPOCHS=4"],
+            dict(GPUS=2, NUM_EPOCHS=4, WARMUP_EPOCHS=2),
+        ),
         (B16 + "NUM_EPOCHS = 9", ["NUM_EPOCHS=4"], dict(NUM_EPOCHS=4, WARMUP_EPOCHS=2)),
         (MINIMAL + "if False:\n    KEEP = 3", ["KEEP=4"], dict(KEEP=4)),
         (MINIMAL + "for PART in (1, 2):\n    KEEP = PART", [], dict(KEEP=2)),
-        (MINIMAL, ["LOG=dict(every=3)", "LOG.every=4"], dict(LOG=dict(every=4, tensorboard=True, trackers=[]))),
+        (
+            MINIMAL,
+            ["LOG=dict(every=3)", "LOG.every=4"],
+            dict(LOG=dict(every=4, tensorboard=True, trackers=[])),
+        ),
         (MINIMAL, ["fp16=dict(mode=AMP_TYPE.NAIVE)"], dict(fp16={"mode": AMP_TYPE.NAIVE})),
         (MINIMAL, ["OUTPUT=2012", "INIT=None", *EDGES], dict(OUTPUT="2012", INIT=None)),
         (MINIMAL, [f"MODEL=dict(timm='{TIMM}', pretrained=True)", "DATA.eval_crop=0.5"], OF_TIMM),
@@ -72,8 +111,12 @@ def test_what_the_file_derives_follows_a_setting(tmp_path, text, changes, expect
 
 
 @pytest.mark.parametrize("text", [B16, "LEARNING_RATE = 0.1\n"])
-@pytest.mark.parametrize(("more", "changes"), [("NUM_EPOCHS = '3'\n", []), ("", ["NUM_EPOCHS='3'"])])
-def test_a_wrong_value_is_named_and_not_the_recipe_that_derives_from_it(tmp_path, text, more, changes):
+@pytest.mark.parametrize(
+    ("more", "changes"), [("NUM_EPOCHS = '3'\n", []), ("", ["NUM_EPOCHS='3'"])]
+)
+def test_a_wrong_value_is_named_and_not_the_recipe_that_derives_from_it(
+    tmp_path, text, more, changes
+):
     with pytest.raises(UserError, match="^NUM_EPOCHS='3': expected integer >= 1 .epochs.$"):
         load(tmp_path, text + more, "vit-b16", *changes)
 
@@ -85,46 +128,134 @@ def test_a_config_imports_its_neighbour(tmp_path):
     assert (config["WARMUP_EPOCHS"], config["OUTPUT"]) == (2, str(tmp_path / "six_base.py"))
 
 
-OUT_OF_RANGE = ["OPTIMIZER.betas=(0.9, 1)", "OPTIMIZER.betas=(-1, 0)", "WEIGHT_DECAY=1e999", "DATA.mean=(0, 1)"]
-OUT_OF_RANGE += ["OPTIMIZER.trust_range=(2, 1)", "OPTIMIZER.trust_range=(-1, 1)", "DATA.std=(1, 0, 1)"]
+OUT_OF_RANGE = [
+    "OPTIMIZER.betas=(0.9, 1)",
+    "OPTIMIZER.betas=(-1, 0)",
+    "WEIGHT_DECAY=1e999",
+    "DATA.mean=(0, 1)",
+]
+OUT_OF_RANGE += [
+    "OPTIMIZER.trust_range=(2, 1)",
+    "OPTIMIZER.trust_range=(-1, 1)",
+    "DATA.std=(1, 0, 1)",
+]
 OUT_OF_RANGE += ["DATA.randaugment=(2, 11)", "DATA.randaugment=(0, 5)", "DATA.randaugment=(2, -1)"]
 OUT_OF_RANGE += ["DATA.randaugment=rand-m", "DATA.crop_ratio=(2, 1)", "DATA.crop_ratio=(1, 101)"]
-OUT_OF_RANGE += ["DATA.crop_scale=(0, 1)", "DATA.crop_scale=(1, 2)", "DATA.crop_scale=(0.5, 0.1)", "CHECKPOINT_EVERY=0"]
-OUT_OF_RANGE += ["CHECKPOINT_EVERY=0 min", "CHECKPOINT_EVERY=10 s", "fp16.mode=AMP_TYPE.FAST", "DATA.crop_ratio=(0, 1)"]
+OUT_OF_RANGE += [
+    "DATA.crop_scale=(0, 1)",
+    "DATA.crop_scale=(1, 2)",
+    "DATA.crop_scale=(0.5, 0.1)",
+    "CHECKPOINT_EVERY=0",
+]
+OUT_OF_RANGE += [
+    "CHECKPOINT_EVERY=0 min",
+    "CHECKPOINT_EVERY=10 s",
+    "fp16.mode=AMP_TYPE.FAST",
+    "DATA.crop_ratio=(0, 1)",
+]
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (["MODEL.widht=64"], "config.py or --set: unknown key MODEL.widht; did you mean 'MODEL.width'"),
-        (["MODEL.image_size=225"], "^MODEL.image_size=225 is not a multiple of patch_size=16; .* 224 or 240$"),
-        (["MODEL.width=400"], "^MODEL.width=400 is not a multiple of heads=6; the nearest that are: 396 or 402$"),
-        (["MODEL.width=390", "MODEL.position=sincos2d"], r"^MODEL.width=390 is .* of 12 \(.*that are: 384 or 396$"),
-        (["MODEL.stem=conv", "MODEL.width=24"], "^MODEL.stem='conv' needs a power of two that divides width as patch"),
-        (["zero.stage=3", *TENSOR_2D], "not support parallel.tensor.mode='2d': set it to '1d' or None, or zero=None$"),
-        (["zero.stage=3", "torch_ddp.static_graph=True"], r"={'static_graph': True}: set it to dict\(\), or zero"),
-        (["zero.stage=3", "COMPILE=model"], "={'stage': 3} does not support COMPILE='model': set it to True, or"),
+        (
+            ["MODEL.widht=64"],
+            "config.py or --set: unknown key MODEL.widht; did you mean 'MODEL.width'",
+        ),
+        (
+            ["MODEL.image_size=225"],
+            "^MODEL.image_size=225 is not a multiple of patch_size=16; .* 224 or 240$",
+        ),
+        (
+            ["MODEL.width=400"],
+            "^MODEL.width=400 is not a multiple of heads=6; the nearest that are: 396 or 402$",
+        ),
+        (
+            ["MODEL.width=390", "MODEL.position=sincos2d"],
+            r"^MODEL.width=390 is .* of 12 \(.*that are: 384 or 396$",
+        ),
+        (
+            ["MODEL.stem=conv", "MODEL.width=24"],
+            "^MODEL.stem='conv' needs a power of two that divides width as patch",
+        ),
+        (
+            ["zero.stage=3", *TENSOR_2D],
+            "not support parallel.tensor.mode='2d': set it to '1d' or None, or zero=None$",
+        ),
+        (
+            ["zero.stage=3", "torch_ddp.static_graph=True"],
+            r"={'static_graph': True}: set it to dict\(\), or zero",
+        ),
+        (
+            ["zero.stage=3", "COMPILE=model"],
+            "={'stage': 3} does not support COMPILE='model': set it to True, or",
+        ),
         (["zero.stage=3", APEX_O3], "^zero.* fp16.opt_level='O3': set it to 'O2', or zero=None$"),
         (["num_layers=6"], "^num_layers: unknown key; did you mean 'MODEL.depth'"),
         (["NUM_EPOCHS"], "write it as KEY=VALUE"),
         (["LEARNING_RATE=fast"], "^LEARNING_RATE='fast': expected number > 0$"),
-        (["LR_SCHEDULE=cosine_as_long_as_the_warm-up"], "'cosine_as_long_as_the_warm-up': expected 'linear', 'cosine'"),
-        (["MODEL=small"], r"^MODEL='small': expected dict\(timm=..., image_size=..., patch_size=...\)$"),
-        (["DATA=dict(crop='simple', crop_scale=(0.5, 1.0))"], r"^DATA.crop_scale=\(0.5, 1.0\) has no effect with crop"),
-        (["DATA=dict(crop='simple', crop_ratio=(1, 2))"], r"^DATA.crop_ratio=\(1, 2\) has no effect with crop"),
-        (["OPTIMIZER.name=sgd", "OPTIMIZER.eps=1"], "OPTIMIZER.eps has no effect with name=sgd, which takes mom"),
-        (["fp16=dict(mode=AMP_TYPE.TORCH, opt_level='O2')"], "no effect with mode=AMP_TYPE.TORCH, which takes none$"),
-        (["fp16.dtype=float16"], "fp16.dtype has no effect with mode=None: set mode to one of AMP_TYPE$"),
-        (["WARMUP_EPOCHS=8", "COOLDOWN_EPOCHS=2"], "=8 must be less than NUM_EPOCHS=10 - COOLDOWN_EPOCHS=2$"),
-        (["LABEL_SMOOTHING=0.1", "BCE_THRESHOLD=0"], "BCE_THRESHOLD=0.* undoes LABEL_SMOOTHING=0.1: set"),
-        (["FREEZE=body", "OPTIMIZER.layer_decay=0.5"], "FREEZE='body' trains the head alone: leave out"),
+        (
+            ["LR_SCHEDULE=cosine_as_long_as_the_warm-up"],
+            "'cosine_as_long_as_the_warm-up': expected 'linear', 'cosine'",
+        ),
+        (
+            ["MODEL=small"],
+            r"^MODEL='small': expected dict\(timm=..., image_size=..., patch_size=...\)$",
+        ),
+        (
+            ["DATA=dict(crop='simple', crop_scale=(0.5, 1.0))"],
+            r"^DATA.crop_scale=\(0.5, 1.0\) has no effect with crop",
+        ),
+        (
+            ["DATA=dict(crop='simple', crop_ratio=(1, 2))"],
+            r"^DATA.crop_ratio=\(1, 2\) has no effect with crop",
+        ),
+        (
+            ["OPTIMIZER.name=sgd", "OPTIMIZER.eps=1"],
+            "OPTIMIZER.eps has no effect with name=sgd, which takes mom",
+        ),
+        (
+            ["fp16=dict(mode=AMP_TYPE.TORCH, opt_level='O2')"],
+            "no effect with mode=AMP_TYPE.TORCH, which takes none$",
+        ),
+        (
+            ["fp16.dtype=float16"],
+            "fp16.dtype has no effect with mode=None: set mode to one of AMP_TYPE$",
+        ),
+        (
+            ["WARMUP_EPOCHS=8", "COOLDOWN_EPOCHS=2"],
+            "=8 must be less than NUM_EPOCHS=10 - COOLDOWN_EPOCHS=2$",
+        ),
+        (
+            ["LABEL_SMOOTHING=0.1", "BCE_THRESHOLD=0"],
+            "BCE_THRESHOLD=0.* undoes LABEL_SMOOTHING=0.1: set",
+        ),
+        (
+            ["FREEZE=body", "OPTIMIZER.layer_decay=0.5"],
+            "FREEZE='body' trains the head alone: leave out",
+        ),
         ([*TENSOR, "COMPILE=True"], "COMPILE=True does not support tensor"),
-        (["TENSOR_PARALLEL_SIZE=2", "parallel.tensor.size=4"], "TENSOR_PARALLEL_SIZE=2, .* contradict parallel.tensor"),
-        (["TENSOR_PARALLEL_MODE=1d", "parallel.tensor.mode=2d"], "MODE='1d' contradict parallel.tensor"),
-        (["MODEL.timm=resnet18", "MODEL.pretrained=yes"], "^MODEL.pretrained='yes': expected True or False$"),
+        (
+            ["TENSOR_PARALLEL_SIZE=2", "parallel.tensor.size=4"],
+            "TENSOR_PARALLEL_SIZE=2, .* contradict parallel.tensor",
+        ),
+        (
+            ["TENSOR_PARALLEL_MODE=1d", "parallel.tensor.mode=2d"],
+            "MODE='1d' contradict parallel.tensor",
+        ),
+        (
+            ["MODEL.timm=resnet18", "MODEL.pretrained=yes"],
+            "^MODEL.pretrained='yes': expected True or False$",
+        ),
         (["batch_size=8"], "batch_size: unknown key; did you mean 'TOTAL_BATCH_SIZE'"),
-        (["OPTIMIZER=dict(name='sgd', nesterov=True, momentum=0)"], "nesterov=True needs momentum above 0"),
-        (["OPTIMIZER=dict(name='sgd', nesterov=True, dampening=1)"], "nesterov=True needs .* dampening 0$"),
+        (
+            ["OPTIMIZER=dict(name='sgd', nesterov=True, momentum=0)"],
+            "nesterov=True needs momentum above 0",
+        ),
+        (
+            ["OPTIMIZER=dict(name='sgd', nesterov=True, dampening=1)"],
+            "nesterov=True needs .* dampening 0$",
+        ),
         *(([setting], f"^{setting.partition('=')[0]}=.*: expected ") for setting in OUT_OF_RANGE),
     ],
 )
@@ -136,17 +267,29 @@ def test_a_wrong_setting_is_refused(tmp_path, changes, words):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (MINIMAL + "WARM_EPOCHS = 1\nWARMUP_EPOCHS = WARM_EPOCHS", "unknown key WARM_EPOCHS; did you mean"),
+        (
+            MINIMAL + "WARM_EPOCHS = 1\nWARMUP_EPOCHS = WARM_EPOCHS",
+            "unknown key WARM_EPOCHS; did you mean",
+        ),
         (MINIMAL.replace("LEARNING_RATE", "lr"), "unknown key lr; did you mean 'LEARNING_RATE'"),
         (MINIMAL + "SIDE = 4\nSIDE = 2 * SIDE", "unknown key SIDE$"),
-        ("from configs.vit_s16_vanila import *", "line 1: no recipe .*; did you mean 'configs.vit_s16_vanilla'"),
+        (
+            "from configs.vit_s16_vanila import *",
+            "line 1: no recipe .*; did you mean 'configs.vit_s16_vanilla'",
+        ),
         ("from configs.vit_b16 import MODLE", "line 1: configs.vit_b16 has no MODLE"),
-        (B16 + "NUM_EPOCHS = 4\nNUM_EPOCHS *= 2", "line 1: configs.vit_b16 derives other keys from NUM_EPOCHS: assign"),
+        (
+            B16 + "NUM_EPOCHS = 4\nNUM_EPOCHS *= 2",
+            "line 1: configs.vit_b16 derives other keys from NUM_EPOCHS: assign",
+        ),
         (B16 + "WARMUP_EPOCHS = NUM_EPOCHS\nNUM_EPOCHS = 4", "derives other keys from NUM_EPOCHS"),
         ("NUM_EPOCHS = 1", "config.py: LEARNING_RATE is missing: peak"),
         ("BATCH_SIZE = NUM_EPOCHS = LEARNING_RATE = 1", "^TOTAL_BATCH_SIZE is missing: samples"),
         (MINIMAL + "SEED = 1 +", "config.py, line 4: SyntaxError: invalid syntax$"),
-        (MINIMAL + "SEED = (1,\n  SEDE)", "config.py, line 5: NameError: name 'SEDE' is not defined$"),
+        (
+            MINIMAL + "SEED = (1,\n  SEDE)",
+            "config.py, line 5: NameError: name 'SEDE' is not defined$",
+        ),
         (MINIMAL + "import sys\nsys.exit(0)", "config.py, line 5: SystemExit: 0$"),
     ],
 )
@@ -156,7 +299,11 @@ def test_a_wrong_file_is_refused(tmp_path, text, words):
 
 
 def test_a_config_that_was_written_as_json_is_the_same():
-    changes = ["fp16=dict(mode=AMP_TYPE.APEX, opt_level='O2')", "DATA.randaugment=[2, 10]", "OPTIMIZER.eps=1e-9"]
+    changes = [
+        "fp16=dict(mode=AMP_TYPE.APEX, opt_level='O2')",
+        "DATA.randaugment=[2, 10]",
+        "OPTIMIZER.eps=1e-9",
+    ]
     config = load_config("quickstart", changes)
     written = json.loads(json.dumps(config, default=str))
     assert restore_config(written, [], "config.json") == config
@@ -197,10 +344,14 @@ def test_the_help_on_a_key_is_its_paragraph_and_those_of_the_keys_inside():
 
 
 def test_the_documentation_lists_the_keys_as_they_are():
-    assert keys_as_markdown() in (ROOT / "docs" / "config.md").read_text(), f"regenerate its table:\n{REGENERATE}"
+    assert keys_as_markdown() in (ROOT / "docs" / "config.md").read_text(), (
+        f"regenerate its table:\n{REGENERATE}"
+    )
 
 
-@pytest.mark.parametrize("value", ["None", "1", "-1", "1e999", "x", "(0, 2)", "{'a': 7}", "{[1]: 2}", "(" * 999])
+@pytest.mark.parametrize(
+    "value", ["None", "1", "-1", "1e999", "x", "(0, 2)", "{'a': 7}", "{[1]: 2}", "(" * 999]
+)
 def test_any_value_of_any_key_is_taken_or_refused_in_one_line(tmp_path, value):
     for key, _ in all_keys():
         try:

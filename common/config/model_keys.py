@@ -10,37 +10,65 @@ from common.config.fields import Number, Section, key, parse
 from common.errors import UserError, did_you_mean, nearest_multiples
 
 # Keys of DATA, and what timm's configuration of weights calls them.
-TIMM_DATA = {"mean": "mean", "std": "std", "interpolation": "interpolation", "eval_crop": "crop_pct"}
+TIMM_DATA = {
+    "mean": "mean",
+    "std": "std",
+    "interpolation": "interpolation",
+    "eval_crop": "crop_pct",
+}
 
 
 class Model(Section):
     """The defaults are ViT-S/16 for ImageNet-1k."""
 
     timm: str | None = key(
-        None, "a model of timm's by name, whose arguments the other keys then are ([own-images.md](own-images.md))"
+        None,
+        "a model of timm's by name, whose arguments the other keys then are ([own-images.md](own-images.md))",
     )
     image_size: int = key(224, "side of the square input", unit="pixels", ge=1, le=65536)
-    patch_size: int = key(16, "side of a patch; divides `image_size`", unit="pixels", ge=1, le=65536)
+    patch_size: int = key(
+        16, "side of a patch; divides `image_size`", unit="pixels", ge=1, le=65536
+    )
     width: int = key(384, "channels of a token", ge=1, le=65536)
     depth: int = key(12, "number of blocks", ge=1, le=1000)
     heads: int = key(6, "attention heads; divides `width`", ge=1)
     mlp_ratio: Number = key(4.0, "hidden channels of the MLP / `width`", gt=0, le=1000)
-    num_classes: int | None = key(None, "classes of the head; `None`: as many as the data set has", ge=1, le=10**8)
-    dropout: Number = key(0.0, "after the position embedding and after every projection of a block but qkv", ge=0, lt=1)
-    drop_path: Number = key(0.0, "stochastic depth (arXiv 1603.09382): last block's rate, rising from 0", ge=0, lt=1)
+    num_classes: int | None = key(
+        None, "classes of the head; `None`: as many as the data set has", ge=1, le=10**8
+    )
+    dropout: Number = key(
+        0.0,
+        "after the position embedding and after every projection of a block but qkv",
+        ge=0,
+        lt=1,
+    )
+    drop_path: Number = key(
+        0.0, "stochastic depth (arXiv 1603.09382): last block's rate, rising from 0", ge=0, lt=1
+    )
     stem: Literal["patch", "conv"] = key(
-        "patch", "`conv`: 3 x 3 convolutions, one of stride 1 and then of stride 2, instead of the patch projection"
+        "patch",
+        "`conv`: 3 x 3 convolutions, one of stride 1 and then of stride 2, instead of the patch projection",
     )
     pool: Literal["cls", "avg", "seq"] = key(
-        "cls", "what the head reads: the class token, the mean of the patches, or their learned mean (arXiv 2104.05704)"
+        "cls",
+        "what the head reads: the class token, the mean of the patches, or their learned mean (arXiv 2104.05704)",
     )
-    position: Literal["learned", "sincos2d"] = key("learned", "position embedding; `sincos2d` is fixed")
+    position: Literal["learned", "sincos2d"] = key(
+        "learned", "position embedding; `sincos2d` is fixed"
+    )
     no_embed_class: bool = key(False, "no position embedding for the class token and the registers")
-    reg_tokens: int = key(0, "register tokens (arXiv 2309.16588), which the head does not read", ge=0, le=65536)
-    init_values: Number | None = key(
-        None, "LayerScale (arXiv 2103.17239): first factor of a residual branch; `None`: no LayerScale", ge=0, le=1
+    reg_tokens: int = key(
+        0, "register tokens (arXiv 2309.16588), which the head does not read", ge=0, le=65536
     )
-    activation_checkpoint: bool = key(False, "recompute each block in the backward pass, to save memory")
+    init_values: Number | None = key(
+        None,
+        "LayerScale (arXiv 2103.17239): first factor of a residual branch; `None`: no LayerScale",
+        ge=0,
+        le=1,
+    )
+    activation_checkpoint: bool = key(
+        False, "recompute each block in the backward pass, to save memory"
+    )
 
     @model_validator(mode="after")
     def _divide(self) -> "Model":
@@ -51,12 +79,20 @@ class Model(Section):
             )
         unit = self.patch_size
         if self.stem == "conv" and (unit & (unit - 1) or self.width % unit):
-            raise ValueError(f"stem='conv' needs a power of two that divides width as patch_size, not {unit}")
+            raise ValueError(
+                f"stem='conv' needs a power of two that divides width as patch_size, not {unit}"
+            )
         unit = math.lcm(self.heads, 4) if self.position == "sincos2d" else self.heads
         if self.width % unit:
-            reason = f"heads={self.heads}" if unit == self.heads else f"{unit} (heads, and 4 for sincos2d)"
+            reason = (
+                f"heads={self.heads}"
+                if unit == self.heads
+                else f"{unit} (heads, and 4 for sincos2d)"
+            )
             nearest = nearest_multiples(self.width, unit)
-            raise ValueError(f"width={self.width} is not a multiple of {reason}; the nearest that are: {nearest}")
+            raise ValueError(
+                f"width={self.width} is not a multiple of {reason}; the nearest that are: {nearest}"
+            )
         return self
 
     @property
@@ -112,7 +148,9 @@ def pretrained_config(name: str) -> Any:
     architecture = name.partition(".")[0]
     if not timm.is_model(architecture):
         known = did_you_mean(architecture, timm.list_models())
-        raise UserError(f"timm={name!r}: timm has no such model{known}; timm.list_models() lists all")
+        raise UserError(
+            f"timm={name!r}: timm has no such model{known}; timm.list_models() lists all"
+        )
     try:
         return get_pretrained_cfg(name, allow_unregistered=False)
     except RuntimeError:
@@ -126,4 +164,8 @@ def data_of(model: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     about = pretrained_config(model["timm"])
     found = {name: getattr(about, theirs) for name, theirs in TIMM_DATA.items()}
-    return {name: value for name, value in found.items() if name != "interpolation" or value in ("bilinear", "bicubic")}
+    return {
+        name: value
+        for name, value in found.items()
+        if name != "interpolation" or value in ("bilinear", "bicubic")
+    }

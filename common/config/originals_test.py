@@ -10,7 +10,13 @@ from common.config.plan import build_plan
 from common.errors import UserError
 from common.task import find_task
 
-SIZES = {"vanilla": (1, None), "1d": (2, "1d"), "2d": (4, "2d"), "2p5d": (4, "2.5d"), "3d": (8, "3d")}
+SIZES = {
+    "vanilla": (1, None),
+    "1d": (2, "1d"),
+    "2d": (4, "2d"),
+    "2p5d": (4, "2.5d"),
+    "3d": (8, "3d"),
+}
 
 IMAGENET = """
 from colossalai.amp import AMP_TYPE
@@ -67,10 +73,16 @@ FILES = {"data_parallel/config.py": (find_task("imagenet_dali").recipe, DATA_PAR
 for name in SIZES:
     parallel = parallel_lines(name)
     FILES[f"imagenet1k/vit_{name}.py"] = "vit_s16_vanilla", IMAGENET.format(parallel=parallel)
-    FILES[f"cifar/vit_{name}.py"] = find_task("cifar10_benchmark").recipe, CIFAR.format(parallel=parallel)
+    FILES[f"cifar/vit_{name}.py"] = (
+        find_task("cifar10_benchmark").recipe,
+        CIFAR.format(parallel=parallel),
+    )
 for mode in ("TORCH", "NAIVE", "APEX"):
     lines = f"from colossalai.amp import AMP_TYPE\nfp16 = dict(mode=AMP_TYPE.{mode})"
-    FILES[f"amp/config_AMP_{mode.lower()}.py"] = find_task("caltech101_amp").recipe, AMP.format(fp16=lines)
+    FILES[f"amp/config_AMP_{mode.lower()}.py"] = (
+        find_task("caltech101_amp").recipe,
+        AMP.format(fp16=lines),
+    )
 FILES["amp/config_fp32.py"] = "config_fp32", AMP.format(fp16="")
 
 
@@ -92,7 +104,9 @@ def test_our_recipe_of_the_same_name_is_the_same(name, tmp_path):
     base, text = FILES[name]
     folder, stem = name.removesuffix(".py").split("/")
     theirs = load(tmp_path, text, base)
-    ours = load_config("vit-b16" if stem == "config" else str(find_config(f"./configs/{stem}.py", base)))
+    ours = load_config(
+        "vit-b16" if stem == "config" else str(find_config(f"./configs/{stem}.py", base))
+    )
     if ours["fp16"]:
         ours["fp16"].pop("opt_level", None)  # O1, which APEX means where no level is named
     differ = {key for key in theirs if theirs[key] != ours[key]}
@@ -138,7 +152,9 @@ def test_dalis_root_stands_beside_the_recipes_data(tmp_path):
 
 def test_settings_go_before_the_file_and_before_the_recipe(tmp_path):
     text = DATA_PARALLEL.replace("NUM_EPOCHS = 2", "")
-    config = load(tmp_path, text, "vit-b16", "SEED=7", "MODEL.dropout=0.0", "NUM_EPOCHS=4", "MIXUP=0")
+    config = load(
+        tmp_path, text, "vit-b16", "SEED=7", "MODEL.dropout=0.0", "NUM_EPOCHS=4", "MIXUP=0"
+    )
     assert [config[key] for key in ("SEED", "NUM_EPOCHS", "WARMUP_EPOCHS", "MIXUP")] == [7, 4, 2, 0]
     assert config["MODEL"]["dropout"] == 0.0
     config = load(tmp_path, CIFAR_1D, "vit_lite_vanilla", "BATCH_SIZE=64", "SEED=1")
@@ -160,13 +176,22 @@ def test_a_config_with_a_model_or_a_recipe_is_complete(tmp_path, capsys, text):
     ("lines", "words"),
     [
         ("seed = 1\nSEED = 2", "seed=1 and SEED=2 are the same key: keep SEED"),
-        ("HIDDEN_SIZE = 768", "unknown key HIDDEN_SIZE; did you mean 'MODEL.width'"),  # of the example with pipelines
+        (
+            "HIDDEN_SIZE = 768",
+            "unknown key HIDDEN_SIZE; did you mean 'MODEL.width'",
+        ),  # of the example with pipelines
         ("dali = dict(mixup=1)", "unknown key dali.mixup: known are"),
         ("DROP_RATE = 2", "MODEL.dropout=2: expected number >= 0 and < 1"),
         ("BATCH_SIZE = 'all'", "BATCH_SIZE='all': expected integer"),
         ("gradient_accumulation = '4'", "^gradient_accumulation='4': expected integer"),
-        ("NUM_EPOCHS = LEARNING_RATE = 1\nDROP_RATE = 0.1\nMODEL = 'small'", "MODEL='small': expected dict"),
-        ("zero = dict(type='ZeroRedundancyOptimizer_Level_2')", "unknown key zero.type; did you mean 'zero.stage'"),
+        (
+            "NUM_EPOCHS = LEARNING_RATE = 1\nDROP_RATE = 0.1\nMODEL = 'small'",
+            "MODEL='small': expected dict",
+        ),
+        (
+            "zero = dict(type='ZeroRedundancyOptimizer_Level_2')",
+            "unknown key zero.type; did you mean 'zero.stage'",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(tmp_path, lines, words):

@@ -57,7 +57,9 @@ class Plan:
         """Return the global batch as a product, as "8 GPUs x 256 x 16 = 32,768"."""
         ranks = counted(self.gpus, unit)
         if self.tensor_parallel > 1:
-            ranks = f"{counted(self.data_parallel, 'group')} of {counted(self.tensor_parallel, unit)}"
+            ranks = (
+                f"{counted(self.data_parallel, 'group')} of {counted(self.tensor_parallel, unit)}"
+            )
         return f"{ranks} x {self.micro_batch} x {self.accumulation} = {self.total_batch:,}"
 
 
@@ -78,7 +80,9 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
         total = config["MICRO_BATCH_SIZE"] * (config["gradient_accumulation"] or 1) * data_parallel
     micro, accumulation = _divide_batch(config, total, data_parallel)
     if (repeats := config["DATA"]["repeats"]) > total:
-        raise UserError(f"DATA.repeats={repeats} is more than TOTAL_BATCH_SIZE={total}: lower it (3 is usual)")
+        raise UserError(
+            f"DATA.repeats={repeats} is more than TOTAL_BATCH_SIZE={total}: lower it (3 is usual)"
+        )
     steps_per_epoch = data.train_samples // total if data else 0
     if data and not steps_per_epoch:
         raise UserError(
@@ -95,7 +99,9 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
         total_batch=total,
         epochs=config["NUM_EPOCHS"],
         steps_per_epoch=steps_per_epoch,
-        warmup_steps=max(0, min(round(config["WARMUP_EPOCHS"] * steps_per_epoch), total_steps - cooldown - 1)),
+        warmup_steps=max(
+            0, min(round(config["WARMUP_EPOCHS"] * steps_per_epoch), total_steps - cooldown - 1)
+        ),
         total_steps=total_steps,
         last_step=min(total_steps, config["MAX_STEPS"] or total_steps),
         cooldown_steps=cooldown,
@@ -119,7 +125,9 @@ def _divide_batch(config: Mapping[str, Any], total: int, data_parallel: int) -> 
     unit = (micro or accumulation or 1) * data_parallel
     if total % unit:
         said = (
-            f"MICRO_BATCH_SIZE={micro} x " if micro else f"gradient_accumulation={accumulation} x " * bool(accumulation)
+            f"MICRO_BATCH_SIZE={micro} x "
+            if micro
+            else f"gradient_accumulation={accumulation} x " * bool(accumulation)
         )
         either = ", or MICRO_BATCH_SIZE=None" if micro and not total % data_parallel else ""
         raise UserError(

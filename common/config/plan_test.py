@@ -3,7 +3,9 @@ import pytest
 from common.config.plan import DataSummary, build_plan
 from common.errors import UserError
 
-IMAGENET = DataSummary(train_samples=1_281_167, eval_samples=50_000, num_classes=1000, fingerprint="")
+IMAGENET = DataSummary(
+    train_samples=1_281_167, eval_samples=50_000, num_classes=1000, fingerprint=""
+)
 CONFIG = dict(
     TOTAL_BATCH_SIZE=32768,
     MICRO_BATCH_SIZE=None,
@@ -22,15 +24,47 @@ FOUR = dict(tensor=dict(size=4, mode="2d"))
 @pytest.mark.parametrize(
     ("keys", "gpus", "expected"),
     [
-        (dict(MICRO_BATCH_SIZE=256), 4, dict(micro_batch=256, accumulation=32, steps_per_epoch=1_281_167 // 32768)),
-        (dict(MICRO_BATCH_SIZE=256, MAX_STEPS=10**6), 128, dict(accumulation=1, warmup_steps=5850, last_step=11700)),
-        (dict(gradient_accumulation=16, BATCH_SIZE=2048), 8, dict(micro_batch=256, data_parallel=8)),
-        (dict(TOTAL_BATCH_SIZE=None, MICRO_BATCH_SIZE=128, gradient_accumulation=2), 4, dict(total_batch=1024)),
-        (dict(TOTAL_BATCH_SIZE=None, MICRO_BATCH_SIZE=512, parallel=FOUR), 8, dict(total_batch=1024)),
+        (
+            dict(MICRO_BATCH_SIZE=256),
+            4,
+            dict(micro_batch=256, accumulation=32, steps_per_epoch=1_281_167 // 32768),
+        ),
+        (
+            dict(MICRO_BATCH_SIZE=256, MAX_STEPS=10**6),
+            128,
+            dict(accumulation=1, warmup_steps=5850, last_step=11700),
+        ),
+        (
+            dict(gradient_accumulation=16, BATCH_SIZE=2048),
+            8,
+            dict(micro_batch=256, data_parallel=8),
+        ),
+        (
+            dict(TOTAL_BATCH_SIZE=None, MICRO_BATCH_SIZE=128, gradient_accumulation=2),
+            4,
+            dict(total_batch=1024),
+        ),
+        (
+            dict(TOTAL_BATCH_SIZE=None, MICRO_BATCH_SIZE=512, parallel=FOUR),
+            8,
+            dict(total_batch=1024),
+        ),
         (dict(parallel=FOUR, gradient_accumulation=16), 8, dict(micro_batch=1024, data_parallel=2)),
-        (dict(NUM_EPOCHS=1, WARMUP_EPOCHS=0.99, COOLDOWN_EPOCHS=0.04), 8, dict(warmup_steps=36, cooldown_steps=2)),
-        (dict(TOTAL_BATCH_SIZE=10**6, NUM_EPOCHS=3, COOLDOWN_EPOCHS=2.6), 1, dict(cooldown_steps=2, warmup_steps=0)),
-        (dict(MAX_STEPS=7, WARMUP_EPOCHS=0.4), 8, dict(last_step=7, total_steps=11700, warmup_steps=16)),
+        (
+            dict(NUM_EPOCHS=1, WARMUP_EPOCHS=0.99, COOLDOWN_EPOCHS=0.04),
+            8,
+            dict(warmup_steps=36, cooldown_steps=2),
+        ),
+        (
+            dict(TOTAL_BATCH_SIZE=10**6, NUM_EPOCHS=3, COOLDOWN_EPOCHS=2.6),
+            1,
+            dict(cooldown_steps=2, warmup_steps=0),
+        ),
+        (
+            dict(MAX_STEPS=7, WARMUP_EPOCHS=0.4),
+            8,
+            dict(last_step=7, total_steps=11700, warmup_steps=16),
+        ),
     ],
 )
 def test_a_batch_is_cut_for_the_number_of_gpus(keys, gpus, expected):
@@ -41,16 +75,44 @@ def test_a_batch_is_cut_for_the_number_of_gpus(keys, gpus, expected):
 @pytest.mark.parametrize(
     ("keys", "gpus", "words"),
     [
-        (dict(TOTAL_BATCH_SIZE=100, gradient_accumulation=3), 2, "=3 x 2 .* processes: set it to 96 or 102, or"),
-        (dict(TOTAL_BATCH_SIZE=300, MICRO_BATCH_SIZE=256), 1, "set it to 256 or 512, or MICRO_BATCH_SIZE=None"),
-        (dict(TOTAL_BATCH_SIZE=1000, MICRO_BATCH_SIZE=256), 3, "=256 x 3 .* processes: set it to 768 or 1536, or"),
-        (dict(TOTAL_BATCH_SIZE=33, MICRO_BATCH_SIZE=256, gradient_accumulation=1), 8, "set it to 32 or 40, or"),
-        (dict(MICRO_BATCH_SIZE=256, gradient_accumulation=16), 4, "is 16384, not TOTAL_BATCH_SIZE=32768"),
-        (dict(MICRO_BATCH_SIZE=40_000, gradient_accumulation=2), 1, "MICRO_BATCH_SIZE=40000 x .* is 80000, not"),
+        (
+            dict(TOTAL_BATCH_SIZE=100, gradient_accumulation=3),
+            2,
+            "=3 x 2 .* processes: set it to 96 or 102, or",
+        ),
+        (
+            dict(TOTAL_BATCH_SIZE=300, MICRO_BATCH_SIZE=256),
+            1,
+            "set it to 256 or 512, or MICRO_BATCH_SIZE=None",
+        ),
+        (
+            dict(TOTAL_BATCH_SIZE=1000, MICRO_BATCH_SIZE=256),
+            3,
+            "=256 x 3 .* processes: set it to 768 or 1536, or",
+        ),
+        (
+            dict(TOTAL_BATCH_SIZE=33, MICRO_BATCH_SIZE=256, gradient_accumulation=1),
+            8,
+            "set it to 32 or 40, or",
+        ),
+        (
+            dict(MICRO_BATCH_SIZE=256, gradient_accumulation=16),
+            4,
+            "is 16384, not TOTAL_BATCH_SIZE=32768",
+        ),
+        (
+            dict(MICRO_BATCH_SIZE=40_000, gradient_accumulation=2),
+            1,
+            "MICRO_BATCH_SIZE=40000 x .* is 80000, not",
+        ),
         (dict(BATCH_SIZE=256, gradient_accumulation=16), 8, "BATCH_SIZE=256 is not .* = 2048"),
         (dict(parallel=FOUR), 6, "size=4 does not divide .* 6: start 4 or 8"),
         (dict(TOTAL_BATCH_SIZE=2_000_000), 1, "more than the 1281167 training images: set it"),
-        (dict(TOTAL_BATCH_SIZE=2), 1, "DATA.repeats=1024 is more than TOTAL_BATCH_SIZE=2: lower it"),
+        (
+            dict(TOTAL_BATCH_SIZE=2),
+            1,
+            "DATA.repeats=1024 is more than TOTAL_BATCH_SIZE=2: lower it",
+        ),
     ],
 )
 def test_what_does_not_divide_is_refused_with_the_nearest_that_does(keys, gpus, words):

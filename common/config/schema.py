@@ -30,10 +30,15 @@ from common.errors import UserError
 from common.optim.build import OPTIMIZERS, SCHEDULES
 
 TorchvisionRandAugment = Annotated[
-    tuple[int, Number], Field(strict=False), Predicate(lambda pair: pair[0] >= 1 and 0 <= pair[1] <= 10)
+    tuple[int, Number],
+    Field(strict=False),
+    Predicate(lambda pair: pair[0] >= 1 and 0 <= pair[1] <= 10),
 ]
 TimmRandAugment = Annotated[
-    str, Predicate(lambda text: bool(re.fullmatch(r"rand(-(m|n|mmax|inc)\d+|-(p|mstd)\d+(\.\d+)?)*", text)))
+    str,
+    Predicate(
+        lambda text: bool(re.fullmatch(r"rand(-(m|n|mmax|inc)\d+|-(p|mstd)\d+(\.\d+)?)*", text))
+    ),
 ]
 
 
@@ -42,28 +47,43 @@ class Data(Section):
         None,
         "folder of the data set; `None`: `$DATA`, or without it CIFAR-10 and Caltech-101 are downloaded to ./data",
     )
-    download: bool = key(False, "CIFAR-10, Caltech-101: fetch the data set into `root` if it is not there")
+    download: bool = key(
+        False, "CIFAR-10, Caltech-101: fetch the data set into `root` if it is not there"
+    )
     loader: Literal["dali", "torchvision"] = key("dali", "which loader decodes")
-    workers: int | None = key(None, "decoding threads or processes per rank; `None`: its share of cores", ge=0, le=1024)
+    workers: int | None = key(
+        None, "decoding threads or processes per rank; `None`: its share of cores", ge=0, le=1024
+    )
     order: Literal[None, "blocks", "random"] = key(
         None,
         "order over shards (data.md); blocks: in large reads, shuffled within windows; random: image by image; `None`: "
         "blocks where the training shards exceed the host's memory",
     )
     block: Number = key(16, "most that is read at once in blocks", unit="MB", ge=1e-3, le=1e4)
-    window: int = key(2, "blocks that each of at most 64 streams of `order='blocks'` shuffles", ge=1, le=10**4)
+    window: int = key(
+        2, "blocks that each of at most 64 streams of `order='blocks'` shuffles", ge=1, le=10**4
+    )
     crop: Literal["random_resized", "simple"] = key(
-        "random_resized", "training crop; `simple` (DeiT III): a random square of the resized image, padded by 4 pixels"
+        "random_resized",
+        "training crop; `simple` (DeiT III): a random square of the resized image, padded by 4 pixels",
     )
     crop_scale: Annotated[Pair, Predicate(lambda pair: 0 < pair[0] <= pair[1] <= 1)] = key(
-        (0.08, 1.0), "share of the image's area that a training crop takes", says="(low, high), 0 < low <= high <= 1"
+        (0.08, 1.0),
+        "share of the image's area that a training crop takes",
+        says="(low, high), 0 < low <= high <= 1",
     )
     crop_ratio: Annotated[Pair, Predicate(lambda pair: 0 < pair[0] <= pair[1] <= 100)] = key(
-        (3 / 4, 4 / 3), "width / height of a training crop", says="(low, high), 0 < low <= high <= 100"
+        (3 / 4, 4 / 3),
+        "width / height of a training crop",
+        says="(low, high), 0 < low <= high <= 100",
     )
-    repeats: int = key(1, "repeated augmentation (arXiv 1901.09335): draws of an image in a batch", ge=1, le=1024)
+    repeats: int = key(
+        1, "repeated augmentation (arXiv 1901.09335): draws of an image in a batch", ge=1, le=1024
+    )
     flip: bool = key(True, "mirror half of the training images")
-    crop_padding: int = key(4, "CIFAR-10: border around an image before its crop", unit="pixels", ge=0, le=1024)
+    crop_padding: int = key(
+        4, "CIFAR-10: border around an image before its crop", unit="pixels", ge=0, le=1024
+    )
     randaugment: TorchvisionRandAugment | TimmRandAugment | None = key(
         None,
         "`(n, m)`: torchvision's `RandAugment(n, 3 * m)`, with m as in the paper; a text: timm's, with "
@@ -71,8 +91,12 @@ class Data(Section):
         says="None, (operations >= 1, magnitude from 0 to 10) or text, as 'rand-m9-mstd0.5-inc1'",
     )
     autoaugment: Literal[None, "cifar10"] = key(None, "CIFAR-10: AutoAugment's policy for training")
-    interpolation: Literal["bilinear", "bicubic"] = key("bilinear", "antialiased filter that resizes images")
-    eval_crop: Number = key(0.875, "share of the short side that evaluation's centre crop takes", ge=0.1, le=1)
+    interpolation: Literal["bilinear", "bicubic"] = key(
+        "bilinear", "antialiased filter that resizes images"
+    )
+    eval_crop: Number = key(
+        0.875, "share of the short side that evaluation's centre crop takes", ge=0.1, le=1
+    )
     mean: Triple = key((0.485, 0.456, 0.406), "subtracted from R, G, B (0 to 1)", says="(R, G, B)")
     std: Annotated[Triple, Predicate(lambda colour: min(colour) >= 1e-6)] = key(
         (0.229, 0.224, 0.225), "then divided by", says="(R, G, B), each >= 1e-6"
@@ -90,7 +114,9 @@ class Data(Section):
 BETAS = Annotated[Pair, Predicate(lambda pair: all(0 <= beta < 1 for beta in pair))]
 # The upper limit may be infinite, which is written float("inf").
 Limit = Annotated[float, Predicate(lambda value: value >= 0)]
-LIMITS = Annotated[tuple[Limit, Limit], Field(strict=False), Predicate(lambda pair: pair[0] <= pair[1])]
+LIMITS = Annotated[
+    tuple[Limit, Limit], Field(strict=False), Predicate(lambda pair: pair[0] <= pair[1])
+]
 TensorMode = Literal[None, "1d", "2d", "2.5d", "3d"]
 
 
@@ -100,19 +126,33 @@ class Optimizer(Options):
     name: Literal[*OPTIMIZERS] = key(  # pyright: ignore[reportInvalidTypeForm]
         "adamw", "`lamb`, `muon`: common/optim/; the others are torch's"
     )
-    decay_all: bool = key(True, "`False`: no weight decay on biases, norms, class token, registers, position embedding")
-    layer_decay: Number = key(1.0, "factor of the learning rate per layer from the head down; 1: none", gt=0, le=1)
-    betas: BETAS = key((0.9, 0.999), "decay of the moments", says="(beta1, beta2), each >= 0 and < 1")
+    decay_all: bool = key(
+        True,
+        "`False`: no weight decay on biases, norms, class token, registers, position embedding",
+    )
+    layer_decay: Number = key(
+        1.0, "factor of the learning rate per layer from the head down; 1: none", gt=0, le=1
+    )
+    betas: BETAS = key(
+        (0.9, 0.999), "decay of the moments", says="(beta1, beta2), each >= 0 and < 1"
+    )
     eps: Number = key(None, "added to the root of the second moment; 1e-8, `lamb` by variant", gt=0)
     variant: Literal["colossalai", "apex", "deepspeed", "timm"] = key(
-        "colossalai", "LAMB implementation to match; sets defaults for the four options below and `eps`"
+        "colossalai",
+        "LAMB implementation to match; sets defaults for the four options below and `eps`",
     )
     bias_correction: bool = key(None, "divide the moments by 1 - beta^step")
-    max_grad_norm: Limit = key(None, "clip the gradient's norm; infinite: never", says="number > 0", gt=0)
+    max_grad_norm: Limit = key(
+        None, "clip the gradient's norm; infinite: never", says="number > 0", gt=0
+    )
     always_adapt: bool = key(None, "trust ratio for tensors without weight decay too")
-    trust_range: LIMITS = key(None, "least and greatest trust ratio", says="(low, high), 0 <= low <= high")
+    trust_range: LIMITS = key(
+        None, "least and greatest trust ratio", says="(low, high), 0 <= low <= high"
+    )
     momentum: Number = key(0.9, "0: none; default of `muon`: 0.95", ge=0, lt=1)
-    adamw_lr_scale: Number = key(1.0, "learning rate of what is no block's matrix, as a multiple of the others'", gt=0)
+    adamw_lr_scale: Number = key(
+        1.0, "learning rate of what is no block's matrix, as a multiple of the others'", gt=0
+    )
     dampening: Number = key(0.0, "of momentum", ge=0, le=1)
     nesterov: bool = key(False, "Nesterov momentum")
 
@@ -128,7 +168,8 @@ class Log(Section):
     every: int = key(10, "steps between two lines of metrics.jsonl", unit="optimizer steps", ge=1)
     tensorboard: bool = key(True, "write TensorBoard event files too")
     trackers: Annotated[list[str], Field(strict=False)] = key(
-        [], "`wandb`, offline unless `WANDB_MODE` is set, to the project vit-large-batch unless `WANDB_PROJECT` is set"
+        [],
+        "`wandb`, offline unless `WANDB_MODE` is set, to the project vit-large-batch unless `WANDB_PROJECT` is set",
     )
 
 
@@ -139,41 +180,59 @@ class TensorParallel(Options):
 
 
 # Colossal-AI takes a dict too.
-Pipeline = Annotated[int, BeforeValidator(lambda stages: stages.get("size") if isinstance(stages, dict) else stages)]
+Pipeline = Annotated[
+    int, BeforeValidator(lambda stages: stages.get("size") if isinstance(stages, dict) else stages)
+]
 
 
 class Parallel(Options):
     pipeline: Pipeline = key(1, "pipeline parallelism is not supported: 1", ge=1)
-    tensor: TensorParallel = key(TensorParallel(), "tensor parallelism; made from `TENSOR_PARALLEL_SIZE` and `_MODE`")
+    tensor: TensorParallel = key(
+        TensorParallel(), "tensor parallelism; made from `TENSOR_PARALLEL_SIZE` and `_MODE`"
+    )
 
 
 # As config.json spells it too.
-Mode = Annotated[AMP_TYPE, BeforeValidator(lambda mode: {str(known): known for known in AMP_TYPE}.get(str(mode), mode))]
+Mode = Annotated[
+    AMP_TYPE,
+    BeforeValidator(lambda mode: {str(known): known for known in AMP_TYPE}.get(str(mode), mode)),
+]
 
 
 class Fp16(Options):
     CHOICE = "mode"
     TAKES: ClassVar = {"AMP_TYPE.APEX": ["opt_level"]}
-    mode: Mode | None = key(None, "TORCH: autocast; NAIVE: layers in half precision; APEX: by `opt_level`")
-    dtype: Literal["float16", "bfloat16"] | None = key(
-        None, "compute dtype; `None`: bfloat16 where the device has it, else float16 on GPUs, float32 on CPUs"
+    mode: Mode | None = key(
+        None, "TORCH: autocast; NAIVE: layers in half precision; APEX: by `opt_level`"
     )
-    opt_level: Literal["O0", "O1", "O2", "O3"] = key("O1", "O0: float32; O1: TORCH; O2: NAIVE; O3: no float32 weights")
+    dtype: Literal["float16", "bfloat16"] | None = key(
+        None,
+        "compute dtype; `None`: bfloat16 where the device has it, else float16 on GPUs, float32 on CPUs",
+    )
+    opt_level: Literal["O0", "O1", "O2", "O3"] = key(
+        "O1", "O0: float32; O1: TORCH; O2: NAIVE; O3: no float32 weights"
+    )
     init_scale: Number = key(2.0**16, "first scale of the loss, in float16", gt=0)
     growth_factor: Number = key(2.0, "raises the scale of the loss", gt=1)
     backoff_factor: Number = key(0.5, "lowers the scale of the loss after an overflow", gt=0, lt=1)
-    growth_interval: int = key(2000, "between two raises without an overflow", unit="optimizer steps", ge=1)
+    growth_interval: int = key(
+        2000, "between two raises without an overflow", unit="optimizer steps", ge=1
+    )
     enabled: bool = key(True, "scale the loss in float16")
 
     @model_validator(mode="after")
     def _needs_mode(self) -> "Fp16":
         if self.mode is None and (named := self.model_fields_set - {"mode"}):
-            raise ValueError(f"{min(named)} has no effect with mode=None: set mode to one of AMP_TYPE")
+            raise ValueError(
+                f"{min(named)} has no effect with mode=None: set mode to one of AMP_TYPE"
+            )
         return self
 
 
 class TorchDdp(Options):
-    bucket_cap_mb: Number = key(25, "size of the buckets in which gradients are averaged", unit="MiB", gt=0, le=2**20)
+    bucket_cap_mb: Number = key(
+        25, "size of the buckets in which gradients are averaged", unit="MiB", gt=0, le=2**20
+    )
     gradient_as_bucket_view: bool = key(True, "keep gradients in the buckets")
     broadcast_buffers: bool = key(True, "rank 0's buffers for all ranks, before each forward pass")
     find_unused_parameters: bool = key(False, "allow parameters that get no gradient")
@@ -181,58 +240,107 @@ class TorchDdp(Options):
 
 
 class Zero(Section):
-    stage: Literal[1, 3] = key(..., "1: shard the optimizer's state; 3: parameters and gradients too")
+    stage: Literal[1, 3] = key(
+        ..., "1: shard the optimizer's state; 3: parameters and gradients too"
+    )
 
 
 MINUTES = r"(?=.*[1-9])\d{1,9}(\.\d{1,9})? ?min(utes?)?"
 STEPS_OR_MINUTES = Annotated[
-    int | str, Predicate(lambda every: every >= 1 if isinstance(every, int) else bool(re.fullmatch(MINUTES, every)))
+    int | str,
+    Predicate(
+        lambda every: every >= 1 if isinstance(every, int) else bool(re.fullmatch(MINUTES, every))
+    ),
 ]
 
 
 class Config(Section):
     TOTAL_BATCH_SIZE: int | None = key(
-        None, "samples per optimizer step over all GPUs; `None`: from `MICRO_BATCH_SIZE`", unit="images", ge=1
+        None,
+        "samples per optimizer step over all GPUs; `None`: from `MICRO_BATCH_SIZE`",
+        unit="images",
+        ge=1,
     )
     MICRO_BATCH_SIZE: int | None = key(
-        None, "samples per forward pass on a GPU, or on the GPUs that share one model", unit="images", ge=1
+        None,
+        "samples per forward pass on a GPU, or on the GPUs that share one model",
+        unit="images",
+        ge=1,
     )
-    BATCH_SIZE: int | None = key(None, "checked: `TOTAL_BATCH_SIZE // gradient_accumulation`", unit="images", ge=1)
-    GPUS: int = key(1, "GPUs the recipe is written for; default GPU count for `--dry-run`", ge=1, le=10**6)
+    BATCH_SIZE: int | None = key(
+        None, "checked: `TOTAL_BATCH_SIZE // gradient_accumulation`", unit="images", ge=1
+    )
+    GPUS: int = key(
+        1, "GPUs the recipe is written for; default GPU count for `--dry-run`", ge=1, le=10**6
+    )
     NUM_EPOCHS: int = key(..., "passes over the training data", unit="epochs", ge=1)
     WARMUP_EPOCHS: Number = key(0, "linear warm-up; less than `NUM_EPOCHS`", unit="epochs", ge=0)
-    MAX_STEPS: int | None = key(None, "stop early; the schedule is unchanged", unit="optimizer steps", ge=1)
-    EVAL_EVERY: int = key(1, "epochs between evaluations; the last epoch is always evaluated", unit="epochs", ge=1)
+    MAX_STEPS: int | None = key(
+        None, "stop early; the schedule is unchanged", unit="optimizer steps", ge=1
+    )
+    EVAL_EVERY: int = key(
+        1, "epochs between evaluations; the last epoch is always evaluated", unit="epochs", ge=1
+    )
     CHECKPOINT_EVERY: STEPS_OR_MINUTES = key(
-        "10 min", "interval between checkpoints", says="optimizer steps, as 500, or minutes, as '10 min'"
+        "10 min",
+        "interval between checkpoints",
+        says="optimizer steps, as 500, or minutes, as '10 min'",
     )
     KEEP: int = key(2, "newest checkpoints that are kept, beside the best", ge=1)
     LEARNING_RATE: Number = key(..., "peak, at the end of warm-up", gt=0)
     WEIGHT_DECAY: Number = key(0.0, "decoupled, but for `sgd`", ge=0)
     LR_SCHEDULE: Literal[*SCHEDULES] = key(  # pyright: ignore[reportInvalidTypeForm]
-        "cosine", "decay after warm-up, to `MIN_LR`; `timm`: a cosine over all steps, without the part of warm-up"
+        "cosine",
+        "decay after warm-up, to `MIN_LR`; `timm`: a cosine over all steps, without the part of warm-up",
     )
     MIN_LR: Number = key(0.0, "learning rate at the end of the decay", ge=0)
     WARMUP_LR: Number | None = key(
-        None, "learning rate of the first step; `None`: one step's share of the peak, 0 with `timm`", ge=0
+        None,
+        "learning rate of the first step; `None`: one step's share of the peak, 0 with `timm`",
+        ge=0,
     )
-    COOLDOWN_EPOCHS: Number = key(0, "last epochs, which are trained at `MIN_LR`", unit="epochs", ge=0)
+    COOLDOWN_EPOCHS: Number = key(
+        0, "last epochs, which are trained at `MIN_LR`", unit="epochs", ge=0
+    )
     OPTIMIZER: Optimizer = key(Optimizer(), "the optimizer, and its own options")
-    EMA: Number = key(0.0, "decay of the weights' moving average, which is then evaluated; 0: none", ge=0, lt=1)
-    EMA_WARMUP: bool = key(True, "a smaller decay in the first steps: at most (1 + step) / (10 + step)")
+    EMA: Number = key(
+        0.0, "decay of the weights' moving average, which is then evaluated; 0: none", ge=0, lt=1
+    )
+    EMA_WARMUP: bool = key(
+        True, "a smaller decay in the first steps: at most (1 + step) / (10 + step)"
+    )
     MODEL: Annotated[SerializeAsAny[Model], WrapValidator(choose_model)] = key(
         Model(), "the model's shape, or with `timm` the name of one of timm's"
     )
-    OUTPUT: str | None = key(None, "folder of the run without `--output`; `None`: outputs/<name of the config>")
-    INIT: str | None = key(None, "weights to start from: a run, checkpoint, file, timm's name or hf-hub:USER/NAME")
-    FREEZE: Literal[None, "body"] = key(None, "`body`: train the head alone, on `INIT`'s features (linear probing)")
+    OUTPUT: str | None = key(
+        None, "folder of the run without `--output`; `None`: outputs/<name of the config>"
+    )
+    INIT: str | None = key(
+        None, "weights to start from: a run, checkpoint, file, timm's name or hf-hub:USER/NAME"
+    )
+    FREEZE: Literal[None, "body"] = key(
+        None, "`body`: train the head alone, on `INIT`'s features (linear probing)"
+    )
     MIXUP: Number = key(0.0, "alpha of Mixup's Beta distribution; 0: no Mixup", ge=0, le=1000)
-    CUTMIX: Number = key(0.0, "alpha of CutMix's Beta distribution; beside `MIXUP`, half of the batches", ge=0, le=1000)
+    CUTMIX: Number = key(
+        0.0,
+        "alpha of CutMix's Beta distribution; beside `MIXUP`, half of the batches",
+        ge=0,
+        le=1000,
+    )
     MIXUP_OFF_EPOCHS: int = key(0, "last epochs, without Mixup and CutMix", unit="epochs", ge=0)
-    THREE_AUGMENT: bool = key(False, "3-Augment (DeiT III): an image is made grey, solarised or blurred")
-    COLOR_JITTER: Number = key(0.0, "range of brightness, contrast, saturation around 1; 0: none", ge=0, le=1)
-    ERASING: Number = key(0.0, "probability that a rectangle of a training image is erased", ge=0, le=1)
-    ERASING_MODE: Literal["const", "pixel"] = key("const", "what is erased becomes the mean, or normal noise")
+    THREE_AUGMENT: bool = key(
+        False, "3-Augment (DeiT III): an image is made grey, solarised or blurred"
+    )
+    COLOR_JITTER: Number = key(
+        0.0, "range of brightness, contrast, saturation around 1; 0: none", ge=0, le=1
+    )
+    ERASING: Number = key(
+        0.0, "probability that a rectangle of a training image is erased", ge=0, le=1
+    )
+    ERASING_MODE: Literal["const", "pixel"] = key(
+        "const", "what is erased becomes the mean, or normal noise"
+    )
     LABEL_SMOOTHING: Number = key(0.0, "share of the target spread over all classes", ge=0, lt=1)
     BCE_THRESHOLD: Annotated[Number, Field(ge=0, lt=1)] | Literal["soft"] | None = key(
         None,
@@ -243,7 +351,9 @@ class Config(Section):
     BCE_SUM: bool = key(False, "sum binary cross-entropy over the classes instead of averaging it")
     DATA: Data = key(Data(), "where the images are and how they are read")
     LOG: Log = key(Log(), "what is written while training")
-    MAX_SKIPPED: int = key(20, "updates in a row that may be skipped for numbers that are not finite", ge=0)
+    MAX_SKIPPED: int = key(
+        20, "updates in a row that may be skipped for numbers that are not finite", ge=0
+    )
     TIMEOUT: Number = key(
         600,
         "after which a lost or hanging rank ends the run; longer than a checkpoint takes to write",
@@ -252,10 +362,14 @@ class Config(Section):
         le=10**7,
     )
     SEED: int = key(1024, "seed for initialisation, sampling, augmentation, dropout", ge=0)
-    TENSOR_PARALLEL_SIZE: int = key(1, "GPUs that share one model; `parallel` is made from it", ge=1)
+    TENSOR_PARALLEL_SIZE: int = key(
+        1, "GPUs that share one model; `parallel` is made from it", ge=1
+    )
     TENSOR_PARALLEL_MODE: TensorMode = key(None, "how they share it")
     parallel: Parallel | None = key(None, "Colossal-AI's form of the two keys above")
-    zero: Zero | None = key(None, "ZeRO over data-parallel GPUs ([parallel-modes.md](parallel-modes.md))")
+    zero: Zero | None = key(
+        None, "ZeRO over data-parallel GPUs ([parallel-modes.md](parallel-modes.md))"
+    )
     fp16: Fp16 | None = key(None, "mixed precision; `None`: float32")
     TF32: bool = key(True, "let float32 products round their inputs to TF32 on GPUs that have it")
     COMPILE: bool | Literal["model"] | None = key(
@@ -264,7 +378,9 @@ class Config(Section):
         says="True, False, None or 'model'",
     )
     gradient_accumulation: int | None = key(None, "micro-batches per optimizer step", ge=1)
-    clip_grad_norm: Number = key(0.0, "largest norm of the gradient of all weights; 0: no clipping", ge=0)
+    clip_grad_norm: Number = key(
+        0.0, "largest norm of the gradient of all weights; 0: no clipping", ge=0
+    )
     torch_ddp: TorchDdp = key(TorchDdp(), "options of torch's DistributedDataParallel")
     cudnn_benchmark: bool = key(False, "let cuDNN search for its fastest kernels")
     cudnn_deterministic: bool = key(False, "restrict cuDNN to deterministic kernels")
@@ -272,16 +388,22 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> "Config":
         if self.TOTAL_BATCH_SIZE is None and self.MICRO_BATCH_SIZE is None:
-            raise ValueError(f"TOTAL_BATCH_SIZE is missing: {type(self).model_fields['TOTAL_BATCH_SIZE'].description}")
+            raise ValueError(
+                f"TOTAL_BATCH_SIZE is missing: {type(self).model_fields['TOTAL_BATCH_SIZE'].description}"
+            )
         if self.WARMUP_EPOCHS + self.COOLDOWN_EPOCHS >= self.NUM_EPOCHS:
             cooldown = f" - COOLDOWN_EPOCHS={self.COOLDOWN_EPOCHS}" if self.COOLDOWN_EPOCHS else ""
             raise ValueError(
                 f"WARMUP_EPOCHS={self.WARMUP_EPOCHS} must be less than NUM_EPOCHS={self.NUM_EPOCHS}{cooldown}"
             )
         if self.FREEZE and (decay := self.OPTIMIZER.layer_decay) != 1:
-            raise ValueError(f"FREEZE={self.FREEZE!r} trains the head alone: leave out OPTIMIZER.layer_decay={decay}")
+            raise ValueError(
+                f"FREEZE={self.FREEZE!r} trains the head alone: leave out OPTIMIZER.layer_decay={decay}"
+            )
         if self.BCE_THRESHOLD not in (None, "soft") and (smoothing := self.LABEL_SMOOTHING):
-            raise ValueError(f"BCE_THRESHOLD={self.BCE_THRESHOLD} undoes LABEL_SMOOTHING={smoothing}: set one of them")
+            raise ValueError(
+                f"BCE_THRESHOLD={self.BCE_THRESHOLD} undoes LABEL_SMOOTHING={smoothing}: set one of them"
+            )
         return self
 
 
@@ -293,7 +415,9 @@ def all_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tupl
             yield from all_keys(inside, f"{prefix}{name}.")
         if inside is Model:
             yield from (
-                (f"{name}.{own}", it) for own, it in TimmModel.model_fields.items() if own not in Model.model_fields
+                (f"{name}.{own}", it)
+                for own, it in TimmModel.model_fields.items()
+                if own not in Model.model_fields
             )
 
 
@@ -325,7 +449,9 @@ def describe_keys(name: str = "", width: int = 80) -> str:
         if not name or key == name or key.startswith(f"{name}.")
     ]
     text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"docs/\1", "\n".join(lines)).replace("`", "")
-    return "\n".join(textwrap.fill(line, width, subsequent_indent="    ") for line in text.splitlines())
+    return "\n".join(
+        textwrap.fill(line, width, subsequent_indent="    ") for line in text.splitlines()
+    )
 
 
 def _default(field: FieldInfo) -> str:

@@ -17,9 +17,23 @@ from common.data.loader import to_device
 LEVELS = 10
 BINS = 1000  # RandAugment's magnitudes are as fine as a hundredth of a level
 MOVES = ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
-TABLES = ("Brightness", "Posterize", "Solarize", "Invert")  # the new value depends on the old one alone
+TABLES = (
+    "Brightness",
+    "Posterize",
+    "Solarize",
+    "Invert",
+)  # the new value depends on the old one alone
 # A batch is sorted by these, so that images of the same kind are a slice of it
-KINDS = (MOVES, TABLES, ("AutoContrast",), ("Equalize",), ("Color",), ("Contrast",), ("Sharpness",), ("Identity",))
+KINDS = (
+    MOVES,
+    TABLES,
+    ("AutoContrast",),
+    ("Equalize",),
+    ("Color",),
+    ("Contrast",),
+    ("Sharpness",),
+    ("Identity",),
+)
 
 Operation = tuple[str, float]  # torchvision's name and magnitude
 
@@ -32,7 +46,9 @@ class Policy:
     the value ``fill``.
     """
 
-    def __init__(self, transform: v2.AutoAugment | v2.RandAugment, uniforms: int, fill: int) -> None:
+    def __init__(
+        self, transform: v2.AutoAugment | v2.RandAugment, uniforms: int, fill: int
+    ) -> None:
         self.transform, self.uniforms, self.fill = transform, uniforms, fill
         self._operations = cache(self.build_operations)
         self._tables = cache(self._build_tables)
@@ -68,7 +84,9 @@ class Policy:
             images[place] = ordered
         return images
 
-    def _signed(self, name: str, level: int | None, bins: int, height: int, width: int) -> list[Operation]:
+    def _signed(
+        self, name: str, level: int | None, bins: int, height: int, width: int
+    ) -> list[Operation]:
         """Return an operation with the negative and with the positive magnitude of a level, if it has one."""
         magnitudes_of, is_signed = self.transform._AUGMENTATION_SPACE[name]
         magnitudes = magnitudes_of(bins, height, width)
@@ -80,23 +98,37 @@ class Policy:
             image, *operation, self.transform.interpolation, self.transform._fill
         )
 
-    def _build_tables(self, height: int, width: int, device: torch.device) -> tuple[np.ndarray, Tensor, Tensor, Tensor]:
+    def _build_tables(
+        self, height: int, width: int, device: torch.device
+    ) -> tuple[np.ndarray, Tensor, Tensor, Tensor]:
         """Return for each of N operations: its kind, int [N]; the number of the pixel that it moves to each place, int
         [N, Y * X], which is Y * X outside the image; each value's new value, uint8 [N, 256]; its factor [N, 1, 1, 1].
         """
         operations, first = self._operations(height, width), self.fill + 1
 
         def results(image: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-            new = (self._apply(Image.fromarray(image), each) if each[0] in names else image for each in operations)
+            new = (
+                self._apply(Image.fromarray(image), each) if each[0] in names else image
+                for each in operations
+            )
             return np.stack([np.asarray(each).ravel() for each in new])
 
         pixels = np.arange(height * width, dtype=np.int32).reshape(height, width) + first
         sources = results(pixels, MOVES).astype(np.int64) - first
         sources[sources < 0] = height * width
         tables = results(np.arange(256, dtype=np.uint8)[None], TABLES)
-        factors = np.array([1 + magnitude for _, magnitude in operations], np.float32)[:, None, None, None]
-        kinds = np.array([next(i for i, names in enumerate(KINDS) if name in names) for name, _ in operations])
-        return kinds, to_device(sources, device), to_device(tables, device), to_device(factors, device)
+        factors = np.array([1 + magnitude for _, magnitude in operations], np.float32)[
+            :, None, None, None
+        ]
+        kinds = np.array(
+            [next(i for i, names in enumerate(KINDS) if name in names) for name, _ in operations]
+        )
+        return (
+            kinds,
+            to_device(sources, device),
+            to_device(tables, device),
+            to_device(factors, device),
+        )
 
 
 class RandAugment(Policy):
@@ -112,7 +144,11 @@ class RandAugment(Policy):
         self.names = list(self.transform._AUGMENTATION_SPACE)
 
     def build_operations(self, height: int, width: int) -> list[Operation]:
-        return [each for name in self.names for each in self._signed(name, self.level, BINS + 1, height, width)]
+        return [
+            each
+            for name in self.names
+            for each in self._signed(name, self.level, BINS + 1, height, width)
+        ]
 
     def draw(self, uniforms: np.ndarray) -> np.ndarray:
         which, sign = uniforms.reshape(len(uniforms), -1, 2).transpose(2, 0, 1)
@@ -128,7 +164,9 @@ class AutoAugment(Policy):
         transform = v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)
         super().__init__(transform, self.UNIFORMS, fill=0)
         self.pairs = transform._policies
-        self.probabilities = np.array([[probability for _, probability, _ in pair] for pair in self.pairs])
+        self.probabilities = np.array(
+            [[probability for _, probability, _ in pair] for pair in self.pairs]
+        )
 
     def build_operations(self, height: int, width: int) -> list[Operation]:
         operations = [operation for pair in self.pairs for operation in pair]
@@ -152,7 +190,9 @@ class TimmRandAugment:
         from timm.data.transforms import str_to_pil_interp
 
         options = dict(img_mean=tuple(round(255 * value) for value in mean))
-        self.transform = rand_augment_transform(text, options | {"interpolation": str_to_pil_interp(interpolation)})
+        self.transform = rand_augment_transform(
+            text, options | {"interpolation": str_to_pil_interp(interpolation)}
+        )
         for operation in self.transform.ops:
             if operation.aug_fn is posterize:
                 operation.aug_fn = _posterize
@@ -191,8 +231,14 @@ def map_values(images: Tensor, tables: Tensor, counts: list[int]) -> None:
     histogram.scatter_add_(2, equalized, ones)
     step = (equalized.shape[2] - histogram.gather(2, highest)) // 255
     below = histogram.cumsum(2) - histogram
-    equalize = torch.where(step > 0, (below + step // 2) // step.clamp(min=1), levels).clamp_(max=255)
-    all_tables = [tables[:, None].expand(-1, 3, -1), stretch.to(torch.uint8), equalize.to(torch.uint8)]
+    equalize = torch.where(step > 0, (below + step // 2) // step.clamp(min=1), levels).clamp_(
+        max=255
+    )
+    all_tables = [
+        tables[:, None].expand(-1, 3, -1),
+        stretch.to(torch.uint8),
+        equalize.to(torch.uint8),
+    ]
     images.copy_(torch.cat(all_tables).gather(2, values).view_as(images))
 
 
@@ -207,5 +253,7 @@ def blend(images: Tensor, factors: Tensor, counts: list[int]) -> None:
     start[: len(colored)] = grey
     constant.copy_(grey[counts[0] :].mean((2, 3), keepdim=True).round_())
     inner = blurred[..., 1:-1, 1:-1]
-    inner.copy_((9 * F.avg_pool2d(blurred, 3, 1)).add_(inner, alpha=4).div_(13).round_())  # Pillow's weights
+    inner.copy_(
+        (9 * F.avg_pool2d(blurred, 3, 1)).add_(inner, alpha=4).div_(13).round_()
+    )  # Pillow's weights
     images.copy_(torch.lerp(start, pixels, factors).clamp_(0, 255))

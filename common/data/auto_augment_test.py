@@ -13,7 +13,12 @@ from common.data.auto_augment import AutoAugment, RandAugment
 RANDOM = np.random.default_rng(0)
 NOISE = RANDOM.integers(0, 256, (4, 5, 3), np.uint8)
 IMAGE = Image.fromarray(NOISE).resize((31, 20), Image.Resampling.BICUBIC)
-ROUNDED = ("Contrast", "Color", "Sharpness", "AutoContrast")  # where the last bit of a value may differ
+ROUNDED = (
+    "Contrast",
+    "Color",
+    "Sharpness",
+    "AutoContrast",
+)  # where the last bit of a value may differ
 
 
 def rand_augment(magnitude: int, numbers: np.ndarray) -> Image.Image:
@@ -25,7 +30,10 @@ def rand_augment(magnitude: int, numbers: np.ndarray) -> Image.Image:
         signs.append(torch.tensor(sign))
         return int(count * which)
 
-    with mock.patch("torch.randint", randint), mock.patch("torch.rand", side_effect=lambda _: signs[-1]):
+    with (
+        mock.patch("torch.randint", randint),
+        mock.patch("torch.rand", side_effect=lambda _: signs[-1]),
+    ):
         return v2.RandAugment(2, magnitude, num_magnitude_bins=1001, fill=128)(IMAGE)
 
 
@@ -41,7 +49,9 @@ def auto_augment(numbers: np.ndarray) -> Image.Image:
         values = magnitudes(10, image.height, image.width)
         value = 0.0 if values is None else float(values[level])
         value = -value if is_signed and sign < 0.5 else value
-        image = theirs._apply_image_or_video_transform(image, name, value, theirs.interpolation, theirs._fill)
+        image = theirs._apply_image_or_video_transform(
+            image, name, value, theirs.interpolation, theirs._fill
+        )
     return image
 
 
@@ -49,7 +59,10 @@ def auto_augment(numbers: np.ndarray) -> Image.Image:
     ("policy", "theirs"),
     [
         (AutoAugment(), auto_augment),
-        *((RandAugment(2, m), lambda numbers, m=m: rand_augment(round(100 * m), numbers)) for m in (0, 3, 7.77, 10)),
+        *(
+            (RandAugment(2, m), lambda numbers, m=m: rand_augment(round(100 * m), numbers))
+            for m in (0, 3, 7.77, 10)
+        ),
     ],
 )
 def test_an_image_is_augmented_as_by_torchvision(policy, theirs):
@@ -63,9 +76,13 @@ def test_each_operation_on_a_batch_is_that_on_an_image_within_rounding(magnitude
     numbers = np.array([[(which + 0.5) / 14, sign] for which in range(14) for sign in (0.2, 0.8)])
     for image in (IMAGE, IMAGE.crop((0, 0, 16, 20)), Image.new("RGB", IMAGE.size, (7, 0, 255))):
         batch = torch.from_numpy(np.array(image)).permute(2, 0, 1).repeat(28, 1, 1, 1)
-        for row, found in enumerate(augment.augment_batch(batch, numbers).permute(0, 2, 3, 1).numpy()):
+        for row, found in enumerate(
+            augment.augment_batch(batch, numbers).permute(0, 2, 3, 1).numpy()
+        ):
             expected = np.asarray(augment(image, numbers[row]), int)
-            assert np.abs(found - expected).max() <= (augment.names[row // 2] in ROUNDED), augment.names[row // 2]
+            assert np.abs(found - expected).max() <= (augment.names[row // 2] in ROUNDED), (
+                augment.names[row // 2]
+            )
 
 
 def test_what_autoaugment_moves_in_a_batch_is_moved_as_in_an_image():

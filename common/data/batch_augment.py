@@ -23,7 +23,9 @@ COLOR_UNIFORMS = 5
 ERASED = RandomCrop(scale=(0.02, 1 / 3), ratio=(0.3, 3.3))
 ERASING_UNIFORMS = CROP_UNIFORMS + 1
 
-Blended = tuple[Tensor, Tensor | dict[str, Tensor]]  # images, and labels or the arguments of `MixupLoss`
+Blended = tuple[
+    Tensor, Tensor | dict[str, Tensor]
+]  # images, and labels or the arguments of `MixupLoss`
 
 
 def augment_colors(config: Mapping[str, Any], images: Tensor, uniforms: np.ndarray) -> None:
@@ -43,7 +45,9 @@ def augment_colors(config: Mapping[str, Any], images: Tensor, uniforms: np.ndarr
             place, sigmas = to_device(rows, images.device), 0.1 + 1.9 * uniforms[rows, 1]
             pixels[place] = change(pixels[place], sigmas)
     if jitter := config["COLOR_JITTER"]:
-        factors = to_device((1 + jitter * (2 * uniforms[:, 2:] - 1)).astype(np.float32), images.device)
+        factors = to_device(
+            (1 + jitter * (2 * uniforms[:, 2:] - 1)).astype(np.float32), images.device
+        )
         pixels.copy_(adjust(pixels, *factors.T[..., None, None, None]).round_())
     pixels.sub_(mean_C11).div_(std_C11)
 
@@ -96,18 +100,24 @@ def erase(config: Mapping[str, Any], images: Tensor, uniforms: np.ndarray) -> No
     )
     rows_BY, columns_BX = (
         (start_B2[:, dim : dim + 1] <= place) & (place < stop_B2[:, dim : dim + 1])
-        for dim, place in enumerate(torch.arange(size, device=images.device) for size in (height, width))
+        for dim, place in enumerate(
+            torch.arange(size, device=images.device) for size in (height, width)
+        )
     )
     erased_B1YX = (rows_BY[:, :, None] & columns_BX[:, None])[:, None]
     if config["ERASING_MODE"] == "const":
         images.masked_fill_(erased_B1YX, 0)
     else:
-        generator = torch.Generator(images.device).manual_seed(int(uniforms[0, CROP_UNIFORMS - 1] * 2**53))
+        generator = torch.Generator(images.device).manual_seed(
+            int(uniforms[0, CROP_UNIFORMS - 1] * 2**53)
+        )
         noise = torch.randn(images.shape, generator=generator, device=images.device)
         images.copy_(torch.where(erased_B1YX, noise, images))
 
 
-def cut_and_paste(images: Tensor, labels: Tensor, share: float, center: tuple[float, float]) -> Blended:
+def cut_and_paste(
+    images: Tensor, labels: Tensor, share: float, center: tuple[float, float]
+) -> Blended:
     """CutMix: copy one box from sample B-1-i into sample i, in place.
 
     The box has the aspect ratio of the image and the fraction ``1 - share`` of its area. It is centred at `center`
@@ -128,7 +138,11 @@ def _span(size: int, share: float, center: float) -> tuple[int, int]:
 
 def _two_labels(labels: Tensor, share: float) -> dict[str, Tensor]:
     # filled on the device: no transfer from the host
-    return {"target": labels, "other": labels.flip(0), "share": torch.full((), share, device=labels.device)}
+    return {
+        "target": labels,
+        "other": labels.flip(0),
+        "share": torch.full((), share, device=labels.device),
+    }
 
 
 # Augmentations of single images, in their order: the keys that turn one on, the kind of its draws, how many numbers it
@@ -166,20 +180,28 @@ class BatchAugment:
             for keys, kind, count, change in CHANGES:
                 if any(self.config[key] for key in keys):
                     place = *sampler.place(number), sampler.micro_batch
-                    change(self.config, images, sample_uniforms(self.seed, start["epoch"], *place, count, kind))
+                    change(
+                        self.config,
+                        images,
+                        sample_uniforms(self.seed, start["epoch"], *place, count, kind),
+                    )
             yield self._blend(images, labels, start["epoch"], number)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)  # its position, and close
 
     def _blend(self, images: Tensor, labels: Tensor, epoch: int, number: int) -> Blended:
-        if not (self.mixup or self.cutmix) or (self.config["MIXUP_OFF_EPOCHS"] and epoch >= self.blended_epochs):
+        if not (self.mixup or self.cutmix) or (
+            self.config["MIXUP_OFF_EPOCHS"] and epoch >= self.blended_epochs
+        ):
             return images, labels
         random = np.random.default_rng([self.seed, epoch, number, self.loader.sampler.dp_rank])
         choice, *center = random.random(3)
         cuts = choice < 0.5 if self.mixup and self.cutmix else bool(self.cutmix)
         if cuts:
-            return cut_and_paste(images, labels, random.beta(self.cutmix, self.cutmix), tuple(center))
+            return cut_and_paste(
+                images, labels, random.beta(self.cutmix, self.cutmix), tuple(center)
+            )
         share = random.beta(self.mixup, self.mixup)
         images.lerp_(images.flip(0), 1 - share)  # share * x[i] + (1 - share) * x[B-1-i]
         return images, _two_labels(labels, share)
@@ -194,33 +216,54 @@ class MixupLoss(nn.Module):
     """
 
     def __init__(
-        self, label_smoothing: float = 0.0, bce_threshold: float | str | None = None, bce_sum: bool = False
+        self,
+        label_smoothing: float = 0.0,
+        bce_threshold: float | str | None = None,
+        bce_sum: bool = False,
     ) -> None:
         super().__init__()
-        self.label_smoothing, self.bce_threshold, self.bce_sum = label_smoothing, bce_threshold, bce_sum
+        self.label_smoothing, self.bce_threshold, self.bce_sum = (
+            label_smoothing,
+            bce_threshold,
+            bce_sum,
+        )
 
     def forward(
-        self, logits: Tensor, target: Tensor, other: Tensor | None = None, share: Tensor | None = None
+        self,
+        logits: Tensor,
+        target: Tensor,
+        other: Tensor | None = None,
+        share: Tensor | None = None,
     ) -> Tensor:
         """Return the mean loss of `logits` [B, num_classes]; labels of -100 are ignored, and the mean of none is 0."""
-        labels = [(target, 1.0)] if other is None or share is None else [(target, share), (other, 1 - share)]
+        labels = (
+            [(target, 1.0)]
+            if other is None or share is None
+            else [(target, share), (other, 1 - share)]
+        )
         if self.bce_threshold is not None:
             return self._binary_cross_entropy(logits.float(), labels)
         loss, *others = (self._cross_entropy(logits.float(), label) for label, _ in labels)
         return torch.lerp(others[0], loss, labels[0][1]) if others else loss
 
     def _cross_entropy(self, logits: Tensor, target: Tensor) -> Tensor:
-        loss = F.cross_entropy(logits, target, label_smoothing=self.label_smoothing, reduction="sum")
+        loss = F.cross_entropy(
+            logits, target, label_smoothing=self.label_smoothing, reduction="sum"
+        )
         return loss / (target >= 0).sum().clamp(min=1)
 
     def _binary_cross_entropy(self, logits: Tensor, labels: list[tuple[Tensor, Any]]) -> Tensor:
         valid, blend = labels[0][0] >= 0, torch.zeros_like(logits)
         for label, share in labels:
-            blend.scatter_add_(1, label.clamp(min=0)[:, None], (share * (label >= 0).float())[:, None])
+            blend.scatter_add_(
+                1, label.clamp(min=0)[:, None], (share * (label >= 0).float())[:, None]
+            )
         if isinstance(self.bce_threshold, float | int):
             blend = (blend > self.bce_threshold).float()
         else:
-            blend = torch.lerp(blend, torch.full_like(blend, 1 / blend.shape[1]), self.label_smoothing)
+            blend = torch.lerp(
+                blend, torch.full_like(blend, 1 / blend.shape[1]), self.label_smoothing
+            )
         losses = F.binary_cross_entropy_with_logits(logits, blend, reduction="none")
         losses = losses.sum(1) if self.bce_sum else losses.mean(1)
         return (losses * valid).sum() / valid.sum().clamp(min=1)

@@ -31,8 +31,13 @@ from common.data.sampler import Draw, TrainSampler, sample_uniforms
 
 SIDE = 6
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-OFF = dict(THREE_AUGMENT=False, COLOR_JITTER=0.0, ERASING=0.0, MIXUP=0.0, CUTMIX=0.0, SEED=7) | dict(
-    ERASING_MODE="const", NUM_EPOCHS=1000, MIXUP_OFF_EPOCHS=0, DATA={"mean": (0.5,) * 3, "std": (2.0,) * 3}
+OFF = dict(
+    THREE_AUGMENT=False, COLOR_JITTER=0.0, ERASING=0.0, MIXUP=0.0, CUTMIX=0.0, SEED=7
+) | dict(
+    ERASING_MODE="const",
+    NUM_EPOCHS=1000,
+    MIXUP_OFF_EPOCHS=0,
+    DATA={"mean": (0.5,) * 3, "std": (2.0,) * 3},
 )
 CHANGES = dict(THREE_AUGMENT=True, COLOR_JITTER=0.3, ERASING=0.5)
 
@@ -75,7 +80,12 @@ def test_images_and_labels_have_the_same_share():
 def test_shares_differ_by_epoch_step_rank_and_seed_only():
     augment = build(MIXUP=0.2)
     first, second = shares(augment), shares(augment)
-    drawn = [*first, *second, *shares(build(dp_rank=1, MIXUP=0.2)), *shares(build(MIXUP=0.2, SEED=8))]
+    drawn = [
+        *first,
+        *second,
+        *shares(build(dp_rank=1, MIXUP=0.2)),
+        *shares(build(MIXUP=0.2, SEED=8)),
+    ]
     assert len(set(drawn)) == len(drawn)
     assert augment.state_dict() == {"epoch": 2, "samples": 0}
     resumed = resume({"MIXUP": 0.2}, 2)
@@ -98,7 +108,9 @@ def test_mixup_and_cutmix_alternate():
 
 def test_the_last_epochs_are_not_blended():
     augment = build(MIXUP=0.2, NUM_EPOCHS=3, MIXUP_OFF_EPOCHS=2)
-    assert [isinstance(labels, dict) for _ in range(2) for _, labels in augment] == [True] * 6 + [False] * 6
+    assert [isinstance(labels, dict) for _ in range(2) for _, labels in augment] == [True] * 6 + [
+        False
+    ] * 6
 
 
 def test_a_range_test_that_is_longer_than_the_training_is_blended_throughout():
@@ -122,14 +134,19 @@ def test_colors_then_erasing_depend_on_seed_and_position_alone():
 
 
 def test_what_is_erased_is_a_random_crop_with_torchvisions_limits():
-    images, uniforms = torch.ones(2000, 3, 40, 30), np.random.default_rng(0).random((2000, ERASING_UNIFORMS))
+    images, uniforms = (
+        torch.ones(2000, 3, 40, 30),
+        np.random.default_rng(0).random((2000, ERASING_UNIFORMS)),
+    )
     noisy, expected = images.clone(), images.clone()
     erase({"ERASING": 0.7, "ERASING_MODE": "const"}, images, uniforms)
     erase({"ERASING": 0.7, "ERASING_MODE": "pixel"}, noisy, uniforms)
     noise, theirs = noisy[images == 0], v2.RandomErasing()
     assert torch.equal(noisy == 1, images == 1)
     assert (noise.mean().item(), noise.std().item()) == pytest.approx((0, 1), abs=0.01)
-    assert (*ERASED.scale, *ERASED.ratio) == pytest.approx((*theirs.scale, *theirs.ratio), abs=0.004)
+    assert (*ERASED.scale, *ERASED.ratio) == pytest.approx(
+        (*theirs.scale, *theirs.ratio), abs=0.004
+    )
     crops = ERASED(np.full((2000, 2), (40, 30)), uniforms)
     for row in np.flatnonzero(uniforms[:, -1] < 0.7):
         (top, left), (height, width) = crops.start[row], crops.shape[row]
@@ -141,8 +158,14 @@ def test_what_is_erased_is_a_random_crop_with_torchvisions_limits():
 
 
 def colored(uniforms: list[float], jitter: float = 0.0, image: Image.Image = IMAGE) -> np.ndarray:
-    images = F.pad(tv.normalize(tv.to_tensor(image), MEAN, STD)[None], (0, 0, 0, 0, 0, 0, 0, 1))  # beside a flat one
-    config = {"THREE_AUGMENT": not jitter, "COLOR_JITTER": jitter, "DATA": {"mean": MEAN, "std": STD}}
+    images = F.pad(
+        tv.normalize(tv.to_tensor(image), MEAN, STD)[None], (0, 0, 0, 0, 0, 0, 0, 1)
+    )  # beside a flat one
+    config = {
+        "THREE_AUGMENT": not jitter,
+        "COLOR_JITTER": jitter,
+        "DATA": {"mean": MEAN, "std": STD},
+    }
     augment_colors(config, images, np.array([uniforms, uniforms]))
     return (255 * (images[0].permute(1, 2, 0) * torch.tensor(STD) + torch.tensor(MEAN))).numpy()
 
@@ -153,7 +176,12 @@ def colored(uniforms: list[float], jitter: float = 0.0, image: Image.Image = IMA
         ([0.1, 0.0], ImageOps.grayscale(IMAGE).convert("RGB"), 1.01, 0.05),
         ([0.5, 0.0], ImageOps.solarize(IMAGE), 0.01, 0.01),
         *(
-            ([0.9, place], gaussian_filter(np.asarray(IMAGE, float), (sigma, sigma, 0), mode="nearest"), 0.51, 0.3)
+            (
+                [0.9, place],
+                gaussian_filter(np.asarray(IMAGE, float), (sigma, sigma, 0), mode="nearest"),
+                0.51,
+                0.3,
+            )
             for place, sigma in ((0.5, 1.05), (1.0, 2))
         ),
     ],
@@ -216,7 +244,10 @@ def test_loss_is_fp32_and_leaves_out_padding():
 def test_binary_cross_entropy_is_timms(threshold):
     torch.manual_seed(0)
     logits, target, other = torch.randn(9, 5), torch.randint(5, (9,)), torch.randint(5, (9,))
-    theirs, criterion = BinaryCrossEntropy(smoothing=0, target_threshold=threshold), MixupLoss(0.0, threshold)
+    theirs, criterion = (
+        BinaryCrossEntropy(smoothing=0, target_threshold=threshold),
+        MixupLoss(0.0, threshold),
+    )
     for share in (0.0, 0.1, 0.3, 0.85, 1.0):
         blend = mixup_target(target, 5, share)  # with the mirrored batch, as ours
         mixed = criterion(logits, target, target.flip(0), torch.tensor(share))
@@ -224,5 +255,7 @@ def test_binary_cross_entropy_is_timms(threshold):
     torch.testing.assert_close(criterion(logits, target), theirs(logits, target), rtol=1e-6, atol=0)
     padded = F.pad(target, (0, 3), value=-100), F.pad(other, (0, 3), value=-100)
     found = criterion(F.pad(logits, (0, 0, 0, 3)).bfloat16(), *padded, torch.tensor(0.3))
-    torch.testing.assert_close(found, criterion(logits.bfloat16().float(), target, other, torch.tensor(0.3)))
+    torch.testing.assert_close(
+        found, criterion(logits.bfloat16().float(), target, other, torch.tensor(0.3))
+    )
     assert criterion(logits, torch.full_like(target, -100)) == 0

@@ -52,16 +52,22 @@ class RandomCrop:
 
     def __call__(self, shape: np.ndarray, uniforms: np.ndarray) -> Crops:
         """Return the crops of images of ``shape``, int64 [B, 2], from the first `CROP_UNIFORMS` of ``uniforms``."""
-        area = shape.prod(1, keepdims=True) * (self.scale[0] + (self.scale[1] - self.scale[0]) * uniforms[:, :TRIES])
+        area = shape.prod(1, keepdims=True) * (
+            self.scale[0] + (self.scale[1] - self.scale[0]) * uniforms[:, :TRIES]
+        )
         low, high = np.log(self.ratio)
         ratio = np.exp(low + (high - low) * uniforms[:, TRIES : 2 * TRIES])
         tries = np.stack([np.rint(np.sqrt(area / ratio)), np.rint(np.sqrt(area * ratio))], axis=2)
         fits = np.all((tries > 0) & (tries <= shape[:, None]), axis=2)
         accepted = np.any(fits, axis=1)[:, None]
-        size = np.where(accepted, tries[np.arange(len(tries)), fits.argmax(1)], self._central(shape))
+        size = np.where(
+            accepted, tries[np.arange(len(tries)), fits.argmax(1)], self._central(shape)
+        )
         place = np.floor(uniforms[:, 2 * TRIES : 2 * TRIES + 2] * (shape - size + 1))
         start = np.where(accepted, place, (shape - size) // 2)
-        return _crops(start, size, np.zeros_like(size), size, (uniforms[:, 2 * TRIES + 2] < 0.5) & self.flip)
+        return _crops(
+            start, size, np.zeros_like(size), size, (uniforms[:, 2 * TRIES + 2] < 0.5) & self.flip
+        )
 
     def _central(self, shape: np.ndarray) -> np.ndarray:
         """Return height and width of the largest crop whose aspect ratio is allowed."""
@@ -87,10 +93,14 @@ class SimpleCrop:
         """Return the crops of images of ``shape``, int64 [B, 2], from the last of `CROP_UNIFORMS` ``uniforms``."""
         resized = _resized(shape, self.size)
         places = resized + 2 * REFLECTED - self.size + 1
-        offset = np.floor(uniforms[:, 2 * TRIES : 2 * TRIES + 2] * places).astype(np.int64) - REFLECTED
+        offset = (
+            np.floor(uniforms[:, 2 * TRIES : 2 * TRIES + 2] * places).astype(np.int64) - REFLECTED
+        )
         inside = np.clip(offset, 0, resized - self.size)
         flip = (uniforms[:, 2 * TRIES + 2] < 0.5) & self.flip
-        return _square(shape, resized, inside, self.size)._replace(flip=flip, shift=(offset - inside).astype(np.int32))
+        return _square(shape, resized, inside, self.size)._replace(
+            flip=flip, shift=(offset - inside).astype(np.int32)
+        )
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,9 @@ class CenterCrop:
 
 def reflected(size: int, shift: np.ndarray) -> np.ndarray:
     """Return which of ``size`` pixels a square that is moved by ``shift`` [B] shows, [B, size]."""
-    return np.pad(np.arange(size), REFLECTED, mode="reflect")[REFLECTED + shift[:, None] + np.arange(size)]
+    return np.pad(np.arange(size), REFLECTED, mode="reflect")[
+        REFLECTED + shift[:, None] + np.arange(size)
+    ]
 
 
 def _resized(shape: np.ndarray, short_side: int) -> np.ndarray:
@@ -133,7 +145,11 @@ def _square(shape: np.ndarray, resized: np.ndarray, offset: np.ndarray, size: in
 
 
 def _crops(
-    start: np.ndarray, shape: np.ndarray, region_start: np.ndarray, region_end: np.ndarray, flip: np.ndarray
+    start: np.ndarray,
+    shape: np.ndarray,
+    region_start: np.ndarray,
+    region_end: np.ndarray,
+    flip: np.ndarray,
 ) -> Crops:
     window = start.astype(np.int32), shape.astype(np.int32)
     region = region_start.astype(np.float32), region_end.astype(np.float32)
@@ -147,16 +163,24 @@ def crop_image(image: np.ndarray, crop: Crop, size: int, uniforms: Any = None) -
     """Return the crop of an image, uint8 [Y, X, 3], as [``size``, ``size``, 3], by ``uniforms`` [1, K]."""
     crops = crop(np.array([image.shape[:2]]), uniforms)
     top, left, height, width = *crops.start[0].tolist(), *crops.shape[0].tolist()
-    return resample(image[top : top + height, left : left + width], crops, 0, size, crop.interpolation)
+    return resample(
+        image[top : top + height, left : left + width], crops, 0, size, crop.interpolation
+    )
 
 
-def resample(window: np.ndarray, crops: Crops, row: int, size: int, interpolation: str) -> np.ndarray:
+def resample(
+    window: np.ndarray, crops: Crops, row: int, size: int, interpolation: str
+) -> np.ndarray:
     """Resample the region of a decoded window, uint8 [Y, X, 3], that ``crops`` has for an image; move and mirror it."""
     region = *crops.region_start[row].tolist(), *crops.region_end[row].tolist()
     if region == (0, 0, *window.shape[:2]):
         # Pillow's arithmetic in a third of its time, but with no region
         window_1CYX = torch.from_numpy(window).permute(2, 0, 1)[None]
-        view = F.interpolate(window_1CYX, (size, size), mode=interpolation, antialias=True)[0].permute(1, 2, 0).numpy()
+        view = (
+            F.interpolate(window_1CYX, (size, size), mode=interpolation, antialias=True)[0]
+            .permute(1, 2, 0)
+            .numpy()
+        )
     else:
         top, left, bottom, right = region
         box, filter_ = (left, top, right, bottom), Image.Resampling[interpolation.upper()]
@@ -170,7 +194,9 @@ class Normalizer:
     """Normalise images to the network's input; ``mean`` and ``std`` are of RGB values from 0 to 1."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], device: torch.device) -> None:
-        self.mean_C11, self.std_C11 = (torch.tensor(rgb, device=device)[:, None, None] * 255 for rgb in (mean, std))
+        self.mean_C11, self.std_C11 = (
+            torch.tensor(rgb, device=device)[:, None, None] * 255 for rgb in (mean, std)
+        )
 
     def __call__(self, images_BCYX: Tensor) -> Tensor:
         """Return uint8 images, which are on the device, as (pixel - mean) / std, float32."""

@@ -24,7 +24,9 @@ def test_crops_are_distributed_as_those_of_torchvision(height, width):
     (top, left), (h, w) = crops.start.T.astype(float), crops.shape.T.astype(float)
     torch.manual_seed(0)
     image = torch.empty(1, height, width)
-    params = [RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3)) for _ in range(DRAWS)]
+    params = [
+        RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3)) for _ in range(DRAWS)
+    ]
     their_top, their_left, their_h, their_w = np.array(params, float).T
     levels = np.linspace(0.05, 0.95, 19)
     for ours, theirs, span in [
@@ -37,18 +39,25 @@ def test_crops_are_distributed_as_those_of_torchvision(height, width):
         assert np.abs(difference).max() < 0.035 * span
 
 
-def shown_by_torchvision(image: Image.Image, crop: Crop, size: int, uniforms: np.ndarray) -> Image.Image:
+def shown_by_torchvision(
+    image: Image.Image, crop: Crop, size: int, uniforms: np.ndarray
+) -> Image.Image:
     """Return what torchvision's operations make of ``image``, with the draws of ``uniforms`` [1, K]."""
     interpolation = F.InterpolationMode(crop.interpolation)
     if isinstance(crop, CenterCrop):
         return F.center_crop(F.resize(image, crop.short_side, interpolation), size)
     if isinstance(crop, RandomCrop):
         crops = crop(np.array([[image.height, image.width]]), uniforms)
-        shown = F.resized_crop(image, *crops.start[0].tolist(), *crops.shape[0].tolist(), [size, size], interpolation)
+        shown = F.resized_crop(
+            image, *crops.start[0].tolist(), *crops.shape[0].tolist(), [size, size], interpolation
+        )
     else:
         resized = F.resize(image, size, interpolation)
         spaces = [resized.height + 8 - size, resized.width + 8 - size]
-        start = [int(uniform * (space + 1)) for uniform, space in zip(uniforms[0, -3:-1], spaces, strict=True)]
+        start = [
+            int(uniform * (space + 1))
+            for uniform, space in zip(uniforms[0, -3:-1], spaces, strict=True)
+        ]
         cut = transforms.RandomCrop(size, padding=4, padding_mode="reflect")
         cut.get_params = lambda *_: (*start, size, size)
         shown = cut(resized)
@@ -59,7 +68,10 @@ def shown_by_torchvision(image: Image.Image, crop: Crop, size: int, uniforms: np
 @pytest.mark.parametrize(
     ("crop", "size"),
     [
-        *((CenterCrop(size, short_side), size) for size, short_side in ((224, 256), (32, 36), (28, 28), (17, 20))),
+        *(
+            (CenterCrop(size, short_side), size)
+            for size, short_side in ((224, 256), (32, 36), (28, 28), (17, 20))
+        ),
         *((SimpleCrop(size, flip=size != 5), size) for size in (32, 17, 5)),
         (RandomCrop(), 224),
         (RandomCrop(flip=False), 5),
@@ -67,12 +79,26 @@ def shown_by_torchvision(image: Image.Image, crop: Crop, size: int, uniforms: np
 )
 def test_a_crop_shows_what_torchvision_shows(crop, size, interpolation):
     random, crop = np.random.default_rng(0), replace(crop, interpolation=interpolation)
-    shapes = [(375, 500), (500, 333), (31, 47), (64, 64), (9, 13), (300, 41), *random.integers(20, 400, (20, 2))]
+    shapes = [
+        (375, 500),
+        (500, 333),
+        (31, 47),
+        (64, 64),
+        (9, 13),
+        (300, 41),
+        *random.integers(20, 400, (20, 2)),
+    ]
     for number, (height, width) in enumerate(shapes):
         pixels = random.integers(0, 256, (height, width, 3), np.uint8)
         uniforms = sample_uniforms(seed=0, epoch=0, step=number, row=0, rows=1, count=CROP_UNIFORMS)
         shown = crop_image(pixels, crop, size, uniforms)
         expected = shown_by_torchvision(Image.fromarray(pixels), crop, size, uniforms)
         difference = np.abs(np.asarray(shown, int) - np.asarray(expected, int))
-        assert difference.mean() < 0.5, (height, width)  # Pillow rounds and clips to 8 bits between its two passes,
-        assert difference.max() <= 1 or interpolation == "bicubic", (height, width)  # which matters to negative weights
+        assert difference.mean() < 0.5, (
+            height,
+            width,
+        )  # Pillow rounds and clips to 8 bits between its two passes,
+        assert difference.max() <= 1 or interpolation == "bicubic", (
+            height,
+            width,
+        )  # which matters to negative weights

@@ -7,17 +7,32 @@ from common.errors import UserError, first_line
 from common.files import folder_lock
 
 
-def fetch(path: Path, archive: Path, url: str, md5: str, allow_download: bool, needed: str, description: str) -> None:
+def fetch(
+    path: Path,
+    archive: Path,
+    url: str,
+    md5: str,
+    allow_download: bool,
+    needed: str,
+    description: str,
+) -> None:
     """Unpack ``path`` from ``archive`` in a folder above it, after a download if ``DATA.download`` is set.
 
     If several processes of a machine call this at once, one does the work while the others wait. ``needed`` and
     ``description`` tell the user what was looked for and what a download would get.
     """
-    from torchvision.datasets.utils import check_integrity, download_url  # takes a second, and few runs download
+    from torchvision.datasets.utils import (
+        check_integrity,
+        download_url,
+    )  # takes a second, and few runs download
 
     root = archive.parent
     if not allow_download and not check_integrity(archive, md5):
-        fault = f"{archive}: its MD5 is not {md5}" if archive.is_file() else f"DATA.root={root} has no {needed}"
+        fault = (
+            f"{archive}: its MD5 is not {md5}"
+            if archive.is_file()
+            else f"DATA.root={root} has no {needed}"
+        )
         raise UserError(f"{fault}: --set DATA.download=True fetches {description} into it")
     with folder_lock(root, wait=True):
         if path.exists():  # another process was first

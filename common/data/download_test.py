@@ -28,7 +28,11 @@ def write_tar(path: Path, *members: str | tarfile.TarInfo) -> Path:
 
 
 def test_what_cannot_be_unpacked_leaves_nothing(tmp_path):
-    archive, folder, link = tmp_path / "archive.tar.gz", tmp_path / "folder", tarfile.TarInfo("data/link")
+    archive, folder, link = (
+        tmp_path / "archive.tar.gz",
+        tmp_path / "folder",
+        tarfile.TarInfo("data/link"),
+    )
     folder.mkdir()
     link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
     members = ["../evil"], ["data/one", link], ["other"]
@@ -36,7 +40,9 @@ def test_what_cannot_be_unpacked_leaves_nothing(tmp_path):
     contents.append(write_tar(archive, "data/one").read_bytes()[:100_000])
     for content in contents:
         archive.write_bytes(content)
-        with pytest.raises(UserError, match=r"gz: data cannot be unpacked into .* \(.+\); check the free space"):
+        with pytest.raises(
+            UserError, match=r"gz: data cannot be unpacked into .* \(.+\); check the free space"
+        ):
             extract(archive, "data", folder)
         assert sorted(tmp_path.rglob("*")) == [archive, folder]
 
@@ -44,11 +50,22 @@ def test_what_cannot_be_unpacked_leaves_nothing(tmp_path):
 def test_four_processes_download_and_unpack_once(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     source = write_tar(tmp_path / "archive.tar.gz", "a/data/one")
-    md5, folder, archive = hashlib.md5(source.read_bytes()).hexdigest(), tmp_path / "new/a/data", tmp_path / "new/a.tgz"
-    with HTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as http:
-        threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    md5, folder, archive = (
+        hashlib.md5(source.read_bytes()).hexdigest(),
+        tmp_path / "new/a/data",
+        tmp_path / "new/a.tgz",
+    )
+    with HTTPServer(
+        ("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    ) as http:
+        threading.Thread(
+            target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
         url = f"http://127.0.0.1:{http.server_port}/archive.tar.gz"
-        with pytest.raises(UserError, match=f"^{url}: File not found or corrupted.*; rerun the command, or download"):
+        with pytest.raises(
+            UserError,
+            match=f"^{url}: File not found or corrupted.*; rerun the command, or download",
+        ):
             fetch(folder, archive, url, "0", True, "data/", "4 TB")
         archive.unlink()
         for added, words in ((".zip", "HTTP Error 404: .*"), (" 2", "URL can't contain .*")):
@@ -57,7 +74,11 @@ def test_four_processes_download_and_unpack_once(tmp_path, monkeypatch, capfd):
         capfd.readouterr()
         run_ranks(4, fetch, folder, archive, url, md5, True, "data/", "4 TB")
         http.shutdown()
-    assert capfd.readouterr().err.count('"GET /archive.tar.gz') == 2  # one process: the address, then the content
+    assert (
+        capfd.readouterr().err.count('"GET /archive.tar.gz') == 2
+    )  # one process: the address, then the content
     assert (folder / "one").read_bytes() == CONTENT
-    with pytest.raises(UserError, match="a.tgz: its MD5 is not 0: --set DATA.download=True fetches 4 TB"):
+    with pytest.raises(
+        UserError, match="a.tgz: its MD5 is not 0: --set DATA.download=True fetches 4 TB"
+    ):
         fetch(folder, archive, "", "0", False, "data/", "4 TB")

@@ -25,21 +25,31 @@ IMAGE_SUFFIX = re.compile(
 )
 # Pillow's other formats run programs, or are not for photographs
 FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")
-MAX_PIXELS = 100_000_000  # 300 MB when decoded; beyond it, a header that lies is likelier than a photograph
+MAX_PIXELS = (
+    100_000_000  # 300 MB when decoded; beyond it, a header that lies is likelier than a photograph
+)
 Image.MAX_IMAGE_PIXELS = None  # `check_pixels` refuses what Pillow would only warn of
 MAX_BAD_SHARE = 0.01
 UNREADABLE = "not a readable image: "  # and then the decoder's message
 NAMED = 20  # of a list that may have a million
-MAX_BYTES = 4 * MAX_PIXELS + (1 << 20)  # of an image: four channels without compression, and metadata
+MAX_BYTES = 4 * MAX_PIXELS + (
+    1 << 20
+)  # of an image: four channels without compression, and metadata
 
-SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("val", "valid", "validation", "dev"), "validation")
+SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(
+    ("val", "valid", "validation", "dev"), "validation"
+)
 
 Files = list[tuple[str, int]]  # (path relative to the root, label)
 
 
 def list_folders(path: Path) -> list[str]:
     """Return the names of the folders in ``path`` that are not hidden, sorted."""
-    return sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
+    return sorted(
+        entry.name
+        for entry in os.scandir(path)
+        if entry.is_dir() and not entry.name.startswith(".")
+    )
 
 
 def find_splits(root: Path) -> dict[str, Path]:
@@ -68,7 +78,9 @@ def list_files(path: Path) -> list[Path]:
     found, visited = [], set()
     for folder, subfolders, names in os.walk(path, onerror=_raise_if_there, followlinks=True):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        if (place := os.path.realpath(folder)) in visited:  # a link to a folder above would be followed without end
+        if (
+            place := os.path.realpath(folder)
+        ) in visited:  # a link to a folder above would be followed without end
             subfolders.clear()
             continue
         visited.add(place)
@@ -122,11 +134,15 @@ def list_splits(root: Path, folders: Mapping[str, Path]) -> tuple[list[str], dic
     classes = list_folders(train)
     if len(classes) < 2:
         hint = f"; is {train / classes[0]} the folder you mean?" if classes else ""
-        raise UserError(f"{train}: {len(classes)} class folders, at least 2 are needed, as {train}/<class>/*{hint}")
+        raise UserError(
+            f"{train}: {len(classes)} class folders, at least 2 are needed, as {train}/<class>/*{hint}"
+        )
     splits = {}
     for split, folder in folders.items():
         if unknown := set(list_folders(folder) if folder.is_dir() else []) - set(classes):
-            raise UserError(f"{folder / min(unknown)}: this class has no training images; remove it or add them")
+            raise UserError(
+                f"{folder / min(unknown)}: this class has no training images; remove it or add them"
+            )
         splits[split] = list_classes(root, folder, classes)
         if not splits[split]:
             raise UserError(f"{folder}: no images; they are expected as {folder}/<class>/*")
@@ -152,9 +168,13 @@ def split_by_class(files: Files, share: float) -> tuple[Files, Files]:
 class FolderSplit:
     """One split of the images below ``root``; ``place`` says where the validation images come from."""
 
-    is_prepared = False  # an image may be of any kind, and say in its EXIF block how it is to be turned
+    is_prepared = (
+        False  # an image may be of any kind, and say in its EXIF block how it is to be turned
+    )
 
-    def __init__(self, root: Path, class_names: Sequence[str], files: Files, place: str = "") -> None:
+    def __init__(
+        self, root: Path, class_names: Sequence[str], files: Files, place: str = ""
+    ) -> None:
         self.root, self.class_names, self.place = root, class_names, place
         # arrays, because workers would copy a million strings page by page as they count references
         self._paths = np.array([os.fsencode(path) for path, _ in files])
@@ -242,11 +262,15 @@ class BadImages:
         for message in messages:
             self.count += 1
             allowed = MAX_BAD_SHARE * self.samples
-            if self.count > max(1, allowed + 4 * allowed**0.5):  # by chance a process may get more than its share
+            if self.count > max(
+                1, allowed + 4 * allowed**0.5
+            ):  # by chance a process may get more than its share
                 raise UserError(
                     f"{message}; with it {self.count:,} of the {self.samples:,.0f} images that this process reads "
                     f"in a pass are bad, more than {MAX_BAD_SHARE:.0%}"
                 )
             if message not in self._named and len(self._named) < NAMED:
                 self._named.add(message)
-                sys.stderr.write(f"skipped: {printable(message)}\n")  # one write, unlike print: ranks share stderr
+                sys.stderr.write(
+                    f"skipped: {printable(message)}\n"
+                )  # one write, unlike print: ranks share stderr

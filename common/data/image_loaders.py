@@ -13,7 +13,15 @@ import numpy as np
 import torch
 from PIL import Image
 
-from common.data.crops import CROP_UNIFORMS, CenterCrop, Crop, Normalizer, RandomCrop, SimpleCrop, crop_image
+from common.data.crops import (
+    CROP_UNIFORMS,
+    CenterCrop,
+    Crop,
+    Normalizer,
+    RandomCrop,
+    SimpleCrop,
+    crop_image,
+)
 from common.data.image_folder import BadImages, decode_image
 from common.data.loader import Batches, BatchReader, Loader, prefetch, to_device
 from common.data.sampler import NO_LABEL, PADDING, Draw, EvalSampler, TrainSampler
@@ -31,7 +39,9 @@ class ImageSplit(Protocol):
     """What is read: encoded images and their labels, by number."""
 
     @property
-    def is_prepared(self) -> bool: ...  # whether all are RGB JPEGs whose orientation in EXIF is to be ignored
+    def is_prepared(
+        self,
+    ) -> bool: ...  # whether all are RGB JPEGs whose orientation in EXIF is to be ignored
 
     def __len__(self) -> int: ...
 
@@ -98,7 +108,13 @@ class TorchvisionReader:
                 yield first, None
                 continue
             for draw, records in self._records.read(chain([first], draws)):
-                yield draw, [each if isinstance(each, UserError) else (bytes(each[0]), each[1]) for each in records]
+                yield (
+                    draw,
+                    [
+                        each if isinstance(each, UserError) else (bytes(each[0]), each[1])
+                        for each in records
+                    ],
+                )
 
 
 def _decode_draw(
@@ -129,7 +145,9 @@ def _decode_draw(
     return images, labels, bad
 
 
-def load_image(split: ImageSplit, index: int, record: Record | None = None) -> tuple[np.ndarray, int]:
+def load_image(
+    split: ImageSplit, index: int, record: Record | None = None
+) -> tuple[np.ndarray, int]:
     """Return an image, uint8 [Y, X, 3], from its ``record`` if that is read already, and its label."""
     if isinstance(record, UserError):
         raise record
@@ -139,8 +157,12 @@ def load_image(split: ImageSplit, index: int, record: Record | None = None) -> t
         from simplejpeg import decode_jpeg as decode
     try:
         return decode(data), label
-    except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
-        reason = first_line(error).partition(" <")[0]  # without the buffer's address that some contain
+    except (
+        Exception
+    ) as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
+        reason = first_line(error).partition(" <")[
+            0
+        ]  # without the buffer's address that some contain
         raise split.fault(index, reason) from error
 
 
@@ -161,7 +183,10 @@ def build_train_loader(
     """
     augment, uniforms = None, CROP_UNIFORMS
     if randaugment := data["randaugment"]:
-        from common.data.auto_augment import RandAugment, TimmRandAugment  # torchvision takes a second to import
+        from common.data.auto_augment import (
+            RandAugment,
+            TimmRandAugment,
+        )  # torchvision takes a second to import
 
         if isinstance(randaugment, str):
             augment = TimmRandAugment(randaugment, data["mean"], data["interpolation"])
@@ -174,7 +199,9 @@ def build_train_loader(
     if data["crop"] == "simple":
         crop = SimpleCrop(image_size, data["flip"], data["interpolation"])
     options = _reader_options(data, image_size, sampler.dp_size, device)
-    return Loader(sampler, build_reader(images, crop, augment=augment, batch=micro_batch, **options))
+    return Loader(
+        sampler, build_reader(images, crop, augment=augment, batch=micro_batch, **options)
+    )
 
 
 def build_eval_loader(
@@ -193,7 +220,9 @@ def build_eval_loader(
     """
     sampler = EvalSampler(len(images), batch, **sampling)
     options = _reader_options(data, image_size, sampler.dp_size, device)
-    return Loader(sampler, build_reader(images, build_eval_crop(data, image_size), batch=batch, **options))
+    return Loader(
+        sampler, build_reader(images, build_eval_crop(data, image_size), batch=batch, **options)
+    )
 
 
 def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
@@ -201,6 +230,15 @@ def build_eval_crop(data: Mapping[str, Any], image_size: int) -> CenterCrop:
     return CenterCrop(image_size, int(image_size / data["eval_crop"]), data["interpolation"])
 
 
-def _reader_options(data: Mapping[str, Any], image_size: int, dp_size: int, device: torch.device) -> dict[str, Any]:
+def _reader_options(
+    data: Mapping[str, Any], image_size: int, dp_size: int, device: torch.device
+) -> dict[str, Any]:
     workers = rank_cores() if data["workers"] is None else data["workers"]
-    return dict(size=image_size, mean=data["mean"], std=data["std"], workers=workers, device=device, dp_size=dp_size)
+    return dict(
+        size=image_size,
+        mean=data["mean"],
+        std=data["std"],
+        workers=workers,
+        device=device,
+        dp_size=dp_size,
+    )

@@ -40,7 +40,9 @@ def folder(tmp_path_factory) -> Path:
             for number in range(count):
                 height, width = random.integers(25, 60, 2).tolist()
                 image = Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8))
-                kind, mode = [("jpg", "RGB"), ("png", "RGBA"), ("png", "P"), ("jpg", "L")][number % 4]
+                kind, mode = [("jpg", "RGB"), ("png", "RGBA"), ("png", "P"), ("jpg", "L")][
+                    number % 4
+                ]
                 exif = Image.Exif()
                 exif[ORIENTATION] = (8, 1, 2, 6, 3)[number % 5]
                 image.convert(mode).save(root / split / name / f"{number}.{kind}", exif=exif)
@@ -71,13 +73,23 @@ def test_a_text_is_timms_randaugment_after_the_crop(folder, text, monkeypatch):
     values = dict(workers=0, mean=(0.6,) * 3, std=(1 / 255,) * 3, interpolation="bicubic")
     place = dict(image_size=SIZE, device=torch.device("cpu"), seed=5)
     plain, augmented = (
-        build_train_loader(open_folder(folder, "train"), Data(**values, randaugment=value).model_dump(), 8, 4, **place)
+        build_train_loader(
+            open_folder(folder, "train"),
+            Data(**values, randaugment=value).model_dump(),
+            8,
+            4,
+            **place,
+        )
         for value in (None, text)
     )
-    theirs = create_transform(SIZE, True, auto_augment=text, interpolation="bicubic", mean=values["mean"]).transforms[2]
+    theirs = create_transform(
+        SIZE, True, auto_augment=text, interpolation="bicubic", mean=values["mean"]
+    ).transforms[2]
     assert augmented.sampler.uniforms == CROP_UNIFORMS + 1
     batches = list(augmented)
-    kept = [[value & -(2 ** (8 - bits)) for value in range(256)] * 3 for bits in range(9)]  # Pillow 13 refuses 0 bits
+    kept = [
+        [value & -(2 ** (8 - bits)) for value in range(256)] * 3 for bits in range(9)
+    ]  # Pillow 13 refuses 0 bits
     monkeypatch.setattr(ImageOps, "posterize", lambda image, bits: image.point(kept[bits]))
     for draw, *pair in zip(augmented.sampler.draws(0), plain, batches, strict=True):
         pixels = ((images + 153).byte() for images, _ in pair)
@@ -89,16 +101,24 @@ def test_a_text_is_timms_randaugment_after_the_crop(folder, text, monkeypatch):
 
 def test_the_config_decides_the_crops():
     crops = dict(crop_scale=(0.2, 0.5), crop_ratio=(1, 2), eval_crop=0.9)
-    data = Data(flip=False, interpolation="bicubic", repeats=2, window=3, mean=MEAN, std=STD, **crops).model_dump()
+    data = Data(
+        flip=False, interpolation="bicubic", repeats=2, window=3, mean=MEAN, std=STD, **crops
+    ).model_dump()
     place = dict(image_size=SIZE, device=torch.device("cpu"), dp_size=2)
-    options = dict(size=SIZE, mean=MEAN, std=STD, workers=rank_cores(), device=place["device"], dp_size=2)
+    options = dict(
+        size=SIZE, mean=MEAN, std=STD, workers=rank_cores(), device=place["device"], dp_size=2
+    )
     place["build_reader"] = lambda *arguments, **given: (*arguments, given)
     loader = build_train_loader(range(20), data, 8, 4, seed=5, **place)
     crop = RandomCrop((0.2, 0.5), (1, 2), False, "bicubic")
     assert loader.reader == (range(20), crop, options | {"batch": 4, "augment": None})
     assert (loader.sampler.repeats, loader.sampler.window) == (2, 3)
     reader = build_eval_loader(range(20), data | {"workers": 0}, 6, **place).reader
-    assert reader == (range(20), CenterCrop(SIZE, 26, "bicubic"), options | {"batch": 6, "workers": 0})
+    assert reader == (
+        range(20),
+        CenterCrop(SIZE, 26, "bicubic"),
+        options | {"batch": 6, "workers": 0},
+    )
     loader = build_train_loader(range(20), data | {"crop": "simple"}, 8, 4, seed=5, **place)
     assert loader.reader[1] == SimpleCrop(SIZE, False, "bicubic")
 
@@ -112,7 +132,9 @@ def test_evaluation_shows_what_torchvision_shows_once_each(folder):
         with Image.open(split.path(index)) as image:
             upright = ImageOps.exif_transpose(image).convert("RGB")
         expected = F.center_crop(F.resize(upright, 28), SIZE)
-        torch.testing.assert_close(images[index], F.normalize(F.to_tensor(expected), MEAN, STD), rtol=0, atol=VALUE)
+        torch.testing.assert_close(
+            images[index], F.normalize(F.to_tensor(expected), MEAN, STD), rtol=0, atol=VALUE
+        )
 
 
 def test_workers_change_nothing_and_leave_with_the_loader(folder):
@@ -136,7 +158,10 @@ pool = WorkerPool(lambda size: torch.ones(size).sum().item() * (gc.get_freeze_co
 pool.start()
 print(torch.ones(1 << 20).sum().item(), *pool.map(iter([1 << 20])), flush=True)
 os.kill(os.getpid(), 9)"""  # an orphan would keep the pipe open
-    assert run_python(program, env=os.environ | {"OMP_NUM_THREADS": "2"}, timeout=60).stdout == "1048576.0 1048576.0\n"
+    assert (
+        run_python(program, env=os.environ | {"OMP_NUM_THREADS": "2"}, timeout=60).stdout
+        == "1048576.0 1048576.0\n"
+    )
 
 
 @pytest.fixture
@@ -151,11 +176,17 @@ def corrupt(folder, tmp_path) -> Path:
     return root
 
 
-BAD = {7: "cannot identify image file", 8: "20000x9999 is more than 100 million pixels", 9: "No such file or directory"}
+BAD = {
+    7: "cannot identify image file",
+    8: "20000x9999 is more than 100 million pixels",
+    9: "No such file or directory",
+}
 
 
 @pytest.mark.parametrize(("workers", "named"), [(0, 3), (1, 2)])
-def test_bad_images_are_left_out_of_evaluation_and_named_once(folder, corrupt, monkeypatch, capsys, workers, named):
+def test_bad_images_are_left_out_of_evaluation_and_named_once(
+    folder, corrupt, monkeypatch, capsys, workers, named
+):
     monkeypatch.setattr("common.data.image_folder.MAX_BAD_SHARE", 0.15)
     monkeypatch.setattr("common.data.image_folder.NAMED", named)
     split, whole = open_folder(corrupt, "train"), open_folder(folder, "train")
@@ -164,9 +195,14 @@ def test_bad_images_are_left_out_of_evaluation_and_named_once(folder, corrupt, m
     ((expected_images, expected_labels),) = eval_loader(whole, 20)
     expected_images[list(BAD)], expected_labels[list(BAD)] = 0, NO_LABEL
     for _ in range(2):
-        torch.testing.assert_close(list(loader), [(expected_images, expected_labels)], rtol=0, atol=0)
+        torch.testing.assert_close(
+            list(loader), [(expected_images, expected_labels)], rtol=0, atol=0
+        )
     loader.close()
-    lines = [f"skipped: {split.path(row)}: {reason}; remove or replace this image" for row, reason in BAD.items()]
+    lines = [
+        f"skipped: {split.path(row)}: {reason}; remove or replace this image"
+        for row, reason in BAD.items()
+    ]
     assert capsys.readouterr().err.splitlines() == lines[:named]
 
 
@@ -178,7 +214,9 @@ def test_chance_may_deal_a_process_some_more_bad_images():
 
 def test_a_fingerprint_is_of_paths_labels_and_class_names(tmp_path):
     lists = [("1", 0), ("2", 1)], [("1", 1), ("2", 0)], [("1", 0), ("3", 1)]
-    found = {FolderSplit(tmp_path, names, files).fingerprint for names in ("ab", "ac") for files in lists}
+    found = {
+        FolderSplit(tmp_path, names, files).fingerprint for names in ("ab", "ac") for files in lists
+    }
     assert len(found) == 6
 
 
@@ -186,7 +224,9 @@ def test_a_fingerprint_is_of_paths_labels_and_class_names(tmp_path):
 @pytest.mark.parametrize(("nbytes", "ahead"), [(0, 65), (1e7, 13), (1e9, 4)])
 def test_reading_is_ahead_by_so_many_draws_or_bytes_and_keeps_no_span(nbytes, ahead, spans):
     reads, taken = [], []
-    source = SimpleNamespace(read_span=lambda *span: [reads.append(span)], span_bytes=lambda *_: nbytes)
+    source = SimpleNamespace(
+        read_span=lambda *span: [reads.append(span)], span_bytes=lambda *_: nbytes
+    )
     source.read = reads.append
     draws = (Draw(np.zeros(1, int), taken.append(n), spans) for n in range(99))
     records = RecordReader(source).read(draws)

@@ -61,7 +61,9 @@ class Loader:
         """Resume from a position; between optimizer steps it may be from a run with another number of processes."""
         done = state["samples"] // self.sampler.stride
         # beyond the end: the data set has shrunk since
-        self._next_pass = self._position = (state["epoch"], done) if done < len(self) else (state["epoch"] + 1, 0)
+        self._next_pass = self._position = (
+            (state["epoch"], done) if done < len(self) else (state["epoch"] + 1, 0)
+        )
 
     def close(self) -> None:
         """End the pass and the reader's threads and processes."""

@@ -75,7 +75,9 @@ class TrainSampler:
     window: int = 1
 
     def __post_init__(self) -> None:
-        self.stride = self.micro_batch * self.dp_size  # samples that one micro-batch takes over all ranks
+        self.stride = (
+            self.micro_batch * self.dp_size
+        )  # samples that one micro-batch takes over all ranks
         self.accumulation = self.total_batch // self.stride
 
     def __len__(self) -> int:
@@ -90,7 +92,11 @@ class TrainSampler:
             step, row = self.place(number)
             drawn = slice(number * self.micro_batch, (number + 1) * self.micro_batch)
             uniforms = sample_uniforms(self.seed, epoch, step, row, self.micro_batch, self.uniforms)
-            spans = None if self.blocks is None else np.c_[order.spans[order.span_of[drawn]], is_last[drawn]]
+            spans = (
+                None
+                if self.blocks is None
+                else np.c_[order.spans[order.span_of[drawn]], is_last[drawn]]
+            )
             yield Draw(order.samples[drawn], uniforms, spans)
 
     def place(self, number: int) -> tuple[int, int]:
@@ -101,7 +107,11 @@ class TrainSampler:
     def _order(self, epoch: int) -> Stream:
         """Return all that this rank draws in an epoch, in order."""
         steps, rows = self.samples // self.total_batch, self.total_batch // self.dp_size
-        count = 1 if self.blocks is None else count_streams(len(self.blocks) - 1, self.window, self.total_batch)
+        count = (
+            1
+            if self.blocks is None
+            else count_streams(len(self.blocks) - 1, self.window, self.total_batch)
+        )
         edges = np.arange(count + 1) * self.total_batch // count  # rows of each stream
         lengths = -(-steps * np.diff(edges) // self.repeats)
         starts = np.cumsum(lengths) - lengths
@@ -157,10 +167,14 @@ class EvalSampler:
             indices = self.dp_rank * share + number * self.batch + np.arange(self.batch)
             spans = None
             if self.blocks is not None:
-                block = np.searchsorted(self.blocks, np.minimum(indices, self.samples - 1), side="right")
+                block = np.searchsorted(
+                    self.blocks, np.minimum(indices, self.samples - 1), side="right"
+                )
                 ends = np.minimum(self.blocks[block], end)
                 spans = np.c_[np.maximum(self.blocks[block - 1], first), ends, indices == ends - 1]
-            yield Draw(np.where(indices < self.samples, indices, PADDING), np.empty((self.batch, 0)), spans)
+            yield Draw(
+                np.where(indices < self.samples, indices, PADDING), np.empty((self.batch, 0)), spans
+            )
 
 
 def epoch_order(samples: int, seed: int, epoch: int, kind: int = ORDER) -> np.ndarray:
@@ -180,7 +194,9 @@ def sample_uniforms(
     row is computed without those before it.
     """
     blocks = -(-count // WORDS_PER_BLOCK)
-    words = _philox(seed, kind, epoch, step, row * blocks).random_raw(rows * blocks * WORDS_PER_BLOCK)
+    words = _philox(seed, kind, epoch, step, row * blocks).random_raw(
+        rows * blocks * WORDS_PER_BLOCK
+    )
     # a float64 holds 53 bits
     return (words >> np.uint64(11)).reshape(rows, -1)[:, :count] * 2.0**-53
 

@@ -11,10 +11,15 @@ BLOCKS = np.append(np.arange(0, 1000, 7), 1000)  # the last is shorter
 SPLIT = dict(blocks=BLOCKS, window=3)
 
 
-def build(samples: int, total_batch: int, micro_batch: int, dp_size: int, **options: object) -> list[TrainSampler]:
+def build(
+    samples: int, total_batch: int, micro_batch: int, dp_size: int, **options: object
+) -> list[TrainSampler]:
     """Return the samplers of all ranks."""
     place = dict(dp_size=dp_size, seed=7, uniforms=5, **options)
-    return [TrainSampler(samples, total_batch, micro_batch, dp_rank=rank, **place) for rank in range(dp_size)]
+    return [
+        TrainSampler(samples, total_batch, micro_batch, dp_rank=rank, **place)
+        for rank in range(dp_size)
+    ]
 
 
 def global_batches(*sizes: int, epoch: int = 0, **options: object) -> list[tuple]:
@@ -23,27 +28,38 @@ def global_batches(*sizes: int, epoch: int = 0, **options: object) -> list[tuple
     drawn = [list(rank.draws(epoch)) for rank in ranks]
     steps = []
     for first in range(0, len(ranks[0]), ranks[0].accumulation):
-        parts = [draw[:2] for draws in drawn for draw in draws[first : first + ranks[0].accumulation]]
+        parts = [
+            draw[:2] for draws in drawn for draw in draws[first : first + ranks[0].accumulation]
+        ]
         steps.append(tuple(np.concatenate(field) for field in zip(*parts, strict=True)))
     return steps
 
 
 @pytest.mark.parametrize("options", [{}, {"repeats": 3}, SPLIT, SPLIT | {"repeats": 3}])
-@pytest.mark.parametrize(("micro_batch", "dp_size"), [(8, 1), (8, 2), (4, 4), (2, 8), (12, 2), (8, 3), (1, 24)])
+@pytest.mark.parametrize(
+    ("micro_batch", "dp_size"), [(8, 1), (8, 2), (4, 4), (2, 8), (12, 2), (8, 3), (1, 24)]
+)
 def test_global_batches_do_not_depend_on_processes_or_accumulation(micro_batch, dp_size, options):
     one = global_batches(1000, 48, 48, 1, epoch=1, **options)
-    for got, expected in zip(global_batches(1000, 48, micro_batch, dp_size, epoch=1, **options), one, strict=True):
+    for got, expected in zip(
+        global_batches(1000, 48, micro_batch, dp_size, epoch=1, **options), one, strict=True
+    ):
         assert all(map(np.array_equal, got, expected))
     indices = np.concatenate([batch for batch, _ in one])
     assert len(np.unique(indices)) == 20 * 48 or "repeats" in options
 
 
-@pytest.mark.parametrize(("samples", "batch", "dp_size"), [(1100, 256, 4), (700, 128, 8), (1000, 192, 3)])
+@pytest.mark.parametrize(
+    ("samples", "batch", "dp_size"), [(1100, 256, 4), (700, 128, 8), (1000, 192, 3)]
+)
 def test_repeated_augmentation_is_timms(samples, batch, dp_size, monkeypatch):
     """The same draws in each step from the same permutation; a sample's are in different micro-batches."""
     order = torch.from_numpy(epoch_order(samples, 7, 2))
     monkeypatch.setattr(torch, "randperm", lambda count, generator: order)
-    samplers = [RepeatAugSampler(range(samples), dp_size, rank, selected_round=batch) for rank in range(dp_size)]
+    samplers = [
+        RepeatAugSampler(range(samples), dp_size, rank, selected_round=batch)
+        for rank in range(dp_size)
+    ]
     theirs = np.array([list(sampler) for sampler in samplers]).T.reshape(-1, batch)
     ours = global_batches(samples, batch, batch // dp_size, dp_size, epoch=2, repeats=3)
     for (indices, uniforms), expected in zip(ours, theirs, strict=True):
@@ -55,9 +71,17 @@ def test_repeated_augmentation_is_timms(samples, batch, dp_size, monkeypatch):
 
 def test_the_draws_of_a_seed_stay_the_same_for_ever():
     assert epoch_order(8, seed=42, epoch=3).tolist() == [5, 3, 4, 7, 6, 1, 0, 2]
-    draws = list(TrainSampler(24, 12, 2, seed=42, uniforms=3).draws(3))  # the first here is row 2 of step 1
-    assert draws[7].uniforms[0].tolist() == [0.44243122935824586, 0.205813289885728, 0.01969606774345667]
-    (draw,) = TrainSampler(12, 12, 12, seed=42, blocks=np.array([0, 3, 6, 9, 12]), window=2).draws(3)
+    draws = list(
+        TrainSampler(24, 12, 2, seed=42, uniforms=3).draws(3)
+    )  # the first here is row 2 of step 1
+    assert draws[7].uniforms[0].tolist() == [
+        0.44243122935824586,
+        0.205813289885728,
+        0.01969606774345667,
+    ]
+    (draw,) = TrainSampler(12, 12, 12, seed=42, blocks=np.array([0, 3, 6, 9, 12]), window=2).draws(
+        3
+    )
     assert draw.indices.tolist() == [11, 10, 5, 3, 9, 4, 0, 7, 8, 1, 2, 6]
 
 
@@ -65,7 +89,9 @@ def reads_of(draws: list[Draw], most: float = np.inf) -> list[tuple[int, int]]:
     """Read as a reader does: return the spans read, of which no more than ``most`` are held at a time."""
     reads, held = [], set()
     for draw in draws:
-        for index, (first, end, is_last) in zip(draw.indices.tolist(), draw.spans.tolist(), strict=True):
+        for index, (first, end, is_last) in zip(
+            draw.indices.tolist(), draw.spans.tolist(), strict=True
+        ):
             if index == PADDING:
                 continue
             assert first <= index < end
@@ -84,7 +110,9 @@ def test_a_block_is_read_once_an_epoch_by_one_process_within_its_window(dp_size,
     blocks = np.cumsum([0, *(5 + np.arange(1024) * 7 % 11)])
     samples, most = int(blocks[-1]), 4 * 64 // dp_size
     assert window_bytes(1, 4, dp_size) == most
-    ranks = build(samples, 64, min(8, 64 // dp_size), dp_size, blocks=blocks, window=4, repeats=repeats)
+    ranks = build(
+        samples, 64, min(8, 64 // dp_size), dp_size, blocks=blocks, window=4, repeats=repeats
+    )
     reads = [reads_of(list(rank.draws(epoch=2)), most) for rank in ranks]
     together = sorted(read for by_rank in reads for read in by_rank)
     assert all(end <= first for (_, end), (first, _) in pairwise(together))
@@ -95,10 +123,15 @@ def test_a_block_is_read_once_an_epoch_by_one_process_within_its_window(dp_size,
     assert len(resumed) <= len(reads[0]) / 2 + most
 
 
-@pytest.mark.parametrize(("samples", "batch", "dp_size"), [(33, 8, 4), (3, 2, 4), (16, 4, 2), (17, 4, 1), (1, 1, 3)])
+@pytest.mark.parametrize(
+    ("samples", "batch", "dp_size"), [(33, 8, 4), (3, 2, 4), (16, 4, 2), (17, 4, 1), (1, 1, 3)]
+)
 def test_evaluation_counts_every_sample_once_in_equally_many_batches(samples, batch, dp_size):
     blocks = np.append(np.arange(0, samples, 5), samples)
-    ranks = [EvalSampler(samples, batch, dp_rank=rank, dp_size=dp_size, blocks=blocks) for rank in range(dp_size)]
+    ranks = [
+        EvalSampler(samples, batch, dp_rank=rank, dp_size=dp_size, blocks=blocks)
+        for rank in range(dp_size)
+    ]
     draws = [list(rank.draws(epoch=5)) for rank in ranks]
     reads = [read for drawn in draws for read in reads_of(drawn)]
     assert sorted(reads) == sorted(set(reads))

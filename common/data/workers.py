@@ -23,7 +23,9 @@ RECORDS_PER_READ = 64  # of those that are read one by one
 DRAWS_AHEAD, BYTES_AHEAD, MOST_DRAWS_AHEAD = 3, 128_000_000, 64
 AHEAD = 2  # tasks for each worker that are done before they are asked for
 
-Record = tuple[bytes | memoryview, int] | UserError  # an encoded image and its label, or why there is none
+Record = (
+    tuple[bytes | memoryview, int] | UserError
+)  # an encoded image and its label, or why there is none
 Reading = Future[Sequence[Record]]
 
 
@@ -52,7 +54,9 @@ class RecordReader:
         for draw in draws:
             pending.append(self._begin(draw, held))
             nbytes = sum(each.nbytes for each in pending)
-            if len(pending) > DRAWS_AHEAD and (nbytes > BYTES_AHEAD or len(pending) > MOST_DRAWS_AHEAD):
+            if len(pending) > DRAWS_AHEAD and (
+                nbytes > BYTES_AHEAD or len(pending) > MOST_DRAWS_AHEAD
+            ):
                 yield _finish(pending.popleft())
         while pending:
             yield _finish(pending.popleft())
@@ -69,7 +73,9 @@ class RecordReader:
                 nbytes += sum(self.source.span_bytes(index, index + 1) for index in part.tolist())
                 places += [(future, number) for number in range(len(part))]
             return _Pending(draw, places, nbytes)
-        for index, (first, end, is_last) in zip(indices.tolist(), draw.spans.tolist(), strict=False):  # padding is last
+        for index, (first, end, is_last) in zip(
+            indices.tolist(), draw.spans.tolist(), strict=False
+        ):  # padding is last
             if first not in held:
                 held[first] = self._pool.submit(self.source.read_span, first, end)
                 nbytes += self.source.span_bytes(first, end)
@@ -114,7 +120,11 @@ class WorkerPool:
         except BrokenProcessPool as error:
             for process in self._processes:
                 process.join(1)  # a worker's pipe closes before its status is there
-            ended = {process.exitcode for process in self._processes} - {None, 0, -SIGTERM}  # which ends the others
+            ended = {process.exitcode for process in self._processes} - {
+                None,
+                0,
+                -SIGTERM,
+            }  # which ends the others
             raise UserError(
                 f"DATA.workers={self.workers}: a worker has died, status {', '.join(map(str, ended))}; if that was for "
                 "lack of memory (-9), set fewer workers"
@@ -126,7 +136,9 @@ class WorkerPool:
             context, others = multiprocessing.get_context("fork"), multiprocessing.active_children()
             self._pool = ProcessPoolExecutor(self.workers, context, _set_function, (self.function,))
             self._pool.submit(int)  # forks all workers
-            self._processes = [process for process in multiprocessing.active_children() if process not in others]
+            self._processes = [
+                process for process in multiprocessing.active_children() if process not in others
+            ]
 
     def close(self) -> None:
         """End the workers."""

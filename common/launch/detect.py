@@ -33,13 +33,19 @@ class Launch:
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the launch flags; an empty value, as from an unset shell variable, counts as not given."""
-    group = parser.add_argument_group("launch", "needed only without a launcher; otherwise must match its environment")
+    group = parser.add_argument_group(
+        "launch", "needed only without a launcher; otherwise must match its environment"
+    )
     group.add_argument("--rank", type=integer, help="rank over all nodes")
-    group.add_argument("--local_rank", "--local-rank", type=integer, help="rank on this node; selects the GPU")
+    group.add_argument(
+        "--local_rank", "--local-rank", type=integer, help="rank on this node; selects the GPU"
+    )
     group.add_argument("--world_size", "--world-size", type=integer, help="number of processes")
     group.add_argument("--host", help="host of rank 0")
     group.add_argument("--port", type=integer, help="a free port on that host")
-    group.add_argument("--backend", choices=("nccl", "gloo"), help="default: nccl with GPUs, gloo without")
+    group.add_argument(
+        "--backend", choices=("nccl", "gloo"), help="default: nccl with GPUs, gloo without"
+    )
 
 
 def integer(text: str) -> int | None:
@@ -53,14 +59,24 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
     process. Raises `UserError` for a rank that cannot be, and for a flag that is missing or contradicts the launcher.
     """
     launcher = _find_launcher(args, environ)
-    place: dict[str, Any] = {"rank": 0, "local_rank": 0, "world_size": 1, "host": LOOPBACK, "port": 0}
+    place: dict[str, Any] = {
+        "rank": 0,
+        "local_rank": 0,
+        "world_size": 1,
+        "host": LOOPBACK,
+        "port": 0,
+    }
     if launcher in LAUNCHER_VARIABLES:
         place = _from_environment(launcher, args, environ)
     elif launcher == "args":
         place = _from_flags(args)
     if not 0 <= place["rank"] < place["world_size"]:
-        raise RankError(f"rank={place['rank']} is out of range: expected 0 to {place['world_size'] - 1}")
-    return Launch(launcher, **place, backend=args.backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+        raise RankError(
+            f"rank={place['rank']} is out of range: expected 0 to {place['world_size'] - 1}"
+        )
+    return Launch(
+        launcher, **place, backend=args.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    )
 
 
 def start(launch: Launch, config: Mapping[str, Any]) -> None:
@@ -69,8 +85,15 @@ def start(launch: Launch, config: Mapping[str, Any]) -> None:
     The ranks of a host divide its cores. Raises `UserError` if ranks would compute in different dtypes.
     """
     gpus = torch.cuda.device_count()
-    is_bound = gpus == 1 and launch.launcher != "torch"  # Slurm and Open MPI may show each process its own GPU only
-    if launch.backend == "nccl" and launch.local_rank >= gpus and launch.launcher != "args" and not is_bound:
+    is_bound = (
+        gpus == 1 and launch.launcher != "torch"
+    )  # Slurm and Open MPI may show each process its own GPU only
+    if (
+        launch.backend == "nccl"
+        and launch.local_rank >= gpus
+        and launch.launcher != "args"
+        and not is_bound
+    ):
         raise RankError(
             f"process {launch.local_rank} of this node has no GPU, torch finds {gpus}: start fewer, or --backend gloo"
         )
@@ -87,19 +110,25 @@ def start(launch: Launch, config: Mapping[str, Any]) -> None:
         verbose=False,
         timeout=config.get("TIMEOUT"),
     )
-    dtype = colossal.compute_dtype(config.get("fp16"), "cuda" if torch.cuda.is_available() else "cpu")
+    dtype = colossal.compute_dtype(
+        config.get("fp16"), "cuda" if torch.cuda.is_available() else "cpu"
+    )
     limits, dtypes = zip(*gather((cpu_limits(), colossal.name_dtype(dtype))), strict=True)
     set_processes(limits)
     limit_threads()
     if len(set(dtypes)) > 1:  # tensors in exchange would not match
-        raise AgreedError(f"fp16 without dtype means {', '.join(dtypes)} on the ranks' devices: set fp16.dtype")
+        raise AgreedError(
+            f"fp16 without dtype means {', '.join(dtypes)} on the ranks' devices: set fp16.dtype"
+        )
 
 
 def gather(value: Any) -> list[Any]:
     """Return the ``value`` of each rank."""
     values = [value] * dist.get_world_size()
     if len(values) > 1:
-        dist.all_gather_object(values, value, group=colossal.gpc.get_cpu_group(colossal.ParallelMode.GLOBAL))
+        dist.all_gather_object(
+            values, value, group=colossal.gpc.get_cpu_group(colossal.ParallelMode.GLOBAL)
+        )
     return values
 
 
@@ -108,7 +137,9 @@ def _find_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
         return "torch"
     if "OMPI_COMM_WORLD_RANK" in environ:
         return "openmpi"
-    step = environ.get("SLURM_STEP_ID", "")  # the shell of sbatch or salloc has none, or a reserved one
+    step = environ.get(
+        "SLURM_STEP_ID", ""
+    )  # the shell of sbatch or salloc has none, or a reserved one
     if "SLURM_PROCID" in environ and step.isdigit() and int(step) < 0xFFFFFFF0:
         return "slurm"
     if args.world_size == 1 or all(getattr(args, flag) in (None, "") for flag in FLAGS):
@@ -116,15 +147,26 @@ def _find_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
     return "args"
 
 
-def _from_environment(launcher: str, args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
+def _from_environment(
+    launcher: str, args: argparse.Namespace, environ: Mapping[str, str]
+) -> dict[str, Any]:
     names = dict(zip(FLAGS, LAUNCHER_VARIABLES[launcher], strict=False))
-    flags = {name: str(getattr(args, field)) for field, name in names.items() if getattr(args, field) is not None}
+    flags = {
+        name: str(getattr(args, field))
+        for field, name in names.items()
+        if getattr(args, field) is not None
+    }
     environ = flags | {name: value for name, value in environ.items() if value}
-    if missing := [name for name in names.values() if not environ.get(name)]:  # Kubeflow sets no LOCAL_RANK
+    if missing := [
+        name for name in names.values() if not environ.get(name)
+    ]:  # Kubeflow sets no LOCAL_RANK
         raise UserError(
             f"{', '.join(missing)} not set: set all of {', '.join(names.values())}, as torchrun does, or none"
         )
-    place = {field: environ[name] if field == "host" else int(environ[name]) for field, name in names.items()}
+    place = {
+        field: environ[name] if field == "host" else int(environ[name])
+        for field, name in names.items()
+    }
     for field, name in names.items():
         # scripts pass --local_rank=$SLURM_PROCID: the task's rank, or 0 if the shell of sbatch expanded it
         also = (place["rank"], 0) if name == "SLURM_LOCALID" else ()
@@ -141,7 +183,9 @@ def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
     place = {flag: getattr(args, flag) for flag in FLAGS}
     if place["local_rank"] is None:
         place["local_rank"] = place["rank"]
-    missing = [f"--{flag}" for flag, value in place.items() if value in (None, "") and flag != "local_rank"]
+    missing = [
+        f"--{flag}" for flag, value in place.items() if value in (None, "") and flag != "local_rank"
+    ]
     if missing:
         raise UserError(
             f"{', '.join(missing)} missing: without a launcher, set --rank, --world_size, --host and --port"
@@ -149,13 +193,17 @@ def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
     return place
 
 
-def _rendezvous(launcher: str, args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
+def _rendezvous(
+    launcher: str, args: argparse.Namespace, environ: Mapping[str, str]
+) -> dict[str, Any]:
     """Return host and port of rank 0: as given, else the step's first node and a port derived from the job id."""
     if launcher == "slurm":
         one_node = environ.get("SLURM_STEP_NUM_NODES") == "1"
         job = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
         # the first of gpu[003-007,9],login is gpu003
-        first = re.sub(r"\[(\d+)[^\]]*\]", r"\1", environ.get("SLURM_STEP_NODELIST", "")).partition(",")[0]
+        first = re.sub(r"\[(\d+)[^\]]*\]", r"\1", environ.get("SLURM_STEP_NODELIST", "")).partition(
+            ","
+        )[0]
     else:
         one_node = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == environ["OMPI_COMM_WORLD_SIZE"]
         job = environ.get("PMIX_NAMESPACE", "")

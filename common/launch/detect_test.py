@@ -47,9 +47,17 @@ def detect(line: str, environ: Mapping[str, str]) -> Launch:
     ("line", "environ", "expected"),
     [
         # srun python train_dali.py --local_rank=$SLURM_PROCID --world_size=$SLURM_NPROCS --host=$HOST --port=29500
-        ("--local_rank=3 --world_size=4 --host=h --port=29500", SRUN | PLACE, ("slurm", 3, 1, 4, "h", 29500)),
+        (
+            "--local_rank=3 --world_size=4 --host=h --port=29500",
+            SRUN | PLACE,
+            ("slurm", 3, 1, 4, "h", 29500),
+        ),
         # the same, expanded by a shell that has none of the variables
-        ("--rank= --local_rank= --world_size= --host= --port=29500", SRUN, ("slurm", 3, 1, 4, "gpu003", 29500)),
+        (
+            "--rank= --local_rank= --world_size= --host= --port=29500",
+            SRUN,
+            ("slurm", 3, 1, 4, "gpu003", 29500),
+        ),
         ("--local_rank=1 --rank 3", SRUN, ("slurm", 3, 1, 4, "gpu003", 25_873)),
         ("--local_rank=0", SRUN | PLACE, ("slurm", 3, 1, 4, "m", 5)),
         # python -m torch.distributed.launch --nproc_per_node 4 train_dali.py --world_size 4
@@ -58,11 +66,23 @@ def detect(line: str, environ: Mapping[str, str]) -> Launch:
         # torchrun ... train.py --config=CONFIG_FILE, also inside a Slurm step
         ("--config=c", SRUN | TORCHRUN, BY_TORCHRUN),
         # python train.py --world_size=4 --rank=3 --local_rank=1 --host=node0 --port=29500
-        ("--world_size=4 --rank=3 --local_rank=1 --host=h --port=9", SBATCH_SHELL, ("args", 3, 1, 4, "h", 9)),
-        ("--world-size=4 --rank=3 --host=h --port=9 --backend nccl", {}, ("args", 3, 3, 4, "h", 9, "nccl")),
+        (
+            "--world_size=4 --rank=3 --local_rank=1 --host=h --port=9",
+            SBATCH_SHELL,
+            ("args", 3, 1, 4, "h", 9),
+        ),
+        (
+            "--world-size=4 --rank=3 --host=h --port=9 --backend nccl",
+            {},
+            ("args", 3, 3, 4, "h", 9, "nccl"),
+        ),
         # mpirun, also inside a Slurm step
         ("--host h --port 9", MPIRUN, ("openmpi", 3, 1, 4, "h", 9)),
-        ("", SRUN | MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, ("openmpi", 3, 1, 4, "127.0.0.1", 22_876)),
+        (
+            "",
+            SRUN | MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+            ("openmpi", 3, 1, 4, "127.0.0.1", 22_876),
+        ),
         # python train_dali.py, also in the shell of salloc (a step with a reserved number)
         ("--host=", SBATCH_SHELL | {"SLURM_STEP_ID": "4294967290"}, ALONE),
         ("--world_size=1 --rank=0", {"RANK": "3"}, ALONE),
@@ -78,9 +98,21 @@ def test_command_lines(line, environ, expected):
         ("--world_size 8", TORCHRUN, "--world_size=8 contradicts WORLD_SIZE=4: omit the flag"),
         ("--local_rank=2", SRUN, "--local_rank=2 contradicts SLURM_LOCALID=1"),
         ("--rank 0", MPIRUN, "--rank=0 contradicts OMPI_COMM_WORLD_RANK=3"),
-        ("--world_size 4 --rank 1", {}, "--host, --port missing: without a launcher, set --rank, --world_size, "),
-        ("", SRUN | MPIRUN, "--host missing: on several nodes mpirun does not set the host of rank 0"),
-        ("", TORCHRUN | {"LOCAL_RANK": ""}, "LOCAL_RANK not set: set all of RANK, LOCAL_RANK, WORLD_SIZE, "),
+        (
+            "--world_size 4 --rank 1",
+            {},
+            "--host, --port missing: without a launcher, set --rank, --world_size, ",
+        ),
+        (
+            "",
+            SRUN | MPIRUN,
+            "--host missing: on several nodes mpirun does not set the host of rank 0",
+        ),
+        (
+            "",
+            TORCHRUN | {"LOCAL_RANK": ""},
+            "LOCAL_RANK not set: set all of RANK, LOCAL_RANK, WORLD_SIZE, ",
+        ),
         ("", TORCHRUN | {"RANK": "4"}, "rank=4 is out of range: expected 0 to 3"),
     ],
 )
@@ -88,7 +120,9 @@ def test_what_is_refused(line, environ, message):
     with pytest.raises(UserError) as refusal:
         detect(line, environ)
     assert str(refusal.value).startswith(message)
-    assert isinstance(refusal.value, RankError) == message.startswith(("rank=", "--rank=", "--local_rank="))
+    assert isinstance(refusal.value, RankError) == message.startswith(
+        ("rank=", "--rank=", "--local_rank=")
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +136,9 @@ def test_a_process_without_a_gpu_of_its_own_is_refused(launcher, gpus, is_refuse
     monkeypatch.setattr("common.launch.detect.gather", lambda value: [value])
     monkeypatch.setattr("common.launch.detect.limit_threads", lambda: None)
     used: list[dict] = []
-    refused = pytest.raises(RankError, match=f"process 5 .* no GPU, torch finds {gpus}: start fewer")
+    refused = pytest.raises(
+        RankError, match=f"process 5 .* no GPU, torch finds {gpus}: start fewer"
+    )
     with refused if is_refused else nullcontext():
         start(Launch(launcher, 5, 5, 8, "localhost", 1, "nccl"), {"SEED": 7, "TIMEOUT": 9})
     assert used == [dict(local_rank=5 % gpus, seed=7, verbose=False, timeout=9)] * (not is_refused)
@@ -110,7 +146,9 @@ def test_a_process_without_a_gpu_of_its_own_is_refused(launcher, gpus, is_refuse
 
 def started_sum(environ: dict[str, str]) -> float:
     rank = os.environ["RANK"]
-    start(detect("", environ | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": "2"}), {})
+    start(
+        detect("", environ | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": "2"}), {}
+    )
     total = torch.tensor([gpc.get_global_rank() + 1.0])
     dist.all_reduce(total, group=gpc.get_group(ParallelMode.DATA))
     shutdown()
@@ -126,7 +164,9 @@ def test_ranks_meet_at_a_name_and_the_derived_port():
 
 def test_a_port_in_use_is_named():
     port = detect("", ON_ONE_NODE).port
-    named = pytest.raises(RuntimeError, match=f"--host=127.0.0.1 --port={port}: .*Address already in use")
+    named = pytest.raises(
+        RuntimeError, match=f"--host=127.0.0.1 --port={port}: .*Address already in use"
+    )
     with socket.create_server(("127.0.0.1", port)), named:
         run_ranks(2, started_sum, ON_ONE_NODE)
 

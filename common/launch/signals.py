@@ -23,7 +23,9 @@ from common.errors import is_first_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 CHECK = 0.5  # seconds between two progress checks after a signal
-TORCHRUN_PATIENCE = 25.0  # seconds; torchrun kills 30 s after SIGTERM, which it sends when another rank has died
+TORCHRUN_PATIENCE = (
+    25.0  # seconds; torchrun kills 30 s after SIGTERM, which it sends when another rank has died
+)
 SAME_PRESS = 1.0  # seconds within which a second SIGINT is the first one, forwarded by a launcher
 PR_SET_PDEATHSIG = 1
 MISTAKE = 2  # exit status of a training script after its own error message
@@ -49,7 +51,10 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
 
     def install(
-        self, follow_parent: bool = False, progress: Callable[[], object] = lambda: None, patience: float = math.inf
+        self,
+        follow_parent: bool = False,
+        progress: Callable[[], object] = lambda: None,
+        patience: float = math.inf,
     ) -> None:
         """Install the handlers; call it from the main thread.
 
@@ -59,18 +64,27 @@ class StopSignals:
         if self._previous:
             return
         self.received, self.agreed, self.deferring = 0, 0, False
-        self._progress, self._patience = progress, min(patience, TORCHRUN_PATIENCE) if follow_parent else patience
+        self._progress, self._patience = (
+            progress,
+            min(patience, TORCHRUN_PATIENCE) if follow_parent else patience,
+        )
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         # the handler does nothing, but without a handler nothing is written to the pipe
         for number in SIGNALS:
-            if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):  # nohup
+            if not (
+                number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+            ):  # nohup
                 self._previous[number] = signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         self._pipe = reader, writer
-        self._watcher = threading.Thread(target=self._watch, args=(reader,), daemon=True, name="stop-signals")
+        self._watcher = threading.Thread(
+            target=self._watch, args=(reader,), daemon=True, name="stop-signals"
+        )
         self._watcher.start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked if this process was forked from one with handlers
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, SIGNALS
+        )  # blocked if this process was forked from one with handlers
         atexit.register(_kill_children)
         if follow_parent:
             _PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -116,7 +130,10 @@ class StopSignals:
             self.received, self._received_at = number, time.monotonic()
             if is_first_process():
                 _say(f"{signal_name(number)}: stopping after this step")
-        elif number == signal.SIGINT == self.received and time.monotonic() - self._received_at > SAME_PRESS:
+        elif (
+            number == signal.SIGINT == self.received
+            and time.monotonic() - self._received_at > SAME_PRESS
+        ):
             _leave(number)
 
     def before_fork(self) -> None:
@@ -196,12 +213,25 @@ def run_torchrun(arguments: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
-    for name in ("multiprocessing.api", "multiprocessing.errors", "multiprocessing.errors.error_handler"):
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)  # each has its own level
+    for name in (
+        "multiprocessing.api",
+        "multiprocessing.errors",
+        "multiprocessing.errors.error_handler",
+    ):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(
+            logging.CRITICAL
+        )  # each has its own level
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-    is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # which torchrun overrides by default
+    is_nohup = (
+        signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    )  # which torchrun overrides by default
     try:
-        main(["--signals-to-handle=SIGTERM,SIGINT,SIGQUIT,SIGUSR1" + ",SIGHUP" * (not is_nohup), *arguments])
+        main(
+            [
+                "--signals-to-handle=SIGTERM,SIGINT,SIGQUIT,SIGUSR1" + ",SIGHUP" * (not is_nohup),
+                *arguments,
+            ]
+        )
     except SignalException as error:
         sys.exit(exit_code(error.sigval))
     except ChildFailedError as error:

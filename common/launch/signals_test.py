@@ -41,7 +41,9 @@ def start() -> Iterator[Callable[..., subprocess.Popen]]:
 
     def start_process(*arguments: str) -> subprocess.Popen:
         command, pipe = [sys.executable, "-c", PROGRAM, *arguments], subprocess.PIPE
-        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
         started.append(process)
         process.first_line = process.stdout.readline().strip()
         return process
@@ -57,7 +59,9 @@ def end(process: subprocess.Popen) -> tuple[int, str]:
     return process.returncode, error
 
 
-@pytest.mark.parametrize(("number", "code"), [("SIGTERM", 143), ("SIGUSR1", 143), ("SIGINT", 130), ("SIGHUP", 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [("SIGTERM", 143), ("SIGUSR1", 143), ("SIGINT", 130), ("SIGHUP", 143)]
+)
 def test_before_training_a_signal_ends_the_process(start, number, code):
     process = start("starting")
     process.send_signal(signal.Signals[number])
@@ -141,7 +145,9 @@ stop_signals.restore()
 }
 IMPORTS = "import ctypes, multiprocessing, os, signal, threading, time\n"
 # only the first process says what it does
-IMPORTS += "from common.launch.signals import stop_signals; os.environ.update(RANK='1', WORLD_SIZE='2')\n"
+IMPORTS += (
+    "from common.launch.signals import stop_signals; os.environ.update(RANK='1', WORLD_SIZE='2')\n"
+)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

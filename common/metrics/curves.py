@@ -31,24 +31,35 @@ def build_figure(width: float = 6.4, height: float = 4.0) -> tuple["Figure", Any
 
 def place_legend(axes: "Axes", columns: int = 4) -> None:
     """Put the legend above the axes, where it hides no data."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False, borderaxespad=0.2)
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False, borderaxespad=0.2
+    )
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
     """Write the figure to ``path``, as PNG or JPEG."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # of a class's name, drawn as a box
+        warnings.filterwarnings(
+            "ignore", message="Glyph .* missing from font"
+        )  # of a class's name, drawn as a box
         figure.savefig(own_file(path), dpi=150, pil_kwargs={"quality": 90})
 
 
 DRAWING_EVERY = 100.0  # seconds, at least; a drawing takes 0.3
-MAX_METRICS, MAX_LINE = 1 << 29, 1 << 16  # bytes of metrics.jsonl, some 1,500,000 lines, and of a line
+MAX_METRICS, MAX_LINE = (
+    1 << 29,
+    1 << 16,
+)  # bytes of metrics.jsonl, some 1,500,000 lines, and of a line
 WHEN = ("kind", "step", "epoch", "time")
 EVALUATED = {"loss", "top1", "top5", "samples"}
 
 Metrics = Mapping[str, Any]
 Share = Annotated[float, Field(ge=0, le=1)]
-Loss = Annotated[float, Field(allow_inf_nan=True), BeforeValidator(lambda value: math.nan if value is None else value)]
+Loss = Annotated[
+    float,
+    Field(allow_inf_nan=True),
+    BeforeValidator(lambda value: math.nan if value is None else value),
+]
 
 
 class MetricsLine(BaseModel):
@@ -107,7 +118,9 @@ class Curves:
 def name_loss(config: Mapping[str, Any]) -> str:
     """Return what the training loss is; that of an evaluation is always the cross-entropy."""
     name = "cross-entropy" if config.get("BCE_THRESHOLD") is None else "binary cross-entropy"
-    parts = [f"{key} {config[key]}" for key in ("LABEL_SMOOTHING", "MIXUP", "CUTMIX") if config.get(key)]
+    parts = [
+        f"{key} {config[key]}" for key in ("LABEL_SMOOTHING", "MIXUP", "CUTMIX") if config.get(key)
+    ]
     return ", ".join([name, *(part.lower().replace("_", " ") for part in parts)])
 
 
@@ -128,7 +141,9 @@ def draw_curves(folder: Path) -> None:
             drawn = [line for line in lines if line["kind"] == kind and key in line]
             steps, values = [line["step"] for line in drawn], [scale * line[key] for line in drawn]
             shade = 0.45 if kind == "train" else 1.0
-            axes.plot(steps, values, style, color="tab:blue", alpha=shade, label=title, markersize=4)
+            axes.plot(
+                steps, values, style, color="tab:blue", alpha=shade, label=title, markersize=4
+            )
         axes.set(xlabel="optimizer step", ylabel=label)
         axes.set_title(folder.resolve().name, loc="right", fontsize="medium")
         place_legend(axes)

@@ -52,7 +52,9 @@ class MetricsHook(BaseHook):
         self.has_shown_loss = False
         self.loggers = []
         if is_main:
-            self.loggers = open_loggers(folder, start, plan.last_step, tensorboard=tensorboard, trackers=trackers)
+            self.loggers = open_loggers(
+                folder, start, plan.last_step, tensorboard=tensorboard, trackers=trackers
+            )
 
     def before_train(self, trainer: Trainer) -> None:
         self.clock = trainer.engine.on_phase = PhaseClock(trainer.device.type)
@@ -72,7 +74,9 @@ class MetricsHook(BaseHook):
         """Resume from the states of all ranks: from that of ``rank``, or from their mean if it is None."""
         states = states if rank is None else [states[rank]]
         steps, micro_batches, loss = states[0].values()
-        if steps and (rank is None or micro_batches != steps * self.plan.accumulation):  # of another size
+        if steps and (
+            rank is None or micro_batches != steps * self.plan.accumulation
+        ):  # of another size
             mean = fmean(state["loss"] / state["micro_batches"] for state in states)
             micro_batches = steps * self.plan.accumulation
             loss = mean * micro_batches
@@ -80,13 +84,17 @@ class MetricsHook(BaseHook):
         self.started = time.perf_counter()
         self.loss.fill_(loss)
 
-    def after_train_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor) -> None:
+    def after_train_iter(
+        self, trainer: Trainer, output: Tensor, label: Tensor, loss: Tensor
+    ) -> None:
         self.loss += loss.detach()
         self.micro_batches += 1
         if not trainer.update_done:
             return
         has_record = trainer.step % self.every == 0 or trainer.step == self.plan.last_step
-        shown = None if has_record or self.has_shown_loss else self._mean_loss()  # show one immediately
+        shown = (
+            None if has_record or self.has_shown_loss else self._mean_loss()
+        )  # show one immediately
         self.has_shown_loss = True
         if self.loggers:
             self.loggers[-1].step(shown)  # the progress bar
@@ -95,7 +103,10 @@ class MetricsHook(BaseHook):
             self._restart_window(trainer)
 
     def _mean_loss(self) -> float:
-        return all_reduce(self.loss / self.micro_batches, ParallelMode.DATA).item() / self.plan.data_parallel
+        return (
+            all_reduce(self.loss / self.micro_batches, ParallelMode.DATA).item()
+            / self.plan.data_parallel
+        )
 
     def _train_figures(self, trainer: Trainer) -> dict:
         loss = self._mean_loss()
@@ -119,14 +130,21 @@ class MetricsHook(BaseHook):
         if trainer.device.type == "cuda":  # whose queued steps are training's time
             torch.cuda.synchronize()
         self.paused = time.perf_counter()
-        self.totals = torch.zeros(4, dtype=torch.float64, device=trainer.device)  # loss, top-1, top-5, samples
+        self.totals = torch.zeros(
+            4, dtype=torch.float64, device=trainer.device
+        )  # loss, top-1, top-5, samples
 
     def after_test_iter(self, trainer: Trainer, output: Tensor, label: Tensor, loss: None) -> None:
         self.totals += count_correct(output, label)
 
     def after_test(self, trainer: Trainer) -> None:
         loss, top1, top5, samples = all_reduce(self.totals, ParallelMode.DATA).tolist()
-        metrics = {"loss": loss / samples, "top1": top1 / samples, "top5": top5 / samples, "samples": int(samples)}
+        metrics = {
+            "loss": loss / samples,
+            "top1": top1 / samples,
+            "top5": top5 / samples,
+            "samples": int(samples),
+        }
         metrics |= trainer.states.pop("figures", {})  # of a hook of the user's
         trainer.states["eval"] = metrics
         self._log("eval", trainer, metrics)

@@ -27,7 +27,9 @@ def tick() -> float:
 
 
 def test_a_record_has_the_means_of_the_steps_since_the_last(tmp_path, monkeypatch):
-    monkeypatch.setattr(hook, "time", SimpleNamespace(perf_counter=lambda: CLOCK.now, time=lambda: 0.0))
+    monkeypatch.setattr(
+        hook, "time", SimpleNamespace(perf_counter=lambda: CLOCK.now, time=lambda: 0.0)
+    )
     monkeypatch.setattr("common.colossal.trainer.time", SimpleNamespace(perf_counter=tick))
     plan = Plan(1, 1, 1, 4, 2, 8, 2, steps_per_epoch=3, warmup_steps=0, total_steps=6, last_step=4)
     with launched(gradient_accumulation=2):
@@ -43,9 +45,15 @@ def test_a_record_has_the_means_of_the_steps_since_the_last(tmp_path, monkeypatc
         Trainer(engine).fit(batches, 2, 4, test_dataloader=batches, hooks=[metrics])
     lines = [line for line in read_metrics(tmp_path) if line["kind"] == "train"]
     assert [(line["step"], line["epoch"]) for line in lines] == [(3, 1), (4, 1.3333)]
-    seconds = dict(forward_s=2, backward_s=6, samples_per_s=8 / 12, mfu=8 / 12 / 4, data_wait=2 / 12)
+    seconds = dict(
+        forward_s=2, backward_s=6, samples_per_s=8 / 12, mfu=8 / 12 / 4, data_wait=2 / 12
+    )
     for line in lines:
         assert {name: line[name] for name in seconds} == pytest.approx(seconds)
         assert 0.1 < line["peak_memory_gb"] < 100
     norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
-    assert (lines[-1]["lr"], lines[-1]["grad_norm"], lines[-1]["skipped"]) == (0.1, pytest.approx(norm), 0)
+    assert (lines[-1]["lr"], lines[-1]["grad_norm"], lines[-1]["skipped"]) == (
+        0.1,
+        pytest.approx(norm),
+        0,
+    )

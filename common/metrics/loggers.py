@@ -30,16 +30,23 @@ def open_loggers(
     chosen = {name: LOGGERS[name] for name in (*["tensorboard"] * tensorboard, *trackers)}
     # the bar last, as it starts its clock
     builders = {"metrics.jsonl": JsonLines, "curves": Curves, **chosen, "progress bar": ProgressBar}
-    return [Guarded(name, partial(build, folder, start, total_steps)) for name, build in builders.items()]
+    return [
+        Guarded(name, partial(build, folder, start, total_steps))
+        for name, build in builders.items()
+    ]
 
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raise `UserError` for the first of ``LOG.trackers`` that is unknown or not installed."""
     for name in names:
         if name not in LOGGERS:
-            raise UserError(f"LOG.trackers={list(names)}: expected {', '.join(LOGGERS)}{did_you_mean(name, LOGGERS)}")
+            raise UserError(
+                f"LOG.trackers={list(names)}: expected {', '.join(LOGGERS)}{did_you_mean(name, LOGGERS)}"
+            )
         if find_spec(name) is None:
-            raise UserError(f"LOG.trackers={list(names)}: {name} is not installed; pip install {name}")
+            raise UserError(
+                f"LOG.trackers={list(names)}: {name} is not installed; pip install {name}"
+            )
 
 
 class Guarded:
@@ -84,19 +91,26 @@ class JsonLines:
 
     def __init__(self, folder: Path, *_: int):
         self.path = folder / "metrics.jsonl"
-        self.file = self.path.open("ab", buffering=0)  # so that we know how much of a line was written
+        self.file = self.path.open(
+            "ab", buffering=0
+        )  # so that we know how much of a line was written
         self.pending = b""
         self.warned = False
 
     def __call__(self, metrics: Metrics) -> None:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
+        finite = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in metrics.items()
+        }
         self.pending += json.dumps(finite).encode() + b"\n"
         try:
             while self.pending:
                 self.pending = self.pending[self.file.write(self.pending) :]
         except OSError as error:
             if not self.warned:
-                warn(f"{self.path}: {error.strerror}; its lines are kept in memory until they can be written")
+                warn(
+                    f"{self.path}: {error.strerror}; its lines are kept in memory until they can be written"
+                )
             self.warned = True
 
     def close(self) -> None:
@@ -123,7 +137,10 @@ class TensorBoard:
     def close(self) -> None:
         if self.final:
             keys = flatten(json.loads((self.folder / "config.json").read_text())["config"])
-            values = {key: value if isinstance(value, (int, float)) else str(value) for key, value in keys.items()}
+            values = {
+                key: value if isinstance(value, (int, float)) else str(value)
+                for key, value in keys.items()
+            }
             self.writer.add_hparams(values, self.final, run_name=".")
         self.writer.close()
 
@@ -161,7 +178,10 @@ class WeightsAndBiases:
 
 
 # What a config chooses, by the package that it needs: LOG.tensorboard the first, LOG.trackers any.
-LOGGERS: dict[str, Callable[[Path, int, int], Any]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+LOGGERS: dict[str, Callable[[Path, int, int], Any]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+}
 
 
 def _select(metrics: Metrics) -> dict[str, float]:
@@ -194,7 +214,9 @@ class ProgressBar:
 
     def __call__(self, metrics: Metrics) -> None:
         if metrics["kind"] == "train":
-            self._show(**{"loss": f"{metrics['loss']:.4f}", "img/s": f"{metrics['samples_per_s']:,.0f}"})
+            self._show(
+                **{"loss": f"{metrics['loss']:.4f}", "img/s": f"{metrics['samples_per_s']:,.0f}"}
+            )
             if metrics["skipped"]:
                 self._show(skipped=f"{metrics['skipped']}")
         else:

@@ -18,7 +18,15 @@ from common.metrics.loggers import Guarded, JsonLines, ProgressBar, check_tracke
 from common.testing.commands import run_forked, run_python
 
 TRAIN = {"kind": "train", "step": 2, "epoch": 0.5, "loss": 2.0, "samples_per_s": 10.0, "skipped": 0}
-EVAL = {"kind": "eval", "step": 4, "epoch": 1.0, "loss": 1.5, "top1": 0.25, "top5": 0.5, "samples": 8}
+EVAL = {
+    "kind": "eval",
+    "step": 4,
+    "epoch": 1.0,
+    "loss": 1.5,
+    "top1": 0.25,
+    "top5": 0.5,
+    "samples": 8,
+}
 WRITE_WANDB = """
 import sys
 from pathlib import Path
@@ -53,7 +61,9 @@ def write_to_a_full_disk(argv: list[str]) -> None:
 def test_a_full_disk_neither_stops_training_nor_loses_a_line(tmp_path):
     child = run_forked(write_to_a_full_disk, [tmp_path])
     assert child.stdout == "1000 True True\n", child.stderr
-    (warning,) = [line.partition("warning: ")[2] for line in child.stderr.splitlines() if "warning: " in line]
+    (warning,) = [
+        line.partition("warning: ")[2] for line in child.stderr.splitlines() if "warning: " in line
+    ]
     words = "File too large; its lines are kept in memory until they can be written"
     assert warning == f"{tmp_path}/metrics.jsonl: {words}"
 
@@ -74,14 +84,24 @@ def test_curves_are_pictures_also_with_a_gap_and_not_drawn_often(tmp_path, monke
     save = Mock(wraps=curves.save_figure)
     monkeypatch.setattr(curves, "save_figure", save)
     (run := tmp_path / "run").mkdir()
-    (run / "config.json").write_text('{"config": {"BCE_THRESHOLD": 0.0, "MIXUP": 0.0, "CUTMIX": 1.0}}')
+    (run / "config.json").write_text(
+        '{"config": {"BCE_THRESHOLD": 0.0, "MIXUP": 0.0, "CUTMIX": 1.0}}'
+    )
     file = JsonLines(run)
     for record in (TRAIN, TRAIN | {"loss": float("inf"), "step": 3}, EVAL):
         file(record)
     file.close()
-    monkeypatch.setattr(curves, "time", clock := SimpleNamespace(perf_counter=lambda: clock.now, now=0.0))
+    monkeypatch.setattr(
+        curves, "time", clock := SimpleNamespace(perf_counter=lambda: clock.now, now=0.0)
+    )
     logger, counts, drawn = curves.Curves(run), [], []
-    for clock.now, record in ((99.0, EVAL), (100.0, TRAIN), (100.0, EVAL), (199.0, TRAIN), (199.0, EVAL)):
+    for clock.now, record in (
+        (99.0, EVAL),
+        (100.0, TRAIN),
+        (100.0, EVAL),
+        (199.0, TRAIN),
+        (199.0, EVAL),
+    ):
         logger(record)
         counts.append(save.call_count)
     assert counts == [0, 0, 2, 2, 2]
@@ -97,7 +117,12 @@ def test_curves_are_pictures_also_with_a_gap_and_not_drawn_often(tmp_path, monke
         "[0.45, [[2.0, 2.0], [3.0, nan]]], [1.0, [[4.0, 1.5]]], "
         "'optimizer step', 'accuracy (%)', 'run', 'top-1', 'top-5', [1.0, [[4.0, 25.0]]], [1.0, [[4.0, 50.0]]]]"
     )
-    assert sorted(path.name for path in run.iterdir()) == ["acc.jpeg", "config.json", "loss.jpeg", "metrics.jsonl"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        "acc.jpeg",
+        "config.json",
+        "loss.jpeg",
+        "metrics.jsonl",
+    ]
     with Image.open(run / "acc.jpeg") as picture:
         assert (picture.format, picture.size) == ("JPEG", (960, 600))
 
@@ -133,7 +158,9 @@ def test_progress_is_whole_lines_where_stderr_is_no_terminal(tmp_path, capsys):
 
 
 def test_tensorboard_reads_every_metric_and_the_config_once(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"config": {"MODEL": {"depth": 2}, "INIT": None}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"config": {"MODEL": {"depth": 2}, "INIT": None}})
+    )
     interrupted = [TRAIN, EVAL | {"step": 2}, TRAIN | {"step": 3}]  # after its checkpoint of step 2
     for start, records in ((0, interrupted), (2, [EVAL])):
         for logger in loggers.open_loggers(tmp_path, start, 4, tensorboard=True, trackers=[]):
@@ -141,15 +168,24 @@ def test_tensorboard_reads_every_metric_and_the_config_once(tmp_path):
                 logger(record)
             logger.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    shown = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    shown = {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
     both = [("train", "loss", 2.0), ("train", "samples_per_s", 10.0), ("train", "skipped", 0.0)]
     both += [("eval", "loss", 1.5), ("eval", "top1", 0.25), ("eval", "top5", 0.5)]
     steps = {"train": [2], "eval": [2, 4]}
-    assert shown == {f"{kind}/{name}": [(step, value) for step in steps[kind]] for kind, name, value in both} | {
+    assert shown == {
+        f"{kind}/{name}": [(step, value) for step in steps[kind]] for kind, name, value in both
+    } | {
         "final/top1": [(0, 0.25)],
         "final/loss": [(0, 1.5)],
     }
-    (about,) = [about for tag, about in events.PluginTagToContent("hparams").items() if "session_start" in tag]
+    (about,) = [
+        about
+        for tag, about in events.PluginTagToContent("hparams").items()
+        if "session_start" in tag
+    ]
     assert b"MODEL.depth" in about
 
 

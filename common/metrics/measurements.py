@@ -18,7 +18,9 @@ LOWEST, HIGHEST = 1e-5, 10.0
 SMOOTHING = 0.9  # weight of the previous average
 DIVERGED = 4.0  # times the lowest smoothed loss
 SAFETY = 10.0  # divides the rate with the lowest loss
-SIGNIFICANT = 1.3  # standard deviations by which the loss must fall; noise alone does in 3 % of tests
+SIGNIFICANT = (
+    1.3  # standard deviations by which the loss must fall; noise alone does in 3 % of tests
+)
 WARMUP = 5  # steps before the profiled ones; the profiler runs during the last of them
 
 
@@ -45,7 +47,9 @@ class LearningRateFinder(Measurement):
     def before_train(self, trainer: Trainer) -> None:
         self.rows: list[dict[str, float]] = []
         trainer.engine.lr_scheduler = None
-        rates = [group.get("initial_lr", group["lr"]) for group in trainer.engine.optimizer.param_groups]
+        rates = [
+            group.get("initial_lr", group["lr"]) for group in trainer.engine.optimizer.param_groups
+        ]
         self.factors = [rate / max(rates) for rate in rates]  # of layer decay
         self.loss = torch.zeros((), dtype=torch.float64, device=trainer.device)
         self.average = 0.0
@@ -61,11 +65,15 @@ class LearningRateFinder(Measurement):
         if not trainer.update_done:
             return
         # equal on all ranks, so that they stop together
-        loss_of_step = all_reduce(self.loss, ParallelMode.GLOBAL).item() / gpc.get_world_size(ParallelMode.GLOBAL)
+        loss_of_step = all_reduce(self.loss, ParallelMode.GLOBAL).item() / gpc.get_world_size(
+            ParallelMode.GLOBAL
+        )
         self.loss = torch.zeros_like(self.loss)
         self.average = SMOOTHING * self.average + (1 - SMOOTHING) * loss_of_step
         smoothed = self.average / (1 - SMOOTHING ** (len(self.rows) + 1))
-        self.rows.append({"learning_rate": trainer.learning_rate, "loss": loss_of_step, "smoothed": smoothed})
+        self.rows.append(
+            {"learning_rate": trainer.learning_rate, "loss": loss_of_step, "smoothed": smoothed}
+        )
         least = min(row["smoothed"] for row in self.rows)
         trainer.stopping |= not smoothed < DIVERGED * least
         trainer.evaluated_step = trainer.step  # none is due where an epoch ends
@@ -82,7 +90,9 @@ class LearningRateFinder(Measurement):
             print("no suggestion: the loss is not finite, or does not fall by more than its noise")
             print("take more steps (--find-lr 500) or a larger TOTAL_BATCH_SIZE", flush=True)
         else:
-            print(f"suggested    a tenth of {suggested * SAFETY:.1e}, where the smoothed loss is lowest")
+            print(
+                f"suggested    a tenth of {suggested * SAFETY:.1e}, where the smoothed loss is lowest"
+            )
             print(f"LEARNING_RATE={suggested:.1e}", flush=True)
 
 
@@ -147,9 +157,17 @@ class ProfilerHook(Measurement):
     def _write_profile(self, recorded: profile) -> None:
         self.folder.mkdir(exist_ok=True)
         recorded.export_chrome_trace(str(self.folder / "trace.json"))
-        keys = ["self_cpu_time_total", *(["self_device_time_total"] if torch.cuda.is_available() else [])]
+        keys = [
+            "self_cpu_time_total",
+            *(["self_device_time_total"] if torch.cuda.is_available() else []),
+        ]
         events = recorded.key_averages()
-        tables = "\n".join(events.table(sort_by=key, row_limit=10, max_name_column_width=60) for key in keys)
+        tables = "\n".join(
+            events.table(sort_by=key, row_limit=10, max_name_column_width=60) for key in keys
+        )
         (self.folder / "operators.txt").write_text(tables + "\n")
         shown = short_path(self.folder)
-        print(f"{tables}\ntrace        {shown}/trace.json\noperators    {shown}/operators.txt", flush=True)
+        print(
+            f"{tables}\ntrace        {shown}/trace.json\noperators    {shown}/operators.txt",
+            flush=True,
+        )

@@ -33,7 +33,9 @@ def test_rates_grow_evenly_from_the_loss_of_the_run_until_it_diverges(data, tmp_
     find(data, tmp_path / "found", *settings, steps=40)  # over ends of epochs
     rows, said = read_rows(tmp_path / "found"), capsys.readouterr().out
     words = "40 steps instead of training; nothing is saved but find_lr.png and find_lr.csv, of learning rates"
-    assert f"{words} from 1e-05 to 10 in place of the config's, in {tmp_path}/found " in " ".join(said.split())
+    assert f"{words} from 1e-05 to 10 in place of the config's, in {tmp_path}/found " in " ".join(
+        said.split()
+    )
     first = read_metrics(train(data, tmp_path / "trained", *settings))[0]
     rates = [10 ** (-5 + 6 * k / 39) for k in range(len(rows))]
     assert rows["learning_rate"] == pytest.approx(rates)
@@ -41,17 +43,23 @@ def test_rates_grow_evenly_from_the_loss_of_the_run_until_it_diverges(data, tmp_
     assert sorted(os.listdir(tmp_path / "found")) == [".lock", "find_lr.csv", "find_lr.png"]
     smoothed = rows["smoothed"].tolist()
     best = rates[smoothed.index(min(smoothed))]
-    lines = f"curve        {tmp_path}/found/find_lr.png\n             {tmp_path}/found/find_lr.csv\n"
+    lines = (
+        f"curve        {tmp_path}/found/find_lr.png\n             {tmp_path}/found/find_lr.csv\n"
+    )
     lines += f"suggested    a tenth of {best:.1e}, where the smoothed loss is lowest\nLEARNING_RATE={best / 10:.1e}\n"
     assert said.endswith(lines)
     assert 20 < len(rows) < 40
-    diverged = [not value < 4 * min(smoothed[: number + 1]) for number, value in enumerate(smoothed)]
+    diverged = [
+        not value < 4 * min(smoothed[: number + 1]) for number, value in enumerate(smoothed)
+    ]
     assert diverged == [False] * (len(rows) - 1) + [True]
 
 
 def test_layer_decay_scales_the_rates_of_the_test_too(tmp_path):
     groups = [{"lr": 0.0, "initial_lr": 0.1 * 0.65}, {"lr": 0.1}]  # as where WARMUP_LR=0
-    trainer: Any = SimpleNamespace(engine=SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups)), device="cpu")
+    trainer: Any = SimpleNamespace(
+        engine=SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups)), device="cpu"
+    )
     LearningRateFinder(tmp_path, 5, is_main=True).before_train(trainer)
     assert [group["lr"] for group in groups] == pytest.approx([0.65e-5, 1e-5])
 
@@ -74,7 +82,10 @@ def test_a_loss_that_falls_by_less_than_its_noise_suggests_nothing():
     for deviations, expected in ((1.2, None), (1.4, 0.01)):
         least = statistics.mean(losses) - deviations * statistics.stdev(losses)
         rows = [dict(loss=loss, smoothed=1.0) for loss in losses]
-        assert suggest_rate([*rows, dict(learning_rate=0.1, loss=least, smoothed=least), *rows, *rows]) == expected
+        assert (
+            suggest_rate([*rows, dict(learning_rate=0.1, loss=least, smoothed=least), *rows, *rows])
+            == expected
+        )
     assert suggest_rate([dict(loss=math.nan, smoothed=math.nan)]) is None
 
 
@@ -87,7 +98,9 @@ def test_a_profile_has_the_steps_asked_for_and_leaves_no_run(data, tmp_path, cap
     assert names.count("aten::linear") == 2 * 2 * (4 * MODEL["depth"] + 2)
     table = (output / "profile" / "operators.txt").read_text()
     said = capsys.readouterr().out
-    assert said.startswith("7 steps instead of training; nothing is saved but trace.json and operators.txt,")
+    assert said.startswith(
+        "7 steps instead of training; nothing is saved but trace.json and operators.txt,"
+    )
     assert table in said
     assert "Self CPU %" in table
     assert sorted(os.listdir(output)) == [".lock", "profile"]

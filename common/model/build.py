@@ -109,18 +109,28 @@ def timm_architecture(timm: str | None = None, **arguments: Any) -> tuple[str, d
     A plain ViT is named by its width, depth, heads, patches and images if timm has it, as "vit_base_patch16_224".
     """
     if timm:
-        own = {name: value for name, value in arguments.items() if name not in TimmModel.model_fields}
+        own = {
+            name: value for name, value in arguments.items() if name not in TimmModel.model_fields
+        }
         size = arguments["image_size"]
-        return timm.partition(".")[0], own | ({"img_size": size} if pretrained_config(timm).fixed_input_size else {})
+        return timm.partition(".")[0], own | (
+            {"img_size": size} if pretrained_config(timm).fixed_input_size else {}
+        )
     a = parse(Model, arguments)
     if a.stem == "conv" or a.pool == "seq":
         return "none", arguments
     from timm import is_model  # timm takes a second to import
 
     size = TIMM_SIZES.get((a.width, a.depth, a.heads))
-    family = {(True, False): "vit", (False, True): "deit3"}.get((a.init_values is None, a.no_embed_class))
+    family = {(True, False): "vit", (False, True): "deit3"}.get(
+        (a.init_values is None, a.no_embed_class)
+    )
     name = f"{family}_{size}_patch{a.patch_size}_{a.image_size}"
-    own = {key: value for key, value in timm_arguments(**arguments).items() if not key.endswith("_rate")}
+    own = {
+        key: value
+        for key, value in timm_arguments(**arguments).items()
+        if not key.endswith("_rate")
+    }
     return name if is_model(name) else ANY_PLAIN_VIT, own
 
 
@@ -154,5 +164,7 @@ def build_training(
     rates = dict(learning_rate=config["LEARNING_RATE"], weight_decay=config["WEIGHT_DECAY"])
     optimizer = build_optimizer(model, **rates, **config["OPTIMIZER"])
     ends = dict(min_lr=config.get("MIN_LR", 0.0), warmup_lr=config.get("WARMUP_LR"))
-    schedule = build_lr_scheduler(optimizer, config["LR_SCHEDULE"], *steps, **ends) if steps else None
+    schedule = (
+        build_lr_scheduler(optimizer, config["LR_SCHEDULE"], *steps, **ends) if steps else None
+    )
     return Training(model, optimizer, *initialize(model, optimizer, criterion, *loaders, schedule))

@@ -22,10 +22,16 @@ class EmaHook(BaseHook):
     """
 
     def __init__(self, model: nn.Module, decay: float, warmup: bool = True) -> None:
-        super().__init__(priority=5)  # before a checkpoint is saved, which also contains the weights
+        super().__init__(
+            priority=5
+        )  # before a checkpoint is saved, which also contains the weights
         self.decay, self.warmup = decay, warmup
-        self.parameters: dict[str, Tensor] = {name: p for name, p in named_shards(model).items() if p.requires_grad}
-        self.parameters |= {name: b for name, b in kept_buffers(model).items() if b.is_floating_point()}
+        self.parameters: dict[str, Tensor] = {
+            name: p for name, p in named_shards(model).items() if p.requires_grad
+        }
+        self.parameters |= {
+            name: b for name, b in kept_buffers(model).items() if b.is_floating_point()
+        }
         self.averages = {name: p.detach().float().clone() for name, p in self.parameters.items()}
         self._weights: list[Tensor] = []  # while the averages replace them
 
@@ -36,7 +42,9 @@ class EmaHook(BaseHook):
             weights = [p.detach().float() for p in self.parameters.values()]
             averages = list(self.averages.values())
             changes = torch._foreach_sub(weights, averages)
-            torch._foreach_mul_(changes, (1 - decay) * trainer.engine.optimizer.grad_norm.isfinite())
+            torch._foreach_mul_(
+                changes, (1 - decay) * trainer.engine.optimizer.grad_norm.isfinite()
+            )
             torch._foreach_add_(averages, changes)
 
     def before_test(self, trainer: Trainer) -> None:

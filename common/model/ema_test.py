@@ -14,7 +14,9 @@ from common.model.ema import EmaHook
 SKIPPED = 7  # a step whose gradient is not finite
 
 
-def update(averages: list[Tensor], weights: list[Tensor], step: Tensor, decay: float, warmup: bool) -> None:
+def update(
+    averages: list[Tensor], weights: list[Tensor], step: Tensor, decay: float, warmup: bool
+) -> None:
     warm = (1 + step.item()) / (10 + step.item())
     get_ema_multi_avg_fn(min(decay, warm) if warmup else decay)(averages, weights, step)
 
@@ -24,7 +26,9 @@ def test_averages_are_torchs(decay, warmup):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
     hook = EmaHook(model, decay, warmup)
-    reference = AveragedModel(model, multi_avg_fn=partial(update, decay=decay, warmup=warmup), use_buffers=True)
+    reference = AveragedModel(
+        model, multi_avg_fn=partial(update, decay=decay, warmup=warmup), use_buffers=True
+    )
     if warmup:
         reference.update_parameters(model)  # the first one copies
     for step in range(1, 20):

@@ -43,21 +43,31 @@ def flops_per_image(model: Mapping[str, Any], frozen: str | None = None) -> int:
         with FlopCount() as count, torch.no_grad():
             built(torch.empty(1, 3, size, size, device="meta"))
     except (RuntimeError, AssertionError, ValueError) as error:
-        raise UserError(f"MODEL.image_size={size}: the model takes no such images ({first_line(error)})") from error
+        raise UserError(
+            f"MODEL.image_size={size}: the model takes no such images ({first_line(error)})"
+        ) from error
     if not frozen:
         return 3 * count.total
-    return count.total + 2 * sum(built.get_submodule(name).weight.numel() for name in built.head_names)  # pyright: ignore
+    return count.total + 2 * sum(
+        built.get_submodule(name).weight.numel() for name in built.head_names
+    )  # pyright: ignore
 
 
 def peak_images_per_s(
-    model: Mapping[str, Any], fp16: Mapping[str, Any] | None, gpus: int, device: torch.device, frozen: str | None = None
+    model: Mapping[str, Any],
+    fp16: Mapping[str, Any] | None,
+    gpus: int,
+    device: torch.device,
+    frozen: str | None = None,
 ) -> float:
     """Return the images/s of ``gpus`` devices training at peak FLOP/s in the precision of ``fp16``.
 
     Model FLOPs utilisation is the ratio of the achieved rate to this one. ``model``, ``fp16`` and ``frozen`` (FREEZE)
     are the config's.
     """
-    return gpus * peak_flops(device, compute_dtype(fp16, device.type)) / flops_per_image(model, frozen)
+    return (
+        gpus * peak_flops(device, compute_dtype(fp16, device.type)) / flops_per_image(model, frozen)
+    )
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -100,7 +110,9 @@ class FlopCount(TorchDispatchMode):
 
     total = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         outcome = function(*args, **(kwargs or {}))
         if formula := flop_registry.get(function._overloadpacket):
             self.total += formula(*args, **(kwargs or {}), out_val=outcome)

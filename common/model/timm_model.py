@@ -10,7 +10,17 @@ from common.config.model_keys import pretrained_config
 from common.errors import UserError, did_you_mean, first_line
 
 # What would load files, what MODEL's own keys set, and what changes the inputs or the outputs.
-NOT_TAKEN = {"self", "kwargs", "in_chans", "num_classes", "img_size", "features_only", "weight_init", "device", "dtype"}
+NOT_TAKEN = {
+    "self",
+    "kwargs",
+    "in_chans",
+    "num_classes",
+    "img_size",
+    "features_only",
+    "weight_init",
+    "device",
+    "dtype",
+}
 LARGEST = 65536  # of an integer: a run's config.json may come from anybody
 
 
@@ -49,7 +59,9 @@ def build_timm_model(
         if activation_checkpoint:
             model.set_grad_checkpointing()
     except Exception as error:  # of no type in common
-        raise UserError(f"MODEL.timm={timm!r}: timm does not build it ({first_line(error)})") from error
+        raise UserError(
+            f"MODEL.timm={timm!r}: timm does not build it ({first_line(error)})"
+        ) from error
     heads = model.pretrained_cfg["classifier"]
     model.head_names = (heads,) if isinstance(heads, str) else tuple(heads or ())
     on_meta = next(model.parameters()).is_meta  # where a plan needs no statistics
@@ -59,4 +71,8 @@ def build_timm_model(
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | str | float) or (isinstance(value, int) and value <= LARGEST)
+    return (
+        value is None
+        or isinstance(value, bool | str | float)
+        or (isinstance(value, int) and value <= LARGEST)
+    )

@@ -31,16 +31,25 @@ MODELS = {
     "convnext_atto": dict(timm="convnext_atto", image_size=32, depths=(1, 1, 2, 1)),
     "resnet18": dict(timm="resnet18", image_size=32),
     "registers and qk-norm": dict(timm="vit_tiny_patch16_224", reg_tokens=2, qk_norm=True, **VIT),
-    "DINOv2": dict(timm="vit_small_patch14_dinov2", activation_checkpoint=True, **VIT | {"image_size": 28}),
+    "DINOv2": dict(
+        timm="vit_small_patch14_dinov2", activation_checkpoint=True, **VIT | {"image_size": 28}
+    ),
 }
 BEIT = dict(timm="beit_base_patch16_224", **VIT)
 WITHOUT_LAYERS = ("csatv2", "caformer_b36", "pit_b_224")
-CONFIG = dict(LEARNING_RATE=1e-3, WEIGHT_DECAY=0.1, OPTIMIZER=dict(name="adamw", layer_decay=0.7, decay_all=False))
+CONFIG = dict(
+    LEARNING_RATE=1e-3,
+    WEIGHT_DECAY=0.1,
+    OPTIMIZER=dict(name="adamw", layer_decay=0.7, decay_all=False),
+)
 
 
 def batches(size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(8, 3, size, size, generator=generator).double(), torch.arange(8) % 5) for _ in range(3)]
+    return [
+        (torch.randn(8, 3, size, size, generator=generator).double(), torch.arange(8) % 5)
+        for _ in range(3)
+    ]
 
 
 def build_double(name: str) -> nn.Module:
@@ -72,12 +81,16 @@ def train_here(name: str, **config: Any) -> tuple[list[float], list[float]]:
 
 def train_timm(name: str, ranks: int) -> tuple[list[float], list[float]]:
     """Return what timm's model, groups of parameters and torch's AdamW make of it; batch norms see a rank's images."""
-    arguments = {key: value for key, value in MODELS[name].items() if key != "activation_checkpoint"}
+    arguments = {
+        key: value for key, value in MODELS[name].items() if key != "activation_checkpoint"
+    }
     size = arguments.pop("image_size")
     arguments |= {"img_size": size} if "vit" in arguments["timm"] else {}
     model = timm.create_model(arguments.pop("timm"), num_classes=5, **arguments).double()
     model.load_state_dict(build_double(name).state_dict())
-    groups = param_groups_layer_decay(model, 0.1, getattr(model, "no_weight_decay", tuple)(), layer_decay=0.7)
+    groups = param_groups_layer_decay(
+        model, 0.1, getattr(model, "no_weight_decay", tuple)(), layer_decay=0.7
+    )
     optimizer = AdamW([{**group, "lr": 1e-3 * group["lr_scale"]} for group in groups])
     losses, norms = [], []
     for images, labels in batches(size):
@@ -102,8 +115,13 @@ def train_timm(name: str, ranks: int) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_three_steps_equal_timms_model_with_torchs_optimizer(name, ranks, config, tolerance):
     """In float64; the logits are float32."""
-    found, (losses, norms) = run_ranks(ranks, partial(train_here, name, **config)), train_timm(name, ranks)
-    assert torch.tensor([of_rank for of_rank, _ in found]).mean(0).tolist() == pytest.approx(losses, rel=tolerance)
+    found, (losses, norms) = (
+        run_ranks(ranks, partial(train_here, name, **config)),
+        train_timm(name, ranks),
+    )
+    assert torch.tensor([of_rank for of_rank, _ in found]).mean(0).tolist() == pytest.approx(
+        losses, rel=tolerance
+    )
     assert all(of_rank == pytest.approx(norms, rel=tolerance) for _, of_rank in found)
 
 
@@ -115,7 +133,9 @@ def test_half_precision_takes_float32_and_tuples_between_layers(name):
     assert model(torch.empty(1, 3, 224, 224, device="meta")).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", ["resnet18", *(slow(name) for name in (*MODELS, "BEiT") if name != "resnet18")])
+@pytest.mark.parametrize(
+    "name", ["resnet18", *(slow(name) for name in (*MODELS, "BEiT") if name != "resnet18")]
+)
 def test_tools_take_it(name, data, tmp_path, capsys):
     model = f"MODEL={(MODELS | {'BEiT': BEIT})[name]}"
     output = train(data, tmp_path / "run", model, "EMA=0.5")
@@ -165,15 +185,36 @@ def test_synchronised_batch_norms_keep_their_activations():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["MODEL.timm=resnt18"], "^MODEL.timm='resnt18': timm has no such model; did you mean 'resnet18'"),
+        (
+            ["MODEL.timm=resnt18"],
+            "^MODEL.timm='resnt18': timm has no such model; did you mean 'resnet18'",
+        ),
         (["MODEL.timm=resnet18.a9_in1k"], "timm has no such weights; did you mean 'resnet18.a"),
-        (["MODEL.timm=resnet18", "MODEL.drop_rat=1"], "^MODEL.drop_rat: .* no such argument; did you mean 'drop_rate'"),
+        (
+            ["MODEL.timm=resnet18", "MODEL.drop_rat=1"],
+            "^MODEL.drop_rat: .* no such argument; did you mean 'drop_rate'",
+        ),
         (["MODEL.timm=resnet18", "MODEL.in_chans=1"], "^MODEL.in_chans: .* no such argument"),
-        (["MODEL.timm=resnet18", "MODEL.depth=5"], "^MODEL.depth: .* no such argument; it takes block, layers, "),
-        (["MODEL.timm=inception_v3", "MODEL.image_size=20"], "^MODEL.image_size=20: the model takes no such images"),
-        (["MODEL.timm=test_vit", "MODEL.image_size=20"], "no such images .Input height .20. should be divisible by"),
-        (["MODEL.timm=resnet18", "MODEL.layers=[2,2,2,9999999]"], "^MODEL.layers=.*: expected a number up to 65536"),
-        (["MODEL.timm=vit_tiny_patch16_224", "MODEL.embed_dim=7"], "^MODEL.timm='vit_tiny.*: timm does not build it"),
+        (
+            ["MODEL.timm=resnet18", "MODEL.depth=5"],
+            "^MODEL.depth: .* no such argument; it takes block, layers, ",
+        ),
+        (
+            ["MODEL.timm=inception_v3", "MODEL.image_size=20"],
+            "^MODEL.image_size=20: the model takes no such images",
+        ),
+        (
+            ["MODEL.timm=test_vit", "MODEL.image_size=20"],
+            "no such images .Input height .20. should be divisible by",
+        ),
+        (
+            ["MODEL.timm=resnet18", "MODEL.layers=[2,2,2,9999999]"],
+            "^MODEL.layers=.*: expected a number up to 65536",
+        ),
+        (
+            ["MODEL.timm=vit_tiny_patch16_224", "MODEL.embed_dim=7"],
+            "^MODEL.timm='vit_tiny.*: timm does not build it",
+        ),
     ],
 )
 def test_refusals(settings, message):
@@ -184,7 +225,9 @@ def test_refusals(settings, message):
 def test_tensor_parallel_modes_are_refused(data, tmp_path):
     settings = ["MODEL=dict(timm='test_vit')", "TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d"]
     words = "mode '1d': set it to None, or give a plain ViT by the other keys of MODEL$"
-    with pytest.raises(UserError, match=f"^MODEL.timm='test_vit' does not support tensor parallel {words}"):
+    with pytest.raises(
+        UserError, match=f"^MODEL.timm='test_vit' does not support tensor parallel {words}"
+    ):
         train(data, tmp_path, *settings, flags=["--dry-run", "--gpus", "2"])
 
 

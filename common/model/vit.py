@@ -40,7 +40,9 @@ class PatchProjection(nn.Conv2d):
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
         side = self.stride[0]
-        patches = images_BCYX.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 1, 3, 5)
+        patches = (
+            images_BCYX.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 1, 3, 5)
+        )
         return F.linear(patches.flatten(3).flatten(1, 2), self.weight.flatten(1), self.bias)
 
 
@@ -79,12 +81,21 @@ class Dropout(nn.Dropout):
 
     def forward(self, x: Tensor) -> Tensor:
         kept = round((1 - self.p) * MASK_LEVELS)
-        cuts_bits = self.training and 0 < kept < MASK_LEVELS and x.is_cpu and not torch.compiler.is_compiling()
+        cuts_bits = (
+            self.training
+            and 0 < kept < MASK_LEVELS
+            and x.is_cpu
+            and not torch.compiler.is_compiling()
+        )
         if not cuts_bits:
             return super().forward(x)
         count = x.numel()
         # the default lower bound, 0, would never set the sign bit
-        bits = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+        bits = (
+            torch.empty((count + 3) // 4, dtype=torch.int64)
+            .random_(-(2**63), None)
+            .view(torch.int16)
+        )
         # in place and without bool tensors, which PyTorch converts slowly
         mask = bits.lt_(kept - MASK_LEVELS // 2)[:count].view(x.shape).to(x.dtype)
         return (x * mask).mul_(MASK_LEVELS / kept)
@@ -189,14 +200,23 @@ class VisionTransformer(nn.Module):
         super().__init__()
         width, depth, pool = arguments.width, arguments.depth, arguments.pool
         self.heads, self.activation_checkpoint = arguments.heads, arguments.activation_checkpoint
-        self.prefix_tokens, self.embedded_prefix = arguments.prefix_tokens, arguments.embedded_prefix
+        self.prefix_tokens, self.embedded_prefix = (
+            arguments.prefix_tokens,
+            arguments.embedded_prefix,
+        )
         self.cls_token = _build_tokens(int(pool == "cls"), width)
         self.reg_token = _build_tokens(arguments.reg_tokens, width)
         self.pos_embed = _build_position(arguments)
         is_conv = arguments.stem == "conv"
-        self.patch_embed = ConvStem(arguments.stem_channels) if is_conv else PatchEmbed(arguments.patch_size, width)
+        self.patch_embed = (
+            ConvStem(arguments.stem_channels)
+            if is_conv
+            else PatchEmbed(arguments.patch_size, width)
+        )
         self.dropout = Dropout(arguments.dropout)
-        self.blocks = nn.ModuleList(Block(arguments, arguments.drop_path * i / max(depth - 1, 1)) for i in range(depth))
+        self.blocks = nn.ModuleList(
+            Block(arguments, arguments.drop_path * i / max(depth - 1, 1)) for i in range(depth)
+        )
         # As in timm, the last norm is before class-token pooling, but after mean pooling.
         self.norm = build_norm(width) if pool != "avg" else nn.Identity()
         self.attention_pool = build_linear(width, 1) if pool == "seq" else None
@@ -205,7 +225,9 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
         x_BND = self.patch_embed(images_BCYX)
-        pos_embed = bfloat16_as(self.pos_embed, x_BND)  # else autocast makes the stream float32, as in timm
+        pos_embed = bfloat16_as(
+            self.pos_embed, x_BND
+        )  # else autocast makes the stream float32, as in timm
         if not self.embedded_prefix:
             x_BND = x_BND + pos_embed
         tokens = [bfloat16_as(t, x_BND) for t in (self.cls_token, self.reg_token) if t is not None]
@@ -244,7 +266,11 @@ def _build_tokens(count: int, width: int) -> nn.Parameter | None:
 
 
 def _build_position(arguments: Model) -> nn.Parameter:
-    side, width, prefix = arguments.image_size // arguments.patch_size, arguments.width, arguments.embedded_prefix
+    side, width, prefix = (
+        arguments.image_size // arguments.patch_size,
+        arguments.width,
+        arguments.embedded_prefix,
+    )
     if arguments.position == "learned":
         return nn.Parameter(draw_(torch.empty(1, side * side + prefix, width)))
     # a parameter, so that it is in the state_dict, as in timm

@@ -14,7 +14,15 @@ from common.model.build import build_model, state_shapes, timm_architecture, tim
 from common.model.vit import MASK_LEVELS, Dropout, DropPath, attend
 from common.testing.ranks import slow
 
-VIT_LITE = {"image_size": 32, "patch_size": 4, "width": 256, "depth": 7, "heads": 4, "mlp_ratio": 2, "num_classes": 10}
+VIT_LITE = {
+    "image_size": 32,
+    "patch_size": 4,
+    "width": 256,
+    "depth": 7,
+    "heads": 4,
+    "mlp_ratio": 2,
+    "num_classes": 10,
+}
 COUNT = 1 << 22  # values that dropout draws
 TINY = {"image_size": 16, "patch_size": 4, "width": 24, "depth": 3, "heads": 3, "num_classes": 5}
 
@@ -40,7 +48,9 @@ def logits_and_gradients(model: nn.Module, images: torch.Tensor) -> dict[str, to
     torch.manual_seed(0)
     logits = model(images)
     F.cross_entropy(logits, torch.arange(len(images))).backward()
-    return {"logits": logits.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach()} | {
+        n: p.grad for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize(
@@ -48,10 +58,20 @@ def logits_and_gradients(model: nn.Module, images: torch.Tensor) -> dict[str, to
     [
         slow({"width": 768, "heads": 12, "image_size": 224, "patch_size": 16}),
         VIT_LITE,
-        *({"pool": pool, "position": position} for pool in ("cls", "avg") for position in ("learned", "sincos2d")),
+        *(
+            {"pool": pool, "position": position}
+            for pool in ("cls", "avg")
+            for position in ("learned", "sincos2d")
+        ),
         {"init_values": 0.3, "reg_tokens": 2, "no_embed_class": True},
         {"init_values": 0.3, "reg_tokens": 2, "pool": "avg"},
-        {"init_values": 1e-6, "no_embed_class": True, "position": "sincos2d", "image_size": 28, "patch_size": 14},
+        {
+            "init_values": 1e-6,
+            "no_embed_class": True,
+            "position": "sincos2d",
+            "image_size": 28,
+            "patch_size": 14,
+        },
         {"drop_path": 0.5, "reg_tokens": 3},
         {"dropout": 0.1, "drop_path": 0.5},
     ],
@@ -69,7 +89,9 @@ def test_options_equal_timm(options):
         assert (value - reference[name]).abs().max() <= 1e-5, name
 
 
-@pytest.mark.parametrize("options", [{"reg_tokens": 1, "init_values": 0.3}, {"pool": "avg", "no_embed_class": True}])
+@pytest.mark.parametrize(
+    "options", [{"reg_tokens": 1, "init_values": 0.3}, {"pool": "avg", "no_embed_class": True}]
+)
 def test_bfloat16_autocast_makes_the_residual_stream_bfloat16(options):
     model, images = build_model(**TINY, **options, drop_path=0.2), torch.randn(2, 3, 16, 16)
     seen = []
@@ -95,7 +117,10 @@ def test_dropouts_rate_is_right_and_its_masks_are_independent(p):
     first, second = ((Dropout(p)(torch.ones(COUNT)) != 0).double() - (1 - p) for _ in range(2))
     error = math.sqrt(p * (1 - p) / COUNT)
     assert first.view(-1, 4).mean(0).abs().max() < 5 * 2 * error
-    for ours, theirs in [(first, second), *((first[:-n], first[n:]) for n in (1, 2, 3, 4, 8, 65, 256))]:
+    for ours, theirs in [
+        (first, second),
+        *((first[:-n], first[n:]) for n in (1, 2, 3, 4, 8, 65, 256)),
+    ]:
         assert (ours * theirs).mean().abs() < 5 * error * math.sqrt(p * (1 - p))
 
 
@@ -112,7 +137,9 @@ def test_dropout_scales_what_it_keeps_and_its_gradient(p, dtype):
     assert torch.equal(x.grad, torch.where(y == 0, 0, torch.tensor(factor)).to(dtype))
 
 
-def test_stochastic_depth_is_timms_from_the_same_numbers_and_has_its_rate_in_compiled_code(monkeypatch):
+def test_stochastic_depth_is_timms_from_the_same_numbers_and_has_its_rate_in_compiled_code(
+    monkeypatch,
+):
     branch, layer = torch.randn(COUNT // 16, 1, 1), DropPath(0.3)
     torch.manual_seed(0)
     expected = timm.layers.drop_path(branch, 0.3, training=True)
@@ -129,7 +156,9 @@ def test_convolutional_stem_and_sequence_pooling_equal_their_formulas():
     torch.manual_seed(0)
     model = build_model(**TINY, stem="conv", pool="seq").double()
     for layer in list(model.patch_embed)[::2]:  # He's initialization
-        assert layer.weight.std().item() == pytest.approx(math.sqrt(2 / (9 * layer.in_channels)), rel=0.3)
+        assert layer.weight.std().item() == pytest.approx(
+            math.sqrt(2 / (9 * layer.in_channels)), rel=0.3
+        )
         assert not layer.bias.any()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -152,7 +181,11 @@ def test_convolutional_stem_and_sequence_pooling_equal_their_formulas():
     shares = F.linear(x, weights["attention_pool.weight"], weights["attention_pool.bias"])
     x = torch.matmul(F.softmax(shares, dim=1).transpose(-1, -2), x).squeeze(-2)
     torch.testing.assert_close(model(images), theirs.head(x), rtol=1e-12, atol=1e-12)
-    assert timm_architecture(**TINY, stem="conv")[0] == timm_architecture(**TINY, pool="seq")[0] == "none"
+    assert (
+        timm_architecture(**TINY, stem="conv")[0]
+        == timm_architecture(**TINY, pool="seq")[0]
+        == "none"
+    )
 
 
 def test_initialization_is_distributed_as_timms():
@@ -164,11 +197,15 @@ def test_initialization_is_distributed_as_timms():
     for name, reference in theirs.items():
         mine, std = ours[name], reference.std().item()
         assert mine.std().item() == pytest.approx(std, rel=5 / math.sqrt(reference.numel())), name
-        assert mine.mean().item() == pytest.approx(reference.mean().item(), abs=8 * std / math.sqrt(mine.numel())), name
+        assert mine.mean().item() == pytest.approx(
+            reference.mean().item(), abs=8 * std / math.sqrt(mine.numel())
+        ), name
 
 
 def test_sincos2d_is_the_papers_formula():
-    model = build_model(image_size=24, patch_size=4, width=32, heads=2, depth=1, position="sincos2d")
+    model = build_model(
+        image_size=24, patch_size=4, width=32, heads=2, depth=1, position="sincos2d"
+    )
     table = model.pos_embed[0]
     assert not model.pos_embed.requires_grad
     assert torch.equal(table[0], torch.zeros(32))  # the class token
@@ -176,10 +213,17 @@ def test_sincos2d_is_the_papers_formula():
         frequency = 1 / 10_000 ** (i / 7)
         x, y = column * frequency, row * frequency
         entry = table[1 + row * 6 + column, i::8].tolist()
-        assert entry == pytest.approx([math.sin(x), math.cos(x), math.sin(y), math.cos(y)], abs=1e-5)
+        assert entry == pytest.approx(
+            [math.sin(x), math.cos(x), math.sin(y), math.cos(y)], abs=1e-5
+        )
 
 
-NAMES = ["vit_tiny_patch16_224", "vit_small_patch32_384", "vit_base_patch32_224", "vit_large_patch16_384"]
+NAMES = [
+    "vit_tiny_patch16_224",
+    "vit_small_patch32_384",
+    "vit_base_patch32_224",
+    "vit_large_patch16_384",
+]
 
 
 @pytest.mark.parametrize("name", [*NAMES, "deit3_small_patch16_224", "deit3_huge_patch14_224"])
@@ -189,5 +233,8 @@ def test_timm_name_creates_the_same_shapes(name):
         shape = infer_model("", theirs.state_dict()) | {"heads": theirs.blocks[0].attn.num_heads}
         ours = build_model(**shape)
     assert timm_architecture(**shape)[0] == name
-    assert timm_architecture(**shape | {"patch_size": 56, "image_size": 224})[0] == "vit_base_patch16_224"
+    assert (
+        timm_architecture(**shape | {"patch_size": 56, "image_size": 224})[0]
+        == "vit_base_patch16_224"
+    )
     assert state_shapes(ours) == state_shapes(theirs)

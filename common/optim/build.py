@@ -71,7 +71,10 @@ class OptimizerEntry:
 
 def _matrices(model: nn.Module) -> dict[str, Any]:
     shards = named_shards(model)
-    counts = {parameter: count_matrices(name, whole_shape(parameter)) for name, parameter in shards.items()}
+    counts = {
+        parameter: count_matrices(name, whole_shape(parameter))
+        for name, parameter in shards.items()
+    }
     matrices = {parameter: count for parameter, count in counts.items() if count}
     return {"matrices": matrices, "map_whole": map_whole if is_sharded(shards.values()) else None}
 
@@ -80,15 +83,31 @@ def _norms(model: nn.Module) -> dict[str, Any]:
     return {"reduce_norms": reduce_norms if is_sharded(named_shards(model).values()) else None}
 
 
-LAMB_OPTIONS = ("betas", "eps", "variant", "bias_correction", "max_grad_norm", "always_adapt", "trust_range")
+LAMB_OPTIONS = (
+    "betas",
+    "eps",
+    "variant",
+    "bias_correction",
+    "max_grad_norm",
+    "always_adapt",
+    "trust_range",
+)
 OPTIMIZERS = {
     "lamb": OptimizerEntry(Lamb, LAMB_OPTIONS, ADAM, traffic=14, of_model=_norms),
     "adamw": OptimizerEntry(partial(AdamW, fused=True), ("betas", "eps"), ADAM, traffic=7),
     "muon": OptimizerEntry(
-        Muon, ("betas", "eps", "momentum", "adamw_lr_scale"), ADAM, 8, ("momentum_buffer",), _matrices
+        Muon,
+        ("betas", "eps", "momentum", "adamw_lr_scale"),
+        ADAM,
+        8,
+        ("momentum_buffer",),
+        _matrices,
     ),
     "sgd": OptimizerEntry(
-        partial(FusedSGD, momentum=0.9), ("momentum", "dampening", "nesterov"), ("momentum_buffer",), traffic=5
+        partial(FusedSGD, momentum=0.9),
+        ("momentum", "dampening", "nesterov"),
+        ("momentum_buffer",),
+        traffic=5,
     ),
 }
 
@@ -98,7 +117,11 @@ def state_names(options: Mapping[str, Any], parameter: str) -> tuple[str, ...]:
     entry = OPTIMIZERS[options["name"]]
     if options["name"] == "sgd" and options.get("momentum") == 0:
         return ()
-    return entry.matrix_state if entry.matrix_state is not None and count_matrices(parameter) else entry.state
+    return (
+        entry.matrix_state
+        if entry.matrix_state is not None and count_matrices(parameter)
+        else entry.state
+    )
 
 
 def build_optimizer(
@@ -122,7 +145,9 @@ def build_optimizer(
     """
     groups = _parameter_groups(model, learning_rate, decay_all, layer_decay)
     entry = OPTIMIZERS[name]
-    return entry.build(groups, lr=learning_rate, weight_decay=weight_decay, **entry.of_model(model), **options)
+    return entry.build(
+        groups, lr=learning_rate, weight_decay=weight_decay, **entry.of_model(model), **options
+    )
 
 
 def _parameter_groups(
@@ -134,10 +159,13 @@ def _parameter_groups(
     kept = getattr(model, "no_weight_decay", set)()
     groups = defaultdict(list)
     for name, param in trained.items():
-        without = not decay_all and (param.ndim <= 1 or any(fnmatch(name, pattern) for pattern in kept))
+        without = not decay_all and (
+            param.ndim <= 1 or any(fnmatch(name, pattern) for pattern in kept)
+        )
         groups[without, above[name]].append(param)
     return [
-        {"params": params, "lr": learning_rate * layer_decay**layers} | ({"weight_decay": 0.0} if without else {})
+        {"params": params, "lr": learning_rate * layer_decay**layers}
+        | ({"weight_decay": 0.0} if without else {})
         for (without, layers), params in sorted(groups.items(), key=lambda group: group[0])
     ]
 
@@ -151,7 +179,9 @@ def layers_above(model: nn.Module) -> dict[str, int]:
 
     matcher: Any = getattr(model, "group_matcher", None)
     if matcher is None:
-        raise UserError(f"OPTIMIZER.layer_decay: {type(model).__name__} of timm does not say its layers; leave it out")
+        raise UserError(
+            f"OPTIMIZER.layer_decay: {type(model).__name__} of timm does not say its layers; leave it out"
+        )
     layers: Any = group_parameters(model, matcher(coarse=False), reverse=True)
     return {name: max(layers.values()) - layer for name, layer in layers.items()}
 
@@ -162,7 +192,11 @@ Schedule = Callable[[int, int, int], float]
 
 def linear(step: int, total_steps: int, warmup_steps: int) -> float:
     """Equals Colossal-AI's LinearWarmupLR: 1 / (W + 1) at first, 1 at step W of T, 1 / (T - W) at the last."""
-    return (step + 1) / (warmup_steps + 1) if step < warmup_steps else 1 - _progress(step, total_steps, warmup_steps)
+    return (
+        (step + 1) / (warmup_steps + 1)
+        if step < warmup_steps
+        else 1 - _progress(step, total_steps, warmup_steps)
+    )
 
 
 def cosine(step: int, total_steps: int, warmup_steps: int) -> float:

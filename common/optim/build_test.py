@@ -24,7 +24,11 @@ def timm_scales() -> dict[str, tuple[float, float]]:
     model = VisionTransformer(**timm_arguments(**TINY))
     groups = param_groups_layer_decay(model, 0.1, model.no_weight_decay(), layer_decay=0.9)
     names = {id(param): name for name, param in model.named_parameters()}
-    return {names[id(p)]: (group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
+    return {
+        names[id(p)]: (group["lr_scale"], group["weight_decay"])
+        for group in groups
+        for p in group["params"]
+    }
 
 
 LAYERED = {"decay_all": False, "layer_decay": 0.9}
@@ -46,14 +50,21 @@ def test_trains_as_the_optimizer_it_names(name, options, reference):
     torch.manual_seed(0)
     model, copy = build_model(**TINY), build_model(**TINY)
     copy.load_state_dict(model.state_dict())
-    scales = timm_scales() if "layer_decay" in options else dict.fromkeys(copy.state_dict(), (1.0, 0.1))
+    scales = (
+        timm_scales() if "layer_decay" in options else dict.fromkeys(copy.state_dict(), (1.0, 0.1))
+    )
     mine = build_optimizer(model, name, 1e-2, weight_decay=0.1, **options)
     schedule = build_lr_scheduler(mine, "linear", 10, 2)
-    theirs = reference([{"params": [p], "weight_decay": scales[name][1]} for name, p in copy.named_parameters()])
+    theirs = reference(
+        [{"params": [p], "weight_decay": scales[name][1]} for name, p in copy.named_parameters()]
+    )
     for factor in (1 / 3, 2 / 3, 1):
         for group, (name, param) in zip(theirs.param_groups, model.named_parameters(), strict=True):
             param.grad = torch.randn_like(param)
-            group["params"][0].grad, group["lr"] = param.grad.clone(), factor * 1e-2 * scales[name][0]
+            group["params"][0].grad, group["lr"] = (
+                param.grad.clone(),
+                factor * 1e-2 * scales[name][0],
+            )
         mine.step()
         theirs.step()
         schedule.step()
@@ -75,15 +86,25 @@ def learning_rates(build: Callable[[SGD], LRScheduler], steps: int) -> list[floa
 @pytest.mark.parametrize(("total", "warmup"), [(20, 0), (20, 5), (300, 150), (7, 6)])
 def test_equals_colossalais_linear_and_torchs_cosine_schedule(total, warmup):
     mine = learning_rates(lambda sgd: build_lr_scheduler(sgd, "linear", total, warmup), total + 1)
-    reference = learning_rates(lambda sgd: LinearWarmupLR(sgd, total_steps=total, warmup_steps=warmup), total)
+    reference = learning_rates(
+        lambda sgd: LinearWarmupLR(sgd, total_steps=total, warmup_steps=warmup), total
+    )
     assert mine == pytest.approx([*reference, 0], rel=1e-9)
     mine = learning_rates(lambda sgd: build_lr_scheduler(sgd, "cosine", total, warmup), total)
     reference = learning_rates(lambda sgd: CosineAnnealingLR(sgd, total - warmup), total - warmup)
-    assert mine == pytest.approx([PEAK * (step + 1) / warmup for step in range(warmup)] + reference, rel=1e-9)
-    repaired = learning_rates(lambda sgd: CosineAnnealingWarmupLR(sgd, total, warmup_steps=warmup), total)
+    assert mine == pytest.approx(
+        [PEAK * (step + 1) / warmup for step in range(warmup)] + reference, rel=1e-9
+    )
+    repaired = learning_rates(
+        lambda sgd: CosineAnnealingWarmupLR(sgd, total, warmup_steps=warmup), total
+    )
     assert mine == pytest.approx(repaired, rel=1e-9)
-    mine = learning_rates(lambda sgd: build_lr_scheduler(sgd, "timm", total, warmup, min_lr=PEAK), total)
-    assert mine == pytest.approx([PEAK * step / warmup for step in range(warmup)] + [PEAK] * (total - warmup))
+    mine = learning_rates(
+        lambda sgd: build_lr_scheduler(sgd, "timm", total, warmup, min_lr=PEAK), total
+    )
+    assert mine == pytest.approx(
+        [PEAK * step / warmup for step in range(warmup)] + [PEAK] * (total - warmup)
+    )
 
 
 def test_what_is_trained_later_starts_without_momentum():
@@ -93,4 +114,6 @@ def test_what_is_trained_later_starts_without_momentum():
         for p in trained.parameters():
             p.grad = torch.ones_like(p)
         mine.step()
-    assert [state["momentum_buffer"].mean().item() for state in mine.state.values()] == pytest.approx([1.9, 1.9, 1, 1])
+    assert [
+        state["momentum_buffer"].mean().item() for state in mine.state.values()
+    ] == pytest.approx([1.9, 1.9, 1, 1])

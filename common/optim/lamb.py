@@ -15,15 +15,35 @@ from torch.optim.optimizer import ParamsT
 # apex, `csrc/lamb/fused_lamb_cuda_kernel.cu` of DeepSpeed (which corrects the moments today; it used to fold the bias
 # correction into the step size), `timm/optim/lamb.py` (1.0.31).
 VARIANTS = {
-    "colossalai": dict(eps=1e-6, bias_correction=False, max_grad_norm=inf, always_adapt=True, trust_range=(0.0, inf)),
-    "apex": dict(eps=1e-6, bias_correction=True, max_grad_norm=1.0, always_adapt=False, trust_range=(0.0, inf)),
-    "deepspeed": dict(eps=1e-8, bias_correction=True, max_grad_norm=inf, always_adapt=True, trust_range=(0.01, 10.0)),
+    "colossalai": dict(
+        eps=1e-6,
+        bias_correction=False,
+        max_grad_norm=inf,
+        always_adapt=True,
+        trust_range=(0.0, inf),
+    ),
+    "apex": dict(
+        eps=1e-6,
+        bias_correction=True,
+        max_grad_norm=1.0,
+        always_adapt=False,
+        trust_range=(0.0, inf),
+    ),
+    "deepspeed": dict(
+        eps=1e-8,
+        bias_correction=True,
+        max_grad_norm=inf,
+        always_adapt=True,
+        trust_range=(0.01, 10.0),
+    ),
 }
 VARIANTS["timm"] = VARIANTS["apex"]  # timm follows apex; its `trust_clip` is trust_range=(0, 1)
 
 # Makes the squared norms [rows, parameters] of shards those of whole tensors, given the parameters they belong to.
 ReduceNorms = Callable[[Tensor, list[Tensor]], Tensor]
-Bucket = tuple[list[Tensor], dict]  # parameters that are updated together, and the options of their group
+Bucket = tuple[
+    list[Tensor], dict
+]  # parameters that are updated together, and the options of their group
 
 
 class Lamb(Optimizer):
@@ -66,7 +86,11 @@ class Lamb(Optimizer):
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient."""
         clip = self._clip_divisor()
-        buckets = [(params, group) for group in self.param_groups for params in self._buckets(group["params"])]
+        buckets = [
+            (params, group)
+            for group in self.param_groups
+            for params in self._buckets(group["params"])
+        ]
         if self.reduce_norms is None:
             for bucket in buckets:
                 self._update([bucket], clip)
@@ -92,7 +116,9 @@ class Lamb(Optimizer):
         squares_1P = _squared_norms([p.grad for p in params])[None]
         if self.reduce_norms is not None:
             squares_1P = self.reduce_norms(squares_1P, params)
-        return (squares_1P.sum().sqrt() / max_norm).clamp(min=1.0).float()  # the type that the fused kernel takes
+        return (
+            (squares_1P.sum().sqrt() / max_norm).clamp(min=1.0).float()
+        )  # the type that the fused kernel takes
 
     def _update(self, buckets: list[Bucket], clip: Tensor | None) -> None:
         """Update buckets whose norms are reduced together."""
@@ -106,10 +132,14 @@ class Lamb(Optimizer):
         if self.reduce_norms is not None:
             squares_2P = self.reduce_norms(squares_2P, [p for params, _ in buckets for p in params])
         split_2P = squares_2P.split([len(params) for params, _ in buckets], dim=1)
-        for bucket, bucket_directions, bucket_squares_2P in zip(buckets, directions, split_2P, strict=True):
+        for bucket, bucket_directions, bucket_squares_2P in zip(
+            buckets, directions, split_2P, strict=True
+        ):
             self._apply(*bucket, bucket_directions, bucket_squares_2P)
 
-    def _apply(self, params: list[Tensor], group: dict, directions: list[Tensor], squares_2P: Tensor) -> None:
+    def _apply(
+        self, params: list[Tensor], group: dict, directions: list[Tensor], squares_2P: Tensor
+    ) -> None:
         if group["weight_decay"] == 0 and not group["always_adapt"]:
             torch._foreach_add_(params, directions, alpha=-group["lr"])
             return
@@ -125,12 +155,18 @@ class Lamb(Optimizer):
         for p in params:
             if not self.state[p]:
                 step = torch.zeros((), dtype=torch.float32, device=p.device)
-                self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                self.state[p] = {
+                    "step": step,
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
         states = [self.state[p] for p in params]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
         if self.found_inf is not None:
-            torch._foreach_sub_(steps, [self.found_inf] * len(steps))  # a list: one tensor would be read by the host
+            torch._foreach_sub_(
+                steps, [self.found_inf] * len(steps)
+            )  # a list: one tensor would be read by the host
         if not group["bias_correction"]:
             steps = [torch.full_like(steps[0], inf)] * len(steps)  # 1 - beta^inf = 1
         # PyTorch's fused Adam reads and writes everything once; with a learning rate of -1 it adds its direction to
@@ -159,6 +195,8 @@ class Lamb(Optimizer):
 def _squared_norms(tensors: list[Tensor]) -> Tensor:
     """Return the sum of squares of each tensor, [len(tensors)], at least in float32: float16 ends at 65,504."""
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    if tensors[0].is_cpu and tensors[0].dtype == dtype:  # where a dot product takes half the time of a norm
+    if (
+        tensors[0].is_cpu and tensors[0].dtype == dtype
+    ):  # where a dot product takes half the time of a norm
         return torch.stack([torch.dot(t.flatten(), t.flatten()) for t in tensors])
     return torch.stack(torch._foreach_norm(tensors, 2, dtype)).square()

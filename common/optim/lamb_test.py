@@ -36,7 +36,10 @@ def set_gradients(params: list[nn.Parameter], step: int, scale: float) -> None:
     [
         ({}, {}),
         ({"variant": "colossalai"}, None),
-        ({"variant": "deepspeed", "trust_range": (0, 10)}, {"eps": 1e-8, "always_adapt": True, "max_grad_norm": None}),
+        (
+            {"variant": "deepspeed", "trust_range": (0, 10)},
+            {"eps": 1e-8, "always_adapt": True, "max_grad_norm": None},
+        ),
         ({"always_adapt": True}, {"always_adapt": True}),
         ({"trust_range": (0.0, 1.0)}, {"trust_clip": True}),
         ({"bias_correction": False}, {"bias_correction": False}),
@@ -45,12 +48,17 @@ def set_gradients(params: list[nn.Parameter], step: int, scale: float) -> None:
 )
 def test_variants_and_options_are_those_of_colossalai_and_timm(ours, theirs, scale):
     """Both take ten steps on the same gradients; the parameters have to agree after every step."""
-    common, variant = {"lr": 1.8e-2, "weight_decay": 0.1}, {"variant": "apex" if scale == 1 else "timm"}
+    common, variant = (
+        {"lr": 1.8e-2, "weight_decay": 0.1},
+        {"variant": "apex" if scale == 1 else "timm"},
+    )
     build = ColossalaisLamb if theirs is None else partial(TimmLamb, **theirs)
     pair = Lamb(two_groups(), **common, **variant | ours), build(two_groups(), **common)
     for step in range(10):
         for optimizer in pair:
-            set_gradients([p for group in optimizer.param_groups for p in group["params"]], step, scale)
+            set_gradients(
+                [p for group in optimizer.param_groups for p in group["params"]], step, scale
+            )
             optimizer.step()
         for mine, other in zip(*(optimizer.param_groups for optimizer in pair), strict=True):
             for a, b in zip(mine["params"], other["params"], strict=True):
@@ -74,7 +82,9 @@ def test_parameters_in_half_precision_move_as_far_as_in_float32(dtype, is_sharde
     moved = []
     for kind in (dtype, torch.float32):
         param = nn.Parameter(start.to(kind, copy=True))
-        optimizer = Lamb([param], lr=0.5, reduce_norms=(lambda squares, _: squares) if is_sharded else None)
+        optimizer = Lamb(
+            [param], lr=0.5, reduce_norms=(lambda squares, _: squares) if is_sharded else None
+        )
         param.grad = gradient.to(kind)
         optimizer.step()
         moved.append((param.detach().float() - start.float()).norm().item())

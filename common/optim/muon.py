@@ -26,7 +26,9 @@ MapWhole = Callable[[list[Callable[[Tensor], Tensor]], list[Tensor], list[Tensor
 
 def count_matrices(name: str, shape: Sequence[int] = (3, 1)) -> int:
     """Return how many matrices a block's parameter holds along dimension 0, 3 of queries, keys and values; 0: none."""
-    layer = re.search(r"(?:^|\.)blocks\.\d+\.(attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.weight$", name)
+    layer = re.search(
+        r"(?:^|\.)blocks\.\d+\.(attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.weight$", name
+    )
     if layer is None or len(shape) != 2:
         return 0
     if layer[1] != "attn.qkv":
@@ -63,7 +65,9 @@ class Muon(AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient."""
-        own = [(p, group) for group in self.param_groups for p in group["params"] if p in self.matrices]
+        own = [
+            (p, group) for group in self.param_groups for p in group["params"] if p in self.matrices
+        ]
         trained = [(p, p.grad, group) for p, group in own if p.grad is not None]
         for p, _, _ in trained:
             p.grad = None  # AdamW leaves it alone
@@ -119,5 +123,7 @@ def orthogonalize(whole: Tensor, stacked: int = 1) -> Tensor:
     return (0.2 * sqrt(max(rows, columns)) * x.to(whole.dtype)).flatten(0, 1)
 
 
-def _map_here(functions: list[Callable[[Tensor], Tensor]], _: list[Tensor], wholes: list[Tensor]) -> list[Tensor]:
+def _map_here(
+    functions: list[Callable[[Tensor], Tensor]], _: list[Tensor], wholes: list[Tensor]
+) -> list[Tensor]:
     return [function(whole) for function, whole in zip(functions, wholes, strict=True)]

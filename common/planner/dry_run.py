@@ -17,7 +17,15 @@ from common.hardware import instruction_set
 from common.model.build import build_on_meta, count_parameters
 from common.model.flops import flops_per_image
 from common.optim.build import layers_above
-from common.planner.prediction import ASSUMED_MFU, DECODE, LATENCY, USABLE, Cluster, Planner, Prediction
+from common.planner.prediction import (
+    ASSUMED_MFU,
+    DECODE,
+    LATENCY,
+    USABLE,
+    Cluster,
+    Planner,
+    Prediction,
+)
 
 INDENT = 23
 UNITS = {"hours": 3600, "minutes": 60, "seconds": 1}
@@ -43,7 +51,9 @@ def print_dry_run(
     images = data.train_samples if data else images
     planner = Planner(config, plan, cluster)
     prediction = planner.predict(config, plan.micro_batch, plan.accumulation)
-    rows = _describe_plan(config, plan, data) | {"memory per GPU": _describe_memory(prediction, planner.cluster)}
+    rows = _describe_plan(config, plan, data) | {
+        "memory per GPU": _describe_memory(prediction, planner.cluster)
+    }
     if not is_compared:
         rows["time"] = (
             f"{_describe_time(prediction, plan, images)}, on {counted(plan.gpus, cluster.gpu)}; "
@@ -52,11 +62,15 @@ def print_dry_run(
     rows |= notes
     if plan.tensor_parallel > 1:
         model = build_on_meta(config["MODEL"])
-        rows["each rank holds"] = describe_tensor_parallel(config["parallel"], model, plan.micro_batch)
+        rows["each rank holds"] = describe_tensor_parallel(
+            config["parallel"], model, plan.micro_batch
+        )
     for name, value in rows.items():
         if value:
             print_wrapped(f"{name:<{INDENT}}{value}", INDENT)
-    flat = {name: value for name, value in flatten(config).items() if value != DEFAULTS.get(name, ...)}
+    flat = {
+        name: value for name, value in flatten(config).items() if value != DEFAULTS.get(name, ...)
+    }
     width = max(map(len, flat))
     print("\nkeys that are not at their defaults:")
     for name, value in flat.items():
@@ -65,7 +79,9 @@ def print_dry_run(
         _print_modes(planner, images)
 
 
-def _describe_plan(config: Mapping[str, Any], plan: Plan, data: DataSummary | None) -> dict[str, str]:
+def _describe_plan(
+    config: Mapping[str, Any], plan: Plan, data: DataSummary | None
+) -> dict[str, str]:
     count, _ = count_parameters(build_on_meta(config["MODEL"]))
     rows = {
         "processes": f"{counted(plan.gpus, 'GPU')} = "
@@ -92,17 +108,25 @@ def describe_options(config: Mapping[str, Any], plan: Plan) -> dict[str, str]:
         count, trained = count_parameters(model)
         rows["FREEZE"] = f"{trained:,} of {count:,} parameters are trained: the head"
     if name := config["MODEL"]["timm"]:
-        size, own = config["MODEL"]["image_size"], ", ".join(f"{key}={config['DATA'][key]}" for key in TIMM_DATA)
+        size, own = (
+            config["MODEL"]["image_size"],
+            ", ".join(f"{key}={config['DATA'][key]}" for key in TIMM_DATA),
+        )
         rows["MODEL.timm"] = f"{name}, images of {size} x {size} pixels, {own}"
     if decay := config["EMA"]:
         steps = f"{1 / (1 - decay):,.0f}"
-        rows["EMA"] = f"evaluation uses averages over about {steps} steps; evaluate.py --raw uses the weights"
+        rows["EMA"] = (
+            f"evaluation uses averages over about {steps} steps; evaluate.py --raw uses the weights"
+        )
     if (decay := config["OPTIMIZER"].get("layer_decay", 1.0)) != 1:
         layers = max(layers_above(model).values())
         lowest = f"{decay:g}^{layers} = {decay**layers:.2g}"
         rows["OPTIMIZER.layer_decay"] = f"learning rate x {lowest} (embeddings) to 1 (head)"
     if config["zero"]:
-        stage, shards = config["zero"]["stage"], counted(plan.data_parallel, "data-parallel process")
+        stage, shards = (
+            config["zero"]["stage"],
+            counted(plan.data_parallel, "data-parallel process"),
+        )
         rows["zero"] = f"stage {stage}, {ZERO[stage]} sharded over {shards}"
     return rows
 
@@ -124,7 +148,9 @@ def _describe_memory(prediction: Prediction, cluster: Cluster) -> str:
     )
     if prediction.fits:
         return f"{parts}; fits in {_usable(cluster)}"
-    remedies = "lower MICRO_BATCH_SIZE, set MODEL.activation_checkpoint=True or zero=dict(stage=1) or 3"
+    remedies = (
+        "lower MICRO_BATCH_SIZE, set MODEL.activation_checkpoint=True or zero=dict(stage=1) or 3"
+    )
     return f"{parts}; does not fit in {_usable(cluster)}: {remedies}"
 
 
@@ -143,14 +169,20 @@ def _print_modes(planner: Planner, images: int) -> None:
     print(format_table([_row(prediction, cluster) for prediction in predictions]))
     print()
     for prediction in predictions:
-        print(f"{prediction.mode}: {planner.settings_of(prediction) or 'this config'}")  # to be copied: not wrapped
+        print(
+            f"{prediction.mode}: {planner.settings_of(prediction) or 'this config'}"
+        )  # to be copied: not wrapped
     print()
     fitting = [prediction for prediction in predictions if prediction.fits]
     if not fitting:
         print_wrapped(f"no mode fits in {_usable(cluster)}")
         return
-    if not predictions[0].fits and (sharded := [p.zero for p in fitting if p.zero and not p.tensor["mode"]]):
-        print_wrapped(f"data parallel does not fit in {_usable(cluster)}: set zero=dict(stage={min(sharded)})")
+    if not predictions[0].fits and (
+        sharded := [p.zero for p in fitting if p.zero and not p.tensor["mode"]]
+    ):
+        print_wrapped(
+            f"data parallel does not fit in {_usable(cluster)}: set zero=dict(stage={min(sharded)})"
+        )
     best = min(fitting, key=lambda prediction: prediction.slowest_step)
     print(f"fastest that fits: {best.mode}, {_range(best.images_per_s, ',.0f')} images/s")
     print_wrapped(f"{_describe_time(best, plan, images)}, without evaluation")
@@ -159,12 +191,12 @@ def _print_modes(planner: Planner, images: int) -> None:
 def _describe_time(prediction: Prediction, plan: Plan, images: int) -> str:
     steps = plan.epochs * images / prediction.total_batch
     seconds = [steps * prediction.fastest_step, steps * prediction.slowest_step]
-    unit, size = next((unit, size) for unit, size in UNITS.items() if seconds[0] >= size or size == 1)
+    unit, size = next(
+        (unit, size) for unit, size in UNITS.items() if seconds[0] >= size or size == 1
+    )
     times = [value / size for value in seconds]
     limit = " (the host's limit)" * prediction.waits
-    return (
-        f"{plan.epochs} epochs of {images:,} images: {_range(times, '.2g' if times[0] < 10 else ',.0f')} {unit}{limit}"
-    )
+    return f"{plan.epochs} epochs of {images:,} images: {_range(times, '.2g' if times[0] < 10 else ',.0f')} {unit}{limit}"
 
 
 def _assumptions(planner: Planner) -> list[str]:
@@ -172,12 +204,16 @@ def _assumptions(planner: Planner) -> list[str]:
     if cluster.images_per_s:
         speed = f"A GPU trains {cluster.images_per_s:,.0f} images/s (measured)."
     else:
-        rates, shares = ([value, value * planner.speedup] for value in (planner.rate / 1e12, ASSUMED_MFU))
+        rates, shares = (
+            [value, value * planner.speedup] for value in (planner.rate / 1e12, ASSUMED_MFU)
+        )
         speed = (
             f"A GPU computes {_range(rates, ',.0f')} TFLOP/s: {_range(shares, '.0%')} of the peak of an {cluster.gpu} "
             "(assumed; measure images/s and pass --images-per-s)."
         )
-    assumed = f"assumed: 8 cores at {8e3 / cluster.decode:.1f} ms an image; " * (cluster.decode in DECODE.values())
+    assumed = f"assumed: 8 cores at {8e3 / cluster.decode:.1f} ms an image; " * (
+        cluster.decode in DECODE.values()
+    )
     host = (
         f"The host decodes and augments {cluster.decode:,.0f} images/s per GPU ({assumed}--decode-images-per-s). A * "
         "marks steps that wait for it."
@@ -188,7 +224,9 @@ def _assumptions(planner: Planner) -> list[str]:
         f"A GPU sends {cluster.inside / 1e9:g} GB/s within its node of {cluster.node} and "
         f"{cluster.between / 1e9:g} GB/s beyond (--links); a collective takes at least {1e6 * LATENCY:.0f} us. "
         "The slower time assumes no overlap of computation and communication.",
-        host if cluster.decode < math.inf else "The images are in a GPU's memory: nothing is decoded.",
+        host
+        if cluster.decode < math.inf
+        else "The images are in a GPU's memory: nothing is decoded.",
         f"Memory and bytes are counted; {USABLE:.0%} of {cluster.memory / 1e9:.3g} GB is usable.",
         "batch: data parallel x micro-batch x accumulation; GB: memory of a GPU; sent GB: by a GPU in a step, within + "
         "between nodes.",

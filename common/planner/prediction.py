@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
-from common.colossal import check_compile, check_tensor_parallel, check_zero, compute_dtype, name_dtype
+from common.colossal import (
+    check_compile,
+    check_tensor_parallel,
+    check_zero,
+    compute_dtype,
+    name_dtype,
+)
 from common.config.plan import Plan
 from common.errors import UserError
 from common.model.build import build_on_meta, count_parameters
@@ -17,7 +23,9 @@ from common.model.flops import PEAKS, known_gpu
 from common.optim.build import OPTIMIZERS, state_names
 from common.planner.step_estimate import Route, StepEstimate, count_blocks, estimate_step
 
-ASSUMED_MFU = 0.23  # of an H100's peak: 2,100 images/s of ViT-B/16 at 224 pixels, a good end-to-end run
+ASSUMED_MFU = (
+    0.23  # of an H100's peak: 2,100 images/s of ViT-B/16 at 224 pixels, a good end-to-end run
+)
 BEST_MFU = 0.40  # compiled, with a bfloat16 residual stream
 LAUNCH = 1e-3  # least seconds per block and micro-batch: the host launches about 100 kernels
 BLOCKS = 12  # of a model that does not say how many
@@ -51,8 +59,14 @@ class Cluster:
         In a group that spans nodes, each member has its own network link.
         """
         members = self._members(ranks)
-        bandwidth = self.inside if members == len(ranks) else min(self.inside, members * self.between)
-        return 0.0 if len(ranks) == 1 else calls * LATENCY + sent_share(name, len(ranks)) * nbytes / bandwidth
+        bandwidth = (
+            self.inside if members == len(ranks) else min(self.inside, members * self.between)
+        )
+        return (
+            0.0
+            if len(ranks) == 1
+            else calls * LATENCY + sent_share(name, len(ranks)) * nbytes / bandwidth
+        )
 
     def sent(self, nbytes_by_route: Mapping[Route, int]) -> tuple[float, float]:
         """Return the bytes that a GPU sends in groups within a node, and in groups that span nodes."""
@@ -82,14 +96,22 @@ CLUSTER_FLAGS = ("gpu_memory", "gpus_per_node", "links", "images_per_s", "decode
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `parse_cluster` reads."""
-    group = parser.add_argument_group("prediction", "with --dry-run --gpus N; defaults: DGX H100 nodes")
+    group = parser.add_argument_group(
+        "prediction", "with --dry-run --gpus N; defaults: DGX H100 nodes"
+    )
     group.add_argument("--gpu-memory", type=_positive, help="GPU memory in GB (default: 80)")
     group.add_argument("--gpus-per-node", type=at_least_1, help="default: 8")
     links = "bandwidth per GPU within and between nodes (default: 450 50: NVLink 4, one 400 Gb/s link per GPU)"
     group.add_argument("--links", type=_positive, nargs=2, metavar="GB/S", help=links)
-    group.add_argument("--images-per-s", type=_positive, help="measured training rate of one GPU with the whole model")
     group.add_argument(
-        "--decode-images-per-s", type=_positive, help="images/s the host decodes per GPU (default: by the loader)"
+        "--images-per-s",
+        type=_positive,
+        help="measured training rate of one GPU with the whole model",
+    )
+    group.add_argument(
+        "--decode-images-per-s",
+        type=_positive,
+        help="images/s the host decodes per GPU (default: by the loader)",
     )
 
 
@@ -119,7 +141,9 @@ def parse_cluster(args: argparse.Namespace, decode: float) -> Cluster:
         "decode": args.decode_images_per_s or decode,
     }
     given = {name: value and 1e9 * value for name, value in sizes.items()} | rates
-    return replace(cluster_here(), **{name: value for name, value in given.items() if value is not None})
+    return replace(
+        cluster_here(), **{name: value for name, value in given.items() if value is not None}
+    )
 
 
 def cluster_here() -> Cluster:
@@ -156,8 +180,17 @@ class Prediction:
         mode, size, depth = self.tensor["mode"], self.tensor["size"], self.tensor.get("depth", 1)
         side = round(size ** (1 / 3)) if mode == "3d" else math.isqrt(size // depth)
         square = f"{mode} {side} x {side}"
-        names = {None: "", "1d": f"1d {size}", "2d": square, "2.5d": f"{square} x {depth}", "3d": f"{square} x {side}"}
-        return ", ".join(filter(None, (names[mode], f"zero {self.zero}" * bool(self.zero)))) or "data parallel"
+        names = {
+            None: "",
+            "1d": f"1d {size}",
+            "2d": square,
+            "2.5d": f"{square} x {depth}",
+            "3d": f"{square} x {side}",
+        }
+        return (
+            ", ".join(filter(None, (names[mode], f"zero {self.zero}" * bool(self.zero))))
+            or "data parallel"
+        )
 
     @property
     def total_batch(self) -> int:
@@ -177,19 +210,35 @@ class Planner:
         half, tf32, single = PEAKS[cluster.gpu]
         in_half = name_dtype(compute_dtype(config["fp16"], "cuda")) != "float32"
         self.rate = ASSUMED_MFU * (half if in_half else tf32 if config["TF32"] else single) * 1e12
-        self.speedup = 1.0 if cluster.images_per_s or config["COMPILE"] is False else BEST_MFU / ASSUMED_MFU
+        self.speedup = (
+            1.0 if cluster.images_per_s or config["COMPILE"] is False else BEST_MFU / ASSUMED_MFU
+        )
         if cluster.images_per_s:  # of one GPU, with the whole model
-            self.rate = cluster.images_per_s * estimate_step({**config, "parallel": {"tensor": WHOLE}}, 1, 1).flops
+            self.rate = (
+                cluster.images_per_s
+                * estimate_step({**config, "parallel": {"tensor": WHOLE}}, 1, 1).flops
+            )
 
     def predict_modes(self) -> list[Prediction]:
         """Return a prediction for the run of each way to split the model that the plan's GPUs and batch allow.
 
         Those with `zero` are included if it is set, or if data parallelism alone does not fit.
         """
-        ways = [self._predict_way(tensor, None) for tensor in _ways(self.plan.gpus, self.config["parallel"]["tensor"])]
+        ways = [
+            self._predict_way(tensor, None)
+            for tensor in _ways(self.plan.gpus, self.config["parallel"]["tensor"])
+        ]
         if self.config["zero"] or (ways[0] and not ways[0].fits):
-            sharded = [(WHOLE, 1), (WHOLE, 3), *((way.tensor, 3) for way in ways if way and way.tensor["mode"] == "1d")]
-            ways += [self._predict_way(tensor, stage) for tensor, stage in sharded if tensor["size"] < self.plan.gpus]
+            sharded = [
+                (WHOLE, 1),
+                (WHOLE, 3),
+                *((way.tensor, 3) for way in ways if way and way.tensor["mode"] == "1d"),
+            ]
+            ways += [
+                self._predict_way(tensor, stage)
+                for tensor, stage in sharded
+                if tensor["size"] < self.plan.gpus
+            ]
         return [prediction for prediction in ways if prediction]
 
     def _predict_way(self, tensor: Mapping[str, Any], zero: int | None) -> Prediction | None:
@@ -198,11 +247,19 @@ class Planner:
         samples, rest = divmod(self.plan.total_batch, groups)
         if self.plan.total_is_derived:
             samples, rest = self.plan.micro_batch * self.plan.accumulation, 0
-        sizes = [min(stated, samples)] if stated else range(min(samples, 2**16), 0, -1)  # no GPU holds more
-        config = {**self.config, "parallel": {"tensor": tensor}, "zero": {"stage": zero} if zero else None}
+        sizes = (
+            [min(stated, samples)] if stated else range(min(samples, 2**16), 0, -1)
+        )  # no GPU holds more
+        config = {
+            **self.config,
+            "parallel": {"tensor": tensor},
+            "zero": {"stage": zero} if zero else None,
+        }
         return None if rest else self.predict_largest(config, samples, sizes)
 
-    def predict_largest(self, config: Mapping[str, Any], samples: int, sizes: Sequence[int]) -> Prediction | None:
+    def predict_largest(
+        self, config: Mapping[str, Any], samples: int, sizes: Sequence[int]
+    ) -> Prediction | None:
         """Return the prediction for the first of the micro-batches ``sizes`` that fits, or the last; None without any.
 
         ``samples`` is what a data-parallel group has of the global batch.
@@ -211,7 +268,9 @@ class Planner:
         for micro_batch in sizes:
             if samples % micro_batch or not _can_cut(config, micro_batch):
                 continue
-            if prediction and micro_batch != sizes[-1]:  # the activations shrink with the micro-batch
+            if (
+                prediction and micro_batch != sizes[-1]
+            ):  # the activations shrink with the micro-batch
                 saved = (1 - micro_batch / prediction.micro_batch) * prediction.estimate.activations
                 if prediction.estimate.peak - saved > USABLE * self.cluster.memory:
                     continue
@@ -225,9 +284,16 @@ class Planner:
         tensor, own, zero = prediction.tensor, self.config["parallel"]["tensor"], prediction.zero
         values: dict[str, Any] = {}
         if tensor != own:
-            values |= {"parallel": None} if own["size"] > 1 else {}  # from which the two keys must not differ
-            values |= {"TENSOR_PARALLEL_SIZE": tensor["size"], "TENSOR_PARALLEL_MODE": tensor["mode"]}
-            values |= {"parallel.tensor.depth": tensor["depth"]} if tensor.get("depth", 1) > 1 else {}
+            values |= (
+                {"parallel": None} if own["size"] > 1 else {}
+            )  # from which the two keys must not differ
+            values |= {
+                "TENSOR_PARALLEL_SIZE": tensor["size"],
+                "TENSOR_PARALLEL_MODE": tensor["mode"],
+            }
+            values |= (
+                {"parallel.tensor.depth": tensor["depth"]} if tensor.get("depth", 1) > 1 else {}
+            )
         if zero != (self.config["zero"] and self.config["zero"]["stage"]):
             values["zero"] = zero and f"'dict(stage={zero})'"
         if not self.config["MICRO_BATCH_SIZE"]:
@@ -239,7 +305,9 @@ class Planner:
         tensor, zero = config["parallel"]["tensor"], config["zero"] and config["zero"]["stage"]
         estimate = estimate_step(config, self.plan.gpus, micro_batch, accumulation)
         decoding = micro_batch * accumulation / self.cluster.decode
-        slow, fast = (max(seconds, decoding) for seconds in self._step_times(estimate, accumulation))
+        slow, fast = (
+            max(seconds, decoding) for seconds in self._step_times(estimate, accumulation)
+        )
         fits, waits = estimate.peak <= USABLE * self.cluster.memory, fast <= 1.001 * decoding
         cut = self.plan.gpus // tensor["size"], micro_batch, accumulation
         return Prediction(tensor, zero, *cut, estimate, fits, slow, fast, waits)
@@ -248,11 +316,17 @@ class Planner:
         """Return the seconds of a step without decoding, in the worst and in the best case, as in `Prediction`."""
         compute = estimate.flops / self.rate
         launches = LAUNCH * (count_blocks(self.config["MODEL"]) or BLOCKS) * accumulation
-        update = OPTIMIZERS[self.config["OPTIMIZER"]["name"]].traffic * estimate.gradients / MEMORY_BANDWIDTH
+        update = (
+            OPTIMIZERS[self.config["OPTIMIZER"]["name"]].traffic
+            * estimate.gradients
+            / MEMORY_BANDWIDTH
+        )
         seconds = {True: 0.0, False: 0.0}  # of data-parallel and of tensor-parallel collectives
         for (name, ranks), nbytes in estimate.nbytes.items():
             calls = estimate.calls[name, ranks]
-            seconds[ranks == estimate.data_ranks] += self.cluster.seconds(name, ranks, calls, nbytes)
+            seconds[ranks == estimate.data_ranks] += self.cluster.seconds(
+                name, ranks, calls, nbytes
+            )
         hidden = min(seconds[True], BACKWARD_SHARE * compute / self.speedup / accumulation)
         communication = seconds[True] + seconds[False]
         slow = max(compute, launches) + update + communication
@@ -264,7 +338,11 @@ def _ways(gpus: int, own: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the tensor-parallel settings of up to 64 GPUs and ``own``; 2.5d has depth 2 to the side, as its paper."""
     tensors = [WHOLE, *({"mode": "1d", "size": size} for size in range(2, 65))]
     tensors += [{"mode": "2d", "size": side**2} for side in range(2, 9)]
-    tensors += [{"mode": "2.5d", "size": n * side**2, "depth": n} for side in range(2, 9) for n in range(2, side + 1)]
+    tensors += [
+        {"mode": "2.5d", "size": n * side**2, "depth": n}
+        for side in range(2, 9)
+        for n in range(2, side + 1)
+    ]
     tensors += [{"mode": "3d", "size": side**3} for side in range(2, 5)]
     fitting = [tensor for tensor in tensors if gpus % tensor["size"] == 0 and tensor["size"] <= 64]
     return fitting if own in fitting else [*fitting, own]
@@ -288,7 +366,9 @@ def check_limits(config: Mapping[str, Any], plan: Plan, memory: float) -> None:
     model = config["MODEL"]
     parameters, trained = count_parameters(build_on_meta(model, config["FREEZE"]))
     number = 2 if (config["fp16"] or {}).get("opt_level") == "O3" else 4
-    moments = sum(name != "step" for name in state_names(config["OPTIMIZER"], "blocks.0.mlp.fc1.weight"))
+    moments = sum(
+        name != "step" for name in state_names(config["OPTIMIZER"], "blocks.0.mlp.fc1.weight")
+    )
     state = number * (parameters + trained * (1 + moments))
     state //= plan.gpus if config["zero"] else plan.tensor_parallel
     if state > memory:

@@ -37,7 +37,9 @@ def test_a_collective_takes_the_time_of_its_slowest_link_and_is_counted_there():
     assert seconds(0, 1) == pytest.approx(2 * 1 / 2 * 1e9 / 400e9)
     assert seconds(0, 8) == pytest.approx(2 * 1 / 2 * 1e9 / 50e9)
     assert seconds(0, 1, 8, 9) == pytest.approx(2 * 3 / 4 * 1e9 / 100e9)
-    assert seconds(0, 1, 8) == pytest.approx(2 * 2 / 3 * 1e9 / 100e9)  # two send over the links of their node
+    assert seconds(0, 1, 8) == pytest.approx(
+        2 * 2 / 3 * 1e9 / 100e9
+    )  # two send over the links of their node
     assert seconds(*range(16)) == pytest.approx(2 * 15 / 16 * 1e9 / 400e9)
     assert CLUSTER.seconds("all_reduce", (0,), 3, 10**9) == 0
     routes = {("all_gather", (0, 1)): 100, ("all_reduce", (0, 8)): 1000, ("broadcast", (0,)): 7}
@@ -46,16 +48,32 @@ def test_a_collective_takes_the_time_of_its_slowest_link_and_is_counted_there():
 
 def test_every_mode_that_the_model_and_the_gpus_allow_is_there():
     assert set(predict(8, **WHOLE_ONLY)) == {"data parallel"}
-    compiled = build_planner(build_config() | {"COMPILE": True}, 8)  # which tensor parallelism refuses
+    compiled = build_planner(
+        build_config() | {"COMPILE": True}, 8
+    )  # which tensor parallelism refuses
     assert [prediction.mode for prediction in compiled.predict_modes()] == ["data parallel"]
     parallel = resolve_parallel({"tensor": {"mode": "2.5d", "size": 4, "depth": 1}}, 4)
     planner = build_planner(build_config(heads=2) | {"parallel": parallel, "zero": {"stage": 1}}, 4)
     own = planner.predict_modes()
-    modes = ["data parallel", "1d 2", "2d 2 x 2", "2.5d 2 x 2 x 1", "zero 1", "zero 3", "1d 2, zero 3"]
+    modes = [
+        "data parallel",
+        "1d 2",
+        "2d 2 x 2",
+        "2.5d 2 x 2 x 1",
+        "zero 1",
+        "zero 3",
+        "1d 2, zero 3",
+    ]
     assert [prediction.mode for prediction in own] == modes
-    assert planner.settings_of(own[0]).startswith("--set parallel=None --set TENSOR_PARALLEL_SIZE=1 ")
+    assert planner.settings_of(own[0]).startswith(
+        "--set parallel=None --set TENSOR_PARALLEL_SIZE=1 "
+    )
     nine = build_planner(build_config() | {"TOTAL_BATCH_SIZE": 18}, 9).predict_modes()
-    assert [(p.mode, p.micro_batch) for p in nine] == [("data parallel", 2), ("1d 3", 6), ("2d 3 x 3", 18)]
+    assert [(p.mode, p.micro_batch) for p in nine] == [
+        ("data parallel", 2),
+        ("1d 3", 6),
+        ("2d 3 x 3", 18),
+    ]
 
 
 def test_one_gpu_needs_its_arithmetic_and_nothing_else():
@@ -65,7 +83,9 @@ def test_one_gpu_needs_its_arithmetic_and_nothing_else():
     assert alone.slowest_step == pytest.approx(compute + update)
     assert alone.fastest_step == pytest.approx(compute * 0.23 / 0.40 + update)
     for keys, teraflops in (({}, 494.7), ({"TF32": False}, 66.9)):
-        assert build_planner(build_config() | {"fp16": None} | keys, 1).rate == pytest.approx(0.23 * teraflops * 1e12)
+        assert build_planner(build_config() | {"fp16": None} | keys, 1).rate == pytest.approx(
+            0.23 * teraflops * 1e12
+        )
     (eager,) = build_planner(build_config() | {"COMPILE": False}, 1).predict_modes()
     assert eager.fastest_step == pytest.approx(compute + update)
 
@@ -83,7 +103,9 @@ def test_gradients_are_reduced_during_the_last_backward_pass(between, all_hidden
     cluster = Cluster(inside=400e9, between=between, decode=1e9, images_per_s=1000.0)
     found = predict(16, cluster, **WHOLE_ONLY)["data parallel"]
     estimate, compute = found.estimate, 256 / 1000  # of 4096 images, by 16 GPUs
-    reduction = 2 * 15 / 16 * estimate.gradients / (8 * between) + sum(estimate.calls.values()) * 20e-6
+    reduction = (
+        2 * 15 / 16 * estimate.gradients / (8 * between) + sum(estimate.calls.values()) * 20e-6
+    )
     overlap = 2 / 3 * compute / found.accumulation
     assert (reduction < overlap) == all_hidden
     assert found.slowest_step == pytest.approx(compute + 7 * estimate.gradients / 2e12 + reduction)
@@ -91,28 +113,57 @@ def test_gradients_are_reduced_during_the_last_backward_pass(between, all_hidden
 
 
 def test_the_micro_batch_is_the_one_that_is_set_or_the_largest_that_fits():
-    roomy, tight = (predict(8, cluster, **WHOLE_ONLY)["data parallel"] for cluster in (CLUSTER, Cluster(memory=1e9)))
+    roomy, tight = (
+        predict(8, cluster, **WHOLE_ONLY)["data parallel"]
+        for cluster in (CLUSTER, Cluster(memory=1e9))
+    )
     assert (roomy.micro_batch, roomy.accumulation) == (512, 1)
     assert roomy.estimate.peak > 0.9e9 >= tight.estimate.peak
     assert (tight.fits, tight.micro_batch * tight.accumulation) == (True, 512)
-    assert estimate_step(build_config(**WHOLE_ONLY), 8, 2 * tight.micro_batch, tight.accumulation // 2).peak > 0.9e9
-    config = build_config() | {"MICRO_BATCH_SIZE": 96, "TOTAL_BATCH_SIZE": None, "gradient_accumulation": None}
+    assert (
+        estimate_step(
+            build_config(**WHOLE_ONLY), 8, 2 * tight.micro_batch, tight.accumulation // 2
+        ).peak
+        > 0.9e9
+    )
+    config = build_config() | {
+        "MICRO_BATCH_SIZE": 96,
+        "TOTAL_BATCH_SIZE": None,
+        "gradient_accumulation": None,
+    }
     stated = build_planner(config, 2).predict_modes()
-    assert [(p.mode, p.micro_batch, p.accumulation) for p in stated] == [("data parallel", 96, 1), ("1d 2", 96, 1)]
+    assert [(p.mode, p.micro_batch, p.accumulation) for p in stated] == [
+        ("data parallel", 96, 1),
+        ("1d 2", 96, 1),
+    ]
 
 
 def test_zero_is_predicted_where_data_parallelism_does_not_fit():
     config = build_config(**WHOLE_ONLY) | {"TOTAL_BATCH_SIZE": 8, "gradient_accumulation": 1}
-    found = {memory: build_planner(config, 8, Cluster(memory=memory)).predict_modes() for memory in (80e6, 120e6)}
-    assert {p.mode: p.fits for p in found[80e6]} == {"data parallel": False, "zero 1": True, "zero 3": True}
+    found = {
+        memory: build_planner(config, 8, Cluster(memory=memory)).predict_modes()
+        for memory in (80e6, 120e6)
+    }
+    assert {p.mode: p.fits for p in found[80e6]} == {
+        "data parallel": False,
+        "zero 1": True,
+        "zero 3": True,
+    }
     assert [p.mode for p in found[120e6]] == ["data parallel"]
-    assert build_planner(config, 8).settings_of(found[80e6][1]) == "--set zero='dict(stage=1)' --set MICRO_BATCH_SIZE=1"
+    assert (
+        build_planner(config, 8).settings_of(found[80e6][1])
+        == "--set zero='dict(stage=1)' --set MICRO_BATCH_SIZE=1"
+    )
     assert found[80e6][2].estimate == estimate_step(config | {"zero": {"stage": 3}}, 8, 1)
 
 
-@pytest.mark.parametrize("split", [["zero.stage=1"], ["TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d"]])
+@pytest.mark.parametrize(
+    "split", [["zero.stage=1"], ["TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL_MODE=1d"]]
+)
 def test_a_model_is_refused_for_what_it_needs_at_least(split):
     config = load_config("quickstart", ["MODEL.width=65536", *split])
     # 4 blocks of 8 width^2 parameters; with gradients and two moments 16 bytes each, on two GPUs
-    with pytest.raises(UserError, match="e[+]11 parameters take 1,099.7 GB per process, more than the 1.0 GB here"):
+    with pytest.raises(
+        UserError, match="e[+]11 parameters take 1,099.7 GB per process, more than the 1.0 GB here"
+    ):
         check_limits(config, build_plan(config, 2, None), 1e9)

@@ -61,13 +61,17 @@ class Traffic(TorchDispatchMode):
         self.calls: Counter[Route] = Counter()
         self.nbytes: Counter[Route] = Counter()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if function.namespace == "c10d" and function._opname != "barrier":
             name, message = COLLECTIVES[function._opname]
             group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
             route = name, tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
             self.calls[route] += 1
-            self.nbytes[route] += sum(leaf.nbytes for leaf in tree_leaves(args[message]) if isinstance(leaf, Tensor))
+            self.nbytes[route] += sum(
+                leaf.nbytes for leaf in tree_leaves(args[message]) if isinstance(leaf, Tensor)
+            )
         return function(*args, **(kwargs or {}))
 
 
@@ -85,7 +89,9 @@ class TensorMemory(TorchDispatchMode):
     def __enter__(self) -> Self:
         resize = UntypedStorage.resize_
 
-        def follow(storage: UntypedStorage, size: int) -> None:  # which FSDP calls without a dispatch
+        def follow(
+            storage: UntypedStorage, size: int
+        ) -> None:  # which FSDP calls without a dispatch
             resize(storage, size)
             self._follow(storage)
 
@@ -97,11 +103,15 @@ class TensorMemory(TorchDispatchMode):
         super().__exit__(*details)
         self._patch.stop()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         outcome = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(outcome):
             if isinstance(leaf, Tensor):
-                self._follow(getattr(leaf, "_local_tensor", leaf).untyped_storage())  # a DTensor's says its whole size
+                self._follow(
+                    getattr(leaf, "_local_tensor", leaf).untyped_storage()
+                )  # a DTensor's says its whole size
         return outcome
 
     def _follow(self, storage: UntypedStorage) -> None:
@@ -150,7 +160,11 @@ class StepEstimate:
 
 
 def estimate_step(
-    config: Mapping[str, Any], processes: int, micro_batch: int, accumulation: int = 1, device: str = "cuda"
+    config: Mapping[str, Any],
+    processes: int,
+    micro_batch: int,
+    accumulation: int = 1,
+    device: str = "cuda",
 ) -> StepEstimate:
     """Estimate rank 0 of ``processes`` in a step of ``accumulation`` micro-batches on a "cuda" or "cpu" device.
 
@@ -160,7 +174,11 @@ def estimate_step(
     # the device's default, which may not be that of the CPU that estimates
     fp16 = config["fp16"] or {}
     config = {**config, "fp16": {**fp16, "dtype": name_dtype(compute_dtype(fp16, device))}}
-    return _process(os.getpid()).submit(_estimate, config, processes, micro_batch, accumulation, device).result()
+    return (
+        _process(os.getpid())
+        .submit(_estimate, config, processes, micro_batch, accumulation, device)
+        .result()
+    )
 
 
 @cache
@@ -168,7 +186,9 @@ def _process(parent: int) -> ProcessPoolExecutor:
     """Return a process of ``parent`` to reuse: PyTorch's first use of fake tensors is slow."""
     # a fork cannot use CUDA, which autograd's threads try to, and has its parent's process group
     start = "spawn" if torch.cuda.is_available() or dist.is_initialized() else "fork"
-    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(start), initializer=allow_fake_launches)
+    return ProcessPoolExecutor(
+        1, mp_context=multiprocessing.get_context(start), initializer=allow_fake_launches
+    )
 
 
 def _estimate(
@@ -179,11 +199,17 @@ def _estimate(
     shallow = 3 if config["zero"] else 2 if config["MODEL"].get("drop_path") else 1
     # DDP's options that need its own reduction, which the estimate replaces, change nothing that it counts
     unused = dict(init_sync=False, find_unused_parameters=False, static_graph=False)
-    launched = {**config, "torch_ddp": config["torch_ddp"] | unused, "gradient_accumulation": min(accumulation, 3)}
+    launched = {
+        **config,
+        "torch_ddp": config["torch_ddp"] | unused,
+        "gradient_accumulation": min(accumulation, 3),
+    }
     with fake_launch(launched, processes), _choosing_as_on(device):
         if depth <= shallow + 1:
             return _estimate_depth(config, depth, micro_batch, accumulation)
-        first, second = (_estimate_depth(config, n, micro_batch, accumulation) for n in (shallow, shallow + 1))
+        first, second = (
+            _estimate_depth(config, n, micro_batch, accumulation) for n in (shallow, shallow + 1)
+        )
     return _extend(first, second, depth - shallow)
 
 
@@ -205,12 +231,16 @@ def _extend(first: StepEstimate, second: StepEstimate, blocks: int) -> StepEstim
     return StepEstimate(**{name: extended(name) for name in StepEstimate.__dataclass_fields__})
 
 
-def _estimate_depth(config: Mapping[str, Any], depth: int, micro_batch: int, accumulation: int) -> StepEstimate:
+def _estimate_depth(
+    config: Mapping[str, Any], depth: int, micro_batch: int, accumulation: int
+) -> StepEstimate:
     model = build_on_meta(config["MODEL"] | ({"depth": depth} if depth else {}))
     with FakeTensorMode(), TensorMemory() as memory:
         for layer in model.modules():
             for name, parameter in layer.named_parameters(recurse=False):
-                setattr(layer, name, nn.Parameter(torch.empty(parameter.shape), parameter.requires_grad))
+                setattr(
+                    layer, name, nn.Parameter(torch.empty(parameter.shape), parameter.requires_grad)
+                )
             for name, buffer in layer.named_buffers(recurse=False):
                 layer._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
         criterion = nn.CrossEntropyLoss(label_smoothing=config["LABEL_SMOOTHING"])
@@ -218,7 +248,9 @@ def _estimate_depth(config: Mapping[str, Any], depth: int, micro_batch: int, acc
         reduce_without_waiting(engine)
         engine.train()
         averages = EmaHook(model, config["EMA"]).averages if config["EMA"] else {}
-        counts = _count_step(engine, memory, micro_batch, config["MODEL"]["image_size"], accumulation)
+        counts = _count_step(
+            engine, memory, micro_batch, config["MODEL"]["image_size"], accumulation
+        )
         state = _nbytes(value for state in optimizer.state.values() for value in state.values())
         counts["training_peak"] += state  # created by the first update
         weights = _nbytes([*named_shards(model).values(), *averages.values()])
@@ -243,7 +275,11 @@ def _count_step(
         memory.peak = memory.live
         with Traffic() as traffic, FlopCount() as arithmetic:
             part()
-        for total, counted in ((flops, {"": arithmetic.total}), (calls, traffic.calls), (nbytes, traffic.nbytes)):
+        for total, counted in (
+            (flops, {"": arithmetic.total}),
+            (calls, traffic.calls),
+            (nbytes, traffic.nbytes),
+        ):
             total.update({key: times * number for key, number in counted.items()})
         return memory.peak
 
@@ -252,7 +288,9 @@ def _count_step(
     peaks = [count(train, times) for times in micro_batches]
     gradients = _nbytes(engine.optimizer.parameters)
     update_peak = count(engine.step)
-    counts = dict(flops=flops[""], calls=calls, nbytes=nbytes, gradients=gradients, update_peak=update_peak)
+    counts = dict(
+        flops=flops[""], calls=calls, nbytes=nbytes, gradients=gradients, update_peak=update_peak
+    )
     return counts | {"training_peak": max(peaks)}
 
 
@@ -275,7 +313,9 @@ def _dropout_by_mask(x: Tensor, p: float, training: bool = True, inplace: bool =
     return torch.native_dropout(x, p, training)[0] if training and p else x
 
 
-def _layer_norm_as_on_a_gpu(layer_norm: Callable[..., Tensor], x: Tensor, *args: Any, **options: Any) -> Tensor:
+def _layer_norm_as_on_a_gpu(
+    layer_norm: Callable[..., Tensor], x: Tensor, *args: Any, **options: Any
+) -> Tensor:
     x = x.float() if torch.is_autocast_enabled("cpu") else x  # as CUDA's autocast does
     return layer_norm(x, *args, **options)
 

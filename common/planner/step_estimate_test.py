@@ -26,11 +26,17 @@ def count() -> dict[str, int]:
         with Traffic() as traffic:
             model(torch.ones(2, 30)).sum().backward()
             dist.all_gather(pieces, torch.ones(25))
-            dist.reduce_scatter_tensor(torch.empty(25, dtype=torch.bfloat16), torch.ones(100, dtype=torch.bfloat16))
+            dist.reduce_scatter_tensor(
+                torch.empty(25, dtype=torch.bfloat16), torch.ones(100, dtype=torch.bfloat16)
+            )
             dist.broadcast(pieces[0], 0)
             dist.reduce(pieces[0], 3)
             dist.barrier()
-        return {name: nbytes for (name, ranks), nbytes in traffic.nbytes.items() if ranks == (0, 1, 2, 3)}
+        return {
+            name: nbytes
+            for (name, ranks), nbytes in traffic.nbytes.items()
+            if ranks == (0, 1, 2, 3)
+        }
 
 
 def test_counts_the_message_of_every_collective():
@@ -48,7 +54,9 @@ TINY = MODEL | {"depth": 4}
 STEPS = 3  # DDP settles in the second
 
 
-def build_config(processes: int, parallel: Any = None, model: dict[str, Any] = TINY, **keys: Any) -> dict[str, Any]:
+def build_config(
+    processes: int, parallel: Any = None, model: dict[str, Any] = TINY, **keys: Any
+) -> dict[str, Any]:
     config = load_config("vit_s16_vanilla", [f"MODEL={model}"] if "timm" in model else []) | keys
     config["MODEL"] = config["MODEL"] | model
     config["parallel"] = resolve_parallel(parallel, processes)
@@ -57,7 +65,9 @@ def build_config(processes: int, parallel: Any = None, model: dict[str, Any] = T
 
 def train(config: dict[str, Any], micro_batch: int, accumulation: int) -> Traffic:
     """Launch, and train as a task does; return the traffic of the last step."""
-    images = torch.randn(micro_batch, 3, config["MODEL"]["image_size"], config["MODEL"]["image_size"])
+    images = torch.randn(
+        micro_batch, 3, config["MODEL"]["image_size"], config["MODEL"]["image_size"]
+    )
     labels = torch.zeros(micro_batch, dtype=torch.long)
     options = {key: config[key] for key in ("parallel", "zero", "fp16", "clip_grad_norm")}
     with launched(**options, gradient_accumulation=accumulation):
@@ -76,12 +86,16 @@ def count_traffic(config: dict[str, Any], micro_batch: int, accumulation: int) -
     return train(config, micro_batch, accumulation).nbytes
 
 
-@pytest.mark.parametrize("case", ["dp2 x 1d-2", "2d-4", "zero 1", "zero 3 x 1d-2", "2.5d-8", "3d-8"])
+@pytest.mark.parametrize(
+    "case", ["dp2 x 1d-2", "2d-4", "zero 1", "zero 3 x 1d-2", "2.5d-8", "3d-8"]
+)
 def test_bytes_are_those_of_real_processes(case):
     processes, mode = CASES[case]
     optimizer = {"name": "lamb", "max_grad_norm": 1.0}
     # float16, because its loss scaler sends too
-    config = build_config(processes, model=TINY | {"drop_path": 0.1}, fp16=FLOAT16, OPTIMIZER=optimizer, **mode)
+    config = build_config(
+        processes, model=TINY | {"drop_path": 0.1}, fp16=FLOAT16, OPTIMIZER=optimizer, **mode
+    )
     counted, *_ = run_ranks(processes, count_traffic, config, 8, 3)
     estimated = estimate_step(config, processes, 8, 3, "cpu")
     assert estimated.nbytes == counted
@@ -101,8 +115,12 @@ def measure_peak(config: dict[str, Any], micro_batch: int, accumulation: int) ->
     for event in events:
         events += event.children
     (start,) = (event.start_time_ns for event in events if event.name == f"step {STEPS - 1}")
-    allocations = [event for event in events if event.tag == torch._C._profiler._EventType.Allocation]
-    return max(event.extra_fields.total_allocated for event in allocations if event.start_time_ns >= start)
+    allocations = [
+        event for event in events if event.tag == torch._C._profiler._EventType.Allocation
+    ]
+    return max(
+        event.extra_fields.total_allocated for event in allocations if event.start_time_ns >= start
+    )
 
 
 SMALL = {"image_size": 96, "width": 192, "depth": 6, "heads": 3, "num_classes": 100}
@@ -119,22 +137,35 @@ CHECKPOINT = {"activation_checkpoint": True}
         (SMALL | {"frozen": "body"}, TORCH, "adamw", 8, 2),
         (SMALL, None, "lamb", 8, 2),
         ({"timm": "resnet18", "image_size": 96}, None, "adamw", 16, 1),
-        ({"timm": "vit_small_patch14_dinov2", "image_size": 56, "depth": 3} | CHECKPOINT, None, "adamw", 32, 1),
+        (
+            {"timm": "vit_small_patch14_dinov2", "image_size": 56, "depth": 3} | CHECKPOINT,
+            None,
+            "adamw",
+            32,
+            1,
+        ),
         (SMALL, TORCH, "adamw", 8, 1),
         (SMALL | CHECKPOINT, None, "adamw", 8, 1),
         slow(VIT_TI, NAIVE, "adamw", 24, 2),
         slow(VIT_TI | {"dropout": 0.1, "drop_path": 0.1}, TORCH, "adamw", 16, 1),
     ],
 )
-def test_memory_is_within_a_tenth_of_the_measured(model, fp16, optimizer, micro_batch, accumulation):
+def test_memory_is_within_a_tenth_of_the_measured(
+    model, fp16, optimizer, micro_batch, accumulation
+):
     model = dict(model)
-    config = build_config(1, None, model, fp16=fp16, OPTIMIZER={"name": optimizer}, FREEZE=model.pop("frozen", None))
+    config = build_config(
+        1, None, model, fp16=fp16, OPTIMIZER={"name": optimizer}, FREEZE=model.pop("frozen", None)
+    )
     (measured,) = run_ranks(1, measure_peak, config, micro_batch, accumulation)
-    assert estimate_step(config, 1, micro_batch, accumulation, "cpu").peak == pytest.approx(measured, rel=0.1)
+    assert estimate_step(config, 1, micro_batch, accumulation, "cpu").peak == pytest.approx(
+        measured, rel=0.1
+    )
 
 
 @pytest.mark.parametrize(
-    "case", ["1d-2", "zero 1", slow("dp2"), slow("2d-4"), "3d-8", slow("zero 3"), slow("zero 3 x 1d-2")]
+    "case",
+    ["1d-2", "zero 1", slow("dp2"), slow("2d-4"), "3d-8", slow("zero 3"), slow("zero 3 x 1d-2")],
 )
 def test_memory_of_a_cut_model_is_within_a_tenth_of_the_measured(case):
     processes, mode = CASES[case]
@@ -142,17 +173,23 @@ def test_memory_of_a_cut_model_is_within_a_tenth_of_the_measured(case):
     config = build_config(processes, model=model, OPTIMIZER={"name": "lamb"}, fp16=TORCH, **mode)
     micro_batch = 64  # takes more than the whole model, which a rank builds first, in what is a GPU's host memory
     measured = run_ranks(processes, measure_peak, config, micro_batch, 1)
-    assert estimate_step(config, processes, micro_batch, 1, "cpu").peak == pytest.approx(max(measured), rel=0.1)
+    assert estimate_step(config, processes, micro_batch, 1, "cpu").peak == pytest.approx(
+        max(measured), rel=0.1
+    )
 
 
 def test_a_gpu_keeps_a_byte_of_dropouts_masks_where_a_cpu_keeps_four():
     config = build_config(1, model=TINY | {"dropout": 0.1}, fp16=None)
-    on_cpu, on_gpu = (estimate_step(config, 1, 64, device=device).activations for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (
+        estimate_step(config, 1, 64, device=device).activations for device in ("cpu", "cuda")
+    )
     assert on_cpu > 1.2 * on_gpu
 
 
 def test_a_gpus_autocast_keeps_four_bytes_of_what_a_layer_norm_reads_where_a_cpus_keeps_two():
     mixer = {"timm": "mixer_s32_224", "image_size": 224}  # 17 of 49 tokens of width 512
     config = build_config(1, model=mixer, fp16=TORCH | {"dtype": "bfloat16"})
-    on_cpu, on_gpu = (estimate_step(config, 1, 64, device=device).activations for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (
+        estimate_step(config, 1, 64, device=device).activations for device in ("cpu", "cuda")
+    )
     assert on_gpu - on_cpu == pytest.approx(2 * 64 * 17 * 49 * 512, rel=0.1)

@@ -20,10 +20,15 @@ NAIVE = "fp16=dict(mode=AMP_TYPE.NAIVE, dtype='bfloat16')"
 AUTOCAST = "fp16=dict(mode=AMP_TYPE.TORCH, dtype='bfloat16')"
 DROPS = ("MODEL.dropout=0.1", "MODEL.drop_path=0.2")
 TIMM = "MODEL=dict(timm='{}', image_size=32)"
-WHOLE = (2, 0)  # graphs, one of all blocks in training and one in evaluation, and none that is broken
+WHOLE = (
+    2,
+    0,
+)  # graphs, one of all blocks in training and one in evaluation, and none that is broken
 
 
-def train(data: Path, output: Path, compiled: str, *settings: str, backend: str = "inductor") -> tuple[int, int]:
+def train(
+    data: Path, output: Path, compiled: str, *settings: str, backend: str = "inductor"
+) -> tuple[int, int]:
     """Train; return the number of graphs, and how often one was broken. The limit of recompilations is the lowest."""
     engine.compile_model = partial(engine.compile_model, backend=backend)
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
@@ -48,13 +53,19 @@ inductor = partial(slow, "inductor")
         ("aot_eager", "True", 1, [TIMM.format("test_resnet")], WHOLE, 1e-4),
         slow("aot_eager", "model", 2, ["MODEL.activation_checkpoint=True"], WHOLE, 1e-5),
         inductor("True", 1, ["MODEL.init_values=0.1"], WHOLE, 1e-5),
-        inductor("True", 1, ["INIT={eager}", "FREEZE=body", "EMA=0.5", "EVAL_EVERY=1"], WHOLE, 1e-5),
-        inductor("True", 2, ["zero=dict(stage=1)"], (10, 4), 1e-5),  # cut where FSDP gathers weights
+        inductor(
+            "True", 1, ["INIT={eager}", "FREEZE=body", "EMA=0.5", "EVAL_EVERY=1"], WHOLE, 1e-5
+        ),
+        inductor(
+            "True", 2, ["zero=dict(stage=1)"], (10, 4), 1e-5
+        ),  # cut where FSDP gathers weights
         inductor("True", 2, [AUTOCAST], WHOLE, 1e-2),
         inductor("True", 1, [TIMM.format("test_convnext")], WHOLE, 1e-4),
     ],
 )
-def test_losses_names_and_graphs(backend, how, ranks, settings, graphs, tolerance, eager, data, tmp_path):
+def test_losses_names_and_graphs(
+    backend, how, ranks, settings, graphs, tolerance, eager, data, tmp_path
+):
     settings, outcomes = [setting.format(eager=eager) for setting in settings], []
     for compiled, expected in (("False", (0, 0)), (how, graphs)):
         output = tmp_path / compiled

@@ -36,7 +36,9 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
             f"--resume {args.resume}: --find-lr and --profile do not resume; omit it, or use --init for its weights"
         )
     if args.gpus is not None and not args.dry_run:
-        raise UserError(f"--gpus {args.gpus}: requires --dry-run; a run counts its processes itself")
+        raise UserError(
+            f"--gpus {args.gpus}: requires --dry-run; a run counts its processes itself"
+        )
     for name in CLUSTER_FLAGS:
         if args.gpus is None and getattr(args, name) is not None:
             raise UserError(f"--{name.replace('_', '-')}: requires --dry-run --gpus N")
@@ -45,7 +47,9 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
 
 def _build_parser(description: str | None) -> argparse.ArgumentParser:
     parser = command_parser(description)
-    parser.add_argument("--config", required=True, help="a config file, or the name of a recipe in configs/")
+    parser.add_argument(
+        "--config", required=True, help="a config file, or the name of a recipe in configs/"
+    )
     parser.add_argument(
         "--help-config",
         nargs="?",
@@ -54,8 +58,16 @@ def _build_parser(description: str | None) -> argparse.ArgumentParser:
         action=_HelpConfig,
         help="describe a config key, such as fp16 or MODEL.width, or all keys, then exit",
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config")
-    parser.add_argument("--output", help="folder of the run (default: outputs/<name of the config>)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key of the config",
+    )
+    parser.add_argument(
+        "--output", help="folder of the run (default: outputs/<name of the config>)"
+    )
     parser.add_argument(
         "--resume",
         default=AUTO,
@@ -65,15 +77,23 @@ def _build_parser(description: str | None) -> argparse.ArgumentParser:
         "run; with --output DIR, as a branch in DIR",
     )
     parser.add_argument(
-        "--allow-change", action="append", default=[], metavar="KEY", help="resume although this key has changed"
+        "--allow-change",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="resume although this key has changed",
     )
     parser.add_argument(
         "--init",
         metavar="SOURCE",
         help="start from the weights of a run, a file, a timm model or a Hub model (see --help-config INIT)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, then exit")
-    parser.add_argument("--gpus", type=at_least_1, help="with --dry-run: plan for N GPUs and compare parallel modes")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved config and the plan, then exit"
+    )
+    parser.add_argument(
+        "--gpus", type=at_least_1, help="with --dry-run: plan for N GPUs and compare parallel modes"
+    )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--find-lr",
@@ -84,10 +104,16 @@ def _build_parser(description: str | None) -> argparse.ArgumentParser:
         help=f"run a learning-rate range test instead of training (default: {STEPS} steps)",
     )
     instead.add_argument(
-        "--profile", type=at_least_1, metavar="STEPS", help="record STEPS steps with torch.profiler instead of training"
+        "--profile",
+        type=at_least_1,
+        metavar="STEPS",
+        help="record STEPS steps with torch.profiler instead of training",
     )
     parser.add_argument(
-        "--from_torch", "--use_trainer", action="store_true", help="accepted for compatibility; no effect"
+        "--from_torch",
+        "--use_trainer",
+        action="store_true",
+        help="accepted for compatibility; no effect",
     )
     add_cluster_arguments(parser)
     add_launch_arguments(parser)
@@ -96,7 +122,11 @@ def _build_parser(description: str | None) -> argparse.ArgumentParser:
 
 class _HelpConfig(argparse.Action):
     def __call__(
-        self, parser: argparse.ArgumentParser, _: argparse.Namespace, name: object, option: str | None = None
+        self,
+        parser: argparse.ArgumentParser,
+        _: argparse.Namespace,
+        name: object,
+        option: str | None = None,
     ) -> None:
         print(describe_keys(str(name), shutil.get_terminal_size().columns))
         parser.exit()
@@ -117,14 +147,18 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
     ``--dry-run`` needs neither data, which may be on another machine, nor GPUs. Raises `UserError` for everything that
     would fail later.
     """
-    config = load_config(args.config, args.set + [f"INIT={args.init}"] * bool(args.init), task.recipe)
+    config = load_config(
+        args.config, args.set + [f"INIT={args.init}"] * bool(args.init), task.recipe
+    )
     gpus = launch.world_size
     if args.dry_run and (args.gpus or launch.launcher == "single"):
         gpus = args.gpus or args.world_size or config["GPUS"]
     if task.download and not named_root(config) and not args.dry_run:
         config["DATA"] |= {"root": "data", "download": True}
         if is_first_process():
-            print_wrapped(f"DATA.root is not set: ./data, to which {task.download} is downloaded unless it is there")
+            print_wrapped(
+                f"DATA.root is not set: ./data, to which {task.download} is downloaded unless it is there"
+            )
     data, root = None, named_root(config)
     if not args.dry_run or (root and Path(root).exists() and not config["DATA"]["download"]):
         config["DATA"]["root"] = data_root(config, task.download)
@@ -137,7 +171,9 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
             )
         config["MODEL"]["num_classes"] = classes
     plan = build_plan(config, gpus, data)
-    config["INIT"] = config["INIT"] and resolve_source(config["INIT"], bool(config["MODEL"].get("pretrained")))
+    config["INIT"] = config["INIT"] and resolve_source(
+        config["INIT"], bool(config["MODEL"].get("pretrained"))
+    )
     config |= {"TOTAL_BATCH_SIZE": plan.total_batch, "gradient_accumulation": plan.accumulation}
     precision = _check_builds(config, plan, args.dry_run)
     return Prepared(config, replace(plan, dtype=name_dtype(precision.dtype)), data, precision)

@@ -55,7 +55,9 @@ class Run:
         if not source or self.start_from is not None:
             return
         done = ask_first_rank(lambda: load_pretrained(model, source))
-        self.about["starts"][-1]["init"] = done  # names the checkpoint, where INIT names a run or a link
+        self.about["starts"][-1]["init"] = (
+            done  # names the checkpoint, where INIT names a run or a link
+        )
         if not self.is_main:
             load_pretrained(model, source)
         else:
@@ -69,9 +71,16 @@ class Run:
         if self.is_main:
             write_start(self.output, self.about, self.start_from)
         start = self.about["starts"][-1]["step"]
-        peak = peak_images_per_s(config["MODEL"], config["fp16"], self.plan.gpus, self.device, config["FREEZE"])
+        peak = peak_images_per_s(
+            config["MODEL"], config["fp16"], self.plan.gpus, self.device, config["FREEZE"]
+        )
         metrics = MetricsHook(
-            self.plan, self.output, is_main=self.is_main, peak_samples_per_s=peak, start=start, **config["LOG"]
+            self.plan,
+            self.output,
+            is_main=self.is_main,
+            peak_samples_per_s=peak,
+            start=start,
+            **config["LOG"],
         )
         ema = EmaHook(model, config["EMA"], config["EMA_WARMUP"]) if config["EMA"] else None
         checkpoints = CheckpointHook(
@@ -100,7 +109,10 @@ class Run:
         stop_signals.restore()
         if stopped:
             if self.is_main:
-                print(f"{signal_name(stopped)}: stopped; rerun the command to resume from {checkpoint}", flush=True)
+                print(
+                    f"{signal_name(stopped)}: stopped; rerun the command to resume from {checkpoint}",
+                    flush=True,
+                )
             exit_stopped(stopped)
         if self.measurement or not self.is_main:
             return
@@ -115,9 +127,14 @@ class Run:
         print("             # or evaluate.py, predict.py, export.py")
         evaluations = read_evaluations(self.output)
         marked = (folder / BEST).resolve()  # of a branch, not what it came from
-        best = next((record for record in evaluations if checkpoint_path(folder, record["step"]) == marked), None)
+        best = next(
+            (record for record in evaluations if checkpoint_path(folder, record["step"]) == marked),
+            None,
+        )
         if best and best["step"] != evaluations[-1]["step"]:
-            print(f"best         top1 {best['top1']:.4f} at step {best['step']} (checkpoints/{BEST})")
+            print(
+                f"best         top1 {best['top1']:.4f} at step {best['step']} (checkpoints/{BEST})"
+            )
         print(f"top1={evaluations[-1]['top1']:.4f}" if evaluations else "top1=?", flush=True)
 
 
@@ -135,7 +152,11 @@ def write_start(output: Path, about: dict[str, Any], start_from: Path | None) ->
         own_file(partial).write_text(json.dumps(about, indent=2, default=str) + "\n")
         partial.replace(output / CONFIG)
         metrics = b"" if start_from is None else (start_from / METRICS).read_bytes()
-        whole = metrics.rfind(b"\n") + 1  # a disk that was full may have taken part of the last line
+        whole = (
+            metrics.rfind(b"\n") + 1
+        )  # a disk that was full may have taken part of the last line
         own_file(output / METRICS).write_bytes(metrics[:whole])
     except OSError as error:
-        raise UserError(f"--output {output}: cannot be written ({error.strerror}); choose another") from error
+        raise UserError(
+            f"--output {output}: cannot be written ({error.strerror}); choose another"
+        ) from error

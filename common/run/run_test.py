@@ -16,14 +16,19 @@ next         python {ROOT}/scripts/report.py 'a run'
 """
 
 
-def test_a_run_ends_with_commands_for_the_shell_and_its_best_evaluation(tmp_path, capsys, monkeypatch):
+def test_a_run_ends_with_commands_for_the_shell_and_its_best_evaluation(
+    tmp_path, capsys, monkeypatch
+):
     output = tmp_path / "a run"
     (output / "wandb" / "offline-run-1").mkdir(parents=True)
     (output / "checkpoints" / "step-00000001").mkdir(parents=True)
     (output / "checkpoints" / "step-00000001" / "COMPLETE").touch()
     (output / "checkpoints" / "best").symlink_to("step-00000001")
     monkeypatch.chdir(tmp_path)
-    origin, last = (FIGURES.replace('"step": 1', f'"step": {n}').replace("0.5", f"{0.75 - 0.25 * n}") for n in (0, 2))
+    origin, last = (
+        FIGURES.replace('"step": 1', f'"step": {n}').replace("0.5", f"{0.75 - 0.25 * n}")
+        for n in (0, 2)
+    )
     with launched():
         for lines in ("", FIGURES, f"{origin}\n{FIGURES}\n{last}\n"):  # the last is of a branch
             (output / "metrics.jsonl").write_text(lines)

@@ -51,10 +51,17 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
             _print_plan(args, prepared, task)
         return None
     AT_END.callback(stop_signals.restore)
-    EXPLAIN[1:] = [lambda error: explain_out_of_memory(error, config, prepared.plan), explain_compiler]
+    EXPLAIN[1:] = [
+        lambda error: explain_out_of_memory(error, config, prepared.plan),
+        explain_compiler,
+    ]
     stop_signals.install("TORCHELASTIC_RUN_ID" in os.environ, progress, config["TIMEOUT"])
     start(launch, config)
-    output = Path(args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem).expanduser().resolve()
+    output = (
+        Path(args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem)
+        .expanduser()
+        .resolve()
+    )
     AT_END.callback(remove_unused, output)
     start_from, finished = ask_first_rank(lambda: find_start(output, args, prepared))
     if finished:
@@ -67,23 +74,39 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
     if steps := args.find_lr or args.profile:
         measurement = (LearningRateFinder if args.find_lr else ProfilerHook)(output, steps, is_main)
         steps = measurement.total_steps  # from the first step, over as many epochs as needed
-        plan = replace(plan, epochs=steps, last_step=steps, total_steps=max(steps, plan.total_steps))
-    about = {"name": Path(args.config).stem, "task": task.name, "config": config, "plan": asdict(plan)}
+        plan = replace(
+            plan, epochs=steps, last_step=steps, total_steps=max(steps, plan.total_steps)
+        )
+    about = {
+        "name": Path(args.config).stem,
+        "task": task.name,
+        "config": config,
+        "plan": asdict(plan),
+    }
     about |= {"data": asdict(prepared.data), **describe_run(argv)}  # pyright: ignore[reportArgumentType]
     about |= ask_first_rank(lambda: note_start(about, start_from))
     if is_main:
-        _announce(args.config, prepared._replace(plan=plan), reading, measurement.announcement if measurement else "")
+        _announce(
+            args.config,
+            prepared._replace(plan=plan),
+            reading,
+            measurement.announcement if measurement else "",
+        )
     return Run(plan, output, is_main, about, start_from, measurement)
 
 
-def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tuple[Path | None, str]:
+def find_start(
+    output: Path, args: argparse.Namespace, prepared: Prepared
+) -> tuple[Path | None, str]:
     """Lock ``output``; return the checkpoint to resume from or None, and why there is nothing to train or "".
 
     Raises `UserError` if the run cannot be resumed this way, before it changes any file; only a checkpoint whose
     replacement was interrupted is put back.
     """
     config, plan, data, _ = prepared
-    if args.resume in (AUTO, NEVER) and not (output / CONFIG).exists():  # an existing run is past its INIT
+    if (
+        args.resume in (AUTO, NEVER) and not (output / CONFIG).exists()
+    ):  # an existing run is past its INIT
         check_init(config, args.resume)
     lock_folder(output)
     if args.find_lr or args.profile:
@@ -93,9 +116,14 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tu
         check_data(path, data, args.allow_change)  # pyright: ignore[reportArgumentType]
         check_changes(path, config, output, args.allow_change, plan.last_step)
         longer = "MAX_STEPS" if plan.last_step < plan.total_steps else "NUM_EPOCHS"
-        if path.is_relative_to(output) and (step := finished_step(path, plan.last_step)) is not None:
+        if (
+            path.is_relative_to(output)
+            and (step := finished_step(path, plan.last_step)) is not None
+        ):
             unlock_folder(output)
-            top1 = next((f"{record['top1']:.4f}" for record in reversed(read_evaluations(output))), "?")
+            top1 = next(
+                (f"{record['top1']:.4f}" for record in reversed(read_evaluations(output))), "?"
+            )
             return path, (
                 f"{output}: this run is finished, at step {step} with top1={top1}; nothing "
                 f"was trained. Extend it with --set {longer}=N (now {config[longer]}), or start another with "
@@ -103,9 +131,12 @@ def find_start(output: Path, args: argparse.Namespace, prepared: Prepared) -> tu
             )
         is_branch = not path.is_relative_to(output)
         if (step := read_trainer_state(path)["trainer"]["step"]) + is_branch > plan.last_step:
-            raise UserError(f"{longer}={config[longer]} ends at step {plan.last_step}, {path} is at {step}: raise it")
+            raise UserError(
+                f"{longer}={config[longer]} ends at step {plan.last_step}, {path} is at {step}: raise it"
+            )
     elif (output / CONFIG).exists() and any(
-        record["step"] >= read_about(output, RunInfo)["plan"]["last_step"] for record in read_evaluations(output)
+        record["step"] >= read_about(output, RunInfo)["plan"]["last_step"]
+        for record in read_evaluations(output)
     ):
         raise UserError(
             f"{output} holds a finished run without checkpoints, whose record would be overwritten; choose another "
@@ -132,10 +163,17 @@ def choose_order(prepared: Prepared, start_from: Path | None = None) -> tuple[st
         order = "blocks" if is_large and data.is_shuffled else "random"
         does = "exceed" if is_large else "fit into"
         why = f"since {_size(data.shard_bytes)} of training shards {does} the {_size(memory)} of memory"
-        why += " but are sorted by class: prepare them again for large reads" if is_large and order == "random" else ""
+        why += (
+            " but are sorted by class: prepare them again for large reads"
+            if is_large and order == "random"
+            else ""
+        )
     if order == "random":
         return order, f"in random order, {why}"
-    held = min(data.shard_bytes, window_bytes(1e6 * options["block"], options["window"], plan.data_parallel))
+    held = min(
+        data.shard_bytes,
+        window_bytes(1e6 * options["block"], options["window"], plan.data_parallel),
+    )
     return order, f"in blocks, {why}; holding up to {_size(held)} of them per process"
 
 
@@ -149,7 +187,11 @@ def _print_plan(args: argparse.Namespace, prepared: Prepared, task: Task) -> Non
     if data:
         notes |= {"classes": spare_classes(config, data), "reading": choose_order(prepared)[1]}
     elif root := named_root(config):
-        why = "not read, as DATA.download may write to it" if config["DATA"]["download"] else "not on this machine"
+        why = (
+            "not read, as DATA.download may write to it"
+            if config["DATA"]["download"]
+            else "not on this machine"
+        )
         notes["data"] = f"{root} is {why}: times assume {task.train_samples:,} images"
     cluster = parse_cluster(args, DECODE[task.loader or config["DATA"]["loader"]])
     is_compared = args.gpus is not None
@@ -160,7 +202,11 @@ def _announce(name: str, prepared: Prepared, reading: str, doing: str) -> None:
     """Print what starts, and warn of what may not be meant."""
     config, plan, data, precision = prepared
     assert data is not None
-    for warning in (explain_cpu(config, plan.total_batch, plan.gpus), spare_classes(config, data), precision.warning):
+    for warning in (
+        explain_cpu(config, plan.total_batch, plan.gpus),
+        spare_classes(config, data),
+        precision.warning,
+    ):
         if warning:
             print_wrapped(warning, is_warning=True)
     root, ignored = config["DATA"]["root"], os.environ.get("DATA")
@@ -170,7 +216,8 @@ def _announce(name: str, prepared: Prepared, reading: str, doing: str) -> None:
         f"{name}: {data.train_samples:,} training and {data.eval_samples:,} evaluation images, "
         f"{data.num_classes} classes",
         data.validation and f"validation: {data.validation}",
-        is_ignored and f"DATA={ignored} in the environment is not used, because the config sets DATA.root={root}",
+        is_ignored
+        and f"DATA={ignored} in the environment is not used, because the config sets DATA.root={root}",
         f"global batch {plan.batch_formula('GPU' if torch.cuda.is_available() else 'process')}",
         f"{plan.last_step:,} of {plan.total_steps:,} steps, {plan.steps_per_epoch:,} per epoch",
         f"{config['OPTIMIZER']['name']}, learning rate {config['LEARNING_RATE']} after {plan.warmup_steps:,} steps of "
@@ -205,7 +252,9 @@ def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int) -> 
     model, why = config["MODEL"], ""
     if any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         why = f": torch, built for CUDA {torch.version.cuda}, cannot use the GPU: see Requirements in README.md"
-    seconds = total_batch / peak_images_per_s(model, config["fp16"], processes, torch.device("cpu"), config["FREEZE"])
+    seconds = total_batch / peak_images_per_s(
+        model, config["fp16"], processes, torch.device("cpu"), config["FREEZE"]
+    )
     if seconds < 1:
         return why and f"warning: training on the CPU{why}"
     duration = f"{seconds:.2g} s" if seconds < 100 else f"{seconds / 60:,.0f} min"

@@ -24,13 +24,18 @@ STARTED = (  # no more samples a batch than there are, as --dry-run says
 
 
 def start(data: Path, output: Path, *settings: str) -> Ended:
-    return run_forked(lambda words: train(data, output, "MAX_STEPS=1", f"OUTPUT={output}.unused", *words), settings)
+    return run_forked(
+        lambda words: train(data, output, "MAX_STEPS=1", f"OUTPUT={output}.unused", *words),
+        settings,
+    )
 
 
 def test_the_first_lines_name_what_is_set_within_80_columns(data, tmp_path):
     keys = ("OPTIMIZER.layer_decay=0.5", "zero=dict(stage=3)", "MODEL.num_classes=9", "EMA=0.99")
     whole = start(data, tmp_path / "whole", *keys)
-    head = start(data, tmp_path / "head", f"INIT={tmp_path / 'whole'}", "FREEZE=body", "MICRO_BATCH_SIZE=64")
+    head = start(
+        data, tmp_path / "head", f"INIT={tmp_path / 'whole'}", "FREEZE=body", "MICRO_BATCH_SIZE=64"
+    )
     said = [
         "OPTIMIZER.layer_decay: learning rate x 0.5^3 = 0.12 (embeddings) to 1 (head)",
         "EMA: evaluation uses averages over about 100 steps; evaluate.py --raw uses the weights",
@@ -38,7 +43,9 @@ def test_the_first_lines_name_what_is_set_within_80_columns(data, tmp_path):
         "warning: MODEL.num_classes=9 is more than the data set's 7 classes; None takes as many as it has",
     ]
     for ended, lines in ((whole, said), (head, [STARTED, "a new head of 7 classes, not its 9"])):
-        printed = [line for line in (ended.stdout + ended.stderr).splitlines() if str(tmp_path) not in line]
+        printed = [
+            line for line in (ended.stdout + ended.stderr).splitlines() if str(tmp_path) not in line
+        ]
         assert all(line in " ".join(" ".join(printed).split()) for line in lines)
         assert max(map(len, (line for line in printed if "loss=" not in line))) <= 80
     (first,) = json.loads((tmp_path / "head" / "config.json").read_text())["starts"]
@@ -59,7 +66,10 @@ def test_what_this_machine_lacks_is_refused_by_a_start_only(data, tmp_path):
     refused = run_forked(lambda flags: train(data, *huge, flags=flags), code=2)
     assert (refused.stderr.count("\n"), "GB here" in refused.stderr) == (1, True)
     shown = run_forked(lambda flags: train(data, *huge, flags=flags), ["--dry-run"]).words
-    assert "70 training, 45 evaluation images, 7 classes steps 5 per epoch x 2 = 10, 0 of warm-up" in shown
+    assert (
+        "70 training, 45 evaluation images, 7 classes steps 5 per epoch x 2 = 10, 0 of warm-up"
+        in shown
+    )
     assert " does not fit in the usable 72 GB (90%) of a GPU with 80 GB: lower" in shown
     assert " 2 epochs of 70 images: " in shown
     assert not (tmp_path / "run").exists()
@@ -71,7 +81,9 @@ def test_numbers_of_gpus_are_at_least_1(capsys):
     assert "error: argument --gpus: 0: expected an integer >= 1\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "key"), [(["--help-config", "fp16"], "fp16.dtype"), (["--help-config"], "MIXUP: ")])
+@pytest.mark.parametrize(
+    ("words", "key"), [(["--help-config", "fp16"], "fp16.dtype"), (["--help-config"], "MIXUP: ")]
+)
 def test_help_on_the_config_needs_no_config(words, key, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="^0$"):
@@ -122,14 +134,21 @@ def test_data_root_comes_from_the_config_else_from_the_environment(tmp_path, mon
     def find(root, download=""):
         return data_root({"DATA": {"root": root, "download": False}}, download)
 
-    with pytest.raises(UserError, match="DATA.root is not set: .*DATA.download=True too, Digits is fetched"):
+    with pytest.raises(
+        UserError, match="DATA.root is not set: .*DATA.download=True too, Digits is fetched"
+    ):
         find(None, "Digits")
     monkeypatch.setenv("DATA", str(tmp_path))
-    with pytest.raises(UserError, match=r"is empty \(it is /.*\): .* \(--set DATA.download=True fetches Digits\)$"):
+    with pytest.raises(
+        UserError, match=r"is empty \(it is /.*\): .* \(--set DATA.download=True fetches Digits\)$"
+    ):
         find(None, "Digits")
     (tmp_path / "train").mkdir()
     assert find(None) == str(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path.parent))
     assert find(f"~/{tmp_path.name}") == str(tmp_path)
-    with pytest.raises(UserError, match=r"=absent is not a folder \(it is /.*/absent\): .* \(python -m imagenet_dali"):
+    with pytest.raises(
+        UserError,
+        match=r"=absent is not a folder \(it is /.*/absent\): .* \(python -m imagenet_dali",
+    ):
         find("absent")

@@ -45,7 +45,10 @@ def test_a_worker_that_is_killed_ends_the_run(data, tmp_path):
     output = tmp_path / "run"
 
     def main(argv: list[str]) -> None:
-        when_training(output, lambda: os.kill(max(p.pid for p in multiprocessing.active_children()), signal.SIGKILL))
+        when_training(
+            output,
+            lambda: os.kill(max(p.pid for p in multiprocessing.active_children()), signal.SIGKILL),
+        )
         train(data, output, *WORKERS, "NUM_EPOCHS=2000", "CHECKPOINT_EVERY=1")
 
     *_, line = run_forked(main, code=2).stderr.splitlines()

@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from common.checkpoint.content import CONFIG, METRICS, MODEL, OPTIMIZER, RANDOM, TRAINER, read_trainer_state
+from common.checkpoint.content import (
+    CONFIG,
+    METRICS,
+    MODEL,
+    OPTIMIZER,
+    RANDOM,
+    TRAINER,
+    read_trainer_state,
+)
 from common.checkpoint.save import Tensors, newest_checkpoint
 from common.config.load import load_config
 from common.config.plan import DataSummary, build_plan
@@ -16,16 +24,31 @@ from common.metrics.curves import read_metrics
 from common.model.build import build_on_meta, state_shapes
 from common.optim.build import state_names
 
-SETTINGS = ["MODEL=dict(image_size=8, patch_size=4, width=8, depth=1, heads=2, mlp_ratio=2.0, num_classes=3)"]
+SETTINGS = [
+    "MODEL=dict(image_size=8, patch_size=4, width=8, depth=1, heads=2, mlp_ratio=2.0, num_classes=3)"
+]
 SETTINGS += ["NUM_EPOCHS=5", "WARMUP_EPOCHS=0", "TOTAL_BATCH_SIZE=16", "DATA.root=a", "fp16=None"]
-MEASURED = ("time", "samples_per_s", "data_wait", "forward_s", "backward_s", "peak_memory_gb", "mfu")
+MEASURED = (
+    "time",
+    "samples_per_s",
+    "data_wait",
+    "forward_s",
+    "backward_s",
+    "peak_memory_gb",
+    "mfu",
+)
 
 
 def build_about(*settings: str) -> dict[str, Any]:
     """Return what config.json of a run with these settings holds."""
     config = load_config("quickstart", [*SETTINGS, *settings])
     data = DataSummary(61, 10, 3, fingerprint="same", class_names=("a", "b", "c"))
-    about = {"name": "tiny", "task": "", "config": config, "plan": asdict(build_plan(config, 1, data))}
+    about = {
+        "name": "tiny",
+        "task": "",
+        "config": config,
+        "plan": asdict(build_plan(config, 1, data)),
+    }
     about |= {"data": asdict(data), **describe_run([]), "starts": [{"step": 0, "dtype": "float32"}]}
     return json.loads(json.dumps(about, default=str))
 
@@ -63,5 +86,7 @@ def read_result(output: Path) -> dict[str, Any]:
     last = newest_checkpoint(output / "checkpoints")
     assert last, f"{output}: no checkpoint"
     files = {file.name: file.read_bytes() for file in last.glob("*.safetensors")}
-    records = [{k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(output)]
+    records = [
+        {k: v for k, v in record.items() if k not in MEASURED} for record in read_metrics(output)
+    ]
     return files | {TRAINER: read_trainer_state(last), METRICS: records}

@@ -36,13 +36,17 @@ TIMEOUT = 240.0  # seconds
 
 
 @contextmanager
-def forked(main: Main, argv: Sequence[object] = (), **environ: str) -> Iterator[tuple[BaseProcess, Path, Path]]:
+def forked(
+    main: Main, argv: Sequence[object] = (), **environ: str
+) -> Iterator[tuple[BaseProcess, Path, Path]]:
     """Run ``main(argv)`` as its script does, in a forked process; yield it and the files of its stdout and stderr."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
         for path in outputs:
             path.touch()
-        process = multiprocessing.get_context("fork").Process(target=_run, args=(main, argv, outputs, environ))
+        process = multiprocessing.get_context("fork").Process(
+            target=_run, args=(main, argv, outputs, environ)
+        )
         process.start()
         try:
             yield process, *outputs
@@ -61,10 +65,14 @@ def run_forked(main: Main, argv: Sequence[object] = (), code: int = 0, **environ
     return Ended(out, err)
 
 
-def _run(main: Main, argv: Sequence[object], outputs: Sequence[Path], environ: Mapping[str, str]) -> None:
+def _run(
+    main: Main, argv: Sequence[object], outputs: Sequence[Path], environ: Mapping[str, str]
+) -> None:
     for descriptor, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY), descriptor)
-    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
+    sys.stdout, sys.stderr = (
+        os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2)
+    )
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
     os.environ.update(environ)
     try:
@@ -75,7 +83,9 @@ def _run(main: Main, argv: Sequence[object], outputs: Sequence[Path], environ: M
 
 def run_python(program: str, *words: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run the text of a program in a new Python, by `subprocess.run`."""
-    return subprocess.run([sys.executable, "-c", program, *map(str, words)], capture_output=True, text=True, **options)
+    return subprocess.run(
+        [sys.executable, "-c", program, *map(str, words)], capture_output=True, text=True, **options
+    )
 
 
 def in_words(*settings: str) -> list[str]:
@@ -101,7 +111,11 @@ def has_ended(pid: int) -> bool:
 
 def read_folder(folder: Path) -> dict[str, bytes]:
     """Return the content of every file in a folder, by its path in there."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def copy_working_tree(root: Path, folder: Path) -> Path:

@@ -53,18 +53,26 @@ def local_slurm() -> Iterator[dict[str, str]]:
         folder.chmod(0o755)  # munged requires a socket folder that others can enter
         environ = {"SLURM_CONF": str(_write_configuration(folder))}
         for program, arguments in {
-            "munged": [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+            "munged": [
+                f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")
+            ]
             + ["--foreground", f"--socket={folder}/munge.socket"],
             "slurmctld": ["-D", "-c"],
             "slurmd": ["-D", "-N", NODE],
         }.items():
             out = stack.enter_context((folder / f"{program}.out").open("wb"))
-            daemon = subprocess.Popen([program, *arguments], stdout=out, stderr=out, env=os.environ | environ)
+            daemon = subprocess.Popen(
+                [program, *arguments], stdout=out, stderr=out, env=os.environ | environ
+            )
             stack.enter_context(daemon)
             stack.callback(daemon.terminate)
             if program == "munged":
                 wait_until((folder / "munge.socket").exists)
-        wait_until(lambda: _ask(environ, "sinfo", "--noheader", "--format=%T", "--partition=main") == "idle")
+        wait_until(
+            lambda: (
+                _ask(environ, "sinfo", "--noheader", "--format=%T", "--partition=main") == "idle"
+            )
+        )
         try:
             yield environ
         finally:
@@ -77,11 +85,16 @@ def _write_configuration(folder: Path) -> Path:
         (folder / name).mkdir()
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
-    host, ports = socket.gethostname().partition(".")[0], dict(controller_port=free_port(), node_port=free_port())
+    host, ports = (
+        socket.gethostname().partition(".")[0],
+        dict(controller_port=free_port(), node_port=free_port()),
+    )
     path = folder / "slurm.conf"
     path.write_text(CONFIGURATION.format(folder=folder, host=host, node=NODE, **ports))
     return path
 
 
 def _ask(environ: dict[str, str], *command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environ).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | environ
+    ).stdout.strip()

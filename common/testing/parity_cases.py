@@ -36,13 +36,27 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero 1 x 1d-2": (4, tensor_parallel("1d", 2) | {"zero": {"stage": 1}}),
     "zero 3 x 1d-2": (4, tensor_parallel("1d", 2) | {"zero": {"stage": 3}}),
 }
-MODEL = {"image_size": 16, "patch_size": 4, "width": 32, "depth": 2, "heads": 4, "mlp_ratio": 2.0, "num_classes": 8}
+MODEL = {
+    "image_size": 16,
+    "patch_size": 4,
+    "width": 32,
+    "depth": 2,
+    "heads": 4,
+    "mlp_ratio": 2.0,
+    "num_classes": 8,
+}
 MICRO_BATCH, ACCUMULATION, STEPS = 16, 2, 2  # of all data-parallel ranks together
 MAX_NORM = 0.3
 launched_clipping = partial(launched, clip_grad_norm=MAX_NORM, gradient_accumulation=ACCUMULATION)
 OPTIMIZERS = {
     "adamw": {"learning_rate": 2e-3, "weight_decay": 0.1, "layer_decay": 0.65},
-    "lamb": {"learning_rate": 1e-2, "weight_decay": 0.1, "layer_decay": 0.65, "decay_all": False, "max_grad_norm": 0.1},
+    "lamb": {
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "layer_decay": 0.65,
+        "decay_all": False,
+        "max_grad_norm": 0.1,
+    },
     "muon": {"learning_rate": 2e-3, "weight_decay": 0.1, "layer_decay": 0.65},
     "sgd": {"learning_rate": 0.5, "weight_decay": 0.01, "layer_decay": 0.65},
 }
@@ -91,11 +105,17 @@ class Losses(BaseHook):
 
 
 def build_engine(
-    optimizer_name: str, criterion: Callable[..., Tensor] = blended_loss, frozen: str | None = None, **arguments: Any
+    optimizer_name: str,
+    criterion: Callable[..., Tensor] = blended_loss,
+    frozen: str | None = None,
+    **arguments: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer, Engine]:
     """Build model, optimizer and engine in the mode of the launch."""
     options = dict(OPTIMIZERS[optimizer_name], name=optimizer_name)
-    rates = {"LEARNING_RATE": options.pop("learning_rate"), "WEIGHT_DECAY": options.pop("weight_decay")}
+    rates = {
+        "LEARNING_RATE": options.pop("learning_rate"),
+        "WEIGHT_DECAY": options.pop("weight_decay"),
+    }
     config = {"FREEZE": frozen, "OPTIMIZER": options, **rates}
     return build_training(config, criterion, model=build_tiny_model(**arguments))[:3]
 

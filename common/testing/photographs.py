@@ -9,15 +9,21 @@ from PIL import Image
 DIFFERENT = 64  # JPEGs; more are links to them
 
 
-def write_photographs(folder: Path, names: Sequence[str], count: int, width: int, height: int) -> Path:
+def write_photographs(
+    folder: Path, names: Sequence[str], count: int, width: int, height: int
+) -> Path:
     """Write ``count`` JPEGs into ``folder/<name>/``, one after another into each; return ``folder``."""
     random = np.random.default_rng(0)
-    paths = [folder / names[number % len(names)] / f"image_{number:05d}.jpg" for number in range(count)]
+    paths = [
+        folder / names[number % len(names)] / f"image_{number:05d}.jpg" for number in range(count)
+    ]
     for number, path in enumerate(paths):
         path.parent.mkdir(parents=True, exist_ok=True)
         if number < DIFFERENT:
             coarse = random.integers(0, 256, (height // 8, width // 8, 3), np.uint8)
-            smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), np.int16)
+            smooth = np.asarray(
+                Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), np.int16
+            )
             pixels = (smooth + random.integers(-12, 13, smooth.shape)).clip(0, 255).astype(np.uint8)
             Image.fromarray(pixels).save(path, quality=85)
         else:
@@ -25,7 +31,9 @@ def write_photographs(folder: Path, names: Sequence[str], count: int, width: int
     return folder
 
 
-def write_colours(folder: Path, count: int, height: int, width: int, kind: str = "png", seed: int = 0) -> Path:
+def write_colours(
+    folder: Path, count: int, height: int, width: int, kind: str = "png", seed: int = 0
+) -> Path:
     """Write noisy red, green and blue images as ``folder/{r,g,b}/<number>.<kind>``; return ``folder``."""
     noise = np.random.default_rng(seed)
     for number in range(count):

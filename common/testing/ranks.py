@@ -66,7 +66,9 @@ def import_once() -> None:
         importlib.import_module(name)
 
 
-def _run_rank(sender: Connection, rank: int, world_size: int, port: int, work: Callable[[], Any]) -> None:
+def _run_rank(
+    sender: Connection, rank: int, world_size: int, port: int, work: Callable[[], Any]
+) -> None:
     for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMIX_"))]:
         del os.environ[name]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
@@ -76,7 +78,9 @@ def _run_rank(sender: Connection, rank: int, world_size: int, port: int, work: C
         answer = (work(), None)
     except BaseException:
         answer = (None, traceback.format_exc())
-    sender.send_bytes(pickle.dumps(answer))  # by value: send() would share the tensors' memory with a process that ends
+    sender.send_bytes(
+        pickle.dumps(answer)
+    )  # by value: send() would share the tensors' memory with a process that ends
 
 
 def _collect(pending: dict[Connection, int]) -> list[Any]:

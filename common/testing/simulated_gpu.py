@@ -32,7 +32,14 @@ from common.launch.signals import stop_signals
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
 # the host needs their result, or its shape
-WAITING = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten.bincount, aten._unique2}
+WAITING = {
+    aten._local_scalar_dense,
+    aten.equal,
+    aten.nonzero,
+    aten.masked_select,
+    aten.bincount,
+    aten._unique2,
+}
 COPYING = {aten.copy_, aten._to_copy}
 INDEXING = {aten.index, aten.index_put, aten.index_put_}
 Waits = dict[str, set[int]]  # "file:function", and the lines there
@@ -43,7 +50,9 @@ class GpuTensor(Tensor):
 
     @staticmethod
     def __new__(cls, raw):
-        place = dict(strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype, device=CUDA)
+        place = dict(
+            strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype, device=CUDA
+        )
         return Tensor._make_wrapper_subclass(cls, raw.shape, **place)
 
     def __init__(self, raw):
@@ -126,25 +135,39 @@ class SimulatedGpu(TorchDispatchMode):
         return "cpu" if group and group.group_name in self.cpu_groups else "cuda"
 
     def _check_collective(self, function, leaves):
-        (group,) = (leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf))
+        (group,) = (
+            leaf
+            for leaf in leaves
+            if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf)
+        )
         device = self.device_of(dist.ProcessGroup.unbox(group))
         for tensor in leaves:
-            if isinstance(tensor, Tensor) and not (tensor.device.type == device and tensor.is_contiguous()):
-                raise RuntimeError(f"{function} on {device}: a tensor on {tensor.device}, strides {tensor.stride()}")
+            if isinstance(tensor, Tensor) and not (
+                tensor.device.type == device and tensor.is_contiguous()
+            ):
+                raise RuntimeError(
+                    f"{function} on {device}: a tensor on {tensor.device}, strides {tensor.stride()}"
+                )
 
 
 def _check_devices(function, leaves):
-    others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, GpuTensor)]
+    others = [
+        leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, GpuTensor)
+    ]
     if torch.Tag.pointwise in function.tags:  # such kernels take a single number as an argument
         others = [tensor for tensor in others if tensor.ndim]
     if others and function._overloadpacket not in COPYING | INDEXING:
-        raise RuntimeError(f"{function}: tensors on cuda:0, and one of shape {tuple(others[0].shape)} on the CPU")
+        raise RuntimeError(
+            f"{function}: tensors on cuda:0, and one of shape {tuple(others[0].shape)} on the CPU"
+        )
 
 
 def _has_to_wait(packet, args, kwargs, to_gpu):
     if packet in INDEXING:
         indices = [index for index in args[1] if index is not None]
-        return any(i.dtype == torch.bool or (i.ndim and not isinstance(i, GpuTensor)) for i in indices)
+        return any(
+            i.dtype == torch.bool or (i.ndim and not isinstance(i, GpuTensor)) for i in indices
+        )
     if packet not in COPYING:
         return packet in WAITING
     source, *is_async = args[1:] if packet is aten.copy_ else args
@@ -170,20 +193,37 @@ def _swap(swap_tensors, old, new):
 
 def _move(parameters, buffers, device):
     for tensor in (*parameters, *buffers):
-        torch.utils.swap_tensors(tensor, nn.Parameter(tensor.detach().to(device), tensor.requires_grad))
+        torch.utils.swap_tensors(
+            tensor, nn.Parameter(tensor.detach().to(device), tensor.requires_grad)
+        )
 
 
 def simulate_gpu() -> SimulatedGpu:
     """Give this process, which must be a forked one, a simulated GPU to its end."""
-    assert multiprocessing.parent_process(), "the simulation cannot be undone: start it in a process of run_ranks"
+    assert multiprocessing.parent_process(), (
+        "the simulation cannot be undone: start it in a process of run_ranks"
+    )
     gpu, stream, event, name = SimulatedGpu(), mock.MagicMock(), mock.MagicMock(), "NVIDIA H200"
     stream.synchronize = event.synchronize = gpu.wait
     event.elapsed_time.return_value = 1.0
-    answers = dict(is_available=True, is_initialized=True, device_count=8, current_device=0, set_device=None)
-    answers |= dict(get_device_name=name, get_device_capability=(9, 0), is_bf16_supported=True, _lazy_init=None)
-    answers |= dict(get_device_properties=SimpleNamespace(total_memory=1 << 37, name=name), max_memory_allocated=0)
+    answers = dict(
+        is_available=True, is_initialized=True, device_count=8, current_device=0, set_device=None
+    )
+    answers |= dict(
+        get_device_name=name, get_device_capability=(9, 0), is_bf16_supported=True, _lazy_init=None
+    )
+    answers |= dict(
+        get_device_properties=SimpleNamespace(total_memory=1 << 37, name=name),
+        max_memory_allocated=0,
+    )
     answers |= dict(is_current_stream_capturing=False, reset_peak_memory_stats=None)
-    answers |= dict(Stream=stream, current_stream=stream, stream=nullcontext(), device=nullcontext(), Event=event)
+    answers |= dict(
+        Stream=stream,
+        current_stream=stream,
+        stream=nullcontext(),
+        device=nullcontext(),
+        Event=event,
+    )
     for key, value in answers.items():
         setattr(torch.cuda, key, lambda *_, value=value, **__: value)
     generator, new_generator, init_group = gpu.generator, torch.Generator, dist.init_process_group
@@ -202,10 +242,14 @@ def simulate_gpu() -> SimulatedGpu:
     _fsdp_param.FSDPParam.reset_sharded_param = lambda _: None  # pads a Tensor's subclass anew
     torch.__future__.set_swap_module_params_on_conversion(True)
     torch.autograd.set_multithreading_enabled(False)  # a fork does not copy its threads
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device) copies by an operation that is seen
+    torch._C._set_only_lift_cpu_tensors(
+        True
+    )  # torch.tensor(..., device) copies by an operation that is seen
     _let_autograd_run()
     gpu.__enter__()
-    loader.ThreadPoolExecutor = partial(ThreadPoolExecutor, initializer=gpu.__enter__)  # a mode is of one thread
+    loader.ThreadPoolExecutor = partial(
+        ThreadPoolExecutor, initializer=gpu.__enter__
+    )  # a mode is of one thread
     return gpu
 
 
@@ -226,9 +270,15 @@ def _let_autograd_run():
     get_hooks = library["_ZN2at6detail12getCUDAHooksEv"]  # at::detail::getCUDAHooks
     get_hooks.restype = ctypes.POINTER(ctypes.c_void_p)
     hooks, size = get_hooks(), 80
-    table = (ctypes.c_void_p * size).from_buffer_copy((ctypes.c_void_p * size).from_address(hooks[0] - 16))
-    answer = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int8)(lambda hooks, index: False)
-    table[2 + 4] = ctypes.cast(answer, ctypes.c_void_p)  # hasPrimaryContext, in ATen/detail/AcceleratorHooksInterface.h
+    table = (ctypes.c_void_p * size).from_buffer_copy(
+        (ctypes.c_void_p * size).from_address(hooks[0] - 16)
+    )
+    answer = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int8)(
+        lambda hooks, index: False
+    )
+    table[2 + 4] = ctypes.cast(
+        answer, ctypes.c_void_p
+    )  # hasPrimaryContext, in ATen/detail/AcceleratorHooksInterface.h
     hooks[0] = ctypes.addressof(table) + 16
     _let_autograd_run.kept = table, answer  # which C++ points to
     torch._C._ensureCUDADeviceGuardSet()

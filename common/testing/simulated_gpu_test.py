@@ -50,15 +50,26 @@ def losses(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 def train(data: Path, output: Path, *settings: str) -> Waits:
     """Train on a simulated GPU; return where the host has waited."""
-    gpu, curves.draw_curves = simulate_gpu(), lambda *_: None  # drawing takes longer than training here
+    gpu, curves.draw_curves = (
+        simulate_gpu(),
+        lambda *_: None,
+    )  # drawing takes longer than training here
     tiny_task.train(data, output, *SETTINGS, *settings)
     return gpu.waits
 
 
-@pytest.mark.parametrize(("dtype", "optimizer"), [("", "adamw"), ("bfloat16", "lamb"), ("float16", "sgd")])
+@pytest.mark.parametrize(
+    ("dtype", "optimizer"), [("", "adamw"), ("bfloat16", "lamb"), ("float16", "sgd")]
+)
 def test_a_run_waits_where_it_may_and_resumes(dtype, optimizer, data, tmp_path):
     precision = f"fp16=dict(mode=AMP_TYPE.TORCH, dtype={dtype!r})" if dtype else "fp16=None"
-    settings = [precision, f"OPTIMIZER.name={optimizer!r}", "MODEL.dropout=0.1", "EMA=0.9", "NUM_EPOCHS=6"]
+    settings = [
+        precision,
+        f"OPTIMIZER.name={optimizer!r}",
+        "MODEL.dropout=0.1",
+        "EMA=0.9",
+        "NUM_EPOCHS=6",
+    ]
     (waits,) = run_ranks(1, train, data, tmp_path / "whole", *settings)
     run_ranks(1, train, data, tmp_path / "pieces", *settings, "MAX_STEPS=6")
     (resumed,) = run_ranks(1, train, data, tmp_path / "pieces", *settings)
@@ -67,24 +78,37 @@ def test_a_run_waits_where_it_may_and_resumes(dtype, optimizer, data, tmp_path):
     unseen = {"common/colossal/zero.py:_shard_data_parallel"}
     assert dtype != "float16" or waits.keys() | unseen == ALLOWED
     whole, found = (read_result(tmp_path / name) for name in ("whole", "pieces"))
-    assert [file for file in whole if found[file] != whole[file]] == ["metrics.jsonl"]  # one more evaluation
+    assert [file for file in whole if found[file] != whole[file]] == [
+        "metrics.jsonl"
+    ]  # one more evaluation
 
 
 @pytest.mark.parametrize(
-    "mode", ["1d-2", "zero 3", slow("2d-4"), slow("2.5d-4"), "3d-8", slow("zero 1"), slow("zero 1 x 1d-2")]
+    "mode",
+    ["1d-2", "zero 3", slow("2d-4"), slow("2.5d-4"), "3d-8", slow("zero 1"), slow("zero 1 x 1d-2")],
 )
 def test_a_mode_trains_on_groups_of_nccl_as_one_process_does(mode, losses, data, tmp_path):
     gpus, options = CASES[mode]
     settings = ["EMA=0.9", *(f"{key}={value}" for key, value in options.items())]
     waits, *_ = run_ranks(gpus, train, data, tmp_path / "run", *settings)
     assert not waits.keys() - ALLOWED, waits
-    assert [record["loss"] for record in curves.read_metrics(tmp_path / "run")] == pytest.approx(losses, rel=1e-5)
+    assert [record["loss"] for record in curves.read_metrics(tmp_path / "run")] == pytest.approx(
+        losses, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("mode", ["const", "pixel"])
 def test_loaders_and_augmentation_do_not_wait_after_the_first_batch(mode, data):
-    settings = ["THREE_AUGMENT=True", "COLOR_JITTER=0.3", "ERASING=0.5", f"ERASING_MODE={mode!r}", "MIXUP=0.8"]
-    config = load_config("quickstart", [*settings, "CUTMIX=1.0", f"DATA.root={data}", "DATA.workers=1"])
+    settings = [
+        "THREE_AUGMENT=True",
+        "COLOR_JITTER=0.3",
+        "ERASING=0.5",
+        f"ERASING_MODE={mode!r}",
+        "MIXUP=0.8",
+    ]
+    config = load_config(
+        "quickstart", [*settings, "CUTMIX=1.0", f"DATA.root={data}", "DATA.workers=1"]
+    )
 
     def build(device: torch.device) -> Iterator[tuple[Tensor, Any]]:
         place = dict(image_size=32, device=device)

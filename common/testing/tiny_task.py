@@ -21,7 +21,15 @@ from common.run.start import start_run
 from common.task import TASKS, Task
 from common.testing.commands import in_words
 
-NAMES = ("blue", "cyan", "green", "magenta$^$", "red", "white", "yellow")  # one is a bad formula to Matplotlib
+NAMES = (
+    "blue",
+    "cyan",
+    "green",
+    "magenta$^$",
+    "red",
+    "white",
+    "yellow",
+)  # one is a bad formula to Matplotlib
 CHANNELS = ((2,), (1, 2), (1,), (0, 2), (0,), (0, 1, 2), (0, 1))
 SAMPLES = {"train": 70, "test": 45}
 MODEL = dict(image_size=16, patch_size=8, width=32, depth=2, heads=2, mlp_ratio=2.0)
@@ -57,7 +65,14 @@ def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -
     partial = config.with_suffix(f".{os.getpid()}")  # every rank writes it
     partial.write_text(CONFIG)
     partial.replace(config)
-    words = ["--config", str(config), "--output", str(output), *in_words(f"DATA.root={root}", *settings), *flags]
+    words = [
+        "--config",
+        str(config),
+        "--output",
+        str(output),
+        *in_words(f"DATA.root={root}", *settings),
+        *flags,
+    ]
     run = start_run(words, __doc__, TASK)
     if run is None:  # finished already
         return output
@@ -65,10 +80,14 @@ def train(root: Path, output: Path, *settings: str, flags: Sequence[str] = ()) -
     model = build_model(**config.MODEL)
     run.load_init(model)
     place = dict(image_size=config.MODEL.image_size, device=run.device, **run.data_parallel)
-    train_loader = build_train_loader(config.DATA, plan.total_batch, plan.micro_batch, seed=config.SEED, **place)
+    train_loader = build_train_loader(
+        config.DATA, plan.total_batch, plan.micro_batch, seed=config.SEED, **place
+    )
     eval_loader = build_eval_loader(config.DATA, plan.micro_batch, **place)
     steps = plan.total_steps, plan.warmup_steps, plan.cooldown_steps
-    built = build_training(config, nn.CrossEntropyLoss(), model=model, loaders=(train_loader, eval_loader), steps=steps)
+    built = build_training(
+        config, nn.CrossEntropyLoss(), model=model, loaders=(train_loader, eval_loader), steps=steps
+    )
     hooks = run.build_hooks(built.model, built.optimizer)
     Trainer(built.engine).fit(
         built.train_loader, plan.epochs, plan.last_step, built.eval_loader, config.EVAL_EVERY, hooks
@@ -92,12 +111,22 @@ def timm_logits(run: Path, images: Iterable[Image.Image]) -> Tensor:
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
     """Count samples and classes."""
     train, test = _open(data, "train"), _open(data, "test")
-    return DataSummary(len(train), len(test), len(train.class_names), train.fingerprint, class_names=train.class_names)
+    return DataSummary(
+        len(train),
+        len(test),
+        len(train.class_names),
+        train.fingerprint,
+        class_names=train.class_names,
+    )
 
 
-def build_train_loader(data: Mapping[str, Any], total_batch: int, micro_batch: int, **place: Any) -> Loader:
+def build_train_loader(
+    data: Mapping[str, Any], total_batch: int, micro_batch: int, **place: Any
+) -> Loader:
     """Return the loader of the training split."""
-    return image_loaders.build_train_loader(_open(data, "train"), data, total_batch, micro_batch, **place)
+    return image_loaders.build_train_loader(
+        _open(data, "train"), data, total_batch, micro_batch, **place
+    )
 
 
 def build_eval_loader(data: Mapping[str, Any], batch: int, **place: Any) -> Loader:

@@ -41,12 +41,24 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--data", metavar="DIR", help="the data set (default: the run's)")
     of_data = "of the data set (default: validation; of a folder of images without splits, all)"
     parser.add_argument("--split", choices=sorted({*SPLITS.values()}), help=of_data)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the config")
-    parser.add_argument("--output", metavar="DIR", help="default: evaluation/<checkpoint>[-raw][-<data>], in the run")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key of the config",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        help="default: evaluation/<checkpoint>[-raw][-<data>], in the run",
+    )
     add_launch_arguments(parser)
     args = parser.parse_args(argv)
     launch = detect_launch(args, os.environ)
-    run = open_model(args.run, args.set + [f"DATA.root={args.data}"] * bool(args.data), raw=args.raw)
+    run = open_model(
+        args.run, args.set + [f"DATA.root={args.data}"] * bool(args.data), raw=args.raw
+    )
     data = run.config["DATA"]
     task = find_task(run.about["task"])
     data["root"] = data_root(run.config, task.download)
@@ -57,7 +69,9 @@ def main(argv: list[str]) -> None:
     summary = task.describe(data)
     _check_labels(run, summary)
     output = Path(args.output or run.folder / "evaluation" / _name_results(run, args, summary))
-    own_file(output / "evaluation.json")  # a place that cannot be written is refused before the work
+    own_file(
+        output / "evaluation.json"
+    )  # a place that cannot be written is refused before the work
     start(launch, run.config | {"parallel": None})  # the model is not cut
     if launch.rank == 0:
         print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
@@ -65,15 +79,22 @@ def main(argv: list[str]) -> None:
         print_wrapped(f"data       {data['root']}: {summary.eval_samples:,} images, {split}", 11)
         then = run.about["data"].get("fingerprint", summary.fingerprint)
         if then != summary.fingerprint and not (args.data or args.split):
-            print_wrapped("warning: the data set has changed: the model may have been trained on some of these", 11)
+            print_wrapped(
+                "warning: the data set has changed: the model may have been trained on some of these",
+                11,
+            )
         for line in list_changes(run.about):
             print_wrapped(line)
     predict = Predictor(run.load_model(), run.config)
     ranks = dict(dp_rank=launch.rank, dp_size=launch.world_size, device=predict.device)
-    loader = task.build_eval_loader(data, run.batch, image_size=run.config["MODEL"]["image_size"], **ranks)
+    loader = task.build_eval_loader(
+        data, run.batch, image_size=run.config["MODEL"]["image_size"], **ranks
+    )
     tally = Tally(predict.device)
     with naming_lost_ranks():
-        for images, labels in tqdm(loader, unit="batch", leave=False, disable=None if launch.rank == 0 else True):
+        for images, labels in tqdm(
+            loader, unit="batch", leave=False, disable=None if launch.rank == 0 else True
+        ):
             tally.add(predict(images), labels)
         loader.close()
         tally.sum_over_ranks()
@@ -102,7 +123,9 @@ class Tally:
         """Count a batch; labels below 0 do not count."""
         self.totals += count_correct(logits_BC, labels_B)
         best_BK = logits_BC.topk(min(5, logits_BC.shape[1])).indices
-        self.batches.append(torch.stack([labels_B, best_BK[:, 0], (best_BK == labels_B[:, None]).any(1).long()]))
+        self.batches.append(
+            torch.stack([labels_B, best_BK[:, 0], (best_BK == labels_B[:, None]).any(1).long()])
+        )
 
     def sum_over_ranks(self) -> None:
         """Add up what every process has counted; ``answers`` are those of all."""
@@ -119,23 +142,41 @@ def _check_labels(run: SavedRun, data: DataSummary) -> None:
     if data.num_classes > outputs:
         raise UserError(f"{root} has {data.num_classes} classes, the model {outputs}: {remedy}")
     known = run.about.get("data", {}).get("class_names", ())
-    for label, (ours, meaning, theirs) in enumerate(zip(known, run.class_names, data.class_names, strict=False)):
+    for label, (ours, meaning, theirs) in enumerate(
+        zip(known, run.class_names, data.class_names, strict=False)
+    ):
         if theirs not in (ours, meaning, str(label)):  # n01440764, "tench, Tinca tinca", or no name
-            raise UserError(f"{root}: label {label} is {theirs!r}, the model learned {ours!r}: {remedy}")
+            raise UserError(
+                f"{root}: label {label} is {theirs!r}, the model learned {ours!r}: {remedy}"
+            )
 
 
 def _report(run: SavedRun, tally: Tally, output: Path, argv: list[str]) -> None:
     loss, top1, top5, samples = tally.totals.tolist()
-    metrics = {"loss": loss / samples, "top1": top1 / samples, "top5": top5 / samples, "samples": int(samples)}
+    metrics = {
+        "loss": loss / samples,
+        "top1": top1 / samples,
+        "top5": top5 / samples,
+        "samples": int(samples),
+    }
     rows = describe_classes(run.class_names, tally.answers)
-    about = {"checkpoint": str(run.checkpoint), "weights": run.weights, "data": run.config["DATA"]["root"]}
+    about = {
+        "checkpoint": str(run.checkpoint),
+        "weights": run.weights,
+        "data": run.config["DATA"]["root"],
+    }
     about |= describe_run(argv)
     own_file(output / "evaluation.json").write_text(json.dumps(metrics | about, indent=2) + "\n")
     write_csv(rows, output / "classes.csv")
-    pictures = ", confusion.png" * draw_confusion(run.class_names, tally.answers, output / "confusion.png")
+    pictures = ", confusion.png" * draw_confusion(
+        run.class_names, tally.answers, output / "confusion.png"
+    )
     print_extremes(rows)
     print_wrapped(f"results    {short_path(output)}: evaluation.json, classes.csv{pictures}", 11)
-    print("top1={top1:.4f} top5={top5:.4f} loss={loss:.4f} samples={samples}".format(**metrics), flush=True)
+    print(
+        "top1={top1:.4f} top5={top5:.4f} loss={loss:.4f} samples={samples}".format(**metrics),
+        flush=True,
+    )
 
 
 def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[dict[str, Any]]:
@@ -148,7 +189,8 @@ def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[dict[str
     labels, best, is_among_5 = answers
     is_right = labels == best
     samples, right, top5, answered = (
-        np.bincount(of, minlength=len(names)) for of in (labels, labels[is_right], labels[is_among_5 > 0], best)
+        np.bincount(of, minlength=len(names))
+        for of in (labels, labels[is_right], labels[is_among_5 > 0], best)
     )
     pairs, counts = np.unique(answers[:2, ~is_right], axis=1, return_counts=True)
     mistakes: dict[int, str] = {}  # the most frequent wrong answer, and how often, by label
@@ -174,7 +216,9 @@ def print_extremes(rows: Sequence[Mapping[str, Any]]) -> None:
     if len(ordered) <= 2 * AT_EACH_END:
         print(f"classes by top-1, the lowest first\n{format_table(ordered)}")
         return
-    print(f"the {AT_EACH_END} classes of {len(ordered)} with the lowest top-1\n{format_table(ordered[:AT_EACH_END])}\n")
+    print(
+        f"the {AT_EACH_END} classes of {len(ordered)} with the lowest top-1\n{format_table(ordered[:AT_EACH_END])}\n"
+    )
     print(f"the {AT_EACH_END} with the highest\n{format_table(ordered[-AT_EACH_END:])}\n")
 
 
@@ -183,13 +227,21 @@ def draw_confusion(names: Sequence[str], answers: np.ndarray, path: Path) -> boo
     count = len(names)
     if count > DRAWN:
         return False
-    confusion = np.bincount(answers[0] * count + answers[1], minlength=count**2).reshape(count, count)
+    confusion = np.bincount(answers[0] * count + answers[1], minlength=count**2).reshape(
+        count, count
+    )
     side = max(5.0, min(14.0, 0.35 * count))
     figure, axes = build_figure(side + 1.5, side)
     axes.grid(False)
     shares = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
-    figure.colorbar(axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the class's images")
-    axes.set(xlabel="predicted", ylabel="true class", title=f"Confusion matrix, {confusion.sum():,} images")
+    figure.colorbar(
+        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the class's images"
+    )
+    axes.set(
+        xlabel="predicted",
+        ylabel="true class",
+        title=f"Confusion matrix, {confusion.sum():,} images",
+    )
     if count <= NAMED_CLASSES:
         axes.set_xticks(range(count), names, rotation=90, parse_math=False)  # "$" is no formula
         axes.set_yticks(range(count), names, parse_math=False)

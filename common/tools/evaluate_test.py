@@ -34,7 +34,9 @@ def metrics_of(record: dict) -> dict:
 
 @pytest.mark.parametrize("mode", ["TORCH", "NAIVE", "APEX"])
 def test_equals_the_evaluation_in_training_in_every_precision(data, tmp_path, capfd, mode):
-    precision = [f"fp16.mode=AMP_TYPE.{mode}", "fp16.dtype='bfloat16'"] + ["fp16.opt_level=O3"] * (mode == "APEX")
+    precision = [f"fp16.mode=AMP_TYPE.{mode}", "fp16.dtype='bfloat16'"] + ["fp16.opt_level=O3"] * (
+        mode == "APEX"
+    )
     run = train(data, tmp_path / "run", *precision, "LEARNING_RATE=5e-4")
     evaluate_run(run)
     assert metrics_of(read(run)) == metrics_of(read_metrics(run)[-1])
@@ -62,20 +64,32 @@ def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
         evaluate_run(run)
     shares = saved.call_args[0][0].axes[0].images[0].get_array()
     np.testing.assert_allclose(shares, confusion_matrix(labels, answers, normalize="true"))
-    rows = list(csv.DictReader((run / "evaluation" / "step-00000010" / "classes.csv").read_text().splitlines()))
+    rows = list(
+        csv.DictReader(
+            (run / "evaluation" / "step-00000010" / "classes.csv").read_text().splitlines()
+        )
+    )
     assert [row["class"] for row in rows] == list(NAMES)
-    assert [float(row["top1"]) for row in rows] == pytest.approx(recall_score(labels, answers, average=None), abs=1e-4)
+    assert [float(row["top1"]) for row in rows] == pytest.approx(
+        recall_score(labels, answers, average=None), abs=1e-4
+    )
     precision = precision_score(labels, answers, average=None, zero_division=np.nan)
-    assert [float(row["precision"] or "nan") for row in rows] == pytest.approx(precision, abs=1e-4, nan_ok=True)
+    assert [float(row["precision"] or "nan") for row in rows] == pytest.approx(
+        precision, abs=1e-4, nan_ok=True
+    )
     assert [int(row["samples"]) for row in rows] == np.bincount(labels).tolist()
     top5 = np.average([float(row["top5"]) for row in rows], weights=np.bincount(labels))
     assert top5 == pytest.approx(top_k_accuracy_score(labels, logits, k=5), abs=1e-4)
     mistakes = confusion_matrix(labels, answers)
     np.fill_diagonal(mistakes, 0)
     for row, wrong in zip(rows, mistakes, strict=True):
-        assert row["mistaken for"] == (f"{NAMES[wrong.argmax()]} ({wrong.max()})" if wrong.any() else "")
+        assert row["mistaken for"] == (
+            f"{NAMES[wrong.argmax()]} ({wrong.max()})" if wrong.any() else ""
+        )
     worst_first = [row[1] for row in tables(capsys.readouterr().out)][2:]
-    assert worst_first == [row["class"] for row in sorted(rows, key=lambda row: (float(row["top1"]), row["class"]))]
+    assert worst_first == [
+        row["class"] for row in sorted(rows, key=lambda row: (float(row["top1"]), row["class"]))
+    ]
     evaluate.print_extremes(rows * 2)
     shown = [row[1] for row in tables(capsys.readouterr().out)]
     assert (shown[2], shown[-1]) == (worst_first[0], worst_first[-1])
@@ -84,7 +98,11 @@ def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
 @pytest.mark.parametrize("names", [["n01", "n02"], ["tench", "goldfish"], ["0", "1"]])
 def test_imagenets_classes_may_have_synsets_words_or_no_names(names):
     config = {"DATA": {"root": ""}, "MODEL": {"num_classes": 2}}
-    run = mock.Mock(about={"data": {"class_names": ["n01", "n02"]}}, class_names=["tench", "goldfish"], config=config)
+    run = mock.Mock(
+        about={"data": {"class_names": ["n01", "n02"]}},
+        class_names=["tench", "goldfish"],
+        config=config,
+    )
     evaluate._check_labels(run, DataSummary(2, 2, 2, "", class_names=names))
 
 
@@ -99,11 +117,15 @@ def test_other_data_is_refused_unless_its_labels_mean_the_same(run, data, tmp_pa
     assert "warning: the data set has changed" in capsys.readouterr().out
     for split in ("train", "test"):
         (other / split / "red").rename(other / split / "orange")
-    with pytest.raises(UserError, match="label 4 is 'orange', the model learned 'red': pass its own data set with"):
+    with pytest.raises(
+        UserError, match="label 4 is 'orange', the model learned 'red': pass its own data set with"
+    ):
         evaluate_run(run, "--data", other)
     for split in ("train", "test"):
         (other / split / "black").mkdir()
-    with pytest.raises(UserError, match="other has 8 classes, the model 7: pass its own data set with --data"):
+    with pytest.raises(
+        UserError, match="other has 8 classes, the model 7: pass its own data set with --data"
+    ):
         evaluate_run(run, "--data", other)
     with pytest.raises(UserError, match="--split test: tiny has one evaluation set; leave it out"):
         evaluate_run(run, "--split", "test")

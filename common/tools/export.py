@@ -30,7 +30,9 @@ from common.model.build import timm_architecture
 from common.task import find_task
 
 WEIGHTS = "model.safetensors"
-TOLERANCE = 1e-4  # of the largest logit; float32 in another order of operations stays below a tenth of it
+TOLERANCE = (
+    1e-4  # of the largest logit; float32 in another order of operations stays below a tenth of it
+)
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -38,10 +40,14 @@ Forward = Callable[[Tensor], Tensor]
 def main(argv: list[str]) -> None:
     parser = build_parser(__doc__)
     parser.add_argument("--to", required=True, choices=FORMATS, help="format")
-    parser.add_argument("--output", metavar="DIR", help="default: export/<checkpoint>[-raw]/<format>, in the run")
+    parser.add_argument(
+        "--output", metavar="DIR", help="default: export/<checkpoint>[-raw]/<format>, in the run"
+    )
     args = parser.parse_args(argv)
     run = open_run(args.run, raw=args.raw)
-    output = Path(args.output or run.folder / "export" / f"{run.checkpoint.name}{'-raw' * args.raw}" / args.to)
+    output = Path(
+        args.output or run.folder / "export" / f"{run.checkpoint.name}{'-raw' * args.raw}" / args.to
+    )
     difference = export(run, args.to, output)
     print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})")
     print(f"checked    logits differ from the checkpoint's by {difference:.1e} of the largest")
@@ -57,17 +63,25 @@ def export(run: SavedRun, target: str, output: Path) -> float:
     if target == "onnx" and not find_spec("onnxscript"):
         raise UserError("--to onnx needs more packages: pip install onnx onnxruntime onnxscript")
     if output.is_dir() and any(output.iterdir()):
-        raise UserError(f"{output} is not empty: choose another folder with --output DIR, or remove it")
-    with timm.layers.set_exportable(True):  # without operators that torch.onnx cannot convert in any shape
+        raise UserError(
+            f"{output} is not empty: choose another folder with --output DIR, or remove it"
+        )
+    with timm.layers.set_exportable(
+        True
+    ):  # without operators that torch.onnx cannot convert in any shape
         model, size = run.load_model(), run.config["MODEL"]["image_size"]
     about = describe_for_timm(run, model)
     if target == "timm" and about["architecture"] == "none":
-        raise UserError("--to timm: timm has no stem='conv' and no pool='seq' of MODEL; export to safetensors or onnx")
+        raise UserError(
+            "--to timm: timm has no stem='conv' and no pool='seq' of MODEL; export to safetensors or onnx"
+        )
     own_file(output / "config.json").write_text(json.dumps(about, indent=2) + "\n")
     exported = FORMATS[target](model, size, output)
     difference = _compare(model, exported, size)
     if not difference < TOLERANCE:
-        raise UserError(f"{output}: its logits differ from the checkpoint's by {difference:.1e} of the largest")
+        raise UserError(
+            f"{output}: its logits differ from the checkpoint's by {difference:.1e} of the largest"
+        )
     return difference
 
 
@@ -76,7 +90,11 @@ def describe_for_timm(run: SavedRun, model: nn.Module) -> dict[str, Any]:
 
     The layout is that of timm/models/_hub.py, `save_config_for_hf`.
     """
-    size, data, classes = run.config["MODEL"]["image_size"], run.config["DATA"], run.config["MODEL"]["num_classes"]
+    size, data, classes = (
+        run.config["MODEL"]["image_size"],
+        run.config["DATA"],
+        run.config["MODEL"]["num_classes"],
+    )
     short_side = find_task(run.about["task"]).build_eval_crop(data, size).short_side
     architecture, arguments = timm_architecture(**run.config["MODEL"])
     own: Any = model
@@ -160,4 +178,6 @@ FORMATS: dict[str, Callable[[nn.Module, int, Path], Forward]] = {
 
 def _save(model: nn.Module, output: Path, metadata: dict[str, str]) -> None:
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    (output / WEIGHTS).write_bytes(save(weights, metadata))  # save_file would let nobody else read it
+    (output / WEIGHTS).write_bytes(
+        save(weights, metadata)
+    )  # save_file would let nobody else read it

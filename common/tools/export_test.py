@@ -26,12 +26,16 @@ from common.tools import export
 def logits_of(folder: Path, target: str, image: Image.Image) -> np.ndarray:
     """Return what a user's program computes from an export, with timm's preprocessing."""
     about = json.loads((folder / "config.json").read_text())
-    images = create_transform(**resolve_data_config(pretrained_cfg=about["pretrained_cfg"]))(image)[None]
+    images = create_transform(**resolve_data_config(pretrained_cfg=about["pretrained_cfg"]))(image)[
+        None
+    ]
     if target == "onnx":
         model = (folder / "model.onnx").read_bytes()
         return onnxruntime.InferenceSession(model).run(["logits"], {"images": images.numpy()})[0]
     if target == "timm":
-        timm.create_model(f"local-dir:{folder}", pretrained=True, num_classes=3, in_chans=1)  # another head and stem
+        timm.create_model(
+            f"local-dir:{folder}", pretrained=True, num_classes=3, in_chans=1
+        )  # another head and stem
         model = timm.create_model(f"local-dir:{folder}", pretrained=True)
     else:
         with safe_open(folder / "model.safetensors", "pt") as file:
@@ -49,20 +53,36 @@ def test_an_export_gives_timms_logits_and_the_umask_says_who_may_read_it(run, ta
     if target == "safetensors":
         export.main([str(run), "--to", target, "--raw"])  # beside the other
     folder = run / "export" / "step-00000010" / target
-    picture = Image.fromarray(np.random.default_rng(3).integers(0, 256, (6, 8, 3), np.uint8)).resize((40, 30))
-    np.testing.assert_allclose(logits_of(folder, target, picture), timm_logits(run, [picture]), rtol=1e-4, atol=1e-5)
+    picture = Image.fromarray(
+        np.random.default_rng(3).integers(0, 256, (6, 8, 3), np.uint8)
+    ).resize((40, 30))
+    np.testing.assert_allclose(
+        logits_of(folder, target, picture), timm_logits(run, [picture]), rtol=1e-4, atol=1e-5
+    )
     about = json.loads((folder / "config.json").read_text())
-    assert (about["label_names"], about["checkpoint"]) == (list(NAMES), "step-00000010/model.safetensors")
-    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o600 if target == "timm" else 0o644}
+    assert (about["label_names"], about["checkpoint"]) == (
+        list(NAMES),
+        "step-00000010/model.safetensors",
+    )
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {
+        0o600 if target == "timm" else 0o644
+    }
     if target == "onnx":
         model = onnx.load(folder / "model.onnx")
         onnx.checker.check_model(model, full_check=True)
         assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
-        assert str(Path(export.__file__).parent).encode() not in (folder / "model.onnx").read_bytes()
+        assert (
+            str(Path(export.__file__).parent).encode() not in (folder / "model.onnx").read_bytes()
+        )
 
 
 def test_what_timm_has_not_goes_into_the_other_formats(data, tmp_path):
-    settings = ("MODEL.stem=conv", "MODEL.pool=seq", "DATA.mean=(0.5,0.4,0.5)", "DATA.std=(0.2,0.3,0.2)")
+    settings = (
+        "MODEL.stem=conv",
+        "MODEL.pool=seq",
+        "DATA.mean=(0.5,0.4,0.5)",
+        "DATA.std=(0.2,0.3,0.2)",
+    )
     run = open_run(str(train(data, tmp_path / "run", *settings)))
     for target in ("safetensors", "onnx"):
         assert export.export(run, target, tmp_path / target) < 1e-5
@@ -71,7 +91,9 @@ def test_what_timm_has_not_goes_into_the_other_formats(data, tmp_path):
     model = build_model(**run.config["MODEL"] | {"num_classes": 9})
     assert export.describe_for_timm(run, model)["architecture"] == "none"
     for source in (run.folder, tmp_path / "safetensors"):
-        assert fit_pretrained(model, str(source))[1].endswith("; a new head of 9 classes, not its 7")
+        assert fit_pretrained(model, str(source))[1].endswith(
+            "; a new head of 9 classes, not its 7"
+        )
     about = json.loads((tmp_path / "onnx" / "config.json").read_text())["pretrained_cfg"]
     assert (about["mean"], about["std"]) == ([0.5, 0.4, 0.5], [0.2, 0.3, 0.2])
 
@@ -79,13 +101,19 @@ def test_what_timm_has_not_goes_into_the_other_formats(data, tmp_path):
 def test_refusals(run, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is not empty: choose another folder"):
         export.main([str(run), "--to", "timm", "--output", str(run)])
-    monkeypatch.setitem(export.FORMATS, "timm", lambda model, size, output: lambda images: model(images) * 1.001)
-    with pytest.raises(UserError, match="its logits differ from the checkpoint's by 1.0e-03 of the largest"):
+    monkeypatch.setitem(
+        export.FORMATS, "timm", lambda model, size, output: lambda images: model(images) * 1.001
+    )
+    with pytest.raises(
+        UserError, match="its logits differ from the checkpoint's by 1.0e-03 of the largest"
+    ):
         export.export(open_run(str(run)), "timm", tmp_path / "timm")
 
 
 def test_timm_works_out_the_same_short_side():
     for size in range(16, 520, 4):
         for eval_crop in (0.5, 0.7, 0.8, 0.85, 0.875, 0.9, 0.95, 1.0):
-            transform = create_transform((3, size, size), crop_pct=export.crop_share(size, int(size / eval_crop)))
+            transform = create_transform(
+                (3, size, size), crop_pct=export.crop_share(size, int(size / eval_crop))
+            )
             assert transform.transforms[0].size == int(size / eval_crop)

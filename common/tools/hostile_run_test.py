@@ -34,5 +34,7 @@ def test_nothing_is_written_through_a_link_in_a_run(run, tmp_path, name):
 def test_a_place_that_cannot_be_written_is_refused(run, tmp_path, monkeypatch, tool, words):
     monkeypatch.setattr(evaluate, "Predictor", None)  # before the work
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="file/.*: cannot be written; choose another place with --output"):
+    with pytest.raises(
+        UserError, match="file/.*: cannot be written; choose another place with --output"
+    ):
         tool.main([str(run), *words, "--output", str(tmp_path / "file" / "results")])

@@ -24,7 +24,13 @@ from common.tools import evaluate, export, predict
 
 TINY = dict(img_size=16, patch_size=8, embed_dim=32, depth=2, num_heads=4, mlp_ratio=2.0)
 MODELS = {"vit_tiny_patch16_224.augreg_in21k": TINY, "test_resnet.r160_in1k": {}}
-CFG = {"mean": [0.5] * 3, "std": [0.25] * 3, "crop_pct": 0.9, "interpolation": "bicubic", "input_size": [3, 16, 16]}
+CFG = {
+    "mean": [0.5] * 3,
+    "std": [0.25] * 3,
+    "crop_pct": 0.9,
+    "interpolation": "bicubic",
+    "input_size": [3, 16, 16],
+}
 
 
 @pytest.fixture
@@ -34,7 +40,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, arguments in MODELS.items():
         architecture = name.partition(".")[0]
         model = timm.create_model(architecture, **arguments)
-        about = {"architecture": architecture, "num_classes": 1000, "model_args": arguments, "pretrained_cfg": CFG}
+        about = {
+            "architecture": architecture,
+            "num_classes": 1000,
+            "model_args": arguments,
+            "pretrained_cfg": CFG,
+        }
         folder = tmp_path / "hub" / "timm" / name
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(about))
@@ -56,14 +67,20 @@ def test_a_model_by_timms_name_answers_as_in_timm(name, hub, tmp_path, capsys):
     picture.save(tmp_path / "picture.png")
     predict.main([name, str(tmp_path / "picture.png"), "--json"])
     model = timm.create_model(f"hf-hub:timm/{name}", pretrained=True).eval()
-    transform = create_transform((3, 16, 16), mean=[0.5] * 3, std=[0.25] * 3, crop_pct=0.9, interpolation="bicubic")
+    transform = create_transform(
+        (3, 16, 16), mean=[0.5] * 3, std=[0.25] * 3, crop_pct=0.9, interpolation="bicubic"
+    )
     with torch.no_grad():
         shares = model(transform(picture)[None]).softmax(1)[0].topk(5)
     found = json.loads(capsys.readouterr().out)["classes"]
     assert [answer["label"] for answer in found] == shares.indices.tolist()
-    assert [answer["probability"] for answer in found] == pytest.approx(shares.values.tolist(), abs=2e-4)
+    assert [answer["probability"] for answer in found] == pytest.approx(
+        shares.values.tolist(), abs=2e-4
+    )
     names = timm.data.ImageNetInfo().label_descriptions()
-    assert [answer["class"] for answer in found] == [names[label] for label in shares.indices.tolist()]
+    assert [answer["class"] for answer in found] == [
+        names[label] for label in shares.indices.tolist()
+    ]
 
 
 def test_two_processes_start_from_it_or_are_told_what_fits(hub, data, tmp_path, capfd):
@@ -71,11 +88,15 @@ def test_two_processes_start_from_it_or_are_told_what_fits(hub, data, tmp_path, 
         output, *settings = words
         train(data, tmp_path / output, "MAX_STEPS=1", *settings)
 
-    run_ranks(2, start, ["run", "INIT=hf_hub:timm/vit_tiny_patch16_224.augreg_in21k", "MODEL.heads=4"])
+    run_ranks(
+        2, start, ["run", "INIT=hf_hub:timm/vit_tiny_patch16_224.augreg_in21k", "MODEL.heads=4"]
+    )
     said = " ".join(capfd.readouterr().out.split())
     for words in ("a new head of 7 classes, not its 1000", "global batch ", "checkpoint ", "top1="):
         assert said.count(words) == 1
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["INIT"].startswith("hf-hub:timm/")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["INIT"].startswith(
+        "hf-hub:timm/"
+    )
     ended = run_forked(start, ["other", "INIT=vit_tiny_patch16_224.augreg_in21k"], code=2)
     assert ended.stderr == (
         "error: INIT=hf-hub:timm/vit_tiny_patch16_224.augreg_in21k: its model differs from MODEL.heads=2: "
@@ -88,33 +109,52 @@ def test_an_export_on_the_hub_is_evaluated_as_in_training(hub, run, data, tmp_pa
     (tmp_path / "images").mkdir()
     for split, ours in (("train", "train"), ("val", "test")):  # as in ImageNet's folder
         (tmp_path / "images" / split).symlink_to(data / ours)
-    words = ["hf-hub:user/colours", "--data", tmp_path / "images", "--output", tmp_path / "evaluation"]
+    words = [
+        "hf-hub:user/colours",
+        "--data",
+        tmp_path / "images",
+        "--output",
+        tmp_path / "evaluation",
+    ]
     run_forked(evaluate.main, [*words, "--set", "DATA.loader=torchvision"])
-    found, expected = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text()), read_metrics(run)[-1]
+    found, expected = (
+        json.loads((tmp_path / "evaluation" / "evaluation.json").read_text()),
+        read_metrics(run)[-1],
+    )
     assert (found["top1"], found["samples"]) == (expected["top1"], expected["samples"])
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    assert open_model(str(hub / "user" / "colours")).folder == hub / "user"  # where its results go: not into the export
+    assert (
+        open_model(str(hub / "user" / "colours")).folder == hub / "user"
+    )  # where its results go: not into the export
     assert ",magenta$^$," in (tmp_path / "evaluation" / "classes.csv").read_text()
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("vit_tiny_patch16_224.augreg_in22k", "no such weights; did you mean 'vit_tiny_patch16_224.augreg"),
+        (
+            "vit_tiny_patch16_224.augreg_in22k",
+            "no such weights; did you mean 'vit_tiny_patch16_224.augreg",
+        ),
         ("test_resnet.r160_in1k", "test_resnet is no plain Vision Transformer"),
         ("hf-hub:user/clip", "has another activation, norm or"),
     ],
 )
 def test_a_plain_vit_starts_from_no_others(hub, name, words):
     shutil.copytree(hub / "timm" / "test_resnet.r160_in1k", hub / "user" / "clip")
-    (hub / "user" / "clip" / "config.json").write_text('{"architecture": "vit_base_patch32_clip_224"}')
+    (hub / "user" / "clip" / "config.json").write_text(
+        '{"architecture": "vit_base_patch32_clip_224"}'
+    )
     with pytest.raises(UserError, match=words):
         load_pretrained(build_model(**MODEL), resolve_source(name))
 
 
 def test_a_path_goes_before_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert resolve_source("vit_tiny_patch16_224") == "hf-hub:timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    assert (
+        resolve_source("vit_tiny_patch16_224")
+        == "hf-hub:timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    )
     Path("vit_tiny_patch16_224").mkdir()
     assert resolve_source("vit_tiny_patch16_224", is_timm=True).startswith("hf-hub:timm/")
     Path("linked.safetensors").symlink_to("a blob of the cache")

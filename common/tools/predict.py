@@ -36,8 +36,12 @@ Answer = dict[str, Any]
 
 def main(argv: list[str]) -> None:
     parser = build_parser(__doc__, OTHERS)
-    parser.add_argument("images", nargs="+", metavar="IMAGE", help="a file, a folder with images, or - for stdin")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line, for each image")
+    parser.add_argument(
+        "images", nargs="+", metavar="IMAGE", help="a file, a folder with images, or - for stdin"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object a line, for each image"
+    )
     args = parser.parse_args(argv)
     images = list_images(args.images)
     run = open_model(args.run, raw=args.raw)
@@ -51,7 +55,10 @@ def main(argv: list[str]) -> None:
         if args.json:
             print(json.dumps(answer), flush=True)
         elif "classes" in answer:
-            named = (f"{found['class']} {100 * found['probability']:.1f} %" for found in answer["classes"])
+            named = (
+                f"{found['class']} {100 * found['probability']:.1f} %"
+                for found in answer["classes"]
+            )
             print(printable(f"{answer['image']}: {'; '.join(named)}"), flush=True)
     if has_errors:
         sys.exit(1)
@@ -84,16 +91,27 @@ def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
             decoded = [view for view in views if isinstance(view, np.ndarray)]
             found = iter(())
             if decoded:
-                pixels = torch.from_numpy(np.stack(decoded)).to(predictor.device).permute(0, 3, 1, 2).contiguous()
+                pixels = (
+                    torch.from_numpy(np.stack(decoded))
+                    .to(predictor.device)
+                    .permute(0, 3, 1, 2)
+                    .contiguous()
+                )
                 found = map(partial(_best, names), predictor(normalize(pixels)).softmax(1).cpu())
             for image, view in zip(batch, views, strict=True):
-                yield {"image": image} | ({"error": view} if isinstance(view, str) else {"classes": next(found)})
+                yield {"image": image} | (
+                    {"error": view} if isinstance(view, str) else {"classes": next(found)}
+                )
 
 
 def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
     """Return an image as the network sees it, uint8 [size, size, 3], or an error message."""
     try:
-        data = sys.stdin.buffer.read(MAX_BYTES + 1) if image == STDIN else read_bytes(Path(image), MAX_BYTES)
+        data = (
+            sys.stdin.buffer.read(MAX_BYTES + 1)
+            if image == STDIN
+            else read_bytes(Path(image), MAX_BYTES)
+        )
         if len(data) > MAX_BYTES:
             return f"more than {MAX_BYTES:,} bytes"
         return crop_image(decode_image(data), crop, size)
@@ -101,11 +119,16 @@ def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
         return str(error).removeprefix(f"{Path(image)}: ")
     except UnidentifiedImageError:
         return f"{UNREADABLE}not of a kind that Pillow reads"
-    except Exception as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
+    except (
+        Exception
+    ) as error:  # Pillow's decoders answer damaged files with a dozen unrelated types
         return UNREADABLE + (" ".join(str(error).split()) or type(error).__name__)
 
 
 def _best(names: Sequence[str], probabilities_C: torch.Tensor) -> list[Answer]:
     values, labels = probabilities_C.topk(min(BEST, len(names)))
     found = zip(values.tolist(), labels.tolist(), strict=True)
-    return [{"class": names[label], "label": label, "probability": round(value, 6)} for value, label in found]
+    return [
+        {"class": names[label], "label": label, "probability": round(value, 6)}
+        for value, label in found
+    ]

@@ -47,7 +47,9 @@ def test_every_kind_of_image_gets_timms_answer(run, pictures, capsys):
     for answer in answers:
         assert [found["label"] for found in answer["classes"]] == labels.tolist()
         assert [found["class"] for found in answer["classes"]] == [NAMES[label] for label in labels]
-        assert [found["probability"] for found in answer["classes"]] == pytest.approx(values.tolist(), abs=2e-3)
+        assert [found["probability"] for found in answer["classes"]] == pytest.approx(
+            values.tolist(), abs=2e-3
+        )
 
 
 def test_standard_input(run, pictures, capsys, monkeypatch):
@@ -58,7 +60,9 @@ def test_standard_input(run, pictures, capsys, monkeypatch):
     assert ask(capsys, run, "-") == [from_file[0] | {"image": "-"}]
 
 
-def test_what_is_no_image_is_named_and_the_others_are_answered(run, pictures, tmp_path, capsys, monkeypatch):
+def test_what_is_no_image_is_named_and_the_others_are_answered(
+    run, pictures, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(predict, "BATCH", 2)
     (tmp_path / "text.jpg").write_text("no image")
     (tmp_path / "short.png").write_bytes((pictures / "a.png").read_bytes()[:2000])
@@ -70,7 +74,9 @@ def test_what_is_no_image_is_named_and_the_others_are_answered(run, pictures, tm
     (_, line), errors = out.splitlines(), err.splitlines()
     assert line.count(" %") == 5
     assert line.startswith(f"{names[3]}: ")
-    assert sum(float(part.split()[-2]) for part in line.split("; ")) > 70  # per cent: 5 of 7 classes
+    assert (
+        sum(float(part.split()[-2]) for part in line.split("; ")) > 70
+    )  # per cent: 5 of 7 classes
     assert errors[0] == f"error: {names[0]}: not a readable image: not of a kind that Pillow reads"
     assert errors[1].startswith(f"error: {names[1]}: not a readable image: ")
     assert errors[2:] == [f"error: {names[2]}: No such file or directory"]

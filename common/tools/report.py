@@ -77,14 +77,19 @@ class RecordedRun:
         times = [line["time"] for line in self.metrics if "time" in line]
         starts = [start["started"] for start in self.about.get("starts", ()) if "started" in start]
         spans = itertools.pairwise([*starts, math.inf])
-        return sum(max((when for when in times if start <= when < end), default=start) - start for start, end in spans)
+        return sum(
+            max((when for when in times if start <= when < end), default=start) - start
+            for start, end in spans
+        )
 
     @property
     def values(self) -> dict[str, int | float | str]:
         """The values in the name of a sweep's run, ``KEY=VALUE,KEY=VALUE``, and the sweep if that is in it too."""
         sweep, _, combination = self.name.rpartition("/")
         parts = [part.partition("=") for part in combination.split(",") if "=" in part]
-        return ({"sweep": sweep} if sweep and parts else {}) | {key: _number(value) for key, _, value in parts}
+        return ({"sweep": sweep} if sweep and parts else {}) | {
+            key: _number(value) for key, _, value in parts
+        }
 
     @property
     def final(self) -> Metrics | None:
@@ -103,9 +108,17 @@ class RecordedRun:
 
 def main(argv: list[str]) -> None:
     parser = command_parser(__doc__)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run or a sweep")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the folder of all runs")
-    parser.add_argument("--csv", action="store_true", help="print a row of results.csv for each run, and write no page")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="folder of a run or a sweep"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="default: report.html in the folder of all runs"
+    )
+    parser.add_argument(
+        "--csv",
+        action="store_true",
+        help="print a row of results.csv for each run, and write no page",
+    )
     args = parser.parse_args(argv)
     folders = [folder for named in args.runs for folder in find_runs(named)]
     if not folders:
@@ -115,9 +128,13 @@ def main(argv: list[str]) -> None:
         names = [str(folder) for folder in folders]
     runs = [load_run(folder, name) for folder, name in zip(folders, names, strict=True)]
     if args.csv:
-        csv.writer(sys.stdout, lineterminator="\n").writerows(result_row(run).values() for run in runs)
+        csv.writer(sys.stdout, lineterminator="\n").writerows(
+            result_row(run).values() for run in runs
+        )
         return
-    output = args.output or Path(os.path.commonpath([named.resolve() for named in args.runs]), "report.html")
+    output = args.output or Path(
+        os.path.commonpath([named.resolve() for named in args.runs]), "report.html"
+    )
     replaced = "; the earlier one is replaced" * output.exists()
     own_file(output).write_text(render(runs), encoding="utf-8")
     print(f"{short_path(output)}  ({counted(len(runs), 'run')}{replaced})")
@@ -142,7 +159,9 @@ def load_run(folder: Path, name: str) -> RecordedRun:
     return RecordedRun(name, about, metrics, int(step) if step.isdecimal() else 0)
 
 
-def rank_combinations(runs: Sequence[RecordedRun], notes: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
+def rank_combinations(
+    runs: Sequence[RecordedRun], notes: Mapping[str, str]
+) -> tuple[list[dict[str, Any]], str]:
     """Return a row for each combination of a sweep's values, the best first, and a line that names the best.
 
     Runs that differ only in `SEED` share a row: the mean of their final top-1, its range, and how many they are.
@@ -167,17 +186,27 @@ def rank_combinations(runs: Sequence[RecordedRun], notes: Mapping[str, str]) -> 
         return rows, ""
     (best, values, _), (second, *_) = found[:2]
     verdict = "overlap" if max(second) >= min(best) else "do not overlap"
-    verdict = f"ranges {verdict}" if len(best) + len(second) > 2 else "no ranges: repeat it with --grid SEED=1,2,3"
+    verdict = (
+        f"ranges {verdict}"
+        if len(best) + len(second) > 2
+        else "no ranges: repeat it with --grid SEED=1,2,3"
+    )
     named = ", ".join(f"{key}={value}" for key, value in values.items())
     return rows, f"best: {named}; {verdict}"
 
 
-def group_by_seed(runs: Sequence[RecordedRun]) -> dict[tuple[tuple[str, Any], ...], list[RecordedRun]]:
+def group_by_seed(
+    runs: Sequence[RecordedRun],
+) -> dict[tuple[tuple[str, Any], ...], list[RecordedRun]]:
     """Return the runs by the (key, value) of what the sweep varies but `SEED`."""
     groups = defaultdict(list)
     keys = dict.fromkeys(key for run in runs for key in run.values)
     for run in runs:
-        values = {key: run.values.get(key, ABSENT) for key in keys if key != SEED} if keys else {"run": run.name}
+        values = (
+            {key: run.values.get(key, ABSENT) for key in keys if key != SEED}
+            if keys
+            else {"run": run.name}
+        )
         groups[tuple(values.items())].append(run)
     return groups
 
@@ -193,7 +222,9 @@ def result_row(run: RecordedRun) -> dict[str, Any]:
     """Return a run's row of results.csv; losses are those of the first and last train record."""
     about, train, evaluations = run.about, run.of_kind("train"), run.of_kind("eval")
     if not train or not evaluations:
-        raise UserError(f"{run.name} has no evaluation yet, so no result: train it for longer, or lower EVAL_EVERY")
+        raise UserError(
+            f"{run.name} has no evaluation yet, so no result: train it for longer, or lower EVAL_EVERY"
+        )
     last, origin = evaluations[-1], result_columns(about)
     return {
         "date": origin.pop("date"),
@@ -217,7 +248,9 @@ def result_columns(about: Mapping[str, Any]) -> dict[str, str | None]:
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime(about["started"])),
         "hardware": name_hardware(about["hardware"]),
-        "versions": " ".join(f"{name}={number}" for name, number in about["versions"].items() if number),
+        "versions": " ".join(
+            f"{name}={number}" for name, number in about["versions"].items() if number
+        ),
         "commit": about["commit"],
         # absolute paths are reduced to their last part
         "command": shlex.join(re.sub(r"(^|=)/.*/(?=.)", r"\1", word) for word in about["argv"]),
@@ -236,16 +269,23 @@ def render(runs: Sequence[RecordedRun]) -> str:
     charts = {"runs": [run.name for run in runs], "charts": collect_charts(runs)}
     ranked, verdict = rank_combinations(runs, {})
     configs = _align(_flat_text(run.about["config"]) for run in runs)
-    page = Environment(autoescape=True).from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
+    page = Environment(autoescape=True).from_string(
+        Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    )
     return page.render(
         runs=runs,
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         summary={title: [cell(run) for run in runs] for title, cell in SUMMARY.items()},
         sweep=ranked if all(run.values for run in runs) else [],
         verdict=verdict,
-        keys={key: cells for key, cells in configs.items() if len(runs) == 1 or len(set(cells)) > 1},
+        keys={
+            key: cells for key, cells in configs.items() if len(runs) == 1 or len(set(cells)) > 1
+        },
         environment=_align(
-            _flat_text({key: value for key, value in run.about.items() if key not in NO_ENVIRONMENT}) for run in runs
+            _flat_text(
+                {key: value for key, value in run.about.items() if key not in NO_ENVIRONMENT}
+            )
+            for run in runs
         ),
         commands={run.name: shlex.join(["python", *run.about.get("argv", ())]) for run in runs},
         charts=Markup(json.dumps(charts, separators=(",", ":")).replace("<", "\\u003c")),
@@ -262,16 +302,22 @@ def _best_top1(run: RecordedRun) -> str:
 
 def _wall_time(run: RecordedRun) -> str:
     hours, minutes = divmod(round(run.seconds) // 60, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {round(run.seconds) % 60:02} s"
+    return (
+        f"{hours} h {minutes:02} min" if hours else f"{minutes} min {round(run.seconds) % 60:02} s"
+    )
 
 
 SUMMARY: dict[str, Callable[[RecordedRun], str]] = {
-    "Top-1, last evaluation": lambda run: next((f"{line['top1']:.2%}" for line in run.of_kind("eval")[::-1]), ABSENT),
+    "Top-1, last evaluation": lambda run: next(
+        (f"{line['top1']:.2%}" for line in run.of_kind("eval")[::-1]), ABSENT
+    ),
     "Top-1, best evaluation": _best_top1,
     "Steps": lambda run: run.steps,
     "Wall time": _wall_time,
     "Images per second, median": lambda run: run.median("samples_per_s", "{:,.0f}"),
-    "Hardware": lambda run: name_hardware(run.about["hardware"]) if "hardware" in run.about else ABSENT,
+    "Hardware": lambda run: (
+        name_hardware(run.about["hardware"]) if "hardware" in run.about else ABSENT
+    ),
     "Processes": lambda run: str(run.about.get("plan", {}).get("gpus", 1)),
     "Changed since the first start": lambda run: "; ".join(list_changes(run.about)) or ABSENT,
 }
@@ -285,14 +331,19 @@ def _align(columns: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:
 
 
 def _flat_text(values: Mapping[str, Any]) -> dict[str, str]:
-    return {key: value if isinstance(value, str) else repr(value) for key, value in flatten(values).items()}
+    return {
+        key: value if isinstance(value, str) else repr(value)
+        for key, value in flatten(values).items()
+    }
 
 
 def collect_charts(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
     """Return a chart for every metric that the runs have, with a line for each run and kind."""
     charts = []
     for name, (title, scale, from_zero) in CHARTS.items():
-        lines = [line for number, run in enumerate(runs) for line in _lines(run, number, name, scale)]
+        lines = [
+            line for number, run in enumerate(runs) for line in _lines(run, number, name, scale)
+        ]
         if name == "loss":  # which may differ, so that they cannot be compared
             title += f" (training: {' or '.join({name_loss(run.about.get('config', {})): 0 for run in runs})}; "
             title += "evaluation: cross-entropy)"

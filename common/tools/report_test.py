@@ -15,8 +15,12 @@ CPU = {"gpu": None, "cpus": 2, "cpu": "AMD EPYC", "instruction_set": "AVX2"}
 def tables_of(page: str) -> list[dict[str, list[str]]]:
     """Return for each table ``{heading: rest of the row}``, of the cells' text."""
     tables = [re.findall("<tr>(.*?)</tr>", table, re.DOTALL) for table in page.split("<table>")[1:]]
-    rows = [[re.findall("<t[hd](?: [^>]*)?>(.*?)</t[hd]>", row) for row in table] for table in tables]
-    text = [[[unescape(re.sub("<[^>]*>", "", cell)) for cell in row] for row in table] for table in rows]
+    rows = [
+        [re.findall("<t[hd](?: [^>]*)?>(.*?)</t[hd]>", row) for row in table] for table in tables
+    ]
+    text = [
+        [[unescape(re.sub("<[^>]*>", "", cell)) for cell in row] for row in table] for table in rows
+    ]
     return [{row[0]: row[1:] for row in table} for table in text]
 
 
@@ -25,13 +29,21 @@ def train(step: int, **metrics) -> dict:
 
 
 def evaluation(step: int, top1: float, loss: float = 1.0) -> dict:
-    return train(step, loss=loss, top1=top1, top5=1.0, samples=8) | {"kind": "eval", "time": 1001.0 + 60 * step}
+    return train(step, loss=loss, top1=top1, top5=1.0, samples=8) | {
+        "kind": "eval",
+        "time": 1001.0 + 60 * step,
+    }
 
 
 def write_run(folder, records=(), config=None, **about):
     folder.mkdir(parents=True, exist_ok=True)
     starts = [{"step": 0, "started": 940.0}]
-    about = {"config": config or {"A": 1}, "plan": {"last_step": 4, "gpus": 8}, "starts": starts, **about}
+    about = {
+        "config": config or {"A": 1},
+        "plan": {"last_step": 4, "gpus": 8},
+        "starts": starts,
+        **about,
+    }
     (folder / "config.json").write_text(json.dumps(about))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
@@ -48,13 +60,33 @@ def charts_of(page: str) -> list[dict]:
 
 
 def test_summary(tmp_path, monkeypatch):
-    records = [train(step, samples_per_s=speed) for step, speed in enumerate([0.0, 1000.0, 30.0, 0.0, 1240.0])]
-    records += [evaluation(1, 0.75, loss=2.0), evaluation(2, 0.75), evaluation(3, 0.75, loss=3.0), evaluation(4, 0.5)]
+    records = [
+        train(step, samples_per_s=speed)
+        for step, speed in enumerate([0.0, 1000.0, 30.0, 0.0, 1240.0])
+    ]
+    records += [
+        evaluation(1, 0.75, loss=2.0),
+        evaluation(2, 0.75),
+        evaluation(3, 0.75, loss=3.0),
+        evaluation(4, 0.5),
+    ]
     records += [train(5, loss=2.3456789, samples_per_s=None) | {"time": 12400.0}]
     config = {"LABEL_SMOOTHING": 0.1, "MIXUP": 0.8, "B": {"c": [1, 2]}}
     plan = {"last_step": 5, "gpus": 8}
-    starts = [{"started": 940.0}, {"started": 8000.0}, {"started": 9000.0}]  # the second ended before its first record
-    run = write_run(tmp_path / "run", records, config, plan=plan, hardware=CPU, starts=starts, argv=["train.py", "a b"])
+    starts = [
+        {"started": 940.0},
+        {"started": 8000.0},
+        {"started": 9000.0},
+    ]  # the second ended before its first record
+    run = write_run(
+        tmp_path / "run",
+        records,
+        config,
+        plan=plan,
+        hardware=CPU,
+        starts=starts,
+        argv=["train.py", "a b"],
+    )
     monkeypatch.chdir(run)
     report.main(["."])
     page = (run / "report.html").read_text()
@@ -71,7 +103,8 @@ def test_summary(tmp_path, monkeypatch):
             "Changed since the first start": ["-"],
         },
         {"": ["run"], "LABEL_SMOOTHING": ["0.1"], "MIXUP": ["0.8"], "B.c": ["[1, 2]"]},
-        {"": ["run"], "starts": [str(starts)]} | {f"hardware.{key}": [str(value)] for key, value in CPU.items()},
+        {"": ["run"], "starts": [str(starts)]}
+        | {f"hardware.{key}": [str(value)] for key, value in CPU.items()},
     ]
     assert "<pre>python train.py &#39;a b&#39;</pre>" in page
     charts = charts_of(page)
@@ -86,7 +119,9 @@ def test_summary(tmp_path, monkeypatch):
 
 
 def test_a_run_that_is_running_or_was_killed_in_the_middle_of_a_line(tmp_path):
-    run = write_run(tmp_path / "run", [train(1, loss=2.0), train(2000, loss=None)], plan={"last_step": 4000})
+    run = write_run(
+        tmp_path / "run", [train(1, loss=2.0), train(2000, loss=None)], plan={"last_step": 4000}
+    )
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
     (run / "checkpoints" / "step-00000001").mkdir(parents=True)
@@ -99,7 +134,9 @@ def test_a_run_that_is_running_or_was_killed_in_the_middle_of_a_line(tmp_path):
     assert (chart["name"], chart["lines"][0]["y"]) == ("loss", [2.0, None])
     (run / "checkpoints" / "step-00000001").rename(run / "checkpoints" / "step-00003000")
     assert tables_of(make(run))[0]["Steps"] == ["3,000 of 4,000"]
-    with pytest.raises(UserError, match="^run has no evaluation yet, so no result: train it for longer, or lower"):
+    with pytest.raises(
+        UserError, match="^run has no evaluation yet, so no result: train it for longer, or lower"
+    ):
         report.main([str(run), "--csv"])
     (run / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="run/metrics.jsonl line 1: kind: Field required"):
@@ -110,10 +147,17 @@ def test_runs_of_a_sweep_are_ranked_and_what_is_no_run_is_skipped(tmp_path, caps
     sweep = tmp_path / "sweep"
     for batch in (64, 512):
         for rate in range(2):
-            write_run(sweep / f"B={batch},R={rate}", [evaluation(4, rate / 10)], {"B": batch, "C": 1, "R": rate})
+            write_run(
+                sweep / f"B={batch},R={rate}",
+                [evaluation(4, rate / 10)],
+                {"B": batch, "C": 1, "R": rate},
+            )
     (tmp_path / "empty").mkdir()
     report.main(list(map(str, tmp_path.iterdir())))
-    assert capsys.readouterr() == (f"{tmp_path}/report.html  (4 runs)\n", f"skipped {tmp_path}/empty: no run\n")
+    assert capsys.readouterr() == (
+        f"{tmp_path}/report.html  (4 runs)\n",
+        f"skipped {tmp_path}/empty: no run\n",
+    )
     page = (tmp_path / "report.html").read_text()
     summary, _, ranked, config, _ = tables_of(page)
     assert summary["B=64,R=1"] == ["10.00%", "10.00% at step 4"]
@@ -121,9 +165,14 @@ def test_runs_of_a_sweep_are_ranked_and_what_is_no_run_is_skipped(tmp_path, caps
     assert ranked["B"] == ["R", "top1", "range", "n", "loss", "steps"]
     assert all(words in page for words in ("<h1>4 runs</h1>", "best: B=512, R=1; no ranges"))
     names = [f"B={batch},R={rate}" for batch in (512, 64) for rate in range(2)]
-    assert config == {"": ["B", "R"]} | {name: [part[2:] for part in name.split(",")] for name in names}
+    assert config == {"": ["B", "R"]} | {
+        name: [part[2:] for part in name.split(",")] for name in names
+    }
     report.main([str(sweep), "--output", str(tmp_path / "report.html")])
-    assert capsys.readouterr().out == f"{tmp_path}/report.html  (4 runs; the earlier one is replaced)\n"
+    assert (
+        capsys.readouterr().out
+        == f"{tmp_path}/report.html  (4 runs; the earlier one is replaced)\n"
+    )
     report.main([str(sweep), str(shutil.copytree(sweep, tmp_path / "twin"))])
     assert tables_of((tmp_path / "report.html").read_text())[2]["sweep"] == ["B", *ranked["B"]]
     with pytest.raises(UserError, match="empty holds no run: name the folder of"):
@@ -131,7 +180,10 @@ def test_runs_of_a_sweep_are_ranked_and_what_is_no_run_is_skipped(tmp_path, caps
 
 
 def test_names_are_text(tmp_path):
-    evil, other = {EVIL: EVIL}, write_run(tmp_path / "other", [], {"MIXUP": 0.2}, hardware=CPU | {"gpu": "H100"})
+    evil, other = (
+        {EVIL: EVIL},
+        write_run(tmp_path / "other", [], {"MIXUP": 0.2}, hardware=CPU | {"gpu": "H100"}),
+    )
     run = write_run(tmp_path / "run", [train(1, loss=1.0)], config=evil, argv=[EVIL], versions=evil)
     page = report.render([report.load_run(run, EVIL), report.load_run(other, "A=1")])
     assert "<script>alert" not in page
@@ -140,14 +192,31 @@ def test_names_are_text(tmp_path):
     assert summary[EVIL] == ["1 of 4", "2 min 00 s", "-"]
     assert summary["A=1"] == ["0 of 4", "0 min 00 s", "H100"]
     assert config == {"": [EVIL, "MIXUP"], EVIL: [EVIL, "-"], "A=1": ["-", "0.2"]}
-    assert "training: cross-entropy or cross-entropy, mixup 0.2; evaluation: " in charts_of(page)[0]["title"]
+    assert (
+        "training: cross-entropy or cross-entropy, mixup 0.2; evaluation: "
+        in charts_of(page)[0]["title"]
+    )
 
 
 def test_csv_is_a_row_of_the_results(tmp_path, capsys):
     argv = ["/code/train.py", "--output=/tmp/run", "--init", "/data/weights/"]
-    plan, versions = {"last_step": 10, "gpus": 2, "total_batch": 14}, {"python": "3.11", "timm": "1.0", "wandb": None}
-    about = dict(name="tiny", started=86400, plan=plan, argv=argv, commit="abc", versions=versions, hardware=CPU)
+    plan, versions = (
+        {"last_step": 10, "gpus": 2, "total_batch": 14},
+        {"python": "3.11", "timm": "1.0", "wandb": None},
+    )
+    about = dict(
+        name="tiny",
+        started=86400,
+        plan=plan,
+        argv=argv,
+        commit="abc",
+        versions=versions,
+        hardware=CPU,
+    )
     records = [train(5, loss=3.0), evaluation(5, 0.25), train(10, loss=1.5), evaluation(10, 0.75)]
     report.main([str(write_run(tmp_path / "run", records, **about)), "--csv"])
     row = '1970-01-02,tiny,"2 cores of AMD EPYC, AVX2",2,14,1,10,3.0000,1.5000,0.7500,1.0000,8,11.0'
-    assert capsys.readouterr().out == f"{row},python=3.11 timm=1.0,abc,train.py --output=run --init weights/\n"
+    assert (
+        capsys.readouterr().out
+        == f"{row},python=3.11 timm=1.0,abc,train.py --output=run --init weights/\n"
+    )

@@ -34,7 +34,15 @@ from common.files import ROOT
 from common.launch.signals import SIGNALS, exit_code, signal_name
 from common.metrics.curves import build_figure, place_legend, save_figure
 from common.task import TASKS, find_task
-from common.tools.report import ABSENT, SEED, RecordedRun, find_runs, group_by_seed, load_run, rank_combinations
+from common.tools.report import (
+    ABSENT,
+    SEED,
+    RecordedRun,
+    find_runs,
+    group_by_seed,
+    load_run,
+    rank_combinations,
+)
 
 CONFIG_KEY = "CONFIG"
 COSTS = (
@@ -46,20 +54,41 @@ LOG_FROM = 8  # greatest / least x from which on the axis is logarithmic
 
 def main(argv: list[str]) -> None:
     parser = command_parser(__doc__)
-    parser.add_argument("--config", help="a config file, or the name of a recipe; without any, only report")
     parser.add_argument(
-        "--grid", action="append", default=[], metavar="KEY=A,B", help="a key and its values; repeat for more keys"
+        "--config", help="a config file, or the name of a recipe; without any, only report"
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key in all runs")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="holds a folder for each run")
-    parser.add_argument("--best", metavar="KEY", help="draw only the best of the values of this key")
-    parser.add_argument("--train", type=Path, metavar="SCRIPT", help="the task's script (default: the recipe's)")
-    parser.add_argument("--processes", type=int, default=1, help="GPUs of each run, started by torchrun (default: 1)")
+    parser.add_argument(
+        "--grid",
+        action="append",
+        default=[],
+        metavar="KEY=A,B",
+        help="a key and its values; repeat for more keys",
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key in all runs"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="holds a folder for each run"
+    )
+    parser.add_argument(
+        "--best", metavar="KEY", help="draw only the best of the values of this key"
+    )
+    parser.add_argument(
+        "--train", type=Path, metavar="SCRIPT", help="the task's script (default: the recipe's)"
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        help="GPUs of each run, started by torchrun (default: 1)",
+    )
     args = parser.parse_args(argv)
     failed = train(args) if args.config or args.grid or args.set else {}
     runs = [load_run(folder, folder.name) for folder in find_runs(args.output)]
     if not runs:
-        raise UserError(f"--output {args.output}: no run in it yet; start the sweep with --config and --grid")
+        raise UserError(
+            f"--output {args.output}: no run in it yet; start the sweep with --config and --grid"
+        )
     runs.sort(key=lambda run: run.about["starts"][0]["started"])
     _check_best(args.best, [key for run in runs for key in run.values])
     rows, verdict = rank_combinations(runs, failed)
@@ -67,7 +96,9 @@ def main(argv: list[str]) -> None:
     print_wrapped(COSTS, 0)
     print(format_table(tabulate_costs(runs)))
     picture = args.output / "sweep.png"
-    print(picture if draw(runs, picture, args.best) else "no picture yet: no run has been evaluated")
+    print(
+        picture if draw(runs, picture, args.best) else "no picture yet: no run has been evaluated"
+    )
     print(verdict)
     if failed:
         print(f"failed: {', '.join(failed)}; rerun the command to resume", file=sys.stderr)
@@ -83,21 +114,31 @@ def train(args: argparse.Namespace) -> dict[str, str]:
     if len(grid) < len(args.grid):
         raise UserError("--grid: a key is named twice: put all its values into one --grid")
     if not args.config and CONFIG_KEY not in grid:
-        raise UserError("--grid and --set need --config, or --grid CONFIG=A,B: which recipes to train")
+        raise UserError(
+            "--grid and --set need --config, or --grid CONFIG=A,B: which recipes to train"
+        )
     _check_best(args.best, list(grid))
     commands = plan_commands(args, grid)
     failed = {}
     for number, (folder, command) in enumerate(commands.items(), 1):
         finished = is_finished(folder, command)
-        print(f"[{number}/{len(commands)}] {folder.name}{': finished already' if finished else ''}", flush=True)
+        print(
+            f"[{number}/{len(commands)}] {folder.name}{': finished already' if finished else ''}",
+            flush=True,
+        )
         if finished:
             continue
         status, stop = run_child(command)
         if stop:
-            print(f"{signal_name(stop)}: {folder.name} was stopped; rerun the command to resume", file=sys.stderr)
+            print(
+                f"{signal_name(stop)}: {folder.name} was stopped; rerun the command to resume",
+                file=sys.stderr,
+            )
             sys.exit(exit_code(stop))
         if status and not (folder / "config.json").exists():
-            raise UserError(f"{folder.name} did not start (exit status {status}, message above): the sweep ends here")
+            raise UserError(
+                f"{folder.name} did not start (exit status {status}, message above): the sweep ends here"
+            )
         if status:
             failed[folder.name] = f" (failed, exit status {status})"
     return failed
@@ -114,14 +155,21 @@ def plan_commands(args: argparse.Namespace, grid: dict[str, list[str]]) -> dict[
         name = chosen.get(CONFIG_KEY) or args.config
         script, recipe = find_script(name, args.train)
         path = str(find_config(name, recipe).resolve())
-        settings = [*args.set, *(f"{key}={value}" for key, value in chosen.items() if key != CONFIG_KEY)]
+        settings = [
+            *args.set,
+            *(f"{key}={value}" for key, value in chosen.items() if key != CONFIG_KEY),
+        ]
         config = load_config(path, settings, recipe)
         processes = max(args.processes, config["parallel"]["tensor"]["size"])
         build_plan(config, processes, None)
-        names = [re.sub(r"[^\w.=+-]+", "_", f"{key}={value}").strip("_") for key, value in chosen.items()]
+        names = [
+            re.sub(r"[^\w.=+-]+", "_", f"{key}={value}").strip("_") for key, value in chosen.items()
+        ]
         folder = args.output.resolve() / (",".join(names) or "run")
         if folder in commands:
-            raise UserError(f"--grid: two combinations would share the folder {folder.name}: choose values that differ")
+            raise UserError(
+                f"--grid: two combinations would share the folder {folder.name}: choose values that differ"
+            )
         torchrun = ["-m", "common.launch.signals", "--standalone", "--local_addr=127.0.0.1"]
         torchrun.append(f"--nproc_per_node={processes}")
         words = [word for setting in settings for word in ("--set", setting)]
@@ -133,8 +181,13 @@ def plan_commands(args: argparse.Namespace, grid: dict[str, list[str]]) -> dict[
 def run_child(command: Sequence[str]) -> tuple[int, int]:
     """Run ``command`` and forward stop signals to it; return its exit status and the first signal, or 0."""
     received: list[int] = []
-    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # by nohup
-    previous = {number: signal.signal(number, lambda number, _: received.append(number)) for number in heeded}
+    heeded = [
+        number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+    ]  # by nohup
+    previous = {
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in heeded
+    }
     try:
         child, forwarded = subprocess.Popen(command), 0
         while (status := child.poll()) is None:
@@ -161,7 +214,9 @@ def find_script(config: str, script: Path | None) -> tuple[Path, str | None]:
     if script:
         return script.resolve(), None
     scripts = ", ".join(task.script for task in tasks)
-    raise UserError(f"--config {find_config(config)} is no recipe: add --train SCRIPT, which is one of {scripts}")
+    raise UserError(
+        f"--config {find_config(config)} is no recipe: add --train SCRIPT, which is one of {scripts}"
+    )
 
 
 def _parse_grid(text: str) -> tuple[str, list[str]]:
@@ -191,7 +246,10 @@ def is_finished(folder: Path, command: Sequence[str]) -> bool:
         return False
     run = load_run(folder, folder.name)
     arguments = run.about["argv"][1:]
-    is_edited = Path(command[command.index("--config") + 1]).stat().st_mtime > (folder / "config.json").stat().st_mtime
+    is_edited = (
+        Path(command[command.index("--config") + 1]).stat().st_mtime
+        > (folder / "config.json").stat().st_mtime
+    )
     return run.final is not None and not is_edited and list(command[-len(arguments) :]) == arguments
 
 
@@ -254,7 +312,9 @@ def draw(runs: Sequence[RecordedRun], path: Path, best: str | None = None) -> bo
     return True
 
 
-def collect_points(runs: Sequence[RecordedRun], best: str | None) -> dict[tuple, dict[Any, list[float]]]:
+def collect_points(
+    runs: Sequence[RecordedRun], best: str | None
+) -> dict[tuple, dict[Any, list[float]]]:
     """Return the final top-1 of the finished runs in per cent, by line and x; there are several if seeds differ.
 
     Of the points that differ only in the key ``best`` only the one with the highest mean stays, without that key.

@@ -28,8 +28,16 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if rate == 13:
             return 2, 0
         names.append(folder.name)
-        cost = dict(samples_per_s=1e4 * rate, data_wait=0.1, forward_s=0.0123, backward_s=0.0246, peak_memory_gb=1.5)
-        records = [train(step, loss=None if rate == step == 2 else rate + step, **cost) for step in (1, 2)]
+        cost = dict(
+            samples_per_s=1e4 * rate,
+            data_wait=0.1,
+            forward_s=0.0123,
+            backward_s=0.0246,
+            peak_memory_gb=1.5,
+        )
+        records = [
+            train(step, loss=None if rate == step == 2 else rate + step, **cost) for step in (1, 2)
+        ]
         records += [evaluation(4, 0.5 + rate / 100 + batch / 1e4)] * (rate != 7)
         write_run(folder, records, argv=command[1:], starts=[{"started": len(names)}])
         return (1, 0) if rate == 7 else (143, signal.SIGTERM) if rate == 5 else (0, 0)
@@ -46,14 +54,20 @@ def words(tmp_path: Path) -> list[str]:
 
 
 def tables(text: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line[:1] == "|"
+    ]
 
 
 def test_every_combination_is_trained_once(words, trained, tmp_path, capsys):
     folder = tmp_path / "sweep"
     grid = ["--grid", "TOTAL_BATCH_SIZE=70,14", "--grid", "LEARNING_RATE=1,2"]
     sweep.main([*words, *grid])
-    names = [f"TOTAL_BATCH_SIZE={batch},LEARNING_RATE={rate}" for batch in (70, 14) for rate in (1, 2)]
+    names = [
+        f"TOTAL_BATCH_SIZE={batch},LEARNING_RATE={rate}" for batch in (70, 14) for rate in (1, 2)
+    ]
     assert trained == names
     out = capsys.readouterr().out
     header, _, *rows = tables(out)
@@ -73,22 +87,34 @@ def test_every_combination_is_trained_once(words, trained, tmp_path, capsys):
     (folder / names[2] / "metrics.jsonl").unlink()  # as one that was stopped
     sweep.main([*words, *grid])
     assert capsys.readouterr().out.count(": finished already\n") == 3
-    sweep.main([*words, "--grid", "TOTAL_BATCH_SIZE=28", "--grid", "LEARNING_RATE=1"])  # joins the others
+    sweep.main(
+        [*words, "--grid", "TOTAL_BATCH_SIZE=28", "--grid", "LEARNING_RATE=1"]
+    )  # joins the others
     for seed in (1, 2):  # another command: the run decides
         sweep.main([*words, "--grid", "LEARNING_RATE=3", "--set", f"SEED={seed}"])
     os.utime(tmp_path / "tiny.py", (3e9, 3e9))  # edited since
     sweep.main([*words, "--grid", "LEARNING_RATE=3", "--set", "SEED=2"])
     sweep.main(["--output", str(folder), "--best", "LEARNING_RATE"])
-    assert trained[4:] == [names[2], "TOTAL_BATCH_SIZE=28,LEARNING_RATE=1", *["LEARNING_RATE=3"] * 3]
+    assert trained[4:] == [
+        names[2],
+        "TOTAL_BATCH_SIZE=28,LEARNING_RATE=1",
+        *["LEARNING_RATE=3"] * 3,
+    ]
 
 
 def finished_run(top1: float, last_step: int = 4, **values: float) -> RecordedRun:
     name = ",".join(f"{key}={value}" for key, value in values.items())
-    return RecordedRun(name, {"plan": {"last_step": last_step}}, [evaluation(4, top1, loss=10 * top1)])
+    return RecordedRun(
+        name, {"plan": {"last_step": last_step}}, [evaluation(4, top1, loss=10 * top1)]
+    )
 
 
 def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
-    runs = [finished_run(0.5, RATE=0.1, SEED=1), finished_run(0.65, RATE=0.1, SEED=2), finished_run(0.65, RATE=0.8)]
+    runs = [
+        finished_run(0.5, RATE=0.1, SEED=1),
+        finished_run(0.65, RATE=0.1, SEED=2),
+        finished_run(0.65, RATE=0.8),
+    ]
     runs.append(finished_run(0.9, last_step=8, RATE=0.3, EMA=1))
     rows, _ = rank_combinations(runs, {})
     assert [list(row.values()) for row in rows] == [
@@ -111,23 +137,45 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
     for length in (30, 40):
         named = [finished_run(0.5, A=1, **{length * "b": value}) for value in (2, 3)]
         assert sweep.draw([*named, finished_run(0.5, A=1, C=4)], tmp_path / "sweep.png")
-    assert [text.get_text() for text in drawn[-1].get_legend().get_texts()] == [f"{40 * 'b'}=2", f"{40 * 'b'}=3", "C=4"]
+    assert [text.get_text() for text in drawn[-1].get_legend().get_texts()] == [
+        f"{40 * 'b'}=2",
+        f"{40 * 'b'}=3",
+        "C=4",
+    ]
     assert [drawn.pop().get_legend()._ncols for _ in range(2)] == [1, 2]
-    assert [list(axes.lines[0].get_ydata()) for axes in drawn] == [pytest.approx([55, 65]), pytest.approx([65])]
-    assert [(axes.get_xscale(), axes.get_xlabel()) for axes in drawn] == [("log", "RATE"), ("linear", "run")]
-    assert [bar[:, 1].tolist() for bar in drawn[0].collections[0].get_segments()] == [[50, 65], [65, 65]]
+    assert [list(axes.lines[0].get_ydata()) for axes in drawn] == [
+        pytest.approx([55, 65]),
+        pytest.approx([65]),
+    ]
+    assert [(axes.get_xscale(), axes.get_xlabel()) for axes in drawn] == [
+        ("log", "RATE"),
+        ("linear", "run"),
+    ]
+    assert [bar[:, 1].tolist() for bar in drawn[0].collections[0].get_segments()] == [
+        [50, 65],
+        [65, 65],
+    ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--grid", "LEARNING_RATE=1", "--grid", "LERNING_RATE=2"], "LERNING_RATE: unknown key; did you mean 'LEARN"),
-        (["--grid", "LEARNING_RATE=1", "--grid", "gradient_accumulation=1,3"], "TOTAL_BATCH_SIZE=14 is not divisible"),
+        (
+            ["--grid", "LEARNING_RATE=1", "--grid", "LERNING_RATE=2"],
+            "LERNING_RATE: unknown key; did you mean 'LEARN",
+        ),
+        (
+            ["--grid", "LEARNING_RATE=1", "--grid", "gradient_accumulation=1,3"],
+            "TOTAL_BATCH_SIZE=14 is not divisible",
+        ),
         (["--grid", "LEARNING_RATE"], "write it as KEY=VALUE,VALUE"),
         (["--grid", "LEARNING_RATE=1", "--grid", "LEARNING_RATE=2"], "a key is named twice"),
         (["--grid", "MODEL=dict(a=[(1,2),(3,4)])"], "unknown key MODEL.a;"),
         (["--grid", "INIT=a/b,a_b"], "two combinations would share the folder INIT=a_b"),
-        (["--grid", "LEARNING_RATE=1", "--best", "SED", "--grid", "SEED=1"], "--best SED: .*did you mean 'SEED'"),
+        (
+            ["--grid", "LEARNING_RATE=1", "--best", "SED", "--grid", "SEED=1"],
+            "--best SED: .*did you mean 'SEED'",
+        ),
         (["--set", "LEARNING_RATE=1", "--config", ""], "need --config, or --grid CONFIG=A,B"),
         (["--grid", "LEARNING_RATE=13,1"], "LEARNING_RATE=13 did not start .exit status 2"),
     ],
@@ -138,20 +186,44 @@ def test_mistakes_are_refused_before_the_first_run(words, trained, arguments, me
     assert trained == []
 
 
-def test_a_recipe_is_trained_by_its_tasks_script_and_an_original_config_by_train(words, trained, tmp_path, monkeypatch):
-    found = [sweep.find_script(recipe, None) for recipe in ("vit-b16", "vit_lite_2d", "config_AMP_torch")]
-    assert [path.parent.name for path, _ in found] == ["imagenet_dali", "cifar10_benchmark", "caltech101_amp"]
+def test_a_recipe_is_trained_by_its_tasks_script_and_an_original_config_by_train(
+    words, trained, tmp_path, monkeypatch
+):
+    found = [
+        sweep.find_script(recipe, None) for recipe in ("vit-b16", "vit_lite_2d", "config_AMP_torch")
+    ]
+    assert [path.parent.name for path, _ in found] == [
+        "imagenet_dali",
+        "cifar10_benchmark",
+        "caltech101_amp",
+    ]
     (tmp_path / "own.py").write_text("BATCH_SIZE = 128\nDROP_RATE = 0.1\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="own.py is no recipe: add --train SCRIPT, which is .*caltech101_amp/train"):
+    with pytest.raises(
+        UserError, match="own.py is no recipe: add --train SCRIPT, which is .*caltech101_amp/train"
+    ):
         sweep.find_script("own.py", None)
-    sweep.main([*words[1:], f"--train={found[2][0]}", "--grid", "CONFIG=own.py", "--grid", "LEARNING_RATE=1"])
+    sweep.main(
+        [
+            *words[1:],
+            f"--train={found[2][0]}",
+            "--grid",
+            "CONFIG=own.py",
+            "--grid",
+            "LEARNING_RATE=1",
+        ]
+    )
     sweep.main([*words, "--set", "LEARNING_RATE=2"])
     assert trained == ["CONFIG=own.py,LEARNING_RATE=1", "run"]
 
 
 def test_a_run_that_fails_does_not_end_the_sweep_and_a_stop_signal_does(words, trained, capsys):
-    parallel = ["--set", "TENSOR_PARALLEL_SIZE=2", "--set", "TENSOR_PARALLEL_MODE=1d"]  # as many processes
+    parallel = [
+        "--set",
+        "TENSOR_PARALLEL_SIZE=2",
+        "--set",
+        "TENSOR_PARALLEL_MODE=1d",
+    ]  # as many processes
     for grid, code, shown in (
         ("7,1", 1, "failed: LEARNING_RATE=7; rerun the command to resume\n"),
         ("5,2", 143, "SIGTERM: LEARNING_RATE=5 was stopped; rerun the command to resume\n"),
@@ -160,13 +232,18 @@ def test_a_run_that_fails_does_not_end_the_sweep_and_a_stop_signal_does(words, t
             sweep.main([*words[:-1], *parallel, "--grid", f"LEARNING_RATE={grid}"])
         out, err = capsys.readouterr()
         assert err == shown
-        assert code == 143 or [row[-1] for row in tables(out)[2:4]] == ["4", "2 of 4 (failed, exit status 1)"]
+        assert code == 143 or [row[-1] for row in tables(out)[2:4]] == [
+            "4",
+            "2 of 4 (failed, exit status 1)",
+        ]
     assert trained == [f"LEARNING_RATE={rate}" for rate in (7, 1, 5)]
 
 
 def test_a_stop_signal_reaches_the_run():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup
-    timer = threading.Timer(0.5, lambda: [os.kill(os.getpid(), number) for number in (signal.SIGHUP, signal.SIGTERM)])
+    timer = threading.Timer(
+        0.5, lambda: [os.kill(os.getpid(), number) for number in (signal.SIGHUP, signal.SIGTERM)]
+    )
     timer.start()
     assert sweep.run_child(["sleep", "60"]) == (-signal.SIGTERM, signal.SIGTERM)
     timer.join()

@@ -77,7 +77,9 @@ class ColumnLinear(Linear):
 class RowLinear(Linear):
     """A slice of the input channels, all output channels, summed over the ranks of ``group``."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, group: ParallelMode = TENSOR) -> None:
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter, group: ParallelMode = TENSOR
+    ) -> None:
         super().__init__(weight, bias)
         self.group = group
 
@@ -95,7 +97,9 @@ class Linear2D(Linear):
         # data-parallel rank, pipeline stage, stages and tensor-parallel size, which give the global ranks
         world = gpc.get_local_rank(ParallelMode.DATA), 0, 1, gpc.get_world_size(TENSOR)
         out_shape = (*x.shape[:-1], weight.shape[1])
-        return self.product.apply(x, weight, gpc.get_world_size(self.row), out_shape, *place, *world)
+        return self.product.apply(
+            x, weight, gpc.get_world_size(self.row), out_shape, *place, *world
+        )
 
 
 class Linear2p5D(Linear2D):
@@ -109,9 +113,13 @@ class Linear3D(Linear):
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter, *, second: bool = False) -> None:
         super().__init__(weight, bias)
-        self.groups = (OUTPUT_3D, WEIGHT_3D, INPUT_3D) if second else (INPUT_3D, WEIGHT_3D, OUTPUT_3D)
+        self.groups = (
+            (OUTPUT_3D, WEIGHT_3D, INPUT_3D) if second else (INPUT_3D, WEIGHT_3D, OUTPUT_3D)
+        )
         if weight.requires_grad:
-            register_async_grad_hook(weight)  # waits for the product's asynchronous gradient reduction
+            register_async_grad_hook(
+                weight
+            )  # waits for the product's asynchronous gradient reduction
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         return Matmul3D.apply(x, weight, id(self.weight), *self.groups)
@@ -120,7 +128,9 @@ class Linear3D(Linear):
 class LayerNorm(nn.Module):
     """Layer norm in float32; channels, ``weight`` and ``bias`` are split over ``group``."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, eps: float, group: ParallelMode) -> None:
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter, eps: float, group: ParallelMode
+    ) -> None:
         super().__init__()
         self.weight, self.bias, self.eps, self.group = weight, bias, eps, group
 
@@ -132,9 +142,13 @@ class _LayerNorm(torch.autograd.Function):
     """Layer norm with one collective in each direction."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, group: ParallelMode) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, group: ParallelMode
+    ) -> Tensor:
         moments = torch.stack(torch.var_mean(x, dim=-1, correction=0, keepdim=True))
-        variances, means = all_gather(moments, 0, group).unflatten(0, (-1, 2)).unbind(1)  # of each rank's channels
+        variances, means = (
+            all_gather(moments, 0, group).unflatten(0, (-1, 2)).unbind(1)
+        )  # of each rank's channels
         mean = means.mean(0)
         variance = (variances + (means - mean).square()).mean(0)
         reciprocal = (variance + eps).rsqrt()
@@ -149,9 +163,17 @@ class _LayerNorm(torch.autograd.Function):
         weight_grad = (grad * normalised).flatten(0, -2).sum(0)
         bias_grad = grad.flatten(0, -2).sum(0)
         grad = grad * weight
-        sums = torch.stack([grad.mean(-1, keepdim=True), (grad * normalised).mean(-1, keepdim=True)])
+        sums = torch.stack(
+            [grad.mean(-1, keepdim=True), (grad * normalised).mean(-1, keepdim=True)]
+        )
         means = all_reduce(sums, ctx.group) / gpc.get_world_size(ctx.group)
-        return reciprocal * (grad - means[0] - normalised * means[1]), weight_grad, bias_grad, None, None
+        return (
+            reciprocal * (grad - means[0] - normalised * means[1]),
+            weight_grad,
+            bias_grad,
+            None,
+            None,
+        )
 
 
 class OwnRandom(nn.Module):
@@ -175,9 +197,15 @@ class OwnRandom(nn.Module):
 @contextmanager
 def _random_stream(device: torch.device, number: int) -> Iterator[None]:
     """Seed the device's default generator from its state and ``number``; on exit restore and advance it."""
-    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    generator = (
+        torch.cuda.default_generators[device.index]
+        if device.type == "cuda"
+        else torch.default_generator
+    )
     state = generator.get_state()
-    digest = hashlib.blake2b(state.numpy().tobytes() + number.to_bytes(8, "big"), digest_size=7).digest()
+    digest = hashlib.blake2b(
+        state.numpy().tobytes() + number.to_bytes(8, "big"), digest_size=7
+    ).digest()
     generator.manual_seed(int.from_bytes(digest, "big"))
     try:
         yield

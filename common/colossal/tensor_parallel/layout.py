@@ -58,7 +58,9 @@ class Shard:
     def piece(self, whole: Tensor) -> Tensor:
         """Return a copy of this rank's shard of ``whole``."""
         piece = self._orient(self._view(whole).flatten(0, 1))
-        return (piece.narrow(*self.part) if self.part else piece).clone(memory_format=torch.contiguous_format)
+        return (piece.narrow(*self.part) if self.part else piece).clone(
+            memory_format=torch.contiguous_format
+        )
 
     def place(self, piece: Tensor, whole: Tensor) -> None:
         """Write ``piece`` to its position in ``whole``."""
@@ -75,7 +77,9 @@ class Shard:
         """Return what this rank has of ``whole``, before ``part`` is taken, as a view [fused, ...]."""
         view = whole.unflatten(0, (self.fused, -1))
         for dim, group in self.cuts:
-            view = view.unflatten(dim + 1, (gpc.get_world_size(group), -1)).select(dim + 1, gpc.get_local_rank(group))
+            view = view.unflatten(dim + 1, (gpc.get_world_size(group), -1)).select(
+                dim + 1, gpc.get_local_rank(group)
+            )
         return view
 
     def _orient(self, matrix: Tensor) -> Tensor:
@@ -121,8 +125,14 @@ LAYOUTS = {
     "3d": Layout(
         INPUT_X_WEIGHT_3D,
         OUTPUT_3D,
-        first=(_matrix((1, OUTPUT_3D), (0, INPUT_3D), (1, WEIGHT_3D)), _vector(INPUT_3D, OUTPUT_X_WEIGHT_3D)),
-        second=(_matrix((1, INPUT_3D), (0, OUTPUT_3D), (1, WEIGHT_3D)), _vector(OUTPUT_3D, INPUT_X_WEIGHT_3D)),
+        first=(
+            _matrix((1, OUTPUT_3D), (0, INPUT_3D), (1, WEIGHT_3D)),
+            _vector(INPUT_3D, OUTPUT_X_WEIGHT_3D),
+        ),
+        second=(
+            _matrix((1, INPUT_3D), (0, OUTPUT_3D), (1, WEIGHT_3D)),
+            _vector(OUTPUT_3D, INPUT_X_WEIGHT_3D),
+        ),
     ),
 }
 
@@ -157,7 +167,9 @@ def _shard_of(name: str, parameter: Tensor, layout: Layout) -> Shard:
         return Shard(copies=TENSOR, summed_over=layout.samples)
     if name == "head.weight":
         return _matrix((1, layout.channels), copies=layout.samples)
-    dim = 2 if parameter.ndim == 3 else 0  # of the channels: class token and positions are [1, N, D]
+    dim = (
+        2 if parameter.ndim == 3 else 0
+    )  # of the channels: class token and positions are [1, N, D]
     return Shard(((dim, layout.channels),), copies=layout.samples, summed_over=layout.samples)
 
 
@@ -170,7 +182,9 @@ def resolve_parallel(parallel: Mapping[str, Any] | None, world_size: int) -> dic
     """
     parallel = parallel or {}
     if (stages := parallel.get("pipeline", 1)) != 1:
-        raise UserError(f"parallel.pipeline={stages}: pipeline parallelism is not supported; set it to 1")
+        raise UserError(
+            f"parallel.pipeline={stages}: pipeline parallelism is not supported; set it to 1"
+        )
     tensor = parallel.get("tensor") or {}
     size, mode, depth = tensor.get("size", 1), tensor.get("mode"), tensor.get("depth")
     if size == 1:
@@ -187,12 +201,18 @@ def resolve_parallel(parallel: Mapping[str, Any] | None, world_size: int) -> dic
 def _check_size(mode: str | None, size: int, depth: int | None) -> None:
     if mode not in LAYOUTS:
         modes = ", ".join(map(repr, LAYOUTS))
-        raise UserError(f"parallel.tensor.size={size} needs parallel.tensor.mode: one of {modes}, not {mode!r}")
+        raise UserError(
+            f"parallel.tensor.size={size} needs parallel.tensor.mode: one of {modes}, not {mode!r}"
+        )
     if mode != "2.5d" and depth is not None:
-        raise UserError(f"parallel.tensor.depth={depth} requires mode '2.5d', not {mode!r}: remove it")
-    shape, power = {"1d": ("a number", 1), "2d": ("a square", 2), "2.5d": (f"depth {depth} x a square", 2)}.get(
-        mode, ("a cube", 3)
-    )
+        raise UserError(
+            f"parallel.tensor.depth={depth} requires mode '2.5d', not {mode!r}: remove it"
+        )
+    shape, power = {
+        "1d": ("a number", 1),
+        "2d": ("a square", 2),
+        "2.5d": (f"depth {depth} x a square", 2),
+    }.get(mode, ("a cube", 3))
     squares = depth or 1
     side = max(2, math.floor((size / squares) ** (1 / power) + 1e-9))
     if squares * side**power != size:
@@ -202,7 +222,9 @@ def _check_size(mode: str | None, size: int, depth: int | None) -> None:
         )
 
 
-def check_tensor_parallel(parallel: Mapping[str, Any], model: Mapping[str, Any], micro_batch: int) -> None:
+def check_tensor_parallel(
+    parallel: Mapping[str, Any], model: Mapping[str, Any], micro_batch: int
+) -> None:
     """Raise `UserError` if a model (the config's MODEL) or a micro-batch cannot be split evenly over the ranks.
 
     ``parallel`` is resolved.
@@ -238,7 +260,9 @@ def check_tensor_parallel(parallel: Mapping[str, Any], model: Mapping[str, Any],
             )
 
 
-def describe_tensor_parallel(parallel: Mapping[str, Any], model: nn.Module, micro_batch: int) -> str:
+def describe_tensor_parallel(
+    parallel: Mapping[str, Any], model: nn.Module, micro_batch: int
+) -> str:
     """Return what each rank of a tensor-parallel group holds: all hold equal amounts.
 
     ``parallel`` is resolved and has a mode; ``model`` is not sharded, and may be on the meta device.
@@ -247,7 +271,10 @@ def describe_tensor_parallel(parallel: Mapping[str, Any], model: nn.Module, micr
     mode, size = tensor["mode"], tensor["size"]
     layout, sizes = LAYOUTS[mode], group_sizes(mode, size, tensor.get("depth", 1))
     shards = [shard for _, shard in plan_shards(model, mode)]
-    held, whole = sum(shard.numel(sizes) for shard in shards), sum(math.prod(shard.shape) for shard in shards)
+    held, whole = (
+        sum(shard.numel(sizes) for shard in shards),
+        sum(math.prod(shard.shape) for shard in shards),
+    )
     width: Any = model.head.in_features
     heads: Any = model.heads
     side = size if mode == "1d" else sizes[layout.channels]

@@ -20,14 +20,29 @@ def test_size_1_is_no_tensor_parallelism(parallel):
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        ({"pipeline": 2}, "parallel.pipeline=2: pipeline parallelism is not supported; set it to 1"),
-        (tensor(None, 2), "^parallel.tensor.size=2 needs parallel.tensor.mode: one of '1d', .*, '3d', not None$"),
-        (tensor("2d", 10**15), "is not a square with sides of at least 2.* 999999961946176 or 1000000025191729"),
+        (
+            {"pipeline": 2},
+            "parallel.pipeline=2: pipeline parallelism is not supported; set it to 1",
+        ),
+        (
+            tensor(None, 2),
+            "^parallel.tensor.size=2 needs parallel.tensor.mode: one of '1d', .*, '3d', not None$",
+        ),
+        (
+            tensor("2d", 10**15),
+            "is not a square with sides of at least 2.* 999999961946176 or 1000000025191729",
+        ),
         (tensor("2d", 2), "size=2 is not a square with sides of at least 2.*; nearest: 4 or 9"),
         (tensor("3d", 9), "size=9 is not a cube with sides of at least 2.*; nearest: 8 or 27"),
         (tensor("2.5d", 12, depth=2), "size=12 is not depth 2 x a square .*; nearest: 8 or 18"),
-        (tensor("2d", 4, depth=1), "parallel.tensor.depth=1 requires mode '2.5d', not '2d': remove it"),
-        (tensor("1d", 3), "parallel.tensor.size=3 does not divide the 8 processes: start 6 or 9 processes"),
+        (
+            tensor("2d", 4, depth=1),
+            "parallel.tensor.depth=1 requires mode '2.5d', not '2d': remove it",
+        ),
+        (
+            tensor("1d", 3),
+            "parallel.tensor.size=3 does not divide the 8 processes: start 6 or 9 processes",
+        ),
     ],
 )
 def test_groups_that_are_refused(parallel, message):
@@ -36,18 +51,50 @@ def test_groups_that_are_refused(parallel, message):
 
 
 def test_a_cube_is_a_cube():
-    assert resolve_parallel(tensor("3d", 64), 64)["tensor"]["size"] == 64  # whose root is 3.9999999999999996
+    assert (
+        resolve_parallel(tensor("3d", 64), 64)["tensor"]["size"] == 64
+    )  # whose root is 3.9999999999999996
 
 
 @pytest.mark.parametrize(
     ("parallel", "model", "micro_batch", "message"),
     [
-        (tensor("1d", 2), {"heads": 1}, 4, "MODEL.heads=1 is not a multiple of 2, .*'1d' of size 2 .*: 2"),
-        (tensor("2.5d", 8, depth=2), {}, 6, "micro-batch .MICRO_BATCH_SIZE.=6 is not a multiple of 4, .*: 4 or 8"),
-        (tensor("3d", 8), {"width": 34, "heads": 6}, 4, "MODEL.width=34 is not a multiple of 12, .*: 24 or 36"),
-        (tensor("2d", 4), {"mlp_ratio": 33 / 32}, 4, "mlp_ratio=33 is not a multiple of 2, .*: 32 or 34"),
-        (tensor("3d", 8), {"mlp_ratio": 34 / 32}, 4, "mlp_ratio=34 is not a multiple of 4, .*: 32 or 36"),
-        (tensor("1d", 2), {"pool": "seq"}, 4, "pool='seq' of MODEL do not support .* mode '1d': set it to None"),
+        (
+            tensor("1d", 2),
+            {"heads": 1},
+            4,
+            "MODEL.heads=1 is not a multiple of 2, .*'1d' of size 2 .*: 2",
+        ),
+        (
+            tensor("2.5d", 8, depth=2),
+            {},
+            6,
+            "micro-batch .MICRO_BATCH_SIZE.=6 is not a multiple of 4, .*: 4 or 8",
+        ),
+        (
+            tensor("3d", 8),
+            {"width": 34, "heads": 6},
+            4,
+            "MODEL.width=34 is not a multiple of 12, .*: 24 or 36",
+        ),
+        (
+            tensor("2d", 4),
+            {"mlp_ratio": 33 / 32},
+            4,
+            "mlp_ratio=33 is not a multiple of 2, .*: 32 or 34",
+        ),
+        (
+            tensor("3d", 8),
+            {"mlp_ratio": 34 / 32},
+            4,
+            "mlp_ratio=34 is not a multiple of 4, .*: 32 or 36",
+        ),
+        (
+            tensor("1d", 2),
+            {"pool": "seq"},
+            4,
+            "pool='seq' of MODEL do not support .* mode '1d': set it to None",
+        ),
         (tensor("1d", 2), {"stem": "conv"}, 4, "^stem='conv' and "),
     ],
 )

@@ -40,7 +40,9 @@ TRAINED = {
     # 9 classes: `zero` over 4 ranks leaves nothing of the head to the last one
     "lamb, head": ("lamb", "body", {"dropout": 0.1, "drop_path": 0.1, "num_classes": 9}),
 }
-Curve = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]  # losses and last gradient norm, gradients, weights
+Curve = tuple[
+    list[float], dict[str, Tensor], dict[str, Tensor]
+]  # losses and last gradient norm, gradients, weights
 
 
 @functools.cache
@@ -63,7 +65,11 @@ def plain_training(name: str) -> Curve:
                 optimizer.zero_grad()
     losses.append(norm.item())
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    return losses, gradients, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return (
+        losses,
+        gradients,
+        {name: parameter.detach() for name, parameter in model.named_parameters()},
+    )
 
 
 def sharded_training(config: dict[str, Any]) -> dict[str, tuple[Curve, dict[str, tuple]]]:
@@ -75,7 +81,9 @@ def sharded_training(config: dict[str, Any]) -> dict[str, tuple[Curve, dict[str,
             shards = named_shards(model)
             losses = fit(engine)
             losses.append(engine.optimizer.grad_norm.item())
-            gradients = {name: gather_whole(p, p.grad) for name, p in shards.items() if p.requires_grad}
+            gradients = {
+                name: gather_whole(p, p.grad) for name, p in shards.items() if p.requires_grad
+            }
             assert len(optimizer.state) == len(gradients)
             weights = {name: gather_whole(p) for name, p in shards.items()}
             pieces = {name: (_coordinates(p), p.detach()) for name, p in shards.items()}
@@ -128,7 +136,9 @@ def test_equals_one_process(case):
         assert disagreements([answers[name][1] for answers in by_rank]) == []
         assert all(answers[name][0][0] == losses for answers in by_rank)
         initial = build_tiny_model(**arguments).state_dict()
-        assert all(torch.equal(weights[key], initial[key]) != (key in gradients) for key in weights), name
+        assert all(
+            torch.equal(weights[key], initial[key]) != (key in gradients) for key in weights
+        ), name
         assert losses == pytest.approx(plain_losses, rel=TOLERANCE)
         assert error(gradients, plain_gradients) < TOLERANCE, name
         assert error(weights, plain_weights) < TOLERANCE, name

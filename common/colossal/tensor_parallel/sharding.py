@@ -20,7 +20,12 @@ from common.colossal.tensor_parallel.layers import (
     RowLinear,
 )
 from common.colossal.tensor_parallel.layout import LAYOUTS, TENSOR, Layout, Shard, plan_shards
-from common.colossal.upstream import ParallelMode, gather_forward_split_backward, gpc, tensor_parallel_env
+from common.colossal.upstream import (
+    ParallelMode,
+    gather_forward_split_backward,
+    gpc,
+    tensor_parallel_env,
+)
 
 PAIRS = {
     "1d": (ColumnLinear, RowLinear),
@@ -49,7 +54,9 @@ def shard_tensor_parallel(model: nn.Module) -> nn.Module:
             model.set_submodule(name, substitute)
     if layout.samples is not None:
         model.register_forward_pre_hook(partial(_take_samples, group=layout.samples))
-        model.register_forward_hook(lambda _, inputs, logits: gather_forward_split_backward(logits, layout.samples, 0))
+        model.register_forward_hook(
+            lambda _, inputs, logits: gather_forward_split_backward(logits, layout.samples, 0)
+        )
     return model
 
 
@@ -76,7 +83,11 @@ def _substitute(name: str, layer: nn.Module, mode: str, layout: Layout) -> nn.Mo
     if name == "head":
         return RowLinear(layer.weight, layer.bias, layout.channels)
     if name.endswith(".drop_path"):
-        return OwnRandom(layer, gpc.get_local_rank(layout.samples)) if getattr(layer, "rate", 0) else None
+        return (
+            OwnRandom(layer, gpc.get_local_rank(layout.samples))
+            if getattr(layer, "rate", 0)
+            else None
+        )
     if isinstance(layer, nn.LayerNorm):
         return LayerNorm(layer.weight, layer.bias, layer.eps, layout.channels)
     return None
@@ -150,7 +161,9 @@ def is_sharded(parameters: Iterable[Tensor]) -> bool:
 
 @torch.no_grad()
 def map_whole(
-    functions: Sequence[Callable[[Tensor], Tensor]], parameters: Sequence[Tensor], values: Sequence[Tensor]
+    functions: Sequence[Callable[[Tensor], Tensor]],
+    parameters: Sequence[Tensor],
+    values: Sequence[Tensor],
 ) -> list[Tensor]:
     """Return this rank's shards of ``function(whole)``, for ``values`` that are sharded like their ``parameters``.
 
@@ -158,8 +171,14 @@ def map_whole(
     size, since the turn lasts as long as the largest takes.
     """
     group = sharing_group(parameters)
-    ranks, handle, own = gpc.get_ranks_in_group(group), gpc.get_group(group), gpc.get_local_rank(group)
-    order = sorted(range(len(parameters)), key=lambda number: math.prod(parameters[number].shard.shape))
+    ranks, handle, own = (
+        gpc.get_ranks_in_group(group),
+        gpc.get_group(group),
+        gpc.get_local_rank(group),
+    )
+    order = sorted(
+        range(len(parameters)), key=lambda number: math.prod(parameters[number].shard.shape)
+    )
     pieces = {}
     for start in range(0, len(order), len(ranks)):
         chunk = order[start : start + len(ranks)]
@@ -214,7 +233,9 @@ def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
         flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat, group=gpc.get_group(group))
         sums = flat.split([grad.numel() for grad in grads])
-        torch._foreach_copy_(grads, [total.view_as(grad) for total, grad in zip(sums, grads, strict=True)])
+        torch._foreach_copy_(
+            grads, [total.view_as(grad) for total, grad in zip(sums, grads, strict=True)]
+        )
 
 
 def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
@@ -241,7 +262,9 @@ def _norm(tensors: list[Tensor]) -> Tensor:
 
 def reduce_norms(squares_RP: Tensor, parameters: list[Tensor]) -> Tensor:
     """Return the squared norms of whole tensors, given those of the shards of P parameters; one all-reduce."""
-    shares_P = torch.tensor([1 / _copies(parameter) for parameter in parameters], dtype=squares_RP.dtype)
+    shares_P = torch.tensor(
+        [1 / _copies(parameter) for parameter in parameters], dtype=squares_RP.dtype
+    )
     squares_RP = squares_RP * shares_P.to(squares_RP.device, non_blocking=True)
     dist.all_reduce(squares_RP, group=gpc.get_group(sharing_group(parameters)))
     return squares_RP

@@ -14,7 +14,13 @@ from torch.nn import functional as F
 from common.colossal import ParallelMode, describe_tensor_parallel, gpc, shard_model
 from common.colossal.tensor_parallel.layers import LayerNorm
 from common.colossal.tensor_parallel.layout import LAYOUTS, ROW_2D
-from common.testing.parity_cases import CASES, blended_loss, build_engine, build_tiny_model, micro_batches
+from common.testing.parity_cases import (
+    CASES,
+    blended_loss,
+    build_engine,
+    build_tiny_model,
+    micro_batches,
+)
 from common.testing.ranks import launched, run_ranks
 
 in_every_mode = pytest.mark.parametrize("case", ["1d-2", "2d-4", "2.5d-8", "3d-8", "dp2 x 1d-2"])
@@ -63,7 +69,9 @@ def recomputed_gradients() -> tuple[list[Tensor], list[Tensor]]:
     answers, passes = [], []
     images, labels = next(iter(micro_batches()))
     for checkpointed in (False, True):
-        model = shard_model(build_tiny_model(dropout=0.2, drop_path=0.2, activation_checkpoint=checkpointed))
+        model = shard_model(
+            build_tiny_model(dropout=0.2, drop_path=0.2, activation_checkpoint=checkpointed)
+        )
         model.blocks[0].register_forward_pre_hook(lambda *_: passes.append(1))
         torch.manual_seed(5)
         blended_loss(model(images), **labels).backward()
@@ -77,7 +85,10 @@ def test_ranks_hold_what_is_announced(case):
     line = describe_tensor_parallel(CASES[case][1]["parallel"], whole := build_tiny_model(), 16)
     words = "{} of 16 samples, {} of 32 channels between blocks, {} of 4 heads, {:,} of "
     for answer in on_ranks(case):
-        assert line == f"{words.format(*answer['holds'])}{sum(p.numel() for p in whole.parameters()):,} parameters"
+        assert (
+            line
+            == f"{words.format(*answer['holds'])}{sum(p.numel() for p in whole.parameters()):,} parameters"
+        )
 
 
 @in_every_mode
@@ -87,9 +98,19 @@ def test_masks_are_drawn_anew_and_agree_where_activations_do(case):
         assert 0.4 < one["masks"]["hidden"].float().mean() < 0.6
         assert not torch.equal(one["masks"]["hidden"], one["masks"]["again"])
         for other in answers:
-            same_place, same_samples = one["place"] == other["place"], one["place"][:2] == other["place"][:2]
-            expected = {"residual": same_place, "output": same_place, "hidden": one is other, "drop_path": same_samples}
-            assert {name: torch.equal(one["masks"][name], other["masks"][name]) for name in expected} == expected
+            same_place, same_samples = (
+                one["place"] == other["place"],
+                one["place"][:2] == other["place"][:2],
+            )
+            expected = {
+                "residual": same_place,
+                "output": same_place,
+                "hidden": one is other,
+                "drop_path": same_samples,
+            }
+            assert {
+                name: torch.equal(one["masks"][name], other["masks"][name]) for name in expected
+            } == expected
 
 
 @in_every_mode
@@ -105,7 +126,8 @@ def layer_norm_error() -> float:
     x = (torch.tensor([[100.0], [0.001]]) * torch.randn(2, 1024)).half()
     with launched(**CASES["2d-4"][1]):
         own, expected = (
-            whole.chunk(2, dim=-1)[gpc.get_local_rank(ROW_2D)] for whole in (x, F.layer_norm(x.float(), (1024,)))
+            whole.chunk(2, dim=-1)[gpc.get_local_rank(ROW_2D)]
+            for whole in (x, F.layer_norm(x.float(), (1024,)))
         )
         weight, bias = nn.Parameter(torch.ones(512)), nn.Parameter(torch.zeros(512))
         return (LayerNorm(weight, bias, 1e-5, ROW_2D)(own) - expected).abs().max().item()

@@ -7,8 +7,22 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from common import colossal as colossalai
-from common.colossal import Lamb, LinearWarmupLR, MultiTimer, Trainer, get_dataloader, get_dist_logger, gpc
-from common.colossal.hooks import BaseHook, LogMetricByEpochHook, LossHook, LRSchedulerHook, ThroughputHook
+from common.colossal import (
+    Lamb,
+    LinearWarmupLR,
+    MultiTimer,
+    Trainer,
+    get_dataloader,
+    get_dist_logger,
+    gpc,
+)
+from common.colossal.hooks import (
+    BaseHook,
+    LogMetricByEpochHook,
+    LossHook,
+    LRSchedulerHook,
+    ThroughputHook,
+)
 
 
 class MixupLoss(nn.Module):
@@ -20,7 +34,9 @@ class MixupLoss(nn.Module):
 class BatchSizeHook(BaseHook):
     def after_train_iter(self, trainer, output, label, loss):
         assert output is None
-        trainer.states["samples"] = trainer.states.get("samples", 0) + trainer.engine.schedule.batch_size
+        trainer.states["samples"] = (
+            trainer.states.get("samples", 0) + trainer.engine.schedule.batch_size
+        )
 
 
 parser = colossalai.get_default_parser()
@@ -37,10 +53,18 @@ model = nn.Sequential(nn.Flatten(), nn.Dropout(gpc.config.DROP_RATE), nn.Linear(
 optimizer = Lamb(model.parameters(), lr=1.8e-2, weight_decay=0.1)
 steps = gpc.config.NUM_EPOCHS * len(loader) // gpc.config.gradient_accumulation
 lr_scheduler = LinearWarmupLR(optimizer, total_steps=steps, warmup_steps=1)
-mixed = [(image, {"labels": label, "others": label.roll(1), "share": 0.3}) for image, label in loader]
-engine, loader, _, lr_scheduler = colossalai.initialize(model, optimizer, MixupLoss(), mixed, None, lr_scheduler)
+mixed = [
+    (image, {"labels": label, "others": label.roll(1), "share": 0.3}) for image, label in loader
+]
+engine, loader, _, lr_scheduler = colossalai.initialize(
+    model, optimizer, MixupLoss(), mixed, None, lr_scheduler
+)
 if args.use_trainer:
-    hook_list = [LossHook(), LRSchedulerHook(lr_scheduler, by_epoch=False), LogMetricByEpochHook(logger)]
+    hook_list = [
+        LossHook(),
+        LRSchedulerHook(lr_scheduler, by_epoch=False),
+        LogMetricByEpochHook(logger),
+    ]
     hook_list += [ThroughputHook(), BatchSizeHook(priority=0)]
     trainer = Trainer(engine=engine, logger=logger, timer=MultiTimer())
     trainer.fit(loader, epochs=gpc.config.NUM_EPOCHS, hooks=hook_list, return_output_label=False)
@@ -54,4 +78,6 @@ else:
             engine.step()
             lr_scheduler.step()
         rate = lr_scheduler.get_last_lr()[0]
-        logger.info(f"[Epoch {epoch + 1} / Train]: Loss = {loss.item():.5g} | LR = {rate:.5g}", ranks=[0])
+        logger.info(
+            f"[Epoch {epoch + 1} / Train]: Loss = {loss.item():.5g} | LR = {rate:.5g}", ranks=[0]
+        )

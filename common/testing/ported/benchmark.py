@@ -27,15 +27,24 @@ logger = get_dist_logger()
 torch.manual_seed(0)
 images = TensorDataset(torch.randn(24, 3, 8, 8), torch.arange(24) % 4)
 batch_size = gpc.config.BATCH_SIZE // gpc.data_parallel_size
-train_dataloader = get_dataloader(dataset=images, shuffle=True, batch_size=batch_size, drop_last=True)
+train_dataloader = get_dataloader(
+    dataset=images, shuffle=True, batch_size=batch_size, drop_last=True
+)
 test_dataloader = get_dataloader(dataset=images, batch_size=batch_size)
 model = nn.Sequential(nn.Flatten(), nn.Linear(192, 4))
-optimizer = torch.optim.AdamW(model.parameters(), lr=gpc.config.LEARNING_RATE, weight_decay=gpc.config.WEIGHT_DECAY)
+optimizer = torch.optim.AdamW(
+    model.parameters(), lr=gpc.config.LEARNING_RATE, weight_decay=gpc.config.WEIGHT_DECAY
+)
 unit = 1 if gpc.config.BY_EPOCH else len(train_dataloader)
 steps = dict(total_steps=gpc.config.NUM_EPOCHS * unit, warmup_steps=gpc.config.WARMUP_EPOCHS * unit)
 lr_scheduler = CosineAnnealingWarmupLR(optimizer, **steps)
 engine, train_dataloader, test_dataloader, lr_scheduler = colossalai.initialize(
-    model, optimizer, nn.CrossEntropyLoss(label_smoothing=0.1), train_dataloader, test_dataloader, lr_scheduler
+    model,
+    optimizer,
+    nn.CrossEntropyLoss(label_smoothing=0.1),
+    train_dataloader,
+    test_dataloader,
+    lr_scheduler,
 )
 timer = MultiTimer()
 trainer = Trainer(engine=engine, logger=logger, timer=timer)
@@ -59,5 +68,7 @@ trainer.fit(
     display_progress=True,
     return_output_label=True,
 )
-trainer.evaluate(test_dataloader, hooks=[hooks.LossHook(), hooks.LogMetricByEpochHook(logger=logger)])
+trainer.evaluate(
+    test_dataloader, hooks=[hooks.LossHook(), hooks.LogMetricByEpochHook(logger=logger)]
+)
 assert trainer.predict(torch.randn(2, 3, 8, 8)).shape == (2, 4)

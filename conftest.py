@@ -10,8 +10,9 @@ import pytest
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 os.environ.pop("DATA", None)
 
-# What tests left for the garbage collector is their own process's to collect. One forked from it that does so crashes,
-# or waits forever: DALI's pipelines, for one, end threads that a fork does not copy.
+# What tests left for the garbage collector is their own process's to collect. One forked from it
+# that does so crashes, or waits forever: DALI's pipelines, for one, end threads that a fork does
+# not copy.
 os.register_at_fork(after_in_child=gc.freeze)
 
 # Cases of eight processes run in CI only, but for the equality with one process.
@@ -19,7 +20,9 @@ EIGHT_PROCESSES = ("2.5d-8", "3d-8", "dp2 x 2d-4")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs, before torch is imported, from tests without the marker ``gpu``, and from what they start."""
+    """Hide GPUs, before torch is imported, from tests without the marker ``gpu``, and from what
+    they start.
+    """
     if not config.option.markexpr.startswith("gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -1,4 +1,6 @@
-"""Caltech-101 (Fei-Fei et al., 2004): photographs of 101 categories, a fixed split, and their loaders."""
+"""Caltech-101 (Fei-Fei et al., 2004): photographs of 101 categories, a fixed split, and their
+loaders.
+"""
 
 import functools
 from collections.abc import Mapping
@@ -52,10 +54,12 @@ def build_eval_loader(data: Mapping[str, Any], batch: int, **options: Any) -> Lo
 
 
 def open_split(data: Mapping[str, Any], split: str) -> FolderSplit:
-    """Open "train" or "test" of the data set at ``DATA.root``; download it first if ``DATA.download`` is set.
+    """Open "train" or "test" of the data set at ``DATA.root``; download it first if
+    ``DATA.download`` is set.
 
-    A fixed fifth of each category is for testing. If several processes of a machine call this at the same time, one
-    downloads and unpacks while the others wait. Raises `UserError` for a data set that is missing or incomplete.
+    A fixed fifth of each category is for testing. If several processes of a machine call this at
+    the same time, one downloads and unpacks while the others wait. Raises `UserError` for a data
+    set that is missing or incomplete.
     """
     return _open(Path(data["root"]), data["download"])[split]
 
@@ -70,7 +74,8 @@ def _open(root: Path, allow_download: bool) -> dict[str, FolderSplit]:
     files = list_classes(folder, folder, class_names)
     if len(class_names) != CATEGORIES or len(files) < IMAGES:
         raise UserError(
-            f"{folder}: {len(class_names)} categories with {len(files):,} images, not {CATEGORIES} with {IMAGES:,}; "
+            f"{folder}: {len(class_names)} categories with {len(files):,} images, not {CATEGORIES} "
+            f"with {IMAGES:,}; "
             f"unpack {ARCHIVE} again, or add --set DATA.download=True with an empty folder"
         )
     train, test = (

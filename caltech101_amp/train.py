@@ -1,6 +1,7 @@
 """Train a Vision Transformer on Caltech-101 in any mode of mixed precision.
 
-python train.py --config config_AMP_torch --set DATA.root=/path/to/caltech101 --set DATA.download=True
+python train.py --config config_AMP_torch --set DATA.root=/path/to/caltech101 \
+    --set DATA.download=True
 DATA=/path/to/caltech101 torchrun --nproc_per_node 4 train.py --config config/config_AMP_naive.py
 """
 

@@ -1,4 +1,6 @@
-"""A miniature of the data set: found, unpacked, split; trained on in one process and two, in every precision."""
+"""A miniature of the data set: found, unpacked, split; trained on in one process and two, in every
+precision.
+"""
 
 import hashlib
 import json
@@ -22,15 +24,17 @@ from common.tools import evaluate
 
 NAMES = ("accordion", "b", "g")
 PER_CATEGORY = 20
-SMALL = ["MODEL.image_size=16", "MODEL.patch_size=8", "MODEL.width=32", "MODEL.depth=2", "MODEL.heads=2",
-         "MODEL.num_classes=None", "MODEL.dropout=0.0", "MICRO_BATCH_SIZE=None", "TOTAL_BATCH_SIZE=16",
-         "NUM_EPOCHS=6", "WARMUP_EPOCHS=1",
+SMALL = ["MODEL.image_size=16", "MODEL.patch_size=8", "MODEL.width=32", "MODEL.depth=2",
+         "MODEL.heads=2", "MODEL.num_classes=None", "MODEL.dropout=0.0", "MICRO_BATCH_SIZE=None",
+         "TOTAL_BATCH_SIZE=16", "NUM_EPOCHS=6", "WARMUP_EPOCHS=1",
          "LEARNING_RATE=0.1", "WEIGHT_DECAY=0.0", "LOG.every=1", "DATA.workers=0"]  # fmt: skip
 
 
 @pytest.fixture
 def root(tmp_path, monkeypatch) -> Path:
-    """A miniature that counts as complete: images of a colour for each category, and the background folder."""
+    """A miniature that counts as complete: images of a colour for each category, and the background
+    folder.
+    """
     monkeypatch.setattr(task, "CATEGORIES", len(NAMES))
     monkeypatch.setattr(task, "IMAGES", len(NAMES) * PER_CATEGORY)
     task._open.cache_clear()

@@ -42,7 +42,8 @@ class DataSet(NamedTuple):
 
 
 def open_images(data: Mapping[str, Any]) -> DataSet:
-    """Read the data set at ``DATA.root``, once; download it first if it is missing and ``DATA.download`` is set.
+    """Read the data set at ``DATA.root``, once; download it first if it is missing and
+    ``DATA.download`` is set.
 
     Raises `UserError` naming the file or folder that is missing or wrong.
     """

@@ -57,7 +57,8 @@ def build_train_loader(
 def build_eval_loader(
     data: Mapping[str, Any], batch: int, *, image_size: int, device: torch.device, **ranks: Any
 ) -> Loader:
-    """Return the loader of the test split without augmentation, each sample exactly once over all ranks.
+    """Return the loader of the test split without augmentation, each sample exactly once over all
+    ranks.
 
     ``ranks`` are ``dp_rank`` and ``dp_size`` of `EvalSampler`.
     """
@@ -76,14 +77,16 @@ def _load(data: Mapping[str, Any], split: str, image_size: int) -> Images:
     side = images.images.shape[-1]
     if side != image_size:
         raise UserError(
-            f"MODEL.image_size={image_size}: the {split} images of {Path(data['root'])} are {side} x {side} pixels "
+            f"MODEL.image_size={image_size}: the {split} images of {Path(data['root'])} are {side} "
+            f"x {side} pixels "
             f"and are not resized; use --set MODEL.image_size={side}"
         )
     return images
 
 
 class Augment:
-    """Pad images by ``padding`` black pixels and crop them back, mirror half of them, and apply AutoAugment.
+    """Pad images by ``padding`` black pixels and crop them back, mirror half of them, and apply
+    AutoAugment.
 
     ``autoaugment`` is None or "cifar10".
     """
@@ -92,7 +95,9 @@ class Augment:
         self.padding, self.flip, self.policy = padding, flip, AutoAugment() if autoaugment else None
 
     def __call__(self, images_BCYX: Tensor, uniforms: np.ndarray) -> Tensor:
-        """Return new images, uint8 [B, 3, Y, X], from ``uniforms`` float64 [B, `UNIFORMS_PER_SAMPLE`]."""
+        """Return new images, uint8 [B, 3, Y, X], from ``uniforms`` float64 [B,
+        `UNIFORMS_PER_SAMPLE`].
+        """
         device, (height, width) = images_BCYX.device, images_BCYX.shape[2:]
         offsets = np.floor(uniforms[:, :2] * (2 * self.padding + 1)).astype(np.int64)
         mirrored = np.flatnonzero((uniforms[:, 2] < 0.5) & self.flip)
@@ -111,9 +116,11 @@ class Augment:
 
 
 class MemoryReader:
-    """Read samples of a split as normalised images and labels; the split is kept on ``device`` in uint8.
+    """Read samples of a split as normalised images and labels; the split is kept on ``device`` in
+    uint8.
 
-    ``data`` is the config's, with "mean" and "std" of RGB values from 0 to 1. Padding rows are zeros with label -100.
+    ``data`` is the config's, with "mean" and "std" of RGB values from 0 to 1. Padding rows are
+    zeros with label -100.
     """
 
     def __init__(

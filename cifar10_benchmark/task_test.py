@@ -1,4 +1,6 @@
-"""The loaders: evaluation and augmentation as torchvision's, batches on a GPU, and what is refused."""
+"""The loaders: evaluation and augmentation as torchvision's, batches on a GPU, and what is
+refused.
+"""
 
 from functools import partial
 

@@ -1,1 +1,3 @@
-"""What the tasks share: config, launch, batch arithmetic, model, optimizer, schedule, hooks, checkpoint."""
+"""What the tasks share: config, launch, batch arithmetic, model, optimizer, schedule, hooks,
+checkpoint.
+"""

@@ -1,4 +1,6 @@
-"""Mistakes of the user's, how every command of the project reports them, and what else it prints."""
+"""Mistakes of the user's, how every command of the project reports them, and what else it
+prints.
+"""
 
 import argparse
 import difflib
@@ -12,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-PATIENCE = 5.0  # seconds in which the first process can speak before a launcher ends it because another has left
+# seconds in which the first process can speak before a launcher ends it because another has left
+PATIENCE = 5.0
 AT_END = ExitStack()  # what `run_command` undoes, whatever ends its main function
 # What an error means to the user, "" for one that it does not know.
 EXPLAIN: list[Callable[[Exception], str]] = [
@@ -22,9 +25,11 @@ EXPLAIN: list[Callable[[Exception], str]] = [
         else ""
     )
 ]
-# Control characters, line separators, overrides of the direction of text, and bytes that are not UTF-8.
+# Control characters, line separators, overrides of the direction of text, and bytes that are not
+# UTF-8.
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-LAUNCHER_VARIABLES = {  # rank, local rank and size, as torchrun, mpirun and srun name them; then host and port
+# rank, local rank and size, as torchrun, mpirun and srun name them; then host and port
+LAUNCHER_VARIABLES = {
     "torch": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
     "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
@@ -32,7 +37,9 @@ LAUNCHER_VARIABLES = {  # rank, local rank and size, as torchrun, mpirun and sru
 
 
 class UserError(ValueError):
-    """A mistake that the user can fix: the message names the key or file, its value and the remedy, in one line."""
+    """A mistake that the user can fix: the message names the key or file, its value and the remedy,
+    in one line.
+    """
 
 
 class RankError(UserError):
@@ -49,7 +56,9 @@ def printable(text: object) -> str:
 
 
 def print_wrapped(text: str, indent: int = 4, *, is_warning: bool = False) -> None:
-    """Print ``text`` in lines of at most 80 columns, the later ones indented, but for longer words such as paths."""
+    """Print ``text`` in lines of at most 80 columns, the later ones indented, but for longer words
+    such as paths.
+    """
     wrap = textwrap.TextWrapper(
         80,
         subsequent_indent=" " * indent,
@@ -95,7 +104,9 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 
 def command_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser that prints ``description`` as it is, with the ``--debug`` of `run_command`."""
+    """Return a parser that prints ``description`` as it is, with the ``--debug`` of
+    `run_command`.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -106,8 +117,8 @@ def command_parser(description: str | None) -> argparse.ArgumentParser:
 def run_command(main: Callable[[list[str]], object], argv: list[str] | None = None) -> None:
     """Run ``main(argv)``; a `UserError` ends the process with one line on stderr and exit code 2.
 
-    ``--debug`` anywhere in the arguments shows the traceback instead. Ctrl-C and a standard output that is closed, as
-    by ``| head``, end the process without a traceback.
+    ``--debug`` anywhere in the arguments shows the traceback instead. Ctrl-C and a standard output
+    that is closed, as by ``| head``, end the process without a traceback.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -135,8 +146,9 @@ def run_command(main: Callable[[list[str]], object], argv: list[str] | None = No
 def _report(error: UserError) -> None:
     """Print ``error`` once for the processes that share it.
 
-    Before the processes of a run have joined they may all see the same mistake: the first speaks at once, and ends the
-    run; others speak if that has not ended them, or at once of a `RankError`. An `AgreedError` is the first's to say.
+    Before the processes of a run have joined they may all see the same mistake: the first speaks at
+    once, and ends the run; others speak if that has not ended them, or at once of a `RankError`. An
+    `AgreedError` is the first's to say.
     """
     distributed = sys.modules.get(
         "torch.distributed"
@@ -154,7 +166,8 @@ def _report(error: UserError) -> None:
 
 
 def is_first_process() -> bool:
-    """Return whether this process is the first of those that its launcher started, as far as the environment says.
+    """Return whether this process is the first of those that its launcher started, as far as the
+    environment says.
 
     A process with an invalid rank counts as first, so that it prints its own error.
     """

@@ -1,4 +1,6 @@
-"""Files: read with limits and checked against a schema, checksums, fsync, and the lock of a folder."""
+"""Files: read with limits and checked against a schema, checksums, fsync, and the lock of a
+folder.
+"""
 
 import contextlib
 import csv
@@ -40,7 +42,8 @@ def short_path(path: Path) -> str:
 
 
 def regular_size(path: Path, most: float = math.inf) -> int:
-    """Return the size of a regular file; raise `UserError` for anything else, or for more than ``most`` bytes.
+    """Return the size of a regular file; raise `UserError` for anything else, or for more than
+    ``most`` bytes.
 
     Reading a pipe would wait for a writer, and reading a device might never end.
     """
@@ -56,7 +59,9 @@ def regular_size(path: Path, most: float = math.inf) -> int:
 
 
 def read_bytes(path: Path, most: int = MAX_TEXT) -> bytes:
-    """Return the content of a regular file of at most ``most`` bytes; raise `UserError` for anything else."""
+    """Return the content of a regular file of at most ``most`` bytes; raise `UserError` for
+    anything else.
+    """
     size = regular_size(path, most)
     try:
         with path.open("rb") as file:
@@ -74,12 +79,16 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path, schema: type[S], most: int = MAX_TEXT) -> S:
-    """Return the content of a JSON file that fits ``schema``; raise `UserError` naming the field that does not."""
+    """Return the content of a JSON file that fits ``schema``; raise `UserError` naming the field
+    that does not.
+    """
     return parse_json(read_bytes(path, most), schema, str(path))
 
 
 def parse_json(text: bytes, schema: type[S], where: str) -> S:
-    """Return JSON that fits ``schema``; raise `UserError` naming ``where`` it is from and the field that does not."""
+    """Return JSON that fits ``schema``; raise `UserError` naming ``where`` it is from and the field
+    that does not.
+    """
     try:
         return schema.model_validate_json(text)
     except ValidationError as error:
@@ -92,7 +101,8 @@ def parse_json(text: bytes, schema: type[S], where: str) -> S:
 def own_file(path: Path) -> Path:
     """Create the folder of ``path`` and return ``path``; raise `UserError` if it cannot be written.
 
-    Refuses a link, which in a stranger's run may lead to any file of ours, and a pipe, which waits for a reader.
+    Refuses a link, which in a stranger's run may lead to any file of ours, and a pipe, which waits
+    for a reader.
     """
     folder, remedy = path.parent, "choose another place with --output"
     if path.is_symlink() or (path.exists() and not path.is_file()):
@@ -113,7 +123,9 @@ def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def sha256_of(path: Path, most: float = math.inf) -> str:
-    """Return the checksum of a regular file of at most ``most`` bytes, in hexadecimal; a sparse file may claim any."""
+    """Return the checksum of a regular file of at most ``most`` bytes, in hexadecimal; a sparse
+    file may claim any.
+    """
     regular_size(path, most)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -137,15 +149,17 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-# descriptors, as a file object left open warns at exit, and whether the folder was made for the lock
+# descriptors, as a file object left open warns at exit, and whether the folder was made for the
+# lock
 _held: dict[Path, tuple[int, bool]] = {}
 
 
 def lock_folder(folder: Path, *, wait: bool = False) -> None:
-    """Create ``folder`` and hold its lock until `unlock_folder`, or until this process ends, however it ends.
+    """Create ``folder`` and hold its lock until `unlock_folder`, or until this process ends,
+    however it ends.
 
-    Forked processes do not hold it. Raises `UserError` if another process holds it and ``wait`` is false, and if the
-    folder cannot be written. On a file system without locks nothing is locked.
+    Forked processes do not hold it. Raises `UserError` if another process holds it and ``wait`` is
+    false, and if the folder cannot be written. On a file system without locks nothing is locked.
     """
     if folder in _held:  # to close a second handle would release the lock
         raise UserError(f"{folder} is being written by this process: choose another folder")
@@ -164,7 +178,8 @@ def lock_folder(folder: Path, *, wait: bool = False) -> None:
     except (BlockingIOError, PermissionError) as error:
         os.close(handle)
         raise UserError(
-            f"{folder} is being written by another process: choose another folder, or wait for its end"
+            f"{folder} is being written by another process: choose another folder, or wait for its "
+            "end"
         ) from error
     except OSError:  # a file system without locks
         pass

@@ -11,7 +11,10 @@ from common.errors import UserError
 from common.files import Count, Schema, lock_folder, read_json, read_text, sha256_of, unlock_folder
 from common.testing.commands import run_python
 
-HOLD = "import sys; from pathlib import Path; from common.files import lock_folder; lock_folder(Path(sys.argv[1]))"
+HOLD = (
+    "import sys; from pathlib import Path; from common.files import lock_folder; "
+    "lock_folder(Path(sys.argv[1]))"
+)
 
 
 class Point(Schema):

@@ -1,4 +1,6 @@
-"""What the machine computes with, and where a result is from. torch is imported where it is needed, not before."""
+"""What the machine computes with, and where a result is from. torch is imported where it is needed,
+not before.
+"""
 
 import math
 import os
@@ -17,7 +19,8 @@ from typing import Any
 
 import psutil
 
-BUSY = 0.3  # if other programs use more cores than this, threads wait without spinning (docs/performance.md)
+# if other programs use more cores than this, threads wait without spinning (docs/performance.md)
+BUSY = 0.3
 PACKAGES = (
     "torch",
     "torchvision",
@@ -31,11 +34,13 @@ _processes: list["CpuLimits"] = []  # of the run
 
 
 def prepare_torch() -> None:
-    """Set what torch reads from the environment while it is loaded: call it before torch is imported.
+    """Set what torch reads from the environment while it is loaded: call it before torch is
+    imported.
 
-    OpenMP's threads sleep at barriers if other programs use this machine's cores: a thread that spins keeps the core
-    from the thread it waits for. On a machine of one's own spinning is faster. OMP_WAIT_POLICY or GOMP_SPINCOUNT take
-    precedence. c10d's warnings about a lost rank are stacks of C++; ours is one line.
+    OpenMP's threads sleep at barriers if other programs use this machine's cores: a thread that
+    spins keeps the core from the thread it waits for. On a machine of one's own spinning is faster.
+    OMP_WAIT_POLICY or GOMP_SPINCOUNT take precedence. c10d's warnings about a lost rank are stacks
+    of C++; ours is one line.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
@@ -44,7 +49,9 @@ def prepare_torch() -> None:
 
 
 def instruction_set() -> str:
-    """Return the widest instructions for matrix products, such as "AMX" or "AVX2"; not on x86-64, ATen's name."""
+    """Return the widest instructions for matrix products, such as "AMX" or "AVX2"; not on x86-64,
+    ATen's name.
+    """
     import torch
 
     if is_fast("bfloat16") and platform.machine() == "x86_64":
@@ -53,15 +60,18 @@ def instruction_set() -> str:
 
 
 def is_fast(dtype_name: str) -> bool:
-    """Return whether this CPU has instructions for matrix products in "bfloat16" or "float16", which oneDNN may use.
+    """Return whether this CPU has instructions for matrix products in "bfloat16" or "float16",
+    which oneDNN may use.
 
-    Without them such a product takes up to some hundred times as long as in float32 (pytorch issues 118499, 146508).
+    Without them such a product takes up to some hundred times as long as in float32 (pytorch issues
+    118499, 146508).
     """
     import torch
 
     if dtype_name == "float16":
         return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    # which is true of AVX-512 without these instructions too, where oneDNN converts to float32 and back
+    # which is true of AVX-512 without these instructions too, where oneDNN converts to float32 and
+    # back
     has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     is_x86 = platform.machine() == "x86_64"
     return torch.ops.mkldnn._is_mkldnn_bf16_supported() and (has_instructions or not is_x86)
@@ -70,7 +80,8 @@ def is_fast(dtype_name: str) -> bool:
 def peak_memory() -> int:
     """Return the most bytes that this process has held: on its GPU, else in total.
 
-    Where the kernel's status file lacks it, it is getrusage's, which begins with that of the starting process.
+    Where the kernel's status file lacks it, it is getrusage's, which begins with that of the
+    starting process.
     """
     import torch
 
@@ -81,7 +92,9 @@ def peak_memory() -> int:
 
 
 def limit_threads() -> None:
-    """Let torch compute with `rank_cores` threads at most; with fewer where OMP_NUM_THREADS says so."""
+    """Let torch compute with `rank_cores` threads at most; with fewer where OMP_NUM_THREADS says
+    so.
+    """
     import torch
 
     torch.set_num_threads(min(rank_cores(), torch.get_num_threads()))
@@ -89,7 +102,9 @@ def limit_threads() -> None:
 
 @dataclass(frozen=True)
 class CpuLimits:
-    """What a process may use: CPUs of a host, and of their time no more than ``quota`` CPUs in the cgroup ``group``."""
+    """What a process may use: CPUs of a host, and of their time no more than ``quota`` CPUs in the
+    cgroup ``group``.
+    """
 
     host: str
     cpus: frozenset[int]
@@ -98,22 +113,29 @@ class CpuLimits:
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use: its CPU mask, or the CPU quota of its cgroup if lower."""
+    """Return the number of cores that this process may use: its CPU mask, or the CPU quota of its
+    cgroup if lower.
+    """
     return share_of_cores(cpu_limits())
 
 
 def set_processes(processes: Iterable[CpuLimits]) -> None:
-    """Let `rank_cores` divide what these processes of a run, this one among them, have in common."""
+    """Let `rank_cores` divide what these processes of a run, this one among them, have in
+    common.
+    """
     _processes[:] = processes
 
 
 def rank_cores() -> int:
-    """Return the cores for this process of the run: for OpenMP's threads, and for decoding threads or workers."""
+    """Return the cores for this process of the run: for OpenMP's threads, and for decoding threads
+    or workers.
+    """
     return share_of_cores(cpu_limits(), _processes)
 
 
 def share_of_cores(mine: CpuLimits, processes: Sequence[CpuLimits] = ()) -> int:
-    """Return the cores for one of ``processes`` if those on its host divide equally what they have in common.
+    """Return the cores for one of ``processes`` if those on its host divide equally what they have
+    in common.
 
     A fraction of a CPU quota counts as a core.
     """
@@ -130,7 +152,9 @@ def share_of_cores(mine: CpuLimits, processes: Sequence[CpuLimits] = ()) -> int:
 
 
 def cpu_limits() -> CpuLimits:
-    """Return the limits of this process, by its CPU mask and its cgroups (version 2); the lowest quota counts."""
+    """Return the limits of this process, by its CPU mask and its cgroups (version 2); the lowest
+    quota counts.
+    """
     quotas = []
     for folder in _cgroup_folders():
         with suppress(OSError, ValueError):  # ValueError: "max"
@@ -141,7 +165,9 @@ def cpu_limits() -> CpuLimits:
 
 
 def memory_bytes() -> int:
-    """Return the bytes of memory that this process may use: the machine's, or the limit of its cgroup if lower."""
+    """Return the bytes of memory that this process may use: the machine's, or the limit of its
+    cgroup if lower.
+    """
     limits = [psutil.virtual_memory().total]
     for folder in _cgroup_folders():
         with suppress(OSError, ValueError):  # ValueError: "max"

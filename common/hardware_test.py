@@ -1,4 +1,6 @@
-"""What the machine computes with, and how ranks divide its cores: CPU masks, and quotas of cgroups."""
+"""What the machine computes with, and how ranks divide its cores: CPU masks, and quotas of
+cgroups.
+"""
 
 import math
 import os

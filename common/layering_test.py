@@ -11,9 +11,11 @@ TASKS = {"imagenet_dali", "caltech101_amp", "cifar10_benchmark"}
 FILES = sorted(
     path for package in TASKS | {"common", "configs"} for path in (ROOT / package).rglob("*.py")
 )
-# What users' own scripts call when they launch; it stands in Colossal-AI's room, as the functions are Colossal-AI's.
+# What users' own scripts call when they launch; it stands in Colossal-AI's room, as the functions
+# are Colossal-AI's.
 OWN_CONFIG = ("common/colossal/context.py", "common.config.load.load_own_config")
-# Each room of common/ and those that its modules may import, beside their own and the files of common/ itself.
+# Each room of common/ and those that its modules may import, beside their own and the files of
+# common/ itself.
 BASE = {"errors", "files", "hardware"}
 ROOMS = {
     "colossal": set(),

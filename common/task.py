@@ -1,4 +1,6 @@
-"""What a task's folder hands to a run and to the tools: its data set, its loaders, its training script."""
+"""What a task's folder hands to a run and to the tools: its data set, its loaders, its training
+script.
+"""
 
 import importlib
 import os
@@ -13,8 +15,9 @@ from common.data.crops import CenterCrop
 from common.data.loader import Loader
 from common.errors import UserError
 
-# The modules that hold a ``TASK``, by its name in config.json: nothing else that a run's folder names is imported.
-# Names, not imports, because the tasks build on ``common``, which knows none of them.
+# The modules that hold a ``TASK``, by its name in config.json: nothing else that a run's folder
+# names is imported. Names, not imports, because the tasks build on ``common``, which knows none of
+# them.
 TASKS = {name: f"{name}.task" for name in ("imagenet_dali", "caltech101_amp", "cifar10_benchmark")}
 
 
@@ -22,11 +25,12 @@ TASKS = {name: f"{name}.task" for name in ("imagenet_dali", "caltech101_amp", "c
 class Task:
     """A task, under its ``name`` in `TASKS`.
 
-    ``script`` is its training script, within this repository. ``recipe`` fills in the keys that a config without MODEL
-    leaves out. ``recipes`` are the first letters of the names of the task's recipes. ``describe`` counts the data set
-    of a config's ``DATA``. ``train_samples`` are those of the data set that the recipes are for, and ``download`` names
-    what DATA.download fetches. ``has_splits`` tells whether ``DATA["split"]`` chooses what is evaluated. ``loader`` is
-    the task's only one, where ``DATA["loader"]`` does not choose it.
+    ``script`` is its training script, within this repository. ``recipe`` fills in the keys that a
+    config without MODEL leaves out. ``recipes`` are the first letters of the names of the task's
+    recipes. ``describe`` counts the data set of a config's ``DATA``. ``train_samples`` are those of
+    the data set that the recipes are for, and ``download`` names what DATA.download fetches.
+    ``has_splits`` tells whether ``DATA["split"]`` chooses what is evaluated. ``loader`` is the
+    task's only one, where ``DATA["loader"]`` does not choose it.
     """
 
     name: str
@@ -43,7 +47,9 @@ class Task:
 
 
 def find_task(name: str) -> Task:
-    """Return the task of a run's config.json; raise `UserError` for a name that is not in `TASKS`."""
+    """Return the task of a run's config.json; raise `UserError` for a name that is not in
+    `TASKS`.
+    """
     if name not in TASKS:
         raise UserError(
             f"config.json: task={name!r} is none of {', '.join(TASKS)}: restore the file"
@@ -69,7 +75,8 @@ def data_root(config: Mapping[str, Any], download: str = "") -> str:
             else ""
         )
         raise UserError(
-            f"DATA.root is not set: give the data set's folder, DATA=/path or --set DATA.root=/path{fetched}"
+            "DATA.root is not set: give the data set's folder, DATA=/path or --set "
+            f"DATA.root=/path{fetched}"
         )
     path = Path(root).resolve()
     if not config["DATA"]["download"] and not (path.is_dir() and any(path.iterdir())):

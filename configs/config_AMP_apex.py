@@ -1,4 +1,5 @@
-"""ViT-B/16 on Caltech-101 with AMP_TYPE.APEX: apex's level O1, implemented with PyTorch; otherwise config_fp32.py.
+"""ViT-B/16 on Caltech-101 with AMP_TYPE.APEX: apex's level O1, implemented with PyTorch; otherwise
+config_fp32.py.
 
     DATA=/path/to/caltech101 torchrun --nproc_per_node 1 train.py --config config/config_AMP_apex.py
 

@@ -1,6 +1,8 @@
-"""ViT-B/16 on Caltech-101 with AMP_TYPE.TORCH: autocast to half precision; otherwise config_fp32.py.
+"""ViT-B/16 on Caltech-101 with AMP_TYPE.TORCH: autocast to half precision; otherwise
+config_fp32.py.
 
-    DATA=/path/to/caltech101 torchrun --nproc_per_node 1 train.py --config config/config_AMP_torch.py
+    DATA=/path/to/caltech101 torchrun --nproc_per_node 1 train.py \
+        --config config/config_AMP_torch.py
 
 Source: Colossal-AI's AMP example: 19.0 GB and 116.5 images/s on an unnamed GPU.
 """

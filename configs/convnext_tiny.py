@@ -2,11 +2,11 @@
 
     DATA=/path/to/imagenet torchrun --nproc_per_node 8 train.py --config convnext_tiny
 
-Source: "A ConvNet for the 2020s" (https://arxiv.org/abs/2201.03545), table 5, and facebookresearch/ConvNeXt: 82.1 %
-top-1. Not run by this project.
+Source: "A ConvNet for the 2020s" (https://arxiv.org/abs/2201.03545), table 5, and
+facebookresearch/ConvNeXt: 82.1 % top-1. Not run by this project.
 
-Differences from the source: bfloat16 by autocast instead of float32, no repeated evaluation of the weights themselves
-beside those of their moving average.
+Differences from the source: bfloat16 by autocast instead of float32, no repeated evaluation of the
+weights themselves beside those of their moving average.
 """
 
 from colossalai.amp import AMP_TYPE

@@ -1,11 +1,13 @@
-"""DeiT III ViT-B/16 on ImageNet-1k, fine-tuning at 224 px after deit3_b16.py: 20 epochs at batch 512, AdamW.
+"""DeiT III ViT-B/16 on ImageNet-1k, fine-tuning at 224 px after deit3_b16.py: 20 epochs at batch
+512, AdamW.
 
     DATA=/path/to/imagenet torchrun --nproc_per_node 8 train_dali.py --config deit3_b16_finetune \
         --init outputs/deit3_b16
 
 Source: https://arxiv.org/abs/2204.07118: 83.8 % top-1 at 224 px. Not run by this project.
 
-Difference from the source: RandAugment's operations are torchvision's, at one magnitude, after the crop.
+Difference from the source: RandAugment's operations are torchvision's, at one magnitude, after the
+crop.
 """
 
 from configs.deit3_b16 import *

@@ -1,4 +1,5 @@
-"""DeiT III ViT-H/14 on ImageNet-1k, pre-training at 154 px: deit3_s16.py at another size; then deit3_h14_finetune.py.
+"""DeiT III ViT-H/14 on ImageNet-1k, pre-training at 154 px: deit3_s16.py at another size; then
+deit3_h14_finetune.py.
 
     DATA=/path/to/imagenet torchrun --nproc_per_node 8 train_dali.py --config deit3_h14
 

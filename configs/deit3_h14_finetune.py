@@ -1,4 +1,5 @@
-"""DeiT III ViT-H/14 on ImageNet-1k, fine-tuning at 224 px after deit3_h14.py: as deit3_b16_finetune.py.
+"""DeiT III ViT-H/14 on ImageNet-1k, fine-tuning at 224 px after deit3_h14.py: as
+deit3_b16_finetune.py.
 
     DATA=/path/to/imagenet torchrun --nproc_per_node 8 train_dali.py --config deit3_h14_finetune \
         --init outputs/deit3_h14

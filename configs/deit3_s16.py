@@ -1,13 +1,14 @@
-"""DeiT III ViT-S/16 on ImageNet-1k, 800 epochs at batch 2,048: LAMB, BCE, 3-Augment, LayerScale, on 8 GPUs.
+"""DeiT III ViT-S/16 on ImageNet-1k, 800 epochs at batch 2,048: LAMB, BCE, 3-Augment, LayerScale, on
+8 GPUs.
 
     DATA=/path/to/imagenet torchrun --nproc_per_node 8 train_dali.py --config deit3_s16
 
-Source: "DeiT III: Revenge of the ViT" (https://arxiv.org/abs/2204.07118): 81.4 % top-1 at 224 px. Not run by this
-project.
+Source: "DeiT III: Revenge of the ViT" (https://arxiv.org/abs/2204.07118): 81.4 % top-1 at 224 px.
+Not run by this project.
 
-Differences from the source: stochastic depth rises from 0 to its rate over the blocks, as in timm, while the source
-uses the same rate in all; the learning rate changes every step instead of every epoch; the class token begins at a
-standard deviation of 1e-6 instead of 0.02.
+Differences from the source: stochastic depth rises from 0 to its rate over the blocks, as in timm,
+while the source uses the same rate in all; the learning rate changes every step instead of every
+epoch; the class token begins at a standard deviation of 1e-6 instead of 0.02.
 """
 
 from colossalai.amp import AMP_TYPE

@@ -1,11 +1,13 @@
-"""DINOv2's ViT-S/14, fine-tuned at 224 px on the data set at hand: 20 epochs at batch 256, AdamW with layer decay.
+"""DINOv2's ViT-S/14, fine-tuned at 224 px on the data set at hand: 20 epochs at batch 256, AdamW
+with layer decay.
 
     DATA=/path/to/images torchrun --nproc_per_node 8 train_dali.py --config dinov2_s14_finetune \
         --set MODEL.pretrained=True
 
-Source: the weights of "DINOv2" (https://arxiv.org/abs/2304.07193), as timm has them; a linear classifier on their
-features reaches 81.1 % top-1 on ImageNet-1k there. The source has no recipe for fine-tuning this size: the schedule and
-the layer decay are BEiT's (https://arxiv.org/abs/2106.08254), shortened. Not run by this project.
+Source: the weights of "DINOv2" (https://arxiv.org/abs/2304.07193), as timm has them; a linear
+classifier on their features reaches 81.1 % top-1 on ImageNet-1k there. The source has no recipe for
+fine-tuning this size: the schedule and the layer decay are BEiT's
+(https://arxiv.org/abs/2106.08254), shortened. Not run by this project.
 """
 
 from colossalai.amp import AMP_TYPE

@@ -1,15 +1,15 @@
 """ViT-B/16 on ImageNet-1k, 300 epochs at batch 32K: LAMB, Mixup, mixed precision, on 8 GPUs.
 
     DATA=/path/to/imagenet torchrun --nproc_per_node 8 train_dali.py --config vit-b16.py
-    srun python train_dali.py --local_rank=$SLURM_PROCID --world_size=$SLURM_NPROCS --host=$HOST --port=29500 \
-        --config=vit-b16.py
+    srun python train_dali.py --local_rank=$SLURM_PROCID --world_size=$SLURM_NPROCS --host=$HOST \
+        --port=29500 --config=vit-b16.py
 
-Source: Colossal-AI's large-batch ViT example. It published curves only: accuracy drops where the learning rate peaks,
-and ends near 72.7 % top-1. Not run by this project at full length.
+Source: Colossal-AI's large-batch ViT example. It published curves only: accuracy drops where the
+learning rate peaks, and ends near 72.7 % top-1. Not run by this project at full length.
 
-Differences from the source: its last version applies RandAugment, which the published run did not; images are
-normalised with ImageNet's mean and standard deviation instead of 127.5 for both; mixed precision is bfloat16 on GPUs
-that have it, there float16 (``--set fp16.dtype=float16``).
+Differences from the source: its last version applies RandAugment, which the published run did not;
+images are normalised with ImageNet's mean and standard deviation instead of 127.5 for both; mixed
+precision is bfloat16 on GPUs that have it, there float16 (``--set fp16.dtype=float16``).
 """
 
 from colossalai.amp import AMP_TYPE

@@ -2,7 +2,8 @@
 
     DATA=/path/to/imagenet torchrun --nproc_per_node 8 train_dali.py --config vit-l32
 
-Source: Colossal-AI's large-batch ViT example, which lists this model without a result. Not run by this project.
+Source: Colossal-AI's large-batch ViT example, which lists this model without a result. Not run by
+this project.
 """
 
 from configs.vit_b16 import *

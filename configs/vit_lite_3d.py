@@ -1,4 +1,5 @@
-"""ViT-Lite-7/4 on CIFAR-10 as in vit_lite_vanilla.py, the model split over 2 x 2 x 2 GPUs: 3D tensor parallel.
+"""ViT-Lite-7/4 on CIFAR-10 as in vit_lite_vanilla.py, the model split over 2 x 2 x 2 GPUs: 3D
+tensor parallel.
 
     DATA=/path/to/cifar10 torchrun --nproc_per_node 8 train.py --config vit_lite_3d
 

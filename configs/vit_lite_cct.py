@@ -2,13 +2,14 @@
 
     python train.py --config vit_lite_cct --set DATA.root=/path/to/cifar10 --set DATA.download=True
 
-Source: "Escaping the Big Data Paradigm with Compact Transformers" (https://arxiv.org/abs/2104.05704) and its repository
-SHI-Labs/Compact-Transformers, with cct_7-3x1_cifar10_300epochs.yml for a larger model; it reports 91.38 % top-1 for
-this one, after 200 epochs with less augmentation. Not run by this project.
+Source: "Escaping the Big Data Paradigm with Compact Transformers"
+(https://arxiv.org/abs/2104.05704) and its repository SHI-Labs/Compact-Transformers, with
+cct_7-3x1_cifar10_300epochs.yml for a larger model; it reports 91.38 % top-1 for this one, after 200
+epochs with less augmentation. Not run by this project.
 
-Differences from the source: AutoAugment's policy for CIFAR-10 instead of timm's RandAugment with random magnitudes, a
-padded crop instead of 80 to 100 % of the area, no dropout in attention, Mixup and CutMix until the end instead of for
-175 epochs.
+Differences from the source: AutoAugment's policy for CIFAR-10 instead of timm's RandAugment with
+random magnitudes, a padded crop instead of 80 to 100 % of the area, no dropout in attention, Mixup
+and CutMix until the end instead of for 175 epochs.
 """
 
 from configs.vit_lite_vanilla import *

@@ -1,10 +1,12 @@
-"""A ViT of 2.0 M parameters with a convolutional stem on CIFAR-10, 60 epochs at batch 128: Muon, for two CPU cores.
+"""A ViT of 2.0 M parameters with a convolutional stem on CIFAR-10, 60 epochs at batch 128: Muon,
+for two CPU cores.
 
     python train.py --config vit_lite_fast --set DATA.root=/path/to/cifar10 --set DATA.download=True
     DATA=/path/to/cifar10 torchrun --nproc_per_node 2 train.py --config vit_lite_fast
 
-Stem: Xiao et al., arXiv 2106.14881; sequence pooling: Compact Transformers, arXiv 2104.05704. Result: top-1 90.9 and
-91.0 % in three hours on two cores (2 seeds, images as JPEG; docs/recipes.md).
+Stem: Xiao et al., arXiv 2106.14881; sequence pooling: Compact Transformers, arXiv 2104.05704.
+Result: top-1 90.9 and 91.0 % in three hours on two cores (2 seeds, images as JPEG;
+docs/recipes.md).
 """
 
 from colossalai.amp import AMP_TYPE

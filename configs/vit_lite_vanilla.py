@@ -1,11 +1,13 @@
-"""ViT-Lite-7/4 on CIFAR-10, 200 epochs at batch 512: AdamW, AutoAugment, fp32; one GPU, or data parallel on several.
+"""ViT-Lite-7/4 on CIFAR-10, 200 epochs at batch 512: AdamW, AutoAugment, fp32; one GPU, or data
+parallel on several.
 
-    python train.py --config vit_lite_vanilla --set DATA.root=/path/to/cifar10 --set DATA.download=True
+    python train.py --config vit_lite_vanilla --set DATA.root=/path/to/cifar10 \
+        --set DATA.download=True
     DATA=/path/to/cifar10 torchrun --nproc_per_node 8 train.py --config vit_lite_vanilla
 
-Source: Colossal-AI's benchmark: about 90.5 % top-1, in about 16 minutes on 8 A100; as there, images are not mirrored.
-The model is that of arXiv 2104.05704. Measured here after 25 epochs: 73.1 %, or 77.1 % at batch 128 with flips and less
-augmentation (docs/recipes.md). 200 were not run.
+Source: Colossal-AI's benchmark: about 90.5 % top-1, in about 16 minutes on 8 A100; as there, images
+are not mirrored. The model is that of arXiv 2104.05704. Measured here after 25 epochs: 73.1 %, or
+77.1 % at batch 128 with flips and less augmentation (docs/recipes.md). 200 were not run.
 """
 
 TOTAL_BATCH_SIZE = 512

@@ -1,4 +1,5 @@
-"""ViT-S/16 on ImageNet-1k as in vit_s16_vanilla.py, the model split over 2 x 2 x 2 GPUs: 3D tensor parallel.
+"""ViT-S/16 on ImageNet-1k as in vit_s16_vanilla.py, the model split over 2 x 2 x 2 GPUs: 3D tensor
+parallel.
 
     DATA=/path/to/imagenet torchrun --nproc_per_node 8 train.py --config vit_s16_3d
 

@@ -1,15 +1,18 @@
-"""ViT-S/16 on ImageNet-1k, 90 epochs at batch 1,024, after "Better plain ViT baselines for ImageNet-1k" (2205.01580).
+"""ViT-S/16 on ImageNet-1k, 90 epochs at batch 1,024, after "Better plain ViT baselines for
+ImageNet-1k" (2205.01580).
 
     DATA=/path/to/imagenet torchrun --nproc_per_node 8 train.py --config vit_s16_plain
 
-Source: https://arxiv.org/abs/2205.01580 and big_vision's vit_s16_i1k.py: 76.5 % top-1 after 90 epochs, in 6 to 7 hours
-on a TPU v3-8; 80.0 % after 300 (--set NUM_EPOCHS=300). Not run by this project.
+Source: https://arxiv.org/abs/2205.01580 and big_vision's vit_s16_i1k.py: 76.5 % top-1 after 90
+epochs, in 6 to 7 hours on a TPU v3-8; 80.0 % after 300 (--set NUM_EPOCHS=300). Not run by this
+project.
 
-Differences from the source: RandAugment's operations are torchvision's, without Invert, SolarizeAdd and Cutout; all
-training images are used, while the source holds out 1 %; the head is one linear layer, before which the source has one
-with tanh; GELU is exact, while the source's is the tanh approximation; weights are initialised as in timm, while the
-source's are Xavier-uniform, and 0 in the head. AdamW's weight decay of 0.1 equals the source's 1e-4, as torch
-multiplies it by the learning rate.
+Differences from the source: RandAugment's operations are torchvision's, without Invert, SolarizeAdd
+and Cutout; all training images are used, while the source holds out 1 %; the head is one linear
+layer, before which the source has one with tanh; GELU is exact, while the source's is the tanh
+approximation; weights are initialised as in timm, while the source's are Xavier-uniform, and
+0 in the head. AdamW's weight decay of 0.1 equals the source's 1e-4, as torch multiplies it by the
+learning rate.
 """
 
 from colossalai.amp import AMP_TYPE

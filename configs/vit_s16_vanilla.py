@@ -1,14 +1,16 @@
-"""ViT-S/16 on ImageNet-1k, 300 epochs at batch 4,096: AdamW, label smoothing, mixed precision, data parallel on 8 GPUs.
+"""ViT-S/16 on ImageNet-1k, 300 epochs at batch 4,096: AdamW, label smoothing, mixed precision, data
+parallel on 8 GPUs.
 
     DATA=/path/to/imagenet torchrun --nproc_per_node 8 train.py --config vit_s16_vanilla
-    DATA=/path/to/imagenet python train.py --world_size=8 --rank=$RANK --local_rank=$LOCAL_RANK --host=$HOST \
-        --port=29500 --config=vit_s16_vanilla
+    DATA=/path/to/imagenet python train.py --world_size=8 --rank=$RANK --local_rank=$LOCAL_RANK \
+        --host=$HOST --port=29500 --config=vit_s16_vanilla
 
-Source: Colossal-AI's benchmark: about 74.5 % top-1, in about 16.5 hours on 8 A100. Not run by this project at full
-length.
+Source: Colossal-AI's benchmark: about 74.5 % top-1, in about 16.5 hours on 8 A100. Not run by this
+project at full length.
 
-Differences from the source: evaluation keeps the aspect ratio (short side 256, centre 224), while the source resizes to
-256 x 256; the schedule advances at every step instead of every epoch; weights are initialised as in timm.
+Differences from the source: evaluation keeps the aspect ratio (short side 256, centre 224), while
+the source resizes to 256 x 256; the schedule advances at every step instead of every epoch; weights
+are initialised as in timm.
 """
 
 from colossalai.amp import AMP_TYPE

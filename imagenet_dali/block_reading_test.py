@@ -81,7 +81,10 @@ def test_a_run_in_blocks_resumes_to_the_bit_on_a_host_with_more_memory(
         )
         return " ".join(capsys.readouterr().out.split())
 
-    because = "since 0.1 MB of training shards exceed the 0.0 MB of memory; holding up to 0.1 MB of them per process"
+    because = (
+        "since 0.1 MB of training shards exceed the 0.0 MB of memory; holding up to 0.1 MB of them "
+        "per process"
+    )
     assert f"reading in blocks, {because}" in train("whole", memory=1)
     fourth, last = (tmp_path / f"whole/checkpoints/step-0000000{step}" for step in (4, 6))
     # a step into the second epoch

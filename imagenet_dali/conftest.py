@@ -11,7 +11,9 @@ from imagenet_dali.testing import prepare_data, write_images
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """240 training images in three shards and 60 validation images in one, of two classes; not to be changed."""
+    """240 training images in three shards and 60 validation images in one, of two classes; not to
+    be changed.
+    """
     folder = tmp_path_factory.mktemp("prepared")
     prepare(write_images(folder / "images", 150), folder / "data", shards=3)
     return folder / "data"

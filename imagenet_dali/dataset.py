@@ -93,7 +93,9 @@ class Split:
         return len(self.records)
 
     def read(self, index: int) -> tuple[memoryview, int]:
-        """Return ``(JPEG bytes, label)`` of one image, its checksum verified; safe to call from many threads."""
+        """Return ``(JPEG bytes, label)`` of one image, its checksum verified; safe to call from
+        many threads.
+        """
         (record,) = self.read_span(index, index + 1)
         if isinstance(record, UserError):
             raise record
@@ -141,7 +143,9 @@ class Split:
 
     @property
     def is_shuffled(self) -> bool:
-        """Whether labels do not follow each other in runs, as in shards of other tools that are sorted by class."""
+        """Whether labels do not follow each other in runs, as in shards of other tools that are
+        sorted by class.
+        """
         labels = self.records["label"]
         by_chance = np.square(np.bincount(labels) / len(labels)).sum()
         is_mixed = np.mean(labels[1:] == labels[:-1]) < (1 + by_chance) / 2
@@ -158,7 +162,8 @@ class Split:
 
 def read_file_range(path: Path, offset: int, length: int) -> bytes:
     """Return a part of a file; it is shorter than ``length`` where the file ends."""
-    # opened for each: one descriptor for each of ImageNet's 1,064 shards would exceed the usual limit of 1,024
+    # opened for each: one descriptor for each of ImageNet's 1,064 shards would exceed the usual
+    # limit of 1,024
     with path.open("rb") as file:
         file.seek(offset)
         return file.read(length)
@@ -196,7 +201,9 @@ def find_faults(root: Path, entries: Sequence[ShardEntry]) -> Iterator[str]:
 
 
 def read_manifest(root: Path) -> Manifest:
-    """Return the manifest of the prepared data set at `root`; raise `UserError` with the remedy if there is none."""
+    """Return the manifest of the prepared data set at `root`; raise `UserError` with the remedy if
+    there is none.
+    """
     path = root / MANIFEST
     if not path.is_file():
         if not root.is_dir():
@@ -207,7 +214,8 @@ def read_manifest(root: Path) -> Manifest:
             )
         raise UserError(
             f"{path}: missing; run `python -m imagenet_dali.prepare SOURCE DEST` and name DEST, or "
-            f"`python -m imagenet_dali.prepare --adopt {root}` if these are shards; folders of images are read as they "
+            f"`python -m imagenet_dali.prepare --adopt {root}` if these are shards; folders of "
+            "images are read as they "
             "are with --set DATA.loader=torchvision"
         )
     return read_json(path, Manifest)
@@ -216,7 +224,8 @@ def read_manifest(root: Path) -> Manifest:
 def read_labels(path: Path, count: int | None = None) -> list[str]:
     """Return the class names in a file with one on each line; empty lines at its end are none.
 
-    Raises `UserError` for names that cannot be used, and if there are not ``count``, the manifest's number of classes.
+    Raises `UserError` for names that cannot be used, and if there are not ``count``, the manifest's
+    number of classes.
     """
     names = read_text(path).rstrip("\r\n").splitlines()
     check_class_names(names, path)
@@ -226,7 +235,9 @@ def read_labels(path: Path, count: int | None = None) -> list[str]:
 
 
 def read_table(root: Path, manifest: Manifest, split: str) -> np.ndarray:
-    """Return the `RECORD` rows of a split, memory-mapped; raise `UserError` if they differ from the manifest."""
+    """Return the `RECORD` rows of a split, memory-mapped; raise `UserError` if they differ from the
+    manifest.
+    """
     table, entry = root / "records" / f"{split}.npy", manifest.splits[split]
     if not table.is_file() or sha256_of(table) != entry.records_sha256:
         raise UserError(f"{table}: missing, or differs from the manifest; {REMEDY}")
@@ -234,7 +245,9 @@ def read_table(root: Path, manifest: Manifest, split: str) -> np.ndarray:
 
 
 class BadSampleError(ValueError):
-    """A record or an image that must not reach training; the message is the reason, without the location."""
+    """A record or an image that must not reach training; the message is the reason, without the
+    location.
+    """
 
 
 # the package's own __init__ imports torch: seconds and 200 MB that preparation workers do not need
@@ -259,7 +272,9 @@ def _header(size: int) -> bytes:
 
 
 def unframe(record: bytes | memoryview) -> memoryview:
-    """Return the payload of one whole record, without a copy; `BadSampleError` if a checksum is wrong."""
+    """Return the payload of one whole record, without a copy; `BadSampleError` if a checksum is
+    wrong.
+    """
     record = memoryview(record)
     payload = record[HEADER_BYTES:-FOOTER_BYTES]
     if record[:HEADER_BYTES] != _header(len(payload)):
@@ -272,7 +287,9 @@ def unframe(record: bytes | memoryview) -> memoryview:
 def build_example(
     image: bytes, label: int, text: str, filename: str, height: int, width: int
 ) -> bytes:
-    """Return the serialised Example of one JPEG, under the keys that TensorFlow's ImageNet shards use."""
+    """Return the serialised Example of one JPEG, under the keys that TensorFlow's ImageNet shards
+    use.
+    """
     example = Example()
     numbers = {"class/label": label, "height": height, "width": width}
     strings = {"encoded": image, "format": b"JPEG", "class/text": text.encode()}

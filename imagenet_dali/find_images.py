@@ -1,4 +1,6 @@
-"""Find the labelled images of a source: class folders, ImageNet, WebDataset tars, Hugging Face parquet files."""
+"""Find the labelled images of a source: class folders, ImageNet, WebDataset tars, Hugging Face
+parquet files.
+"""
 
 import io
 import itertools
@@ -33,11 +35,14 @@ if TYPE_CHECKING:
 VALIDATION_SHARE = 0.2
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "tif", "tiff")  # in WebDataset tars
 TRAIN_TAR, VALIDATION_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
-DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"  # the number of each validation image's class, and the synset of each number
+# the number of each validation image's class, and the synset of each number
+DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 
 
 class Place(NamedTuple):
-    """Where an image is: the first byte and the size in a tar, the row group and the row in it in a parquet file."""
+    """Where an image is: the first byte and the size in a tar, the row group and the row in it in a
+    parquet file.
+    """
 
     container: str  # path relative to the source's root
     start: int
@@ -54,7 +59,8 @@ Listing = list[tuple[str, int, Place]]  # name, label and place of each image of
 
 @dataclass(frozen=True)
 class Source:
-    """The images of each split, one name for each label, and where the images are that are no files themselves.
+    """The images of each split, one name for each label, and where the images are that are no files
+    themselves.
 
     ``validation`` says where the validation images come from.
     """
@@ -67,7 +73,9 @@ class Source:
 
     @property
     def fingerprint(self) -> str:
-        """A checksum over the names, labels, sizes and times of the images, without reading them."""
+        """A checksum over the names, labels, sizes and times of the images, without reading
+        them.
+        """
         files = sorted(itertools.chain(*self.splits.values()))
         described = (
             (*file, *(self.places.get(file[0]) or file_state(self.root / file[0])))
@@ -83,11 +91,12 @@ class Source:
 def list_source(
     root: Path, validation_share: float | None = None, split: str | None = None
 ) -> Source:
-    """Find the images for training and validation below `root`, or those of one `split`: of a folder without, all.
+    """Find the images for training and validation below `root`, or those of one `split`: of a
+    folder without, all.
 
-    Layouts: those in docs/own-images.md. Labels number the sorted class folders from 0, as in torchvision.
-    Without a validation split `validation_share` of each class becomes it. Raises `UserError` if the folder has none of
-    the layouts.
+    Layouts: those in docs/own-images.md. Labels number the sorted class folders from 0, as in
+    torchvision. Without a validation split `validation_share` of each class becomes it. Raises
+    `UserError` if the folder has none of the layouts.
     """
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; SOURCE is a folder of images, SOURCE/<class>/*")
@@ -101,7 +110,8 @@ def list_source(
         source = _list_containers(root, containers, split)
     elif not names and len(found := list_folders(root)) > 1:
         raise UserError(
-            f"{root}: {', '.join(found)} are splits, not classes; sort the images into train/<class>/*"
+            f"{root}: {', '.join(found)} are splits, not classes; sort the images into "
+            "train/<class>/*"
         )
     else:
         source = _list_folder(root, {}, split)
@@ -134,7 +144,9 @@ def list_source(
 
 
 def _list_folder(root: Path, folders: Mapping[str, Path], split: str | None) -> Source:
-    """List class folders, and files beside which there are the devkit's labels; the classes are those of train."""
+    """List class folders, and files beside which there are the devkit's labels; the classes are
+    those of train.
+    """
     name = split or "validation"
     evaluation = folders.get(name)
     if folders and (wanted := split or "train") not in folders:
@@ -184,7 +196,9 @@ def _list_imagenet_tars(root: Path) -> Source:
 def _label_flat(
     root: Path, folder: Path, files: list[str], classes: list[str]
 ) -> tuple[Files, list[str]]:
-    """Label the sorted files of a flat folder or tar by the devkit; return also the names of the classes."""
+    """Label the sorted files of a flat folder or tar by the devkit; return also the names of the
+    classes.
+    """
     from scipy.io import loadmat
 
     if not (path := root / DEVKIT).is_file():
@@ -203,7 +217,8 @@ def _label_flat(
     numbers = [int(line) for line in truth.split()]
     if len(numbers) != len(files):
         raise UserError(
-            f"{path}: {len(numbers)} labels for {len(files)} files in {folder}; complete the download"
+            f"{path}: {len(numbers)} labels for {len(files)} files in {folder}; complete the "
+            "download"
         )
     names, words = table["WNID"].tolist(), table["words"].tolist()
     synsets = dict(zip(table["ILSVRC2012_ID"].tolist(), names, strict=True))
@@ -227,7 +242,9 @@ def _find_containers(root: Path) -> list[str]:
 
 
 def _list_containers(root: Path, containers: list[str], split: str | None) -> Source:
-    """List tars and parquet files; a word in a path names the split; where none does, all is for training."""
+    """List tars and parquet files; a word in a path names the split; where none does, all is for
+    training.
+    """
     by_split = defaultdict(list)
     for container in containers:
         by_split[_split_of(container)].append(container)
@@ -244,7 +261,8 @@ def _list_containers(root: Path, containers: list[str], split: str | None) -> So
             found[container], names = _list_parquet(root, container)
             if names and class_names not in (None, names):
                 raise UserError(
-                    f"{root / container}: its class names are not those of labels.txt or an earlier file: equalise them"
+                    f"{root / container}: its class names are not those of labels.txt or an "
+                    "earlier file: equalise them"
                 )
             class_names = names or class_names
         else:
@@ -271,13 +289,15 @@ def _list_containers(root: Path, containers: list[str], split: str | None) -> So
         class_names = [str(label) for label in range(len(present))]
         if present != set(range(len(present))):
             raise UserError(
-                f"{root}: labels {min(present)} to {max(present)} with gaps; name all in {root / LABELS}"
+                f"{root}: labels {min(present)} to {max(present)} with gaps; name all in "
+                f"{root / LABELS}"
             )
     for file, listing in found.items():
         for name, label, _ in listing:
             if not 0 <= label < len(class_names):
                 raise UserError(
-                    f"{root / file}: {name}: label {label}, out of range for {len(class_names)} classes"
+                    f"{root / file}: {name}: label {label}, out of range for {len(class_names)} "
+                    "classes"
                 )
     return Source(
         root,
@@ -296,7 +316,8 @@ def _split_of(container: str) -> str:
 def _tar_members(path: Path, start: int = 0) -> Iterator[tuple[tarfile.TarInfo, BinaryIO]]:
     """Yield each regular member of a tar, which may begin within a file, and the open file.
 
-    Raises `UserError` naming the member at which the tar is truncated or damaged, for which tarfile just ends.
+    Raises `UserError` naming the member at which the tar is truncated or damaged, for which tarfile
+    just ends.
     """
     name = "its first member"
     with path.open("rb") as file:
@@ -312,14 +333,17 @@ def _tar_members(path: Path, start: int = 0) -> Iterator[tuple[tarfile.TarInfo, 
                 raise tarfile.ReadError
         except tarfile.TarError as error:
             raise UserError(
-                f"{path}: compressed, truncated or damaged at {name}; run gunzip on it, or download it again"
+                f"{path}: compressed, truncated or damaged at {name}; run gunzip on it, or "
+                "download it again"
             ) from error
 
 
 def _list_webdataset(root: Path, container: str) -> Listing:
-    """Return the images of a tar in which ``key.cls`` holds the label of ``key.jpg``, one for each key.
+    """Return the images of a tar in which ``key.cls`` holds the label of ``key.jpg``, one for each
+    key.
 
-    Of several images of a key, it is that of the first of `IMAGE_SUFFIXES`, as of webdataset's ``"jpg;jpeg;png"``.
+    Of several images of a key, it is that of the first of `IMAGE_SUFFIXES`, as of webdataset's
+    ``"jpg;jpeg;png"``.
     """
     path, images, labels = root / container, {}, {}
     for member, file in _tar_members(path):
@@ -345,7 +369,9 @@ def _list_webdataset(root: Path, container: str) -> Listing:
 
 
 def _list_parquet(root: Path, container: str) -> tuple[Listing, list[str] | None]:
-    """Return the images of a parquet file and the names of its classes; without a path a row's number is its name."""
+    """Return the images of a parquet file and the names of its classes; without a path a row's
+    number is its name.
+    """
     path, found = root / container, []
     with _open_parquet(path) as (file, image, label_column, class_names):
         for group in range(file.num_row_groups):
@@ -366,7 +392,9 @@ def _list_parquet(root: Path, container: str) -> tuple[Listing, list[str] | None
 
 
 def read_rows(root: Path, places: Iterable[Place]) -> dict[Place, bytes]:
-    """Return the images at ``places``; each row group is read once, since it is compressed as a whole."""
+    """Return the images at ``places``; each row group is read once, since it is compressed as a
+    whole.
+    """
     groups = defaultdict(list)
     for place in places:
         groups[place.container, place.start].append(place)
@@ -403,7 +431,8 @@ def _open_parquet(path: Path) -> Iterator[tuple["ParquetFile", str, str, list[st
             if not images or not labels:
                 found = ", ".join(schema.names)
                 raise UserError(
-                    f"{path}: columns {found}; a struct of bytes and path and an integer label are needed"
+                    f"{path}: columns {found}; a struct of bytes and path and an integer label are "
+                    "needed"
                 )
             yield file, images[0], labels[0], features.get(labels[0], {}).get("names")
     except (pyarrow.ArrowException, OSError) as error:

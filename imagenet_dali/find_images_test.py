@@ -1,4 +1,6 @@
-"""Folders, tars and parquet files of the same images make the same data set; what is no source is refused by name."""
+"""Folders, tars and parquet files of the same images make the same data set; what is no source is
+refused by name.
+"""
 
 import io
 import json

@@ -1,8 +1,9 @@
-"""Decode, crop and normalise the JPEGs of a prepared data set with NVIDIA DALI, on the GPU or the CPU.
+"""Decode, crop and normalise the JPEGs of a prepared data set with NVIDIA DALI, on the GPU or the
+CPU.
 
-Records are read and verified here, and crops are computed from the sampler's random numbers. DALI's own TFRecord reader
-verifies nothing and shuffles only within a buffer. On a CPU DALI only decodes: its resizing takes five times as long as
-PyTorch's, which has Pillow's pixels.
+Records are read and verified here, and crops are computed from the sampler's random numbers. DALI's
+own TFRecord reader verifies nothing and shuffles only within a buffer. On a CPU DALI only decodes:
+its resizing takes five times as long as PyTorch's, which has Pillow's pixels.
 """
 
 import ctypes
@@ -45,7 +46,9 @@ FANCY_WINDOWS = (
 
 
 class RawBatch(NamedTuple):
-    """A batch before decoding: rows of the split's table, JPEG bytes, crops, labels; padding shows the first image."""
+    """A batch before decoding: rows of the split's table, JPEG bytes, crops, labels; padding shows
+    the first image.
+    """
 
     indices: np.ndarray
     jpegs: list[np.ndarray]
@@ -71,11 +74,12 @@ def decode_windows(source: Callable[[], tuple]) -> DataNode:
 def decode_and_resize(
     source: Callable[[], tuple], size: int, filter_: str, device: str, whole: bool
 ) -> DataNode:
-    """Return the graph for a GPU: decode a window, resample a region of it to ``size``, mirror; uint8 [3, Y, X] each.
+    """Return the graph for a GPU: decode a window, resample a region of it to ``size``, mirror;
+    uint8 [3, Y, X] each.
 
     With ``whole``, images are decoded whole and cut then.
-    ``source`` returns a batch: JPEG bytes, start and shape of the windows, start and end of the regions, flips.
-    ``device`` is "mixed", or "cpu" for tests.
+    ``source`` returns a batch: JPEG bytes, start and shape of the windows, start and end of the
+    regions, flips. ``device`` is "mixed", or "cpu" for tests.
     """
     jpegs, start, shape, region_start, region_end, flip = fn.external_source(source, num_outputs=6)
     # upsampling is the CPU's way, so that a GPU sees the same pixels
@@ -119,7 +123,9 @@ def decodes_windows() -> bool:
 
 
 def nvjpeg_version() -> tuple[int, int]:
-    """Return the version of the nvJPEG that DALI uses, which is the first that was loaded, and keep it; else (0, 0)."""
+    """Return the version of the nvJPEG that DALI uses, which is the first that was loaded, and keep
+    it; else (0, 0).
+    """
     major, minor = ctypes.c_int(), ctypes.c_int()
     for name in ("libnvjpeg.so.13", "libnvjpeg.so.12"):
         with suppress(OSError):
@@ -131,12 +137,13 @@ def nvjpeg_version() -> tuple[int, int]:
 
 
 class DaliReader:
-    """Read draws of a split as normalised images, float32 [B, 3, size, size], and labels, int64 [B], on ``device``.
+    """Read draws of a split as normalised images, float32 [B, 3, size, size], and labels, int64
+    [B], on ``device``.
 
-    ``mean`` and ``std`` are of RGB values from 0 to 1. ``crop`` takes the first numbers of a draw, ``augment`` the
-    last. Rows of padding are zeros with label -100. DALI does all but ``augment`` on a GPU, or if ``resizes``. A
-    record that does not decode raises `UserError` naming its shard, number and offset; the reader cannot be used after
-    that.
+    ``mean`` and ``std`` are of RGB values from 0 to 1. ``crop`` takes the first numbers of a draw,
+    ``augment`` the last. Rows of padding are zeros with label -100. DALI does all but ``augment``
+    on a GPU, or if ``resizes``. A record that does not decode raises `UserError` naming its shard,
+    number and offset; the reader cannot be used after that.
     """
 
     def __init__(
@@ -238,10 +245,13 @@ class DaliReader:
         )
 
     def _run(self) -> tuple[RawBatch, tuple] | None:
-        """Return the oldest batch in flight and what DALI made of it; None at the end of the pass."""
+        """Return the oldest batch in flight and what DALI made of it; None at the end of the
+        pass.
+        """
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         try:
-            # bound to torch's stream: DALI reuses the memory only after the work that is queued there
+            # bound to torch's stream: DALI reuses the memory only after the work that is queued
+            # there
             outputs = self._pipeline.run(stream)
         except StopIteration:
             self._pipeline.reset()
@@ -265,7 +275,9 @@ class DaliReader:
         return images, to_device(raw.labels, self.device)
 
     def _resize(self, raw: RawBatch, outputs: tuple) -> Callable[[], Batch]:
-        """Resize and normalise the windows that DALI has decoded, in threads; return what waits for the batch."""
+        """Resize and normalise the windows that DALI has decoded, in threads; return what waits for
+        the batch.
+        """
         images_BYXC = torch.empty(self.batch, self.size, self.size, 3, dtype=torch.uint8)
         arrays = images_BYXC.numpy()
 
@@ -289,11 +301,14 @@ class DaliReader:
         return wait
 
     def _explain(self, error: Exception) -> Exception:
-        """Return what to raise for DALI's error: a record is to blame only if a strict decoder refuses it, too."""
+        """Return what to raise for DALI's error: a record is to blame only if a strict decoder
+        refuses it, too.
+        """
         if OUT_OF_MEMORY.search(str(error).partition("Stacktrace")[0]):
             place = "GPU" if self.device.type == "cuda" else "host"
             return UserError(
-                f"DALI has too little memory on the {place} to decode a batch of {self.batch} images: lower "
+                f"DALI has too little memory on the {place} to decode a batch of {self.batch} "
+                "images: lower "
                 "MICRO_BATCH_SIZE, or raise gradient_accumulation"
             )
         for raw in self._in_flight:
@@ -306,7 +321,9 @@ class DaliReader:
 
 
 def _shift(images_BCYX: Tensor, crops: Crops) -> Tensor:
-    """Move images, which are mirrored already, as ``crops.shift`` says; DALI has no padding by reflection."""
+    """Move images, which are mirrored already, as ``crops.shift`` says; DALI has no padding by
+    reflection.
+    """
     if not crops.shift.any():
         return images_BCYX
     shifts = crops.shift[:, 0], np.where(crops.flip, -1, 1) * crops.shift[:, 1]

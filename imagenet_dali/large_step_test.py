@@ -1,4 +1,6 @@
-"""A step of 32,768 images of vit-b16.py with a small ViT, compared with a plain loop of timm's model."""
+"""A step of 32,768 images of vit-b16.py with a small ViT, compared with a plain loop of timm's
+model.
+"""
 
 from pathlib import Path
 
@@ -30,7 +32,9 @@ RANKS, TOTAL, MICRO = (
 
 
 def gradient_of_timm(data: Path, weights: Path) -> dict[str, Tensor]:
-    """Return the gradient of the mean loss in float64 on what all ranks train on in the first step."""
+    """Return the gradient of the mean loss in float64 on what all ranks train on in the first
+    step.
+    """
     model = VisionTransformer(**timm_arguments(**MODEL))
     model.load_state_dict(load_file(weights))
     model.double()

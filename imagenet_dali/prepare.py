@@ -1,4 +1,5 @@
-"""Turn folders, tars or parquet files of images into a TFRecord data set for the loaders; verify or adopt one.
+"""Turn folders, tars or parquet files of images into a TFRecord data set for the loaders; verify or
+adopt one.
 
 python -m imagenet_dali.prepare SOURCE DEST
 python -m imagenet_dali.prepare --check DIR
@@ -69,7 +70,10 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.prog = "python -m imagenet_dali.prepare"
     add = parser.add_argument
-    source = "SOURCE/[train/]<class>/*, ImageNet, or tars or parquet files in SOURCE; DIR with --check, --adopt"
+    source = (
+        "SOURCE/[train/]<class>/*, ImageNet, or tars or parquet files in SOURCE; DIR with --check, "
+        "--adopt"
+    )
     add("source", nargs="?", metavar="SOURCE", help=source)
     add("dest", nargs="?", metavar="DEST", help="a new folder for the data set")
     add("--check", action="store_true", help="verify every byte of the prepared data set DIR")
@@ -86,7 +90,8 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     add("--shards", type=int, metavar="N", help="training shards (default: one per 1,250 images)")
     short_side = (
-        "shrink images whose shorter side is longer than N pixels to N (Lanczos, then JPEG): shards get "
+        "shrink images whose shorter side is longer than N pixels to N (Lanczos, then JPEG): "
+        "shards get "
         "smaller and decode faster, but detail is lost; smaller images are not enlarged"
     )
     add("--short-side", type=int, metavar="N", help=short_side)
@@ -98,7 +103,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise UserError("give SOURCE and DEST, or --check DIR, or --adopt DIR; see --help")
     if args.split and args.validation_share is not None:
         raise UserError(
-            f"--validation-share={args.validation_share}: --split {args.split} prepares all; leave it out"
+            f"--validation-share={args.validation_share}: --split {args.split} prepares all; leave "
+            "it out"
         )
     ranges = dict(
         validation_share=(0, 0.99), workers=(1, 1024), shards=(1, 50_000), short_side=(1, 65_535)
@@ -132,9 +138,10 @@ def prepare(
 ) -> None:
     """Write the images of `source` as a data set into `dest`, resuming an interrupted call.
 
-    The result depends on the images and the keyword arguments only, not on `workers` or interruptions. Every image is
-    decoded once, strictly: those that do not decode are left out and listed in ``refused.txt``; more than `max_refused`
-    of them raise `UserError` and leave only that list.
+    The result depends on the images and the keyword arguments only, not on `workers` or
+    interruptions. Every image is decoded once, strictly: those that do not decode are left out and
+    listed in ``refused.txt``; more than `max_refused` of them raise `UserError` and leave only that
+    list.
     """
     if dest.resolve().is_relative_to(source.resolve()):
         raise UserError(f"{dest}: lies inside SOURCE; choose a folder outside {source}")
@@ -186,7 +193,8 @@ def prepare(
         images, files = sum(len(shard.rows) for shard in of_split), counted(len(of_split), "shard")
         print(f"{printable(dest)}: {images} {split} images in {files}")
     print(
-        f"{printable(dest)}: {len(names)} classes; {converted} images converted, {len(refused)} refused"
+        f"{printable(dest)}: {len(names)} classes; {converted} images converted, {len(refused)} "
+        "refused"
     )
 
 
@@ -210,7 +218,8 @@ def plan_shards(source: Source, shards: int | None) -> dict[str, Files]:
 
 
 def _shuffle(files: Files, places: Mapping[str, Place], rng: random.Random) -> Files:
-    """Return all files in random order; those of parquet files in windows of whole, random row groups.
+    """Return all files in random order; those of parquet files in windows of whole, random row
+    groups.
 
     Of a row group, which is compressed as a whole, every shard of its window reads some rows.
     """
@@ -232,7 +241,9 @@ def _shuffle(files: Files, places: Mapping[str, Place], rng: random.Random) -> F
 
 
 def _is_complete(dest: Path, job: dict[str, Any]) -> bool:
-    """Return whether the job is done; if not, claim `dest` for it. Raise `UserError` if another job has claimed it."""
+    """Return whether the job is done; if not, claim `dest` for it. Raise `UserError` if another job
+    has claimed it.
+    """
     job_path, is_complete = dest / PARTIAL / "job.json", (dest / MANIFEST).is_file()
     if is_complete:
         earlier = read_manifest(dest).made
@@ -246,13 +257,16 @@ def _is_complete(dest: Path, job: dict[str, Any]) -> bool:
         return False
     if changed := [key for key, value in job.items() if earlier.get(key) != value]:
         raise UserError(
-            f"{dest}: holds a data set made with other {', '.join(changed)}; choose another DEST or delete it"
+            f"{dest}: holds a data set made with other {', '.join(changed)}; choose another DEST "
+            "or delete it"
         )
     return is_complete
 
 
 def _report_refused(dest: Path, source: Source, refused: list[str], max_refused: float) -> None:
-    """List the refused images; if they are too many, remove all else from `dest` and raise `UserError`."""
+    """List the refused images; if they are too many, remove all else from `dest` and raise
+    `UserError`.
+    """
     if not refused:
         (dest / REFUSED).unlink(missing_ok=True)
         return
@@ -264,13 +278,16 @@ def _report_refused(dest: Path, source: Source, refused: list[str], max_refused:
         for folder in (PARTIAL, *source.splits):
             shutil.rmtree(dest / folder, ignore_errors=True)
         raise UserError(
-            f"{dest / REFUSED}: {counted(len(refused), 'image')} refused, more than {100 * max_refused:g}% of {total}; "
+            f"{dest / REFUSED}: {counted(len(refused), 'image')} refused, more than "
+            f"{100 * max_refused:g}% of {total}; "
             "fix or remove them, or raise --max-refused, and rerun the command"
         )
 
 
 def _stop(number: int, _: object) -> None:
-    """End on a signal as on Ctrl-C: killed, Python would warn of semaphores that nobody has released."""
+    """End on a signal as on Ctrl-C: killed, Python would warn of semaphores that nobody has
+    released.
+    """
     for worker in multiprocessing.active_children():
         worker.terminate()
     raise KeyboardInterrupt(number)

@@ -1,4 +1,6 @@
-"""The preparation command from images to a data set: its content, its refusals, and a kill in the middle."""
+"""The preparation command from images to a data set: its content, its refusals, and a kill in the
+middle.
+"""
 
 import io
 import os

@@ -1,4 +1,6 @@
-"""The loaders of a prepared data set, by DALI or simplejpeg, or of an image folder, by simplejpeg or Pillow."""
+"""The loaders of a prepared data set, by DALI or simplejpeg, or of an image folder, by simplejpeg
+or Pillow.
+"""
 
 import functools
 from collections.abc import Mapping
@@ -18,7 +20,9 @@ from imagenet_dali.find_images import list_source
 
 
 def describe_data(data: Mapping[str, Any]) -> DataSummary:
-    """Count samples and classes of the data set, or of ``data["split"]`` alone, without reading an image."""
+    """Count samples and classes of the data set, or of ``data["split"]`` alone, without reading an
+    image.
+    """
     refuse_unused(data, (*image_loaders.UNUSED, "download"))
     if split := data.get("split"):
         images = open_images(data, split)
@@ -45,7 +49,8 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
             else "has no shards"
         )
         raise UserError(
-            f"DATA.order='blocks': DATA.root={data['root']} {fault}; `python -m imagenet_dali.prepare` makes shuffled "
+            f"DATA.order='blocks': DATA.root={data['root']} {fault}; `python -m "
+            "imagenet_dali.prepare` makes shuffled "
             "ones, or use DATA.order='random'"
         )
     return summary
@@ -59,14 +64,18 @@ def build_train_loader(
     order: str | None = None,
     **options: Any,
 ) -> Loader:
-    """Return the loader of the training split in the plan's ``order``; ``options`` are those of `image_loaders`."""
+    """Return the loader of the training split in the plan's ``order``; ``options`` are those of
+    `image_loaders`.
+    """
     images = open_images(data, "train")
     options |= _options(images, data, options["device"].type, in_blocks=order == "blocks")
     return image_loaders.build_train_loader(images, data, total_batch, micro_batch, **options)  # pyright: ignore[reportArgumentType]
 
 
 def build_eval_loader(data: Mapping[str, Any], batch: int, **options: Any) -> Loader:
-    """Return the loader of validation, or of ``data["split"]``; ``options`` are those of `image_loaders`."""
+    """Return the loader of validation, or of ``data["split"]``; ``options`` are those of
+    `image_loaders`.
+    """
     images = open_images(data, data.get("split", "validation"))
     options |= _options(images, data, options["device"].type, in_blocks=True)
     return image_loaders.build_eval_loader(images, data, batch, **options)  # pyright: ignore[reportArgumentType]
@@ -92,7 +101,8 @@ def _open_folder(root: Path, split: str | None) -> dict[str, FolderSplit]:
     source = list_source(root, split=split)
     if source.places:
         raise UserError(
-            f"DATA.root={root}: tars and parquet files are read by `python -m imagenet_dali.prepare` only"
+            f"DATA.root={root}: tars and parquet files are read by `python -m "
+            "imagenet_dali.prepare` only"
         )
     names, place = source.class_names, source.validation
     return {name: FolderSplit(root, names, files, place) for name, files in source.splits.items()}
@@ -106,7 +116,8 @@ def _options(
     if options and device == "cuda":
         from imagenet_dali.imagenet_dali_dataloader import decodes_windows
 
-        decodes_windows()  # loads DALI's nvJPEG before torchvision's, which is older and would be used instead
+        # loads DALI's nvJPEG before torchvision's, which is older and would be used instead
+        decodes_windows()
     if in_blocks and isinstance(images, Split):
         options["blocks"] = images.block_bounds(round(1e6 * data["block"]))
     return options

@@ -52,7 +52,9 @@ def prepare_data(folder: Path) -> Path:
 
 
 def write_images(root: Path, per_class: int, names: Sequence[str] = ("class_0", "class_1")) -> Path:
-    """Write different small JPEGs of many shapes as ``root/<name>/<number>.jpg``; return ``root``."""
+    """Write different small JPEGs of many shapes as ``root/<name>/<number>.jpg``; return
+    ``root``.
+    """
     for label, name in enumerate(names):
         (root / name).mkdir(parents=True)
         for number in range(per_class):
@@ -64,7 +66,8 @@ def write_images(root: Path, per_class: int, names: Sequence[str] = ("class_0", 
 def run(
     command: str, cwd: Path = HERE, code: int = 0, timeout: float = 300, **environ: str
 ) -> subprocess.CompletedProcess:
-    """Run a command line as a user would, by default in the task's folder; expect exit status ``code``.
+    """Run a command line as a user would, by default in the task's folder; expect exit status
+    ``code``.
 
     ``python`` in it is this interpreter; launchers' variables are not inherited.
     """
@@ -87,7 +90,9 @@ def run(
 
 
 def gradient(height: int = 24, width: int = 40, seed: int = 0) -> Image.Image:
-    """Return a smooth colour image, which JPEG hardly changes and in which a wrong rotation or channel shows."""
+    """Return a smooth colour image, which JPEG hardly changes and in which a wrong rotation or
+    channel shows.
+    """
     y, x = np.mgrid[0:height, 0:width]
     pixels = np.stack(
         [x * 255 / width, y * 255 / height, np.full_like(x, (40 + 83 * seed) % 256)], -1

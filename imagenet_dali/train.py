@@ -2,7 +2,8 @@
 
 torchrun --nproc_per_node 8 train.py --config vit_s16_vanilla --set DATA.root=/path/to/imagenet
 
-The benchmark's name for train_dali.py, whose default recipe is vit_s16_vanilla; DATA.loader is DALI or torchvision.
+The benchmark's name for train_dali.py, whose default recipe is vit_s16_vanilla; DATA.loader is DALI
+or torchvision.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """Pre-train a Vision Transformer on TFRecord shards read by DALI, with very large batches.
 
-python train_dali.py --config quickstart --set DATA.root=../data/digits   # after scripts/quickstart.sh
+python train_dali.py --config quickstart --set DATA.root=../data/digits  # after quickstart.sh
 torchrun --nproc_per_node 8 train_dali.py --config vit-b16.py --set DATA.root=/path/to/imagenet
 """
 

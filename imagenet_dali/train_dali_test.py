@@ -1,4 +1,6 @@
-"""From the command line to a checkpoint that timm loads: shards, training on two processes, dry runs, mistakes."""
+"""From the command line to a checkpoint that timm loads: shards, training on two processes, dry
+runs, mistakes.
+"""
 
 import json
 import runpy
@@ -18,7 +20,9 @@ from imagenet_dali.testing import run, write_config
 
 
 def test_a_run_resumes_on_a_cpu_with_other_instructions(colours, tmp_path, capsys, monkeypatch):
-    """The recipe's fp16 names no dtype: bfloat16 where that is fast, else float32; the choice is recorded."""
+    """The recipe's fp16 names no dtype: bfloat16 where that is fast, else float32; the choice is
+    recorded.
+    """
 
     def train(is_fast: bool, *more: str) -> str:
         monkeypatch.setattr("common.colossal.amp.is_fast", lambda _: is_fast)
@@ -95,8 +99,8 @@ def test_every_data_set_has_its_own_evaluation(tmp_path, capsys, monkeypatch):
     train_dali.main(["--config", str(write_config(tmp_path)), "--output", str(output), *settings])
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        f"DATA=/elsewhere in the environment is not used, because the config sets DATA.root={images}"
-        in said
+        "DATA=/elsewhere in the environment is not used, because the config sets "
+        f"DATA.root={images}" in said
     )
     assert "validation: Valid/; test is left out, prepare and evaluate take --split test" in said
     prepare.prepare(tested, tmp_path / "shards", split="test")
@@ -124,7 +128,10 @@ def test_every_data_set_has_its_own_evaluation(tmp_path, capsys, monkeypatch):
 @pytest.mark.slow
 def test_torchruns_own_lines_do_not_hide_a_mistake(tmp_path):
     """The launch script shows our line alone."""
-    arguments = f"train_dali.py --config {write_config(tmp_path)} --output {tmp_path}/run --set TOTAL_BATCH_SIZ=1"
+    arguments = (
+        f"train_dali.py --config {write_config(tmp_path)} --output {tmp_path}/run --set "
+        "TOTAL_BATCH_SIZ=1"
+    )
     ours = "error: TOTAL_BATCH_SIZ: unknown key; did you mean 'TOTAL_BATCH_SIZE'?"
     answer = run(f"bash ../scripts/train_torchrun.sh {arguments}", code=2, NPROC_PER_NODE="2")
     assert answer.stderr.splitlines() == [ours]

@@ -32,7 +32,9 @@ from imagenet_dali.writer import ShardRows, check_jpeg, parallel_map, write_data
 
 
 def check(root: Path, workers: int) -> list[str]:
-    """Compare every byte of a prepared data set with its manifest; return a line for each fault of a shard."""
+    """Compare every byte of a prepared data set with its manifest; return a line for each fault of
+    a shard.
+    """
     manifest = read_manifest(root)
     read_labels(root / LABELS, manifest.num_classes)
     for name in manifest.splits:
@@ -53,11 +55,13 @@ def check(root: Path, workers: int) -> list[str]:
 
 
 def adopt(root: Path, workers: int) -> list[str]:
-    """Index and describe the shards below `root`, or return a line for each bad record and write nothing.
+    """Index and describe the shards below `root`, or return a line for each bad record and write
+    nothing.
 
-    Shards are the files of ``train/`` and ``validation/``, or ``train-*`` and ``validation-*`` in `root` itself;
-    validation's may have any of its names in `SPLITS`. Labels may start at 0 or 1. Class names are the lines of
-    ``labels.txt``, or else the numbers. Raises `UserError` for a split without shards and an ambiguous first label.
+    Shards are the files of ``train/`` and ``validation/``, or ``train-*`` and ``validation-*`` in
+    `root` itself; validation's may have any of its names in `SPLITS`. Labels may start at 0 or 1.
+    Class names are the lines of ``labels.txt``, or else the numbers. Raises `UserError` for a split
+    without shards and an ambiguous first label.
     """
     if (root / MANIFEST).exists():
         raise UserError(
@@ -69,7 +73,8 @@ def adopt(root: Path, workers: int) -> list[str]:
             names[split] += found
     if "train" not in names:
         raise UserError(
-            f"{root}: no such folder, or no shards: they are the files of train/, or files named train-*"
+            f"{root}: no such folder, or no shards: they are the files of train/, or files named "
+            "train-*"
         )
     class_names = read_labels(root / LABELS) if (root / LABELS).is_file() else None
     tasks = [(root, name) for name in itertools.chain(*names.values())]
@@ -90,7 +95,8 @@ def adopt(root: Path, workers: int) -> list[str]:
         )
     if "validation" not in names:
         raise UserError(
-            f"{root}: no validation shards: they are the files of validation/, or files named validation-*"
+            f"{root}: no validation shards: they are the files of validation/, or files named "
+            "validation-*"
         )
     for shard in shards:
         shard.rows["label"] -= base
@@ -143,15 +149,18 @@ def _find_label_base(root: Path, present: list[int], class_names: list[str] | No
         raise UserError(f"{root}: labels {low} to {high} fit {names}; complete them")
     if not class_names and (low > 1 or len(present) != high - low + 1):
         raise UserError(
-            f"{root}: labels run from {low} to {high} with gaps; name every class in {root / LABELS}"
+            f"{root}: labels run from {low} to {high} with gaps; name every class in "
+            f"{root / LABELS}"
         )
     return min(low, 1)
 
 
 def scan(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield ``(offset, record)`` for each record of a shard, in order; `unframe` checks what the record holds.
+    """Yield ``(offset, record)`` for each record of a shard, in order; `unframe` checks what the
+    record holds.
 
-    Raises `BadSampleError` where the next record cannot be found: a wrong length, or the end of the file inside one.
+    Raises `BadSampleError` where the next record cannot be found: a wrong length, or the end of the
+    file inside one.
     """
     offset, end = 0, path.stat().st_size
     with path.open("rb") as file:
@@ -172,7 +181,9 @@ def scan(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_example(payload: bytes | memoryview) -> tuple[bytes, int]:
-    """Return ``(image, label as stored)``; `BadSampleError` unless there is exactly one of each, of the right type."""
+    """Return ``(image, label as stored)``; `BadSampleError` unless there is exactly one of each, of
+    the right type.
+    """
     try:
         features = Example.FromString(payload).features.feature
         (image,), (label,) = (
@@ -181,6 +192,7 @@ def parse_example(payload: bytes | memoryview) -> tuple[bytes, int]:
         )
     except (DecodeError, ValueError) as error:
         raise BadSampleError(
-            "not a tf.train.Example with one image/encoded (bytes) and one image/class/label (int64)"
+            "not a tf.train.Example with one image/encoded (bytes) and one image/class/label "
+            "(int64)"
         ) from error
     return image, label

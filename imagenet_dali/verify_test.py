@@ -1,4 +1,6 @@
-"""`--check` finds all damage; `--adopt` takes good shards made elsewhere unchanged and refuses all else."""
+"""`--check` finds all damage; `--adopt` takes good shards made elsewhere unchanged and refuses all
+else.
+"""
 
 import json
 import re

@@ -67,7 +67,9 @@ class ShardTask:
 
 @dataclass(frozen=True)
 class ShardRows:
-    """One finished shard: its path from the root, its checksum and its rows (column ``shard`` not filled in yet)."""
+    """One finished shard: its path from the root, its checksum and its rows (column ``shard`` not
+    filled in yet).
+    """
 
     name: str
     sha256: str
@@ -77,7 +79,8 @@ class ShardRows:
 def parallel_map(
     function: Callable[[Item], Result], tasks: Iterable[Item], workers: int
 ) -> Iterator[Result]:
-    """Yield ``function(task)`` of each task as it completes, in any order, from `workers` spawned processes.
+    """Yield ``function(task)`` of each task as it completes, in any order, from `workers` spawned
+    processes.
 
     With one worker, this process does the work. Workers end with this process, however it ends.
     """
@@ -173,10 +176,10 @@ def _read(task: ShardTask, number: int, in_memory: dict[Place, bytes]) -> bytes:
 def convert_image(data: bytes, short_side: int | None = None) -> tuple[bytes, int, int]:
     """Decode an image file strictly and return it as an RGB JPEG, with its height and width.
 
-    A YCbCr JPEG that is upright and not too large is returned unchanged. All else is re-encoded without
-    chroma subsampling: other formats and colour spaces (alpha is dropped, the first frame is taken, 16 bits become 8),
-    images with an EXIF rotation, and images whose shorter side is longer than `short_side` (resized by Lanczos). Raises
-    `BadSampleError`.
+    A YCbCr JPEG that is upright and not too large is returned unchanged. All else is re-encoded
+    without chroma subsampling: other formats and colour spaces (alpha is dropped, the first frame
+    is taken, 16 bits become 8), images with an EXIF rotation, and images whose shorter side is
+    longer than `short_side` (resized by Lanczos). Raises `BadSampleError`.
     """
     try:
         with warnings.catch_warnings():
@@ -193,8 +196,8 @@ def convert_image(data: bytes, short_side: int | None = None) -> tuple[bytes, in
 def check_jpeg(data: bytes | memoryview) -> tuple[int, int, str]:
     """Decode a JPEG strictly and return its height, width and colour space.
 
-    libjpeg repairs truncated and damaged data with a warning; here each warning raises `BadSampleError`, as do
-    dimensions beyond `MAX_PIXELS`.
+    libjpeg repairs truncated and damaged data with a warning; here each warning raises
+    `BadSampleError`, as do dimensions beyond `MAX_PIXELS`.
     """
     if bytes(data[:3]) != _JPEG_MAGIC:
         raise BadSampleError("not a JPEG")
@@ -232,7 +235,8 @@ def write_dataset(
     label_base: int,
     made: dict[str, Any],
 ) -> None:
-    """Write everything but the shards; the manifest, which makes the folder a data set, is written last.
+    """Write everything but the shards; the manifest, which makes the folder a data set, is written
+    last.
 
     `label_base` is the first label as stored in the shards; `made` describes how they were made.
     """

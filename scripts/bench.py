@@ -1,11 +1,13 @@
 """Compare training steps, LAMB and loaders with those of PyTorch, timm and torchvision.
 
-``step``: ViT-Lite-7/4 of configs/vit_lite_vanilla.py at batch 64 on images in memory, in a bare loop with our model and
-with timm's, and by our Trainer with all its hooks. ``lamb``: a step over the 152 tensors of ViT-B/16 in float32.
-``loader``: a pass over 1,024 generated JPEGs of 500 x 400 pixels, random crops to 224 x 224.
+``step``: ViT-Lite-7/4 of configs/vit_lite_vanilla.py at batch 64 on images in memory, in a bare
+loop with our model and with timm's, and by our Trainer with all its hooks. ``lamb``: a step over
+the 152 tensors of ViT-B/16 in float32. ``loader``: a pass over 1,024 generated JPEGs of 500 x 400
+pixels, random crops to 224 x 224.
 
-Every round starts each variant once, in rotating order, each in a process of its own with one CPU thread, whose first
-steps are not timed. Ratios are medians of those to the first variant of a round, with the least and the greatest.
+Every round starts each variant once, in rotating order, each in a process of its own with one CPU
+thread, whose first steps are not timed. Ratios are medians of those to the first variant of a
+round, with the least and the greatest.
 """
 
 import multiprocessing
@@ -56,9 +58,11 @@ BFLOAT16 = DEVICE == "cuda" or is_fast("bfloat16")  # else float32
 
 @dataclass
 class Work:
-    """What a variant does: ``warm_up`` steps, ``steps`` that are timed, and one more with what a loop does at its end.
+    """What a variant does: ``warm_up`` steps, ``steps`` that are timed, and one more with what a
+    loop does at its end.
 
-    It is a data loader of ``items`` in turn, a step each, and has the mean seconds of the timed ones at its end.
+    It is a data loader of ``items`` in turn, a step each, and has the mean seconds of the timed
+    ones at its end.
     """
 
     settings: tuple[str, ...]
@@ -116,7 +120,9 @@ def bare(work: Work) -> None:
 
 
 def timm(work: Work) -> None:
-    """Train timm's model with its loss and optimizer, like its train.py (not in its wheel) with --amp."""
+    """Train timm's model with its loss and optimizer, like its train.py (not in its wheel) with
+    --amp.
+    """
     config = work.fill()
     model = VisionTransformer(**timm_arguments(**config["MODEL"])).to(DEVICE)
     optimizer = create_optimizer_v2(model, "adamw", config["LEARNING_RATE"], config["WEIGHT_DECAY"])

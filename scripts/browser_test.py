@@ -1,7 +1,7 @@
 """The report in a browser, by pointer and keyboard.
 
-Needs Debian's package chromium and ``pip install playwright``. Not run by default: ``bash scripts/test.sh -m browser
-scripts/browser_test.py``.
+Needs Debian's package chromium and ``pip install playwright``. Not run by default: ``bash
+scripts/test.sh -m browser scripts/browser_test.py``.
 """
 
 import json

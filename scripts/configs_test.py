@@ -1,4 +1,6 @@
-"""Config files of others, given to the programs as a user does, and what recipes and plans come to."""
+"""Config files of others, given to the programs as a user does, and what recipes and plans come
+to.
+"""
 
 import json
 import re
@@ -130,7 +132,8 @@ def test_the_flags_of_a_row_start_the_run_that_the_row_describes(capsys):
     [
         (
             "0.02",
-            r"^proc.* 12.5 GB/s .* is decoded. .* not fit \| \| .* zero=dict\(stage=1\) fastest that fits: 1d 2",
+            r"^proc.* 12.5 GB/s .* is decoded. .* not fit \| \| .* zero=dict\(stage=1\) fastest "
+            r"that fits: 1d 2",
         ),
         (
             "0.001",
@@ -139,7 +142,10 @@ def test_the_flags_of_a_row_start_the_run_that_the_row_describes(capsys):
     ],
 )
 def test_a_dry_run_says_what_fits_and_what_is_fastest(memory, words, capsys):
-    command = f"--config vit_lite_vanilla --dry-run --gpus 2 --links 300 12.5 --gpu-memory {memory} --set MODEL.depth=2"
+    command = (
+        f"--config vit_lite_vanilla --dry-run --gpus 2 --links 300 12.5 --gpu-memory {memory} "
+        "--set MODEL.depth=2"
+    )
     train_cifar10.main(command.split())
     assert re.search(words, " ".join(capsys.readouterr().out.split()))
 

@@ -1,6 +1,8 @@
-"""What README.md and docs/ name exists: scripts, flags, config keys, recipes, files. README's commands run.
+"""What README.md and docs/ name exists: scripts, flags, config keys, recipes, files. README's
+commands run.
 
-The commands run on CPUs and tiny images, with ``bash scripts/test.sh -m docs scripts/docs_test.py`` only.
+The commands run on CPUs and tiny images, with ``bash scripts/test.sh -m docs scripts/docs_test.py``
+only.
 """
 
 import json
@@ -49,11 +51,14 @@ TINY = {
 TINY |= {"WARMUP_EPOCHS": 1, "MAX_STEPS": 2, "DATA.workers": 1, "LOG.tensorboard": False}
 TINY |= {f"MODEL.{key}": value for key, value in MODEL.items() if key != "num_classes"}
 TRAINING = r"train_dali\.py (?!.*(--dry-run|--find-lr|--profile|--init))"
-ELSEWHERE = r"sbatch |mpirun |bash scripts/test.sh|pip install"  # run by launchers_test.py and .ci/run, or by hand
+# run by launchers_test.py and .ci/run, or by hand
+ELSEWHERE = r"sbatch |mpirun |bash scripts/test.sh|pip install"
 
 
 def commands(page: str) -> list[str]:
-    """Return the shell commands of the page's code blocks, each in one line with what it exports put in."""
+    """Return the shell commands of the page's code blocks, each in one line with what it exports
+    put in.
+    """
     blocks = re.findall(
         r"^```shell\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL
     )
@@ -69,7 +74,9 @@ def commands(page: str) -> list[str]:
 
 @cache
 def help_of(program: str) -> str:
-    """Return what a script, given by its path, or a module prints when it is started with --help."""
+    """Return what a script, given by its path, or a module prints when it is started with
+    --help.
+    """
     file = program if program.endswith(".py") else f"{program.replace('.', '/')}.py"
     with (
         redirect_stdout(StringIO()) as printed,

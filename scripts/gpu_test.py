@@ -1,7 +1,8 @@
-"""What only a GPU shows, in pieces of under nine minutes: ``pytest -m gpu scripts/gpu_test.py -k resume``.
+"""What only a GPU shows, in pieces of under nine minutes: ``pytest -m gpu scripts/gpu_test.py -k
+resume``.
 
-Each test stands alone, prints a line a result, and adds it with hardware, versions and commit to outputs/gpu.jsonl.
-Correctness comes first, speed after it. Without a GPU all fail.
+Each test stands alone, prints a line a result, and adds it with hardware, versions and commit to
+outputs/gpu.jsonl. Correctness comes first, speed after it. Without a GPU all fail.
 """
 
 import json
@@ -50,7 +51,8 @@ VIT_B16 = VIT_S16 | dict(width=768, heads=12)
 MODES: dict[str, dict[str, Any]] = {"float32": {"TF32": False}, "TF32": {"TF32": True}}
 for name in ("TORCH bfloat16", "TORCH float16", "NAIVE bfloat16", "NAIVE float16", "APEX float16"):
     MODES[name] = {"fp16": {"mode": AMP_TYPE[name.split()[0]], "dtype": name.split()[1]}}
-# By number format: largest error of a loss, and relative error of the last gradient's norm; some five times a CPU's.
+# By number format: largest error of a loss, and relative error of the last gradient's norm; some
+# five times a CPU's.
 TOLERANCES = {
     "float32": (1e-5, 1e-3),
     "TF32": (2e-3, 0.1),
@@ -145,7 +147,9 @@ def test_quickstart(loader, compiled, digits, tmp_path, record):
 @eager_and_compiled
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 def test_numerics(optimizer, compiled, record):
-    """Five steps in every precision, with LAMB on recomputed blocks, against a plain loop in float64 on the CPU."""
+    """Five steps in every precision, with LAMB on recomputed blocks, against a plain loop in
+    float64 on the CPU.
+    """
     random = torch.Generator().manual_seed(1)
     images, labels = (
         torch.randn(5, 32, 3, 64, 64, generator=random),
@@ -182,7 +186,9 @@ def test_numerics(optimizer, compiled, record):
 
 
 class ForbidWaiting(BaseHook):
-    """Forbid the host to wait for the device but in the first steps, which set up, and the last, which is logged."""
+    """Forbid the host to wait for the device but in the first steps, which set up, and the last,
+    which is logged.
+    """
 
     steps = 0
 
@@ -308,7 +314,9 @@ def test_a_killed_rank_ends_the_other(digits, tmp_path, record):
 @eager_and_compiled
 @pytest.mark.parametrize(("part", "model"), [("step", VIT_B16), ("step", VIT_S16), ("lamb", {})])
 def test_speed(part, model, compiled, record):
-    """ViT-B/16 and ViT-S/16 at batch 256 in bfloat16, beside bare PyTorch and timm; LAMB beside timm's."""
+    """ViT-B/16 and ViT-S/16 at batch 256 in bfloat16, beside bare PyTorch and timm; LAMB beside
+    timm's.
+    """
     shape = model and model | {"mlp_ratio": 4.0, "dropout": 0.0}
     settings = (*(f"MODEL.{key}={value}" for key, value in shape.items()), "TOTAL_BATCH_SIZE=256")
     work = bench.Work(settings, steps=50, warm_up=20, compiled=compiled)
@@ -341,7 +349,9 @@ def test_dali(windows, tmp_path, monkeypatch, record):
 
 @pytest.mark.skipif("CIFAR10" not in os.environ, reason="CIFAR10 names no folder of CIFAR-10")
 def test_cifar10(record):
-    """ViT-Lite-7/4, all 200 epochs in bfloat16; a second call resumes what the time limit has stopped."""
+    """ViT-Lite-7/4, all 200 epochs in bfloat16; a second call resumes what the time limit has
+    stopped.
+    """
     settings = [
         "fp16.mode=AMP_TYPE.TORCH",
         "fp16.dtype='bfloat16'",

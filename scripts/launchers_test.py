@@ -1,7 +1,7 @@
 """Real launchers: two processes train bit-identical weights, whatever started them.
 
-Needs root and Debian's packages slurm-wlm, munge, openmpi-bin and iproute2. Not run by default: ``bash scripts/test.sh
--m launchers scripts/launchers_test.py``.
+Needs root and Debian's packages slurm-wlm, munge, openmpi-bin and iproute2. Not run by default:
+``bash scripts/test.sh -m launchers scripts/launchers_test.py``.
 """
 
 import json
@@ -45,7 +45,8 @@ batches = [(torch.randn(8, 4, generator=torch.Generator().manual_seed(rank)), to
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 engine, loader, *_ = initialize(model, optimizer, nn.CrossEntropyLoss(), batches)
 Trainer(engine).fit(loader, epochs=1)
-print("weights", model.weight.sum().item(), "of", gpc.get_world_size(ParallelMode.GLOBAL), flush=True)
+world_size = gpc.get_world_size(ParallelMode.GLOBAL)
+print("weights", model.weight.sum().item(), "of", world_size, flush=True)
 colossalai.shutdown()
 """
 Outcome = tuple[str, bytes]
@@ -71,21 +72,27 @@ def slurm() -> Iterator[dict[str, str]]:
 def expected(data, tmp_path_factory) -> Outcome:
     """The result of the tiny config with two processes of torchrun."""
     folder = tmp_path_factory.mktemp("expected")
-    command = f"bash scripts/train_torchrun.sh imagenet_dali/train_dali.py --config={write_config(folder)} {STEPS}"
+    command = (
+        "bash scripts/train_torchrun.sh imagenet_dali/train_dali.py "
+        f"--config={write_config(folder)} {STEPS}"
+    )
     return outcome(
         folder / "run", f"{command} --output={folder}/run", cwd=ROOT, DATA=data, NPROC_PER_NODE="2"
     )
 
 
 def outcome(output: Path, command: str, **options: object) -> Outcome:
-    """Run a command that trains into ``output``; return the line of the final top-1, and the weights' file."""
+    """Run a command that trains into ``output``; return the line of the final top-1, and the
+    weights' file.
+    """
     stdout = run(command, **options).stdout
     lines = [line for line in stdout.splitlines() if line.startswith("top1=")]
     assert len(lines) == 1, stdout
     return lines[0], (newest_checkpoint(output / "checkpoints") / "model.safetensors").read_bytes()
 
 
-# --- torchrun ---------------------------------------------------------------------------------------------------------
+# --- torchrun
+# --------------------------------------------------------------------------------------------------
 
 
 def test_torch_distributed_launch(data, arguments, expected, tmp_path):
@@ -99,7 +106,8 @@ def test_torch_distributed_launch(data, arguments, expected, tmp_path):
 def two_hosts() -> Iterator[list[str]]:
     """Yield the names of two connected network namespaces, 10.77.0.1 and 10.77.0.2 on their eth0.
 
-    This machine's name resolves to 127.0.1.1 in both, as Debian has it; node0 is the first, where it does so too.
+    This machine's name resolves to 127.0.1.1 in both, as Debian has it; node0 is the first, where
+    it does so too.
     """
     names = [f"launchers{os.getpid()}-{number}" for number in (1, 2)]
     try:
@@ -114,7 +122,8 @@ def two_hosts() -> Iterator[list[str]]:
                 f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n{node0} node0\n"
             )
             run(
-                f"ip -n {name} address add 10.77.0.{number}/24 dev eth0 && ip -n {name} link set eth0 up"
+                f"ip -n {name} address add 10.77.0.{number}/24 dev eth0 && ip -n {name} link set "
+                "eth0 up"
             )
         yield names
     finally:
@@ -144,8 +153,13 @@ def test_torchrun_on_two_hosts(data, arguments, expected, tmp_path):
 
 @contextmanager
 def training(start: str, folder: Path, **environ: str) -> Iterator[subprocess.Popen]:
-    """Train without an end into ``folder/run``, in two processes; yield their launcher once there are records."""
-    settings = f"--config={write_config(folder)} --output={folder}/run --set NUM_EPOCHS=9999 --set EVAL_EVERY=9999"
+    """Train without an end into ``folder/run``, in two processes; yield their launcher once there
+    are records.
+    """
+    settings = (
+        f"--config={write_config(folder)} --output={folder}/run --set NUM_EPOCHS=9999 --set "
+        "EVAL_EVERY=9999"
+    )
     words = f"{start} imagenet_dali/train_dali.py {settings}".split()
     streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     environ = os.environ | environ | {"NPROC_PER_NODE": "2"}
@@ -191,15 +205,20 @@ def test_what_the_scripts_refuse(script, environ, words):
     assert words.format(taken=taken) in answer.stderr
 
 
-# --- mpirun -----------------------------------------------------------------------------------------------------------
+# --- mpirun
+# --------------------------------------------------------------------------------------------------
 
 
 def test_mpirun(data, arguments, expected, tmp_path):
-    command = f"mpirun --allow-run-as-root --oversubscribe --bind-to none -n 2 python train_dali.py {arguments}"
+    command = (
+        "mpirun --allow-run-as-root --oversubscribe --bind-to none -n 2 python train_dali.py "
+        f"{arguments}"
+    )
     assert outcome(tmp_path / "run", command, DATA=data) == expected
 
 
-# --- Slurm ------------------------------------------------------------------------------------------------------------
+# --- Slurm
+# --------------------------------------------------------------------------------------------------
 
 
 def test_srun_of_the_training_script(slurm, data, arguments, expected, tmp_path):
@@ -224,14 +243,19 @@ def test_srun_of_the_slurm_script(slurm, data, expected, tmp_path):
 
 
 def test_srun_of_a_script_of_ones_own(slurm, tmp_path):
-    """Seed 003's snippet and command, as docs/from-colossalai-examples.md prints them; then a step of training."""
+    """Seed 003's snippet and command, as docs/from-colossalai-examples.md prints them; then a step
+    of training.
+    """
     page = (ROOT / "docs" / "from-colossalai-examples.md").read_text()
     snippet = re.search(
         r"^```python\n(from common import colossal.*?)^```$", page, re.MULTILINE | re.DOTALL
     )[1]
     (tmp_path / "script.py").write_text(f"{snippet}\n{OWN_TRAINING}")
     config = ROOT / "configs" / "config_AMP_torch.py"
-    command = f"srun -n 2 bash {ROOT}/scripts/train_slurm.sh {tmp_path}/script.py --config {config} --host {NODE}"
+    command = (
+        f"srun -n 2 bash {ROOT}/scripts/train_slurm.sh {tmp_path}/script.py --config {config} "
+        f"--host {NODE}"
+    )
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     answer = run(command, PYTHONPATH=str(ROOT), HOST="elsewhere", PATH=path, **slurm)
     one, other = re.findall(r"weights (\S+) of 2", answer.stdout)
@@ -270,7 +294,9 @@ def rank_in(process: Process, folder: Path) -> str | None:
     "interrupt", ["scancel --batch --signal=USR1 {job}", "srun --partition urgent -n 2 true"]
 )
 def test_a_job_that_is_interrupted_requeues_itself_and_resumes(slurm, data, tmp_path, interrupt):
-    """The first is the signal of --signal=B:USR1. Steps and weights are those of an uninterrupted run."""
+    """The first is the signal of --signal=B:USR1. Steps and weights are those of an uninterrupted
+    run.
+    """
     settings = "--set NUM_EPOCHS=60 --set EVAL_EVERY=60 --set CHECKPOINT_EVERY=20 --set LOG.every=1"
     arguments = f"--config={write_config(tmp_path)} {settings}"
     command = f"{SBATCH} {TASK}/train_dali.py {arguments} --output={tmp_path}/run"
@@ -291,7 +317,10 @@ def test_a_job_that_is_interrupted_requeues_itself_and_resumes(slurm, data, tmp_
         record["step"] for record in read_metrics(tmp_path / "run") if record["kind"] == "train"
     ]
     assert steps == list(range(1, 181))
-    command = f"bash scripts/train_torchrun.sh {TASK}/train_dali.py {arguments} --output={tmp_path}/uninterrupted"
+    command = (
+        f"bash scripts/train_torchrun.sh {TASK}/train_dali.py {arguments} "
+        f"--output={tmp_path}/uninterrupted"
+    )
     run(command, cwd=ROOT, DATA=data, NPROC_PER_NODE="2")
     ours, expected = (
         newest_checkpoint(tmp_path / name / "checkpoints") for name in ("run", "uninterrupted")

@@ -17,7 +17,9 @@ LAYOUT = {
 
 
 def count_tokens(source: str) -> int:
-    """Count what has to be read, however it is laid out: no comments, docstrings, line ends and indentation."""
+    """Count what has to be read, however it is laid out: no comments, docstrings, line ends and
+    indentation.
+    """
     before, count = tokenize.NEWLINE, 0
     for kind, *_ in tokenize.generate_tokens(io.StringIO(source).readline):
         is_docstring = kind == tokenize.STRING and before in (tokenize.NEWLINE, tokenize.INDENT)

@@ -1,4 +1,5 @@
-"""Write scikit-learn's 1,797 handwritten digits as an image folder: ``python scripts/write_digits.py DEST``.
+"""Write scikit-learn's 1,797 handwritten digits as an image folder: ``python
+scripts/write_digits.py DEST``.
 
 Each 8 x 8 picture is enlarged to 32 x 32 and saved as a JPEG under ``DEST/<digit>/<number>.jpg``.
 """

@@ -5,14 +5,15 @@ checkpoints/step-00001234/
     ema.safetensors         their moving averages, with EMA
     optimizer.safetensors   `<state>/<parameter>`, e.g. `exp_avg/head.weight`
     random.safetensors      `<rank>/<generator>`: states of every rank's random number generators
-    trainer.json            step, position in the data, loss scale, skipped updates, best evaluation, running loss
+    trainer.json            step, position in the data, loss scale, skipped updates, best
+                            evaluation, running loss
     config.json             the run's own
     metrics.jsonl           the run's own, so far
     COMPLETE                written last: SHA-256 of the others, for `sha256sum -c COMPLETE` too
 checkpoints/best            symbolic link to the checkpoint of the best evaluation
 
-Nothing in it is code: reading a checkpoint runs none. The folder of a run may come from anybody, so a file in it may be
-a pipe, claim any size, or have the right checksum and the wrong content.
+Nothing in it is code: reading a checkpoint runs none. The folder of a run may come from anybody, so
+a file in it may be a pipe, claim any size, or have the right checksum and the wrong content.
 """
 
 import math
@@ -155,7 +156,9 @@ class TrainerState(Schema):
 
 
 def list_changes(about: Mapping[str, Any]) -> list[str]:
-    """Return what the starts of a run changed in its config, from config.json: a line for each that did."""
+    """Return what the starts of a run changed in its config, from config.json: a line for each that
+    did.
+    """
     lines = []
     for start in about.get("starts", ()):
         changes = [
@@ -176,7 +179,9 @@ def read_about(folder: Path, schema: type[RunInfo] = FullInfo) -> dict[str, Any]
 def read_config(
     folder: Path, about: dict[str, Any], settings: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the config in what `read_about` returned, with ``settings`` applied and a model that can be built."""
+    """Return the config in what `read_about` returned, with ``settings`` applied and a model that
+    can be built.
+    """
     config = restore_config(about["config"], settings, where=str(folder / CONFIG))
     if config["MODEL"]["num_classes"] is None:
         raise UserError(f"{folder / CONFIG}: MODEL.num_classes is missing")
@@ -199,7 +204,9 @@ def read_shapes(file: Path) -> Shapes:
 
 
 def check_weights(file: Path, model: dict[str, Any]) -> Shapes:
-    """Return the shapes in a file of weights; raise `UserError` unless they are those of the config's ``MODEL``."""
+    """Return the shapes in a file of weights; raise `UserError` unless they are those of the
+    config's ``MODEL``.
+    """
     shapes = read_shapes(file)
     check_shapes(file, shapes, state_shapes(build_on_meta(model)))
     return shapes
@@ -208,7 +215,9 @@ def check_weights(file: Path, model: dict[str, Any]) -> Shapes:
 def check_shapes(
     path: Path, saved: Mapping[str, list[int]], wanted: Mapping[str, list[int]]
 ) -> None:
-    """Raise UserError naming the parameters of ``path`` that are missing, of another shape, or too many."""
+    """Raise UserError naming the parameters of ``path`` that are missing, of another shape, or too
+    many.
+    """
     names = [name for name in {**wanted, **saved} if saved.get(name) != wanted.get(name)]
     if names:
         shown = [
@@ -217,12 +226,15 @@ def check_shapes(
         ]
         more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         raise UserError(
-            f"{path} is of another architecture: {', '.join(shown)}{more}; keep the MODEL it was trained with"
+            f"{path} is of another architecture: {', '.join(shown)}{more}; keep the MODEL it was "
+            "trained with"
         )
 
 
 def find_fault(path: Path) -> str | None:
-    """Return what is wrong with the checkpoint folder ``path``, every byte of it checked; None if nothing is."""
+    """Return what is wrong with the checkpoint folder ``path``, every byte of it checked; None if
+    nothing is.
+    """
     try:
         config = read_config(path, read_about(path))
         _check_sums(path, config["MODEL"])
@@ -247,7 +259,8 @@ def _check_sums(path: Path, model: dict[str, Any]) -> None:
     sums = {name: digest for digest, name in listed}
     if not set(FILES) <= sums.keys() <= {*FILES, EMA}:
         raise UserError(
-            f"{path / MARKER}: does not list {', '.join(FILES)} and at most {EMA}, each with its SHA-256"
+            f"{path / MARKER}: does not list {', '.join(FILES)} and at most {EMA}, each with its "
+            "SHA-256"
         )
     # a sparse file may claim any size: no more is read than six float32 moments of each parameter
     most = MAX_METRICS + 24 * sum(map(math.prod, state_shapes(build_on_meta(model)).values()))

@@ -1,4 +1,6 @@
-"""Whatever is in the folder of a run, it is read, or refused in one line that names it; nothing in it is executed."""
+"""Whatever is in the folder of a run, it is read, or refused in one line that names it; nothing in
+it is executed.
+"""
 
 import json
 import os

@@ -44,15 +44,18 @@ from common.metrics.loggers import warn
 
 
 class CheckpointHook(BaseHook):
-    """Save every ``every`` optimizer steps (an int) or minutes ("10 min"), after a better evaluation, and at the end.
+    """Save every ``every`` optimizer steps (an int) or minutes ("10 min"), after a better
+    evaluation, and at the end.
 
-    The training loop waits for a copy of the weights and the optimizer's state; a thread of rank 0 writes it. A write
-    that fails is reported, and training continues; if it is the last one, the run ends with `UserError`. The newest
-    ``keep`` checkpoints stay, and the best. A signal that any rank has received ends the training of all ranks after
-    the same step. Ranks exchange this after every step without waiting, and act on it a step later. They agree
-    in the same way on saves that are due by minutes.
+    The training loop waits for a copy of the weights and the optimizer's state; a thread of rank 0
+    writes it. A write that fails is reported, and training continues; if it is the last one, the
+    run ends with `UserError`. The newest ``keep`` checkpoints stay, and the best. A signal that any
+    rank has received ends the training of all ranks after the same step. Ranks exchange this after
+    every step without waiting, and act on it a step later. They agree in the same way on saves that
+    are due by minutes.
 
-    ``start_from`` is the checkpoint to resume from; ``about`` what config.json holds; ``averages`` those of `EmaHook`.
+    ``start_from`` is the checkpoint to resume from; ``about`` what config.json holds; ``averages``
+    those of `EmaHook`.
     """
 
     def __init__(
@@ -94,7 +97,8 @@ class CheckpointHook(BaseHook):
     def before_train(self, trainer: Trainer) -> None:
         if not hasattr(trainer.train_dataloader, "state_dict"):
             raise UserError(
-                "the training loader has no state_dict and load_state_dict, which a checkpoint needs: "
+                "the training loader has no state_dict and load_state_dict, which a checkpoint "
+                "needs: "
                 "add them as in docs/library.md, or train without CheckpointHook"
             )
         if self.start_from is not None:
@@ -131,10 +135,12 @@ class CheckpointHook(BaseHook):
         stop_signals.deferring = trainer.stopping  # a stopped run ends normally
 
     def _agree(self, step: int | None = None) -> tuple[bool, bool]:
-        """Return, equal on all ranks, whether to stop, and whether a checkpoint is due after ``step``.
+        """Return, equal on all ranks, whether to stop, and whether a checkpoint is due after
+        ``step``.
 
-        Of several ranks this is what they knew in the last call, so that none waits for the others; in an evaluation,
-        without ``step``, what they know now, since it may be the last thing that the run does.
+        Of several ranks this is what they knew in the last call, so that none waits for the others;
+        in an evaluation, without ``step``, what they know now, since it may be the last thing that
+        the run does.
         """
         is_due = time.monotonic() - self.saved_at >= self.every_seconds
         flags = torch.tensor([stop_signals.received, is_due])
@@ -149,7 +155,9 @@ class CheckpointHook(BaseHook):
         return stop_signals.agreed != 0, bool(flags[1]) or (step or 1) % self.every_steps == 0
 
     def _finish_exchange(self) -> Tensor:
-        """Return the flags that the ranks began to exchange last; zeros before the first exchange."""
+        """Return the flags that the ranks began to exchange last; zeros before the first
+        exchange.
+        """
         exchange, self.exchange = self.exchange, None
         if exchange is None:
             return torch.zeros(2, dtype=torch.int64)
@@ -158,7 +166,8 @@ class CheckpointHook(BaseHook):
         return flags
 
     def _save(self, trainer: Trainer, best: tuple[float, float] | None = None) -> None:
-        """Copy the state, which takes all ranks, and let rank 0 write it; waits for the write before this one.
+        """Copy the state, which takes all ranks, and let rank 0 write it; waits for the write
+        before this one.
 
         ``best``: (score, -loss) of the evaluation just done, if it is the best so far.
         """
@@ -226,7 +235,8 @@ class CheckpointHook(BaseHook):
     def _load(self, path: Path, trainer: Trainer) -> None:
         if not path.exists():
             raise RankError(
-                f"{path} is not there on this node: --output must be on a file system that all nodes share"
+                f"{path} is not there on this node: --output must be on a file system that all "
+                "nodes share"
             )
         state = read_trainer_state(path)
         load_full_state_dict(path, self.model, self.optimizer, self.averages)
@@ -238,7 +248,8 @@ class CheckpointHook(BaseHook):
         is_same = state["ranks"] == self.ranks
         rank = gpc.get_global_rank()
         self.metrics.load_state_dict(state["metrics"], rank if is_same else None)
-        if is_same:  # else the masks of dropout and drop_path, and what is drawn per micro-batch (Mixup), differ
+        # else the masks of dropout and drop_path, and what is drawn per micro-batch (Mixup), differ
+        if is_same:
             prefix, states = f"{rank}/", load_file(path / RANDOM)
             set_generator_states(
                 {k.removeprefix(prefix): v for k, v in states.items() if k.startswith(prefix)}

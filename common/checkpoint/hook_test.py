@@ -1,4 +1,6 @@
-"""Training resumes bit for bit where it stopped, in every mode; when checkpoints are saved, and which stay."""
+"""Training resumes bit for bit where it stopped, in every mode; when checkpoints are saved, and
+which stay.
+"""
 
 import itertools
 import json
@@ -50,7 +52,9 @@ def without_curves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class StopAfter(BaseHook):
-    """Receive a signal during step ``step``, or in the evaluation after it; or end the training without one (None)."""
+    """Receive a signal during step ``step``, or in the evaluation after it; or end the training
+    without one (None).
+    """
 
     def __init__(self, step: int, evaluating: bool | None) -> None:
         super().__init__(priority=5)
@@ -200,7 +204,9 @@ def test_an_evaluation_that_equals_one_that_was_not_saved_is_the_best(data, tmp_
 
 
 def test_a_checkpoint_holds_the_state_of_its_own_step(data, tmp_path, monkeypatch):
-    """The checkpoints of a slow disk, written while training continues, equal those of a fast one."""
+    """The checkpoints of a slow disk, written while training continues, equal those of a fast
+    one.
+    """
 
     def write_slowly(path: Path, content: dict) -> None:
         time.sleep(0.3)

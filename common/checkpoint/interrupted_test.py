@@ -1,4 +1,6 @@
-"""A run that is interrupted, and whose command is rerun, ends with the uninterrupted run's result to the bit."""
+"""A run that is interrupted, and whose command is rerun, ends with the uninterrupted run's result
+to the bit.
+"""
 
 import errno
 import itertools
@@ -30,7 +32,9 @@ Inject = Callable[[], object]
 
 
 def run(data: Path, output: Path, inject: Inject = lambda: None, code: int = 0) -> Ended:
-    """Run the command in a process of its own, in which ``inject()`` is called first; expect exit status ``code``."""
+    """Run the command in a process of its own, in which ``inject()`` is called first; expect exit
+    status ``code``.
+    """
 
     def main(argv: list[str]) -> None:
         inject()
@@ -57,7 +61,9 @@ def rerun(data: Path, output: Path, whole: dict[str, Any]) -> Ended:
 
 
 def at(owner: Any, name: str, call: int, action: Inject, until: float = 0) -> Inject:
-    """Return what lets ``action`` be called before call number ``call`` of a function, and before those ``until``."""
+    """Return what lets ``action`` be called before call number ``call`` of a function, and before
+    those ``until``.
+    """
 
     def inject() -> None:
         function, calls = getattr(owner, name), itertools.count(1)

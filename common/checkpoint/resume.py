@@ -22,10 +22,12 @@ from common.launch.detect import gather
 from common.metrics.loggers import warn
 
 NEVER, AUTO = "never", "auto"
-# The position in the data and the optimizer's state depend on these, and a checkpoint replaces the weights of INIT.
+# The position in the data and the optimizer's state depend on these, and a checkpoint replaces the
+# weights of INIT.
 FIXED = ("TOTAL_BATCH_SIZE", "SEED", "OPTIMIZER.name", "INIT")
-# These say where, how fast and how often: they may change at every start. Global batches and crops stay the same; what
-# is drawn per micro-batch (dropout, Mixup, CutMix, the noise of ERASING_MODE="pixel") changes with how they are cut.
+# These say where, how fast and how often: they may change at every start. Global batches and crops
+# stay the same; what is drawn per micro-batch (dropout, Mixup, CutMix, the noise of
+# ERASING_MODE="pixel") changes with how they are cut.
 HARMLESS = (
     *("BATCH_SIZE", "CHECKPOINT_EVERY", "COMPILE", "DATA.download"),
     *(
@@ -53,7 +55,9 @@ Answer = TypeVar("Answer")
 
 
 def ask_first_rank(question: Callable[[], Answer]) -> Answer:
-    """Return rank 0's answer to ``question()`` on all ranks, or raise its `UserError` or OSError as `AgreedError`."""
+    """Return rank 0's answer to ``question()`` on all ranks, or raise its `UserError` or OSError as
+    `AgreedError`.
+    """
     answer: Any = None
     refusal = ""
     if gpc.get_global_rank() == 0:
@@ -68,17 +72,19 @@ def ask_first_rank(question: Callable[[], Answer]) -> Answer:
 
 
 def choose_checkpoint(resume: str, output: Path) -> Path | None:
-    """Return the checkpoint that ``--resume`` means for a run into ``output``, checked to the last byte; None: none.
+    """Return the checkpoint that ``--resume`` means for a run into ``output``, checked to the last
+    byte; None: none.
 
-    "auto" means the newest intact one of ``output``; "never" refuses a folder that holds a run; all else is the path of
-    a checkpoint, or of a run whose newest intact one is meant. Where ``output`` is a branch of that already, it is
-    resumed from its own.
+    "auto" means the newest intact one of ``output``; "never" refuses a folder that holds a run; all
+    else is the path of a checkpoint, or of a run whose newest intact one is meant. Where ``output``
+    is a branch of that already, it is resumed from its own.
     """
     holds_run = (output / CONFIG).exists()
     if resume == NEVER:
         if holds_run:
             raise UserError(
-                f"--output {output} holds another run: choose another folder, or leave out --resume never"
+                f"--output {output} holds another run: choose another folder, or leave out "
+                "--resume never"
             )
         return None
     if resume == AUTO:
@@ -96,8 +102,10 @@ def choose_checkpoint(resume: str, output: Path) -> Path | None:
         ]
         if newest := next((other for other in later if not find_fault(other)), None):
             raise UserError(
-                f"--resume {path}: the run in {output} has continued to {newest.name}; omit --resume to resume "
-                "from there, remove the later checkpoints to go back, or branch off with --output DIR"
+                f"--resume {path}: the run in {output} has continued to {newest.name}; omit "
+                "--resume to resume "
+                "from there, remove the later checkpoints to go back, or branch off with --output "
+                "DIR"
             )
         return found
     if not is_branch:
@@ -124,7 +132,8 @@ def _find(path: Path) -> Path:
     found = _newest_intact(path / "checkpoints")
     if found is None:
         raise UserError(
-            f"--resume {path}: neither a checkpoint nor a run with one; give the path of one of these, or {NEVER}"
+            f"--resume {path}: neither a checkpoint nor a run with one; give the path of one of "
+            f"these, or {NEVER}"
         )
     return found
 
@@ -138,13 +147,15 @@ def _newest_intact(folder: Path) -> Path | None:
         warn(f"{path} cannot be resumed ({fault}) and is skipped")
     if checkpoints:
         raise UserError(
-            f"{folder}: none of the {len(checkpoints)} checkpoints can be resumed; start again in another folder"
+            f"{folder}: none of the {len(checkpoints)} checkpoints can be resumed; start again in "
+            "another folder"
         )
     return None
 
 
 def note_start(about: Mapping[str, Any], start_from: Path | None) -> dict[str, Any]:
-    """Return config.json's ``starts`` with this start added, and its ``config`` with INIT as at the first start.
+    """Return config.json's ``starts`` with this start added, and its ``config`` with INIT as at the
+    first start.
 
     Prints what has changed since the last start.
     """
@@ -171,7 +182,9 @@ def note_start(about: Mapping[str, Any], start_from: Path | None) -> dict[str, A
 
 
 def finished_step(path: Path, last_step: int) -> int | None:
-    """Return the step of the checkpoint ``path`` if a run that ends after ``last_step`` has ended there, else None."""
+    """Return the step of the checkpoint ``path`` if a run that ends after ``last_step`` has ended
+    there, else None.
+    """
     state = read_trainer_state(path)["trainer"]
     return (
         state["step"]
@@ -181,14 +194,17 @@ def finished_step(path: Path, last_step: int) -> int | None:
 
 
 def check_data(path: Path, data: DataSummary, allowed: Sequence[str]) -> None:
-    """Raise `UserError` if the checkpoint ``path`` is from another data set, unless DATA.root is ``allowed``."""
+    """Raise `UserError` if the checkpoint ``path`` is from another data set, unless DATA.root is
+    ``allowed``.
+    """
     then = read_about(path)["data"]
     if then["fingerprint"] == data.fingerprint:
         return
     counts = f"{then['train_samples']:,} training images then, {data.train_samples:,} now"
     if not _is_under("DATA.root", allowed):
         raise UserError(
-            f"DATA.root differs from the data set of checkpoint {path} ({counts}): point DATA.root to the original, "
+            f"DATA.root differs from the data set of checkpoint {path} ({counts}): point DATA.root "
+            "to the original, "
             "or add --allow-change DATA.root"
         )
     print(f"DATA.root is another data set from here on ({counts})")
@@ -197,17 +213,19 @@ def check_data(path: Path, data: DataSummary, allowed: Sequence[str]) -> None:
 def check_changes(
     path: Path, config: Mapping[str, Any], output: Path, allowed: Sequence[str], last_step: int
 ) -> None:
-    """Raise `UserError` where ``config`` would train differently from the run of the checkpoint ``path``.
+    """Raise `UserError` where ``config`` would train differently from the run of the checkpoint
+    ``path``.
 
-    In another folder than that run's, a branch, only `FIXED` keys are refused; else also those that are neither
-    `HARMLESS` nor in ``allowed``.
+    In another folder than that run's, a branch, only `FIXED` keys are refused; else also those that
+    are neither `HARMLESS` nor in ``allowed``.
     """
     changed = changed_keys(path, config)
     for key in FIXED:
         if key in changed:
             then, now = changed[key]
             raise UserError(
-                f"{key}={now!r}: {path} was trained with {then!r} and cannot be resumed with another; keep that, or "
+                f"{key}={now!r}: {path} was trained with {then!r} and cannot be resumed with "
+                "another; keep that, or "
                 "start another run with --output DIR (--init takes the weights)"
             )
     if not path.is_relative_to(output):
@@ -226,7 +244,8 @@ def check_changes(
             "would train differently" if finished_step(path, last_step) is None else "is finished"
         )
         raise UserError(
-            f"{shown}: the run in {output} {state}; keep the earlier values, start another run with --output DIR, "
+            f"{shown}: the run in {output} {state}; keep the earlier values, start another run "
+            "with --output DIR, "
             f"branch off with --resume {path} --output DIR, or add {allow}"
         )
 
@@ -236,7 +255,9 @@ def _is_under(key: str, names: Sequence[str]) -> bool:
 
 
 def changed_keys(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return ``{key: (then, now)}`` for the keys that differ from those of the checkpoint ``path``."""
+    """Return ``{key: (then, now)}`` for the keys that differ from those of the checkpoint
+    ``path``.
+    """
     about = read_about(path)
     saved = read_config(path, about)  # newer keys at their defaults
     saved["DATA"]["order"] = about["plan"]["order"] or saved["DATA"]["order"]  # a folder has none

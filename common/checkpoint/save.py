@@ -1,4 +1,6 @@
-"""The full state dict of a model and its optimizer under timm's names, written as checkpoints or not at all."""
+"""The full state dict of a model and its optimizer under timm's names, written as checkpoints or
+not at all.
+"""
 
 import shutil
 from collections import defaultdict
@@ -34,9 +36,11 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def write_checkpoint(path: Path, content: Mapping[str, Tensors | bytes]) -> None:
-    """Write the files of ``content`` as the checkpoint folder ``path``, in place of one that is there.
+    """Write the files of ``content`` as the checkpoint folder ``path``, in place of one that is
+    there.
 
-    At any moment ``path`` is whole, as it was before, or not there. On OSError nothing of the new one is left.
+    At any moment ``path`` is whole, as it was before, or not there. On OSError nothing of the new
+    one is left.
     """
     partial, old = (path.with_name(f".{path.name}.{kind}") for kind in ("partial", "old"))
     try:
@@ -81,14 +85,18 @@ def put_back_old(folder: Path) -> None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in ``folder``, the newest first; their content is not checked."""
+    """Return the complete checkpoints in ``folder``, the newest first; their content is not
+    checked.
+    """
     return sorted(
         (path.parent for path in folder.glob(f"step-*/{MARKER}") if path.is_file()), reverse=True
     )
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the complete checkpoint of the highest step in ``folder``, or None; its content is not checked."""
+    """Return the complete checkpoint of the highest step in ``folder``, or None; its content is not
+    checked.
+    """
     return next(iter(list_checkpoints(folder)), None)
 
 
@@ -101,7 +109,8 @@ def mark_best(path: Path) -> None:
 
 
 def clear_old(newest: Path, keep: int) -> None:
-    """Remove all but the best and ``keep`` checkpoints up to ``newest``, and what interrupted writing has left.
+    """Remove all but the best and ``keep`` checkpoints up to ``newest``, and what interrupted
+    writing has left.
 
     Later ones were damaged when the run was resumed from an earlier one.
     """
@@ -124,10 +133,12 @@ def full_state_dict(
     averages: Mapping[str, Tensor] | None,
     buffers: dict[str, Tensors],
 ) -> dict[str, Tensors]:
-    """Return copies on the CPU of the parameters, their averages and the optimizer's state, by the name of their file.
+    """Return copies on the CPU of the parameters, their averages and the optimizer's state, by the
+    name of their file.
 
-    The optimizer's are named ``<state>/<parameter>``, e.g. ``exp_avg/head.weight``. Every rank must call it; only rank
-    0 copies. The next call with the same ``buffers`` overwrites the copies, instead of allocating and pinning memory.
+    The optimizer's are named ``<state>/<parameter>``, e.g. ``exp_avg/head.weight``. Every rank must
+    call it; only rank 0 copies. The next call with the same ``buffers`` overwrites the copies,
+    instead of allocating and pinning memory.
     """
     files = {
         MODEL: canonical_state(model),
@@ -157,7 +168,9 @@ def _gather_moments(
 
 
 def _copy(tensors: Iterable[tuple[str, Tensor | None]], buffers: Tensors) -> Tensors:
-    """Copy the tensors into ``buffers`` on rank 0, each before the next one is gathered; on others only gather them."""
+    """Copy the tensors into ``buffers`` on rank 0, each before the next one is gathered; on others
+    only gather them.
+    """
     is_first, copies = gpc.get_global_rank() == 0, {}
     for name, tensor in tensors:
         if tensor is not None and is_first:
@@ -172,10 +185,11 @@ def _copy(tensors: Iterable[tuple[str, Tensor | None]], buffers: Tensors) -> Ten
 def load_full_state_dict(
     path: Path, model: nn.Module, optimizer: Optimizer, averages: Mapping[str, Tensor] | None
 ) -> None:
-    """Load the checkpoint folder ``path``, saved in any parallel mode, into a model that is sharded or not.
+    """Load the checkpoint folder ``path``, saved in any parallel mode, into a model that is sharded
+    or not.
 
-    ``optimizer`` keeps its own options. Where the checkpoint has no ``averages``, they begin at its weights. Raises
-    UserError for the checkpoint of another architecture.
+    ``optimizer`` keeps its own options. Where the checkpoint has no ``averages``, they begin at its
+    weights. Raises UserError for the checkpoint of another architecture.
     """
     weights = load_file(path / MODEL)
     check_architecture(path, weights, model)
@@ -189,7 +203,9 @@ def load_full_state_dict(
 
 
 def check_architecture(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Raise UserError if ``weights``, read from ``path``, are not the whole parameters of ``model``, or not finite."""
+    """Raise UserError if ``weights``, read from ``path``, are not the whole parameters of
+    ``model``, or not finite.
+    """
     saved = {name: list(tensor.shape) for name, tensor in weights.items()}
     check_shapes(
         path, saved, {name: list(whole_shape(held)) for name, held in held_state(model).items()}
@@ -211,12 +227,14 @@ def _load_moments(
         key, _, name = place.partition("/")
         if name not in parameters:
             raise UserError(
-                f"{path / OPTIMIZER} does not belong to its model: it has {place}; use another checkpoint"
+                f"{path / OPTIMIZER} does not belong to its model: it has {place}; use another "
+                "checkpoint"
             )
         parameter = parameters[name]
         is_moment = whole.shape == whole_shape(parameter)
         state[parameter][key] = cut_piece(parameter, whole) if is_moment else whole
-    # torch's own loading brings every state to the device and the type that the optimizer keeps it in
+    # torch's own loading brings every state to the device and the type that the optimizer keeps it
+    # in
     ordered: list[Any] = [
         parameter for group in optimizer.param_groups for parameter in group["params"]
     ]

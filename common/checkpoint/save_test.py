@@ -44,7 +44,9 @@ def test_checksums_and_modes_are_those_of_the_shell(small, tmp_path):
 
 
 def write_and_die(path: Path, calls: int) -> bool:
-    """Write 2.0 in a process that ends at its ``calls``-th call that changes the disk; return whether it did."""
+    """Write 2.0 in a process that ends at its ``calls``-th call that changes the disk; return
+    whether it did.
+    """
 
     def counted(function: Callable) -> Callable:
         def count(*args: object, **options: object) -> object:

@@ -28,9 +28,9 @@ from common.model.build import build_model
 class SavedRun:
     """A checkpoint and the run it is of.
 
-    ``folder`` is the run's, or of a checkpoint that was copied elsewhere the one that holds it. ``chosen`` says why
-    this checkpoint. ``weights`` is the file that is used: their moving average's, where there is one. ``config`` is
-    resolved; ``about`` is the whole of config.json.
+    ``folder`` is the run's, or of a checkpoint that was copied elsewhere the one that holds it.
+    ``chosen`` says why this checkpoint. ``weights`` is the file that is used: their moving
+    average's, where there is one. ``config`` is resolved; ``about`` is the whole of config.json.
     """
 
     folder: Path
@@ -42,19 +42,25 @@ class SavedRun:
 
     @property
     def batch(self) -> int:
-        """The samples that a process evaluates at once: as many as in training, unless ``MICRO_BATCH_SIZE`` is set."""
+        """The samples that a process evaluates at once: as many as in training, unless
+        ``MICRO_BATCH_SIZE`` is set.
+        """
         return self.config["MICRO_BATCH_SIZE"] or self.about["plan"]["micro_batch"]
 
     @property
     def class_names(self) -> list[str]:
-        """A name for every output of the model; the number of those that the data set had no name for."""
+        """A name for every output of the model; the number of those that the data set had no name
+        for.
+        """
         names = self.about["data"]["class_names"]
         return names + [
             str(label) for label in range(len(names), self.config["MODEL"]["num_classes"])
         ]
 
     def load_model(self) -> nn.Module:
-        """Return the unsharded model with the checkpoint's weights, which may be of any parallel mode."""
+        """Return the unsharded model with the checkpoint's weights, which may be of any parallel
+        mode.
+        """
         model = build_model(**self.config["MODEL"])
         model.load_state_dict(self.load_weights())
         return model.eval()
@@ -65,7 +71,9 @@ class SavedRun:
 
 
 def build_parser(description: str | None, others: str = "") -> argparse.ArgumentParser:
-    """Return the parser of a command whose first argument is what `open_run` opens, or one of the ``others``."""
+    """Return the parser of a command whose first argument is what `open_run` opens, or one of the
+    ``others``.
+    """
     parser = command_parser(description)
     parser.add_argument(
         "run",
@@ -79,11 +87,12 @@ def build_parser(description: str | None, others: str = "") -> argparse.Argument
 
 
 def open_run(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> SavedRun:
-    """Open a run's folder or one checkpoint's, with ``settings`` (``KEY=VALUE``) applied to its config.
+    """Open a run's folder or one checkpoint's, with ``settings`` (``KEY=VALUE``) applied to its
+    config.
 
-    Of a run it takes ``checkpoints/best`` where there is one, else the newest complete checkpoint. ``raw`` asks for the
-    weights themselves, where the checkpoint has their moving average too. Raises `UserError`
-    for anything else.
+    Of a run it takes ``checkpoints/best`` where there is one, else the newest complete checkpoint.
+    ``raw`` asks for the weights themselves, where the checkpoint has their moving average too.
+    Raises `UserError` for anything else.
     """
     checkpoint, chosen = _choose_checkpoint(name)
     run, about = checkpoint.parent.parent, read_about(checkpoint)
@@ -102,7 +111,8 @@ def _choose_checkpoint(name: str) -> tuple[Path, str]:
         return path, "named"
     if not (path / CONFIG).is_file():
         raise UserError(
-            f"{name}: neither a run (it has no config.json) nor a checkpoint (no {MARKER}): name outputs/<run>"
+            f"{name}: neither a run (it has no config.json) nor a checkpoint (no {MARKER}): name "
+            "outputs/<run>"
         )
     folder = path / "checkpoints"
     if (folder / BEST / MARKER).is_file():

@@ -1,8 +1,9 @@
-"""Weights to start from, and how they are fitted to a model: a run's, a file's, an export's, timm's and the Hub's.
+"""Weights to start from, and how they are fitted to a model: a run's, a file's, an export's, timm's
+and the Hub's.
 
 A model of the Hugging Face Hub is named ``hf-hub:<user>/<name>[@revision]``, or as timm does,
-``vit_tiny_patch16_224.augreg_in21k``. A head for other classes is replaced, and the position embedding of another image
-size is resampled.
+``vit_tiny_patch16_224.augreg_in21k``. A head for other classes is replaced, and the position
+embedding of another image size is resampled.
 """
 
 import json
@@ -79,7 +80,8 @@ def open_source(name: str) -> OpenedWeights:
     path, is_hub = Path(name), name.startswith(HUB)
     if not is_hub and not path.exists():
         raise UserError(
-            f"{name}: no such file or folder: name a run, a checkpoint, a file of weights or a timm model"
+            f"{name}: no such file or folder: name a run, a checkpoint, a file of weights or a "
+            "timm model"
         )
     if not is_hub and ((path / MARKER).is_file() or (path / "checkpoints").is_dir()):
         run = open_run(name)
@@ -101,7 +103,10 @@ def open_source(name: str) -> OpenedWeights:
             reason = (
                 "not by torch.save, or more than tensors, which is not read since it may run code"
             )
-        remedy = "name a run, a checkpoint, a file of weights, a timm model; of the Hub, check network and HF_TOKEN"
+        remedy = (
+            "name a run, a checkpoint, a file of weights, a timm model; of the Hub, check network "
+            "and HF_TOKEN"
+        )
         raise UserError(
             f"{name}: holds no weights that can be read ({reason}): {remedy}"
         ) from error
@@ -144,7 +149,9 @@ def _open_file(name: str, file: Path) -> OpenedWeights:
 
 
 def _read_description(file: Path) -> Mapping[str, Any]:
-    """Return what describes the weights in ``file``: config.json beside a model's, else the file's own header."""
+    """Return what describes the weights in ``file``: config.json beside a model's, else the file's
+    own header.
+    """
     beside = file.with_name(CONFIG)
     if file.name in (MODEL, EMA) and beside.is_file():
         return json.loads(read_bytes(beside))
@@ -155,7 +162,9 @@ def _read_description(file: Path) -> Mapping[str, Any]:
 
 
 def _heads_of_timm(source: str, timm: str, **arguments: Any) -> int:
-    """Return the heads of the model ``timm``; refuse one that computes something else than `build_model`'s."""
+    """Return the heads of the model ``timm``; refuse one that computes something else than
+    `build_model`'s.
+    """
     from timm import create_model, is_model
     from timm.models.vision_transformer import VisionTransformer
 
@@ -179,7 +188,8 @@ def _heads_of_timm(source: str, timm: str, **arguments: Any) -> int:
     )
     if not (has_gelu and has_norm and pools):
         raise UserError(
-            f"{source}: {timm} has another activation, norm or pooling than a plain Vision Transformer; choose another"
+            f"{source}: {timm} has another activation, norm or pooling than a plain Vision "
+            "Transformer; choose another"
         )
     return block.attn.num_heads
 
@@ -187,7 +197,9 @@ def _heads_of_timm(source: str, timm: str, **arguments: Any) -> int:
 def infer_model(
     name: str, weights: Mapping[str, Tensor], no_embed_class: bool | None = None
 ) -> dict[str, Any]:
-    """Return what the shapes of ``weights`` tell of MODEL: all of its shape but ``heads`` and ``num_classes``."""
+    """Return what the shapes of ``weights`` tell of MODEL: all of its shape but ``heads`` and
+    ``num_classes``.
+    """
     try:
         width, _, patch_size, _ = weights["patch_embed.proj.weight"].shape
         _, tokens, _ = weights["pos_embed"].shape
@@ -195,7 +207,8 @@ def infer_model(
         registers = weights["reg_token"].shape[1] if "reg_token" in weights else 0
     except (KeyError, ValueError, IndexError) as error:
         raise UserError(
-            f"{name}: no Vision Transformer with timm's parameter names ({first_line(error)}); choose other weights"
+            f"{name}: no Vision Transformer with timm's parameter names ({first_line(error)}); "
+            "choose other weights"
         ) from error
     depth = len({key.split(".")[1] for key in weights if key.startswith("blocks.")})
     ratio = hidden / width
@@ -222,18 +235,21 @@ def infer_model(
 
 
 def load_pretrained(model: nn.Module, source: str) -> str:
-    """Give ``model``, which is whole, the weights that `fit_pretrained` returns; return its line."""
+    """Give ``model``, which is whole, the weights that `fit_pretrained` returns; return its
+    line.
+    """
     weights, done = fit_pretrained(model, source)
     model.load_state_dict(weights)
     return done
 
 
 def fit_pretrained(model: nn.Module, source: str) -> tuple[dict[str, Tensor], str]:
-    """Return the weights of ``source`` as far as they fit ``model``, and what was done to them, in a line.
+    """Return the weights of ``source`` as far as they fit ``model``, and what was done to them, in
+    a line.
 
-    ``source`` is a run or checkpoint of ours, a folder with model.safetensors, a .safetensors file, one of torch's
-    with a `state_dict` and nothing else to unpickle, or ``hf-hub:<id>``. Raises `UserError` for anything else, and for
-    weights of another architecture.
+    ``source`` is a run or checkpoint of ours, a folder with model.safetensors, a .safetensors file,
+    one of torch's with a `state_dict` and nothing else to unpickle, or ``hf-hub:<id>``. Raises
+    `UserError` for anything else, and for weights of another architecture.
     """
     is_ours = isinstance(model, VisionTransformer)
     try:
@@ -256,7 +272,9 @@ def fit_pretrained(model: nn.Module, source: str) -> tuple[dict[str, Tensor], st
 
 
 def _fit_timm(weights: dict[str, Tensor], model: Any) -> str | None:
-    """Rename and resample ``weights`` as timm does for its model, and put the heads of ``model`` in place of others."""
+    """Rename and resample ``weights`` as timm does for its model, and put the heads of ``model`` in
+    place of others.
+    """
     if convert := getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None):
         converted = dict(convert(dict(weights), model))
         weights.clear()
@@ -280,7 +298,9 @@ def _fit_timm(weights: dict[str, Tensor], model: Any) -> str | None:
 def _check_shape(
     source: str, weights: Mapping[str, Tensor], known: Mapping[str, Any], model: Any
 ) -> None:
-    """Refuse weights of another shape than ``model``; name every key of MODEL that has to change."""
+    """Refuse weights of another shape than ``model``; name every key of MODEL that has to
+    change.
+    """
     theirs, own = {}, {}
     if isinstance(
         model.patch_embed, PatchEmbed
@@ -295,7 +315,8 @@ def _check_shape(
     fitting = " ".join(f"--set MODEL.{key}={theirs[key]}" for key in differing)
     if differing:
         raise UserError(
-            f"INIT={source}: its model differs from {', '.join(f'MODEL.{key}={own[key]}' for key in differing)}: "
+            f"INIT={source}: its model differs from "
+            f"{', '.join(f'MODEL.{key}={own[key]}' for key in differing)}: "
             f"{fitting} fits, or start from other weights"
         )
 
@@ -320,7 +341,9 @@ def _fit_position(weights: dict[str, Tensor], model: Any) -> str | None:
 
 @dataclass(frozen=True)
 class PretrainedRun(SavedRun):
-    """A model that no run of this project trained; ``descriptions`` are its classes' names in words."""
+    """A model that no run of this project trained; ``descriptions`` are its classes' names in
+    words.
+    """
 
     state: Mapping[str, Tensor] = field(default_factory=dict)
     descriptions: Sequence[str] = ()
@@ -339,7 +362,8 @@ class PretrainedRun(SavedRun):
 def open_model(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> SavedRun:
     """Open what `open_run` does, and models that `resolve_source` names or `export` wrote for timm.
 
-    Their images are prepared as timm's configuration says, but for interpolations that training does not know.
+    Their images are prepared as timm's configuration says, but for interpolations that training
+    does not know.
     """
     source = resolve_source(name)
     path = Path(source)

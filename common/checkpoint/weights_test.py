@@ -1,4 +1,6 @@
-"""Starting from pretrained weights: ours and timm's, other classes and image sizes, every parallel mode."""
+"""Starting from pretrained weights: ours and timm's, other classes and image sizes, every parallel
+mode.
+"""
 
 import shutil
 from pathlib import Path
@@ -67,7 +69,7 @@ def test_other_classes_and_another_size_are_timms(pool, position, size, parts, t
     assert done == f"starting from the weights of {tmp_path}/timm.pth; {heads}{expected}"
 
 
-def test_the_hidden_channels_of_a_file_survive_the_rounding_of_their_ratio_and_registers_are_no_patches():
+def test_hidden_channels_survive_the_rounding_of_their_ratio_and_registers_are_no_patches():
     arguments = OTHER | {"width": 176, "mlp_ratio": 240.5 / 176, "reg_tokens": 8}
     weights = build_model(**arguments).state_dict()  # int(176 * (240 / 176)) is 239
     found = infer_model("a file", weights)
@@ -157,7 +159,8 @@ def test_the_head_alone_is_trained_and_then_the_whole(trained, data, tmp_path):
     [
         (
             {"mlp_ratio": 3, "reg_tokens": 2, "init_values": 1e-6, "no_embed_class": True},
-            "from MODEL.mlp_ratio=3.0, MODEL.no_embed_class=True, MODEL.reg_tokens=2, MODEL.init_values=1e-06: "
+            "from MODEL.mlp_ratio=3.0, MODEL.no_embed_class=True, MODEL.reg_tokens=2, "
+            "MODEL.init_values=1e-06: "
             "--set MODEL.mlp_ratio=2.0 --set MODEL.no_embed_class=False --set MODEL.reg_tokens=0 "
             "--set MODEL.init_values=None fits",
         ),

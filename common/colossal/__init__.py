@@ -1,4 +1,6 @@
-"""Colossal-AI 0.5.0, repaired. All other code imports its names from here, never from `colossalai`."""
+"""Colossal-AI 0.5.0, repaired. All other code imports its names from here, never from
+`colossalai`.
+"""
 
 # ruff: noqa: E402
 from common.hardware import prepare_torch

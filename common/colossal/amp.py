@@ -17,7 +17,9 @@ from common.hardware import instruction_set, is_fast
 
 
 class Cast(Enum):
-    """What is cast to half precision. The optimizer's parameters stay float32, except with PARAMETERS."""
+    """What is cast to half precision. The optimizer's parameters stay float32, except with
+    PARAMETERS.
+    """
 
     OPERATIONS = "operations, by autocast"
     LAYERS = "all layers, on half-precision copies of the parameters"
@@ -26,7 +28,9 @@ class Cast(Enum):
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """What is cast to which dtype, the loss scaler, and lines for the user; float32 if ``cast`` is None."""
+    """What is cast to which dtype, the loss scaler, and lines for the user; float32 if ``cast`` is
+    None.
+    """
 
     cast: Cast | None = None
     dtype: torch.dtype = torch.float32
@@ -35,7 +39,9 @@ class MixedPrecision:
     warning: str | None = None
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Cast the parameters or layers of ``model`` in place, unless autocast does it; return the model."""
+        """Cast the parameters or layers of ``model`` in place, unless autocast does it; return the
+        model.
+        """
         if self.cast is Cast.PARAMETERS:
             model.to(self.dtype)
         if self.cast in (Cast.LAYERS, Cast.PARAMETERS):
@@ -59,18 +65,23 @@ CASTS = {
 
 
 def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> MixedPrecision:
-    """Build the mixed precision of the config's ``fp16`` on a "cuda" or "cpu" device; full precision without a mode.
+    """Build the mixed precision of the config's ``fp16`` on a "cuda" or "cpu" device; full
+    precision without a mode.
 
-    - ``AMP_TYPE.TORCH``: autocast. Replaces legacy/amp/torch_amp, which asserts torch 1.x (_grad_scaler.py:130) and
+    - ``AMP_TYPE.TORCH``: autocast. Replaces legacy/amp/torch_amp, which asserts torch 1.x
+      (_grad_scaler.py:130) and
       fails on CPUs.
-    - ``AMP_TYPE.NAIVE``: layers in half precision, float32 master weights. Replaces legacy/amp/naive_amp, which needs a
+    - ``AMP_TYPE.NAIVE``: layers in half precision, float32 master weights. Replaces
+      legacy/amp/naive_amp, which needs a
       GPU (_fp16_optimizer.py:82) and clips before unscaling.
-    - ``AMP_TYPE.APEX``: ``opt_level`` "O0" (full precision), "O1" (default; same as TORCH), "O2" (same as NAIVE), or
-      "O3" (half precision throughout, no loss scaling). Replaces apex.amp, which NVIDIA has removed.
+    - ``AMP_TYPE.APEX``: ``opt_level`` "O0" (full precision), "O1" (default; same as TORCH), "O2"
+      (same as NAIVE), or
+      "O3" (half precision throughout, no loss scaling). Replaces apex.amp, which NVIDIA has
+      removed.
 
-    ``dtype`` is 'float16' or 'bfloat16'; default: bfloat16 if the device supports it, else float16 on GPUs, full
-    precision on CPUs. Other keys are those of the loss scaler, which only float16 uses. Raises KeyError for another
-    mode, which the config's schema refuses before.
+    ``dtype`` is 'float16' or 'bfloat16'; default: bfloat16 if the device supports it, else float16
+    on GPUs, full precision on CPUs. Other keys are those of the loss scaler, which only float16
+    uses. Raises KeyError for another mode, which the config's schema refuses before.
     """
     options = dict(fp16 or {})
     mode = options.pop("mode", None)
@@ -89,8 +100,10 @@ def build_mixed_precision(fp16: Mapping[str, Any] | None, device_type: str) -> M
     if device_type == "cpu" and not is_fast(name_dtype(dtype)):  # so it was set explicitly
         default = name_dtype(_parse_dtype(None, "cpu"))
         warning = (
-            f"warning: fp16.dtype={name_dtype(dtype)!r}: this CPU ({instruction_set()}) has no instructions for it; "
-            f"training can be hundreds of times slower than in float32. Omit dtype to compute in {default}"
+            f"warning: fp16.dtype={name_dtype(dtype)!r}: this CPU ({instruction_set()}) has no "
+            "instructions for it; "
+            "training can be hundreds of times slower than in float32. Omit dtype to compute in "
+            f"{default}"
         )
     return MixedPrecision(
         cast, dtype, scaler, f"{name} in {name_dtype(dtype)}: {cast.value}", warning
@@ -120,10 +133,12 @@ def _parse_dtype(dtype: Any, device_type: str) -> torch.dtype:
 
 
 def compute_in_half(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make every layer of ``model`` compute in ``dtype`` on casts of its float32 parameters, the master weights.
+    """Make every layer of ``model`` compute in ``dtype`` on casts of its float32 parameters, the
+    master weights.
 
-    Upstream (legacy/amp/naive_amp/_fp16_optimizer.py) casts the model itself: its parameters are then not those of the
-    optimizer, and gradients are accumulated over micro-batches in half precision.
+    Upstream (legacy/amp/naive_amp/_fp16_optimizer.py) casts the model itself: its parameters are
+    then not those of the optimizer, and gradients are accumulated over micro-batches in half
+    precision.
     """
     for layer in model.modules():
         if isinstance(layer, _NormBase):
@@ -154,10 +169,11 @@ def _forward_in_own_type(
 def _forward_on_copies(
     layer: nn.Module, forward: Any, dtype: torch.dtype, *inputs: Any, **named_inputs: Any
 ) -> Any:
-    """Call ``forward`` on casts, which are made per layer because checkpointed layers run again in backward.
+    """Call ``forward`` on casts, which are made per layer because checkpointed layers run again in
+    backward.
 
-    Those of its children are cast too: a layer may use their parameters and buffers itself, as timm's BEiT and torch's
-    MultiheadAttention.
+    Those of its children are cast too: a layer may use their parameters and buffers itself, as
+    timm's BEiT and torch's MultiheadAttention.
     """
     layers = [
         layer,

@@ -1,4 +1,6 @@
-"""Mixed precision: what the config asks for, types of layers, loss and gradients, and training near float32."""
+"""Mixed precision: what the config asks for, types of layers, loss and gradients, and training near
+float32.
+"""
 
 import functools
 from typing import Any
@@ -22,7 +24,10 @@ MODES = {
     "NAIVE float16": {"mode": NAIVE, "dtype": torch.float16},
     "APEX O3 bfloat16": {"mode": APEX, "opt_level": "O3", "dtype": "bfloat16"},
 }
-SLOW = "warning: fp16.dtype='float16': this CPU (AVX) has no instructions for it; training can be hundreds of times "
+SLOW = (
+    "warning: fp16.dtype='float16': this CPU (AVX) has no instructions for it; training can be "
+    "hundreds of times "
+)
 SLOW += "slower than in float32. Omit dtype to compute in bfloat16"
 BY, AUTOCAST = ", by PyTorch instead of apex.amp, in", "operations, by autocast"
 

@@ -1,4 +1,6 @@
-"""Process groups and random state: Colossal-AI's parallel context, repaired; launches of every kind."""
+"""Process groups and random state: Colossal-AI's parallel context, repaired; launches of every
+kind.
+"""
 
 import argparse
 import os
@@ -13,7 +15,9 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # registers the backend "fake", whose collectives do nothing
+
+# registers the backend "fake", whose collectives do nothing
+import torch.testing._internal.distributed.fake_pg
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.nn.parallel import DistributedDataParallel
@@ -34,11 +38,13 @@ from common.colossal.upstream import (
 
 DATA_PARALLEL_SEED_STRIDE = 2**20
 DEFAULT_TIMEOUT = 1800.0  # seconds; PyTorch's own, for gloo
-NCCL_GRACE = 120.0  # seconds after TIMEOUT at which NCCL's watchdog aborts the process, without naming a rank
+# seconds after TIMEOUT at which NCCL's watchdog aborts the process, without naming a rank
+NCCL_GRACE = 120.0
 
 
 class RepairedContext(ParallelContext):
-    """`ParallelContext` (legacy/context/parallel_context.py) that starts, seeds and stops on CPUs and GPUs alike.
+    """`ParallelContext` (legacy/context/parallel_context.py) that starts, seeds and stops on CPUs
+    and GPUs alike.
 
     Attributes:
         watcher: names lost ranks; None without a timeout.
@@ -49,7 +55,8 @@ class RepairedContext(ParallelContext):
     def timeout_of(self, backend: str) -> timedelta | None:
         """Return the timeout of a backend's collectives; None for PyTorch's default.
 
-        NCCL's is longer than the launch's: it aborts the process before the watcher has named a rank.
+        NCCL's is longer than the launch's: it aborts the process before the watcher has named a
+        rank.
         """
         if self.watcher is None:
             return None
@@ -60,8 +67,9 @@ class RepairedContext(ParallelContext):
     ) -> None:
         """Join the default process group; a single process or a fake launch needs no host and port.
 
-        Upstream (parallel_context.py:382) puts every host in brackets, which Python >= 3.11.4 accepts for IPv6 only,
-        and keeps the device found at import, which a forked process may not have.
+        Upstream (parallel_context.py:382) puts every host in brackets, which Python >= 3.11.4
+        accepts for IPv6 only, and keeps the device found at import, which a forked process may not
+        have.
         """
         auto_set_accelerator()
         if world_size == 1 or backend == "fake":
@@ -83,9 +91,11 @@ class RepairedContext(ParallelContext):
         self.add_global_rank(ParallelMode.GLOBAL, rank)
 
     def init_parallel_groups(self) -> None:
-        """Create the groups of ``parallel`` with `timeout_of` their backend (groups do not inherit the timeout).
+        """Create the groups of ``parallel`` with `timeout_of` their backend (groups do not inherit
+        the timeout).
 
-        Upstream (parallel_context.py:450) fills missing keys of ``parallel`` from the process's previous launch.
+        Upstream (parallel_context.py:450) fills missing keys of ``parallel`` from the process's
+        previous launch.
         """
         config: Any = self.config
         config.parallel = Config(
@@ -100,7 +110,9 @@ class RepairedContext(ParallelContext):
             super().init_parallel_groups()
 
     def set_seed(self, seed: int) -> None:
-        """Seed all generators; upstream's seeds per parallel mode (parallel_context.py:550) are for its own layers."""
+        """Seed all generators; upstream's seeds per parallel mode (parallel_context.py:550) are for
+        its own layers.
+        """
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
@@ -153,8 +165,8 @@ def join_groups(
 ) -> None:
     """Join the process groups, set device and seed, and put ``config`` into ``gpc.config``.
 
-    After ``timeout`` seconds without progress a rank reports the missing ones and ends; default: PyTorch's timeout (30
-    minutes for gloo), without a report.
+    After ``timeout`` seconds without progress a rank reports the missing ones and ends; default:
+    PyTorch's timeout (30 minutes for gloo), without a report.
     """
     gpc.watcher = Watcher(rank, world_size, timeout) if timeout and world_size > 1 else None
     upstream_launch(dict(config), rank, world_size, host, port, backend, local_rank, seed, verbose)
@@ -167,7 +179,9 @@ def shutdown() -> None:
 
 
 def get_default_parser() -> argparse.ArgumentParser:
-    """Return upstream's parser without its default ``--backend nccl`` (legacy/initialize.py:54), which needs GPUs."""
+    """Return upstream's parser without its default ``--backend nccl`` (legacy/initialize.py:54),
+    which needs GPUs.
+    """
     parser = upstream.get_default_parser()
     parser.set_defaults(backend=None)
     parser.add_argument("--local-rank", type=int)  # as torch.distributed.launch writes it
@@ -236,7 +250,8 @@ def allow_fake_launches() -> None:
     )  # gathers host names
     layers._random_stream = lambda device, number: nullcontext()  # reads a random state
     Tensor.item = lambda tensor: 0.0  # read by the loss scaler for overflows
-    # FSDP cuts every parameter into as many tensors as there are ranks, of which rank 0 keeps the first
+    # FSDP cuts every parameter into as many tensors as there are ranks, of which rank 0 keeps the
+    # first
     _fsdp_param._chunk_with_empty = lambda tensor, parts, dim: [
         tensor.narrow(dim, 0, -(-tensor.size(dim) // parts))
     ]
@@ -265,7 +280,9 @@ def _convert_in_place(model: nn.Module, target: Any) -> nn.Module:
 
 
 def reduce_without_waiting(engine: Any) -> None:
-    """Register a DDP communication hook: DDP's own code reads the fake collective's future, which is empty."""
+    """Register a DDP communication hook: DDP's own code reads the fake collective's future, which
+    is empty.
+    """
     if isinstance(engine.model, DistributedDataParallel):
         engine.model.register_comm_hook(engine.model.process_group, _reduce_bucket)
 

@@ -27,7 +27,9 @@ def groups(config: dict) -> tuple:
 
 
 def groups_of_two_launches() -> list[tuple]:
-    """Launch with ``parallel``, then as a single process without: upstream would keep the tensor-parallel size."""
+    """Launch with ``parallel``, then as a single process without: upstream would keep the
+    tensor-parallel size.
+    """
     tensor_parallel_env.vocab_parallel = True  # as building a classifier of many classes does
     together = groups({"parallel": {"tensor": {"mode": "1d", "size": 2}}})
     del os.environ["RANK"], os.environ["WORLD_SIZE"]
@@ -79,8 +81,12 @@ after = (list(warnings.filters), torch.compile, dict(os.environ), len(sys.meta_p
 from colossalai.amp import AMP_TYPE as old_path
 from colossalai.legacy.amp import AMP_TYPE
 heavy = "transformers", "peft", "torch._inductor.compile_fx", "colossalai._analyzer"
-print(json.dumps({"unchanged": before == after, "heavy": [name for name in heavy if name in sys.modules],
-                  "amp": old_path is AMP_TYPE, "cuda": torch.cuda.is_initialized()}))
+print(json.dumps({
+    "unchanged": before == after,
+    "heavy": [name for name in heavy if name in sys.modules],
+    "amp": old_path is AMP_TYPE,
+    "cuda": torch.cuda.is_initialized(),
+}))
 warnings.warn("seen")
 """
 

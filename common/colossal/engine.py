@@ -1,4 +1,6 @@
-"""The engine: model, loss and optimizer, set up for the process groups, precision and compiler of the config."""
+"""The engine: model, loss and optimizer, set up for the process groups, precision and compiler of
+the config.
+"""
 
 import os
 import shutil
@@ -32,11 +34,13 @@ GRAPHS_PER_BLOCK = 4  # training and evaluation, with and without gradients
 class Engine(UpstreamEngine):
     """Upstream's engine with mixed precision, and gradients all-reduced once per optimizer step.
 
-    For each micro-batch `Trainer` calls `zero_grad`, upstream's `execute_schedule` (forward, loss, `backward`), and
-    `step`, which calls ``clip_grad_by_norm`` and ``step`` of `StepOptimizer`. The model's output is float32.
+    For each micro-batch `Trainer` calls `zero_grad`, upstream's `execute_schedule` (forward, loss,
+    `backward`), and `step`, which calls ``clip_grad_by_norm`` and ``step`` of `StepOptimizer`. The
+    model's output is float32.
 
-    Upstream (legacy/engine/gradient_accumulation/_gradient_accumulation.py:90) encloses only the backward pass in DDP's
-    ``no_sync``, which acts on the forward pass: gradients are all-reduced in every micro-batch.
+    Upstream (legacy/engine/gradient_accumulation/_gradient_accumulation.py:90) encloses only the
+    backward pass in DDP's ``no_sync``, which acts on the forward pass: gradients are all-reduced in
+    every micro-batch.
     """
 
     optimizer: StepOptimizer
@@ -78,11 +82,13 @@ class Engine(UpstreamEngine):
 
 
 class WholeSteps:
-    """Iterate over ``loader`` in whole groups of ``accumulation`` batches; delegate all other attributes to it.
+    """Iterate over ``loader`` in whole groups of ``accumulation`` batches; delegate all other
+    attributes to it.
 
-    Upstream's trainer never exhausts an iterator, so a loader that is its own iterator, such as DALI's, fails in the
-    second pass; here it is ``reset()`` first. Upstream's GradAccumDataloader
-    (legacy/engine/gradient_accumulation/_gradient_accumulation.py:154) then reads to the loader's end, if there is one.
+    Upstream's trainer never exhausts an iterator, so a loader that is its own iterator, such as
+    DALI's, fails in the second pass; here it is ``reset()`` first. Upstream's GradAccumDataloader
+    (legacy/engine/gradient_accumulation/_gradient_accumulation.py:154) then reads to the loader's
+    end, if there is one.
     """
 
     def __init__(self, loader: Any, accumulation: int = 1):
@@ -112,13 +118,16 @@ def initialize(
     test_dataloader: Any = None,
     lr_scheduler: LRScheduler | None = None,
 ) -> tuple[Engine, WholeSteps | None, WholeSteps | None, OncePerStep | None]:
-    """Set up ``(engine, train_dataloader, test_dataloader, lr_scheduler)`` from ``gpc.config``, after a launch.
+    """Set up ``(engine, train_dataloader, test_dataloader, lr_scheduler)`` from ``gpc.config``,
+    after a launch.
 
     Reads ``fp16``, ``clip_grad_norm``, ``gradient_accumulation``, ``torch_ddp``, ``MAX_SKIPPED``,
-    ``COMPILE``, ``TF32``, ``cudnn_benchmark`` and ``cudnn_deterministic``; the engine also reads ``zero`` if
-    `shard_model` sharded the model by it. Gives each data-parallel rank its own random numbers.
+    ``COMPILE``, ``TF32``, ``cudnn_benchmark`` and ``cudnn_deterministic``; the engine also reads
+    ``zero`` if `shard_model` sharded the model by it. Gives each data-parallel rank its own random
+    numbers.
 
-    Replaces legacy/initialize.py:242. `Trainer` steps ``lr_scheduler``, or an `LRSchedulerHook` that has it.
+    Replaces legacy/initialize.py:242. `Trainer` steps ``lr_scheduler``, or an `LRSchedulerHook`
+    that has it.
     """
     config = gpc.config
     set_backends(config)
@@ -136,7 +145,8 @@ def initialize(
     ]
     if isinstance(optimizer, Lamb) and is_sharded(step_optimizer.parameters):
         raise UserError(
-            "Lamb would take norms of shards: use build_optimizer(model, 'lamb') of common.optim.build"
+            "Lamb would take norms of shards: use build_optimizer(model, 'lamb') of "
+            "common.optim.build"
         )
     if isinstance(model, FSDPModule) and not all(
         hasattr(p, "source") for p in step_optimizer.parameters
@@ -193,7 +203,9 @@ class Predictor:
     """Map images on any device to float32 logits on ``device``."""
 
     def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
-        """Move ``model`` in place to this process's device and to the precision of ``config`` (``fp16``, ``TF32``)."""
+        """Move ``model`` in place to this process's device and to the precision of ``config``
+        (``fp16``, ``TF32``).
+        """
         limit_threads()
         set_backends(config)
         self.device = get_accelerator().get_current_device()
@@ -209,16 +221,20 @@ class Predictor:
 
 
 def check_compile(config: Mapping[str, Any]) -> None:
-    """Raise `UserError` for tensor-parallel blocks: their matrix products are Colossal-AI's autograd functions."""
+    """Raise `UserError` for tensor-parallel blocks: their matrix products are Colossal-AI's
+    autograd functions.
+    """
     asked = config.get("COMPILE")
     if asked and config["parallel"]["tensor"]["size"] > 1:
         raise UserError(
-            f"COMPILE={asked!r} does not support tensor parallelism: omit COMPILE or the tensor mode"
+            f"COMPILE={asked!r} does not support tensor parallelism: omit COMPILE or the tensor "
+            "mode"
         )
 
 
 def should_compile(asked: bool | str | None, device_type: str) -> bool:
-    """Return whether to compile a model, from the config's ``COMPILE``; default: on GPUs without tensor parallelism.
+    """Return whether to compile a model, from the config's ``COMPILE``; default: on GPUs without
+    tensor parallelism.
 
     Raises `UserError` as `check_compile` does. Warns if no compiler is available.
     """
@@ -234,7 +250,9 @@ def should_compile(asked: bool | str | None, device_type: str) -> bool:
 
 
 def _missing(device_type: str) -> str:
-    """Return what is missing for inductor (C++) or Triton (C, on GPUs) to build its code; "" if nothing."""
+    """Return what is missing for inductor (C++) or Triton (C, on GPUs) to build its code; "" if
+    nothing.
+    """
     variable, language, usual = (
         ("CC", "C", ("gcc", "clang")) if device_type == "cuda" else ("CXX", "C++", ("g++",))
     )
@@ -246,10 +264,15 @@ def _missing(device_type: str) -> str:
 
 
 def explain_compiler(error: Exception) -> str:
-    """Return what to do about ``error`` if it is from dynamo, inductor or Triton; "" for any other."""
+    """Return what to do about ``error`` if it is from dynamo, inductor or Triton; "" for any
+    other.
+    """
     if not type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.", "triton.")):
         return ""
-    return f"the model could not be compiled: --set COMPILE=False trains without a compiler ({first_line(error)})"
+    return (
+        "the model could not be compiled: --set COMPILE=False trains without a compiler "
+        f"({first_line(error)})"
+    )
 
 
 def compile_model(
@@ -257,15 +280,17 @@ def compile_model(
 ) -> None:
     """Compile ``model`` in place; names stay the same.
 
-    ``how``: "model" as a whole, anything else its ``blocks`` one by one. Identical blocks are compiled once, and with
-    several ranks gradients are reduced while the backward pass continues; a whole model has all its gradients at the
-    end.
+    ``how``: "model" as a whole, anything else its ``blocks`` one by one. Identical blocks are
+    compiled once, and with several ranks gradients are reduced while the backward pass continues; a
+    whole model has all its gradients at the end.
     """
-    # with AMP_TYPE.NAIVE every block is compiled separately; beyond the limit dynamo stops compiling
+    # with AMP_TYPE.NAIVE every block is compiled separately; beyond the limit dynamo stops
+    # compiling
     blocks = list(getattr(model, "blocks", [model]))
     limit = GRAPHS_PER_BLOCK * len(blocks)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
-    # do not split graphs at DDP's bucket boundaries: blocks are small enough to overlap with communication
+    # do not split graphs at DDP's bucket boundaries: blocks are small enough to overlap with
+    # communication
     torch._dynamo.config.optimize_ddp = False
     for part in [model] if how == "model" else blocks:
         part.compile(backend=backend)

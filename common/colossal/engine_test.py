@@ -19,7 +19,9 @@ from common.testing.ranks import launched, run_ranks
 
 
 def count_reductions() -> list[int]:
-    """Return the all-reduces of 2 steps with DDP, without and with a static graph; ranks begin with other weights."""
+    """Return the all-reduces of 2 steps with DDP, without and with a static graph; ranks begin with
+    other weights.
+    """
     counts = []
     with launched(gradient_accumulation=4):
         for options in ({}, {"static_graph": True}):
@@ -46,7 +48,9 @@ def test_gradients_cross_ranks_once_per_step():
 
 
 class OneShot:
-    """An iterator over 8 batches, without an end, that has to be reset before another pass, as DALI's."""
+    """An iterator over 8 batches, without an end, that has to be reset before another pass, as
+    DALI's.
+    """
 
     position = handed_out = 0
 

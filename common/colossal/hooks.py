@@ -19,7 +19,8 @@ def report_memory_usage(message: str, logger: Any) -> None:
 
 
 def save_checkpoint(file: str, epoch: int, model: nn.Module, *_: Any) -> None:
-    """Write the epoch and the whole model; upstream's (legacy/utils/checkpointing.py:165) writes rank 0's shards.
+    """Write the epoch and the whole model; upstream's (legacy/utils/checkpointing.py:165) writes
+    rank 0's shards.
 
     Its names have no ``module.`` in front, which DDP adds.
     """

@@ -37,11 +37,13 @@ def progress() -> int:
 
 
 class Watcher:
-    """A thread that ends this process if a rank is lost, or after ``timeout`` seconds without progress.
+    """A thread that ends this process if a rank is lost, or after ``timeout`` seconds without
+    progress.
 
-    A rank whose collective fails, or that makes no progress, asks all ranks in the store of the launch. Their threads
-    answer, whatever the processes wait for; a rank that does not answer is missing. Every rank then prints one line
-    with the missing ranks and with what it was doing, and its stacks if none is missing.
+    A rank whose collective fails, or that makes no progress, asks all ranks in the store of the
+    launch. Their threads answer, whatever the processes wait for; a rank that does not answer is
+    missing. Every rank then prints one line with the missing ranks and with what it was doing, and
+    its stacks if none is missing.
     """
 
     def __init__(self, rank: int, world_size: int, timeout: float):
@@ -51,7 +53,9 @@ class Watcher:
         self.woken = threading.Event()
 
     def start(self, store: dist.Store) -> None:
-        """Start the thread, with a connection of its own: a wait on ``store`` blocks all who share it."""
+        """Start the thread, with a connection of its own: a wait on ``store`` blocks all who share
+        it.
+        """
         self.store = store.clone()
         self.thread = threading.Thread(target=self._run, name="watcher", daemon=True)
         self.thread.start()
@@ -63,7 +67,9 @@ class Watcher:
         self.thread.join(ANSWER + 3 * POLL)
 
     def await_verdict(self, error: Exception) -> str:
-        """Return the message about lost ranks after a failed collective; "" if its ``error`` says more."""
+        """Return the message about lost ranks after a failed collective; "" if its ``error`` says
+        more.
+        """
         self.stop("failed")
         if self.thread.is_alive():
             return self._describe("0")
@@ -108,15 +114,18 @@ class Watcher:
             if missing
             else f"one hangs (TIMEOUT={self.timeout:g})"
         )
-        return f"of {self.world_size} processes, {lost}; rank {self.rank} was at {_doing!r}; rerun the command to resume"
+        return (
+            f"of {self.world_size} processes, {lost}; rank {self.rank} was at {_doing!r}; rerun "
+            "the command to resume"
+        )
 
 
 @contextmanager
 def naming_lost_ranks() -> Iterator[None]:
     """Turn the error of a failed collective into a `UserError` that names the lost ranks.
 
-    A collective on CPUs fails at once if a rank has died, and within the launch's ``timeout`` if one hangs. NCCL's may
-    wait forever: then the `Watcher` ends the process.
+    A collective on CPUs fails at once if a rank has died, and within the launch's ``timeout`` if
+    one hangs. NCCL's may wait forever: then the `Watcher` ends the process.
     """
     try:
         yield
@@ -149,8 +158,9 @@ def open_store(
 ) -> dist.Store:
     """Return the launch's store once all ranks have joined; rank 0 or torchrun's agent serves it.
 
-    If ``host`` is the loopback interface, rank 0 listens on that only (PyTorch: on all). Raises `UserError` without a
-    host or port, and with the ranks that do not join within ``timeout`` seconds; `RankError` if rank 0 does not.
+    If ``host`` is the loopback interface, rank 0 listens on that only (PyTorch: on all). Raises
+    `UserError` without a host or port, and with the ranks that do not join within ``timeout``
+    seconds; `RankError` if rank 0 does not.
     """
     if not host or not port:
         raise UserError(
@@ -192,8 +202,8 @@ def _meet(
 ) -> None:
     """Wait for all ranks, check that their backends are the same, and choose gloo's interface.
 
-    gloo binds the interface with the route to the other processes, unless GLOO_SOCKET_IFNAME is set. PyTorch's default,
-    the address of the host name, is 127.0.1.1 on Debian.
+    gloo binds the interface with the route to the other processes, unless GLOO_SOCKET_IFNAME is
+    set. PyTorch's default, the address of the host name, is 127.0.1.1 on Debian.
     """
     keys = [f"here/{other}" for other in range(world_size)]
     store.set(keys[rank], f"{backend} {address}")
@@ -207,7 +217,8 @@ def _meet(
     if len(set(backends)) > 1:  # their groups would wait for each other until the timeout
         on_cpu = ", ".join(str(other) for other, name in enumerate(backends) if name == "gloo")
         raise UserError(
-            f"torch finds no GPU on rank {on_cpu}: check nvidia-smi there, or start all with --backend gloo"
+            f"torch finds no GPU on rank {on_cpu}: check nvidia-smi there, or start all with "
+            "--backend gloo"
         )
     if address.startswith(
         LOOPBACKS
@@ -222,7 +233,9 @@ def _meet(
 
 
 def _await_keys(store: dist.Store, keys: list[str], seconds: float) -> str:
-    """Wait until the store has a key of each rank; return the ranks that set none within ``seconds``."""
+    """Wait until the store has a key of each rank; return the ranks that set none within
+    ``seconds``.
+    """
     deadline = time.monotonic() + seconds
     while not store.check(keys):
         if time.monotonic() > deadline:

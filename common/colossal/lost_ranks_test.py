@@ -1,4 +1,6 @@
-"""What ranks say of one that is missing at the start, dies or hangs: processes that are killed and stopped."""
+"""What ranks say of one that is missing at the start, dies or hangs: processes that are killed and
+stopped.
+"""
 
 import os
 import signal
@@ -162,8 +164,8 @@ def test_ranks_that_do_not_join_or_have_no_gpu_are_named():
     )
     for said in run_ranks(SIZE, join, 3, "nccl", "gloo", "nccl"):
         assert (
-            said
-            == "torch finds no GPU on rank 1: check nvidia-smi there, or start all with --backend gloo"
+            said == "torch finds no GPU on rank 1: check nvidia-smi there, "
+            "or start all with --backend gloo"
         )
 
 

@@ -32,7 +32,8 @@ PORTED = Path(__file__).parents[1] / "testing" / "ported"
 BENCHMARK = """
 BATCH_SIZE, LEARNING_RATE, WEIGHT_DECAY, NUM_EPOCHS, WARMUP_EPOCHS = 8, 2e-3, 0.03, 2, 1
 TENSOR_PARALLEL_SIZE, TENSOR_PARALLEL_MODE = 1, None
-parallel = dict(pipeline=dict(size=1), tensor=dict(size=TENSOR_PARALLEL_SIZE, mode=TENSOR_PARALLEL_MODE))
+parallel = dict(pipeline=dict(size=1),
+                tensor=dict(size=TENSOR_PARALLEL_SIZE, mode=TENSOR_PARALLEL_MODE))
 fp16 = dict(mode=AMP_TYPE.TORCH)
 """
 AMP = """
@@ -60,11 +61,14 @@ def test_the_benchmarks_script_trains_and_logs_with_every_hook(ranks, by_epoch, 
     printed = capfd.readouterr()
     words = " ".join(printed.out.split())
     for line in (
-        r"1 / Train\]: Loss = \S+ \| LR = 0.002 \| Throughput = \d",  # the full rate, after an epoch of warm-up
+        # the full rate, after an epoch of warm-up
+        r"1 / Train\]: Loss = \S+ \| LR = 0.002 \| Throughput = \d",
         r"2 / Train\]: Loss = \S+ \| LR = 0 \| Throughput = \d",
         r"2 / Test\]: Accuracy = \S+ \| Loss = \d\S+ \| Throughput = \d",
-        r"2 / Train\]: Train-epoch: .* \| Train-step: last = \S+ s, mean = \S+ s \| #steps/epoch = 3",
-        r"2 / Test\]: Test-epoch: last = \S+ s, mean = \S+ s \| Test-step: last = \S+ s, mean = \S+ s",
+        r"2 / Train\]: Train-epoch: .* \| Train-step: last = \S+ s, mean = \S+ s \| #steps/epoch "
+        r"= 3",
+        r"2 / Test\]: Test-epoch: last = \S+ s, mean = \S+ s \| Test-step: last = \S+ s, mean = "
+        r"\S+ s",
         r"2 / Test\]: peak memory (\d,)?\d{3} MB",
         r"2 / Test\]: Loss = \d\S+",  # by Trainer.evaluate
     ):
@@ -90,7 +94,10 @@ def test_the_amp_scripts_schedule_steps_once_per_optimizer_step(flags, tmp_path,
 
 
 # it does not import AMP_TYPE
-OWN = "MY_KEY = 7\nTENSOR_PARALLEL_SIZE, TENSOR_PARALLEL_MODE = 1, None\nfp16 = dict(mode=AMP_TYPE.TORCH)\n"
+OWN = (
+    "MY_KEY = 7\nTENSOR_PARALLEL_SIZE, TENSOR_PARALLEL_MODE = 1, None\nfp16 = "
+    "dict(mode=AMP_TYPE.TORCH)\n"
+)
 
 
 def launch_own(config: Any) -> tuple[dict[str, Any], int, str]:

@@ -1,4 +1,6 @@
-"""Updates whose loss or gradient is not finite are skipped by all ranks, leave no trace, and are counted."""
+"""Updates whose loss or gradient is not finite are skipped by all ranks, leave no trace, and are
+counted.
+"""
 
 from collections.abc import Callable
 

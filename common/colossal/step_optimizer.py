@@ -38,7 +38,9 @@ class SkipCounter:
         self.longest = torch.maximum(self.longest, self.streak)
 
     def exceeds(self, limit: int) -> bool:
-        """Return whether a streak was longer than ``limit``; on a GPU, checked only every `CHECK_EVERY` updates."""
+        """Return whether a streak was longer than ``limit``; on a GPU, checked only every
+        `CHECK_EVERY` updates.
+        """
         return self.updates % self.every == 0 and self.longest.item() > limit
 
     def state_dict(self) -> dict[str, int]:
@@ -55,7 +57,9 @@ class SkipCounter:
 
 
 class OncePerStep:
-    """``schedule``, whose `step` acts once per optimizer step although a loop calls it for every micro-batch."""
+    """``schedule``, whose `step` acts once per optimizer step although a loop calls it for every
+    micro-batch.
+    """
 
     def __init__(self, schedule: LRScheduler, optimizer: "StepOptimizer"):
         self.schedule, self.optimizer = schedule, optimizer
@@ -71,20 +75,22 @@ class OncePerStep:
 class StepOptimizer(OptimizerWrapper):
     """Accumulate gradients over ``accumulation`` micro-batches; then unscale, clip and update once.
 
-    `Engine` calls `zero_grad`, `backward`, `clip_grad_by_norm` and `step` for every micro-batch; all but `backward` act
-    once per optimizer step. Afterwards ``grad_norm`` is the norm of the whole model's gradient before clipping, a 0-dim
-    tensor on the device.
+    `Engine` calls `zero_grad`, `backward`, `clip_grad_by_norm` and `step` for every micro-batch;
+    all but `backward` act once per optimizer step. Afterwards ``grad_norm`` is the norm of the
+    whole model's gradient before clipping, a 0-dim tensor on the device.
 
-    If a loss or a gradient of any rank is not finite, all ranks skip the update. This needs no extra communication:
-    a non-finite loss makes the gradient non-finite, and with it the global norm, which is equal on all ranks. The host
-    does not wait for the device if the optimizer reads ``found_inf`` there (LAMB, torch's fused optimizers). More than
-    ``max_skipped`` consecutive skipped updates raise `AgreedError`. Running statistics of batch norms that a forward
-    pass has made infinite or NaN keep their values.
+    If a loss or a gradient of any rank is not finite, all ranks skip the update. This needs no
+    extra communication: a non-finite loss makes the gradient non-finite, and with it the global
+    norm, which is equal on all ranks. The host does not wait for the device if the optimizer reads
+    ``found_inf`` there (LAMB, torch's fused optimizers). More than ``max_skipped`` consecutive
+    skipped updates raise `AgreedError`. Running statistics of batch norms that a forward pass has
+    made infinite or NaN keep their values.
 
     Replaces upstream's three wrappers, which
 
     - multiply all gradients by 0 when no clipping is configured (interface/optimizer.py:123),
-    - clip the partial sums of each micro-batch (legacy/engine/gradient_accumulation/_gradient_accumulation.py:65
+    - clip the partial sums of each micro-batch
+      (legacy/engine/gradient_accumulation/_gradient_accumulation.py:65
       defines ``clip_grad_norm``, but the engine calls ``clip_grad_by_norm``), and
     - clip before unscaling (legacy/amp/torch_amp/torch_amp.py:51, by the same mistake).
     """
@@ -121,9 +127,11 @@ class StepOptimizer(OptimizerWrapper):
         self.accumulated += 1
 
     def _poison(self, loss: Tensor) -> Tensor:
-        """Return 0, or if ``loss`` is not finite, NaN; the gradient with respect to one weight is the same value.
+        """Return 0, or if ``loss`` is not finite, NaN; the gradient with respect to one weight is
+        the same value.
 
-        A non-finite loss may have a finite gradient: cross-entropy without a label is NaN, its gradient 0.
+        A non-finite loss may have a finite gradient: cross-entropy without a label is NaN, its
+        gradient 0.
         """
         factor = torch.where(loss.detach().isfinite(), 0.0, torch.nan)
         smallest = min(self.parameters, key=lambda parameter: parameter.numel() or math.inf)
@@ -132,7 +140,8 @@ class StepOptimizer(OptimizerWrapper):
     def clip_grad_by_norm(self, max_norm: float) -> None:
         """Finish the gradient; then scale it down to ``max_norm`` if that is above 0.
 
-        Collects ZeRO's shards, sums what tensor-parallel ranks have in part, unscales, and sets ``grad_norm``.
+        Collects ZeRO's shards, sums what tensor-parallel ranks have in part, unscales, and sets
+        ``grad_norm``.
         """
         if self.accumulated < self.accumulation:
             return
@@ -169,9 +178,12 @@ class StepOptimizer(OptimizerWrapper):
                 else ""
             )
             raise AgreedError(
-                f"by step {self.counter.updates}, {self.counter.longest.item()} consecutive updates were skipped "
-                f"because the loss or a gradient was not finite (MAX_SKIPPED={self.max_skipped}){scale}: lower "
-                "LEARNING_RATE, raise WARMUP_EPOCHS, set clip_grad_norm, or use bfloat16 instead of float16"
+                f"by step {self.counter.updates}, {self.counter.longest.item()} consecutive "
+                "updates were skipped "
+                "because the loss or a gradient was not finite "
+                f"(MAX_SKIPPED={self.max_skipped}){scale}: lower "
+                "LEARNING_RATE, raise WARMUP_EPOCHS, set clip_grad_norm, or use bfloat16 instead "
+                "of float16"
             )
 
     def _update(self, found_inf: Tensor) -> None:
@@ -181,11 +193,14 @@ class StepOptimizer(OptimizerWrapper):
             del self.optim.found_inf
         elif not found_inf.item():
             self.optim.step()
-        else:  # schedules count skipped updates too; without this, torch warns if the first one is skipped
+        # schedules count skipped updates too; without this, torch warns if the first one is skipped
+        else:
             self.optim._opt_called = True
 
     def step_state(self) -> dict[str, Any]:
-        """Return the JSON state that a checkpoint needs besides the optimizer's; waits for the device."""
+        """Return the JSON state that a checkpoint needs besides the optimizer's; waits for the
+        device.
+        """
         return self.counter.state_dict() | {
             "scaler": self.scaler.state_dict() if self.scaler else None
         }

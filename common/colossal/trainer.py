@@ -23,7 +23,8 @@ class Trainer(UpstreamTrainer):
 
     - ``max_steps`` counts optimizer steps, not micro-batches, and needs no logger (:340);
     - the last epoch is always evaluated (:328 skips it for most intervals);
-    - the engine's schedule is stepped once per optimizer step, before ``after_train_iter``, unless an `LRSchedulerHook`
+    - the engine's schedule is stepped once per optimizer step, before ``after_train_iter``, unless
+      an `LRSchedulerHook`
       does so, by step or by epoch;
     - it can resume with `load_state_dict`, also in the middle of an epoch or before an evaluation;
     - it says what it is doing, for `Watcher`.
@@ -69,7 +70,8 @@ class Trainer(UpstreamTrainer):
         self.step, self._cur_epoch = state["step"], state["epoch"]
         self.epoch_step, self.evaluated_step = state["epoch_step"], state["evaluated_step"]
         self._cur_step = self.step * self.engine.optimizer.accumulation
-        # if the data set has grown, its epochs have more steps than those that the state has counted
+        # if the data set has grown, its epochs have more steps than those that the state has
+        # counted
         self._max_epochs += max(0, self._cur_epoch - self.step // self._steps_per_epoch)
         for schedule, by_epoch in self._schedules.items():
             done = self._cur_epoch if by_epoch else self.step
@@ -93,18 +95,21 @@ class Trainer(UpstreamTrainer):
         display_progress: bool = False,
         return_output_label: bool = True,
     ) -> None:
-        """Train for ``epochs`` epochs or up to ``max_steps`` optimizer steps, whichever comes first.
+        """Train for ``epochs`` epochs or up to ``max_steps`` optimizer steps, whichever comes
+        first.
 
-        Evaluates every ``test_interval`` epochs and at the end, on loaders from `initialize`, which are closed at the
-        end. Hooks are called by ``priority``; ``output`` and ``label`` are None without ``return_output_label``. A hook
-        may load a state in ``before_train``. Raises `UserError` with the lost ranks when a collective fails, and
-        `AgreedError` with ``states["checkpoint"]`` when too many updates were skipped.
+        Evaluates every ``test_interval`` epochs and at the end, on loaders from `initialize`, which
+        are closed at the end. Hooks are called by ``priority``; ``output`` and ``label`` are None
+        without ``return_output_label``. A hook may load a state in ``before_train``. Raises
+        `UserError` with the lost ranks when a collective fails, and `AgreedError` with
+        ``states["checkpoint"]`` when too many updates were skipped.
         """
         self._max_epochs, self._max_steps = epochs, max_steps
         self._steps_per_epoch = len(train_dataloader) // self.engine.optimizer.accumulation
         if not self._steps_per_epoch:
             raise UserError(
-                "the training loader has fewer batches than gradient_accumulation: lower it, or the batch"
+                "the training loader has fewer batches than gradient_accumulation: lower it, or "
+                "the batch"
             )
         self.train_dataloader, self.test_dataloader = train_dataloader, test_dataloader
         self._reset_states()

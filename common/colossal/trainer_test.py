@@ -45,7 +45,9 @@ def fit(
     by_epoch: bool = False,
     **options: Any,
 ) -> Trainer:
-    """Train a linear model; its learning rate is 1 / (optimizer steps so far + 1), its norm's half of that."""
+    """Train a linear model; its learning rate is 1 / (optimizer steps so far + 1), its norm's half
+    of that.
+    """
     with launched(gradient_accumulation=accumulation):
         norm, linear = model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
         groups = [{"params": norm.parameters(), "lr": 0.5}, {"params": linear.parameters()}]

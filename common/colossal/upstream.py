@@ -1,4 +1,6 @@
-"""Imports from Colossal-AI 0.5.0 without its log noise and its heavy unused dependencies; `hooks` has two more."""
+"""Imports from Colossal-AI 0.5.0 without its log noise and its heavy unused dependencies; `hooks`
+has two more.
+"""
 
 import io
 import logging
@@ -25,14 +27,17 @@ STUBBED = (
 
 
 def check_version() -> None:
-    """Raise `UserError` unless the installed Colossal-AI is the version that the repairs are written for."""
+    """Raise `UserError` unless the installed Colossal-AI is the version that the repairs are
+    written for.
+    """
     try:
         found = version("colossalai")
     except PackageNotFoundError:
         found = "missing"
     if found != VERSION:
         raise UserError(
-            f"colossalai is {found}, this project needs {VERSION}: pip install --no-deps colossalai=={VERSION}"
+            f"colossalai is {found}, this project needs {VERSION}: pip install --no-deps "
+            f"colossalai=={VERSION}"
         )
 
 
@@ -41,11 +46,14 @@ def quiet_import() -> Iterator[None]:
     """Context for importing Colossal-AI; undoes the import's side effects on exit.
 
     - `peft` (interface/model.py:6), `galore_torch` (nn/optimizer/__init__.py:1) and `bitsandbytes`
-      (nn/optimizer/galore.py:7) are replaced by stubs, installed or not. So is a module (lazy/lazy_init.py:16) that
-      replaces PyTorch's meta kernels by those of release 1.12, with which `torch.compile` fails on a convolution.
-    - `torch.compile` is the identity: decorating unused functions (quantization/fp8.py) loads the whole compiler, two
+      (nn/optimizer/galore.py:7) are replaced by stubs, installed or not. So is a module
+      (lazy/lazy_init.py:16) that replaces PyTorch's meta kernels by those of release 1.12, with
+      which `torch.compile` fails on a convolution.
+    - `torch.compile` is the identity: decorating unused functions (quantization/fp8.py) loads the
+      whole compiler, two
       thirds of the import time.
-    - fp8.py:16 does not query the GPU: that would initialize CUDA before the device is set, and prevent forking.
+    - fp8.py:16 does not query the GPU: that would initialize CUDA before the device is set, and
+      prevent forking.
     - About 60 warnings, log lines and prints are dropped.
     - The environment is restored (initialize.py:10 sets `CUDA_DEVICE_MAX_CONNECTIONS`).
     """
@@ -121,25 +129,31 @@ gpc: Any = global_context  # Any: upstream does not annotate attributes set by a
 
 
 def repair_old_paths() -> None:
-    """Make `from colossalai.amp import AMP_TYPE` work, as configs do: 0.5.0 moved it to legacy/amp/amp_type.py:7."""
+    """Make `from colossalai.amp import AMP_TYPE` work, as configs do: 0.5.0 moved it to
+    legacy/amp/amp_type.py:7.
+    """
     colossalai.amp.AMP_TYPE = AMP_TYPE
 
 
 def repair_cpu_timers() -> None:
-    """Make `MultiTimer`, an argument of `Trainer`, work on CPUs: accelerator/cpu_accelerator.py:57 raises."""
+    """Make `MultiTimer`, an argument of `Trainer`, work on CPUs: accelerator/cpu_accelerator.py:57
+    raises.
+    """
     CpuAccelerator.synchronize = lambda self, device=None: None
 
 
 def repair_accuracy() -> None:
-    """Make `Accuracy` count whole logits in every mode: legacy/nn/metric/__init__.py:22 splits the targets only."""
+    """Make `Accuracy` count whole logits in every mode: legacy/nn/metric/__init__.py:22 splits the
+    targets only.
+    """
     upstream_metric._parallel_accuracy.clear()
 
 
 def repair_warmup() -> None:
     """Let schedules after a warm-up begin at the full rate.
 
-    nn/lr_scheduler/delayed.py:117 asks torch's cosine for its rate outside a step, which raises all rates from there
-    on, by a third if three steps follow.
+    nn/lr_scheduler/delayed.py:117 asks torch's cosine for its rate outside a step, which raises all
+    rates from there on, by a third if three steps follow.
     """
     get_lr = WarmupScheduler.get_lr
 

@@ -1,8 +1,12 @@
-"""ZeRO (arXiv 1910.02054): model and optimizer state, sharded over the data-parallel ranks by PyTorch's FSDP2.
+"""ZeRO (arXiv 1910.02054): model and optimizer state, sharded over the data-parallel ranks by
+PyTorch's FSDP2.
 
-- ``zero = dict(stage=1)`` shards the optimizer's state. Each step gathers the parameters once and reduces each gradient
-  to the rank that holds its shard once: the bytes of an all-reduce. Parameters and gradients are whole in between.
-- ``stage=3`` shards parameters and gradients too. Every forward and backward pass gathers them block by block.
+- ``zero = dict(stage=1)`` shards the optimizer's state. Each step gathers the parameters once and
+  reduces each gradient
+  to the rank that holds its shard once: the bytes of an all-reduce. Parameters and gradients are
+  whole in between.
+- ``stage=3`` shards parameters and gradients too. Every forward and backward pass gathers them
+  block by block.
 
 The shards have float32 parameters; in mixed precision the blocks are gathered in half precision.
 """
@@ -47,7 +51,8 @@ def check_zero(config: Mapping[str, Any]) -> None:
 
 
 def shard_model(model: nn.Module) -> nn.Module:
-    """Replace a Vision Transformer in place by this rank's shard, in the launch's ``parallel`` and ``zero``.
+    """Replace a Vision Transformer in place by this rank's shard, in the launch's ``parallel`` and
+    ``zero``.
 
     Call it after the launch and before building the optimizer, with equal weights on all ranks. See
     `shard_tensor_parallel`; ``zero`` has no effect on a single data-parallel rank.
@@ -59,9 +64,11 @@ def shard_model(model: nn.Module) -> nn.Module:
 
 
 def _shard_data_parallel(model: nn.Module) -> None:
-    """Shard ``model`` and set ``model.shards``: plain tensors that share memory with FSDP's, by name.
+    """Shard ``model`` and set ``model.shards``: plain tensors that share memory with FSDP's, by
+    name.
 
-    The optimizer updates these, because it is faster on them than on DTensors, and LAMB's norms can be reduced at once.
+    The optimizer updates these, because it is faster on them than on DTensors, and LAMB's norms can
+    be reduced at once.
     """
     device, size = get_accelerator().get_current_device(), gpc.get_world_size(DATA)
     with unset_fake_temporarily():
@@ -111,12 +118,16 @@ def _shard_data_parallel(model: nn.Module) -> None:
 
 
 def _placement_dim(shape: torch.Size, size: int) -> int:
-    """Return the dimension to shard: the channels of tokens [1, N, D] if they divide, else 0, which FSDP pads."""
+    """Return the dimension to shard: the channels of tokens [1, N, D] if they divide, else 0, which
+    FSDP pads.
+    """
     return 2 if len(shape) == 3 and shape[2] % size == 0 else 0
 
 
 def set_communication(model: FSDPModule, is_training: bool, is_last: bool) -> None:
-    """Set what the next forward and backward pass gathers, keeps and reduces; ``is_last``: of the step."""
+    """Set what the next forward and backward pass gathers, keeps and reduces; ``is_last``: of the
+    step.
+    """
     is_sharded = gpc.config["zero"]["stage"] == 3
     # evaluation must not keep whole parameters, which the weights that follow would not change
     model.set_reshard_after_forward(is_sharded or not is_training)

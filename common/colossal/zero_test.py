@@ -1,4 +1,6 @@
-"""`zero` beside data parallelism; parity_test.py, skipped_test.py, hook_test.py and simulated_gpu_test.py have more."""
+"""`zero` beside data parallelism; parity_test.py, skipped_test.py, hook_test.py and
+simulated_gpu_test.py have more.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,9 @@ PRECISIONS = ["TORCH bfloat16", "TORCH float16", "NAIVE bfloat16"]
 
 
 def train(stage: int | None) -> dict[str, list[float]]:
-    """Return losses in each precision, with recomputed blocks in the first, and norms of logits and of all weights."""
+    """Return losses in each precision, with recomputed blocks in the first, and norms of logits and
+    of all weights.
+    """
     losses = {}
     with launched_clipping(zero=stage and {"stage": stage}):
         for name in PRECISIONS:

@@ -42,14 +42,17 @@ Triple = Annotated[tuple[Number, Number, Number], Field(strict=False)]
 
 
 class Section(Schema):
-    """Keys that belong together. Unknown keys are refused, and no value is converted but a list to a tuple."""
+    """Keys that belong together. Unknown keys are refused, and no value is converted but a list to
+    a tuple.
+    """
 
 
 S = TypeVar("S", bound=Section)
 
 
 def key(default: Any, meaning: str, *, unit: str = "", says: str = "", **bounds: Any) -> Any:
-    """Declare a key: its ``default`` (``...``: required), meaning, unit and bounds (``ge``, ``gt``, ``le``, ``lt``).
+    """Declare a key: its ``default`` (``...``: required), meaning, unit and bounds (``ge``, ``gt``,
+    ``le``, ``lt``).
 
     ``says`` describes the values where type and bounds do not.
     """
@@ -58,7 +61,8 @@ def key(default: Any, meaning: str, *, unit: str = "", says: str = "", **bounds:
 
 
 def parse(section: type[S], values: Mapping[str, Any], where: str = "") -> S:
-    """Return ``values`` as a ``section``; raise `UserError` with one line: key, value, and what it may be.
+    """Return ``values`` as a ``section``; raise `UserError` with one line: key, value, and what it
+    may be.
 
     ``where`` names the file in which a key is unknown or missing.
     """

@@ -1,4 +1,6 @@
-"""Load a config: run its file, check every key, fill in defaults, derive the rest. `load_config` shows the order."""
+"""Load a config: run its file, check every key, fill in defaults, derive the rest. `load_config`
+shows the order.
+"""
 
 import ast
 import re
@@ -22,7 +24,8 @@ CONFIGS = Path(configs.__path__[0])
 PREDEFINED = {
     "AMP_TYPE": AMP_TYPE
 }  # without an import, as Colossal-AI's benchmark prints its config files
-# What replaces a key's value, in order: [(("depth",), 6)] for --set MODEL.depth=6, [((), 6)] for the value itself.
+# What replaces a key's value, in order: [(("depth",), 6)] for --set MODEL.depth=6, [((), 6)] for
+# the value itself.
 Overrides = Mapping[str, Sequence[tuple[tuple[str, ...], Any]]]
 # What the config files of Colossal-AI's public examples call a key.
 RENAMED = {
@@ -53,10 +56,12 @@ STATED = {"TOTAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "BATCH_SIZE"}
 
 
 def load_config(name: str, settings: Sequence[str] = (), base: str | None = None) -> dict[str, Any]:
-    """Return the config ``name`` (a path, or a recipe of ``configs/``) with ``settings`` (``KEY=VALUE``) applied.
+    """Return the config ``name`` (a path, or a recipe of ``configs/``) with ``settings``
+    (``KEY=VALUE``) applied.
 
-    ``base`` names the recipe from which a config without MODEL takes what it leaves out; a line on stdout says so.
-    Raises `UserError` for a file that is not there or does not run, and for unknown keys and wrong values.
+    ``base`` names the recipe from which a config without MODEL takes what it leaves out; a line on
+    stdout says so. Raises `UserError` for a file that is not there or does not run, and for unknown
+    keys and wrong values.
     """
     overrides = parse_settings(settings)
     path = find_config(name, base)
@@ -83,7 +88,9 @@ def load_config(name: str, settings: Sequence[str] = (), base: str | None = None
 
 
 def _complete(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check ``values``; return them with defaults, what MODEL says of DATA and INIT, and ``parallel``."""
+    """Check ``values``; return them with defaults, what MODEL says of DATA and INIT, and
+    ``parallel``.
+    """
     config = parse(Config, values, where).model_dump()
     config["DATA"] |= {
         k: v for k, v in data_of(config["MODEL"]).items() if k not in (values.get("DATA") or {})
@@ -98,8 +105,9 @@ def _complete(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 def load_own_config(config: Any) -> dict[str, Any]:
     """Return the config of a user's own script: a dict, a path, or the name of a recipe.
 
-    ``parallel`` is derived and Colossal-AI's keys (lower case) are checked, as `load_config` does. With MODEL, as in
-    the recipes, so are all keys, and defaults are filled in; else UPPER CASE is the script's own. Unknown keys stay.
+    ``parallel`` is derived and Colossal-AI's keys (lower case) are checked, as `load_config` does.
+    With MODEL, as in the recipes, so are all keys, and defaults are filled in; else UPPER CASE is
+    the script's own. Unknown keys stay.
     """
     values = (
         dict(config) if isinstance(config, Mapping) else execute(find_config(str(config)), {})[0]
@@ -121,7 +129,8 @@ def load_own_config(config: Any) -> dict[str, Any]:
 def restore_config(
     values: Mapping[str, Any], settings: Sequence[str], where: str
 ) -> dict[str, Any]:
-    """Return a config that was read back from JSON, checked, with ``settings`` (``KEY=VALUE``) applied.
+    """Return a config that was read back from JSON, checked, with ``settings`` (``KEY=VALUE``)
+    applied.
 
     Raises `UserError` for unknown keys and wrong values, naming the file ``where`` it comes from.
     """
@@ -152,9 +161,11 @@ def _read_fp16(values: dict[str, Any]) -> list[str]:
 
 
 def find_config(name: str, base: str | None = None) -> Path:
-    """Return the path that ``name`` stands for: itself, else a recipe, with or without ``configs/`` and ``.py``.
+    """Return the path that ``name`` stands for: itself, else a recipe, with or without ``configs/``
+    and ``.py``.
 
-    In a task whose ``base`` recipe is vit_s16_vanilla, ``vit_1d`` is vit_s16_1d, as Colossal-AI's benchmark names it.
+    In a task whose ``base`` recipe is vit_s16_vanilla, ``vit_1d`` is vit_s16_1d, as Colossal-AI's
+    benchmark names it.
     """
     if Path(name).is_file():
         return Path(name)
@@ -165,7 +176,8 @@ def find_config(name: str, base: str | None = None) -> Path:
     if stem in recipes:
         return CONFIGS / f"{stem}.py"
     raise UserError(
-        f"--config {name}: no such file or recipe{did_you_mean(stem, recipes)}; ls {short_path(CONFIGS)} lists them"
+        f"--config {name}: no such file or recipe{did_you_mean(stem, recipes)}; ls "
+        f"{short_path(CONFIGS)} lists them"
     )
 
 
@@ -177,7 +189,9 @@ def _is_helper(name: str, used: set[str]) -> bool:
 
 
 def _leave_one(values: dict[str, Any], overrides: Overrides) -> None:
-    """Keep only the overridden one of MICRO_BATCH_SIZE and ``gradient_accumulation`` if TOTAL_BATCH_SIZE gives both."""
+    """Keep only the overridden one of MICRO_BATCH_SIZE and ``gradient_accumulation`` if
+    TOTAL_BATCH_SIZE gives both.
+    """
     if values.get("TOTAL_BATCH_SIZE") is None:
         return
     micro, accumulation = (
@@ -190,13 +204,16 @@ def _leave_one(values: dict[str, Any], overrides: Overrides) -> None:
 
 
 def _derive_parallel(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``parallel``, made from ``TENSOR_PARALLEL_SIZE`` and ``_MODE`` where it is None; refuse contradictions."""
+    """Return ``parallel``, made from ``TENSOR_PARALLEL_SIZE`` and ``_MODE`` where it is None;
+    refuse contradictions.
+    """
     size, mode = config["TENSOR_PARALLEL_SIZE"], config["TENSOR_PARALLEL_MODE"]
     parallel = config["parallel"] or {}
     tensor = dict(size=size, mode=mode) | (parallel.get("tensor") or {})
     if size not in (1, tensor.get("size")) or mode not in (None, tensor.get("mode")):
         raise UserError(
-            f"TENSOR_PARALLEL_SIZE={size}, TENSOR_PARALLEL_MODE={mode!r} contradict parallel.tensor={tensor!r}"
+            f"TENSOR_PARALLEL_SIZE={size}, TENSOR_PARALLEL_MODE={mode!r} contradict "
+            f"parallel.tensor={tensor!r}"
         )
     if tensor.get("mode") == "2.5d":
         tensor = dict(depth=1) | tensor
@@ -204,11 +221,12 @@ def _derive_parallel(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_original(values: dict[str, Any], recipe: Mapping[str, Any], name: str | None) -> list[str]:
-    """Replace the examples' key names in ``values``, add what is left out, and return how each key was read.
+    """Replace the examples' key names in ``values``, add what is left out, and return how each key
+    was read.
 
-    ``recipe`` is that of the task, called ``name``, for a config without MODEL; else it is empty. Colossal-AI's keys
-    (lower case) mean without a value what they mean there. Raises `UserError` for a key under both names; of a key
-    inside MODEL or DATA, the example's name counts.
+    ``recipe`` is that of the task, called ``name``, for a config without MODEL; else it is empty.
+    Colossal-AI's keys (lower case) mean without a value what they mean there. Raises `UserError`
+    for a key under both names; of a key inside MODEL or DATA, the example's name counts.
     """
     notes = _read_dali(values) + _read_fp16(values)
     named = {RENAMED.get(name, name) for name in values} | STATED
@@ -268,7 +286,8 @@ def _read_dali(values: dict[str, Any]) -> list[str]:
         )
     if dali:
         raise UserError(
-            f"unknown key dali.{next(iter(dali))}: known are dali.root, dali.mixup_alpha and dali.gpu_aug"
+            f"unknown key dali.{next(iter(dali))}: known are dali.root, dali.mixup_alpha and "
+            "dali.gpu_aug"
         )
     return notes
 
@@ -311,10 +330,12 @@ def _parse_value(text: str, takes_text: bool) -> Any:
 
 
 def execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]]:
-    """Return what a config file assigns, with ``overrides`` in force where it does, and the names that others use.
+    """Return what a config file assigns, with ``overrides`` in force where it does, and the names
+    that others use.
 
-    The plain values that it assigns hold in the recipes that it imports too (``from configs.x import *``), so that what
-    those derive follows: after ``TOTAL_BATCH_SIZE = 512`` their ``BATCH_SIZE = TOTAL_BATCH_SIZE // 2`` is 256.
+    The plain values that it assigns hold in the recipes that it imports too (``from configs.x
+    import *``), so that what those derive follows: after ``TOTAL_BATCH_SIZE = 512`` their
+    ``BATCH_SIZE = TOTAL_BATCH_SIZE // 2`` is 256.
 
     Raises `UserError` for a file that does not run, with the line that fails.
     """
@@ -362,7 +383,8 @@ def _execute(path: Path, overrides: Overrides) -> tuple[dict[str, Any], set[str]
             )
             if late := sorted(computed & read):
                 raise UserError(
-                    f"{where}: {module} derives other keys from {late[0]}: assign a plain value to it here"
+                    f"{where}: {module} derives other keys from {late[0]}: assign a plain value to "
+                    "it here"
                 )
             used |= read
         assert isinstance(node, ast.ImportFrom)

@@ -21,9 +21,8 @@ OWN = {
     "TOTAL_BATCH_SIZE = 512": dict(TOTAL_BATCH_SIZE=512, BATCH_SIZE=256),
     "gradient_accumulation = 4": dict(gradient_accumulation=4, BATCH_SIZE=1024),
     "_scale = 2\nTOTAL_BATCH_SIZE = 256 * _scale": dict(TOTAL_BATCH_SIZE=512, BATCH_SIZE=256),
-    "from configs.vit_s16_1d import LEARNING_RATE as _lr\nLEARNING_RATE = 2 * _lr\nNUM_EPOCHS += 1": dict(
-        LEARNING_RATE=6e-3, NUM_EPOCHS=301
-    ),
+    "from configs.vit_s16_1d import LEARNING_RATE as _lr\n"
+    "LEARNING_RATE = 2 * _lr\nNUM_EPOCHS += 1": dict(LEARNING_RATE=6e-3, NUM_EPOCHS=301),
     "WARMUP_EPOCHS = NUM_EPOCHS / 10\nNUM_EPOCHS = 400": dict(WARMUP_EPOCHS=30, NUM_EPOCHS=400),
     "OPTIMIZER = dict(name='lamb', variant='apex')": dict(
         OPTIMIZER={"name": "lamb", "variant": "apex"}
@@ -338,7 +337,10 @@ page.write_text(page.read_text().partition("| key |")[0] + keys_as_markdown() + 
 
 
 def test_the_help_on_a_key_is_its_paragraph_and_those_of_the_keys_inside():
-    words = " GPUs (docs/parallel-modes.md); values: dict(stage=...) or None; default: None\nzero.stage: 1: shard the "
+    words = (
+        " GPUs (docs/parallel-modes.md); values: dict(stage=...) or None; default: "
+        "None\nzero.stage: 1: shard the "
+    )
     assert words in describe_keys("zero", 200)
     assert "EMA_WARMUP" not in describe_keys("EMA")
 

@@ -23,7 +23,8 @@ class Model(Section):
 
     timm: str | None = key(
         None,
-        "a model of timm's by name, whose arguments the other keys then are ([own-images.md](own-images.md))",
+        "a model of timm's by name, whose arguments the other keys then are "
+        "([own-images.md](own-images.md))",
     )
     image_size: int = key(224, "side of the square input", unit="pixels", ge=1, le=65536)
     patch_size: int = key(
@@ -47,11 +48,13 @@ class Model(Section):
     )
     stem: Literal["patch", "conv"] = key(
         "patch",
-        "`conv`: 3 x 3 convolutions, one of stride 1 and then of stride 2, instead of the patch projection",
+        "`conv`: 3 x 3 convolutions, one of stride 1 and then of stride 2, instead of the patch "
+        "projection",
     )
     pool: Literal["cls", "avg", "seq"] = key(
         "cls",
-        "what the head reads: the class token, the mean of the patches, or their learned mean (arXiv 2104.05704)",
+        "what the head reads: the class token, the mean of the patches, or their learned mean "
+        "(arXiv 2104.05704)",
     )
     position: Literal["learned", "sincos2d"] = key(
         "learned", "position embedding; `sincos2d` is fixed"
@@ -135,13 +138,17 @@ class TimmModel(Section):
 
 
 def choose_model(value: Any, parse_shape: Any) -> Any:
-    """Return the section that MODEL's ``value`` is: `TimmModel` where it names one, else what ``parse_shape`` makes."""
+    """Return the section that MODEL's ``value`` is: `TimmModel` where it names one, else what
+    ``parse_shape`` makes.
+    """
     has_name = isinstance(value, Mapping) and isinstance(value.get("timm"), str)
     return parse(TimmModel, value) if has_name else parse_shape(value)
 
 
 def pretrained_config(name: str) -> Any:
-    """Return timm's configuration of the model or weights ``name``; raise `UserError` with the nearest name."""
+    """Return timm's configuration of the model or weights ``name``; raise `UserError` with the
+    nearest name.
+    """
     import timm  # takes a second
     from timm.models import get_pretrained_cfg
 

@@ -1,4 +1,6 @@
-"""The 15 config files of Colossal-AI's examples and benchmark, rebuilt from their values: what each comes to here."""
+"""The 15 config files of Colossal-AI's examples and benchmark, rebuilt from their values: what each
+comes to here.
+"""
 
 from pathlib import Path
 
@@ -31,7 +33,7 @@ gradient_accumulation = 2
 BATCH_SIZE = TOTAL_BATCH_SIZE // gradient_accumulation
 clip_grad_norm = 1.0
 LOG_PATH = f"./vit_{{TENSOR_PARALLEL_MODE}}_tp{{TENSOR_PARALLEL_SIZE}}_bs{{BATCH_SIZE}}_lr{{LEARNING_RATE}}/"
-"""
+"""  # noqa: E501
 CIFAR = """
 BATCH_SIZE = 512
 LEARNING_RATE = 2e-3
@@ -60,13 +62,17 @@ def parallel_lines(name: str) -> str:
     depth = "DEPTH = 1\n" if mode == "2.5d" else ""
     last = ", depth=DEPTH" if mode == "2.5d" else ""
     return (
-        f"TENSOR_PARALLEL_SIZE = {size}\nTENSOR_PARALLEL_MODE = {mode!r}\n{depth}parallel = dict(\n    pipeline=1,\n"
+        f"TENSOR_PARALLEL_SIZE = {size}\nTENSOR_PARALLEL_MODE = {mode!r}\n{depth}parallel = "
+        "dict(\n    pipeline=1,\n"
         f"    tensor=dict(mode=TENSOR_PARALLEL_MODE, size=TENSOR_PARALLEL_SIZE{last}),\n)"
     )
 
 
 CIFAR_1D = CIFAR.format(parallel=parallel_lines("1d"))
-SCALED = "fp16 = dict(mode=AMP_TYPE.NAIVE, initial_scale=8, growth_factor=4, hysteresis=2, num_losses=1, verbosity=0)\n"
+SCALED = (
+    "fp16 = dict(mode=AMP_TYPE.NAIVE, initial_scale=8, growth_factor=4, hysteresis=2, "
+    "num_losses=1, verbosity=0)\n"
+)
 SCALED += CIFAR_1D + "gradient_accumulation = 2\ndali = dict(root='/data')\n"
 # name in the originals' repositories: the recipe of its task, the file
 FILES = {"data_parallel/config.py": (find_task("imagenet_dali").recipe, DATA_PARALLEL)}
@@ -144,7 +150,10 @@ def test_own_scripts_take_recipes_and_naives_options_and_are_checked(capsys):
 
 
 def test_dalis_root_stands_beside_the_recipes_data(tmp_path):
-    text = "TOTAL_BATCH_SIZE = 8\nseed = 7\nLOG_PATH = str(seed)\ndali = dict(root='/data/x', gpu_aug=True)\n"
+    text = (
+        "TOTAL_BATCH_SIZE = 8\nseed = 7\nLOG_PATH = str(seed)\ndali = dict(root='/data/x', "
+        "gpu_aug=True)\n"
+    )
     config = load(tmp_path, text, "vit_s16_vanilla")
     assert (config["DATA"]["root"], config["DATA"]["mean"]) == ("/data/x", (0.5, 0.5, 0.5))
     assert [config[key] for key in ("SEED", "OUTPUT", "fp16", "BATCH_SIZE")] == [7, "7", None, None]

@@ -1,4 +1,6 @@
-"""The batch arithmetic of a run, worked out once from the config, the number of GPUs and the data set."""
+"""The batch arithmetic of a run, worked out once from the config, the number of GPUs and the data
+set.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +14,9 @@ from common.files import Count
 class DataSummary:
     """A data set's sample counts, its classes, and which one it is.
 
-    ``fingerprint`` is a checksum over its content, wherever it lies. ``shard_bytes`` are those of the training images
-    in shards, 0 where there are none; ``is_shuffled`` tells whether consecutive ones are of different classes.
-    ``validation`` says where the evaluation images come from.
+    ``fingerprint`` is a checksum over its content, wherever it lies. ``shard_bytes`` are those of
+    the training images in shards, 0 where there are none; ``is_shuffled`` tells whether consecutive
+    ones are of different classes. ``validation`` says where the evaluation images come from.
     """
 
     train_samples: Count
@@ -31,10 +33,10 @@ class DataSummary:
 class Plan:
     """How a global batch is cut up, and how long the run is. One step is one optimizer step.
 
-    ``total_batch = micro_batch * accumulation * data_parallel`` and ``gpus = data_parallel * tensor_parallel``.
-    ``total_steps`` is the length of the schedule, ``last_step`` where the run ends (less with ``MAX_STEPS``).
-    ``total_is_derived``: TOTAL_BATCH_SIZE was not set.
-    ``dtype`` is what matrix products are computed in, ``order`` that in which shards are read, if there are any.
+    ``total_batch = micro_batch * accumulation * data_parallel`` and ``gpus = data_parallel *
+    tensor_parallel``. ``total_steps`` is the length of the schedule, ``last_step`` where the run
+    ends (less with ``MAX_STEPS``). ``total_is_derived``: TOTAL_BATCH_SIZE was not set. ``dtype`` is
+    what matrix products are computed in, ``order`` that in which shards are read, if there are any.
     """
 
     gpus: Count
@@ -66,7 +68,8 @@ class Plan:
 def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -> Plan:
     """Work out the plan for ``gpus`` processes; without ``data`` all step counts are 0.
 
-    Raises `UserError` where a batch or the number of GPUs does not divide, naming the nearest that does.
+    Raises `UserError` where a batch or the number of GPUs does not divide, naming the nearest that
+    does.
     """
     tensor = config["parallel"]["tensor"]["size"]
     if gpus % tensor:
@@ -86,7 +89,8 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
     steps_per_epoch = data.train_samples // total if data else 0
     if data and not steps_per_epoch:
         raise UserError(
-            f"TOTAL_BATCH_SIZE={total} is more than the {data.train_samples} training images: set it to at most that"
+            f"TOTAL_BATCH_SIZE={total} is more than the {data.train_samples} training images: set "
+            "it to at most that"
         )
     total_steps = config["NUM_EPOCHS"] * steps_per_epoch
     cooldown = max(0, min(round(config["COOLDOWN_EPOCHS"] * steps_per_epoch), total_steps - 1))
@@ -110,7 +114,8 @@ def build_plan(config: Mapping[str, Any], gpus: int, data: DataSummary | None) -
 
 
 def _divide_batch(config: Mapping[str, Any], total: int, data_parallel: int) -> tuple[int, int]:
-    """Return (micro-batch, accumulation); the config says either, both, or neither (accumulation 1).
+    """Return (micro-batch, accumulation); the config says either, both, or neither (accumulation
+    1).
 
     Without accumulation, a micro-batch is no larger than what a process has of the global batch.
     """
@@ -119,8 +124,10 @@ def _divide_batch(config: Mapping[str, Any], total: int, data_parallel: int) -> 
         micro = None if total % data_parallel else total // data_parallel
     if micro and accumulation and micro * accumulation * data_parallel != total:
         raise UserError(
-            f"MICRO_BATCH_SIZE={micro} x gradient_accumulation={accumulation} x {data_parallel} processes is "
-            f"{micro * accumulation * data_parallel}, not TOTAL_BATCH_SIZE={total}: set one of the first two to None"
+            f"MICRO_BATCH_SIZE={micro} x gradient_accumulation={accumulation} x {data_parallel} "
+            "processes is "
+            f"{micro * accumulation * data_parallel}, not TOTAL_BATCH_SIZE={total}: set one of the "
+            "first two to None"
         )
     unit = (micro or accumulation or 1) * data_parallel
     if total % unit:
@@ -131,8 +138,10 @@ def _divide_batch(config: Mapping[str, Any], total: int, data_parallel: int) -> 
         )
         either = ", or MICRO_BATCH_SIZE=None" if micro and not total % data_parallel else ""
         raise UserError(
-            f"TOTAL_BATCH_SIZE={total} is not divisible by {said}{counted(data_parallel, 'data-parallel process')}: "
-            f"set it to {nearest_multiples(total, unit)}{either}, or start another number of processes"
+            f"TOTAL_BATCH_SIZE={total} is not divisible by "
+            f"{said}{counted(data_parallel, 'data-parallel process')}: "
+            f"set it to {nearest_multiples(total, unit)}{either}, or start another number of "
+            "processes"
         )
     micro, accumulation = (micro, total // unit) if micro else (total // unit, accumulation or 1)
     stated = config["BATCH_SIZE"]

@@ -45,7 +45,8 @@ TimmRandAugment = Annotated[
 class Data(Section):
     root: str | None = key(
         None,
-        "folder of the data set; `None`: `$DATA`, or without it CIFAR-10 and Caltech-101 are downloaded to ./data",
+        "folder of the data set; `None`: `$DATA`, or without it CIFAR-10 and Caltech-101 are "
+        "downloaded to ./data",
     )
     download: bool = key(
         False, "CIFAR-10, Caltech-101: fetch the data set into `root` if it is not there"
@@ -56,7 +57,8 @@ class Data(Section):
     )
     order: Literal[None, "blocks", "random"] = key(
         None,
-        "order over shards (data.md); blocks: in large reads, shuffled within windows; random: image by image; `None`: "
+        "order over shards (data.md); blocks: in large reads, shuffled within windows; random: "
+        "image by image; `None`: "
         "blocks where the training shards exceed the host's memory",
     )
     block: Number = key(16, "most that is read at once in blocks", unit="MB", ge=1e-3, le=1e4)
@@ -65,7 +67,8 @@ class Data(Section):
     )
     crop: Literal["random_resized", "simple"] = key(
         "random_resized",
-        "training crop; `simple` (DeiT III): a random square of the resized image, padded by 4 pixels",
+        "training crop; `simple` (DeiT III): a random square of the resized image, padded by 4 "
+        "pixels",
     )
     crop_scale: Annotated[Pair, Predicate(lambda pair: 0 < pair[0] <= pair[1] <= 1)] = key(
         (0.08, 1.0),
@@ -86,7 +89,8 @@ class Data(Section):
     )
     randaugment: TorchvisionRandAugment | TimmRandAugment | None = key(
         None,
-        "`(n, m)`: torchvision's `RandAugment(n, 3 * m)`, with m as in the paper; a text: timm's, with "
+        "`(n, m)`: torchvision's `RandAugment(n, 3 * m)`, with m as in the paper; a text: timm's, "
+        "with "
         "`loader='torchvision'` only",
         says="None, (operations >= 1, magnitude from 0 to 10) or text, as 'rand-m9-mstd0.5-inc1'",
     )
@@ -169,7 +173,8 @@ class Log(Section):
     tensorboard: bool = key(True, "write TensorBoard event files too")
     trackers: Annotated[list[str], Field(strict=False)] = key(
         [],
-        "`wandb`, offline unless `WANDB_MODE` is set, to the project vit-large-batch unless `WANDB_PROJECT` is set",
+        "`wandb`, offline unless `WANDB_MODE` is set, to the project vit-large-batch unless "
+        "`WANDB_PROJECT` is set",
     )
 
 
@@ -207,7 +212,8 @@ class Fp16(Options):
     )
     dtype: Literal["float16", "bfloat16"] | None = key(
         None,
-        "compute dtype; `None`: bfloat16 where the device has it, else float16 on GPUs, float32 on CPUs",
+        "compute dtype; `None`: bfloat16 where the device has it, else float16 on GPUs, float32 "
+        "on CPUs",
     )
     opt_level: Literal["O0", "O1", "O2", "O3"] = key(
         "O1", "O0: float32; O1: TORCH; O2: NAIVE; O3: no float32 weights"
@@ -291,7 +297,8 @@ class Config(Section):
     WEIGHT_DECAY: Number = key(0.0, "decoupled, but for `sgd`", ge=0)
     LR_SCHEDULE: Literal[*SCHEDULES] = key(  # pyright: ignore[reportInvalidTypeForm]
         "cosine",
-        "decay after warm-up, to `MIN_LR`; `timm`: a cosine over all steps, without the part of warm-up",
+        "decay after warm-up, to `MIN_LR`; `timm`: a cosine over all steps, without the part of "
+        "warm-up",
     )
     MIN_LR: Number = key(0.0, "learning rate at the end of the decay", ge=0)
     WARMUP_LR: Number | None = key(
@@ -344,7 +351,8 @@ class Config(Section):
     LABEL_SMOOTHING: Number = key(0.0, "share of the target spread over all classes", ge=0, lt=1)
     BCE_THRESHOLD: Annotated[Number, Field(ge=0, lt=1)] | Literal["soft"] | None = key(
         None,
-        "binary cross-entropy: classes above this share of the label are on, or with 'soft' the shares are the target; "
+        "binary cross-entropy: classes above this share of the label are on, or with 'soft' the "
+        "shares are the target; "
         "`None`: cross-entropy",
         says="number >= 0 and < 1, 'soft' or None",
     )
@@ -374,7 +382,8 @@ class Config(Section):
     TF32: bool = key(True, "let float32 products round their inputs to TF32 on GPUs that have it")
     COMPILE: bool | Literal["model"] | None = key(
         None,
-        "torch.compile: True: the blocks; 'model': the model; `None`: True on GPUs without tensor parallelism",
+        "torch.compile: True: the blocks; 'model': the model; `None`: True on GPUs without tensor "
+        "parallelism",
         says="True, False, None or 'model'",
     )
     gradient_accumulation: int | None = key(None, "micro-batches per optimizer step", ge=1)
@@ -389,20 +398,24 @@ class Config(Section):
     def _check(self) -> "Config":
         if self.TOTAL_BATCH_SIZE is None and self.MICRO_BATCH_SIZE is None:
             raise ValueError(
-                f"TOTAL_BATCH_SIZE is missing: {type(self).model_fields['TOTAL_BATCH_SIZE'].description}"
+                "TOTAL_BATCH_SIZE is missing: "
+                f"{type(self).model_fields['TOTAL_BATCH_SIZE'].description}"
             )
         if self.WARMUP_EPOCHS + self.COOLDOWN_EPOCHS >= self.NUM_EPOCHS:
             cooldown = f" - COOLDOWN_EPOCHS={self.COOLDOWN_EPOCHS}" if self.COOLDOWN_EPOCHS else ""
             raise ValueError(
-                f"WARMUP_EPOCHS={self.WARMUP_EPOCHS} must be less than NUM_EPOCHS={self.NUM_EPOCHS}{cooldown}"
+                f"WARMUP_EPOCHS={self.WARMUP_EPOCHS} must be less than "
+                f"NUM_EPOCHS={self.NUM_EPOCHS}{cooldown}"
             )
         if self.FREEZE and (decay := self.OPTIMIZER.layer_decay) != 1:
             raise ValueError(
-                f"FREEZE={self.FREEZE!r} trains the head alone: leave out OPTIMIZER.layer_decay={decay}"
+                f"FREEZE={self.FREEZE!r} trains the head alone: leave out "
+                f"OPTIMIZER.layer_decay={decay}"
             )
         if self.BCE_THRESHOLD not in (None, "soft") and (smoothing := self.LABEL_SMOOTHING):
             raise ValueError(
-                f"BCE_THRESHOLD={self.BCE_THRESHOLD} undoes LABEL_SMOOTHING={smoothing}: set one of them"
+                f"BCE_THRESHOLD={self.BCE_THRESHOLD} undoes LABEL_SMOOTHING={smoothing}: set one "
+                "of them"
             )
         return self
 
@@ -433,18 +446,22 @@ def keys_as_markdown() -> str:
     """Return the table of all keys that docs/config.md holds."""
     rows = ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
     rows += [
-        f"| `{key}` | {'dict' if section_of(field) else values_of(field)} | {_default(field)} | {field.description} |"
+        f"| `{key}` | {'dict' if section_of(field) else values_of(field)} | {_default(field)} | "
+        f"{field.description} |"
         for key, field in all_keys()
     ]
     return "\n".join(rows)
 
 
 def describe_keys(name: str = "", width: int = 80) -> str:
-    """Return a paragraph on the key ``name`` and on each inside it, or on all keys, wrapped at ``width`` columns."""
+    """Return a paragraph on the key ``name`` and on each inside it, or on all keys, wrapped at
+    ``width`` columns.
+    """
     if name:
         find_key(name)
     lines = [
-        f"{key}: {field.description}; values: {values_of(field)}; default: {_default(field) or 'a dict'}"
+        f"{key}: {field.description}; values: {values_of(field)}; default: "
+        f"{_default(field) or 'a dict'}"
         for key, field in all_keys()
         if not name or key == name or key.startswith(f"{name}.")
     ]

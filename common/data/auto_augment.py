@@ -39,11 +39,12 @@ Operation = tuple[str, float]  # torchvision's name and magnitude
 
 
 class Policy:
-    """Augment by operations of torchvision's ``transform``, as ``uniforms`` numbers in [0, 1) for each image draw them.
+    """Augment by operations of torchvision's ``transform``, as ``uniforms`` numbers in [0, 1) for
+    each image draw them.
 
-    A PIL image is augmented by torchvision. `augment_batch` does the same to a batch on any device, without waiting for
-    a GPU: pixels are moved exactly as Pillow does, and values differ by its rounding. What lies outside the image has
-    the value ``fill``.
+    A PIL image is augmented by torchvision. `augment_batch` does the same to a batch on any device,
+    without waiting for a GPU: pixels are moved exactly as Pillow does, and values differ by its
+    rounding. What lies outside the image has the value ``fill``.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class Policy:
         raise NotImplementedError
 
     def draw(self, uniforms: np.ndarray) -> np.ndarray:
-        """Return what to apply to each image, one after the other: indices of operations, int [B, N]."""
+        """Return what to apply to each image, one after the other: indices of operations, int [B,
+        N].
+        """
         raise NotImplementedError
 
     def __call__(self, image: Image.Image, uniforms: np.ndarray) -> Image.Image:
@@ -69,7 +72,9 @@ class Policy:
         return image
 
     def augment_batch(self, images: Tensor, uniforms: np.ndarray) -> Tensor:
-        """Augment ``images``, uint8 [B, 3, Y, X], in place by ``uniforms`` [B, `uniforms`]; return them."""
+        """Augment ``images``, uint8 [B, 3, Y, X], in place by ``uniforms`` [B, `uniforms`]; return
+        them.
+        """
         kinds, sources, tables, factors = self._tables(*images.shape[2:], images.device)
         for drawn in self.draw(uniforms).T:
             order = np.argsort(kinds[drawn], kind="stable")
@@ -87,7 +92,9 @@ class Policy:
     def _signed(
         self, name: str, level: int | None, bins: int, height: int, width: int
     ) -> list[Operation]:
-        """Return an operation with the negative and with the positive magnitude of a level, if it has one."""
+        """Return an operation with the negative and with the positive magnitude of a level, if it
+        has one.
+        """
         magnitudes_of, is_signed = self.transform._AUGMENTATION_SPACE[name]
         magnitudes = magnitudes_of(bins, height, width)
         magnitude = 0.0 if magnitudes is None else float(magnitudes.numpy()[level])
@@ -101,8 +108,9 @@ class Policy:
     def _build_tables(
         self, height: int, width: int, device: torch.device
     ) -> tuple[np.ndarray, Tensor, Tensor, Tensor]:
-        """Return for each of N operations: its kind, int [N]; the number of the pixel that it moves to each place, int
-        [N, Y * X], which is Y * X outside the image; each value's new value, uint8 [N, 256]; its factor [N, 1, 1, 1].
+        """Return for each of N operations: its kind, int [N]; the number of the pixel that it moves
+        to each place, int [N, Y * X], which is Y * X outside the image; each value's new value,
+        uint8 [N, 256]; its factor [N, 1, 1, 1].
         """
         operations, first = self._operations(height, width), self.fill + 1
 
@@ -132,9 +140,11 @@ class Policy:
 
 
 class RandAugment(Policy):
-    """``operations`` of torchvision's 14, drawn independently, at one ``magnitude`` of 0 to 10 (arXiv 1909.13719).
+    """``operations`` of torchvision's 14, drawn independently, at one ``magnitude`` of 0 to 10
+    (arXiv 1909.13719).
 
-    10 is the largest, as in the paper, TensorFlow and timm; torchvision counts the same range from 0 to 30.
+    10 is the largest, as in the paper, TensorFlow and timm; torchvision counts the same range from
+    0 to 30.
     """
 
     def __init__(self, operations: int, magnitude: float) -> None:
@@ -156,7 +166,9 @@ class RandAugment(Policy):
 
 
 class AutoAugment(Policy):
-    """One of the 25 pairs of operations of AutoAugment's policy for CIFAR-10 (arXiv 1805.09501, table 7)."""
+    """One of the 25 pairs of operations of AutoAugment's policy for CIFAR-10 (arXiv 1805.09501,
+    table 7).
+    """
 
     UNIFORMS = 5  # the pair; then for each of its operations whether it is applied, and its sign
 
@@ -181,7 +193,9 @@ class AutoAugment(Policy):
 
 
 class TimmRandAugment:
-    """timm's RandAugment, as ``text`` describes it; all its random numbers come from one of the image's own."""
+    """timm's RandAugment, as ``text`` describes it; all its random numbers come from one of the
+    image's own.
+    """
 
     uniforms = 1
 
@@ -198,7 +212,9 @@ class TimmRandAugment:
                 operation.aug_fn = _posterize
 
     def __call__(self, image: Image.Image, uniforms: np.ndarray) -> Image.Image:
-        """Return ``image`` augmented; with DATA.workers=0 this seeds `random` and NumPy's generator of the process."""
+        """Return ``image`` augmented; with DATA.workers=0 this seeds `random` and NumPy's generator
+        of the process.
+        """
         number = int(2**32 * uniforms[0])
         random.seed(number)
         np.random.seed(number)
@@ -206,26 +222,34 @@ class TimmRandAugment:
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
-    """Keep ``bits`` of each value, as timm does; magnitude 10 keeps none, which Pillow 13 refuses."""
+    """Keep ``bits`` of each value, as timm does; magnitude 10 keeps none, which Pillow 13
+    refuses.
+    """
     return ImageOps.posterize(image, bits) if bits > 0 else Image.new(image.mode, image.size)
 
 
 def move(images: Tensor, sources: Tensor, fill: int) -> None:
-    """Replace each pixel of ``images`` by that of number ``sources`` [B, Y * X]; the one after the last is ``fill``."""
+    """Replace each pixel of ``images`` by that of number ``sources`` [B, Y * X]; the one after the
+    last is ``fill``.
+    """
     pixels = F.pad(images.flatten(2), (0, 1), value=fill)
     images.copy_(pixels.gather(2, sources[:, None].expand(-1, 3, -1)).view_as(images))
 
 
 def map_values(images: Tensor, tables: Tensor, counts: list[int]) -> None:
-    """Replace values by ``tables`` [counts[0], 256], then stretch ``counts[1]`` images and equalize ``counts[2]``."""
+    """Replace values by ``tables`` [counts[0], 256], then stretch ``counts[1]`` images and equalize
+    ``counts[2]``.
+    """
     values = images.flatten(2).long()
     equalized = values[counts[0] + counts[1] :]
     low, high = torch.aminmax(values[counts[0] :], dim=2, keepdim=True)
     levels = torch.arange(256, device=images.device)
-    # AutoContrast: from the lowest and highest value of a channel to 0 and 255, unless they are the same
+    # AutoContrast: from the lowest and highest value of a channel to 0 and 255, unless they are the
+    # same
     (low, _), (high, highest) = (bound.split(counts[1:]) for bound in (low, high))
     stretch = torch.where(high > low, (levels - low) * (255 / (high - low)), levels)
-    # Equalize, as Pillow counts: below each value, in steps of a 255th of all pixels that are not of the highest value
+    # Equalize, as Pillow counts: below each value, in steps of a 255th of all pixels that are not
+    # of the highest value
     ones = torch.ones((), dtype=torch.long, device=images.device).expand_as(equalized)
     histogram = torch.zeros(*equalized.shape[:2], 256, dtype=torch.long, device=images.device)
     histogram.scatter_add_(2, equalized, ones)
@@ -243,7 +267,9 @@ def map_values(images: Tensor, tables: Tensor, counts: list[int]) -> None:
 
 
 def blend(images: Tensor, factors: Tensor, counts: list[int]) -> None:
-    """Extrapolate from ``counts[0]`` images without colour, ``counts[1]`` of their mean, ``counts[2]`` blurred."""
+    """Extrapolate from ``counts[0]`` images without colour, ``counts[1]`` of their mean,
+    ``counts[2]`` blurred.
+    """
     pixels = images.float()
     start = pixels.clone()
     _, constant, blurred = start.split(counts)

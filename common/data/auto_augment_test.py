@@ -22,7 +22,9 @@ ROUNDED = (
 
 
 def rand_augment(magnitude: int, numbers: np.ndarray) -> Image.Image:
-    """Return torchvision's result where it draws ``numbers``: by pairs, one for the operation, one for the sign."""
+    """Return torchvision's result where it draws ``numbers``: by pairs, one for the operation, one
+    for the sign.
+    """
     pairs, signs = iter(numbers.reshape(-1, 2)), []
 
     def randint(count: int, _: tuple) -> int:

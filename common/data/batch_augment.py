@@ -1,7 +1,8 @@
-"""Augmentation of training batches on their device, after any loader, and the loss that goes with it.
+"""Augmentation of training batches on their device, after any loader, and the loss that goes with
+it.
 
-Colours: 3-Augment (DeiT III, arXiv 2204.07118) and colour jitter. Random erasing (arXiv 1708.04896). Mixup (Zhang et
-al., arXiv 1710.09412) and CutMix (Yun et al., arXiv 1905.04899).
+Colours: 3-Augment (DeiT III, arXiv 2204.07118) and colour jitter. Random erasing (arXiv
+1708.04896). Mixup (Zhang et al., arXiv 1710.09412) and CutMix (Yun et al., arXiv 1905.04899).
 """
 
 import math
@@ -29,12 +30,14 @@ Blended = tuple[
 
 
 def augment_colors(config: Mapping[str, Any], images: Tensor, uniforms: np.ndarray) -> None:
-    """Change the colours of normalised ``images`` [B, 3, Y, X] in place; ``uniforms`` are [B, `COLOR_UNIFORMS`].
+    """Change the colours of normalised ``images`` [B, 3, Y, X] in place; ``uniforms`` are [B,
+    `COLOR_UNIFORMS`].
 
-    With ``THREE_AUGMENT`` an image is made grey, solarised or blurred, each for a third of the images. Then its
-    brightness, contrast and saturation are multiplied by factors that are at most ``COLOR_JITTER`` from 1, clipped once
-    at the end. Values are rounded to 8 bits. DeiT's own code differs by rounding, by Pillow's approximation of the
-    Gaussian, and by clipping between the jitter's three operations, whose order is otherwise without effect.
+    With ``THREE_AUGMENT`` an image is made grey, solarised or blurred, each for a third of the
+    images. Then its brightness, contrast and saturation are multiplied by factors that are at most
+    ``COLOR_JITTER`` from 1, clipped once at the end. Values are rounded to 8 bits. DeiT's own code
+    differs by rounding, by Pillow's approximation of the Gaussian, and by clipping between the
+    jitter's three operations, whose order is otherwise without effect.
     """
     scale = (np.array(config["DATA"][key])[:, None, None] * 255 for key in ("mean", "std"))
     mean_C11, std_C11 = (to_device(values.astype(np.float32), images.device) for values in scale)
@@ -63,7 +66,9 @@ def solarise(pixels: Tensor, _: np.ndarray) -> Tensor:
 
 
 def blur(pixels: Tensor, sigmas: np.ndarray) -> Tensor:
-    """Return images [B, 3, Y, X], each blurred by a Gaussian of its sigma [B] and rounded; their edge is repeated."""
+    """Return images [B, 3, Y, X], each blurred by a Gaussian of its sigma [B] and rounded; their
+    edge is repeated.
+    """
     kernels = np.exp(-0.5 * (np.arange(-RADIUS, RADIUS + 1) / sigmas[:, None]) ** 2)
     kernels = np.repeat(kernels / kernels.sum(1, keepdims=True), 3, axis=0).astype(np.float32)
     weight = to_device(kernels[:, None, None], pixels.device)
@@ -87,7 +92,8 @@ def luma(pixels: Tensor) -> Tensor:
 
 
 def erase(config: Mapping[str, Any], images: Tensor, uniforms: np.ndarray) -> None:
-    """Set a rectangle of some ``images`` [B, 3, Y, X] to 0, the mean, by ``uniforms`` [B, `ERASING_UNIFORMS`].
+    """Set a rectangle of some ``images`` [B, 3, Y, X] to 0, the mean, by ``uniforms`` [B,
+    `ERASING_UNIFORMS`].
 
     In the mode "pixel" it becomes normal noise instead, drawn once a batch.
     """
@@ -120,8 +126,9 @@ def cut_and_paste(
 ) -> Blended:
     """CutMix: copy one box from sample B-1-i into sample i, in place.
 
-    The box has the aspect ratio of the image and the fraction ``1 - share`` of its area. It is centred at `center`
-    (y, x from 0 to 1) and clipped to the image; the label weights follow the clipped area.
+    The box has the aspect ratio of the image and the fraction ``1 - share`` of its area. It is
+    centred at `center` (y, x from 0 to 1) and clipped to the image; the label weights follow the
+    clipped area.
     """
     height, width = images.shape[-2:]
     top, bottom = _span(height, share, center[0])
@@ -145,8 +152,8 @@ def _two_labels(labels: Tensor, share: float) -> dict[str, Tensor]:
     }
 
 
-# Augmentations of single images, in their order: the keys that turn one on, the kind of its draws, how many numbers it
-# takes for each image, and what changes a batch in place.
+# Augmentations of single images, in their order: the keys that turn one on, the kind of its draws,
+# how many numbers it takes for each image, and what changes a batch in place.
 CHANGES = (
     (("THREE_AUGMENT", "COLOR_JITTER"), COLORS, COLOR_UNIFORMS, augment_colors),
     (("ERASING",), ERASING, ERASING_UNIFORMS, erase),
@@ -154,14 +161,16 @@ CHANGES = (
 
 
 class BatchAugment:
-    """Change a training loader's images, then blend them with one another, in place, as the config's keys say.
+    """Change a training loader's images, then blend them with one another, in place, as the
+    config's keys say.
 
-    ``MIXUP`` and ``CUTMIX`` are the alphas of the Beta distributions that the share of the first image is drawn from,
-    once a micro-batch; if both are above 0, each is used for half of the micro-batches, as in timm. The labels of
-    blended images become the arguments of `MixupLoss` beside the logits.
+    ``MIXUP`` and ``CUTMIX`` are the alphas of the Beta distributions that the share of the first
+    image is drawn from, once a micro-batch; if both are above 0, each is used for half of the
+    micro-batches, as in timm. The labels of blended images become the arguments of `MixupLoss`
+    beside the logits.
 
-    All draws are pure functions of the seed, the loader's position and, for blending, the rank, so that a resumed run
-    draws the same.
+    All draws are pure functions of the seed, the loader's position and, for blending, the rank, so
+    that a resumed run draws the same.
     """
 
     def __init__(self, loader: Loader, config: Mapping[str, Any]) -> None:
@@ -210,9 +219,9 @@ class BatchAugment:
 class MixupLoss(nn.Module):
     """Loss against the two weighted labels of a mixed image, in float32.
 
-    Cross-entropy against the weighted one-hot labels. With ``bce_threshold``: binary cross-entropy, averaged over the
-    classes or with ``bce_sum`` summed, with target 1 for classes whose weight exceeds it (DeiT III, arXiv 2204.07118),
-    or with "soft" against the smoothed weights.
+    Cross-entropy against the weighted one-hot labels. With ``bce_threshold``: binary cross-entropy,
+    averaged over the classes or with ``bce_sum`` summed, with target 1 for classes whose weight
+    exceeds it (DeiT III, arXiv 2204.07118), or with "soft" against the smoothed weights.
     """
 
     def __init__(
@@ -235,7 +244,9 @@ class MixupLoss(nn.Module):
         other: Tensor | None = None,
         share: Tensor | None = None,
     ) -> Tensor:
-        """Return the mean loss of `logits` [B, num_classes]; labels of -100 are ignored, and the mean of none is 0."""
+        """Return the mean loss of `logits` [B, num_classes]; labels of -100 are ignored, and the
+        mean of none is 0.
+        """
         labels = (
             [(target, 1.0)]
             if other is None or share is None

@@ -1,4 +1,6 @@
-"""Augmentation of batches against torchvision, Pillow and timm; its draws in any number of processes; the loss."""
+"""Augmentation of batches against torchvision, Pillow and timm; its draws in any number of
+processes; the loss.
+"""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -99,7 +101,9 @@ def test_shares_differ_by_epoch_step_rank_and_seed_only():
 
 
 def test_mixup_and_cutmix_alternate():
-    """Each for half of the micro-batches, within five standard errors of 600: a cut leaves whole numbers."""
+    """Each for half of the micro-batches, within five standard errors of 600: a cut leaves whole
+    numbers.
+    """
     both = build(MIXUP=0.8, CUTMIX=1.0)
     cut = [torch.equal(images, images.round()) for _ in range(100) for images, _ in both]
     assert np.mean(cut) == pytest.approx(0.5, abs=0.1)
@@ -193,7 +197,9 @@ def test_each_operation_of_3_augment_is_deits(uniforms, expected, most, mean):
 
 
 def test_jitter_is_torchvisions():
-    """Within a level for each of the three roundings, of an image in which nothing is clipped. Clipping comes last."""
+    """Within a level for each of the three roundings, of an image in which nothing is clipped.
+    Clipping comes last.
+    """
     expected = soft = IMAGE.point(lambda value: 70 + 0.4 * value)
     found = colored([0, 0, 1 / 3, 1 / 6, 5 / 6], jitter=0.3, image=soft)
     for name, factor in dict(brightness=0.9, contrast=0.8, saturation=1.2).items():

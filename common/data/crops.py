@@ -1,7 +1,7 @@
 """From a decoded image to the network's input: crop and mirror, resize as Pillow does, normalise.
 
-Crops are computed from image sizes and uniform numbers before a pixel is decoded, so that all loaders, in any number of
-processes, produce the same ones.
+Crops are computed from image sizes and uniform numbers before a pixel is decoded, so that all
+loaders, in any number of processes, produce the same ones.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,13 @@ REFLECTED = 4  # pixels on each side of the simple random crop
 
 
 class Crops(NamedTuple):
-    """What to do with each of B images: decode a window, resample a region of it to the network's square, mirror it.
+    """What to do with each of B images: decode a window, resample a region of it to the network's
+    square, mirror it.
 
-    The window's ``start`` and ``shape`` are int32 [B, 2], (y, x) in pixels of the image; ``region_start`` and
-    ``region_end`` are float32 [B, 2] in pixels of the window; ``flip`` is bool [B]. Before it is mirrored, the square
-    is moved by ``shift``, int32 [B, 2], and what lies outside the image then is its reflection (`reflected`).
+    The window's ``start`` and ``shape`` are int32 [B, 2], (y, x) in pixels of the image;
+    ``region_start`` and ``region_end`` are float32 [B, 2] in pixels of the window; ``flip`` is bool
+    [B]. Before it is mirrored, the square is moved by ``shift``, int32 [B, 2], and what lies
+    outside the image then is its reflection (`reflected`).
     """
 
     start: np.ndarray
@@ -39,10 +41,12 @@ class Crops(NamedTuple):
 
 @dataclass(frozen=True)
 class RandomCrop:
-    """Crop a random share of the area at a random aspect ratio, and mirror half of the images if ``flip``.
+    """Crop a random share of the area at a random aspect ratio, and mirror half of the images if
+    ``flip``.
 
-    The distribution is that of torchvision's ``RandomResizedCrop`` (Inception's crop, arXiv 1409.4842): ten tries, then
-    the largest central crop of an allowed ratio. ``scale`` is the share of the area, ``ratio`` is width / height.
+    The distribution is that of torchvision's ``RandomResizedCrop`` (Inception's crop, arXiv
+    1409.4842): ten tries, then the largest central crop of an allowed ratio. ``scale`` is the share
+    of the area, ``ratio`` is width / height.
     """
 
     scale: tuple[float, float] = (0.08, 1.0)
@@ -51,7 +55,9 @@ class RandomCrop:
     interpolation: str = "bilinear"
 
     def __call__(self, shape: np.ndarray, uniforms: np.ndarray) -> Crops:
-        """Return the crops of images of ``shape``, int64 [B, 2], from the first `CROP_UNIFORMS` of ``uniforms``."""
+        """Return the crops of images of ``shape``, int64 [B, 2], from the first `CROP_UNIFORMS` of
+        ``uniforms``.
+        """
         area = shape.prod(1, keepdims=True) * (
             self.scale[0] + (self.scale[1] - self.scale[0]) * uniforms[:, :TRIES]
         )
@@ -79,10 +85,11 @@ class RandomCrop:
 
 @dataclass(frozen=True)
 class SimpleCrop:
-    """Resize the short side to ``size``, pad by reflection, and cut out a random square of ``size``.
+    """Resize the short side to ``size``, pad by reflection, and cut out a random square of
+    ``size``.
 
-    This is DeiT III's simple random crop (arXiv 2204.07118): torchvision's ``Resize`` and ``RandomCrop(padding=4,
-    padding_mode="reflect")``. Half of the images are mirrored if ``flip``.
+    This is DeiT III's simple random crop (arXiv 2204.07118): torchvision's ``Resize`` and
+    ``RandomCrop(padding=4, padding_mode="reflect")``. Half of the images are mirrored if ``flip``.
     """
 
     size: int
@@ -90,7 +97,9 @@ class SimpleCrop:
     interpolation: str = "bilinear"
 
     def __call__(self, shape: np.ndarray, uniforms: np.ndarray) -> Crops:
-        """Return the crops of images of ``shape``, int64 [B, 2], from the last of `CROP_UNIFORMS` ``uniforms``."""
+        """Return the crops of images of ``shape``, int64 [B, 2], from the last of `CROP_UNIFORMS`
+        ``uniforms``.
+        """
         resized = _resized(shape, self.size)
         places = resized + 2 * REFLECTED - self.size + 1
         offset = (
@@ -105,7 +114,9 @@ class SimpleCrop:
 
 @dataclass(frozen=True)
 class CenterCrop:
-    """Resize the short side to ``short_side`` and cut out the central ``size`` square, just as torchvision does."""
+    """Resize the short side to ``short_side`` and cut out the central ``size`` square, just as
+    torchvision does.
+    """
 
     size: int
     short_side: int
@@ -131,10 +142,12 @@ def _resized(shape: np.ndarray, short_side: int) -> np.ndarray:
 
 
 def _square(shape: np.ndarray, resized: np.ndarray, offset: np.ndarray, size: int) -> Crops:
-    """Return the square at ``offset`` of images that are resized from ``shape`` to ``resized``, all int [B, 2].
+    """Return the square at ``offset`` of images that are resized from ``shape`` to ``resized``, all
+    int [B, 2].
 
-    Only the part of the image that reaches those pixels is decoded: `MARGIN` pixels more on each side than the square,
-    of the image or of the result, whichever are larger, for the antialiasing filter.
+    Only the part of the image that reaches those pixels is decoded: `MARGIN` pixels more on each
+    side than the square, of the image or of the result, whichever are larger, for the antialiasing
+    filter.
     """
     scale = shape / resized
     margin = MARGIN * np.maximum(scale, 1)
@@ -160,7 +173,9 @@ Crop = RandomCrop | SimpleCrop | CenterCrop
 
 
 def crop_image(image: np.ndarray, crop: Crop, size: int, uniforms: Any = None) -> np.ndarray:
-    """Return the crop of an image, uint8 [Y, X, 3], as [``size``, ``size``, 3], by ``uniforms`` [1, K]."""
+    """Return the crop of an image, uint8 [Y, X, 3], as [``size``, ``size``, 3], by ``uniforms`` [1,
+    K].
+    """
     crops = crop(np.array([image.shape[:2]]), uniforms)
     top, left, height, width = *crops.start[0].tolist(), *crops.shape[0].tolist()
     return resample(
@@ -171,7 +186,9 @@ def crop_image(image: np.ndarray, crop: Crop, size: int, uniforms: Any = None) -
 def resample(
     window: np.ndarray, crops: Crops, row: int, size: int, interpolation: str
 ) -> np.ndarray:
-    """Resample the region of a decoded window, uint8 [Y, X, 3], that ``crops`` has for an image; move and mirror it."""
+    """Resample the region of a decoded window, uint8 [Y, X, 3], that ``crops`` has for an image;
+    move and mirror it.
+    """
     region = *crops.region_start[row].tolist(), *crops.region_end[row].tolist()
     if region == (0, 0, *window.shape[:2]):
         # Pillow's arithmetic in a third of its time, but with no region
@@ -191,7 +208,9 @@ def resample(
 
 
 class Normalizer:
-    """Normalise images to the network's input; ``mean`` and ``std`` are of RGB values from 0 to 1."""
+    """Normalise images to the network's input; ``mean`` and ``std`` are of RGB values from 0 to
+    1.
+    """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], device: torch.device) -> None:
         self.mean_C11, self.std_C11 = (

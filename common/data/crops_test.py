@@ -1,4 +1,6 @@
-"""Crops and normalisation against torchvision: the distribution of the random ones, the pixels of all."""
+"""Crops and normalisation against torchvision: the distribution of the random ones, the pixels of
+all.
+"""
 
 from dataclasses import replace
 
@@ -42,7 +44,9 @@ def test_crops_are_distributed_as_those_of_torchvision(height, width):
 def shown_by_torchvision(
     image: Image.Image, crop: Crop, size: int, uniforms: np.ndarray
 ) -> Image.Image:
-    """Return what torchvision's operations make of ``image``, with the draws of ``uniforms`` [1, K]."""
+    """Return what torchvision's operations make of ``image``, with the draws of ``uniforms`` [1,
+    K].
+    """
     interpolation = F.InterpolationMode(crop.interpolation)
     if isinstance(crop, CenterCrop):
         return F.center_crop(F.resize(image, crop.short_side, interpolation), size)

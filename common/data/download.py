@@ -16,10 +16,11 @@ def fetch(
     needed: str,
     description: str,
 ) -> None:
-    """Unpack ``path`` from ``archive`` in a folder above it, after a download if ``DATA.download`` is set.
+    """Unpack ``path`` from ``archive`` in a folder above it, after a download if ``DATA.download``
+    is set.
 
-    If several processes of a machine call this at once, one does the work while the others wait. ``needed`` and
-    ``description`` tell the user what was looked for and what a download would get.
+    If several processes of a machine call this at once, one does the work while the others wait.
+    ``needed`` and ``description`` tell the user what was looked for and what a download would get.
     """
     from torchvision.datasets.utils import (
         check_integrity,
@@ -47,9 +48,11 @@ def fetch(
 
 
 def extract(archive: Path, name: Path | str, folder: Path) -> None:
-    """Unpack the archive's folder or file ``name`` as ``folder / name``, which appears only when it is whole.
+    """Unpack the archive's folder or file ``name`` as ``folder / name``, which appears only when it
+    is whole.
 
-    Raises `UserError` for an archive that is damaged, lacks it, or has a path or link that leads out of it.
+    Raises `UserError` for an archive that is damaged, lacks it, or has a path or link that leads
+    out of it.
     """
     from torchvision.datasets.utils import extract_archive
 

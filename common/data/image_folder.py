@@ -1,4 +1,6 @@
-"""Labelled images in folders: list them, split them, read and decode one, report those that are damaged."""
+"""Labelled images in folders: list them, split them, read and decode one, report those that are
+damaged.
+"""
 
 import io
 import os
@@ -17,7 +19,8 @@ from PIL import ExifTags, Image, ImageOps
 from common.errors import UNPRINTABLE, UserError, printable
 from common.files import fingerprint_of, read_bytes
 
-# Suffixes of images, or none; of kinds too that are not read, so that such images are refused and not ignored.
+# Suffixes of images, or none; of kinds too that are not read, so that such images are refused and
+# not ignored.
 IMAGE_SUFFIX = re.compile(
     r"(\.(a?png|arw|avif|bmp|cr[23]|dib|dng|gif|hei[cf]|ico|j2k|jp2|jpe?g?|jfif?|jif|jxl|nef|p[bgnp]m|pcx|psd|svg|tga|"
     r"tiff?|webp))?",
@@ -53,9 +56,11 @@ def list_folders(path: Path) -> list[str]:
 
 
 def find_splits(root: Path) -> dict[str, Path]:
-    """Return the folders in ``root`` by the split that they hold, as in `SPLITS` in any case; {} for class folders.
+    """Return the folders in ``root`` by the split that they hold, as in `SPLITS` in any case; {}
+    for class folders.
 
-    Raises `UserError` for a folder beside train whose split is not known, and for a second one of a split.
+    Raises `UserError` for a folder beside train whose split is not known, and for a second one of a
+    split.
     """
     names = list_folders(root)
     known = {SPLITS[name.lower()]: name for name in names if name.lower() in SPLITS}
@@ -64,14 +69,16 @@ def find_splits(root: Path) -> dict[str, Path]:
         return {}
     if strange := sorted(set(names) - set(known.values())):
         raise UserError(
-            f"{root / strange[0]}: beside train there may be one of val, valid, validation and dev, and test; rename "
+            f"{root / strange[0]}: beside train there may be one of val, valid, validation and "
+            "dev, and test; rename "
             "this folder, or move it away"
         )
     return {split: root / name for split, name in known.items()}
 
 
 def list_files(path: Path) -> list[Path]:
-    """Return every file below ``path`` that is not hidden and has an image's name or no suffix, sorted.
+    """Return every file below ``path`` that is not hidden and has an image's name or no suffix,
+    sorted.
 
     A folder that cannot be read raises OSError.
     """
@@ -96,17 +103,22 @@ def _raise_if_there(error: OSError) -> None:
 
 
 def check_class_names(names: Iterable[str], place: Path) -> None:
-    """Raise `UserError` for a name that a line of text, JSON or a terminal could not hold as it is."""
+    """Raise `UserError` for a name that a line of text, JSON or a terminal could not hold as it
+    is.
+    """
     for name in names:
         if UNPRINTABLE.search(name):
             raise UserError(
-                f"{place}: class {printable(name)[:200]} has a control character, a line separator or bytes that are "
+                f"{place}: class {printable(name)[:200]} has a control character, a line separator "
+                "or bytes that are "
                 "not UTF-8 in its name: rename it"
             )
 
 
 def file_state(path: Path) -> tuple[int, int]:
-    """Return size and time of a file, and (-1, 0) for a link to nothing or a file that is not accessible."""
+    """Return size and time of a file, and (-1, 0) for a link to nothing or a file that is not
+    accessible.
+    """
     try:
         state = path.stat()
     except OSError:
@@ -115,7 +127,9 @@ def file_state(path: Path) -> tuple[int, int]:
 
 
 def list_classes(root: Path, folder: Path, classes: Sequence[str]) -> Files:
-    """Return what `list_files` finds in ``folder/<class>/``, by its path from ``root``, with the class's number."""
+    """Return what `list_files` finds in ``folder/<class>/``, by its path from ``root``, with the
+    class's number.
+    """
     check_class_names(classes, folder)
     return [
         (path.relative_to(root).as_posix(), label)
@@ -125,17 +139,19 @@ def list_classes(root: Path, folder: Path, classes: Sequence[str]) -> Files:
 
 
 def list_splits(root: Path, folders: Mapping[str, Path]) -> tuple[list[str], dict[str, Files]]:
-    """Return the class folders of ``folders["train"]``, and what `list_classes` finds of them in each of ``folders``.
+    """Return the class folders of ``folders["train"]``, and what `list_classes` finds of them in
+    each of ``folders``.
 
-    Raises `UserError` for fewer than two classes, for a class or a split without images, and for one that has no
-    training images.
+    Raises `UserError` for fewer than two classes, for a class or a split without images, and for
+    one that has no training images.
     """
     train = folders["train"]
     classes = list_folders(train)
     if len(classes) < 2:
         hint = f"; is {train / classes[0]} the folder you mean?" if classes else ""
         raise UserError(
-            f"{train}: {len(classes)} class folders, at least 2 are needed, as {train}/<class>/*{hint}"
+            f"{train}: {len(classes)} class folders, at least 2 are needed, as "
+            f"{train}/<class>/*{hint}"
         )
     splits = {}
     for split, folder in folders.items():
@@ -166,7 +182,9 @@ def split_by_class(files: Files, share: float) -> tuple[Files, Files]:
 
 
 class FolderSplit:
-    """One split of the images below ``root``; ``place`` says where the validation images come from."""
+    """One split of the images below ``root``; ``place`` says where the validation images come
+    from.
+    """
 
     is_prepared = (
         False  # an image may be of any kind, and say in its EXIF block how it is to be turned
@@ -215,7 +233,8 @@ def check_pixels(height: int, width: int) -> None:
 def decode_image(data: bytes | memoryview) -> np.ndarray:
     """Decode an image to RGB, uint8 [Y, X, 3], turned as its EXIF block says.
 
-    Raises `ValueError` beyond `MAX_PIXELS` and for pixels of an unknown range, and what Pillow does.
+    Raises `ValueError` beyond `MAX_PIXELS` and for pixels of an unknown range, and what Pillow
+    does.
     """
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     check_pixels(image.height, image.width)
@@ -250,7 +269,8 @@ def is_turned(image: Image.Image) -> bool:
 class BadImages:
     """Count the images that a loader skips, and name each of the first `NAMED` once on stderr.
 
-    Clearly more than `MAX_BAD_SHARE` of the ``samples`` that this process reads in a pass raise `UserError`.
+    Clearly more than `MAX_BAD_SHARE` of the ``samples`` that this process reads in a pass raise
+    `UserError`.
     """
 
     def __init__(self, samples: float) -> None:
@@ -266,7 +286,8 @@ class BadImages:
                 1, allowed + 4 * allowed**0.5
             ):  # by chance a process may get more than its share
                 raise UserError(
-                    f"{message}; with it {self.count:,} of the {self.samples:,.0f} images that this process reads "
+                    f"{message}; with it {self.count:,} of the {self.samples:,.0f} images that "
+                    "this process reads "
                     f"in a pass are bad, more than {MAX_BAD_SHARE:.0%}"
                 )
             if message not in self._named and len(self._named) < NAMED:

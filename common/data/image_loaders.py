@@ -1,7 +1,7 @@
 """Loaders of encoded images, which are decoded, cropped and augmented as they are read.
 
-`TorchvisionReader` decodes with simplejpeg or Pillow in worker processes. The reader of `imagenet_dali` sees the same
-samples, crops and flips, and the same pixels to within rounding.
+`TorchvisionReader` decodes with simplejpeg or Pillow in worker processes. The reader of
+`imagenet_dali` sees the same samples, crops and flips, and the same pixels to within rounding.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,13 +51,15 @@ class ImageSplit(Protocol):
 
 
 class TorchvisionReader:
-    """Read draws of a split as normalised images, float32 [B, 3, size, size], and labels, int64 [B], on ``device``.
+    """Read draws of a split as normalised images, float32 [B, 3, size, size], and labels, int64
+    [B], on ``device``.
 
-    ``mean`` and ``std`` are of RGB values from 0 to 1. ``crop`` takes the first numbers of a draw, ``augment``, a
-    `Policy` or `TimmRandAugment`, the last. Whole batches are made by ``workers`` processes, or in this one if 0; of
-    draws with spans, each of which is read once, the workers only decode. Rows of padding, and of images that cannot
-    be read, are zeros with label -100. The latter are named on stderr; more than `MAX_BAD_SHARE` of what one of
-    ``dp_size`` processes reads in a pass raises `UserError`, and so does a worker that dies.
+    ``mean`` and ``std`` are of RGB values from 0 to 1. ``crop`` takes the first numbers of a draw,
+    ``augment``, a `Policy` or `TimmRandAugment`, the last. Whole batches are made by ``workers``
+    processes, or in this one if 0; of draws with spans, each of which is read once, the workers
+    only decode. Rows of padding, and of images that cannot be read, are zeros with label -100. The
+    latter are named on stderr; more than `MAX_BAD_SHARE` of what one of ``dp_size`` processes reads
+    in a pass raises `UserError`, and so does a worker that dies.
     """
 
     def __init__(
@@ -102,7 +104,9 @@ class TorchvisionReader:
         self._records.close()
 
     def _tasks(self, draws: Iterator[Draw]) -> Iterator[tuple[Draw, list[Record] | None]]:
-        """Yield the draws with records that can be sent to another process, or with None for a worker to read them."""
+        """Yield the draws with records that can be sent to another process, or with None for a
+        worker to read them.
+        """
         for first in draws:
             if first.spans is None:
                 yield first, None
@@ -124,7 +128,8 @@ def _decode_draw(
     augment: Any,
     task: tuple[Draw, list[Record] | None],
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Return images, uint8 [B, size, size, 3], labels, int64 [B], and a message for each that cannot be read.
+    """Return images, uint8 [B, size, size, 3], labels, int64 [B], and a message for each that
+    cannot be read.
 
     ``task`` is a draw and its records, or None to read the images here.
     """
@@ -148,7 +153,9 @@ def _decode_draw(
 def load_image(
     split: ImageSplit, index: int, record: Record | None = None
 ) -> tuple[np.ndarray, int]:
-    """Return an image, uint8 [Y, X, 3], from its ``record`` if that is read already, and its label."""
+    """Return an image, uint8 [Y, X, 3], from its ``record`` if that is read already, and its
+    label.
+    """
     if isinstance(record, UserError):
         raise record
     data, label = record or split.read(index)
@@ -177,7 +184,8 @@ def build_train_loader(
     build_reader: Callable[..., BatchReader] = TorchvisionReader,
     **sampling: Any,
 ) -> Loader:
-    """Return the loader of random crops: a new permutation of ``images``, or of their ``blocks``, in every epoch.
+    """Return the loader of random crops: a new permutation of ``images``, or of their ``blocks``,
+    in every epoch.
 
     ``sampling`` are ``dp_rank``, ``dp_size``, ``seed`` and ``blocks`` of `TrainSampler`.
     """

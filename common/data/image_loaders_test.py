@@ -166,7 +166,9 @@ os.kill(os.getpid(), 9)"""  # an orphan would keep the pipe open
 
 @pytest.fixture
 def corrupt(folder, tmp_path) -> Path:
-    """The folder with three training images of 20 gone bad; the first runs as a PostScript program."""
+    """The folder with three training images of 20 gone bad; the first runs as a PostScript
+    program.
+    """
     root = shutil.copytree(folder, tmp_path / "images")
     split = open_folder(root, "train")
     Image.new("L", (8, 8)).save(split.path(7), "EPS")

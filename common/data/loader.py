@@ -1,7 +1,8 @@
 """Passes over a data set: which batch comes next, and how to resume from there after a restart.
 
-A loader yields ``(images float32 [B, 3, Y, X], labels int64 [B])`` on the device, in whole micro-batches. Evaluation
-pads its last batches with zeros of label -100, which `torch.nn.functional.cross_entropy` ignores.
+A loader yields ``(images float32 [B, 3, Y, X], labels int64 [B])`` on the device, in whole
+micro-batches. Evaluation pads its last batches with zeros of label -100, which
+`torch.nn.functional.cross_entropy` ignores.
 """
 
 from collections.abc import Generator, Iterator, Mapping
@@ -31,9 +32,9 @@ class BatchReader(Protocol):
 class Loader:
     """Yield ``(images, labels)``; each ``iter()`` is a fresh pass over the next epoch.
 
-    After `load_state_dict` the first pass is the rest of that epoch. The state is the position after the last batch
-    yielded, in samples over all ranks, so it holds for any number of processes. A pass that was left early is closed by
-    the next one, or by `close`.
+    After `load_state_dict` the first pass is the rest of that epoch. The state is the position
+    after the last batch yielded, in samples over all ranks, so it holds for any number of
+    processes. A pass that was left early is closed by the next one, or by `close`.
     """
 
     def __init__(self, sampler: TrainSampler | EvalSampler, reader: BatchReader) -> None:
@@ -58,7 +59,9 @@ class Loader:
         return {"epoch": epoch, "samples": done * self.sampler.stride}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Resume from a position; between optimizer steps it may be from a run with another number of processes."""
+        """Resume from a position; between optimizer steps it may be from a run with another number
+        of processes.
+        """
         done = state["samples"] // self.sampler.stride
         # beyond the end: the data set has shrunk since
         self._next_pass = self._position = (
@@ -90,7 +93,8 @@ def _loading_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def prefetch(batches: Batches, device: torch.device) -> Batches:
-    """Yield the batches unchanged; for a GPU, make the next one in a thread, and run its kernels on their own stream.
+    """Yield the batches unchanged; for a GPU, make the next one in a thread, and run its kernels on
+    their own stream.
 
     So neither the host's work for a batch nor its copies and kernels delay the step before it.
     """

@@ -1,13 +1,14 @@
 """Which samples make up which batch, as pure functions of the seed and the position in the run.
 
-There is no random state: every process computes its own rows, global batches are the same for any number of processes,
-and resuming means starting at a position.
+There is no random state: every process computes its own rows, global batches are the same for any
+number of processes, and resuming means starting at a position.
 
-An epoch that reads blocks, consecutive records of a shard, permutes them and deals them out to streams; within a stream
-samples are shuffled over a window that slides along its blocks. A stream belongs to one process, which alone reads its
-blocks, once an epoch, and holds ``window`` of them; where the number of processes does not divide that of the streams,
-some streams belong to several. The number of streams depends on the data set and the batch but not on the processes
-(Streaming's ``num_canonical_nodes``), and so does the order.
+An epoch that reads blocks, consecutive records of a shard, permutes them and deals them out to
+streams; within a stream samples are shuffled over a window that slides along its blocks. A stream
+belongs to one process, which alone reads its blocks, once an epoch, and holds ``window`` of them;
+where the number of processes does not divide that of the streams, some streams belong to several.
+The number of streams depends on the data set and the batch but not on the processes (Streaming's
+``num_canonical_nodes``), and so does the order.
 """
 
 from collections.abc import Iterator
@@ -26,10 +27,12 @@ STREAMS = 64  # of blocks, at most
 
 
 class Draw(NamedTuple):
-    """One batch of a rank: ``indices`` int64 [B], `PADDING` where there is no sample; ``uniforms`` float64 [B, K].
+    """One batch of a rank: ``indices`` int64 [B], `PADDING` where there is no sample; ``uniforms``
+    float64 [B, K].
 
-    Where records are read in blocks, ``spans``, int64 [B, 3], says for each sample which records to read at once (the
-    first, the one after the last), and whether this rank draws from them again (0) or not (1).
+    Where records are read in blocks, ``spans``, int64 [B, 3], says for each sample which records to
+    read at once (the first, the one after the last), and whether this rank draws from them again
+    (0) or not (1).
     """
 
     indices: np.ndarray
@@ -38,7 +41,9 @@ class Draw(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """The samples of a stream in the order of the epoch, and the records that are read at once with each."""
+    """The samples of a stream in the order of the epoch, and the records that are read at once with
+    each.
+    """
 
     samples: np.ndarray  # int64 [N]
     span_of: np.ndarray  # int64 [N], a row of `spans`
@@ -49,17 +54,19 @@ class Stream(NamedTuple):
 class TrainSampler:
     """Deal out each epoch's order of the samples as micro-batches of one data-parallel rank.
 
-    Each rank has consecutive rows of every global batch, and micro-batches are consecutive rows of these. The last
-    ``samples % total_batch`` samples of an order, which differ by epoch, are dropped. With each sample come
-    ``uniforms`` numbers in [0, 1) for its augmentation, which depend on the seed, the epoch, the step and the row in
-    the global batch alone.
+    Each rank has consecutive rows of every global batch, and micro-batches are consecutive rows of
+    these. The last ``samples % total_batch`` samples of an order, which differ by epoch, are
+    dropped. With each sample come ``uniforms`` numbers in [0, 1) for its augmentation, which depend
+    on the seed, the epoch, the step and the row in the global batch alone.
 
-    With ``repeats`` (repeated augmentation, arXiv 1901.09335) each sample is dealt that often in a row, and the epoch
-    ends after as many draws as without, as in timm's `RepeatAugSampler`. The draws of a sample are ``1 / repeats`` of
-    the rows of its stream apart; without blocks this is the whole batch, and other ranks or micro-batches get them.
+    With ``repeats`` (repeated augmentation, arXiv 1901.09335) each sample is dealt that often in a
+    row, and the epoch ends after as many draws as without, as in timm's `RepeatAugSampler`. The
+    draws of a sample are ``1 / repeats`` of the rows of its stream apart; without blocks this is
+    the whole batch, and other ranks or micro-batches get them.
 
-    The order is a permutation of all samples, or with ``blocks``, the first record of each block and the number of
-    records, one of streams of blocks: each stream has consecutive rows of the batch.
+    The order is a permutation of all samples, or with ``blocks``, the first record of each block
+    and the number of records, one of streams of blocks: each stream has consecutive rows of the
+    batch.
     """
 
     samples: int
@@ -100,7 +107,9 @@ class TrainSampler:
             yield Draw(order.samples[drawn], uniforms, spans)
 
     def place(self, number: int) -> tuple[int, int]:
-        """Return the step of an epoch's micro-batch ``number``, and the row of its first sample in the global batch."""
+        """Return the step of an epoch's micro-batch ``number``, and the row of its first sample in
+        the global batch.
+        """
         step, micro_step = divmod(number, self.accumulation)
         return step, (self.dp_rank * self.accumulation + micro_step) * self.micro_batch
 
@@ -121,7 +130,8 @@ class TrainSampler:
             if not mine.any():
                 continue
             stream = self._stream(epoch, number, starts[number], lengths[number])
-            # repeats of a sample lie far apart in a global batch, so that they fall on different ranks
+            # repeats of a sample lie far apart in a global batch, so that they fall on different
+            # ranks
             places = np.argsort(np.arange(end - begin) % self.repeats, kind="stable")[mine]
             drawn = (np.arange(steps)[:, None] * (end - begin) + places) // self.repeats
             samples.append(stream.samples[drawn])
@@ -140,7 +150,8 @@ class TrainSampler:
 
 @dataclass
 class EvalSampler:
-    """Deal out consecutive samples to each rank, every sample exactly once, as many batches to each.
+    """Deal out consecutive samples to each rank, every sample exactly once, as many batches to
+    each.
 
     `PADDING` fills the last ones. ``blocks`` is as for `TrainSampler`.
     """
@@ -180,7 +191,8 @@ class EvalSampler:
 def epoch_order(samples: int, seed: int, epoch: int, kind: int = ORDER) -> np.ndarray:
     """Return the epoch's permutation of ``range(samples)``, int64.
 
-    It sorts raw words: numpy guarantees their stream across versions, but not ``Generator.permutation``.
+    It sorts raw words: numpy guarantees their stream across versions, but not
+    ``Generator.permutation``.
     """
     return np.argsort(_philox(seed, kind, epoch, 0, 0).random_raw(samples), kind="stable")
 
@@ -188,10 +200,11 @@ def epoch_order(samples: int, seed: int, epoch: int, kind: int = ORDER) -> np.nd
 def sample_uniforms(
     seed: int, epoch: int, step: int, row: int, rows: int, count: int, kind: int = AUGMENTATION
 ) -> np.ndarray:
-    """Return ``count`` numbers in [0, 1) for each of ``rows`` samples from ``row`` of the global batch on, float64.
+    """Return ``count`` numbers in [0, 1) for each of ``rows`` samples from ``row`` of the global
+    batch on, float64.
 
-    ``kind`` is `AUGMENTATION`, `ERASING` or `COLORS`. Each sample owns whole blocks of Philox's counter, so that any
-    row is computed without those before it.
+    ``kind`` is `AUGMENTATION`, `ERASING` or `COLORS`. Each sample owns whole blocks of Philox's
+    counter, so that any row is computed without those before it.
     """
     blocks = -(-count // WORDS_PER_BLOCK)
     words = _philox(seed, kind, epoch, step, row * blocks).random_raw(
@@ -214,18 +227,23 @@ def _is_last(values: np.ndarray) -> np.ndarray:
 
 
 def count_streams(blocks: int, window: int, total_batch: int) -> int:
-    """Return the number of streams: a power of two, so that each has a row of the batch and a window of blocks."""
+    """Return the number of streams: a power of two, so that each has a row of the batch and a
+    window of blocks.
+    """
     most = max(1, min(STREAMS, total_batch, blocks // window))
     return 1 << (most.bit_length() - 1)
 
 
 def window_bytes(block: float, window: int, processes: int) -> float:
-    """Return the most bytes of blocks, each of at most ``block``, that a process holds, if it shares no stream."""
+    """Return the most bytes of blocks, each of at most ``block``, that a process holds, if it
+    shares no stream.
+    """
     return -(-STREAMS // processes) * window * block
 
 
 def cut_stream(bounds: np.ndarray, order: np.ndarray, start: int, count: int) -> np.ndarray:
-    """Return the spans of samples ``start`` to ``start + count`` of the blocks in ``order``; the outer ones are cut.
+    """Return the spans of samples ``start`` to ``start + count`` of the blocks in ``order``; the
+    outer ones are cut.
 
     Block ``i`` has the samples from ``bounds[i]`` to ``bounds[i + 1]``.
     """
@@ -239,10 +257,12 @@ def cut_stream(bounds: np.ndarray, order: np.ndarray, start: int, count: int) ->
 
 
 def shuffle_stream(spans: np.ndarray, window: int, words: np.ndarray) -> Stream:
-    """Shuffle the samples of ``spans`` so that at any time at most ``window`` spans have been begun and not ended.
+    """Shuffle the samples of ``spans`` so that at any time at most ``window`` spans have been begun
+    and not ended.
 
-    ``words`` are random: uint64, one for each sample. Each span scatters its samples evenly over an interval of time;
-    at any time the intervals of ``window`` spans overlap. A single window shuffles all samples.
+    ``words`` are random: uint64, one for each sample. Each span scatters its samples evenly over an
+    interval of time; at any time the intervals of ``window`` spans overlap. A single window
+    shuffles all samples.
     """
     lengths, number = np.diff(spans)[:, 0], np.arange(len(spans))
     span_of = np.repeat(number, lengths)

@@ -53,7 +53,9 @@ def test_global_batches_do_not_depend_on_processes_or_accumulation(micro_batch, 
     ("samples", "batch", "dp_size"), [(1100, 256, 4), (700, 128, 8), (1000, 192, 3)]
 )
 def test_repeated_augmentation_is_timms(samples, batch, dp_size, monkeypatch):
-    """The same draws in each step from the same permutation; a sample's are in different micro-batches."""
+    """The same draws in each step from the same permutation; a sample's are in different
+    micro-batches.
+    """
     order = torch.from_numpy(epoch_order(samples, 7, 2))
     monkeypatch.setattr(torch, "randperm", lambda count, generator: order)
     samplers = [
@@ -86,7 +88,9 @@ def test_the_draws_of_a_seed_stay_the_same_for_ever():
 
 
 def reads_of(draws: list[Draw], most: float = np.inf) -> list[tuple[int, int]]:
-    """Read as a reader does: return the spans read, of which no more than ``most`` are held at a time."""
+    """Read as a reader does: return the spans read, of which no more than ``most`` are held at a
+    time.
+    """
     reads, held = [], set()
     for draw in draws:
         for index, (first, end, is_last) in zip(
@@ -106,7 +110,9 @@ def reads_of(draws: list[Draw], most: float = np.inf) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(("dp_size", "repeats"), [(1, 1), (2, 1), (64, 1), (8, 1), (2, 2)])
 def test_a_block_is_read_once_an_epoch_by_one_process_within_its_window(dp_size, repeats):
-    """There are 64 streams of about 16 blocks; where two streams meet they share a block, each with its own part."""
+    """There are 64 streams of about 16 blocks; where two streams meet they share a block, each with
+    its own part.
+    """
     blocks = np.cumsum([0, *(5 + np.arange(1024) * 7 % 11)])
     samples, most = int(blocks[-1]), 4 * 64 // dp_size
     assert window_bytes(1, 4, dp_size) == most

@@ -1,4 +1,6 @@
-"""Threads that read the records of draws, and processes that decode them, ahead of their use and in order."""
+"""Threads that read the records of draws, and processes that decode them, ahead of their use and in
+order.
+"""
 
 import gc
 import multiprocessing
@@ -17,7 +19,8 @@ import numpy as np
 from common.data.sampler import PADDING, Draw
 from common.errors import UserError
 
-# more threads than cores, because they wait for the disk; in large parts, because from memory they are bound by the GIL
+# more threads than cores, because they wait for the disk; in large parts, because from memory they
+# are bound by the GIL
 READING_THREADS = 16
 RECORDS_PER_READ = 64  # of those that are read one by one
 DRAWS_AHEAD, BYTES_AHEAD, MOST_DRAWS_AHEAD = 3, 128_000_000, 64
@@ -36,11 +39,12 @@ class _Pending(NamedTuple):
 
 
 class RecordReader:
-    """Yield draws with their records, while the next draws are read; a span stays in memory until its last use.
+    """Yield draws with their records, while the next draws are read; a span stays in memory until
+    its last use.
 
-    ``source`` is a split: ``read_span(first, end)`` returns records by their numbers, ``span_bytes`` their size.
-    At least `DRAWS_AHEAD` draws are ahead, and more of them up to `BYTES_AHEAD` and `MOST_DRAWS_AHEAD`. Bad records
-    are yielded as errors.
+    ``source`` is a split: ``read_span(first, end)`` returns records by their numbers,
+    ``span_bytes`` their size. At least `DRAWS_AHEAD` draws are ahead, and more of them up to
+    `BYTES_AHEAD` and `MOST_DRAWS_AHEAD`. Bad records are yielded as errors.
     """
 
     def __init__(self, source: Any) -> None:
@@ -93,7 +97,8 @@ def _finish(pending: _Pending) -> tuple[Draw, list[Record]]:
 
 
 class WorkerPool:
-    """Apply ``function`` in ``workers`` forked processes, or in this one if 0; a worker that dies raises `UserError`.
+    """Apply ``function`` in ``workers`` forked processes, or in this one if 0; a worker that dies
+    raises `UserError`.
 
     Results come through pipes, not /dev/shm, which is small in containers.
     """
@@ -126,7 +131,8 @@ class WorkerPool:
                 -SIGTERM,
             }  # which ends the others
             raise UserError(
-                f"DATA.workers={self.workers}: a worker has died, status {', '.join(map(str, ended))}; if that was for "
+                f"DATA.workers={self.workers}: a worker has died, status "
+                f"{', '.join(map(str, ended))}; if that was for "
                 "lack of memory (-9), set fewer workers"
             ) from error
 
@@ -167,7 +173,9 @@ def _call(task: Any) -> Any:
 
 
 def follow_parent() -> None:
-    """End this worker with its parent, even if that is killed: an orphan would wait for tasks forever."""
+    """End this worker with its parent, even if that is killed: an orphan would wait for tasks
+    forever.
+    """
 
     def wait_for_parent() -> None:
         multiprocessing.parent_process().join()  # pyright: ignore[reportOptionalMemberAccess]

@@ -20,7 +20,9 @@ FLAGS = ("rank", "local_rank", "world_size", "host", "port")  # in the order of 
 
 @dataclass(frozen=True)
 class Launch:
-    """One of ``world_size`` processes; rank 0 listens on ``host:port``, which a single process does not need."""
+    """One of ``world_size`` processes; rank 0 listens on ``host:port``, which a single process does
+    not need.
+    """
 
     launcher: str
     rank: int
@@ -32,7 +34,9 @@ class Launch:
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the launch flags; an empty value, as from an unset shell variable, counts as not given."""
+    """Add the launch flags; an empty value, as from an unset shell variable, counts as not
+    given.
+    """
     group = parser.add_argument_group(
         "launch", "needed only without a launcher; otherwise must match its environment"
     )
@@ -55,8 +59,9 @@ def integer(text: str) -> int | None:
 def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launch:
     """Return how this process was started, from its flags and environment.
 
-    The innermost launcher applies: torchrun, mpirun, srun (not the shell of sbatch or salloc), flags, else a single
-    process. Raises `UserError` for a rank that cannot be, and for a flag that is missing or contradicts the launcher.
+    The innermost launcher applies: torchrun, mpirun, srun (not the shell of sbatch or salloc),
+    flags, else a single process. Raises `UserError` for a rank that cannot be, and for a flag that
+    is missing or contradicts the launcher.
     """
     launcher = _find_launcher(args, environ)
     place: dict[str, Any] = {
@@ -80,9 +85,11 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
 
 
 def start(launch: Launch, config: Mapping[str, Any]) -> None:
-    """Join the process group, set device and seed (``SEED``), and put ``config`` into ``gpc.config``.
+    """Join the process group, set device and seed (``SEED``), and put ``config`` into
+    ``gpc.config``.
 
-    The ranks of a host divide its cores. Raises `UserError` if ranks would compute in different dtypes.
+    The ranks of a host divide its cores. Raises `UserError` if ranks would compute in different
+    dtypes.
     """
     gpus = torch.cuda.device_count()
     is_bound = (
@@ -95,7 +102,8 @@ def start(launch: Launch, config: Mapping[str, Any]) -> None:
         and not is_bound
     ):
         raise RankError(
-            f"process {launch.local_rank} of this node has no GPU, torch finds {gpus}: start fewer, or --backend gloo"
+            f"process {launch.local_rank} of this node has no GPU, torch finds {gpus}: start "
+            "fewer, or --backend gloo"
         )
     colossal.join_groups(
         config,
@@ -161,14 +169,16 @@ def _from_environment(
         name for name in names.values() if not environ.get(name)
     ]:  # Kubeflow sets no LOCAL_RANK
         raise UserError(
-            f"{', '.join(missing)} not set: set all of {', '.join(names.values())}, as torchrun does, or none"
+            f"{', '.join(missing)} not set: set all of {', '.join(names.values())}, as torchrun "
+            "does, or none"
         )
     place = {
         field: environ[name] if field == "host" else int(environ[name])
         for field, name in names.items()
     }
     for field, name in names.items():
-        # scripts pass --local_rank=$SLURM_PROCID: the task's rank, or 0 if the shell of sbatch expanded it
+        # scripts pass --local_rank=$SLURM_PROCID: the task's rank, or 0 if the shell of sbatch
+        # expanded it
         also = (place["rank"], 0) if name == "SLURM_LOCALID" else ()
         flag = getattr(args, field)
         if flag not in (None, "", place[field], *also):
@@ -188,7 +198,8 @@ def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
     ]
     if missing:
         raise UserError(
-            f"{', '.join(missing)} missing: without a launcher, set --rank, --world_size, --host and --port"
+            f"{', '.join(missing)} missing: without a launcher, set --rank, --world_size, --host "
+            "and --port"
         )
     return place
 
@@ -196,7 +207,9 @@ def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
 def _rendezvous(
     launcher: str, args: argparse.Namespace, environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return host and port of rank 0: as given, else the step's first node and a port derived from the job id."""
+    """Return host and port of rank 0: as given, else the step's first node and a port derived from
+    the job id.
+    """
     if launcher == "slurm":
         one_node = environ.get("SLURM_STEP_NUM_NODES") == "1"
         job = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"

@@ -24,8 +24,8 @@ def variables(text: str) -> dict[str, str]:
 TORCHRUN = variables("RANK=3 LOCAL_RANK=1 WORLD_SIZE=4 MASTER_ADDR=node0 MASTER_PORT=29500")
 EMPTY = variables("LOCAL_RANK= MASTER_ADDR= MASTER_PORT=")
 MPIRUN = variables("""
-    OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2
-    PMIX_NAMESPACE=3231121409
+    OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_SIZE=4
+    OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=3231121409
 """)
 SRUN = variables("""
     SLURM_JOB_ID=77 SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_NTASKS=4
@@ -46,7 +46,8 @@ def detect(line: str, environ: Mapping[str, str]) -> Launch:
 @pytest.mark.parametrize(
     ("line", "environ", "expected"),
     [
-        # srun python train_dali.py --local_rank=$SLURM_PROCID --world_size=$SLURM_NPROCS --host=$HOST --port=29500
+        # srun python train_dali.py --local_rank=$SLURM_PROCID --world_size=$SLURM_NPROCS
+        # --host=$HOST --port=29500
         (
             "--local_rank=3 --world_size=4 --host=h --port=29500",
             SRUN | PLACE,
@@ -130,7 +131,9 @@ def test_what_is_refused(line, environ, message):
     [("torch", 1, True), ("slurm", 5, True), ("slurm", 1, False), ("args", 4, False)],
 )
 def test_a_process_without_a_gpu_of_its_own_is_refused(launcher, gpus, is_refused, monkeypatch):
-    """Two processes on one GPU end in NCCL's "Duplicate GPU"; a launcher may show each process its own GPU only."""
+    """Two processes on one GPU end in NCCL's "Duplicate GPU"; a launcher may show each process its
+    own GPU only.
+    """
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr("common.colossal.join_groups", lambda *_, **options: used.append(options))
     monkeypatch.setattr("common.launch.detect.gather", lambda value: [value])

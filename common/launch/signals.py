@@ -34,8 +34,8 @@ MISTAKE = 2  # exit status of a training script after its own error message
 class StopSignals:
     """Exit immediately on a signal; while `deferring`, record it for the training loop instead.
 
-    A thread reads the signals, so that they also take effect while the main thread waits in C++. Forked worker
-    processes ignore them, and die with their parent.
+    A thread reads the signals, so that they also take effect while the main thread waits in C++.
+    Forked worker processes ignore them, and die with their parent.
 
     Attributes:
         received: the signal recorded while deferring, or 0.
@@ -58,8 +58,8 @@ class StopSignals:
     ) -> None:
         """Install the handlers; call it from the main thread.
 
-        ``follow_parent``: get SIGTERM when the parent process, torchrun, dies. After a recorded signal, the process
-        exits if ``progress()`` does not change for ``patience`` seconds.
+        ``follow_parent``: get SIGTERM when the parent process, torchrun, dies. After a recorded
+        signal, the process exits if ``progress()`` does not change for ``patience`` seconds.
         """
         if self._previous:
             return
@@ -92,7 +92,8 @@ class StopSignals:
     def restore(self) -> None:
         """Restore the previous handlers; after an agreed stop, ignore the signals.
 
-        When the first rank ends, the launcher sends SIGTERM to the others, which must not change their exit codes.
+        When the first rank ends, the launcher sends SIGTERM to the others, which must not change
+        their exit codes.
         """
         if not self._previous:
             return
@@ -157,7 +158,9 @@ class StopSignals:
 
 
 def _kill_children() -> None:
-    """Kill the worker processes; at exit multiprocessing would send SIGTERM, which they ignore, and wait."""
+    """Kill the worker processes; at exit multiprocessing would send SIGTERM, which they ignore, and
+    wait.
+    """
     for child in multiprocessing.active_children():
         child.kill()
 
@@ -168,7 +171,9 @@ def exit_code(number: int) -> int:
 
 
 def exit_stopped(number: int) -> NoReturn:
-    """End this process; after Ctrl-C by SIGINT itself, so that a shell ends the loop or the list around it too."""
+    """End this process; after Ctrl-C by SIGINT itself, so that a shell ends the loop or the list
+    around it too.
+    """
     if number == signal.SIGINT:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -203,10 +208,11 @@ os.register_at_fork(
 
 
 def run_torchrun(arguments: list[str]) -> None:
-    """Run torchrun without its traceback, some 45 lines: a training script that exits with `MISTAKE` has said why.
+    """Run torchrun without its traceback, some 45 lines: a training script that exits with
+    `MISTAKE` has said why.
 
-    It passes signals on, SIGUSR1 too, which would end it otherwise. Under nohup it ignores SIGHUP. The ranks divide the
-    cores (`limit_threads`): torchrun would set OMP_NUM_THREADS=1.
+    It passes signals on, SIGUSR1 too, which would end it otherwise. Under nohup it ignores SIGHUP.
+    The ranks divide the cores (`limit_threads`): torchrun would set OMP_NUM_THREADS=1.
     """
     import torch
     from torch.distributed.elastic.multiprocessing import SignalException

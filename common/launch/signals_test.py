@@ -18,7 +18,8 @@ from common.testing.commands import has_ended, run_python, wait_until
 
 PROGRAM = """
 import os, sys, threading, time
-os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # signals arrive before the child ignores them
+# signals arrive before the child ignores them
+os.register_at_fork(after_in_child=lambda: time.sleep(0.5))
 from common.launch.signals import stop_signals
 stop_signals.install()
 stop_signals.deferring = sys.argv[1] == "deferring"
@@ -103,7 +104,8 @@ stop_signals.restore()
 os.kill(os.getpid(), signal.SIGTERM)
 os._exit(0)
 """,
-    # the thread of one run must have ended before the next: it would read, or close, a pipe that is not its own
+    # the thread of one run must have ended before the next: it would read, or close, a pipe that is
+    # not its own
     "it can be installed again and leaves nothing behind": """
 opened = os.listdir("/proc/self/fd")
 for _ in range(100):

@@ -63,7 +63,9 @@ Loss = Annotated[
 
 
 class MetricsLine(BaseModel):
-    """A line of metrics.jsonl. Metrics are numbers, or null if not finite; a null loss is read as NaN."""
+    """A line of metrics.jsonl. Metrics are numbers, or null if not finite; a null loss is read as
+    NaN.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     __pydantic_extra__: dict[str, float | None]
@@ -85,7 +87,9 @@ class MetricsLine(BaseModel):
 
 
 def read_metrics(folder: Path) -> list[Metrics]:
-    """Return the lines of a run's metrics.jsonl; ignore an incomplete last line, as left by a crash."""
+    """Return the lines of a run's metrics.jsonl; ignore an incomplete last line, as left by a
+    crash.
+    """
     path = folder / "metrics.jsonl"
     *lines, last = read_bytes(path, MAX_METRICS).split(b"\n")
     metrics = [_parse(line, f"{path} line {number}") for number, line in enumerate(lines, 1)]
@@ -99,7 +103,9 @@ def _parse(line: bytes, where: str) -> Metrics:
 
 
 class Curves:
-    """Redraw loss.jpeg and acc.jpeg after evaluations, at most every `DRAWING_EVERY` seconds, and at the end."""
+    """Redraw loss.jpeg and acc.jpeg after evaluations, at most every `DRAWING_EVERY` seconds, and
+    at the end.
+    """
 
     def __init__(self, folder: Path, *_: int):
         self.folder, self.stale, self.drawn = folder, False, time.perf_counter()
@@ -125,7 +131,9 @@ def name_loss(config: Mapping[str, Any]) -> str:
 
 
 def draw_curves(folder: Path) -> None:
-    """Plot a run's training and evaluation loss, and its top-1 and top-5 accuracy: loss.jpeg and acc.jpeg."""
+    """Plot a run's training and evaluation loss, and its top-1 and top-5 accuracy: loss.jpeg and
+    acc.jpeg.
+    """
     lines = read_metrics(folder)
     about = folder / "config.json"
     config = json.loads(about.read_text())["config"] if about.exists() else {}

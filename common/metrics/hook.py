@@ -20,14 +20,16 @@ from common.metrics.loggers import open_loggers
 class MetricsHook(BaseHook):
     """Read each metric of the run once, and pass it to every logger; only rank 0 has loggers.
 
-    A ``train`` record covers the optimizer steps since the previous one: mean ``loss``; ``lr`` and ``grad_norm``
-    (before clipping) of the last step; ``skipped``, the total of updates skipped because of non-finite values;
-    ``samples_per_s`` over all GPUs; ``mfu``, its ratio to ``peak_samples_per_s``; ``data_wait``, the fraction of time
-    that this process waited for its loader; ``forward_s`` and ``backward_s``, seconds of a step in the forward passes
-    with the loss and in the backward passes; ``peak_memory_gb`` of this process (on a GPU only PyTorch's allocator,
-    without DALI's buffers). An ``eval`` record counts every sample of the evaluation set once: mean cross-entropy
-    ``loss``, ``top1`` and ``top5`` (0 to 1), ``samples``. Both have ``step`` (optimizer step), ``epoch`` (fractional)
-    and ``time`` (Unix, seconds). Every rank has the last evaluation's metrics in the trainer's ``states["eval"]``.
+    A ``train`` record covers the optimizer steps since the previous one: mean ``loss``; ``lr`` and
+    ``grad_norm`` (before clipping) of the last step; ``skipped``, the total of updates skipped
+    because of non-finite values; ``samples_per_s`` over all GPUs; ``mfu``, its ratio to
+    ``peak_samples_per_s``; ``data_wait``, the fraction of time that this process waited for its
+    loader; ``forward_s`` and ``backward_s``, seconds of a step in the forward passes with the loss
+    and in the backward passes; ``peak_memory_gb`` of this process (on a GPU only PyTorch's
+    allocator, without DALI's buffers). An ``eval`` record counts every sample of the evaluation set
+    once: mean cross-entropy ``loss``, ``top1`` and ``top5`` (0 to 1), ``samples``. Both have
+    ``step`` (optimizer step), ``epoch`` (fractional) and ``time`` (Unix, seconds). Every rank has
+    the last evaluation's metrics in the trainer's ``states["eval"]``.
 
     The device is synchronised only for a record.
     """
@@ -71,7 +73,9 @@ class MetricsHook(BaseHook):
         return {"steps": steps, "micro_batches": self.micro_batches, "loss": self.loss.item()}
 
     def load_state_dict(self, states: Sequence[Mapping[str, float]], rank: int | None) -> None:
-        """Resume from the states of all ranks: from that of ``rank``, or from their mean if it is None."""
+        """Resume from the states of all ranks: from that of ``rank``, or from their mean if it is
+        None.
+        """
         states = states if rank is None else [states[rank]]
         steps, micro_batches, loss = states[0].values()
         if steps and (
@@ -162,7 +166,9 @@ class MetricsHook(BaseHook):
 
 
 def count_correct(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
-    """Return [sum of cross-entropy, top-1 hits, top-5 hits, samples], float64; labels of -100 are ignored."""
+    """Return [sum of cross-entropy, top-1 hits, top-5 hits, samples], float64; labels of -100 are
+    ignored.
+    """
     logits_BC = logits_BC.float()
     valid_B = labels_B >= 0
     loss = F.cross_entropy(logits_BC, labels_B, reduction="sum")
@@ -172,7 +178,8 @@ def count_correct(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
 
 
 class PhaseClock:
-    """Add up the seconds between the beginnings of a step's phases, as `Engine.on_phase` names them.
+    """Add up the seconds between the beginnings of a step's phases, as `Engine.on_phase` names
+    them.
 
     On a GPU by CUDA events, which do not wait for it.
     """
@@ -189,7 +196,9 @@ class PhaseClock:
         self.marks.append((phase, mark))
 
     def read(self) -> dict[str, float]:
-        """Return the seconds by phase since the last call; the device must have finished its work."""
+        """Return the seconds by phase since the last call; the device must have finished its
+        work.
+        """
         seconds = {"forward": 0.0, "backward": 0.0, "rest": 0.0}
         for (phase, start), (_, end) in pairwise(self.marks):
             seconds[phase] += start.elapsed_time(end) / 1e3 if self.is_cuda else end - start

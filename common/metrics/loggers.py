@@ -41,7 +41,8 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in LOGGERS:
             raise UserError(
-                f"LOG.trackers={list(names)}: expected {', '.join(LOGGERS)}{did_you_mean(name, LOGGERS)}"
+                f"LOG.trackers={list(names)}: expected "
+                f"{', '.join(LOGGERS)}{did_you_mean(name, LOGGERS)}"
             )
         if find_spec(name) is None:
             raise UserError(
@@ -50,7 +51,9 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Guarded:
-    """Wrap a logger that may fail: its first error becomes a warning, and training continues without it."""
+    """Wrap a logger that may fail: its first error becomes a warning, and training continues
+    without it.
+    """
 
     def __init__(self, name: str, build: Callable[[], Any]):
         self.name, self.logger = name, None
@@ -109,7 +112,8 @@ class JsonLines:
         except OSError as error:
             if not self.warned:
                 warn(
-                    f"{self.path}: {error.strerror}; its lines are kept in memory until they can be written"
+                    f"{self.path}: {error.strerror}; its lines are kept in memory until they can "
+                    "be written"
                 )
             self.warned = True
 
@@ -119,7 +123,9 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Write each metric as a scalar ``<kind>/<name>`` over optimizer steps, and at the end the config as hparams."""
+    """Write each metric as a scalar ``<kind>/<name>`` over optimizer steps, and at the end the
+    config as hparams.
+    """
 
     def __init__(self, folder: Path, start: int, total_steps: int):
         """Hide an interrupted run's events after step ``start``."""
@@ -146,10 +152,11 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Log to Weights & Biases, offline in the run's folder unless WANDB_MODE is set; a resumed run keeps its id.
+    """Log to Weights & Biases, offline in the run's folder unless WANDB_MODE is set; a resumed run
+    keeps its id.
 
-    Offline, each start creates another ``offline-run-*``; ``wandb sync`` uploads and merges them. WANDB_PROJECT
-    overrides the project, vit-large-batch.
+    Offline, each start creates another ``offline-run-*``; ``wandb sync`` uploads and merges them.
+    WANDB_PROJECT overrides the project, vit-large-batch.
     """
 
     def __init__(self, folder: Path, *_: int):
@@ -185,7 +192,9 @@ LOGGERS: dict[str, Callable[[Path, int, int], Any]] = {
 
 
 def _select(metrics: Metrics) -> dict[str, float]:
-    """Return the numbers as ``{"<kind>/<name>": value}``, without the size of the evaluation set."""
+    """Return the numbers as ``{"<kind>/<name>": value}``, without the size of the evaluation
+    set.
+    """
     kind, left_out = metrics["kind"], (*WHEN, "samples")
     return {f"{kind}/{name}": value for name, value in metrics.items() if name not in left_out}
 
@@ -193,7 +202,8 @@ def _select(metrics: Metrics) -> dict[str, float]:
 class ProgressBar:
     """Show steps done, time left, images per second, the last loss and top-1, and skipped updates.
 
-    On a terminal, one line that fits in 80 columns; elsewhere, a line at the start, every 30 s and at the end.
+    On a terminal, one line that fits in 80 columns; elsewhere, a line at the start, every 30 s and
+    at the end.
     """
 
     def __init__(self, _: Path, start: int, total_steps: int):
@@ -201,7 +211,8 @@ class ProgressBar:
         tqdm.set_lock(threading.RLock())
         options: dict[str, Any] = dict(mininterval=30, file=_Lines())
         if sys.stderr.isatty():
-            short = "{percentage:.0f}% {n_fmt}/{total_fmt} {remaining} left{postfix}"  # no bar, no steps/s
+            # no bar, no steps/s
+            short = "{percentage:.0f}% {n_fmt}/{total_fmt} {remaining} left{postfix}"
             options = dict(mininterval=0.5, dynamic_ncols=True, bar_format=short)
         self.bar = tqdm(total=total_steps, initial=start, unit="step", maxinterval=60, **options)
         self.shown: dict[str, str] = {}
@@ -221,7 +232,10 @@ class ProgressBar:
                 self._show(skipped=f"{metrics['skipped']}")
         else:
             self._show(top1=f"{metrics['top1']:.3f}")
-            text = "epoch {epoch:g}: top1 {top1:.4f}, top5 {top5:.4f}, loss {loss:.4f} on {samples:,} images"
+            text = (
+                "epoch {epoch:g}: top1 {top1:.4f}, top5 {top5:.4f}, loss {loss:.4f} on {samples:,} "
+                "images"
+            )
             with suppress(OSError):  # standard output is closed
                 self.bar.write(text.format(**metrics))
 

@@ -1,4 +1,6 @@
-"""Loggers; the test marked ``trackers`` needs the real package: ``bash scripts/test.sh -m trackers``."""
+"""Loggers; the test marked ``trackers`` needs the real package: ``bash scripts/test.sh -m
+trackers``.
+"""
 
 import json
 import re
@@ -35,8 +37,9 @@ from common.metrics.loggers import open_loggers
 folder, start = Path(sys.argv[1]), int(sys.argv[2])
 loggers = open_loggers(folder, start, 4, tensorboard=False, trackers=["wandb"])
 for step in range(start, start + 2):
+    record = {"kind": "train", "step": step, "epoch": 0.1, "loss": step / 2, "skipped": 0}
     for logger in loggers:
-        logger({"kind": "train", "step": step, "epoch": 0.1, "loss": step / 2, "skipped": 0, "samples_per_s": 1.0})
+        logger(record | {"samples_per_s": 1.0})
 for logger in loggers:
     logger.close()
 """
@@ -113,9 +116,11 @@ def test_curves_are_pictures_also_with_a_gap_and_not_drawn_often(tmp_path, monke
         drawn += [text.get_text() for text in axes.get_legend().get_texts()]
         drawn += [[line.get_alpha(), line.get_xydata().tolist()] for line in axes.lines]
     assert str(drawn) == (
-        "['optimizer step', 'loss', 'run', 'training: binary cross-entropy, cutmix 1.0', 'evaluation: cross-entropy', "
+        "['optimizer step', 'loss', 'run', 'training: binary cross-entropy, cutmix 1.0', "
+        "'evaluation: cross-entropy', "
         "[0.45, [[2.0, 2.0], [3.0, nan]]], [1.0, [[4.0, 1.5]]], "
-        "'optimizer step', 'accuracy (%)', 'run', 'top-1', 'top-5', [1.0, [[4.0, 25.0]]], [1.0, [[4.0, 50.0]]]]"
+        "'optimizer step', 'accuracy (%)', 'run', 'top-1', 'top-5', [1.0, [[4.0, 25.0]]], [1.0, "
+        "[[4.0, 50.0]]]]"
     )
     assert sorted(path.name for path in run.iterdir()) == [
         "acc.jpeg",

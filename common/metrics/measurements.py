@@ -1,4 +1,6 @@
-"""What is run in place of a training: ``--find-lr``, as L. N. Smith (arXiv 1506.01186), and ``--profile``."""
+"""What is run in place of a training: ``--find-lr``, as L. N. Smith (arXiv 1506.01186), and
+``--profile``.
+"""
 
 import math
 import statistics
@@ -32,17 +34,23 @@ class Measurement(BaseHook):
     def __init__(self, folder: Path, total_steps: int, is_main: bool):
         super().__init__(priority=0)
         self.folder, self.total_steps, self.is_main = folder, total_steps, is_main
-        self.announcement = f"{total_steps} steps instead of training; nothing is saved but {self.writes} in {folder}"
+        self.announcement = (
+            f"{total_steps} steps instead of training; nothing is saved but {self.writes} in "
+            f"{folder}"
+        )
 
 
 class LearningRateFinder(Measurement):
     """Take steps at rates from `LOWEST` to `HIGHEST`, evenly spaced on a logarithmic scale.
 
-    Ends earlier if the smoothed loss is not finite or exceeds `DIVERGED` times its minimum. Rank 0 writes find_lr.csv
-    and find_lr.png and prints the suggested rate.
+    Ends earlier if the smoothed loss is not finite or exceeds `DIVERGED` times its minimum. Rank 0
+    writes find_lr.csv and find_lr.png and prints the suggested rate.
     """
 
-    writes = f"find_lr.png and find_lr.csv, of learning rates from {LOWEST:g} to {HIGHEST:g} in place of the config's,"
+    writes = (
+        f"find_lr.png and find_lr.csv, of learning rates from {LOWEST:g} to {HIGHEST:g} in place "
+        "of the config's,"
+    )
 
     def before_train(self, trainer: Trainer) -> None:
         self.rows: list[dict[str, float]] = []
@@ -91,16 +99,18 @@ class LearningRateFinder(Measurement):
             print("take more steps (--find-lr 500) or a larger TOTAL_BATCH_SIZE", flush=True)
         else:
             print(
-                f"suggested    a tenth of {suggested * SAFETY:.1e}, where the smoothed loss is lowest"
+                f"suggested    a tenth of {suggested * SAFETY:.1e}, where the smoothed loss is "
+                "lowest"
             )
             print(f"LEARNING_RATE={suggested:.1e}", flush=True)
 
 
 def suggest_rate(rows: list[dict[str, float]]) -> float | None:
-    """Return the rate with the lowest smoothed loss, divided by `SAFETY`; None if the loss falls by noise only.
+    """Return the rate with the lowest smoothed loss, divided by `SAFETY`; None if the loss falls by
+    noise only.
 
-    The first tenth of the losses (at least five), at rates too low to change them, gives the initial loss and its
-    standard deviation.
+    The first tenth of the losses (at least five), at rates too low to change them, gives the
+    initial loss and its standard deviation.
     """
     first = [row["loss"] for row in rows[: max(5, len(rows) // 10)] if math.isfinite(row["loss"])]
     finite = [row for row in rows[len(rows) // 10 :] if math.isfinite(row["smoothed"])]
@@ -130,8 +140,9 @@ def _draw(rows: list[dict[str, float]], best: float | None, path: Path) -> None:
 class ProfilerHook(Measurement):
     """Record steps on rank 0 after `WARMUP` others.
 
-    Writes profile/trace.json, for https://ui.perfetto.dev or chrome://tracing, and profile/operators.txt, tables of the
-    operators with the most CPU time and, if there is a GPU, GPU time.
+    Writes profile/trace.json, for https://ui.perfetto.dev or chrome://tracing, and
+    profile/operators.txt, tables of the operators with the most CPU time and, if there is a GPU,
+    GPU time.
     """
 
     writes = "trace.json and operators.txt, of all but the first steps,"

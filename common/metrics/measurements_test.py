@@ -1,4 +1,6 @@
-"""The range test, against the run that it stands before, and a profile, against what the model computes."""
+"""The range test, against the run that it stands before, and a profile, against what the model
+computes.
+"""
 
 import json
 import math
@@ -32,7 +34,10 @@ def test_rates_grow_evenly_from_the_loss_of_the_run_until_it_diverges(data, tmp_
     settings = ("gradient_accumulation=2", "fp16.mode=AMP_TYPE.TORCH", "LOG.every=1")
     find(data, tmp_path / "found", *settings, steps=40)  # over ends of epochs
     rows, said = read_rows(tmp_path / "found"), capsys.readouterr().out
-    words = "40 steps instead of training; nothing is saved but find_lr.png and find_lr.csv, of learning rates"
+    words = (
+        "40 steps instead of training; nothing is saved but find_lr.png and find_lr.csv, of "
+        "learning rates"
+    )
     assert f"{words} from 1e-05 to 10 in place of the config's, in {tmp_path}/found " in " ".join(
         said.split()
     )
@@ -46,7 +51,10 @@ def test_rates_grow_evenly_from_the_loss_of_the_run_until_it_diverges(data, tmp_
     lines = (
         f"curve        {tmp_path}/found/find_lr.png\n             {tmp_path}/found/find_lr.csv\n"
     )
-    lines += f"suggested    a tenth of {best:.1e}, where the smoothed loss is lowest\nLEARNING_RATE={best / 10:.1e}\n"
+    lines += (
+        f"suggested    a tenth of {best:.1e}, where the smoothed loss is "
+        f"lowest\nLEARNING_RATE={best / 10:.1e}\n"
+    )
     assert said.endswith(lines)
     assert 20 < len(rows) < 40
     diverged = [
@@ -94,7 +102,8 @@ def test_a_profile_has_the_steps_asked_for_and_leaves_no_run(data, tmp_path, cap
     events = json.loads((output / "profile" / "trace.json").read_text())["traceEvents"]
     names = [event["name"] for event in events if event.get("ph") == "X"]
     assert len([name for name in names if name.startswith("ProfilerStep#")]) == 2
-    # of a micro-batch: qkv, projection and two layers of the MLP in a block, the patch embedding, and the head
+    # of a micro-batch: qkv, projection and two layers of the MLP in a block, the patch embedding,
+    # and the head
     assert names.count("aten::linear") == 2 * 2 * (4 * MODEL["depth"] + 2)
     table = (output / "profile" / "operators.txt").read_text()
     said = capsys.readouterr().out

@@ -28,8 +28,8 @@ TIMM_SIZES = {
 def build_model(**arguments: object) -> nn.Module:
     """Build the model of the config's MODEL, initialised from torch's global random state.
 
-    It maps float images [B, 3, image_size, image_size] to logits [B, num_classes]. Its attribute ``head_names`` names
-    its head, or heads.
+    It maps float images [B, 3, image_size, image_size] to logits [B, num_classes]. Its attribute
+    ``head_names`` names its head, or heads.
 
     Raises ValueError for an unknown name or an invalid value.
     """
@@ -60,8 +60,9 @@ def state_shapes(model: nn.Module) -> dict[str, list[int]]:
 def freeze(model: nn.Module, part: str | None) -> None:
     """Freeze everything but the head in place, if ``part`` is "body".
 
-    Frozen parameters require no gradient, so an optimizer built later skips them. The body computes as in evaluation:
-    without dropout, with the batch norms' statistics. Call it before `shard_model`.
+    Frozen parameters require no gradient, so an optimizer built later skips them. The body computes
+    as in evaluation: without dropout, with the batch norms' statistics. Call it before
+    `shard_model`.
     """
     if part is None:
         return
@@ -79,9 +80,11 @@ def _stay(mode: bool = True) -> Any:
 
 
 def timm_arguments(**arguments: Any) -> dict[str, Any]:
-    """Return the arguments with which `timm.models.vision_transformer.VisionTransformer` is the same model.
+    """Return the arguments with which `timm.models.vision_transformer.VisionTransformer` is the
+    same model.
 
-    They also override every shape in `timm.create_model(name, **arguments)` for any plain ViT's name.
+    They also override every shape in `timm.create_model(name, **arguments)` for any plain ViT's
+    name.
     """
     a = parse(Model, arguments)
     return {
@@ -104,9 +107,11 @@ def timm_arguments(**arguments: Any) -> dict[str, Any]:
 
 
 def timm_architecture(timm: str | None = None, **arguments: Any) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments with which `timm.create_model` builds the model of MODEL; "none" if it cannot.
+    """Return the name and the arguments with which `timm.create_model` builds the model of MODEL;
+    "none" if it cannot.
 
-    A plain ViT is named by its width, depth, heads, patches and images if timm has it, as "vit_base_patch16_224".
+    A plain ViT is named by its width, depth, heads, patches and images if timm has it, as
+    "vit_base_patch16_224".
     """
     if timm:
         own = {
@@ -135,7 +140,9 @@ def timm_architecture(timm: str | None = None, **arguments: Any) -> tuple[str, d
 
 
 class Training(NamedTuple):
-    """What a train.py has before it calls `Trainer.fit`; the loaders and the schedule are None where not given."""
+    """What a train.py has before it calls `Trainer.fit`; the loaders and the schedule are None
+    where not given.
+    """
 
     model: nn.Module
     optimizer: Optimizer
@@ -153,10 +160,11 @@ def build_training(
     loaders: tuple[Any, Any] = (None, None),
     steps: tuple[int, ...] | None = None,
 ) -> Training:
-    """Build what a train.py builds, for planner, tests and benchmark, in its order and in the mode of the launch.
+    """Build what a train.py builds, for planner, tests and benchmark, in its order and in the mode
+    of the launch.
 
-    ``model`` is whole; by default it is built from ``MODEL``. ``loaders`` are those of training and evaluation,
-    ``steps`` the total, warm-up and cool-down steps of the schedule.
+    ``model`` is whole; by default it is built from ``MODEL``. ``loaders`` are those of training and
+    evaluation, ``steps`` the total, warm-up and cool-down steps of the schedule.
     """
     model = build_model(**config["MODEL"]) if model is None else model
     freeze(model, config.get("FREEZE"))

@@ -12,12 +12,13 @@ class EmaHook(BaseHook):
     """Average the weights over the optimizer steps, on the device, and evaluate with the averages.
 
     With ``warmup`` the decay at step t is ``min(decay, (1 + t) / (10 + t))``, as in TensorFlow's
-    ExponentialMovingAverage, so that short runs do not end near their random initialisation. Without, it is 0 once and
-    then ``decay``, as in timm. It depends only on the step, so resuming reproduces the averages. A skipped update
-    leaves them unchanged too.
+    ExponentialMovingAverage, so that short runs do not end near their random initialisation.
+    Without, it is 0 once and then ``decay``, as in timm. It depends only on the step, so resuming
+    reproduces the averages. A skipped update leaves them unchanged too.
 
     Attributes:
-        averages: of the trained parameters, and of batch norms' statistics, by name, float32; of a sharded model, this
+        averages: of the trained parameters, and of batch norms' statistics, by name, float32; of a
+        sharded model, this
             rank's shards.
     """
 

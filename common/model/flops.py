@@ -15,7 +15,8 @@ from common.errors import UserError, first_line
 from common.hardware import is_fast
 from common.model.build import build_on_meta
 
-# Dense TFLOP/s in 16 bits, TF32 and float32, by part of the device name; from NVIDIA's data sheets, SXM by default.
+# Dense TFLOP/s in 16 bits, TF32 and float32, by part of the device name; from NVIDIA's data sheets,
+# SXM by default.
 PEAKS = {
     "H200 NVL": (835.0, 417.5, 60.0),
     "H200": (989.4, 494.7, 66.9),
@@ -30,11 +31,13 @@ MEASURING = 0.15  # seconds
 
 
 def flops_per_image(model: Mapping[str, Any], frozen: str | None = None) -> int:
-    """Return the FLOPs per image of the forward and backward pass of ``model`` (the config's MODEL).
+    """Return the FLOPs per image of the forward and backward pass of ``model`` (the config's
+    MODEL).
 
-    Two per multiply-add of the matrix products, including attention, in the forward pass, times 3 for both passes;
-    activation recomputation does not count. A body frozen by FREEZE (``frozen``) has no backward pass, and the head
-    then only that of its weights. This is the convention of PaLM (arXiv 2204.02311, appendix B) and torchtitan.
+    Two per multiply-add of the matrix products, including attention, in the forward pass, times 3
+    for both passes; activation recomputation does not count. A body frozen by FREEZE (``frozen``)
+    has no backward pass, and the head then only that of its weights. This is the convention of PaLM
+    (arXiv 2204.02311, appendix B) and torchtitan.
 
     Raises `UserError` for images that the model does not take.
     """
@@ -62,8 +65,8 @@ def peak_images_per_s(
 ) -> float:
     """Return the images/s of ``gpus`` devices training at peak FLOP/s in the precision of ``fp16``.
 
-    Model FLOPs utilisation is the ratio of the achieved rate to this one. ``model``, ``fp16`` and ``frozen`` (FREEZE)
-    are the config's.
+    Model FLOPs utilisation is the ratio of the achieved rate to this one. ``model``, ``fp16`` and
+    ``frozen`` (FREEZE) are the config's.
     """
     return (
         gpus * peak_flops(device, compute_dtype(fp16, device.type)) / flops_per_image(model, frozen)
@@ -71,7 +74,9 @@ def peak_images_per_s(
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the peak FLOP/s of matrix products in ``dtype``: from `PEAKS`, else measured within 0.3 s."""
+    """Return the peak FLOP/s of matrix products in ``dtype``: from `PEAKS`, else measured within
+    0.3 s.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     gpu = known_gpu(name)
     if gpu is None or "MIG" in name:  # a slice of a GPU
@@ -104,8 +109,8 @@ def _measure_peak(device: torch.device, dtype: torch.dtype) -> float:
 class FlopCount(TorchDispatchMode):
     """Sum the FLOPs of matrix products, convolutions and attention within the context in ``total``.
 
-    Uses the formulas of `torch.utils.flop_counter.FlopCounterMode`, which itself tracks modules and thus keeps
-    activations alive.
+    Uses the formulas of `torch.utils.flop_counter.FlopCounterMode`, which itself tracks modules and
+    thus keeps activations alive.
     """
 
     total = 0

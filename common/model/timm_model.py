@@ -51,7 +51,8 @@ def build_timm_model(
             raise UserError(f"MODEL.{name}: {timm} takes no such argument{known}")
         if not _is_plain(value):
             raise UserError(
-                f"MODEL.{name}={value!r}: expected a number up to {LARGEST}, a text, None, or a list of them"
+                f"MODEL.{name}={value!r}: expected a number up to {LARGEST}, a text, None, or a "
+                "list of them"
             )
     sizes = {"img_size": image_size} if has_size else {}
     try:

@@ -80,7 +80,9 @@ def train_here(name: str, **config: Any) -> tuple[list[float], list[float]]:
 
 
 def train_timm(name: str, ranks: int) -> tuple[list[float], list[float]]:
-    """Return what timm's model, groups of parameters and torch's AdamW make of it; batch norms see a rank's images."""
+    """Return what timm's model, groups of parameters and torch's AdamW make of it; batch norms see
+    a rank's images.
+    """
     arguments = {
         key: value for key, value in MODELS[name].items() if key != "activation_checkpoint"
     }
@@ -127,7 +129,9 @@ def test_three_steps_equal_timms_model_with_torchs_optimizer(name, ranks, config
 
 @pytest.mark.parametrize("name", ["xcit_nano_12_p8_224", "mvitv2_tiny", "beit_base_patch16_224"])
 def test_half_precision_takes_float32_and_tuples_between_layers(name):
-    """Position encodings, layers with several outputs, and one that uses the weights of a layer in it."""
+    """Position encodings, layers with several outputs, and one that uses the weights of a layer in
+    it.
+    """
     model = build_on_meta(dict(timm=name, image_size=224))
     MixedPrecision(Cast.LAYERS, torch.bfloat16).apply(model)
     assert model(torch.empty(1, 3, 224, 224, device="meta")).dtype == torch.bfloat16

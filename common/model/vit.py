@@ -1,8 +1,11 @@
-"""The Vision Transformer (Dosovitskiy et al., arXiv 2010.11929), equal to timm's `VisionTransformer`.
+"""The Vision Transformer (Dosovitskiy et al., arXiv 2010.11929), equal to timm's
+`VisionTransformer`.
 
-Parameter names, mathematics and initialisation are timm's, so a `state_dict` loads strictly either way.
+Parameter names, mathematics and initialisation are timm's, so a `state_dict` loads strictly either
+way.
 
-Shape suffixes: B batch, C image channels, Y X pixel rows and columns, N tokens, D width, H heads, E width of a head.
+Shape suffixes: B batch, C image channels, Y X pixel rows and columns, N tokens, D width, H heads, E
+width of a head.
 """
 
 from collections.abc import Sequence
@@ -36,7 +39,9 @@ def build_norm(width: int) -> nn.LayerNorm:
 
 
 class PatchProjection(nn.Conv2d):
-    """A convolution with non-overlapping patches, computed as a matrix product: [B, C, Y, X] to [B, N, D]."""
+    """A convolution with non-overlapping patches, computed as a matrix product: [B, C, Y, X] to [B,
+    N, D].
+    """
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
         side = self.stride[0]
@@ -56,7 +61,9 @@ class PatchEmbed(nn.Module):
 
 
 class ConvStem(nn.Sequential):
-    """Overlapping convolutions (Xiao et al., arXiv 2106.14881), here without batch norms: to [B, N, D]."""
+    """Overlapping convolutions (Xiao et al., arXiv 2106.14881), here without batch norms: to [B, N,
+    D].
+    """
 
     def __init__(self, channels: Sequence[int]) -> None:
         layers: list[nn.Module] = []
@@ -74,9 +81,9 @@ class ConvStem(nn.Sequential):
 class Dropout(nn.Dropout):
     """`nn.Dropout`, except that on CPUs it draws other random numbers.
 
-    PyTorch draws one Bernoulli number per value on CPUs, which takes longer than a block's matrix products in bfloat16.
-    Here a 64-bit random integer serves four values. ``p`` is rounded to a multiple of 1/65536; kept values are scaled
-    by the inverse of the exact keep probability.
+    PyTorch draws one Bernoulli number per value on CPUs, which takes longer than a block's matrix
+    products in bfloat16. Here a 64-bit random integer serves four values. ``p`` is rounded to a
+    multiple of 1/65536; kept values are scaled by the inverse of the exact keep probability.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,8 +150,8 @@ class DropPath(nn.Module):
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate = rate
-        # An input of compiled code, where the number would be a constant, and each block a graph of its own. On the CPU
-        # it is read without waiting.
+        # An input of compiled code, where the number would be a constant, and each block a graph of
+        # its own. On the CPU it is read without waiting.
         self.kept = torch.tensor(1 - rate, device="cpu")
 
     def forward(self, branch_BND: Tensor) -> Tensor:
@@ -161,7 +168,9 @@ class DropPath(nn.Module):
 
 
 def bfloat16_as(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return ``tensor`` in bfloat16 if ``other`` is; float16's range is too small for a residual stream in autocast."""
+    """Return ``tensor`` in bfloat16 if ``other`` is; float16's range is too small for a residual
+    stream in autocast.
+    """
     return tensor.bfloat16() if other.dtype == torch.bfloat16 else tensor
 
 
@@ -243,7 +252,9 @@ class VisionTransformer(nn.Module):
         return self.head(self.fc_norm(self._pool(x_BND)))
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return the layers, from the embeddings to the last norm, as timm's models do: for their learning rates."""
+        """Return the layers, from the embeddings to the last norm, as timm's models do: for their
+        learning rates.
+        """
         stem = r"^(?:cls_token|reg_token|pos_embed|patch_embed)"
         return {"stem": stem, "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
 
@@ -278,10 +289,11 @@ def _build_position(arguments: Model) -> nn.Parameter:
 
 
 def build_sincos2d(side: int, width: int, prefix: int) -> Tensor:
-    """Return the fixed position embedding [1, prefix + side * side, width]; it is 0 for the first ``prefix`` tokens.
+    """Return the fixed position embedding [1, prefix + side * side, width]; it is 0 for the first
+    ``prefix`` tokens.
 
-    A patch has sin x, cos x, sin y, cos y, a quarter of the width each. Frequencies decrease geometrically from 1 to
-    1/10000; formula of arXiv 2205.01580 (big_vision, `posemb_sincos_2d`).
+    A patch has sin x, cos x, sin y, cos y, a quarter of the width each. Frequencies decrease
+    geometrically from 1 to 1/10000; formula of arXiv 2205.01580 (big_vision, `posemb_sincos_2d`).
     """
     frequencies = 10_000.0 ** -torch.linspace(0, 1, width // 4)
     angles = torch.outer(torch.arange(side, dtype=torch.float32), frequencies)

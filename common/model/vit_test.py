@@ -28,7 +28,9 @@ TINY = {"image_size": 16, "patch_size": 4, "width": 24, "depth": 3, "heads": 3, 
 
 
 def build_pair(**arguments: object) -> tuple[nn.Module, nn.Module]:
-    """Return our model and timm's with the same weights, loaded strictly; biases are random, to be seen."""
+    """Return our model and timm's with the same weights, loaded strictly; biases are random, to be
+    seen.
+    """
     torch.manual_seed(0)
     ours = build_model(**arguments)
     with torch.device("meta"):  # its own initialisation would only cost time
@@ -112,7 +114,9 @@ def test_bfloat16_autocast_makes_the_residual_stream_bfloat16(options):
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 1 / 3, 0.97])
 def test_dropouts_rate_is_right_and_its_masks_are_independent(p):
-    """Within five standard errors, for each of the four values that share a random integer, and between calls."""
+    """Within five standard errors, for each of the four values that share a random integer, and
+    between calls.
+    """
     torch.manual_seed(0)
     first, second = ((Dropout(p)(torch.ones(COUNT)) != 0).double() - (1 - p) for _ in range(2))
     error = math.sqrt(p * (1 - p) / COUNT)

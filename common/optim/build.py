@@ -1,7 +1,7 @@
 """The optimizers and the schedules of the learning rate.
 
-LAMB and Muon are ours, AdamW is PyTorch's, SGD a subclass of PyTorch's; all skip an update on the device
-(`found_inf`). A schedule is a linear warm-up, then a decay.
+LAMB and Muon are ours, AdamW is PyTorch's, SGD a subclass of PyTorch's; all skip an update on the
+device (`found_inf`). A schedule is a linear warm-up, then a decay.
 """
 
 import math
@@ -27,8 +27,9 @@ from common.optim.muon import Muon, count_matrices
 class FusedSGD(SGD):
     """torch's fused SGD, whose momentum starts at 0 where the very first update is skipped.
 
-    torch leaves there what was in the memory before: it takes an empty tensor, which only a kernel that is not skipped
-    fills, and from the next update on counts it as momentum (torch/optim/sgd.py, `_fused_sgd`).
+    torch leaves there what was in the memory before: it takes an empty tensor, which only a kernel
+    that is not skipped fills, and from the next update on counts it as momentum
+    (torch/optim/sgd.py, `_fused_sgd`).
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -55,10 +56,10 @@ ADAM = ("step", "exp_avg", "exp_avg_sq")
 class OptimizerEntry:
     """What the config, the planner and `build_optimizer` know of an optimizer.
 
-    ``options`` are the keys of the config's OPTIMIZER for `build`. ``state`` names the tensors that it keeps for each
-    parameter: of the parameter's shape, but for "step", a number; ``matrix_state`` those for a matrix of a block, if
-    others. ``traffic`` is how many numbers an update reads and writes for each parameter. ``of_model`` returns further
-    arguments of ``build``.
+    ``options`` are the keys of the config's OPTIMIZER for `build`. ``state`` names the tensors that
+    it keeps for each parameter: of the parameter's shape, but for "step", a number;
+    ``matrix_state`` those for a matrix of a block, if others. ``traffic`` is how many numbers an
+    update reads and writes for each parameter. ``of_model`` returns further arguments of ``build``.
     """
 
     build: Callable[..., Optimizer]
@@ -113,7 +114,9 @@ OPTIMIZERS = {
 
 
 def state_names(options: Mapping[str, Any], parameter: str) -> tuple[str, ...]:
-    """Return the names of the tensors that the config's OPTIMIZER keeps for a parameter, given by name."""
+    """Return the names of the tensors that the config's OPTIMIZER keeps for a parameter, given by
+    name.
+    """
     entry = OPTIMIZERS[options["name"]]
     if options["name"] == "sgd" and options.get("momentum") == 0:
         return ()
@@ -133,13 +136,15 @@ def build_optimizer(
     layer_decay: float = 1.0,
     **options: Any,
 ) -> Optimizer:
-    """Build the optimizer `name`, one of `OPTIMIZERS`, of the parameters that are trained, sharded or not.
+    """Build the optimizer `name`, one of `OPTIMIZERS`, of the parameters that are trained, sharded
+    or not.
 
-    Weight decay is on every tensor, unless `decay_all` is false: then not on vectors (biases, norms) and what the
-    model's `no_weight_decay` names, as in timm. A parameter's learning rate is multiplied by `layer_decay` for each
-    layer between it and the head, as by timm's `param_groups_layer_decay` (BEiT, arXiv 2106.08254). `options` are those
-    of `common.optim.lamb.Lamb`, `common.optim.muon.Muon`, `torch.optim.AdamW` (betas, eps) or `torch.optim.SGD`
-    (momentum, 0.9 by default, dampening, nesterov).
+    Weight decay is on every tensor, unless `decay_all` is false: then not on vectors (biases,
+    norms) and what the model's `no_weight_decay` names, as in timm. A parameter's learning rate is
+    multiplied by `layer_decay` for each layer between it and the head, as by timm's
+    `param_groups_layer_decay` (BEiT, arXiv 2106.08254). `options` are those of
+    `common.optim.lamb.Lamb`, `common.optim.muon.Muon`, `torch.optim.AdamW` (betas, eps) or
+    `torch.optim.SGD` (momentum, 0.9 by default, dampening, nesterov).
 
     Raises ValueError for a value that the optimizer refuses, TypeError for an unknown option.
     """
@@ -153,7 +158,9 @@ def build_optimizer(
 def _parameter_groups(
     model: nn.Module, learning_rate: float, decay_all: bool, layer_decay: float
 ) -> list[dict[str, Any]]:
-    """Group the parameters that are trained: with weight decay before without, and by learning rate."""
+    """Group the parameters that are trained: with weight decay before without, and by learning
+    rate.
+    """
     trained = {name: param for name, param in named_shards(model).items() if param.requires_grad}
     above = dict.fromkeys(trained, 0) if layer_decay == 1 else layers_above(model)
     kept = getattr(model, "no_weight_decay", set)()
@@ -180,18 +187,22 @@ def layers_above(model: nn.Module) -> dict[str, int]:
     matcher: Any = getattr(model, "group_matcher", None)
     if matcher is None:
         raise UserError(
-            f"OPTIMIZER.layer_decay: {type(model).__name__} of timm does not say its layers; leave it out"
+            f"OPTIMIZER.layer_decay: {type(model).__name__} of timm does not say its layers; leave "
+            "it out"
         )
     layers: Any = group_parameters(model, matcher(coarse=False), reverse=True)
     return {name: max(layers.values()) - layer for name, layer in layers.items()}
 
 
-# The learning rate of an optimizer step, counted from 0, as a fraction of the peak; given the total and warm-up steps.
+# The learning rate of an optimizer step, counted from 0, as a fraction of the peak; given the total
+# and warm-up steps.
 Schedule = Callable[[int, int, int], float]
 
 
 def linear(step: int, total_steps: int, warmup_steps: int) -> float:
-    """Equals Colossal-AI's LinearWarmupLR: 1 / (W + 1) at first, 1 at step W of T, 1 / (T - W) at the last."""
+    """Equals Colossal-AI's LinearWarmupLR: 1 / (W + 1) at first, 1 at step W of T, 1 / (T - W) at
+    the last.
+    """
     return (
         (step + 1) / (warmup_steps + 1)
         if step < warmup_steps
@@ -200,7 +211,8 @@ def linear(step: int, total_steps: int, warmup_steps: int) -> float:
 
 
 def cosine(step: int, total_steps: int, warmup_steps: int) -> float:
-    """Equals Colossal-AI's CosineAnnealingWarmupLR without its overshoot of the peak, which `upstream` repairs.
+    """Equals Colossal-AI's CosineAnnealingWarmupLR without its overshoot of the peak, which
+    `upstream` repairs.
 
     1 / W at first, 1 at step W of T, (1 + cos(pi (T - W - 1) / (T - W))) / 2 at the last.
     """
@@ -210,7 +222,9 @@ def cosine(step: int, total_steps: int, warmup_steps: int) -> float:
 
 
 def timm(step: int, total_steps: int, warmup_steps: int) -> float:
-    """Equals timm's CosineLRScheduler without `warmup_prefix`: the decay begins at step 0, under the warm-up."""
+    """Equals timm's CosineLRScheduler without `warmup_prefix`: the decay begins at step 0, under
+    the warm-up.
+    """
     return step / warmup_steps if step < warmup_steps else cosine(step, total_steps, 0)
 
 
@@ -232,7 +246,8 @@ def build_lr_scheduler(
 ) -> LambdaLR:
     """Build the schedule `name`, one of `SCHEDULES`, to be stepped once an optimizer step.
 
-    It decays to `min_lr`, and stays there for the last `cooldown_steps`. With `warmup_lr` the warm-up begins there.
+    It decays to `min_lr`, and stays there for the last `cooldown_steps`. With `warmup_lr` the
+    warm-up begins there.
     """
     peak = max(group["lr"] for group in optimizer.param_groups)
     low = min_lr / peak

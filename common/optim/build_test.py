@@ -20,7 +20,9 @@ TINY |= {"reg_tokens": 2, "init_values": 0.1}
 
 
 def timm_scales() -> dict[str, tuple[float, float]]:
-    """Return timm's ratios to the learning rate, and weight decays, at layer decay 0.9 and weight decay 0.1."""
+    """Return timm's ratios to the learning rate, and weight decays, at layer decay 0.9 and weight
+    decay 0.1.
+    """
     model = VisionTransformer(**timm_arguments(**TINY))
     groups = param_groups_layer_decay(model, 0.1, model.no_weight_decay(), layer_decay=0.9)
     names = {id(param): name for name, param in model.named_parameters()}

@@ -1,4 +1,5 @@
-"""LAMB (You et al., arXiv 1904.00962): Adam's direction, scaled for each tensor by |parameter| / |direction|.
+"""LAMB (You et al., arXiv 1904.00962): Adam's direction, scaled for each tensor by
+|parameter| / |direction|.
 
 Shape suffixes: P parameters, 1 and 2 rows of their squared norms.
 """
@@ -11,9 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-# What four libraries mean by LAMB: `colossalai/nn/optimizer/lamb.py` (0.5.0), `csrc/multi_tensor_lamb.cu` of NVIDIA's
-# apex, `csrc/lamb/fused_lamb_cuda_kernel.cu` of DeepSpeed (which corrects the moments today; it used to fold the bias
-# correction into the step size), `timm/optim/lamb.py` (1.0.31).
+# What four libraries mean by LAMB: `colossalai/nn/optimizer/lamb.py` (0.5.0),
+# `csrc/multi_tensor_lamb.cu` of NVIDIA's apex, `csrc/lamb/fused_lamb_cuda_kernel.cu` of DeepSpeed
+# (which corrects the moments today; it used to fold the bias correction into the step size),
+# `timm/optim/lamb.py` (1.0.31).
 VARIANTS = {
     "colossalai": dict(
         eps=1e-6,
@@ -39,7 +41,8 @@ VARIANTS = {
 }
 VARIANTS["timm"] = VARIANTS["apex"]  # timm follows apex; its `trust_clip` is trust_range=(0, 1)
 
-# Makes the squared norms [rows, parameters] of shards those of whole tensors, given the parameters they belong to.
+# Makes the squared norms [rows, parameters] of shards those of whole tensors, given the parameters
+# they belong to.
 ReduceNorms = Callable[[Tensor, list[Tensor]], Tensor]
 Bucket = tuple[
     list[Tensor], dict
@@ -55,11 +58,13 @@ class Lamb(Optimizer):
     - bias_correction: divide the moments by 1 - beta^step, as in the paper's Algorithm 2.
     - max_grad_norm: clip the gradients' norm over all parameters to this, in place; inf for never.
     - always_adapt: whether a tensor without weight decay has a trust ratio too.
-    - trust_range: least and greatest trust ratio. It is 1 where the parameter or the direction is zero.
+    - trust_range: least and greatest trust ratio. It is 1 where the parameter or the direction is
+      zero.
 
-    The state is `exp_avg`, `exp_avg_sq` and `step`, all tensors of the parameter's device. As with torch's fused
-    optimizers, an attribute `found_inf`, a 0-dim float32 tensor there, makes `step` change nothing where it is 1. Under
-    tensor parallelism and ZeRO `reduce_norms` sums the squared norms over the shards, once a step for all trust ratios.
+    The state is `exp_avg`, `exp_avg_sq` and `step`, all tensors of the parameter's device. As with
+    torch's fused optimizers, an attribute `found_inf`, a 0-dim float32 tensor there, makes `step`
+    change nothing where it is 1. Under tensor parallelism and ZeRO `reduce_norms` sums the squared
+    norms over the shards, once a step for all trust ratios.
     """
 
     found_inf: Tensor | None = None
@@ -100,8 +105,9 @@ class Lamb(Optimizer):
     def _buckets(self, params: list[Tensor]) -> list[list[Tensor]]:
         """Group the parameters that have a gradient into buckets that are updated together.
 
-        On a CPU, one tensor at a time, so that its direction is still in the cache when it is applied. On a GPU, or
-        with a reduction over ranks, all of them: fewer kernel launches and fewer messages.
+        On a CPU, one tensor at a time, so that its direction is still in the cache when it is
+        applied. On a GPU, or with a reduction over ranks, all of them: fewer kernel launches and
+        fewer messages.
         """
         params = [p for p in params if p.grad is not None]
         if self.reduce_norms is None and all(p.is_cpu for p in params):
@@ -124,7 +130,8 @@ class Lamb(Optimizer):
         """Update buckets whose norms are reduced together."""
         directions, squares = [], []
         for params, group in buckets:
-            # Before the direction, because it brings the parameters into a CPU's cache for all that follows.
+            # Before the direction, because it brings the parameters into a CPU's cache for all that
+            # follows.
             param_squares_P = _squared_norms(params)
             directions.append(self._directions(params, group, clip))
             squares.append(torch.stack([param_squares_P, _squared_norms(directions[-1])]))
@@ -151,7 +158,9 @@ class Lamb(Optimizer):
         torch._foreach_addcmul_(params, directions, (-group["lr"] * ratios_P).unbind())
 
     def _directions(self, params: list[Tensor], group: dict, clip: Tensor | None) -> list[Tensor]:
-        """Advance the moments; return moment / (sqrt(second moment) + eps) + weight_decay * parameter."""
+        """Advance the moments; return moment / (sqrt(second moment) + eps) + weight_decay *
+        parameter.
+        """
         for p in params:
             if not self.state[p]:
                 step = torch.zeros((), dtype=torch.float32, device=p.device)
@@ -169,8 +178,8 @@ class Lamb(Optimizer):
             )  # a list: one tensor would be read by the host
         if not group["bias_correction"]:
             steps = [torch.full_like(steps[0], inf)] * len(steps)  # 1 - beta^inf = 1
-        # PyTorch's fused Adam reads and writes everything once; with a learning rate of -1 it adds its direction to
-        # the weight decay's instead of subtracting a step from the parameters.
+        # PyTorch's fused Adam reads and writes everything once; with a learning rate of -1 it adds
+        # its direction to the weight decay's instead of subtracting a step from the parameters.
         directions = list(torch._foreach_mul(params, group["weight_decay"]))
         torch._fused_adam_(
             directions,
@@ -193,7 +202,9 @@ class Lamb(Optimizer):
 
 
 def _squared_norms(tensors: list[Tensor]) -> Tensor:
-    """Return the sum of squares of each tensor, [len(tensors)], at least in float32: float16 ends at 65,504."""
+    """Return the sum of squares of each tensor, [len(tensors)], at least in float32: float16 ends
+    at 65,504.
+    """
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     if (
         tensors[0].is_cpu and tensors[0].dtype == dtype

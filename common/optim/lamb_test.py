@@ -76,7 +76,9 @@ def test_deepspeeds_trust_ratio_is_within_a_hundredth_and_ten():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_parameters_in_half_precision_move_as_far_as_in_float32(dtype, is_sharded):
-    """The squared norm of this direction, 0.1 / sqrt(0.001) in each of 16,384 places, is beyond float16."""
+    """The squared norm of this direction, 0.1 / sqrt(0.001) in each of 16,384 places, is beyond
+    float16.
+    """
     torch.manual_seed(0)
     start, gradient = 0.02 * torch.randn(128, 128).to(dtype), torch.randn(128, 128).to(dtype)
     moved = []

@@ -1,8 +1,9 @@
-"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): orthogonalized momentum, for matrices.
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): orthogonalized momentum,
+for matrices.
 
-All other parameters are updated by AdamW. One learning rate serves both: the root mean square of an update is 0.2 for
-either (Moonlight, arXiv 2502.16982; ``match_rms_adamw`` of `torch.optim.Muon`). With few steps, AdamW's may have to be
-lower: `adamw_lr_scale`.
+All other parameters are updated by AdamW. One learning rate serves both: the root mean square of an
+update is 0.2 for either (Moonlight, arXiv 2502.16982; ``match_rms_adamw`` of `torch.optim.Muon`).
+With few steps, AdamW's may have to be lower: `adamw_lr_scale`.
 """
 
 import re
@@ -20,12 +21,15 @@ COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the Newton-Schulz iteration, as in 
 ITERATIONS = 5
 EPS = 1e-7  # least norm that a matrix is divided by
 
-# Applies functions of whole matrices, given parameters and what this rank holds of each matrix; returns its shards.
+# Applies functions of whole matrices, given parameters and what this rank holds of each matrix;
+# returns its shards.
 MapWhole = Callable[[list[Callable[[Tensor], Tensor]], list[Tensor], list[Tensor]], list[Tensor]]
 
 
 def count_matrices(name: str, shape: Sequence[int] = (3, 1)) -> int:
-    """Return how many matrices a block's parameter holds along dimension 0, 3 of queries, keys and values; 0: none."""
+    """Return how many matrices a block's parameter holds along dimension 0, 3 of queries, keys and
+    values; 0: none.
+    """
     layer = re.search(
         r"(?:^|\.)blocks\.\d+\.(attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.weight$", name
     )
@@ -33,17 +37,20 @@ def count_matrices(name: str, shape: Sequence[int] = (3, 1)) -> int:
         return 0
     if layer[1] != "attn.qkv":
         return 1
-    # of timm's, some blocks of GC ViT have no queries, and TinyViT's three have a third of the heads each
+    # of timm's, some blocks of GC ViT have no queries, and TinyViT's three have a third of the
+    # heads each
     return 2 if shape[0] == 2 * shape[1] else 3
 
 
 class Muon(AdamW):
-    """Update the `matrices` by Muon, all other parameters by PyTorch's fused AdamW at `adamw_lr_scale` times the rate.
+    """Update the `matrices` by Muon, all other parameters by PyTorch's fused AdamW at
+    `adamw_lr_scale` times the rate.
 
-    `matrices` says how many matrices a parameter holds along dimension 0, which are orthogonalized separately. Weight
-    decay is decoupled in both. The state of a matrix is `momentum_buffer`, that of other parameters AdamW's. An
-    attribute `found_inf`, a 0-dim float32 tensor, makes `step` change nothing where it is 1. Under tensor parallelism
-    and ZeRO `map_whole` gathers the matrices.
+    `matrices` says how many matrices a parameter holds along dimension 0, which are orthogonalized
+    separately. Weight decay is decoupled in both. The state of a matrix is `momentum_buffer`, that
+    of other parameters AdamW's. An attribute `found_inf`, a 0-dim float32 tensor, makes `step`
+    change nothing where it is 1. Under tensor parallelism and ZeRO `map_whole` gathers the
+    matrices.
     """
 
     def __init__(
@@ -105,10 +112,11 @@ class Muon(AdamW):
 
 
 def orthogonalize(whole: Tensor, stacked: int = 1) -> Tensor:
-    """Return U V^T of each of the `stacked` matrices U S V^T in `whole` [stacked * M, N], times 0.2 sqrt(max(M, N)).
+    """Return U V^T of each of the `stacked` matrices U S V^T in `whole` [stacked * M, N], times 0.2
+    sqrt(max(M, N)).
 
-    Five Newton-Schulz iterations bring the singular values to about 0.7 to 1.2: on a GPU in bfloat16, as
-    `torch.optim.Muon`, on a CPU in the dtype of `whole`.
+    Five Newton-Schulz iterations bring the singular values to about 0.7 to 1.2: on a GPU in
+    bfloat16, as `torch.optim.Muon`, on a CPU in the dtype of `whole`.
     """
     a, b, c = COEFFICIENTS
     parts = whole.unflatten(0, (stacked, -1))

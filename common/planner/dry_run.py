@@ -1,4 +1,6 @@
-"""``--dry-run``: print the resolved config, the batch arithmetic, memory, time, and predictions for parallel modes."""
+"""``--dry-run``: print the resolved config, the batch arithmetic, memory, time, and predictions for
+parallel modes.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -43,10 +45,11 @@ def print_dry_run(
     *,
     is_compared: bool,
 ) -> None:
-    """Print the plan, the keys that are not at their defaults in ``--set`` syntax, and if asked a table of all modes.
+    """Print the plan, the keys that are not at their defaults in ``--set`` syntax, and if asked a
+    table of all modes.
 
-    ``data`` is None without a data set: an epoch then has ``images``. ``notes`` are additional rows of the plan; empty
-    ones are skipped.
+    ``data`` is None without a data set: an epoch then has ``images``. ``notes`` are additional rows
+    of the plan; empty ones are skipped.
     """
     images = data.train_samples if data else images
     planner = Planner(config, plan, cluster)
@@ -83,21 +86,27 @@ def _describe_plan(
     config: Mapping[str, Any], plan: Plan, data: DataSummary | None
 ) -> dict[str, str]:
     count, _ = count_parameters(build_on_meta(config["MODEL"]))
+    flops = flops_per_image(config["MODEL"], config["FREEZE"])
     rows = {
         "processes": f"{counted(plan.gpus, 'GPU')} = "
         f"{plan.data_parallel} data parallel x {plan.tensor_parallel} tensor parallel",
         "global batch": plan.batch_formula(),
         "parameters": f"{count:,} ({count / 1e6:.1f} M)",
-        "computation": f"{flops_per_image(config['MODEL'], config['FREEZE']) / 1e9:.1f} GFLOP per image, "
-        "forward and backward",
+        "computation": f"{flops / 1e9:.1f} GFLOP per image, forward and backward",
         "precision": _describe_precision(config, plan),
         **describe_options(config, plan),
     }
     if data is None:
         return rows | {"data": "none (set DATA=... or DATA.root): steps are not counted"}
-    images = f"{data.train_samples:,} training, {data.eval_samples:,} evaluation images, {data.num_classes} classes"
+    images = (
+        f"{data.train_samples:,} training, {data.eval_samples:,} evaluation images, "
+        f"{data.num_classes} classes"
+    )
     end = f"; ends after {plan.last_step:,}" if plan.last_step < plan.total_steps else ""
-    steps = f"{plan.steps_per_epoch} per epoch x {plan.epochs} = {plan.total_steps:,}, {plan.warmup_steps:,} of warm-up"
+    steps = (
+        f"{plan.steps_per_epoch} per epoch x {plan.epochs} = {plan.total_steps:,}, "
+        f"{plan.warmup_steps:,} of warm-up"
+    )
     return rows | {"data": images, "validation": data.validation, "steps": steps + end}
 
 
@@ -196,7 +205,8 @@ def _describe_time(prediction: Prediction, plan: Plan, images: int) -> str:
     )
     times = [value / size for value in seconds]
     limit = " (the host's limit)" * prediction.waits
-    return f"{plan.epochs} epochs of {images:,} images: {_range(times, '.2g' if times[0] < 10 else ',.0f')} {unit}{limit}"
+    shown = _range(times, ".2g" if times[0] < 10 else ",.0f")
+    return f"{plan.epochs} epochs of {images:,} images: {shown} {unit}{limit}"
 
 
 def _assumptions(planner: Planner) -> list[str]:
@@ -208,28 +218,29 @@ def _assumptions(planner: Planner) -> list[str]:
             [value, value * planner.speedup] for value in (planner.rate / 1e12, ASSUMED_MFU)
         )
         speed = (
-            f"A GPU computes {_range(rates, ',.0f')} TFLOP/s: {_range(shares, '.0%')} of the peak of an {cluster.gpu} "
-            "(assumed; measure images/s and pass --images-per-s)."
+            f"A GPU computes {_range(rates, ',.0f')} TFLOP/s: {_range(shares, '.0%')} of the peak "
+            f"of an {cluster.gpu} (assumed; measure images/s and pass --images-per-s)."
         )
     assumed = f"assumed: 8 cores at {8e3 / cluster.decode:.1f} ms an image; " * (
         cluster.decode in DECODE.values()
     )
     host = (
-        f"The host decodes and augments {cluster.decode:,.0f} images/s per GPU ({assumed}--decode-images-per-s). A * "
-        "marks steps that wait for it."
+        f"The host decodes and augments {cluster.decode:,.0f} images/s per GPU "
+        f"({assumed}--decode-images-per-s). A * marks steps that wait for it."
     )
     return [
         speed + " A GPU with a shard of the model reaches the same fraction of its peak.",
         "A micro-batch takes at least 1 ms per block, the time to launch its kernels (assumed).",
         f"A GPU sends {cluster.inside / 1e9:g} GB/s within its node of {cluster.node} and "
-        f"{cluster.between / 1e9:g} GB/s beyond (--links); a collective takes at least {1e6 * LATENCY:.0f} us. "
-        "The slower time assumes no overlap of computation and communication.",
+        f"{cluster.between / 1e9:g} GB/s beyond (--links); a collective takes at least "
+        f"{1e6 * LATENCY:.0f} us. The slower time assumes no overlap of computation and "
+        "communication.",
         host
         if cluster.decode < math.inf
         else "The images are in a GPU's memory: nothing is decoded.",
         f"Memory and bytes are counted; {USABLE:.0%} of {cluster.memory / 1e9:.3g} GB is usable.",
-        "batch: data parallel x micro-batch x accumulation; GB: memory of a GPU; sent GB: by a GPU in a step, within + "
-        "between nodes.",
+        "batch: data parallel x micro-batch x accumulation; GB: memory of a GPU; sent GB: by a GPU "
+        "in a step, within + between nodes.",
     ]
 
 

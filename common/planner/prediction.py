@@ -40,9 +40,10 @@ WHOLE = {"mode": None, "size": 1}
 class Cluster:
     """GPUs and their hosts.
 
-    ``gpu`` as in `PEAKS`; ``memory`` in bytes; ``node`` GPUs per node; ``inside``, ``between``: bytes/s that a GPU
-    sends within and between nodes; ``decode``: images/s that the host decodes per GPU; ``images_per_s``: measured rate
-    of one GPU training the whole model, without communication.
+    ``gpu`` as in `PEAKS`; ``memory`` in bytes; ``node`` GPUs per node; ``inside``, ``between``:
+    bytes/s that a GPU sends within and between nodes; ``decode``: images/s that the host decodes
+    per GPU; ``images_per_s``: measured rate of one GPU training the whole model, without
+    communication.
     """
 
     gpu: str = "H100"
@@ -69,7 +70,9 @@ class Cluster:
         )
 
     def sent(self, nbytes_by_route: Mapping[Route, int]) -> tuple[float, float]:
-        """Return the bytes that a GPU sends in groups within a node, and in groups that span nodes."""
+        """Return the bytes that a GPU sends in groups within a node, and in groups that span
+        nodes.
+        """
         sent = {True: 0.0, False: 0.0}
         for (name, ranks), nbytes in nbytes_by_route.items():
             sent[self._members(ranks) == len(ranks)] += sent_share(name, len(ranks)) * nbytes
@@ -81,14 +84,16 @@ class Cluster:
 
 
 def sent_share(name: str, size: int) -> float:
-    """Return the ratio of bytes sent per process to message bytes, averaged over a group of ``size``.
+    """Return the ratio of bytes sent per process to message bytes, averaged over a group of
+    ``size``.
 
     For ring algorithms, which are optimal (Patarasuk and Yuan, 2009).
     """
     return (2 if name == "all_reduce" else 1) * (size - 1) / size
 
 
-# images/s that 8 cores decode and augment, by loader: 1.1 and 2.88 ms of CPU time an image (docs/performance.md)
+# images/s that 8 cores decode and augment, by loader: 1.1 and 2.88 ms of CPU time an image
+# (docs/performance.md)
 DECODE = {"dali": 7300.0, "torchvision": 2800.0, "memory": math.inf}
 # The flags of `Cluster`'s fields.
 CLUSTER_FLAGS = ("gpu_memory", "gpus_per_node", "links", "images_per_s", "decode_images_per_s")
@@ -101,7 +106,10 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--gpu-memory", type=_positive, help="GPU memory in GB (default: 80)")
     group.add_argument("--gpus-per-node", type=at_least_1, help="default: 8")
-    links = "bandwidth per GPU within and between nodes (default: 450 50: NVLink 4, one 400 Gb/s link per GPU)"
+    links = (
+        "bandwidth per GPU within and between nodes (default: 450 50: NVLink 4, one 400 Gb/s link "
+        "per GPU)"
+    )
     group.add_argument("--links", type=_positive, nargs=2, metavar="GB/S", help=links)
     group.add_argument(
         "--images-per-s",
@@ -158,9 +166,9 @@ def cluster_here() -> Cluster:
 class Prediction:
     """One way to train on N GPUs: how batch and model are split, and the seconds of a step.
 
-    ``slowest_step``: the worst case, in which nothing overlaps but decoding. ``fastest_step``: the best case, a
-    well-tuned GPU that sends gradients during the last micro-batch's backward pass. ``waits``: even it waits for
-    decoding.
+    ``slowest_step``: the worst case, in which nothing overlaps but decoding. ``fastest_step``: the
+    best case, a well-tuned GPU that sends gradients during the last micro-batch's backward pass.
+    ``waits``: even it waits for decoding.
     """
 
     tensor: Mapping[str, Any]
@@ -203,7 +211,9 @@ class Prediction:
 
 
 class Planner:
-    """Predicts the steps of a config's plan on a cluster, whose GPUs sustain ``rate`` to ``rate * speedup`` FLOP/s."""
+    """Predicts the steps of a config's plan on a cluster, whose GPUs sustain ``rate`` to ``rate *
+    speedup`` FLOP/s.
+    """
 
     def __init__(self, config: Mapping[str, Any], plan: Plan, cluster: Cluster) -> None:
         self.config, self.plan, self.cluster = config, plan, cluster
@@ -220,7 +230,8 @@ class Planner:
             )
 
     def predict_modes(self) -> list[Prediction]:
-        """Return a prediction for the run of each way to split the model that the plan's GPUs and batch allow.
+        """Return a prediction for the run of each way to split the model that the plan's GPUs and
+        batch allow.
 
         Those with `zero` are included if it is set, or if data parallelism alone does not fit.
         """
@@ -242,7 +253,9 @@ class Planner:
         return [prediction for prediction in ways if prediction]
 
     def _predict_way(self, tensor: Mapping[str, Any], zero: int | None) -> Prediction | None:
-        """Return the prediction with MICRO_BATCH_SIZE, if it is set, else with the largest micro-batch that fits."""
+        """Return the prediction with MICRO_BATCH_SIZE, if it is set, else with the largest
+        micro-batch that fits.
+        """
         groups, stated = self.plan.gpus // tensor["size"], self.config["MICRO_BATCH_SIZE"]
         samples, rest = divmod(self.plan.total_batch, groups)
         if self.plan.total_is_derived:
@@ -260,7 +273,8 @@ class Planner:
     def predict_largest(
         self, config: Mapping[str, Any], samples: int, sizes: Sequence[int]
     ) -> Prediction | None:
-        """Return the prediction for the first of the micro-batches ``sizes`` that fits, or the last; None without any.
+        """Return the prediction for the first of the micro-batches ``sizes`` that fits, or the
+        last; None without any.
 
         ``samples`` is what a data-parallel group has of the global batch.
         """
@@ -313,7 +327,9 @@ class Planner:
         return Prediction(tensor, zero, *cut, estimate, fits, slow, fast, waits)
 
     def _step_times(self, estimate: StepEstimate, accumulation: int) -> tuple[float, float]:
-        """Return the seconds of a step without decoding, in the worst and in the best case, as in `Prediction`."""
+        """Return the seconds of a step without decoding, in the worst and in the best case, as in
+        `Prediction`.
+        """
         compute = estimate.flops / self.rate
         launches = LAUNCH * (count_blocks(self.config["MODEL"]) or BLOCKS) * accumulation
         update = (
@@ -335,7 +351,9 @@ class Planner:
 
 
 def _ways(gpus: int, own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the tensor-parallel settings of up to 64 GPUs and ``own``; 2.5d has depth 2 to the side, as its paper."""
+    """Return the tensor-parallel settings of up to 64 GPUs and ``own``; 2.5d has depth 2 to the
+    side, as its paper.
+    """
     tensors = [WHOLE, *({"mode": "1d", "size": size} for size in range(2, 65))]
     tensors += [{"mode": "2d", "size": side**2} for side in range(2, 9)]
     tensors += [
@@ -373,6 +391,8 @@ def check_limits(config: Mapping[str, Any], plan: Plan, memory: float) -> None:
     state //= plan.gpus if config["zero"] else plan.tensor_parallel
     if state > memory:
         raise UserError(
-            f"MODEL={dict(model)}: {parameters:.3g} parameters take {state / 1e9:,.1f} GB per process, more than the "
-            f"{memory / 1e9:,.1f} GB here: use a smaller model, or split it over more GPUs (zero, tensor parallelism)"
+            f"MODEL={dict(model)}: {parameters:.3g} parameters take {state / 1e9:,.1f} GB per "
+            "process, more than the "
+            f"{memory / 1e9:,.1f} GB here: use a smaller model, or split it over more GPUs (zero, "
+            "tensor parallelism)"
         )

@@ -50,10 +50,11 @@ Route = tuple[str, tuple[int, ...]]  # a collective's name, and the global ranks
 
 
 class Traffic(TorchDispatchMode):
-    """Count this process's collectives within the context: ``calls`` and message ``nbytes``, by `Route`.
+    """Count this process's collectives within the context: ``calls`` and message ``nbytes``, by
+    `Route`.
 
-    Includes forward and backward passes, DDP and the optimizer. Raises KeyError for a collective that is not in
-    `COLLECTIVES`.
+    Includes forward and backward passes, DDP and the optimizer. Raises KeyError for a collective
+    that is not in `COLLECTIVES`.
     """
 
     def __init__(self) -> None:
@@ -78,7 +79,8 @@ class Traffic(TorchDispatchMode):
 class TensorMemory(TorchDispatchMode):
     """Track the storages created or resized within the context: ``live`` bytes, and their ``peak``.
 
-    Includes tensors saved by autograd and fake tensors, but no kernel workspaces and no allocator overhead.
+    Includes tensors saved by autograd and fake tensors, but no kernel workspaces and no allocator
+    overhead.
     """
 
     def __init__(self) -> None:
@@ -131,11 +133,10 @@ class StepEstimate:
     """One process's optimizer step.
 
     Attributes:
-        weights, optimizer: bytes of the parameters (with their moving average) and of the optimizer state.
-        gradients: bytes of all gradients.
-        training_peak, update_peak: peak bytes in the forward and backward passes and in the update.
-        flops: of matrix products, including recomputed ones (`torch.utils.flop_counter`).
-        calls, nbytes: of collectives, by `Route`.
+        weights, optimizer: bytes of the parameters (with their moving average) and of the optimizer
+        state. gradients: bytes of all gradients. training_peak, update_peak: peak bytes in the
+        forward and backward passes and in the update. flops: of matrix products, including
+        recomputed ones (`torch.utils.flop_counter`). calls, nbytes: of collectives, by `Route`.
         data_ranks: the data-parallel group of this process.
     """
 
@@ -166,7 +167,8 @@ def estimate_step(
     accumulation: int = 1,
     device: str = "cuda",
 ) -> StepEstimate:
-    """Estimate rank 0 of ``processes`` in a step of ``accumulation`` micro-batches on a "cuda" or "cpu" device.
+    """Estimate rank 0 of ``processes`` in a step of ``accumulation`` micro-batches on a "cuda" or
+    "cpu" device.
 
     ``config`` is a whole one, with ``parallel`` resolved. Takes seconds at most.
     Runs in a separate process, because `allow_fake_launches` patches PyTorch.
@@ -195,9 +197,11 @@ def _estimate(
     config: Mapping[str, Any], processes: int, micro_batch: int, accumulation: int, device: str
 ) -> StepEstimate:
     depth = count_blocks(config["MODEL"])
-    # blocks; the first one drops no paths, and `zero` gathers a block during another's backward pass
+    # blocks; the first one drops no paths, and `zero` gathers a block during another's backward
+    # pass
     shallow = 3 if config["zero"] else 2 if config["MODEL"].get("drop_path") else 1
-    # DDP's options that need its own reduction, which the estimate replaces, change nothing that it counts
+    # DDP's options that need its own reduction, which the estimate replaces, change nothing that it
+    # counts
     unused = dict(init_sync=False, find_unused_parameters=False, static_graph=False)
     launched = {
         **config,
@@ -214,7 +218,9 @@ def _estimate(
 
 
 def count_blocks(model: Mapping[str, Any]) -> int:
-    """Return the number of alike blocks that MODEL says; 0 if it does not, or says one for each stage."""
+    """Return the number of alike blocks that MODEL says; 0 if it does not, or says one for each
+    stage.
+    """
     depth = model.get("depth")
     return depth if isinstance(depth, int) else 0
 
@@ -296,7 +302,8 @@ def _count_step(
 
 @contextmanager
 def _choosing_as_on(device: str) -> Iterator[None]:
-    """Make device-dependent code behave as on ``device``: attention, LAMB (``is_cpu``), dropout's mask and LayerNorm.
+    """Make device-dependent code behave as on ``device``: attention, LAMB (``is_cpu``), dropout's
+    mask and LayerNorm.
 
     Fake tensors cannot be on "cuda" themselves, because autograd asks the driver for the device.
     """

@@ -1,4 +1,6 @@
-"""Step estimates against real runs: bytes that several processes send, and memory that PyTorch's profiler sees."""
+"""Step estimates against real runs: bytes that several processes send, and memory that PyTorch's
+profiler sees.
+"""
 
 import ctypes
 from collections import Counter
@@ -103,7 +105,8 @@ def test_bytes_are_those_of_real_processes(case):
 
 
 def measure_peak(config: dict[str, Any], micro_batch: int, accumulation: int) -> int:
-    """Return the peak of PyTorch's allocations in the last step; to be called in a process of its own.
+    """Return the peak of PyTorch's allocations in the last step; to be called in a process of its
+    own.
 
     The flag makes the allocator count what all threads free: the profiler alone misses Gloo's.
     """
@@ -171,7 +174,8 @@ def test_memory_of_a_cut_model_is_within_a_tenth_of_the_measured(case):
     processes, mode = CASES[case]
     model = SMALL | {"image_size": 64, "heads": 4}
     config = build_config(processes, model=model, OPTIMIZER={"name": "lamb"}, fp16=TORCH, **mode)
-    micro_batch = 64  # takes more than the whole model, which a rank builds first, in what is a GPU's host memory
+    # takes more than the whole model, which a rank builds first, in what is a GPU's host memory
+    micro_batch = 64
     measured = run_ranks(processes, measure_peak, config, micro_batch, 1)
     assert estimate_step(config, processes, micro_batch, 1, "cpu").peak == pytest.approx(
         max(measured), rel=0.1

@@ -1,4 +1,6 @@
-"""Compiled training, the default on GPUs: it trains as PyTorch's operations do, with inductor's code for CPUs too."""
+"""Compiled training, the default on GPUs: it trains as PyTorch's operations do, with inductor's
+code for CPUs too.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -29,7 +31,9 @@ WHOLE = (
 def train(
     data: Path, output: Path, compiled: str, *settings: str, backend: str = "inductor"
 ) -> tuple[int, int]:
-    """Train; return the number of graphs, and how often one was broken. The limit of recompilations is the lowest."""
+    """Train; return the number of graphs, and how often one was broken. The limit of recompilations
+    is the lowest.
+    """
     engine.compile_model = partial(engine.compile_model, backend=backend)
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
         tiny_task.train(data, output, *SHORT, *settings, f"COMPILE={compiled}")
@@ -82,5 +86,8 @@ def test_a_compiler_that_fails_is_one_line_with_the_remedy(data, tmp_path):
         tiny_task.train(data, tmp_path / "run", "COMPILE=True")
 
     ended = run_forked(main, code=2, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
-    line = "error: the model could not be compiled: --set COMPILE=False trains without a compiler (InvalidCxxCompiler: "
+    line = (
+        "error: the model could not be compiled: --set COMPILE=False trains without a compiler "
+        "(InvalidCxxCompiler: "
+    )
     assert ended.stderr.splitlines()[-1].startswith(line), ended.stderr

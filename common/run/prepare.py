@@ -33,7 +33,8 @@ def parse_arguments(argv: list[str], description: str | None) -> argparse.Namesp
         find_key(key)
     if (args.find_lr or args.profile) and args.resume != AUTO:
         raise UserError(
-            f"--resume {args.resume}: --find-lr and --profile do not resume; omit it, or use --init for its weights"
+            f"--resume {args.resume}: --find-lr and --profile do not resume; omit it, or use "
+            "--init for its weights"
         )
     if args.gpus is not None and not args.dry_run:
         raise UserError(
@@ -73,7 +74,8 @@ def _build_parser(description: str | None) -> argparse.ArgumentParser:
         default=AUTO,
         metavar="never|PATH",
         help="default: resume from the newest checkpoint in the output folder; "
-        f"{NEVER}: refuse a folder that contains a run; PATH: resume from that checkpoint, or from the newest of that "
+        f"{NEVER}: refuse a folder that contains a run; PATH: resume from that checkpoint, or from "
+        "the newest of that "
         "run; with --output DIR, as a branch in DIR",
     )
     parser.add_argument(
@@ -86,7 +88,10 @@ def _build_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--init",
         metavar="SOURCE",
-        help="start from the weights of a run, a file, a timm model or a Hub model (see --help-config INIT)",
+        help=(
+            "start from the weights of a run, a file, a timm model or a Hub model (see "
+            "--help-config INIT)"
+        ),
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved config and the plan, then exit"
@@ -133,7 +138,9 @@ class _HelpConfig(argparse.Action):
 
 
 class Prepared(NamedTuple):
-    """The resolved config, which nothing changes any more, its plan, and the data set (None for some dry runs)."""
+    """The resolved config, which nothing changes any more, its plan, and the data set (None for
+    some dry runs).
+    """
 
     config: dict[str, Any]
     plan: Plan
@@ -144,8 +151,8 @@ class Prepared(NamedTuple):
 def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepared:
     """Resolve the config for ``launch``, count the data set and compute the plan.
 
-    ``--dry-run`` needs neither data, which may be on another machine, nor GPUs. Raises `UserError` for everything that
-    would fail later.
+    ``--dry-run`` needs neither data, which may be on another machine, nor GPUs. Raises `UserError`
+    for everything that would fail later.
     """
     config = load_config(
         args.config, args.set + [f"INIT={args.init}"] * bool(args.init), task.recipe
@@ -157,7 +164,8 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
         config["DATA"] |= {"root": "data", "download": True}
         if is_first_process():
             print_wrapped(
-                f"DATA.root is not set: ./data, to which {task.download} is downloaded unless it is there"
+                f"DATA.root is not set: ./data, to which {task.download} is downloaded unless it "
+                "is there"
             )
     data, root = None, named_root(config)
     if not args.dry_run or (root and Path(root).exists() and not config["DATA"]["download"]):
@@ -166,7 +174,8 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
         classes = config["MODEL"]["num_classes"] or data.num_classes
         if classes < data.num_classes:
             raise UserError(
-                f"MODEL.num_classes={classes}: the data set has labels 0 to {data.num_classes - 1}; "
+                f"MODEL.num_classes={classes}: the data set has labels 0 to "
+                f"{data.num_classes - 1}; "
                 f"--set MODEL.num_classes={data.num_classes} (or None) fits"
             )
         config["MODEL"]["num_classes"] = classes
@@ -180,11 +189,14 @@ def prepare_run(args: argparse.Namespace, launch: Launch, task: Task) -> Prepare
 
 
 def check_init(config: Mapping[str, Any], resume: str) -> str:
-    """Raise `UserError` if INIT's weights do not fit, or for FREEZE without INIT; return the message after loading."""
+    """Raise `UserError` if INIT's weights do not fit, or for FREEZE without INIT; return the
+    message after loading.
+    """
     if not config["INIT"]:
         if config["FREEZE"] and resume in (AUTO, NEVER):
             raise UserError(
-                f"FREEZE={config['FREEZE']!r} without INIT trains a head on random weights: add --init or omit FREEZE"
+                f"FREEZE={config['FREEZE']!r} without INIT trains a head on random weights: add "
+                "--init or omit FREEZE"
             )
         return ""
     _, done = fit_pretrained(build_on_meta(config["MODEL"]), config["INIT"])
@@ -192,18 +204,23 @@ def check_init(config: Mapping[str, Any], resume: str) -> str:
 
 
 def spare_classes(config: Mapping[str, Any], data: DataSummary) -> str:
-    """Return a warning where the head has more classes than the data set, unless it may be that of INIT's weights."""
+    """Return a warning where the head has more classes than the data set, unless it may be that of
+    INIT's weights.
+    """
     classes = config["MODEL"]["num_classes"]
     if config["INIT"] or classes == data.num_classes:
         return ""
     return (
-        f"warning: MODEL.num_classes={classes} is more than the data set's {data.num_classes} classes; None takes as "
+        f"warning: MODEL.num_classes={classes} is more than the data set's {data.num_classes} "
+        "classes; None takes as "
         "many as it has"
     )
 
 
 def _check_builds(config: Mapping[str, Any], plan: Plan, is_dry_run: bool) -> MixedPrecision:
-    """Raise `UserError` for what memory, sharding or trackers would refuse; return the mixed precision."""
+    """Raise `UserError` for what memory, sharding or trackers would refuse; return the mixed
+    precision.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if not is_dry_run:  # which may be for another machine
         on_gpu = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None

@@ -98,10 +98,11 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
 def find_start(
     output: Path, args: argparse.Namespace, prepared: Prepared
 ) -> tuple[Path | None, str]:
-    """Lock ``output``; return the checkpoint to resume from or None, and why there is nothing to train or "".
+    """Lock ``output``; return the checkpoint to resume from or None, and why there is nothing to
+    train or "".
 
-    Raises `UserError` if the run cannot be resumed this way, before it changes any file; only a checkpoint whose
-    replacement was interrupted is put back.
+    Raises `UserError` if the run cannot be resumed this way, before it changes any file; only a
+    checkpoint whose replacement was interrupted is put back.
     """
     config, plan, data, _ = prepared
     if (
@@ -126,27 +127,31 @@ def find_start(
             )
             return path, (
                 f"{output}: this run is finished, at step {step} with top1={top1}; nothing "
-                f"was trained. Extend it with --set {longer}=N (now {config[longer]}), or start another with "
+                f"was trained. Extend it with --set {longer}=N (now {config[longer]}), or start "
+                "another with "
                 "--output DIR"
             )
         is_branch = not path.is_relative_to(output)
         if (step := read_trainer_state(path)["trainer"]["step"]) + is_branch > plan.last_step:
             raise UserError(
-                f"{longer}={config[longer]} ends at step {plan.last_step}, {path} is at {step}: raise it"
+                f"{longer}={config[longer]} ends at step {plan.last_step}, {path} is at {step}: "
+                "raise it"
             )
     elif (output / CONFIG).exists() and any(
         record["step"] >= read_about(output, RunInfo)["plan"]["last_step"]
         for record in read_evaluations(output)
     ):
         raise UserError(
-            f"{output} holds a finished run without checkpoints, whose record would be overwritten; choose another "
+            f"{output} holds a finished run without checkpoints, whose record would be "
+            "overwritten; choose another "
             "--output, or remove it"
         )
     return path, ""
 
 
 def choose_order(prepared: Prepared, start_from: Path | None = None) -> tuple[str | None, str]:
-    """Return the order in which the training shards are read, and a message that explains it; (None, "") without.
+    """Return the order in which the training shards are read, and a message that explains it;
+    (None, "") without.
 
     A resumed run keeps its order on any host.
     """
@@ -162,7 +167,10 @@ def choose_order(prepared: Prepared, start_from: Path | None = None) -> tuple[st
     else:
         order = "blocks" if is_large and data.is_shuffled else "random"
         does = "exceed" if is_large else "fit into"
-        why = f"since {_size(data.shard_bytes)} of training shards {does} the {_size(memory)} of memory"
+        why = (
+            f"since {_size(data.shard_bytes)} of training shards {does} the {_size(memory)} of "
+            "memory"
+        )
         why += (
             " but are sorted by class: prepare them again for large reads"
             if is_large and order == "random"
@@ -217,10 +225,12 @@ def _announce(name: str, prepared: Prepared, reading: str, doing: str) -> None:
         f"{data.num_classes} classes",
         data.validation and f"validation: {data.validation}",
         is_ignored
-        and f"DATA={ignored} in the environment is not used, because the config sets DATA.root={root}",
+        and f"DATA={ignored} in the environment is not used, because the config sets "
+        f"DATA.root={root}",
         f"global batch {plan.batch_formula('GPU' if torch.cuda.is_available() else 'process')}",
         f"{plan.last_step:,} of {plan.total_steps:,} steps, {plan.steps_per_epoch:,} per epoch",
-        f"{config['OPTIMIZER']['name']}, learning rate {config['LEARNING_RATE']} after {plan.warmup_steps:,} steps of "
+        f"{config['OPTIMIZER']['name']}, learning rate {config['LEARNING_RATE']} after "
+        f"{plan.warmup_steps:,} steps of "
         f"warm-up, then {config['LR_SCHEDULE']} to {config['MIN_LR']:g}",
         *(f"{key}: {effect}" for key, effect in describe_options(config, plan).items()),
         reading and f"reading {reading}",
@@ -231,7 +241,9 @@ def _announce(name: str, prepared: Prepared, reading: str, doing: str) -> None:
 
 
 def explain_out_of_memory(error: Exception, config: Mapping[str, Any], plan: Plan) -> str:
-    """Return a line with the largest MICRO_BATCH_SIZE below the plan's that the planner expects to fit."""
+    """Return a line with the largest MICRO_BATCH_SIZE below the plan's that the planner expects to
+    fit.
+    """
     if not isinstance(error, torch.OutOfMemoryError):
         return ""
     samples, smaller = plan.micro_batch * plan.accumulation, range(plan.micro_batch - 1, 0, -1)
@@ -239,23 +251,35 @@ def explain_out_of_memory(error: Exception, config: Mapping[str, Any], plan: Pla
     remedy = "set MODEL.activation_checkpoint=True or zero=dict(stage=1) or 3"
     if fitting and fitting.fits:
         remedy = (
-            f"--set MICRO_BATCH_SIZE={fitting.micro_batch} --set gradient_accumulation={fitting.accumulation} is "
+            f"--set MICRO_BATCH_SIZE={fitting.micro_batch} --set "
+            f"gradient_accumulation={fitting.accumulation} is "
             "expected to fit, with the same batch"
         )
-    return f"out of memory with micro-batches of {plan.micro_batch} images: {remedy} ({first_line(error)})"
+    return (
+        f"out of memory with micro-batches of {plan.micro_batch} images: {remedy} "
+        f"({first_line(error)})"
+    )
 
 
 def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int) -> str:
-    """Return a warning where training is slow without a GPU, with a lower bound of the time of a step."""
+    """Return a warning where training is slow without a GPU, with a lower bound of the time of a
+    step.
+    """
     if torch.cuda.is_available():
         return ""
     model, why = config["MODEL"], ""
     if any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        why = f": torch, built for CUDA {torch.version.cuda}, cannot use the GPU: see Requirements in README.md"
+        why = (
+            f": torch, built for CUDA {torch.version.cuda}, cannot use the GPU: see Requirements "
+            "in README.md"
+        )
     seconds = total_batch / peak_images_per_s(
         model, config["fp16"], processes, torch.device("cpu"), config["FREEZE"]
     )
     if seconds < 1:
         return why and f"warning: training on the CPU{why}"
     duration = f"{seconds:.2g} s" if seconds < 100 else f"{seconds / 60:,.0f} min"
-    return f"warning: training on the CPU{why}; a step of {total_batch:,} images takes at least {duration}"
+    return (
+        f"warning: training on the CPU{why}; a step of {total_batch:,} images takes at least "
+        f"{duration}"
+    )

@@ -17,9 +17,11 @@ from common.testing.commands import Ended, run_forked
 from common.testing.tiny_task import train
 
 STARTED = (  # no more samples a batch than there are, as --dry-run says
-    "training and 45 evaluation images, 7 classes global batch 1 process x 14 x 1 = 14 1 of 10 steps, 5 per epoch "
+    "training and 45 evaluation images, 7 classes global batch 1 process x 14 x 1 = 14 1 of 10 "
+    "steps, 5 per epoch "
     "adamw, learning rate 0.002 after 0 steps of warm-up, then cosine to 0 "
-    "FREEZE: 231 of 23,751 parameters are trained: the head fp16: float32 starting from the weights of "
+    "FREEZE: 231 of 23,751 parameters are trained: the head fp16: float32 starting from the "
+    "weights of "
 )
 
 
@@ -39,8 +41,10 @@ def test_the_first_lines_name_what_is_set_within_80_columns(data, tmp_path):
     said = [
         "OPTIMIZER.layer_decay: learning rate x 0.5^3 = 0.12 (embeddings) to 1 (head)",
         "EMA: evaluation uses averages over about 100 steps; evaluate.py --raw uses the weights",
-        "zero: stage 3, parameters, gradients and optimizer state sharded over 1 data-parallel process",
-        "warning: MODEL.num_classes=9 is more than the data set's 7 classes; None takes as many as it has",
+        "zero: stage 3, parameters, gradients and optimizer state sharded over 1 data-parallel "
+        "process",
+        "warning: MODEL.num_classes=9 is more than the data set's 7 classes; None takes as many "
+        "as it has",
     ]
     for ended, lines in ((whole, said), (head, [STARTED, "a new head of 7 classes, not its 9"])):
         printed = [
@@ -118,7 +122,8 @@ def test_out_of_memory_is_one_line_with_the_micro_batch_that_should_fit(data, tm
         train(data, tmp_path / "run", "TOTAL_BATCH_SIZE=32", "gradient_accumulation=2")
 
     assert run_forked(main, code=2).stderr.splitlines()[-1] == (
-        "error: out of memory with micro-batches of 16 images: --set MICRO_BATCH_SIZE=8 --set gradient_accumulation=4 "
+        "error: out of memory with micro-batches of 16 images: --set MICRO_BATCH_SIZE=8 --set "
+        "gradient_accumulation=4 "
         "is expected to fit, with the same batch (CUDA out of memory. Tried to allocate 2.00 GiB.)"
     )
 

@@ -1,4 +1,6 @@
-"""A checkpoint of a model of one block, whose every file is what a run writes; and what a run leaves."""
+"""A checkpoint of a model of one block, whose every file is what a run writes; and what a run
+leaves.
+"""
 
 import json
 from dataclasses import asdict
@@ -25,7 +27,8 @@ from common.model.build import build_on_meta, state_shapes
 from common.optim.build import state_names
 
 SETTINGS = [
-    "MODEL=dict(image_size=8, patch_size=4, width=8, depth=1, heads=2, mlp_ratio=2.0, num_classes=3)"
+    "MODEL=dict(image_size=8, patch_size=4, width=8, depth=1, heads=2, mlp_ratio=2.0, "
+    "num_classes=3)"
 ]
 SETTINGS += ["NUM_EPOCHS=5", "WARMUP_EPOCHS=0", "TOTAL_BATCH_SIZE=16", "DATA.root=a", "fp16=None"]
 MEASURED = (
@@ -82,7 +85,9 @@ def build_content(step: int = 1, value: float = 0.0, *settings: str) -> dict[str
 
 
 def read_result(output: Path) -> dict[str, Any]:
-    """Return what a run has left, by file of its last checkpoint, and its records, without timings and memory."""
+    """Return what a run has left, by file of its last checkpoint, and its records, without timings
+    and memory.
+    """
     last = newest_checkpoint(output / "checkpoints")
     assert last, f"{output}: no checkpoint"
     files = {file.name: file.read_bytes() for file in last.glob("*.safetensors")}

@@ -1,6 +1,7 @@
 """A real Slurm on this machine, one node with two CPUs.
 
-Needs root and Debian's packages slurm-wlm and munge. Uses free ports and a temporary folder; leaves no process behind.
+Needs root and Debian's packages slurm-wlm and munge. Uses free ports and a temporary folder; leaves
+no process behind.
 """
 
 import os
@@ -47,7 +48,9 @@ PartitionName=urgent Nodes={node} State=UP PriorityTier=2
 
 @contextmanager
 def local_slurm() -> Iterator[dict[str, str]]:
-    """Run Slurm inside the context; yield the environment variables that srun, sbatch and scontrol need."""
+    """Run Slurm inside the context; yield the environment variables that srun, sbatch and scontrol
+    need.
+    """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm")))
         folder.chmod(0o755)  # munged requires a socket folder that others can enter

@@ -1,4 +1,6 @@
-"""Images for tests and benchmarks: JPEGs of about 0.3 bytes a pixel, like photographs; images of three colours."""
+"""Images for tests and benchmarks: JPEGs of about 0.3 bytes a pixel, like photographs; images of
+three colours.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +14,9 @@ DIFFERENT = 64  # JPEGs; more are links to them
 def write_photographs(
     folder: Path, names: Sequence[str], count: int, width: int, height: int
 ) -> Path:
-    """Write ``count`` JPEGs into ``folder/<name>/``, one after another into each; return ``folder``."""
+    """Write ``count`` JPEGs into ``folder/<name>/``, one after another into each; return
+    ``folder``.
+    """
     random = np.random.default_rng(0)
     paths = [
         folder / names[number % len(names)] / f"image_{number:05d}.jpg" for number in range(count)
@@ -34,7 +38,9 @@ def write_photographs(
 def write_colours(
     folder: Path, count: int, height: int, width: int, kind: str = "png", seed: int = 0
 ) -> Path:
-    """Write noisy red, green and blue images as ``folder/{r,g,b}/<number>.<kind>``; return ``folder``."""
+    """Write noisy red, green and blue images as ``folder/{r,g,b}/<number>.<kind>``; return
+    ``folder``.
+    """
     noise = np.random.default_rng(seed)
     for number in range(count):
         pixels = noise.integers(0, 80, (height, width, 3), np.uint8)

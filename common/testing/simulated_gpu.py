@@ -1,7 +1,9 @@
-"""A GPU that is not there: tensors on cuda:0 that compute on the CPU, and a record of where the host waits for it.
+"""A GPU that is not there: tensors on cuda:0 that compute on the CPU, and a record of where the
+host waits for it.
 
-What a GPU refuses raises RuntimeError: operands on two devices, and tensors that NCCL cannot send. Values are a CPU's.
-What it cannot show: DDP's reducer and inductor, which do not run on it, DALI's mixed decoder, NCCL itself, and races.
+What a GPU refuses raises RuntimeError: operands on two devices, and tensors that NCCL cannot send.
+Values are a CPU's. What it cannot show: DDP's reducer and inductor, which do not run on it, DALI's
+mixed decoder, NCCL itself, and races.
 """
 
 import ctypes
@@ -146,7 +148,8 @@ class SimulatedGpu(TorchDispatchMode):
                 tensor.device.type == device and tensor.is_contiguous()
             ):
                 raise RuntimeError(
-                    f"{function} on {device}: a tensor on {tensor.device}, strides {tensor.stride()}"
+                    f"{function} on {device}: a tensor on {tensor.device}, strides "
+                    f"{tensor.stride()}"
                 )
 
 
@@ -254,7 +257,9 @@ def simulate_gpu() -> SimulatedGpu:
 
 
 def read_on_gpu(build) -> tuple[list[Tensor], Waits, dict[bool, float]]:
-    """Return the images of ``build(device)``'s batches, the waits after the first, and the mean of their kernels."""
+    """Return the images of ``build(device)``'s batches, the waits after the first, and the mean of
+    their kernels.
+    """
     gpu, images, waits = simulate_gpu(), [], {}
     stop_signals.install()  # as a run does: workers end with the thread that forks them
     for batch, _ in build(CUDA):

@@ -1,4 +1,6 @@
-"""On a simulated GPU: where the host waits, bit-identical resume, loaders, and parallel modes on groups of NCCL."""
+"""On a simulated GPU: where the host waits, bit-identical resume, loaders, and parallel modes on
+groups of NCCL.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,8 @@ from common.testing.ranks import run_ranks, slow
 from common.testing.simulated_gpu import Waits, read_on_gpu, simulate_gpu
 
 SETTINGS = ("COMPILE=False", "TOTAL_BATCH_SIZE=16", "MODEL.heads=4", "EVAL_EVERY=1")
-# where the host may wait: once a run, a record, an evaluation, a checkpoint, and in CHECK_EVERY updates
+# where the host may wait: once a run, a record, an evaluation, a checkpoint, and in CHECK_EVERY
+# updates
 ALLOWED = {
     "common/colossal/context.py:join_groups",
     "common/colossal/engine.py:initialize",

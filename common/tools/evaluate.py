@@ -1,7 +1,8 @@
 """Evaluate a saved model: top-1, top-5, loss, a table of all classes, and the confusion matrix.
 
 python scripts/evaluate.py outputs/vit-b16
-torchrun --nproc_per_node 8 scripts/evaluate.py outputs/vit-b16/checkpoints/step-00011700 --data /data/imagenet
+torchrun --nproc_per_node 8 scripts/evaluate.py outputs/vit-b16/checkpoints/step-00011700 \
+    --data /data/imagenet
 python scripts/evaluate.py vit_small_patch16_224.augreg_in21k_ft_in1k --data /data/imagenet
 """
 
@@ -80,7 +81,8 @@ def main(argv: list[str]) -> None:
         then = run.about["data"].get("fingerprint", summary.fingerprint)
         if then != summary.fingerprint and not (args.data or args.split):
             print_wrapped(
-                "warning: the data set has changed: the model may have been trained on some of these",
+                "warning: the data set has changed: the model may have been trained on some of "
+                "these",
                 11,
             )
         for line in list_changes(run.about):
@@ -113,7 +115,9 @@ def _name_results(run: SavedRun, args: argparse.Namespace, data: DataSummary) ->
 
 
 class Tally:
-    """Counts over the evaluation set, [loss, top-1, top-5, samples], and in the end `describe_classes`'s answers."""
+    """Counts over the evaluation set, [loss, top-1, top-5, samples], and in the end
+    `describe_classes`'s answers.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.totals = torch.zeros(4, dtype=torch.float64, device=device)
@@ -136,7 +140,9 @@ class Tally:
 
 
 def _check_labels(run: SavedRun, data: DataSummary) -> None:
-    """Raise `UserError` for a data set whose labels are not those that the model was trained with."""
+    """Raise `UserError` for a data set whose labels are not those that the model was trained
+    with.
+    """
     root, outputs = run.config["DATA"]["root"], run.config["MODEL"]["num_classes"]
     remedy = "pass its own data set with --data"
     if data.num_classes > outputs:
@@ -182,9 +188,9 @@ def _report(run: SavedRun, tally: Tally, output: Path, argv: list[str]) -> None:
 def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[dict[str, Any]]:
     """Return a row for each class that has samples.
 
-    ``answers`` holds [label, answer, whether the label is among the first five answers] in its rows, by samples.
-    ``top1``, ``top5`` and ``precision`` (correct answers of all such answers; empty where there is none) are fractions
-    of 1.
+    ``answers`` holds [label, answer, whether the label is among the first five answers] in its
+    rows, by samples. ``top1``, ``top5`` and ``precision`` (correct answers of all such answers;
+    empty where there is none) are fractions of 1.
     """
     labels, best, is_among_5 = answers
     is_right = labels == best
@@ -217,13 +223,16 @@ def print_extremes(rows: Sequence[Mapping[str, Any]]) -> None:
         print(f"classes by top-1, the lowest first\n{format_table(ordered)}")
         return
     print(
-        f"the {AT_EACH_END} classes of {len(ordered)} with the lowest top-1\n{format_table(ordered[:AT_EACH_END])}\n"
+        f"the {AT_EACH_END} classes of {len(ordered)} with the lowest "
+        f"top-1\n{format_table(ordered[:AT_EACH_END])}\n"
     )
     print(f"the {AT_EACH_END} with the highest\n{format_table(ordered[-AT_EACH_END:])}\n")
 
 
 def draw_confusion(names: Sequence[str], answers: np.ndarray, path: Path) -> bool:
-    """Draw which shares of each class's images are taken for which; return False if there are more than `DRAWN`."""
+    """Draw which shares of each class's images are taken for which; return False if there are more
+    than `DRAWN`.
+    """
     count = len(names)
     if count > DRAWN:
         return False

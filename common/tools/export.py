@@ -3,7 +3,8 @@
 python scripts/export.py outputs/vit-b16 --to timm
 python scripts/export.py outputs/vit-b16 --to onnx --output /tmp/vit
 
-timm            model.safetensors, for timm.create_model; the folder is laid out as the Hugging Face Hub expects
+timm            model.safetensors, for timm.create_model; the folder is laid out as the
+                Hugging Face Hub expects
 safetensors     model.safetensors alone, with everything that config.json says in its header
 onnx            model.onnx, for batches of any size
 
@@ -55,10 +56,11 @@ def main(argv: list[str]) -> None:
 
 
 def export(run: SavedRun, target: str, output: Path) -> float:
-    """Write the run's model to the folder ``output`` for ``target``, a key of `FORMATS`; read it back and compare.
+    """Write the run's model to the folder ``output`` for ``target``, a key of `FORMATS`; read it
+    back and compare.
 
-    Returns the largest difference between the logits of what was written and the model's, as a share of the largest
-    logit. Raises `UserError` where that is more than rounding explains.
+    Returns the largest difference between the logits of what was written and the model's, as a
+    share of the largest logit. Raises `UserError` where that is more than rounding explains.
     """
     if target == "onnx" and not find_spec("onnxscript"):
         raise UserError("--to onnx needs more packages: pip install onnx onnxruntime onnxscript")
@@ -73,7 +75,8 @@ def export(run: SavedRun, target: str, output: Path) -> float:
     about = describe_for_timm(run, model)
     if target == "timm" and about["architecture"] == "none":
         raise UserError(
-            "--to timm: timm has no stem='conv' and no pool='seq' of MODEL; export to safetensors or onnx"
+            "--to timm: timm has no stem='conv' and no pool='seq' of MODEL; export to safetensors "
+            "or onnx"
         )
     own_file(output / "config.json").write_text(json.dumps(about, indent=2) + "\n")
     exported = FORMATS[target](model, size, output)
@@ -86,7 +89,8 @@ def export(run: SavedRun, target: str, output: Path) -> float:
 
 
 def describe_for_timm(run: SavedRun, model: nn.Module) -> dict[str, Any]:
-    """Return what ``timm.create_model("local-dir:...")`` needs to know: architecture, shape, preprocessing, classes.
+    """Return what ``timm.create_model("local-dir:...")`` needs to know: architecture, shape,
+    preprocessing, classes.
 
     The layout is that of timm/models/_hub.py, `save_config_for_hf`.
     """
@@ -122,7 +126,9 @@ def describe_for_timm(run: SavedRun, model: nn.Module) -> dict[str, Any]:
 
 
 def crop_share(size: int, short_side: int) -> float:
-    """Return the ``crop_pct`` from which timm works out ``short_side``, as ``floor(size / crop_pct)``."""
+    """Return the ``crop_pct`` from which timm works out ``short_side``, as ``floor(size /
+    crop_pct)``.
+    """
     share = size / short_side
     return share if math.floor(size / share) == short_side else math.nextafter(share, 0)
 

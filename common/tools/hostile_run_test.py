@@ -1,4 +1,6 @@
-"""No module that an untrusted run names is imported; nothing is written through its links, or where it cannot be."""
+"""No module that an untrusted run names is imported; nothing is written through its links, or where
+it cannot be.
+"""
 
 import json
 import shutil

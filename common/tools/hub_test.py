@@ -99,7 +99,8 @@ def test_two_processes_start_from_it_or_are_told_what_fits(hub, data, tmp_path, 
     )
     ended = run_forked(start, ["other", "INIT=vit_tiny_patch16_224.augreg_in21k"], code=2)
     assert ended.stderr == (
-        "error: INIT=hf-hub:timm/vit_tiny_patch16_224.augreg_in21k: its model differs from MODEL.heads=2: "
+        "error: INIT=hf-hub:timm/vit_tiny_patch16_224.augreg_in21k: its model differs from "
+        "MODEL.heads=2: "
         "--set MODEL.heads=4 fits, or start from other weights\n"
     )
 

@@ -65,7 +65,9 @@ def main(argv: list[str]) -> None:
 
 
 def list_images(names: Sequence[str]) -> list[str]:
-    """Return the images that the command line names: files as they are, the images in a folder, "-" for stdin."""
+    """Return the images that the command line names: files as they are, the images in a folder, "-"
+    for stdin.
+    """
     images: list[str] = []
     for name in names:
         found = [str(path) for path in list_files(Path(name))] if Path(name).is_dir() else [name]
@@ -76,9 +78,11 @@ def list_images(names: Sequence[str]) -> list[str]:
 
 
 def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
-    """Yield for each image, in order, ``image`` and its best ``classes``, or ``image`` and the ``error`` in it.
+    """Yield for each image, in order, ``image`` and its best ``classes``, or ``image`` and the
+    ``error`` in it.
 
-    A class has ``class`` (its name), ``label`` and ``probability``. Images are prepared as for the run's evaluation.
+    A class has ``class`` (its name), ``label`` and ``probability``. Images are prepared as for the
+    run's evaluation.
     """
     size, data = run.config["MODEL"]["image_size"], run.config["DATA"]
     read = partial(_read, crop=find_task(run.about["task"]).build_eval_crop(data, size), size=size)

@@ -1,8 +1,9 @@
-"""Write one self-contained HTML page about a run, several, or a sweep: ``python scripts/report.py RUN [RUN...]``.
+"""Write one self-contained HTML page about a run, several, or a sweep: ``python scripts/report.py
+RUN [RUN...]``.
 
-It holds the curves of every metric in metrics.jsonl, a summary, of a sweep which combination is best, the environment,
-and the config: the whole of a single run's, and what differs between those of several. ``--csv`` prints a row for each
-run instead, as in results.csv:
+It holds the curves of every metric in metrics.jsonl, a summary, of a sweep which combination is
+best, the environment, and the config: the whole of a single run's, and what differs between those
+of several. ``--csv`` prints a row for each run instead, as in results.csv:
 
 python scripts/report.py outputs/vit_lite_vanilla --csv >> cifar10_benchmark/results.csv
 """
@@ -56,7 +57,9 @@ CHARTS: dict[str, tuple[str, float, bool]] = {
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run left, or has left so far: ``about`` is config.json, ``saved_step`` that of its newest checkpoint."""
+    """What a run left, or has left so far: ``about`` is config.json, ``saved_step`` that of its
+    newest checkpoint.
+    """
 
     name: str
     about: Mapping[str, Any]
@@ -84,7 +87,9 @@ class RecordedRun:
 
     @property
     def values(self) -> dict[str, int | float | str]:
-        """The values in the name of a sweep's run, ``KEY=VALUE,KEY=VALUE``, and the sweep if that is in it too."""
+        """The values in the name of a sweep's run, ``KEY=VALUE,KEY=VALUE``, and the sweep if that
+        is in it too.
+        """
         sweep, _, combination = self.name.rpartition("/")
         parts = [part.partition("=") for part in combination.split(",") if "=" in part]
         return ({"sweep": sweep} if sweep and parts else {}) | {
@@ -162,10 +167,11 @@ def load_run(folder: Path, name: str) -> RecordedRun:
 def rank_combinations(
     runs: Sequence[RecordedRun], notes: Mapping[str, str]
 ) -> tuple[list[dict[str, Any]], str]:
-    """Return a row for each combination of a sweep's values, the best first, and a line that names the best.
+    """Return a row for each combination of a sweep's values, the best first, and a line that names
+    the best.
 
-    Runs that differ only in `SEED` share a row: the mean of their final top-1, its range, and how many they are.
-    ``notes``: what to add to its steps, by a run's name.
+    Runs that differ only in `SEED` share a row: the mean of their final top-1, its range, and how
+    many they are. ``notes``: what to add to its steps, by a run's name.
     """
     found = []
     for values, group in group_by_seed(runs).items():
@@ -223,7 +229,8 @@ def result_row(run: RecordedRun) -> dict[str, Any]:
     about, train, evaluations = run.about, run.of_kind("train"), run.of_kind("eval")
     if not train or not evaluations:
         raise UserError(
-            f"{run.name} has no evaluation yet, so no result: train it for longer, or lower EVAL_EVERY"
+            f"{run.name} has no evaluation yet, so no result: train it for longer, or lower "
+            "EVAL_EVERY"
         )
     last, origin = evaluations[-1], result_columns(about)
     return {
@@ -258,10 +265,15 @@ def result_columns(about: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def name_hardware(hardware: Mapping[str, Any]) -> str:
-    """Return the GPU's name, or for CPUs a text like "2 cores of AMD EPYC, AVX2", as clouds hide the exact model."""
+    """Return the GPU's name, or for CPUs a text like "2 cores of AMD EPYC, AVX2", as clouds hide
+    the exact model.
+    """
     if hardware["gpu"]:
         return hardware["gpu"]
-    return f"{counted(hardware['cpus'], 'core')} of {hardware['cpu']}, {hardware.get('instruction_set', '-')}"
+    return (
+        f"{counted(hardware['cpus'], 'core')} of {hardware['cpu']}, "
+        f"{hardware.get('instruction_set', '-')}"
+    )
 
 
 def render(runs: Sequence[RecordedRun]) -> str:
@@ -345,7 +357,10 @@ def collect_charts(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
             line for number, run in enumerate(runs) for line in _lines(run, number, name, scale)
         ]
         if name == "loss":  # which may differ, so that they cannot be compared
-            title += f" (training: {' or '.join({name_loss(run.about.get('config', {})): 0 for run in runs})}; "
+            title += (
+                " (training: "
+                f"{' or '.join({name_loss(run.about.get('config', {})): 0 for run in runs})}; "
+            )
             title += "evaluation: cross-entropy)"
         if lines:
             charts.append({"name": name, "title": title, "fromZero": from_zero, "lines": lines})

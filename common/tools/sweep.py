@@ -1,15 +1,17 @@
-"""Train a config once for each combination of values, one run after another; print which is best and draw a picture.
+"""Train a config once for each combination of values, one run after another; print which is best
+and draw a picture.
 
     python scripts/sweep.py --config vit_lite_vanilla --output DIR --set DATA.root=/data/cifar10 \\
         --grid TOTAL_BATCH_SIZE=256,1024 --grid LEARNING_RATE=1e-3,3e-3
-    python scripts/sweep.py --output DIR --set DATA.root=/data/cifar10 --grid CONFIG=vit_lite_vanilla,vit_lite_1d
+    python scripts/sweep.py --output DIR --set DATA.root=/data/cifar10 \
+        --grid CONFIG=vit_lite_vanilla,vit_lite_1d
     python scripts/sweep.py --output DIR      # the tables and DIR/sweep.png of the runs so far
 
-The key CONFIG takes the place of --config. The first --grid key is the picture's x axis; values of SEED are
-repetitions. A run has as many processes as its parallel mode needs, or --processes if that is more. A folder in DIR for
-each run has its combination as its name; more commands may add runs to DIR. A run that fails is in the table, the
-others are trained, and the exit status is 1. Rerun the command to resume: finished runs are skipped, the others
-continue from their checkpoints.
+The key CONFIG takes the place of --config. The first --grid key is the picture's x axis; values of
+SEED are repetitions. A run has as many processes as its parallel mode needs, or --processes if that
+is more. A folder in DIR for each run has its combination as its name; more commands may add runs to
+DIR. A run that fails is in the table, the others are trained, and the exit status is 1. Rerun the
+command to resume: finished runs are skipped, the others continue from their checkpoints.
 """
 
 import argparse
@@ -46,7 +48,8 @@ from common.tools.report import (
 
 CONFIG_KEY = "CONFIG"
 COSTS = (
-    "GB: peak memory of a process; data: share of the time waiting for images; fwd, bwd: of a step; d(loss): largest "
+    "GB: peak memory of a process; data: share of the time waiting for images; fwd, bwd: of a "
+    "step; d(loss): largest "
     "difference of the train loss from the first run's"
 )
 LOG_FROM = 8  # greatest / least x from which on the axis is logarithmic
@@ -137,7 +140,8 @@ def train(args: argparse.Namespace) -> dict[str, str]:
             sys.exit(exit_code(stop))
         if status and not (folder / "config.json").exists():
             raise UserError(
-                f"{folder.name} did not start (exit status {status}, message above): the sweep ends here"
+                f"{folder.name} did not start (exit status {status}, message above): the sweep "
+                "ends here"
             )
         if status:
             failed[folder.name] = f" (failed, exit status {status})"
@@ -145,7 +149,8 @@ def train(args: argparse.Namespace) -> dict[str, str]:
 
 
 def plan_commands(args: argparse.Namespace, grid: dict[str, list[str]]) -> dict[Path, list[str]]:
-    """Return the command of each combination by its run's folder; the last key of ``grid`` changes fastest.
+    """Return the command of each combination by its run's folder; the last key of ``grid`` changes
+    fastest.
 
     Raises `UserError` for a combination that cannot be trained.
     """
@@ -168,7 +173,8 @@ def plan_commands(args: argparse.Namespace, grid: dict[str, list[str]]) -> dict[
         folder = args.output.resolve() / (",".join(names) or "run")
         if folder in commands:
             raise UserError(
-                f"--grid: two combinations would share the folder {folder.name}: choose values that differ"
+                f"--grid: two combinations would share the folder {folder.name}: choose values "
+                "that differ"
             )
         torchrun = ["-m", "common.launch.signals", "--standalone", "--local_addr=127.0.0.1"]
         torchrun.append(f"--nproc_per_node={processes}")
@@ -179,7 +185,9 @@ def plan_commands(args: argparse.Namespace, grid: dict[str, list[str]]) -> dict[
 
 
 def run_child(command: Sequence[str]) -> tuple[int, int]:
-    """Run ``command`` and forward stop signals to it; return its exit status and the first signal, or 0."""
+    """Run ``command`` and forward stop signals to it; return its exit status and the first signal,
+    or 0.
+    """
     received: list[int] = []
     heeded = [
         number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
@@ -202,7 +210,8 @@ def run_child(command: Sequence[str]) -> tuple[int, int]:
 
 
 def find_script(config: str, script: Path | None) -> tuple[Path, str | None]:
-    """Return the training script, that of the recipe ``config`` or ``script``, and what a task's falls back on.
+    """Return the training script, that of the recipe ``config`` or ``script``, and what a task's
+    falls back on.
 
     Raises `UserError` for a config of the user's own without ``script``.
     """
@@ -215,7 +224,8 @@ def find_script(config: str, script: Path | None) -> tuple[Path, str | None]:
         return script.resolve(), None
     scripts = ", ".join(task.script for task in tasks)
     raise UserError(
-        f"--config {find_config(config)} is no recipe: add --train SCRIPT, which is one of {scripts}"
+        f"--config {find_config(config)} is no recipe: add --train SCRIPT, which is one of "
+        f"{scripts}"
     )
 
 
@@ -241,7 +251,9 @@ def _check_best(best: str | None, keys: Sequence[str]) -> None:
 
 
 def is_finished(folder: Path, command: Sequence[str]) -> bool:
-    """Return whether ``folder`` holds the whole run of ``command``; else the run itself decides what it resumes."""
+    """Return whether ``folder`` holds the whole run of ``command``; else the run itself decides
+    what it resumes.
+    """
     if not (folder / "config.json").exists():
         return False
     run = load_run(folder, folder.name)
@@ -254,7 +266,9 @@ def is_finished(folder: Path, command: Sequence[str]) -> bool:
 
 
 def tabulate_costs(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
-    """Return each run's medians of memory, rate and times, and the difference of its loss; `COSTS` explains them."""
+    """Return each run's medians of memory, rate and times, and the difference of its loss; `COSTS`
+    explains them.
+    """
     first, rows = {line["step"]: line["loss"] for line in runs[0].of_kind("train")}, []
     for run in runs:
         lines = [line for line in run.of_kind("train") if line["step"] in first]
@@ -273,10 +287,11 @@ def tabulate_costs(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
 
 
 def draw(runs: Sequence[RecordedRun], path: Path, best: str | None = None) -> bool:
-    """Draw top-1 of the finished runs against the first key, with a line for the others; False if there is none yet.
+    """Draw top-1 of the finished runs against the first key, with a line for the others; False if
+    there is none yet.
 
-    Runs that differ only in `SEED` are one point, their mean, with a bar from the least to the greatest. ``best`` names
-    a key of whose values only the one with the highest mean is drawn.
+    Runs that differ only in `SEED` are one point, their mean, with a bar from the least to the
+    greatest. ``best`` names a key of whose values only the one with the highest mean is drawn.
     """
     lines = collect_points(runs, best)
     if not lines:
@@ -315,9 +330,11 @@ def draw(runs: Sequence[RecordedRun], path: Path, best: str | None = None) -> bo
 def collect_points(
     runs: Sequence[RecordedRun], best: str | None
 ) -> dict[tuple, dict[Any, list[float]]]:
-    """Return the final top-1 of the finished runs in per cent, by line and x; there are several if seeds differ.
+    """Return the final top-1 of the finished runs in per cent, by line and x; there are several if
+    seeds differ.
 
-    Of the points that differ only in the key ``best`` only the one with the highest mean stays, without that key.
+    Of the points that differ only in the key ``best`` only the one with the highest mean stays,
+    without that key.
     """
     lines = defaultdict(dict)
     for values, group in group_by_seed(runs).items():

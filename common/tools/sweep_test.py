@@ -17,7 +17,9 @@ from common.tools.report_test import evaluation, train, write_run
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the runs that were trained; rate 7 fails, rate 13 does not start, rate 5 is stopped."""
+    """The names of the runs that were trained; rate 7 fails, rate 13 does not start, rate 5 is
+    stopped.
+    """
     names = []
 
     def run_child(command: list[str]) -> tuple[int, int]:

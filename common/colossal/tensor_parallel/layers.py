@@ -1,12 +1,17 @@
 """Layers with sharded weights and activations; see `layout` for the modes.
 
-The matrix products are Colossal-AI's. Its layers (legacy/nn/layer/parallel_*/layers.py) are not used, because they
+The matrix products are Colossal-AI's. Its layers (legacy/nn/layer/parallel_*/layers.py) are not
+used, because they
 
-- communicate every bias and layer norm weight of a 2d or 2.5d model in the forward and backward pass of every
-  micro-batch; here these are sharded like the activations, and `sum_partial_gradients` sums gradients once per step,
-- compute a layer norm's variance as E[x^2] - E[x]^2, which overflows in half precision (parallel_2d/layers.py:337,
+- communicate every bias and layer norm weight of a 2d or 2.5d model in the forward and backward
+  pass of every
+  micro-batch; here these are sharded like the activations, and `sum_partial_gradients` sums
+  gradients once per step,
+- compute a layer norm's variance as E[x^2] - E[x]^2, which overflows in half precision
+  (parallel_2d/layers.py:337,
   parallel_2p5d/layers.py:350, parallel_3d/_operation.py:325),
-- split a 3d batch over the group set by the last layer built (parallel_3d/_operation.py:452), and fail in a 3d
+- split a 3d batch over the group set by the last layer built (parallel_3d/_operation.py:452), and
+  fail in a 3d
   classifier's backward pass on ranks off the cube's diagonal (parallel_3d/_operation.py:135).
 
 Shape suffixes: B samples, N tokens, D channels of this rank; [...] any leading dimensions.
@@ -48,10 +53,10 @@ from common.colossal.upstream import (
 class Linear(nn.Module):
     """A linear layer with this rank's shard of ``weight`` [in, out] and ``bias`` [out].
 
-    ``multiply`` of each mode returns this rank's shard of the product of the whole ``x`` [..., in] and ``weight``.
-    The product runs in autocast's dtype with autocast disabled: upstream's products cast to float16 even under bfloat16
-    autocast on GPUs, and fail under autocast on CPUs (``custom_fwd`` in legacy/nn/layer/parallel_2d/_operation.py:223
-    and the other modes' files).
+    ``multiply`` of each mode returns this rank's shard of the product of the whole ``x`` [..., in]
+    and ``weight``. The product runs in autocast's dtype with autocast disabled: upstream's products
+    cast to float16 even under bfloat16 autocast on GPUs, and fail under autocast on CPUs
+    (``custom_fwd`` in legacy/nn/layer/parallel_2d/_operation.py:223 and the other modes' files).
     """
 
     multiply: Callable[[Tensor, Tensor], Tensor]
@@ -94,7 +99,8 @@ class Linear2D(Linear):
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         place = *map(gpc.get_local_rank, self.places), self.row, self.col
-        # data-parallel rank, pipeline stage, stages and tensor-parallel size, which give the global ranks
+        # data-parallel rank, pipeline stage, stages and tensor-parallel size, which give the global
+        # ranks
         world = gpc.get_local_rank(ParallelMode.DATA), 0, 1, gpc.get_world_size(TENSOR)
         out_shape = (*x.shape[:-1], weight.shape[1])
         return self.product.apply(
@@ -177,10 +183,11 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class OwnRandom(nn.Module):
-    """Run ``layer`` with random numbers that are equal on ranks with the same ``number`` and differ on others.
+    """Run ``layer`` with random numbers that are equal on ranks with the same ``number`` and differ
+    on others.
 
-    They are derived from the default generator's state, which is equal within a tensor-parallel group, and which
-    PyTorch restores when it recomputes checkpointed activations.
+    They are derived from the default generator's state, which is equal within a tensor-parallel
+    group, and which PyTorch restores when it recomputes checkpointed activations.
     """
 
     def __init__(self, layer: nn.Module, number: int) -> None:
@@ -196,7 +203,9 @@ class OwnRandom(nn.Module):
 
 @contextmanager
 def _random_stream(device: torch.device, number: int) -> Iterator[None]:
-    """Seed the device's default generator from its state and ``number``; on exit restore and advance it."""
+    """Seed the device's default generator from its state and ``number``; on exit restore and
+    advance it.
+    """
     generator = (
         torch.cuda.default_generators[device.index]
         if device.type == "cuda"

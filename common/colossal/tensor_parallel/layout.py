@@ -1,14 +1,18 @@
-"""How the activations and parameters of a Vision Transformer are sharded in each tensor-parallel mode.
+"""How the activations and parameters of a Vision Transformer are sharded in each tensor-parallel
+mode.
 
-Between blocks, activations [B, N, D] are split by samples (B) over one group of ranks and by channels (D) over another.
-A block has two pairs of linear layers, qkv and proj, fc1 and fc2.
+Between blocks, activations [B, N, D] are split by samples (B) over one group of ranks and by
+channels (D) over another. A block has two pairs of linear layers, qkv and proj, fc1 and fc2.
 
-- 1d (Megatron-LM, arXiv 1909.08053): every rank holds all samples and channels between blocks, and a slice of the heads
+- 1d (Megatron-LM, arXiv 1909.08053): every rank holds all samples and channels between blocks, and
+  a slice of the heads
   and hidden channels within a block.
 - 2d (Optimus, arXiv 2104.05343): a square of ranks; COL splits samples, ROW splits channels.
-- 2.5d (Tesseract, arXiv 2105.14500): ``depth`` such squares with equal weights and different samples, which
+- 2.5d (Tesseract, arXiv 2105.14500): ``depth`` such squares with equal weights and different
+  samples, which
   XZ splits.
-- 3d (arXiv 2105.14450): a cube; INPUT x WEIGHT splits samples and OUTPUT channels; within a pair, OUTPUT x WEIGHT
+- 3d (arXiv 2105.14450): a cube; INPUT x WEIGHT splits samples and OUTPUT channels; within a pair,
+  OUTPUT x WEIGHT
   splits samples and INPUT channels.
 """
 
@@ -41,10 +45,10 @@ class Shard:
         cuts: (dimension, group), in order: the dimension is split evenly over the group's ranks.
         copies: the group of ranks with the same shard, if more than one.
         summed_over: the group of replicas with different samples; their gradients must be summed.
-        fused: number of matrices stacked along dimension 0 that are split separately (3 for q, k and v).
-        transposed: whether the shard is stored as [in, out].
-        shape: shape of the whole parameter.
-        part: (dimension, start, length) of this shard that this data-parallel rank holds, with ``zero``.
+        fused: number of matrices stacked along dimension 0 that are split separately (3 for q, k
+        and v). transposed: whether the shard is stored as [in, out]. shape: shape of the whole
+        parameter. part: (dimension, start, length) of this shard that this data-parallel rank
+        holds, with ``zero``.
     """
 
     cuts: tuple[tuple[int, ParallelMode], ...] = ()
@@ -74,7 +78,9 @@ class Shard:
         return math.prod(self.shape) // math.prod(sizes[group] for _, group in self.cuts)
 
     def _view(self, whole: Tensor) -> Tensor:
-        """Return what this rank has of ``whole``, before ``part`` is taken, as a view [fused, ...]."""
+        """Return what this rank has of ``whole``, before ``part`` is taken, as a view [fused,
+        ...].
+        """
         view = whole.unflatten(0, (self.fused, -1))
         for dim, group in self.cuts:
             view = view.unflatten(dim + 1, (gpc.get_world_size(group), -1)).select(
@@ -176,9 +182,9 @@ def _shard_of(name: str, parameter: Tensor, layout: Layout) -> Shard:
 def resolve_parallel(parallel: Mapping[str, Any] | None, world_size: int) -> dict[str, Any]:
     """Return ``parallel`` in full, with mode None for tensor parallelism of size 1.
 
-    Upstream crashes in the backward pass of 2d, 2.5d and 3d layers of size 1, and ignores a size without a mode. Raises
-    `UserError` for a size without a mode, a pipeline, and a size that is invalid for the mode or does not divide
-    ``world_size``.
+    Upstream crashes in the backward pass of 2d, 2.5d and 3d layers of size 1, and ignores a size
+    without a mode. Raises `UserError` for a size without a mode, a pipeline, and a size that is
+    invalid for the mode or does not divide ``world_size``.
     """
     parallel = parallel or {}
     if (stages := parallel.get("pipeline", 1)) != 1:
@@ -217,7 +223,8 @@ def _check_size(mode: str | None, size: int, depth: int | None) -> None:
     side = max(2, math.floor((size / squares) ** (1 / power) + 1e-9))
     if squares * side**power != size:
         raise UserError(
-            f"parallel.tensor.size={size} is not {shape} with sides of at least 2, which mode {mode!r} requires; "
+            f"parallel.tensor.size={size} is not {shape} with sides of at least 2, which mode "
+            f"{mode!r} requires; "
             f"nearest: {squares * side**power} or {squares * (side + 1) ** power}"
         )
 
@@ -225,7 +232,8 @@ def _check_size(mode: str | None, size: int, depth: int | None) -> None:
 def check_tensor_parallel(
     parallel: Mapping[str, Any], model: Mapping[str, Any], micro_batch: int
 ) -> None:
-    """Raise `UserError` if a model (the config's MODEL) or a micro-batch cannot be split evenly over the ranks.
+    """Raise `UserError` if a model (the config's MODEL) or a micro-batch cannot be split evenly
+    over the ranks.
 
     ``parallel`` is resolved.
     """
@@ -235,12 +243,14 @@ def check_tensor_parallel(
         return
     if model.get("timm"):
         raise UserError(
-            f"MODEL.timm={model['timm']!r} does not support tensor parallel mode {mode!r}: set it to None, or give a "
+            f"MODEL.timm={model['timm']!r} does not support tensor parallel mode {mode!r}: set it "
+            "to None, or give a "
             "plain ViT by the other keys of MODEL"
         )
     if model.get("stem") == "conv" or model.get("pool") == "seq":
         raise UserError(
-            f"stem='conv' and pool='seq' of MODEL do not support tensor parallel mode {mode!r}: set it to None"
+            f"stem='conv' and pool='seq' of MODEL do not support tensor parallel mode {mode!r}: "
+            "set it to None"
         )
     heads, width, mlp_ratio = model["heads"], model["width"], model["mlp_ratio"]
     sizes, layout = group_sizes(mode, size, depth), LAYOUTS[mode]
@@ -255,7 +265,8 @@ def check_tensor_parallel(
     for name, value, unit in rules:
         if value % unit:
             raise UserError(
-                f"{name}={value} is not a multiple of {unit}, which parallel.tensor mode {mode!r} of size {size} "
+                f"{name}={value} is not a multiple of {unit}, which parallel.tensor mode {mode!r} "
+                f"of size {size} "
                 f"requires; nearest: {nearest_multiples(value, unit)}"
             )
 
@@ -265,7 +276,8 @@ def describe_tensor_parallel(
 ) -> str:
     """Return what each rank of a tensor-parallel group holds: all hold equal amounts.
 
-    ``parallel`` is resolved and has a mode; ``model`` is not sharded, and may be on the meta device.
+    ``parallel`` is resolved and has a mode; ``model`` is not sharded, and may be on the meta
+    device.
     """
     tensor = parallel["tensor"]
     mode, size = tensor["mode"], tensor["size"]
@@ -280,6 +292,7 @@ def describe_tensor_parallel(
     side = size if mode == "1d" else sizes[layout.channels]
     return (
         f"{micro_batch // sizes[layout.samples]} of {micro_batch} samples, "
-        f"{width // sizes[layout.channels]} of {width} channels between blocks, {heads // side} of {heads} heads, "
+        f"{width // sizes[layout.channels]} of {width} channels between blocks, {heads // side} of "
+        f"{heads} heads, "
         f"{held:,} of {whole:,} parameters"
     )

@@ -1,8 +1,10 @@
-"""Every tensor-parallel mode and `zero`, alone and with data parallelism, equals a plain PyTorch loop in one process.
+"""Every tensor-parallel mode and `zero`, alone and with data parallelism, equals a plain PyTorch
+loop in one process.
 
-Compared in float32, from the same weights and data: losses, clipped gradients and weights after 2 accumulated steps of
-AdamW and SGD, and of LAMB on a model with LayerScale and registers, with layer decay, Mixup and label smoothing, and of
-the head alone. An error is max|a - b| / max|b| of the worst tensor.
+Compared in float32, from the same weights and data: losses, clipped gradients and weights after 2
+accumulated steps of AdamW and SGD, and of LAMB on a model with LayerScale and registers, with layer
+decay, Mixup and label smoothing, and of the head alone. An error is max|a - b| / max|b| of the
+worst tensor.
 """
 
 import functools
@@ -73,7 +75,9 @@ def plain_training(name: str) -> Curve:
 
 
 def sharded_training(config: dict[str, Any]) -> dict[str, tuple[Curve, dict[str, tuple]]]:
-    """Return, for each optimizer, a rank's curve (tensors on the first rank of each model only) and its pieces."""
+    """Return, for each optimizer, a rank's curve (tensors on the first rank of each model only) and
+    its pieces.
+    """
     answers = {}
     with launched_clipping(**config):
         for name, (optimizer_name, frozen, arguments) in TRAINED.items():
@@ -92,7 +96,9 @@ def sharded_training(config: dict[str, Any]) -> dict[str, tuple[Curve, dict[str,
 
 
 def _coordinates(parameter: Tensor) -> tuple[int, ...]:
-    """Return the place of a piece in its parameter: ranks with the same coordinates hold the same piece."""
+    """Return the place of a piece in its parameter: ranks with the same coordinates hold the same
+    piece.
+    """
     shard = getattr(parameter, "shard", Shard())
     return *(gpc.get_local_rank(group) for _, group in shard.cuts), *(shard.part or ())
 
@@ -100,7 +106,8 @@ def _coordinates(parameter: Tensor) -> tuple[int, ...]:
 def error(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> float:
     """Return max|a - b| / max|b| of the worst tensor.
 
-    The keys' bias is left out: softmax ignores it, so that its gradient is rounding noise, which AdamW scales up.
+    The keys' bias is left out: softmax ignores it, so that its gradient is rounding noise, which
+    AdamW scales up.
     """
     errors = []
     for name, whole in plain.items():

@@ -1,4 +1,6 @@
-"""Shard a model by tensor parallelism; gather it again, from ZeRO's shards too; broadcast its buffers."""
+"""Shard a model by tensor parallelism; gather it again, from ZeRO's shards too; broadcast its
+buffers.
+"""
 
 import math
 from collections import defaultdict
@@ -36,12 +38,13 @@ PAIRS = {
 
 
 def shard_tensor_parallel(model: nn.Module) -> nn.Module:
-    """Replace a Vision Transformer in place by this rank's shard in the launch's tensor-parallel mode, if any.
+    """Replace a Vision Transformer in place by this rank's shard in the launch's tensor-parallel
+    mode, if any.
 
-    Call it after the launch and before building the optimizer, with equal weights on all ranks of a tensor-parallel
-    group. The model still maps whole images [B, C, Y, X], the same on all ranks of the group, to whole logits
-    [B, num_classes]. Dropout masks are equal on ranks with the same activations, drop_path masks on ranks with the same
-    samples.
+    Call it after the launch and before building the optimizer, with equal weights on all ranks of a
+    tensor-parallel group. The model still maps whole images [B, C, Y, X], the same on all ranks of
+    the group, to whole logits [B, num_classes]. Dropout masks are equal on ranks with the same
+    activations, drop_path masks on ranks with the same samples.
     """
     mode = tensor_parallel_env.mode
     if mode is None:
@@ -103,13 +106,17 @@ def named_shards(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a checkpoint holds, by name: the running statistics of batch norms."""
+    """Return the buffers that a checkpoint holds, by name: the running statistics of batch
+    norms.
+    """
     parameters = dict(model.named_parameters())
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
 
 
 def held_state(model: nn.Module) -> dict[str, Any]:
-    """Return `named_shards` and then `kept_buffers`: what this rank holds of a checkpoint's weights, by name."""
+    """Return `named_shards` and then `kept_buffers`: what this rank holds of a checkpoint's
+    weights, by name.
+    """
     return named_shards(model) | kept_buffers(model)
 
 
@@ -130,8 +137,8 @@ def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 def gather_whole(parameter: nn.Parameter, value: Tensor | None = None) -> Tensor | None:
     """Gather ``parameter``, or a ``value`` sharded like it (gradient, moment).
 
-    All ranks of `sharing_group` must call it; its first alone gets the whole, the others None. Of a parameter that is
-    not sharded, each rank gets its own.
+    All ranks of `sharing_group` must call it; its first alone gets the whole, the others None. Of a
+    parameter that is not sharded, each rank gets its own.
     """
     value = parameter.detach() if value is None else value
     shard = getattr(parameter, "shard", None)
@@ -144,7 +151,9 @@ def gather_whole(parameter: nn.Parameter, value: Tensor | None = None) -> Tensor
 
 
 def sharing_group(parameters: Sequence[Tensor]) -> ParallelMode:
-    """Return the group whose ranks together hold a whole model, given any of its sharded parameters."""
+    """Return the group whose ranks together hold a whole model, given any of its sharded
+    parameters.
+    """
     return ParallelMode.GLOBAL if parameters and parameters[0].shard.part else TENSOR
 
 
@@ -165,10 +174,11 @@ def map_whole(
     parameters: Sequence[Tensor],
     values: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Return this rank's shards of ``function(whole)``, for ``values`` that are sharded like their ``parameters``.
+    """Return this rank's shards of ``function(whole)``, for ``values`` that are sharded like their
+    ``parameters``.
 
-    The ranks that share a model take turns: n ranks each compute one of n whole tensors at a time. Those are of like
-    size, since the turn lasts as long as the largest takes.
+    The ranks that share a model take turns: n ranks each compute one of n whole tensors at a time.
+    Those are of like size, since the turn lasts as long as the largest takes.
     """
     group = sharing_group(parameters)
     ranks, handle, own = (
@@ -196,7 +206,9 @@ def map_whole(
 
 
 def _place(shard: Shard, value: Tensor) -> Tensor:
-    """Return a whole tensor, 0 but for this rank's ``value``; all 0 where another rank holds the same shard."""
+    """Return a whole tensor, 0 but for this rank's ``value``; all 0 where another rank holds the
+    same shard.
+    """
     whole = value.new_zeros(shard.shape)
     if shard.copies is None or gpc.get_local_rank(shard.copies) == 0:
         shard.place(value, whole)
@@ -204,7 +216,8 @@ def _place(shard: Shard, value: Tensor) -> Tensor:
 
 
 def canonical_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Gather all parameters with `gather_whole`, one after the other, and leave out those that it returns None for.
+    """Gather all parameters with `gather_whole`, one after the other, and leave out those that it
+    returns None for.
 
     The buffers follow, on each rank.
     """
@@ -221,7 +234,9 @@ def load_canonical_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
-    """Sum in place the gradients of shards replicated over different samples, with one all-reduce per group."""
+    """Sum in place the gradients of shards replicated over different samples, with one all-reduce
+    per group.
+    """
     grads_by_group = defaultdict(list)
     for parameter in parameters:
         group = getattr(parameter, "shard", Shard()).summed_over
@@ -241,7 +256,8 @@ def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
 def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the 2-norm of the whole model's gradient, a 0-dim tensor; one all-reduce if sharded.
 
-    Upstream clips by the norm of each rank's shards (legacy/engine/_base_engine.py:161), so replicas diverge.
+    Upstream clips by the norm of each rank's shards (legacy/engine/_base_engine.py:161), so
+    replicas diverge.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     if not is_sharded(trained):
@@ -261,7 +277,9 @@ def _norm(tensors: list[Tensor]) -> Tensor:
 
 
 def reduce_norms(squares_RP: Tensor, parameters: list[Tensor]) -> Tensor:
-    """Return the squared norms of whole tensors, given those of the shards of P parameters; one all-reduce."""
+    """Return the squared norms of whole tensors, given those of the shards of P parameters; one
+    all-reduce.
+    """
     shares_P = torch.tensor(
         [1 / _copies(parameter) for parameter in parameters], dtype=squares_RP.dtype
     )

@@ -1,4 +1,5 @@
-"""A sharded model in use: what each rank holds, masks, recomputed activations, range of its layer norm.
+"""A sharded model in use: what each rank holds, masks, recomputed activations, range of its layer
+norm.
 
 parity_test.py and amp_test.py compare whole models.
 """
@@ -46,7 +47,9 @@ def look_around(case: str) -> dict[str, Any]:
 
 
 def holds() -> tuple[int, ...]:
-    """Return how many samples, channels, heads of 8 channels and parameters this rank has of 16 samples."""
+    """Return how many samples, channels, heads of 8 channels and parameters this rank has of 16
+    samples.
+    """
     model, shapes = shard_model(build_tiny_model()), []
     model.blocks[0].register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
     model(torch.randn(16, 3, 16, 16))
@@ -55,7 +58,9 @@ def holds() -> tuple[int, ...]:
 
 
 def masks() -> dict[str, Tensor]:
-    """Return what dropout keeps of the residual stream and of the MLP, and which samples drop_path keeps, twice."""
+    """Return what dropout keeps of the residual stream and of the MLP, and which samples drop_path
+    keeps, twice.
+    """
     model, _, engine = build_engine("sgd", dropout=0.5, drop_path=0.5)
     engine.train()
     block, inputs = model.blocks[1], torch.ones(64, 2, 4)
@@ -65,7 +70,9 @@ def masks() -> dict[str, Tensor]:
 
 
 def recomputed_gradients() -> tuple[list[Tensor], list[Tensor]]:
-    """Return the gradients with dropout of a plain sharded model, and of one that recomputes its blocks."""
+    """Return the gradients with dropout of a plain sharded model, and of one that recomputes its
+    blocks.
+    """
     answers, passes = [], []
     images, labels = next(iter(micro_batches()))
     for checkpointed in (False, True):
@@ -83,12 +90,10 @@ def recomputed_gradients() -> tuple[list[Tensor], list[Tensor]]:
 @in_every_mode
 def test_ranks_hold_what_is_announced(case):
     line = describe_tensor_parallel(CASES[case][1]["parallel"], whole := build_tiny_model(), 16)
+    parameters = sum(param.numel() for param in whole.parameters())
     words = "{} of 16 samples, {} of 32 channels between blocks, {} of 4 heads, {:,} of "
     for answer in on_ranks(case):
-        assert (
-            line
-            == f"{words.format(*answer['holds'])}{sum(p.numel() for p in whole.parameters()):,} parameters"
-        )
+        assert line == f"{words.format(*answer['holds'])}{parameters:,} parameters"
 
 
 @in_every_mode
@@ -121,7 +126,9 @@ def test_recomputed_activations_have_the_same_masks(case):
 
 
 def layer_norm_error() -> float:
-    """Return the largest error of the layer norm in half precision: 100^2 overflows, 0.001^2 is below the epsilon."""
+    """Return the largest error of the layer norm in half precision: 100^2 overflows, 0.001^2 is
+    below the epsilon.
+    """
     torch.manual_seed(0)
     x = (torch.tensor([[100.0], [0.001]]) * torch.randn(2, 1024)).half()
     with launched(**CASES["2d-4"][1]):

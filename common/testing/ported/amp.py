@@ -1,4 +1,6 @@
-"""What the train.py of Colossal-AI's AMP and data-parallel examples call, on noise: with the trainer, or a loop."""
+"""What the train.py of Colossal-AI's AMP and data-parallel examples call, on noise: with the
+trainer, or a loop.
+"""
 
 import os
 

@@ -51,9 +51,8 @@ def flops_per_image(model: Mapping[str, Any], frozen: str | None = None) -> int:
         ) from error
     if not frozen:
         return 3 * count.total
-    return count.total + 2 * sum(
-        built.get_submodule(name).weight.numel() for name in built.head_names
-    )  # pyright: ignore
+    heads = [built.get_submodule(name).weight for name in built.head_names]  # pyright: ignore
+    return count.total + 2 * sum(head.numel() for head in heads)  # pyright: ignore
 
 
 def peak_images_per_s(

@@ -1,7 +1,9 @@
 """Archives of data sets: download and unpack them."""
 
 import shutil
-from pathlib import Path
+import tarfile
+import zipfile
+from pathlib import Path, PurePosixPath
 
 from common.errors import UserError, first_line
 from common.files import folder_lock
@@ -51,14 +53,12 @@ def extract(archive: Path, name: Path | str, folder: Path) -> None:
     """Unpack the archive's folder or file ``name`` as ``folder / name``, which appears only when it
     is whole.
 
-    Raises `UserError` for an archive that is damaged, lacks it, or has a path or link that leads
-    out of it.
+    Raises `UserError` for an archive that is damaged, lacks it, or has a member that could write
+    outside of ``folder``.
     """
-    from torchvision.datasets.utils import extract_archive
-
     unpacked = folder / f".{archive.name}.partial"
     try:
-        extract_archive(archive, unpacked)
+        _unpack(archive, unpacked)
         (folder / name).parent.mkdir(exist_ok=True)
         (unpacked / name).rename(folder / name)
     except Exception as error:  # of a damaged archive, a dozen unrelated types
@@ -68,3 +68,28 @@ def extract(archive: Path, name: Path | str, folder: Path) -> None:
         ) from error
     finally:
         shutil.rmtree(unpacked, ignore_errors=True)
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    """Unpack a zip or tar; raise an error for a member with a path out of it, and for a link.
+
+    torchvision's `extract_archive` before 0.27 writes wherever a member's path leads.
+    """
+    if archive.suffix == ".zip":
+        with zipfile.ZipFile(archive) as members:
+            for name in members.namelist():  # zipfile would drop ".." and a leading slash unsaid
+                if name.startswith("/") or ".." in PurePosixPath(name).parts:
+                    raise ValueError(f"{name!r} leads outside")
+            members.extractall(folder)
+        return
+    with tarfile.open(archive) as members:
+        members.extractall(folder, filter=_refuse_outside)
+
+
+def _refuse_outside(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
+    # Tar's own filter strips a leading slash, and before Python 3.11.13 a chain of links evades it
+    if member.name.startswith("/"):
+        raise tarfile.AbsolutePathError(member)
+    if member.issym() or member.islnk():
+        raise tarfile.SpecialFileError(member)
+    return tarfile.data_filter(member, folder)

@@ -2,8 +2,10 @@
 
 import hashlib
 import io
+import os
 import tarfile
 import threading
+import zipfile
 from functools import partial
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
@@ -18,7 +20,12 @@ from common.testing.ranks import run_ranks
 CONTENT = np.random.default_rng(0).bytes(300_000)
 
 
-def write_tar(path: Path, *members: str | tarfile.TarInfo) -> Path:
+def write_archive(path: Path, *members: str | tarfile.TarInfo) -> Path:
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            for member in members:
+                archive.writestr(member, CONTENT)
+        return path
     with tarfile.open(path, "w:gz") as tar:
         for member in members:
             info = tarfile.TarInfo(member) if isinstance(member, str) else member
@@ -27,29 +34,44 @@ def write_tar(path: Path, *members: str | tarfile.TarInfo) -> Path:
     return path
 
 
-def test_what_cannot_be_unpacked_leaves_nothing(tmp_path):
-    archive, folder, link = (
-        tmp_path / "archive.tar.gz",
-        tmp_path / "folder",
-        tarfile.TarInfo("data/link"),
-    )
+def link(kind: bytes, target: str) -> tarfile.TarInfo:
+    member = tarfile.TarInfo("data/link")
+    member.type, member.linkname = kind, target
+    return member
+
+
+@pytest.mark.parametrize(
+    ("suffix", "members"),
+    [
+        ("tgz", ["data/one", "../evil"]),
+        ("tgz", ["data/one", "data/../../../evil"]),
+        ("tgz", ["data/one", "/tmp/evil"]),
+        ("tgz", ["data/one", link(tarfile.SYMTYPE, "/etc/passwd")]),
+        ("tgz", ["data/one", link(tarfile.LNKTYPE, "../../evil")]),
+        ("tgz", ["other"]),
+        ("tgz", []),  # and what is left of it after a cut
+        ("zip", ["data/one", "../evil"]),
+        ("zip", ["data/one", "/tmp/evil"]),
+    ],
+)
+def test_what_cannot_be_unpacked_leaves_nothing(tmp_path, suffix, members):
+    archive, folder = tmp_path / f"archive.{suffix}", tmp_path / "folder"
     folder.mkdir()
-    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-    members = ["../evil"], ["data/one", link], ["other"]
-    contents = [write_tar(archive, *names).read_bytes() for names in members]
-    contents.append(write_tar(archive, "data/one").read_bytes()[:100_000])
-    for content in contents:
-        archive.write_bytes(content)
-        with pytest.raises(
-            UserError, match=r"gz: data cannot be unpacked into .* \(.+\); check the free space"
-        ):
-            extract(archive, "data", folder)
-        assert sorted(tmp_path.rglob("*")) == [archive, folder]
+    write_archive(archive, *(members or ["data/one"]))
+    if not members:
+        os.truncate(archive, 100_000)
+    with pytest.raises(
+        UserError, match=r"data cannot be unpacked into .* \(.+\); check the free space"
+    ):
+        extract(archive, "data", folder)
+    assert sorted(tmp_path.rglob("*")) == [archive, folder]
+    extract(write_archive(archive, "data/one", "other"), "data", folder)
+    assert [path for path in folder.rglob("*") if path.is_file()] == [folder / "data/one"]
 
 
 def test_four_processes_download_and_unpack_once(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    source = write_tar(tmp_path / "archive.tar.gz", "a/data/one")
+    source = write_archive(tmp_path / "archive.tar.gz", "a/data/one")
     md5, folder, archive = (
         hashlib.md5(source.read_bytes()).hexdigest(),
         tmp_path / "new/a/data",

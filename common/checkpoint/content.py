@@ -10,7 +10,8 @@ checkpoints/step-00001234/
     config.json             the run's own
     metrics.jsonl           the run's own, so far
     COMPLETE                written last: SHA-256 of the others, for `sha256sum -c COMPLETE` too
-checkpoints/best            symbolic link to the checkpoint of the best evaluation
+checkpoints/best.txt        name of the checkpoint of the best evaluation
+checkpoints/best            symbolic link to it, where the file system has links
 
 Nothing in it is code: reading a checkpoint runs none. The folder of a run may come from anybody, so
 a file in it may be a pipe, claim any size, or have the right checksum and the wrong content.
@@ -41,7 +42,7 @@ RANDOM, TRAINER, CONFIG, METRICS = (
     "metrics.jsonl",
 )
 FILES = (MODEL, OPTIMIZER, RANDOM, TRAINER, CONFIG, METRICS)
-MARKER, BEST = "COMPLETE", "best"
+MARKER, BEST, BEST_FILE = "COMPLETE", "best", "best.txt"
 SHOWN = 3  # parameters that an error lists
 Seconds = Annotated[float, Field(ge=0, le=1e11)]
 Shapes = dict[str, list[int]]

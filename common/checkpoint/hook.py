@@ -15,7 +15,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.checkpoint.content import CONFIG, METRICS, RANDOM, TRAINER, read_trainer_state
+from common.checkpoint.content import (
+    CONFIG,
+    METRICS,
+    RANDOM,
+    TRAINER,
+    read_about,
+    read_trainer_state,
+)
 from common.checkpoint.resume import ask_first_rank
 from common.checkpoint.save import (
     Tensors,
@@ -25,6 +32,7 @@ from common.checkpoint.save import (
     load_full_state_dict,
     mark_best,
     newest_checkpoint,
+    repair_best,
     write_checkpoint,
 )
 from common.colossal import (
@@ -243,8 +251,12 @@ class CheckpointHook(BaseHook):
         trainer.load_state_dict(state["trainer"])
         trainer.train_dataloader.load_state_dict(state["loader"])
         trainer.engine.optimizer.load_step_state(state["optimizer"])
-        if path.parent == self.folder:  # else a branch, whose own best is to be marked
+        same_data = read_about(path)["data"]["fingerprint"] == self.about["data"]["fingerprint"]
+        # a branch marks its own best; figures on different data do not compare
+        if path.parent == self.folder and same_data:
             self.best = state["best_top1"], -state["best_loss"]
+        if gpc.get_global_rank() == 0:
+            repair_best(self.folder)
         is_same = state["ranks"] == self.ranks
         rank = gpc.get_global_rank()
         self.metrics.load_state_dict(state["metrics"], rank if is_same else None)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from common.checkpoint.content import read_trainer_state
 from common.checkpoint.save import list_checkpoints, write_checkpoint
+from common.checkpoint.saved_run import open_run
 from common.colossal import BaseHook, Trainer, gpc
 from common.launch.signals import stop_signals
 from common.metrics.curves import read_metrics
@@ -201,6 +202,22 @@ def test_an_evaluation_that_equals_one_that_was_not_saved_is_the_best(data, tmp_
     )
     train(data, tmp_path / "run", ["LEARNING_RATE=1e-50"])
     assert mark.call_count == 2
+
+
+def test_on_other_data_the_best_starts_anew_in_a_copy_without_links_too(data, tmp_path):
+    settings = ["LEARNING_RATE=1e-50", "NUM_EPOCHS=1"]  # whose evaluations are equal
+    run_ranks(1, train, data, tmp_path / "run", settings)
+    copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert not (copy / "checkpoints/best").is_symlink()
+    settings[1] = "NUM_EPOCHS=2"
+    run_ranks(1, train, data, copy, settings)
+    assert open_run(str(copy)).checkpoint.name == "step-00000004"
+    assert (copy / "checkpoints/best").is_symlink()
+    other = shutil.copytree(data, tmp_path / "data")
+    (other / "train/red/04.png").unlink()
+    settings[1] = "NUM_EPOCHS=3"
+    run_ranks(1, train, other, copy, settings, None, "--allow-change", "DATA.root")
+    assert open_run(str(copy)).checkpoint.name == "step-00000012"
 
 
 def test_a_checkpoint_holds_the_state_of_its_own_step(data, tmp_path, monkeypatch):

@@ -29,27 +29,31 @@ FIXED = ("TOTAL_BATCH_SIZE", "SEED", "OPTIMIZER.name", "INIT")
 # stay the same; what is drawn per micro-batch (dropout, Mixup, CutMix, the noise of
 # ERASING_MODE="pixel") changes with how they are cut.
 HARMLESS = (
-    *("BATCH_SIZE", "CHECKPOINT_EVERY", "COMPILE", "DATA.download"),
-    *(
-        "DATA.loader",
-        "DATA.root",
-        "DATA.workers",
-        "EVAL_EVERY",
-        "GPUS",
-        "KEEP",
-        "LOG",
-        "MAX_SKIPPED",
-        "MAX_STEPS",
-    ),
-    *("MICRO_BATCH_SIZE", "OUTPUT"),
-    *(
-        "MODEL.activation_checkpoint",
-        "TENSOR_PARALLEL_MODE",
-        "TENSOR_PARALLEL_SIZE",
-        "TIMEOUT",
-        "cudnn_benchmark",
-    ),
-    *("cudnn_deterministic", "gradient_accumulation", "parallel", "torch_ddp", "zero"),
+    "BATCH_SIZE",
+    "CHECKPOINT_EVERY",
+    "COMPILE",
+    "DATA.download",
+    "DATA.loader",
+    "DATA.root",
+    "DATA.workers",
+    "EVAL_EVERY",
+    "GPUS",
+    "KEEP",
+    "LOG",
+    "MAX_SKIPPED",
+    "MAX_STEPS",
+    "MICRO_BATCH_SIZE",
+    "MODEL.activation_checkpoint",
+    "OUTPUT",
+    "TENSOR_PARALLEL_MODE",
+    "TENSOR_PARALLEL_SIZE",
+    "TIMEOUT",
+    "cudnn_benchmark",
+    "cudnn_deterministic",
+    "gradient_accumulation",
+    "parallel",
+    "torch_ddp",
+    "zero",
 )
 Answer = TypeVar("Answer")
 
@@ -207,7 +211,7 @@ def check_data(path: Path, data: DataSummary, allowed: Sequence[str]) -> None:
             "to the original, "
             "or add --allow-change DATA.root"
         )
-    print(f"DATA.root is another data set from here on ({counts})")
+    print(f"DATA.root is another data set from here on ({counts}); the best starts anew")
 
 
 def check_changes(

@@ -3,6 +3,7 @@ not at all.
 """
 
 import shutil
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.checkpoint.content import BEST, EMA, MARKER, MODEL, OPTIMIZER, check_shapes
+from common.checkpoint.content import (
+    BEST,
+    BEST_FILE,
+    EMA,
+    MARKER,
+    MODEL,
+    OPTIMIZER,
+    check_shapes,
+)
 from common.colossal import (
     canonical_state,
     cut_piece,
@@ -25,7 +34,8 @@ from common.colossal import (
     whole_shape,
 )
 from common.errors import UserError
-from common.files import sha256_of, sync
+from common.files import read_text, sha256_of, sync
+from common.metrics.loggers import warn
 
 Tensors = dict[str, Tensor]
 
@@ -100,12 +110,66 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return next(iter(list_checkpoints(folder)), None)
 
 
+def best_checkpoint(folder: Path) -> Path | None:
+    """Return the complete checkpoint in ``folder`` that ``best.txt`` names, or None.
+
+    A run of an earlier version has the link ``best`` alone; in a copy that follows links it is a
+    folder.
+    """
+    file, link = folder / BEST_FILE, folder / BEST
+    if file.exists():
+        name = read_text(file).strip()
+    elif link.is_symlink():
+        name = link.readlink().name
+    elif (link / MARKER).is_file():
+        return _original(link) or link
+    else:
+        return None
+    return next((path for path in list_checkpoints(folder) if path.name == name), None)
+
+
+def _original(copy: Path) -> Path | None:
+    """Return the checkpoint beside ``copy`` with the same checksums, or None."""
+    marker = copy / MARKER
+    if not marker.is_file():
+        return None
+    beside = list_checkpoints(copy.parent)
+    return next((path for path in beside if read_text(path / MARKER) == read_text(marker)), None)
+
+
 def mark_best(path: Path) -> None:
-    """Let the link ``best`` beside ``path`` point to it."""
-    link = path.with_name(f".{BEST}.partial")
-    link.unlink(missing_ok=True)
-    link.symlink_to(path.name)
-    link.replace(path.with_name(BEST))
+    """Name ``path`` in ``best.txt`` beside it, and let the link ``best`` point to it.
+
+    A folder in the place of the link is removed if it is a copy of another checkpoint, else
+    renamed. On a file system without links only the file is written.
+    """
+    folder, link = path.parent, path.with_name(BEST)
+    partial, partial_link = (folder / f".{name}.partial" for name in (BEST_FILE, BEST))
+    partial.write_text(f"{path.name}\n")
+    sync(partial)
+    partial.replace(folder / BEST_FILE)
+    if link.is_dir() and not link.is_symlink():
+        if _original(link):
+            shutil.rmtree(link)
+        else:
+            kept = tempfile.mkdtemp(prefix=f"{BEST}-", dir=folder)
+            link.rename(kept)
+            warn(f"{link} is a folder without another copy: it is now {kept}")
+    try:
+        partial_link.unlink(missing_ok=True)
+        partial_link.symlink_to(path.name)
+        partial_link.replace(link)
+    except OSError:  # no links here: none is better than one to an earlier checkpoint
+        link.unlink(missing_ok=True)
+
+
+def repair_best(folder: Path) -> None:
+    """Mark the best checkpoint in ``folder`` again: of a copied run, or one of an earlier
+    version.
+    """
+    best = best_checkpoint(folder)
+    if best and best.name != BEST:
+        mark_best(best)
 
 
 def clear_old(newest: Path, keep: int) -> None:
@@ -115,11 +179,12 @@ def clear_old(newest: Path, keep: int) -> None:
     Later ones were damaged when the run was resumed from an earlier one.
     """
     folder = newest.parent
-    best = (folder / BEST).resolve()
+    best = best_checkpoint(folder)
     found = [path for path in list_checkpoints(folder) if path.name <= newest.name]
-    old = [path for path in found[keep:] if path.resolve() != best]
+    old = [path for path in found[keep:] if path != best]
     for path in [*old, *folder.glob(".*.partial"), *folder.glob(".*.old")]:
-        if path.is_symlink():  # that of an interrupted `mark_best`, or to a checkpoint elsewhere
+        # those of an interrupted `mark_best`, or a link to a checkpoint elsewhere
+        if path.is_symlink() or path.is_file():
             path.unlink()
             continue
         # without its marker it no longer counts, should removing it be interrupted

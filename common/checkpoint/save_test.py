@@ -2,9 +2,11 @@
 
 import multiprocessing
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from safetensors.torch import load_file
@@ -12,10 +14,12 @@ from safetensors.torch import load_file
 import common.checkpoint.save
 from common.checkpoint.resume import choose_checkpoint
 from common.checkpoint.save import (
+    best_checkpoint,
     checkpoint_path,
     clear_old,
     list_checkpoints,
     mark_best,
+    repair_best,
     write_checkpoint,
 )
 from common.testing.checkpoints import build_content
@@ -94,10 +98,40 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         (tmp_path / ".step-00000099.partial").mkdir()
         (tmp_path / f".{path.name}.old").mkdir()
         (tmp_path / ".best.partial").symlink_to(path.name)  # as where `mark_best` is killed
+        (tmp_path / ".best.txt.partial").touch()
         clear_old(path, keep=2)
     assert list_checkpoints(tmp_path) == [
         later,
         *(checkpoint_path(tmp_path, step) for step in (6, 5, 2)),
     ]
     assert (tmp_path / "best").resolve() == checkpoint_path(tmp_path, 2)
-    assert len(list(tmp_path.iterdir())) == 5
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+@pytest.mark.parametrize("before", ["link", "copy", "only copy", "file", "nothing"])
+def test_the_best_is_marked_whatever_is_in_the_place_of_its_link(
+    before, has_links, tmp_path, monkeypatch, capfd
+):
+    first, second = (write_small(checkpoint_path(tmp_path, step), step) for step in (1, 2))
+    link = tmp_path / "best"
+    if before == "link":
+        link.symlink_to(first.name)
+    elif "copy" in before:
+        shutil.copytree(first, link)
+    elif before == "file":
+        link.write_text(first.name)
+    if before == "only copy":
+        shutil.rmtree(first)
+    expected = {"link": first, "copy": first, "only copy": link}.get(before)
+    assert best_checkpoint(tmp_path) == expected
+    if not has_links:
+        monkeypatch.setattr(Path, "symlink_to", mock.Mock(side_effect=PermissionError))
+    repair_best(tmp_path)
+    assert best_checkpoint(tmp_path) == expected
+    mark_best(second)
+    assert best_checkpoint(tmp_path) == second
+    assert link.exists() == has_links
+    assert not has_links or link.resolve() == second
+    kept = [f"it is now {path}" in capfd.readouterr().err for path in tmp_path.glob("best-*")]
+    assert kept == ([True] if before == "only copy" else [])

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from common.checkpoint.content import (
-    BEST,
     CONFIG,
     EMA,
     MARKER,
@@ -19,7 +18,7 @@ from common.checkpoint.content import (
     read_about,
     read_config,
 )
-from common.checkpoint.save import newest_checkpoint
+from common.checkpoint.save import best_checkpoint, newest_checkpoint
 from common.errors import UserError, command_parser
 from common.model.build import build_model
 
@@ -90,7 +89,7 @@ def open_run(name: str, settings: Sequence[str] = (), *, raw: bool = False) -> S
     """Open a run's folder or one checkpoint's, with ``settings`` (``KEY=VALUE``) applied to its
     config.
 
-    Of a run it takes ``checkpoints/best`` where there is one, else the newest complete checkpoint.
+    Of a run it takes the best checkpoint where one is marked, else the newest complete checkpoint.
     ``raw`` asks for the weights themselves, where the checkpoint has their moving average too.
     Raises `UserError` for anything else.
     """
@@ -115,8 +114,8 @@ def _choose_checkpoint(name: str) -> tuple[Path, str]:
             "outputs/<run>"
         )
     folder = path / "checkpoints"
-    if (folder / BEST / MARKER).is_file():
-        return (folder / BEST).resolve(), "the best"
+    if best := best_checkpoint(folder):
+        return best, "the best"
     newest = newest_checkpoint(folder)
     if newest is None:
         raise UserError(

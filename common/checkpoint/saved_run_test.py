@@ -28,11 +28,13 @@ def run(trained, tmp_path) -> Path:
 
 def test_a_run_is_its_newest_checkpoint_unless_there_is_a_best(run):
     checkpoints = run / "checkpoints"
-    (checkpoints / "best").unlink()
+    for name in ("best", "best.txt"):
+        (checkpoints / name).unlink()
     shutil.copytree(checkpoints / "step-00000010", checkpoints / "step-00000004")
     (checkpoints / "step-00000011").mkdir()  # not complete
     assert open_run(str(run)).checkpoint == checkpoints / "step-00000010"
     (checkpoints / "best").symlink_to("step-00000004")
+    (checkpoints / "best.txt").write_text("step-00000004")
     for name in (run, checkpoints / "best", checkpoints / "step-00000004"):
         opened = open_run(str(name))
         assert (opened.checkpoint, opened.folder) == (checkpoints / "step-00000004", run)

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from common.checkpoint.content import BEST, CONFIG, METRICS
+from common.checkpoint.content import CONFIG, METRICS
 from common.checkpoint.hook import CheckpointHook
 from common.checkpoint.resume import ask_first_rank
-from common.checkpoint.save import checkpoint_path, newest_checkpoint
+from common.checkpoint.save import best_checkpoint, checkpoint_path, newest_checkpoint
 from common.checkpoint.weights import load_pretrained
 from common.colossal import BaseHook, ParallelMode, get_accelerator, gpc, shutdown
 from common.config.plan import Plan
@@ -131,15 +131,14 @@ class Run:
         print(f"next         python {quote(report)} {quote(shown)}")
         print("             # or evaluate.py, predict.py, export.py")
         evaluations = read_evaluations(self.output)
-        marked = (folder / BEST).resolve()  # of a branch, not what it came from
+        marked = best_checkpoint(folder)  # of a branch, not what it came from
         best = next(
             (record for record in evaluations if checkpoint_path(folder, record["step"]) == marked),
             None,
         )
         if best and best["step"] != evaluations[-1]["step"]:
-            print(
-                f"best         top1 {best['top1']:.4f} at step {best['step']} (checkpoints/{BEST})"
-            )
+            where = f"checkpoints/{checkpoint_path(folder, best['step']).name}"
+            print(f"best         top1 {best['top1']:.4f} at step {best['step']} ({where})")
         print(f"top1={evaluations[-1]['top1']:.4f}" if evaluations else "top1=?", flush=True)
 
 

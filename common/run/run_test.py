@@ -33,7 +33,7 @@ def test_a_run_ends_with_commands_for_the_shell_and_its_best_evaluation(
         for lines in ("", FIGURES, f"{origin}\n{FIGURES}\n{last}\n"):  # the last is of a branch
             (output / "metrics.jsonl").write_text(lines)
             Run(None, output, True, {}, start_from=None, measurement=None).finish()
-    best = "best         top1 0.5000 at step 1 (checkpoints/best)\n"
+    best = "best         top1 0.5000 at step 1 (checkpoints/step-00000001)\n"
     expected = [f"{PRINTED}{end}" for end in ("top1=?\n", "top1=0.5000\n", f"{best}top1=0.2500\n")]
     assert capsys.readouterr().out == "".join(expected)
 

@@ -169,12 +169,19 @@ def count_correct(logits_BC: Tensor, labels_B: Tensor) -> Tensor:
     """Return [sum of cross-entropy, top-1 hits, top-5 hits, samples], float64; labels of -100 are
     ignored.
     """
-    logits_BC = logits_BC.float()
     valid_B = labels_B >= 0
-    loss = F.cross_entropy(logits_BC, labels_B, reduction="sum")
-    best_BK = logits_BC.topk(min(5, logits_BC.shape[1])).indices
-    hits_BK = best_BK == labels_B[:, None]
+    loss = F.cross_entropy(logits_BC.float(), labels_B, reduction="sum")
+    hits_BK = best_classes(logits_BC) == labels_B[:, None]
     return torch.stack([loss.double(), hits_BK[:, 0].sum(), hits_BK.sum(), valid_B.sum()])
+
+
+def best_classes(logits_BC: Tensor) -> Tensor:
+    """Return the five most probable classes [B, K], K <= 5; -1 where the logits give no
+    probabilities (NaN).
+    """
+    logits_BC = logits_BC.float()
+    best_BK = logits_BC.topk(min(5, logits_BC.shape[1])).indices
+    return best_BK.where(logits_BC.logsumexp(1, keepdim=True).isfinite(), -1)
 
 
 class PhaseClock:

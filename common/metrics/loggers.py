@@ -86,6 +86,14 @@ def warn(text: str) -> None:
         tqdm.write(f"warning: {printable(' '.join(text.split()))}", file=sys.stderr)
 
 
+def finite(metrics: Metrics) -> dict[str, Any]:
+    """Return the metrics with None for what is not finite, which JSON cannot write."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in metrics.items()
+    }
+
+
 class JsonLines:
     """Append the metrics as a line of JSON to metrics.jsonl; those that are not finite become null.
 
@@ -101,11 +109,7 @@ class JsonLines:
         self.warned = False
 
     def __call__(self, metrics: Metrics) -> None:
-        finite = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in metrics.items()
-        }
-        self.pending += json.dumps(finite).encode() + b"\n"
+        self.pending += json.dumps(finite(metrics)).encode() + b"\n"
         try:
             while self.pending:
                 self.pending = self.pending[self.file.write(self.pending) :]

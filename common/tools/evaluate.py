@@ -29,7 +29,8 @@ from common.files import own_file, short_path, write_csv
 from common.hardware import describe_run
 from common.launch.detect import add_launch_arguments, detect_launch, gather, start
 from common.metrics.curves import build_figure, save_figure
-from common.metrics.hook import count_correct
+from common.metrics.hook import best_classes, count_correct
+from common.metrics.loggers import finite
 from common.task import data_root, find_task
 
 AT_EACH_END = 5  # classes of the table for the terminal
@@ -126,7 +127,7 @@ class Tally:
     def add(self, logits_BC: Tensor, labels_B: Tensor) -> None:
         """Count a batch; labels below 0 do not count."""
         self.totals += count_correct(logits_BC, labels_B)
-        best_BK = logits_BC.topk(min(5, logits_BC.shape[1])).indices
+        best_BK = best_classes(logits_BC)
         self.batches.append(
             torch.stack([labels_B, best_BK[:, 0], (best_BK == labels_B[:, None]).any(1).long()])
         )
@@ -172,7 +173,9 @@ def _report(run: SavedRun, tally: Tally, output: Path, argv: list[str]) -> None:
         "data": run.config["DATA"]["root"],
     }
     about |= describe_run(argv)
-    own_file(output / "evaluation.json").write_text(json.dumps(metrics | about, indent=2) + "\n")
+    own_file(output / "evaluation.json").write_text(
+        json.dumps(finite(metrics | about), indent=2) + "\n"
+    )
     write_csv(rows, output / "classes.csv")
     pictures = ", confusion.png" * draw_confusion(
         run.class_names, tally.answers, output / "confusion.png"
@@ -183,25 +186,32 @@ def _report(run: SavedRun, tally: Tally, output: Path, argv: list[str]) -> None:
         "top1={top1:.4f} top5={top5:.4f} loss={loss:.4f} samples={samples}".format(**metrics),
         flush=True,
     )
+    if missing := np.count_nonzero(tally.answers[1] < 0):
+        raise UserError(
+            f"{missing:,} of {samples:,.0f} images have no answer, which counts as wrong: the "
+            "model's outputs are not finite (NaN); --set fp16=None computes in float32, or name an "
+            "earlier checkpoint"
+        )
 
 
 def describe_classes(names: Sequence[str], answers: np.ndarray) -> list[dict[str, Any]]:
     """Return a row for each class that has samples.
 
     ``answers`` holds [label, answer, whether the label is among the first five answers] in its
-    rows, by samples. ``top1``, ``top5`` and ``precision`` (correct answers of all such answers;
-    empty where there is none) are fractions of 1.
+    rows, by samples; an answer of -1 is none (NaN). ``top1``, ``top5`` and ``precision`` (correct
+    answers of all such answers; empty where there is none) are fractions of 1.
     """
     labels, best, is_among_5 = answers
     is_right = labels == best
     samples, right, top5, answered = (
         np.bincount(of, minlength=len(names))
-        for of in (labels, labels[is_right], labels[is_among_5 > 0], best)
+        for of in (labels, labels[is_right], labels[is_among_5 > 0], best[best >= 0])
     )
     pairs, counts = np.unique(answers[:2, ~is_right], axis=1, return_counts=True)
+    named = [*names, "NaN"]  # the last is that of answer -1
     mistakes: dict[int, str] = {}  # the most frequent wrong answer, and how often, by label
     for at in np.argsort(-counts, kind="stable"):
-        mistakes.setdefault(int(pairs[0, at]), f"{names[pairs[1, at]]} ({counts[at]})")
+        mistakes.setdefault(int(pairs[0, at]), f"{named[pairs[1, at]]} ({counts[at]})")
     return [
         {
             "label": label,
@@ -236,20 +246,20 @@ def draw_confusion(names: Sequence[str], answers: np.ndarray, path: Path) -> boo
     count = len(names)
     if count > DRAWN:
         return False
-    confusion = np.bincount(answers[0] * count + answers[1], minlength=count**2).reshape(
-        count, count
-    )
+    samples = np.bincount(answers[0], minlength=count)
+    labels, best, _ = answers[:, answers[1] >= 0]
+    confusion = np.bincount(labels * count + best, minlength=count**2).reshape(count, count)
     side = max(5.0, min(14.0, 0.35 * count))
     figure, axes = build_figure(side + 1.5, side)
     axes.grid(False)
-    shares = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
+    shares = confusion / np.maximum(samples, 1)[:, None]
     figure.colorbar(
         axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the class's images"
     )
     axes.set(
         xlabel="predicted",
         ylabel="true class",
-        title=f"Confusion matrix, {confusion.sum():,} images",
+        title=f"Confusion matrix, {samples.sum():,} images",
     )
     if count <= NAMED_CLASSES:
         axes.set_xticks(range(count), names, rotation=90, parse_math=False)  # "$" is no formula

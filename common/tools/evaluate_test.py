@@ -4,11 +4,13 @@ predictions.
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 from sklearn.metrics import confusion_matrix, precision_score, recall_score, top_k_accuracy_score
 from torchvision.datasets import ImageFolder
 
@@ -16,9 +18,10 @@ from common.colossal import shutdown
 from common.config.plan import DataSummary
 from common.errors import UserError
 from common.metrics.curves import read_metrics
+from common.testing.commands import run_forked
 from common.testing.ranks import run_ranks
 from common.testing.tiny_task import NAMES, SAMPLES, timm_logits, train, write_images
-from common.tools import evaluate
+from common.tools import evaluate, predict
 from common.tools.sweep_test import tables
 
 
@@ -95,6 +98,25 @@ def test_the_table_is_scikit_learns_of_timms_answers(run, data, capsys):
     evaluate.print_extremes(rows * 2)
     shown = [row[1] for row in tables(capsys.readouterr().out)]
     assert (shown[2], shown[-1]) == (worst_first[0], worst_first[-1])
+
+
+def test_outputs_that_are_not_finite_are_wrong_answers(run, data, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "run")
+    file = copy / "checkpoints" / "step-00000010" / "model.safetensors"
+    weights = load_file(file)
+    weights["head.bias"][0] = np.nan
+    save_file(weights, file)
+    line = "error: 45 of 45 images have no answer, which counts as wrong: "
+    assert run_forked(evaluate.main, [copy], code=2).stderr.startswith(line)
+    found = read(copy)
+    assert (found["loss"], found["top1"], found["top5"]) == (None, 0, 0)
+    table = copy / "evaluation" / "step-00000010" / "classes.csv"
+    assert table.read_text().splitlines()[1] == "0,blue,7,0.0000,0.0000,,NaN (7)"
+    image = str(data / "test/red/04.png")
+    ended = run_forked(predict.main, [copy, image, "--json"], code=2)
+    assert json.loads(ended.stdout)["classes"] is None
+    line = f"error: {image}: the model's outputs are not finite (NaN)\n"
+    assert (ended.stderr, run_forked(predict.main, [copy, image], code=2).stderr) == (line, line)
 
 
 @pytest.mark.parametrize("names", [["n01", "n02"], ["tench", "goldfish"], ["0", "1"]])

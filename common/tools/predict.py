@@ -47,21 +47,21 @@ def main(argv: list[str]) -> None:
     run = open_model(args.run, raw=args.raw)
     if not args.json:
         print(f"checkpoint {short_path(run.checkpoint)} ({run.chosen})", flush=True)
-    has_errors = False
+    status = 0
     for answer in predict(run, images):
         if "error" in answer:
-            has_errors = True
+            status = max(status, 2 if "classes" in answer else 1)
             print(printable(f"error: {answer['image']}: {answer['error']}"), file=sys.stderr)
         if args.json:
             print(json.dumps(answer), flush=True)
-        elif "classes" in answer:
+        elif "error" not in answer:
             named = (
                 f"{found['class']} {100 * found['probability']:.1f} %"
                 for found in answer["classes"]
             )
             print(printable(f"{answer['image']}: {'; '.join(named)}"), flush=True)
-    if has_errors:
-        sys.exit(1)
+    if status:
+        sys.exit(status)
 
 
 def list_images(names: Sequence[str]) -> list[str]:
@@ -81,7 +81,8 @@ def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
     """Yield for each image, in order, ``image`` and its best ``classes``, or ``image`` and the
     ``error`` in it.
 
-    A class has ``class`` (its name), ``label`` and ``probability``. Images are prepared as for the
+    A class has ``class`` (its name), ``label`` and ``probability``. Where the model's outputs are
+    not finite (NaN), there is an ``error`` and ``classes`` is None. Images are prepared as for the
     run's evaluation.
     """
     size, data = run.config["MODEL"]["image_size"], run.config["DATA"]
@@ -103,9 +104,8 @@ def predict(run: SavedRun, images: Sequence[str]) -> Iterator[Answer]:
                 )
                 found = map(partial(_best, names), predictor(normalize(pixels)).softmax(1).cpu())
             for image, view in zip(batch, views, strict=True):
-                yield {"image": image} | (
-                    {"error": view} if isinstance(view, str) else {"classes": next(found)}
-                )
+                answer = {"error": view} if isinstance(view, str) else next(found)
+                yield {"image": image} | answer
 
 
 def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
@@ -129,10 +129,13 @@ def _read(image: str, crop: CenterCrop, size: int) -> np.ndarray | str:
         return UNREADABLE + (" ".join(str(error).split()) or type(error).__name__)
 
 
-def _best(names: Sequence[str], probabilities_C: torch.Tensor) -> list[Answer]:
+def _best(names: Sequence[str], probabilities_C: torch.Tensor) -> Answer:
+    if probabilities_C.isnan().any():
+        return {"classes": None, "error": "the model's outputs are not finite (NaN)"}
     values, labels = probabilities_C.topk(min(BEST, len(names)))
     found = zip(values.tolist(), labels.tolist(), strict=True)
-    return [
+    classes = [
         {"class": names[label], "label": label, "probability": round(value, 6)}
         for value, label in found
     ]
+    return {"classes": classes}

@@ -177,26 +177,31 @@ def rank_combinations(
     for values, group in group_by_seed(runs).items():
         ends = [run.final for run in group if run.final]
         tops = [100 * end["top1"] for end in ends] or [-math.inf]
+        loss = statistics.mean(end["loss"] for end in ends) if ends else 0.0
         steps = [run.steps + notes.get(run.name, "") for run in group]
         reached = {
             "top1": f"{statistics.mean(tops):.2f}%" if ends else ABSENT,
             "range": f"{min(tops):.2f}-{max(tops):.2f}" if ends else ABSENT,
             "n": len(ends),
-            "loss": f"{statistics.mean(end['loss'] for end in ends):.3f}" if ends else ABSENT,
+            "loss": f"{loss:.3f}" if ends else ABSENT,
             "steps": ", ".join(dict.fromkeys(steps)),
         }
-        found.append((tops, dict(values), reached))
-    found.sort(key=lambda one: -statistics.mean(one[0]))
-    rows = [values | reached for _, values, reached in found]
-    if len(rows) < 2 or not rows[1]["n"]:
+        # one that has diverged is never the best, whatever its NaNs were counted as
+        score = statistics.mean(tops) if math.isfinite(loss) else -1.0
+        found.append((score, tops, dict(values), reached))
+    found.sort(key=lambda one: -one[0])
+    rows = [values | reached for _, _, values, reached in found]
+    if len(rows) < 2 or not rows[1]["n"] or found[0][0] < 0:
         return rows, ""
-    (best, values, _), (second, *_) = found[:2]
+    (_, best, values, _), (score, second, *_) = found[:2]
     verdict = "overlap" if max(second) >= min(best) else "do not overlap"
     verdict = (
         f"ranges {verdict}"
         if len(best) + len(second) > 2
         else "no ranges: repeat it with --grid SEED=1,2,3"
     )
+    if score < 0:
+        verdict = "the loss of the others is not finite"
     named = ", ".join(f"{key}={value}" for key, value in values.items())
     return rows, f"best: {named}; {verdict}"
 
@@ -305,7 +310,7 @@ def render(runs: Sequence[RecordedRun]) -> str:
 
 
 def _best_top1(run: RecordedRun) -> str:
-    evaluations = run.of_kind("eval")
+    evaluations = [line for line in run.of_kind("eval") if math.isfinite(line["loss"])]
     if not evaluations:
         return ABSENT
     best = max(evaluations, key=lambda line: (line["top1"], -line["loss"]))  # as checkpoints/best

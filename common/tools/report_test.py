@@ -65,6 +65,7 @@ def test_summary(tmp_path, monkeypatch):
         for step, speed in enumerate([0.0, 1000.0, 30.0, 0.0, 1240.0])
     ]
     records += [
+        evaluation(0, 0.9) | {"loss": None},
         evaluation(1, 0.75, loss=2.0),
         evaluation(2, 0.75),
         evaluation(3, 0.75, loss=3.0),
@@ -113,9 +114,9 @@ def test_summary(tmp_path, monkeypatch):
     assert charts[0]["title"] == f"Loss (training: {losses})"
     assert charts[0]["lines"] == [
         {"run": 0, "kind": "train", "x": [5], "y": [2.34568]},
-        {"run": 0, "kind": "eval", "x": [1, 2, 3, 4], "y": [2.0, 1.0, 3.0, 1.0]},
+        {"run": 0, "kind": "eval", "x": [0, 1, 2, 3, 4], "y": [None, 2.0, 1.0, 3.0, 1.0]},
     ]
-    assert charts[1]["lines"][0]["y"] == [75.0, 75.0, 75.0, 50.0]
+    assert charts[1]["lines"][0]["y"] == [90.0, 75.0, 75.0, 75.0, 50.0]
 
 
 def test_a_run_that_is_running_or_was_killed_in_the_middle_of_a_line(tmp_path):

@@ -1,5 +1,6 @@
 """Sweeps over a training that only writes a run's files."""
 
+import math
 import os
 import signal
 import threading
@@ -104,10 +105,12 @@ def test_every_combination_is_trained_once(words, trained, tmp_path, capsys):
     ]
 
 
-def finished_run(top1: float, last_step: int = 4, **values: float) -> RecordedRun:
+def finished_run(
+    top1: float, last_step: int = 4, loss: float | None = None, **values: float
+) -> RecordedRun:
     name = ",".join(f"{key}={value}" for key, value in values.items())
     return RecordedRun(
-        name, {"plan": {"last_step": last_step}}, [evaluation(4, top1, loss=10 * top1)]
+        name, {"plan": {"last_step": last_step}}, [evaluation(4, top1, loss=loss or 10 * top1)]
     )
 
 
@@ -124,11 +127,21 @@ def test_seeds_are_averaged_and_the_best_is_named(tmp_path, monkeypatch):
         [0.1, "-", "57.50%", "50.00-65.00", 2, "5.750", "4"],
         [0.3, 1, "-", "-", 0, "-", "4 of 8"],
     ]
-    parts = runs, [runs[0], *runs[::2]], runs[1:3], runs[2:]
+    diverged = [finished_run(0.9, loss=math.nan, RATE=rate) for rate in (1, 2)]
+    parts = (
+        runs,
+        [runs[0], *runs[::2]],
+        runs[1:3],
+        runs[2:],
+        [*diverged, runs[0]],
+        [*diverged, runs[3]],
+    )
     assert [rank_combinations(part, {})[1].partition("; ")[::2] for part in parts] == [
         ("best: RATE=0.8, EMA=-", "ranges overlap"),
         ("best: RATE=0.8", "ranges do not overlap"),
         ("best: RATE=0.1", "no ranges: repeat it with --grid SEED=1,2,3"),
+        ("", ""),
+        ("best: RATE=0.1", "the loss of the others is not finite"),
         ("", ""),
     ]
     drawn = []

@@ -176,10 +176,11 @@ def _read(task: ShardTask, number: int, in_memory: dict[Place, bytes]) -> bytes:
 def convert_image(data: bytes, short_side: int | None = None) -> tuple[bytes, int, int]:
     """Decode an image file strictly and return it as an RGB JPEG, with its height and width.
 
-    A YCbCr JPEG that is upright and not too large is returned unchanged. All else is re-encoded
-    without chroma subsampling: other formats and colour spaces (alpha is dropped, the first frame
-    is taken, 16 bits become 8), images with an EXIF rotation, and images whose shorter side is
-    longer than `short_side` (resized by Lanczos). Raises `BadSampleError`.
+    A YCbCr JPEG that is upright, not too large and of which libjpeg does not warn is returned
+    unchanged. All else that `decode_image` reads is re-encoded without chroma subsampling: other
+    formats and colour spaces (alpha is dropped, the first frame is taken, 16 bits become 8), images
+    with an EXIF rotation, and images whose shorter side is longer than `short_side` (resized by
+    Lanczos). Raises `BadSampleError`.
     """
     try:
         with warnings.catch_warnings():
@@ -211,15 +212,13 @@ def check_jpeg(data: bytes | memoryview) -> tuple[int, int, str]:
 
 
 def _convert(data: bytes, short_side: int | None) -> tuple[bytes, int, int]:
-    is_jpeg = data.startswith(_JPEG_MAGIC)
-    if is_jpeg:
+    height, width, color_space = 0, 0, ""
+    with contextlib.suppress(BadSampleError):  # of all but a JPEG without a warning
         height, width, color_space = check_jpeg(data)
-    else:
-        Image.open(io.BytesIO(data), formats=FORMATS).verify()  # checksums that decoding ignores
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     shorter = min(image.size)
     target = min(short_side or shorter, shorter)
-    if is_jpeg and target == shorter and color_space == "YCbCr" and not is_turned(image):
+    if target == shorter and color_space == "YCbCr" and not is_turned(image):
         return data, height, width
     pixels = decode_image(data)
     if target < shorter:

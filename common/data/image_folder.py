@@ -9,12 +9,12 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, PngImagePlugin
+from simplejpeg import decode_jpeg
 
 from common.errors import UNPRINTABLE, UserError, printable
 from common.files import fingerprint_of, read_bytes
@@ -32,12 +32,19 @@ MAX_PIXELS = (
     100_000_000  # 300 MB when decoded; beyond it, a header that lies is likelier than a photograph
 )
 Image.MAX_IMAGE_PIXELS = None  # `check_pixels` refuses what Pillow would only warn of
+# Of one text or profile Pillow takes 1 MB; editors write more. The sum of texts stays limited.
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 MAX_BAD_SHARE = 0.01
 UNREADABLE = "not a readable image: "  # and then the decoder's message
 NAMED = 20  # of a list that may have a million
 MAX_BYTES = 4 * MAX_PIXELS + (
     1 << 20
 )  # of an image: four channels without compression, and metadata
+# What libjpeg-turbo says of files that lack no pixels. Bytes before a restart marker (d0 to d7) are
+# what is left of a block that was cut. Of unusual subsampling only Pillow can decode the pixels.
+HARMLESS = re.compile("bytes before marker 0x(?!d[0-7])|subsampling level|Invalid SOS parameters")
+SEGMENT = re.compile(rb"\xff+([\xc0-\xcf\xda-\xfe])(..)", re.DOTALL)  # marker and length
+ORIENTATION = ExifTags.Base.Orientation
 
 SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(
     ("val", "valid", "validation", "dev"), "validation"
@@ -231,28 +238,72 @@ def check_pixels(height: int, width: int) -> None:
 
 
 def decode_image(data: bytes | memoryview) -> np.ndarray:
-    """Decode an image to RGB, uint8 [Y, X, 3], turned as its EXIF block says.
+    """Decode an image to Pillow's pixels in RGB, uint8 [Y, X, 3], turned as its EXIF block says.
 
-    Raises `ValueError` beyond `MAX_PIXELS` and for pixels of an unknown range, and what Pillow
-    does.
+    Raises `ValueError` beyond `MAX_PIXELS`, for pixels of an unknown range and for a JPEG that
+    lacks data, which Pillow would fill with grey; and what Pillow does, for a wrong checksum too.
     """
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     check_pixels(image.height, image.width)
-    if is_turned(image):
-        return np.array(_to_rgb(ImageOps.exif_transpose(image)))
-    if image.format == "JPEG" and image.mode == "RGB":
-        with suppress(ValueError, ImportError):  # Pillow repairs more
-            from simplejpeg import decode_jpeg
+    pixels = None
+    if image.format in ("JPEG", "MPO"):
+        pixels = _decode_jpeg(bytes(data), image.mode)
+    else:
+        Image.open(io.BytesIO(data), formats=FORMATS).verify()  # checksums that decoding ignores
+    if pixels is None:
+        pixels = np.array(_to_rgb(image))
+    if not is_turned(image):  # asked after the pixels, because Pillow turns a TIFF as it loads it
+        return pixels
+    upright = Image.fromarray(pixels)  # not `image`, whose other tags Pillow may fail to copy
+    upright.getexif()[ORIENTATION] = image.getexif()[ORIENTATION]
+    return np.array(ImageOps.exif_transpose(upright))
 
-            return decode_jpeg(data)  # the same pixels in less than half the time
-    return np.array(_to_rgb(image))
+
+def _decode_jpeg(data: bytes, mode: str) -> np.ndarray | None:
+    """Return the pixels of a JPEG, or None if they are left to Pillow, since libjpeg-turbo warns or
+    for CMYK.
+
+    libjpeg repairs a file that lacks data with a warning; here `ValueError` is raised.
+    """
+    colors = "CMYK" if mode == "CMYK" else "RGB"
+    try:
+        pixels = decode_jpeg(data, colors)  # the pixels of Pillow in less than half the time
+    except ValueError:
+        try:
+            decode_jpeg(_without_metadata(data), colors)
+        except ValueError as error:
+            if not HARMLESS.search(str(error)):
+                raise
+        return None
+    return None if mode == "CMYK" else pixels
+
+
+def _without_metadata(data: bytes) -> bytes:
+    """Return a JPEG without application segments, comments and bytes between the segments before
+    its first scan.
+
+    libjpeg-turbo tells its first warning only. If that is of one of these, there may be more.
+    """
+    kept, end = [data[:2]], 2
+    while segment := SEGMENT.search(data, end):
+        start, marker = segment.start(), segment[1][0]
+        end = segment.end(1) + int.from_bytes(segment[2])
+        if marker == 0xDA:  # the first scan
+            return b"".join(kept) + data[start:]
+        if not (0xE0 <= marker <= 0xEF or marker == 0xFE):
+            kept.append(data[start:end])
+    return data
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """Return an image in RGB: alpha is dropped, 16 bits become 8."""
-    # 16 bits, which Pillow would clip at 255; those of a PPM file are in mode "I"
+    """Return an image in RGB: alpha is dropped, 12 and 16 bits become 8."""
+    # Pillow would clip these at 255; those of a PPM file are in mode "I"
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
-        image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
+        tags = getattr(image, "tag_v2", {})  # of a TIFF
+        bits = tags.get(ExifTags.Base.BitsPerSample, [16])[0]
+        grey = (np.asarray(image) / ((2**bits - 1) / 255)).round().astype(np.uint8)
+        is_white_zero = tags.get(ExifTags.Base.PhotometricInterpretation) == 0
+        image = Image.fromarray(255 - grey if is_white_zero else grey)
     if image.mode in ("I", "F"):
         raise ValueError("32-bit pixels, whose range is not known")
     return image.convert("RGB")
@@ -261,7 +312,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 def is_turned(image: Image.Image) -> bool:
     """Return whether an image's EXIF block says that it is to be turned or mirrored."""
     try:
-        return image.getexif().get(ExifTags.Base.Orientation) in range(2, 9)
+        return image.getexif().get(ORIENTATION) in range(2, 9)
     except Exception:  # a damaged EXIF block says nothing against the pixels
         return False
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from PIL import Image
+from simplejpeg import decode_jpeg
 
 from common.data.crops import (
     CROP_UNIFORMS,
@@ -159,9 +160,7 @@ def load_image(
     if isinstance(record, UserError):
         raise record
     data, label = record or split.read(index)
-    decode = decode_image
-    if split.is_prepared:
-        from simplejpeg import decode_jpeg as decode
+    decode = decode_jpeg if split.is_prepared else decode_image
     try:
         return decode(data), label
     except (

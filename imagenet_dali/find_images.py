@@ -25,7 +25,7 @@ from common.data.image_folder import (
     list_splits,
     split_by_class,
 )
-from common.errors import UserError, first_line
+from common.errors import UserError, first_line, printable
 from common.files import fingerprint_of
 from imagenet_dali.dataset import LABELS, read_labels
 
@@ -256,9 +256,13 @@ def _list_containers(root: Path, containers: list[str], split: str | None) -> So
     chosen = {name: by_split.get("") or by_split.get(name, []) for name in wanted}
     found: dict[str, Listing] = {}
     class_names = read_labels(root / LABELS) if (root / LABELS).is_file() else None
+    columns = ""
     for container in itertools.chain(*chosen.values()):
         if container.endswith(".parquet"):
-            found[container], names = _list_parquet(root, container)
+            found[container], names, taken = _list_parquet(root, container)
+            if taken != columns:
+                print(f"{printable(root / container)}: {taken}")
+                columns = taken
             if names and class_names not in (None, names):
                 raise UserError(
                     f"{root / container}: its class names are not those of labels.txt or an "
@@ -368,9 +372,10 @@ def _list_webdataset(root: Path, container: str) -> Listing:
     return [(name, labels[key], place) for key, (_, name, place) in images.items()]
 
 
-def _list_parquet(root: Path, container: str) -> tuple[Listing, list[str] | None]:
-    """Return the images of a parquet file and the names of its classes; without a path a row's
-    number is its name.
+def _list_parquet(root: Path, container: str) -> tuple[Listing, list[str] | None, str]:
+    """Return the images of a parquet file, the names of its classes and which columns were taken.
+
+    Without a path a row's number is its name.
     """
     path, found = root / container, []
     with _open_parquet(path) as (file, image, label_column, class_names):
@@ -388,7 +393,7 @@ def _list_parquet(root: Path, container: str) -> tuple[Listing, list[str] | None
                         f"{path}: {name}: row {len(found)} has no label; remove it or add one"
                     )
                 found.append((name, label, Place(container, group, row)))
-    return found, class_names
+    return found, class_names, printable(f"images of column {image}, labels of {label_column}")
 
 
 def read_rows(root: Path, places: Iterable[Place]) -> dict[Place, bytes]:
@@ -423,6 +428,7 @@ def _open_parquet(path: Path) -> Iterator[tuple["ParquetFile", str, str, list[st
                 for each in structs
                 if {"bytes", "path"} <= {field.name for field in each.type}
             ]
+            images.sort(key=lambda name: name != "image")  # that before others, such as a mask
             numbers = [each.name for each in schema if is_integer(each.type)]
             labels = [
                 name for name in numbers if name == "label" or "names" in features.get(name, {})

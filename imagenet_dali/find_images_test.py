@@ -68,17 +68,25 @@ def parquet_of(
     columns = {
         "size": [None] * len(rows),
         "id": range(len(rows)),
+        "mask": [dict(bytes=b"", path="mask.png")] * len(rows),
         "image": images,
         label: [row[2] for row in rows],
     }
     schema = pa.schema(
-        [("size", size), ("id", pa.int64()), ("image", image), (label, pa.int64())], metadata
+        [
+            ("size", size),
+            ("id", pa.int64()),
+            ("mask", image),
+            ("image", image),
+            (label, pa.int64()),
+        ],
+        metadata,
     )
     write_table(pa.table(columns, schema), buffer := io.BytesIO(), row_group_size=4)
     return buffer.getvalue()
 
 
-def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path, monkeypatch):
+def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("imagenet_dali.writer.ROWS_IN_MEMORY", 4)  # of 10 in a shard
     labels = [2, 0, 1, 1, 0, 0]
     kinds = [("ILSVRC2012_ID", "i4"), ("WNID", "O"), ("words", "O"), ("num_children", "i4")]
@@ -136,6 +144,8 @@ def test_every_source_of_the_same_images_makes_the_same_data_set(tmp_path, monke
             }
         )
     assert made == made[:1] * 4
+    taken = "train-00000-of-00002.parquet: images of column image, labels of class\n"
+    assert capsys.readouterr().out.count(taken) == 1
     fill(
         tmp_path / "two",
         {
@@ -301,7 +311,7 @@ REFUSED: list[tuple[Files, str]] = [
     ),
     (
         {"t.parquet": parquet_of([], [])},
-        "columns size, id, image, class; a struct of bytes and path and an integer",
+        "columns size, id, mask, image, class; a struct of bytes and path and an integer",
     ),
 ]
 

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from common.data.image_folder import MAX_BAD_SHARE, NAMED, SPLITS, Files
+from common.data.image_folder import MAX_BAD_SHARE, SPLITS, Files
 from common.errors import UserError, command_parser, counted, print_wrapped, printable, run_command
 from common.files import folder_lock
 from common.hardware import cores
 from imagenet_dali.dataset import MANIFEST, PARTIAL, RECORD, REMEDY, read_manifest
 from imagenet_dali.find_images import VALIDATION_SHARE, Place, Source, list_source
-from imagenet_dali.verify import adopt, check
+from imagenet_dali.verify import REFUSED, adopt, check, print_some, report_refused
 from imagenet_dali.writer import (
     QUALITY,
     ShardRows,
@@ -38,7 +38,6 @@ from imagenet_dali.writer import (
     write_shard,
 )
 
-REFUSED = "refused.txt"
 IMAGES_PER_SHARD = 1250  # 1,024 shards for ImageNet's training images, as is usual
 IMAGES_PER_WINDOW = 10 * IMAGES_PER_SHARD  # of parquet files that are shuffled together
 
@@ -101,6 +100,13 @@ def _build_parser() -> argparse.ArgumentParser:
 def _check_arguments(args: argparse.Namespace) -> None:
     if args.source is None or args.check + args.adopt + (args.dest is not None) != 1:
         raise UserError("give SOURCE and DEST, or --check DIR, or --adopt DIR; see --help")
+    mode = "--check" if args.check else "--adopt"
+    for name in ("validation_share", "shards", "short_side", "split"):
+        if args.dest is None and (value := getattr(args, name)) is not None:
+            raise UserError(
+                f"--{name.replace('_', '-')}={value}: has no effect with {mode}, since the shards "
+                "stay as they are; leave it out"
+            )
     if args.split and args.validation_share is not None:
         raise UserError(
             f"--validation-share={args.validation_share}: --split {args.split} prepares all; leave "
@@ -116,13 +122,16 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 
 def _verify(args: argparse.Namespace) -> None:
-    root = Path(args.source)
-    faults = adopt(root, args.workers) if args.adopt else check(root, args.workers)
-    print_some(faults)
-    if faults:
-        remedy = "leave these records out when the shards are written" if args.adopt else REMEDY
-        raise UserError(f"{root}: faults found: {len(faults)}; {remedy}")
-    print(f"{printable(root)}: every record is verified")
+    root, left_out = Path(args.source), 0
+    if args.adopt:
+        left_out = adopt(root, args.workers, args.max_refused)
+    else:
+        faults = check(root, args.workers)
+        print_some(faults)
+        if faults:
+            raise UserError(f"{root}: faults found: {len(faults)}; {REMEDY}")
+    note = f" but {counted(left_out, 'bad one')}, left out and listed in {REFUSED}"
+    print(f"{printable(root)}: every record is verified{note if left_out else ''}")
 
 
 def prepare(
@@ -182,7 +191,12 @@ def prepare(
             refused += report["refused"]
             converted += report["converted"]
             progress.update(len(rows) + len(report["refused"]))
-    _report_refused(dest, listed, sorted(refused), max_refused)
+    try:
+        report_refused(dest, sorted(refused), sum(map(len, plan.values())), max_refused)
+    except UserError:
+        for folder in (PARTIAL, *listed.splits):
+            shutil.rmtree(dest / folder, ignore_errors=True)
+        raise
     written = {
         split: [done[name] for name in plan if name.startswith(f"{split}/")]
         for split in listed.splits
@@ -263,27 +277,6 @@ def _is_complete(dest: Path, job: dict[str, Any]) -> bool:
     return is_complete
 
 
-def _report_refused(dest: Path, source: Source, refused: list[str], max_refused: float) -> None:
-    """List the refused images; if they are too many, remove all else from `dest` and raise
-    `UserError`.
-    """
-    if not refused:
-        (dest / REFUSED).unlink(missing_ok=True)
-        return
-    with atomic_file(dest / REFUSED) as file:
-        file.write("".join(f"{line}\n" for line in refused).encode())
-    print_some(refused)
-    total = sum(map(len, source.splits.values()))
-    if len(refused) > max_refused * total:
-        for folder in (PARTIAL, *source.splits):
-            shutil.rmtree(dest / folder, ignore_errors=True)
-        raise UserError(
-            f"{dest / REFUSED}: {counted(len(refused), 'image')} refused, more than "
-            f"{100 * max_refused:g}% of {total}; "
-            "fix or remove them, or raise --max-refused, and rerun the command"
-        )
-
-
 def _stop(number: int, _: object) -> None:
     """End on a signal as on Ctrl-C: killed, Python would warn of semaphores that nobody has
     released.
@@ -291,14 +284,6 @@ def _stop(number: int, _: object) -> None:
     for worker in multiprocessing.active_children():
         worker.terminate()
     raise KeyboardInterrupt(number)
-
-
-def print_some(lines: list[str]) -> None:
-    """Print the first lines, and how many more there are."""
-    for line in lines[:NAMED]:
-        print(printable(line.expandtabs(1)))
-    if len(lines) > NAMED:
-        print(f"... and {len(lines) - NAMED:,} more")
 
 
 if __name__ == "__main__":

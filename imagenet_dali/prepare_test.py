@@ -173,6 +173,7 @@ def test_wrong_folders_are_refused_before_anything_is_written(tmp_path):
         ),
         ((source, dest, "--shards=100"), "--shards=100: more than the 8 images"),
         ((source,), "give SOURCE and DEST"),
+        (("--adopt", source, "--shards=2"), "--shards=2: has no effect with --adopt"),
         (("--adopt", source), "images: no such folder, or no shards: they are the files of train/"),
     ]:
         with pytest.raises(UserError, match=message):

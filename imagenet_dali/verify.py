@@ -10,8 +10,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from tqdm import tqdm
 
-from common.data.image_folder import SPLITS
-from common.errors import UserError
+from common.data.image_folder import NAMED, SPLITS
+from common.errors import UserError, counted, printable
 from common.files import sha256_of
 from imagenet_dali.dataset import (
     FOOTER_BYTES,
@@ -28,7 +28,9 @@ from imagenet_dali.dataset import (
     read_table,
     unframe,
 )
-from imagenet_dali.writer import ShardRows, check_jpeg, parallel_map, write_dataset
+from imagenet_dali.writer import ShardRows, atomic_file, check_jpeg, parallel_map, write_dataset
+
+REFUSED = "refused.txt"
 
 
 def check(root: Path, workers: int) -> list[str]:
@@ -54,14 +56,14 @@ def check(root: Path, workers: int) -> list[str]:
         ]
 
 
-def adopt(root: Path, workers: int) -> list[str]:
-    """Index and describe the shards below `root`, or return a line for each bad record and write
-    nothing.
+def adopt(root: Path, workers: int, max_refused: float) -> int:
+    """Index and describe the shards below `root`, without the bad records; return their number.
 
     Shards are the files of ``train/`` and ``validation/``, or ``train-*`` and ``validation-*`` in
     `root` itself; validation's may have any of its names in `SPLITS`. Labels may start at 0 or 1.
     Class names are the lines of ``labels.txt``, or else the numbers. Raises `UserError` for a split
-    without shards and an ambiguous first label.
+    without shards, an ambiguous first label, a shard whose records cannot all be found, and as
+    `report_refused` does.
     """
     if (root / MANIFEST).exists():
         raise UserError(
@@ -81,9 +83,13 @@ def adopt(root: Path, workers: int) -> list[str]:
     results = tqdm(
         parallel_map(_inspect_shard, tasks, workers), total=len(tasks), unit="shard", disable=None
     )
-    shards, faults = zip(*results, strict=True)
+    shards, refused, faults = zip(*results, strict=True)
     if any(faults):
-        return sorted(itertools.chain(*faults))
+        print_some(sorted(filter(None, faults)))
+        raise UserError(f"{root}: shards that cannot be read; copy them again, or write them again")
+    refused = sorted(itertools.chain(*refused))
+    total = sum(len(shard.rows) for shard in shards) + len(refused)
+    report_refused(root, refused, total, max_refused)
     by_name = {shard.name: shard for shard in shards}
     splits = {split: [by_name[name] for name in listed] for split, listed in names.items()}
     present = np.unique(np.concatenate([shard.rows["label"] for shard in shards]))
@@ -101,7 +107,34 @@ def adopt(root: Path, workers: int) -> list[str]:
     for shard in shards:
         shard.rows["label"] -= base
     write_dataset(root, splits, class_names, base, made={"adopted": True})
-    return []
+    return len(refused)
+
+
+def report_refused(root: Path, refused: list[str], total: int, max_refused: float) -> None:
+    """Print the first of the refused images, and list all in ``refused.txt``, if there are any.
+
+    Raises `UserError` if they are more than `max_refused` of `total`.
+    """
+    (root / REFUSED).unlink(missing_ok=True)
+    if not refused:
+        return
+    with atomic_file(root / REFUSED) as file:
+        file.write("".join(f"{line}\n" for line in refused).encode())
+    print_some(refused)
+    if len(refused) > max_refused * total:
+        raise UserError(
+            f"{root / REFUSED}: {counted(len(refused), 'image')} refused, more than "
+            f"{100 * max_refused:g}% of {total}; "
+            "fix or remove them, or raise --max-refused, and rerun the command"
+        )
+
+
+def print_some(lines: list[str]) -> None:
+    """Print the first lines, and how many more there are."""
+    for line in lines[:NAMED]:
+        print(printable(line.expandtabs(1)))
+    if len(lines) > NAMED:
+        print(f"... and {len(lines) - NAMED:,} more")
 
 
 def _find_shards(root: Path, word: str) -> list[str]:
@@ -113,12 +146,14 @@ def _find_shards(root: Path, word: str) -> list[str]:
     return sorted(path.relative_to(root).as_posix() for path in is_shard)
 
 
-def _inspect_shard(task: tuple[Path, str]) -> tuple[ShardRows, list[str]]:
-    """Return the rows of a shard's records, and a line for each that must not reach training."""
+def _inspect_shard(task: tuple[Path, str]) -> tuple[ShardRows, list[str], str]:
+    """Return the rows of a shard's records, a line for each that must not reach training, and the
+    fault of a shard whose records cannot all be found, or "".
+    """
     root, name = task
-    rows, faults, number, end = [], [], 0, 0
+    path, rows, refused, fault, number, end = root / name, [], [], "", 0, 0
     try:
-        for number, (offset, record) in enumerate(scan(root / name)):
+        for number, (offset, record) in enumerate(scan(path)):
             end = offset + len(record)
             try:
                 image, label = parse_example(unframe(record))
@@ -133,12 +168,12 @@ def _inspect_shard(task: tuple[Path, str]) -> tuple[ShardRows, list[str]]:
                     (0, offset, len(record), record.find(image), len(image), label, height, width)
                 )
             except BadSampleError as error:
-                faults.append(f"{root / name}: record {number} at byte {offset}: {error}")
+                refused.append(f"{path}: record {number} at byte {offset}: {error}")
     except BadSampleError as error:
-        faults.append(f"{root / name}: after record {number}, at byte {end}: {error}")
+        fault = f"{path}: after record {number}, at byte {end}: {error}"
     if not end:
-        faults.append(f"{root / name}: no records")
-    return ShardRows(name, sha256_of(root / name), np.array(rows, RECORD)), faults
+        fault = fault or f"{path}: no records"
+    return ShardRows(name, sha256_of(path), np.array(rows, RECORD)), refused, fault
 
 
 def _find_label_base(root: Path, present: list[int], class_names: list[str] | None) -> int:

@@ -103,9 +103,8 @@ CMYK = encode(gradient().convert("CMYK"))
             [1] * 21,
             "",
             {IMAGE: (encode(gradient(), "PNG"), "byte")},
-            "21; leave.* at byte 0: not.*\n(.*\n){19}.* 1 m",
+            "21 images refused, more than 1% of 21; .* at byte 0: not.*\n(.*\n){19}.* 1 m",
         ),
-        ([1], "", {IMAGE: (CMYK, "byte")}, "which decoders turn into different colours"),
         ([1], "", {IMAGE: (7, "int")}, r"not a tf.train.Example with one image/encoded \(bytes\)"),
         ([1], "", {LABEL: (-1, "int")}, "label -1 is no class number"),
     ],
@@ -115,6 +114,24 @@ def test_what_is_no_data_set_is_refused(tmp_path, capsys, labels, names, more, m
     if names:
         (tmp_path / "labels.txt").write_text("\n".join(names))
     assert_refused(tmp_path, message, capsys)
+
+
+def test_bad_records_are_left_out_up_to_a_share(tmp_path, capsys):
+    good = [(jpeg(seed=number), number % 3) for number in range(30)]
+    bad = [(jpeg()[:-2] + bytes(9) + jpeg()[-2:], 1), (CMYK, 1)]
+    write_foreign(tmp_path / "train-0", good[:15] + bad + good[15:])
+    write_foreign(tmp_path / "validation-0", good)
+    shards, words = read_folder(tmp_path), ["--adopt", str(tmp_path), "--workers=1"]
+    with pytest.raises(UserError, match="2 images refused, more than 3% of 62; fix or remove"):
+        main([*words, "--max-refused=0.03"])
+    capsys.readouterr()
+    main([*words, "--max-refused=0.04"])
+    lines = (tmp_path / "refused.txt").read_text()
+    assert re.fullmatch("(.*train-0: record 1[56] at byte .*: .*(extraneous|CMYK).*\n){2}", lines)
+    done = "every record is verified but 2 bad ones, left out and listed in refused.txt"
+    assert capsys.readouterr().out == f"{lines}{tmp_path}: {done}\n"
+    assert read_folder(tmp_path).items() >= shards.items()
+    assert open_split(tmp_path, "train").read_span(0, 30) == good
 
 
 FIRST, SECOND = frame(b"one"), frame(b"two")
@@ -140,4 +157,5 @@ def assert_refused(folder: Path, message: str, capsys) -> None:
     with pytest.raises(UserError) as error:
         main(["--adopt", str(folder), "--workers=1"])
     assert re.search(message, f"{error.value} {capsys.readouterr().out}")
+    (folder / "refused.txt").unlink(missing_ok=True)
     assert read_folder(folder) == before

@@ -284,14 +284,13 @@ def _without_metadata(data: bytes) -> bytes:
 
     libjpeg-turbo tells its first warning only. If that is of one of these, there may be more.
     """
-    kept, end = [data[:2]], 2
+    kept, end = data[:2], 2
     while segment := SEGMENT.search(data, end):
-        start, marker = segment.start(), segment[1][0]
         end = segment.end(1) + int.from_bytes(segment[2])
-        if marker == 0xDA:  # the first scan
-            return b"".join(kept) + data[start:]
-        if not (0xE0 <= marker <= 0xEF or marker == 0xFE):
-            kept.append(data[start:end])
+        if segment[1] == b"\xda":  # the first scan
+            return kept + data[segment.start() :]
+        if segment[1] < b"\xe0":
+            kept += data[segment.start() : end]
     return data
 
 

@@ -15,28 +15,31 @@ from torch import Tensor
 from torch.nn import functional as F
 
 TRIES = 10
-# for each try an area and an aspect ratio; then top, left and flip
 CROP_UNIFORMS = 2 * TRIES + 3
-MARGIN = 2
-REFLECTED = 4  # pixels on each side of the simple random crop
+# Where the random numbers of an image are: an area and an aspect ratio for each try, then the
+# position (top, left) and whether to mirror.
+AREAS = slice(0, TRIES)
+RATIOS = slice(TRIES, 2 * TRIES)
+POSITION = slice(2 * TRIES, 2 * TRIES + 2)
+FLIP = 2 * TRIES + 2
+
+MARGIN = 2  # pixels decoded around a crop, for the antialiasing filter
+REFLECTED = 4  # pixels of padding on each side of the simple random crop
 
 
 class Crops(NamedTuple):
-    """What to do with each of B images: decode a window, resample a region of it to the network's
-    square, mirror it.
+    """The crops of B images: decode a window, resample a region of it to a square, mirror it.
 
-    The window's ``start`` and ``shape`` are int32 [B, 2], (y, x) in pixels of the image;
-    ``region_start`` and ``region_end`` are float32 [B, 2] in pixels of the window; ``flip`` is bool
-    [B]. Before it is mirrored, the square is moved by ``shift``, int32 [B, 2], and what lies
-    outside the image then is its reflection (`reflected`).
+    All pairs are (y, x). Before it is mirrored, the square is shifted; what then lies outside the
+    image is filled by reflection (`reflected`).
     """
 
-    start: np.ndarray
-    shape: np.ndarray
-    region_start: np.ndarray
-    region_end: np.ndarray
-    flip: np.ndarray
-    shift: np.ndarray
+    start: np.ndarray  # int32 [B, 2], of the window, in pixels of the image
+    shape: np.ndarray  # int32 [B, 2], of the window, in pixels of the image
+    region_start: np.ndarray  # float32 [B, 2], in pixels of the window
+    region_end: np.ndarray  # float32 [B, 2], in pixels of the window
+    flip: np.ndarray  # bool [B]
+    shift: np.ndarray  # int32 [B, 2], in pixels of the square
 
 
 @dataclass(frozen=True)
@@ -55,29 +58,32 @@ class RandomCrop:
     interpolation: str = "bilinear"
 
     def __call__(self, shape: np.ndarray, uniforms: np.ndarray) -> Crops:
-        """Return the crops of images of ``shape``, int64 [B, 2], from the first `CROP_UNIFORMS` of
-        ``uniforms``.
+        """Return the crops of images of ``shape``, int64 [B, 2], from ``uniforms``, float64 [B,
+        at least `CROP_UNIFORMS`].
         """
-        area = shape.prod(1, keepdims=True) * (
-            self.scale[0] + (self.scale[1] - self.scale[0]) * uniforms[:, :TRIES]
-        )
+        low, high = self.scale
+        area_BT = shape.prod(1, keepdims=True) * (low + (high - low) * uniforms[:, AREAS])
         low, high = np.log(self.ratio)
-        ratio = np.exp(low + (high - low) * uniforms[:, TRIES : 2 * TRIES])
-        tries = np.stack([np.rint(np.sqrt(area / ratio)), np.rint(np.sqrt(area * ratio))], axis=2)
-        fits = np.all((tries > 0) & (tries <= shape[:, None]), axis=2)
-        accepted = np.any(fits, axis=1)[:, None]
-        size = np.where(
-            accepted, tries[np.arange(len(tries)), fits.argmax(1)], self._central(shape)
-        )
-        place = np.floor(uniforms[:, 2 * TRIES : 2 * TRIES + 2] * (shape - size + 1))
-        start = np.where(accepted, place, (shape - size) // 2)
-        return _crops(
-            start, size, np.zeros_like(size), size, (uniforms[:, 2 * TRIES + 2] < 0.5) & self.flip
-        )
+        ratio_BT = np.exp(low + (high - low) * uniforms[:, RATIOS])
+        heights_BT = np.rint(np.sqrt(area_BT / ratio_BT))
+        widths_BT = np.rint(np.sqrt(area_BT * ratio_BT))
+        tries_BT2 = np.stack([heights_BT, widths_BT], axis=2)
+
+        # the first try that lies inside the image, else the largest central crop
+        fits_BT = np.all((tries_BT2 > 0) & (tries_BT2 <= shape[:, None]), axis=2)
+        accepted_B1 = np.any(fits_BT, axis=1)[:, None]
+        first_B2 = tries_BT2[np.arange(len(shape)), fits_BT.argmax(1)]
+        size_B2 = np.where(accepted_B1, first_B2, self._central(shape))
+        position_B2 = np.floor(uniforms[:, POSITION] * (shape - size_B2 + 1))
+        start_B2 = np.where(accepted_B1, position_B2, (shape - size_B2) // 2)
+
+        flip_B = (uniforms[:, FLIP] < 0.5) & self.flip
+        return _crops(start_B2, size_B2, np.zeros_like(size_B2), size_B2, flip_B)
 
     def _central(self, shape: np.ndarray) -> np.ndarray:
-        """Return height and width of the largest crop whose aspect ratio is allowed."""
-        (heights, widths), (low, high) = shape.T, self.ratio
+        """Return height and width [B, 2] of the largest crop whose aspect ratio is allowed."""
+        heights, widths = shape.T
+        low, high = self.ratio
         height = np.where(widths / heights < low, np.rint(widths / low), heights)
         width = np.where(widths / heights > high, np.rint(heights * high), widths)
         return np.stack([height, width], axis=1)
@@ -97,19 +103,17 @@ class SimpleCrop:
     interpolation: str = "bilinear"
 
     def __call__(self, shape: np.ndarray, uniforms: np.ndarray) -> Crops:
-        """Return the crops of images of ``shape``, int64 [B, 2], from the last of `CROP_UNIFORMS`
-        ``uniforms``.
+        """Return the crops of images of ``shape``, int64 [B, 2], from ``uniforms``, float64 [B,
+        at least `CROP_UNIFORMS`].
         """
         resized = _resized(shape, self.size)
-        places = resized + 2 * REFLECTED - self.size + 1
-        offset = (
-            np.floor(uniforms[:, 2 * TRIES : 2 * TRIES + 2] * places).astype(np.int64) - REFLECTED
-        )
+        positions = resized + 2 * REFLECTED - self.size + 1
+        offset = np.floor(uniforms[:, POSITION] * positions).astype(np.int64) - REFLECTED
+        # The padding is not decoded: the square is cut inside the image, then shifted.
         inside = np.clip(offset, 0, resized - self.size)
-        flip = (uniforms[:, 2 * TRIES + 2] < 0.5) & self.flip
-        return _square(shape, resized, inside, self.size)._replace(
-            flip=flip, shift=(offset - inside).astype(np.int32)
-        )
+        crops = _square(shape, resized, inside, self.size)
+        flip = (uniforms[:, FLIP] < 0.5) & self.flip
+        return crops._replace(flip=flip, shift=(offset - inside).astype(np.int32))
 
 
 @dataclass(frozen=True)
@@ -130,28 +134,30 @@ class CenterCrop:
 
 
 def reflected(size: int, shift: np.ndarray) -> np.ndarray:
-    """Return which of ``size`` pixels a square that is moved by ``shift`` [B] shows, [B, size]."""
-    return np.pad(np.arange(size), REFLECTED, mode="reflect")[
-        REFLECTED + shift[:, None] + np.arange(size)
-    ]
+    """Return the pixel shown at each of ``size`` positions after a shift, int [B, size].
+
+    ``shift`` is int [B], at most `REFLECTED` either way.
+    """
+    padded = np.pad(np.arange(size), REFLECTED, mode="reflect")
+    return padded[REFLECTED + shift[:, None] + np.arange(size)]
 
 
 def _resized(shape: np.ndarray, short_side: int) -> np.ndarray:
+    """Return the shape of images whose short side is resized to ``short_side``, int [B, 2]."""
     # torchvision.transforms.functional rounds the long side down (_compute_resized_output_size)
     return shape * short_side // shape.min(axis=1, keepdims=True)
 
 
 def _square(shape: np.ndarray, resized: np.ndarray, offset: np.ndarray, size: int) -> Crops:
-    """Return the square at ``offset`` of images that are resized from ``shape`` to ``resized``, all
-    int [B, 2].
+    """Return the crop of a square at ``offset`` in images resized from ``shape`` to ``resized``.
 
-    Only the part of the image that reaches those pixels is decoded: `MARGIN` pixels more on each
-    side than the square, of the image or of the result, whichever are larger, for the antialiasing
-    filter.
+    All are int [B, 2]. The window contains the square and `MARGIN` pixels around it for the
+    antialiasing filter, counted in pixels of the image or of the result, whichever are larger.
     """
     scale = shape / resized
     margin = MARGIN * np.maximum(scale, 1)
-    begin, end = offset * scale, (offset + size) * scale
+    begin = offset * scale
+    end = (offset + size) * scale
     start = np.floor(np.maximum(begin - margin, 0))
     stop = np.ceil(np.minimum(end + margin, shape))
     return _crops(start, stop - start, begin - start, end - start, np.zeros(len(shape), bool))
@@ -164,58 +170,58 @@ def _crops(
     region_end: np.ndarray,
     flip: np.ndarray,
 ) -> Crops:
-    window = start.astype(np.int32), shape.astype(np.int32)
-    region = region_start.astype(np.float32), region_end.astype(np.float32)
-    return Crops(*window, *region, flip, np.zeros_like(window[0]))
+    """Return `Crops` of the right dtypes, without a shift."""
+    return Crops(
+        start.astype(np.int32),
+        shape.astype(np.int32),
+        region_start.astype(np.float32),
+        region_end.astype(np.float32),
+        flip,
+        shift=np.zeros(start.shape, np.int32),
+    )
 
 
 Crop = RandomCrop | SimpleCrop | CenterCrop
 
 
 def crop_image(image: np.ndarray, crop: Crop, size: int, uniforms: Any = None) -> np.ndarray:
-    """Return the crop of an image, uint8 [Y, X, 3], as [``size``, ``size``, 3], by ``uniforms`` [1,
-    K].
-    """
+    """Crop an image, uint8 [Y, X, 3], by ``uniforms`` [1, K]; return uint8 [size, size, 3]."""
     crops = crop(np.array([image.shape[:2]]), uniforms)
-    top, left, height, width = *crops.start[0].tolist(), *crops.shape[0].tolist()
-    return resample(
-        image[top : top + height, left : left + width], crops, 0, size, crop.interpolation
-    )
+    top, left = crops.start[0].tolist()
+    height, width = crops.shape[0].tolist()
+    window = image[top : top + height, left : left + width]
+    return resample(window, crops, 0, size, crop.interpolation)
 
 
 def resample(
     window: np.ndarray, crops: Crops, row: int, size: int, interpolation: str
 ) -> np.ndarray:
-    """Resample the region of a decoded window, uint8 [Y, X, 3], that ``crops`` has for an image;
-    move and mirror it.
+    """Resample a region of a decoded window, uint8 [Y, X, 3], to [size, size, 3]; shift, mirror it.
+
+    Row ``row`` of ``crops`` gives the region, the shift and the flip.
     """
-    region = *crops.region_start[row].tolist(), *crops.region_end[row].tolist()
-    if region == (0, 0, *window.shape[:2]):
-        # Pillow's arithmetic in a third of its time, but with no region
+    top, left = crops.region_start[row].tolist()
+    bottom, right = crops.region_end[row].tolist()
+    if (top, left, bottom, right) == (0, 0, *window.shape[:2]):
+        # The same arithmetic as Pillow's in a third of its time, but only for whole windows.
         window_1CYX = torch.from_numpy(window).permute(2, 0, 1)[None]
-        view = (
-            F.interpolate(window_1CYX, (size, size), mode=interpolation, antialias=True)[0]
-            .permute(1, 2, 0)
-            .numpy()
-        )
+        view_1CYX = F.interpolate(window_1CYX, (size, size), mode=interpolation, antialias=True)
+        view_YXC = view_1CYX[0].permute(1, 2, 0).numpy()
     else:
-        top, left, bottom, right = region
-        box, filter_ = (left, top, right, bottom), Image.Resampling[interpolation.upper()]
-        view = np.asarray(Image.fromarray(window).resize((size, size), filter_, box))
+        filter_ = Image.Resampling[interpolation.upper()]
+        resized = Image.fromarray(window).resize((size, size), filter_, (left, top, right, bottom))
+        view_YXC = np.asarray(resized)
     if crops.shift[row].any():
-        view = view[np.ix_(*reflected(size, crops.shift[row]))]
-    return view[:, ::-1] if crops.flip[row] else view
+        view_YXC = view_YXC[np.ix_(*reflected(size, crops.shift[row]))]
+    return view_YXC[:, ::-1] if crops.flip[row] else view_YXC
 
 
 class Normalizer:
-    """Normalise images to the network's input; ``mean`` and ``std`` are of RGB values from 0 to
-    1.
-    """
+    """Normalise images to the network's input; ``mean`` and ``std`` are RGB in [0, 1]."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], device: torch.device) -> None:
-        self.mean_C11, self.std_C11 = (
-            torch.tensor(rgb, device=device)[:, None, None] * 255 for rgb in (mean, std)
-        )
+        self.mean_C11 = torch.tensor(mean, device=device)[:, None, None] * 255
+        self.std_C11 = torch.tensor(std, device=device)[:, None, None] * 255
 
     def __call__(self, images_BCYX: Tensor) -> Tensor:
         """Return uint8 images, which are on the device, as (pixel - mean) / std, float32."""

@@ -7,7 +7,8 @@ DATA=/path/to/caltech101 torchrun --nproc_per_node 4 train.py --config config/co
 
 from caltech101_amp.task import TASK, build_eval_loader, build_train_loader
 from common.colossal import Trainer, gpc, initialize, shard_model
-from common.data.batch_augment import BatchAugment, MixupLoss
+from common.data.batch_augment import BatchAugment
+from common.data.mixup import MixupLoss
 from common.errors import run_command
 from common.model.build import build_model, freeze
 from common.optim.build import build_lr_scheduler, build_optimizer

@@ -5,7 +5,8 @@ torchrun --nproc_per_node 8 train_dali.py --config vit-b16.py --set DATA.root=/p
 """
 
 from common.colossal import Trainer, gpc, initialize, shard_model
-from common.data.batch_augment import BatchAugment, MixupLoss
+from common.data.batch_augment import BatchAugment
+from common.data.mixup import MixupLoss
 from common.errors import run_command
 from common.model.build import build_model, freeze
 from common.optim.build import build_lr_scheduler, build_optimizer

@@ -14,7 +14,7 @@ from timm.scheduler import create_scheduler_v2
 
 from common.config.load import load_config
 from common.config.plan import DataSummary, Plan, build_plan
-from common.data.batch_augment import MixupLoss
+from common.data.mixup import MixupLoss
 from common.files import ROOT
 from common.model.build import build_model, timm_arguments
 from common.optim.build import build_lr_scheduler, build_optimizer

@@ -19,27 +19,27 @@ from torchvision.transforms import functional as tv
 from torchvision.transforms import v2
 
 from common.data.auto_augment_test import IMAGE
-from common.data.batch_augment import (
-    ERASED,
-    ERASING_UNIFORMS,
-    BatchAugment,
-    MixupLoss,
-    augment_colors,
-    cut_and_paste,
-    erase,
-)
+from common.data.batch_augment import BatchAugment
+from common.data.colors import augment_colors
+from common.data.erasing import ERASED, ERASING_UNIFORMS, erase
 from common.data.loader import Loader
+from common.data.mixup import MixupLoss, cut_and_paste
 from common.data.sampler import Draw, TrainSampler, sample_uniforms
 
 SIDE = 6
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+NORMALIZED = {"mean": (0.5,) * 3, "std": (2.0,) * 3}
 OFF = dict(
-    THREE_AUGMENT=False, COLOR_JITTER=0.0, ERASING=0.0, MIXUP=0.0, CUTMIX=0.0, SEED=7
-) | dict(
+    THREE_AUGMENT=False,
+    COLOR_JITTER=0.0,
+    ERASING=0.0,
     ERASING_MODE="const",
-    NUM_EPOCHS=1000,
+    MIXUP=0.0,
+    CUTMIX=0.0,
     MIXUP_OFF_EPOCHS=0,
-    DATA={"mean": (0.5,) * 3, "std": (2.0,) * 3},
+    NUM_EPOCHS=1000,
+    SEED=7,
+    DATA=NORMALIZED,
 )
 CHANGES = dict(THREE_AUGMENT=True, COLOR_JITTER=0.3, ERASING=0.5)
 
@@ -128,9 +128,12 @@ def test_colors_then_erasing_depend_on_seed_and_position_alone():
         both = build(rank), build(rank, **CHANGES)
         plain, found = ([images for _ in range(2) for images, _ in each] for each in both)
         for number, images in enumerate(plain):
-            place = 7, number // 6, number % 6 // 2, 8 * rank + number % 2 * 4, 4
-            augment_colors(OFF | CHANGES, images, sample_uniforms(*place, 5, 3))
-            erase(OFF | CHANGES, images, sample_uniforms(*place, ERASING_UNIFORMS, 2))
+            # seed, epoch, step, first row and number of rows
+            position = 7, number // 6, number % 6 // 2, 8 * rank + number % 2 * 4, 4
+            colors = sample_uniforms(*position, 5, 3)
+            augment_colors(images, colors, three_augment=True, jitter=0.3, **NORMALIZED)
+            erasing = sample_uniforms(*position, ERASING_UNIFORMS, 2)
+            erase(images, erasing, probability=0.5, mode="const")
             assert torch.equal(found[number], images)
     assert all(map(torch.equal, (images for images, _ in resume(CHANGES, 4)), found[4:]))
     for key, value in CHANGES.items():
@@ -138,14 +141,13 @@ def test_colors_then_erasing_depend_on_seed_and_position_alone():
 
 
 def test_what_is_erased_is_a_random_crop_with_torchvisions_limits():
-    images, uniforms = (
-        torch.ones(2000, 3, 40, 30),
-        np.random.default_rng(0).random((2000, ERASING_UNIFORMS)),
-    )
+    images = torch.ones(2000, 3, 40, 30)
+    uniforms = np.random.default_rng(0).random((2000, ERASING_UNIFORMS))
     noisy, expected = images.clone(), images.clone()
-    erase({"ERASING": 0.7, "ERASING_MODE": "const"}, images, uniforms)
-    erase({"ERASING": 0.7, "ERASING_MODE": "pixel"}, noisy, uniforms)
-    noise, theirs = noisy[images == 0], v2.RandomErasing()
+    erase(images, uniforms, probability=0.7, mode="const")
+    erase(noisy, uniforms, probability=0.7, mode="pixel")
+    noise = noisy[images == 0]
+    theirs = v2.RandomErasing()
     assert torch.equal(noisy == 1, images == 1)
     assert (noise.mean().item(), noise.std().item()) == pytest.approx((0, 1), abs=0.01)
     assert (*ERASED.scale, *ERASED.ratio) == pytest.approx(
@@ -157,20 +159,15 @@ def test_what_is_erased_is_a_random_crop_with_torchvisions_limits():
         expected[row, :, top : top + height, left : left + width] = 0
     assert torch.equal(images, expected)
     uniforms[0, -2] /= 2  # moves nothing
-    erase({"ERASING": 0.7, "ERASING_MODE": "pixel"}, images.fill_(1), uniforms)
+    erase(images.fill_(1), uniforms, probability=0.7, mode="pixel")
     assert not torch.equal(images, noisy)
 
 
 def colored(uniforms: list[float], jitter: float = 0.0, image: Image.Image = IMAGE) -> np.ndarray:
-    images = F.pad(
-        tv.normalize(tv.to_tensor(image), MEAN, STD)[None], (0, 0, 0, 0, 0, 0, 0, 1)
-    )  # beside a flat one
-    config = {
-        "THREE_AUGMENT": not jitter,
-        "COLOR_JITTER": jitter,
-        "DATA": {"mean": MEAN, "std": STD},
-    }
-    augment_colors(config, images, np.array([uniforms, uniforms]))
+    normalized = tv.normalize(tv.to_tensor(image), MEAN, STD)[None]
+    images = F.pad(normalized, (0, 0, 0, 0, 0, 0, 0, 1))  # beside a flat one
+    options = dict(three_augment=not jitter, jitter=jitter, mean=MEAN, std=STD)
+    augment_colors(images, np.array([uniforms, uniforms]), **options)
     return (255 * (images[0].permute(1, 2, 0) * torch.tensor(STD) + torch.tensor(MEAN))).numpy()
 
 

@@ -22,9 +22,23 @@ Batches = Generator[Batch, None, None]
 
 
 class BatchReader(Protocol):
-    """Turns draws into batches, in order; may read as far ahead as it likes."""
+    """Turn draws into batches, in order; may read as far ahead as it likes."""
 
     def read(self, draws: Iterator[Draw]) -> Batches: ...
+
+    def close(self) -> None: ...
+
+
+class TrainLoader(Protocol):
+    """What training needs of a loader; a checkpoint holds the state."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __len__(self) -> int: ...
+
+    def state_dict(self) -> dict[str, int]: ...
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -38,9 +52,11 @@ class Loader:
     """
 
     def __init__(self, sampler: TrainSampler | EvalSampler, reader: BatchReader) -> None:
-        self.sampler, self.reader = sampler, reader
-        self._next_pass = self._position = (0, 0)
-        self._pass = self._batches(0, 0)  # nothing is read of it
+        self.sampler = sampler
+        self.reader = reader
+        self._position = (0, 0)  # epoch, batches yielded
+        self._next_pass = (0, 0)
+        self._pass = self._batches(0, 0)  # a generator that is not started
 
     def __len__(self) -> int:
         """Return the batches of a whole pass."""
@@ -63,10 +79,9 @@ class Loader:
         of processes.
         """
         done = state["samples"] // self.sampler.stride
-        # beyond the end: the data set has shrunk since
-        self._next_pass = self._position = (
-            (state["epoch"], done) if done < len(self) else (state["epoch"] + 1, 0)
-        )
+        # beyond the end where the data set has shrunk since
+        self._position = self._after(state["epoch"], done)
+        self._next_pass = self._position
 
     def close(self) -> None:
         """End the pass and the reader's threads and processes."""
@@ -76,8 +91,14 @@ class Loader:
     def _batches(self, epoch: int, start: int) -> Batches:
         with closing(self.reader.read(self.sampler.draws(epoch, start))) as batches:
             for done, batch in enumerate(batches, start + 1):
-                self._position = (epoch, done) if done < len(self) else (epoch + 1, 0)
+                self._position = self._after(epoch, done)
                 yield batch
+
+    def _after(self, epoch: int, done: int) -> tuple[int, int]:
+        """Return the position after ``done`` batches of an epoch; the last one's is the next
+        epoch's first.
+        """
+        return (epoch, done) if done < len(self) else (epoch + 1, 0)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -93,8 +114,7 @@ def _loading_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def prefetch(batches: Batches, device: torch.device) -> Batches:
-    """Yield the batches unchanged; for a GPU, make the next one in a thread, and run its kernels on
-    their own stream.
+    """Yield the batches unchanged. For a GPU, a thread makes the next one on a stream of its own.
 
     So neither the host's work for a batch nor its copies and kernels delay the step before it.
     """

@@ -1,0 +1,46 @@
+"""Random erasing of training batches on their device (Zhong et al., arXiv 1708.04896)."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.data.crops import CROP_UNIFORMS, RandomCrop
+from common.data.loader import to_device
+
+# area and aspect ratio of the erased rectangle, as in torchvision and timm
+ERASED = RandomCrop(scale=(0.02, 1 / 3), ratio=(0.3, 3.3))
+# the rectangle, and whether the image is erased
+ERASING_UNIFORMS = CROP_UNIFORMS + 1
+
+
+def erase(images: Tensor, uniforms: np.ndarray, *, probability: float, mode: str) -> None:
+    """Erase a rectangle of some ``images`` [B, 3, Y, X] in place, by ``uniforms`` float64 [B,
+    `ERASING_UNIFORMS`].
+
+    The rectangle becomes 0, the mean, if ``mode`` is "const", and normal noise if it is "pixel",
+    drawn once a batch.
+    """
+    batch, _, height, width = images.shape
+    crops = ERASED(np.full((batch, 2), (height, width)), uniforms)
+    is_erased_B1 = (uniforms[:, CROP_UNIFORMS] < probability)[:, None]
+    start_B2 = to_device(crops.start, images.device)
+    # nothing lies before 0, so an image that is not erased has an empty rectangle
+    stop_B2 = to_device(np.where(is_erased_B1, crops.start + crops.shape, 0), images.device)
+
+    rows_BY = _in_range(start_B2[:, 0:1], stop_B2[:, 0:1], height)
+    columns_BX = _in_range(start_B2[:, 1:2], stop_B2[:, 1:2], width)
+    erased_B1YX = (rows_BY[:, :, None] & columns_BX[:, None])[:, None]
+    if mode == "const":
+        images.masked_fill_(erased_B1YX, 0)
+        return
+    # The flip of the first image's crop is not used: it seeds the noise.
+    seed = int(uniforms[0, CROP_UNIFORMS - 1] * 2**53)
+    generator = torch.Generator(images.device).manual_seed(seed)
+    noise = torch.randn(images.shape, generator=generator, device=images.device)
+    images.copy_(torch.where(erased_B1YX, noise, images))
+
+
+def _in_range(start_B1: Tensor, stop_B1: Tensor, size: int) -> Tensor:
+    """Return which of ``size`` positions lie from start to stop, bool [B, size]."""
+    position = torch.arange(size, device=start_B1.device)
+    return (start_B1 <= position) & (position < stop_B1)

@@ -1,0 +1,135 @@
+"""Blending the images of a batch in pairs, and the loss against two weighted labels.
+
+Mixup (Zhang et al., arXiv 1710.09412) and CutMix (Yun et al., arXiv 1905.04899). Image i is blended
+with image B-1-i, as in timm.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# images, and their labels or, of blended images, the arguments of `MixupLoss` beside the logits
+Blended = tuple[Tensor, Tensor | dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Blend micro-batches by Mixup or CutMix.
+
+    ``mixup`` and ``cutmix`` are the alphas of the Beta distributions that the share of the first
+    image is drawn from, once a micro-batch. If both are above 0, each is used for half of the
+    micro-batches, as in timm.
+    """
+
+    mixup: float
+    cutmix: float
+
+    def __call__(self, images: Tensor, labels: Tensor, seed: list[int]) -> Blended:
+        """Blend ``images`` [B, C, Y, X] in place; ``seed`` are numbers unique to the batch."""
+        random = np.random.default_rng(seed)
+        choice, *center = random.random(3)
+        cuts = choice < 0.5 if self.mixup and self.cutmix else bool(self.cutmix)
+        if cuts:
+            share = random.beta(self.cutmix, self.cutmix)
+            return cut_and_paste(images, labels, share, tuple(center))
+        share = random.beta(self.mixup, self.mixup)
+        images.lerp_(images.flip(0), 1 - share)  # share * x[i] + (1 - share) * x[B-1-i]
+        return images, _two_labels(labels, share)
+
+
+def cut_and_paste(
+    images: Tensor, labels: Tensor, share: float, center: tuple[float, float]
+) -> Blended:
+    """Copy one box from image B-1-i into image i, in place (CutMix).
+
+    The box has the aspect ratio of the image and the fraction ``1 - share`` of its area. It is
+    centred at ``center`` (y, x in [0, 1)) and clipped to the image; the weights of the labels
+    follow the clipped area.
+    """
+    height, width = images.shape[-2:]
+    top, bottom = _span(height, share, center[0])
+    left, right = _span(width, share, center[1])
+    images[..., top:bottom, left:right] = images[..., top:bottom, left:right].flip(0)
+    return images, _two_labels(labels, 1 - (bottom - top) * (right - left) / (height * width))
+
+
+def _span(size: int, share: float, center: float) -> tuple[int, int]:
+    """Return where the box starts and ends along a side of ``size`` pixels."""
+    length = int(size * math.sqrt(1 - share))
+    start = int(size * center) - length // 2
+    return max(start, 0), min(start + length, size)
+
+
+def _two_labels(labels: Tensor, share: float) -> dict[str, Tensor]:
+    """Return the arguments of `MixupLoss` beside the logits."""
+    # filled on the device: no transfer from the host
+    share_tensor = torch.full((), share, device=labels.device)
+    return {"target": labels, "other": labels.flip(0), "share": share_tensor}
+
+
+class MixupLoss(nn.Module):
+    """Loss against the two weighted labels of a blended image, in float32.
+
+    Cross-entropy against the weighted one-hot labels. With ``bce_threshold``: binary cross-entropy,
+    averaged over the classes or with ``bce_sum`` summed, with target 1 for classes whose weight
+    exceeds it (DeiT III, arXiv 2204.07118), or with "soft" against the smoothed weights.
+    """
+
+    def __init__(
+        self,
+        label_smoothing: float = 0.0,
+        bce_threshold: float | str | None = None,
+        bce_sum: bool = False,
+    ) -> None:
+        super().__init__()
+        self.label_smoothing = label_smoothing
+        self.bce_threshold = bce_threshold
+        self.bce_sum = bce_sum
+
+    def forward(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        other: Tensor | None = None,
+        share: Tensor | None = None,
+    ) -> Tensor:
+        """Return the mean loss of ``logits`` [B, num_classes].
+
+        ``target`` and ``other`` are int64 [B], ``share`` the weight of ``target``. Labels of -100
+        are ignored; the mean of none is 0.
+        """
+        labels: list[tuple[Tensor, Any]] = [(target, 1.0)]
+        if other is not None and share is not None:
+            labels = [(target, share), (other, 1 - share)]
+        if self.bce_threshold is not None:
+            return self._binary_cross_entropy(logits.float(), labels)
+        loss, *others = [self._cross_entropy(logits.float(), label) for label, _ in labels]
+        return torch.lerp(others[0], loss, labels[0][1]) if others else loss
+
+    def _cross_entropy(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the mean over the valid labels; PyTorch's own mean of none is NaN."""
+        loss = F.cross_entropy(
+            logits, target, label_smoothing=self.label_smoothing, reduction="sum"
+        )
+        return loss / (target >= 0).sum().clamp(min=1)
+
+    def _binary_cross_entropy(self, logits: Tensor, labels: list[tuple[Tensor, Any]]) -> Tensor:
+        """Return the loss against labels [B] of the given weights."""
+        is_valid_B = labels[0][0] >= 0
+        target_BK = torch.zeros_like(logits)
+        for label, share in labels:
+            weight_B = share * (label >= 0).float()
+            target_BK.scatter_add_(1, label.clamp(min=0)[:, None], weight_B[:, None])
+        if isinstance(self.bce_threshold, float | int):
+            target_BK = (target_BK > self.bce_threshold).float()
+        else:
+            uniform_BK = torch.full_like(target_BK, 1 / target_BK.shape[1])
+            target_BK = torch.lerp(target_BK, uniform_BK, self.label_smoothing)
+        losses_BK = F.binary_cross_entropy_with_logits(logits, target_BK, reduction="none")
+        losses_B = losses_BK.sum(1) if self.bce_sum else losses_BK.mean(1)
+        return (losses_B * is_valid_B).sum() / is_valid_B.sum().clamp(min=1)

@@ -117,10 +117,14 @@ class Attention(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        qkv_BN3HE = self.qkv(x_BND).unflatten(-1, (3, -1, self.head_width))
-        q_BHNE, k_BHNE, v_BHNE = qkv_BN3HE.permute(2, 0, 3, 1, 4).unbind()
+        # Three slices of the projection, whose gradients are written side by side. timm permutes
+        # them to the front, and its backward pass permutes a copy of all three back.
+        q_BHNE, k_BHNE, v_BHNE = map(self._split_heads, self.qkv(x_BND).chunk(3, dim=-1))
         x_BHNE = attend(q_BHNE, k_BHNE, v_BHNE)
         return self.dropout(self.proj(x_BHNE.transpose(1, 2).flatten(2)))
+
+    def _split_heads(self, x_BND: Tensor) -> Tensor:
+        return x_BND.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
 
 def attend(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor) -> Tensor:

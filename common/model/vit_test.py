@@ -79,16 +79,18 @@ def logits_and_gradients(model: nn.Module, images: torch.Tensor) -> dict[str, to
     ],
 )
 def test_options_equal_timm(options):
-    """Dropout too: from one seed both draw the same masks, with our Dropout in timm's places."""
-    ours, theirs = build_pair(**TINY | options)
+    """In float64, gradients too. From one seed both draw the same masks, with our Dropout in
+    timm's places.
+    """
+    ours, theirs = (model.double() for model in build_pair(**TINY | options))
     side = (TINY | options)["image_size"]
-    images = torch.randn(2, 3, side, side)
+    images = torch.randn(2, 3, side, side, dtype=torch.float64)
     mine, reference = logits_and_gradients(ours, images), logits_and_gradients(theirs, images)
     if options.get("position") == "sincos2d":
         del reference["pos_embed"]  # ours is fixed
     assert mine.keys() == reference.keys()
     for name, value in mine.items():
-        assert (value - reference[name]).abs().max() <= 1e-5, name
+        assert (value - reference[name]).abs().max() <= 1e-12, name
 
 
 @pytest.mark.parametrize(

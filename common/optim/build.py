@@ -17,8 +17,13 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from common.colossal import named_shards, whole_shape
-from common.colossal.tensor_parallel.sharding import is_sharded, map_whole, reduce_norms
+from common.colossal import gpc, named_shards, whole_shape
+from common.colossal.tensor_parallel.sharding import (
+    is_sharded,
+    map_whole,
+    reduce_norms,
+    sharing_group,
+)
 from common.errors import UserError
 from common.optim.lamb import Lamb
 from common.optim.muon import Muon, count_matrices
@@ -71,13 +76,15 @@ class OptimizerEntry:
 
 
 def _matrices(model: nn.Module) -> dict[str, Any]:
-    shards = named_shards(model)
-    counts = {
-        parameter: count_matrices(name, whole_shape(parameter))
-        for name, parameter in shards.items()
-    }
-    matrices = {parameter: count for parameter, count in counts.items() if count}
-    return {"matrices": matrices, "map_whole": map_whole if is_sharded(shards.values()) else None}
+    matrices = {}
+    for name, parameter in named_shards(model).items():
+        shape = whole_shape(parameter)
+        if count := count_matrices(name, shape):
+            matrices[parameter] = (count, shape[0] // count, shape[1])
+    if not matrices or not is_sharded(matrices):
+        return {"matrices": matrices}
+    ranks = gpc.get_world_size(sharing_group(list(matrices)))
+    return {"matrices": matrices, "map_whole": map_whole, "ranks": ranks}
 
 
 def _norms(model: nn.Module) -> dict[str, Any]:

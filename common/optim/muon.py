@@ -1,15 +1,30 @@
 """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): orthogonalized momentum,
 for matrices.
 
+Momentum SGD steps along the average gradient of a matrix. A few of that average's singular values
+are often far larger than the others, so that nearly all of a step goes in a few directions. Muon
+replaces the average U S V^T by U V^T: a step of the same length in every direction.
+
+A singular value decomposition is slow on a GPU. The Newton-Schulz iteration needs only matrix
+products: x <- a x + b (x x^T) x + c (x x^T)^2 x maps each singular value s to a s + b s^3 + c s^5
+and keeps U and V. After five iterations all values between 0.001 and 1 are about 0.7 to 1.2.
+
+These products are small: a block of width 192 has them of 192 x 192, which a GPU computes in less
+time than it takes to launch them. All matrices of one shape, of all blocks, are therefore computed
+by the same launches, up to `BATCH` numbers at a time, which bounds the memory.
+
 All other parameters are updated by AdamW. One learning rate serves both: the root mean square of an
 update is 0.2 for either (Moonlight, arXiv 2502.16982; ``match_rms_adamw`` of `torch.optim.Muon`).
 With few steps, AdamW's may have to be lower: `adamw_lr_scale`.
+
+Shape suffixes: K matrices, M rows, N columns.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from math import sqrt
+from math import prod, sqrt
 from typing import Any
 
 import torch
@@ -17,13 +32,16 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
-COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the Newton-Schulz iteration, as in torch.optim.Muon
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # a, b, c above, as in torch.optim.Muon
 ITERATIONS = 5
 EPS = 1e-7  # least norm that a matrix is divided by
+BATCH = 1 << 22  # numbers that are orthogonalized together; about 12 bytes of memory each
 
-# Applies functions of whole matrices, given parameters and what this rank holds of each matrix;
-# returns its shards.
-MapWhole = Callable[[list[Callable[[Tensor], Tensor]], list[Tensor], list[Tensor]], list[Tensor]]
+# Applies a function of full matrices to shards, given the function, the parameters and their
+# shards; returns shards.
+MapWhole = Callable[
+    [Callable[[list[Tensor]], Sequence[Tensor]], list[Tensor], list[Tensor]], Sequence[Tensor]
+]
 
 
 def count_matrices(name: str, shape: Sequence[int] = (3, 1)) -> int:
@@ -46,17 +64,19 @@ class Muon(AdamW):
     """Update the `matrices` by Muon, all other parameters by PyTorch's fused AdamW at
     `adamw_lr_scale` times the rate.
 
-    `matrices` says how many matrices a parameter holds along dimension 0, which are orthogonalized
-    separately. Weight decay is decoupled in both. The state of a matrix is `momentum_buffer`, that
-    of other parameters AdamW's. An attribute `found_inf`, a 0-dim float32 tensor, makes `step`
-    change nothing where it is 1. Under tensor parallelism and ZeRO `map_whole` gathers the
-    matrices.
+    `matrices` maps a parameter to (K, M, N): it is a stack of K matrices along dimension 0, [K * M,
+    N] before it is sharded, which are orthogonalized separately. Weight decay is decoupled in both.
+    The state of a matrix is `momentum_buffer`, that of other parameters AdamW's. An attribute
+    `found_inf`, a 0-dim float32 tensor, makes `step` change nothing where it is 1. Under tensor
+    parallelism and ZeRO `map_whole` gathers the matrices, and each of `ranks` computes a part.
     """
+
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
         params: ParamsT,
-        matrices: Mapping[Tensor, int],
+        matrices: Mapping[Tensor, tuple[int, int, int]],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -64,19 +84,35 @@ class Muon(AdamW):
         momentum: float = 0.95,
         adamw_lr_scale: float = 1.0,
         map_whole: MapWhole | None = None,
+        ranks: int = 1,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, fused=True)
-        self.matrices, self.momentum, self.adamw_lr_scale = matrices, momentum, adamw_lr_scale
-        self.map_whole = map_whole or _map_here
+        self.matrices = matrices
+        self.momentum = momentum
+        self.adamw_lr_scale = adamw_lr_scale
+        self.map_whole = map_whole or (lambda function, _, values: function(values))
+        self.ranks = ranks
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient."""
-        own = [
-            (p, group) for group in self.param_groups for p in group["params"] if p in self.matrices
-        ]
-        trained = [(p, p.grad, group) for p, group in own if p.grad is not None]
-        for p, _, _ in trained:
+        gradients = {
+            p: p.grad
+            for group in self.param_groups
+            for p in group["params"]
+            if p in self.matrices and p.grad is not None
+        }
+        self._step_adamw(gradients)
+        for batch in self._batches(gradients):
+            self._step_muon(batch, [gradients[p] for p in batch])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore ``state``; AdamW's own looks for a step in that of every parameter."""
+        Optimizer.__setstate__(self, state)
+
+    def _step_adamw(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Update what is no matrix."""
+        for p in gradients:
             p.grad = None  # AdamW leaves it alone
         rates = [group["lr"] for group in self.param_groups]
         for group in self.param_groups:
@@ -84,54 +120,96 @@ class Muon(AdamW):
         super().step()
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
-        for p, gradient, _ in trained:
+        for p, gradient in gradients.items():
             p.grad = gradient
-        directions = [self._accumulate(p, gradient) for p, gradient, _ in trained]
-        functions = [partial(orthogonalize, stacked=self.matrices[p]) for p, _, _ in trained]
-        updates = self.map_whole(functions, [p for p, _, _ in trained], directions)
-        for (p, _, group), update in zip(trained, updates, strict=True):
-            decayed = p * (1 - group["lr"] * group["weight_decay"])
-            p.copy_(self._unless_skipped(decayed.sub_(update, alpha=group["lr"]), p))
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore ``state``; AdamW's own looks for a step in that of every parameter."""
-        Optimizer.__setstate__(self, state)
+    def _batches(self, params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+        """Yield the parameters that are computed together: of matrices of one shape.
 
-    def _accumulate(self, p: Tensor, gradient: Tensor) -> Tensor:
+        On a CPU one for each rank, so that a matrix is still in the cache for its next product.
+        """
+        by_shape = defaultdict(list)
+        for p in params:
+            by_shape[self.matrices[p][1:]].append(p)
+        for alike in by_shape.values():
+            batch: list[Tensor] = []
+            # those of equal size side by side: ranks then have as much to do as each other
+            for p in sorted(alike, key=lambda p: self.matrices[p]):
+                limit = 0 if p.is_cpu else BATCH * self.ranks
+                size = sum(prod(self.matrices[q]) for q in (*batch, p))
+                if batch and len(batch) % self.ranks == 0 and size > limit:
+                    yield batch
+                    batch = []
+                batch.append(p)
+            yield batch
+
+    def _step_muon(self, batch: list[Tensor], gradients: list[Tensor]) -> None:
+        """Update matrices of one shape."""
+        rows = self.matrices[batch[0]][1]
+        directions = self._accumulate(batch, gradients)
+        updates = self.map_whole(partial(orthogonalize, rows=rows), batch, directions)
+        update_of = dict(zip(batch, updates, strict=True))
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p in update_of]
+            if params:
+                self._descend(
+                    params, [update_of[p] for p in params], group["lr"], group["weight_decay"]
+                )
+
+    def _accumulate(self, params: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         """Advance the momentum; return Nesterov's look-ahead of it."""
-        state = self.state[p]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        momentum = state["momentum_buffer"].lerp(gradient, 1 - self.momentum)
-        state["momentum_buffer"].copy_(self._unless_skipped(momentum, state["momentum_buffer"]))
-        return gradient.lerp(momentum, self.momentum)
+        for p in params:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        momenta = [self.state[p]["momentum_buffer"] for p in params]
+        # the same as momenta.lerp_(gradients, 1 - self.momentum), but for found_inf
+        self._descend(momenta, gradients, lr=self.momentum - 1, weight_decay=-1.0)
+        return list(torch._foreach_lerp(gradients, momenta, self.momentum))
 
-    def _unless_skipped(self, new: Tensor, old: Tensor) -> Tensor:
-        found_inf = getattr(self, "found_inf", None)
-        return new if found_inf is None else torch.where(found_inf.bool(), old, new)
+    def _descend(
+        self, tensors: list[Tensor], directions: list[Tensor], lr: float, weight_decay: float
+    ) -> None:
+        """Subtract lr (direction + weight_decay tensor) from each tensor, unless `found_inf` is 1.
+
+        By PyTorch's fused SGD: one launch for all tensors, and the host does not read `found_inf`.
+        """
+        torch._fused_sgd_(
+            tensors,
+            directions,
+            [],  # its own momentum
+            weight_decay=weight_decay,
+            momentum=0.0,
+            lr=lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+            found_inf=self.found_inf,
+        )
 
 
-def orthogonalize(whole: Tensor, stacked: int = 1) -> Tensor:
-    """Return U V^T of each of the `stacked` matrices U S V^T in `whole` [stacked * M, N], times 0.2
-    sqrt(max(M, N)).
+def orthogonalize(wholes: list[Tensor], rows: int) -> Sequence[Tensor]:
+    """Return U V^T of each matrix U S V^T of M = `rows` rows, times 0.2 sqrt(max(M, N)).
 
-    Five Newton-Schulz iterations bring the singular values to about 0.7 to 1.2: on a GPU in
-    bfloat16, as `torch.optim.Muon`, on a CPU in the dtype of `whole`.
+    `wholes` are stacks of such matrices, [K * M, N] with a K of each. Five Newton-Schulz iterations
+    bring the singular values to about 0.7 to 1.2: on a GPU in bfloat16, as `torch.optim.Muon`, on a
+    CPU in the dtype of `wholes`. The results are views of one tensor.
     """
     a, b, c = COEFFICIENTS
-    parts = whole.unflatten(0, (stacked, -1))
-    rows, columns = parts.shape[1:]
-    x = parts if whole.is_cpu else parts.bfloat16()
-    x = x.mT if rows > columns else x
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)
+    dtype, lengths = wholes[0].dtype, [len(whole) for whole in wholes]
+    x_KMN = torch.cat(wholes).unflatten(0, (-1, rows))
+    x_KMN = x_KMN if x_KMN.is_cpu else x_KMN.bfloat16()
+    columns = x_KMN.shape[2]
+    x_KMN = x_KMN / x_KMN.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)
     for _ in range(ITERATIONS):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    x = x.mT if rows > columns else x
-    return (0.2 * sqrt(max(rows, columns)) * x.to(whole.dtype)).flatten(0, 1)
-
-
-def _map_here(
-    functions: list[Callable[[Tensor], Tensor]], _: list[Tensor], wholes: list[Tensor]
-) -> list[Tensor]:
-    return [function(whole) for function, whole in zip(functions, wholes, strict=True)]
+        # (x x^T) x = x (x^T x): of the two products, the smaller one
+        if rows <= columns:
+            gram_KMM = torch.bmm(x_KMN, x_KMN.mT)
+            factor_KMM = torch.baddbmm(gram_KMM, gram_KMM, gram_KMM, beta=b, alpha=c)
+            x_KMN = torch.baddbmm(x_KMN, factor_KMM, x_KMN, beta=a)
+        else:
+            gram_KNN = torch.bmm(x_KMN.mT, x_KMN)
+            factor_KNN = torch.baddbmm(gram_KNN, gram_KNN, gram_KNN, beta=b, alpha=c)
+            x_KMN = torch.baddbmm(x_KMN, x_KMN, factor_KNN, beta=a)
+    x_KMN = x_KMN.to(dtype).mul_(0.2 * sqrt(max(rows, columns)))
+    return x_KMN.flatten(0, 1).split(lengths)

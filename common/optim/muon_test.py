@@ -1,33 +1,47 @@
-"""Muon against torch.optim.Muon and AdamW side by side."""
+"""Muon against torch.optim.Muon and AdamW side by side, and its launches."""
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from common.config.load import load_config
+from common.model.build import build_on_meta
 from common.optim import muon
-from common.optim.muon import Muon, count_matrices, orthogonalize
+from common.optim.build import build_optimizer
+from common.optim.muon import Muon, count_matrices
+from common.testing.ranks import run_ranks
+from common.testing.simulated_gpu import CUDA, simulate_gpu
 
 OPTIONS = {"lr": 3e-3, "weight_decay": 0.1}
+SHAPES = [(3, 32, 32), (1, 64, 32), (1, 32, 64), (1, 32, 32), (1, 64, 32)]
 
 
-def split(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def split(tensors: list[Tensor]) -> list[Tensor]:
     """Return copies, the first tensor in three parts."""
     return [part.detach().clone() for part in (*tensors[0].chunk(3), *tensors[1:])]
 
 
-def test_equals_torchs_muon_and_adamw_side_by_side(monkeypatch):
-    monkeypatch.setattr(
-        muon,
-        "orthogonalize",
-        lambda whole, stacked: orthogonalize(whole.bfloat16(), stacked).to(whole),
-    )
+@pytest.mark.parametrize("batch", [None, 3 * 2048, 1 << 22])
+def test_equals_torchs_muon_and_adamw_side_by_side(batch, monkeypatch):
+    """In float64, one by one, as on CPUs, and batched, as on GPUs; an update is skipped."""
+    monkeypatch.setattr(torch, "bfloat16", torch.float64)  # what both iterate in
+    monkeypatch.setattr(Tensor, "bfloat16", Tensor.double)
+    if batch:
+        monkeypatch.setattr(Tensor, "is_cpu", False)
+        monkeypatch.setattr(muon, "BATCH", batch)
     torch.manual_seed(0)
-    ours = [nn.Parameter(torch.randn(*shape)) for shape in ((96, 32), (64, 32), (32, 64), (32,))]
+    shapes = [*((k * m, n) for k, m, n in SHAPES), (32,)]
+    ours = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in shapes]
     theirs = [nn.Parameter(part) for part in split(ours)]
     optimizer = Muon(
-        ours, dict(zip(ours[:3], (3, 1, 1), strict=True)), **OPTIONS, adamw_lr_scale=0.25
+        [{"params": ours[:2], "lr": 1e-2}, {"params": ours[2:]}],
+        dict(zip(ours[:-1], SHAPES, strict=True)),
+        **OPTIONS,
+        adamw_lr_scale=0.25,
     )
+    groups = [{"params": theirs[:4], "lr": 1e-2}, {"params": theirs[4:-1]}]
     pair = (
-        torch.optim.Muon(theirs[:-1], momentum=0.95, adjust_lr_fn="match_rms_adamw", **OPTIONS),
+        torch.optim.Muon(groups, momentum=0.95, adjust_lr_fn="match_rms_adamw", **OPTIONS),
         torch.optim.AdamW(theirs[-1:], **OPTIONS | {"lr": OPTIONS["lr"] / 4}),
     )
     for step in range(5):  # the first gradients are 0
@@ -35,10 +49,31 @@ def test_equals_torchs_muon_and_adamw_side_by_side(monkeypatch):
             p.grad = step * torch.randn_like(p)
         for p, gradient in zip(theirs, split([p.grad for p in ours]), strict=True):
             p.grad = gradient
+        optimizer.found_inf = torch.zeros(())
         optimizer.step()
         for other in pair:
             other.step()
-    torch.testing.assert_close(split(ours), [p.detach() for p in theirs], rtol=0, atol=2e-5)
+        ours[step].grad.fill_(torch.nan)
+        optimizer.found_inf = torch.ones(())
+        optimizer.step()
+    torch.testing.assert_close(split(ours), [p.detach() for p in theirs], rtol=1e-12, atol=1e-12)
+
+
+def count_launches() -> int:
+    gpu = simulate_gpu()
+    model = build_on_meta(load_config("vit_lite_fast")["MODEL"]).to_empty(device=CUDA)
+    optimizer = build_optimizer(model, "muon")
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = gpu.kernels[True]
+    optimizer.step()
+    return gpu.kernels[True] - before
+
+
+def test_launches_of_an_update():
+    """25 for each of three shapes of matrices, whatever the depth, and AdamW's two."""
+    assert run_ranks(1, count_launches) == [77]
 
 
 def test_which_parameters_are_how_many_matrices():

@@ -149,6 +149,7 @@ CHECKPOINT = {"activation_checkpoint": True}
         ),
         (SMALL, TORCH, "adamw", 8, 1),
         (SMALL | CHECKPOINT, None, "adamw", 8, 1),
+        (SMALL, None, "muon", 1, 1),
         slow(VIT_TI, NAIVE, "adamw", 24, 2),
         slow(VIT_TI | {"dropout": 0.1, "drop_path": 0.1}, TORCH, "adamw", 16, 1),
     ],

@@ -2,7 +2,6 @@
 buffers.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -170,39 +169,34 @@ def is_sharded(parameters: Iterable[Tensor]) -> bool:
 
 @torch.no_grad()
 def map_whole(
-    functions: Sequence[Callable[[Tensor], Tensor]],
+    function: Callable[[list[Tensor]], Sequence[Tensor]],
     parameters: Sequence[Tensor],
     values: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Return this rank's shards of ``function(whole)``, for ``values`` that are sharded like their
-    ``parameters``.
+    """Return this rank's shards of ``function(full tensors)``, for ``values`` that are sharded like
+    their ``parameters``.
 
-    The ranks that share a model take turns: n ranks each compute one of n whole tensors at a time.
-    Those are of like size, since the turn lasts as long as the largest takes.
+    Each of the ranks that share a model computes a part of the full tensors: they are dealt out one
+    by one. ``function`` returns a tensor for each that it is given.
     """
     group = sharing_group(parameters)
-    ranks, handle, own = (
-        gpc.get_ranks_in_group(group),
-        gpc.get_group(group),
-        gpc.get_local_rank(group),
-    )
-    order = sorted(
-        range(len(parameters)), key=lambda number: math.prod(parameters[number].shard.shape)
-    )
-    pieces = {}
-    for start in range(0, len(order), len(ranks)):
-        chunk = order[start : start + len(ranks)]
-        wholes = [_place(parameters[number].shard, values[number]) for number in chunk]
-        pairs = list(zip(wholes, ranks[: len(chunk)], strict=True))
-        for whole, to in pairs:
-            dist.reduce(whole, to, group=handle)
-        if own < len(chunk):
-            wholes[own].copy_(functions[chunk[own]](wholes[own]))
-        for whole, source in pairs:
-            dist.broadcast(whole, source, group=handle)
-        for number, whole in zip(chunk, wholes, strict=True):
-            pieces[number] = cut_piece(parameters[number], whole)
-    return [pieces[number] for number in range(len(parameters))]
+    ranks = gpc.get_ranks_in_group(group)
+    handle = gpc.get_group(group)
+    own = gpc.get_local_rank(group)
+    wholes = []
+    for number, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
+        whole = _place(parameter.shard, value)
+        dist.reduce(whole, ranks[number % len(ranks)], group=handle)
+        if number % len(ranks) == own:
+            wholes.append(whole)
+    results = iter(function(wholes) if wholes else [])
+    pieces = []
+    for number, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
+        source = number % len(ranks)
+        whole = next(results) if source == own else value.new_empty(parameter.shard.shape)
+        dist.broadcast(whole, ranks[source], group=handle)
+        pieces.append(cut_piece(parameter, whole))
+    return pieces
 
 
 def _place(shard: Shard, value: Tensor) -> Tensor:

@@ -282,7 +282,9 @@ def compile_model(
 
     ``how``: "model" as a whole, anything else its ``blocks`` one by one. Identical blocks are
     compiled once, and with several ranks gradients are reduced while the backward pass continues; a
-    whole model has all its gradients at the end.
+    whole model has all its gradients at the end. "max-autotune" measures several kernels for each
+    matrix product and takes the fastest, without CUDA graphs: one graph for all blocks would be
+    recorded anew for the weights of each.
     """
     # with AMP_TYPE.NAIVE every block is compiled separately; beyond the limit dynamo stops
     # compiling
@@ -292,5 +294,6 @@ def compile_model(
     # do not split graphs at DDP's bucket boundaries: blocks are small enough to overlap with
     # communication
     torch._dynamo.config.optimize_ddp = False
+    mode = "max-autotune-no-cudagraphs" if how == "max-autotune" else None
     for part in [model] if how == "model" else blocks:
-        part.compile(backend=backend)
+        part.compile(backend=backend, mode=mode)

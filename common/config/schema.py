@@ -380,11 +380,11 @@ class Config(Section):
     )
     fp16: Fp16 | None = key(None, "mixed precision; `None`: float32")
     TF32: bool = key(True, "let float32 products round their inputs to TF32 on GPUs that have it")
-    COMPILE: bool | Literal["model"] | None = key(
+    COMPILE: bool | Literal["model", "max-autotune"] | None = key(
         None,
-        "torch.compile: True: the blocks; 'model': the model; `None`: True on GPUs without tensor "
-        "parallelism",
-        says="True, False, None or 'model'",
+        "torch.compile: True: the blocks; 'max-autotune': the blocks, by the fastest of several "
+        "kernels; 'model': the model; `None`: True on GPUs without tensor parallelism",
+        says="True, False, None, 'model' or 'max-autotune'",
     )
     gradient_accumulation: int | None = key(None, "micro-batches per optimizer step", ge=1)
     clip_grad_norm: Number = key(

@@ -56,7 +56,7 @@ inductor = partial(slow, "inductor")
         ("aot_eager", "True", 1, [AUTOCAST, *DROPS], WHOLE, 0.2),  # random numbers in another order
         ("aot_eager", "True", 1, [TIMM.format("test_resnet")], WHOLE, 1e-4),
         slow("aot_eager", "model", 2, ["MODEL.activation_checkpoint=True"], WHOLE, 1e-5),
-        inductor("True", 1, ["MODEL.init_values=0.1"], WHOLE, 1e-5),
+        inductor("max-autotune", 1, ["MODEL.init_values=0.1"], WHOLE, 1e-5),
         inductor(
             "True", 1, ["INIT={eager}", "FREEZE=body", "EMA=0.5", "EVAL_EVERY=1"], WHOLE, 1e-5
         ),

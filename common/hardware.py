@@ -152,14 +152,17 @@ def share_of_cores(mine: CpuLimits, processes: Sequence[CpuLimits] = ()) -> int:
 
 
 def cpu_limits() -> CpuLimits:
-    """Return the limits of this process, by its CPU mask and its cgroups (version 2); the lowest
-    quota counts.
+    """Return the limits of this process, by its CPU mask and its cgroups; the lowest quota
+    counts.
     """
     quotas = []
-    for folder in _cgroup_folders():
-        with suppress(OSError, ValueError):  # ValueError: "max"
-            quota, period = map(int, (folder / "cpu.max").read_text().split())
-            quotas.append((quota / period, str(folder)))
+    for folder in _cgroup_folders("cpu"):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            with suppress(OSError, ValueError):  # ValueError: "max"
+                words = " ".join((folder / name).read_text() for name in names)
+                quota, period = map(int, words.split())
+                if quota > 0:  # -1 in version 1: none
+                    quotas.append((quota / period, str(folder)))
     quota, group = min(quotas, default=(math.inf, ""))
     return CpuLimits(platform.node(), frozenset(os.sched_getaffinity(0)), quota, group)
 
@@ -169,21 +172,23 @@ def memory_bytes() -> int:
     cgroup if lower.
     """
     limits = [psutil.virtual_memory().total]
-    for folder in _cgroup_folders():
-        with suppress(OSError, ValueError):  # ValueError: "max"
-            limits.append(int((folder / "memory.max").read_text()))
+    for folder in _cgroup_folders("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with suppress(OSError, ValueError):  # ValueError: "max"
+                limits.append(int((folder / name).read_text()))
     return min(limits)
 
 
-def _cgroup_folders() -> Iterator[Path]:
+def _cgroup_folders(controller: str) -> Iterator[Path]:
     """Yield the folders of the cgroups that may limit this process: its own and those above it.
 
-    Only those of version 2: a container's limits under version 1 are not seen.
+    In version 1 each ``controller`` has a tree of its own; "0::" is the tree of version 2.
     """
     with suppress(OSError):
         for line in (PROC / "cgroup").read_text().splitlines():
-            if line.startswith("0::"):  # of version 2
-                folder = CGROUPS / line[3:].strip("/")
+            number, controllers, path = line.split(":", 2)
+            if number == "0" or controller in controllers.split(","):
+                folder = CGROUPS / controllers / path.strip("/")
                 yield from (folder, *folder.parents)
 
 
@@ -196,8 +201,7 @@ def describe_run(argv: list[str]) -> dict[str, Any]:
         "started": round(time.time(), 2),
         "argv": [sys.argv[0], *argv],
         "commit": _commit(),
-        "versions": {"python": platform.python_version()}
-        | {name: _version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()} | package_versions(),
         "hardware": {
             "host": platform.node(),
             "cpu": cpu[1] if cpu else platform.machine(),
@@ -219,7 +223,10 @@ def _commit() -> str | None:
     return None
 
 
-def _version(package: str) -> str | None:
-    with suppress(PackageNotFoundError):
-        return version(package)
-    return None
+def package_versions() -> dict[str, str | None]:
+    """Return the versions of the packages that compute, None for what is not installed."""
+    versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions

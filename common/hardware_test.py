@@ -47,6 +47,22 @@ def test_instruction_sets(monkeypatch, machine, has, aten, name, fast):
         ),  # lower in the parent
         # a container, whose own cgroup is the mount point
         ("0::/docker/x", {"cpu.max": "50000 100000", "memory.max": "123456"}, 0.5, ""),
+        (
+            "4:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n0::/",
+            {
+                "cpu,cpuacct/cpu.cfs_quota_us": "150000",
+                "cpu,cpuacct/cpu.cfs_period_us": "100000",
+                "memory/memory.limit_in_bytes": "123456",
+            },
+            1.5,
+            "cpu,cpuacct",
+        ),
+        (
+            "3:cpu:/a",
+            {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "9"},
+            math.inf,
+            "",
+        ),
     ],
 )
 def test_the_quota_of_a_cgroup(tmp_path, monkeypatch, groups, files, quota, group):
@@ -60,7 +76,7 @@ def test_the_quota_of_a_cgroup(tmp_path, monkeypatch, groups, files, quota, grou
     assert limits.quota == quota
     assert limits.group == (str(tmp_path / "tree" / group) if quota < math.inf else "")
     assert limits.cpus == os.sched_getaffinity(0)
-    assert (memory_bytes() == 123456) == ("memory.max" in files)
+    assert (memory_bytes() == 123456) == ("memory" in " ".join(files))
 
 
 ALL, LOW, MIDDLE = (frozenset(range(*ends)) for ends in ((64,), (32,), (16, 48)))

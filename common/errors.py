@@ -12,7 +12,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 # seconds in which the first process can speak before a launcher ends it because another has left
 PATIENCE = 5.0
@@ -28,11 +28,36 @@ EXPLAIN: list[Callable[[Exception], str]] = [
 # Control characters, line separators, overrides of the direction of text, and bytes that are not
 # UTF-8.
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-# rank, local rank and size, as torchrun, mpirun and srun name them; then host and port
-LAUNCHER_VARIABLES = {
-    "torch": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
-    "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+
+
+class Variables(NamedTuple):
+    """The environment variables in which a launcher tells a process its place."""
+
+    rank: str
+    local_rank: str
+    world_size: str
+    host: str = ""  # of rank 0
+    port: str = ""
+    local_size: str = ""  # the processes on this node
+    job: str = ""  # a job's own name, from which its port is derived
+
+
+LAUNCHERS = {  # where several apply, the first one started the process
+    "torch": Variables("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "openmpi": Variables(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        job="PMIX_NAMESPACE",
+    ),
+    # mpiexec of MPICH and Intel MPI
+    "mpich": Variables("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", local_size="MPI_LOCALNRANKS"),
+    # mpiexec of HPE Cray
+    "pals": Variables(
+        "PMI_RANK", "PMI_LOCAL_RANK", "PMI_SIZE", local_size="PMI_LOCAL_SIZE", job="PALS_APID"
+    ),
+    "slurm": Variables("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
 }
 
 
@@ -171,8 +196,8 @@ def is_first_process() -> bool:
 
     A process with an invalid rank counts as first, so that it prints its own error.
     """
-    for names in LAUNCHER_VARIABLES.values():
-        rank, size = map(os.environ.get, (names[0], names[2]))
+    for variables in LAUNCHERS.values():
+        rank, size = map(os.environ.get, (variables.rank, variables.world_size))
         if rank and size:
             return not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
     return True

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from common import colossal
-from common.errors import LAUNCHER_VARIABLES, AgreedError, RankError, UserError
+from common.errors import LAUNCHERS, AgreedError, RankError, UserError
 from common.hardware import cpu_limits, limit_threads, set_processes
 
 LOOPBACK = "127.0.0.1"
-FLAGS = ("rank", "local_rank", "world_size", "host", "port")  # in the order of LAUNCHER_VARIABLES
+FLAGS = ("rank", "local_rank", "world_size", "host", "port")
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,11 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
     """Return how this process was started, from its flags and environment.
 
     The innermost launcher applies: torchrun, mpirun, srun (not the shell of sbatch or salloc),
-    flags, else a single process. Raises `UserError` for a rank that cannot be, and for a flag that
-    is missing or contradicts the launcher.
+    flags, else a single process. ``--world_size 1`` overrules them. Empty variables count as not
+    set. Raises `UserError` for a rank that cannot be, and for a flag that is missing or contradicts
+    the launcher.
     """
+    environ = {name: value for name, value in environ.items() if value}
     launcher = _find_launcher(args, environ)
     place: dict[str, Any] = {
         "rank": 0,
@@ -71,7 +73,7 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
         "host": LOOPBACK,
         "port": 0,
     }
-    if launcher in LAUNCHER_VARIABLES:
+    if launcher in LAUNCHERS:
         place = _from_environment(launcher, args, environ)
     elif launcher == "args":
         place = _from_flags(args)
@@ -141,39 +143,39 @@ def gather(value: Any) -> list[Any]:
 
 
 def _find_launcher(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
-    if "RANK" in environ and "WORLD_SIZE" in environ:
-        return "torch"
-    if "OMPI_COMM_WORLD_RANK" in environ:
-        return "openmpi"
-    step = environ.get(
-        "SLURM_STEP_ID", ""
-    )  # the shell of sbatch or salloc has none, or a reserved one
-    if "SLURM_PROCID" in environ and step.isdigit() and int(step) < 0xFFFFFFF0:
-        return "slurm"
-    if args.world_size == 1 or all(getattr(args, flag) in (None, "") for flag in FLAGS):
+    if args.world_size == 1:
         return "single"
-    return "args"
+    launchers = dict(LAUNCHERS)
+    step = environ.get("SLURM_STEP_ID", "")
+    if not step.isdigit() or int(step) >= 0xFFFFFFF0:  # the shell of sbatch or salloc
+        del launchers["slurm"]
+    for name, variables in launchers.items():
+        if all(variable in environ for variable in variables[:3]):
+            return name
+    for name, variables in launchers.items():  # `_from_environment` says what is missing
+        if variables.rank in environ and environ.get(variables.world_size, "1") != "1":
+            return name
+    return "single" if all(getattr(args, flag) in (None, "") for flag in FLAGS) else "args"
 
 
 def _from_environment(
     launcher: str, args: argparse.Namespace, environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    names = dict(zip(FLAGS, LAUNCHER_VARIABLES[launcher], strict=False))
+    names = {flag: name for flag in FLAGS if (name := getattr(LAUNCHERS[launcher], flag))}
     flags = {
         name: str(getattr(args, field))
         for field, name in names.items()
         if getattr(args, field) is not None
     }
-    environ = flags | {name: value for name, value in environ.items() if value}
-    if missing := [
-        name for name in names.values() if not environ.get(name)
-    ]:  # Kubeflow sets no LOCAL_RANK
+    environ = flags | dict(environ)
+    if missing := [name for name in names.values() if not environ.get(name)]:
+        pods = "; in Kubeflow's pods, start scripts/train_torchrun.sh"
         raise UserError(
-            f"{', '.join(missing)} not set: set all of {', '.join(names.values())}, as torchrun "
-            "does, or none"
+            f"{', '.join(missing)} not set: set all of {', '.join(names.values())}, as "
+            f"{launcher} does, or none{pods if launcher == 'torch' else ''}"
         )
     place = {
-        field: environ[name] if field == "host" else int(environ[name])
+        field: environ[name] if field == "host" else _integer(name, environ)
         for field, name in names.items()
     }
     for field, name in names.items():
@@ -187,6 +189,13 @@ def _from_environment(
     if launcher != "torch":
         place |= _rendezvous(launcher, args, environ)
     return place
+
+
+def _integer(name: str, environ: Mapping[str, str]) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise RankError(f"{name}={environ[name]}: expected an integer, or unset {name}") from None
 
 
 def _from_flags(args: argparse.Namespace) -> dict[str, Any]:
@@ -218,11 +227,13 @@ def _rendezvous(
             ","
         )[0]
     else:
-        one_node = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == environ["OMPI_COMM_WORLD_SIZE"]
-        job = environ.get("PMIX_NAMESPACE", "")
+        variables = LAUNCHERS[launcher]
+        one_node = environ.get(variables.local_size) == environ[variables.world_size]
+        job = environ.get(variables.job, "")
         first = ""
     host = args.host or environ.get("MASTER_ADDR") or (LOOPBACK if one_node else first)
     if not host:
         raise UserError("--host missing: on several nodes mpirun does not set the host of rank 0")
     derived = 20_000 + zlib.crc32(job.encode()) % 12_000  # below the ephemeral ports
-    return {"host": host, "port": args.port or int(environ.get("MASTER_PORT") or derived)}
+    port = _integer("MASTER_PORT", environ) if "MASTER_PORT" in environ else derived
+    return {"host": host, "port": args.port or port}

@@ -31,6 +31,8 @@ SRUN = variables("""
     SLURM_JOB_ID=77 SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_NTASKS=4
     SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST=gpu[003-004,9],login
 """)
+MPICH = variables("PMI_RANK=3 MPI_LOCALRANKID=1 PMI_SIZE=4 MPI_LOCALNRANKS=4")
+PALS = variables("PMI_RANK=3 PMI_LOCAL_RANK=1 PMI_SIZE=4 PMI_LOCAL_SIZE=2 PALS_APID=7")
 PLACE = variables("MASTER_ADDR=m MASTER_PORT=5 WORLD_SIZE=4")  # without RANK
 SBATCH_SHELL = variables("SLURM_JOB_ID=77 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=4")
 BY_TORCHRUN, ALONE = ("torch", 3, 1, 4, "node0", 29500), ("single", 0, 0, 1, "127.0.0.1", 0)
@@ -84,9 +86,14 @@ def detect(line: str, environ: Mapping[str, str]) -> Launch:
             SRUN | MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
             ("openmpi", 3, 1, 4, "127.0.0.1", 22_876),
         ),
+        # mpiexec of MPICH or Intel MPI, whose proxy srun may have started; of HPE Cray
+        ("", MPICH | SRUN, ("mpich", 3, 1, 4, "127.0.0.1", 20_000)),
+        ("--host h", PALS, ("pals", 3, 1, 4, "h", 25_346)),
+        ("", SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4"}, ("slurm", 3, 1, 4, "gpu003", 25_873)),
         # python train_dali.py, also in the shell of salloc (a step with a reserved number)
         ("--host=", SBATCH_SHELL | {"SLURM_STEP_ID": "4294967290"}, ALONE),
-        ("--world_size=1 --rank=0", {"RANK": "3"}, ALONE),
+        ("--world_size=1 --rank=0", TORCHRUN | SRUN, ALONE),
+        ("", {"RANK": "", "WORLD_SIZE": "4", "PMI_RANK": "0", "PMI_SIZE": "1"}, ALONE),
     ],
 )
 def test_command_lines(line, environ, expected):
@@ -114,7 +121,15 @@ def test_command_lines(line, environ, expected):
             TORCHRUN | {"LOCAL_RANK": ""},
             "LOCAL_RANK not set: set all of RANK, LOCAL_RANK, WORLD_SIZE, ",
         ),
+        (
+            "",
+            MPICH | {"MPI_LOCALRANKID": ""},
+            "MPI_LOCALRANKID not set: set all of PMI_RANK, MPI_LOCALRANKID, PMI_SIZE, as mpich ",
+        ),
+        ("", PALS, "--host missing: on several nodes mpirun"),
         ("", TORCHRUN | {"RANK": "4"}, "rank=4 is out of range: expected 0 to 3"),
+        ("", TORCHRUN | {"RANK": "abc"}, "RANK=abc: expected an integer"),
+        ("", MPICH | {"MASTER_PORT": "x"}, "MASTER_PORT=x: expected an integer"),
     ],
 )
 def test_what_is_refused(line, environ, message):
@@ -122,7 +137,7 @@ def test_what_is_refused(line, environ, message):
         detect(line, environ)
     assert str(refusal.value).startswith(message)
     assert isinstance(refusal.value, RankError) == message.startswith(
-        ("rank=", "--rank=", "--local_rank=")
+        ("rank=", "--rank=", "--local_rank=", "RANK=", "MASTER_PORT=")
     )
 
 

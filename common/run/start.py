@@ -23,7 +23,7 @@ from common.checkpoint.resume import (
 from common.colossal import explain_compiler, progress, shutdown
 from common.config.plan import Plan
 from common.data.sampler import window_bytes
-from common.errors import AT_END, EXPLAIN, UserError, first_line, print_wrapped
+from common.errors import AT_END, EXPLAIN, LAUNCHERS, UserError, first_line, print_wrapped
 from common.files import lock_folder, remove_unused, unlock_folder
 from common.hardware import describe_run, memory_bytes
 from common.launch.detect import detect_launch, start
@@ -44,6 +44,9 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
     """
     args = parse_arguments(argv, description)
     launch = detect_launch(args, os.environ)
+    if args.world_size == 1:  # left-over variables would name another process the first
+        for variables in LAUNCHERS.values():
+            os.environ.pop(variables.rank, None)
     prepared = prepare_run(args, launch, task)
     is_main, config = launch.rank == 0, prepared.config
     if args.dry_run:

@@ -48,9 +48,11 @@ class RepairedContext(ParallelContext):
 
     Attributes:
         watcher: names lost ranks; None without a timeout.
+        shared: what must be the same on all ranks, by name.
     """
 
     watcher: Watcher | None = None
+    shared: Mapping[str, str] = {}
 
     def timeout_of(self, backend: str) -> timedelta | None:
         """Return the timeout of a backend's collectives; None for PyTorch's default.
@@ -76,7 +78,7 @@ class RepairedContext(ParallelContext):
             store: dist.Store = dist.HashStore()
         else:
             timeout = self.watcher.timeout if self.watcher else DEFAULT_TIMEOUT
-            store = open_store(rank, world_size, host, port, timeout, backend)
+            store = open_store(rank, world_size, host, port, timeout, backend, self.shared)
         if self.watcher is not None:
             self.watcher.start(store)
         place = {"rank": rank, "world_size": world_size, "timeout": self.timeout_of(backend)}
@@ -162,13 +164,16 @@ def join_groups(
     seed: int = 1024,
     verbose: bool = True,
     timeout: float | None = None,
+    shared: Mapping[str, str] | None = None,
 ) -> None:
     """Join the process groups, set device and seed, and put ``config`` into ``gpc.config``.
 
-    After ``timeout`` seconds without progress a rank reports the missing ones and ends; default:
-    PyTorch's timeout (30 minutes for gloo), without a report.
+    Raises `UserError` where ranks differ in ``shared``. After ``timeout`` seconds without progress
+    a rank reports the missing ones and ends; default: PyTorch's timeout (30 minutes for gloo),
+    without a report.
     """
     gpc.watcher = Watcher(rank, world_size, timeout) if timeout and world_size > 1 else None
+    gpc.shared = shared or {}
     upstream_launch(dict(config), rank, world_size, host, port, backend, local_rank, seed, verbose)
 
 

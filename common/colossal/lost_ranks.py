@@ -2,12 +2,14 @@
 
 import atexit
 import faulthandler
+import hashlib
+import json
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -15,10 +17,11 @@ import psutil
 import torch.distributed as dist
 
 from common.colossal.upstream import gpc
-from common.errors import RankError, UserError
+from common.errors import LAUNCHERS, RankError, UserError, print_wrapped
 
 POLL = 1.0  # seconds between two looks at the store
 ANSWER = 5.0  # seconds within which a rank that lives answers in the store
+LATE = 30.0  # seconds at the start after which the ranks that are missing are named
 LOOPBACKS = ("127.", "::1", "localhost")  # how such addresses begin
 
 _doing = "starting"
@@ -154,21 +157,40 @@ def _exit() -> None:
 
 
 def open_store(
-    rank: int, world_size: int, host: str, port: int, timeout: float, backend: str
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    timeout: float,
+    backend: str,
+    shared: Mapping[str, str],
 ) -> dist.Store:
     """Return the launch's store once all ranks have joined; rank 0 or torchrun's agent serves it.
 
     If ``host`` is the loopback interface, rank 0 listens on that only (PyTorch: on all). Raises
-    `UserError` without a host or port, and with the ranks that do not join within ``timeout``
-    seconds; `RankError` if rank 0 does not.
+    `UserError` without a host or port, with the ranks that do not join within ``timeout`` seconds,
+    and with what differs in ``shared``; `RankError` if rank 0 is not there, or another run's.
     """
-    if not host or not port:
-        raise UserError(
-            f"--host={host} --port={port}: set them to the first node, and a free port on it"
-        )
+    place = f"--host={host} --port={port}"
+    if not host or not 0 < port < 2**16:
+        raise UserError(f"{place}: set them to the first node, and a free port on it")
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in psutil.net_if_addrs():
+            raise RankError(
+                f"GLOO_SOCKET_IFNAME={name}: this host has no such interface, but "
+                f"{', '.join(psutil.net_if_addrs())}"
+            )
+    host = host.strip("[]")  # of an IPv6 address in a URL
+    try:
+        address = _source_address(host)
+    except (OSError, UnicodeError) as error:  # the latter for a name that no host can have
+        raise RankError(f"{place}: {error}; give a name or address of rank 0's host") from error
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not has_agent
     options = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False}
+    late = threading.Timer(LATE, _say_late, ("0", world_size, f" at {place}"))
+    late.daemon = True
+    late.start()
     try:
         if serves:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -183,35 +205,66 @@ def open_store(
             store = dist.PrefixStore(
                 f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
             )
-        _meet(store, rank, world_size, timeout, backend, _source_address(host))
+        else:
+            _check_place(store, rank, world_size, place)
+        late.cancel()
+        _meet(store, rank, world_size, timeout, backend, address, shared)
     except (OSError, dist.DistError) as error:
         why = (
             str(error).splitlines()[0]
             if serves
             else f"rank 0 was not found there within {timeout:g} s (TIMEOUT)"
         )
-        raise RankError(f"--host={host} --port={port}: {why}") from error
+        raise RankError(f"{place}: {why}") from error
     except UserError:
         time.sleep(2 * POLL if rank == 0 else 0)  # it may serve the store
         raise
+    finally:
+        late.cancel()
     return store
 
 
+def _check_place(store: dist.Store, rank: int, world_size: int, place: str) -> None:
+    """Raise `RankError` if the store of rank 0 is that of another run, which must not notice."""
+    if rank == 0:
+        store.set("size", str(world_size))
+    size = int(store.get("size"))
+    if size != world_size or store.add(f"joined/{rank}", 1) > 1:
+        raise RankError(
+            f"{place}: rank {rank} of {world_size} does not belong to the run of {size} processes "
+            "there, or has joined it before: start another run on another port"
+        )
+
+
 def _meet(
-    store: dist.Store, rank: int, world_size: int, seconds: float, backend: str, address: str
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    seconds: float,
+    backend: str,
+    address: str,
+    shared: Mapping[str, str],
 ) -> None:
-    """Wait for all ranks, check that their backends are the same, and choose gloo's interface.
+    """Wait for all ranks, check that backends and ``shared`` are the same, choose gloo's interface.
 
     gloo binds the interface with the route to the other processes, unless GLOO_SOCKET_IFNAME is
     set. PyTorch's default, the address of the host name, is 127.0.1.1 on Debian.
     """
     keys = [f"here/{other}" for other in range(world_size)]
-    store.set(keys[rank], f"{backend} {address}")
-    if absent := _await_keys(store, keys, seconds):
+    text = json.dumps(shared)
+    store.set(f"shared/{rank}", text)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    store.set(keys[rank], f"{backend} {address} {digest}")
+
+    def say_late(absent: str) -> None:
+        if rank == 0 or absent.startswith("0"):  # one line is enough
+            _say_late(absent, world_size)
+
+    if absent := _await_keys(store, keys, seconds, say_late):
         raise UserError(
             f"rank {absent} of {world_size} processes did not start within {seconds:g} s (TIMEOUT)"
         )
-    backends, addresses = zip(
+    backends, addresses, digests = zip(
         *(words.decode().split(" ") for words in store.multi_get(keys)), strict=True
     )
     if len(set(backends)) > 1:  # their groups would wait for each other until the timeout
@@ -220,6 +273,10 @@ def _meet(
             f"torch finds no GPU on rank {on_cpu}: check nvidia-smi there, or start all with "
             "--backend gloo"
         )
+    for other, one in enumerate(digests):
+        if one != digests[0]:
+            first, its = (json.loads(store.get(f"shared/{number}")) for number in (0, other))
+            raise UserError(_describe_differences(other, its, first))
     if address.startswith(
         LOOPBACKS
     ):  # this machine's /etc/hosts maps the name to it, or all processes are here
@@ -228,20 +285,53 @@ def _meet(
             address,
         )
     held = {one.address: name for name, ones in psutil.net_if_addrs().items() for one in ones}
-    if address in held:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", held[address])
+    if address in held and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        os.environ["GLOO_SOCKET_IFNAME"] = held[address]
 
 
-def _await_keys(store: dist.Store, keys: list[str], seconds: float) -> str:
+def _describe_differences(rank: int, its: dict[str, str], first: dict[str, str]) -> str:
+    differences = [
+        f"{name}={its.get(name)} (rank 0: {first.get(name)})"
+        for name in first | its
+        if its.get(name) != first.get(name)
+    ]
+    return (
+        f"rank {rank} was started with {', '.join(differences[:3])}; all ranks of a run need the "
+        "same, runs of one process each --world_size 1"
+    )
+
+
+def _await_keys(
+    store: dist.Store,
+    keys: list[str],
+    seconds: float,
+    say_late: Callable[[str], None] = lambda absent: None,
+) -> str:
     """Wait until the store has a key of each rank; return the ranks that set none within
-    ``seconds``.
+    ``seconds``. After `LATE` seconds, ``say_late`` gets them.
     """
-    deadline = time.monotonic() + seconds
+    start = time.monotonic()
+    said = False
     while not store.check(keys):
-        if time.monotonic() > deadline:
-            return ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+        waited = time.monotonic() - start
+        is_over = waited > seconds
+        if is_over or (waited > LATE and not said):
+            absent = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+            if is_over:
+                return absent
+            say_late(absent)
+            said = True
         time.sleep(POLL / 20)
     return ""
+
+
+def _say_late(absent: str, world_size: int, where: str = "") -> None:
+    line = f"waiting for rank {absent} of {world_size} processes{where}, for {LATE:g} s so far"
+    for names in LAUNCHERS.values():
+        if os.environ.get(names.rank) and os.environ.get(names.world_size):
+            line += f"; {names.rank} and {names.world_size} are set, --world_size 1 overrules them"
+            break
+    print_wrapped(line, is_warning=True)
 
 
 def _source_address(host: str) -> str:

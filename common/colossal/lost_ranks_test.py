@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.colossal import doing, join_groups, naming_lost_ranks, shutdown
+from common.colossal import doing, join_groups, lost_ranks, naming_lost_ranks, shutdown
 from common.colossal.lost_ranks import POLL, Watcher, open_store
-from common.errors import UserError
+from common.errors import RankError, UserError
 from common.testing.commands import forked, run_python
-from common.testing.ranks import free_port, run_ranks
+from common.testing.ranks import free_port, launched, run_ranks
 
 TIMEOUT = 8.0
 SIZE = 3
@@ -145,37 +145,88 @@ def test_a_rank_may_answer_late():
     assert watcher._find_missing() == ""
 
 
-def join(absent: int, *backends: str) -> str:
-    """Return what this rank says of a launch that ``absent`` does not join."""
+def join(absent: int, seeds: str, *backends: str) -> list[str]:
+    """Return what this rank says of a launch that ``absent`` does not join, while it waits and at
+    last.
+    """
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    said: list[str] = []
     if rank == absent:
-        return ""
+        return said
+    lost_ranks.LATE = 0.2  # of this forked process
+    lost_ranks.print_wrapped = lambda text, **_: said.append(text)
+    shared = {"SEED": seeds[rank], "EMA": "0.9"}
     with pytest.raises(UserError) as caught:
-        open_store(rank, SIZE, "127.0.0.1", port, 1.0, backends[rank])
-    return str(caught.value)
+        open_store(rank, SIZE, "127.0.0.1", port, 1.0, backends[rank], shared)
+    return [*said, str(caught.value)]
 
 
-def test_ranks_that_do_not_join_or_have_no_gpu_are_named():
-    for said in run_ranks(SIZE, join, 1, "gloo", "", "gloo")[::2]:
-        assert said == "rank 1 of 3 processes did not start within 1 s (TIMEOUT)"
-    assert (
-        "rank 0 was not found there within 1 s (TIMEOUT)"
-        in run_ranks(SIZE, join, 0, "", "gloo", "gloo")[1]
-    )
-    for said in run_ranks(SIZE, join, 3, "nccl", "gloo", "nccl"):
-        assert (
-            said == "torch finds no GPU on rank 1: check nvidia-smi there, "
-            "or start all with --backend gloo"
+def test_ranks_that_do_not_join_or_differ_are_named():
+    waits = "for 0.2 s so far; RANK and WORLD_SIZE are set, --world_size 1 overrules them"
+    first, _, third = run_ranks(SIZE, join, 1, "000", "gloo", "", "gloo")
+    assert first == [f"waiting for rank 1 of 3 processes, {waits}", *third]
+    assert third == ["rank 1 of 3 processes did not start within 1 s (TIMEOUT)"]
+    said, refused = run_ranks(SIZE, join, 0, "000", "", "gloo", "gloo")[1]
+    place = f"--host=127.0.0.1 --port={refused.partition('port=')[2].partition(':')[0]}"
+    assert said == f"waiting for rank 0 of 3 processes at {place}, {waits}"
+    assert refused == f"{place}: rank 0 was not found there within 1 s (TIMEOUT)"
+    for said in run_ranks(SIZE, join, 3, "000", "nccl", "gloo", "nccl"):
+        assert said[-1] == (
+            "torch finds no GPU on rank 1: check nvidia-smi there, or start all with --backend gloo"
         )
+    for said in run_ranks(SIZE, join, 3, "005", "gloo", "gloo", "gloo"):
+        assert said[-1].startswith("rank 2 was started with SEED=5 (rank 0: 0); all ranks of a run")
+
+
+def join_again(*sizes: int) -> list[str]:
+    """Return what another run says that is started on the port of a run, which goes on."""
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    said = []
+    with launched():
+        for size in sizes:
+            with pytest.raises(RankError) as caught:
+                open_store(rank, size, "127.0.0.1", port, 5.0, "gloo", {})
+            said.append(str(caught.value))
+        wait_for_the_others()
+    return said
+
+
+def test_a_second_run_on_the_port_is_refused_and_the_first_goes_on():
+    first, second = run_ranks(2, join_again, 2, 3)
+    assert all("Address already in use" in said for said in first)
+    assert "rank 1 of 2 does not belong to the run of 2 processes there, or has joined" in second[0]
+    assert "rank 1 of 3 does not belong to the run of 2 processes there" in second[1]
+
+
+@pytest.mark.parametrize(
+    ("environ", "host", "port", "message"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "ib7"}, "::1", 9, "GLOO_SOCKET_IFNAME=ib7: .* no such interface"),
+        ({}, "a..b", 9, "--host=a..b --port=9: .*; give a name or address of rank 0's host"),
+        ({}, "[127.0.0.1.9]", 9, ".* --port=9: .* not known; give a name or address"),
+        ({}, "127.0.0.1", 70_000, "--port=70000: set them to the first node, and a free port"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused_at_once(environ, host, port, message, monkeypatch):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        open_store(1, 2, host, port, 600.0, "gloo", {})
+
+
+def test_brackets_around_an_address_are_those_of_a_url(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    open_store(0, 1, "[::1]", free_port(), 9.0, "gloo", {})
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_a_restart_finds_nothing_of_the_attempt_before(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "own")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
     agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for attempt in "01":
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        store = open_store(0, 1, "127.0.0.1", agents.port, 1.0, "gloo")
+        store = open_store(0, 1, "127.0.0.1", agents.port, 1.0, "gloo", {})
         assert not store.check(["asked"])
         store.set("asked", "")
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "own"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo,lo"

@@ -86,12 +86,14 @@ def detect_launch(args: argparse.Namespace, environ: Mapping[str, str]) -> Launc
     )
 
 
-def start(launch: Launch, config: Mapping[str, Any]) -> None:
+def start(
+    launch: Launch, config: Mapping[str, Any], shared: Mapping[str, str] | None = None
+) -> None:
     """Join the process group, set device and seed (``SEED``), and put ``config`` into
     ``gpc.config``.
 
-    The ranks of a host divide its cores. Raises `UserError` if ranks would compute in different
-    dtypes.
+    The ranks of a host divide its cores. Raises `UserError` if ranks differ in ``shared``, or would
+    compute in different dtypes.
     """
     gpus = torch.cuda.device_count()
     is_bound = (
@@ -119,6 +121,7 @@ def start(launch: Launch, config: Mapping[str, Any]) -> None:
         seed=config.get("SEED", 1024),
         verbose=False,
         timeout=config.get("TIMEOUT"),
+        shared=shared,
     )
     dtype = colossal.compute_dtype(
         config.get("fp16"), "cuda" if torch.cuda.is_available() else "cpu"

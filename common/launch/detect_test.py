@@ -159,7 +159,9 @@ def test_a_process_without_a_gpu_of_its_own_is_refused(launcher, gpus, is_refuse
     )
     with refused if is_refused else nullcontext():
         start(Launch(launcher, 5, 5, 8, "localhost", 1, "nccl"), {"SEED": 7, "TIMEOUT": 9})
-    assert used == [dict(local_rank=5 % gpus, seed=7, verbose=False, timeout=9)] * (not is_refused)
+    assert used == [dict(local_rank=5 % gpus, seed=7, verbose=False, timeout=9, shared=None)] * (
+        not is_refused
+    )
 
 
 def started_sum(environ: dict[str, str]) -> float:

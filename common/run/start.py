@@ -21,11 +21,12 @@ from common.checkpoint.resume import (
     note_start,
 )
 from common.colossal import explain_compiler, progress, shutdown
+from common.config.fields import flatten
 from common.config.plan import Plan
 from common.data.sampler import window_bytes
 from common.errors import AT_END, EXPLAIN, LAUNCHERS, UserError, first_line, print_wrapped
 from common.files import lock_folder, remove_unused, unlock_folder
-from common.hardware import describe_run, memory_bytes
+from common.hardware import describe_run, memory_bytes, package_versions
 from common.launch.detect import detect_launch, start
 from common.launch.signals import stop_signals
 from common.metrics.measurements import LearningRateFinder, ProfilerHook
@@ -59,7 +60,7 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
         explain_compiler,
     ]
     stop_signals.install("TORCHELASTIC_RUN_ID" in os.environ, progress, config["TIMEOUT"])
-    start(launch, config)
+    start(launch, config, shared_by_ranks(args, prepared))
     output = (
         Path(args.output or config["OUTPUT"] or Path("outputs") / Path(args.config).stem)
         .expanduser()
@@ -96,6 +97,22 @@ def start_run(argv: list[str], description: str | None, task: Task) -> Run | Non
             measurement.announcement if measurement else "",
         )
     return Run(plan, output, is_main, about, start_from, measurement)
+
+
+def shared_by_ranks(args: argparse.Namespace, prepared: Prepared) -> dict[str, str]:
+    """Return what must be the same on all ranks of a run, by name, as text.
+
+    The data may lie elsewhere on each node, which has its own number of workers.
+    """
+    flags = ("output", "resume", "allow_change", "find_lr", "profile")
+    shared: dict[str, Any] = {f"--{flag.replace('_', '-')}": getattr(args, flag) for flag in flags}
+    shared |= package_versions()
+    if data := prepared.data:
+        shared["data"] = f"{data.train_samples:,} images of fingerprint {data.fingerprint[:12]}"
+    own = ("DATA.root", "DATA.download", "DATA.workers")
+    settings = flatten(prepared.config).items()
+    shared |= {key: value for key, value in settings if key not in own}
+    return {key: str(value) for key, value in shared.items()}
 
 
 def find_start(

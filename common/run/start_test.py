@@ -1,12 +1,15 @@
 """What a run prints when it starts, and refuses before it trains."""
 
 import json
+import os
+import shutil
 import types
 from pathlib import Path
 
 import pytest
 import torch
 
+from common.colossal import shutdown
 from common.config.load import load_config
 from common.errors import UserError
 from common.planner.prediction import Cluster, cluster_here
@@ -14,6 +17,7 @@ from common.run.prepare import parse_arguments
 from common.run.start import explain_cpu
 from common.task import data_root
 from common.testing.commands import Ended, run_forked
+from common.testing.ranks import run_ranks
 from common.testing.tiny_task import train
 
 STARTED = (  # no more samples a batch than there are, as --dry-run says
@@ -54,6 +58,35 @@ def test_the_first_lines_name_what_is_set_within_80_columns(data, tmp_path):
         assert max(map(len, (line for line in printed if "loss=" not in line))) <= 80
     (first,) = json.loads((tmp_path / "head" / "config.json").read_text())["starts"]
     assert ": step-00000001); a new head" in first["init"]
+
+
+def train_differently(data: Path, output: Path, key: str, values: list[str], lost: str) -> str:
+    """Train with another value on each rank, and ``lost`` images less on the second."""
+    rank = int(os.environ["RANK"])
+    own = Path(shutil.copytree(data, f"{output}.{rank}"))
+    if rank and lost:
+        (own / lost).unlink()
+    try:
+        train(own, output, "MAX_STEPS=1", f"{key}={values[rank]}")
+    except UserError as error:
+        return str(error)
+    finally:
+        shutdown()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "lost", "words"),
+    [
+        ("SEED", ["1", "2"], "", "rank 1 was started with SEED=2 (rank 0: 1); all ranks of a run"),
+        ("DATA.workers", ["0", "1"], "", ""),
+        ("SEED", ["1", "1"], "train/red/04.png", "with data=69 images of fingerprint "),
+    ],
+)
+def test_all_ranks_run_the_same(data, tmp_path, key, values, lost, words):
+    said = run_ranks(2, train_differently, data, tmp_path / "run", key, values, lost)
+    assert [words in line for line in said] == [True, True]
+    assert (tmp_path / "run" / "config.json").exists() == (not words)
 
 
 def test_it_says_how_long_a_step_takes_on_a_cpu(monkeypatch):

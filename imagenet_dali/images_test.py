@@ -38,17 +38,17 @@ def test_rgb_jpeg_passes_byte_for_byte(options):
 WORDS = np.linspace(0, 65535, 40).astype(np.uint16)[None].repeat(24, 0)
 RAMP = Image.fromarray((WORDS / 257).astype(np.uint8))  # 16 bits are scaled, not clipped
 GOOD, START, END = jpeg(subsampling=0), b"\xff\xda", b"\xff\xd9"
-NO_JFIF = GOOD.replace(b"JFIF\0\1", b"JFIF\0\0")
-BLOCKS = encode(RAMP.convert("RGB"), restart_marker_blocks=1)
-COMPONENTS = b"\1\x11\0\2\x11\1\3\x11\1"  # number, sampling factors and table of each
-FLAT = GOOD[: GOOD.index(START) + 14] + b"\x28\xa0\0" * 9 + END  # 3 bytes for 2, 1 and 2 blocks
-WARNED = {
-    "bytes before the end marker": GOOD[:-2] + bytes(65) + END,
-    "JFIF revision 0": NO_JFIF,
-    "bad ICC marker": GOOD.replace(START, b"\xff\xe2\0\x10ICC_PROFILE\0\1\2" + START),
-    "bytes between segments": GOOD.replace(b"\xff\xdb", b"\0\1\xff\0\2\xff\xdb"),
-    "unusual subsampling": FLAT.replace(COMPONENTS, b"\1\x21\0\2\x11\1\3\x21\1"),
+EDITS = {  # of which libjpeg only warns
+    "bytes before the end marker": (END, bytes(65) + END),
+    "JFIF revision 0": (b"JFIF\0\1", b"JFIF\0\0"),
+    "bad ICC marker": (START, b"\xff\xe2\0\x10ICC_PROFILE\0\1\2" + START),
+    "bytes between segments": (b"\xff\xdb", b"\0\1\xff\0\2\xff\xdb"),
 }
+WARNED = {name: GOOD.replace(*edit) for name, edit in EDITS.items()}
+FLAT = GOOD[: GOOD.index(START) + 14] + b"\x28\xa0\0" * 9 + END  # 3 bytes for 2, 1 and 2 blocks
+WARNED["unusual subsampling"] = FLAT.replace(
+    b"\1\x11\0\2\x11\1\3\x11\1", b"\1\x21\0\2\x11\1\3\x21\1"
+)
 TIFF, PHOTOMETRIC = encode(Image.fromarray(WORDS), "TIFF"), b"\6\1\3\0\1\0\0\0"
 # orientation 6, and a resolution unit of another type, which Pillow cannot write
 ODD_EXIF = (
@@ -108,10 +108,12 @@ def test_short_side_shrinks_only_larger_images():
 BAD = {
     "a PostScript program": (encode(gradient(), "EPS"), "not one of JPEG"),
     "JPEG without its last byte": (jpeg()[:-1], "Premature end of JPEG file"),
-    "JPEG without its last data": (GOOD[:-40] + END, "premature end of data segment"),
-    "and of which libjpeg warns before": (NO_JFIF[:-40] + END, "premature end of data segment"),
-    "JPEG without a block": (
-        BLOCKS.replace(b"\xff\xd3", b""),
+    "JPEG without its last data, of which libjpeg says something else first": (
+        WARNED["JFIF revision 0"][:-40] + END,
+        "premature end of data segment",
+    ),
+    "JPEG without a restart marker": (
+        encode(RAMP, restart_marker_blocks=1).replace(b"\xff\xd3", b""),
         "extraneous bytes before marker 0xd4",
     ),
     "12-bit JPEG": (GOOD.replace(b"\xff\xc0\0\x11\x08", b"\xff\xc1\0\x11\x0c"), "12 bits"),

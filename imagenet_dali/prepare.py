@@ -122,16 +122,14 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 
 def _verify(args: argparse.Namespace) -> None:
-    root, left_out = Path(args.source), 0
+    root, note = Path(args.source), ""
     if args.adopt:
-        left_out = adopt(root, args.workers, args.max_refused)
-    else:
-        faults = check(root, args.workers)
+        if left_out := adopt(root, args.workers, args.max_refused):
+            note = f" but {counted(left_out, 'bad one')}, left out and listed in {REFUSED}"
+    elif faults := check(root, args.workers):
         print_some(faults)
-        if faults:
-            raise UserError(f"{root}: faults found: {len(faults)}; {REMEDY}")
-    note = f" but {counted(left_out, 'bad one')}, left out and listed in {REFUSED}"
-    print(f"{printable(root)}: every record is verified{note if left_out else ''}")
+        raise UserError(f"{root}: faults found: {len(faults)}; {REMEDY}")
+    print(f"{printable(root)}: every record is verified{note}")
 
 
 def prepare(

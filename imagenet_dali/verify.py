@@ -113,7 +113,7 @@ def adopt(root: Path, workers: int, max_refused: float) -> int:
 def report_refused(root: Path, refused: list[str], total: int, max_refused: float) -> None:
     """Print the first of the refused images, and list all in ``refused.txt``, if there are any.
 
-    Raises `UserError` if they are more than `max_refused` of `total`.
+    Raises `UserError` if they are more than `max_refused` of `total`, or all.
     """
     (root / REFUSED).unlink(missing_ok=True)
     if not refused:
@@ -121,10 +121,10 @@ def report_refused(root: Path, refused: list[str], total: int, max_refused: floa
     with atomic_file(root / REFUSED) as file:
         file.write("".join(f"{line}\n" for line in refused).encode())
     print_some(refused)
-    if len(refused) > max_refused * total:
+    if len(refused) > max_refused * total or len(refused) == total:
         raise UserError(
             f"{root / REFUSED}: {counted(len(refused), 'image')} refused, more than "
-            f"{100 * max_refused:g}% of {total}; "
+            f"{100 * min(max_refused, 0.99):g}% of {total}; "
             "fix or remove them, or raise --max-refused, and rerun the command"
         )
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Create .venv from the pinned requirements and install the project into it, editable. Does nothing if neither has changed.
-#   PYTHON=python3.12 bash scripts/setup.sh    chooses the interpreter (3.11 to 3.14)
+#   PYTHON=python3.12 bash scripts/setup.sh    chooses the interpreter (3.11.4 to 3.14)
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu bash scripts/setup.sh
 #                                              takes torch from there, and leaves out CUDA's libraries (not run)
 set -euo pipefail
@@ -22,9 +22,9 @@ phase() { # prints a name, runs the command after it, prints its seconds
 }
 
 python=${PYTHON:-python3}
-"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null || {
+"$python" -c 'import sys; sys.exit(not (3, 11, 4) <= sys.version_info < (3, 15))' 2>/dev/null || {
     version=$("$python" --version 2>/dev/null) || version="no Python that runs"
-    echo "error: $python is $version: Python 3.11 to 3.14 is needed; choose one with PYTHON=python3.12, for example" >&2
+    echo "error: $python is $version: Python 3.11.4 to 3.14 is needed; choose one with PYTHON=python3.12, for example" >&2
     exit 2
 }
 echo "setting up .venv (a few minutes and 7 GB the first time) ..."

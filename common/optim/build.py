@@ -34,7 +34,8 @@ class FusedSGD(SGD):
 
     torch leaves there what was in the memory before: it takes an empty tensor, which only a kernel
     that is not skipped fills, and from the next update on counts it as momentum
-    (torch/optim/sgd.py, `_fused_sgd`).
+    (torch/optim/sgd.py, `_fused_sgd`). On a CPU it is not fused in half precision, whose kernel
+    adds wrong numbers before torch 2.14 (aten/src/ATen/native/cpu/FusedSGDKernel.cpp).
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -46,12 +47,26 @@ class FusedSGD(SGD):
         if len(starting) < len(trained):  # those of a part of the model that was frozen before
             for p in starting:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        if any(p.is_cpu and p.itemsize < 4 for p in trained):
+            self._step_unfused()
+            return
         super().step()
         found_inf = getattr(self, "found_inf", None)
         for p in starting:
             momentum = self.state.get(p, {}).get("momentum_buffer")
             if momentum is not None and found_inf is not None:
                 momentum.masked_fill_(found_inf.bool(), 0)
+
+    def _step_unfused(self) -> None:
+        found_inf = vars(self).pop("found_inf", None)  # which is refused where it is not fused
+        if found_inf is None or not found_inf:
+            for group in self.param_groups:
+                group["fused"] = False
+            super().step()
+            for group in self.param_groups:
+                group["fused"] = True
+        if found_inf is not None:
+            self.found_inf = found_inf
 
 
 ADAM = ("step", "exp_avg", "exp_avg_sq")

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
@@ -107,6 +108,27 @@ def test_equals_colossalais_linear_and_torchs_cosine_schedule(total, warmup):
     assert mine == pytest.approx(
         [PEAK * step / warmup for step in range(warmup)] + [PEAK] * (total - warmup)
     )
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sgd_in_half_precision_is_torchs(dtype, skips):
+    """As after APEX's O3; the first update is skipped, or none."""
+    model = nn.Linear(8, 8)
+    mine = build_optimizer(model, "sgd", 0.1)  # before the parameters are converted
+    copy = deepcopy(model.to(dtype))
+    theirs = SGD(copy.parameters(), 0.1, momentum=0.9)
+    for step in range(3):
+        for ours, other in zip(model.parameters(), copy.parameters(), strict=True):
+            ours.grad = torch.randn_like(ours)
+            other.grad = ours.grad.clone()
+        is_skipped = skips and step == 0
+        mine.found_inf = torch.tensor(float(is_skipped))
+        mine.step()
+        if not is_skipped:
+            theirs.step()
+        assert all(group["fused"] for group in mine.param_groups)
+    torch.testing.assert_close(list(model.parameters()), list(copy.parameters()), rtol=0, atol=0)
 
 
 def test_what_is_trained_later_starts_without_momentum():

@@ -28,6 +28,16 @@ PEAKS = {
     "V100": (125.0, 15.7, 15.7),  # in float16; it has neither TF32 nor bfloat16
 }
 MEASURING = 0.15  # seconds
+# With the CPU's attention, which torch 2.11 does not count; its arguments begin as the GPU's.
+ATEN = torch.ops.aten
+FORMULAS = {
+    ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        ATEN._scaled_dot_product_flash_attention
+    ],
+    ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        ATEN._scaled_dot_product_flash_attention_backward
+    ],
+} | flop_registry
 
 
 def flops_per_image(model: Mapping[str, Any], frozen: str | None = None) -> int:
@@ -118,6 +128,6 @@ class FlopCount(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         outcome = function(*args, **(kwargs or {}))
-        if formula := flop_registry.get(function._overloadpacket):
+        if formula := FORMULAS.get(function._overloadpacket):
             self.total += formula(*args, **(kwargs or {}), out_val=outcome)
         return outcome

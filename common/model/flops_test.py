@@ -7,7 +7,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common.colossal import AMP_TYPE
 from common.model.build import build_model, freeze
-from common.model.flops import flops_per_image, known_gpu, peak_flops, peak_images_per_s
+from common.model.flops import (
+    FlopCount,
+    flops_per_image,
+    known_gpu,
+    peak_flops,
+    peak_images_per_s,
+)
+from common.model.vit import attend
 
 CPU = torch.device("cpu")
 VIT_B16 = {
@@ -37,6 +44,14 @@ def test_flops_are_three_forward_passes_of_pytorchs_count(model):
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         build_model(**model)(torch.empty(2, 3, model["image_size"], model["image_size"]))
     assert flops_per_image(model) == 3 * counter.get_total_flops() / 2
+
+
+def test_attention_on_a_cpu_counts():
+    """Two products forward; backward, as on a GPU, five: the scores are computed again."""
+    query_BHNE = torch.ones(2, 3, 5, 8, requires_grad=True)
+    with FlopCount() as count:
+        attend(query_BHNE, query_BHNE, query_BHNE).sum().backward()
+    assert count.total == (2 + 5) * 2 * (2 * 3 * 5 * 5 * 8)
 
 
 def test_flops_of_a_frozen_body_are_pytorchs_count():

@@ -50,4 +50,5 @@ def test_mixed_precision_and_recomputed_blocks_are_those_of_data_parallelism(sta
     ranks = stage + 1  # of four, two have nothing of sequence pooling's one row
     found, expected = (run_ranks(ranks, train, each)[0] for each in (stage, None))
     for name, losses in found.items():
-        assert losses == pytest.approx(expected[name], rel=1e-6), name
+        rounding = 2e-5 if "float16" in name.split() else 1e-6
+        assert losses == pytest.approx(expected[name], rel=rounding), name

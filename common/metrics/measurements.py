@@ -153,7 +153,11 @@ class ProfilerHook(Measurement):
     def before_train(self, trainer: Trainer) -> None:
         if self.is_main:
             steps = schedule(wait=WARMUP - 1, warmup=1, active=self.total_steps - WARMUP, repeat=1)
-            self.profile = profile(schedule=steps, on_trace_ready=self._write_profile)
+            self.profile = profile(
+                schedule=steps,
+                on_trace_ready=self._write_profile,
+                acc_events=True,  # else torch 2.11 warns that it forgets the events
+            )
             self.profile.start()
 
     def after_train_iter(self, trainer: Trainer, *result: Any) -> None:

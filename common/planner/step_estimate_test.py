@@ -112,7 +112,7 @@ def measure_peak(config: dict[str, Any], micro_batch: int, accumulation: int) ->
     """
     libc10 = ctypes.CDLL(Path(torch.__file__).parent / "lib" / "libc10.so")
     ctypes.c_bool.in_dll(libc10, "FLAGS_caffe2_report_cpu_memory_usage").value = True
-    with profile(profile_memory=True) as profiler:
+    with profile(profile_memory=True, acc_events=True) as profiler:
         train(config, micro_batch, accumulation)
     events = profiler.profiler.kineto_results.experimental_event_tree()
     for event in events:

@@ -20,10 +20,13 @@ def count_tokens(source: str) -> int:
     """Count what has to be read, however it is laid out: no comments, docstrings, line ends and
     indentation.
     """
-    before, count = tokenize.NEWLINE, 0
+    before, count, open_texts = tokenize.NEWLINE, 0, 0
     for kind, *_ in tokenize.generate_tokens(io.StringIO(source).readline):
+        # an f-string is one token, as before Python 3.12
+        name = tokenize.tok_name[kind]
+        open_texts += (name == "FSTRING_START") - (name == "FSTRING_END")
         is_docstring = kind == tokenize.STRING and before in (tokenize.NEWLINE, tokenize.INDENT)
-        count += kind not in LAYOUT and not is_docstring
+        count += kind not in LAYOUT and not is_docstring and not open_texts
         before = kind
     return count
 

@@ -3,6 +3,7 @@ or Pillow.
 """
 
 import functools
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,11 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
     image.
     """
     refuse_unused(data, (*image_loaders.UNUSED, "download"))
+    if data["loader"] == "dali" and not has_dali():
+        raise UserError(
+            "DATA.loader='dali': NVIDIA DALI is not installed; add --set DATA.loader=torchvision, "
+            "or install nvidia-dali-cuda130"
+        )
     if split := data.get("split"):
         images = open_images(data, split)
         counts = 0, len(images), len(images.class_names)
@@ -54,6 +60,14 @@ def describe_data(data: Mapping[str, Any]) -> DataSummary:
             "ones, or use DATA.order='random'"
         )
     return summary
+
+
+def has_dali() -> bool:
+    """Return whether DALI is installed; it is not imported, which takes half a second."""
+    try:
+        return importlib.util.find_spec("nvidia.dali") is not None
+    except ModuleNotFoundError:  # nothing of NVIDIA's is
+        return False
 
 
 def build_train_loader(

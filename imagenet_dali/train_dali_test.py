@@ -126,12 +126,24 @@ def test_every_data_set_has_its_own_evaluation(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_torchruns_own_lines_do_not_hide_a_mistake(tmp_path):
-    """The launch script shows our line alone."""
+@pytest.mark.parametrize(
+    ("setting", "ours"),
+    [
+        ("TOTAL_BATCH_SIZ=1", "TOTAL_BATCH_SIZ: unknown key; did you mean 'TOTAL_BATCH_SIZE'?"),
+        (
+            "DATA.loader=dali",
+            "DATA.loader='dali': NVIDIA DALI is not installed; add --set DATA.loader=torchvision, "
+            "or install nvidia-dali-cuda130",
+        ),
+    ],
+)
+def test_torchruns_own_lines_do_not_hide_a_mistake(setting, ours, colours, tmp_path):
+    """The launch script shows our line alone, of the first rank."""
     arguments = (
-        f"train_dali.py --config {write_config(tmp_path)} --output {tmp_path}/run --set "
-        "TOTAL_BATCH_SIZ=1"
+        f"train_dali.py --config {write_config(tmp_path)} --output {tmp_path}/run --set {setting}"
     )
-    ours = "error: TOTAL_BATCH_SIZ: unknown key; did you mean 'TOTAL_BATCH_SIZE'?"
-    answer = run(f"bash ../scripts/train_torchrun.sh {arguments}", code=2, NPROC_PER_NODE="2")
-    assert answer.stderr.splitlines() == [ours]
+    (tmp_path / "nvidia").mkdir()
+    (tmp_path / "nvidia" / "__init__.py").touch()  # hides NVIDIA's packages
+    place = dict(NPROC_PER_NODE="2", DATA=str(colours), PYTHONPATH=str(tmp_path))
+    answer = run(f"bash ../scripts/train_torchrun.sh {arguments}", code=2, **place)
+    assert answer.stderr.splitlines() == [f"error: {ours}"]

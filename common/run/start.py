@@ -37,6 +37,8 @@ from common.run.prepare import Prepared, check_init, parse_arguments, prepare_ru
 from common.run.run import Run, read_evaluations
 from common.task import Task, named_root
 
+RIGHT_CUDNN = 91_501  # 9.15.1
+
 
 def start_run(argv: list[str], description: str | None, task: Task) -> Run | None:
     """Run all checks, then start the process group and put the config into ``gpc.config``.
@@ -232,6 +234,7 @@ def _announce(name: str, prepared: Prepared, reading: str, doing: str) -> None:
     assert data is not None
     for warning in (
         explain_cpu(config, plan.total_batch, plan.gpus),
+        explain_cudnn(),
         spare_classes(config, data),
         precision.warning,
     ):
@@ -302,4 +305,19 @@ def explain_cpu(config: Mapping[str, Any], total_batch: int, processes: int) -> 
     return (
         f"warning: training on the CPU{why}; a step of {total_batch:,} images takes at least "
         f"{duration}"
+    )
+
+
+def explain_cudnn() -> str:
+    """Return a warning about the cuDNN that is loaded on a GPU, if it is too old; else ""."""
+    try:
+        loaded = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    except RuntimeError as error:  # it is older than that of torch's build
+        return f"warning: attention may be wrong: {first_line(error)}"
+    if loaded is None or loaded >= RIGHT_CUDNN:
+        return ""
+    return (
+        f"warning: cuDNN {loaded // 10_000}.{loaded // 100 % 100}.{loaded % 100} is loaded, which "
+        "computes attention wrongly at lengths that are no multiple of 128 (fixed in 9.15.1): take "
+        "its folder out of LD_LIBRARY_PATH, or set TORCH_CUDNN_SDPA_DEPRIORITIZED=1"
     )

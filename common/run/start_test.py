@@ -5,6 +5,7 @@ import os
 import shutil
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from common.config.load import load_config
 from common.errors import UserError
 from common.planner.prediction import Cluster, cluster_here
 from common.run.prepare import parse_arguments
-from common.run.start import explain_cpu
+from common.run.start import explain_cpu, explain_cudnn
 from common.task import data_root
 from common.testing.commands import Ended, run_forked
 from common.testing.ranks import run_ranks
@@ -96,6 +97,23 @@ def test_it_says_how_long_a_step_takes_on_a_cpu(monkeypatch):
     words = "training on the CPU; a step of 65,536 images takes at least 58 min"
     assert words in explain_cpu(load_config("vit-b16"), 65_536, 2)
     assert not explain_cpu(load_config("quickstart"), 128, 1)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "words"),
+    [
+        (91_002, "warning: cuDNN 9.10.2 is loaded, which computes attention wrongly at"),
+        (RuntimeError("cuDNN version incompatibility"), "may be wrong: cuDNN version incompat"),
+        (91_501, ""),
+    ],
+)
+def test_a_cudnn_that_computes_attention_wrongly_is_said(loaded, words, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "version", mock.Mock(side_effect=[loaded]))
+    assert not explain_cudnn()  # without a GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    said = explain_cudnn()
+    assert words in said
+    assert bool(words) == bool(said)
 
 
 def test_what_this_machine_lacks_is_refused_by_a_start_only(data, tmp_path):

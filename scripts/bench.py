@@ -37,13 +37,13 @@ from torchvision import datasets, transforms
 
 from cifar10_benchmark.task import TASK
 from common.colossal import Trainer
+from common.colossal.engine import compile_model
 from common.config.load import load_config
 from common.config.plan import DataSummary
 from common.errors import command_parser, format_table, run_command
 from common.hardware import cores, describe_run, is_fast
 from common.model.build import build_model, build_training, timm_arguments
 from common.optim.build import build_optimizer
-from common.optim.lamb import Lamb
 from common.run.start import start_run
 from common.testing.photographs import write_photographs
 from common.tools.report import result_columns
@@ -68,7 +68,7 @@ class Work:
     settings: tuple[str, ...]
     steps: int
     warm_up: int
-    compiled: bool = False
+    compiled: bool | str = False  # as the config's COMPILE
     folder: Path = Path()  # of the loaders' images
     items: Iterable[Any] = (None,)
     seconds: float = 0
@@ -130,11 +130,12 @@ def timm(work: Work) -> None:
 
 
 def train(model: nn.Module, optimizer: Optimizer, criterion: nn.Module, work: Work) -> None:
-    forward = torch.compile(model) if work.compiled else model
+    if work.compiled:
+        compile_model(model, work.compiled)
     for images, labels in work:
         optimizer.zero_grad()
         with torch.autocast(DEVICE, torch.bfloat16, enabled=BFLOAT16):
-            loss = criterion(forward(images), labels)
+            loss = criterion(model(images), labels)
         loss.backward()
         optimizer.step()
 
@@ -146,7 +147,7 @@ def ours(work: Work) -> None:
     precision = "fp16=dict(mode=AMP_TYPE.TORCH,dtype='bfloat16')" if BFLOAT16 else "fp16=None"
     with TemporaryDirectory() as folder:
         Path(folder, "unread").touch()  # the folder of the data must not be empty
-        settings = [*work.settings, precision, f"COMPILE={work.compiled}", f"DATA.root={folder}"]
+        settings = [*work.settings, precision, f"COMPILE={work.compiled!r}", f"DATA.root={folder}"]
         words = [
             word for setting in (*settings, f"MAX_STEPS={len(work)}") for word in ("--set", setting)
         ]
@@ -161,12 +162,16 @@ def ours(work: Work) -> None:
         Trainer(built.engine).fit(built.train_loader, 1, len(work), hooks=hooks)
 
 
-def step_optimizer(build: Callable[..., Optimizer], work: Work) -> None:
+def of_parameters(build: Callable[..., Optimizer], model: nn.Module) -> Optimizer:
+    return build(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+
+def step_optimizer(build: Callable[[nn.Module], Optimizer], work: Work) -> None:
     """Step the parameters of ViT-B/16, with gradients of a usual size."""
-    params = list(build_model(**work.config("vit-b16")["MODEL"]).to(DEVICE).parameters())
-    for param in params:
+    model = build_model(**work.config("vit-b16")["MODEL"]).to(DEVICE)
+    for param in model.parameters():
         param.grad = 1e-3 * torch.randn_like(param)
-    optimizer = build(params, lr=1e-6, weight_decay=0.1)
+    optimizer = build(model)
     for _ in work:
         optimizer.step()
 
@@ -206,8 +211,8 @@ Variant = Callable[[Work], None]
 PARTS: dict[str, dict[str, Variant]] = {
     "step": {"bare PyTorch": bare, "timm": timm, "ours": ours},
     "lamb": {
-        "ours": partial(step_optimizer, Lamb),
-        "timm's LAMB": partial(step_optimizer, TimmLamb),
+        "ours": partial(step_optimizer, partial(build_optimizer, name="lamb", weight_decay=0.1)),
+        "timm's LAMB": partial(step_optimizer, partial(of_parameters, TimmLamb)),
     },
     "loader": {"torchvision": torchvision, "ours, DALI": our_loader},
 }

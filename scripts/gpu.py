@@ -1,0 +1,489 @@
+"""What one GPU shows in a quarter of an hour: is it right, then how fast is it.
+
+    python scripts/gpu.py a            # tests, in parallel; then training steps, ceilings, LAMB
+    python scripts/gpu.py b            # DALI, CIFAR-10 to its end, loaders, training from JPEGs
+    python scripts/gpu.py              # both, about 12 minutes
+    python scripts/gpu.py piece lamb   # one piece, in this process, for as long as it takes
+
+A piece is one question: tests of scripts/gpu_test.py chosen by name, or a function of this file.
+Each runs in a process of its own with a time limit, so that one that hangs or crashes costs no
+other its answer. The tests run at once, since they mostly wait for the host (starting, compiling),
+and a wrong number must be known before a fast one counts. What measures speed runs alone, the most
+valuable first. `--seconds` ends a call early: pieces for which no time is left are named.
+
+In $OUT (default: outputs/gpu), rows.jsonl gets a row as soon as it is measured, with the command,
+commit, versions and hardware; summary.txt a line a piece; logs.txt all that the pieces print. The
+table of the rows is printed last.
+
+Nothing has to be installed but the packages of requirements-gpu-test.txt, torch, torchvision and
+timm: the pieces find the project beside this file. Without DALI its pieces end with an error, or
+are skipped. CIFAR10 names a folder of CIFAR-10's images in train/<class> and test/<class>, or a
+tar archive of it; unset, the data set is downloaded. GPU_WORK is a folder for data and runs
+(default: /tmp/gpu). TINY=1 makes everything small: it tries this script on a CPU, where the tests
+fail at once.
+"""
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+# The driver imports neither torch nor the project: what is wrong there ends a piece, not all. The
+# pieces import them in their functions.
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+OUT = Path(os.environ.get("OUT") or ROOT / "outputs" / "gpu").resolve()
+ROWS = OUT / "rows.jsonl"
+WORK = Path(os.environ.get("GPU_WORK") or "/tmp/gpu")
+TINY = bool(os.environ.get("TINY"))
+PYTEST = ["-m", "pytest", "-W", "default", "-m", "gpu", "--tb=short", "scripts/gpu_test.py"]
+LEAST = 20.0  # seconds in which a piece can still answer
+
+VIT_S16 = dict(image_size=224, patch_size=16, width=384, depth=12, heads=6, num_classes=1000)
+VIT_B16 = VIT_S16 | dict(width=768, heads=12)
+SMALL = dict(image_size=32, patch_size=8, width=64, depth=2, heads=1, num_classes=10)
+MODELS: dict[str, dict[str, Any]] = {"s16": VIT_S16, "b16": VIT_B16}
+BATCH = 256
+if TINY:
+    MODELS = dict.fromkeys(MODELS, SMALL)
+    BATCH = 8
+
+
+def write_row(**values: Any) -> None:
+    """Add a row to the file at once, with where it is from, and print it."""
+    print(json.dumps(values), flush=True)
+    OUT.mkdir(parents=True, exist_ok=True)
+    with ROWS.open("a") as file:
+        file.write(json.dumps(values | {"run": _describe()}) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@cache
+def _describe() -> dict[str, Any]:
+    from common.hardware import describe_run
+
+    return describe_run(sys.argv[1:])
+
+
+# --- the pieces
+
+
+def speed(model: str) -> None:
+    """Time a training step in bfloat16 on images in memory: ours with all its hooks, and others'.
+
+    Without dropout but where it is named. ``model`` is a key of `MODELS`.
+    """
+    import bench
+    import torch
+
+    from common.colossal import AMP_TYPE, shutdown
+    from common.launch.signals import stop_signals
+    from common.model.flops import peak_images_per_s
+
+    shape = MODELS[model] | {"mlp_ratio": 4.0, "dropout": 0.0}
+    settings = [*(f"MODEL.{key}={value}" for key, value in shape.items())]
+    settings.append(f"TOTAL_BATCH_SIZE={BATCH}")
+    variants: dict[str, tuple[bench.Variant, bool | str, list[str]]] = {
+        "ours": (bench.ours, True, []),
+        "bare PyTorch": (bench.bare, True, []),
+        "timm": (bench.timm, True, []),
+        "ours, the recipe's dropout": (bench.ours, True, ["MODEL.dropout=0.1"]),
+        "ours, not compiled": (bench.ours, False, []),
+        "ours, again": (bench.ours, True, []),
+        "bare PyTorch, compiled as a whole": (bench.bare, "model", []),
+    }
+    bfloat16 = {"mode": AMP_TYPE.TORCH, "dtype": "bfloat16"}
+    peak = peak_images_per_s(shape, bfloat16, 1, torch.device(bench.DEVICE))
+    for name, (train, compiled, more) in variants.items():
+        started = time.monotonic()
+        steps, warm_up = (2, 1) if TINY else (30, 12)
+        work = bench.Work((*settings, *more), steps, warm_up, compiled)
+        gc.collect()
+        if bench.DEVICE == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            train(work)
+        except Exception as error:  # the next may do
+            write_row(piece=f"speed-{model}", variant=name, error=f"{error!r:.300}")
+            continue
+        finally:
+            stop_signals.restore()
+            shutdown()
+        images_per_s = BATCH / work.seconds
+        figures = {"ms": 1e3 * work.seconds, "images_per_s": images_per_s}
+        figures["mfu"] = images_per_s / peak
+        if bench.DEVICE == "cuda":
+            figures["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        took = time.monotonic() - started
+        write_row(piece=f"speed-{model}", variant=name, batch=BATCH, **figures, took_s=took)
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Return the seconds of a call, the mean of several after the first."""
+    import bench
+
+    work = bench.Work((), 2 if TINY else 30, 1 if TINY else 5)
+    for _ in work:
+        call()
+    return work.seconds
+
+
+def ceilings() -> None:
+    """Time what bounds a step: copies, ViT-B/16's matrix products, attention by backend."""
+    import bench
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    make = partial(torch.randn, device=bench.DEVICE)
+    source = make(1 << (16 if TINY else 28))
+    target = torch.empty_like(source)
+    seconds = seconds_of(lambda: target.copy_(source))
+    write_row(piece="ceilings", what="copy", tb_per_s=2 * source.nbytes / seconds / 1e12)
+    rows = 64 if TINY else 256 * 197  # tokens of a batch
+    shapes = [(rows, 768, 2304), (rows, 768, 768), (rows, 768, 3072), (rows, 3072, 768)]
+    shapes += [(3072, rows, 768), (rows, 384, 1536), (8192, 8192, 8192)]
+    for m, k, n in shapes[:2] if TINY else shapes:
+        left = make(m, k, dtype=torch.bfloat16)
+        right = make(k, n, dtype=torch.bfloat16)
+        seconds = seconds_of(partial(torch.matmul, left, right))
+        name = f"matmul {m} x {k} x {n}"
+        write_row(piece="ceilings", what=name, tflops=2 * m * k * n / seconds / 1e12)
+    sizes = (2, 5, 1) if TINY else (256, 197, 12)  # images, tokens, heads
+    qkv = make(*sizes[:2], 3, sizes[2], 64, dtype=torch.bfloat16, requires_grad=True)
+
+    def attend(backend: SDPBackend, trains: bool) -> None:
+        with sdpa_kernel(backend):
+            q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
+            attended = scaled_dot_product_attention(q, k, v)
+        if trains:
+            attended.backward(attended.detach())
+
+    for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"):
+        backend = getattr(SDPBackend, name)
+        try:
+            forward = 1e3 * seconds_of(partial(attend, backend, False))
+            both = 1e3 * seconds_of(partial(attend, backend, True))
+        except RuntimeError as error:  # this backend is not for this device
+            write_row(piece="ceilings", what=name, error=f"{error!r:.200}")
+            continue
+        write_row(piece="ceilings", what=name, forward_ms=forward, forward_and_backward_ms=both)
+
+
+def lamb() -> None:
+    """Time a step over the parameters of ViT-B/16 in float32, by LAMB and others."""
+    import bench
+    from timm.optim import Lamb as TimmLamb
+    from torch.optim import AdamW
+
+    from common.optim.build import build_optimizer
+
+    ours = partial(build_optimizer, weight_decay=0.1)
+    builds = {
+        "ours": partial(ours, name="lamb"),
+        "ours, bias correction": partial(ours, name="lamb", bias_correction=True),
+        "timm's LAMB": partial(bench.of_parameters, TimmLamb),
+        "AdamW, fused": partial(bench.of_parameters, partial(AdamW, fused=True)),
+        "AdamW, foreach": partial(bench.of_parameters, partial(AdamW, foreach=True)),
+        "Muon": partial(ours, name="muon"),
+    }
+    settings = ("MODEL.width=64", "MODEL.heads=1", "MODEL.depth=2") if TINY else ()
+    for name, build in builds.items():
+        work = bench.Work(settings, 2 if TINY else 50, 1 if TINY else 5)
+        bench.step_optimizer(build, work)
+        write_row(piece="lamb", variant=name, ms=1e3 * work.seconds)
+
+
+def photographs() -> Path:
+    """Return a folder of shards of 7,680 JPEGs of 500 x 400 pixels, and 512 of validation."""
+    from common.hardware import cores
+    from common.testing.photographs import write_photographs
+    from imagenet_dali.prepare import prepare
+
+    shards = WORK / "shards"
+    if not (shards / "manifest.json").exists():
+        for folder in (WORK / "images", shards):  # what a piece that was ended has left
+            shutil.rmtree(folder, ignore_errors=True)
+        write_photographs(WORK / "images", "abcd", 128 if TINY else 8192, 500, 400)
+        prepare(WORK / "images", shards, cores(), validation_share=0.0625)
+    return shards
+
+
+def loader() -> None:
+    """Count images a second to the GPU, without training: our CPU loader, and torchvision's nvJPEG
+    on whole images.
+    """
+    import bench
+    import torch
+    from torchvision.io import decode_jpeg, read_file
+
+    from common.config.load import load_config
+    from common.hardware import cores
+    from imagenet_dali.task import build_train_loader
+
+    data = load_config("vit-b16")["DATA"]
+    data |= {"root": str(photographs()), "loader": "torchvision", "workers": cores()}
+    device = torch.device("cuda:0" if bench.DEVICE == "cuda" else "cpu")
+    batches = build_train_loader(data, BATCH, BATCH, seed=0, image_size=224, device=device)
+    for number in range(2):
+        started = time.perf_counter()
+        count = 0
+        for images, _ in batches:
+            count += len(images)
+            images.sum().item()  # waits for the device
+        rate = count / (time.perf_counter() - started)
+        write_row(piece="loader", what="ours, torchvision", number=number, images_per_s=rate)
+    batches.close()
+    files = [read_file(str(path)) for path in sorted((WORK / "images" / "a").iterdir())[:64]]
+    try:
+        seconds = seconds_of(partial(decode_jpeg, files, device=bench.DEVICE))
+    except RuntimeError as error:  # built without nvJPEG
+        write_row(piece="loader", what="torchvision's decode_jpeg", error=f"{error!r:.200}")
+    else:
+        rate = len(files) / seconds
+        write_row(piece="loader", what="torchvision's decode_jpeg", images_per_s=rate)
+
+
+def pipeline(kind: str) -> None:
+    """Train ViT-S/16, then ViT-B/16, from JPEGs by train_dali.py, with the recipe's LAMB, Mixup and
+    dropout; ``kind`` is DATA.loader.
+    """
+    from common.metrics.curves import read_metrics
+    from common.testing.commands import in_words
+
+    shards = photographs()
+    for name, shape in MODELS.items():
+        output = WORK / f"pipeline-{kind}-{name}"
+        shutil.rmtree(output, ignore_errors=True)
+        steps = 4 if TINY else 60 if name == "s16" else 40
+        settings = [f"MODEL.{key}={value}" for key, value in shape.items()]
+        settings += ["MODEL.num_classes=None", f"DATA.root={shards}", f"DATA.loader={kind}"]
+        settings += [f"TOTAL_BATCH_SIZE={BATCH}", f"MICRO_BATCH_SIZE={BATCH}"]
+        settings += [f"MAX_STEPS={steps}", f"LOG.every={steps // 4}"]
+        settings += ["NUM_EPOCHS=100", "WARMUP_EPOCHS=1"]
+        words = ["imagenet_dali/train_dali.py", "--config", "vit-b16", "--output", str(output)]
+        subprocess.run([sys.executable, *words, *in_words(*settings)], cwd=ROOT, check=True)
+        rates = [record for record in read_metrics(output) if record["kind"] == "train"]
+        for record in rates[-2:]:
+            keys = ("step", "samples_per_s", "data_wait", "forward_s", "backward_s")
+            figures = {key: record[key] for key in (*keys, "peak_memory_gb")}
+            write_row(piece=f"pipeline-{kind}", model=name, **figures)
+
+
+def cifar() -> None:
+    """Train ViT-Lite-7/4 on CIFAR-10 for its 200 epochs, in bfloat16; a row an evaluation.
+
+    A run that is cut off leaves its rows.
+    """
+    from common.testing.commands import in_words
+    from common.testing.photographs import write_photographs
+
+    folder = WORK / "cifar10"
+    source = Path(os.environ.get("CIFAR10") or folder)
+    settings = ["fp16.mode=AMP_TYPE.TORCH", "fp16.dtype='bfloat16'", "EVAL_EVERY=10"]
+    if TINY:
+        settings += ["MAX_STEPS=40", "EVAL_EVERY=20", "TOTAL_BATCH_SIZE=8", "MODEL.depth=1"]
+        folder = WORK / "tiny"
+        for split in ("train", "test"):
+            if not (folder / split).exists():
+                write_photographs(folder / split, "abcdefghij", 160, 32, 32)
+    elif source.is_dir():
+        folder = source
+    elif "CIFAR10" in os.environ:
+        with tarfile.open(source) as archive:
+            archive.extractall(folder, filter="data")
+    else:
+        settings.append("DATA.download=True")
+    output = WORK / "cifar"
+    shutil.rmtree(output, ignore_errors=True)
+    settings.append(f"DATA.root={folder}")
+    words = ["cifar10_benchmark/train.py", "--config", "vit_lite_vanilla"]
+    words += ["--output", str(output), *in_words(*settings)]
+    started = time.monotonic()
+    with subprocess.Popen([sys.executable, *words], cwd=ROOT) as process:
+        seen = 0
+        is_running = True
+        while is_running:
+            is_running = process.poll() is None  # before the last look
+            for line in _lines(output / "metrics.jsonl")[seen:]:
+                seen += 1
+                record = json.loads(line)
+                if record["kind"] == "eval":
+                    write_row(piece="cifar", seconds=time.monotonic() - started, **record)
+            time.sleep(0.5)
+    write_row(piece="cifar", seconds=time.monotonic() - started, status=process.returncode)
+    sys.exit(process.returncode)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``limit`` in seconds; ``run`` is a function of this file, or what ``pytest -k`` selects."""
+
+    limit: int
+    run: Callable[[], None] | str
+
+
+PIECES = {
+    "quickstart-eager": Piece(120, "quickstart and False and torchvision"),
+    "quickstart-compiled": Piece(150, "quickstart and True and torchvision"),
+    "numerics-eager": Piece(120, "numerics and False"),
+    "numerics-compiled-adamw": Piece(170, "numerics and True and adamw"),
+    "numerics-compiled-lamb": Piece(170, "numerics and True and lamb"),
+    "muon": Piece(90, "muon or drop_path"),
+    "waits": Piece(120, "wait"),
+    "resume": Piece(160, "resume and bfloat16"),
+    "memory": Piece(120, "memory"),
+    "two-processes": Piece(150, "two_processes"),
+    "killed": Piece(90, "killed"),
+    "commands": Piece(120, "dry_run"),
+    "speed-b16": Piece(110, partial(speed, "b16")),
+    "speed-s16": Piece(85, partial(speed, "s16")),
+    "ceilings": Piece(40, ceilings),
+    "lamb": Piece(40, lamb),
+    "dali": Piece(60, "test_dali or (quickstart and dali)"),
+    "pipeline-dali": Piece(60, partial(pipeline, "dali")),
+    "cifar": Piece(235, cifar),
+    "loader": Piece(45, loader),
+    "pipeline-torchvision": Piece(60, partial(pipeline, "torchvision")),
+}
+# The groups of pieces that run at once, one group after another, and seconds for all.
+A: list[list[str]] = [list(PIECES)[: list(PIECES).index("speed-b16")]]
+A += [["speed-b16"], ["speed-s16"], ["lamb"], ["ceilings"]]
+B = [["dali"], ["pipeline-dali"], ["cifar"], ["loader"], ["pipeline-torchvision"]]
+CALLS = {"a": (A, 385.0), "b": (B, 325.0)}
+
+
+# --- the driver
+
+
+def run_call(groups: list[list[str]], seconds: float) -> None:
+    """Run the pieces of a call, and print their rows."""
+    end = time.monotonic() + seconds
+    OUT.mkdir(parents=True, exist_ok=True)
+    WORK.mkdir(parents=True, exist_ok=True)
+    versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "triton"))
+    say(f"{_gpu_name()}; {os.cpu_count()} CPUs; {versions}, DALI {_version('nvidia-dali-cuda130')}")
+    rows_before = len(_lines(ROWS))
+    for names in groups:
+        if end - time.monotonic() < LEAST:
+            say(f"left out for lack of time: {', '.join(names)}")
+            continue
+        started = time.monotonic()
+        running = {name: _start(name, len(names)) for name in names}
+        while running:
+            for name, process in list(running.items()):
+                spent = time.monotonic() - started
+                if process.poll() is not None:
+                    ended = f"exit status {process.returncode}, {spent:.0f} s"
+                elif spent > PIECES[name].limit or time.monotonic() > end:
+                    _kill(process)
+                    ended = f"killed after {spent:.0f} s"
+                else:
+                    continue
+                del running[name]
+                _report(name, ended, has_failed=process.returncode != 0)
+            time.sleep(0.2)
+    for line in _lines(ROWS)[rows_before:]:
+        values = json.loads(line)
+        del values["run"]
+        numbers = {key: f"{value:.4g}" for key, value in values.items() if type(value) is float}
+        print(" ".join(f"{key}={value}" for key, value in (values | numbers).items())[:220])
+    sys.stdout.flush()
+
+
+def _start(name: str, at_once: int) -> subprocess.Popen[bytes]:
+    """Start a piece, which shares the cores with ``at_once - 1`` others."""
+    words = [__file__, "piece", name]
+    if isinstance(selection := PIECES[name].run, str):
+        words = [*PYTEST, "-k", selection]
+    environ = os.environ | {"PYTHONUNBUFFERED": "1", "OUT": str(OUT)}
+    environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4" if at_once > 1 else str(os.cpu_count())
+    # for what the tests start, where the project is not installed
+    environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environ.get('PYTHONPATH', '')}"
+    with (WORK / f"{name}.log").open("wb") as log:
+        command = [sys.executable, *words]
+        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environ)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a piece with all that it has started: torchrun's ranks are in sessions of their own."""
+    parent = psutil.Process(process.pid)
+    for one in [*parent.children(recursive=True), parent]:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
+
+
+def _report(name: str, ended: str, has_failed: bool) -> None:
+    """Print how a piece ended, with what it said last or of its faults; add its log to the file."""
+    text = (WORK / f"{name}.log").read_text(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
+    say(f"{name}: {ended}: {(lines or ['nothing said'])[-1][:150]}")
+    if has_failed:
+        telling = [line for line in lines if line.startswith("E  ") or "rror" in line]
+        for line in (telling or lines)[-6:]:
+            print(f"    {line[:220]}", flush=True)
+    with (OUT / "logs.txt").open("a") as file:
+        file.write(f"===== {name}: {ended}\n{text[:30_000]}\n{text[30_000:][-60_000:]}\n")
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+    with (OUT / "summary.txt").open("a") as file:
+        file.write(f"{line}\n")
+
+
+def _version(package: str) -> str:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return "none"
+
+
+def _gpu_name() -> str:
+    with suppress(OSError):  # no such command
+        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "no GPU"
+    return "no GPU"
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="?", choices=[*CALLS, "piece"], help="default: a, then b")
+    parser.add_argument("name", nargs="?", choices=PIECES, help="of a piece")
+    parser.add_argument("--seconds", type=float, help="at most, for each of a (385) and b (325)")
+    args = parser.parse_args()
+    if args.what == "piece":
+        run = PIECES[args.name].run
+        if isinstance(run, str):
+            os.execv(sys.executable, [sys.executable, *PYTEST, "-k", run])
+        run()
+        return
+    for call in [args.what] if args.what else CALLS:
+        groups, seconds = CALLS[call]
+        run_call(groups, args.seconds or seconds)
+
+
+if __name__ == "__main__":
+    main()
